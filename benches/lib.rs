@@ -1,0 +1,1 @@
+//! Benchmarks of the parts; see RESULTS.md for the tables of the wholes.

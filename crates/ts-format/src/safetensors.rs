@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The safetensors header: 8 bytes of length, JSON, then the data of all tensors without a gap.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{MapAccess, Visitor};
+
+use crate::error::describe;
+use crate::{Dtype, Error, TensorMeta};
+
+/// Longest JSON header that is read, in bytes: the limit of the safetensors library itself.
+pub const MAX_HEADER_LEN: u64 = 100_000_000;
+
+/// Length of the field that holds the header's length.
+pub(crate) const PREFIX_LEN: u64 = 8;
+
+/// A tensor as the header lists it.
+#[derive(Debug)]
+pub(crate) struct HeaderTensor {
+    pub(crate) name: String,
+    pub(crate) meta: TensorMeta,
+    /// Where its data begins, from the start of the file.
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Header {
+    pub(crate) tensors: Vec<HeaderTensor>,
+    pub(crate) metadata: BTreeMap<String, String>,
+}
+
+/// Checks the length field of `file` and returns the length of the JSON behind it.
+pub(crate) fn header_len(file: &str, prefix: &[u8], file_len: u64) -> Result<u64, Error> {
+    let truncated = |what: &str, offset, end| Error::Truncated {
+        file: file.into(),
+        what: what.into(),
+        offset,
+        end,
+        file_len,
+    };
+    let prefix: [u8; 8] =
+        prefix.try_into().map_err(|_| truncated("the safetensors header length", 0, PREFIX_LEN))?;
+    let len = u64::from_le_bytes(prefix);
+    if len > MAX_HEADER_LEN {
+        let reason = format!(
+            "the header length field says {len} bytes, more than the {MAX_HEADER_LEN} allowed: \
+             this is not a safetensors file, or it is damaged"
+        );
+        return Err(Error::header(file, 0, reason));
+    }
+    if PREFIX_LEN + len > file_len {
+        return Err(truncated("the safetensors header", PREFIX_LEN, PREFIX_LEN + len));
+    }
+    Ok(len)
+}
+
+/// Parses the JSON of a header and checks every claim it makes about a file of `file_len` bytes.
+pub(crate) fn parse_header(file: &str, json: &[u8], file_len: u64) -> Result<Header, Error> {
+    let text = std::str::from_utf8(json)
+        .map_err(|e| Error::header(file, PREFIX_LEN + e.valid_up_to() as u64, "the header is not UTF-8"))?;
+    let raw: RawHeader = serde_json::from_str(text)
+        .map_err(|e| Error::header(file, PREFIX_LEN + json_offset(text, &e), e.to_string()))?;
+    let data_start = PREFIX_LEN + json.len() as u64;
+    let mut tensors = Vec::with_capacity(raw.tensors.len());
+    for (name, info) in raw.tensors {
+        tensors.push(check_tensor(file, name, info, data_start, file_len)?);
+    }
+    tensors.sort_by_key(|t| (t.offset, t.len));
+    check_cover(file, &tensors, data_start, file_len)?;
+    Ok(Header { tensors, metadata: raw.metadata })
+}
+
+fn check_tensor(
+    file: &str,
+    name: String,
+    info: RawTensor,
+    data_start: u64,
+    file_len: u64,
+) -> Result<HeaderTensor, Error> {
+    let (begin, end) = info.data_offsets;
+    let offset = data_start.saturating_add(begin);
+    let bad = |reason: String| Error::BadTensor { file: file.into(), tensor: name.clone(), offset, reason };
+    let Some(dtype) = Dtype::from_name(&info.dtype) else {
+        return Err(bad(format!("unknown dtype `{}`", info.dtype)));
+    };
+    if begin > end {
+        return Err(bad(format!("data_offsets [{begin}, {end}] run backwards")));
+    }
+    let meta = TensorMeta { dtype, shape: info.shape };
+    let Some(len) = meta.byte_len() else {
+        let what = describe(dtype, &meta.shape);
+        return Err(bad(format!("{what} is no whole number of bytes below 2^64")));
+    };
+    if len != end - begin {
+        let what = describe(dtype, &meta.shape);
+        return Err(bad(format!("{what} is {len} bytes, its data_offsets hold {}", end - begin)));
+    }
+    match data_start.checked_add(end) {
+        Some(stop) if stop <= file_len => Ok(HeaderTensor { name, meta, offset, len }),
+        stop => Err(Error::Truncated {
+            file: file.into(),
+            what: format!("tensor `{name}`"),
+            offset,
+            end: stop.unwrap_or(u64::MAX),
+            file_len,
+        }),
+    }
+}
+
+/// The data must be covered from its first byte to the end of the file, each byte by one tensor.
+fn check_cover(file: &str, tensors: &[HeaderTensor], data_start: u64, file_len: u64) -> Result<(), Error> {
+    let mut next = data_start;
+    for t in tensors {
+        if t.offset != next {
+            let how =
+                if t.offset < next { "overlaps the tensor before it" } else { "leaves a gap before it" };
+            let reason = format!("its data {how}, which ends at byte {next}");
+            return Err(Error::BadTensor {
+                file: file.into(),
+                tensor: t.name.clone(),
+                offset: t.offset,
+                reason,
+            });
+        }
+        next += t.len;
+    }
+    if next != file_len {
+        return Err(Error::header(file, next, format!("{} bytes after the last tensor", file_len - next)));
+    }
+    Ok(())
+}
+
+/// Byte offset of a JSON error: serde_json counts lines from 1 and columns in bytes from 1.
+fn json_offset(text: &str, error: &serde_json::Error) -> u64 {
+    let before: usize = text.split_inclusive('\n').take(error.line().saturating_sub(1)).map(str::len).sum();
+    (before + error.column().saturating_sub(1)) as u64
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawTensor {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+#[derive(Default)]
+struct RawHeader {
+    tensors: Vec<(String, RawTensor)>,
+    metadata: BTreeMap<String, String>,
+}
+
+impl<'de> Deserialize<'de> for RawHeader {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(HeaderVisitor)
+    }
+}
+
+/// A map's visitor rather than a map, because a map would keep the last of two equal names in silence.
+struct HeaderVisitor;
+
+impl<'de> Visitor<'de> for HeaderVisitor {
+    type Value = RawHeader;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of tensor names")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
+        let mut header = RawHeader::default();
+        let mut seen = HashSet::new();
+        while let Some(name) = map.next_key::<String>()? {
+            if !seen.insert(name.clone()) {
+                return Err(serde::de::Error::custom(format!("the name `{name}` stands twice")));
+            }
+            if name == "__metadata__" {
+                header.metadata = map.next_value()?;
+            } else if name.is_empty() || name.contains('\0') {
+                return Err(serde::de::Error::custom(format!("{name:?} is no tensor name")));
+            } else {
+                header.tensors.push((name, map.next_value()?));
+            }
+        }
+        Ok(header)
+    }
+}

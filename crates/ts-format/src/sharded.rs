@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `model.safetensors.index.json`: which shard has which tensor.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+use crate::Error;
+
+/// Longest index that is read, in bytes. 100,000 tensors take about 10 MB.
+pub const MAX_INDEX_LEN: u64 = 256 << 20;
+
+#[derive(Deserialize)]
+struct RawIndex {
+    weight_map: BTreeMap<String, String>,
+}
+
+/// Parses an index into tensor name -> shard name. A shard is a plain file name beside its index.
+pub(crate) fn parse_index(file: &str, json: &[u8]) -> Result<BTreeMap<String, String>, Error> {
+    let index: RawIndex = serde_json::from_slice(json)
+        .map_err(|e| Error::header(file, 0, format!("not a shard index: {e}")))?;
+    if index.weight_map.is_empty() {
+        return Err(Error::header(file, 0, "the weight_map is empty"));
+    }
+    for (tensor, shard) in &index.weight_map {
+        if shard.is_empty() || shard.contains(['/', '\\', '\0']) || shard == ".." || shard == "." {
+            let reason = format!("tensor `{tensor}`: {shard:?} is no file name beside the index");
+            return Err(Error::header(file, 0, reason));
+        }
+    }
+    Ok(index.weight_map)
+}

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The catalog seen from outside: what it reads, and how it names what it refuses.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+use ts_format::{ByteRange, Catalog, CatalogReader, Dtype, Error, ErrorKind, FileId, TensorMeta};
+
+fn safetensors(header: &str, data_len: usize) -> Vec<u8> {
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.resize(file.len() + data_len, 0x5a);
+    file
+}
+
+fn read(mut reader: CatalogReader, files: &BTreeMap<String, Vec<u8>>) -> Result<Catalog, Error> {
+    while let Some(need) = reader.need() {
+        let file = &files[&need.file];
+        let end = (need.offset + need.len).min(file.len() as u64) as usize;
+        let begin = (need.offset as usize).min(end);
+        reader.feed(&file[begin..end], file.len() as u64)?;
+    }
+    reader.finish()
+}
+
+fn read_one(bytes: Vec<u8>) -> Result<Catalog, Error> {
+    read(CatalogReader::single("m"), &BTreeMap::from([("m".to_string(), bytes)]))
+}
+
+const TWO: &str = r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]},"a":{"dtype":"F32","shape":[],"data_offsets":[12,16]}}"#;
+
+#[test]
+fn a_single_file_gives_every_tensor_its_place_in_the_file() {
+    let catalog = read_one(safetensors(TWO, 16)).unwrap();
+    let start = 8 + TWO.len() as u64;
+    let b = catalog.tensor("b").unwrap();
+    assert_eq!(b.meta, TensorMeta { dtype: Dtype::BF16, shape: vec![2, 3] });
+    assert_eq!(b.parts, [ByteRange { file: FileId(0), offset: start, len: 12 }]);
+    assert_eq!(catalog.tensor("a").unwrap().parts[0].offset, start + 12);
+    assert_eq!(catalog.files()[0].metadata["format"], "pt");
+    assert_eq!(catalog.require("c").unwrap_err().kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn a_file_cut_anywhere_is_a_typed_error() {
+    let whole = safetensors(TWO, 16);
+    for len in 0..whole.len() {
+        let error = read_one(whole[..len].to_vec()).expect_err("a cut file has no catalog");
+        assert!(matches!(error, Error::Truncated { .. }), "cut at {len}: {error}");
+    }
+}
+
+#[test]
+fn wrong_headers_are_refused_with_the_reason() {
+    let cases = [
+        (r#"[]"#, 0, "object"),
+        (
+            r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#,
+            8,
+            "twice",
+        ),
+        (r#"{"":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#, 4, "no tensor name"),
+        (r#"{"a":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}}"#, 4, "unknown dtype"),
+        (r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#, 4, "backwards"),
+        (r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#, 4, "8 bytes"),
+        (r#"{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}"#, 4, "-1"),
+        (r#"{"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}"#, 4, "floating point"),
+        (r#"{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,4]}}"#, 4, "2^64"),
+        (r#"{"a":{"dtype":"F4","shape":[1],"data_offsets":[0,1]}}"#, 1, "whole number"),
+        (
+            r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}"#,
+            3,
+            "overlaps",
+        ),
+        (
+            r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[3,5]}}"#,
+            5,
+            "gap",
+        ),
+        (r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}"#, 3, "after the last tensor"),
+        (r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2],"x":1}}"#, 2, "unknown field"),
+    ];
+    for (header, data_len, reason) in cases {
+        let error = read_one(safetensors(header, data_len)).expect_err(header);
+        assert_eq!(error.kind(), ErrorKind::BadFile, "{error}");
+        assert!(error.to_string().contains(reason), "{header}: {error}");
+    }
+}
+
+#[test]
+fn a_length_field_that_lies_is_refused_before_anything_is_read() {
+    let mut file = u64::MAX.to_le_bytes().to_vec();
+    file.extend_from_slice(b"{}");
+    assert!(matches!(read_one(file), Err(Error::BadHeader { offset: 0, .. })));
+}
+
+fn shard(tensor: &str) -> Vec<u8> {
+    safetensors(&format!(r#"{{"{tensor}":{{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}}}"#), 4)
+}
+
+fn sharded(index: &str) -> Result<Catalog, Error> {
+    let files = BTreeMap::from([
+        ("i".to_string(), index.as_bytes().to_vec()),
+        ("s1".to_string(), shard("x")),
+        ("s2".to_string(), shard("y")),
+    ]);
+    read(CatalogReader::sharded("i"), &files)
+}
+
+#[test]
+fn an_index_brings_the_tensors_of_its_shards_together() {
+    let catalog = sharded(r#"{"metadata":{},"weight_map":{"x":"s1","y":"s2"}}"#).unwrap();
+    let places: Vec<_> = catalog.tensors().map(|(n, t)| (n, t.parts[0].file.0)).collect();
+    assert_eq!(places, [("x", 0), ("y", 1)]);
+}
+
+#[test]
+fn an_index_that_disagrees_with_its_shards_or_leaves_the_directory_is_refused() {
+    let missing = sharded(r#"{"weight_map":{"x":"s1","z":"s2"}}"#).unwrap_err();
+    assert_eq!(missing, Error::MissingFromShard { file: "s2".into(), tensor: "z".into(), index: "i".into() });
+    for index in [r#"{"weight_map":{}}"#, r#"{"weight_map":{"x":"../s1"}}"#, r#"{}"#, "nonsense"] {
+        assert!(matches!(sharded(index), Err(Error::BadHeader { .. })), "{index}");
+    }
+}
+
+#[test]
+fn assembled_tensors_are_checked_against_their_files() {
+    let catalog = read_one(safetensors(TWO, 16)).unwrap();
+    let end = catalog.files()[0].len;
+    let meta = || TensorMeta { dtype: Dtype::U8, shape: vec![8] };
+    let part = |offset, len| ByteRange { file: FileId(0), offset, len };
+    assert!(catalog.assemble("t", meta(), vec![part(end - 4, 4), part(end - 12, 4)]).is_ok());
+    for parts in [vec![part(0, 4)], vec![part(end - 4, 8)], vec![part(u64::MAX, 8)]] {
+        let error = catalog.assemble("t", meta(), parts).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Misuse);
+    }
+}
+
+proptest! {
+    /// Any bytes at all end in a catalog or an error, and a catalog's ranges stay inside the file.
+    #[test]
+    fn no_header_panics_or_points_outside(json in "(\\{|\\}|\\[|\\]|\"|:|,|a|dtype|shape|data_offsets|F32|[0-9]|-|e|\\\\){0,60}", data in 0usize..32) {
+        let file = safetensors(&json, data);
+        let len = file.len() as u64;
+        if let Ok(catalog) = read_one(file) {
+            for (_, t) in catalog.tensors() {
+                prop_assert!(t.parts.iter().all(|p| p.offset + p.len <= len));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_what_is_read(shapes in prop::collection::vec(prop::collection::vec(0u64..5, 0..4), 0..8)) {
+        let (mut fields, mut at) = (Vec::new(), 0u64);
+        for (i, shape) in shapes.iter().enumerate() {
+            let len = shape.iter().product::<u64>() * 2;
+            fields.push(format!(r#""t{i}":{{"dtype":"F16","shape":{shape:?},"data_offsets":[{at},{}]}}"#, at + len));
+            at += len;
+        }
+        let header = format!("{{{}}}", fields.join(","));
+        let catalog = read_one(safetensors(&header, at as usize)).unwrap();
+        for (i, shape) in shapes.iter().enumerate() {
+            prop_assert_eq!(&catalog.tensor(&format!("t{i}")).unwrap().meta.shape, shape);
+        }
+    }
+}
