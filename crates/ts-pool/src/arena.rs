@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One anonymous mapping, on huge pages where the system gives them. This crate's first unsafe module.
+
+use std::ptr::NonNull;
+
+use memmap2::{MmapMut, MmapOptions};
+
+use crate::Error;
+
+/// Alignment of the arena's first byte: a huge page on x86-64 and arm64, so that slots can lie on whole ones.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// Zeroed memory at a fixed address until dropped; pages are taken from the system when first touched.
+#[derive(Debug)]
+pub(crate) struct Arena {
+    /// Owns the memory that `base` points into; never dereferenced while blocks are out.
+    _mapping: MmapMut,
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping is plain memory at a fixed address. `Arena` itself never reads or writes it; who may do
+// so is settled by the blocks that `pool` hands out, which are disjoint.
+unsafe impl Send for Arena {}
+// SAFETY: as above; a shared reference gives out addresses alone.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    pub(crate) fn new(len: usize) -> Result<Self, Error> {
+        let failed = |source| Error::Map { bytes: len, source };
+        // Room to move the base up to a huge-page boundary: address space, not memory.
+        let align = if len >= HUGE_PAGE { HUGE_PAGE } else { 4096 };
+        let size = len.checked_add(align).ok_or_else(|| failed(std::io::ErrorKind::OutOfMemory.into()))?;
+        let mut mapping = MmapOptions::new().len(size).map_anon().map_err(failed)?;
+        #[cfg(target_os = "linux")]
+        {
+            // Only advice: without huge pages the arena works, slower to touch for the first time.
+            let _ = mapping.advise(memmap2::Advice::HugePage);
+            // A child would share every page copy-on-write, and writing here would double the memory.
+            let _ = mapping.advise(memmap2::Advice::DontFork);
+        }
+        let start = mapping.as_mut_ptr();
+        let skip = start.align_offset(align);
+        // SAFETY: `skip < align` and the mapping is `len + align` long, so the result is inside it.
+        let base = unsafe { NonNull::new_unchecked(start.add(skip)) };
+        Ok(Self { _mapping: mapping, base, len })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Address of the byte at `offset`.
+    pub(crate) fn at(&self, offset: usize) -> NonNull<u8> {
+        assert!(offset <= self.len, "offset {offset} of an arena of {}", self.len);
+        // SAFETY: just checked that it stays inside the mapping.
+        unsafe { self.base.add(offset) }
+    }
+}

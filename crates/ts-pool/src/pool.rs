@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::arena::Arena;
+use crate::buffer::Buffer;
+use crate::offset::{BlockId, OffsetAllocator};
+use crate::{Budget, Error, Reservation};
+
+/// Every block begins at a multiple of this many bytes and is a multiple of it long: a page, which satisfies
+/// the memory alignment that any file system asks of direct I/O.
+pub const BLOCK_ALIGN: usize = 4096;
+
+/// A pool of host memory. Cloning gives another handle to the same pool; the memory goes back to the system
+/// when the last handle and the last buffer are gone.
+#[derive(Debug, Clone)]
+pub struct HostPool {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    arena: Arena,
+    state: Mutex<State>,
+    _reservation: Reservation,
+}
+
+#[derive(Debug)]
+struct State {
+    offsets: OffsetAllocator,
+    in_use: usize,
+    high_water: usize,
+    allocations: u64,
+    failures: u64,
+}
+
+/// What a pool holds and has done. Bytes are those of whole blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolStats {
+    /// Size of the arena.
+    pub capacity_bytes: usize,
+    /// Bytes in live blocks.
+    pub in_use_bytes: usize,
+    /// The most that was in use at any time.
+    pub high_water_bytes: usize,
+    /// The largest block that could be had now.
+    pub largest_free_bytes: usize,
+    /// Blocks handed out since the beginning.
+    pub allocations: u64,
+    /// Requests that found no block.
+    pub failures: u64,
+}
+
+impl HostPool {
+    /// A pool of `capacity_bytes`, rounded down to whole blocks and reserved from `budget` at once.
+    ///
+    /// # Errors
+    /// [`Error::OverBudget`], or [`Error::Map`] when the system refuses the address space.
+    pub fn new(budget: &Budget, capacity_bytes: usize) -> Result<Self, Error> {
+        let blocks = u32::try_from(capacity_bytes / BLOCK_ALIGN).unwrap_or(u32::MAX - 1).min(u32::MAX - 1);
+        let capacity = blocks as usize * BLOCK_ALIGN;
+        let reservation = budget.reserve(capacity)?;
+        let state = State {
+            offsets: OffsetAllocator::new(blocks),
+            in_use: 0,
+            high_water: 0,
+            allocations: 0,
+            failures: 0,
+        };
+        let shared =
+            Shared { arena: Arena::new(capacity)?, state: Mutex::new(state), _reservation: reservation };
+        Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// Takes a buffer of `len` bytes that begins at a multiple of [`BLOCK_ALIGN`]. Never blocks.
+    ///
+    /// What it holds is what its last owner left there, zeros at first.
+    ///
+    /// # Errors
+    /// [`Error::Full`] when no free block is large enough now, [`Error::NeverFits`] when none can ever be.
+    pub fn allocate(&self, len: usize) -> Result<Buffer, Error> {
+        let capacity_bytes = self.shared.arena.len();
+        if len > capacity_bytes {
+            return Err(Error::NeverFits { requested_bytes: len, capacity_bytes });
+        }
+        let granules = len.div_ceil(BLOCK_ALIGN).max(1);
+        let mut state = self.shared.lock();
+        let Some((id, offset)) = u32::try_from(granules).ok().and_then(|n| state.offsets.allocate(n)) else {
+            state.failures += 1;
+            return Err(Error::Full {
+                requested_bytes: len,
+                largest_free_bytes: state.offsets.largest_free() as usize * BLOCK_ALIGN,
+                free_bytes: state.offsets.free() as usize * BLOCK_ALIGN,
+                capacity_bytes,
+            });
+        };
+        state.allocations += 1;
+        state.in_use += granules * BLOCK_ALIGN;
+        state.high_water = state.high_water.max(state.in_use);
+        drop(state);
+        let ptr = self.shared.arena.at(offset as usize * BLOCK_ALIGN);
+        let block = Block { pool: self.clone(), id, ptr, size: granules * BLOCK_ALIGN };
+        Ok(Buffer::of_block(block, len))
+    }
+
+    /// Statistics of this moment.
+    pub fn stats(&self) -> PoolStats {
+        let state = self.shared.lock();
+        PoolStats {
+            capacity_bytes: self.shared.arena.len(),
+            in_use_bytes: state.in_use,
+            high_water_bytes: state.high_water,
+            largest_free_bytes: state.offsets.largest_free() as usize * BLOCK_ALIGN,
+            allocations: state.allocations,
+            failures: state.failures,
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+        // No code that can panic runs between two states that belong together.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A run of the arena that nobody else has; dropping it gives the run back.
+#[derive(Debug)]
+pub(crate) struct Block {
+    pool: HostPool,
+    id: BlockId,
+    ptr: NonNull<u8>,
+    size: usize,
+}
+
+// SAFETY: `ptr` points into the arena that `pool` keeps alive, and `OffsetAllocator` gives a run to one block
+// at a time, so the block may go to any thread.
+unsafe impl Send for Block {}
+// SAFETY: a shared `Block` gives out its address alone; access is `Buffer`'s and `SharedBuffer`'s affair.
+unsafe impl Sync for Block {}
+
+impl Block {
+    pub(crate) fn ptr(&self) -> NonNull<u8> {
+        self.ptr
+    }
+
+    pub(crate) fn size(&self) -> usize {
+        self.size
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let mut state = self.pool.shared.lock();
+        state.offsets.release(self.id);
+        state.in_use -= self.size;
+    }
+}
