@@ -1,1 +1,58 @@
-//! t
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Bytes from a source into memory of `ts-pool`, as fast as the source gives them.
+//!
+//! A [`Backend`] takes a [`ReadRequest`] that owns its [`Buffer`](ts_pool::Buffer) and gives it back in a
+//! [`Completion`] that says how many bytes came, by which [`ReadPath`], and when. This crate refuses to know
+//! what the bytes mean: no tensor is named here.
+//!
+//! ```
+//! use std::time::Duration;
+//! use ts_io::{BackendOptions, ReadRequest, Registry, Source, completion_queue};
+//! use ts_pool::{Budget, HostPool};
+//!
+//! # let dir = tempfile::tempdir()?;
+//! # let path = dir.path().join("data");
+//! std::fs::write(&path, vec![7u8; 10_000])?;
+//! let source = Source::open(&path)?;
+//! let (sink, queue) = completion_queue();
+//! let choice = Registry::builtin().choose(None, std::slice::from_ref(&source))?;
+//! let backend = choice.provider.create(&BackendOptions::default(), sink)?;
+//!
+//! let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20)?;
+//! let request = ReadRequest { token: 1, source, offset: 0, required: 10_000, buffer: pool.allocate(12_288)? };
+//! backend.submit(request).map_err(|rejected| rejected.error)?;
+//! let done = queue.recv_timeout(Duration::from_secs(10)).expect("a read of 10 kB ends");
+//! assert_eq!(done.result?.bytes, 10_000);
+//! assert!(done.buffer[..10_000].iter().all(|&b| b == 7));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Invariants
+//! - Every buffer that was submitted comes back, exactly once: in a completion, or with the rejection. Also when
+//!   the read fails, is cancelled, or the backend is dropped.
+//! - A completion without an error delivered every required byte, from a file that was before and after the read
+//!   the one that was opened (device, inode, length, modification time).
+//!
+//! # Features
+//! None. O_DIRECT and page-cache residency need Linux; elsewhere `buffered` is what there is.
+
+mod backend;
+pub mod conformance;
+mod error;
+mod pread;
+mod provider;
+mod source;
+#[cfg(target_os = "linux")]
+#[path = "sys_linux.rs"]
+mod sys;
+#[cfg(not(target_os = "linux"))]
+#[path = "sys_portable.rs"]
+mod sys;
+
+pub use backend::{
+    Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest, Rejected,
+    Transfer, completion_queue, monotonic_ns,
+};
+pub use error::{Error, ErrorKind, SharedIoError};
+pub use provider::{Availability, BackendProvider, Choice, Registry};
+pub use source::{Fingerprint, Source};

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use ts_pool::{BLOCK_ALIGN, Budget, Error, ErrorKind, HostPool};
 
 fn pool(blocks: usize) -> HostPool {
-    HostPool::new(&Budget::new(blocks * BLOCK_ALIGN), blocks * BLOCK_ALIGN).unwrap()
+    HostPool::new(&Budget::new(blocks * BLOCK_ALIGN), blocks * BLOCK_ALIGN).expect("a small pool")
 }
 
 #[test]

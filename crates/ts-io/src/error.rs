@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+use std::io;
+use std::path::PathBuf;
+
+/// Who is to blame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The path names nothing.
+    NotFound,
+    /// The system does not let this process read it.
+    PermissionDenied,
+    /// The device or the file system failed.
+    Io,
+    /// The file is not what it was when it was opened.
+    Changed,
+    /// The caller asked for what the backend cannot do.
+    Misuse,
+    /// The read was cancelled.
+    Cancelled,
+}
+
+/// Why bytes did not arrive. Cheap to clone: one failed read can end many waits.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The source could not be opened.
+    #[error("{}: cannot open: {source}", path.display())]
+    Open {
+        /** The path. */
+        path: PathBuf,
+        /** The system's error. */
+        source: SharedIoError,
+    },
+    /// A read failed.
+    #[error("{}: reading {len} bytes at byte {offset}: {source}", path.display())]
+    Read {
+        /** The path. */
+        path: PathBuf,
+        /** First byte of the request. */
+        offset: u64,
+        /** Bytes wanted. */
+        len: usize,
+        /** The system's error. */
+        source: SharedIoError,
+    },
+    /// The file ended before the last required byte.
+    #[error(
+        "{}: truncated: {expected} bytes wanted at byte {offset}, the file ended after {actual}", path.display()
+    )]
+    ShortRead {
+        /** The path. */
+        path: PathBuf,
+        /** First byte of the request. */
+        offset: u64,
+        /** Bytes wanted. */
+        expected: usize,
+        /** Bytes there were. */
+        actual: usize,
+    },
+    /// The file is another one, or was written to, since it was opened.
+    #[error("{}: changed while it was in use, seen reading byte {offset}: {what}", path.display())]
+    Changed {
+        /** The path. */
+        path: PathBuf,
+        /** First byte of the request. */
+        offset: u64,
+        /** What differs. */
+        what: String,
+    },
+    /// Offset, length or memory do not have the alignment that the backend needs.
+    #[error(
+        "{}: a direct read of {len} bytes at byte {offset} is not aligned to {alignment}", path.display()
+    )]
+    Misaligned {
+        /** The path. */
+        path: PathBuf,
+        /** First byte of the request. */
+        offset: u64,
+        /** Bytes wanted. */
+        len: usize,
+        /** What is needed, in bytes. */
+        alignment: usize,
+    },
+    /// The request was taken back before it began.
+    #[error("{}: the read at byte {offset} was cancelled", path.display())]
+    Cancelled {
+        /** The path. */
+        path: PathBuf,
+        /** First byte of the request. */
+        offset: u64,
+    },
+    /// The backend cannot serve these sources here.
+    #[error("backend `{backend}` is not available: {reason}")]
+    Unavailable {
+        /** Its name. */
+        backend: String,
+        /** Why not. */
+        reason: String,
+    },
+    /// No backend has this name.
+    #[error("no backend is called `{name}`; there are {known}")]
+    UnknownBackend {
+        /** The name asked for. */
+        name: String,
+        /** The names there are. */
+        known: String,
+    },
+    /// The system refused a thread.
+    #[error("cannot start an I/O thread: {0}")]
+    Thread(SharedIoError),
+}
+
+impl Error {
+    /// The class of this error.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Error::Open { source, .. } | Error::Read { source, .. } => match source.0.kind() {
+                io::ErrorKind::NotFound => ErrorKind::NotFound,
+                io::ErrorKind::PermissionDenied => ErrorKind::PermissionDenied,
+                _ => ErrorKind::Io,
+            },
+            Error::ShortRead { .. } | Error::Changed { .. } => ErrorKind::Changed,
+            Error::Misaligned { .. } | Error::UnknownBackend { .. } | Error::Unavailable { .. } => {
+                ErrorKind::Misuse
+            }
+            Error::Cancelled { .. } => ErrorKind::Cancelled,
+            Error::Thread(_) => ErrorKind::Io,
+        }
+    }
+}
+
+/// An [`io::Error`] that can be cloned.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{0}")]
+pub struct SharedIoError(pub std::sync::Arc<io::Error>);
+
+impl From<io::Error> for SharedIoError {
+    fn from(error: io::Error) -> Self {
+        Self(std::sync::Arc::new(error))
+    }
+}

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Every built-in backend, on a real file system.
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ts_io::{
+    BackendOptions, Completion, Error, ErrorKind, ReadPath, ReadRequest, Registry, Source, completion_queue,
+    conformance,
+};
+use ts_pool::{Budget, HostPool};
+
+/// A directory on the file system of the build, which direct I/O can read (a tmpfs could not be).
+fn dir() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("the target directory is writable")
+}
+
+fn conforms(name: &str) {
+    let dir = dir();
+    std::fs::write(dir.path().join("probe"), [0; 4096]).unwrap();
+    let probe = Source::open(dir.path().join("probe")).unwrap();
+    match Registry::builtin().choose(Some(name), &[probe]) {
+        Ok(choice) => conformance::check(choice.provider.as_ref(), dir.path()),
+        Err(error) => eprintln!("skipped: {error}"),
+    }
+}
+
+#[test]
+fn buffered_conforms() {
+    conforms("buffered");
+}
+
+#[test]
+fn direct_conforms() {
+    conforms("direct");
+}
+
+#[test]
+fn adaptive_conforms() {
+    conforms("adaptive");
+}
+
+fn read_with(name: &str, source: &Arc<Source>, offset: u64, len: usize) -> Result<Completion, Error> {
+    let (sink, done) = completion_queue();
+    let choice = Registry::builtin().choose(Some(name), std::slice::from_ref(source))?;
+    let backend = choice.provider.create(&BackendOptions::default(), sink)?;
+    let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20).unwrap();
+    let buffer = pool.allocate(len).unwrap();
+    let request = ReadRequest { token: 0, source: Arc::clone(source), offset, required: len, buffer };
+    backend.submit(request).map_err(|rejected| rejected.error)?;
+    Ok(done.recv_timeout(Duration::from_secs(30)).unwrap())
+}
+
+#[test]
+fn the_completion_says_which_path_was_really_taken() {
+    let dir = dir();
+    let path = dir.path().join("f");
+    std::fs::write(&path, vec![1; 65536]).unwrap();
+    let source = Source::open(&path).unwrap();
+    assert_eq!(source.residency(0, 65536), Some(1.0), "just written, so in the page cache");
+    for (name, expected) in
+        [("buffered", ReadPath::Buffered), ("direct", ReadPath::Direct), ("adaptive", ReadPath::Buffered)]
+    {
+        let taken = read_with(name, &source, 0, 65536).unwrap().result.unwrap().path;
+        assert_eq!(taken, expected, "{name}");
+    }
+}
+
+#[test]
+fn adaptive_reads_what_is_not_cached_directly_and_leaves_the_cache_alone() {
+    let dir = dir();
+    let path = dir.path().join("cold");
+    std::fs::write(&path, vec![1; 1 << 20]).unwrap();
+    let file = std::fs::File::open(&path).unwrap();
+    file.sync_all().unwrap();
+    evict(&file);
+    let source = Source::open(&path).unwrap();
+    assert_eq!(source.residency(0, 1 << 20), Some(0.0));
+    let taken = read_with("adaptive", &source, 65536, 65536).unwrap().result.unwrap().path;
+    assert_eq!(taken, ReadPath::Direct);
+    assert_eq!(source.residency(0, 1 << 20), Some(0.0));
+    let odd = read_with("adaptive", &source, 3, 1000).unwrap().result.unwrap().path;
+    assert_eq!(odd, ReadPath::Buffered, "what direct I/O cannot do is read through the cache");
+}
+
+fn evict(file: &std::fs::File) {
+    use std::os::fd::AsRawFd;
+    // SAFETY: the descriptor is open; the call only advises the kernel to drop clean pages.
+    let rc = unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+    assert_eq!(rc, 0);
+}
+
+#[test]
+fn a_misaligned_direct_read_is_given_back_with_the_alignment() {
+    let dir = dir();
+    std::fs::write(dir.path().join("f"), [0; 8192]).unwrap();
+    let source = Source::open(dir.path().join("f")).unwrap();
+    let error = read_with("direct", &source, 3, 4096).expect_err("3 is no multiple of 512");
+    assert!(matches!(error, Error::Misaligned { offset: 3, .. }), "{error}");
+}
+
+#[test]
+fn unknown_backends_and_missing_files_are_named() {
+    let error = Registry::builtin().choose(Some("gds"), &[]).unwrap_err();
+    assert!(error.to_string().contains("adaptive, direct, buffered"), "{error}");
+    let error = Source::open("/nonexistent/model.safetensors").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+    assert!(error.to_string().contains("/nonexistent/model.safetensors"));
+    assert_eq!(Source::open("/").unwrap_err().kind(), ErrorKind::Io);
+}
