@@ -1,0 +1,536 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{JoinHandle, ThreadId};
+use std::time::Duration;
+
+use ts_io::{BackendOptions, Choice, ReadPath, Registry, Source};
+use ts_pool::{BLOCK_ALIGN, Budget, Buffer, HostPool};
+
+use crate::Error;
+use crate::layout::SlotLayout;
+use crate::lease::{Lease, Slot};
+use crate::load::{Cut, Event, bounce_bytes};
+use crate::pass::Pass;
+use crate::plan::{NeverFits, Plan, PlanRequest, Rates, plan, predict};
+use crate::state::{Fixed, Prepared, Residence, Shortage, State, demand_of};
+use crate::stats::EngineStats;
+use crate::unit::{PHASE_ALIGN, Unit, UnitId};
+use crate::worker::WorkerPool;
+
+/// How often a waiting call asks its [`Interrupt`].
+const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
+
+/// A new plan must promise to be this much faster than the one in force: it costs a fresh start.
+const REPLAN_GAIN: f64 = 0.97;
+
+/// Buffers for reads that cannot go straight to their place.
+const BOUNCE_COUNT: usize = 2;
+
+/// Times to look again, a period of [`INTERRUPT_PERIOD`] or a change apart, before held memory is an error.
+const LINGER_TRIES: u32 = 3;
+
+/// Asked from time to time while a call waits, on the calling thread and with no lock held; `true` ends the
+/// wait with [`Error::Interrupted`].
+pub type Interrupt<'a> = &'a mut dyn FnMut() -> bool;
+
+/// An [`Interrupt`] for callers that wait as long as it takes.
+pub fn never_interrupt() -> Interrupt<'static> {
+    // A closure without captures has no size, so this allocates nothing.
+    Box::leak(Box::new(|| false))
+}
+
+/// Where an engine reads the time for its measurements, in nanoseconds that never go back.
+pub type Clock = Box<dyn Fn() -> u64 + Send + Sync>;
+
+/// How an engine is set up. Make one with [`EngineConfig::with_budget`] and change what should differ.
+pub struct EngineConfig {
+    /// All memory for weights, in bytes: slots, reads in flight, bounce buffers.
+    pub budget_bytes: usize,
+    /// Passes that may run at once; more wait for their turn. At least 1.
+    pub max_passes: usize,
+    /// The visits that a pass is expected to make; `None` for all units in their order. Learned as passes run.
+    pub order: Option<Vec<UnitId>>,
+    /// Name of the I/O backend; `None` for the best that is available.
+    pub backend: Option<String>,
+    /// The backends to choose from.
+    pub registry: Registry,
+    /// How the backend is set up.
+    pub io: BackendOptions,
+    /// Largest single read, in bytes.
+    pub request_bytes: usize,
+    /// Threads that bring bytes to their place which could not be read there.
+    pub workers: usize,
+    /// What the first plan assumes; measured later.
+    pub rates: Rates,
+    /// The time.
+    pub clock: Clock,
+}
+
+impl EngineConfig {
+    /// The defaults, with this budget.
+    pub fn with_budget(budget_bytes: usize) -> Self {
+        Self {
+            budget_bytes,
+            max_passes: 1,
+            order: None,
+            backend: None,
+            registry: Registry::builtin(),
+            io: BackendOptions::default(),
+            request_bytes: 4 << 20,
+            workers: 1,
+            rates: Rates::default(),
+            clock: Box::new(ts_io::monotonic_ns),
+        }
+    }
+}
+
+/// Holds units of weights in memory as its plan says and reads the others ahead of their use.
+///
+/// Dropping it stops its threads once reads under way have ended. Tensors stay valid.
+pub struct Engine {
+    shared: Arc<Shared>,
+    loader: Option<JoinHandle<()>>,
+}
+
+pub(crate) struct Shared {
+    fixed: Fixed,
+    state: Mutex<State>,
+    /// Something changed that a waiting call may have waited for.
+    changed: Condvar,
+    budget: Budget,
+    choice: Choice,
+    max_passes: usize,
+    slot_budget: usize,
+    rates: Rates,
+    clock: Clock,
+}
+
+impl Engine {
+    /// Plans and prepares; reads nothing yet. `sources` are the files that the tensors' ranges name, by id.
+    ///
+    /// # Errors
+    /// [`Error::NeverFits`] when no plan works under the budget; [`Error::NoSuchFile`] and
+    /// [`Error::NoSuchUnit`] when units or order name what there is not; [`Error::Storage`] when the backend is
+    /// not available; [`Error::System`] when memory or a thread is refused.
+    pub fn new(units: Vec<Unit>, sources: Vec<Arc<Source>>, config: EngineConfig) -> Result<Self, Error> {
+        let order = config.order.unwrap_or_else(|| (0..units.len() as u32).map(UnitId).collect());
+        check(&units, &order, sources.len())?;
+        let choice = config.registry.choose(config.backend.as_deref(), &sources)?;
+        let alignment = sources.iter().filter_map(|s| s.direct_alignment().ok()).max().unwrap_or(512);
+        let alignment = alignment.max(PHASE_ALIGN);
+        let prepared: Vec<Prepared> = units.into_iter().map(|unit| prepare(unit, alignment)).collect();
+        let cut = Cut {
+            request_bytes: config.request_bytes.next_multiple_of(alignment).max(alignment),
+            bounce_bytes: bounce_bytes(prepared.iter().map(|p| &p.layout), alignment),
+            alignment,
+        };
+        let bounce_total = BOUNCE_COUNT * cut.bounce_bytes.next_multiple_of(BLOCK_ALIGN);
+        let demands: Vec<_> = prepared.iter().map(demand_of).collect();
+        let slot_budget = (config.budget_bytes.saturating_sub(bounce_total) / BLOCK_ALIGN) * BLOCK_ALIGN;
+        let max_passes = config.max_passes.max(1);
+        let request = PlanRequest {
+            units: &demands,
+            order: &order,
+            budget_bytes: slot_budget,
+            max_passes,
+            rates: config.rates,
+        };
+        let plan = plan(&request).map_err(|e| NeverFits {
+            budget_bytes: config.budget_bytes,
+            smallest_budget_bytes: e.smallest_budget_bytes + bounce_total,
+            ..e
+        })?;
+
+        let system = |e: ts_pool::Error| Error::System(e.to_string());
+        let budget = Budget::new(config.budget_bytes);
+        let bounces = bounces(&budget, bounce_total, cut.bounce_bytes).map_err(system)?;
+        let pool = HostPool::new(&budget, plan.peak_bytes()).map_err(system)?;
+        let (events, inbox) = channel();
+        let sink = events.clone();
+        let backend = choice
+            .provider
+            .create(&config.io, Box::new(move |completion| drop(sink.send(Event::Read(completion)))))?;
+        let workers = match bounces.len() {
+            0 => None,
+            _ => Some(WorkerPool::new(config.workers.max(1), &events)?),
+        };
+        let fixed = Fixed { units: prepared, sources, pool, cut, events };
+        let state = State::new(&fixed, order, plan, bounces, backend, workers);
+        let shared = Arc::new(Shared {
+            fixed,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            budget,
+            choice,
+            max_passes,
+            slot_budget,
+            rates: config.rates,
+            clock: config.clock,
+        });
+        let loader = spawn_loader(Arc::clone(&shared), inbox)?;
+        Ok(Self { shared, loader: Some(loader) })
+    }
+
+    /// Begins a pass over the units and starts to read ahead. Waits while `max_passes` others run.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`].
+    pub fn begin_pass(&self, interrupt: Interrupt<'_>) -> Result<Pass, Error> {
+        let mut state = self.shared.lock();
+        while state.passes.running() >= self.shared.max_passes {
+            state = self.shared.wait(state, interrupt, || "another pass to end".into())?;
+        }
+        state.counts.passes += 1;
+        let id = state.passes.begin();
+        state.advance(&self.shared.fixed, (self.shared.clock)());
+        Ok(Pass { id })
+    }
+
+    /// Ends a pass. Returns whether its order of visits calls for another plan: call [`replan`](Self::replan)
+    /// when no lease is held.
+    #[allow(clippy::needless_pass_by_value)] // a pass that has ended cannot be named again
+    pub fn end_pass(&self, pass: Pass) -> bool {
+        let mut state = self.shared.lock();
+        let believed = state.believed.clone();
+        if state.passes.end(pass.id, &believed) {
+            self.shared.propose_plan(&mut state);
+        }
+        state.advance(&self.shared.fixed, (self.shared.clock)());
+        let proposed = state.pending_plan.is_some();
+        drop(state);
+        self.shared.changed.notify_all();
+        proposed
+    }
+
+    /// Waits until nothing is on its way, then puts the plan in force that [`end_pass`](Self::end_pass) spoke
+    /// of. Returns whether it did: not while units are in use or tensors of units let go are still held.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`].
+    pub fn replan(&self, interrupt: Interrupt<'_>) -> Result<bool, Error> {
+        let mut state = self.shared.lock();
+        state.paused = true;
+        while state.is_loading() {
+            state = match self.shared.wait(state, interrupt, || "reads to end".into()) {
+                Ok(state) => state,
+                Err(error) => {
+                    self.shared.lock().paused = false;
+                    return Err(error);
+                }
+            };
+        }
+        let applied = state.apply_pending_plan(&self.shared.fixed);
+        state.paused = false;
+        state.advance(&self.shared.fixed, (self.shared.clock)());
+        Ok(applied)
+    }
+
+    /// Gives the right to use a unit, waiting until it is in memory. `pass` is `None` for a use that belongs to
+    /// no pass and tells nothing of the order.
+    ///
+    /// # Errors
+    /// [`Error::Load`] when reading failed (the next call tries again); [`Error::StillReferenced`] when tensors
+    /// that outlived their lease hold the memory; [`Error::Stuck`] when all who hold it wait for more;
+    /// [`Error::NoSuchUnit`]; [`Error::Interrupted`].
+    pub fn acquire(
+        &self,
+        pass: Option<&Pass>,
+        unit: UnitId,
+        interrupt: Interrupt<'_>,
+    ) -> Result<Lease, Error> {
+        let count = self.shared.fixed.units.len();
+        if unit.index() >= count {
+            return Err(Error::NoSuchUnit { unit: unit.0, count });
+        }
+        self.shared.acquire(pass.map(|p| p.id), unit, interrupt)
+    }
+
+    /// Number of units.
+    pub fn unit_count(&self) -> usize {
+        self.shared.fixed.units.len()
+    }
+
+    /// The plan in force.
+    pub fn plan(&self) -> Plan {
+        self.shared.lock().plan.clone()
+    }
+
+    /// Everything measured so far. Does not block on I/O.
+    pub fn stats(&self) -> EngineStats {
+        self.shared.stats()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // The backend first: what it still holds comes back to the loader, whose inbox ends with Stop.
+        let backend = self.shared.lock().backend.take();
+        drop(backend);
+        let _ = self.shared.fixed.events.send(Event::Stop);
+        if let Some(loader) = self.loader.take() {
+            let _ = loader.join();
+        }
+        // What workers were still given they finish, into buffers that then go home by being dropped.
+        let workers = self.shared.lock().workers.take();
+        drop(workers);
+    }
+}
+
+impl Shared {
+    pub(crate) fn unit(&self, unit: UnitId) -> &Prepared {
+        &self.fixed.units[unit.index()]
+    }
+
+    pub(crate) fn is_resident(&self, unit: UnitId) -> bool {
+        self.lock().units[unit.index()].resident
+    }
+
+    pub(crate) fn release(&self, unit: UnitId, user: ThreadId, acquired_ns: u64) {
+        let now_ns = (self.clock)();
+        let mut state = self.lock();
+        let stats = &mut state.units[unit.index()].stats;
+        stats.uses += 1;
+        stats.use_ns += now_ns.saturating_sub(acquired_ns);
+        state.release(unit, user);
+        state.advance(&self.fixed, now_ns);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic under this lock is a bug that the panicking thread reports; the others go on as they can.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn acquire(
+        self: &Arc<Self>,
+        pass: Option<u64>,
+        unit: UnitId,
+        interrupt: Interrupt<'_>,
+    ) -> Result<Lease, Error> {
+        let asked_ns = (self.clock)();
+        let mut state = self.lock();
+        state.passes.visit(pass, unit);
+        state.want(unit);
+        let (mut state, result) = self.wait_for_unit(state, unit, interrupt);
+        state.unwant(unit);
+        let now_ns = (self.clock)();
+        state.advance(&self.fixed, now_ns);
+        let (slot, waited) = result?;
+        if waited {
+            let stats = &mut state.units[unit.index()].stats;
+            stats.stalls += 1;
+            stats.stall_ns += now_ns - asked_ns;
+        }
+        drop(state);
+        Ok(Lease::new(slot, Arc::clone(self), unit, now_ns))
+    }
+
+    /// The slot of a unit once it is present, and whether that took a wait.
+    fn wait_for_unit<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        unit: UnitId,
+        interrupt: Interrupt<'_>,
+    ) -> (MutexGuard<'a, State>, Result<Found, Error>) {
+        let (mut waited, mut lingered) = (false, 0);
+        loop {
+            if let Some(slot) = state.take_slot(unit) {
+                return (state, Ok((slot, waited)));
+            }
+            if let Some(failure) = state.units[unit.index()].failure.take() {
+                return (state, Err(failure));
+            }
+            if matches!(state.units[unit.index()].residence, Residence::Absent)
+                && let Err(error) = self.start(&mut state, unit, &mut lingered)
+            {
+                return (state, Err(error));
+            }
+            // A unit without bytes is there as soon as it has a slot.
+            if matches!(state.units[unit.index()].residence, Residence::Present(_)) {
+                continue;
+            }
+            waited = true;
+            let what = || format!("unit `{}`", self.unit(unit).unit.name);
+            state = match self.wait(state, interrupt, what) {
+                Ok(state) => state,
+                Err(error) => return (self.lock(), Err(error)),
+            };
+        }
+    }
+
+    /// Begins to read a unit that is wanted now, or notes that this thread waits for memory.
+    fn start(&self, state: &mut State, unit: UnitId, lingered: &mut u32) -> Result<(), Error> {
+        let this_thread = std::thread::current().id();
+        let prepared = self.unit(unit);
+        let (name, needed_bytes) = (prepared.unit.name.clone(), prepared.slot_bytes);
+        match state.demand(&self.fixed, unit, (self.clock)()) {
+            Ok(()) => {
+                state.starving.remove(&this_thread);
+                Ok(())
+            }
+            Err(Shortage::Stuck { holders }) => {
+                Err(Error::Stuck { unit: name, needed_bytes, holders: holders.join(", ") })
+            }
+            // The last owner may just be letting go on another thread: look again before it is an error.
+            Err(Shortage::Lingering { bytes, holders }) if *lingered >= LINGER_TRIES => {
+                let (held_bytes, holders) = (bytes, holders.join(", "));
+                Err(Error::StillReferenced { unit: name, needed_bytes, held_bytes, holders })
+            }
+            Err(shortage) => {
+                if shortage != Shortage::Passing {
+                    *lingered += 1;
+                }
+                state.starving.insert(this_thread);
+                Ok(())
+            }
+        }
+    }
+
+    /// Waits for a change, or for the time to ask the caller whether to go on.
+    fn wait<'a>(
+        &'a self,
+        state: MutexGuard<'a, State>,
+        interrupt: Interrupt<'_>,
+        what: impl Fn() -> String,
+    ) -> Result<MutexGuard<'a, State>, Error> {
+        let (state, waited) =
+            self.changed.wait_timeout(state, INTERRUPT_PERIOD).unwrap_or_else(PoisonError::into_inner);
+        if !waited.timed_out() {
+            return Ok(state);
+        }
+        drop(state);
+        if interrupt() {
+            return Err(Error::Interrupted { what: what() });
+        }
+        Ok(self.lock())
+    }
+
+    fn propose_plan(&self, state: &mut State) {
+        let demands = state.demands(&self.fixed);
+        let order = state.passes.order().to_vec();
+        let request = PlanRequest {
+            units: &demands,
+            order: &order,
+            budget_bytes: self.slot_budget,
+            max_passes: self.max_passes,
+            rates: self.measured_rates(state),
+        };
+        let Ok(better) = plan(&request) else { return };
+        match predict(&request, &state.plan.residency) {
+            Some(kept) if better.predicted_pass_s > kept.predicted_pass_s * REPLAN_GAIN => {
+                state.plan = kept;
+                state.believed = order;
+                state.pending_plan = None;
+            }
+            // The arena has the size of the first plan's peak; a plan that needs more has no place.
+            _ if better.peak_bytes() <= self.fixed.pool.stats().capacity_bytes => {
+                state.pending_plan = Some(better);
+            }
+            _ => {}
+        }
+    }
+
+    fn measured_rates(&self, state: &State) -> Rates {
+        let busy_ns: u64 = state.units.iter().map(|u| u.stats.load_ns).sum();
+        let bytes: u64 = state.units.iter().map(|u| u.stats.read_bytes).sum();
+        if busy_ns == 0 || bytes == 0 {
+            return self.rates;
+        }
+        // Loads overlap, so this is a lower bound of what the device gives.
+        let bytes_per_s = bytes as f64 / (busy_ns as f64 / 1e9);
+        Rates { read_bytes_per_s: bytes_per_s.max(self.rates.read_bytes_per_s / 8.0), ..self.rates }
+    }
+
+    fn stats(&self) -> EngineStats {
+        let pool = self.fixed.pool.stats();
+        let state = self.lock();
+        let mut read_bytes: Vec<_> = ReadPath::ALL.map(|path| (path, 0)).to_vec();
+        for &(path, bytes) in &state.counts.read_bytes {
+            crate::load::add(&mut read_bytes, path, bytes);
+        }
+        let bounce_bytes = self.budget.high_water_bytes() - pool.capacity_bytes;
+        EngineStats {
+            budget_bytes: self.budget.limit_bytes(),
+            reserved_high_water_bytes: self.budget.high_water_bytes(),
+            in_use_high_water_bytes: pool.high_water_bytes + bounce_bytes,
+            in_use_bytes: pool.in_use_bytes + bounce_bytes,
+            backend: self.choice.provider.name(),
+            passed_over: self.choice.passed_over.clone(),
+            passes: state.counts.passes,
+            read_bytes,
+            wasted_loads: state.counts.wasted_loads,
+            replans: state.counts.replans,
+            plan: state.plan.clone(),
+            units: state.units.iter().map(|unit| unit.stats.clone()).collect(),
+        }
+    }
+
+    fn run(&self, inbox: &Receiver<Event>) {
+        while let Ok(event) = inbox.recv() {
+            let now_ns = (self.clock)();
+            let mut state = self.lock();
+            match event {
+                Event::Read(completion) => state.on_read(&self.fixed, completion, now_ns),
+                Event::Copied { token, bounce, target } => {
+                    state.on_copied(&self.fixed, token, bounce, target, now_ns);
+                }
+                Event::Freed => {}
+                Event::Stop => return,
+            }
+            state.advance(&self.fixed, now_ns);
+            drop(state);
+            self.changed.notify_all();
+        }
+    }
+}
+
+/// A unit's slot, and whether it had to be waited for.
+type Found = (Arc<Slot>, bool);
+
+fn check(units: &[Unit], order: &[UnitId], sources: usize) -> Result<(), Error> {
+    if let Some(&UnitId(unit)) = order.iter().find(|id| id.index() >= units.len()) {
+        return Err(Error::NoSuchUnit { unit, count: units.len() });
+    }
+    for tensor in units.iter().flat_map(|unit| &unit.tensors) {
+        for part in &tensor.entry.parts {
+            if part.file.0 as usize >= sources {
+                return Err(Error::NoSuchFile {
+                    tensor: tensor.name.clone(),
+                    file: part.file.0,
+                    count: sources,
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+fn prepare(unit: Unit, alignment: usize) -> Prepared {
+    let layout = SlotLayout::new(&unit.tensors, alignment);
+    let slot_bytes = layout.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
+    Prepared { unit, layout, slot_bytes }
+}
+
+fn bounces(budget: &Budget, total: usize, each: usize) -> Result<Vec<Buffer>, ts_pool::Error> {
+    if total == 0 {
+        return Ok(Vec::new());
+    }
+    let pool = HostPool::new(budget, total)?;
+    (0..BOUNCE_COUNT).map(|_| pool.allocate(each)).collect()
+}
+
+fn spawn_loader(shared: Arc<Shared>, inbox: Receiver<Event>) -> Result<JoinHandle<()>, Error> {
+    std::thread::Builder::new()
+        .name("ts-loader".into())
+        .stack_size(512 << 10)
+        .spawn(move || shared.run(&inbox))
+        .map_err(|e| Error::System(format!("cannot start the loader thread: {e}")))
+}
+
+// Completions and frees are sent from any thread.
+const _: fn() = || {
+    fn sync<T: Sync>() {}
+    sync::<Sender<Event>>();
+};

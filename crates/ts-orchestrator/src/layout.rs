@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+use ts_format::FileId;
+
+use crate::unit::{PHASE_ALIGN, UnitTensor};
+
+/// Tensors that lie this near each other in a file are read in one go, and the bytes between with them.
+const MERGE_GAP: u64 = 4096;
+
+/// Where everything of a unit stands in its slot, and which reads bring it there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SlotLayout {
+    /// Size of the slot in bytes.
+    pub(crate) len: usize,
+    /// The unit's tensors, in their order.
+    pub(crate) tensors: Vec<Placement>,
+    /// Disjoint in the slot and sorted by their place in it.
+    pub(crate) reads: Vec<SlotRead>,
+}
+
+/// A tensor's bytes in the slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Placement {
+    pub(crate) offset: usize,
+    pub(crate) len: usize,
+}
+
+/// A run of a file that goes to a run of the slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SlotRead {
+    pub(crate) file: FileId,
+    pub(crate) file_offset: u64,
+    pub(crate) slot_offset: usize,
+    /// Room in the slot; at the end of a file more than there is to read.
+    pub(crate) len: usize,
+    /// Bytes that must arrive.
+    pub(crate) required: usize,
+    /// File and slot offset differ modulo the alignment: read aside, then copy.
+    pub(crate) bounced: bool,
+}
+
+/// A stretch of one file that tensors lie in as they shall lie in memory.
+struct Extent {
+    file: FileId,
+    begin: u64,
+    end: u64,
+    tensors: Vec<usize>,
+}
+
+impl SlotLayout {
+    /// Lays a unit out so that every tensor has its phase and as much as possible is read where it will stay.
+    ///
+    /// `alignment` is what the device asks of direct reads: a power of two from 64 to a page. A slot begins at
+    /// a page, so a stretch whose slot offset equals its file offset modulo `alignment` needs no copy.
+    pub(crate) fn new(tensors: &[UnitTensor], alignment: usize) -> Self {
+        assert!(alignment.is_power_of_two() && alignment >= PHASE_ALIGN, "an alignment of {alignment}");
+        let mut layout =
+            Self { len: 0, tensors: vec![Placement { offset: 0, len: 0 }; tensors.len()], reads: Vec::new() };
+        for extent in extents(tensors) {
+            layout.place_extent(tensors, &extent, alignment);
+        }
+        for (index, tensor) in tensors.iter().enumerate().filter(|(_, t)| !lies_as_it_shall(t)) {
+            layout.place_bounced(index, tensor);
+        }
+        layout.len = layout.len.next_multiple_of(alignment);
+        layout
+    }
+
+    /// Bytes that its reads move.
+    pub(crate) fn read_bytes(&self) -> u64 {
+        self.reads.iter().map(|read| read.required as u64).sum()
+    }
+
+    fn place_extent(&mut self, tensors: &[UnitTensor], extent: &Extent, alignment: usize) {
+        let lead = (extent.begin % alignment as u64) as usize;
+        let required = lead + (extent.end - extent.begin) as usize;
+        let read = SlotRead {
+            file: extent.file,
+            file_offset: extent.begin - lead as u64,
+            slot_offset: self.len.next_multiple_of(alignment),
+            len: required.next_multiple_of(alignment),
+            required,
+            bounced: false,
+        };
+        for &index in &extent.tensors {
+            let part = tensors[index].entry.parts[0];
+            let offset = read.slot_offset + (part.offset - read.file_offset) as usize;
+            self.tensors[index] = Placement { offset, len: part.len as usize };
+        }
+        self.len = read.slot_offset + read.len;
+        self.reads.push(read);
+    }
+
+    fn place_bounced(&mut self, index: usize, tensor: &UnitTensor) {
+        let offset = self.len.next_multiple_of(PHASE_ALIGN) + tensor.phase_bytes();
+        self.len = offset;
+        for part in tensor.entry.parts.iter().filter(|part| part.len > 0) {
+            let len = part.len as usize;
+            self.reads.push(SlotRead {
+                file: part.file,
+                file_offset: part.offset,
+                slot_offset: self.len,
+                len,
+                required: len,
+                bounced: true,
+            });
+            self.len += len;
+        }
+        self.tensors[index] = Placement { offset, len: self.len - offset };
+    }
+}
+
+/// Whether the tensor is one run of its file, at the phase it shall have in memory.
+fn lies_as_it_shall(tensor: &UnitTensor) -> bool {
+    match tensor.entry.parts[..] {
+        [part] => part.offset % PHASE_ALIGN as u64 == tensor.phase_bytes() as u64,
+        _ => false,
+    }
+}
+
+fn extents(tensors: &[UnitTensor]) -> Vec<Extent> {
+    let mut in_place: Vec<usize> = (0..tensors.len()).filter(|&i| lies_as_it_shall(&tensors[i])).collect();
+    in_place.sort_by_key(|&i| (tensors[i].entry.parts[0].file, tensors[i].entry.parts[0].offset));
+    let mut extents: Vec<Extent> = Vec::new();
+    for index in in_place {
+        let part = tensors[index].entry.parts[0];
+        let end = part.offset + part.len;
+        match extents.last_mut() {
+            Some(last) if last.file == part.file && part.offset <= last.end + MERGE_GAP => {
+                last.end = last.end.max(end);
+                last.tensors.push(index);
+            }
+            _ => extents.push(Extent { file: part.file, begin: part.offset, end, tensors: vec![index] }),
+        }
+    }
+    extents
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use ts_format::{ByteRange, Dtype, TensorEntry, TensorMeta};
+
+    use super::*;
+    use crate::Phase;
+
+    fn tensor(parts: &[(u32, u64, u64)], phase: Phase) -> UnitTensor {
+        let parts: Vec<_> =
+            parts.iter().map(|&(file, offset, len)| ByteRange { file: FileId(file), offset, len }).collect();
+        let len = parts.iter().map(|p| p.len).sum();
+        let meta = TensorMeta { dtype: Dtype::U8, shape: vec![len] };
+        UnitTensor { name: "t".into(), entry: TensorEntry { meta, parts }, phase }
+    }
+
+    #[test]
+    fn neighbours_in_a_file_are_one_read_in_place() {
+        let layout = SlotLayout::new(
+            &[tensor(&[(0, 10_000, 5000)], Phase::Mapped), tensor(&[(0, 9992, 8)], Phase::Mapped)],
+            512,
+        );
+        let read = SlotRead {
+            file: FileId(0),
+            file_offset: 9728,
+            slot_offset: 0,
+            len: 5632,
+            required: 5272,
+            bounced: false,
+        };
+        assert_eq!(layout.reads, [read]);
+        assert_eq!(layout.tensors[1], Placement { offset: 264, len: 8 });
+        assert_eq!(layout.len, 5632);
+    }
+
+    proptest! {
+        /// Whatever the unit: phases hold, nothing overlaps, direct reads are aligned, every byte is read.
+        #[test]
+        fn every_layout_keeps_the_rules(
+            specs in prop::collection::vec((prop::collection::vec((0u32..3, 0u64..100_000, 0u64..9000), 1..4), prop::option::of(0u8..64)), 1..12),
+            shift in 6u32..=12,
+        ) {
+            let alignment = 1usize << shift;
+            let tensors: Vec<_> = specs
+                .iter()
+                .map(|(parts, phase)| tensor(parts, phase.map_or(Phase::Mapped, Phase::At)))
+                .collect();
+            let layout = SlotLayout::new(&tensors, alignment);
+            prop_assert!(layout.len.is_multiple_of(alignment));
+            let mut end = 0;
+            for read in &layout.reads {
+                prop_assert!(read.slot_offset >= end && read.required <= read.len);
+                end = read.slot_offset + read.len;
+                if !read.bounced {
+                    prop_assert!((read.file_offset as usize | read.slot_offset | read.len).is_multiple_of(alignment));
+                }
+            }
+            prop_assert!(end <= layout.len);
+            for (tensor, place) in tensors.iter().zip(&layout.tensors) {
+                prop_assert_eq!(place.len as u64, tensor.entry.meta.byte_len().unwrap());
+                prop_assert_eq!(place.offset % PHASE_ALIGN, tensor.phase_bytes());
+                let mut at = place.offset;
+                for part in &tensor.entry.parts {
+                    let covered = part.len == 0 || layout.reads.iter().any(|r| {
+                        r.file == part.file
+                            && r.slot_offset <= at
+                            && at + part.len as usize <= r.slot_offset + r.required
+                            && r.file_offset + (at - r.slot_offset) as u64 == part.offset
+                    });
+                    prop_assert!(covered, "the bytes of a part arrive where the tensor stands");
+                    at += part.len as usize;
+                }
+            }
+        }
+    }
+}

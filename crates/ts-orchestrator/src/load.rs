@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One unit on its way into memory: its slot in parts, each filled by one read.
+
+use ts_format::FileId;
+use ts_io::{Completion, ReadPath};
+use ts_pool::Buffer;
+
+use crate::layout::{SlotLayout, SlotRead};
+use crate::unit::{Unit, UnitId};
+use crate::{Error, PHASE_ALIGN};
+
+/// What the loader thread reacts to.
+#[derive(Debug)]
+pub(crate) enum Event {
+    Read(Completion),
+    Copied {
+        token: u64,
+        bounce: Buffer,
+        target: Buffer,
+    },
+    /// A slot's memory went back to the pool.
+    Freed,
+    Stop,
+}
+
+/// How reads are cut.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Cut {
+    /// Largest read into place, a multiple of `alignment`.
+    pub(crate) request_bytes: usize,
+    /// Size of a bounce buffer, a multiple of `alignment`.
+    pub(crate) bounce_bytes: usize,
+    pub(crate) alignment: usize,
+}
+
+/// A read that waits to be submitted. `target` is the part of the slot that it fills.
+#[derive(Debug)]
+pub(crate) struct QueuedRead {
+    pub(crate) token: u64,
+    pub(crate) file: FileId,
+    /// First byte and number of bytes of the file that the target gets.
+    pub(crate) offset: u64,
+    pub(crate) required: usize,
+    pub(crate) target: Buffer,
+    pub(crate) bounced: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct Load {
+    pub(crate) unit: UnitId,
+    /// The slot, cut up; `None` for a part whose read is under way.
+    parts: Vec<Part>,
+    missing: usize,
+    pub(crate) error: Option<Error>,
+    pub(crate) started_ns: u64,
+    pub(crate) read_bytes: Vec<(ReadPath, u64)>,
+}
+
+#[derive(Debug)]
+struct Part {
+    buffer: Option<Buffer>,
+    slot_offset: usize,
+    file_offset: u64,
+}
+
+pub(crate) fn token(load: u32, part: usize) -> u64 {
+    u64::from(load) << 32 | part as u64
+}
+
+pub(crate) fn split_token(token: u64) -> (u32, usize) {
+    ((token >> 32) as u32, token as u32 as usize)
+}
+
+impl Load {
+    /// Cuts `slot` into the parts that `layout`'s reads fill, and says which reads these are.
+    pub(crate) fn new(
+        id: u32,
+        unit: UnitId,
+        layout: &SlotLayout,
+        slot: Buffer,
+        cut: Cut,
+        now_ns: u64,
+    ) -> (Self, Vec<QueuedRead>) {
+        let mut this = Self {
+            unit,
+            parts: Vec::new(),
+            missing: 0,
+            error: None,
+            started_ns: now_ns,
+            read_bytes: Vec::new(),
+        };
+        let (mut rest, mut queue, mut at) = (slot, Vec::new(), 0);
+        for read in layout.reads.iter().flat_map(|read| pieces(read, cut)) {
+            this.keep(take(&mut rest, read.slot_offset - at), at);
+            let target = take(&mut rest, read.len);
+            at = read.slot_offset + read.len;
+            queue.push(QueuedRead {
+                token: token(id, this.parts.len()),
+                file: read.file,
+                offset: read.file_offset,
+                required: read.required,
+                target,
+                bounced: read.bounced,
+            });
+            this.missing += 1;
+            let (slot_offset, file_offset) = (read.slot_offset, read.file_offset);
+            this.parts.push(Part { buffer: None, slot_offset, file_offset });
+        }
+        this.keep(rest, at);
+        (this, queue)
+    }
+
+    fn keep(&mut self, buffer: Buffer, slot_offset: usize) {
+        self.parts.push(Part { buffer: Some(buffer), slot_offset, file_offset: 0 });
+    }
+
+    /// Takes a part back from its read; whether it was the last one missing.
+    pub(crate) fn put_back(&mut self, part: usize, buffer: Buffer) -> bool {
+        let home = &mut self.parts[part].buffer;
+        assert!(home.is_none(), "a part is read once");
+        *home = Some(buffer);
+        self.missing -= 1;
+        self.missing == 0
+    }
+
+    pub(crate) fn is_complete(&self) -> bool {
+        self.missing == 0
+    }
+
+    /// Notes what went wrong with a part, naming the tensor whose bytes did not come.
+    pub(crate) fn fail(&mut self, part: usize, unit: &Unit, layout: &SlotLayout, source: ts_io::Error) {
+        let Part { slot_offset, file_offset, .. } = self.parts[part];
+        let failed_at = match &source {
+            ts_io::Error::ShortRead { offset, actual, .. } => offset + *actual as u64,
+            ts_io::Error::Read { offset, .. } => *offset,
+            _ => file_offset,
+        };
+        let at = slot_offset as u64 + failed_at.saturating_sub(file_offset);
+        let hit = layout.tensors.iter().enumerate().filter(|(_, p)| (p.offset + p.len) as u64 > at);
+        let tensor = hit.min_by_key(|(_, p)| p.offset).map_or("", |(i, _)| unit.tensors[i].name.as_str());
+        let error = Error::Load { unit: unit.name.clone(), tensor: tensor.into(), source };
+        self.error.get_or_insert(error);
+    }
+
+    pub(crate) fn count(&mut self, path: ReadPath, bytes: usize) {
+        add(&mut self.read_bytes, path, bytes as u64);
+    }
+
+    /// The slot, whole again.
+    pub(crate) fn into_slot(self) -> Buffer {
+        let mut parts = self.parts.into_iter().map(|part| part.buffer.expect("the load is complete"));
+        let mut slot = parts.next().expect("a slot has at least one part");
+        for part in parts {
+            slot.unsplit(part).expect("parts were cut in order");
+        }
+        slot
+    }
+}
+
+/// Adds to the count of a path.
+pub(crate) fn add(counts: &mut Vec<(ReadPath, u64)>, path: ReadPath, bytes: u64) {
+    match counts.iter_mut().find(|(p, _)| *p == path) {
+        Some((_, count)) => *count += bytes,
+        None => counts.push((path, bytes)),
+    }
+}
+
+/// Splits the first `len` bytes off `rest`.
+fn take(rest: &mut Buffer, len: usize) -> Buffer {
+    let tail = rest.split_off(len);
+    std::mem::replace(rest, tail)
+}
+
+/// A layout's read, cut into requests.
+fn pieces(read: &SlotRead, cut: Cut) -> impl Iterator<Item = SlotRead> + '_ {
+    // A bounced piece is read with the aligned bytes around it.
+    let step = if read.bounced { cut.bounce_bytes - 2 * cut.alignment } else { cut.request_bytes };
+    (0..read.len).step_by(step).map(move |begin| SlotRead {
+        file_offset: read.file_offset + begin as u64,
+        slot_offset: read.slot_offset + begin,
+        len: step.min(read.len - begin),
+        required: step.min(read.required.saturating_sub(begin)),
+        ..*read
+    })
+}
+
+/// Size of bounce buffers for these layouts; 0 when no read bounces.
+pub(crate) fn bounce_bytes<'a>(layouts: impl Iterator<Item = &'a SlotLayout>, alignment: usize) -> usize {
+    const LARGEST: usize = 1 << 20;
+    let longest = layouts.flat_map(|l| &l.reads).filter(|r| r.bounced).map(|r| r.len).max();
+    longest.map_or(0, |len| {
+        (len.next_multiple_of(PHASE_ALIGN) + 2 * alignment).next_multiple_of(alignment).min(LARGEST)
+    })
+}

@@ -1,0 +1,445 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Which units stay and which are streamed: a pure function of sizes, order, budget and rates.
+//!
+//! A cyclic scan that does not fit is the worst case of every recency policy: LRU evicts each unit just before
+//! it is used again. The right plan keeps some units for good and streams the others through a ring that runs
+//! ahead of the computation. How large the ring should be is settled by simulating a pass for each candidate.
+
+use std::fmt;
+
+use crate::unit::UnitId;
+
+/// What the planner knows of a unit.
+#[derive(Debug, Clone, PartialEq)]
+pub struct UnitDemand {
+    /// Its name, for messages.
+    pub name: String,
+    /// Memory it takes while it is held, in bytes.
+    pub slot_bytes: usize,
+    /// Bytes that are read to bring it in.
+    pub read_bytes: u64,
+    /// Seconds that one visit computes with it.
+    pub compute_s: f64,
+}
+
+/// How fast things go, measured or assumed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rates {
+    /// Storage bandwidth, in bytes per second.
+    pub read_bytes_per_s: f64,
+    /// Time that a read takes beside its bytes, in seconds.
+    pub read_latency_s: f64,
+}
+
+impl Default for Rates {
+    /// A modest NVMe device; the engine measures and replaces this.
+    fn default() -> Self {
+        Self { read_bytes_per_s: 1e9, read_latency_s: 1e-4 }
+    }
+}
+
+/// The question a plan answers.
+#[derive(Debug, Clone, Copy)]
+pub struct PlanRequest<'a> {
+    /// All units.
+    pub units: &'a [UnitDemand],
+    /// The visits of one pass, in order; a unit may come more than once or not at all.
+    pub order: &'a [UnitId],
+    /// Memory for slots, in bytes.
+    pub budget_bytes: usize,
+    /// Passes that may run at once, at least 1.
+    pub max_passes: usize,
+    /// How fast storage is.
+    pub rates: Rates,
+}
+
+/// How a unit is held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Residency {
+    /// Read once, kept.
+    Resident,
+    /// Read for each visit, let go after it.
+    Streamed,
+}
+
+/// What limits a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Bottleneck {
+    /// The bytes that must be read.
+    Storage,
+    /// The arithmetic.
+    Compute,
+}
+
+impl fmt::Display for Bottleneck {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Bottleneck::Storage => "storage",
+            Bottleneck::Compute => "compute",
+        })
+    }
+}
+
+/// An answer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// How each unit is held.
+    pub residency: Vec<Residency>,
+    /// Memory of the resident units, in bytes.
+    pub resident_bytes: usize,
+    /// Memory for streamed units, in bytes; 0 when nothing is streamed.
+    pub ring_bytes: usize,
+    /// The largest streamed unit's slot, in bytes.
+    pub largest_streamed_bytes: usize,
+    /// Bytes read in each pass after the first.
+    pub streamed_bytes_per_pass: u64,
+    /// Predicted seconds of such a pass.
+    pub predicted_pass_s: f64,
+    /// What limits it.
+    pub bottleneck: Bottleneck,
+    /// The smallest budget under which a plan exists, in bytes.
+    pub smallest_budget_bytes: usize,
+}
+
+impl Plan {
+    /// The most memory the plan ever uses, in bytes.
+    pub fn peak_bytes(&self) -> usize {
+        self.resident_bytes + self.ring_bytes
+    }
+}
+
+/// No plan exists: the units can never run under this budget.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "a budget of {budget_bytes} bytes can never work: the largest unit is `{largest_unit}` with {largest_bytes} \
+     bytes; the smallest budget that would do is {smallest_budget_bytes} bytes"
+)]
+pub struct NeverFits {
+    /// The budget that was asked for.
+    pub budget_bytes: usize,
+    /// The unit that needs the most memory.
+    pub largest_unit: String,
+    /// Its slot, in bytes.
+    pub largest_bytes: usize,
+    /// The smallest budget that would do.
+    pub smallest_budget_bytes: usize,
+}
+
+/// The smallest budget, in bytes, under which `max_passes` passes can run at once: each pass needs a slot for
+/// the unit it is at, and keeping the largest units for good can be cheaper than a slot of their size per pass.
+pub fn smallest_budget(units: &[UnitDemand], max_passes: usize) -> usize {
+    let mut sizes: Vec<usize> = units.iter().map(|u| u.slot_bytes).collect();
+    sizes.sort_unstable_by(|a, b| b.cmp(a));
+    let mut kept = 0;
+    let mut best: usize = sizes.iter().sum();
+    for &size in &sizes {
+        best = best.min(kept + max_passes.max(1) * size);
+        kept += size;
+    }
+    best
+}
+
+/// Decides how each unit is held.
+///
+/// # Errors
+/// [`NeverFits`] when no assignment works under the budget.
+pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
+    let smallest = smallest_budget(request.units, request.max_passes);
+    if smallest > request.budget_bytes {
+        let largest = request.units.iter().max_by_key(|u| u.slot_bytes).expect("no units need no budget");
+        return Err(NeverFits {
+            budget_bytes: request.budget_bytes,
+            largest_unit: largest.name.clone(),
+            largest_bytes: largest.slot_bytes,
+            smallest_budget_bytes: smallest,
+        });
+    }
+    let planner = Planner::new(request, smallest);
+    let candidates = planner.ring_candidates().into_iter().filter_map(|ring| planner.try_ring(ring));
+    let best = candidates.min_by(|a, b| a.cost().total_cmp(&b.cost()));
+    Ok(best.expect("the ring of the smallest budget is a candidate"))
+}
+
+/// What a pass would cost if `residency` were kept, in seconds; `None` when it breaks the budget.
+pub fn predict(request: &PlanRequest<'_>, residency: &[Residency]) -> Option<Plan> {
+    let planner = Planner::new(request, smallest_budget(request.units, request.max_passes));
+    let resident: usize = (0..residency.len())
+        .filter(|&i| residency[i] == Residency::Resident)
+        .map(|i| request.units[i].slot_bytes)
+        .sum();
+    let ring = request.budget_bytes.checked_sub(resident)?;
+    planner.evaluate(residency.to_vec(), ring)
+}
+
+struct Planner<'a> {
+    request: &'a PlanRequest<'a>,
+    /// How often a pass visits each unit.
+    visits: Vec<u32>,
+    smallest: usize,
+}
+
+impl Plan {
+    /// Seconds of a pass, a little more for a larger ring, so that of equals the smallest wins.
+    fn cost(&self) -> f64 {
+        self.predicted_pass_s * (1.0 + 1e-12 * self.ring_bytes as f64)
+    }
+}
+
+impl<'a> Planner<'a> {
+    fn new(request: &'a PlanRequest<'a>, smallest: usize) -> Self {
+        let mut visits = vec![0; request.units.len()];
+        for unit in request.order {
+            visits[unit.index()] += 1;
+        }
+        Self { request, visits, smallest }
+    }
+
+    fn size(&self, i: usize) -> usize {
+        self.request.units[i].slot_bytes
+    }
+
+    /// Ring sizes worth trying: none, and from each unit's size upwards in steps of a quarter.
+    fn ring_candidates(&self) -> Vec<usize> {
+        let budget = self.request.budget_bytes;
+        let mut sizes: Vec<usize> = (0..self.request.units.len())
+            .map(|i| self.size(i) * self.request.max_passes.max(1))
+            .filter(|&s| s <= budget)
+            .collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        let mut rings = vec![0];
+        // Many units share a few sizes; where they do not, a spread of 64 is enough.
+        let step = sizes.len().div_ceil(64).max(1);
+        for &size in sizes.iter().rev().step_by(step) {
+            let growth = std::iter::successors(Some(size), |&s| Some(s + s.div_ceil(4)));
+            rings.extend(growth.take_while(|&s| s <= budget).take(16));
+        }
+        rings.push(budget);
+        rings.sort_unstable();
+        rings.dedup();
+        rings
+    }
+
+    /// The best plan with about this ring: keeps what the rest of the budget holds.
+    fn try_ring(&self, ring: usize) -> Option<Plan> {
+        let mut residency = vec![Residency::Streamed; self.request.units.len()];
+        let mut room = self.request.budget_bytes - ring;
+        let mut keep = |i: usize, residency: &mut Vec<Residency>| {
+            let fits = residency[i] == Residency::Streamed && self.size(i) <= room;
+            if fits {
+                residency[i] = Residency::Resident;
+                room -= self.size(i);
+            }
+            fits
+        };
+        // What the ring cannot hold must stay.
+        for i in 0..residency.len() {
+            if self.size(i) * self.request.max_passes.max(1) > ring && !keep(i, &mut residency) {
+                return None;
+            }
+        }
+        // Then what saves most time for its memory. Units that save about the same, as the layers of a model
+        // do, are taken evenly over the pass: reading ahead works best when kept and streamed ones alternate.
+        let mut order: Vec<usize> = (0..residency.len()).filter(|&i| self.visits[i] > 0).collect();
+        let spread = self.spread();
+        order.sort_by_key(|&i| (std::cmp::Reverse(self.worth(i)), spread[i]));
+        for i in order {
+            keep(i, &mut residency);
+        }
+        self.evaluate(residency, ring)
+    }
+
+    /// Time saved per byte by keeping a unit, as a logarithmic class: differences under a fifth are none.
+    fn worth(&self, i: usize) -> i32 {
+        let per_byte = f64::from(self.visits[i]) * self.read_s(i) / self.size(i).max(1) as f64;
+        (per_byte.max(1e-30).ln() * 5.0).round() as i32
+    }
+
+    /// A rank for each unit such that the units of the lowest ranks, however many, lie evenly over the pass:
+    /// the bit-reversal (van der Corput) sequence of their places.
+    fn spread(&self) -> Vec<u32> {
+        let mut rank = vec![u32::MAX; self.request.units.len()];
+        for (place, unit) in (0u32..).zip(self.request.order) {
+            rank[unit.index()] = rank[unit.index()].min(place.reverse_bits());
+        }
+        rank
+    }
+
+    fn read_s(&self, i: usize) -> f64 {
+        let rates = self.request.rates;
+        rates.read_latency_s + self.request.units[i].read_bytes as f64 / rates.read_bytes_per_s
+    }
+
+    /// Fills in what follows from a residency; `None` when the ring cannot hold what is streamed.
+    fn evaluate(&self, residency: Vec<Residency>, ring: usize) -> Option<Plan> {
+        let streamed = |i: &usize| residency[*i] == Residency::Streamed;
+        let all = 0..residency.len();
+        let largest = all.clone().filter(streamed).map(|i| self.size(i)).max().unwrap_or(0);
+        if largest * self.request.max_passes.max(1) > ring {
+            return None;
+        }
+        let resident_bytes = all.clone().filter(|i| !streamed(i)).map(|i| self.size(i)).sum::<usize>();
+        let streamed_bytes = all.clone().filter(streamed).map(|i| self.size(i)).sum::<usize>();
+        // Memory that no kept unit took is the ring's too.
+        let ring_bytes = (self.request.budget_bytes - resident_bytes).min(streamed_bytes);
+        let read: u64 =
+            all.filter(streamed).map(|i| self.request.units[i].read_bytes * u64::from(self.visits[i])).sum();
+        let compute_s: f64 = self.request.order.iter().map(|u| self.request.units[u.index()].compute_s).sum();
+        let predicted_pass_s = self.simulate(&residency, ring_bytes);
+        let bottleneck =
+            if predicted_pass_s > 1.05 * compute_s { Bottleneck::Storage } else { Bottleneck::Compute };
+        Some(Plan {
+            residency,
+            resident_bytes,
+            ring_bytes,
+            largest_streamed_bytes: largest,
+            streamed_bytes_per_pass: read,
+            predicted_pass_s,
+            bottleneck,
+            smallest_budget_bytes: self.smallest,
+        })
+    }
+
+    /// Seconds of a pass in the steady state. One device reads one unit after the other, as early as the ring
+    /// has room; one processor computes one visit after the other, as early as its unit is there.
+    fn simulate(&self, residency: &[Residency], ring: usize) -> f64 {
+        const PASSES: usize = 3;
+        let mut held: std::collections::VecDeque<(usize, f64)> = std::collections::VecDeque::new();
+        let (mut held_bytes, mut room_at) = (0, 0.0f64);
+        let (mut device, mut processor, mut begun) = (0.0f64, 0.0f64, 0.0f64);
+        for pass in 0..PASSES {
+            if pass == PASSES - 1 {
+                begun = processor;
+            }
+            for unit in self.request.order {
+                let i = unit.index();
+                if residency[i] == Residency::Streamed {
+                    // Units let go in the order they came; room for this one is there when enough have gone.
+                    while held_bytes + self.size(i) > ring {
+                        let (bytes, released) = held.pop_front().expect("one streamed unit fits the ring");
+                        held_bytes -= bytes;
+                        room_at = released;
+                    }
+                    device = device.max(room_at) + self.read_s(i);
+                    processor = processor.max(device);
+                    held.push_back((self.size(i), processor + self.request.units[i].compute_s));
+                    held_bytes += self.size(i);
+                }
+                processor += self.request.units[i].compute_s;
+            }
+        }
+        processor - begun
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn units(sizes: &[usize]) -> Vec<UnitDemand> {
+        sizes
+            .iter()
+            .enumerate()
+            .map(|(i, &s)| UnitDemand {
+                name: format!("u{i}"),
+                slot_bytes: s,
+                read_bytes: s as u64,
+                compute_s: s as f64 / 10e9,
+            })
+            .collect()
+    }
+
+    fn order(n: usize) -> Vec<UnitId> {
+        (0..n as u32).map(UnitId).collect()
+    }
+
+    fn request<'a>(units: &'a [UnitDemand], order: &'a [UnitId], budget: usize) -> PlanRequest<'a> {
+        PlanRequest { units, order, budget_bytes: budget, max_passes: 1, rates: Rates::default() }
+    }
+
+    #[test]
+    fn what_fits_is_kept() {
+        let (units, order) = (units(&[10, 20, 30]), order(3));
+        let plan = plan(&request(&units, &order, 60)).unwrap();
+        assert!(plan.residency.iter().all(|&r| r == Residency::Resident));
+        assert_eq!((plan.ring_bytes, plan.streamed_bytes_per_pass), (0, 0));
+        assert_eq!(plan.bottleneck, Bottleneck::Compute);
+    }
+
+    #[test]
+    fn a_budget_below_the_largest_unit_is_refused_with_the_smallest_that_works() {
+        let (units, order) = (units(&[10, 50, 30]), order(3));
+        let error = plan(&request(&units, &order, 49)).unwrap_err();
+        assert_eq!((error.largest_unit.as_str(), error.smallest_budget_bytes), ("u1", 50));
+        let plan = plan(&request(&units, &order, 50)).unwrap();
+        assert_eq!(plan.smallest_budget_bytes, 50);
+    }
+
+    #[test]
+    fn several_passes_need_a_slot_each_or_their_largest_units_kept() {
+        let units = units(&[100, 10, 10]);
+        assert_eq!(smallest_budget(&units, 1), 100);
+        assert_eq!(smallest_budget(&units, 2), 120);
+        assert_eq!(smallest_budget(&[], 2), 0);
+    }
+
+    #[test]
+    fn a_unit_visited_twice_is_kept_before_one_visited_once() {
+        let units = units(&[40_000_000, 40_000_000, 40_000_000]);
+        let order = [UnitId(0), UnitId(1), UnitId(2), UnitId(0)];
+        let plan = plan(&request(&units, &order, 100_000_000)).unwrap();
+        assert_eq!(plan.residency[0], Residency::Resident);
+    }
+
+    #[test]
+    fn a_unit_that_is_never_visited_is_not_kept_but_has_room_should_it_be() {
+        let units = units(&[40_000_000, 40_000_000, 40_000_000]);
+        let plan = plan(&request(&units, &[UnitId(0), UnitId(2)], 80_000_000)).unwrap();
+        assert_eq!(plan.residency[1], Residency::Streamed);
+        assert_eq!(plan.ring_bytes, 40_000_000);
+    }
+
+    #[test]
+    fn most_of_the_budget_is_kept_when_storage_is_the_limit() {
+        // The shape of a 1.1B model: a large embedding and head, 22 layers of 7 matrices.
+        let mut sizes = vec![131_000_000];
+        for _ in 0..22 {
+            sizes.extend([8_400_000, 1_000_000, 1_000_000, 8_400_000, 23_000_000, 23_000_000, 23_000_000]);
+        }
+        sizes.push(131_000_000);
+        let (units, order) = (units(&sizes), order(sizes.len()));
+        let plan = plan(&request(&units, &order, 1_000_000_000)).unwrap();
+        assert_eq!(plan.bottleneck, Bottleneck::Storage);
+        assert!(plan.ring_bytes < 150_000_000, "{}", plan.ring_bytes);
+        let floor = plan.streamed_bytes_per_pass as f64 / 1e9;
+        assert!(plan.predicted_pass_s < 1.1 * floor, "{} s for {floor} GB", plan.predicted_pass_s);
+    }
+
+    proptest! {
+        #[test]
+        fn every_plan_keeps_the_budget_and_no_refusal_is_wrong(
+            sizes in prop::collection::vec(1usize..1000, 1..40),
+            visits in prop::collection::vec(any::<prop::sample::Index>(), 0..60),
+            budget in 0usize..20_000,
+            max_passes in 1usize..4,
+        ) {
+            let units = units(&sizes);
+            let order: Vec<_> = visits.iter().map(|v| UnitId(v.index(sizes.len()) as u32)).collect();
+            let request = PlanRequest { max_passes, ..request(&units, &order, budget) };
+            match plan(&request) {
+                Err(e) => prop_assert!(e.smallest_budget_bytes > budget),
+                Ok(plan) => {
+                    prop_assert!(plan.peak_bytes() <= budget);
+                    prop_assert!(plan.largest_streamed_bytes * max_passes <= budget - plan.resident_bytes);
+                    prop_assert!(plan.predicted_pass_s.is_finite() && plan.predicted_pass_s >= 0.0);
+                    let again = predict(&request, &plan.residency).unwrap();
+                    prop_assert_eq!(again, plan);
+                }
+            }
+        }
+    }
+}

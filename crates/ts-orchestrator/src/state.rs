@@ -1,0 +1,498 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the engine knows at a moment, and the steps between such moments. Everything here runs under the
+//! engine's one lock and never blocks.
+
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Weak};
+use std::thread::ThreadId;
+
+use ts_io::{Backend, Completion, ReadPath, ReadRequest, Source};
+use ts_pool::{Buffer, HostPool};
+
+use crate::Error;
+use crate::layout::SlotLayout;
+use crate::lease::Slot;
+use crate::load::{Cut, Event, Load, QueuedRead, add, split_token};
+use crate::pass::Passes;
+use crate::plan::{Plan, Residency, UnitDemand};
+use crate::stats::UnitStats;
+use crate::unit::{Unit, UnitId};
+use crate::worker::{CopyJob, WorkerPool};
+
+/// A unit as the engine uses it.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    pub(crate) unit: Unit,
+    pub(crate) layout: SlotLayout,
+    /// Its layout's length in whole blocks of the pool.
+    pub(crate) slot_bytes: usize,
+}
+
+/// What does not change while an engine lives.
+#[derive(Debug)]
+pub(crate) struct Fixed {
+    pub(crate) units: Vec<Prepared>,
+    pub(crate) sources: Vec<Arc<Source>>,
+    pub(crate) pool: HostPool,
+    pub(crate) cut: Cut,
+    pub(crate) events: Sender<Event>,
+}
+
+pub(crate) struct State {
+    pub(crate) units: Vec<UnitState>,
+    pub(crate) passes: Passes,
+    /// The order that the plan was made for.
+    pub(crate) believed: Vec<UnitId>,
+    pub(crate) plan: Plan,
+    /// A better plan, to be put in force when nothing is in use.
+    pub(crate) pending_plan: Option<Plan>,
+    /// Nothing is read ahead, so that what is on its way runs out.
+    pub(crate) paused: bool,
+    pub(crate) counts: Counts,
+    /// Threads that wait for memory.
+    pub(crate) starving: HashSet<ThreadId>,
+    /// Units that are present and that nobody uses, waits for or keeps.
+    idle: BTreeSet<UnitId>,
+    /// How many of the units ahead are present or on their way.
+    horizon: usize,
+    loads: HashMap<u32, Load>,
+    next_load: u32,
+    queue: VecDeque<QueuedRead>,
+    in_flight: usize,
+    /// Parts of slots whose bytes are being read aside.
+    targets: HashMap<u64, (Buffer, usize)>,
+    bounces: Vec<Buffer>,
+    /// `None` once the engine is gone.
+    pub(crate) backend: Option<Box<dyn Backend>>,
+    pub(crate) workers: Option<WorkerPool>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct UnitState {
+    pub(crate) residence: Residence,
+    /// The plan keeps it.
+    pub(crate) resident: bool,
+    /// Memory set aside for a resident unit that is not there yet.
+    reserved: Option<Buffer>,
+    /// The threads that use it, one entry a lease.
+    pub(crate) users: Vec<ThreadId>,
+    /// How many calls wait for it.
+    wanted: usize,
+    /// Slots the engine let go that tensors still hold.
+    lingering: Vec<Weak<Slot>>,
+    /// Why its last load failed; reported to the next who wants it.
+    pub(crate) failure: Option<Error>,
+    used_since_load: bool,
+    pub(crate) stats: UnitStats,
+}
+
+#[derive(Debug, Default)]
+pub(crate) enum Residence {
+    #[default]
+    Absent,
+    Loading,
+    Present(Arc<Slot>),
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Counts {
+    pub(crate) passes: u64,
+    pub(crate) read_bytes: Vec<(ReadPath, u64)>,
+    pub(crate) wasted_loads: u64,
+    pub(crate) replans: u64,
+}
+
+/// Why a unit's load did not start.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Shortage {
+    /// Reads under way, or users that are not waiting themselves, will free memory.
+    Passing,
+    /// Only tensors that outlived their lease hold memory.
+    Lingering { bytes: usize, holders: Vec<String> },
+    /// All users of memory wait for memory.
+    Stuck { holders: Vec<String> },
+}
+
+impl State {
+    pub(crate) fn new(
+        fixed: &Fixed,
+        order: Vec<UnitId>,
+        plan: Plan,
+        bounces: Vec<Buffer>,
+        backend: Box<dyn Backend>,
+        workers: Option<WorkerPool>,
+    ) -> Self {
+        let units = fixed.units.iter().map(|prepared| UnitState {
+            stats: UnitStats {
+                name: prepared.unit.name.clone(),
+                slot_bytes: prepared.slot_bytes,
+                ..UnitStats::default()
+            },
+            ..UnitState::default()
+        });
+        let mut this = Self {
+            units: units.collect(),
+            passes: Passes::new(order.clone()),
+            believed: order,
+            plan,
+            pending_plan: None,
+            paused: false,
+            counts: Counts::default(),
+            starving: HashSet::new(),
+            idle: BTreeSet::new(),
+            horizon: 0,
+            loads: HashMap::new(),
+            next_load: 0,
+            queue: VecDeque::new(),
+            in_flight: 0,
+            targets: HashMap::new(),
+            bounces,
+            backend: Some(backend),
+            workers,
+        };
+        this.reserve_residents(fixed);
+        this
+    }
+
+    /// Sets memory aside for what the plan keeps, before anything else is in the pool, so that it lies together
+    /// and leaves the ring in one piece.
+    fn reserve_residents(&mut self, fixed: &Fixed) {
+        for (i, unit) in self.units.iter_mut().enumerate() {
+            unit.reserved = None;
+            unit.resident = self.plan.residency[i] == Residency::Resident;
+            unit.stats.resident = unit.resident;
+        }
+        for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| unit.resident) {
+            let slot = fixed.pool.allocate(fixed.units[i].layout.len);
+            unit.reserved = Some(slot.expect("the plan's residents fit an empty pool"));
+        }
+    }
+
+    /// Puts the pending plan in force. Returns whether it did: it cannot while anything is in use or on its way.
+    pub(crate) fn apply_pending_plan(&mut self, fixed: &Fixed) -> bool {
+        let lingers = self.units.iter_mut().any(|unit| unit.lingering_count() > 0);
+        let busy = self.units.iter().any(|unit| match &unit.residence {
+            Residence::Absent => false,
+            Residence::Loading => true,
+            Residence::Present(slot) => !unit.users.is_empty() || Arc::strong_count(slot) > 1,
+        });
+        if lingers || busy || self.pending_plan.is_none() {
+            return false;
+        }
+        self.plan = self.pending_plan.take().expect("just checked");
+        self.believed = self.passes.order().to_vec();
+        self.counts.replans += 1;
+        self.idle.clear();
+        self.horizon = 0;
+        for unit in &mut self.units {
+            unit.residence = Residence::Absent;
+            unit.reserved = None;
+        }
+        self.reserve_residents(fixed);
+        true
+    }
+
+    /// Whether reads are under way or waiting.
+    pub(crate) fn is_loading(&self) -> bool {
+        !self.loads.is_empty()
+    }
+
+    /// Sizes and measured times of all units, for the planner.
+    pub(crate) fn demands(&self, fixed: &Fixed) -> Vec<UnitDemand> {
+        let demand = |(prepared, unit): (&Prepared, &UnitState)| UnitDemand {
+            compute_s: match unit.stats.uses {
+                0 => guess_compute_s(prepared.slot_bytes),
+                n => unit.stats.use_ns as f64 / n as f64 / 1e9,
+            },
+            ..demand_of(prepared)
+        };
+        fixed.units.iter().zip(&self.units).map(demand).collect()
+    }
+
+    /// The slot of a present unit, now in use by this thread.
+    pub(crate) fn take_slot(&mut self, id: UnitId) -> Option<Arc<Slot>> {
+        let unit = &mut self.units[id.index()];
+        let Residence::Present(slot) = &unit.residence else { return None };
+        let slot = Arc::clone(slot);
+        unit.users.push(std::thread::current().id());
+        unit.used_since_load = true;
+        Some(slot)
+    }
+
+    /// Ends one use of a unit by `user`. What the plan does not keep goes, unless it is expected again sooner
+    /// than others that are already here.
+    pub(crate) fn release(&mut self, id: UnitId, user: ThreadId) {
+        let users = &mut self.units[id.index()].users;
+        let at =
+            users.iter().position(|&u| u == user).expect("a lease is released by the name it was taken in");
+        users.swap_remove(at);
+        self.note_idle(id);
+        if self.idle.contains(&id) && self.passes.next_use(id) >= self.horizon {
+            self.evict(id);
+        }
+    }
+
+    /// Notes that a call waits for a unit, which must not be let go until it has it.
+    pub(crate) fn want(&mut self, id: UnitId) {
+        self.units[id.index()].wanted += 1;
+        self.idle.remove(&id);
+    }
+
+    /// Ends [`want`](Self::want).
+    pub(crate) fn unwant(&mut self, id: UnitId) {
+        self.units[id.index()].wanted -= 1;
+        self.starving.remove(&std::thread::current().id());
+        self.note_idle(id);
+    }
+
+    fn note_idle(&mut self, id: UnitId) {
+        let unit = &self.units[id.index()];
+        let present = matches!(unit.residence, Residence::Present(_));
+        if present && unit.users.is_empty() && unit.wanted == 0 && !unit.resident {
+            self.idle.insert(id);
+        }
+    }
+
+    /// Lets go of an idle unit; its memory is free when its last tensor is.
+    fn evict(&mut self, id: UnitId) {
+        self.idle.remove(&id);
+        let unit = &mut self.units[id.index()];
+        if let Residence::Present(slot) = std::mem::take(&mut unit.residence) {
+            if !unit.used_since_load {
+                self.counts.wasted_loads += 1;
+            }
+            if Arc::strong_count(&slot) > 1 {
+                unit.lingering.push(Arc::downgrade(&slot));
+            }
+        }
+    }
+
+    /// Begins to read a unit that is wanted now, ahead of everything that was only expected.
+    pub(crate) fn demand(&mut self, fixed: &Fixed, id: UnitId, now_ns: u64) -> Result<(), Shortage> {
+        loop {
+            if let Some(slot) = self.allocate(fixed, id) {
+                let reads = self.start(fixed, id, slot, now_ns);
+                reads.into_iter().rev().for_each(|read| self.queue.push_front(read));
+                self.pump(fixed);
+                return Ok(());
+            }
+            // Of what nobody uses, the one that is needed last goes first.
+            match self.idle.iter().copied().max_by_key(|&unit| self.passes.next_use(unit)) {
+                Some(victim) => self.evict(victim),
+                None => return Err(self.shortage(fixed)),
+            }
+        }
+    }
+
+    /// Reads ahead, as far as memory goes.
+    pub(crate) fn advance(&mut self, fixed: &Fixed, now_ns: u64) {
+        if self.backend.is_some() && !self.paused && self.starving.is_empty() {
+            let ahead: Vec<UnitId> = self.passes.ahead().collect();
+            self.horizon = ahead.len();
+            for (distance, &id) in ahead.iter().enumerate() {
+                let unit = &self.units[id.index()];
+                if !matches!(unit.residence, Residence::Absent) || unit.failure.is_some() {
+                    continue;
+                }
+                let Some(slot) = self.allocate_ahead(fixed, id, distance) else {
+                    self.horizon = distance;
+                    break;
+                };
+                let reads = self.start(fixed, id, slot, now_ns);
+                self.queue.extend(reads);
+            }
+        }
+        self.pump(fixed);
+    }
+
+    /// Memory for a unit expected in `distance` visits, at the cost only of units that are expected later.
+    fn allocate_ahead(&mut self, fixed: &Fixed, id: UnitId, distance: usize) -> Option<Buffer> {
+        loop {
+            if let Some(slot) = self.allocate(fixed, id) {
+                return Some(slot);
+            }
+            let last = self.idle.iter().map(|&unit| (self.passes.next_use(unit), unit)).max()?;
+            if last.0 <= distance {
+                return None;
+            }
+            self.evict(last.1);
+        }
+    }
+
+    fn allocate(&mut self, fixed: &Fixed, id: UnitId) -> Option<Buffer> {
+        let reserved = self.units[id.index()].reserved.take();
+        reserved.or_else(|| fixed.pool.allocate(fixed.units[id.index()].layout.len).ok())
+    }
+
+    fn start(&mut self, fixed: &Fixed, id: UnitId, slot: Buffer, now_ns: u64) -> Vec<QueuedRead> {
+        let load_id = self.next_load;
+        self.next_load = self.next_load.wrapping_add(1);
+        let layout = &fixed.units[id.index()].layout;
+        let (load, reads) = Load::new(load_id, id, layout, slot, fixed.cut, now_ns);
+        self.units[id.index()].residence = Residence::Loading;
+        if load.is_complete() {
+            self.finish(fixed, load, now_ns);
+        } else {
+            self.loads.insert(load_id, load);
+        }
+        reads
+    }
+
+    /// Hands waiting reads to the backend, as many as keep it busy.
+    fn pump(&mut self, fixed: &Fixed) {
+        let Some(backend) = &self.backend else { return };
+        // As many again as it works on, so that it never waits for this thread to be scheduled.
+        let limit = 2 * backend.capabilities().max_in_flight;
+        let mut rejected = Vec::new();
+        while self.in_flight < limit
+            && let Some(read) = self.queue.pop_front()
+        {
+            let source = Arc::clone(&fixed.sources[read.file.0 as usize]);
+            let request = if read.bounced {
+                let Some(bounce) = self.bounces.pop() else {
+                    self.queue.push_front(read);
+                    break;
+                };
+                let alignment = fixed.cut.alignment as u64;
+                let skip = (read.offset % alignment) as usize;
+                self.targets.insert(read.token, (read.target, skip));
+                let (offset, required) = (read.offset - skip as u64, skip + read.required);
+                ReadRequest { token: read.token, source, offset, required, buffer: bounce }
+            } else {
+                let (offset, required) = (read.offset, read.required);
+                ReadRequest { token: read.token, source, offset, required, buffer: read.target }
+            };
+            self.in_flight += 1;
+            if let Err(r) = backend.submit(request) {
+                let (token, buffer) = (r.request.token, r.request.buffer);
+                rejected.push(Completion { token, buffer, result: Err(r.error) });
+            }
+        }
+        for completion in rejected {
+            // By way of the loader's queue: the unit's state must not change in the middle of a step.
+            let _ = fixed.events.send(Event::Read(completion));
+        }
+    }
+
+    /// A read ended.
+    pub(crate) fn on_read(&mut self, fixed: &Fixed, completion: Completion, now_ns: u64) {
+        self.in_flight -= 1;
+        let Completion { token, buffer, result } = completion;
+        let (load_id, part) = split_token(token);
+        let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");
+        let delivered = match result {
+            Ok(transfer) => {
+                load.count(transfer.path, transfer.bytes);
+                true
+            }
+            Err(error) => {
+                let prepared = &fixed.units[load.unit.index()];
+                load.fail(part, &prepared.unit, &prepared.layout, error);
+                false
+            }
+        };
+        match self.targets.remove(&token) {
+            None => self.put_back(fixed, load_id, part, buffer, now_ns),
+            Some((target, skip)) if delivered => {
+                let workers = self.workers.as_ref().expect("there are workers where there are bounces");
+                workers.submit(CopyJob { token, bounce: buffer, skip, target });
+            }
+            Some((target, _)) => {
+                self.bounces.push(buffer);
+                self.put_back(fixed, load_id, part, target, now_ns);
+            }
+        }
+    }
+
+    /// A part that was read aside is in its place.
+    pub(crate) fn on_copied(
+        &mut self,
+        fixed: &Fixed,
+        token: u64,
+        bounce: Buffer,
+        target: Buffer,
+        now_ns: u64,
+    ) {
+        self.bounces.push(bounce);
+        let (load_id, part) = split_token(token);
+        self.put_back(fixed, load_id, part, target, now_ns);
+    }
+
+    fn put_back(&mut self, fixed: &Fixed, load_id: u32, part: usize, buffer: Buffer, now_ns: u64) {
+        let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");
+        if load.put_back(part, buffer) {
+            let load = self.loads.remove(&load_id).expect("just seen");
+            self.finish(fixed, load, now_ns);
+        }
+    }
+
+    fn finish(&mut self, fixed: &Fixed, mut load: Load, now_ns: u64) {
+        let id = load.unit;
+        let unit = &mut self.units[id.index()];
+        for &(path, bytes) in &load.read_bytes {
+            add(&mut self.counts.read_bytes, path, bytes);
+            unit.stats.read_bytes += bytes;
+        }
+        unit.stats.load_ns += now_ns - load.started_ns;
+        unit.stats.loads += 1;
+        if let Some(error) = load.error.take() {
+            unit.residence = Residence::Absent;
+            unit.failure = Some(error);
+            let slot = load.into_slot();
+            unit.reserved = unit.resident.then_some(slot);
+            return;
+        }
+        let slot = Slot::new(load.into_slot().freeze(), fixed.events.clone());
+        unit.residence = Residence::Present(Arc::new(slot));
+        unit.used_since_load = false;
+        self.note_idle(id);
+    }
+
+    /// What stands in the way when no idle unit can go.
+    fn shortage(&mut self, fixed: &Fixed) -> Shortage {
+        let waiting = |user: &ThreadId| self.starving.contains(user) || *user == std::thread::current().id();
+        let in_use = |unit: &&UnitState| !unit.resident && !unit.users.is_empty();
+        let can_end = |unit: &UnitState| unit.users.iter().any(|user| !waiting(user));
+        if self.is_loading() || self.units.iter().filter(in_use).any(can_end) {
+            return Shortage::Passing;
+        }
+        let in_use: Vec<String> = self.units.iter().filter(in_use).map(|u| u.stats.name.clone()).collect();
+        let (mut bytes, mut holders) = (0, Vec::new());
+        for (unit, prepared) in self.units.iter_mut().zip(&fixed.units) {
+            let count = unit.lingering_count();
+            if count > 0 {
+                bytes += count * prepared.slot_bytes;
+                holders.push(format!("`{}` x{count}", unit.stats.name));
+            }
+        }
+        if holders.is_empty() {
+            Shortage::Stuck { holders: in_use }
+        } else {
+            Shortage::Lingering { bytes, holders }
+        }
+    }
+}
+
+impl UnitState {
+    fn lingering_count(&mut self) -> usize {
+        self.lingering.retain(|slot| slot.strong_count() > 0);
+        self.lingering.len()
+    }
+}
+
+/// What is known of a unit before it was ever used.
+pub(crate) fn demand_of(prepared: &Prepared) -> UnitDemand {
+    UnitDemand {
+        name: prepared.unit.name.clone(),
+        slot_bytes: prepared.slot_bytes,
+        read_bytes: prepared.layout.read_bytes(),
+        compute_s: guess_compute_s(prepared.slot_bytes),
+    }
+}
+
+/// Matrix-vector products, the common case, go over a unit's weights once at the speed of memory.
+fn guess_compute_s(bytes: usize) -> f64 {
+    const MEMORY_BYTES_PER_S: f64 = 10e9;
+    bytes as f64 / MEMORY_BYTES_PER_S
+}

@@ -1,0 +1,472 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The engine on real files: right bytes, exact memory, and an error for everything else.
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
+
+use proptest::prelude::*;
+use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+use ts_io::{
+    Availability, Backend, BackendOptions, BackendProvider, Capabilities, Completion, CompletionSink,
+    ReadRequest, Registry, Rejected, Source,
+};
+use ts_orchestrator::{
+    Engine, EngineConfig, Error, ErrorKind, Phase, TensorBytes, Unit, UnitId, UnitTensor, never_interrupt,
+};
+
+const KIB: usize = 1024;
+
+/// A file of known bytes, cut into units of one tensor each.
+struct Model {
+    _dir: tempfile::TempDir,
+    path: PathBuf,
+    content: Vec<u8>,
+    units: Vec<Unit>,
+}
+
+fn tensor(name: &str, parts: &[(u64, usize)], phase: Phase) -> UnitTensor {
+    let parts: Vec<_> =
+        parts.iter().map(|&(offset, len)| ByteRange { file: FileId(0), offset, len: len as u64 }).collect();
+    let len = parts.iter().map(|p| p.len).sum();
+    let meta = TensorMeta { dtype: Dtype::U8, shape: vec![len] };
+    UnitTensor { name: name.into(), entry: TensorEntry { meta, parts }, phase }
+}
+
+impl Model {
+    fn new(sizes: &[usize]) -> Self {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = dir.path().join("weights");
+        let total = 8 + sizes.iter().sum::<usize>();
+        let content: Vec<u8> =
+            (0..total).map(|i| (i ^ (i >> 8).wrapping_mul(37) ^ (i >> 16)) as u8).collect();
+        fs::write(&path, &content).unwrap();
+        let mut at = 8;
+        let units = sizes.iter().enumerate().map(|(i, &len)| {
+            let tensor = tensor(&format!("t{i}"), &[(at, len)], Phase::Mapped);
+            at += len as u64;
+            Unit { name: format!("u{i}"), tensors: vec![tensor] }
+        });
+        let units = units.collect();
+        Self { _dir: dir, path, content, units }
+    }
+
+    fn engine(&self, config: EngineConfig) -> Result<Engine, Error> {
+        Engine::new(self.units.clone(), vec![Source::open(&self.path).unwrap()], config)
+    }
+
+    fn expected(&self, unit: usize) -> Vec<u8> {
+        let parts = &self.units[unit].tensors[0].entry.parts;
+        parts.iter().flat_map(|p| self.content[p.offset as usize..][..p.len as usize].to_vec()).collect()
+    }
+
+    fn check(&self, unit: usize, bytes: &[u8]) {
+        assert!(bytes == self.expected(unit), "the bytes of unit {unit} are right");
+    }
+
+    fn pass(&self, engine: &Engine, order: &[usize]) -> bool {
+        let pass = engine.begin_pass(never_interrupt()).unwrap();
+        for &unit in order {
+            let lease = engine.acquire(Some(&pass), UnitId(unit as u32), never_interrupt()).unwrap();
+            self.check(unit, &lease.tensor(0));
+        }
+        engine.end_pass(pass)
+    }
+}
+
+fn config(budget: usize) -> EngineConfig {
+    EngineConfig { request_bytes: 64 * KIB, ..EngineConfig::with_budget(budget) }
+}
+
+/// Waits at most this long for what should happen soon.
+fn patience() -> impl FnMut() -> bool {
+    let mut ticks = 0;
+    move || {
+        ticks += 1;
+        ticks > 400
+    }
+}
+
+fn acquire_tensor(engine: &Engine, unit: u32) -> Result<TensorBytes, Error> {
+    engine.acquire(None, UnitId(unit), &mut patience()).map(|lease| lease.tensor(0))
+}
+
+#[test]
+fn a_model_four_times_the_budget_streams_bit_exactly_and_within_it() {
+    let model = Model::new(&[300 * KIB; 16]);
+    let engine = model.engine(config(1200 * KIB)).unwrap();
+    assert_eq!(engine.stats().total_read_bytes(), 0, "nothing is read before a pass begins");
+    let order: Vec<_> = (0..16).collect();
+    for _ in 0..5 {
+        model.pass(&engine, &order);
+    }
+    let stats = engine.stats();
+    assert!(stats.reserved_high_water_bytes <= 1200 * KIB);
+    assert!(stats.in_use_high_water_bytes <= stats.reserved_high_water_bytes);
+    let resident = stats.units.iter().filter(|u| u.resident).count();
+    assert!(resident >= 1, "part of the model is kept");
+    assert!(stats.units.iter().filter(|u| u.resident).all(|u| u.loads == 1), "and read once");
+    assert!(stats.units.iter().filter(|u| !u.resident).all(|u| u.loads >= 5));
+    assert_eq!(stats.wasted_loads, 0, "nothing is read that is not used");
+}
+
+#[test]
+fn tensors_stand_at_the_phase_they_were_asked_to() {
+    let mut model = Model::new(&[1000, 1000]);
+    model.units[0].tensors = vec![
+        tensor("mapped", &[(8, 100)], Phase::Mapped),
+        tensor("moved", &[(112, 100)], Phase::At(24)),
+        tensor("merged", &[(700, 10), (300, 50), (3, 7)], Phase::At(0)),
+    ];
+    let engine = model.engine(config(256 * KIB)).unwrap();
+    let lease = engine.acquire(None, UnitId(0), never_interrupt()).unwrap();
+    for (index, phase) in [8, 24, 0].into_iter().enumerate() {
+        let bytes = lease.tensor(index);
+        assert_eq!(bytes.as_ptr().addr() % 64, phase);
+        let parts = &model.units[0].tensors[index].entry.parts;
+        let expected: Vec<u8> = parts
+            .iter()
+            .flat_map(|p| model.content[p.offset as usize..][..p.len as usize].to_vec())
+            .collect();
+        assert_eq!(&bytes[..], expected);
+    }
+}
+
+#[test]
+fn an_assembled_tensor_of_many_pieces_arrives_whole_through_small_bounce_buffers() {
+    let mut model = Model::new(&[4 << 20, 16]);
+    let parts = [(2_000_001, 1_500_000), (11, 1_900_000), (3_999_000, 900)];
+    model.units[0].tensors = vec![tensor("stacked", &parts, Phase::At(0))];
+    let engine = model.engine(config(8 << 20)).unwrap();
+    for _ in 0..3 {
+        model.check(0, &acquire_tensor(&engine, 0).unwrap());
+    }
+    let stats = engine.stats();
+    assert!(stats.reserved_high_water_bytes <= 8 << 20);
+}
+
+#[test]
+fn a_kept_tensor_is_never_overwritten_and_is_named_when_its_memory_is_needed() {
+    let model = Model::new(&[200 * KIB; 4]);
+    let engine = model.engine(config(210 * KIB)).unwrap();
+    let kept = acquire_tensor(&engine, 0).unwrap();
+    let error = acquire_tensor(&engine, 1).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Full);
+    assert!(
+        matches!(&error, Error::StillReferenced { unit, holders, .. } if unit == "u1" && holders == "`u0` x1"),
+        "{error}"
+    );
+    model.check(0, &kept);
+    drop(kept);
+    model.check(1, &acquire_tensor(&engine, 1).unwrap());
+}
+
+#[test]
+fn a_tensor_dropped_on_another_thread_lets_a_waiting_unit_in() {
+    let model = Model::new(&[200 * KIB; 2]);
+    let engine = model.engine(config(210 * KIB)).unwrap();
+    let kept = acquire_tensor(&engine, 0).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            std::thread::sleep(Duration::from_millis(20));
+            drop(kept);
+        });
+        model.check(1, &acquire_tensor(&engine, 1).unwrap());
+    });
+}
+
+#[test]
+fn tensors_outlive_the_engine() {
+    let model = Model::new(&[200 * KIB; 3]);
+    let engine = model.engine(config(420 * KIB)).unwrap();
+    let kept = acquire_tensor(&engine, 2).unwrap();
+    drop(engine);
+    let clone = kept.clone();
+    drop(kept);
+    std::thread::spawn(move || model.check(2, &clone)).join().unwrap();
+}
+
+#[test]
+fn a_budget_that_can_never_work_is_refused_before_the_first_read() {
+    let model = Model::new(&[100 * KIB, 500 * KIB, 100 * KIB]);
+    let Err(Error::NeverFits(error)) = model.engine(config(400 * KIB)) else {
+        panic!("500 KiB cannot fit 400")
+    };
+    assert_eq!(error.largest_unit, "u1");
+    assert!(model.engine(config(error.smallest_budget_bytes - 1)).is_err());
+    let engine = model.engine(config(error.smallest_budget_bytes)).unwrap();
+    for _ in 0..3 {
+        model.pass(&engine, &[0, 1, 2]);
+    }
+}
+
+#[test]
+fn a_file_cut_while_it_is_streamed_is_an_error_with_tensor_and_place_not_wrong_bytes() {
+    let model = Model::new(&[200 * KIB; 6]);
+    let engine = model.engine(config(450 * KIB)).unwrap();
+    model.pass(&engine, &[0, 1, 2, 3, 4, 5]);
+    fs::OpenOptions::new().write(true).open(&model.path).unwrap().set_len(500_000).unwrap();
+    let errors: Vec<Error> = (0..6).filter_map(|unit| acquire_tensor(&engine, unit).err()).collect();
+    assert!(!errors.is_empty());
+    for error in errors {
+        assert_eq!(error.kind(), ErrorKind::Storage);
+        let text = error.to_string();
+        assert!(text.contains("weights") && text.contains("tensor `t") && text.contains("byte"), "{text}");
+    }
+}
+
+#[test]
+fn a_file_replaced_while_it_is_streamed_is_an_error() {
+    let model = Model::new(&[200 * KIB; 6]);
+    let engine = model.engine(config(450 * KIB)).unwrap();
+    model.pass(&engine, &[0, 1, 2, 3, 4, 5]);
+    let other = model.path.with_extension("new");
+    fs::write(&other, vec![0; model.content.len()]).unwrap();
+    fs::rename(&other, &model.path).unwrap();
+    let streamed = engine.stats().units.iter().position(|u| !u.resident).unwrap();
+    // One unit may have been read ahead before; asked for twice, one read happens after the change.
+    let error = (0..6)
+        .chain([streamed])
+        .find_map(|unit| acquire_tensor(&engine, unit as u32).err())
+        .expect("the change is seen");
+    assert!(error.to_string().contains("another file has taken its place"), "{error}");
+}
+
+#[test]
+fn waiting_can_be_interrupted_and_leaves_the_engine_usable() {
+    let model = Model::new(&[200 * KIB; 2]);
+    let engine = model.engine(config(210 * KIB)).unwrap();
+    let pass = engine.begin_pass(never_interrupt()).unwrap();
+    let error = engine.begin_pass(&mut || true).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Interrupted);
+    engine.end_pass(pass);
+    let (held, done) = (Barrier::new(2), Barrier::new(2));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let lease = engine.acquire(None, UnitId(0), never_interrupt()).unwrap();
+            held.wait();
+            done.wait();
+            drop(lease);
+        });
+        held.wait();
+        let error = engine.acquire(None, UnitId(1), &mut || true).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
+        done.wait();
+    });
+    model.check(1, &acquire_tensor(&engine, 1).unwrap());
+}
+
+#[test]
+fn a_thread_that_needs_more_than_there_is_beside_what_it_holds_is_told_so() {
+    let model = Model::new(&[200 * KIB; 2]);
+    let engine = model.engine(config(210 * KIB)).unwrap();
+    let _held = engine.acquire(None, UnitId(0), never_interrupt()).unwrap();
+    let error = engine.acquire(None, UnitId(1), &mut patience()).unwrap_err();
+    assert!(matches!(&error, Error::Stuck { holders, .. } if holders == "u0"), "{error}");
+}
+
+#[test]
+fn the_order_is_learned_and_the_plan_follows_it() {
+    let model = Model::new(&[200 * KIB; 8]);
+    // Room for the four that are used, and a slot for any of the others.
+    let engine = model.engine(config(1030 * KIB)).unwrap();
+    let order = [7, 5, 3, 1];
+    let mut proposed = model.pass(&engine, &order);
+    for _ in 0..3 {
+        if proposed {
+            assert!(engine.replan(never_interrupt()).unwrap());
+        }
+        proposed = model.pass(&engine, &order);
+    }
+    let before = engine.stats();
+    model.pass(&engine, &order);
+    let after = engine.stats();
+    assert_eq!(after.total_read_bytes(), before.total_read_bytes(), "the four units in use fit and are kept");
+    assert!(order.iter().all(|&u| after.units[u].resident));
+}
+
+#[test]
+fn two_passes_at_once_get_the_right_bytes() {
+    let model = Model::new(&[100 * KIB; 12]);
+    let engine = model.engine(EngineConfig { max_passes: 2, ..config(450 * KIB) }).unwrap();
+    let order: Vec<_> = (0..12).collect();
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| (0..6).for_each(|_| _ = model.pass(&engine, &order)));
+        }
+    });
+    assert_eq!(engine.stats().passes, 18);
+}
+
+/// Reads like another backend, but fails, delays and shuffles as it is told.
+struct Faulty {
+    fail: Arc<AtomicBool>,
+    live: Arc<AtomicUsize>,
+}
+
+struct FaultyBackend {
+    fail: Arc<AtomicBool>,
+    live: Arc<AtomicUsize>,
+    sink: CompletionSink,
+    inner: Box<dyn Backend>,
+}
+
+impl BackendProvider for Faulty {
+    fn name(&self) -> &'static str {
+        "faulty"
+    }
+    fn priority(&self) -> u8 {
+        0
+    }
+    fn probe(&self, _: &[Arc<Source>]) -> Availability {
+        Availability::Available
+    }
+    fn create(
+        &self,
+        options: &BackendOptions,
+        sink: CompletionSink,
+    ) -> Result<Box<dyn Backend>, ts_io::Error> {
+        let sink: Arc<CompletionSink> = Arc::new(sink);
+        let inner_sink = Arc::clone(&sink);
+        let live = Arc::clone(&self.live);
+        let counting = Box::new(move |completion: Completion| {
+            live.fetch_sub(1, Ordering::SeqCst);
+            inner_sink(completion);
+        });
+        let inner = Registry::builtin().choose(Some("buffered"), &[])?.provider.create(options, counting)?;
+        let sink = Box::new(move |completion: Completion| sink(completion));
+        Ok(Box::new(FaultyBackend {
+            fail: Arc::clone(&self.fail),
+            live: Arc::clone(&self.live),
+            sink,
+            inner,
+        }))
+    }
+}
+
+impl Backend for FaultyBackend {
+    fn name(&self) -> &'static str {
+        "faulty"
+    }
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+    fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>> {
+        if self.fail.load(Ordering::SeqCst) {
+            let (path, offset, len) = (request.source.path().to_path_buf(), request.offset, request.required);
+            let source = std::io::Error::from_raw_os_error(5).into();
+            let result = Err(ts_io::Error::Read { path, offset, len, source });
+            let (token, buffer) = (request.token, request.buffer);
+            (self.sink)(Completion { token, buffer, result });
+            return Ok(());
+        }
+        self.live.fetch_add(1, Ordering::SeqCst);
+        self.inner.submit(request)
+    }
+    fn cancel(&self, wanted: &dyn Fn(u64) -> bool) -> usize {
+        self.inner.cancel(wanted)
+    }
+}
+
+fn faulty(budget: usize) -> (EngineConfig, Arc<AtomicBool>, Arc<AtomicUsize>) {
+    let (fail, live) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+    let mut registry = Registry::builtin();
+    registry.register(Arc::new(Faulty { fail: Arc::clone(&fail), live: Arc::clone(&live) }));
+    (EngineConfig { registry, backend: Some("faulty".into()), ..config(budget) }, fail, live)
+}
+
+#[test]
+fn a_device_that_fails_is_an_error_and_one_that_recovers_is_read_again() {
+    let model = Model::new(&[200 * KIB; 6]);
+    let (config, fail, _) = faulty(450 * KIB);
+    let engine = model.engine(config).unwrap();
+    fail.store(true, Ordering::SeqCst);
+    for unit in [3, 4] {
+        let error = acquire_tensor(&engine, unit).unwrap_err();
+        assert!(error.to_string().contains(&format!("tensor `t{unit}`")), "{error}");
+        assert!(error.to_string().contains("os error 5"), "{error}");
+    }
+    fail.store(false, Ordering::SeqCst);
+    for unit in 0..6 {
+        // What was read ahead and failed says so once.
+        let bytes = acquire_tensor(&engine, unit).or_else(|_| acquire_tensor(&engine, unit)).unwrap();
+        model.check(unit as usize, &bytes);
+    }
+}
+
+#[test]
+fn an_engine_dropped_in_the_middle_of_reading_gets_every_buffer_back() {
+    let model = Model::new(&[200 * KIB; 8]);
+    for _ in 0..20 {
+        let (config, _, live) = faulty(900 * KIB);
+        let engine = model.engine(config).unwrap();
+        let _reads_ahead = engine.begin_pass(never_interrupt()).unwrap();
+        drop(engine);
+        assert_eq!(live.load(Ordering::SeqCst), 0);
+    }
+}
+
+#[test]
+fn units_and_files_that_do_not_exist_are_named() {
+    let model = Model::new(&[1000]);
+    let engine = model.engine(config(64 * KIB)).unwrap();
+    assert!(matches!(acquire_tensor(&engine, 7), Err(Error::NoSuchUnit { unit: 7, count: 1 })));
+    let Err(error) = Engine::new(model.units.clone(), Vec::new(), config(64 * KIB)) else {
+        panic!("no file 0")
+    };
+    assert!(matches!(&error, Error::NoSuchFile { tensor, .. } if tensor == "t0"));
+    assert!(Path::new(&model.path).exists());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// Random models, budgets and visits: right bytes, no more memory than there is, no hang.
+    #[test]
+    fn random_programs_stay_right_and_within_budget(
+        sizes in prop::collection::vec(1usize..120_000, 1..14),
+        spare in 0usize..600_000,
+        visits in prop::collection::vec((any::<prop::sample::Index>(), any::<bool>()), 0..60),
+        passes in 1usize..4,
+    ) {
+        let model = Model::new(&sizes);
+        let smallest = match model.engine(config(0)) {
+            Err(Error::NeverFits(e)) => e.smallest_budget_bytes,
+            _ => panic!("nothing fits no memory"),
+        };
+        let budget = smallest + spare;
+        let engine = model.engine(config(budget)).unwrap();
+        let mut kept: Vec<(usize, TensorBytes)> = Vec::new();
+        for _ in 0..passes {
+            let pass = engine.begin_pass(never_interrupt()).unwrap();
+            for (unit, keep) in &visits {
+                let unit = unit.index(sizes.len());
+                match engine.acquire(Some(&pass), UnitId(unit as u32), &mut patience()) {
+                    Ok(lease) => {
+                        let bytes = lease.tensor(0);
+                        model.check(unit, &bytes);
+                        if *keep {
+                            kept.push((unit, bytes));
+                        }
+                    }
+                    Err(Error::StillReferenced { .. }) => {
+                        prop_assert!(!kept.is_empty());
+                        kept.iter().for_each(|(unit, bytes)| model.check(*unit, bytes));
+                        kept.clear();
+                    }
+                    Err(error) => prop_assert!(false, "{error}"),
+                }
+            }
+            if engine.end_pass(pass) {
+                engine.replan(never_interrupt()).unwrap();
+            }
+        }
+        kept.iter().for_each(|(unit, bytes)| model.check(*unit, bytes));
+        let stats = engine.stats();
+        prop_assert!(stats.reserved_high_water_bytes <= budget);
+        prop_assert!(stats.in_use_high_water_bytes <= stats.reserved_high_water_bytes);
+    }
+}
