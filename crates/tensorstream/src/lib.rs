@@ -1,1 +1,34 @@
-//! t
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tensors where the memory is not: the whole workspace under one name.
+//!
+//! [`Checkpoint`] joins what the parts keep apart: it opens a directory or file of safetensors, and makes
+//! units and an engine of it.
+//!
+//! ```no_run
+//! use tensorstream::Checkpoint;
+//! use tensorstream::orchestrator::{EngineConfig, UnitId, never_interrupt};
+//!
+//! let checkpoint = Checkpoint::open("path/to/checkpoint")?;
+//! let units = checkpoint.units_by_module();
+//! let engine = checkpoint.engine(units, EngineConfig::with_budget(600 << 20))?;
+//! let pass = engine.begin_pass(never_interrupt())?;
+//! for unit in 0..engine.unit_count() as u32 {
+//!     let lease = engine.acquire(Some(&pass), UnitId(unit), never_interrupt())?;
+//!     let _bytes = lease.tensor(0); // compute with it
+//! }
+//! engine.end_pass(pass);
+//! # Ok::<(), tensorstream::Error>(())
+//! ```
+//!
+//! # Features
+//! None.
+#![forbid(unsafe_code)]
+
+mod checkpoint;
+mod error;
+mod memory;
+
+pub use checkpoint::Checkpoint;
+pub use error::Error;
+pub use memory::{BadSize, available_bytes, parse_bytes};
+pub use {ts_format as format, ts_io as io, ts_orchestrator as orchestrator, ts_pool as pool};
