@@ -13,7 +13,7 @@
 //! let engine = checkpoint.engine(units, EngineConfig::with_budget(600 << 20))?;
 //! let pass = engine.begin_pass(never_interrupt())?;
 //! for unit in 0..engine.unit_count() as u32 {
-//!     let lease = engine.acquire(Some(&pass), UnitId(unit), never_interrupt())?;
+//!     let lease = engine.acquire(Some(pass), UnitId(unit), never_interrupt())?;
 //!     let _bytes = lease.tensor(0); // compute with it
 //! }
 //! engine.end_pass(pass);

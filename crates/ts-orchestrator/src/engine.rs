@@ -11,7 +11,7 @@ use crate::Error;
 use crate::layout::SlotLayout;
 use crate::lease::{Lease, Slot};
 use crate::load::{Cut, Event, bounce_bytes};
-use crate::pass::Pass;
+use crate::pass::PassId;
 use crate::plan::{NeverFits, Plan, PlanRequest, Rates, plan, predict};
 use crate::state::{Fixed, Prepared, Residence, Shortage, State, demand_of};
 use crate::stats::EngineStats;
@@ -176,7 +176,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::Interrupted`].
-    pub fn begin_pass(&self, interrupt: Interrupt<'_>) -> Result<Pass, Error> {
+    pub fn begin_pass(&self, interrupt: Interrupt<'_>) -> Result<PassId, Error> {
         let mut state = self.shared.lock();
         while state.passes.running() >= self.shared.max_passes {
             state = self.shared.wait(state, interrupt, || "another pass to end".into())?;
@@ -184,16 +184,15 @@ impl Engine {
         state.counts.passes += 1;
         let id = state.passes.begin();
         state.advance(&self.shared.fixed, (self.shared.clock)());
-        Ok(Pass { id })
+        Ok(id)
     }
 
     /// Ends a pass. Returns whether its order of visits calls for another plan: call [`replan`](Self::replan)
-    /// when no lease is held.
-    #[allow(clippy::needless_pass_by_value)] // a pass that has ended cannot be named again
-    pub fn end_pass(&self, pass: Pass) -> bool {
+    /// when no lease is held. Does nothing for a pass that has ended already.
+    pub fn end_pass(&self, pass: PassId) -> bool {
         let mut state = self.shared.lock();
         let believed = state.believed.clone();
-        if state.passes.end(pass.id, &believed) {
+        if state.passes.end(pass, &believed) {
             self.shared.propose_plan(&mut state);
         }
         state.advance(&self.shared.fixed, (self.shared.clock)());
@@ -235,7 +234,7 @@ impl Engine {
     /// [`Error::NoSuchUnit`]; [`Error::Interrupted`].
     pub fn acquire(
         &self,
-        pass: Option<&Pass>,
+        pass: Option<PassId>,
         unit: UnitId,
         interrupt: Interrupt<'_>,
     ) -> Result<Lease, Error> {
@@ -243,7 +242,7 @@ impl Engine {
         if unit.index() >= count {
             return Err(Error::NoSuchUnit { unit: unit.0, count });
         }
-        self.shared.acquire(pass.map(|p| p.id), unit, interrupt)
+        self.shared.acquire(pass, unit, interrupt)
     }
 
     /// Number of units.
@@ -305,7 +304,7 @@ impl Shared {
 
     fn acquire(
         self: &Arc<Self>,
-        pass: Option<u64>,
+        pass: Option<PassId>,
         unit: UnitId,
         interrupt: Interrupt<'_>,
     ) -> Result<Lease, Error> {

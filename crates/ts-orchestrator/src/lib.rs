@@ -31,7 +31,7 @@
 //! let engine = Engine::new(units, vec![Source::open(&path)?], EngineConfig::with_budget(1 << 20))?;
 //!
 //! let pass = engine.begin_pass(never_interrupt())?;
-//! let lease = engine.acquire(Some(&pass), UnitId(0), never_interrupt())?;
+//! let lease = engine.acquire(Some(pass), UnitId(0), never_interrupt())?;
 //! let tensor = lease.tensor(0);
 //! drop(lease);                        // the unit may go; the bytes may not, while `tensor` lives
 //! assert_eq!(&tensor[..], [1, 2, 3, 4]);
@@ -66,7 +66,7 @@ mod worker;
 pub use engine::{Clock, Engine, EngineConfig, Interrupt, never_interrupt};
 pub use error::{Error, ErrorKind};
 pub use lease::{Lease, TensorBytes};
-pub use pass::Pass;
+pub use pass::PassId;
 pub use plan::{
     Bottleneck, NeverFits, Plan, PlanRequest, Rates, Residency, UnitDemand, plan, predict, smallest_budget,
 };

@@ -5,29 +5,20 @@ use std::collections::BTreeMap;
 
 use crate::unit::UnitId;
 
-/// A pass that has begun; [`Engine::end_pass`](crate::Engine::end_pass) ends it.
-#[derive(Debug)]
-pub struct Pass {
-    pub(crate) id: u64,
-}
-
-impl Pass {
-    /// Its number, counted from 1 since the engine was made.
-    pub fn id(&self) -> u64 {
-        self.id
-    }
-}
+/// Names a pass that has begun, until [`Engine::end_pass`](crate::Engine::end_pass).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PassId(pub u64);
 
 /// Passes that run, and the cyclic order of visits that is believed in.
 #[derive(Debug)]
 pub(crate) struct Passes {
     order: Vec<UnitId>,
-    running: BTreeMap<u64, Progress>,
+    running: BTreeMap<PassId, Progress>,
     /// The pass whose visit came last; prefetching runs ahead of it.
-    lead: Option<u64>,
+    lead: Option<PassId>,
     /// Where visits outside any pass, and the next pass, are expected.
     idle_position: usize,
-    last_id: u64,
+    last_id: PassId,
 }
 
 #[derive(Debug)]
@@ -40,7 +31,7 @@ struct Progress {
 
 impl Passes {
     pub(crate) fn new(order: Vec<UnitId>) -> Self {
-        Self { order, running: BTreeMap::new(), lead: None, idle_position: 0, last_id: 0 }
+        Self { order, running: BTreeMap::new(), lead: None, idle_position: 0, last_id: PassId(0) }
     }
 
     pub(crate) fn order(&self) -> &[UnitId] {
@@ -51,8 +42,8 @@ impl Passes {
         self.running.len()
     }
 
-    pub(crate) fn begin(&mut self) -> u64 {
-        self.last_id += 1;
+    pub(crate) fn begin(&mut self) -> PassId {
+        self.last_id.0 += 1;
         let alone = self.running.is_empty();
         self.running.values_mut().for_each(|other| other.alone = false);
         self.running.insert(self.last_id, Progress { position: 0, visits: Vec::new(), alone });
@@ -64,7 +55,7 @@ impl Passes {
 
     /// Ends a pass. Returns whether the order of visits turned out to be another one than was believed at
     /// its beginning, given as `believed`.
-    pub(crate) fn end(&mut self, id: u64, believed: &[UnitId]) -> bool {
+    pub(crate) fn end(&mut self, id: PassId, believed: &[UnitId]) -> bool {
         let Some(progress) = self.running.remove(&id) else { return false };
         self.lead = self.running.keys().next_back().copied();
         self.idle_position = 0;
@@ -76,7 +67,7 @@ impl Passes {
     }
 
     /// Notes that `unit` is wanted now.
-    pub(crate) fn visit(&mut self, pass: Option<u64>, unit: UnitId) {
+    pub(crate) fn visit(&mut self, pass: Option<PassId>, unit: UnitId) {
         let progress = pass.and_then(|id| self.running.get_mut(&id));
         let Some(progress) = progress else {
             if let Some(distance) = distance(&self.order, self.idle_position, unit) {

@@ -70,7 +70,7 @@ impl Model {
     fn pass(&self, engine: &Engine, order: &[usize]) -> bool {
         let pass = engine.begin_pass(never_interrupt()).unwrap();
         for &unit in order {
-            let lease = engine.acquire(Some(&pass), UnitId(unit as u32), never_interrupt()).unwrap();
+            let lease = engine.acquire(Some(pass), UnitId(unit as u32), never_interrupt()).unwrap();
             self.check(unit, &lease.tensor(0));
         }
         engine.end_pass(pass)
@@ -444,7 +444,7 @@ proptest! {
             let pass = engine.begin_pass(never_interrupt()).unwrap();
             for (unit, keep) in &visits {
                 let unit = unit.index(sizes.len());
-                match engine.acquire(Some(&pass), UnitId(unit as u32), &mut patience()) {
+                match engine.acquire(Some(pass), UnitId(unit as u32), &mut patience()) {
                     Ok(lease) => {
                         let bytes = lease.tensor(0);
                         model.check(unit, &bytes);

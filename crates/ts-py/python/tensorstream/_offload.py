@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""offload, stats and restore: from a module tree to units and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from . import _native
+from ._placeholder import SAFETENSORS_DTYPES, TORCH_DTYPES, Source, StreamedTensor
+from ._streaming import (
+    Site,
+    Streamer,
+    Streaming,
+    Weight,
+    as_parameter,
+    refresh_flat_weights,
+    streaming_of,
+    unwrap_forward,
+    wrap_forward,
+)
+from .config import Config
+from .errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
+
+Path = str | os.PathLike[str]
+M = TypeVar("M", bound=nn.Module)
+
+
+def offload(
+    model: M, config: Config | None = None, *, checkpoint: Path | None = None, budget: int | str | None = None
+) -> M:
+    """Makes ``model`` stream its parameters from ``checkpoint`` under a hard memory budget.
+
+    The parameters' values are those of the checkpoint, whatever the model held before; its own are freed.
+    Buffers are kept in memory. Results are bit-identical to the model's in memory: a parameter that had memory
+    is placed as it was placed there, one on the meta device as ``from_pretrained`` would place it. Streamed
+    parameters are frozen. Reads headers only; the first forward reads weights.
+
+    Args:
+        model: Any module, on the CPU or the meta device. Changed in place and returned.
+        config: Settings; the defaults if none.
+        checkpoint: A directory, ``.safetensors`` file or shard index whose tensors are named as the model's
+            parameters are. ``config.storage_path`` if none is given.
+        budget: Shorthand for ``Config(budget=...)``.
+
+    Raises:
+        ConfigurationError: No checkpoint is named, or both ``config`` and ``budget`` set the budget.
+        MissingTensorError: The checkpoint lacks a parameter.
+        CheckpointError: A tensor has another shape or dtype than the parameter, or a file is damaged.
+        BudgetError: The budget can never work.
+        ModelError: The model has what cannot be streamed.
+    """
+    config = config or Config()
+    if budget is not None:
+        if config.budget is not None:
+            raise ConfigurationError("the budget is given twice: as `budget` and as Config.budget")
+        config = Config(**{**config.__dict__, "budget": budget})
+    path = checkpoint if checkpoint is not None else config.storage_path
+    if path is None:
+        raise ConfigurationError("no checkpoint: give `checkpoint` or Config.storage_path")
+    if "_tensorstream" in model.__dict__:
+        raise ModelError(f"this {type(model).__name__} is offloaded already; restore(model) first")
+    opened = _native.Checkpoint(path)
+    return attach(model, config, opened)
+
+
+def attach(model: M, config: Config, checkpoint: _native.Checkpoint) -> M:
+    """As :func:`offload`, for a checkpoint that is open. The model is changed only once nothing can fail."""
+    survey = _Survey(model, checkpoint)
+    buffers = survey.read_buffers()
+    engine = _native.Engine(
+        checkpoint,
+        survey.units,
+        budget=config.budget_bytes(),
+        max_passes=config.max_passes,
+        backend=None if config.backend == "auto" else config.backend,
+        in_flight=config.num_io_threads,
+    )
+    streamer = Streamer(engine, survey.weights)
+    for module, name, value in buffers:
+        module._buffers[name] = value
+    sites = []
+    for module, _, keys in survey.modules:
+        for name, key in keys.items():
+            parameter = module._parameters[name]
+            module._parameters[name] = survey.stand_in(parameter, key).bound(streamer, key)  # type: ignore[assignment]
+        if hasattr(module, "_flat_weights_names"):
+            refresh_flat_weights(module._parameters, module, module._flat_weights_names)  # type: ignore[arg-type]
+    for module in survey.leaves():
+        (unit, keys) = survey.site(module)
+        site = Site(module, streamer, unit, keys)
+        site.wrap(module)
+        sites.append(site)
+    streaming = Streaming(checkpoint, survey.units, streamer, sites)
+    streaming.wrap(model)
+    model.__dict__["_tensorstream"] = streaming
+    return model
+
+
+def stats(model: nn.Module) -> dict[str, Any]:
+    """What an offloaded model's engine holds and has done.
+
+    Bytes are bytes and times seconds: ``budget_bytes``, ``reserved_high_water_bytes`` (never above the budget),
+    ``in_use_high_water_bytes``, ``read_bytes``, ``read_bytes_by_path``, ``stalls`` and ``stall_s`` (uses that
+    waited for a unit, and how long), ``passes``, ``backend`` and why others were ``passed_over``, the ``plan``
+    in force and, under ``units``, the same for each unit. Does not wait for I/O.
+
+    Raises:
+        ModelError: The model is not offloaded.
+    """
+    return streaming_of(model).streamer.engine.stats()
+
+
+def restore(model: M) -> M:
+    """Undoes :func:`offload`: reads all weights into memory, as ordinary parameters where they stood.
+
+    Needs memory for all weights beside the budget until it returns. If it fails the model is still offloaded.
+
+    Raises:
+        ModelError: The model is not offloaded, or a forward runs.
+        StorageError: Reading failed.
+    """
+    streaming = streaming_of(model)
+    if any(site.in_use for site in streaming.sites):
+        raise ModelError("the model is in use: restore(model) when no forward runs")
+    tensors = _read_all(streaming.checkpoint, streaming.units, streaming.streamer.weights)
+    parameters = [
+        nn.Parameter(tensor.detach(), requires_grad=weight.requires_grad)
+        for tensor, weight in zip(tensors, streaming.streamer.weights, strict=True)
+    ]
+    unwrap_forward(model)
+    del model.__dict__["_tensorstream"]
+    for site in streaming.sites:
+        site.let_go()
+    for module in model.modules():
+        wrapped = module.__dict__.get("forward")
+        if wrapped is not None and hasattr(wrapped, "_before"):
+            unwrap_forward(module)
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, StreamedTensor):
+                module._parameters[name] = parameters[parameter.key]
+        if hasattr(module, "_flat_weights_names"):
+            refresh_flat_weights(module._parameters, module, module._flat_weights_names)  # type: ignore[arg-type]
+    return model
+
+
+def _read_all(
+    checkpoint: _native.Checkpoint, units: list[Any], weights: list[Weight]
+) -> list[nn.Parameter]:
+    """All weights at once, each at its phase; the memory lives as long as they do."""
+    total = sum(part[2] + 2 * 4096 for _, tensors in units for tensor in tensors for part in tensor[3])
+    # An engine that may keep everything is the reader; slots outlive it.
+    engine = _native.Engine(checkpoint, units, budget=2 * total + (16 << 20))
+    streamer = Streamer(engine, weights)
+    pass_id = engine.begin_pass()
+    try:
+        streamer.pass_id = pass_id
+        return [_as_restored(streamer, weight) for weight in weights]
+    finally:
+        engine.end_pass(pass_id)
+
+
+def _as_restored(streamer: Streamer, weight: Weight) -> nn.Parameter:
+    lease = streamer.acquire(weight.unit)
+    try:
+        return as_parameter(lease.tensors()[weight.index], weight)
+    finally:
+        lease.release()
+
+
+class _Survey:
+    """A model's parameters, sorted into units: those that a module owns itself make one."""
+
+    def __init__(self, model: nn.Module, checkpoint: _native.Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.known = set(checkpoint.names())
+        self.weights: list[Weight] = []
+        self.units: list[tuple[str, list[_native.TensorSpec]]] = []
+        #: Modules with parameters, their names, and the weights by the parameters' names.
+        self.modules: list[tuple[nn.Module, str, dict[str, int]]] = []
+        self._keys: dict[int, int] = {}
+        self._sources: dict[int, Source] = {}
+        self._names = _qualified_names(model)
+        self._buffers = [
+            (module, f"{prefix}.{name}".lstrip("."), name, buffer)
+            for prefix, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and (isinstance(buffer, StreamedTensor) or buffer.is_meta)
+        ]
+        for prefix, module in model.named_modules():
+            self._add_module(prefix, module)
+
+    def _add_module(self, prefix: str, module: nn.Module) -> None:
+        keys: dict[str, int] = {}
+        specs: list[_native.TensorSpec] = []
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            key = self._keys.get(id(parameter))
+            if key is None:
+                key = self._keys[id(parameter)] = len(self.weights)
+                source = self._sources[key] = self._source(parameter)
+                dtype, shape = SAFETENSORS_DTYPES[parameter.dtype], list(parameter.shape)
+                self.weights.append(
+                    Weight(
+                        source.name,
+                        parameter.dtype,
+                        tuple(shape),
+                        len(self.units),
+                        len(specs),
+                        parameter.requires_grad,
+                    )
+                )
+                specs.append((source.name, dtype, shape, list(source.parts), source.phase))
+            keys[name] = key
+        if specs:
+            self.units.append((prefix or type(module).__name__, specs))
+        if keys:
+            self.modules.append((module, prefix, keys))
+
+    def leaves(self) -> Iterator[nn.Module]:
+        """Modules whose parameters are held while their forward runs: those of one unit, with no module below
+        them that has parameters too. The others' parameters come in for each operation on them, so that no
+        unit is held while another is needed."""
+        owners = {id(module) for module, _, _ in self.modules}
+        for module, _, keys in self.modules:
+            below = (id(child) in owners for child in module.modules() if child is not module)
+            if not any(below) and len({self.weights[key].unit for key in keys.values()}) == 1:
+                yield module
+
+    def site(self, module: nn.Module) -> tuple[int, dict[str, int]]:
+        """Unit and weights of one of the leaves."""
+        keys = next(keys for other, _, keys in self.modules if other is module)
+        return self.weights[next(iter(keys.values()))].unit, keys
+
+    def stand_in(self, parameter: torch.Tensor | None, key: int) -> StreamedTensor:
+        if isinstance(parameter, StreamedTensor):
+            return parameter
+        weight = self.weights[key]
+        return StreamedTensor(weight.shape, weight.dtype, self._sources[key])
+
+    def read_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """The buffers that are not in memory yet, read from the checkpoint."""
+        if not self._buffers:
+            return []
+        weights, units = [], []
+        for module, qualified, _, buffer in self._buffers:
+            if isinstance(buffer, StreamedTensor):
+                source = buffer.source
+            elif qualified in self.known:
+                source = self._match(buffer, qualified)
+            else:
+                raise ModelError(
+                    f"buffer `{qualified}` of {type(module).__name__} is on the meta device and not in the "
+                    "checkpoint: build the model with its buffers in memory"
+                )
+            dtype, shape = SAFETENSORS_DTYPES[buffer.dtype], list(buffer.shape)
+            weights.append(Weight(source.name, buffer.dtype, tuple(shape), len(units), 0, False))
+            spec: _native.TensorSpec = (source.name, dtype, shape, list(source.parts), source.phase)
+            units.append((qualified, [spec]))
+        values = _read_all(self.checkpoint, units, weights)
+        return [
+            (module, name, value.detach().clone())
+            for (module, _, name, _), value in zip(self._buffers, values, strict=True)
+        ]
+
+    def _source(self, parameter: torch.Tensor) -> Source:
+        names = self._names[id(parameter)]
+        if isinstance(parameter, StreamedTensor):
+            return parameter.source
+        if type(parameter) not in (nn.Parameter, torch.Tensor):
+            raise ModelError(f"parameter `{names[0]}` is a {type(parameter).__name__}: it cannot be streamed")
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ModelError(f"parameter `{names[0]}` is on {parameter.device}: only the CPU is built yet")
+        name = next((name for name in names if name in self.known), None)
+        if name is None:
+            files = ", ".join(str(path) for path, _, _ in self.checkpoint.files())
+            raise MissingTensorError(
+                f"tensor `{names[0]}` of the model is not in {files}"
+                + (f" (nor as {', '.join(names[1:])})" if names[1:] else "")
+            )
+        return self._match(parameter, name)
+
+    def _match(self, tensor: torch.Tensor, name: str) -> Source:
+        """Where the tensor's value lies, when shape and dtype are the checkpoint's."""
+        dtype, shape, parts = self.checkpoint.entry(name)
+        if list(tensor.shape) != shape or tensor.dtype != TORCH_DTYPES.get(dtype):
+            path = self.checkpoint.files()[parts[0][0]][0] if parts else "the checkpoint"
+            at = f" at byte {parts[0][1]}" if parts else ""
+            raise CheckpointError(
+                f"{path}: tensor `{name}`{at} is {dtype} {shape}, the model has "
+                f"{SAFETENSORS_DTYPES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}"
+            )
+        phase = None if tensor.is_meta else tensor.data_ptr() % 64
+        return Source(name, tuple(parts), phase)
+
+
+def _qualified_names(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each distinct parameter; tied ones have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+__all__ = ["attach", "offload", "restore", "stats", "wrap_forward"]

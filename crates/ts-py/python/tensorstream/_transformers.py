@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""from_pretrained: a transformers model whose weights are never materialised.
+
+transformers builds the model itself, by its public ``from_pretrained(None, config=, state_dict=)``: the state
+dict holds tensors that know their place in the files and not their bytes. So renamings, ties, initialisation of
+what no checkpoint has, and the reference's choice between mapping and copying are transformers' own.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from . import _native
+from ._offload import Path, attach
+from ._placeholder import TORCH_DTYPES, Source, StreamedTensor
+from .config import Config
+from .errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
+
+
+def from_pretrained(
+    path: Path,
+    *,
+    budget: int | str | None = None,
+    config: Config | None = None,
+    model_class: type[Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Loads a transformers model that streams its weights from ``path`` under ``budget``.
+
+    The result is what the model class's own ``from_pretrained(path)`` gives, bit for bit in its outputs, but
+    that its parameters are frozen and not in memory.
+
+    Args:
+        path: A directory as ``save_pretrained`` writes it: ``config.json`` and safetensors.
+        budget: All memory for weights: bytes or a size such as ``"600MiB"``; half of what is available if none.
+        config: Further settings; not with ``budget``.
+        model_class: The class to load; the one that ``config.json`` names if none.
+        kwargs: Passed on to the class's ``from_pretrained``, such as ``attn_implementation``.
+
+    Raises:
+        CheckpointNotFoundError: ``path`` holds no checkpoint.
+        MissingTensorError, CheckpointError: The checkpoint does not fit the model.
+        BudgetError: The budget can never work.
+        ConfigurationError: A setting is wrong, or transformers is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigurationError(
+            "from_pretrained needs transformers 5: pip install 'tensorstream[transformers]'"
+        ) from error
+    if budget is not None and config is not None:
+        raise ConfigurationError("give the budget in `config`, or `budget` alone")
+    settings = config or Config(budget=budget)
+    checkpoint = _native.Checkpoint(path)
+    path = os.fspath(path)
+    model_config = kwargs.pop("model_config", None) or transformers.AutoConfig.from_pretrained(path)
+    model_class = model_class or _named_class(transformers, model_config, path)
+    model, info = model_class.from_pretrained(
+        None,
+        config=model_config,
+        state_dict={name: _stand_in(checkpoint, name) for name in checkpoint.names()},
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **kwargs,
+    )
+    _check(checkpoint, info)
+    if model.can_generate():
+        try:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+        except OSError:  # the class's own defaults, as transformers falls back to
+            model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
+    model.name_or_path = model.config._name_or_path = path
+    return attach(model, settings, checkpoint)
+
+
+def _named_class(transformers: Any, model_config: Any, path: str) -> type[nn.Module]:
+    for name in model_config.architectures or []:
+        model_class: type[nn.Module] | None = getattr(transformers, name, None)
+        if model_class is not None:
+            return model_class
+    raise ConfigurationError(
+        f"{path}: config.json names no model class of transformers ({model_config.architectures}); "
+        "give `model_class`"
+    )
+
+
+def _stand_in(checkpoint: _native.Checkpoint, name: str) -> StreamedTensor:
+    dtype, shape, parts = checkpoint.entry(name)
+    torch_dtype = TORCH_DTYPES.get(dtype)
+    if torch_dtype is None:
+        raise ModelError(f"tensor `{name}` is {dtype}, which torch does not have")
+    return StreamedTensor(shape, torch_dtype, Source(name, tuple(parts)))
+
+
+def _check(checkpoint: _native.Checkpoint, info: dict[str, Any]) -> None:
+    """What transformers would warn of and fill with random numbers is an error here."""
+    files = ", ".join(str(path) for path, _, _ in checkpoint.files())
+    if info["mismatched_keys"]:
+        name, there, wanted = sorted(info["mismatched_keys"])[0]
+        raise CheckpointError(
+            f"{files}: tensor `{name}` has shape {list(there)}, the model has {list(wanted)}"
+        )
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise MissingTensorError(
+            f"{len(missing)} tensors of the model are not in {files}: {', '.join(missing[:5])}"
+            + (" ..." if len(missing) > 5 else "")
+        )
+    if info["error_msgs"]:
+        raise CheckpointError(f"{files}: {'; '.join(info['error_msgs'])}")

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What can go wrong. Every class is a :class:`TensorStreamError` and the built-in that says the same."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "CheckpointChangedError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CheckpointPermissionError",
+    "ConfigurationError",
+    "MissingTensorError",
+    "ModelError",
+    "StorageError",
+    "TensorStreamError",
+    "UnitReferencedError",
+]
+
+
+class TensorStreamError(Exception):
+    """Anything that TensorStream reports."""
+
+
+class ConfigurationError(TensorStreamError, ValueError):
+    """A setting is out of its range: the message names the field, the value and the range."""
+
+
+class CheckpointError(TensorStreamError, ValueError):
+    """A file is not the checkpoint it should be, or does not fit the model: names file, tensor and place."""
+
+
+class MissingTensorError(CheckpointError, KeyError):
+    """The checkpoint lacks a tensor that the model has."""
+
+    def __str__(self) -> str:  # KeyError would print the repr
+        return str(self.args[0]) if self.args else ""
+
+
+class CheckpointNotFoundError(TensorStreamError, FileNotFoundError):
+    """There is no checkpoint at this path."""
+
+
+class CheckpointPermissionError(TensorStreamError, PermissionError):
+    """The system does not let this process read the checkpoint."""
+
+
+class StorageError(TensorStreamError, OSError):
+    """Reading failed: names file, tensor, byte and the system's error."""
+
+
+class CheckpointChangedError(StorageError):
+    """A file was truncated, replaced or written to while it was streamed."""
+
+
+class BudgetError(TensorStreamError, MemoryError):
+    """The budget can never work: names the largest unit and the smallest budget that would do."""
+
+
+class UnitReferencedError(TensorStreamError, RuntimeError):
+    """Tensors of streamed weights that something keeps alive hold the memory that others need."""
+
+
+class ModelError(TensorStreamError, TypeError):
+    """The model, or what is done with it, cannot be streamed."""

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+use std::sync::Mutex;
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+use tensorstream::Error;
+use tensorstream::format::TensorMeta;
+use tensorstream::io::BackendOptions;
+use tensorstream::orchestrator::{
+    self as orchestrator, EngineConfig, EngineStats, PassId, Phase, Plan, Unit, UnitId, UnitTensor,
+};
+
+use crate::checkpoint::{Checkpoint, Part};
+use crate::dlpack;
+use crate::errors::to_python;
+
+/// A tensor of a unit: name, dtype, shape, parts, and its address modulo 64 or None for that of a mapping.
+type TensorSpec = (String, String, Vec<u64>, Vec<Part>, Option<u8>);
+
+/// Streams units of a checkpoint's tensors.
+#[pyclass(frozen, module = "tensorstream._native")]
+pub(crate) struct Engine {
+    inner: orchestrator::Engine,
+    /// What each unit's tensors are, for the capsules.
+    metas: Vec<Vec<TensorMeta>>,
+}
+
+/// The right to use a unit.
+#[pyclass(frozen, module = "tensorstream._native")]
+pub(crate) struct Lease {
+    /// Taken when it is released.
+    inner: Mutex<Option<orchestrator::Lease>>,
+    metas: Vec<TensorMeta>,
+    #[pyo3(get)]
+    resident: bool,
+}
+
+#[pymethods]
+impl Engine {
+    #[new]
+    #[pyo3(signature = (checkpoint, units, *, budget, max_passes=1, backend=None, in_flight=None))]
+    fn new(
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        units: Vec<(String, Vec<TensorSpec>)>,
+        budget: usize,
+        max_passes: usize,
+        backend: Option<String>,
+        in_flight: Option<usize>,
+    ) -> PyResult<Self> {
+        let units = units.into_iter().map(|(name, specs)| unit(py, checkpoint, name, specs));
+        let units = units.collect::<PyResult<Vec<_>>>()?;
+        let metas = units.iter().map(|u| u.tensors.iter().map(|t| t.entry.meta.clone()).collect()).collect();
+        let config = config(budget, max_passes, backend, in_flight);
+        let inner = py.detach(|| checkpoint.inner.engine(units, config)).map_err(|e| to_python(py, &e))?;
+        Ok(Self { inner, metas })
+    }
+
+    /// Begins a pass, waiting while max_passes others run; its number.
+    fn begin_pass(&self, py: Python<'_>) -> PyResult<u64> {
+        interruptible(py, |interrupt| self.inner.begin_pass(interrupt)).map(|pass| pass.0)
+    }
+
+    /// Ends a pass. True when `replan` should be called.
+    fn end_pass(&self, pass_id: u64) -> bool {
+        self.inner.end_pass(PassId(pass_id))
+    }
+
+    /// Puts a better plan in force; True when it is. Drop resident tensors first.
+    fn replan(&self, py: Python<'_>) -> PyResult<bool> {
+        interruptible(py, |interrupt| self.inner.replan(interrupt))
+    }
+
+    /// Waits until a unit is in memory.
+    #[pyo3(signature = (unit, pass_id=None))]
+    fn acquire(&self, py: Python<'_>, unit: u32, pass_id: Option<u64>) -> PyResult<Lease> {
+        let acquire = || {
+            interruptible(py, |interrupt| self.inner.acquire(pass_id.map(PassId), UnitId(unit), interrupt))
+        };
+        // Memory may be held by garbage that only the cycle collector finds.
+        let referenced = py.import("tensorstream.errors")?.getattr("UnitReferencedError")?;
+        let lease = match acquire() {
+            Err(e) if e.matches(py, &referenced)? => {
+                py.import("gc")?.call_method0("collect")?;
+                acquire()?
+            }
+            other => other?,
+        };
+        let resident = lease.is_resident();
+        let metas = self.metas[unit as usize].clone();
+        Ok(Lease { inner: Mutex::new(Some(lease)), metas, resident })
+    }
+
+    /// Everything measured so far.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        stats_dict(py, &self.inner.stats())
+    }
+}
+
+#[pymethods]
+impl Lease {
+    /// A DLPack capsule for each tensor. Each keeps its bytes alive on its own.
+    fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let lease = self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let lease = lease.as_ref().ok_or_else(|| PyRuntimeError::new_err("the lease was released"))?;
+        let capsules = self.metas.iter().enumerate();
+        let capsules = capsules.map(|(i, meta)| dlpack::capsule(py, lease.tensor(i), meta));
+        PyList::new(py, capsules.collect::<PyResult<Vec<_>>>()?)
+    }
+
+    /// Ends the use. Tensors stay valid. Does nothing the second time.
+    fn release(&self) {
+        let lease = self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        drop(lease);
+    }
+}
+
+/// Plans a checkpoint by its tensors' names, reading headers alone.
+#[pyfunction]
+#[pyo3(signature = (checkpoint, *, budget, max_passes=1))]
+pub(crate) fn plan<'py>(
+    py: Python<'py>,
+    checkpoint: &Checkpoint,
+    budget: usize,
+    max_passes: usize,
+) -> PyResult<Bound<'py, PyDict>> {
+    let units = checkpoint.inner.units_by_module();
+    let config = config(budget, max_passes, None, Some(1));
+    let engine = checkpoint.inner.engine(units, config).map_err(|e| to_python(py, &e))?;
+    stats_dict(py, &engine.stats())
+}
+
+fn config(
+    budget: usize,
+    max_passes: usize,
+    backend: Option<String>,
+    in_flight: Option<usize>,
+) -> EngineConfig {
+    let io = in_flight.map_or_else(BackendOptions::default, |in_flight| BackendOptions { in_flight });
+    EngineConfig { max_passes, backend, io, ..EngineConfig::with_budget(budget) }
+}
+
+fn unit(py: Python<'_>, checkpoint: &Checkpoint, name: String, specs: Vec<TensorSpec>) -> PyResult<Unit> {
+    let tensor = |(name, dtype, shape, parts, phase): TensorSpec| -> PyResult<UnitTensor> {
+        let entry = checkpoint.assemble(py, &name, &dtype, shape, &parts)?;
+        Ok(UnitTensor { name, entry, phase: phase.map_or(Phase::Mapped, Phase::At) })
+    };
+    Ok(Unit { name, tensors: specs.into_iter().map(tensor).collect::<PyResult<_>>()? })
+}
+
+/// Runs a waiting call with the interpreter let go; a signal's exception ends the wait and is raised.
+fn interruptible<T: Send>(
+    py: Python<'_>,
+    call: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, orchestrator::Error> + Send,
+) -> PyResult<T> {
+    let mut signal = None;
+    let result = py.detach(|| {
+        call(&mut || {
+            signal = Python::attach(|py| py.check_signals().err());
+            signal.is_some()
+        })
+    });
+    match (result, signal) {
+        (Ok(value), _) => Ok(value),
+        (Err(_), Some(signal)) => Err(signal),
+        (Err(error), None) => Err(to_python(py, &Error::from(error))),
+    }
+}
+
+fn stats_dict<'py>(py: Python<'py>, stats: &EngineStats) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("budget_bytes", stats.budget_bytes)?;
+    dict.set_item("reserved_high_water_bytes", stats.reserved_high_water_bytes)?;
+    dict.set_item("in_use_high_water_bytes", stats.in_use_high_water_bytes)?;
+    dict.set_item("in_use_bytes", stats.in_use_bytes)?;
+    dict.set_item("backend", stats.backend)?;
+    dict.set_item("passed_over", stats.passed_over.clone())?;
+    dict.set_item("passes", stats.passes)?;
+    let paths = PyDict::new(py);
+    for (path, bytes) in &stats.read_bytes {
+        paths.set_item(path.name(), bytes)?;
+    }
+    dict.set_item("read_bytes", stats.total_read_bytes())?;
+    dict.set_item("read_bytes_by_path", paths)?;
+    dict.set_item("stalls", stats.stalls())?;
+    dict.set_item("stall_s", stats.stall_ns() as f64 / 1e9)?;
+    dict.set_item("wasted_loads", stats.wasted_loads)?;
+    dict.set_item("replans", stats.replans)?;
+    dict.set_item("plan", plan_dict(py, &stats.plan)?)?;
+    let units = PyList::empty(py);
+    for unit in &stats.units {
+        let item = PyDict::new(py);
+        item.set_item("name", &unit.name)?;
+        item.set_item("resident", unit.resident)?;
+        item.set_item("slot_bytes", unit.slot_bytes)?;
+        item.set_item("loads", unit.loads)?;
+        item.set_item("read_bytes", unit.read_bytes)?;
+        item.set_item("load_s", unit.load_ns as f64 / 1e9)?;
+        item.set_item("uses", unit.uses)?;
+        item.set_item("use_s", unit.use_ns as f64 / 1e9)?;
+        item.set_item("stalls", unit.stalls)?;
+        item.set_item("stall_s", unit.stall_ns as f64 / 1e9)?;
+        units.append(item)?;
+    }
+    dict.set_item("units", units)?;
+    Ok(dict)
+}
+
+fn plan_dict<'py>(py: Python<'py>, plan: &Plan) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("resident_bytes", plan.resident_bytes)?;
+    dict.set_item("ring_bytes", plan.ring_bytes)?;
+    dict.set_item("peak_bytes", plan.peak_bytes())?;
+    dict.set_item("streamed_bytes_per_pass", plan.streamed_bytes_per_pass)?;
+    dict.set_item("predicted_pass_s", plan.predicted_pass_s)?;
+    dict.set_item("bottleneck", plan.bottleneck.to_string())?;
+    dict.set_item("smallest_budget_bytes", plan.smallest_budget_bytes)?;
+    Ok(dict)
+}

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The one table from error kinds to exception classes of `tensorstream.errors`.
+
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+use tensorstream::{Error, format, io, orchestrator};
+
+/// The Python exception that says the same.
+pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
+    let name = class_name(error);
+    let class = py
+        .import("tensorstream.errors")
+        .and_then(|errors| errors.getattr(name))
+        .and_then(|class| Ok(class.cast_into::<PyType>()?));
+    match class {
+        Ok(class) => PyErr::from_type(class, (error.to_string(),)),
+        Err(missing) => missing,
+    }
+}
+
+fn class_name(error: &Error) -> &'static str {
+    match error {
+        Error::Format(e) => match e.kind() {
+            format::ErrorKind::NotFound => "MissingTensorError",
+            _ => "CheckpointError",
+        },
+        Error::Io(e) => of_io(e),
+        Error::Engine(e) => match (e.storage(), e.kind()) {
+            (Some(source), _) => of_io(source),
+            (None, orchestrator::ErrorKind::NeverFits) => "BudgetError",
+            (None, orchestrator::ErrorKind::Full) => "UnitReferencedError",
+            (None, orchestrator::ErrorKind::Misuse) => "ConfigurationError",
+            (None, _) => "StorageError",
+        },
+        Error::NoCheckpoint { .. } => "CheckpointNotFoundError",
+        _ => "TensorStreamError",
+    }
+}
+
+fn of_io(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::NotFound => "CheckpointNotFoundError",
+        io::ErrorKind::PermissionDenied => "CheckpointPermissionError",
+        io::ErrorKind::Changed => "CheckpointChangedError",
+        io::ErrorKind::Misuse => "ConfigurationError",
+        _ => "StorageError",
+    }
+}
