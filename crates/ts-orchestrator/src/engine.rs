@@ -21,8 +21,9 @@ use crate::worker::WorkerPool;
 /// How often a waiting call asks its [`Interrupt`].
 const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
 
-/// A new plan must promise to be this much faster than the one in force: it costs a fresh start.
-const REPLAN_GAIN: f64 = 0.97;
+/// The share of a pass that a new plan must promise to save, and the passes within which it must pay.
+const REPLAN_GAIN: f64 = 0.05;
+const REPLAN_PASSES: f64 = 8.0;
 
 /// Buffers for reads that cannot go straight to their place.
 const BOUNCE_COUNT: usize = 2;
@@ -285,6 +286,10 @@ impl Shared {
         self.lock().units[unit.index()].resident
     }
 
+    pub(crate) fn discard(&self, unit: UnitId) {
+        self.lock().discard(unit);
+    }
+
     pub(crate) fn release(&self, unit: UnitId, user: ThreadId, acquired_ns: u64) {
         let now_ns = (self.clock)();
         let mut state = self.lock();
@@ -417,29 +422,29 @@ impl Shared {
             rates: self.measured_rates(state),
         };
         let Ok(better) = plan(&request) else { return };
-        match predict(&request, &state.plan.residency) {
-            Some(kept) if better.predicted_pass_s > kept.predicted_pass_s * REPLAN_GAIN => {
-                state.plan = kept;
-                state.believed = order;
-                state.pending_plan = None;
-            }
-            // The arena has the size of the first plan's peak; a plan that needs more has no place.
-            _ if better.peak_bytes() <= self.fixed.pool.stats().capacity_bytes => {
-                state.pending_plan = Some(better);
-            }
-            _ => {}
+        let Some(kept) = predict(&request, &state.plan.residency) else { return };
+        // What is kept is read anew under a new plan; that must pay within a few passes. And the arena has the
+        // size of the first plan's peak.
+        let fresh_start_s = better.resident_bytes as f64 / request.rates.read_bytes_per_s;
+        let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
+        let fits = better.peak_bytes() <= self.fixed.pool.stats().capacity_bytes;
+        if fits && gain_s > REPLAN_GAIN * kept.predicted_pass_s && gain_s * REPLAN_PASSES > fresh_start_s {
+            state.pending_plan = Some(better);
+        } else {
+            state.plan = kept;
+            state.believed = order;
+            state.pending_plan = None;
         }
     }
 
+    /// The bandwidth of storage while it was asked for anything; the assumed one before a useful sample.
     fn measured_rates(&self, state: &State) -> Rates {
-        let busy_ns: u64 = state.units.iter().map(|u| u.stats.load_ns).sum();
-        let bytes: u64 = state.units.iter().map(|u| u.stats.read_bytes).sum();
-        if busy_ns == 0 || bytes == 0 {
+        const SAMPLE_NS: u64 = 20_000_000;
+        let (bytes, busy_ns) = (state.read_bytes(), state.counts.busy_ns);
+        if bytes == 0 || busy_ns < SAMPLE_NS {
             return self.rates;
         }
-        // Loads overlap, so this is a lower bound of what the device gives.
-        let bytes_per_s = bytes as f64 / (busy_ns as f64 / 1e9);
-        Rates { read_bytes_per_s: bytes_per_s.max(self.rates.read_bytes_per_s / 8.0), ..self.rates }
+        Rates { read_bytes_per_s: bytes as f64 / (busy_ns as f64 / 1e9), ..self.rates }
     }
 
     fn stats(&self) -> EngineStats {

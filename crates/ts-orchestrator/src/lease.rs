@@ -69,6 +69,12 @@ impl Lease {
         self.shared.is_resident(self.unit)
     }
 
+    /// Gives the unit up because foreign code has written to its bytes: the next use reads it anew. Tensors
+    /// that others hold keep the bytes as they are.
+    pub fn discard(self) {
+        self.shared.discard(self.unit);
+    }
+
     /// Number of tensors of the unit.
     pub fn tensor_count(&self) -> usize {
         self.shared.unit(self.unit).layout.tensors.len()

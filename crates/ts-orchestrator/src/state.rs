@@ -60,6 +60,8 @@ pub(crate) struct State {
     next_load: u32,
     queue: VecDeque<QueuedRead>,
     in_flight: usize,
+    /// Since when reads have been in flight without a pause.
+    busy_since_ns: u64,
     /// Parts of slots whose bytes are being read aside.
     targets: HashMap<u64, (Buffer, usize)>,
     bounces: Vec<Buffer>,
@@ -101,6 +103,8 @@ pub(crate) struct Counts {
     pub(crate) read_bytes: Vec<(ReadPath, u64)>,
     pub(crate) wasted_loads: u64,
     pub(crate) replans: u64,
+    /// Time in which at least one read was in flight.
+    pub(crate) busy_ns: u64,
 }
 
 /// Why a unit's load did not start.
@@ -146,6 +150,7 @@ impl State {
             next_load: 0,
             queue: VecDeque::new(),
             in_flight: 0,
+            busy_since_ns: 0,
             targets: HashMap::new(),
             bounces,
             backend: Some(backend),
@@ -191,6 +196,11 @@ impl State {
         }
         self.reserve_residents(fixed);
         true
+    }
+
+    /// Bytes read in all.
+    pub(crate) fn read_bytes(&self) -> u64 {
+        self.counts.read_bytes.iter().map(|(_, bytes)| bytes).sum()
     }
 
     /// Whether reads are under way or waiting.
@@ -254,6 +264,11 @@ impl State {
         }
     }
 
+    /// Lets go of a unit whose bytes are no longer its own, in use or not, kept by the plan or not.
+    pub(crate) fn discard(&mut self, id: UnitId) {
+        self.evict(id);
+    }
+
     /// Lets go of an idle unit; its memory is free when its last tensor is.
     fn evict(&mut self, id: UnitId) {
         self.idle.remove(&id);
@@ -274,7 +289,7 @@ impl State {
             if let Some(slot) = self.allocate(fixed, id) {
                 let reads = self.start(fixed, id, slot, now_ns);
                 reads.into_iter().rev().for_each(|read| self.queue.push_front(read));
-                self.pump(fixed);
+                self.pump(fixed, now_ns);
                 return Ok(());
             }
             // Of what nobody uses, the one that is needed last goes first.
@@ -303,7 +318,7 @@ impl State {
                 self.queue.extend(reads);
             }
         }
-        self.pump(fixed);
+        self.pump(fixed, now_ns);
     }
 
     /// Memory for a unit expected in `distance` visits, at the cost only of units that are expected later.
@@ -340,7 +355,7 @@ impl State {
     }
 
     /// Hands waiting reads to the backend, as many as keep it busy.
-    fn pump(&mut self, fixed: &Fixed) {
+    fn pump(&mut self, fixed: &Fixed, now_ns: u64) {
         let Some(backend) = &self.backend else { return };
         // As many again as it works on, so that it never waits for this thread to be scheduled.
         let limit = 2 * backend.capabilities().max_in_flight;
@@ -363,6 +378,9 @@ impl State {
                 let (offset, required) = (read.offset, read.required);
                 ReadRequest { token: read.token, source, offset, required, buffer: read.target }
             };
+            if self.in_flight == 0 {
+                self.busy_since_ns = now_ns;
+            }
             self.in_flight += 1;
             if let Err(r) = backend.submit(request) {
                 let (token, buffer) = (r.request.token, r.request.buffer);
@@ -378,6 +396,9 @@ impl State {
     /// A read ended.
     pub(crate) fn on_read(&mut self, fixed: &Fixed, completion: Completion, now_ns: u64) {
         self.in_flight -= 1;
+        if self.in_flight == 0 {
+            self.counts.busy_ns += now_ns.saturating_sub(self.busy_since_ns);
+        }
         let Completion { token, buffer, result } = completion;
         let (load_id, part) = split_token(token);
         let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");

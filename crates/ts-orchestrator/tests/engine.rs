@@ -179,6 +179,20 @@ fn a_tensor_dropped_on_another_thread_lets_a_waiting_unit_in() {
 }
 
 #[test]
+fn a_discarded_unit_is_read_anew_also_when_it_is_kept_for_good() {
+    let model = Model::new(&[200 * KIB; 2]);
+    let engine = model.engine(config(2 << 20)).unwrap();
+    for loads in 1..4 {
+        let lease = engine.acquire(None, UnitId(1), never_interrupt()).unwrap();
+        assert!(lease.is_resident());
+        let kept = lease.tensor(0);
+        lease.discard();
+        model.check(1, &kept);
+        assert_eq!(engine.stats().units[1].loads, loads);
+    }
+}
+
+#[test]
 fn tensors_outlive_the_engine() {
     let model = Model::new(&[200 * KIB; 3]);
     let engine = model.engine(config(420 * KIB)).unwrap();

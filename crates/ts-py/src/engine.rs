@@ -109,6 +109,14 @@ impl Lease {
         PyList::new(py, capsules.collect::<PyResult<Vec<_>>>()?)
     }
 
+    /// Ends the use; the unit's bytes were written to and are read anew next time.
+    fn discard(&self) {
+        let lease = self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        if let Some(lease) = lease {
+            lease.discard();
+        }
+    }
+
     /// Ends the use. Tensors stay valid. Does nothing the second time.
     fn release(&self) {
         let lease = self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Run PyTorch models larger than memory: weights streamed from disk under a hard budget.
 
-    import tensorstream as ts
+import tensorstream as ts
 
-    model = ts.from_pretrained("path/to/checkpoint", budget="600MiB")
+model = ts.from_pretrained("path/to/checkpoint", budget="600MiB")
 """
 
 from ._native import __version__, backends

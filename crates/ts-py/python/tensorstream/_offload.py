@@ -17,11 +17,9 @@ from ._streaming import (
     Streamer,
     Streaming,
     Weight,
-    as_parameter,
     refresh_flat_weights,
     streaming_of,
     unwrap_forward,
-    wrap_forward,
 )
 from .config import Config
 from .errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
@@ -88,8 +86,7 @@ def attach(model: M, config: Config, checkpoint: _native.Checkpoint) -> M:
         for name, key in keys.items():
             parameter = module._parameters[name]
             module._parameters[name] = survey.stand_in(parameter, key).bound(streamer, key)  # type: ignore[assignment]
-        if hasattr(module, "_flat_weights_names"):
-            refresh_flat_weights(module._parameters, module, module._flat_weights_names)  # type: ignore[arg-type]
+        refresh_flat_weights(module)
     for module in survey.leaves():
         (unit, keys) = survey.site(module)
         site = Site(module, streamer, unit, keys)
@@ -143,14 +140,11 @@ def restore(model: M) -> M:
         for name, parameter in module._parameters.items():
             if isinstance(parameter, StreamedTensor):
                 module._parameters[name] = parameters[parameter.key]
-        if hasattr(module, "_flat_weights_names"):
-            refresh_flat_weights(module._parameters, module, module._flat_weights_names)  # type: ignore[arg-type]
+        refresh_flat_weights(module)
     return model
 
 
-def _read_all(
-    checkpoint: _native.Checkpoint, units: list[Any], weights: list[Weight]
-) -> list[nn.Parameter]:
+def _read_all(checkpoint: _native.Checkpoint, units: list[Any], weights: list[Weight]) -> list[torch.Tensor]:
     """All weights at once, each at its phase; the memory lives as long as they do."""
     total = sum(part[2] + 2 * 4096 for _, tensors in units for tensor in tensors for part in tensor[3])
     # An engine that may keep everything is the reader; slots outlive it.
@@ -159,17 +153,9 @@ def _read_all(
     pass_id = engine.begin_pass()
     try:
         streamer.pass_id = pass_id
-        return [_as_restored(streamer, weight) for weight in weights]
+        return [streamer.materialize(key) for key in range(len(weights))]
     finally:
         engine.end_pass(pass_id)
-
-
-def _as_restored(streamer: Streamer, weight: Weight) -> nn.Parameter:
-    lease = streamer.acquire(weight.unit)
-    try:
-        return as_parameter(lease.tensors()[weight.index], weight)
-    finally:
-        lease.release()
 
 
 class _Survey:
@@ -247,7 +233,8 @@ class _Survey:
         """The buffers that are not in memory yet, read from the checkpoint."""
         if not self._buffers:
             return []
-        weights, units = [], []
+        weights: list[Weight] = []
+        units: list[tuple[str, list[_native.TensorSpec]]] = []
         for module, qualified, _, buffer in self._buffers:
             if isinstance(buffer, StreamedTensor):
                 source = buffer.source
@@ -305,6 +292,3 @@ def _qualified_names(model: nn.Module) -> dict[int, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return names
-
-
-__all__ = ["attach", "offload", "restore", "stats", "wrap_forward"]

@@ -70,7 +70,7 @@ class StreamedTensor(torch.Tensor):
     provider: Provider | None
     key: int
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch itself does
 
     @staticmethod
     def __new__(
@@ -81,7 +81,9 @@ class StreamedTensor(torch.Tensor):
         provider: Provider | None = None,
         key: int = -1,
     ) -> StreamedTensor:
-        self: StreamedTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
+        self: StreamedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=torch.device("cpu")
+        )
         self.source, self.provider, self.key = source, provider, key
         return self
 
@@ -97,11 +99,23 @@ class StreamedTensor(torch.Tensor):
             raise ModelError(f"tensor `{self.source.name}` has no bytes yet: the model is still being built")
         return self.provider.materialize(self.key)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"StreamedTensor({self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    # torch answers these in C++, past the dispatcher, and only for plain tensors.
+
+    def tolist(self) -> Any:
+        return self.materialize().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.materialize().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.materialize().numpy().astype(dtype) if dtype else self.materialize().numpy()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(self.materialize().clone(), requires_grad=False).__reduce_ex__(protocol)
+        copy: Any = torch.nn.Parameter(self.materialize().clone(), requires_grad=False)
+        return copy.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copy = torch.nn.Parameter(self.materialize().clone(), requires_grad=False)
@@ -109,7 +123,7 @@ class StreamedTensor(torch.Tensor):
         return copy
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the disabled one
         cls,
         func: Any,
         types: Any,

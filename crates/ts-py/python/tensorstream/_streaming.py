@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils import dlpack
 
 from . import _native
-from ._placeholder import StreamedTensor
 from .errors import ModelError
 
 
@@ -83,6 +82,8 @@ class Site:
     def __init__(self, module: nn.Module, streamer: Streamer, unit: int, keys: dict[str, int]) -> None:
         self._parameters = module._parameters
         self._placeholders = {name: module._parameters[name] for name in keys}
+        # Recurrent modules keep a list of their parameters beside the dictionary.
+        self._recurrent = weakref.ref(module) if hasattr(module, "_flat_weights_names") else None
         self._streamer = streamer
         self._unit = unit
         self._keys = keys
@@ -107,61 +108,68 @@ class Site:
                     name: as_parameter(capsules[weights[key].index], weights[key])
                     for name, key in self._keys.items()
                 }
-                self._parameters.update(self._tensors)
+                self._swap(self._tensors)
             self._leases[use] = lease
 
     def exit(self, use: object) -> None:
-        """Ends ``use``, if it began; the last one lets the parameters go unless the plan keeps them."""
+        """Ends ``use``, if it began; the last one lets the parameters go unless the plan keeps them.
+
+        Raises:
+            ModelError: A parameter was written to. Its bytes are read anew for the next use.
+        """
         with self._lock:
             lease = self._leases.pop(use, None)
-            try:
-                if lease is not None and not self._leases:
-                    self._check_unwritten()
-                    if not self._resident:
-                        self.let_go()
-            finally:
-                if lease is not None:
-                    lease.release()
+            if lease is None:
+                return
+            written = self._written()
+            if written is not None:
+                self.let_go()
+                lease.discard()
+                raise ModelError(
+                    f"`{written}` was written to in place: a streamed weight cannot be changed; "
+                    "restore(model) first"
+                )
+            if not self._leases and not self._resident:
+                self.let_go()
+            lease.release()
 
     def let_go(self) -> None:
         """Puts the stand-ins back."""
         with self._lock:
-            self._parameters.update(self._placeholders)
+            self._swap(self._placeholders)
             self._tensors = None
 
-    def _check_unwritten(self) -> None:
+    def _swap(self, parameters: Mapping[str, Any]) -> None:
+        self._parameters.update(parameters)
+        module = self._recurrent() if self._recurrent is not None else None
+        if module is not None:
+            refresh_flat_weights(module)
+
+    def _written(self) -> str | None:
         for name, tensor in (self._tensors or {}).items():
             if tensor._version != 0:
-                weight = self._streamer.weights[self._keys[name]]
-                self._resident = False
-                self.let_go()
-                raise ModelError(
-                    f"`{weight.name}` was written to in place: a streamed weight cannot be changed; "
-                    "restore(model) first"
-                )
+                return self._streamer.weights[self._keys[name]].name
+        return None
 
     def wrap(self, module: nn.Module) -> None:
         """Makes the module's forward bring its parameters in."""
-        flat = getattr(module, "_flat_weights_names", None)
 
         def around(call: Callable[[], Any]) -> Any:
             use = object()
             try:
                 self.enter(use)
-                if flat is not None:  # recurrent modules keep a list of their own
-                    refresh_flat_weights(self._parameters, module_ref(), flat)
                 return call()
             finally:
                 self.exit(use)
 
-        module_ref = weakref.ref(module)
         wrap_forward(module, around)
 
 
-def refresh_flat_weights(parameters: dict[str, Any], module: nn.Module | None, names: list[str]) -> None:
-    """Points a recurrent module's list of weights at its present parameters."""
-    if module is not None:
-        module.__dict__["_flat_weights"] = [parameters.get(name) for name in names]
+def refresh_flat_weights(module: nn.Module) -> None:
+    """Points a recurrent module's own list of parameters at its present ones."""
+    names = getattr(module, "_flat_weights_names", None)
+    if names is not None:
+        module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in names]
 
 
 def wrap_forward(module: nn.Module, around: Callable[[Callable[[], Any]], Any]) -> None:
@@ -241,8 +249,3 @@ def streaming_of(model: nn.Module) -> Streaming:
     if not isinstance(streaming, Streaming):
         raise ModelError(f"this {type(model).__name__} is not offloaded")
     return streaming
-
-
-def is_placeholder(tensor: object) -> bool:
-    """Whether a parameter stands in for a streamed weight."""
-    return isinstance(tensor, StreamedTensor)

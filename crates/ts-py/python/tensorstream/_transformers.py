@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from torch import nn
-
 from . import _native
 from ._offload import Path, attach
 from ._placeholder import TORCH_DTYPES, Source, StreamedTensor
@@ -58,8 +56,8 @@ def from_pretrained(
     checkpoint = _native.Checkpoint(path)
     path = os.fspath(path)
     model_config = kwargs.pop("model_config", None) or transformers.AutoConfig.from_pretrained(path)
-    model_class = model_class or _named_class(transformers, model_config, path)
-    model, info = model_class.from_pretrained(
+    loaded_class: Any = model_class or _named_class(transformers, model_config, path)
+    model, info = loaded_class.from_pretrained(
         None,
         config=model_config,
         state_dict={name: _stand_in(checkpoint, name) for name in checkpoint.names()},
@@ -77,9 +75,9 @@ def from_pretrained(
     return attach(model, settings, checkpoint)
 
 
-def _named_class(transformers: Any, model_config: Any, path: str) -> type[nn.Module]:
+def _named_class(transformers: Any, model_config: Any, path: str) -> Any:
     for name in model_config.architectures or []:
-        model_class: type[nn.Module] | None = getattr(transformers, name, None)
+        model_class = getattr(transformers, name, None)
         if model_class is not None:
             return model_class
     raise ConfigurationError(

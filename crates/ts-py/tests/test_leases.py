@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Invariant "leases end in the deleter": memory under a live tensor is never refilled."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import tensorstream as ts
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+
+class Chain(nn.Module):
+    """Layers of equal size, run one after the other."""
+
+    def __init__(self, depth: int = 8, width: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+LAYER_BYTES = 128 * 128 * 4 + 8192
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> tuple[Chain, Path]:
+    torch.manual_seed(1)
+    model = Chain()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    return model, tmp_path
+
+
+def streamed(path: Path, layers: int) -> Chain:
+    with torch.device("meta"):
+        model = Chain()
+    return ts.offload(model, ts.Config(budget=layers * LAYER_BYTES), checkpoint=path)
+
+
+@pytest.mark.critical
+def test_gradients_through_streamed_layers_are_right_when_the_graph_fits(chain: tuple[Chain, Path]) -> None:
+    reference, path = chain
+    x = torch.randn(3, 128, requires_grad=True)
+    y = torch.randn(3, 128, requires_grad=True)
+    with torch.no_grad():
+        y.copy_(x)
+    reference(x).sum().backward()
+    model = streamed(path, 9)
+    model(y).sum().backward()
+    assert x.grad is not None and y.grad is not None
+    assert torch.equal(x.grad, y.grad) and x.grad.any()
+
+
+def test_a_graph_that_does_not_fit_is_an_error_and_never_wrong_gradients(chain: tuple[Chain, Path]) -> None:
+    _, path = chain
+    model = streamed(path, 3)
+    x = torch.randn(3, 128, requires_grad=True)
+    with pytest.raises(ts.UnitReferencedError, match="still referenced"):
+        model(x)
+    gc.collect()
+    with torch.no_grad():
+        model(x)
+
+
+def test_a_kept_view_keeps_its_bytes_and_is_named_when_they_are_needed(
+    chain: tuple[Chain, Path],
+) -> None:
+    reference, path = chain
+    model = streamed(path, 1)
+    kept = [model.layers[3].weight[5]]
+    x = torch.randn(2, 128)
+    with torch.inference_mode():
+        expected = reference(x)
+        with pytest.raises(ts.UnitReferencedError, match=r"`layers\.3` x1"):
+            model(x)
+        assert torch.equal(kept.pop(), reference.layers[3].weight[5])
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
+
+
+def test_a_view_dropped_on_another_thread_after_the_model_is_gone(chain: tuple[Chain, Path]) -> None:
+    reference, path = chain
+    model = streamed(path, 3)
+    row = model.layers[2].weight[7]
+    del model
+    gc.collect()
+    seen = []
+    box = [row]
+    del row
+
+    def use() -> None:
+        seen.append(torch.equal(box[0], reference.layers[2].weight[7]))
+        box.clear()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert seen == [True]
+
+
+def test_a_deleted_model_frees_its_memory_without_the_cycle_collector(chain: tuple[Chain, Path]) -> None:
+    _, path = chain
+    gc.disable()
+    try:
+        before = threads()
+        for _ in range(20):
+            model = streamed(path, 3)
+            with torch.inference_mode():
+                model(torch.randn(1, 128))
+            del model
+        assert threads() == before
+    finally:
+        gc.enable()
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_writing_to_a_streamed_weight_is_an_error(chain: tuple[Chain, Path]) -> None:
+    reference, path = chain
+    model = streamed(path, 3)
+    with pytest.raises(ts.ModelError, match=r"layers\.0\.weight"):
+        model.layers[0].weight.zero_()
+
+    original = nn.functional.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        with torch.no_grad():
+            weight.mul_(2)
+        return original(x, weight, bias)
+
+    x = torch.randn(1, 128)
+    nn.functional.linear = linear
+    try:
+        with pytest.raises(ts.ModelError, match="written to in place"), torch.no_grad():
+            model(x)
+    finally:
+        nn.functional.linear = original
+    with torch.inference_mode():
+        expected = reference(x)
+        for _ in range(3):
+            assert torch.equal(model(x), expected), "what was spoiled is never used"

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Modules of every shape: who owns parameters, who uses them, who keeps lists of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tensorstream as ts
+import torch
+from safetensors.torch import save_model
+from torch import nn
+from torch.nn import functional as F
+
+
+class OwnAndBelow(nn.Module):
+    """Owns a parameter beside children that own some: as vision transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 16))
+        self.scales = nn.ParameterList([nn.Parameter(torch.randn(16)) for _ in range(2)])
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.token.expand(1, 16), x])
+        return self.inner(x * self.scales[0]) + self.scales[1]
+
+
+class Borrows(nn.Module):
+    """Uses another module's weight without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+        self.b = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.a(x), self.b.weight.t() + self.a.weight, self.b.bias)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 16)
+        self.mix = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 40)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = (x[:, 0].abs() * 7).long() % 40
+        return self.head(self.mix(self.embed(ids)))
+
+
+class Reused(nn.Module):
+    """One layer three times, another never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.never = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 24, num_layers=2)
+        self.gru = nn.GRU(24, 16, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gru(self.lstm(x)[0])[0]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4)
+        self.encoder = nn.TransformerEncoderLayer(16, 4, dim_feedforward=32, dropout=0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.attention(x, x, x)[0])
+
+
+class Normed(nn.Module):
+    """Buffers: kept in memory, and changed by training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 8, 3)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x.unsqueeze(1)))
+
+
+MODELS = [OwnAndBelow, Borrows, Tied, Reused, Recurrent, Attention, Normed]
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])
+def test_outputs_are_bit_identical(make: Callable[[], nn.Module], live: bool, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    reference = make().eval()
+    save_model(reference, str(tmp_path / "model.safetensors"))
+    if live:
+        model = copy.deepcopy(reference)
+    else:
+        with torch.device("meta"):
+            model = make().eval()
+    ts.offload(model, ts.Config(budget="64KiB"), checkpoint=tmp_path)
+    x = torch.randn(5, 16)
+    for grad in (True, False, False):
+        with torch.set_grad_enabled(grad):
+            # A mapped file puts tensors elsewhere than a live model: only then may the last bits differ.
+            expected, actual = reference(x), model(x)
+        assert torch.equal(actual, expected) if live else torch.allclose(actual, expected, atol=1e-6)
+    ts.restore(model)
+    assert torch.allclose(model(x), reference(x), atol=1e-6)
+    assert {n for n, _ in model.named_parameters()} == {n for n, _ in reference.named_parameters()}
+    if isinstance(model, Tied):
+        assert model.head.weight is model.embed.weight
+    model.train()(x).sum().backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "never" not in n)
+
+
+def test_buffers_are_ordinary_tensors(tmp_path: Path) -> None:
+    reference = Normed().train()
+    reference(torch.randn(6, 16))
+    save_model(reference, str(tmp_path / "model.safetensors"))
+    with torch.device("meta"):
+        model = Normed()
+    ts.offload(model, checkpoint=tmp_path, budget="64KiB")
+    assert torch.equal(model.norm.running_mean, reference.norm.running_mean)
+    x = torch.randn(6, 16)
+    model.train()(x), reference(x)
+    assert torch.allclose(model.norm.running_mean, reference.norm.running_mean)
+
+
+def test_parameters_can_be_read_anywhere(tmp_path: Path) -> None:
+    reference = Borrows()
+    save_model(reference, str(tmp_path / "model.safetensors"))
+    model = ts.offload(copy.deepcopy(reference), checkpoint=tmp_path, budget="64KiB")
+    weight = model.a.weight
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.dtype, weight.device.type) == ((16, 16), torch.float32, "cpu")
+    assert not weight.requires_grad
+    assert torch.equal(weight, reference.a.weight)
+    assert weight.sum().item() == reference.a.weight.sum().item()
+    assert torch.equal(weight[3], reference.a.weight[3])
+    assert weight.tolist() == reference.a.weight.tolist()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, reference.state_dict()[name])
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert all(torch.equal(value, reference.state_dict()[name]) for name, value in loaded.items())
+    assert torch.equal(copy.deepcopy(weight), reference.a.weight)
+    assert "a.weight" in repr(weight)
+
+
+def test_a_submodule_can_be_called_alone(tmp_path: Path) -> None:
+    reference = Borrows()
+    save_model(reference, str(tmp_path / "model.safetensors"))
+    model = ts.offload(copy.deepcopy(reference), checkpoint=tmp_path, budget="64KiB")
+    x = torch.randn(2, 16)
+    assert torch.equal(model.b(x), reference.b(x))
+
+
+def test_the_order_of_a_model_that_skips_layers_is_learned(tmp_path: Path) -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(96, 96, bias=False) for _ in range(10))
+            self.active = list(range(9, -1, -1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i in self.active:
+                x = torch.tanh(self.layers[i](x))
+            return x
+
+    reference = Skips()
+    save_model(reference, str(tmp_path / "model.safetensors"))
+    model = ts.offload(copy.deepcopy(reference), checkpoint=tmp_path, budget="220KiB")
+    x = torch.randn(2, 96)
+    for active in (range(9, -1, -1), (0, 5, 1), range(10), (3, 3, 7)):
+        model.active = reference.active = list(active)
+        for _ in range(3):
+            assert torch.equal(model(x), reference(x))
+    stats = ts.stats(model)
+    assert stats["reserved_high_water_bytes"] <= stats["budget_bytes"]
+
+
+def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
+    class Odd(nn.Parameter):
+        pass
+
+    model = nn.Linear(4, 4)
+    model.weight = Odd(torch.zeros(4, 4))
+    save_model(nn.Linear(4, 4), str(tmp_path / "model.safetensors"))
+    with pytest.raises(ts.ModelError, match="parameter `weight` is a Odd"):
+        ts.offload(model, checkpoint=tmp_path, budget="64KiB")
+    with torch.device("meta"):
+        lost = nn.Linear(4, 4)
+        lost.register_buffer("lost", torch.zeros(3))
+    with pytest.raises(ts.ModelError, match="buffer `lost` of Linear is on the meta device"):
+        ts.offload(lost, checkpoint=tmp_path, budget="64KiB")
