@@ -1,1 +1,102 @@
-fn main() {}
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The project's tasks: `cargo xtask help` lists them.
+
+mod bench;
+mod check;
+mod python;
+mod run;
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use run::{Counts, Result, cargo, cargo_test};
+
+const HELP: &str = "\
+cargo xtask demo                     run a real model under less memory than it needs
+cargo xtask ci                       everything that must pass: formatting, lints, docs, licences, tests
+cargo xtask test critical|fast|all   tests alone: under 30 s, under 5 min, all of them
+cargo xtask bench parts              criterion benchmarks of the parts
+cargo xtask bench peak               peak memory, streamed against in memory
+cargo xtask bench llama              a 1.1B model under a memory cap, beside accelerate and mmap
+cargo xtask bench storage            streamed bandwidth against fio, interleaved
+
+Needs a Rust toolchain and Python 3.11 or later; everything else goes into .venv.";
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let done = match args[..] {
+        ["demo"] => demo(),
+        ["ci"] => ci(),
+        ["test", tier] => test(tier),
+        ["bench", what] => bench::run(what),
+        ["help" | "--help"] | [] => {
+            println!("{HELP}");
+            Ok(())
+        }
+        _ => Err(format!("no such task: {}\n\n{HELP}", args.join(" "))),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("xtask: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn demo() -> Result<()> {
+    let venv = python::prepared()?;
+    run::run(venv.python().arg("examples/minilm.py"))
+}
+
+/// Cheap checks first, so that a slip is told early.
+fn ci() -> Result<()> {
+    let began = Instant::now();
+    let mut counts = Counts::default();
+    step("formatting", || run::run(cargo().args(["fmt", "--all", "--check"])))?;
+    step("lints", || {
+        run::run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
+    })?;
+    step("dependencies and licences", check::dependencies)?;
+    step("documentation", || {
+        let mut doc = cargo();
+        doc.args(["doc", "--workspace", "--no-deps", "--document-private-items"]);
+        run::run(doc.env("RUSTDOCFLAGS", "-D warnings"))
+    })?;
+    step("Rust tests", || {
+        counts += cargo_test(&["--workspace"])?;
+        Ok(())
+    })?;
+    step("benchmarks, once each", bench::smoke)?;
+    let venv = step("Python environment and wheel", python::prepared)?;
+    step("Python formatting, lints and types", || python::lint(&venv))?;
+    step("Python tests", || {
+        counts += python::test(&venv, &[])?;
+        Ok(())
+    })?;
+    println!("\nci took {:.0} s", began.elapsed().as_secs_f64());
+    println!("{counts}");
+    Ok(())
+}
+
+fn test(tier: &str) -> Result<()> {
+    let (rust, python): (&[&str], &[&str]) = match tier {
+        "critical" => (&["--workspace", "--lib"], &["-m", "critical"]),
+        "fast" => (&["--workspace"], &["-m", "not slow"]),
+        "all" => (&["--workspace"], &[]),
+        _ => return Err(format!("no tier {tier}: critical, fast or all")),
+    };
+    let mut counts = cargo_test(rust)?;
+    counts += python::test(&python::prepared()?, python)?;
+    println!("{counts}");
+    Ok(())
+}
+
+fn step<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    println!("\n== {name}");
+    let began = Instant::now();
+    let done = work().map_err(|e| format!("{name}: {e}"))?;
+    println!("-- {name}: {:.0} s", began.elapsed().as_secs_f64());
+    Ok(done)
+}

@@ -58,7 +58,8 @@ impl Source {
     /// # Errors
     /// [`Error::Open`] when it cannot be opened or is a directory.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>, Error> {
-        let path = path.as_ref().to_path_buf();
+        // Absolute, so that it means the same file when the working directory has changed.
+        let path = std::path::absolute(&path).unwrap_or_else(|_| path.as_ref().to_path_buf());
         let failed = |source: std::io::Error| Error::Open { path: path.clone(), source: source.into() };
         let file = File::open(&path).map_err(failed)?;
         let metadata = file.metadata().map_err(failed)?;

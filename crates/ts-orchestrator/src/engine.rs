@@ -2,7 +2,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, ThreadId};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ts_io::{BackendOptions, Choice, ReadPath, Registry, Source};
 use ts_pool::{BLOCK_ALIGN, Budget, Buffer, HostPool};
@@ -29,7 +29,7 @@ const REPLAN_PASSES: f64 = 8.0;
 const BOUNCE_COUNT: usize = 2;
 
 /// Times to look again, a period of [`INTERRUPT_PERIOD`] or a change apart, before held memory is an error.
-const LINGER_TRIES: u32 = 3;
+const SHORTAGE_TRIES: u32 = 3;
 
 /// Asked from time to time while a call waits, on the calling thread and with no lock held; `true` ends the
 /// wait with [`Error::Interrupted`].
@@ -179,9 +179,14 @@ impl Engine {
     /// [`Error::Interrupted`].
     pub fn begin_pass(&self, interrupt: Interrupt<'_>) -> Result<PassId, Error> {
         let mut state = self.shared.lock();
+        let this_thread = std::thread::current().id();
+        let mut waiting = Waiting::new();
         while state.passes.running() >= self.shared.max_passes {
-            state = self.shared.wait(state, interrupt, || "another pass to end".into())?;
+            // Who waits here frees nothing meanwhile; others must know.
+            state.queued.insert(this_thread);
+            state = self.shared.wait(state, &mut waiting, interrupt, || "another pass to end".into())?;
         }
+        state.queued.remove(&this_thread);
         state.counts.passes += 1;
         let id = state.passes.begin();
         state.advance(&self.shared.fixed, (self.shared.clock)());
@@ -193,8 +198,11 @@ impl Engine {
     pub fn end_pass(&self, pass: PassId) -> bool {
         let mut state = self.shared.lock();
         let believed = state.believed.clone();
-        if state.passes.end(pass, &believed) {
-            self.shared.propose_plan(&mut state);
+        match state.passes.end(pass, &believed) {
+            Some(true) => self.shared.propose_plan(&mut state),
+            // The order that the plan in force was made for is back.
+            Some(false) => state.pending_plan = None,
+            None => {}
         }
         state.advance(&self.shared.fixed, (self.shared.clock)());
         let proposed = state.pending_plan.is_some();
@@ -204,15 +212,16 @@ impl Engine {
     }
 
     /// Waits until nothing is on its way, then puts the plan in force that [`end_pass`](Self::end_pass) spoke
-    /// of. Returns whether it did: not while units are in use or tensors of units let go are still held.
+    /// of. Returns whether it did: not while a pass runs, units are in use, or tensors of units are still held.
     ///
     /// # Errors
     /// [`Error::Interrupted`].
     pub fn replan(&self, interrupt: Interrupt<'_>) -> Result<bool, Error> {
         let mut state = self.shared.lock();
-        state.paused = true;
-        while state.is_loading() {
-            state = match self.shared.wait(state, interrupt, || "reads to end".into()) {
+        let mut waiting = Waiting::new();
+        while state.passes.running() == 0 && state.is_loading() {
+            state.paused = true;
+            state = match self.shared.wait(state, &mut waiting, interrupt, || "reads to end".into()) {
                 Ok(state) => state,
                 Err(error) => {
                     self.shared.lock().paused = false;
@@ -220,7 +229,7 @@ impl Engine {
                 }
             };
         }
-        let applied = state.apply_pending_plan(&self.shared.fixed);
+        let applied = state.passes.running() == 0 && state.apply_pending_plan(&self.shared.fixed);
         state.paused = false;
         state.advance(&self.shared.fixed, (self.shared.clock)());
         Ok(applied)
@@ -338,7 +347,7 @@ impl Shared {
         unit: UnitId,
         interrupt: Interrupt<'_>,
     ) -> (MutexGuard<'a, State>, Result<Found, Error>) {
-        let (mut waited, mut lingered) = (false, 0);
+        let (mut waited, mut tries, mut waiting) = (false, 0, Waiting::new());
         loop {
             if let Some(slot) = state.take_slot(unit) {
                 return (state, Ok((slot, waited)));
@@ -347,7 +356,7 @@ impl Shared {
                 return (state, Err(failure));
             }
             if matches!(state.units[unit.index()].residence, Residence::Absent)
-                && let Err(error) = self.start(&mut state, unit, &mut lingered)
+                && let Err(error) = self.start(&mut state, unit, &mut tries)
             {
                 return (state, Err(error));
             }
@@ -357,7 +366,7 @@ impl Shared {
             }
             waited = true;
             let what = || format!("unit `{}`", self.unit(unit).unit.name);
-            state = match self.wait(state, interrupt, what) {
+            state = match self.wait(state, &mut waiting, interrupt, what) {
                 Ok(state) => state,
                 Err(error) => return (self.lock(), Err(error)),
             };
@@ -365,7 +374,7 @@ impl Shared {
     }
 
     /// Begins to read a unit that is wanted now, or notes that this thread waits for memory.
-    fn start(&self, state: &mut State, unit: UnitId, lingered: &mut u32) -> Result<(), Error> {
+    fn start(&self, state: &mut State, unit: UnitId, tries: &mut u32) -> Result<(), Error> {
         let this_thread = std::thread::current().id();
         let prepared = self.unit(unit);
         let (name, needed_bytes) = (prepared.unit.name.clone(), prepared.slot_bytes);
@@ -374,17 +383,17 @@ impl Shared {
                 state.starving.remove(&this_thread);
                 Ok(())
             }
-            Err(Shortage::Stuck { holders }) => {
+            // The last owner may just be letting go on another thread: look again before it is an error.
+            Err(Shortage::Stuck { holders }) if *tries >= SHORTAGE_TRIES => {
                 Err(Error::Stuck { unit: name, needed_bytes, holders: holders.join(", ") })
             }
-            // The last owner may just be letting go on another thread: look again before it is an error.
-            Err(Shortage::Lingering { bytes, holders }) if *lingered >= LINGER_TRIES => {
+            Err(Shortage::Lingering { bytes, holders }) if *tries >= SHORTAGE_TRIES => {
                 let (held_bytes, holders) = (bytes, holders.join(", "));
                 Err(Error::StillReferenced { unit: name, needed_bytes, held_bytes, holders })
             }
             Err(shortage) => {
                 if shortage != Shortage::Passing {
-                    *lingered += 1;
+                    *tries += 1;
                 }
                 state.starving.insert(this_thread);
                 Ok(())
@@ -396,16 +405,20 @@ impl Shared {
     fn wait<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
+        waiting: &mut Waiting,
         interrupt: Interrupt<'_>,
         what: impl Fn() -> String,
     ) -> Result<MutexGuard<'a, State>, Error> {
-        let (state, waited) =
+        let (state, _) =
             self.changed.wait_timeout(state, INTERRUPT_PERIOD).unwrap_or_else(PoisonError::into_inner);
-        if !waited.timed_out() {
+        // By the time that has passed: changes may come more often than the period.
+        if waiting.asked.elapsed() < INTERRUPT_PERIOD {
             return Ok(state);
         }
         drop(state);
+        waiting.asked = Instant::now();
         if interrupt() {
+            self.lock().queued.remove(&std::thread::current().id());
             return Err(Error::Interrupted { what: what() });
         }
         Ok(self.lock())
@@ -487,6 +500,17 @@ impl Shared {
             drop(state);
             self.changed.notify_all();
         }
+    }
+}
+
+/// When a waiting call last asked its [`Interrupt`].
+struct Waiting {
+    asked: Instant,
+}
+
+impl Waiting {
+    fn new() -> Self {
+        Self { asked: Instant::now() }
     }
 }
 

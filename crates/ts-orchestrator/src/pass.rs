@@ -53,17 +53,17 @@ impl Passes {
         self.last_id
     }
 
-    /// Ends a pass. Returns whether the order of visits turned out to be another one than was believed at
-    /// its beginning, given as `believed`.
-    pub(crate) fn end(&mut self, id: PassId, believed: &[UnitId]) -> bool {
-        let Some(progress) = self.running.remove(&id) else { return false };
+    /// Ends a pass. Returns whether its order of visits is another than `believed`; `None` when it tells nothing,
+    /// because other passes ran beside it or it visited nothing.
+    pub(crate) fn end(&mut self, id: PassId, believed: &[UnitId]) -> Option<bool> {
+        let progress = self.running.remove(&id)?;
         self.lead = self.running.keys().next_back().copied();
         self.idle_position = 0;
-        let learned = progress.alone && !progress.visits.is_empty();
-        if learned {
-            self.order = progress.visits;
+        if !progress.alone || progress.visits.is_empty() {
+            return None;
         }
-        learned && self.order != believed
+        self.order = progress.visits;
+        Some(self.order != believed)
     }
 
     /// Notes that `unit` is wanted now.
@@ -124,7 +124,7 @@ mod tests {
         ids.iter().copied().map(UnitId).collect()
     }
 
-    fn run(passes: &mut Passes, visits: &[u32]) -> bool {
+    fn run(passes: &mut Passes, visits: &[u32]) -> Option<bool> {
         let believed = passes.order().to_vec();
         let id = passes.begin();
         for unit in ids(visits) {
@@ -136,9 +136,9 @@ mod tests {
     #[test]
     fn the_order_of_a_pass_is_learned_and_then_known() {
         let mut passes = Passes::new(ids(&[0, 1, 2, 3]));
-        assert!(run(&mut passes, &[2, 0, 1, 2]));
+        assert_eq!(run(&mut passes, &[2, 0, 1, 2]), Some(true));
         assert_eq!(passes.order(), ids(&[2, 0, 1, 2]));
-        assert!(!run(&mut passes, &[2, 0, 1, 2]));
+        assert_eq!(run(&mut passes, &[2, 0, 1, 2]), Some(false));
     }
 
     #[test]
@@ -165,7 +165,7 @@ mod tests {
     #[test]
     fn a_pass_longer_than_believed_extends_the_order() {
         let mut passes = Passes::new(ids(&[0, 1]));
-        assert!(run(&mut passes, &[0, 1, 0, 1, 0]));
+        assert_eq!(run(&mut passes, &[0, 1, 0, 1, 0]), Some(true));
         assert_eq!(passes.order(), ids(&[0, 1, 0, 1, 0]));
     }
 
@@ -179,7 +179,7 @@ mod tests {
         }
         assert_eq!(passes.next_use(UnitId(0)), 1);
         let believed = ids(&[0, 1, 2]);
-        assert!(!passes.end(a, &believed) && !passes.end(b, &believed));
+        assert_eq!((passes.end(a, &believed), passes.end(b, &believed)), (None, None));
         assert_eq!(passes.order(), believed);
     }
 

@@ -130,13 +130,19 @@ pub struct NeverFits {
 /// The smallest budget, in bytes, under which `max_passes` passes can run at once: each pass needs a slot for
 /// the unit it is at, and keeping the largest units for good can be cheaper than a slot of their size per pass.
 pub fn smallest_budget(units: &[UnitDemand], max_passes: usize) -> usize {
+    smallest(units, max_passes).0
+}
+
+/// The smallest budget, and the ring that goes with it.
+fn smallest(units: &[UnitDemand], max_passes: usize) -> (usize, usize) {
     let mut sizes: Vec<usize> = units.iter().map(|u| u.slot_bytes).collect();
     sizes.sort_unstable_by(|a, b| b.cmp(a));
-    let mut kept = 0;
-    let mut best: usize = sizes.iter().sum();
+    let mut kept = 0usize;
+    let mut best = (sizes.iter().fold(0, |sum: usize, &size| sum.saturating_add(size)), 0);
     for &size in &sizes {
-        best = best.min(kept + max_passes.max(1) * size);
-        kept += size;
+        let ring = size.saturating_mul(max_passes.max(1));
+        best = best.min((kept.saturating_add(ring), ring));
+        kept = kept.saturating_add(size);
     }
     best
 }
@@ -146,7 +152,7 @@ pub fn smallest_budget(units: &[UnitDemand], max_passes: usize) -> usize {
 /// # Errors
 /// [`NeverFits`] when no assignment works under the budget.
 pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
-    let smallest = smallest_budget(request.units, request.max_passes);
+    let (smallest, ring) = smallest(request.units, request.max_passes);
     if smallest > request.budget_bytes {
         let largest = request.units.iter().max_by_key(|u| u.slot_bytes).expect("no units need no budget");
         return Err(NeverFits {
@@ -157,7 +163,8 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
         });
     }
     let planner = Planner::new(request, smallest);
-    let candidates = planner.ring_candidates().into_iter().filter_map(|ring| planner.try_ring(ring));
+    let rings = planner.ring_candidates().into_iter().chain([ring]);
+    let candidates = rings.filter_map(|ring| planner.try_ring(ring));
     let best = candidates.min_by(|a, b| a.cost().total_cmp(&b.cost()));
     Ok(best.expect("the ring of the smallest budget is a candidate"))
 }
@@ -200,13 +207,16 @@ impl<'a> Planner<'a> {
         self.request.units[i].slot_bytes
     }
 
+    /// Memory for a unit in each pass that may be at it.
+    fn slots(&self, i: usize) -> usize {
+        self.size(i).saturating_mul(self.request.max_passes.max(1))
+    }
+
     /// Ring sizes worth trying: none, and from each unit's size upwards in steps of a quarter.
     fn ring_candidates(&self) -> Vec<usize> {
         let budget = self.request.budget_bytes;
-        let mut sizes: Vec<usize> = (0..self.request.units.len())
-            .map(|i| self.size(i) * self.request.max_passes.max(1))
-            .filter(|&s| s <= budget)
-            .collect();
+        let mut sizes: Vec<usize> =
+            (0..self.request.units.len()).map(|i| self.slots(i)).filter(|&s| s <= budget).collect();
         sizes.sort_unstable();
         sizes.dedup();
         let mut rings = vec![0];
@@ -236,7 +246,7 @@ impl<'a> Planner<'a> {
         };
         // What the ring cannot hold must stay.
         for i in 0..residency.len() {
-            if self.size(i) * self.request.max_passes.max(1) > ring && !keep(i, &mut residency) {
+            if self.slots(i) > ring && !keep(i, &mut residency) {
                 return None;
             }
         }
@@ -276,10 +286,10 @@ impl<'a> Planner<'a> {
     fn evaluate(&self, residency: Vec<Residency>, ring: usize) -> Option<Plan> {
         let streamed = |i: &usize| residency[*i] == Residency::Streamed;
         let all = 0..residency.len();
-        let largest = all.clone().filter(streamed).map(|i| self.size(i)).max().unwrap_or(0);
-        if largest * self.request.max_passes.max(1) > ring {
+        if all.clone().filter(streamed).any(|i| self.slots(i) > ring) {
             return None;
         }
+        let largest = all.clone().filter(streamed).map(|i| self.size(i)).max().unwrap_or(0);
         let resident_bytes = all.clone().filter(|i| !streamed(i)).map(|i| self.size(i)).sum::<usize>();
         let streamed_bytes = all.clone().filter(streamed).map(|i| self.size(i)).sum::<usize>();
         // Memory that no kept unit took is the ring's too.
@@ -422,24 +432,24 @@ mod tests {
     proptest! {
         #[test]
         fn every_plan_keeps_the_budget_and_no_refusal_is_wrong(
-            sizes in prop::collection::vec(1usize..1000, 1..40),
+            sizes in prop::collection::vec(1usize..1000, 1..150),
             visits in prop::collection::vec(any::<prop::sample::Index>(), 0..60),
-            budget in 0usize..20_000,
-            max_passes in 1usize..4,
+            spare in prop_oneof![Just(0), 0usize..20_000],
+            max_passes in prop_oneof![1usize..4, Just(usize::MAX)],
         ) {
             let units = units(&sizes);
+            let least = smallest_budget(&units, max_passes);
+            let less = PlanRequest { max_passes, ..request(&units, &[], least - 1) };
+            prop_assert!(plan(&less).is_err());
+            let budget = least + spare;
             let order: Vec<_> = visits.iter().map(|v| UnitId(v.index(sizes.len()) as u32)).collect();
             let request = PlanRequest { max_passes, ..request(&units, &order, budget) };
-            match plan(&request) {
-                Err(e) => prop_assert!(e.smallest_budget_bytes > budget),
-                Ok(plan) => {
-                    prop_assert!(plan.peak_bytes() <= budget);
-                    prop_assert!(plan.largest_streamed_bytes * max_passes <= budget - plan.resident_bytes);
-                    prop_assert!(plan.predicted_pass_s.is_finite() && plan.predicted_pass_s >= 0.0);
-                    let again = predict(&request, &plan.residency).unwrap();
-                    prop_assert_eq!(again, plan);
-                }
-            }
+            let plan = plan(&request).unwrap();
+            prop_assert!(plan.peak_bytes() <= budget);
+            prop_assert!(plan.largest_streamed_bytes.saturating_mul(max_passes) <= budget - plan.resident_bytes);
+            prop_assert!(plan.predicted_pass_s.is_finite() && plan.predicted_pass_s >= 0.0);
+            let again = predict(&request, &plan.residency).unwrap();
+            prop_assert_eq!(again, plan);
         }
     }
 }

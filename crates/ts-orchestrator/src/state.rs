@@ -52,6 +52,8 @@ pub(crate) struct State {
     pub(crate) counts: Counts,
     /// Threads that wait for memory.
     pub(crate) starving: HashSet<ThreadId>,
+    /// Threads that wait for their turn to begin a pass.
+    pub(crate) queued: HashSet<ThreadId>,
     /// Units that are present and that nobody uses, waits for or keeps.
     idle: BTreeSet<UnitId>,
     /// How many of the units ahead are present or on their way.
@@ -144,6 +146,7 @@ impl State {
             paused: false,
             counts: Counts::default(),
             starving: HashSet::new(),
+            queued: HashSet::new(),
             idle: BTreeSet::new(),
             horizon: 0,
             loads: HashMap::new(),
@@ -169,8 +172,9 @@ impl State {
             unit.stats.resident = unit.resident;
         }
         for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| unit.resident) {
-            let slot = fixed.pool.allocate(fixed.units[i].layout.len);
-            unit.reserved = Some(slot.expect("the plan's residents fit an empty pool"));
+            // An empty pool has room for them all. Should a tensor's memory be on its way back only now, the
+            // unit gets its memory when it is read.
+            unit.reserved = fixed.pool.allocate(fixed.units[i].layout.len).ok();
         }
     }
 
@@ -266,7 +270,11 @@ impl State {
 
     /// Lets go of a unit whose bytes are no longer its own, in use or not, kept by the plan or not.
     pub(crate) fn discard(&mut self, id: UnitId) {
-        self.evict(id);
+        if matches!(self.units[id.index()].residence, Residence::Present(_)) {
+            self.evict(id);
+            // Its place among those that are kept is gone with its bytes.
+            self.units[id.index()].resident = false;
+        }
     }
 
     /// Lets go of an idle unit; its memory is free when its last tensor is.
@@ -472,10 +480,20 @@ impl State {
 
     /// What stands in the way when no idle unit can go.
     fn shortage(&mut self, fixed: &Fixed) -> Shortage {
-        let waiting = |user: &ThreadId| self.starving.contains(user) || *user == std::thread::current().id();
+        let this_thread = std::thread::current().id();
+        let waiting = |user: &ThreadId| {
+            *user == this_thread || self.starving.contains(user) || self.queued.contains(user)
+        };
+        // Read for another call, which is about to take it.
+        let awaited = |unit: &UnitState| {
+            unit.wanted > 0 && unit.users.is_empty() && matches!(unit.residence, Residence::Present(_))
+        };
         let in_use = |unit: &&UnitState| !unit.resident && !unit.users.is_empty();
         let can_end = |unit: &UnitState| unit.users.iter().any(|user| !waiting(user));
-        if self.is_loading() || self.units.iter().filter(in_use).any(can_end) {
+        if self.is_loading()
+            || self.units.iter().any(awaited)
+            || self.units.iter().filter(in_use).any(can_end)
+        {
             return Shortage::Passing;
         }
         let in_use: Vec<String> = self.units.iter().filter(in_use).map(|u| u.stats.name.clone()).collect();

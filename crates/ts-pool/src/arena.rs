@@ -34,13 +34,15 @@ impl Arena {
         let mut mapping = MmapOptions::new().len(size).map_anon().map_err(failed)?;
         #[cfg(target_os = "linux")]
         {
-            // Only advice: without huge pages the arena works, slower to touch for the first time.
-            let _ = mapping.advise(memmap2::Advice::HugePage);
             // A child would share every page copy-on-write, and writing here would double the memory.
             let _ = mapping.advise(memmap2::Advice::DontFork);
         }
         let start = mapping.as_mut_ptr();
         let skip = start.align_offset(align);
+        // Only advice: without huge pages the arena works, slower to touch for the first time. Whole pages of
+        // the arena alone, lest touching its end take memory beyond it.
+        #[cfg(target_os = "linux")]
+        let _ = mapping.advise_range(memmap2::Advice::HugePage, skip, len - len % HUGE_PAGE);
         // SAFETY: `skip < align` and the mapping is `len + align` long, so the result is inside it.
         let base = unsafe { NonNull::new_unchecked(start.add(skip)) };
         Ok(Self { _mapping: mapping, base, len })

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -21,9 +21,31 @@ type TensorSpec = (String, String, Vec<u64>, Vec<Part>, Option<u8>);
 /// Streams units of a checkpoint's tensors.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Engine {
-    inner: orchestrator::Engine,
+    inner: Arc<orchestrator::Engine>,
     /// What each unit's tensors are, for the capsules.
     metas: Vec<Vec<TensorMeta>>,
+}
+
+/// A pass that has begun. It ends at the latest when it is collected, so that an exception at any moment, a
+/// KeyboardInterrupt too, cannot leave it behind.
+#[pyclass(frozen, module = "tensorstream._native")]
+pub(crate) struct Pass {
+    engine: Arc<orchestrator::Engine>,
+    id: PassId,
+}
+
+#[pymethods]
+impl Pass {
+    /// Ends it. True when `replan` should be called. Does nothing the second time.
+    fn end(&self) -> bool {
+        self.engine.end_pass(self.id)
+    }
+}
+
+impl Drop for Pass {
+    fn drop(&mut self) {
+        self.engine.end_pass(self.id);
+    }
 }
 
 /// The right to use a unit.
@@ -54,17 +76,13 @@ impl Engine {
         let metas = units.iter().map(|u| u.tensors.iter().map(|t| t.entry.meta.clone()).collect()).collect();
         let config = config(budget, max_passes, backend, in_flight);
         let inner = py.detach(|| checkpoint.inner.engine(units, config)).map_err(|e| to_python(py, &e))?;
-        Ok(Self { inner, metas })
+        Ok(Self { inner: Arc::new(inner), metas })
     }
 
-    /// Begins a pass, waiting while max_passes others run; its number.
-    fn begin_pass(&self, py: Python<'_>) -> PyResult<u64> {
-        interruptible(py, |interrupt| self.inner.begin_pass(interrupt)).map(|pass| pass.0)
-    }
-
-    /// Ends a pass. True when `replan` should be called.
-    fn end_pass(&self, pass_id: u64) -> bool {
-        self.inner.end_pass(PassId(pass_id))
+    /// Begins a pass, waiting while max_passes others run.
+    fn begin_pass(&self, py: Python<'_>) -> PyResult<Pass> {
+        let id = interruptible(py, |interrupt| self.inner.begin_pass(interrupt))?;
+        Ok(Pass { engine: Arc::clone(&self.inner), id })
     }
 
     /// Puts a better plan in force; True when it is. Drop resident tensors first.
@@ -73,10 +91,12 @@ impl Engine {
     }
 
     /// Waits until a unit is in memory.
-    #[pyo3(signature = (unit, pass_id=None))]
-    fn acquire(&self, py: Python<'_>, unit: u32, pass_id: Option<u64>) -> PyResult<Lease> {
+    #[pyo3(signature = (unit, in_pass=None))]
+    fn acquire(&self, py: Python<'_>, unit: u32, in_pass: Option<&Pass>) -> PyResult<Lease> {
         let acquire = || {
-            interruptible(py, |interrupt| self.inner.acquire(pass_id.map(PassId), UnitId(unit), interrupt))
+            interruptible(py, |interrupt| {
+                self.inner.acquire(in_pass.map(|pass| pass.id), UnitId(unit), interrupt)
+            })
         };
         // Memory may be held by garbage that only the cycle collector finds.
         let referenced = py.import("tensorstream.errors")?.getattr("UnitReferencedError")?;

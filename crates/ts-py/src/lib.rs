@@ -32,6 +32,7 @@ fn backends() -> Vec<&'static str> {
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<checkpoint::Checkpoint>()?;
     m.add_class::<engine::Engine>()?;
+    m.add_class::<engine::Pass>()?;
     m.add_class::<engine::Lease>()?;
     m.add_function(wrap_pyfunction!(parse_bytes, m)?)?;
     m.add_function(wrap_pyfunction!(available_memory, m)?)?;

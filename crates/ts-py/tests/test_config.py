@@ -48,9 +48,7 @@ def on_meta(model: nn.Linear) -> nn.Linear:
     return nn.Linear(model.in_features, model.out_features, device="meta")
 
 
-def test_storage_path_alone_works_and_prints_the_budget(
-    linear: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_storage_path_alone_works_and_prints_the_budget(linear: Any, capsys: pytest.CaptureFixture[str]) -> None:
     reference, path = linear
     model = ts.offload(on_meta(reference), ts.Config(storage_path=path))
     assert "tensorstream: budget" in capsys.readouterr().err

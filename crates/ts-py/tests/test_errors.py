@@ -98,9 +98,7 @@ def test_a_wrong_shape_and_a_wrong_dtype(llama: Llama) -> None:
     with torch.device("meta"):
         model = torch.nn.Linear(7, 6)
     save_file({"weight": torch.zeros(6, 7).half(), "bias": torch.zeros(6)}, path / "model.safetensors")
-    with pytest.raises(
-        ts.CheckpointError, match=r"model\.safetensors: tensor `weight` at byte \d+ is F16 \[6, 7\]"
-    ):
+    with pytest.raises(ts.CheckpointError, match=r"model\.safetensors: tensor `weight` at byte \d+ is F16 \[6, 7\]"):
         ts.offload(model, checkpoint=path, budget="1MiB")
 
 
@@ -160,9 +158,7 @@ def test_a_file_harmed_while_it_is_streamed(llama: Llama, harm: str) -> None:
             handle.write(b"\xff" * 4096)
     with torch.inference_mode():
         # What was read ahead before the harm may serve a visit each; then an error, and no wrong number.
-        with pytest.raises(
-            ts.CheckpointChangedError, match=r"tensor `.*model\.safetensors.*byte \d+"
-        ) as caught:
+        with pytest.raises(ts.CheckpointChangedError, match=r"tensor `.*model\.safetensors.*byte \d+") as caught:
             for _ in range(3):
                 assert torch.equal(model(IDS).logits, expected)
         assert isinstance(caught.value, OSError)

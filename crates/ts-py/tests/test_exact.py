@@ -54,9 +54,7 @@ def test_minilm_under_60_mib_is_bit_identical_for_every_batch(minilm: Path) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("data_start", [0, 8])
 @pytest.mark.parametrize("batch", [1, 4])
-def test_llama_prefill_decode_and_tokens(
-    llama: Llama, dtype: torch.dtype, data_start: int, batch: int
-) -> None:
+def test_llama_prefill_decode_and_tokens(llama: Llama, dtype: torch.dtype, data_start: int, batch: int) -> None:
     path = llama(dtype=dtype, data_start_mod_16=data_start)
     expected = decode(LlamaForCausalLM.from_pretrained(path), batch)
     streamed = ts.from_pretrained(path, budget="300KiB")

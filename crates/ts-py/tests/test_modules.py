@@ -211,3 +211,38 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
         lost.register_buffer("lost", torch.zeros(3))
     with pytest.raises(ts.ModelError, match="buffer `lost` of Linear is on the meta device"):
         ts.offload(lost, checkpoint=tmp_path, budget="64KiB")
+
+
+def test_what_would_be_lost_in_silence_is_an_error(tmp_path: Path) -> None:
+    reference = Reused()
+    save_model(reference, str(tmp_path / "model.safetensors"))
+    model = ts.offload(copy.deepcopy(reference), checkpoint=tmp_path, budget="64KiB")
+    x = torch.randn(2, 16)
+    with pytest.raises(ts.ModelError, match="cannot be copied"):
+        copy.deepcopy(model)
+    with pytest.raises(ts.ModelError, match="would write"), torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+    stand_in = model.layer.weight
+    model.layer.weight = nn.Parameter(torch.zeros(16, 16))
+    with pytest.raises(ts.ModelError, match=r"`layer\.weight` was replaced"):
+        model(x)
+    model.layer.weight = stand_in
+    assert torch.equal(model(x), reference(x))
+
+
+def test_a_model_with_an_offloaded_part_is_not_offloaded_again(tmp_path: Path) -> None:
+    part = Reused()
+    save_model(part, str(tmp_path / "model.safetensors"))
+    ts.offload(part, checkpoint=tmp_path, budget="64KiB")
+    with pytest.raises(ts.ModelError, match="streamed already"):
+        ts.offload(nn.Sequential(part), checkpoint=tmp_path, budget="64KiB")
+
+
+def test_a_relative_path_outlives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = Reused()
+    save_model(reference, str(tmp_path / "model.safetensors"))
+    monkeypatch.chdir(tmp_path)
+    model = ts.offload(copy.deepcopy(reference), checkpoint="model.safetensors", budget="64KiB")
+    monkeypatch.chdir("/")
+    x = torch.randn(2, 16)
+    assert torch.equal(model(x), reference(x))

@@ -1,11 +1,23 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 from os import PathLike
-from typing import Any, final
+from typing import Any, TypeAlias, final
+
+__all__ = [
+    "Checkpoint",
+    "Engine",
+    "Lease",
+    "Pass",
+    "__version__",
+    "available_memory",
+    "backends",
+    "parse_bytes",
+    "plan",
+]
 
 __version__: str
 
-Part = tuple[int, int, int]
-TensorSpec = tuple[str, str, list[int], list[Part], int | None]
+_Part: TypeAlias = tuple[int, int, int]
+_TensorSpec: TypeAlias = tuple[str, str, list[int], list[_Part], int | None]
 
 def parse_bytes(text: str) -> int: ...
 def available_memory() -> int | None: ...
@@ -16,7 +28,7 @@ def plan(checkpoint: Checkpoint, *, budget: int, max_passes: int = 1) -> dict[st
 class Checkpoint:
     def __new__(cls, path: str | PathLike[str]) -> Checkpoint: ...
     def names(self) -> list[str]: ...
-    def entry(self, name: str) -> tuple[str, list[int], list[Part]]: ...
+    def entry(self, name: str) -> tuple[str, list[int], list[_Part]]: ...
     def files(self) -> list[tuple[str, int, dict[str, str]]]: ...
 
 @final
@@ -24,18 +36,21 @@ class Engine:
     def __new__(
         cls,
         checkpoint: Checkpoint,
-        units: list[tuple[str, list[TensorSpec]]],
+        units: list[tuple[str, list[_TensorSpec]]],
         *,
         budget: int,
         max_passes: int = 1,
         backend: str | None = None,
         in_flight: int | None = None,
     ) -> Engine: ...
-    def begin_pass(self) -> int: ...
-    def end_pass(self, pass_id: int) -> bool: ...
+    def begin_pass(self) -> Pass: ...
     def replan(self) -> bool: ...
-    def acquire(self, unit: int, pass_id: int | None = None) -> Lease: ...
+    def acquire(self, unit: int, in_pass: Pass | None = None) -> Lease: ...
     def stats(self) -> dict[str, Any]: ...
+
+@final
+class Pass:
+    def end(self) -> bool: ...
 
 @final
 class Lease:

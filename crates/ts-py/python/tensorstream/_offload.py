@@ -26,6 +26,8 @@ from .errors import CheckpointError, ConfigurationError, MissingTensorError, Mod
 
 Path = str | os.PathLike[str]
 M = TypeVar("M", bound=nn.Module)
+#: Name, dtype, shape, parts (file, offset, length) and phase of a unit's tensor.
+TensorSpec = tuple[str, str, list[int], list[tuple[int, int, int]], int | None]
 
 
 def offload(
@@ -129,14 +131,11 @@ def restore(model: M) -> M:
         nn.Parameter(tensor.detach(), requires_grad=weight.requires_grad)
         for tensor, weight in zip(tensors, streaming.streamer.weights, strict=True)
     ]
-    unwrap_forward(model)
     del model.__dict__["_tensorstream"]
     for site in streaming.sites:
         site.let_go()
     for module in model.modules():
-        wrapped = module.__dict__.get("forward")
-        if wrapped is not None and hasattr(wrapped, "_before"):
-            unwrap_forward(module)
+        unwrap_forward(module)
         for name, parameter in module._parameters.items():
             if isinstance(parameter, StreamedTensor):
                 module._parameters[name] = parameters[parameter.key]
@@ -150,12 +149,11 @@ def _read_all(checkpoint: _native.Checkpoint, units: list[Any], weights: list[We
     # An engine that may keep everything is the reader; slots outlive it.
     engine = _native.Engine(checkpoint, units, budget=2 * total + (16 << 20))
     streamer = Streamer(engine, weights)
-    pass_id = engine.begin_pass()
+    in_pass = streamer.thread.in_pass = engine.begin_pass()
     try:
-        streamer.pass_id = pass_id
         return [streamer.materialize(key) for key in range(len(weights))]
     finally:
-        engine.end_pass(pass_id)
+        in_pass.end()
 
 
 class _Survey:
@@ -165,7 +163,7 @@ class _Survey:
         self.checkpoint = checkpoint
         self.known = set(checkpoint.names())
         self.weights: list[Weight] = []
-        self.units: list[tuple[str, list[_native.TensorSpec]]] = []
+        self.units: list[tuple[str, list[TensorSpec]]] = []
         #: Modules with parameters, their names, and the weights by the parameters' names.
         self.modules: list[tuple[nn.Module, str, dict[str, int]]] = []
         self._keys: dict[int, int] = {}
@@ -182,7 +180,7 @@ class _Survey:
 
     def _add_module(self, prefix: str, module: nn.Module) -> None:
         keys: dict[str, int] = {}
-        specs: list[_native.TensorSpec] = []
+        specs: list[TensorSpec] = []
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -234,7 +232,7 @@ class _Survey:
         if not self._buffers:
             return []
         weights: list[Weight] = []
-        units: list[tuple[str, list[_native.TensorSpec]]] = []
+        units: list[tuple[str, list[TensorSpec]]] = []
         for module, qualified, _, buffer in self._buffers:
             if isinstance(buffer, StreamedTensor):
                 source = buffer.source
@@ -247,7 +245,7 @@ class _Survey:
                 )
             dtype, shape = SAFETENSORS_DTYPES[buffer.dtype], list(buffer.shape)
             weights.append(Weight(source.name, buffer.dtype, tuple(shape), len(units), 0, False))
-            spec: _native.TensorSpec = (source.name, dtype, shape, list(source.parts), source.phase)
+            spec: TensorSpec = (source.name, dtype, shape, list(source.parts), source.phase)
             units.append((qualified, [spec]))
         values = _read_all(self.checkpoint, units, weights)
         return [
@@ -258,6 +256,8 @@ class _Survey:
     def _source(self, parameter: torch.Tensor) -> Source:
         names = self._names[id(parameter)]
         if isinstance(parameter, StreamedTensor):
+            if parameter.provider is not None:
+                raise ModelError(f"parameter `{names[0]}` is streamed already: restore(...) what it belongs to first")
             return parameter.source
         if type(parameter) not in (nn.Parameter, torch.Tensor):
             raise ModelError(f"parameter `{names[0]}` is a {type(parameter).__name__}: it cannot be streamed")

@@ -99,7 +99,7 @@ class StreamedTensor(torch.Tensor):
             raise ModelError(f"tensor `{self.source.name}` has no bytes yet: the model is still being built")
         return self.provider.materialize(self.key)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in the stub
         return f"StreamedTensor({self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     # torch answers these in C++, past the dispatcher, and only for plain tensors.
@@ -144,10 +144,11 @@ class StreamedTensor(torch.Tensor):
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for i, formal in enumerate(func._schema.arguments):
         actual = args[i] if i < len(args) else kwargs.get(formal.name)
-        if formal.is_write and isinstance(actual, StreamedTensor):
-            raise ModelError(
-                f"{func} would write to `{actual.source.name}`, a streamed weight; restore(model) first"
-            )
+        for tensor in actual if isinstance(actual, list | tuple) else [actual]:
+            if formal.is_write and isinstance(tensor, StreamedTensor):
+                raise ModelError(
+                    f"{func} would write to `{tensor.source.name}`, a streamed weight; restore(model) first"
+                )
 
 
 # --- operations that need no bytes; each returns None where it does need them ---

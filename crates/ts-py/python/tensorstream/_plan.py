@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from . import _native
-from .config import Config, parse_budget
+from .config import Config
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def plan(
     Raises:
         BudgetError: The budget can never work; the message names the smallest that would do.
     """
-    budget_bytes = Config(budget=budget).budget_bytes() if budget is None else parse_budget(budget)
+    budget_bytes = Config(budget=budget, max_passes=max_passes).budget_bytes()
     stats = _native.plan(_native.Checkpoint(checkpoint), budget=budget_bytes, max_passes=max_passes)
     units = tuple((unit["name"], unit["slot_bytes"], unit["resident"]) for unit in stats["units"])
     return Plan(budget_bytes=budget_bytes, units=units, **stats["plan"])

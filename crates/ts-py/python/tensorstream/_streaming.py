@@ -22,6 +22,8 @@ from torch.utils import dlpack
 from . import _native
 from .errors import ModelError
 
+UNCHANGEABLE = "a streamed weight cannot be changed; restore(model) first"
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -35,26 +37,23 @@ class Weight:
     requires_grad: bool
 
 
+class _Thread(threading.local):
+    """What runs on this thread."""
+
+    in_pass: _native.Pass | None = None
+
+
 class Streamer:
     """Gives the tensors of units, to whoever asks on whatever thread."""
 
     def __init__(self, engine: _native.Engine, weights: list[Weight]) -> None:
         self.engine = engine
         self.weights = weights
-        self._thread = threading.local()
-
-    @property
-    def pass_id(self) -> int | None:
-        """The pass that runs on this thread."""
-        return getattr(self._thread, "pass_id", None)
-
-    @pass_id.setter
-    def pass_id(self, pass_id: int | None) -> None:
-        self._thread.pass_id = pass_id
+        self.thread = _Thread()
 
     def acquire(self, unit: int) -> _native.Lease:
         """Waits until a unit is in memory."""
-        return self.engine.acquire(unit, self.pass_id)
+        return self.engine.acquire(unit, self.thread.in_pass)
 
     def materialize(self, key: int) -> torch.Tensor:
         """One weight, for a use outside its module's forward. It stays valid while it is referenced."""
@@ -98,18 +97,21 @@ class Site:
         return bool(self._leases)
 
     def enter(self, use: object) -> None:
-        """Brings the parameters in, for ``use``."""
+        """Brings the parameters in, for ``use``.
+
+        Raises:
+            ModelError: A parameter was replaced: its value would be lost.
+        """
         with self._lock:
-            lease = self._streamer.acquire(self._unit)
+            self._check_own()
+            lease = self._leases[use] = self._streamer.acquire(self._unit)
             if self._tensors is None:
                 capsules, weights = lease.tensors(), self._streamer.weights
-                self._resident = lease.resident
-                self._tensors = {
-                    name: as_parameter(capsules[weights[key].index], weights[key])
-                    for name, key in self._keys.items()
+                tensors = {
+                    name: as_parameter(capsules[weights[key].index], weights[key]) for name, key in self._keys.items()
                 }
-                self._swap(self._tensors)
-            self._leases[use] = lease
+                self._resident, self._tensors = lease.resident, tensors
+                self._swap(tensors)
 
     def exit(self, use: object) -> None:
         """Ends ``use``, if it began; the last one lets the parameters go unless the plan keeps them.
@@ -123,15 +125,12 @@ class Site:
                 return
             written = self._written()
             if written is not None:
-                self.let_go()
                 lease.discard()
-                raise ModelError(
-                    f"`{written}` was written to in place: a streamed weight cannot be changed; "
-                    "restore(model) first"
-                )
-            if not self._leases and not self._resident:
-                self.let_go()
             lease.release()
+            if written is not None or not (self._leases or self._resident):
+                self.let_go()
+        if written is not None:
+            raise ModelError(f"`{written}` was written to in place: {UNCHANGEABLE}")
 
     def let_go(self) -> None:
         """Puts the stand-ins back."""
@@ -144,6 +143,12 @@ class Site:
         module = self._recurrent() if self._recurrent is not None else None
         if module is not None:
             refresh_flat_weights(module)
+
+    def _check_own(self) -> None:
+        own: Mapping[str, Any] = self._placeholders if self._tensors is None else self._tensors
+        for name, key in self._keys.items():
+            if self._parameters.get(name) is not own[name]:
+                raise ModelError(f"`{self._streamer.weights[key].name}` was replaced: {UNCHANGEABLE}")
 
     def _written(self) -> str | None:
         for name, tensor in (self._tensors or {}).items():
@@ -172,36 +177,45 @@ def refresh_flat_weights(module: nn.Module) -> None:
         module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in names]
 
 
-def wrap_forward(module: nn.Module, around: Callable[[Callable[[], Any]], Any]) -> None:
-    """Replaces ``module.forward`` by one that runs inside ``around``.
+class Forward:
+    """Stands in for a module's ``forward`` and runs it inside ``around``.
 
     A replaced method and no hook, because hooks that always run do not when the exception is a
     KeyboardInterrupt.
     """
-    before: Any = module.__dict__.get("forward")
-    if before is not None:
-        inner = before
-    else:
-        method, module_ref = type(module).forward, weakref.ref(module)
 
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            return method(module_ref(), *args, **kwargs)
+    def __init__(self, module: nn.Module, around: Callable[[Callable[[], Any]], Any]) -> None:
+        self.before = module.__dict__.get("forward")
+        self._method = type(module).forward
+        self._module = weakref.ref(module)
+        self._around = around
+        self.__signature__ = inspect.signature(module.forward)
+        self.__doc__ = self._method.__doc__
+        self.__name__ = "forward"
 
-    @functools.wraps(type(module).forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return around(lambda: inner(*args, **kwargs))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.before is not None:
+            return self._around(functools.partial(self.before, *args, **kwargs))
+        return self._around(functools.partial(self._method, self._module(), *args, **kwargs))
 
-    del forward.__wrapped__
-    forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
-    forward._before = before  # type: ignore[attr-defined]
-    module.__dict__["forward"] = forward
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelError(
+            f"an offloaded {type(self._module()).__name__} cannot be copied or pickled: the copy would stream into "
+            "the original; restore(model) first, or save its state_dict()"
+        )
+
+
+def wrap_forward(module: nn.Module, around: Callable[[Callable[[], Any]], Any]) -> None:
+    """Replaces ``module.forward`` by one that runs inside ``around``."""
+    module.__dict__["forward"] = Forward(module, around)
 
 
 def unwrap_forward(module: nn.Module) -> None:
-    """Undoes the last :func:`wrap_forward`."""
-    before = module.__dict__.pop("forward")._before
-    if before is not None:
-        module.__dict__["forward"] = before
+    """Undoes every :func:`wrap_forward` of a module."""
+    while isinstance(forward := module.__dict__.get("forward"), Forward):
+        del module.__dict__["forward"]
+        if forward.before is not None:
+            module.__dict__["forward"] = forward.before
 
 
 class Streaming:
@@ -218,17 +232,19 @@ class Streaming:
     def wrap(self, model: nn.Module) -> None:
         """Makes each outermost forward of the model a pass."""
 
+        streamer = self.streamer
+
         def around(call: Callable[[], Any]) -> Any:
-            streamer = self.streamer
-            if streamer.pass_id is not None:
+            thread, in_pass, proposed = streamer.thread, None, False
+            if thread.in_pass is not None:
                 return call()
-            pass_id = None
             try:
-                pass_id = streamer.pass_id = streamer.engine.begin_pass()
+                thread.in_pass = in_pass = streamer.engine.begin_pass()
                 result = call()
             finally:
-                streamer.pass_id = None
-                proposed = pass_id is not None and streamer.engine.end_pass(pass_id)
+                thread.in_pass = None
+                if in_pass is not None:
+                    proposed = in_pass.end()
             if proposed:
                 self.replan()
             return result

@@ -81,8 +81,7 @@ def _named_class(transformers: Any, model_config: Any, path: str) -> Any:
         if model_class is not None:
             return model_class
     raise ConfigurationError(
-        f"{path}: config.json names no model class of transformers ({model_config.architectures}); "
-        "give `model_class`"
+        f"{path}: config.json names no model class of transformers ({model_config.architectures}); give `model_class`"
     )
 
 
@@ -99,9 +98,7 @@ def _check(checkpoint: _native.Checkpoint, info: dict[str, Any]) -> None:
     files = ", ".join(str(path) for path, _, _ in checkpoint.files())
     if info["mismatched_keys"]:
         name, there, wanted = sorted(info["mismatched_keys"])[0]
-        raise CheckpointError(
-            f"{files}: tensor `{name}` has shape {list(there)}, the model has {list(wanted)}"
-        )
+        raise CheckpointError(f"{files}: tensor `{name}` has shape {list(there)}, the model has {list(wanted)}")
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise MissingTensorError(

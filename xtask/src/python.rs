@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The repository's own Python environment, in .venv.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::run::{Counts, Result, listen, number_before, output, root, run};
+
+/// A virtual environment with everything in requirements-dev.txt.
+pub(crate) struct Venv {
+    bin: PathBuf,
+}
+
+impl Venv {
+    pub(crate) fn python(&self) -> Command {
+        let mut command = Command::new(self.bin.join("python"));
+        command.current_dir(root()).env("HF_HUB_OFFLINE", "1");
+        command
+    }
+
+    /// A module's command line, run in the Python project.
+    fn tool(&self, module: &str) -> Command {
+        let mut command = self.python();
+        command.current_dir(root().join("crates/ts-py")).args(["-m", module]);
+        command
+    }
+}
+
+/// The environment, made if it is not there yet, with the present sources' wheel in it.
+pub(crate) fn prepared() -> Result<Venv> {
+    let dir = root().join(".venv");
+    let venv = Venv { bin: dir.join(if cfg!(windows) { "Scripts" } else { "bin" }) };
+    let stamp = dir.join("requirements.stamp");
+    let wanted = fs::read_to_string(root().join("requirements-dev.txt")).map_err(|e| e.to_string())?;
+    if fs::read_to_string(&stamp).ok().as_ref() != Some(&wanted) {
+        println!("installing PyTorch and the tools of requirements-dev.txt into .venv (about 6 GB)");
+        run(interpreter()?.args(["-m", "venv"]).arg(&dir))?;
+        let mut pip = venv.python();
+        run(pip.args(["-m", "pip", "install", "--quiet", "-r", "requirements-dev.txt"]))?;
+        fs::write(&stamp, wanted).map_err(|e| e.to_string())?;
+    }
+    install_wheel(&venv)?;
+    Ok(venv)
+}
+
+/// Builds the wheel as users get it, and installs it.
+fn install_wheel(venv: &Venv) -> Result<()> {
+    let wheels = root().join("target/wheels/xtask");
+    if wheels.exists() {
+        fs::remove_dir_all(&wheels).map_err(|e| e.to_string())?;
+    }
+    let mut build = venv.tool("maturin");
+    run(build.args(["build", "--release", "--quiet", "--out"]).arg(&wheels))?;
+    let mut files = fs::read_dir(&wheels).map_err(|e| e.to_string())?.filter_map(std::result::Result::ok);
+    let wheel = files.next().ok_or("maturin built no wheel")?.path();
+    let mut pip = venv.python();
+    pip.args(["-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps"]).arg(&wheel);
+    run(&mut pip)
+}
+
+/// ruff, mypy, and the stubs against the built module.
+pub(crate) fn lint(venv: &Venv) -> Result<()> {
+    let sources = ["python", "tests", "../../examples", "../../benches/python"];
+    let ruff =
+        |args: &[&str]| run(venv.tool("ruff").args(args).args(["--config", "pyproject.toml"]).args(sources));
+    ruff(&["format", "--check"])?;
+    ruff(&["check"])?;
+    run(&mut venv.tool("mypy"))?;
+    run(venv.tool("mypy.stubtest").arg("tensorstream._native"))
+}
+
+/// Runs pytest and counts.
+pub(crate) fn test(venv: &Venv, args: &[&str]) -> Result<Counts> {
+    let mut counts = Counts::default();
+    let mut pytest = venv.tool("pytest");
+    listen(pytest.args(["-rs", "--durations=3"]).args(args), |line| {
+        if line.contains(" passed") {
+            counts = Counts {
+                passed: number_before(line, " passed"),
+                failed: number_before(line, " failed"),
+                skipped: number_before(line, " skipped"),
+            };
+        }
+    })?;
+    Ok(counts)
+}
+
+/// A Python that is new enough: $PYTHON, python3 or python.
+fn interpreter() -> Result<Command> {
+    let named = std::env::var("PYTHON").ok();
+    for name in named.iter().map(String::as_str).chain(["python3", "python"]) {
+        let probe = "import sys, venv, ensurepip; print(sys.version_info >= (3, 11))";
+        if output(Command::new(name).args(["-c", probe])).is_ok_and(|said| said.trim() == "True") {
+            let mut command = Command::new(name);
+            command.current_dir(root());
+            return Ok(command);
+        }
+    }
+    Err("needs Python 3.11 or later with venv, as python3, python or $PYTHON".into())
+}
