@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Benchmarks: of parts by criterion, of wholes by the scripts in benches/python.
 
-use crate::python;
+use crate::python::{self, Venv};
 use crate::run::{self, Result, cargo};
 
-pub(crate) fn run_script(name: &str) -> Result<()> {
-    let venv = python::prepared()?;
-    run::run(venv.python().arg(format!("benches/python/{name}.py")))
+/// Runs one of the scripts, on some of its cases or all.
+pub(crate) fn run_script(venv: &Venv, name: &str, cases: &[&str]) -> Result<()> {
+    run::run(venv.python().arg(format!("benches/python/{name}.py")).args(cases))
 }
 
 pub(crate) fn run_parts() -> Result<()> {
@@ -21,7 +21,7 @@ pub(crate) fn smoke() -> Result<()> {
 pub(crate) fn run(what: &str) -> Result<()> {
     match what {
         "parts" => run_parts(),
-        "peak" | "llama" | "storage" => run_script(what),
-        _ => Err(format!("no benchmark {what}: parts, peak, llama or storage")),
+        "exact" | "peak" | "llama" | "storage" => run_script(&python::prepared()?, what, &[]),
+        _ => Err(format!("no benchmark {what}: parts, exact, peak, llama or storage")),
     }
 }

@@ -16,6 +16,7 @@ cargo xtask demo                     run a real model under less memory than it 
 cargo xtask ci                       everything that must pass: formatting, lints, docs, licences, tests
 cargo xtask test critical|fast|all   tests alone: under 30 s, under 5 min, all of them
 cargo xtask bench parts              criterion benchmarks of the parts
+cargo xtask bench exact              a 1.1B model's logits, streamed against in memory
 cargo xtask bench peak               peak memory, streamed against in memory
 cargo xtask bench llama              a 1.1B model under a memory cap, beside accelerate and mmap
 cargo xtask bench storage            streamed bandwidth against fio, interleaved
@@ -75,6 +76,7 @@ fn ci() -> Result<()> {
         counts += python::test(&venv, &[])?;
         Ok(())
     })?;
+    step("peak memory of the process", || bench::run_script(&venv, "peak", &["minilm"]))?;
     println!("\nci took {:.0} s", began.elapsed().as_secs_f64());
     println!("{counts}");
     Ok(())

@@ -5,17 +5,17 @@ use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use ts_io::{BackendOptions, Choice, ReadPath, Registry, Source};
-use ts_pool::{BLOCK_ALIGN, Budget, Buffer, HostPool};
+use ts_pool::{Budget, Buffer, HostPool};
 
 use crate::Error;
-use crate::layout::SlotLayout;
+use crate::design::{BOUNCE_COUNT, Design};
 use crate::lease::{Lease, Slot};
-use crate::load::{Cut, Event, bounce_bytes};
+use crate::load::Event;
 use crate::pass::PassId;
-use crate::plan::{NeverFits, Plan, PlanRequest, Rates, plan, predict};
-use crate::state::{Fixed, Prepared, Residence, Shortage, State, demand_of};
-use crate::stats::EngineStats;
-use crate::unit::{PHASE_ALIGN, Unit, UnitId};
+use crate::plan::{Plan, PlanRequest, Rates, Residency, plan, predict};
+use crate::state::{Fixed, Prepared, Residence, Shortage, State};
+use crate::stats::{EngineStats, UnitStats};
+use crate::unit::{Unit, UnitId};
 use crate::worker::WorkerPool;
 
 /// How often a waiting call asks its [`Interrupt`].
@@ -24,9 +24,6 @@ const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
 /// The share of a pass that a new plan must promise to save, and the passes within which it must pay.
 const REPLAN_GAIN: f64 = 0.05;
 const REPLAN_PASSES: f64 = 8.0;
-
-/// Buffers for reads that cannot go straight to their place.
-const BOUNCE_COUNT: usize = 2;
 
 /// Times to look again, a period of [`INTERRUPT_PERIOD`] or a change apart, before held memory is an error.
 const SHORTAGE_TRIES: u32 = 3;
@@ -115,34 +112,9 @@ impl Engine {
     /// [`Error::NoSuchUnit`] when units or order name what there is not; [`Error::Storage`] when the backend is
     /// not available; [`Error::System`] when memory or a thread is refused.
     pub fn new(units: Vec<Unit>, sources: Vec<Arc<Source>>, config: EngineConfig) -> Result<Self, Error> {
-        let order = config.order.unwrap_or_else(|| (0..units.len() as u32).map(UnitId).collect());
-        check(&units, &order, sources.len())?;
         let choice = config.registry.choose(config.backend.as_deref(), &sources)?;
-        let alignment = sources.iter().filter_map(|s| s.direct_alignment().ok()).max().unwrap_or(512);
-        let alignment = alignment.max(PHASE_ALIGN);
-        let prepared: Vec<Prepared> = units.into_iter().map(|unit| prepare(unit, alignment)).collect();
-        let cut = Cut {
-            request_bytes: config.request_bytes.next_multiple_of(alignment).max(alignment),
-            bounce_bytes: bounce_bytes(prepared.iter().map(|p| &p.layout), alignment),
-            alignment,
-        };
-        let bounce_total = BOUNCE_COUNT * cut.bounce_bytes.next_multiple_of(BLOCK_ALIGN);
-        let demands: Vec<_> = prepared.iter().map(demand_of).collect();
-        let slot_budget = (config.budget_bytes.saturating_sub(bounce_total) / BLOCK_ALIGN) * BLOCK_ALIGN;
-        let max_passes = config.max_passes.max(1);
-        let request = PlanRequest {
-            units: &demands,
-            order: &order,
-            budget_bytes: slot_budget,
-            max_passes,
-            rates: config.rates,
-        };
-        let plan = plan(&request).map_err(|e| NeverFits {
-            budget_bytes: config.budget_bytes,
-            smallest_budget_bytes: e.smallest_budget_bytes + bounce_total,
-            ..e
-        })?;
-
+        let Design { units, order, cut, bounce_total, slot_budget, plan } =
+            Design::new(units, &sources, &config)?;
         let system = |e: ts_pool::Error| Error::System(e.to_string());
         let budget = Budget::new(config.budget_bytes);
         let bounces = bounces(&budget, bounce_total, cut.bounce_bytes).map_err(system)?;
@@ -156,7 +128,7 @@ impl Engine {
             0 => None,
             _ => Some(WorkerPool::new(config.workers.max(1), &events)?),
         };
-        let fixed = Fixed { units: prepared, sources, pool, cut, events };
+        let fixed = Fixed { units, sources, pool, cut, events };
         let state = State::new(&fixed, order, plan, bounces, backend, workers);
         let shared = Arc::new(Shared {
             fixed,
@@ -164,13 +136,32 @@ impl Engine {
             changed: Condvar::new(),
             budget,
             choice,
-            max_passes,
+            max_passes: config.max_passes.max(1),
             slot_budget,
             rates: config.rates,
             clock: config.clock,
         });
         let loader = spawn_loader(Arc::clone(&shared), inbox)?;
         Ok(Self { shared, loader: Some(loader) })
+    }
+
+    /// The plan that an engine would begin with, and what it says of each unit. Takes no memory for weights,
+    /// starts nothing, reads nothing.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), but for what the system refuses.
+    pub fn preview(
+        units: Vec<Unit>,
+        sources: &[Arc<Source>],
+        config: &EngineConfig,
+    ) -> Result<(Plan, Vec<UnitStats>), Error> {
+        let Design { units, plan, .. } = Design::new(units, sources, config)?;
+        let stats = units.iter().zip(&plan.residency).map(|(unit, &residency)| UnitStats {
+            resident: residency == Residency::Resident,
+            ..unit.no_stats()
+        });
+        let stats = stats.collect();
+        Ok((plan, stats))
     }
 
     /// Begins a pass over the units and starts to read ahead. Waits while `max_passes` others run.
@@ -302,10 +293,7 @@ impl Shared {
     pub(crate) fn release(&self, unit: UnitId, user: ThreadId, acquired_ns: u64) {
         let now_ns = (self.clock)();
         let mut state = self.lock();
-        let stats = &mut state.units[unit.index()].stats;
-        stats.uses += 1;
-        stats.use_ns += now_ns.saturating_sub(acquired_ns);
-        state.release(unit, user);
+        state.release(unit, user, now_ns.saturating_sub(acquired_ns));
         state.advance(&self.fixed, now_ns);
         drop(state);
         self.changed.notify_all();
@@ -516,30 +504,6 @@ impl Waiting {
 
 /// A unit's slot, and whether it had to be waited for.
 type Found = (Arc<Slot>, bool);
-
-fn check(units: &[Unit], order: &[UnitId], sources: usize) -> Result<(), Error> {
-    if let Some(&UnitId(unit)) = order.iter().find(|id| id.index() >= units.len()) {
-        return Err(Error::NoSuchUnit { unit, count: units.len() });
-    }
-    for tensor in units.iter().flat_map(|unit| &unit.tensors) {
-        for part in &tensor.entry.parts {
-            if part.file.0 as usize >= sources {
-                return Err(Error::NoSuchFile {
-                    tensor: tensor.name.clone(),
-                    file: part.file.0,
-                    count: sources,
-                });
-            }
-        }
-    }
-    Ok(())
-}
-
-fn prepare(unit: Unit, alignment: usize) -> Prepared {
-    let layout = SlotLayout::new(&unit.tensors, alignment);
-    let slot_bytes = layout.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
-    Prepared { unit, layout, slot_bytes }
-}
 
 fn bounces(budget: &Budget, total: usize, each: usize) -> Result<Vec<Buffer>, ts_pool::Error> {
     if total == 0 {

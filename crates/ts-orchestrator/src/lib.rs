@@ -51,6 +51,7 @@
 //! None.
 #![forbid(unsafe_code)]
 
+mod design;
 mod engine;
 mod error;
 mod layout;

@@ -29,6 +29,13 @@ pub(crate) struct Prepared {
     pub(crate) slot_bytes: usize,
 }
 
+impl Prepared {
+    /// The statistics of a unit to which nothing has happened.
+    pub(crate) fn no_stats(&self) -> UnitStats {
+        UnitStats { name: self.unit.name.clone(), slot_bytes: self.slot_bytes, ..UnitStats::default() }
+    }
+}
+
 /// What does not change while an engine lives.
 #[derive(Debug)]
 pub(crate) struct Fixed {
@@ -88,6 +95,8 @@ pub(crate) struct UnitState {
     /// Why its last load failed; reported to the next who wants it.
     pub(crate) failure: Option<Error>,
     used_since_load: bool,
+    /// Its fastest use but the first, which warms up more than the unit.
+    fastest_use_ns: Option<u64>,
     pub(crate) stats: UnitStats,
 }
 
@@ -129,14 +138,10 @@ impl State {
         backend: Box<dyn Backend>,
         workers: Option<WorkerPool>,
     ) -> Self {
-        let units = fixed.units.iter().map(|prepared| UnitState {
-            stats: UnitStats {
-                name: prepared.unit.name.clone(),
-                slot_bytes: prepared.slot_bytes,
-                ..UnitStats::default()
-            },
-            ..UnitState::default()
-        });
+        let units = fixed
+            .units
+            .iter()
+            .map(|prepared| UnitState { stats: prepared.no_stats(), ..UnitState::default() });
         let mut this = Self {
             units: units.collect(),
             passes: Passes::new(order.clone()),
@@ -215,9 +220,9 @@ impl State {
     /// Sizes and measured times of all units, for the planner.
     pub(crate) fn demands(&self, fixed: &Fixed) -> Vec<UnitDemand> {
         let demand = |(prepared, unit): (&Prepared, &UnitState)| UnitDemand {
-            compute_s: match unit.stats.uses {
-                0 => guess_compute_s(prepared.slot_bytes),
-                n => unit.stats.use_ns as f64 / n as f64 / 1e9,
+            compute_s: match unit.fastest_use_ns {
+                None => guess_compute_s(prepared.slot_bytes),
+                Some(ns) => ns as f64 / 1e9,
             },
             ..demand_of(prepared)
         };
@@ -236,8 +241,14 @@ impl State {
 
     /// Ends one use of a unit by `user`. What the plan does not keep goes, unless it is expected again sooner
     /// than others that are already here.
-    pub(crate) fn release(&mut self, id: UnitId, user: ThreadId) {
-        let users = &mut self.units[id.index()].users;
+    pub(crate) fn release(&mut self, id: UnitId, user: ThreadId, used_ns: u64) {
+        let unit = &mut self.units[id.index()];
+        if unit.stats.uses > 0 {
+            unit.fastest_use_ns = Some(unit.fastest_use_ns.map_or(used_ns, |ns| ns.min(used_ns)));
+        }
+        unit.stats.uses += 1;
+        unit.stats.use_ns += used_ns;
+        let users = &mut unit.users;
         let at =
             users.iter().position(|&u| u == user).expect("a lease is released by the name it was taken in");
         users.swap_remove(at);

@@ -8,7 +8,7 @@ use tensorstream::Error;
 use tensorstream::format::TensorMeta;
 use tensorstream::io::BackendOptions;
 use tensorstream::orchestrator::{
-    self as orchestrator, EngineConfig, EngineStats, PassId, Phase, Plan, Unit, UnitId, UnitTensor,
+    self as orchestrator, EngineConfig, EngineStats, PassId, Phase, Plan, Unit, UnitId, UnitStats, UnitTensor,
 };
 
 use crate::checkpoint::{Checkpoint, Part};
@@ -154,9 +154,13 @@ pub(crate) fn plan<'py>(
     max_passes: usize,
 ) -> PyResult<Bound<'py, PyDict>> {
     let units = checkpoint.inner.units_by_module();
-    let config = config(budget, max_passes, None, Some(1));
-    let engine = checkpoint.inner.engine(units, config).map_err(|e| to_python(py, &e))?;
-    stats_dict(py, &engine.stats())
+    let config = config(budget, max_passes, None, None);
+    let preview = orchestrator::Engine::preview(units, checkpoint.inner.sources(), &config);
+    let (plan, units) = preview.map_err(|e| to_python(py, &e.into()))?;
+    let dict = PyDict::new(py);
+    dict.set_item("plan", plan_dict(py, &plan)?)?;
+    dict.set_item("units", units_list(py, &units)?)?;
+    Ok(dict)
 }
 
 fn config(
@@ -216,8 +220,13 @@ fn stats_dict<'py>(py: Python<'py>, stats: &EngineStats) -> PyResult<Bound<'py, 
     dict.set_item("wasted_loads", stats.wasted_loads)?;
     dict.set_item("replans", stats.replans)?;
     dict.set_item("plan", plan_dict(py, &stats.plan)?)?;
-    let units = PyList::empty(py);
-    for unit in &stats.units {
+    dict.set_item("units", units_list(py, &stats.units)?)?;
+    Ok(dict)
+}
+
+fn units_list<'py>(py: Python<'py>, units: &[UnitStats]) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for unit in units {
         let item = PyDict::new(py);
         item.set_item("name", &unit.name)?;
         item.set_item("resident", unit.resident)?;
@@ -229,10 +238,9 @@ fn stats_dict<'py>(py: Python<'py>, stats: &EngineStats) -> PyResult<Bound<'py, 
         item.set_item("use_s", unit.use_ns as f64 / 1e9)?;
         item.set_item("stalls", unit.stalls)?;
         item.set_item("stall_s", unit.stall_ns as f64 / 1e9)?;
-        units.append(item)?;
+        list.append(item)?;
     }
-    dict.set_item("units", units)?;
-    Ok(dict)
+    Ok(list)
 }
 
 fn plan_dict<'py>(py: Python<'py>, plan: &Plan) -> PyResult<Bound<'py, PyDict>> {
