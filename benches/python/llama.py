@@ -17,7 +17,7 @@ from models import MIB, SCRATCH, child, decode, drop_caches, fio, llama_1b, memo
 CAP = 1500 * MIB
 BUDGET = "800MiB"
 ACCELERATE_MB = (300, 450, 600, 750)
-TOKENS = 6
+TOKENS = 5
 ROUNDS = 3
 
 

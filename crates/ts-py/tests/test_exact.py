@@ -79,6 +79,7 @@ def test_generate_gives_the_same_tokens(llama: Llama) -> None:
     assert streamed.dtype == reference.dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_passes", [1, 2])
 def test_two_threads(llama: Llama, max_passes: int) -> None:
     path = llama()

@@ -71,7 +71,6 @@ def offload(
 def attach(model: M, config: Config, checkpoint: _native.Checkpoint) -> M:
     """As :func:`offload`, for a checkpoint that is open. The model is changed only once nothing can fail."""
     survey = _Survey(model, checkpoint)
-    buffers = survey.read_buffers()
     engine = _native.Engine(
         checkpoint,
         survey.units,
@@ -81,19 +80,17 @@ def attach(model: M, config: Config, checkpoint: _native.Checkpoint) -> M:
         in_flight=config.num_io_threads,
     )
     streamer = Streamer(engine, survey.weights)
-    for module, name, value in buffers:
+    for module, name, value in survey.read_buffers():
         module._buffers[name] = value
-    sites = []
-    for module, _, keys in survey.modules:
+    for module, keys in survey.modules:
         for name, key in keys.items():
             parameter = module._parameters[name]
             module._parameters[name] = survey.stand_in(parameter, key).bound(streamer, key)  # type: ignore[assignment]
         refresh_flat_weights(module)
-    for module in survey.leaves():
-        (unit, keys) = survey.site(module)
-        site = Site(module, streamer, unit, keys)
-        site.wrap(module)
-        sites.append(site)
+    sites = []
+    for module, unit, keys in survey.leaves():
+        sites.append(Site(module, streamer, unit, keys))
+        sites[-1].wrap(module)
     streaming = Streaming(checkpoint, survey.units, streamer, sites)
     streaming.wrap(model)
     model.__dict__["_tensorstream"] = streaming
@@ -164,8 +161,8 @@ class _Survey:
         self.known = set(checkpoint.names())
         self.weights: list[Weight] = []
         self.units: list[tuple[str, list[TensorSpec]]] = []
-        #: Modules with parameters, their names, and the weights by the parameters' names.
-        self.modules: list[tuple[nn.Module, str, dict[str, int]]] = []
+        #: Modules with parameters, and their weights by the parameters' names.
+        self.modules: list[tuple[nn.Module, dict[str, int]]] = []
         self._keys: dict[int, int] = {}
         self._sources: dict[int, Source] = {}
         self._names = _qualified_names(model)
@@ -204,22 +201,18 @@ class _Survey:
         if specs:
             self.units.append((prefix or type(module).__name__, specs))
         if keys:
-            self.modules.append((module, prefix, keys))
+            self.modules.append((module, keys))
 
-    def leaves(self) -> Iterator[nn.Module]:
-        """Modules whose parameters are held while their forward runs: those of one unit, with no module below
-        them that has parameters too. The others' parameters come in for each operation on them, so that no
-        unit is held while another is needed."""
-        owners = {id(module) for module, _, _ in self.modules}
-        for module, _, keys in self.modules:
-            below = (id(child) in owners for child in module.modules() if child is not module)
-            if not any(below) and len({self.weights[key].unit for key in keys.values()}) == 1:
-                yield module
-
-    def site(self, module: nn.Module) -> tuple[int, dict[str, int]]:
-        """Unit and weights of one of the leaves."""
-        keys = next(keys for other, _, keys in self.modules if other is module)
-        return self.weights[next(iter(keys.values()))].unit, keys
+    def leaves(self) -> Iterator[tuple[nn.Module, int, dict[str, int]]]:
+        """Modules whose parameters are held while their forward runs, with unit and weights: those of one unit,
+        with no module below them that has parameters too. The others' parameters come in for each operation on
+        them, so that no unit is held while another is needed."""
+        owners = {id(module) for module, _ in self.modules}
+        for module, keys in self.modules:
+            below = any(id(child) in owners for child in module.modules() if child is not module)
+            units = {self.weights[key].unit for key in keys.values()}
+            if not below and len(units) == 1:
+                yield module, units.pop(), keys
 
     def stand_in(self, parameter: torch.Tensor | None, key: int) -> StreamedTensor:
         if isinstance(parameter, StreamedTensor):
