@@ -12,7 +12,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from models import MIB, SCRATCH, child, decode, drop_caches, fio, llama_1b, memory_cap, spread
+from models import MIB, SCRATCH, child, decode, drop_caches, fio, huge_pages, llama_1b, memory_cap, spread
 
 CAP = 1500 * MIB
 BUDGET = "800MiB"
@@ -57,9 +57,9 @@ def main() -> int:
     seconds: dict[tuple[str, str], list[float]] = {entry: [] for entry in entries}
     tokens = set()
     disk = []
-    with memory_cap(CAP) as prefix:
+    with memory_cap(CAP) as prefix, huge_pages() as huge:
         for round_ in range(ROUNDS):
-            disk.append(fio(shard, 3))
+            disk.append(fio(shard, 3, huge=huge))
             for entry in entries:
                 drop_caches()
                 result = child(prefix, *entry, str(path))

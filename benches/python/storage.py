@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Bytes per second that a decoding model streams, against fio on the same shard, nine interleaved pairs.
 
-`cargo xtask bench storage`. Both read directly, cold or not; the model computes meanwhile.
+`cargo xtask bench storage`. Both read directly; the model computes meanwhile. fio reads into ordinary memory and,
+where the system lets it reserve them, into huge pages as the engine does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import statistics
 import sys
 import time
 
-from models import drop_caches, fio, llama_1b, spread
+from models import drop_caches, fio, huge_pages, llama_1b, spread
 
 PAIRS = 9
 BUDGET = "800MiB"
@@ -24,29 +25,40 @@ def main() -> int:
     shard = path / "model-00001-of-00003.safetensors"
     model = ts.from_pretrained(path, budget=BUDGET)
     ids = torch.ones(1, 1, dtype=torch.long)
+    disks: dict[str, list[float]] = {"ordinary pages": [], "huge pages": []}
+    streamed = []
     drop_caches()
-    with torch.inference_mode():
+    with torch.inference_mode(), huge_pages() as huge:
         for _ in range(2):
             model(ids)
-        ratios, disk, streamed = [], [], []
         for _ in range(PAIRS):
-            disk.append(fio(shard, 2))
+            disks["ordinary pages"].append(fio(shard, 2))
+            if huge:
+                disks["huge pages"].append(fio(shard, 2, huge=True))
             model(ids)  # the ring was full while fio ran: bring it to the steady state
             before, began = ts.stats(model)["read_bytes"], time.perf_counter()
             for _ in range(2):
                 model(ids)
             streamed.append((ts.stats(model)["read_bytes"] - before) / (time.perf_counter() - began))
-            ratios.append(streamed[-1] / disk[-1])
+            rates = [disk[-1] / 1e9 for disk in disks.values() if disk]
             print(
-                f"fio {disk[-1] / 1e9:.2f} GB/s, streamed {streamed[-1] / 1e9:.2f}, ratio {ratios[-1]:.2f}",
+                "fio " + ", ".join(f"{rate:.2f}" for rate in rates),
+                f"streamed {streamed[-1] / 1e9:.2f} GB/s",
                 flush=True,
             )
     print(f"\nby path: {ts.stats(model)['read_bytes_by_path']}")
-    print(f"fio GB/s {spread([d / 1e9 for d in disk])}, streamed GB/s {spread([s / 1e9 for s in streamed])}")
-    fluctuation = statistics.stdev(disk) / statistics.mean(disk)
-    print(f"fio against itself: standard deviation {fluctuation:.0%} of its mean")
-    print(f"ratio, median of {PAIRS} pairs (range): {spread(ratios)}")
+    print("| | GB/s, median (range) | fluctuation | streamed / fio, median of pairs (range) |\n|---|---|---|---|")
+    for name, disk in disks.items():
+        if disk:
+            ratios = [s / d for s, d in zip(streamed, disk, strict=True)]
+            print(f"| fio, {name} | {spread([d / 1e9 for d in disk])} | {fluctuation(disk)} | {spread(ratios)} |")
+    print(f"| streamed | {spread([s / 1e9 for s in streamed])} | {fluctuation(streamed)} | |")
     return 0
+
+
+def fluctuation(rates: list[float]) -> str:
+    """Standard deviation as a share of the mean."""
+    return f"{statistics.stdev(rates) / statistics.mean(rates):.0%}"
 
 
 if __name__ == "__main__":
