@@ -283,6 +283,49 @@ fn a_thread_that_needs_more_than_there_is_beside_what_it_holds_is_told_so() {
 }
 
 #[test]
+fn a_thread_that_queues_for_a_pass_with_a_lease_in_hand_does_not_hang_the_pass_that_runs() {
+    let model = Model::new(&[200 * KIB; 2]);
+    let engine = model.engine(config(210 * KIB)).unwrap();
+    let (queueing, over) = (Barrier::new(2), AtomicBool::new(false));
+    let pass = engine.begin_pass(never_interrupt()).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let _held = engine.acquire(None, UnitId(0), never_interrupt()).unwrap();
+            queueing.wait();
+            let error = engine.begin_pass(&mut || over.load(Ordering::SeqCst)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Interrupted);
+        });
+        queueing.wait();
+        let error = engine.acquire(Some(pass), UnitId(1), &mut patience()).unwrap_err();
+        assert!(matches!(error, Error::Stuck { .. }), "{error}");
+        over.store(true, Ordering::SeqCst);
+    });
+    engine.end_pass(pass);
+    model.pass(&engine, &[0, 1]);
+}
+
+#[test]
+fn a_wait_is_interrupted_though_other_threads_keep_the_engine_busy() {
+    let model = Model::new(&[64 * KIB; 24]);
+    let engine = model.engine(config(700 * KIB)).unwrap();
+    let stop = AtomicBool::new(false);
+    let pass = engine.begin_pass(never_interrupt()).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::SeqCst) {
+                for unit in 0..24 {
+                    model.check(unit, &acquire_tensor(&engine, unit as u32).unwrap());
+                }
+            }
+        });
+        let error = engine.begin_pass(&mut || true).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Interrupted);
+        stop.store(true, Ordering::SeqCst);
+    });
+    engine.end_pass(pass);
+}
+
+#[test]
 fn the_order_is_learned_and_the_plan_follows_it() {
     let model = Model::new(&[200 * KIB; 8]);
     // Room for the four that are used, and a slot for any of the others.
