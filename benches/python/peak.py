@@ -57,7 +57,7 @@ def main(cases: list[str]) -> int:
     print("|---|---|---|---|---|---|---|")
     for name in cases:
         budget_mib = CASES[name]
-        runs = [{how: child([], name, how) for how in ("streamed", "in-memory")} for _ in range(RUNS)]
+        runs = [{how: child([], "--run", name, how) for how in ("streamed", "in-memory")} for _ in range(RUNS)]
         for run in runs:
             for how, result in run.items():
                 if "error" in result:
@@ -73,7 +73,7 @@ def main(cases: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        contender(*sys.argv[1:3])
+    if sys.argv[1:2] == ["--run"]:
+        contender(*sys.argv[2:])
     else:
         sys.exit(main(sys.argv[1:] or list(CASES)))
