@@ -20,10 +20,9 @@ fn conforms(name: &str) {
     let dir = dir();
     std::fs::write(dir.path().join("probe"), [0; 4096]).unwrap();
     let probe = Source::open(dir.path().join("probe")).unwrap();
-    match Registry::builtin().choose(Some(name), &[probe]) {
-        Ok(choice) => conformance::check(choice.provider.as_ref(), dir.path()),
-        Err(error) => eprintln!("skipped: {error}"),
-    }
+    // The build directory must be on a file system with direct I/O: a skip would look like a pass.
+    let choice = Registry::builtin().choose(Some(name), &[probe]).unwrap();
+    conformance::check(choice.provider.as_ref(), dir.path());
 }
 
 #[test]

@@ -99,9 +99,11 @@ impl Engine {
             })
         };
         // Memory may be held by garbage that only the cycle collector finds.
-        let referenced = py.import("tensorstream.errors")?.getattr("UnitReferencedError")?;
+        let referenced = |error: &PyErr| -> PyResult<bool> {
+            Ok(error.matches(py, py.import("tensorstream.errors")?.getattr("UnitReferencedError")?)?)
+        };
         let lease = match acquire() {
-            Err(e) if e.matches(py, &referenced)? => {
+            Err(e) if referenced(&e)? => {
                 py.import("gc")?.call_method0("collect")?;
                 acquire()?
             }

@@ -34,7 +34,8 @@ class Plan:
 
         return "\n".join(
             [
-                f"budget             {mib(self.budget_bytes)}   smallest that works {mib(self.smallest_budget_bytes).strip()}",  # noqa: E501
+                f"budget             {mib(self.budget_bytes)}",
+                f"smallest budget    {mib(self.smallest_budget_bytes)}",
                 f"kept in memory     {mib(self.resident_bytes)}   {kept} of {len(self.units)} units",
                 f"ring               {mib(self.ring_bytes)}   for the units that are streamed",
                 f"streamed per pass  {mib(self.streamed_bytes_per_pass)}",
