@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
 
+use crate::container::{self, DATA_START, Index, MAGIC, Superblock};
+use crate::digest::{CHUNK_LEN, Digest};
 use crate::error::describe;
-use crate::safetensors::{self, Header, PREFIX_LEN};
+use crate::safetensors::{self, PREFIX_LEN};
 use crate::sharded::{self, MAX_INDEX_LEN};
 use crate::{Error, TensorMeta};
 
@@ -49,6 +52,8 @@ pub struct TensorEntry {
 pub struct Catalog {
     files: Vec<FileEntry>,
     tensors: BTreeMap<String, TensorEntry>,
+    /// By file and offset of the ranges that have one.
+    digests: HashMap<(FileId, u64), Arc<Digest>>,
 }
 
 impl Catalog {
@@ -76,6 +81,30 @@ impl Catalog {
             let names: Vec<&str> = self.files.iter().map(|f| f.name.as_str()).collect();
             Error::NoSuchTensor { tensor: name.into(), files: names.join(", ") }
         })
+    }
+
+    /// The checksums of exactly this range, where the file has them (`.ts` does, safetensors does not).
+    pub fn digest(&self, range: ByteRange) -> Option<&Arc<Digest>> {
+        let digest = self.digests.get(&(range.file, range.offset))?;
+        (digest.chunks().len() as u64 == range.len.div_ceil(CHUNK_LEN)).then_some(digest)
+    }
+
+    /// This catalog and another as one. The other's files come behind its own, and its tensors take the place of
+    /// those of the same name.
+    #[must_use]
+    pub fn overlaid(mut self, other: Catalog) -> Catalog {
+        let shift = self.files.len() as u32;
+        let moved = |file: FileId| FileId(file.0 + shift);
+        self.files.extend(other.files);
+        for (name, mut entry) in other.tensors {
+            for part in &mut entry.parts {
+                part.file = moved(part.file);
+            }
+            self.tensors.insert(name, entry);
+        }
+        let digests = other.digests.into_iter();
+        self.digests.extend(digests.map(|((file, offset), digest)| ((moved(file), offset), digest)));
+        self
     }
 
     /// Describes a tensor made of ranges of this catalog's files, laid one behind the other.
@@ -141,11 +170,13 @@ enum State {
     Index,
     Prefix(String),
     Header(String, u64),
+    Superblocks(String),
+    Container(String, Superblock),
     Done,
 }
 
 impl CatalogReader {
-    /// Reads one safetensors file.
+    /// Reads one file, safetensors or `.ts`, whichever its first bytes say.
     pub fn single(file: impl Into<String>) -> Self {
         let root = file.into();
         let state = State::Prefix(root.clone());
@@ -170,6 +201,8 @@ impl CatalogReader {
             State::Index => (&self.root, 0, MAX_INDEX_LEN + 1),
             State::Prefix(file) => (file, 0, PREFIX_LEN),
             State::Header(file, len) => (file, PREFIX_LEN, *len),
+            State::Superblocks(file) => (file, 0, DATA_START),
+            State::Container(file, block) => (file, block.index_offset, block.index_len),
             State::Done => return None,
         };
         Some(Need { file: file.clone(), offset, len })
@@ -182,6 +215,23 @@ impl CatalogReader {
     pub fn feed(&mut self, bytes: &[u8], file_len: u64) -> Result<(), Error> {
         match std::mem::replace(&mut self.state, State::Done) {
             State::Index => self.feed_index(bytes)?,
+            State::Prefix(file) if bytes == MAGIC => self.state = State::Superblocks(file),
+            State::Superblocks(file) => {
+                let block = container::superblock(&file, bytes, file_len)?;
+                self.state = State::Container(file, block);
+            }
+            State::Container(file, block) => {
+                if bytes.len() as u64 != block.index_len {
+                    let (what, offset) = ("the index".into(), block.index_offset);
+                    let end = offset + block.index_len;
+                    return Err(Error::Truncated { file, what, offset, end, file_len });
+                }
+                let index = Index::decode(&file, bytes, &block)?;
+                let ranges =
+                    index.tensors.into_iter().map(|t| (t.name, t.meta, t.offset, t.len, Some(t.digest)));
+                self.take_file(file, ranges, index.metadata, file_len)?;
+                self.next_shard();
+            }
             State::Prefix(file) => {
                 let len = safetensors::header_len(&file, bytes, file_len)?;
                 self.state = State::Header(file, len);
@@ -192,7 +242,8 @@ impl CatalogReader {
                     return Err(Error::Truncated { file, what, offset: PREFIX_LEN, end, file_len });
                 }
                 let header = safetensors::parse_header(&file, bytes, file_len)?;
-                self.take_header(file, header, file_len)?;
+                let ranges = header.tensors.into_iter().map(|t| (t.name, t.meta, t.offset, t.len, None));
+                self.take_file(file, ranges, header.metadata, file_len)?;
                 self.next_shard();
             }
             State::Done => {}
@@ -229,14 +280,22 @@ impl CatalogReader {
         self.state = self.waiting.pop_front().map_or(State::Done, State::Prefix);
     }
 
-    /// Adds a shard's tensors. With an index, just those it assigns to this shard, and all of those.
-    fn take_header(&mut self, file: String, header: Header, file_len: u64) -> Result<(), Error> {
+    /// Adds a file's tensors. With an index, just those it assigns to this shard, and all of those.
+    fn take_file(
+        &mut self,
+        file: String,
+        tensors: impl Iterator<Item = (String, TensorMeta, u64, u64, Option<Digest>)>,
+        metadata: BTreeMap<String, String>,
+        file_len: u64,
+    ) -> Result<(), Error> {
         let id =
             FileId(u32::try_from(self.catalog.files.len()).expect("an index of 256 MiB names fewer files"));
-        let mut found = HashMap::with_capacity(header.tensors.len());
-        for t in header.tensors {
-            let range = ByteRange { file: id, offset: t.offset, len: t.len };
-            found.insert(t.name, TensorEntry { meta: t.meta, parts: vec![range] });
+        let mut found = HashMap::new();
+        for (name, meta, offset, len, digest) in tensors {
+            if let Some(digest) = digest.filter(|_| len > 0) {
+                self.catalog.digests.insert((id, offset), Arc::new(digest));
+            }
+            found.insert(name, TensorEntry { meta, parts: vec![ByteRange { file: id, offset, len }] });
         }
         match &self.weight_map {
             None => self.catalog.tensors.extend(found),
@@ -251,7 +310,7 @@ impl CatalogReader {
                 }
             }
         }
-        self.catalog.files.push(FileEntry { name: file, len: file_len, metadata: header.metadata });
+        self.catalog.files.push(FileEntry { name: file, len: file_len, metadata });
         Ok(())
     }
 }

@@ -3,14 +3,15 @@ use std::fmt;
 
 macro_rules! dtypes {
     ($($(#[$doc:meta])* $variant:ident = $name:literal, $bits:literal;)*) => {
-        /// The element type of a tensor: every dtype that safetensors names.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        /// The element type of a tensor: every dtype that safetensors names, in the order of that library,
+        /// which lays files out by it.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         #[allow(non_camel_case_types)]
         pub enum Dtype { $($(#[$doc])* $variant,)* }
 
         impl Dtype {
-            /// All dtypes, narrow ones first.
+            /// All dtypes, in order.
             pub const ALL: &'static [Dtype] = &[$(Dtype::$variant,)*];
 
             /// The name that safetensors headers use.
@@ -23,6 +24,15 @@ macro_rules! dtypes {
                 match self { $(Dtype::$variant => $bits,)* }
             }
 
+            /// Its code in `.ts` files: its place in this list, for ever.
+            pub(crate) const fn code(self) -> u8 {
+                self as u8
+            }
+
+            pub(crate) fn from_code(code: u8) -> Option<Dtype> {
+                Self::ALL.get(usize::from(code)).copied()
+            }
+
             /// The dtype with this safetensors name.
             pub fn from_name(name: &str) -> Option<Dtype> {
                 match name { $($name => Some(Dtype::$variant),)* _ => None }
@@ -32,14 +42,14 @@ macro_rules! dtypes {
 }
 
 dtypes! {
+    /// One byte per element, 0 or 1.
+    Bool = "BOOL", 8;
     /// 4-bit float of the OCP microscaling formats, two to a byte.
     F4 = "F4", 4;
     /// 6-bit float, 2 exponent and 3 mantissa bits.
     F6_E2M3 = "F6_E2M3", 6;
     /// 6-bit float, 3 exponent and 2 mantissa bits.
     F6_E3M2 = "F6_E3M2", 6;
-    /// One byte per element, 0 or 1.
-    Bool = "BOOL", 8;
     /// Unsigned 8-bit integer.
     U8 = "U8", 8;
     /// Signed 8-bit integer.
@@ -92,6 +102,7 @@ mod tests {
     fn every_name_finds_its_dtype_again() {
         for &dtype in Dtype::ALL {
             assert_eq!(Dtype::from_name(dtype.name()), Some(dtype));
+            assert_eq!(Dtype::from_code(dtype.code()), Some(dtype));
         }
         assert_eq!(Dtype::from_name("float32"), None);
     }

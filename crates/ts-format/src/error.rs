@@ -71,6 +71,14 @@ pub enum Error {
         /** What does not fit. */
         reason: String,
     },
+    /// A tensor cannot be written.
+    #[error("tensor `{tensor}` cannot be written: {reason}")]
+    Unwritable {
+        /** Tensor name. */
+        tensor: String,
+        /** Why not. */
+        reason: String,
+    },
     /// No tensor has this name.
     #[error("no tensor `{tensor}` in {files}")]
     NoSuchTensor {
@@ -96,7 +104,9 @@ impl Error {
             | Error::BadTensor { .. }
             | Error::MissingFromShard { .. } => ErrorKind::BadFile,
             Error::NoSuchTensor { .. } => ErrorKind::NotFound,
-            Error::BadAssembly { .. } | Error::Incomplete { .. } => ErrorKind::Misuse,
+            Error::BadAssembly { .. } | Error::Unwritable { .. } | Error::Incomplete { .. } => {
+                ErrorKind::Misuse
+            }
         }
     }
 
@@ -108,4 +118,9 @@ impl Error {
 /// "F32 [2, 3]", as error messages name a tensor's type.
 pub(crate) fn describe(dtype: Dtype, shape: &[u64]) -> String {
     format!("{dtype} {shape:?}")
+}
+
+/// What no container may call a tensor, and why.
+pub(crate) fn check_name(name: &str) -> Result<(), String> {
+    if name.is_empty() || name.contains('\0') { Err(format!("{name:?} is no tensor name")) } else { Ok(()) }
 }

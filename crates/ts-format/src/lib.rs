@@ -35,15 +35,20 @@
 #![forbid(unsafe_code)]
 
 mod catalog;
+mod container;
+mod digest;
 mod dtype;
 mod error;
+mod json;
 mod meta;
 mod safetensors;
 mod sharded;
 
 pub use catalog::{ByteRange, Catalog, CatalogReader, FileEntry, FileId, Need, TensorEntry};
+pub use container::{ContainerEnds, ContainerWriter, MAGIC, MAX_RANK, fingerprint};
+pub use digest::{CHUNK_LEN, Digest};
 pub use dtype::Dtype;
 pub use error::{Error, ErrorKind};
 pub use meta::TensorMeta;
-pub use safetensors::MAX_HEADER_LEN;
+pub use safetensors::{MAX_HEADER_LEN, SafetensorsLayout};
 pub use sharded::MAX_INDEX_LEN;

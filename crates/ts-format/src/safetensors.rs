@@ -7,7 +7,9 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{MapAccess, Visitor};
 
-use crate::error::describe;
+use crate::container::MAX_RANK;
+use crate::error::{check_name, describe};
+use crate::json::{offset_of, unique};
 use crate::{Dtype, Error, TensorMeta};
 
 /// Longest JSON header that is read, in bytes: the limit of the safetensors library itself.
@@ -62,7 +64,7 @@ pub(crate) fn parse_header(file: &str, json: &[u8], file_len: u64) -> Result<Hea
     let text = std::str::from_utf8(json)
         .map_err(|e| Error::header(file, PREFIX_LEN + e.valid_up_to() as u64, "the header is not UTF-8"))?;
     let raw: RawHeader = serde_json::from_str(text)
-        .map_err(|e| Error::header(file, PREFIX_LEN + json_offset(text, &e), e.to_string()))?;
+        .map_err(|e| Error::header(file, PREFIX_LEN + offset_of(json, &e), e.to_string()))?;
     let data_start = PREFIX_LEN + json.len() as u64;
     let mut tensors = Vec::with_capacity(raw.tensors.len());
     for (name, info) in raw.tensors {
@@ -71,6 +73,66 @@ pub(crate) fn parse_header(file: &str, json: &[u8], file_len: u64) -> Result<Hea
     tensors.sort_by_key(|t| (t.offset, t.len));
     check_cover(file, &tensors, data_start, file_len)?;
     Ok(Header { tensors, metadata: raw.metadata })
+}
+
+/// How a safetensors file of given tensors begins, and in which order their data follow.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SafetensorsLayout {
+    /// The first bytes of the file.
+    pub header: Vec<u8>,
+    /// Indices of the tensors, in the order of their data: as the safetensors library orders them, by dtype from
+    /// wide to narrow and then by name, so that its files come out byte for byte.
+    pub order: Vec<usize>,
+}
+
+impl SafetensorsLayout {
+    /// Lays out tensors, given by name, and the file's metadata.
+    ///
+    /// # Errors
+    /// [`Error::Unwritable`] for a name that is empty, has a NUL, is `__metadata__` or stands twice, a rank over
+    /// 64, a size that is no whole number of bytes, or a header over [`MAX_HEADER_LEN`].
+    pub fn new(tensors: &[(&str, &TensorMeta)], metadata: &BTreeMap<String, String>) -> Result<Self, Error> {
+        let mut order: Vec<usize> = (0..tensors.len()).collect();
+        order.sort_by_key(|&i| (std::cmp::Reverse(tensors[i].1.dtype), tensors[i].0));
+        let (mut json, mut seen, mut at) = (String::from("{"), HashSet::new(), 0u64);
+        let text = |text: &str| serde_json::to_string(text).expect("a string is JSON");
+        if !metadata.is_empty() {
+            let map = serde_json::to_string(metadata).expect("a map of strings is JSON");
+            json.push_str(&format!("\"__metadata__\":{map},"));
+        }
+        for &i in &order {
+            let (name, meta) = tensors[i];
+            let bad = |reason: String| Error::Unwritable { tensor: name.into(), reason };
+            check_name(name).map_err(bad)?;
+            if name == "__metadata__" || !seen.insert(name) {
+                return Err(bad("the name is taken".into()));
+            }
+            if meta.shape.len() > MAX_RANK {
+                return Err(bad(format!("rank {}, more than {MAX_RANK}", meta.shape.len())));
+            }
+            let end = meta.byte_len().and_then(|len| at.checked_add(len));
+            let end = end.ok_or_else(|| bad(format!("{} has no size", describe(meta.dtype, &meta.shape))))?;
+            let shape = serde_json::to_string(&meta.shape).expect("numbers are JSON");
+            json.push_str(&format!(
+                "{}:{{\"dtype\":\"{}\",\"shape\":{shape},\"data_offsets\":[{at},{end}]}},",
+                text(name),
+                meta.dtype
+            ));
+            at = end;
+        }
+        if json.len() > 1 {
+            json.pop();
+        }
+        json.push('}');
+        json.push_str(&" ".repeat(json.len().next_multiple_of(8) - json.len()));
+        if json.len() as u64 > MAX_HEADER_LEN {
+            let reason = format!("the header would be over {MAX_HEADER_LEN} bytes");
+            return Err(Error::Unwritable { tensor: String::new(), reason });
+        }
+        let mut header = (json.len() as u64).to_le_bytes().to_vec();
+        header.extend(json.into_bytes());
+        Ok(Self { header, order })
+    }
 }
 
 fn check_tensor(
@@ -88,6 +150,9 @@ fn check_tensor(
     };
     if begin > end {
         return Err(bad(format!("data_offsets [{begin}, {end}] run backwards")));
+    }
+    if info.shape.len() > MAX_RANK {
+        return Err(bad(format!("rank {}, more than {MAX_RANK}", info.shape.len())));
     }
     let meta = TensorMeta { dtype, shape: info.shape };
     let Some(len) = meta.byte_len() else {
@@ -133,12 +198,6 @@ fn check_cover(file: &str, tensors: &[HeaderTensor], data_start: u64, file_len: 
     Ok(())
 }
 
-/// Byte offset of a JSON error: serde_json counts lines from 1 and columns in bytes from 1.
-fn json_offset(text: &str, error: &serde_json::Error) -> u64 {
-    let before: usize = text.split_inclusive('\n').take(error.line().saturating_sub(1)).map(str::len).sum();
-    (before + error.column().saturating_sub(1)) as u64
-}
-
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawTensor {
@@ -146,6 +205,9 @@ struct RawTensor {
     shape: Vec<u64>,
     data_offsets: (u64, u64),
 }
+
+#[derive(Deserialize)]
+struct Metadata(#[serde(deserialize_with = "unique")] BTreeMap<String, String>);
 
 #[derive(Default)]
 struct RawHeader {
@@ -177,10 +239,9 @@ impl<'de> Visitor<'de> for HeaderVisitor {
                 return Err(serde::de::Error::custom(format!("the name `{name}` stands twice")));
             }
             if name == "__metadata__" {
-                header.metadata = map.next_value()?;
-            } else if name.is_empty() || name.contains('\0') {
-                return Err(serde::de::Error::custom(format!("{name:?} is no tensor name")));
+                header.metadata = map.next_value::<Metadata>()?.0;
             } else {
+                check_name(&name).map_err(serde::de::Error::custom)?;
                 header.tensors.push((name, map.next_value()?));
             }
         }

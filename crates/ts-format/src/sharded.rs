@@ -5,20 +5,21 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use crate::Error;
+use crate::{Error, json};
 
 /// Longest index that is read, in bytes. 100,000 tensors take about 10 MB.
 pub const MAX_INDEX_LEN: u64 = 256 << 20;
 
 #[derive(Deserialize)]
 struct RawIndex {
+    #[serde(deserialize_with = "json::unique")]
     weight_map: BTreeMap<String, String>,
 }
 
 /// Parses an index into tensor name -> shard name. A shard is a plain file name beside its index.
-pub(crate) fn parse_index(file: &str, json: &[u8]) -> Result<BTreeMap<String, String>, Error> {
-    let index: RawIndex = serde_json::from_slice(json)
-        .map_err(|e| Error::header(file, 0, format!("not a shard index: {e}")))?;
+pub(crate) fn parse_index(file: &str, text: &[u8]) -> Result<BTreeMap<String, String>, Error> {
+    let index: RawIndex = serde_json::from_slice(text)
+        .map_err(|e| Error::header(file, json::offset_of(text, &e), format!("not a shard index: {e}")))?;
     if index.weight_map.is_empty() {
         return Err(Error::header(file, 0, "the weight_map is empty"));
     }
