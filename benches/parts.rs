@@ -50,6 +50,7 @@ fn planner(c: &mut Criterion) {
             budget_bytes: 1 << 30,
             max_passes: 1,
             rates: Rates::default(),
+            least_ring_bytes: 0,
         };
         b.iter(|| plan(black_box(&request)).unwrap());
     });
@@ -91,7 +92,7 @@ fn engine(c: &mut Criterion) {
         .map(|i| {
             let parts = vec![ByteRange { file: FileId(0), offset: i * len, len }];
             let entry = TensorEntry { meta: TensorMeta { dtype: Dtype::U8, shape: vec![len] }, parts };
-            let tensor = UnitTensor { name: format!("t{i}"), entry, phase: Phase::Mapped };
+            let tensor = UnitTensor { name: format!("t{i}"), entry, phase: Phase::Mapped, digest: None };
             Unit { name: format!("u{i}"), tensors: vec![tensor] }
         })
         .collect();

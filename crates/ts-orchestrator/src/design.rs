@@ -13,6 +13,7 @@ use crate::load::{Cut, bounce_bytes};
 use crate::plan::{NeverFits, Plan, PlanRequest, plan};
 use crate::state::{Prepared, demand_of};
 use crate::unit::{PHASE_ALIGN, Unit, UnitId};
+use crate::worker::Check;
 
 /// Buffers for reads that cannot go straight to their place.
 pub(crate) const BOUNCE_COUNT: usize = 2;
@@ -56,6 +57,7 @@ impl Design {
             budget_bytes: slot_budget,
             max_passes: config.max_passes,
             rates: config.rates,
+            least_ring_bytes: config.prefetch.least_ring_bytes(slot_budget),
         };
         let plan = plan(&request).map_err(|e| NeverFits {
             budget_bytes: config.budget_bytes,
@@ -87,5 +89,11 @@ fn check(units: &[Unit], order: &[UnitId], sources: usize) -> Result<(), Error> 
 fn prepare(unit: Unit, alignment: usize) -> Prepared {
     let layout = SlotLayout::new(&unit.tensors, alignment);
     let slot_bytes = layout.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
-    Prepared { unit, layout, slot_bytes }
+    let digests = unit.tensors.iter().zip(&layout.tensors).enumerate();
+    let digests = digests.filter_map(|(index, (tensor, place))| {
+        let digest = Arc::clone(tensor.digest.as_ref()?);
+        Some(Check { tensor: index, range: place.offset..place.offset + place.len, digest })
+    });
+    let checks = digests.collect();
+    Prepared { unit, layout, slot_bytes, checks }
 }

@@ -13,6 +13,7 @@ use crate::lease::{Lease, Slot};
 use crate::load::Event;
 use crate::pass::PassId;
 use crate::plan::{Plan, PlanRequest, Rates, Residency, plan, predict};
+use crate::prefetch::Prefetch;
 use crate::state::{Fixed, Prepared, Residence, Shortage, State};
 use crate::stats::{EngineStats, UnitStats};
 use crate::unit::{Unit, UnitId};
@@ -57,7 +58,11 @@ pub struct EngineConfig {
     pub io: BackendOptions,
     /// Largest single read, in bytes.
     pub request_bytes: usize,
-    /// Threads that bring bytes to their place which could not be read there.
+    /// How far units are read ahead.
+    pub prefetch: Prefetch,
+    /// Whether units are compared with their checksums, where they have some, whenever they are read.
+    pub verify: bool,
+    /// Threads that compare checksums, and bring bytes to their place which could not be read there.
     pub workers: usize,
     /// What the first plan assumes; measured later.
     pub rates: Rates,
@@ -76,6 +81,8 @@ impl EngineConfig {
             registry: Registry::builtin(),
             io: BackendOptions::default(),
             request_bytes: 4 << 20,
+            prefetch: Prefetch::default(),
+            verify: true,
             workers: 1,
             rates: Rates::default(),
             clock: Box::new(ts_io::monotonic_ns),
@@ -124,11 +131,12 @@ impl Engine {
         let backend = choice
             .provider
             .create(&config.io, Box::new(move |completion| drop(sink.send(Event::Read(completion)))))?;
-        let workers = match bounces.len() {
-            0 => None,
-            _ => Some(WorkerPool::new(config.workers.max(1), &events)?),
-        };
-        let fixed = Fixed { units, sources, pool, cut, events };
+        let (prefetch, verify) = (config.prefetch, config.verify);
+        let checks = verify && units.iter().any(|unit| !unit.checks.is_empty());
+        let workers =
+            (checks || !bounces.is_empty()).then(|| WorkerPool::new(config.workers.max(1), &events));
+        let workers = workers.transpose()?;
+        let fixed = Fixed { units, sources, pool, cut, prefetch, verify, events };
         let state = State::new(&fixed, order, plan, bounces, backend, workers);
         let shared = Arc::new(Shared {
             fixed,
@@ -421,6 +429,7 @@ impl Shared {
             budget_bytes: self.slot_budget,
             max_passes: self.max_passes,
             rates: self.measured_rates(state),
+            least_ring_bytes: self.fixed.prefetch.least_ring_bytes(self.slot_budget),
         };
         let Ok(better) = plan(&request) else { return };
         let Some(kept) = predict(&request, &state.plan.residency) else { return };
@@ -480,6 +489,9 @@ impl Shared {
                 Event::Read(completion) => state.on_read(&self.fixed, completion, now_ns),
                 Event::Copied { token, bounce, target } => {
                     state.on_copied(&self.fixed, token, bounce, target, now_ns);
+                }
+                Event::Checked { load, slot, mismatch } => {
+                    state.on_checked(&self.fixed, load, slot, mismatch, now_ns);
                 }
                 Event::Freed => {}
                 Event::Stop => return,

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+use std::path::PathBuf;
+
 use crate::plan::NeverFits;
 
 /// Who is to blame.
@@ -9,6 +11,8 @@ pub enum ErrorKind {
     NeverFits,
     /// Memory is held by the caller that a unit needs now.
     Full,
+    /// The bytes of a file are not those that were written.
+    Corrupt,
     /// Storage failed or changed; the source error says how.
     Storage,
     /// The caller asked for what there is not.
@@ -33,6 +37,23 @@ pub enum Error {
         tensor: String,
         /** What happened. */
         source: ts_io::Error,
+    },
+    /// A unit's bytes are not those that were written.
+    #[error(
+        "unit `{unit}`, tensor `{tensor}`: {}: {len} bytes at byte {offset} do not have their checksum: the file \
+         is damaged", path.display()
+    )]
+    Corrupt {
+        /** The unit. */
+        unit: String,
+        /** The tensor. */
+        tensor: String,
+        /** The file. */
+        path: PathBuf,
+        /** First byte of the chunk, from the start of the file. */
+        offset: u64,
+        /** Length of the chunk in bytes. */
+        len: u64,
     },
     /// Storage failed before a unit was read.
     #[error(transparent)]
@@ -100,6 +121,7 @@ impl Error {
         match self {
             Error::NeverFits(_) => ErrorKind::NeverFits,
             Error::StillReferenced { .. } | Error::Stuck { .. } => ErrorKind::Full,
+            Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Load { .. } | Error::Storage(_) | Error::System(_) => ErrorKind::Storage,
             Error::NoSuchUnit { .. } | Error::NoSuchFile { .. } => ErrorKind::Misuse,
             Error::Interrupted { .. } => ErrorKind::Interrupted,

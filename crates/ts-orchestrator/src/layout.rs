@@ -148,7 +148,7 @@ mod tests {
             parts.iter().map(|&(file, offset, len)| ByteRange { file: FileId(file), offset, len }).collect();
         let len = parts.iter().map(|p| p.len).sum();
         let meta = TensorMeta { dtype: Dtype::U8, shape: vec![len] };
-        UnitTensor { name: "t".into(), entry: TensorEntry { meta, parts }, phase }
+        UnitTensor { name: "t".into(), entry: TensorEntry { meta, parts }, phase, digest: None }
     }
 
     #[test]

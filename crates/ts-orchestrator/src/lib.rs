@@ -26,7 +26,7 @@
 //! # }
 //! # let catalog = reader.finish()?;
 //! let entry = catalog.require("w")?.clone();
-//! let tensor = UnitTensor { name: "w".into(), entry, phase: Phase::Mapped };
+//! let tensor = UnitTensor { name: "w".into(), entry, phase: Phase::Mapped, digest: None };
 //! let units = vec![Unit { name: "layer".into(), tensors: vec![tensor] }];
 //! let engine = Engine::new(units, vec![Source::open(&path)?], EngineConfig::with_budget(1 << 20))?;
 //!
@@ -59,6 +59,7 @@ mod lease;
 mod load;
 mod pass;
 mod plan;
+mod prefetch;
 mod state;
 mod stats;
 mod unit;
@@ -71,5 +72,6 @@ pub use pass::PassId;
 pub use plan::{
     Bottleneck, NeverFits, Plan, PlanRequest, Rates, Residency, UnitDemand, plan, predict, smallest_budget,
 };
+pub use prefetch::Prefetch;
 pub use stats::{EngineStats, UnitStats};
 pub use unit::{PHASE_ALIGN, Phase, Unit, UnitId, UnitTensor};

@@ -7,6 +7,7 @@ use ts_pool::Buffer;
 
 use crate::layout::{SlotLayout, SlotRead};
 use crate::unit::{Unit, UnitId};
+use crate::worker::Mismatch;
 use crate::{Error, PHASE_ALIGN};
 
 /// What the loader thread reacts to.
@@ -17,6 +18,11 @@ pub(crate) enum Event {
         token: u64,
         bounce: Buffer,
         target: Buffer,
+    },
+    Checked {
+        load: u32,
+        slot: Buffer,
+        mismatch: Option<Mismatch>,
     },
     /// A slot's memory went back to the pool.
     Freed,
@@ -146,9 +152,9 @@ impl Load {
         add(&mut self.read_bytes, path, bytes as u64);
     }
 
-    /// The slot, whole again.
-    pub(crate) fn into_slot(self) -> Buffer {
-        let mut parts = self.parts.into_iter().map(|part| part.buffer.expect("the load is complete"));
+    /// The slot, whole again. The load has no parts then.
+    pub(crate) fn join(&mut self) -> Buffer {
+        let mut parts = self.parts.drain(..).map(|part| part.buffer.expect("the load is complete"));
         let mut slot = parts.next().expect("a slot has at least one part");
         for part in parts {
             slot.unsplit(part).expect("parts were cut in order");

@@ -51,6 +51,8 @@ pub struct PlanRequest<'a> {
     pub max_passes: usize,
     /// How fast storage is.
     pub rates: Rates,
+    /// Memory that is left for streamed units where it can, in bytes; 0 to let the prediction decide.
+    pub least_ring_bytes: usize,
 }
 
 /// How a unit is held.
@@ -164,9 +166,12 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
     }
     let planner = Planner::new(request, smallest);
     let rings = planner.ring_candidates().into_iter().chain([ring]);
-    let candidates = rings.filter_map(|ring| planner.try_ring(ring));
-    let best = candidates.min_by(|a, b| a.cost().total_cmp(&b.cost()));
-    Ok(best.expect("the ring of the smallest budget is a candidate"))
+    let candidates: Vec<Plan> = rings.filter_map(|ring| planner.try_ring(ring)).collect();
+    let cheaper = |a: &&Plan, b: &&Plan| a.cost().total_cmp(&b.cost());
+    let wide = |p: &&Plan| p.streamed_bytes_per_pass == 0 || p.ring_bytes >= request.least_ring_bytes;
+    let best = candidates.iter().filter(wide).min_by(cheaper);
+    let best = best.or_else(|| candidates.iter().min_by(cheaper));
+    Ok(best.expect("the ring of the smallest budget is a candidate").clone())
 }
 
 /// What a pass would cost if `residency` were kept, in seconds; `None` when it breaks the budget.
@@ -368,7 +373,8 @@ mod tests {
     }
 
     fn request<'a>(units: &'a [UnitDemand], order: &'a [UnitId], budget: usize) -> PlanRequest<'a> {
-        PlanRequest { units, order, budget_bytes: budget, max_passes: 1, rates: Rates::default() }
+        let rates = Rates::default();
+        PlanRequest { units, order, budget_bytes: budget, max_passes: 1, rates, least_ring_bytes: 0 }
     }
 
     #[test]
@@ -427,6 +433,18 @@ mod tests {
         assert!(plan.ring_bytes < 150_000_000, "{}", plan.ring_bytes);
         let floor = plan.streamed_bytes_per_pass as f64 / 1e9;
         assert!(plan.predicted_pass_s < 1.1 * floor, "{} s for {floor} GB", plan.predicted_pass_s);
+    }
+
+    #[test]
+    fn a_least_ring_is_kept_unless_nothing_is_streamed_or_it_cannot_be() {
+        let (units, order) = (units(&[100_000_000; 20]), order(20));
+        let ask = |budget, least_ring_bytes| {
+            plan(&PlanRequest { least_ring_bytes, ..request(&units, &order, budget) }).unwrap()
+        };
+        assert!(ask(1_000_000_000, 0).ring_bytes < 500_000_000);
+        assert!(ask(1_000_000_000, 500_000_000).ring_bytes >= 500_000_000);
+        assert_eq!(ask(2_000_000_000, 1_000_000_000).streamed_bytes_per_pass, 0);
+        assert!(ask(1_000_000_000, usize::MAX).peak_bytes() <= 1_000_000_000);
     }
 
     proptest! {

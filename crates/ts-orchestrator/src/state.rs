@@ -16,9 +16,10 @@ use crate::lease::Slot;
 use crate::load::{Cut, Event, Load, QueuedRead, add, split_token};
 use crate::pass::Passes;
 use crate::plan::{Plan, Residency, UnitDemand};
+use crate::prefetch::Prefetch;
 use crate::stats::UnitStats;
 use crate::unit::{Unit, UnitId};
-use crate::worker::{CopyJob, WorkerPool};
+use crate::worker::{Check, Job, Mismatch, WorkerPool};
 
 /// A unit as the engine uses it.
 #[derive(Debug)]
@@ -27,6 +28,8 @@ pub(crate) struct Prepared {
     pub(crate) layout: SlotLayout,
     /// Its layout's length in whole blocks of the pool.
     pub(crate) slot_bytes: usize,
+    /// The checksums of its tensors, as far as they have some.
+    pub(crate) checks: Arc<[Check]>,
 }
 
 impl Prepared {
@@ -43,6 +46,9 @@ pub(crate) struct Fixed {
     pub(crate) sources: Vec<Arc<Source>>,
     pub(crate) pool: HostPool,
     pub(crate) cut: Cut,
+    pub(crate) prefetch: Prefetch,
+    /// Whether units are compared with their checksums whenever they are read.
+    pub(crate) verify: bool,
     pub(crate) events: Sender<Event>,
 }
 
@@ -322,7 +328,7 @@ impl State {
     /// Reads ahead, as far as memory goes.
     pub(crate) fn advance(&mut self, fixed: &Fixed, now_ns: u64) {
         if self.backend.is_some() && !self.paused && self.starving.is_empty() {
-            let ahead: Vec<UnitId> = self.passes.ahead().collect();
+            let ahead: Vec<UnitId> = self.passes.ahead().take(fixed.prefetch.reach()).collect();
             self.horizon = ahead.len();
             for (distance, &id) in ahead.iter().enumerate() {
                 let unit = &self.units[id.index()];
@@ -366,7 +372,9 @@ impl State {
         let (load, reads) = Load::new(load_id, id, layout, slot, fixed.cut, now_ns);
         self.units[id.index()].residence = Residence::Loading;
         if load.is_complete() {
-            self.finish(fixed, load, now_ns);
+            let mut load = load;
+            let slot = load.join();
+            self.finish(fixed, load, slot, now_ns);
         } else {
             self.loads.insert(load_id, load);
         }
@@ -436,7 +444,7 @@ impl State {
             None => self.put_back(fixed, load_id, part, buffer, now_ns),
             Some((target, skip)) if delivered => {
                 let workers = self.workers.as_ref().expect("there are workers where there are bounces");
-                workers.submit(CopyJob { token, bounce: buffer, skip, target });
+                workers.submit(Job::Copy { token, bounce: buffer, skip, target });
             }
             Some((target, _)) => {
                 self.bounces.push(buffer);
@@ -462,12 +470,45 @@ impl State {
     fn put_back(&mut self, fixed: &Fixed, load_id: u32, part: usize, buffer: Buffer, now_ns: u64) {
         let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");
         if load.put_back(part, buffer) {
-            let load = self.loads.remove(&load_id).expect("just seen");
-            self.finish(fixed, load, now_ns);
+            let slot = load.join();
+            let checks = &fixed.units[load.unit.index()].checks;
+            match &self.workers {
+                Some(workers) if fixed.verify && !checks.is_empty() && load.error.is_none() => {
+                    workers.submit(Job::Check { load: load_id, slot, checks: Arc::clone(checks) });
+                }
+                _ => {
+                    let load = self.loads.remove(&load_id).expect("just seen");
+                    self.finish(fixed, load, slot, now_ns);
+                }
+            }
         }
     }
 
-    fn finish(&mut self, fixed: &Fixed, mut load: Load, now_ns: u64) {
+    /// A unit was compared with its checksums.
+    pub(crate) fn on_checked(
+        &mut self,
+        fixed: &Fixed,
+        load_id: u32,
+        slot: Buffer,
+        mismatch: Option<Mismatch>,
+        now_ns: u64,
+    ) {
+        let mut load = self.loads.remove(&load_id).expect("a check belongs to a load");
+        if let Some(Mismatch { tensor, range }) = mismatch {
+            let unit = &fixed.units[load.unit.index()].unit;
+            let part = unit.tensors[tensor].entry.parts[0];
+            load.error = Some(Error::Corrupt {
+                unit: unit.name.clone(),
+                tensor: unit.tensors[tensor].name.clone(),
+                path: fixed.sources[part.file.0 as usize].path().to_path_buf(),
+                offset: part.offset + range.start as u64,
+                len: range.len() as u64,
+            });
+        }
+        self.finish(fixed, load, slot, now_ns);
+    }
+
+    fn finish(&mut self, fixed: &Fixed, mut load: Load, slot: Buffer, now_ns: u64) {
         let id = load.unit;
         let unit = &mut self.units[id.index()];
         for &(path, bytes) in &load.read_bytes {
@@ -479,11 +520,10 @@ impl State {
         if let Some(error) = load.error.take() {
             unit.residence = Residence::Absent;
             unit.failure = Some(error);
-            let slot = load.into_slot();
             unit.reserved = unit.resident.then_some(slot);
             return;
         }
-        let slot = Slot::new(load.into_slot().freeze(), fixed.events.clone());
+        let slot = Slot::new(slot.freeze(), fixed.events.clone());
         unit.residence = Residence::Present(Arc::new(slot));
         unit.used_since_load = false;
         self.note_idle(id);

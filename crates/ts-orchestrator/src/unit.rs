@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-use ts_format::TensorEntry;
+use std::sync::Arc;
+
+use ts_format::{Digest, TensorEntry};
 
 /// Alignment that decides how a tensor's arithmetic rounds: vector code peels elements up to it, so the same
 /// tensor at another address modulo 64 may differ in its last bits.
@@ -33,6 +35,8 @@ pub struct UnitTensor {
     pub entry: TensorEntry,
     /// Where in memory it must stand.
     pub phase: Phase,
+    /// The checksums of its bytes, where there are some.
+    pub digest: Option<Arc<Digest>>,
 }
 
 /// A tensor's address modulo [`PHASE_ALIGN`].

@@ -1,29 +1,54 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The one bounded pool of threads for work on bytes that have arrived.
 
+use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use ts_format::Digest;
 use ts_pool::Buffer;
 
 use crate::Error;
 use crate::load::Event;
 
-/// A part of a unit that was read aside, to be brought to its place.
+/// What is to be done with bytes.
 #[derive(Debug)]
-pub(crate) struct CopyJob {
-    pub(crate) token: u64,
-    pub(crate) bounce: Buffer,
-    /// Where in `bounce` the part begins.
-    pub(crate) skip: usize,
-    pub(crate) target: Buffer,
+pub(crate) enum Job {
+    /// A part of a unit that was read aside is brought to its place: [`Event::Copied`].
+    Copy {
+        token: u64,
+        bounce: Buffer,
+        /// Where in `bounce` the part begins.
+        skip: usize,
+        target: Buffer,
+    },
+    /// A unit that is complete is compared with its checksums: [`Event::Checked`].
+    Check { load: u32, slot: Buffer, checks: Arc<[Check]> },
 }
 
-/// Threads that do [`CopyJob`]s and report [`Event::Copied`]. Dropping it finishes what was given to it.
+/// Where in a unit's slot a tensor stands, and its checksums.
+#[derive(Debug)]
+pub(crate) struct Check {
+    /// Index among the unit's tensors.
+    pub(crate) tensor: usize,
+    pub(crate) range: Range<usize>,
+    pub(crate) digest: Arc<Digest>,
+}
+
+/// Bytes of a unit's tensor that do not have their checksum.
+#[derive(Debug)]
+pub(crate) struct Mismatch {
+    /// Index among the unit's tensors.
+    pub(crate) tensor: usize,
+    /// From the tensor's first byte.
+    pub(crate) range: Range<usize>,
+}
+
+/// Threads that do [`Job`]s. Dropping it finishes what was given to it.
 #[derive(Debug)]
 pub(crate) struct WorkerPool {
-    jobs: Option<Sender<CopyJob>>,
+    jobs: Option<Sender<Job>>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -44,20 +69,36 @@ impl WorkerPool {
         Ok(this)
     }
 
-    pub(crate) fn submit(&self, job: CopyJob) {
+    pub(crate) fn submit(&self, job: Job) {
         let jobs = self.jobs.as_ref().expect("present until drop");
         jobs.send(job).expect("workers run until the pool is dropped");
     }
 }
 
-fn run(queue: &Mutex<Receiver<CopyJob>>, events: &Sender<Event>) {
+impl Check {
+    fn mismatch(&self, slot: &[u8]) -> Option<Mismatch> {
+        let range = self.digest.mismatch(0, &slot[self.range.clone()])?;
+        Some(Mismatch { tensor: self.tensor, range })
+    }
+}
+
+fn run(queue: &Mutex<Receiver<Job>>, events: &Sender<Event>) {
     loop {
         let job = queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let Ok(CopyJob { token, bounce, skip, mut target }) = job else { return };
-        let len = target.len();
-        target.copy_from_slice(&bounce[skip..skip + len]);
+        let event = match job {
+            Ok(Job::Copy { token, bounce, skip, mut target }) => {
+                let len = target.len();
+                target.copy_from_slice(&bounce[skip..skip + len]);
+                Event::Copied { token, bounce, target }
+            }
+            Ok(Job::Check { load, slot, checks }) => {
+                let mismatch = checks.iter().find_map(|check| check.mismatch(&slot));
+                Event::Checked { load, slot, mismatch }
+            }
+            Err(_) => return,
+        };
         // Without a listener the engine is gone, and the buffers go home by being dropped.
-        let _ = events.send(Event::Copied { token, bounce, target });
+        let _ = events.send(event);
     }
 }
 

@@ -9,13 +9,14 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+use ts_format::{ByteRange, Digest, Dtype, FileId, TensorEntry, TensorMeta};
 use ts_io::{
     Availability, Backend, BackendOptions, BackendProvider, Capabilities, Completion, CompletionSink,
     ReadRequest, Registry, Rejected, Source,
 };
 use ts_orchestrator::{
-    Engine, EngineConfig, Error, ErrorKind, Phase, TensorBytes, Unit, UnitId, UnitTensor, never_interrupt,
+    Engine, EngineConfig, Error, ErrorKind, Phase, Prefetch, TensorBytes, Unit, UnitId, UnitTensor,
+    never_interrupt,
 };
 
 const KIB: usize = 1024;
@@ -33,7 +34,7 @@ fn tensor(name: &str, parts: &[(u64, usize)], phase: Phase) -> UnitTensor {
         parts.iter().map(|&(offset, len)| ByteRange { file: FileId(0), offset, len: len as u64 }).collect();
     let len = parts.iter().map(|p| p.len).sum();
     let meta = TensorMeta { dtype: Dtype::U8, shape: vec![len] };
-    UnitTensor { name: name.into(), entry: TensorEntry { meta, parts }, phase }
+    UnitTensor { name: name.into(), entry: TensorEntry { meta, parts }, phase, digest: None }
 }
 
 impl Model {
@@ -525,5 +526,60 @@ proptest! {
         let stats = engine.stats();
         prop_assert!(stats.reserved_high_water_bytes <= budget);
         prop_assert!(stats.in_use_high_water_bytes <= stats.reserved_high_water_bytes);
+    }
+}
+
+#[test]
+fn bytes_without_their_checksum_are_an_error_that_says_where_unless_not_asked() {
+    let mut model = Model::new(&[3 << 20, 40 * KIB, 40 * KIB]);
+    for (i, unit) in model.units.clone().iter().enumerate() {
+        let digest = Digest::of(&model.expected(i));
+        assert_eq!(unit.tensors[0].entry.parts.len(), 1);
+        model.units[i].tensors[0].digest = Some(Arc::new(digest));
+    }
+    for round in 0..2 {
+        let engine = model.engine(config(4 << 20)).unwrap();
+        let first = engine.acquire(None, UnitId(0), never_interrupt());
+        if round == 0 {
+            model.check(0, &first.unwrap().tensor(0));
+            let mut harmed = model.content.clone();
+            harmed[8 + (2 << 20) + 5] ^= 0x10;
+            fs::write(&model.path, harmed).unwrap();
+            continue;
+        }
+        for _ in 0..2 {
+            let error = engine.acquire(None, UnitId(0), never_interrupt()).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Corrupt);
+            let place =
+                format!("tensor `t0`: {}: 1048576 bytes at byte {}", model.path.display(), 8 + (2 << 20));
+            assert!(error.to_string().contains(&place), "{error}");
+        }
+        model.check(1, &engine.acquire(None, UnitId(1), never_interrupt()).unwrap().tensor(0));
+    }
+    let engine = model.engine(EngineConfig { verify: false, ..config(4 << 20) }).unwrap();
+    assert!(engine.acquire(None, UnitId(0), never_interrupt()).is_ok());
+}
+
+#[test]
+fn prefetch_reads_as_far_ahead_as_it_says() {
+    let model = Model::new(&[64 * KIB; 12]);
+    for (prefetch, most_ahead) in [(Prefetch::None, 0), (Prefetch::NextLayer, 1), (Prefetch::Adaptive, 2)] {
+        let engine = model.engine(EngineConfig { prefetch, ..config(6 * 68 * KIB) }).unwrap();
+        let pass = engine.begin_pass(never_interrupt()).unwrap();
+        let mut most = 0;
+        for unit in 0..12 {
+            let lease = engine.acquire(Some(pass), UnitId(unit), never_interrupt()).unwrap();
+            model.check(unit as usize, &lease.tensor(0));
+            std::thread::sleep(Duration::from_millis(10));
+            let loads: u64 = engine.stats().units.iter().map(|u| u.loads).sum();
+            most = most.max(loads - u64::from(unit) - 1);
+        }
+        engine.end_pass(pass);
+        let stalls = engine.stats().stalls();
+        match prefetch {
+            Prefetch::None => assert_eq!((most, stalls), (0, 12)),
+            Prefetch::NextLayer => assert_eq!(most, 1),
+            _ => assert!(most >= most_ahead, "{most} units ahead"),
+        }
     }
 }
