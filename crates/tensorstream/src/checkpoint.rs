@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ts_format::{Catalog, CatalogReader, Need, TensorEntry};
+use ts_format::{ByteRange, Catalog, CatalogReader, Digest, Need, TensorEntry};
 use ts_io::Source;
 use ts_orchestrator::{Engine, EngineConfig, Phase, Unit, UnitTensor};
 
@@ -11,6 +11,7 @@ use crate::Error;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+const CONTAINER: &str = "model.ts";
 
 /// A checkpoint whose headers have been read: what is in it, and the open files it is in.
 #[derive(Debug, Clone)]
@@ -20,10 +21,11 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens a `.safetensors` file, a shard index (`.json`), or a directory with either. Reads headers only.
+    /// Opens a `.safetensors` or `.ts` file, a shard index (`.json`), or a directory with one of them. Reads
+    /// headers only.
     ///
     /// A directory's `model.safetensors` is taken before its `model.safetensors.index.json`, as transformers
-    /// does, and a single `.safetensors` file of another name if there is neither.
+    /// does, then its `model.ts`, then a single `.safetensors` or `.ts` file of another name.
     ///
     /// # Errors
     /// [`Error::NoCheckpoint`], [`Error::Io`] when a file cannot be opened or read, [`Error::Format`] when
@@ -47,6 +49,38 @@ impl Checkpoint {
         &self.sources
     }
 
+    /// This checkpoint and another as one: the other's tensors take the place of those of the same name, and its
+    /// files come behind its own.
+    #[must_use]
+    pub fn overlaid(mut self, other: Checkpoint) -> Checkpoint {
+        self.sources.extend(other.sources);
+        Self { catalog: self.catalog.overlaid(other.catalog), sources: self.sources }
+    }
+
+    /// Reads ranges of its files, one behind the other, into `buffer`. Blocks; through the page cache.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when a read fails, or the file is not the one that was opened any more.
+    ///
+    /// # Panics
+    /// If `buffer` is not as long as the ranges, or a range names a file that is not in the catalog.
+    pub fn read(&self, ranges: &[ByteRange], buffer: &mut [u8]) -> Result<(), Error> {
+        let mut rest = buffer;
+        for range in ranges {
+            let (part, after) = rest.split_at_mut(range.len as usize);
+            let source = &self.sources[range.file.0 as usize];
+            let actual = source.read_at(range.offset, part)?;
+            if actual < part.len() {
+                let (path, offset, expected) = (source.path().to_path_buf(), range.offset, part.len());
+                return Err(ts_io::Error::ShortRead { path, offset, expected, actual }.into());
+            }
+            source.verify(range.offset)?;
+            rest = after;
+        }
+        assert!(rest.is_empty(), "the buffer is longer than the ranges");
+        Ok(())
+    }
+
     /// Units as the tensors' names suggest them: all tensors whose names differ in their last component make
     /// one, as the parameters of a module do. In the order in which they lie in the files.
     pub fn units_by_module(&self) -> Vec<Unit> {
@@ -64,12 +98,33 @@ impl Checkpoint {
             name: name.into(),
             entry: entry.clone(),
             phase: Phase::Mapped,
+            digest: self.digest(entry),
         };
         let unit = |(name, tensors): (&str, Vec<_>)| Unit {
             name: name.into(),
             tensors: tensors.into_iter().map(tensor).collect(),
         };
         units.into_iter().map(unit).collect()
+    }
+
+    /// The checksums of a tensor's bytes, where they lie in one piece and the file has them.
+    pub fn digest(&self, entry: &TensorEntry) -> Option<Arc<Digest>> {
+        match entry.parts[..] {
+            [part] => self.catalog.digest(part).map(Arc::clone),
+            _ => None,
+        }
+    }
+
+    /// Names the content, wherever it lies: see [`ts_format::fingerprint`]. `None` where a tensor has no checksums.
+    pub fn fingerprint(&self) -> Option<u128> {
+        let empty = Arc::new(Digest::default());
+        let digest = |entry: &TensorEntry| match entry.meta.byte_len() {
+            Some(0) => Some(Arc::clone(&empty)),
+            _ => self.digest(entry),
+        };
+        let all = self.catalog.tensors().map(|(name, entry)| Some((name, &entry.meta, digest(entry)?)));
+        let all = all.collect::<Option<Vec<_>>>()?;
+        Some(ts_format::fingerprint(all.iter().map(|(name, meta, digest)| (*name, *meta, &**digest))))
     }
 
     /// An engine over these units, whose tensors lie in this checkpoint's files.
@@ -82,12 +137,15 @@ impl Checkpoint {
 }
 
 fn find_in(dir: &Path) -> Result<PathBuf, Error> {
-    if let Some(file) = [SINGLE, INDEX].map(|name| dir.join(name)).into_iter().find(|file| file.exists()) {
+    if let Some(file) =
+        [SINGLE, INDEX, CONTAINER].map(|name| dir.join(name)).into_iter().find(|file| file.exists())
+    {
         return Ok(file);
     }
     let entries = std::fs::read_dir(dir).map_err(|e| open_error(dir, e))?;
     let files = entries.filter_map(|entry| Some(entry.ok()?.path()));
-    let mut files: Vec<_> = files.filter(|p| p.extension().is_some_and(|e| e == "safetensors")).collect();
+    let mut files: Vec<_> =
+        files.filter(|p| p.extension().is_some_and(|e| e == "safetensors" || e == "ts")).collect();
     match files.len() {
         1 => Ok(files.remove(0)),
         found => Err(Error::NoCheckpoint { path: dir.into(), found }),

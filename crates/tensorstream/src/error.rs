@@ -14,15 +14,38 @@ pub enum Error {
     /// Units could not be held or brought in.
     #[error(transparent)]
     Engine(#[from] ts_orchestrator::Error),
+    /// A file could not be written. What had its name before still has it.
+    #[error("{}: cannot write: {source}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// A file's suffix names no format that is written.
+    #[error("{}: the suffix names no format: it must be .ts or .safetensors", path.display())]
+    UnknownSuffix {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Data are not what was written.
+    #[error(transparent)]
+    Corrupt(#[from] crate::Damage),
+    /// No budget was given and none could be found out.
+    #[error("the available memory cannot be detected here: give a budget")]
+    NoBudget,
+    /// The caller wanted no more of it.
+    #[error("interrupted")]
+    Interrupted,
     /// A directory has no checkpoint in it.
     #[error(
-        "{}: no checkpoint: neither model.safetensors nor model.safetensors.index.json, and {found} other \
-         .safetensors files", path.display()
+        "{}: no checkpoint: neither model.safetensors nor model.safetensors.index.json nor model.ts, and {found} other \
+         .safetensors or .ts files where one would have been taken", path.display()
     )]
     NoCheckpoint {
         /// The directory.
         path: PathBuf,
-        /// How many .safetensors files of other names it has; exactly one would have been taken.
+        /// How many .safetensors and .ts files of other names it has; exactly one would have been taken.
         found: usize,
     },
 }

@@ -21,14 +21,27 @@
 //! ```
 //!
 //! # Features
-//! None.
+//! `cli`, on by default: the program `tensorstream` and [`Bar`].
 #![forbid(unsafe_code)]
 
+mod atomic;
+#[cfg(feature = "cli")]
+mod bar;
 mod checkpoint;
+#[cfg(feature = "cli")]
+pub mod cli;
+mod convert;
 mod error;
+mod explain;
 mod memory;
+mod write;
 
+#[cfg(feature = "cli")]
+pub use bar::Bar;
 pub use checkpoint::Checkpoint;
+pub use convert::{Converted, Damage, Progress, Verified, Watch, convert, verify};
 pub use error::Error;
+pub use explain::Explanation;
 pub use memory::{BadSize, available_bytes, parse_bytes};
+pub use write::{FileWriter, Format, NewTensor};
 pub use {ts_format as format, ts_io as io, ts_orchestrator as orchestrator, ts_pool as pool};

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Files that appear whole or not at all.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::Error;
+
+/// Dirty data is flushed whenever this many bytes have gathered, so that the last flush is short.
+const FLUSH_BYTES: u64 = 256 << 20;
+/// How often a waiting process looks again.
+const POLL: Duration = Duration::from_millis(20);
+
+/// A file that is being written beside the place it is for.
+///
+/// The data go to `NAME.partial`, which is locked while somebody writes it: a second writer waits, and one that was
+/// killed leaves a file that the next one takes over. [`commit`](Self::commit) makes it durable and gives it its
+/// name; dropping it instead removes it.
+#[derive(Debug)]
+pub(crate) struct AtomicFile {
+    file: File,
+    partial: PathBuf,
+    target: PathBuf,
+    unflushed: u64,
+    committed: bool,
+}
+
+impl AtomicFile {
+    /// Begins a file that will be called `target`, once no other process writes it. Blocks until then;
+    /// `interrupt` is asked every 20 ms and ends the wait by returning true.
+    pub(crate) fn create(target: &Path, interrupt: &mut dyn FnMut() -> bool) -> Result<Self, Error> {
+        let mut name = target.file_name().map(OsString::from).ok_or_else(|| {
+            let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no file name");
+            Error::Write { path: target.into(), source }
+        })?;
+        name.push(".partial");
+        let partial = target.with_file_name(name);
+        let failed = |source| Error::Write { path: partial.clone(), source };
+        loop {
+            let mut options = OpenOptions::new();
+            let file = options.create(true).truncate(false).read(true).write(true).open(&partial);
+            let file = file.map_err(failed)?;
+            match file.try_lock() {
+                // The writer before may have renamed or removed what was opened: then it is not ours to write.
+                Ok(()) if is_at(&file, &partial) => {
+                    file.set_len(0).map_err(failed)?;
+                    let target = target.to_path_buf();
+                    return Ok(Self { file, partial, target, unflushed: 0, committed: false });
+                }
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => std::thread::sleep(POLL),
+                Err(TryLockError::Error(source)) => return Err(failed(source)),
+            }
+            if interrupt() {
+                return Err(Error::Interrupted);
+            }
+        }
+    }
+
+    /// Writes behind what was written last.
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        let mut write = || {
+            self.file.write_all(bytes)?;
+            self.unflushed += bytes.len() as u64;
+            if self.unflushed >= FLUSH_BYTES {
+                self.unflushed = 0;
+                self.file.sync_data()?;
+            }
+            Ok(())
+        };
+        write().map_err(|source| Error::Write { path: self.target.clone(), source })
+    }
+
+    /// Goes to `offset`; what is skipped reads as zeros.
+    pub(crate) fn seek(&mut self, offset: u64) -> Result<(), Error> {
+        let sought = self.file.seek(SeekFrom::Start(offset));
+        sought.map(drop).map_err(|source| Error::Write { path: self.target.clone(), source })
+    }
+
+    /// Waits until everything written is on the disk.
+    pub(crate) fn flush(&mut self) -> Result<(), Error> {
+        self.unflushed = 0;
+        self.file.sync_all().map_err(|source| Error::Write { path: self.target.clone(), source })
+    }
+
+    /// Gives the file its name, replacing what had it. Durable when it returns.
+    pub(crate) fn commit(mut self) -> Result<(), Error> {
+        self.flush()?;
+        let parent = match self.target.parent() {
+            Some(parent) if parent != Path::new("") => parent,
+            _ => Path::new("."),
+        };
+        let name = || {
+            fs::rename(&self.partial, &self.target)?;
+            sync_directory(parent)
+        };
+        name().map_err(|source| Error::Write { path: self.target.clone(), source })?;
+        self.committed = true;
+        Ok(())
+    }
+}
+
+impl Drop for AtomicFile {
+    fn drop(&mut self) {
+        if !self.committed && is_at(&self.file, &self.partial) {
+            // Nothing is lost if this fails: the next writer takes the file over.
+            let _ = fs::remove_file(&self.partial);
+        }
+    }
+}
+
+/// Whether `path` still names the file that was opened.
+#[cfg(unix)]
+fn is_at(file: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let same = |a: &fs::Metadata, b: &fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
+    matches!((file.metadata(), fs::metadata(path)), (Ok(a), Ok(b)) if same(&a, &b))
+}
+
+/// Elsewhere a file that is open cannot be renamed or removed.
+#[cfg(not(unix))]
+fn is_at(_: &File, path: &Path) -> bool {
+    path.exists()
+}
+
+#[cfg(unix)]
+fn sync_directory(path: &Path) -> std::io::Result<()> {
+    File::open(path)?.sync_all()
+}
+
+/// Elsewhere directories cannot be opened.
+#[cfg(not(unix))]
+fn sync_directory(_: &Path) -> std::io::Result<()> {
+    Ok(())
+}

@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The command line: `tensorstream info|verify|convert|plan|demo`.
+//!
+//! Exit status: 0 when all is well, 1 when a file is damaged or something failed, 2 for wrong arguments, 130 when
+//! interrupted.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use clap::{Parser, Subcommand};
+use serde_json::{Value, json};
+use ts_format::TensorEntry;
+use ts_orchestrator::{EngineConfig, UnitId};
+
+use crate::{
+    Bar, Checkpoint, Error, FileWriter, NewTensor, Progress, available_bytes, convert, parse_bytes, verify,
+};
+
+const MIB: f64 = 1048576.0;
+
+/// Tensors where the memory is not: looks into checkpoints, converts them, plans and tries their streaming.
+#[derive(Debug, Parser)]
+#[command(name = "tensorstream", version)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+    /// Prints one JSON value to standard output instead of text.
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Lists what is in a checkpoint: files, metadata, tensors. Reads headers only.
+    Info {
+        /// A .safetensors or .ts file, a shard index, or a directory with one of them.
+        path: PathBuf,
+    },
+    /// Reads a whole checkpoint and compares every byte that has a checksum.
+    Verify {
+        /// A .safetensors or .ts file, a shard index, or a directory with one of them.
+        path: PathBuf,
+    },
+    /// Writes a checkpoint into one file, bit for bit and with its metadata.
+    Convert {
+        /// What to read: a .safetensors or .ts file, a shard index, or a directory with one of them.
+        from: PathBuf,
+        /// The file to write: .ts or .safetensors. Replaced whole, if it is there.
+        to: PathBuf,
+    },
+    /// Says how a checkpoint would be held under a budget. Reads headers only.
+    Plan {
+        /// A .safetensors or .ts file, a shard index, or a directory with one of them.
+        path: PathBuf,
+        /// All memory for weights, such as 600MiB; half of what is available if not given.
+        #[arg(long, value_parser = budget)]
+        budget: Option<usize>,
+        /// Forward passes that may run at once.
+        #[arg(long, default_value_t = 1)]
+        max_passes: usize,
+    },
+    /// Streams all units of a checkpoint, pass after pass, and tells the speed. Without one it makes its own.
+    Demo {
+        /// A checkpoint; 256 MiB of made-up weights in the temporary directory if none is given.
+        path: Option<PathBuf>,
+        /// All memory for weights, such as 600MiB; a third of the weights if not given.
+        #[arg(long, value_parser = budget)]
+        budget: Option<usize>,
+        /// Passes over all units.
+        #[arg(long, default_value_t = 5)]
+        passes: usize,
+    },
+}
+
+fn budget(text: &str) -> Result<usize, String> {
+    let bytes = parse_bytes(text).map_err(|e| e.to_string())?;
+    usize::try_from(bytes).ok().filter(|&bytes| bytes > 0).ok_or_else(|| format!("{text} is no budget"))
+}
+
+/// Runs a command line, the program's name first, and returns the exit status.
+///
+/// `interrupt` is asked at least every 16 MiB of work and every 20 ms of a wait; true ends the work.
+pub fn run(
+    arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> u8 {
+    let arguments = match Arguments::try_parse_from(arguments) {
+        Ok(arguments) => arguments,
+        Err(refusal) => {
+            // Help and version come this way too, with status 0.
+            let _ = refusal.print();
+            return refusal.exit_code() as u8;
+        }
+    };
+    match arguments.command.run(arguments.json, interrupt) {
+        Ok(status) => status,
+        Err(error) => {
+            eprintln!("tensorstream: {error}");
+            let interrupted = match &error {
+                Error::Interrupted => true,
+                Error::Engine(e) => e.kind() == ts_orchestrator::ErrorKind::Interrupted,
+                _ => false,
+            };
+            if interrupted { 130 } else { 1 }
+        }
+    }
+}
+
+impl Command {
+    fn run(self, as_json: bool, interrupt: &mut dyn FnMut() -> bool) -> Result<u8, Error> {
+        match self {
+            Command::Info { path } => info(&path, as_json),
+            Command::Verify { path } => verified(&path, as_json, interrupt),
+            Command::Convert { from, to } => converted(&from, &to, as_json, interrupt),
+            Command::Plan { path, budget, max_passes } => {
+                let budget = budget.or_else(half_of_available).ok_or(Error::NoBudget)?;
+                planned(&path, budget, max_passes, as_json)
+            }
+            Command::Demo { path, budget, passes } => {
+                demo(path.as_deref(), budget, passes, as_json, interrupt)
+            }
+        }
+    }
+}
+
+/// Writes to standard output; a reader that has gone away is no error of ours.
+fn say(text: impl std::fmt::Display) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+fn half_of_available() -> Option<usize> {
+    Some((available_bytes()? / 2) as usize)
+}
+
+fn info(path: &Path, as_json: bool) -> Result<u8, Error> {
+    let checkpoint = Checkpoint::open(path)?;
+    let catalog = checkpoint.catalog();
+    let bytes = |entry: &TensorEntry| entry.parts.iter().map(|part| part.len).sum::<u64>();
+    let total: u64 = catalog.tensors().map(|(_, entry)| bytes(entry)).sum();
+    let files = catalog.files().iter().zip(checkpoint.sources());
+    if as_json {
+        let files = files.map(
+            |(file, source)| json!({ "path": source.path(), "bytes": file.len, "metadata": file.metadata }),
+        );
+        let tensors = catalog.tensors().map(|(name, entry)| {
+            let part = entry.parts.first();
+            json!({
+                "name": name, "dtype": entry.meta.dtype.name(), "shape": entry.meta.shape, "bytes": bytes(entry),
+                "file": part.map(|p| p.file.0), "offset": part.map(|p| p.offset),
+                "checksums": checkpoint.digest(entry).is_some(),
+            })
+        });
+        let (files, tensors): (Vec<Value>, Vec<Value>) = (files.collect(), tensors.collect());
+        say(json!({ "files": files, "tensors": tensors, "bytes": total }));
+        return Ok(0);
+    }
+    for (file, source) in files {
+        say(format_args!("{}   {:.1} MiB", source.path().display(), file.len as f64 / MIB));
+        for (key, value) in &file.metadata {
+            say(format_args!("    {key} = {value}"));
+        }
+    }
+    let width = catalog.tensors().map(|(name, _)| name.len()).max().unwrap_or(0);
+    for (name, entry) in catalog.tensors() {
+        let (dtype, shape) = (entry.meta.dtype.name(), format!("{:?}", entry.meta.shape));
+        say(format_args!("{name:width$}  {dtype:5} {shape:20} {:12} bytes", bytes(entry)));
+    }
+    say(format_args!("{} tensors, {:.1} MiB", catalog.tensors().len(), total as f64 / MIB));
+    Ok(0)
+}
+
+/// A job that shows how far it is and can be interrupted.
+fn watched<T>(
+    label: &str,
+    interrupt: &mut dyn FnMut() -> bool,
+    job: impl FnOnce(&mut crate::Watch<'_>) -> Result<T, Error>,
+) -> Result<(T, f64), Error> {
+    let bar = Bar::new(label);
+    let began = Instant::now();
+    let done = job(&mut |progress: Progress| {
+        bar.show(progress);
+        interrupt()
+    })?;
+    Ok((done, began.elapsed().as_secs_f64()))
+}
+
+fn verified(path: &Path, as_json: bool, interrupt: &mut dyn FnMut() -> bool) -> Result<u8, Error> {
+    let (found, seconds) = watched("verifying", interrupt, |watch| verify(path, watch))?;
+    if as_json {
+        let damaged = found
+            .damaged
+            .iter()
+            .map(|d| json!({ "path": d.path, "tensor": d.tensor, "offset": d.offset, "bytes": d.len }));
+        let damaged: Vec<Value> = damaged.collect();
+        say(json!({
+            "tensors": found.tensors, "bytes": found.bytes, "checked_bytes": found.checked_bytes,
+            "seconds": seconds, "damaged": damaged,
+        }));
+    } else {
+        found.damaged.iter().for_each(say);
+        let (tensors, mib) = (found.tensors, found.bytes as f64 / MIB);
+        match found.checked_bytes {
+            0 if found.bytes > 0 => say(format_args!("{tensors} tensors, {mib:.1} MiB read; no checksums")),
+            checked => say(format_args!(
+                "{tensors} tensors, {mib:.1} MiB read, {:.1} MiB with checksums, {} chunks damaged",
+                checked as f64 / MIB,
+                found.damaged.len()
+            )),
+        }
+    }
+    Ok(u8::from(!found.damaged.is_empty()))
+}
+
+fn converted(
+    from: &Path,
+    to: &Path,
+    as_json: bool,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<u8, Error> {
+    let (done, seconds) = watched("converting", interrupt, |watch| convert(from, to, watch))?;
+    let (tensors, bytes) = (done.tensors, done.bytes);
+    if as_json {
+        say(json!({ "path": to, "tensors": tensors, "bytes": bytes, "seconds": seconds }));
+    } else {
+        let mib = bytes as f64 / MIB;
+        say(format_args!("{}: {tensors} tensors, {mib:.1} MiB, in {seconds:.1} s", to.display()));
+    }
+    Ok(0)
+}
+
+fn planned(path: &Path, budget: usize, max_passes: usize, as_json: bool) -> Result<u8, Error> {
+    let config = EngineConfig { max_passes, ..EngineConfig::with_budget(budget) };
+    let explanation = Checkpoint::open(path)?.explain(&config)?;
+    if !as_json {
+        say(explanation);
+        return Ok(0);
+    }
+    let plan = &explanation.plan;
+    let units = explanation
+        .units
+        .iter()
+        .map(|unit| json!({ "name": unit.name, "bytes": unit.slot_bytes, "resident": unit.resident }));
+    let units: Vec<Value> = units.collect();
+    say(json!({
+        "budget_bytes": explanation.budget_bytes, "smallest_budget_bytes": plan.smallest_budget_bytes,
+        "resident_bytes": plan.resident_bytes, "ring_bytes": plan.ring_bytes, "peak_bytes": plan.peak_bytes(),
+        "streamed_bytes_per_pass": plan.streamed_bytes_per_pass, "predicted_pass_s": plan.predicted_pass_s,
+        "bottleneck": plan.bottleneck.to_string(), "units": units,
+    }));
+    Ok(0)
+}
+
+fn demo(
+    path: Option<&Path>,
+    budget: Option<usize>,
+    passes: usize,
+    as_json: bool,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<u8, Error> {
+    let made = match path {
+        Some(_) => None,
+        None => Some(MadeUp::new(interrupt)?),
+    };
+    let path = path.or(made.as_ref().map(|made| made.path.as_path())).expect("given or made");
+    let checkpoint = Checkpoint::open(path)?;
+    let units = checkpoint.units_by_module();
+    let weights: u64 = checkpoint.catalog().tensors().flat_map(|(_, e)| &e.parts).map(|p| p.len).sum();
+    let budget = budget.unwrap_or((weights / 3) as usize);
+    let engine = checkpoint.engine(units, EngineConfig::with_budget(budget))?;
+    let began = Instant::now();
+    for _ in 0..passes {
+        let pass = engine.begin_pass(interrupt)?;
+        for unit in 0..engine.unit_count() as u32 {
+            engine.acquire(Some(pass), UnitId(unit), interrupt)?;
+        }
+        if engine.end_pass(pass) {
+            engine.replan(interrupt)?;
+        }
+    }
+    let (stats, seconds) = (engine.stats(), began.elapsed().as_secs_f64());
+    let read = stats.total_read_bytes();
+    let paths: Vec<_> = stats.read_bytes.iter().filter(|(_, bytes)| *bytes > 0).collect();
+    if as_json {
+        let paths: serde_json::Map<_, _> = paths.iter().map(|(p, b)| (p.name().into(), json!(b))).collect();
+        say(json!({
+            "weight_bytes": weights, "budget_bytes": budget, "passes": passes, "seconds": seconds,
+            "read_bytes": read, "read_bytes_by_path": paths, "backend": stats.backend,
+            "reserved_high_water_bytes": stats.reserved_high_water_bytes,
+        }));
+        return Ok(0);
+    }
+    let paths: Vec<_> =
+        paths.iter().map(|(p, b)| format!("{} {:.1} MiB", p.name(), *b as f64 / MIB)).collect();
+    say(format_args!("weights {:.1} MiB, budget {:.1} MiB", weights as f64 / MIB, budget as f64 / MIB));
+    say(format_args!("{passes} passes in {seconds:.2} s, every unit in memory once in each"));
+    say(format_args!(
+        "read {:.1} MiB ({}), {:.2} GB/s",
+        read as f64 / MIB,
+        paths.join(", "),
+        read as f64 / seconds / 1e9
+    ));
+    say(format_args!("most memory taken {:.1} MiB", stats.reserved_high_water_bytes as f64 / MIB));
+    Ok(0)
+}
+
+/// A checkpoint of made-up weights, gone when this is dropped.
+struct MadeUp {
+    path: PathBuf,
+}
+
+impl MadeUp {
+    fn new(interrupt: &mut dyn FnMut() -> bool) -> Result<Self, Error> {
+        const LAYERS: usize = 16;
+        const SIDE: u64 = 2048;
+        let path = std::env::temp_dir().join(format!("tensorstream-demo-{}.ts", std::process::id()));
+        let meta = ts_format::TensorMeta { dtype: ts_format::Dtype::F32, shape: vec![SIDE, SIDE] };
+        let tensors = (0..LAYERS).map(|i| NewTensor {
+            name: format!("layers.{i}.weight"),
+            meta: meta.clone(),
+            phase: None,
+        });
+        let mut writer = FileWriter::create(&path, tensors.collect(), Default::default(), interrupt)?;
+        let mut state = 1u32;
+        let mut row = vec![0u8; 1 << 20];
+        for _ in 0..LAYERS * (SIDE * SIDE * 4) as usize / row.len() {
+            for value in row.chunks_exact_mut(4) {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                value.copy_from_slice(&state.to_le_bytes());
+            }
+            writer.write(&row)?;
+            if interrupt() {
+                return Err(Error::Interrupted);
+            }
+        }
+        writer.commit()?;
+        Ok(Self { path })
+    }
+}
+
+impl Drop for MadeUp {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
