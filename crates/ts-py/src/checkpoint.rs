@@ -2,10 +2,13 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use tensorstream::format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+use tensorstream::format::{ByteRange, FileId, TensorEntry};
 
+use crate::dlpack::Lent;
 use crate::errors::to_python;
+use crate::files::{Progress, meta, watched};
 
 /// One run of bytes: file, offset, length.
 pub(crate) type Part = (u32, u64, u64);
@@ -24,6 +27,12 @@ impl Checkpoint {
         Ok(Self { inner })
     }
 
+    /// This checkpoint and another as one: the other's tensors take the place of those of the same name, and its
+    /// files come behind.
+    fn overlaid(&self, other: &Self) -> Self {
+        Self { inner: self.inner.clone().overlaid(other.inner.clone()) }
+    }
+
     /// Names of all tensors, sorted.
     fn names(&self) -> Vec<&str> {
         self.inner.catalog().tensors().map(|(name, _)| name).collect()
@@ -34,6 +43,45 @@ impl Checkpoint {
         let entry = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
         let parts = entry.parts.iter().map(|p| (p.file.0, p.offset, p.len)).collect();
         Ok((entry.meta.dtype.name(), entry.meta.shape.clone(), parts))
+    }
+
+    /// Reads parts, one behind the other, into a tensor of bytes of their total length, given as a capsule.
+    fn read_into(&self, py: Python<'_>, parts: Vec<Part>, target: &Bound<'_, PyAny>) -> PyResult<()> {
+        let mut target = Lent::from_capsule(target)?;
+        let ranges = ranges(&parts);
+        let total = ranges.iter().try_fold(0u64, |sum, range| sum.checked_add(range.len));
+        let known = ranges.iter().all(|range| (range.file.0 as usize) < self.inner.sources().len());
+        if total != Some(target.bytes().len() as u64) || !known {
+            return Err(PyValueError::new_err(
+                "the parts are not of this checkpoint, or not of the target's size",
+            ));
+        }
+        py.detach(|| self.inner.read(&ranges, target.bytes_mut())).map_err(|e| to_python(py, &e))
+    }
+
+    /// Reads a tensor into one of bytes of its length, given as a capsule, compares it with its checksums if the file
+    /// has them, and advances the bar.
+    fn read_tensor(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        target: &Bound<'_, PyAny>,
+        bar: &Bound<'_, Progress>,
+    ) -> PyResult<()> {
+        let mut target = Lent::from_capsule(target)?;
+        let entry = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
+        if entry.meta.byte_len() != Some(target.bytes().len() as u64) {
+            return Err(PyValueError::new_err("the target has not the tensor's size"));
+        }
+        let (bar, bytes) = (bar.get(), target.bytes_mut());
+        let mut done = 0;
+        watched(py, None, |watch| {
+            self.inner.read_tensor(name, bytes, &mut |progress| {
+                bar.advance(progress.done - done);
+                done = progress.done;
+                watch(progress)
+            })
+        })
     }
 
     /// Path, length in bytes and metadata of each file.
@@ -54,11 +102,11 @@ impl Checkpoint {
         shape: Vec<u64>,
         parts: &[Part],
     ) -> PyResult<TensorEntry> {
-        let dtype = Dtype::from_name(dtype)
-            .ok_or_else(|| pyo3::exceptions::PyValueError::new_err(format!("unknown dtype {dtype}")))?;
-        let parts =
-            parts.iter().map(|&(file, offset, len)| ByteRange { file: FileId(file), offset, len }).collect();
-        let entry = self.inner.catalog().assemble(name, TensorMeta { dtype, shape }, parts);
+        let entry = self.inner.catalog().assemble(name, meta(dtype, shape)?, ranges(parts));
         entry.map_err(|e| to_python(py, &e.into()))
     }
+}
+
+fn ranges(parts: &[Part]) -> Vec<ByteRange> {
+    parts.iter().map(|&(file, offset, len)| ByteRange { file: FileId(file), offset, len }).collect()
 }

@@ -4,6 +4,7 @@
 
 use std::ffi::{CStr, c_void};
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use tensorstream::format::{Dtype, TensorMeta};
@@ -122,6 +123,85 @@ unsafe extern "C" fn drop_unconsumed(capsule: *mut ffi::PyObject) {
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 1 {
             delete(ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()).cast());
+        }
+    }
+}
+
+/// A tensor of bytes that torch lends to a call, taken from its capsule.
+pub(crate) struct Lent {
+    managed: *mut ManagedTensor,
+    len: usize,
+}
+
+// SAFETY: the pointer is this value's alone, and a DLPack tensor may be used and deleted on any thread.
+unsafe impl Send for Lent {}
+
+impl Lent {
+    /// Takes a capsule over a contiguous, one-dimensional tensor of u8 on the CPU.
+    pub(crate) fn from_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Self> {
+        const USED: &CStr = c"used_dltensor";
+        let refused = || PyTypeError::new_err("needs a DLPack capsule of contiguous bytes on the CPU");
+        // SAFETY: the pointer is asked for under the name the capsule has, which promises what it points to;
+        // renaming it takes the ownership over, as the protocol wants.
+        let managed = unsafe {
+            if ffi::PyCapsule_IsValid(capsule.as_ptr(), NAME.as_ptr()) != 1 {
+                return Err(refused());
+            }
+            let managed: *mut ManagedTensor =
+                ffi::PyCapsule_GetPointer(capsule.as_ptr(), NAME.as_ptr()).cast();
+            ffi::PyCapsule_SetName(capsule.as_ptr(), USED.as_ptr());
+            ffi::PyCapsule_SetDestructor(capsule.as_ptr(), None);
+            managed
+        };
+        let mut this = Self { managed, len: 0 };
+        // SAFETY: `managed` is a live tensor, owned since the renaming; shape and strides have ndim entries.
+        let (plain, len) = unsafe {
+            let tensor = &(*managed).tensor;
+            let of_bytes = tensor.ndim == 1
+                && tensor.device.kind == CPU
+                && (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes) == (1, 8, 1);
+            let contiguous =
+                of_bytes && (tensor.strides.is_null() || *tensor.strides == 1 || *tensor.shape < 2);
+            (contiguous, if contiguous { *tensor.shape } else { 0 })
+        };
+        if !plain {
+            return Err(refused());
+        }
+        this.len = usize::try_from(len).map_err(|_| refused())?;
+        Ok(this)
+    }
+
+    /// Its bytes. The caller of the Python function sees to it that nobody writes to them meanwhile.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        if self.len == 0 {
+            return &[];
+        }
+        // SAFETY: a DLPack tensor's data is valid for its shape until its deleter runs, in this value's drop.
+        unsafe { std::slice::from_raw_parts(self.data(), self.len) }
+    }
+
+    /// Its bytes, to be written to. The caller of the Python function made the tensor for that.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        if self.len == 0 {
+            return &mut [];
+        }
+        // SAFETY: as in `bytes`; torch gives capsules of writable memory only, and `self` is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.data(), self.len) }
+    }
+
+    fn data(&self) -> *mut u8 {
+        // SAFETY: `managed` is live until drop.
+        unsafe { (*self.managed).tensor.data.cast::<u8>().add((*self.managed).tensor.byte_offset as usize) }
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        // SAFETY: `managed` is owned, and nothing borrows from `self` any more.
+        unsafe {
+            if let Some(deleter) = (*self.managed).deleter {
+                deleter(self.managed);
+            }
         }
     }
 }

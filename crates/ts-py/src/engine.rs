@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::sync::{Arc, Mutex};
 
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use tensorstream::Error;
 use tensorstream::format::TensorMeta;
 use tensorstream::io::BackendOptions;
 use tensorstream::orchestrator::{
-    self as orchestrator, EngineConfig, EngineStats, PassId, Phase, Plan, Unit, UnitId, UnitStats, UnitTensor,
+    self as orchestrator, EngineConfig, EngineStats, PassId, Phase, Plan, Prefetch, Unit, UnitId, UnitStats,
+    UnitTensor,
 };
 
 use crate::checkpoint::{Checkpoint, Part};
@@ -61,20 +62,18 @@ pub(crate) struct Lease {
 #[pymethods]
 impl Engine {
     #[new]
-    #[pyo3(signature = (checkpoint, units, *, budget, max_passes=1, backend=None, in_flight=None))]
+    #[pyo3(signature = (checkpoint, units, *, budget, settings=None))]
     fn new(
         py: Python<'_>,
         checkpoint: &Checkpoint,
         units: Vec<(String, Vec<TensorSpec>)>,
         budget: usize,
-        max_passes: usize,
-        backend: Option<String>,
-        in_flight: Option<usize>,
+        settings: Option<Settings>,
     ) -> PyResult<Self> {
         let units = units.into_iter().map(|(name, specs)| unit(py, checkpoint, name, specs));
         let units = units.collect::<PyResult<Vec<_>>>()?;
         let metas = units.iter().map(|u| u.tensors.iter().map(|t| t.entry.meta.clone()).collect()).collect();
-        let config = config(budget, max_passes, backend, in_flight);
+        let config = config(budget, settings)?;
         let inner = py.detach(|| checkpoint.inner.engine(units, config)).map_err(|e| to_python(py, &e))?;
         Ok(Self { inner: Arc::new(inner), metas })
     }
@@ -148,37 +147,53 @@ impl Lease {
 
 /// Plans a checkpoint by its tensors' names, reading headers alone.
 #[pyfunction]
-#[pyo3(signature = (checkpoint, *, budget, max_passes=1))]
+#[pyo3(signature = (checkpoint, *, budget, settings=None))]
 pub(crate) fn plan<'py>(
     py: Python<'py>,
     checkpoint: &Checkpoint,
     budget: usize,
-    max_passes: usize,
+    settings: Option<Settings>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let units = checkpoint.inner.units_by_module();
-    let config = config(budget, max_passes, None, None);
-    let preview = orchestrator::Engine::preview(units, checkpoint.inner.sources(), &config);
-    let (plan, units) = preview.map_err(|e| to_python(py, &e.into()))?;
+    let config = config(budget, settings)?;
+    let explanation = checkpoint.inner.explain(&config).map_err(|e| to_python(py, &e))?;
     let dict = PyDict::new(py);
-    dict.set_item("plan", plan_dict(py, &plan)?)?;
-    dict.set_item("units", units_list(py, &units)?)?;
+    dict.set_item("plan", plan_dict(py, &explanation.plan)?)?;
+    dict.set_item("units", units_list(py, &explanation.units)?)?;
+    dict.set_item("text", explanation.to_string())?;
     Ok(dict)
 }
 
-fn config(
-    budget: usize,
+/// How an engine is set up, beside its budget: a dictionary with all of these.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct Settings {
     max_passes: usize,
     backend: Option<String>,
-    in_flight: Option<usize>,
-) -> EngineConfig {
-    let io = in_flight.map_or_else(BackendOptions::default, |in_flight| BackendOptions { in_flight });
-    EngineConfig { max_passes, backend, io, ..EngineConfig::with_budget(budget) }
+    in_flight: usize,
+    prefetch: String,
+    verify: bool,
+}
+
+fn config(budget: usize, settings: Option<Settings>) -> PyResult<EngineConfig> {
+    let config = EngineConfig::with_budget(budget);
+    let Some(Settings { max_passes, backend, in_flight, prefetch, verify }) = settings else {
+        return Ok(config);
+    };
+    let prefetch = match prefetch.as_str() {
+        "none" => Prefetch::None,
+        "next_layer" => Prefetch::NextLayer,
+        "adaptive" => Prefetch::Adaptive,
+        "aggressive" => Prefetch::Aggressive,
+        other => return Err(PyValueError::new_err(format!("unknown prefetch strategy {other}"))),
+    };
+    Ok(EngineConfig { max_passes, backend, io: BackendOptions { in_flight }, prefetch, verify, ..config })
 }
 
 fn unit(py: Python<'_>, checkpoint: &Checkpoint, name: String, specs: Vec<TensorSpec>) -> PyResult<Unit> {
     let tensor = |(name, dtype, shape, parts, phase): TensorSpec| -> PyResult<UnitTensor> {
         let entry = checkpoint.assemble(py, &name, &dtype, shape, &parts)?;
-        Ok(UnitTensor { name, entry, phase: phase.map_or(Phase::Mapped, Phase::At) })
+        let digest = checkpoint.inner.digest(&entry);
+        Ok(UnitTensor { name, entry, phase: phase.map_or(Phase::Mapped, Phase::At), digest })
     };
     Ok(Unit { name, tensors: specs.into_iter().map(tensor).collect::<PyResult<_>>()? })
 }

@@ -22,6 +22,7 @@ fn class_name(error: &Error) -> &'static str {
     match error {
         Error::Format(e) => match e.kind() {
             format::ErrorKind::NotFound => "MissingTensorError",
+            format::ErrorKind::Misuse => "ConfigurationError",
             _ => "CheckpointError",
         },
         Error::Io(e) => of_io(e),
@@ -29,9 +30,16 @@ fn class_name(error: &Error) -> &'static str {
             (Some(source), _) => of_io(source),
             (None, orchestrator::ErrorKind::NeverFits) => "BudgetError",
             (None, orchestrator::ErrorKind::Full) => "UnitReferencedError",
+            (None, orchestrator::ErrorKind::Corrupt) => "ChecksumError",
             (None, orchestrator::ErrorKind::Misuse) => "ConfigurationError",
             (None, _) => "StorageError",
         },
+        Error::Corrupt(_) => "ChecksumError",
+        Error::Write { source, .. } => match source.kind() {
+            std::io::ErrorKind::PermissionDenied => "CheckpointPermissionError",
+            _ => "StorageError",
+        },
+        Error::UnknownSuffix { .. } => "ConfigurationError",
         Error::NoCheckpoint { .. } => "CheckpointNotFoundError",
         _ => "TensorStreamError",
     }

@@ -2,10 +2,13 @@
 //! `tensorstream._native`: what the Python package is made of. Thin: arguments in, calls to the facade with the
 //! interpreter let go, results and errors out.
 
+#![allow(clippy::needless_pass_by_value)] // arguments are extracted from Python objects, and so owned
+
 mod checkpoint;
 mod dlpack;
 mod engine;
 mod errors;
+mod files;
 
 use pyo3::prelude::*;
 use tensorstream::{available_bytes, parse_bytes as parse};
@@ -22,6 +25,19 @@ fn available_memory() -> Option<u64> {
     available_bytes()
 }
 
+/// The smallest budget under which units of these sizes can run, in bytes.
+#[pyfunction]
+fn smallest_budget(sizes: Vec<usize>, max_passes: usize) -> usize {
+    let demand = |&slot_bytes: &usize| tensorstream::orchestrator::UnitDemand {
+        name: String::new(),
+        slot_bytes,
+        read_bytes: slot_bytes as u64,
+        compute_s: 0.0,
+    };
+    let units: Vec<_> = sizes.iter().map(demand).collect();
+    tensorstream::orchestrator::smallest_budget(&units, max_passes)
+}
+
 /// Names of the I/O backends, the one preferred first.
 #[pyfunction]
 fn backends() -> Vec<&'static str> {
@@ -34,9 +50,15 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<engine::Engine>()?;
     m.add_class::<engine::Pass>()?;
     m.add_class::<engine::Lease>()?;
+    m.add_class::<files::FileWriter>()?;
+    m.add_class::<files::Fingerprint>()?;
+    m.add_class::<files::Progress>()?;
+    m.add_function(wrap_pyfunction!(files::convert, m)?)?;
+    m.add_function(wrap_pyfunction!(files::main, m)?)?;
     m.add_function(wrap_pyfunction!(parse_bytes, m)?)?;
     m.add_function(wrap_pyfunction!(available_memory, m)?)?;
     m.add_function(wrap_pyfunction!(backends, m)?)?;
+    m.add_function(wrap_pyfunction!(smallest_budget, m)?)?;
     m.add_function(wrap_pyfunction!(engine::plan, m)?)?;
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     Ok(())

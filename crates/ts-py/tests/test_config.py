@@ -26,7 +26,15 @@ from torch import nn
         ("max_passes", 0, "an integer from 1 to 64"),
         ("max_passes", "2", "an integer from 1 to 64"),
         ("num_io_threads", 257, "an integer from 1 to 256"),
-        ("backend", "gds", "one of auto, adaptive, direct, buffered"),
+        ("backend", "gds", "one of auto, mmap, cuda, gpudirect, adaptive, direct, buffered"),
+        ("backend", None, "one of auto"),
+        ("vram_budget_gb", 0, "a positive number of GB"),
+        ("vram_budget_gb", "8", "a positive number of GB"),
+        ("prefetch_strategy", "eager", "one of none, next_layer, adaptive, aggressive"),
+        ("memory_mode", 3, "one of aggressive, balanced, conservative"),
+        ("verify_checksums", 1, "True or False"),
+        ("compression_enabled", "yes", "True or False"),
+        ("compression_level", 23, "an integer from 1 to 22"),
     ],
 )
 def test_an_invalid_field_is_named_with_value_and_range(field: str, value: object, wanted: str) -> None:
@@ -70,6 +78,68 @@ def test_every_backend_reads_the_same(linear: Any, backend: str) -> None:
     by_path = ts.stats(model)["read_bytes_by_path"]
     if backend in by_path:
         assert by_path[backend] > 0
+
+
+@pytest.mark.parametrize("backend", ["MMAP", "CUDA", "GPUDIRECT"])
+def test_a_backend_that_is_not_built_falls_back_and_says_why(linear: Any, backend: str) -> None:
+    reference, path = linear
+    ts.config._said.clear()
+    with pytest.warns(ts.NotBuiltWarning, match=rf"BackendType\.{backend}: .* not built yet") as caught:
+        for _ in range(2):
+            config = ts.Config(budget="1MiB", backend=ts.BackendType[backend])
+    assert len(caught) == 1, "it is said once"
+    model = ts.offload(on_meta(reference), config, checkpoint=path)
+    x = torch.randn(3, 64)
+    assert torch.equal(model(x), reference(x))
+    stats = ts.stats(model)
+    assert stats["backend"] == ("buffered" if backend == "MMAP" else ts.backends()[0])
+    assert [name for name, _ in stats["passed_over"]] == [backend.lower()]
+
+
+@pytest.mark.parametrize(("field", "value"), [("compression_enabled", True), ("compression_level", 3)])
+def test_compression_says_that_it_is_not_built(field: str, value: object) -> None:
+    ts.config._said.clear()
+    with pytest.warns(ts.NotBuiltWarning, match=f"Config.{field}: compression is not built yet"):
+        ts.Config(**{field: value})  # type: ignore[arg-type]
+
+
+def test_other_spellings_of_the_budget() -> None:
+    assert ts.Config(vram_budget_gb=1.5).budget_bytes() == 1_500_000_000
+    with pytest.raises(ts.ConfigurationError, match="given twice"):
+        ts.Config(vram_budget_gb=1.5, budget="1GB")
+
+
+def test_memory_modes_are_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    budgets = {}
+    for mode in ts.MemoryMode:
+        config = ts.Config(memory_mode=mode)
+        budgets[mode] = config.budget_bytes()
+    assert budgets[ts.MemoryMode.AGGRESSIVE] > budgets[ts.MemoryMode.BALANCED] > budgets[ts.MemoryMode.CONSERVATIVE]
+    assert "80% of" in capsys.readouterr().err
+    assert ts.Config(memory_mode="conservative").prefetch_strategy is ts.PrefetchStrategy.NEXT_LAYER
+    chosen = ts.Config(memory_mode="conservative", prefetch_strategy="none")
+    assert chosen.prefetch_strategy is ts.PrefetchStrategy.NONE
+
+
+@pytest.mark.parametrize("strategy", list(ts.PrefetchStrategy))
+def test_prefetch_strategies_read_the_same_and_are_felt(strategy: ts.PrefetchStrategy, tmp_path: Path) -> None:
+    reference = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
+    config = ts.Config(budget=5 * 20480, prefetch_strategy=strategy)
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
+    ts.offload(model, config, checkpoint=tmp_path)
+    x = torch.randn(3, 64)
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(model(x), reference(x))
+    stats = ts.stats(model)
+    streamed = [unit for unit in stats["units"] if not unit["resident"]]
+    if strategy is ts.PrefetchStrategy.NONE:
+        assert all(unit["stalls"] == unit["uses"] for unit in streamed), "each use waits"
+    if strategy is ts.PrefetchStrategy.AGGRESSIVE:
+        assert stats["plan"]["ring_bytes"] >= config.budget_bytes() // 2
+    assert stats["reserved_high_water_bytes"] <= config.budget_bytes()
 
 
 def test_contradictions_are_refused(linear: Any) -> None:

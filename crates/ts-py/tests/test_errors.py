@@ -102,11 +102,6 @@ def test_a_wrong_shape_and_a_wrong_dtype(llama: Llama) -> None:
         ts.offload(model, checkpoint=path, budget="1MiB")
 
 
-def test_a_change_of_dtype_says_that_it_is_not_built(llama: Llama) -> None:
-    with pytest.raises(ts.ModelError, match="change of dtype is not built yet"):
-        ts.from_pretrained(llama(), budget="1MiB", dtype=torch.bfloat16)
-
-
 def test_an_empty_directory_and_no_directory(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(FileNotFoundError, match=str(path)) as caught:

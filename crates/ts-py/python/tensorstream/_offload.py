@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from . import _native
+from ._builder import Builder
 from ._placeholder import SAFETENSORS_DTYPES, TORCH_DTYPES, Source, StreamedTensor
+from ._store import derived_of, store_derived, store_live
 from ._streaming import (
     Site,
     Streamer,
@@ -33,22 +36,26 @@ TensorSpec = tuple[str, str, list[int], list[tuple[int, int, int]], int | None]
 def offload(
     model: M, config: Config | None = None, *, checkpoint: Path | None = None, budget: int | str | None = None
 ) -> M:
-    """Makes ``model`` stream its parameters from ``checkpoint`` under a hard memory budget.
+    """Makes ``model`` stream its parameters from disk under a hard memory budget.
 
-    The parameters' values are those of the checkpoint, whatever the model held before; its own are freed.
-    Buffers are kept in memory. Results are bit-identical to the model's in memory: a parameter that had memory
+    With a ``checkpoint``, their values are those in it, whatever the model held before. Without one, a model that
+    holds weights has them written to the directory ``config.storage_path`` first: to a ``.ts`` file that is named by
+    its content, so that the same weights are written once and others never taken for them. The model's own memory
+    is freed. Buffers are kept in memory.
+
+    Results are bit-identical to the model's in memory where no gradients are recorded: a parameter that had memory
     is placed as it was placed there, one on the meta device as ``from_pretrained`` would place it. Streamed
-    parameters are frozen. Reads headers only; the first forward reads weights.
+    parameters are frozen. From a checkpoint only headers are read; the first forward reads weights.
 
     Args:
         model: Any module, on the CPU or the meta device. Changed in place and returned.
         config: Settings; the defaults if none.
-        checkpoint: A directory, ``.safetensors`` file or shard index whose tensors are named as the model's
-            parameters are. ``config.storage_path`` if none is given.
+        checkpoint: A directory, ``.safetensors`` or ``.ts`` file, or shard index whose tensors are named as the
+            model's parameters are.
         budget: Shorthand for ``Config(budget=...)``.
 
     Raises:
-        ConfigurationError: No checkpoint is named, or both ``config`` and ``budget`` set the budget.
+        ConfigurationError: Neither a checkpoint nor a storage path is given, or the budget is given twice.
         MissingTensorError: The checkpoint lacks a parameter.
         CheckpointError: A tensor has another shape or dtype than the parameter, or a file is damaged.
         BudgetError: The budget can never work.
@@ -56,42 +63,48 @@ def offload(
     """
     config = config or Config()
     if budget is not None:
-        if config.budget is not None:
-            raise ConfigurationError("the budget is given twice: as `budget` and as Config.budget")
-        config = Config(**{**config.__dict__, "budget": budget})
+        if config.budget is not None or config.vram_budget_gb is not None:
+            raise ConfigurationError("the budget is given twice: as `budget` and in `config`")
+        config = replace(config, budget=budget)
     path = checkpoint if checkpoint is not None else config.storage_path
     if path is None:
-        raise ConfigurationError("no checkpoint: give `checkpoint` or Config.storage_path")
+        raise ConfigurationError(
+            "no checkpoint: give `checkpoint` to stream from, or Config.storage_path for a model's own weights"
+        )
     if "_tensorstream" in model.__dict__:
         raise ModelError(f"this {type(model).__name__} is offloaded already; restore(model) first")
-    opened = _native.Checkpoint(path)
-    return attach(model, config, opened)
+    config = replace(config, budget=config.budget_bytes(), vram_budget_gb=None)
+    if checkpoint is None and not any(p.is_meta for p in model.parameters()):
+        return attach(model, config, store_live(model, config))
+    if checkpoint is None and not all(p.is_meta for p in model.parameters()):
+        raise ModelError(
+            "some parameters are on the meta device and some hold weights: give a `checkpoint` that has them all"
+        )
+    return attach(model, config, _native.Checkpoint(path))
 
 
 def attach(model: M, config: Config, checkpoint: _native.Checkpoint) -> M:
     """As :func:`offload`, for a checkpoint that is open. The model is changed only once nothing can fail."""
-    survey = _Survey(model, checkpoint)
-    engine = _native.Engine(
-        checkpoint,
-        survey.units,
-        budget=config.budget_bytes(),
-        max_passes=config.max_passes,
-        backend=None if config.backend == "auto" else config.backend,
-        in_flight=config.num_io_threads,
-    )
+    budget = config.budget_bytes()
+    derived = derived_of(model)
+    if derived:
+        checkpoint = store_derived(derived, Builder(checkpoint), config, budget)
+    placed = {id(tensor): Source(name, tuple(checkpoint.entry(name)[2]), 0) for name, tensor in derived.items()}
+    survey = _Survey(model, checkpoint, placed)
+    engine = _native.Engine(checkpoint, survey.units, budget=budget, settings=config.settings())
     streamer = Streamer(engine, survey.weights)
     for module, name, value in survey.read_buffers():
         module._buffers[name] = value
+    stand_ins = [streamer.stand_in(survey.stand_in(key), key) for key in range(len(survey.weights))]
     for module, keys in survey.modules:
         for name, key in keys.items():
-            parameter = module._parameters[name]
-            module._parameters[name] = survey.stand_in(parameter, key).bound(streamer, key)  # type: ignore[assignment]
+            module._parameters[name] = stand_ins[key]  # type: ignore[assignment]
         refresh_flat_weights(module)
     sites = []
     for module, unit, keys in survey.leaves():
         sites.append(Site(module, streamer, unit, keys))
         sites[-1].wrap(module)
-    streaming = Streaming(checkpoint, survey.units, streamer, sites)
+    streaming = Streaming(checkpoint, survey.units, streamer, sites, config.passed_over())
     streaming.wrap(model)
     model.__dict__["_tensorstream"] = streaming
     return model
@@ -108,7 +121,9 @@ def stats(model: nn.Module) -> dict[str, Any]:
     Raises:
         ModelError: The model is not offloaded.
     """
-    return streaming_of(model).streamer.engine.stats()
+    streaming = streaming_of(model)
+    stats = streaming.streamer.engine.stats()
+    return {**stats, "passed_over": [*streaming.passed_over, *stats["passed_over"]]}
 
 
 def restore(model: M) -> M:
@@ -148,7 +163,7 @@ def _read_all(checkpoint: _native.Checkpoint, units: list[Any], weights: list[We
     streamer = Streamer(engine, weights)
     in_pass = streamer.thread.in_pass = engine.begin_pass()
     try:
-        return [streamer.materialize(key) for key in range(len(weights))]
+        return [streamer.read(key) for key in range(len(weights))]
     finally:
         in_pass.end()
 
@@ -156,8 +171,11 @@ def _read_all(checkpoint: _native.Checkpoint, units: list[Any], weights: list[We
 class _Survey:
     """A model's parameters, sorted into units: those that a module owns itself make one."""
 
-    def __init__(self, model: nn.Module, checkpoint: _native.Checkpoint) -> None:
+    def __init__(self, model: nn.Module, checkpoint: _native.Checkpoint, placed: dict[int, Source]) -> None:
         self.checkpoint = checkpoint
+        #: Where those parameters lie, by identity, that had to be computed.
+        self._placed = placed
+        self.builder = Builder(checkpoint)
         self.known = set(checkpoint.names())
         self.weights: list[Weight] = []
         self.units: list[tuple[str, list[TensorSpec]]] = []
@@ -214,44 +232,34 @@ class _Survey:
             if not below and len(units) == 1:
                 yield module, units.pop(), keys
 
-    def stand_in(self, parameter: torch.Tensor | None, key: int) -> StreamedTensor:
-        if isinstance(parameter, StreamedTensor):
-            return parameter
+    def stand_in(self, key: int) -> StreamedTensor:
         weight = self.weights[key]
-        return StreamedTensor(weight.shape, weight.dtype, self._sources[key])
+        return StreamedTensor(weight.shape, weight.dtype, self._sources[key], self.builder)
 
     def read_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """The buffers that are not in memory yet, read from the checkpoint."""
-        if not self._buffers:
-            return []
-        weights: list[Weight] = []
-        units: list[tuple[str, list[TensorSpec]]] = []
-        for module, qualified, _, buffer in self._buffers:
-            if isinstance(buffer, StreamedTensor):
-                source = buffer.source
-            elif qualified in self.known:
-                source = self._match(buffer, qualified)
-            else:
-                raise ModelError(
-                    f"buffer `{qualified}` of {type(module).__name__} is on the meta device and not in the "
-                    "checkpoint: build the model with its buffers in memory"
-                )
-            dtype, shape = SAFETENSORS_DTYPES[buffer.dtype], list(buffer.shape)
-            weights.append(Weight(source.name, buffer.dtype, tuple(shape), len(units), 0, False))
-            spec: TensorSpec = (source.name, dtype, shape, list(source.parts), source.phase)
-            units.append((qualified, [spec]))
-        values = _read_all(self.checkpoint, units, weights)
         return [
-            (module, name, value.detach().clone())
-            for (module, _, name, _), value in zip(self._buffers, values, strict=True)
+            (module, name, self._read_buffer(module, qualified, buffer))
+            for module, qualified, name, buffer in self._buffers
         ]
+
+    def _read_buffer(self, module: nn.Module, qualified: str, buffer: torch.Tensor) -> torch.Tensor:
+        if isinstance(buffer, StreamedTensor):
+            return buffer.materialize()
+        if qualified not in self.known:
+            raise ModelError(
+                f"buffer `{qualified}` of {type(module).__name__} is on the meta device and not in the "
+                "checkpoint: build the model with its buffers in memory"
+            )
+        self._match(buffer, qualified)
+        return self.builder.stand_in(qualified).materialize()
 
     def _source(self, parameter: torch.Tensor) -> Source:
         names = self._names[id(parameter)]
         if isinstance(parameter, StreamedTensor):
-            if parameter.provider is not None:
+            if not parameter.provider.symbolic:
                 raise ModelError(f"parameter `{names[0]}` is streamed already: restore(...) what it belongs to first")
-            return parameter.source
+            return parameter.source if isinstance(parameter.source, Source) else self._placed[id(parameter)]
         if type(parameter) not in (nn.Parameter, torch.Tensor):
             raise ModelError(f"parameter `{names[0]}` is a {type(parameter).__name__}: it cannot be streamed")
         if parameter.device.type not in ("cpu", "meta"):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from . import _native
 from .config import Config
@@ -24,25 +24,10 @@ class Plan:
     bottleneck: str
     units: tuple[tuple[str, int, bool], ...]
     """Name, size and whether it is kept, of each unit."""
+    text: str = field(repr=False)
 
     def __str__(self) -> str:
-        kept = sum(1 for _, _, resident in self.units if resident)
-        largest = max(self.units, key=lambda unit: unit[1], default=("-", 0, False))
-
-        def mib(size: int) -> str:
-            return f"{size / 2**20:10.1f} MiB"
-
-        return "\n".join(
-            [
-                f"budget             {mib(self.budget_bytes)}",
-                f"smallest budget    {mib(self.smallest_budget_bytes)}",
-                f"kept in memory     {mib(self.resident_bytes)}   {kept} of {len(self.units)} units",
-                f"ring               {mib(self.ring_bytes)}   for the units that are streamed",
-                f"streamed per pass  {mib(self.streamed_bytes_per_pass)}",
-                f"largest unit       {mib(largest[1])}   {largest[0]}",
-                f"predicted          {self.predicted_pass_s:10.3f} s a pass at 1 GB/s, limited by {self.bottleneck}",
-            ]
-        )
+        return self.text
 
 
 def plan(
@@ -59,7 +44,8 @@ def plan(
     Raises:
         BudgetError: The budget can never work; the message names the smallest that would do.
     """
-    budget_bytes = Config(budget=budget, max_passes=max_passes).budget_bytes()
-    stats = _native.plan(_native.Checkpoint(checkpoint), budget=budget_bytes, max_passes=max_passes)
-    units = tuple((unit["name"], unit["slot_bytes"], unit["resident"]) for unit in stats["units"])
-    return Plan(budget_bytes=budget_bytes, units=units, **stats["plan"])
+    config = Config(budget=budget, max_passes=max_passes)
+    budget_bytes = config.budget_bytes()
+    planned = _native.plan(_native.Checkpoint(checkpoint), budget=budget_bytes, settings=config.settings())
+    units = tuple((unit["name"], unit["slot_bytes"], unit["resident"]) for unit in planned["units"])
+    return Plan(budget_bytes=budget_bytes, units=units, text=planned["text"], **planned["plan"])

@@ -11,7 +11,8 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils import dlpack
 
 from . import _native
+from ._placeholder import StreamedTensor
 from .errors import ModelError
 
 UNCHANGEABLE = "a streamed weight cannot be changed; restore(model) first"
@@ -46,17 +48,53 @@ class _Thread(threading.local):
 class Streamer:
     """Gives the tensors of units, to whoever asks on whatever thread."""
 
+    symbolic = False
+
     def __init__(self, engine: _native.Engine, weights: list[Weight]) -> None:
         self.engine = engine
         self.weights = weights
         self.thread = _Thread()
+        self._stand_ins: list[weakref.ref[StreamedTensor]] = []
+        self._lock = threading.Lock()
+        self._passes_without_grad = 0
+
+    def stand_in(self, tensor: StreamedTensor, key: int) -> StreamedTensor:
+        """The model's own parameter from now on."""
+        bound = tensor.bound(self, key)
+        self._stand_ins.append(weakref.ref(bound))
+        return bound
+
+    @contextmanager
+    def grad_mode(self) -> Iterator[None]:
+        """Lets stand-ins ask for gradients while a pass records none: see :func:`asks_for_grad`."""
+        if torch.is_grad_enabled():
+            yield
+            return
+        self._count_pass(1)
+        try:
+            yield
+        finally:
+            self._count_pass(-1)
+
+    def _count_pass(self, step: int) -> None:
+        with self._lock:
+            before, self._passes_without_grad = self._passes_without_grad, self._passes_without_grad + step
+            if before == 0 or self._passes_without_grad == 0:
+                for reference in self._stand_ins:
+                    tensor = reference()
+                    if tensor is not None:
+                        tensor.requires_grad = step > 0 and self.weights[tensor.key].requires_grad
 
     def acquire(self, unit: int) -> _native.Lease:
         """Waits until a unit is in memory."""
         return self.engine.acquire(unit, self.thread.in_pass)
 
-    def materialize(self, key: int) -> torch.Tensor:
-        """One weight, for a use outside its module's forward. It stays valid while it is referenced."""
+    def materialize(self, tensor: StreamedTensor) -> torch.Tensor:
+        """A stand-in's weight, for a use outside its module's forward. It stays valid while it is referenced."""
+        return self.read(tensor.key)
+
+    def read(self, key: int) -> torch.Tensor:
+        """One weight."""
         weight = self.weights[key]
         lease = self.acquire(weight.unit)
         try:
@@ -66,13 +104,23 @@ class Streamer:
 
 
 def as_parameter(capsule: object, weight: Weight) -> nn.Parameter:
-    """The parameter whose bytes a capsule of the engine holds. Frozen: nothing could keep what it learns."""
+    """The parameter whose bytes a capsule of the engine holds."""
+    requires_grad = asks_for_grad(weight)
     # An inference tensor could not be saved for backward; these can, whatever mode the caller is in.
     with torch.inference_mode(False):
         tensor = dlpack.from_dlpack(capsule)
         if tensor.dtype != weight.dtype:
             tensor = tensor.view(weight.dtype).view(weight.shape)
-        return nn.Parameter(tensor, requires_grad=False)
+        return nn.Parameter(tensor, requires_grad=requires_grad)
+
+
+def asks_for_grad(weight: Weight) -> bool:
+    """Whether a weight says now that it requires a gradient.
+
+    Where gradients are recorded it is frozen: nothing could keep what it learns. Where none are it says what the
+    model's own did, because torch asks: matmul folds a batch, and so rounds otherwise, for an operand that does.
+    """
+    return weight.requires_grad and not torch.is_grad_enabled()
 
 
 class Site:
@@ -112,6 +160,9 @@ class Site:
                 }
                 self._resident, self._tensors = lease.resident, tensors
                 self._swap(tensors)
+            elif len(self._leases) == 1:
+                for name, tensor in self._tensors.items():
+                    tensor.requires_grad = asks_for_grad(self._streamer.weights[self._keys[name]])
 
     def exit(self, use: object) -> None:
         """Ends ``use``, if it began; the last one lets the parameters go unless the plan keeps them.
@@ -222,12 +273,19 @@ class Streaming:
     """A model's streaming: kept in the model as ``_tensorstream``."""
 
     def __init__(
-        self, checkpoint: _native.Checkpoint, units: list[Any], streamer: Streamer, sites: list[Site]
+        self,
+        checkpoint: _native.Checkpoint,
+        units: list[Any],
+        streamer: Streamer,
+        sites: list[Site],
+        passed_over: list[tuple[str, str]],
     ) -> None:
         self.checkpoint = checkpoint
         self.units = units
         self.streamer = streamer
         self.sites = sites
+        #: Backends that were asked for and are not built, and why.
+        self.passed_over = passed_over
 
     def wrap(self, model: nn.Module) -> None:
         """Makes each outermost forward of the model a pass."""
@@ -240,7 +298,8 @@ class Streaming:
                 return call()
             try:
                 thread.in_pass = in_pass = streamer.engine.begin_pass()
-                result = call()
+                with streamer.grad_mode():
+                    result = call()
             finally:
                 thread.in_pass = None
                 if in_pass is not None:

@@ -9,13 +9,14 @@ what no checkpoint has, and the reference's choice between mapping and copying a
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from . import _native
+from ._builder import Builder
 from ._offload import Path, attach
-from ._placeholder import TORCH_DTYPES, Source, StreamedTensor
 from .config import Config
-from .errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
+from .errors import CheckpointError, ConfigurationError, MissingTensorError
 
 
 def from_pretrained(
@@ -53,14 +54,16 @@ def from_pretrained(
     if budget is not None and config is not None:
         raise ConfigurationError("give the budget in `config`, or `budget` alone")
     settings = config or Config(budget=budget)
+    settings = replace(settings, budget=settings.budget_bytes(), vram_budget_gb=None)
     checkpoint = _native.Checkpoint(path)
+    builder = Builder(checkpoint)
     path = os.fspath(path)
     model_config = kwargs.pop("model_config", None) or transformers.AutoConfig.from_pretrained(path)
     loaded_class: Any = model_class or _named_class(transformers, model_config, path)
     model, info = loaded_class.from_pretrained(
         None,
         config=model_config,
-        state_dict={name: _stand_in(checkpoint, name) for name in checkpoint.names()},
+        state_dict={name: builder.stand_in(name) for name in checkpoint.names()},
         output_loading_info=True,
         ignore_mismatched_sizes=True,
         **kwargs,
@@ -83,14 +86,6 @@ def _named_class(transformers: Any, model_config: Any, path: str) -> Any:
     raise ConfigurationError(
         f"{path}: config.json names no model class of transformers ({model_config.architectures}); give `model_class`"
     )
-
-
-def _stand_in(checkpoint: _native.Checkpoint, name: str) -> StreamedTensor:
-    dtype, shape, parts = checkpoint.entry(name)
-    torch_dtype = TORCH_DTYPES.get(dtype)
-    if torch_dtype is None:
-        raise ModelError(f"tensor `{name}` is {dtype}, which torch does not have")
-    return StreamedTensor(shape, torch_dtype, Source(name, tuple(parts)))
 
 
 def _check(checkpoint: _native.Checkpoint, info: dict[str, Any]) -> None:

@@ -3,15 +3,81 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import sys
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
 
 from . import _native
-from .errors import ConfigurationError
+from .errors import ConfigurationError, NotBuiltWarning
 
-#: The share of available memory that a budget takes when none is given: the rest is for activations.
-DETECTED_SHARE = 0.5
+E = TypeVar("E", bound=enum.Enum)
+
+
+class BackendType(enum.Enum):
+    """How files are read, in the terms of older configurations. Each is a backend of :func:`tensorstream.backends`,
+    or falls back to one; :func:`tensorstream.stats` gives the reason under ``passed_over``."""
+
+    #: The best that is available.
+    AUTO = "auto"
+    #: Through the page cache.
+    MMAP = "mmap"
+    #: Into memory of a CUDA device.
+    CUDA = "cuda"
+    #: From storage into memory of a CUDA device, past the CPU.
+    GPUDIRECT = "gpudirect"
+
+
+class PrefetchStrategy(enum.Enum):
+    """How far units are read ahead of their use."""
+
+    #: Not at all: each streamed unit is waited for.
+    NONE = "none"
+    #: The next unit alone.
+    NEXT_LAYER = "next_layer"
+    #: As far as memory goes that the plan does not give to units that stay; the plan weighs the two.
+    ADAPTIVE = "adaptive"
+    #: As ``ADAPTIVE``, with at least half of the budget for reading ahead.
+    AGGRESSIVE = "aggressive"
+
+
+class MemoryMode(enum.Enum):
+    """A preset: the share of available memory that is the budget where none is given, and how far to read ahead."""
+
+    #: Four fifths, ``PrefetchStrategy.AGGRESSIVE``.
+    AGGRESSIVE = "aggressive"
+    #: Half, ``PrefetchStrategy.ADAPTIVE``.
+    BALANCED = "balanced"
+    #: A quarter, ``PrefetchStrategy.NEXT_LAYER``.
+    CONSERVATIVE = "conservative"
+
+
+class Settings(TypedDict):
+    """What the engine is told beside the budget."""
+
+    max_passes: int
+    backend: str | None
+    in_flight: int
+    prefetch: str
+    verify: bool
+
+
+#: The rest is for activations.
+SHARES = {MemoryMode.AGGRESSIVE: 0.8, MemoryMode.BALANCED: 0.5, MemoryMode.CONSERVATIVE: 0.25}
+PREFETCH = {
+    MemoryMode.AGGRESSIVE: PrefetchStrategy.AGGRESSIVE,
+    MemoryMode.BALANCED: PrefetchStrategy.ADAPTIVE,
+    MemoryMode.CONSERVATIVE: PrefetchStrategy.NEXT_LAYER,
+}
+#: What reads in place of a backend that is not built yet, and why.
+FALLBACKS: dict[str, tuple[str | None, str]] = {
+    "mmap": ("buffered", "views into file mappings are not built yet; buffered reads share the page cache"),
+    "cuda": (None, "CUDA devices are not built yet; weights stream into memory of the CPU"),
+    "gpudirect": (None, "GPUDirect Storage is not built yet; weights stream into memory of the CPU"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,47 +86,119 @@ class Config:
 
     Args:
         budget: All memory for weights: bytes, or a size such as ``"600MiB"`` or ``"1.5GB"``. ``None`` takes
-            half of what is available now and prints it.
-        storage_path: The checkpoint to stream from, where :func:`~tensorstream.offload` is given none: a
-            directory, a ``.safetensors`` file or a shard index.
+            what ``memory_mode`` says and prints it.
+        storage_path: Where weights lie on disk. For a model that holds weights: a directory, made if it is not
+            there, that they are written to. For one on the meta device: the checkpoint to stream from, where
+            :func:`~tensorstream.offload` is given none. For :func:`~tensorstream.from_pretrained`: the directory for
+            what has to be converted; the user's cache directory if none.
         max_passes: Forward passes that may run at once, each needing memory of its own; more wait.
-        backend: How files are read: ``"auto"``, or a name of :func:`tensorstream.backends`.
+        backend: How files are read: a :class:`BackendType`, its name, or a name of :func:`tensorstream.backends`.
         num_io_threads: Reads in flight at once.
+        prefetch_strategy: How far to read ahead; ``None`` for what ``memory_mode`` says.
+        memory_mode: A preset for what is not given.
+        vram_budget_gb: The budget in GB of 10^9 bytes: another spelling of ``budget``.
+        verify_checksums: Whether weights are compared with their checksums whenever they are read. ``.ts`` files
+            have checksums, safetensors files do not.
+        compression_enabled: Whether weights that are written are compressed. Not built yet.
+        compression_level: 1 to 22. Not built yet.
 
     Raises:
-        ConfigurationError: A field is out of its range.
+        ConfigurationError: A field is out of its range, or the budget is given twice.
+
+    Warns:
+        NotBuiltWarning: A field asks for what is not built yet; once for each.
     """
 
     budget: int | str | None = None
     storage_path: str | os.PathLike[str] | None = None
     max_passes: int = 1
-    backend: str = "auto"
+    backend: BackendType | str = BackendType.AUTO
     num_io_threads: int = 8
+    prefetch_strategy: PrefetchStrategy | str | None = None
+    memory_mode: MemoryMode | str = MemoryMode.BALANCED
+    vram_budget_gb: float | None = None
+    verify_checksums: bool = True
+    compression_enabled: bool = False
+    compression_level: int | None = None
 
     def __post_init__(self) -> None:
         if self.budget is not None:
             parse_budget(self.budget)
+        if self.vram_budget_gb is not None:
+            self._check_vram_budget()
         if self.storage_path is not None and not isinstance(self.storage_path, str | os.PathLike):
-            raise _invalid("storage_path", self.storage_path, "a path")
+            raise invalid("storage_path", self.storage_path, "a path")
         _check_int("max_passes", self.max_passes, 1, 64)
         _check_int("num_io_threads", self.num_io_threads, 1, 256)
-        known = ["auto", *_native.backends()]
-        if self.backend not in known:
-            raise _invalid("backend", self.backend, "one of " + ", ".join(known))
+        for field in ("verify_checksums", "compression_enabled"):
+            if not isinstance(getattr(self, field), bool):
+                raise invalid(field, getattr(self, field), "True or False")
+        object.__setattr__(self, "memory_mode", _member(MemoryMode, "memory_mode", self.memory_mode))
+        prefetch: Any = self.prefetch_strategy or PREFETCH[MemoryMode(self.memory_mode)]
+        object.__setattr__(self, "prefetch_strategy", _member(PrefetchStrategy, "prefetch_strategy", prefetch))
+        backend = self.backend.value if isinstance(self.backend, BackendType) else self.backend
+        known = [*(each.value for each in BackendType), *_native.backends()]
+        if not isinstance(backend, str) or backend.lower() not in known:
+            raise invalid("backend", self.backend, "one of " + ", ".join(known))
+        object.__setattr__(self, "backend", backend.lower())
+        if backend.lower() in FALLBACKS:
+            not_built(f"BackendType.{backend.upper()}", FALLBACKS[backend.lower()][1])
+        if self.compression_enabled:
+            not_built("Config.compression_enabled", "compression is not built yet; weights are stored as they are")
+        if self.compression_level is not None:
+            _check_int("compression_level", self.compression_level, 1, 22)
+            not_built("Config.compression_level", "compression is not built yet; weights are stored as they are")
+
+    def _check_vram_budget(self) -> None:
+        gigabytes: Any = self.vram_budget_gb
+        if isinstance(gigabytes, bool) or not isinstance(gigabytes, int | float) or not 0 < gigabytes < 1e9:
+            raise invalid("vram_budget_gb", gigabytes, "a positive number of GB")
+        if self.budget is not None:
+            raise ConfigurationError("the budget is given twice: as Config.budget and as Config.vram_budget_gb")
 
     def budget_bytes(self) -> int:
         """The budget in bytes; detected, and printed to standard error, when none was given."""
         if self.budget is not None:
             return parse_budget(self.budget)
+        if self.vram_budget_gb is not None:
+            return max(1, int(self.vram_budget_gb * 1e9))
         available = _native.available_memory()
         if available is None:
-            raise _invalid("budget", None, "a size, because the available memory cannot be detected here")
-        budget = int(available * DETECTED_SHARE)
+            raise invalid("budget", None, "a size, because the available memory cannot be detected here")
+        share = SHARES[MemoryMode(self.memory_mode)]
+        budget = int(available * share)
         print(
-            f"tensorstream: budget {budget / 2**20:.0f} MiB, half of the {available / 2**20:.0f} MiB available",
+            f"tensorstream: budget {budget / 2**20:.0f} MiB, {share:.0%} of {available / 2**20:.0f} MiB available",
             file=sys.stderr,
         )
         return budget
+
+    def settings(self) -> Settings:
+        """What the engine is told beside the budget."""
+        backend = str(self.backend)
+        if backend in FALLBACKS:
+            name = FALLBACKS[backend][0]
+        else:
+            name = None if backend == BackendType.AUTO.value else backend
+        return {
+            "max_passes": self.max_passes,
+            "backend": name,
+            "in_flight": self.num_io_threads,
+            "prefetch": PrefetchStrategy(self.prefetch_strategy).value,
+            "verify": self.verify_checksums,
+        }
+
+    def passed_over(self) -> list[tuple[str, str]]:
+        """The backend that was asked for and is not built, with the reason."""
+        backend = str(self.backend)
+        return [(backend, FALLBACKS[backend][1])] if backend in FALLBACKS else []
+
+    def conversion_directory(self) -> Path:
+        """Where tensors are written that have to be converted."""
+        if self.storage_path is not None:
+            return Path(self.storage_path)
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(cache) / "tensorstream"
 
 
 def parse_budget(budget: int | str) -> int:
@@ -70,16 +208,36 @@ def parse_budget(budget: int | str) -> int:
         try:
             budget = _native.parse_bytes(budget)
         except ValueError as error:
-            raise _invalid("budget", budget, wanted) from error
+            raise invalid("budget", budget, wanted) from error
     if isinstance(budget, bool) or not isinstance(budget, int) or not 0 < budget < 2**63:
-        raise _invalid("budget", budget, wanted)
+        raise invalid("budget", budget, wanted)
     return budget
+
+
+_said: set[str] = set()
+
+
+def not_built(what: str, instead: str) -> None:
+    """Says once that something is not built yet, and what happens instead."""
+    if what not in _said:
+        _said.add(what)
+        warnings.warn(f"{what}: {instead}", NotBuiltWarning, stacklevel=4)
+
+
+def _member(kind: type[E], field: str, value: object) -> E:
+    if isinstance(value, kind):
+        return value
+    for each in kind:
+        if isinstance(value, str) and value.lower() == each.value:
+            return each
+    raise invalid(field, value, "one of " + ", ".join(each.value for each in kind))
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _invalid(field, value, f"an integer from {low} to {high}")
+        raise invalid(field, value, f"an integer from {low} to {high}")
 
 
-def _invalid(field: str, value: object, wanted: str) -> ConfigurationError:
+def invalid(field: str, value: object, wanted: str) -> ConfigurationError:
+    """The error that a field of Config is out of its range."""
     return ConfigurationError(f"Config.{field} = {value!r}: must be {wanted}")

@@ -9,9 +9,11 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "CheckpointPermissionError",
+    "ChecksumError",
     "ConfigurationError",
     "MissingTensorError",
     "ModelError",
+    "NotBuiltWarning",
     "StorageError",
     "TensorStreamError",
     "UnitReferencedError",
@@ -37,6 +39,10 @@ class MissingTensorError(CheckpointError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class ChecksumError(CheckpointError):
+    """Bytes of a file are not those that were written: names file, tensor and place."""
+
+
 class CheckpointNotFoundError(TensorStreamError, FileNotFoundError):
     """There is no checkpoint at this path."""
 
@@ -59,6 +65,10 @@ class BudgetError(TensorStreamError, MemoryError):
 
 class UnitReferencedError(TensorStreamError, RuntimeError):
     """Tensors of streamed weights that something keeps alive hold the memory that others need."""
+
+
+class NotBuiltWarning(UserWarning):
+    """A setting asks for what is not built yet: says what happens instead."""
 
 
 class ModelError(TensorStreamError, TypeError):

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The bytes of a model that is still being built: read, or computed, one tensor at a time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from . import _native
+from ._lend import lent
+from ._placeholder import TORCH_DTYPES, Derived, Source, StreamedTensor
+from .errors import ModelError
+
+aten = torch.ops.aten
+
+#: What is read and cast at a time, in bytes, where the budget is not small.
+PIECE_BYTES = 16 << 20
+
+
+class Builder:
+    """Stand-ins for a checkpoint's tensors. Operations on them are recorded; what must run reads what it needs."""
+
+    symbolic = True
+
+    def __init__(self, checkpoint: _native.Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def stand_in(self, name: str) -> StreamedTensor:
+        """The tensor of this name.
+
+        Raises:
+            MissingTensorError: There is none.
+            ModelError: It has a dtype that torch lacks.
+        """
+        dtype, shape, parts = self.checkpoint.entry(name)
+        torch_dtype = TORCH_DTYPES.get(dtype)
+        if torch_dtype is None:
+            raise ModelError(f"tensor `{name}` is {dtype}, which torch does not have")
+        return StreamedTensor(shape, torch_dtype, Source(name, tuple(parts)), self)
+
+    def materialize(self, tensor: StreamedTensor) -> torch.Tensor:
+        """The tensor itself, in memory of its own."""
+        source = tensor.source
+        if isinstance(source, Source):
+            return self._read(source.parts).view(tensor.dtype).view(tensor.shape)
+        args, kwargs = tree_map_only(StreamedTensor, self.materialize, (source.args, source.kwargs))
+        result: Any = source.func(*args, **kwargs)
+        chosen: torch.Tensor = result if source.index is None else result[source.index]
+        return chosen
+
+    def pieces(self, tensor: StreamedTensor, budget_bytes: int) -> Iterator[torch.Tensor]:
+        """The tensor's elements in order, flat, in runs that take little memory wherever that is possible."""
+        source = tensor.source
+        if isinstance(source, Source):
+            # A piece, and what it may become: eight bytes for one is the widest cast. Whole elements of any dtype.
+            step = min(PIECE_BYTES, max(4096, budget_bytes // 16 // 4096 * 4096))
+            for file, offset, length in source.parts:
+                for begin in range(0, length, step):
+                    run = (file, offset + begin, min(step, length - begin))
+                    yield self._read((run,)).view(tensor.dtype)
+        elif _casts(source):
+            cast = functools.partial(torch.Tensor.to, dtype=tensor.dtype)
+            yield from map(cast, self.pieces(source.args[0], budget_bytes))
+        elif _joins_first_dimension(source):
+            for part in source.args[0]:
+                yield from self.pieces(part, budget_bytes)
+        else:
+            yield self.materialize(tensor).contiguous().view(-1)
+
+    def needed_bytes(self, tensor: StreamedTensor) -> int:
+        """Memory that :meth:`pieces` takes at most, but for pieces themselves: what is computed is there whole, with
+        all that it is computed from."""
+        source = tensor.source
+        if isinstance(source, Source):
+            return 0
+        inputs = [leaf for leaf in tree_flatten((source.args, source.kwargs))[0] if isinstance(leaf, StreamedTensor)]
+        if _casts(source) or _joins_first_dimension(source):
+            return max((self.needed_bytes(each) for each in inputs), default=0)
+        return tensor.nbytes + sum(max(each.nbytes, self.needed_bytes(each)) for each in inputs)
+
+    def _read(self, parts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+        buffer = torch.empty(sum(length for _, _, length in parts), dtype=torch.uint8)
+        self.checkpoint.read_into(list(parts), lent(buffer))
+        return buffer
+
+
+def _casts(source: Derived) -> bool:
+    return source.func is aten._to_copy.default and source.args[0].is_contiguous()
+
+
+def _joins_first_dimension(source: Derived) -> bool:
+    if source.func not in (aten.cat.default, aten.stack.default):
+        return False
+    tensors, dim = source.args[0], source.args[1] if len(source.args) > 1 else 0
+    return dim == 0 and all(isinstance(t, StreamedTensor) and t.is_contiguous() for t in tensors)

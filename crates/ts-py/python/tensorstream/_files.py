@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""load_file, save_file and convert: tensors from and to files, .ts and safetensors alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from . import _native
+from ._lend import NewTensor, dtype_name, lent, write_all
+from ._placeholder import TORCH_DTYPES
+from .errors import ConfigurationError, ModelError
+
+Path = str | os.PathLike[str]
+
+
+def load_file(path: Path) -> dict[str, torch.Tensor]:
+    """Reads all tensors of a checkpoint into memory of their own. Blocks; shows a bar on a terminal.
+
+    Args:
+        path: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
+
+    Returns:
+        The tensors by name, on the CPU, contiguous.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointError: There is no checkpoint, or it is damaged.
+        ChecksumError: Bytes are not those that were written; only ``.ts`` files can tell.
+        StorageError: Reading failed.
+        ModelError: A tensor has a dtype that torch lacks.
+    """
+    checkpoint = _native.Checkpoint(path)
+    tensors: dict[str, torch.Tensor] = {}
+    for name in checkpoint.names():
+        dtype, shape, _ = checkpoint.entry(name)
+        torch_dtype = TORCH_DTYPES.get(dtype)
+        if torch_dtype is None:
+            raise ModelError(f"tensor `{name}` is {dtype}, which torch does not have")
+        tensors[name] = torch.empty(shape, dtype=torch_dtype)
+    bar = _native.Progress("loading", sum(tensor.nbytes for tensor in tensors.values()))
+    try:
+        for name, tensor in tensors.items():
+            checkpoint.read_tensor(name, lent(tensor), bar)
+    finally:
+        bar.close()
+    return tensors
+
+
+def save_file(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes tensors to a ``.ts`` or ``.safetensors`` file, which appears whole or not at all. Blocks; shows a bar on
+    a terminal.
+
+    Tensors that share memory are written each on its own; those that are not contiguous as if they were.
+
+    Args:
+        tensors: By name; on any device.
+        path: The file; its suffix says which format. What is there is replaced.
+        metadata: Text by key.
+
+    Raises:
+        ConfigurationError: The suffix names no format, or a tensor, name or key cannot be written.
+        StorageError: Writing failed. What was there before still is.
+    """
+    for key, value in {**tensors, **(metadata or {})}.items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor if key in tensors else str):
+            raise ConfigurationError(f"cannot write {key!r}: {type(value).__name__}: names and metadata are str")
+    specs: list[NewTensor] = [
+        (name, dtype_name(name, tensor), list(tensor.shape), None) for name, tensor in tensors.items()
+    ]
+    writer = _native.FileWriter(path, specs, dict(metadata or {}))
+    values = list(tensors.values())
+    write_all(writer, (values[i] for i in writer.order()), sum(tensor.nbytes for tensor in values), "saving")
+
+
+def convert(source: Path, target: Path) -> None:
+    """Writes a checkpoint into one file: every tensor bit for bit, and the metadata. Blocks; shows a bar on a
+    terminal.
+
+    A safetensors file that its library wrote comes back byte for byte from a ``.ts`` made of it. Needs no more memory
+    than 16 MiB.
+
+    Args:
+        source: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
+        target: A ``.ts`` or ``.safetensors`` file. It appears whole or not at all; what is there is replaced.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointError, ChecksumError: ``source`` is not there, or damaged.
+        ConfigurationError: The suffix of ``target`` names no format.
+        StorageError: Reading or writing failed. What was there before still is.
+    """
+    _native.convert(source, target)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Tensors' bytes, lent to native calls and written to files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from . import _native
+from ._placeholder import SAFETENSORS_DTYPES
+from .errors import ConfigurationError
+
+#: Name, dtype, shape and address modulo 64 of a tensor that is to be written.
+NewTensor = tuple[str, str, list[int], int | None]
+
+
+def lent(tensor: torch.Tensor) -> object:
+    """A capsule over the bytes of a contiguous tensor on the CPU."""
+    with torch.inference_mode(False):
+        return tensor.detach().reshape(-1).view(torch.uint8).__dlpack__()
+
+
+def dtype_name(name: str, tensor: torch.Tensor) -> str:
+    """The name of a tensor's dtype in files."""
+    dtype = SAFETENSORS_DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise ConfigurationError(f"tensor `{name}` cannot be written: files have no {tensor.dtype}")
+    return dtype
+
+
+def write_all(writer: _native.FileWriter, tensors: Iterable[torch.Tensor], total_bytes: int, label: str) -> None:
+    """Writes tensors, or runs of them, one behind the other and commits; gives the file up if that fails."""
+    bar = _native.Progress(label, total_bytes)
+    try:
+        for tensor in tensors:
+            writer.write(lent(tensor.detach().cpu().contiguous()))
+            bar.advance(tensor.nbytes)
+        writer.commit()
+    finally:
+        bar.close()
+        writer.abandon()

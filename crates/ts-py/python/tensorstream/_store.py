@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Weights that lie in no checkpoint yet: a live model's, and what has to be computed. Both are written once, as
+``.ts``, under a name that says what they are; whoever needs the same finds them there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _native
+from ._builder import Builder
+from ._lend import NewTensor, dtype_name, lent, write_all
+from ._placeholder import Derived, Source, StreamedTensor
+from .config import Config, invalid
+from .errors import BudgetError, CheckpointPermissionError, ModelError, StorageError
+
+
+def store_live(model: nn.Module, config: Config) -> _native.Checkpoint:
+    """Writes a model's own weights to ``config.storage_path``, unless they are there, and opens the file.
+
+    The name is a fingerprint of names, dtypes, shapes and bytes, so a directory can hold many models, and several
+    processes can share one.
+    """
+    parameters = dict(_distinct(model))
+    _refuse_what_never_fits(model, config)
+    directory = _directory(Path(config.storage_path or ""))
+    fingerprint = _native.Fingerprint()
+    specs: list[NewTensor] = []
+    for name, parameter in parameters.items():
+        dtype = dtype_name(name, parameter)
+        fingerprint.add(name, dtype, list(parameter.shape), lent(parameter.detach().contiguous()))
+        specs.append((name, dtype, list(parameter.shape), parameter.data_ptr() % 64))
+    path = directory / f"{fingerprint.hex()}.ts"
+    writer = _native.FileWriter.unless_written(path, specs, {"format": "pt"}, fingerprint.hex())
+    if writer is not None:
+        total = sum(parameter.nbytes for parameter in parameters.values())
+        write_all(writer, parameters.values(), total, f"writing {path.name}")
+    return _native.Checkpoint(path)
+
+
+def store_derived(
+    wanted: dict[str, StreamedTensor], builder: Builder, config: Config, budget_bytes: int
+) -> _native.Checkpoint:
+    """Computes tensors of a model, by the model's names, and writes them to a file of their own, unless they are
+    there. The result is the builder's checkpoint with them in it.
+
+    Takes at most ``budget_bytes`` of memory, one tensor after the other.
+    """
+    specs: list[NewTensor] = []
+    for name, tensor in wanted.items():
+        if not tensor.is_contiguous():
+            raise ModelError(f"parameter `{name}` is not contiguous after loading: it cannot be streamed")
+        needed = builder.needed_bytes(tensor)
+        if needed > budget_bytes:
+            raise BudgetError(
+                f"a budget of {budget_bytes} bytes can never work: `{name}` has to be computed from the checkpoint, "
+                f"which takes {needed} bytes; that is the smallest budget that would do"
+            )
+        specs.append((name, dtype_name(name, tensor), list(tensor.shape), 0))
+    directory = _directory(config.conversion_directory())
+    path = directory / f"converted-{_key(wanted, builder)}.ts"
+    writer = _native.FileWriter.unless_written(path, specs, {"format": "pt"}, None)
+    if writer is not None:
+        total = sum(tensor.nbytes for tensor in wanted.values())
+        print(
+            f"tensorstream: converting {len(wanted)} tensors ({total / 2**20:.1f} MiB) once, into {path}",
+            file=sys.stderr,
+        )
+        write_all(writer, _pieces(wanted, builder, budget_bytes), total, "converting")
+    return builder.checkpoint.overlaid(_native.Checkpoint(path))
+
+
+def _pieces(wanted: dict[str, StreamedTensor], builder: Builder, budget_bytes: int) -> Iterator[torch.Tensor]:
+    for tensor in wanted.values():
+        yield from builder.pieces(tensor, budget_bytes)
+
+
+def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
+            raise ModelError(
+                f"parameter `{name}` is a {type(parameter).__name__} on {parameter.device}: only plain "
+                "parameters on the CPU can be streamed"
+            )
+        yield name, parameter
+
+
+def _refuse_what_never_fits(model: nn.Module, config: Config) -> None:
+    """Says so before the weights are written and not after."""
+    sizes = {
+        name or type(model).__name__: sum(p.nbytes for p in module._parameters.values() if p is not None)
+        for name, module in model.named_modules()
+    }
+    budget, smallest = config.budget_bytes(), _native.smallest_budget(list(sizes.values()), config.max_passes)
+    if smallest > budget:
+        largest = max(sizes, key=sizes.__getitem__)
+        raise BudgetError(
+            f"a budget of {budget} bytes can never work: the largest unit is `{largest}` with {sizes[largest]} "
+            f"bytes; the smallest budget that would do is about {smallest} bytes"
+        )
+
+
+def _directory(path: Path) -> Path:
+    """The directory, made if it is not there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise invalid("storage_path", str(path), "a directory, to write weights to") from error
+    except PermissionError as error:
+        raise CheckpointPermissionError(f"{path}: cannot make the directory: {error.strerror}") from error
+    except OSError as error:
+        raise StorageError(f"{path}: cannot make the directory: {error.strerror}") from error
+    return path
+
+
+def _key(wanted: dict[str, StreamedTensor], builder: Builder) -> str:
+    """Names what is computed: from which state of which files, and how."""
+    key = hashlib.blake2b(digest_size=16)
+    for path, _, _ in builder.checkpoint.files():
+        stat = os.stat(path)
+        key.update(repr((os.fspath(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)).encode())
+    key.update(torch.__version__.encode())
+    for name, tensor in wanted.items():
+        key.update(repr((name, tensor.dtype, tuple(tensor.shape), _described(tensor))).encode())
+    return key.hexdigest()
+
+
+def _described(value: Any) -> Any:
+    """An origin without the objects in it, equal for equal ones."""
+    if isinstance(value, StreamedTensor):
+        source = value.source
+        if isinstance(source, Source):
+            return (source.parts, value.dtype, tuple(value.shape), value.stride())
+        return (str(source.func), _described(source.args), _described(source.kwargs), source.index)
+    if isinstance(value, torch.Tensor):
+        content = _native.Fingerprint()
+        content.add("-", dtype_name("-", value), list(value.shape), lent(value.contiguous()))
+        return content.hex()
+    if isinstance(value, list | tuple):
+        return [_described(each) for each in value]
+    if isinstance(value, dict):
+        return [(key, _described(each)) for key, each in sorted(value.items())]
+    return repr(value)
+
+
+def derived_of(model: nn.Module) -> dict[str, StreamedTensor]:
+    """A model's distinct parameters whose bytes lie in no file."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, StreamedTensor) and isinstance(parameter.source, Derived)
+    }

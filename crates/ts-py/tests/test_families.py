@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Families of transformers models: bit-identical under three times their largest unit, and restored exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstream as ts
+import torch
+import transformers
+from families import FAMILIES, Family, Inputs
+
+Saved = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A checkpoint of a family, as transformers writes it."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            torch.manual_seed(0)
+            model_class(FAMILIES[name])(FAMILIES[name].config()).save_pretrained(made[name])
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    return path
+
+
+def model_class(family: Family) -> Any:
+    return getattr(transformers, family.model_class)
+
+
+def tensors(output: Any) -> list[torch.Tensor]:
+    """All tensors of a model's output, caches apart."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if hasattr(output, "values"):
+        return [tensor for value in output.values() for tensor in tensors(value)]
+    if isinstance(output, list | tuple):
+        return [tensor for value in output for tensor in tensors(value)]
+    return []
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    a, e = tensors(actual), tensors(expected)
+    assert len(a) == len(e) > 0
+    for x, y in zip(a, e, strict=True):
+        assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)), f"differs by {(x - y).abs().max()}"
+
+
+def cast(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
+    return {k: v.to(dtype) if dtype is not None and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def three_largest_units(path: Path, name: str, **kwargs: Any) -> int:
+    model = ts.from_pretrained(path, budget="64MiB", model_class=model_class(FAMILIES[name]), **kwargs)
+    return 3 * max(unit["slot_bytes"] for unit in ts.stats(model)["units"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bit_identical_within_the_budget_and_restored(saved: Saved, name: str) -> None:
+    family, path = FAMILIES[name], saved(name)
+    reference = model_class(family).from_pretrained(path).eval()
+    budget = three_largest_units(path, name)
+    streamed = ts.from_pretrained(path, budget=budget, model_class=model_class(family))
+    assert sum(parameter.nbytes for parameter in streamed.parameters()) > budget, "or it is kept whole"
+    with torch.inference_mode():
+        for batch in (1, 4):
+            inputs = family.inputs(batch)
+            assert_same(streamed(**inputs), reference(**inputs))
+            if family.generates:
+                first = dict(list(inputs.items())[:1])
+                options = {"max_new_tokens": 5, "do_sample": False}
+                assert torch.equal(streamed.generate(**first, **options), reference.generate(**first, **options))
+    stats = ts.stats(streamed)
+    assert stats["reserved_high_water_bytes"] <= budget
+    assert any(unit["loads"] > 1 for unit in stats["units"]), "it did stream"
+    ts.restore(streamed)
+    with torch.inference_mode():
+        assert_same(streamed(**inputs), reference(**inputs))
+    for (key, mine), (other, its) in zip(streamed.named_parameters(), reference.named_parameters(), strict=True):
+        assert (key, mine.dtype, mine.requires_grad) == (other, its.dtype, its.requires_grad)
+        assert torch.equal(mine, its)
+    assert {k: v.dtype for k, v in streamed.named_buffers()} == {k: v.dtype for k, v in reference.named_buffers()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "qwen2_moe", "whisper", "wav2vec2", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["narrower", "wider"])
+def test_another_dtype_is_converted_once(
+    saved: Saved, name: str, dtype: torch.dtype, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    family, path = FAMILIES[name], saved(name)
+    if name == "wav2vec2" and dtype is torch.bfloat16:
+        dtype = torch.float16
+    reference = model_class(family).from_pretrained(path, dtype=dtype).eval()
+    inputs = cast(family.inputs(2), dtype)
+    try:
+        with torch.inference_mode():
+            expected = reference(**inputs)
+    except RuntimeError as refusal:
+        pytest.skip(f"the model itself does not run in {dtype}: {refusal}")
+    budget = three_largest_units(path, name, dtype=dtype)
+    assert "converting" in capfd.readouterr().err
+    files = {file: file.stat().st_mtime_ns for file in (cache / "tensorstream").iterdir()}
+    streamed = ts.from_pretrained(path, budget=budget, model_class=model_class(family), dtype=dtype)
+    assert "converting" not in capfd.readouterr().err, "the second time it is there"
+    assert files == {file: file.stat().st_mtime_ns for file in (cache / "tensorstream").iterdir()}
+    with torch.inference_mode():
+        assert_same(streamed(**inputs), expected)
+    assert ts.stats(streamed)["reserved_high_water_bytes"] <= budget
+
+
+def test_modules_kept_in_f32_stay_so(saved: Saved) -> None:
+    path = saved("t5")
+    streamed = ts.from_pretrained(path, budget="1MiB", dtype=torch.float16)
+    reference = transformers.T5ForConditionalGeneration.from_pretrained(path, dtype=torch.float16)
+    dtypes = {name: parameter.dtype for name, parameter in streamed.named_parameters()}
+    assert dtypes == {name: parameter.dtype for name, parameter in reference.named_parameters()}
+    assert set(dtypes.values()) == {torch.float16, torch.float32}
+
+
+def test_what_was_converted_is_made_anew_when_its_source_changes(saved: Saved, tmp_path: Path, cache: Path) -> None:
+    for file in saved("bert").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    ts.from_pretrained(tmp_path, budget="1MiB", dtype=torch.bfloat16)
+    weights = tmp_path / "model.safetensors"
+    tensors = ts.load_file(weights)
+    name = "bert.encoder.layer.0.output.dense.weight"
+    tensors[name] = tensors[name] + 1
+    ts.save_file(tensors, weights, {"format": "pt"})
+    streamed = ts.from_pretrained(tmp_path, budget="1MiB", dtype=torch.bfloat16)
+    assert torch.equal(streamed.get_parameter(name).materialize(), tensors[name].bfloat16())
+    assert len(list((cache / "tensorstream").iterdir())) == 2
+
+
+def test_a_conversion_that_is_damaged_is_never_used_in_silence(saved: Saved, cache: Path) -> None:
+    path = saved("gpt2")
+    ts.from_pretrained(path, budget="1MiB", dtype=torch.bfloat16)
+    (file,) = (cache / "tensorstream").iterdir()
+    content = bytearray(file.read_bytes())
+    content[9000] ^= 1
+    file.write_bytes(content)
+    streamed = ts.from_pretrained(path, budget="1MiB", dtype=torch.bfloat16)
+    with pytest.raises(ts.ChecksumError, match=rf"{file.name}: \d+ bytes at byte \d+ do not have their checksum"):
+        streamed(**FAMILIES["gpt2"].inputs(1))
+    file.write_bytes(content[:5000])
+    again = ts.from_pretrained(path, budget="1MiB", dtype=torch.bfloat16)
+    again(**FAMILIES["gpt2"].inputs(1))
+
+
+def test_what_cannot_be_computed_within_the_budget_is_refused_with_the_least_that_does(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transposed weights, as a loader gives them that wants another layout."""
+    from tensorstream._builder import Builder
+
+    path = saved("gpt2")
+    checkpoint = ts._native.Checkpoint(path)
+    builder = Builder(checkpoint)
+    weight = builder.stand_in("transformer.h.0.mlp.c_fc.weight")
+    module = torch.nn.Linear(weight.shape[0], weight.shape[1], bias=False, device="meta")
+    module.weight = torch.nn.Parameter(weight.T.contiguous(), requires_grad=False)
+    with pytest.raises(ts.BudgetError, match=r"`weight` has to be computed .* takes (\d+) bytes") as caught:
+        ts._offload.attach(module, ts.Config(budget=weight.nbytes), checkpoint)
+    needed = int(str(caught.value).split("which takes ")[1].split()[0])
+    assert needed == 3 * weight.nbytes
+    module.weight = torch.nn.Parameter(builder.stand_in(weight.source.name).T.contiguous(), requires_grad=False)
+    ts._offload.attach(module, ts.Config(budget=needed), checkpoint)
+    x = torch.randn(3, weight.shape[0])
+    expected = ts.load_file(path)["transformer.h.0.mlp.c_fc.weight"].T.contiguous()
+    assert torch.equal(module(x), torch.nn.functional.linear(x, expected))
