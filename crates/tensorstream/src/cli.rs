@@ -64,7 +64,7 @@ enum Command {
     Demo {
         /// A checkpoint; 256 MiB of made-up weights in the temporary directory if none is given.
         path: Option<PathBuf>,
-        /// All memory for weights, such as 600MiB; a third of the weights if not given.
+        /// All memory for weights, such as 600MiB; if not given a third of the weights, or the smallest that works.
         #[arg(long, value_parser = budget)]
         budget: Option<usize>,
         /// Passes over all units.
@@ -267,7 +267,14 @@ fn demo(
     let checkpoint = Checkpoint::open(path)?;
     let units = checkpoint.units_by_module();
     let weights: u64 = checkpoint.catalog().tensors().flat_map(|(_, e)| &e.parts).map(|p| p.len).sum();
-    let budget = budget.unwrap_or((weights / 3) as usize);
+    let third = (weights / 3) as usize;
+    let budget = match (budget, checkpoint.explain(&EngineConfig::with_budget(third))) {
+        (Some(budget), _) => budget,
+        (None, Err(Error::Engine(ts_orchestrator::Error::NeverFits(refusal)))) => {
+            refusal.smallest_budget_bytes
+        }
+        (None, _) => third,
+    };
     let engine = checkpoint.engine(units, EngineConfig::with_budget(budget))?;
     let began = Instant::now();
     for _ in 0..passes {

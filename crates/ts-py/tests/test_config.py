@@ -10,6 +10,7 @@ import pytest
 import tensorstream as ts
 import torch
 from safetensors.torch import save_file
+from tensorstream.config import _said
 from torch import nn
 
 
@@ -83,7 +84,7 @@ def test_every_backend_reads_the_same(linear: Any, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["MMAP", "CUDA", "GPUDIRECT"])
 def test_a_backend_that_is_not_built_falls_back_and_says_why(linear: Any, backend: str) -> None:
     reference, path = linear
-    ts.config._said.clear()
+    _said.clear()
     with pytest.warns(ts.NotBuiltWarning, match=rf"BackendType\.{backend}: .* not built yet") as caught:
         for _ in range(2):
             config = ts.Config(budget="1MiB", backend=ts.BackendType[backend])
@@ -98,7 +99,7 @@ def test_a_backend_that_is_not_built_falls_back_and_says_why(linear: Any, backen
 
 @pytest.mark.parametrize(("field", "value"), [("compression_enabled", True), ("compression_level", 3)])
 def test_compression_says_that_it_is_not_built(field: str, value: object) -> None:
-    ts.config._said.clear()
+    _said.clear()
     with pytest.warns(ts.NotBuiltWarning, match=f"Config.{field}: compression is not built yet"):
         ts.Config(**{field: value})  # type: ignore[arg-type]
 

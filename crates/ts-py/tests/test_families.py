@@ -167,6 +167,7 @@ def test_what_cannot_be_computed_within_the_budget_is_refused_with_the_least_tha
 ) -> None:
     """Transposed weights, as a loader gives them that wants another layout."""
     from tensorstream._builder import Builder
+    from tensorstream._offload import attach
 
     path = saved("gpt2")
     checkpoint = ts._native.Checkpoint(path)
@@ -175,11 +176,11 @@ def test_what_cannot_be_computed_within_the_budget_is_refused_with_the_least_tha
     module = torch.nn.Linear(weight.shape[0], weight.shape[1], bias=False, device="meta")
     module.weight = torch.nn.Parameter(weight.T.contiguous(), requires_grad=False)
     with pytest.raises(ts.BudgetError, match=r"`weight` has to be computed .* takes (\d+) bytes") as caught:
-        ts._offload.attach(module, ts.Config(budget=weight.nbytes), checkpoint)
+        attach(module, ts.Config(budget=weight.nbytes), checkpoint)
     needed = int(str(caught.value).split("which takes ")[1].split()[0])
     assert needed == 3 * weight.nbytes
     module.weight = torch.nn.Parameter(builder.stand_in(weight.source.name).T.contiguous(), requires_grad=False)
-    ts._offload.attach(module, ts.Config(budget=needed), checkpoint)
+    attach(module, ts.Config(budget=needed), checkpoint)
     x = torch.randn(3, weight.shape[0])
     expected = ts.load_file(path)["transformer.h.0.mlp.c_fc.weight"].T.contiguous()
     assert torch.equal(module(x), torch.nn.functional.linear(x, expected))

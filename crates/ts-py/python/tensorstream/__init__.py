@@ -6,27 +6,32 @@ import tensorstream as ts
 model = ts.from_pretrained("path/to/checkpoint", budget="600MiB")
 """
 
-from ._files import convert, load_file, save_file
+from typing import TYPE_CHECKING, Any
+
 from ._native import __version__, backends
-from ._offload import offload, restore, stats
-from ._plan import Plan, plan
-from ._transformers import from_pretrained
-from .config import BackendType, Config, MemoryMode, PrefetchStrategy
-from .errors import (
-    BudgetError,
-    CheckpointChangedError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    CheckpointPermissionError,
-    ChecksumError,
-    ConfigurationError,
-    MissingTensorError,
-    ModelError,
-    NotBuiltWarning,
-    StorageError,
-    TensorStreamError,
-    UnitReferencedError,
-)
+
+if TYPE_CHECKING:
+    from ._convert import convert
+    from ._files import load_file, save_file
+    from ._offload import offload, restore, stats
+    from ._plan import Plan, plan
+    from ._transformers import from_pretrained
+    from .config import BackendType, Config, MemoryMode, PrefetchStrategy
+    from .errors import (
+        BudgetError,
+        CheckpointChangedError,
+        CheckpointError,
+        CheckpointNotFoundError,
+        CheckpointPermissionError,
+        ChecksumError,
+        ConfigurationError,
+        MissingTensorError,
+        ModelError,
+        NotBuiltWarning,
+        StorageError,
+        TensorStreamError,
+        UnitReferencedError,
+    )
 
 __all__ = [
     "BackendType",
@@ -58,3 +63,28 @@ __all__ = [
     "save_file",
     "stats",
 ]
+
+_HOMES = {
+    "_convert": ("convert",),
+    "_files": ("load_file", "save_file"),
+    "_offload": ("offload", "restore", "stats"),
+    "_plan": ("Plan", "plan"),
+    "_transformers": ("from_pretrained",),
+    "config": ("BackendType", "Config", "MemoryMode", "PrefetchStrategy"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for: torch takes two seconds, and the command line, convert and plan need none of it."""
+    import importlib
+
+    home = next((home for home, names in _HOMES.items() if name in names), "errors")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

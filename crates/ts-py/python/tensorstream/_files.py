@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""load_file, save_file and convert: tensors from and to files, .ts and safetensors alike."""
+"""load_file and save_file: tensors from and to files, .ts and safetensors alike."""
 
 from __future__ import annotations
 
@@ -72,22 +72,3 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping
     writer = _native.FileWriter(path, specs, dict(metadata or {}))
     values = list(tensors.values())
     write_all(writer, (values[i] for i in writer.order()), sum(tensor.nbytes for tensor in values), "saving")
-
-
-def convert(source: Path, target: Path) -> None:
-    """Writes a checkpoint into one file: every tensor bit for bit, and the metadata. Blocks; shows a bar on a
-    terminal.
-
-    A safetensors file that its library wrote comes back byte for byte from a ``.ts`` made of it. Needs no more memory
-    than 16 MiB.
-
-    Args:
-        source: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
-        target: A ``.ts`` or ``.safetensors`` file. It appears whole or not at all; what is there is replaced.
-
-    Raises:
-        CheckpointNotFoundError, CheckpointError, ChecksumError: ``source`` is not there, or damaged.
-        ConfigurationError: The suffix of ``target`` names no format.
-        StorageError: Reading or writing failed. What was there before still is.
-    """
-    _native.convert(source, target)

@@ -14,7 +14,7 @@ from torch import nn
 from . import _native
 from ._builder import Builder
 from ._placeholder import SAFETENSORS_DTYPES, TORCH_DTYPES, Source, StreamedTensor
-from ._store import derived_of, store_derived, store_live
+from ._store import Orders, derived_of, store_derived, store_live
 from ._streaming import (
     Site,
     Streamer,
@@ -75,7 +75,7 @@ def offload(
         raise ModelError(f"this {type(model).__name__} is offloaded already; restore(model) first")
     config = replace(config, budget=config.budget_bytes(), vram_budget_gb=None)
     if checkpoint is None and not any(p.is_meta for p in model.parameters()):
-        return attach(model, config, store_live(model, config))
+        return attach(model, config, *store_live(model, config))
     if checkpoint is None and not all(p.is_meta for p in model.parameters()):
         raise ModelError(
             "some parameters are on the meta device and some hold weights: give a `checkpoint` that has them all"
@@ -83,14 +83,14 @@ def offload(
     return attach(model, config, _native.Checkpoint(path))
 
 
-def attach(model: M, config: Config, checkpoint: _native.Checkpoint) -> M:
+def attach(model: M, config: Config, checkpoint: _native.Checkpoint, orders: Orders | None = None) -> M:
     """As :func:`offload`, for a checkpoint that is open. The model is changed only once nothing can fail."""
     budget = config.budget_bytes()
     derived = derived_of(model)
     if derived:
         checkpoint = store_derived(derived, Builder(checkpoint), config, budget)
     placed = {id(tensor): Source(name, tuple(checkpoint.entry(name)[2]), 0) for name, tensor in derived.items()}
-    survey = _Survey(model, checkpoint, placed)
+    survey = _Survey(model, checkpoint, placed, orders or {})
     engine = _native.Engine(checkpoint, survey.units, budget=budget, settings=config.settings())
     streamer = Streamer(engine, survey.weights)
     for module, name, value in survey.read_buffers():
@@ -171,8 +171,12 @@ def _read_all(checkpoint: _native.Checkpoint, units: list[Any], weights: list[We
 class _Survey:
     """A model's parameters, sorted into units: those that a module owns itself make one."""
 
-    def __init__(self, model: nn.Module, checkpoint: _native.Checkpoint, placed: dict[int, Source]) -> None:
+    def __init__(
+        self, model: nn.Module, checkpoint: _native.Checkpoint, placed: dict[int, Source], orders: Orders
+    ) -> None:
         self.checkpoint = checkpoint
+        #: Of the parameters that the checkpoint has with their dimensions in another order.
+        self._orders = orders
         #: Where those parameters lie, by identity, that had to be computed.
         self._placed = placed
         self.builder = Builder(checkpoint)
@@ -203,18 +207,19 @@ class _Survey:
             if key is None:
                 key = self._keys[id(parameter)] = len(self.weights)
                 source = self._sources[key] = self._source(parameter)
-                dtype, shape = SAFETENSORS_DTYPES[parameter.dtype], list(parameter.shape)
                 self.weights.append(
-                    Weight(
+                    weight := Weight(
                         source.name,
                         parameter.dtype,
-                        tuple(shape),
+                        tuple(parameter.shape),
                         len(self.units),
                         len(specs),
                         parameter.requires_grad,
+                        self._orders.get(source.name),
                     )
                 )
-                specs.append((source.name, dtype, shape, list(source.parts), source.phase))
+                dtype = SAFETENSORS_DTYPES[parameter.dtype]
+                specs.append((source.name, dtype, weight.stored_shape, list(source.parts), source.phase))
             keys[name] = key
         if specs:
             self.units.append((prefix or type(module).__name__, specs))
@@ -234,7 +239,9 @@ class _Survey:
 
     def stand_in(self, key: int) -> StreamedTensor:
         weight = self.weights[key]
-        return StreamedTensor(weight.shape, weight.dtype, self._sources[key], self.builder)
+        stored = torch.empty(weight.stored_shape, device="meta")
+        strides = weight.strided(stored).stride()
+        return StreamedTensor(weight.shape, weight.dtype, self._sources[key], self.builder, strides=strides)
 
     def read_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """The buffers that are not in memory yet, read from the checkpoint."""
@@ -276,12 +283,19 @@ class _Survey:
     def _match(self, tensor: torch.Tensor, name: str) -> Source:
         """Where the tensor's value lies, when shape and dtype are the checkpoint's."""
         dtype, shape, parts = self.checkpoint.entry(name)
-        if list(tensor.shape) != shape or tensor.dtype != TORCH_DTYPES.get(dtype):
+        order = self._orders.get(name)
+        if order is None and not (tensor.is_meta or tensor.is_contiguous()):
+            raise ModelError(
+                f"parameter `{name}` is not contiguous and the checkpoint's is: results would differ in their last "
+                "bits; make it contiguous, or offload without a checkpoint"
+            )
+        wanted = list(tensor.permute(order).shape) if order else list(tensor.shape)
+        if wanted != shape or tensor.dtype != TORCH_DTYPES.get(dtype):
             path = self.checkpoint.files()[parts[0][0]][0] if parts else "the checkpoint"
             at = f" at byte {parts[0][1]}" if parts else ""
             raise CheckpointError(
                 f"{path}: tensor `{name}`{at} is {dtype} {shape}, the model has "
-                f"{SAFETENSORS_DTYPES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}"
+                f"{SAFETENSORS_DTYPES.get(tensor.dtype, tensor.dtype)} {wanted}"
             )
         phase = None if tensor.is_meta else tensor.data_ptr() % 64
         return Source(name, tuple(parts), phase)

@@ -104,7 +104,7 @@ class StreamedTensor(torch.Tensor):
 
     def bound(self, provider: Provider, key: int) -> StreamedTensor:
         """This parameter's stand-in: materialises through ``provider``."""
-        tensor = StreamedTensor(self.shape, self.dtype, self.source, provider, key)
+        tensor = StreamedTensor(self.shape, self.dtype, self.source, provider, key, self.stride())
         tensor._is_param = True
         return tensor
 

@@ -21,28 +21,40 @@ from ._placeholder import Derived, Source, StreamedTensor
 from .config import Config, invalid
 from .errors import BudgetError, CheckpointPermissionError, ModelError, StorageError
 
+#: By a parameter's name: its dimensions from the widest stride to the narrowest.
+Orders = dict[str, tuple[int, ...]]
 
-def store_live(model: nn.Module, config: Config) -> _native.Checkpoint:
+
+def store_live(model: nn.Module, config: Config) -> tuple[_native.Checkpoint, Orders]:
     """Writes a model's own weights to ``config.storage_path``, unless they are there, and opens the file.
+
+    A parameter that is not contiguous, as those of a channels-last model, is written as it lies in memory: with its
+    dimensions in another order, which is returned.
 
     The name is a fingerprint of names, dtypes, shapes and bytes, so a directory can hold many models, and several
     processes can share one.
     """
     parameters = dict(_distinct(model))
+    orders = {name: memory_order(p) for name, p in parameters.items() if not p.is_contiguous()}
+    stored = {name: p.detach().permute(orders[name]) if name in orders else p for name, p in parameters.items()}
     _refuse_what_never_fits(model, config)
     directory = _directory(Path(config.storage_path or ""))
     fingerprint = _native.Fingerprint()
     specs: list[NewTensor] = []
-    for name, parameter in parameters.items():
-        dtype = dtype_name(name, parameter)
-        fingerprint.add(name, dtype, list(parameter.shape), lent(parameter.detach().contiguous()))
-        specs.append((name, dtype, list(parameter.shape), parameter.data_ptr() % 64))
+    for name, tensor in stored.items():
+        dtype = dtype_name(name, tensor)
+        fingerprint.add(name, dtype, list(tensor.shape), lent(tensor))
+        specs.append((name, dtype, list(tensor.shape), tensor.data_ptr() % 64))
     path = directory / f"{fingerprint.hex()}.ts"
     writer = _native.FileWriter.unless_written(path, specs, {"format": "pt"}, fingerprint.hex())
     if writer is not None:
-        total = sum(parameter.nbytes for parameter in parameters.values())
-        write_all(writer, parameters.values(), total, f"writing {path.name}")
-    return _native.Checkpoint(path)
+        write_all(writer, stored.values(), sum(tensor.nbytes for tensor in stored.values()), f"writing {path.name}")
+    return _native.Checkpoint(path), orders
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions of a tensor from the widest stride to the narrowest."""
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True))
 
 
 def store_derived(
@@ -88,6 +100,11 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             raise ModelError(
                 f"parameter `{name}` is a {type(parameter).__name__} on {parameter.device}: only plain "
                 "parameters on the CPU can be streamed"
+            )
+        if not parameter.detach().permute(memory_order(parameter)).is_contiguous():
+            raise ModelError(
+                f"parameter `{name}` lies scattered in memory (strides {list(parameter.stride())}): "
+                "make it contiguous"
             )
         yield name, parameter
 

@@ -37,6 +37,19 @@ class Weight:
     unit: int
     index: int
     requires_grad: bool
+    #: Dimensions from the widest stride to the narrowest, where that is not their own order.
+    order: tuple[int, ...] | None = None
+
+    @property
+    def stored_shape(self) -> list[int]:
+        """The shape in which its bytes are contiguous."""
+        return [self.shape[dim] for dim in self.order] if self.order else list(self.shape)
+
+    def strided(self, stored: torch.Tensor) -> torch.Tensor:
+        """The weight itself, of the tensor that its bytes make."""
+        if self.order is None:
+            return stored
+        return stored.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
 class _Thread(threading.local):
@@ -110,8 +123,8 @@ def as_parameter(capsule: object, weight: Weight) -> nn.Parameter:
     with torch.inference_mode(False):
         tensor = dlpack.from_dlpack(capsule)
         if tensor.dtype != weight.dtype:
-            tensor = tensor.view(weight.dtype).view(weight.shape)
-        return nn.Parameter(tensor, requires_grad=requires_grad)
+            tensor = tensor.view(weight.dtype).view(weight.stored_shape)
+        return nn.Parameter(weight.strided(tensor), requires_grad=requires_grad)
 
 
 def asks_for_grad(weight: Weight) -> bool:

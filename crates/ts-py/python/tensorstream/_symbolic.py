@@ -57,7 +57,9 @@ def _whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Streamed
         dim, bounds = (args[1] if len(args) > 1 else 0), args[2:5]
         size = tensor.shape[dim]
         same = slice(*bounds).indices(size) == (0, size, 1) if bounds else True
-    return StreamedTensor(tensor.shape, tensor.dtype, tensor.source, tensor.provider, tensor.key) if same else None
+    if not same:
+        return None
+    return StreamedTensor(tensor.shape, tensor.dtype, tensor.source, tensor.provider, tensor.key, tensor.stride())
 
 
 def _describe(

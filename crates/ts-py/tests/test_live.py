@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Models that hold weights: written once to a storage path, streamed from there, restored."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstream as ts
+import torch
+from torch import nn
+
+
+def mlp(seed: int = 0, layers: int = 8, width: int = 64) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+class Zoo(nn.Module):
+    """Modules without parameters, with one of one element, with many elements, tied, with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+        self.act = nn.PReLU()
+        self.drop = nn.Dropout(0.5)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.zeros(0, 32))
+        self.wide = nn.Linear(32, 4096)
+        self.back = nn.Linear(4096, 32, bias=False)
+        self.tied = nn.Linear(32, 4096)
+        self.tied.weight = self.wide.weight
+        self.turned = nn.Parameter(torch.randn(32, 48).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.back(self.act(self.wide(self.norm(x) * self.scale)) + self.tied(x))
+        return torch.cat([self.drop(x), self.empty]) @ self.turned.t()
+
+
+@pytest.mark.critical
+def test_a_live_model_is_written_streamed_and_restored(tmp_path: Path) -> None:
+    model = mlp()
+    x = torch.randn(5, 64)
+    with torch.inference_mode():
+        expected = model(x)
+    ts.offload(model, ts.Config(storage_path=tmp_path / "made" / "for it", budget="60KiB"))
+    (file,) = (tmp_path / "made" / "for it").iterdir()
+    assert file.suffix == ".ts"
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
+    stats = ts.stats(model)
+    assert any(unit["loads"] > 1 for unit in stats["units"])
+    assert stats["reserved_high_water_bytes"] <= 60 << 10
+    ts.restore(model)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(ts.load_file(file)["3.weight"], model[3].weight)
+
+
+def test_every_kind_of_module(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Zoo().eval()
+    x = torch.randn(5, 32)
+    with torch.inference_mode():
+        expected = model(x)
+    strides = {name: p.stride() for name, p in model.named_parameters(remove_duplicate=False)}
+    phases = {name: p.data_ptr() % 64 for name, p in model.named_parameters() if p.is_contiguous() and p.numel()}
+    ts.offload(model, ts.Config(storage_path=tmp_path, budget="1200KiB"))
+    assert model.tied.weight is model.wide.weight
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+    for name, phase in phases.items():
+        parameter: Any = model.get_parameter(name)
+        assert getattr(parameter, "materialize", lambda p=parameter: p)().data_ptr() % 64 == phase
+    assert {name: p.stride() for name, p in model.named_parameters(remove_duplicate=False)} == strides
+    ts.restore(model)
+    assert {name: p.stride() for name, p in model.named_parameters(remove_duplicate=False)} == strides
+    assert model.tied.weight is model.wide.weight
+    with torch.inference_mode():
+        assert torch.equal(model(x), expected)
+
+
+def test_models_without_parameters(tmp_path: Path) -> None:
+    for model in (nn.ReLU(), nn.Sequential(nn.Flatten(), nn.Tanh())):
+        ts.offload(model, ts.Config(storage_path=tmp_path, budget="1MiB"))
+        assert model(torch.zeros(2, 3)).shape == (2, 3)
+        ts.restore(model)
+
+
+def test_the_model_s_own_memory_is_freed(tmp_path: Path) -> None:
+    freed: list[int] = []
+    model = mlp()
+    for index, parameter in enumerate(model.parameters()):
+        weakref.finalize(parameter, freed.append, index)
+    del parameter
+    ts.offload(model, ts.Config(storage_path=tmp_path, budget="60KiB"))
+    gc.collect()
+    assert sorted(freed) == list(range(16))
+
+
+def test_equal_weights_are_written_once_and_others_never_taken_for_them(tmp_path: Path) -> None:
+    config = ts.Config(storage_path=tmp_path, budget="60KiB")
+    x = torch.randn(2, 64)
+    expected = {seed: mlp(seed)(x) for seed in (0, 1)}
+    for seed in (0, 1, 0, 1):
+        before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+        model = ts.offload(mlp(seed), config)
+        assert torch.equal(model(x), expected[seed])
+        assert all(file.stat().st_mtime_ns == written for file, written in before.items())
+    assert len(list(tmp_path.iterdir())) == 2
+    # One bit of one weight makes another model of it.
+    model = mlp(0)
+    with torch.no_grad():
+        model[7].bias[63] = torch.nextafter(model[7].bias[63], torch.tensor(9.0))
+    expected_bit = model(x)
+    assert torch.equal(ts.offload(model, config)(x), expected_bit)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_stored_file_that_is_cut_is_written_anew(tmp_path: Path) -> None:
+    config = ts.Config(storage_path=tmp_path, budget="60KiB")
+    x = torch.randn(2, 64)
+    expected = mlp()(x)
+    ts.offload(mlp(), config)
+    (file,) = tmp_path.iterdir()
+    for content in (b"", file.read_bytes()[:10_000], b"\0" * 100_000):
+        file.write_bytes(content)
+        assert torch.equal(ts.offload(mlp(), config)(x), expected)
+
+
+def test_another_model_s_file_under_this_one_s_name_is_not_served(tmp_path: Path) -> None:
+    config = ts.Config(storage_path=tmp_path, budget="60KiB")
+    ts.offload(mlp(0), config)
+    (mine,) = tmp_path.iterdir()
+    content = mine.read_bytes()
+    mine.unlink()
+    ts.offload(mlp(1), config)
+    (other,) = tmp_path.iterdir()
+    other.write_bytes(content)
+    x = torch.randn(2, 64)
+    assert torch.equal(ts.offload(mlp(1), config)(x), mlp(1)(x))
+
+
+SHARES = """
+import sys, torch, tensorstream as ts
+from torch import nn
+torch.manual_seed(int(sys.argv[2]))
+model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+x = torch.linspace(-1, 1, 1024).reshape(2, 512)
+expected = model(x)
+sys.stdin.readline()
+for _ in range(3):
+    ts.offload(model, ts.Config(storage_path=sys.argv[1], budget="3MiB"))
+    assert torch.equal(model(x), expected)
+    ts.restore(model)
+    assert torch.equal(model(x), expected)
+print("right")
+"""
+
+
+@pytest.mark.slow
+def test_processes_share_a_storage_path(tmp_path: Path) -> None:
+    """Four processes at once, two for each of two models."""
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARES, str(tmp_path), str(seed % 2)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in range(4)
+    ]
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    outputs = [child.communicate(timeout=120)[0] for child in children]
+    assert outputs == ["right\n"] * 4
+    assert len(list(tmp_path.iterdir())) == 2, "one file for each model, and nothing beside"
+
+
+def test_threads_share_a_storage_path(tmp_path: Path) -> None:
+    x = torch.randn(2, 64)
+    expected, failures = mlp()(x), []
+
+    def run() -> None:
+        try:
+            assert torch.equal(ts.offload(mlp_of_state(), config)(x), expected)
+        except BaseException as error:
+            failures.append(error)
+
+    state = mlp().state_dict()
+
+    def mlp_of_state() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        model.load_state_dict(state)
+        return model
+
+    config = ts.Config(storage_path=tmp_path, budget="60KiB")
+    threads = [threading.Thread(target=run) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures, failures
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_ctrl_c_while_weights_are_written(tmp_path: Path, moment: int) -> None:
+    model = mlp(layers=24, width=512)
+    x = torch.randn(2, 512)
+    expected = model(x)
+    timer = threading.Timer(0.004 * (moment + 1), os.kill, (os.getpid(), signal.SIGINT))
+    config = ts.Config(storage_path=tmp_path, budget="3MiB")
+    try:
+        timer.start()
+        while True:
+            ts.offload(model, config)
+            ts.restore(model)
+            for file in tmp_path.iterdir():
+                file.unlink()
+    except KeyboardInterrupt:
+        pass
+    timer.join()
+    assert all(file.suffix == ".ts" for file in tmp_path.iterdir())
+    if "_tensorstream" not in model.__dict__:
+        assert torch.equal(model(x), expected)
+        ts.offload(model, config)
+    assert torch.equal(model(x), expected)
+
+
+def test_what_cannot_be_stored_is_refused_and_the_model_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    x = torch.randn(2, 64)
+    expected = mlp()(x)
+    half_meta = mlp()
+    half_meta[1] = nn.Linear(64, 64, device="meta")
+    cases: list[tuple[nn.Module, Any, type[Exception], str]] = [
+        (mlp(), {"storage_path": file, "budget": "1MiB"}, ts.ConfigurationError, "storage_path.*a directory"),
+        (mlp(), {"storage_path": file / "x", "budget": "1MiB"}, ts.StorageError, "cannot make the directory"),
+        (mlp(), {"storage_path": tmp_path / "d", "budget": "1KiB"}, ts.BudgetError, "smallest budget that would do"),
+        (half_meta, {"storage_path": tmp_path / "d", "budget": "1MiB"}, ts.ModelError, "some hold weights"),
+        (
+            nn.Bilinear(2, 2, 2).to(torch.complex128),
+            {"storage_path": tmp_path / "d", "budget": "1MiB"},
+            ts.ConfigurationError,
+            "files have no torch.complex128",
+        ),
+    ]
+    for model, fields, error, text in cases:
+        with pytest.raises(error, match=text):
+            ts.offload(model, ts.Config(**fields))
+        if isinstance(model, nn.Sequential) and model is not half_meta:
+            assert torch.equal(model(x), expected)
+    assert not (tmp_path / "d").exists() or not list((tmp_path / "d").iterdir())
+
+
+@pytest.mark.slow
+def test_a_hundred_cycles_leak_nothing(tmp_path: Path) -> None:
+    """Memory, descriptors and threads, after offload, two passes and restore, again and again."""
+    model = mlp(layers=16, width=256)
+    x = torch.randn(2, 256)
+    expected = model(x)
+
+    def cycle() -> None:
+        ts.offload(model, ts.Config(storage_path=tmp_path, budget="1MiB"))
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+        ts.restore(model)
+
+    def census() -> tuple[int, int, int, int]:
+        gc.collect()
+        status = Path("/proc/self/status").read_text()
+        rss = int(status.split("VmRSS:")[1].split()[0]) * 1024
+        maps = len(Path("/proc/self/maps").read_text().splitlines())
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), maps, rss
+
+    for _ in range(20):
+        cycle()
+    before = census()
+    for _ in range(100):
+        cycle()
+    after = census()
+    for _ in range(100):  # threads that were told to end are gone from /proc a moment later
+        if after[1] <= before[1]:
+            break
+        time.sleep(0.02)
+        after = census()
+    assert after[:2] == before[:2]
+    assert after[2] <= before[2] + 4, "mappings"
+    assert after[3] <= before[3] + (4 << 20), f"{(after[3] - before[3]) >> 20} MiB more in memory"
+
+
+def test_the_file_is_what_format_md_says(tmp_path: Path) -> None:
+    """Read by hand, with nothing but the description."""
+    ts.offload(mlp(layers=2), ts.Config(storage_path=tmp_path, budget="60KiB"))
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
+    assert content[:8] == b"\x89TSF\r\n\x1a\n"
+    offset, length = (int.from_bytes(content[at : at + 8], "little") for at in (24, 32))
+    index = content[offset : offset + length]
+    assert len(content) == offset + length
+    count, keys, chunk = (int.from_bytes(index[a:b], "little") for a, b in ((0, 4), (4, 8), (8, 16)))
+    assert (count, keys, chunk) == (4, 1, 1 << 20)
+    assert json.dumps("format").encode()[1:-1] in index
+
+
+def test_channels_last_stays_so(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(24, 24, 3, padding=1) for _ in range(6))).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(2, 24, 9, 9).contiguous(memory_format=torch.channels_last)
+    with torch.inference_mode():
+        expected = model(x)
+    ts.offload(model, ts.Config(storage_path=tmp_path, budget="80KiB"))
+    assert model[0].weight.stride() == (216, 1, 72, 24)
+    with torch.inference_mode():
+        assert torch.equal(model(x), expected)
+        assert torch.equal(ts.restore(model)(x), expected)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_scattered_parameters_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.randn(4, 8)[:, ::2])
+    with pytest.raises(ts.ModelError, match=r"`weight` lies scattered in memory \(strides \[8, 2\]\)"):
+        ts.offload(model, ts.Config(storage_path=tmp_path, budget="1MiB"))
+    model.weight = nn.Parameter(torch.randn(4, 4).t())
+    ts.save_file(dict(model.named_parameters()), tmp_path / "model.ts")
+    with pytest.raises(ts.ModelError, match="`weight` is not contiguous and the checkpoint's is"):
+        ts.offload(model, checkpoint=tmp_path, budget="1MiB")
