@@ -36,7 +36,7 @@ impl Checkpoint {
         let name = file.to_string_lossy().into_owned();
         let sharded = file.extension().is_some_and(|e| e == "json");
         let reader = if sharded { CatalogReader::sharded(name) } else { CatalogReader::single(name) };
-        read_catalog(reader, file.parent().unwrap_or(Path::new("")))
+        read_catalog(reader)
     }
 
     /// What is in it.
@@ -137,8 +137,10 @@ impl Checkpoint {
 }
 
 fn find_in(dir: &Path) -> Result<PathBuf, Error> {
-    if let Some(file) =
-        [SINGLE, INDEX, CONTAINER].map(|name| dir.join(name)).into_iter().find(|file| file.exists())
+    if let Some(file) = [SINGLE, INDEX, CONTAINER]
+        .map(|name| dir.join(name))
+        .into_iter()
+        .find(|file| file.symlink_metadata().is_ok())
     {
         return Ok(file);
     }
@@ -156,17 +158,15 @@ fn open_error(path: &Path, error: std::io::Error) -> Error {
     Error::Io(ts_io::Error::Open { path: path.into(), source: error.into() })
 }
 
-/// Feeds the reader from files: names in an index are beside it, so they are joined to its directory.
-fn read_catalog(mut reader: CatalogReader, dir: &Path) -> Result<Checkpoint, Error> {
+/// Feeds the reader from files.
+fn read_catalog(mut reader: CatalogReader) -> Result<Checkpoint, Error> {
     let mut opened: BTreeMap<String, Arc<Source>> = BTreeMap::new();
     while let Some(Need { file, offset, len }) = reader.need() {
         let source = match opened.get(&file) {
             Some(source) => Arc::clone(source),
             None => {
-                let path =
-                    if Path::new(&file).parent() == Some(dir) { (&file).into() } else { dir.join(&file) };
-                let source = Source::open(path)?;
-                opened.insert(file.clone(), Arc::clone(&source));
+                let source = Source::open(&file)?;
+                opened.insert(file, Arc::clone(&source));
                 source
             }
         };

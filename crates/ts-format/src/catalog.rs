@@ -183,7 +183,8 @@ impl CatalogReader {
         Self { root, state, weight_map: None, waiting: VecDeque::new(), catalog: Catalog::default() }
     }
 
-    /// Reads a shard index (`model.safetensors.index.json`), then the header of every shard it names.
+    /// Reads a shard index (`model.safetensors.index.json`), then the header of every shard it names. Shards are
+    /// asked for by the index's own directory and their name.
     pub fn sharded(index: impl Into<String>) -> Self {
         let state = State::Index;
         Self {
@@ -266,7 +267,10 @@ impl CatalogReader {
         if bytes.len() as u64 > MAX_INDEX_LEN {
             return Err(Error::header(&self.root, MAX_INDEX_LEN, "the index is larger than 256 MiB"));
         }
-        let map = sharded::parse_index(&self.root, bytes)?;
+        let mut map = sharded::parse_index(&self.root, bytes)?;
+        // Shards lie beside their index.
+        let directory = self.root.rfind(['/', '\\']).map_or("", |at| &self.root[..=at]);
+        map.values_mut().for_each(|shard| shard.insert_str(0, directory));
         let mut shards: Vec<&String> = map.values().collect();
         shards.sort_unstable();
         shards.dedup();

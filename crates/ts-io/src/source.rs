@@ -56,16 +56,21 @@ impl Source {
     /// Opens `path` and notes its fingerprint.
     ///
     /// # Errors
-    /// [`Error::Open`] when it cannot be opened or is a directory.
+    /// [`Error::Open`] when it cannot be opened or is no regular file.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>, Error> {
         // Absolute, so that it means the same file when the working directory has changed.
         let path = std::path::absolute(&path).unwrap_or_else(|_| path.as_ref().to_path_buf());
         let failed = |source: std::io::Error| Error::Open { path: path.clone(), source: source.into() };
-        let file = File::open(&path).map_err(failed)?;
-        let metadata = file.metadata().map_err(failed)?;
-        if metadata.is_dir() {
+        // Before it is opened: a named pipe would wait for somebody to write to it.
+        let kind = std::fs::metadata(&path).map_err(failed)?;
+        if kind.is_dir() {
             return Err(failed(std::io::ErrorKind::IsADirectory.into()));
         }
+        if !kind.is_file() {
+            return Err(failed(std::io::Error::other("it is no regular file")));
+        }
+        let file = File::open(&path).map_err(failed)?;
+        let metadata = file.metadata().map_err(failed)?;
         let fingerprint = Fingerprint::of(&metadata);
         Ok(Arc::new(Self { path, fingerprint, file, direct: OnceLock::new() }))
     }

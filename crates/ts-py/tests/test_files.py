@@ -308,7 +308,7 @@ def test_bars_are_shown_on_terminals_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_interrupted_command_says_so(tmp_path: Path) -> None:
     path = tmp_path / "a.ts"
-    ts.save_file({f"w{i}": torch.zeros(16 << 20) for i in range(4)}, path)
+    ts.save_file({f"l{i}.w": torch.zeros(16 << 20) for i in range(4)}, path)
     program = Path(sys.executable).parent / "tensorstream"
     with subprocess.Popen(
         [program, "demo", path, "--passes", "100000"], stderr=subprocess.PIPE, text=True

@@ -241,6 +241,7 @@ def test_ctrl_c_while_weights_are_written(tmp_path: Path, moment: int) -> None:
     assert torch.equal(model(x), expected)
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules")
 def test_what_cannot_be_stored_is_refused_and_the_model_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
