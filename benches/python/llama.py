@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Seconds per token of a 1.1B Llama in bf16 under a 1500 MB cap: TensorStream, accelerate, plain mmap.
+"""Seconds per token of a 1.1B Llama in bf16 under a 1500 MB cap: TensorStream, accelerate, diffusers, plain mmap.
 
-`cargo xtask bench llama`. Every contender is a process of its own with cold caches; accelerate at each of four
-`max_memory` settings; rounds are interleaved and medians taken.
+`cargo xtask bench llama`, or one round of it: `cargo xtask demo --large`. Every contender is a process of its own
+with cold caches; accelerate at each of four `max_memory` settings; rounds are interleaved and medians taken.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from models import MIB, SCRATCH, child, decode, drop_caches, fio, huge_pages, llama_1b, memory_cap, spread
 
@@ -35,6 +37,8 @@ def contender(name: str, setting: str, path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.bfloat16, device_map="auto", max_memory={"cpu": setting}, offload_folder=folder
         )
+    elif name == "diffusers":
+        model = grouped(path, SCRATCH / "diffusers")
     elif name == "mmap":
         from transformers import AutoModelForCausalLM
 
@@ -50,16 +54,42 @@ def contender(name: str, setting: str, path: Path) -> None:
     print(json.dumps(result))
 
 
-def main() -> int:
+def grouped(path: Path, folder: Path) -> Any:
+    """A transformers model under diffusers' group offloading to disk, a layer at a time."""
+    import torch
+    from accelerate import init_empty_weights
+    from diffusers.hooks import apply_group_offloading
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+    tensors = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # not a dictionary
+    model.load_state_dict(tensors, assign=True, strict=False)
+    del tensors
+    cpu = torch.device("cpu")
+    options = {"offload_type": "block_level", "num_blocks_per_group": 1, "offload_to_disk_path": str(folder)}
+    apply_group_offloading(model.eval(), onload_device=cpu, **options)
+    return model
+
+
+def main(rounds: int) -> int:
+    if not shutil.which("fio"):
+        print("(no fio, so no roofline: apt-get install fio)", file=sys.stderr)
     path = llama_1b()
     shard = path / "model-00001-of-00003.safetensors"
-    entries = [("tensorstream", BUDGET), *[("accelerate", f"{mb}MB") for mb in ACCELERATE_MB], ("mmap", "")]
+    entries = [("tensorstream", BUDGET), *[("accelerate", f"{mb}MB") for mb in ACCELERATE_MB]]
+    entries += [("diffusers", ""), ("mmap", "")]
     seconds: dict[tuple[str, str], list[float]] = {entry: [] for entry in entries}
     tokens = set()
     disk = []
     with memory_cap(CAP) as prefix, huge_pages() as huge:
-        for round_ in range(ROUNDS):
-            disk.append(fio(shard, 3, huge=huge))
+        for round_ in range(rounds):
+            if shutil.which("fio"):
+                disk.append(fio(shard, 3, huge=huge))
             for entry in entries:
                 drop_caches()
                 result = child(prefix, *entry, str(path))
@@ -70,23 +100,24 @@ def main() -> int:
                 if entry[0] == "tensorstream" and "error" not in result:
                     streamed = result["streamed"]
     medians = {entry: statistics.median(values) for entry, values in seconds.items() if values}
-    print(f"\n| {'contender':14} | setting | s/token, median of {ROUNDS} runs (range) |\n|---|---|---|")
+    print(f"\n| {'contender':14} | setting | s/token, median of {rounds} (range) |\n|---|---|---|")
     for (name, setting), values in seconds.items():
         print(f"| {name:14} | {setting:7} | {spread(values) if values else 'failed'} |")
     ours = medians["tensorstream", BUDGET]
     best = min(value for (name, _), value in medians.items() if name == "accelerate")
-    bandwidth = statistics.median(disk)
-    print(f"\nagainst accelerate at its best: {best / ours:.2f}x; against mmap: {medians['mmap', ''] / ours:.2f}x")
-    print(
-        f"fio {spread([d / 1e9 for d in disk])} GB/s; streamed {streamed / 1e9:.2f} GB a token: "
-        f"roofline {streamed / bandwidth:.2f} s/token"
-    )
+    others = {"accelerate at its best": best, **{n: medians.get((n, ""), 0) for n in ("diffusers", "mmap")}}
+    print("\n" + "; ".join(f"{value / ours:.2f}x against {name}" for name, value in others.items() if value))
+    print(f"streamed {streamed / 1e9:.2f} GB a token", end="")
+    if disk:
+        roofline = streamed / statistics.median(disk)
+        print(f"; fio {spread([d / 1e9 for d in disk])} GB/s: roofline {roofline:.2f} s/token", end="")
+    print()
     print(f"all contenders gave the same tokens: {len(tokens) == 1}")
     return 0 if len(tokens) == 1 else 1
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) == 4:
         contender(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
     else:
-        sys.exit(main())
+        sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS))

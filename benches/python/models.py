@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,25 +62,40 @@ def drop_caches() -> None:
 def memory_cap(limit: int) -> Iterator[list[str]]:
     """The start of a command line that runs what follows under ``limit`` bytes, page cache included.
 
-    A memory cgroup of version 1 or 2; empty, and said, where neither can be made.
+    A memory cgroup of version 1 or 2 if one can be made, else a scope of systemd; empty, and said, where neither can.
     """
     v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     if (v1 / "memory.limit_in_bytes").exists():
         group, name = v1 / f"tensorstream-{os.getpid()}", "memory.limit_in_bytes"
     else:
         group, name = v2 / f"tensorstream-{os.getpid()}", "memory.max"
+    scope = ["systemd-run", "--scope", "--quiet", f"--property=MemoryMax={limit}", "--property=MemorySwapMax=0"]
+    scope = scope if os.geteuid() == 0 else [*scope, "--user"]
     try:
         group.mkdir()
         (group / name).write_text(str(limit))
     except OSError as error:
-        print(f"(no memory cap: {error})", file=sys.stderr)
-        yield []
+        with suppress(OSError):
+            group.rmdir()
+        if succeeds([*scope, "true"]):
+            yield scope
+        else:
+            print(f"(no memory cap, so everything runs in all the memory there is: {error})", file=sys.stderr)
+            yield []
         return
     try:
         yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "capped"]
     finally:
         time.sleep(0.2)
         group.rmdir()
+
+
+def succeeds(command: list[str]) -> bool:
+    """Whether a command is there and ends well."""
+    try:
+        return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def child(prefix: list[str], *args: str) -> dict[str, Any]:

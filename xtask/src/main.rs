@@ -3,6 +3,7 @@
 
 mod bench;
 mod check;
+mod fuzz;
 mod python;
 mod run;
 
@@ -13,12 +14,14 @@ use run::{Counts, Result, cargo, cargo_test};
 
 const HELP: &str = "\
 cargo xtask demo                     run a real model under less memory than it needs
+cargo xtask demo --large             a 1.1B model under 1500 MB beside accelerate, diffusers and mmap (15 GB of disk)
 cargo xtask ci                       everything that must pass: formatting, lints, docs, licences, tests
 cargo xtask test critical|fast|all   tests alone: under 30 s, under 5 min, all of them
 cargo xtask bench parts              criterion benchmarks of the parts
 cargo xtask bench exact              a 1.1B model's logits, streamed against in memory
 cargo xtask bench peak               peak memory, streamed against in memory
-cargo xtask bench llama              a 1.1B model under a memory cap, beside accelerate and mmap
+cargo xtask bench llama              the same in three rounds
+cargo xtask fuzz [SECONDS]           every parser, fuzzed for 60 s or as long as said
 cargo xtask bench storage            streamed bandwidth against fio, interleaved
 
 Needs a Rust toolchain and Python 3.11 or later; everything else goes into .venv.";
@@ -28,9 +31,14 @@ fn main() -> ExitCode {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let done = match args[..] {
         ["demo"] => demo(),
+        ["demo", "--large"] => python::prepared().and_then(|venv| bench::run_script(&venv, "llama", &["1"])),
         ["ci"] => ci(),
         ["test", tier] => test(tier),
         ["bench", what] => bench::run(what),
+        ["fuzz"] => fuzz::all(60),
+        ["fuzz", seconds] => {
+            seconds.parse().map_err(|_| format!("{seconds} is no number of seconds")).and_then(fuzz::all)
+        }
         ["help" | "--help"] | [] => {
             println!("{HELP}");
             Ok(())
@@ -48,7 +56,7 @@ fn main() -> ExitCode {
 
 fn demo() -> Result<()> {
     let venv = python::prepared()?;
-    run::run(venv.python().arg("examples/minilm.py"))
+    run::run(venv.python().arg("examples/huggingface_directory.py"))
 }
 
 /// Cheap checks first, so that a slip is told early.

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Every example runs, and says that what it computed is right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SAYS = {
+    "basic.py": "results bit-identical: True",
+    "advanced_configuration.py": "do not have their checksum",
+    "huggingface_directory.py": "embeddings bit-identical to the model in memory: True",
+    "comparison.py": "same tokens: True",
+}
+
+
+def test_no_example_is_forgotten() -> None:
+    assert {file.name for file in EXAMPLES.glob("*.py")} == SAYS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name], capture_output=True, text=True, check=False, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert SAYS[name] in done.stdout

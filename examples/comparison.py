@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""One model, three ways: in memory, offloaded to disk by accelerate, streamed by TensorStream. The tokens are the same.
+
+Needs tensorstream, transformers and accelerate; makes a small Llama with random weights. Files stay in the page cache
+here, which flatters whoever reads through it: `cargo xtask demo --large` measures under a memory cap.
+"""
+
+import os
+import tempfile
+import time
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import tensorstream as ts
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+TOKENS = 8
+
+
+def decode(model: LlamaForCausalLM) -> tuple[list[int], float]:
+    """Greedy tokens, and seconds for each after the first."""
+    ids, past, tokens, began = torch.arange(1, 17).unsqueeze(0), None, [], 0.0
+    with torch.inference_mode():
+        for step in range(TOKENS):
+            result = model(input_ids=ids, past_key_values=past, use_cache=True)
+            past, ids = result.past_key_values, result.logits[:, -1:].argmax(-1)
+            tokens.append(int(ids))
+            if step == 0:
+                began = time.perf_counter()
+    return tokens, (time.perf_counter() - began) / (TOKENS - 1)
+
+
+def main() -> None:
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16,
+                         vocab_size=8000, dtype="bfloat16")  # fmt: skip
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as offloaded:
+        LlamaForCausalLM(config).bfloat16().save_pretrained(directory)
+        weights = ts.plan(directory, budget="4GiB").resident_bytes
+        print(f"weights {weights / 2**20:.0f} MiB, budget 64 MiB")
+        accelerate = {"device_map": "auto", "max_memory": {"cpu": "64MB"}, "offload_folder": offloaded}
+        ways = {
+            "in memory": lambda: LlamaForCausalLM.from_pretrained(directory),
+            "accelerate": lambda: LlamaForCausalLM.from_pretrained(directory, **accelerate),
+            "TensorStream": lambda: ts.from_pretrained(directory, budget="64MiB"),
+        }
+        answers = set()
+        for name, load in ways.items():
+            tokens, seconds = decode(load())
+            answers.add(tuple(tokens))
+            print(f"{name:13} {seconds:.3f} s/token")
+    print(f"same tokens: {len(answers) == 1}")
+
+
+if __name__ == "__main__":
+    main()

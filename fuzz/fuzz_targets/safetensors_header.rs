@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A safetensors header, whatever its bytes: a catalog within the file or an error; and what is accepted the
+//! safetensors library accepts too and reads alike.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use safetensors::SafeTensors;
+use ts_format::{Catalog, CatalogReader, Error};
+
+fn read(file: &[u8]) -> Result<Catalog, Error> {
+    let mut reader = CatalogReader::single("fuzzed");
+    while let Some(need) = reader.need() {
+        let end = (need.offset + need.len).min(file.len() as u64) as usize;
+        reader.feed(&file[(need.offset as usize).min(end)..end], file.len() as u64)?;
+    }
+    reader.finish()
+}
+
+fuzz_target!(|input: (u8, &[u8])| {
+    // The length field is made right: random ones are refused at once. The data's length is the fuzzer's.
+    let (data_len, header) = input;
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header);
+    file.resize(file.len() + usize::from(data_len), 0);
+    let Ok(catalog) = read(&file) else { return };
+    let theirs = SafeTensors::deserialize(&file).expect("what is accepted here the library accepts");
+    assert_eq!(catalog.tensors().len(), theirs.len());
+    for (name, entry) in catalog.tensors() {
+        let part = entry.parts[0];
+        let here = &file[part.offset as usize..(part.offset + part.len) as usize];
+        let there = theirs.tensor(name).expect("it is listed");
+        assert_eq!(here.as_ptr_range(), there.data().as_ptr_range());
+        assert_eq!(entry.meta.dtype.name(), there.dtype().to_string());
+        assert!(entry.meta.shape.iter().copied().eq(there.shape().iter().map(|&n| n as u64)));
+    }
+});
