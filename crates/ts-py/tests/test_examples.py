@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_readme import blocks, without_numbers
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SAYS = {
@@ -32,3 +33,7 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert SAYS[name] in done.stdout
+    if name == "huggingface_directory.py":  # the demo
+        shown = next(block for block in blocks("text") if "embeddings" in block)
+        printed = without_numbers(done.stdout)
+        assert all(line in printed for line in without_numbers(shown))
