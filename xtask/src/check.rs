@@ -42,6 +42,7 @@ pub(crate) fn dependencies() -> Result<()> {
     let mut wrong = licences(packages);
     wrong.extend(edges(packages));
     wrong.extend(duplicates()?);
+    wrong.extend(minimal()?);
     if wrong.is_empty() {
         println!(
             "{} packages, all under allowed licences; arrows and versions as they should be",
@@ -105,6 +106,15 @@ fn duplicates() -> Result<Vec<String>> {
     }
     let several = versions.into_iter().filter(|(_, versions)| versions.len() > 1);
     Ok(several.map(|(name, versions)| format!("{name} in several versions: {versions:?}")).collect())
+}
+
+/// What a library user's build must not pull in.
+fn minimal() -> Result<Vec<String>> {
+    let arguments = ["tree", "--package", "tensorstream", "--no-default-features", "--edges", "normal"];
+    let tree = output(cargo().args(arguments).args(["--prefix", "none", "--locked"]))?;
+    let unwanted = ["clap ", "indicatif "];
+    let found = tree.lines().filter(|line| unwanted.iter().any(|name| line.starts_with(name)));
+    Ok(found.map(|line| format!("tensorstream without features depends on {line}")).collect())
 }
 
 #[cfg(test)]

@@ -57,6 +57,20 @@ pub struct Catalog {
 }
 
 impl Catalog {
+    /// Reads a file that is in memory: safetensors or `.ts`, whichever its first bytes say. `name` is what errors
+    /// call it.
+    ///
+    /// # Errors
+    /// As [`CatalogReader::feed`].
+    pub fn from_bytes(name: &str, file: &[u8]) -> Result<Self, Error> {
+        let mut reader = CatalogReader::single(name);
+        while let Some(need) = reader.need() {
+            let end = need.offset.saturating_add(need.len).min(file.len() as u64) as usize;
+            reader.feed(&file[(need.offset as usize).min(end)..end], file.len() as u64)?;
+        }
+        reader.finish()
+    }
+
     /// The files, in the order of their [`FileId`]s.
     pub fn files(&self) -> &[FileEntry] {
         &self.files

@@ -23,15 +23,15 @@ fn read(mut reader: CatalogReader, files: &BTreeMap<String, Vec<u8>>) -> Result<
     reader.finish()
 }
 
-fn read_one(bytes: Vec<u8>) -> Result<Catalog, Error> {
-    read(CatalogReader::single("m"), &BTreeMap::from([("m".to_string(), bytes)]))
+fn read_one(bytes: &[u8]) -> Result<Catalog, Error> {
+    Catalog::from_bytes("m", bytes)
 }
 
 const TWO: &str = r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]},"a":{"dtype":"F32","shape":[],"data_offsets":[12,16]}}"#;
 
 #[test]
 fn a_single_file_gives_every_tensor_its_place_in_the_file() {
-    let catalog = read_one(safetensors(TWO, 16)).unwrap();
+    let catalog = read_one(&safetensors(TWO, 16)).unwrap();
     let start = 8 + TWO.len() as u64;
     let b = catalog.tensor("b").unwrap();
     assert_eq!(b.meta, TensorMeta { dtype: Dtype::BF16, shape: vec![2, 3] });
@@ -45,7 +45,7 @@ fn a_single_file_gives_every_tensor_its_place_in_the_file() {
 fn a_file_cut_anywhere_is_a_typed_error() {
     let whole = safetensors(TWO, 16);
     for len in 0..whole.len() {
-        let error = read_one(whole[..len].to_vec()).expect_err("a cut file has no catalog");
+        let error = read_one(&whole[..len]).expect_err("a cut file has no catalog");
         assert!(matches!(error, Error::Truncated { .. }), "cut at {len}: {error}");
     }
 }
@@ -81,7 +81,7 @@ fn wrong_headers_are_refused_with_the_reason() {
         (r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2],"x":1}}"#, 2, "unknown field"),
     ];
     for (header, data_len, reason) in cases {
-        let error = read_one(safetensors(header, data_len)).expect_err(header);
+        let error = read_one(&safetensors(header, data_len)).expect_err(header);
         assert_eq!(error.kind(), ErrorKind::BadFile, "{error}");
         assert!(error.to_string().contains(reason), "{header}: {error}");
     }
@@ -91,7 +91,7 @@ fn wrong_headers_are_refused_with_the_reason() {
 fn a_length_field_that_lies_is_refused_before_anything_is_read() {
     let mut file = u64::MAX.to_le_bytes().to_vec();
     file.extend_from_slice(b"{}");
-    assert!(matches!(read_one(file), Err(Error::BadHeader { offset: 0, .. })));
+    assert!(matches!(read_one(&file), Err(Error::BadHeader { offset: 0, .. })));
 }
 
 fn shard(tensor: &str) -> Vec<u8> {
@@ -125,7 +125,7 @@ fn an_index_that_disagrees_with_its_shards_or_leaves_the_directory_is_refused() 
 
 #[test]
 fn assembled_tensors_are_checked_against_their_files() {
-    let catalog = read_one(safetensors(TWO, 16)).unwrap();
+    let catalog = read_one(&safetensors(TWO, 16)).unwrap();
     let end = catalog.files()[0].len;
     let meta = || TensorMeta { dtype: Dtype::U8, shape: vec![8] };
     let part = |offset, len| ByteRange { file: FileId(0), offset, len };
@@ -142,7 +142,7 @@ proptest! {
     fn no_header_panics_or_points_outside(json in "(\\{|\\}|\\[|\\]|\"|:|,|a|dtype|shape|data_offsets|F32|[0-9]|-|e|\\\\){0,60}", data in 0usize..32) {
         let file = safetensors(&json, data);
         let len = file.len() as u64;
-        if let Ok(catalog) = read_one(file) {
+        if let Ok(catalog) = read_one(&file) {
             for (_, t) in catalog.tensors() {
                 prop_assert!(t.parts.iter().all(|p| p.offset + p.len <= len));
             }
@@ -158,7 +158,7 @@ proptest! {
             at += len;
         }
         let header = format!("{{{}}}", fields.join(","));
-        let catalog = read_one(safetensors(&header, at as usize)).unwrap();
+        let catalog = read_one(&safetensors(&header, at as usize)).unwrap();
         for (i, shape) in shapes.iter().enumerate() {
             prop_assert_eq!(&catalog.tensor(&format!("t{i}")).unwrap().meta.shape, shape);
         }

@@ -4,9 +4,7 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
-use ts_format::{
-    Catalog, CatalogReader, ContainerWriter, Digest, Dtype, Error, ErrorKind, TensorMeta, fingerprint,
-};
+use ts_format::{Catalog, ContainerWriter, Digest, Dtype, ErrorKind, TensorMeta, fingerprint};
 
 type Tensor = (String, TensorMeta, Option<u8>, Vec<u8>);
 
@@ -36,15 +34,6 @@ fn write(tensors: &[Tensor], metadata: &[(&str, &str)]) -> Vec<u8> {
     file
 }
 
-fn read(file: &[u8]) -> Result<Catalog, Error> {
-    let mut reader = CatalogReader::single("m.ts");
-    while let Some(need) = reader.need() {
-        let end = (need.offset + need.len).min(file.len() as u64) as usize;
-        reader.feed(&file[(need.offset as usize).min(end)..end], file.len() as u64)?;
-    }
-    reader.finish()
-}
-
 fn small() -> Vec<u8> {
     let tensors = [
         tensor("a.weight", Dtype::F32, &[3, 5], None, 1),
@@ -57,7 +46,7 @@ fn small() -> Vec<u8> {
 #[test]
 fn a_small_file_reads_as_it_was_written() {
     let file = small();
-    let catalog = read(&file).unwrap();
+    let catalog = Catalog::from_bytes("m", &file).unwrap();
     assert_eq!(catalog.tensors().map(|(n, _)| n).collect::<Vec<_>>(), ["a.weight", "empty", "scalar"]);
     assert_eq!(catalog.files()[0].metadata["ключ"], "значение");
     let scalar = catalog.tensor("scalar").unwrap();
@@ -72,7 +61,7 @@ fn a_small_file_reads_as_it_was_written() {
 fn a_file_cut_anywhere_is_a_typed_error() {
     let file = small();
     for len in 0..file.len() {
-        let error = read(&file[..len]).expect_err("a cut file has no catalog");
+        let error = Catalog::from_bytes("m", &file[..len]).expect_err("a cut file has no catalog");
         assert_eq!(error.kind(), ErrorKind::BadFile, "cut at {len}: {error}");
     }
 }
@@ -80,12 +69,12 @@ fn a_file_cut_anywhere_is_a_typed_error() {
 #[test]
 fn every_flipped_bit_of_superblocks_index_and_data_is_found() {
     let file = small();
-    let clean = read(&file).unwrap();
+    let clean = Catalog::from_bytes("m", &file).unwrap();
     let mut unseen = Vec::new();
     for bit in 0..file.len() * 8 {
         let mut harmed = file.clone();
         harmed[bit / 8] ^= 1 << (bit % 8);
-        let Ok(catalog) = read(&harmed) else { continue };
+        let Ok(catalog) = Catalog::from_bytes("m", &harmed) else { continue };
         let found = catalog.tensors().any(|(_, entry)| {
             let part = entry.parts[0];
             let bytes = &harmed[part.offset as usize..(part.offset + part.len) as usize];
@@ -113,12 +102,12 @@ fn a_later_version_is_refused_by_its_number() {
     file[8] = 2;
     let sum = Digest::of(&file[..56]).chunks()[0];
     file[56..64].copy_from_slice(&sum.to_le_bytes());
-    assert!(read(&file).unwrap_err().to_string().contains("version 2"));
+    assert!(Catalog::from_bytes("m", &file).unwrap_err().to_string().contains("version 2"));
     let mut minor = small();
     minor[10] = 9;
     let sum = Digest::of(&minor[..56]).chunks()[0];
     minor[56..64].copy_from_slice(&sum.to_le_bytes());
-    assert!(read(&minor).is_ok(), "a newer minor version is readable");
+    assert!(Catalog::from_bytes("m", &minor).is_ok(), "a newer minor version is readable");
 }
 
 #[test]
@@ -146,7 +135,7 @@ fn what_cannot_be_written_says_why() {
 fn a_fingerprint_names_the_content_and_not_the_place() {
     let of = |tensors: &[Tensor]| {
         let file = write(tensors, &[]);
-        let catalog = read(&file).unwrap();
+        let catalog = Catalog::from_bytes("m", &file).unwrap();
         let empty = Digest::default();
         let all: Vec<_> = catalog
             .tensors()
@@ -180,7 +169,7 @@ proptest! {
         }
         tensors.push(tensor("long", Dtype::U8, &[long], None, 77));
         let file = write(&tensors, &[]);
-        let catalog = read(&file).unwrap();
+        let catalog = Catalog::from_bytes("m", &file).unwrap();
         prop_assert_eq!(catalog.tensors().len(), tensors.len());
         for (name, meta, phase, bytes) in &tensors {
             let entry = catalog.tensor(name).unwrap();
@@ -209,7 +198,7 @@ proptest! {
         file[40..48].copy_from_slice(&sum.to_le_bytes());
         let sum = Digest::of(&file[..56]).chunks()[0];
         file[56..64].copy_from_slice(&sum.to_le_bytes());
-        if let Ok(catalog) = read(&file) {
+        if let Ok(catalog) = Catalog::from_bytes("m", &file) {
             for (_, t) in catalog.tensors() {
                 prop_assert!(t.parts.iter().all(|p| p.offset + p.len <= begin as u64));
             }

@@ -318,3 +318,15 @@ def test_an_interrupted_command_says_so(tmp_path: Path) -> None:
         _, error = running.communicate(timeout=30)
     assert running.returncode == 130
     assert error.startswith("tensorstream: interrupted")
+
+
+def test_a_streamed_model_is_saved_a_tensor_at_a_time(llama: Llama, tmp_path: Path) -> None:
+    path = llama()
+    model = ts.from_pretrained(path, budget="300KiB")
+    with pytest.raises(ts.ModelError, match=r"restore\(model\) first, or .* tensorstream\.save_file"):
+        model.save_pretrained(tmp_path / "no")
+    ts.save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    assert_equal(ts.load_file(tmp_path), ts.load_file(path))
+    assert ts.stats(model)["reserved_high_water_bytes"] <= 300 << 10
+    ts.restore(model).save_pretrained(tmp_path / "yes")
+    assert_equal(ts.load_file(tmp_path / "yes"), ts.load_file(path))

@@ -107,6 +107,8 @@ def attach(model: M, config: Config, checkpoint: _native.Checkpoint, orders: Ord
     streaming = Streaming(checkpoint, survey.units, streamer, sites, config.passed_over())
     streaming.wrap(model)
     model.__dict__["_tensorstream"] = streaming
+    if hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = _refuse_to_save
     return model
 
 
@@ -144,6 +146,7 @@ def restore(model: M) -> M:
         for tensor, weight in zip(tensors, streaming.streamer.weights, strict=True)
     ]
     del model.__dict__["_tensorstream"]
+    model.__dict__.pop("save_pretrained", None)
     for site in streaming.sites:
         site.let_go()
     for module in model.modules():
@@ -155,6 +158,14 @@ def restore(model: M) -> M:
     return model
 
 
+def _refuse_to_save(*_: object, **__: object) -> None:
+    """Stands in for ``save_pretrained``, which asks tensors for the address of their memory."""
+    raise ModelError(
+        "a streamed model cannot save_pretrained: restore(model) first, or write its weights one after the other "
+        "with tensorstream.save_file(model.state_dict(), path)"
+    )
+
+
 def _read_all(checkpoint: _native.Checkpoint, units: list[Any], weights: list[Weight]) -> list[torch.Tensor]:
     """All weights at once, each at its phase; the memory lives as long as they do."""
     total = sum(part[2] + 2 * 4096 for _, tensors in units for tensor in tensors for part in tensor[3])
@@ -162,10 +173,16 @@ def _read_all(checkpoint: _native.Checkpoint, units: list[Any], weights: list[We
     engine = _native.Engine(checkpoint, units, budget=2 * total + (16 << 20))
     streamer = Streamer(engine, weights)
     in_pass = streamer.thread.in_pass = engine.begin_pass()
+    bar = _native.Progress("restoring", total)
+    tensors = []
     try:
-        return [streamer.read(key) for key in range(len(weights))]
+        for key in range(len(weights)):
+            tensors.append(streamer.read(key))
+            bar.advance(tensors[-1].nbytes)
     finally:
+        bar.close()
         in_pass.end()
+    return tensors
 
 
 class _Survey:
