@@ -26,20 +26,26 @@ pub(crate) struct AtomicFile {
     target: PathBuf,
     unflushed: u64,
     committed: bool,
+    /// A forked child has a copy of this and not the file.
+    process: u32,
 }
 
 impl AtomicFile {
     /// Begins a file that will be called `target`, once no other process writes it. Blocks until then;
     /// `interrupt` is asked every 20 ms and ends the wait by returning true.
     pub(crate) fn create(target: &Path, interrupt: &mut dyn FnMut() -> bool) -> Result<Self, Error> {
-        let mut name = target.file_name().map(OsString::from).ok_or_else(|| {
+        let partial = partial_of(target).ok_or_else(|| {
             let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no file name");
             Error::Write { path: target.into(), source }
         })?;
-        name.push(".partial");
-        let partial = target.with_file_name(name);
         let failed = |source| Error::Write { path: partial.clone(), source };
         loop {
+            // A link would have its target written over, and a pipe would wait for a reader.
+            if fs::symlink_metadata(&partial).is_ok_and(|there| !there.is_file()) {
+                return Err(failed(std::io::Error::other(
+                    "in its place is something that is no regular file",
+                )));
+            }
             let mut options = OpenOptions::new();
             let file = options.create(true).truncate(false).read(true).write(true).open(&partial);
             let file = file.map_err(failed)?;
@@ -48,12 +54,19 @@ impl AtomicFile {
                 Ok(()) if is_at(&file, &partial) => {
                     file.set_len(0).map_err(failed)?;
                     let target = target.to_path_buf();
-                    return Ok(Self { file, partial, target, unflushed: 0, committed: false });
+                    return Ok(Self {
+                        file,
+                        partial,
+                        target,
+                        unflushed: 0,
+                        committed: false,
+                        process: std::process::id(),
+                    });
                 }
-                Ok(()) => {}
-                Err(TryLockError::WouldBlock) => std::thread::sleep(POLL),
+                Ok(()) | Err(TryLockError::WouldBlock) => {}
                 Err(TryLockError::Error(source)) => return Err(failed(source)),
             }
+            std::thread::sleep(POLL);
             if interrupt() {
                 return Err(Error::Interrupted);
             }
@@ -94,6 +107,11 @@ impl AtomicFile {
             _ => Path::new("."),
         };
         let name = || {
+            if !is_at(&self.file, &self.partial) {
+                return Err(std::io::Error::other(
+                    "another process has put a file in place of the unfinished one",
+                ));
+            }
             fs::rename(&self.partial, &self.target)?;
             sync_directory(parent)
         };
@@ -105,11 +123,18 @@ impl AtomicFile {
 
 impl Drop for AtomicFile {
     fn drop(&mut self) {
-        if !self.committed && is_at(&self.file, &self.partial) {
+        if !self.committed && self.process == std::process::id() && is_at(&self.file, &self.partial) {
             // Nothing is lost if this fails: the next writer takes the file over.
             let _ = fs::remove_file(&self.partial);
         }
     }
+}
+
+/// Where a file is while it is not finished.
+pub(crate) fn partial_of(target: &Path) -> Option<PathBuf> {
+    let mut name = target.file_name().map(OsString::from)?;
+    name.push(".partial");
+    Some(target.with_file_name(name))
 }
 
 /// Whether `path` still names the file that was opened.

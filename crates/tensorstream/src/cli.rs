@@ -281,6 +281,10 @@ fn demo(
         let pass = engine.begin_pass(interrupt)?;
         for unit in 0..engine.unit_count() as u32 {
             engine.acquire(Some(pass), UnitId(unit), interrupt)?;
+            // A wait asks, but there may be none.
+            if interrupt() {
+                return Err(Error::Interrupted);
+            }
         }
         if engine.end_pass(pass) {
             engine.replan(interrupt)?;

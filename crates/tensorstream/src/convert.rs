@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use ts_format::{ByteRange, CHUNK_LEN, Digest};
 
+use crate::atomic::partial_of;
 use crate::{Checkpoint, Error, FileWriter, NewTensor};
 
 /// What is read and written at a time, in bytes: a multiple of the chunks that have checksums.
@@ -42,6 +43,13 @@ pub struct Converted {
 /// As [`Checkpoint::open`] and [`FileWriter`]; [`Error::Corrupt`]; [`Error::Interrupted`]. `to` is then as it was.
 pub fn convert(from: &Path, to: &Path, watch: &mut Watch<'_>) -> Result<Converted, Error> {
     let checkpoint = Checkpoint::open(from)?;
+    // The unfinished file would be made in place of what is read.
+    let partial = partial_of(to).and_then(|path| path.canonicalize().ok());
+    let read = |path: &Path| partial.is_some() && path.canonicalize().ok() == partial;
+    if checkpoint.sources().iter().any(|source| read(source.path())) {
+        let source = std::io::Error::other("it would be written by way of the very file that is read");
+        return Err(Error::Write { path: to.into(), source });
+    }
     let mut tensors: Vec<_> = checkpoint.catalog().tensors().collect();
     // In the order of the files, so that reading is sequential.
     tensors.sort_by_key(|(_, entry)| entry.parts.first().map(|p| (p.file, p.offset)));

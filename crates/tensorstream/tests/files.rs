@@ -188,3 +188,44 @@ fn shards_that_disagree_on_metadata_keep_all_of_it() {
     let expected = [("by@s1.safetensors", "one"), ("by@s2.safetensors", "two"), ("format", "pt")];
     assert_eq!(merged, expected.map(|(k, v)| (k.to_string(), v.to_string())).into());
 }
+
+#[test]
+fn an_unfinished_file_that_is_not_its_writer_s_own_is_never_given_the_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let (path, partial) = (directory.path().join("a.ts"), directory.path().join("a.ts.partial"));
+    write(&path, 2);
+    let first = FileWriter::create(&path, vec![], metadata(), &mut never).unwrap();
+    std::fs::remove_file(&partial).unwrap();
+    let second = FileWriter::create(&path, vec![], metadata(), &mut never).unwrap();
+    assert!(first.commit().unwrap_err().to_string().contains("another process"));
+    assert_holds(&path, 2);
+    assert!(partial.exists(), "the second writer's file is left alone");
+    second.commit().unwrap();
+    assert_holds(&path, 0);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_link_in_place_of_the_unfinished_file_is_refused_and_not_followed() {
+    let directory = tempfile::tempdir().unwrap();
+    let (path, precious) = (directory.path().join("a.ts"), directory.path().join("precious"));
+    std::fs::write(&precious, "precious").unwrap();
+    std::os::unix::fs::symlink(&precious, directory.path().join("a.ts.partial")).unwrap();
+    let refused = FileWriter::create(&path, vec![], metadata(), &mut never).unwrap_err().to_string();
+    assert!(refused.contains("a.ts.partial") && refused.contains("no regular file"), "{refused}");
+    assert_eq!(std::fs::read(&precious).unwrap(), b"precious");
+}
+
+#[test]
+fn what_is_read_is_never_written_over_by_its_own_conversion() {
+    let directory = tempfile::tempdir().unwrap();
+    let (from, to) = (directory.path().join("a.ts"), directory.path().join("q.safetensors"));
+    write(&from, 3);
+    let partial = directory.path().join("q.safetensors.partial");
+    std::fs::rename(&from, &partial).unwrap();
+    assert!(matches!(convert(&partial, &to, &mut quiet), Err(Error::Write { .. })));
+    assert_holds(&partial, 3);
+    std::fs::rename(&partial, &from).unwrap();
+    convert(&from, &from, &mut quiet).unwrap();
+    assert_holds(&from, 3);
+}

@@ -3,7 +3,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use crate::container::{self, DATA_START, Index, MAGIC, Superblock};
-use crate::digest::{CHUNK_LEN, Digest};
+use crate::digest::Digest;
 use crate::error::describe;
 use crate::safetensors::{self, PREFIX_LEN};
 use crate::sharded::{self, MAX_INDEX_LEN};
@@ -14,7 +14,7 @@ use crate::{Error, TensorMeta};
 pub struct FileId(pub u32);
 
 /// A run of bytes in one file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ByteRange {
     /// The file.
     pub file: FileId,
@@ -52,8 +52,8 @@ pub struct TensorEntry {
 pub struct Catalog {
     files: Vec<FileEntry>,
     tensors: BTreeMap<String, TensorEntry>,
-    /// By file and offset of the ranges that have one.
-    digests: HashMap<(FileId, u64), Arc<Digest>>,
+    /// By the ranges that have one.
+    digests: HashMap<ByteRange, Arc<Digest>>,
 }
 
 impl Catalog {
@@ -99,8 +99,7 @@ impl Catalog {
 
     /// The checksums of exactly this range, where the file has them (`.ts` does, safetensors does not).
     pub fn digest(&self, range: ByteRange) -> Option<&Arc<Digest>> {
-        let digest = self.digests.get(&(range.file, range.offset))?;
-        (digest.chunks().len() as u64 == range.len.div_ceil(CHUNK_LEN)).then_some(digest)
+        self.digests.get(&range)
     }
 
     /// This catalog and another as one. The other's files come behind its own, and its tensors take the place of
@@ -117,7 +116,7 @@ impl Catalog {
             self.tensors.insert(name, entry);
         }
         let digests = other.digests.into_iter();
-        self.digests.extend(digests.map(|((file, offset), digest)| ((moved(file), offset), digest)));
+        self.digests.extend(digests.map(|(at, digest)| (ByteRange { file: moved(at.file), ..at }, digest)));
         self
     }
 
@@ -311,7 +310,7 @@ impl CatalogReader {
         let mut found = HashMap::new();
         for (name, meta, offset, len, digest) in tensors {
             if let Some(digest) = digest.filter(|_| len > 0) {
-                self.catalog.digests.insert((id, offset), Arc::new(digest));
+                self.catalog.digests.insert(ByteRange { file: id, offset, len }, Arc::new(digest));
             }
             found.insert(name, TensorEntry { meta, parts: vec![ByteRange { file: id, offset, len }] });
         }

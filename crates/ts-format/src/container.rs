@@ -68,6 +68,9 @@ impl Superblock {
         if major != MAJOR {
             return Err(format!("it is of version {major}, this reader knows version {MAJOR}"));
         }
+        if word(48) != 0 || used[12..16] != [0; 4] {
+            return Err("it has flags that this reader does not know".into());
+        }
         if padding.iter().any(|&b| b != 0) {
             return Err("its padding is not zero".into());
         }

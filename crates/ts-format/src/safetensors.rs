@@ -63,6 +63,9 @@ pub(crate) fn header_len(file: &str, prefix: &[u8], file_len: u64) -> Result<u64
 pub(crate) fn parse_header(file: &str, json: &[u8], file_len: u64) -> Result<Header, Error> {
     let text = std::str::from_utf8(json)
         .map_err(|e| Error::header(file, PREFIX_LEN + e.valid_up_to() as u64, "the header is not UTF-8"))?;
+    if !text.starts_with('{') {
+        return Err(Error::header(file, PREFIX_LEN, "the header does not begin with `{`"));
+    }
     let raw: RawHeader = serde_json::from_str(text)
         .map_err(|e| Error::header(file, PREFIX_LEN + offset_of(json, &e), e.to_string()))?;
     let data_start = PREFIX_LEN + json.len() as u64;

@@ -53,7 +53,8 @@ fn a_file_cut_anywhere_is_a_typed_error() {
 #[test]
 fn wrong_headers_are_refused_with_the_reason() {
     let cases = [
-        (r#"[]"#, 0, "object"),
+        (r#"[]"#, 0, "begin with"),
+        (r#" {}"#, 0, "begin with"),
         (
             r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#,
             8,

@@ -254,6 +254,20 @@ impl Engine {
         self.shared.acquire(pass, unit, interrupt)
     }
 
+    /// Gives a unit up because foreign code has written to its bytes: the next use reads it anew. Tensors that
+    /// others hold keep the bytes as they are. Does nothing for a unit that is not in memory.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchUnit`].
+    pub fn discard(&self, unit: UnitId) -> Result<(), Error> {
+        let count = self.shared.fixed.units.len();
+        if unit.index() >= count {
+            return Err(Error::NoSuchUnit { unit: unit.0, count });
+        }
+        self.shared.discard(unit);
+        Ok(())
+    }
+
     /// Number of units.
     pub fn unit_count(&self) -> usize {
         self.shared.fixed.units.len()

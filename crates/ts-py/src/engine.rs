@@ -113,6 +113,11 @@ impl Engine {
         Ok(Lease { inner: Mutex::new(Some(lease)), metas, resident })
     }
 
+    /// Gives a unit up whose bytes were written to; the next use reads it anew.
+    fn discard(&self, py: Python<'_>, unit: u32) -> PyResult<()> {
+        self.inner.discard(UnitId(unit)).map_err(|e| to_python(py, &e.into()))
+    }
+
     /// Everything measured so far.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats_dict(py, &self.inner.stats())

@@ -18,7 +18,7 @@ from .errors import ModelError
 aten = torch.ops.aten
 
 #: What is read and cast at a time, in bytes, where the budget is not small.
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 4 << 20
 
 
 class Builder:
@@ -50,7 +50,11 @@ class Builder:
         args, kwargs = tree_map_only(StreamedTensor, self.materialize, (source.args, source.kwargs))
         result: Any = source.func(*args, **kwargs)
         chosen: torch.Tensor = result if source.index is None else result[source.index]
-        return chosen
+        # A stand-in has no mark that its bytes are to be read conjugated or negated.
+        return chosen.resolve_conj().resolve_neg()
+
+    def discard(self, tensor: StreamedTensor) -> None:
+        """What :meth:`materialize` gives is the caller's own."""
 
     def pieces(self, tensor: StreamedTensor, budget_bytes: int) -> Iterator[torch.Tensor]:
         """The tensor's elements in order, flat, in runs that take little memory wherever that is possible."""
@@ -65,7 +69,7 @@ class Builder:
         elif _casts(source):
             cast = functools.partial(torch.Tensor.to, dtype=tensor.dtype)
             yield from map(cast, self.pieces(source.args[0], budget_bytes))
-        elif _joins_first_dimension(source):
+        elif _joins_first_dimension(tensor):
             for part in source.args[0]:
                 yield from self.pieces(part, budget_bytes)
         else:
@@ -78,12 +82,12 @@ class Builder:
         if isinstance(source, Source):
             return 0
         inputs = [leaf for leaf in tree_flatten((source.args, source.kwargs))[0] if isinstance(leaf, StreamedTensor)]
-        if _casts(source) or _joins_first_dimension(source):
+        if _casts(source) or _joins_first_dimension(tensor):
             return max((self.needed_bytes(each) for each in inputs), default=0)
         return tensor.nbytes + sum(max(each.nbytes, self.needed_bytes(each)) for each in inputs)
 
     def _read(self, parts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
-        buffer = torch.empty(sum(length for _, _, length in parts), dtype=torch.uint8)
+        buffer = torch.empty(sum(length for _, _, length in parts), dtype=torch.uint8, device="cpu")
         self.checkpoint.read_into(list(parts), lent(buffer))
         return buffer
 
@@ -92,8 +96,10 @@ def _casts(source: Derived) -> bool:
     return source.func is aten._to_copy.default and source.args[0].is_contiguous()
 
 
-def _joins_first_dimension(source: Derived) -> bool:
+def _joins_first_dimension(tensor: StreamedTensor) -> bool:
+    source: Any = tensor.source
     if source.func not in (aten.cat.default, aten.stack.default):
         return False
     tensors, dim = source.args[0], source.args[1] if len(source.args) > 1 else 0
-    return dim == 0 and all(isinstance(t, StreamedTensor) and t.is_contiguous() for t in tensors)
+    plain = (isinstance(t, StreamedTensor) and t.is_contiguous() and t.dtype == tensor.dtype for t in tensors)
+    return dim == 0 and all(plain)

@@ -38,7 +38,10 @@ def load_file(path: Path) -> dict[str, torch.Tensor]:
         torch_dtype = TORCH_DTYPES.get(dtype)
         if torch_dtype is None:
             raise ModelError(f"tensor `{name}` is {dtype}, which torch does not have")
-        tensors[name] = torch.empty(shape, dtype=torch_dtype)
+        try:
+            tensors[name] = torch.empty(shape, dtype=torch_dtype, device="cpu")
+        except (RuntimeError, TypeError) as error:  # sizes that only an empty tensor can have
+            raise ModelError(f"tensor `{name}` has shape {shape}, which torch cannot make: {error}") from error
     bar = _native.Progress("loading", sum(tensor.nbytes for tensor in tensors.values()))
     try:
         for name, tensor in tensors.items():
@@ -63,9 +66,12 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping
         ConfigurationError: The suffix names no format, or a tensor, name or key cannot be written.
         StorageError: Writing failed. What was there before still is.
     """
-    for key, value in {**tensors, **(metadata or {})}.items():
-        if not isinstance(key, str) or not isinstance(value, torch.Tensor if key in tensors else str):
-            raise ConfigurationError(f"cannot write {key!r}: {type(value).__name__}: names and metadata are str")
+    for mapping, wanted in ((tensors, torch.Tensor), (metadata or {}, str)):
+        for key, value in mapping.items():
+            if not isinstance(key, str) or not isinstance(value, wanted):
+                raise ConfigurationError(
+                    f"cannot write {key!r}: {type(value).__name__}: names are str, metadata str by str"
+                )
     specs: list[NewTensor] = [
         (name, dtype_name(name, tensor), list(tensor.shape), None) for name, tensor in tensors.items()
     ]

@@ -18,7 +18,8 @@ NewTensor = tuple[str, str, list[int], int | None]
 def lent(tensor: torch.Tensor) -> object:
     """A capsule over the bytes of a contiguous tensor on the CPU."""
     with torch.inference_mode(False):
-        return tensor.detach().reshape(-1).view(torch.uint8).__dlpack__()
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        return plain.reshape(-1).view(torch.uint8).__dlpack__()
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:

@@ -45,7 +45,8 @@ def offload(
 
     Results are bit-identical to the model's in memory where no gradients are recorded: a parameter that had memory
     is placed as it was placed there, one on the meta device as ``from_pretrained`` would place it. Streamed
-    parameters are frozen. From a checkpoint only headers are read; the first forward reads weights.
+    parameters are frozen; which of them required gradients is noted now, and is so again after :func:`restore`.
+    From a checkpoint only headers are read; the first forward reads weights.
 
     Args:
         model: Any module, on the CPU or the meta device. Changed in place and returned.
@@ -89,13 +90,16 @@ def attach(model: M, config: Config, checkpoint: _native.Checkpoint, orders: Ord
     derived = derived_of(model)
     if derived:
         checkpoint = store_derived(derived, Builder(checkpoint), config, budget)
-    placed = {id(tensor): Source(name, tuple(checkpoint.entry(name)[2]), 0) for name, tensor in derived.items()}
+    placed = {
+        id(tensor): Source(name, tuple(checkpoint.entry(name)[2]), tensor.source.phase)
+        for name, tensor in derived.items()
+    }
     survey = _Survey(model, checkpoint, placed, orders or {})
     engine = _native.Engine(checkpoint, survey.units, budget=budget, settings=config.settings())
     streamer = Streamer(engine, survey.weights)
     for module, name, value in survey.read_buffers():
         module._buffers[name] = value
-    stand_ins = [streamer.stand_in(survey.stand_in(key), key) for key in range(len(survey.weights))]
+    stand_ins = [survey.stand_in(key).bound(streamer, key) for key in range(len(survey.weights))]
     for module, keys in survey.modules:
         for name, key in keys.items():
             module._parameters[name] = stand_ins[key]  # type: ignore[assignment]
@@ -224,17 +228,8 @@ class _Survey:
             if key is None:
                 key = self._keys[id(parameter)] = len(self.weights)
                 source = self._sources[key] = self._source(parameter)
-                self.weights.append(
-                    weight := Weight(
-                        source.name,
-                        parameter.dtype,
-                        tuple(parameter.shape),
-                        len(self.units),
-                        len(specs),
-                        parameter.requires_grad,
-                        self._orders.get(source.name),
-                    )
-                )
+                weight = self._weight(parameter, source.name, len(specs))
+                self.weights.append(weight)
                 dtype = SAFETENSORS_DTYPES[parameter.dtype]
                 specs.append((source.name, dtype, weight.stored_shape, list(source.parts), source.phase))
             keys[name] = key
@@ -242,6 +237,21 @@ class _Survey:
             self.units.append((prefix or type(module).__name__, specs))
         if keys:
             self.modules.append((module, keys))
+
+    def _weight(self, parameter: torch.Tensor, name: str, index: int) -> Weight:
+        """The parameter as one of the unit that is being made."""
+        order = self._orders.get(name)
+        row_major = torch.empty(parameter.shape, device="meta").stride()
+        return Weight(
+            name,
+            parameter.dtype,
+            tuple(parameter.shape),
+            len(self.units),
+            index,
+            parameter.requires_grad,
+            None if parameter.stride() == row_major else tuple(parameter.stride()),
+            [parameter.shape[dim] for dim in order] if order else list(parameter.shape),
+        )
 
     def leaves(self) -> Iterator[tuple[nn.Module, int, dict[str, int]]]:
         """Modules whose parameters are held while their forward runs, with unit and weights: those of one unit,
@@ -256,9 +266,7 @@ class _Survey:
 
     def stand_in(self, key: int) -> StreamedTensor:
         weight = self.weights[key]
-        stored = torch.empty(weight.stored_shape, device="meta")
-        strides = weight.strided(stored).stride()
-        return StreamedTensor(weight.shape, weight.dtype, self._sources[key], self.builder, strides=strides)
+        return StreamedTensor(weight.shape, weight.dtype, self._sources[key], self.builder, strides=weight.strides)
 
     def read_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """The buffers that are not in memory yet, read from the checkpoint."""

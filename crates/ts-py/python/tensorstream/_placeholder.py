@@ -8,13 +8,15 @@ transformers, which renames, stacks and casts them as it would real ones; each s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ._functions import asks_about, writes
 from .errors import ModelError
 
 #: safetensors dtype names and torch's. What torch lacks cannot be a parameter.
@@ -57,13 +59,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Derived:
-    """How a tensor is computed whose bytes lie in no file: an operation, and which of its results this is."""
+    """How a tensor is computed whose bytes lie in no file: an operation, and which of its results this is.
+
+    ``phase`` is the address modulo 64 that the reference gives it.
+    """
 
     name: str
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    index: int | None = None
+    index: int | None
+    phase: int
 
 
 class Provider(Protocol):
@@ -75,6 +81,9 @@ class Provider(Protocol):
     def materialize(self, tensor: StreamedTensor) -> torch.Tensor:
         """The real tensor; it stays valid for as long as it is referenced."""
 
+    def discard(self, tensor: StreamedTensor) -> None:
+        """Somebody wrote to the real tensor: its bytes are read anew for the next use."""
+
 
 class StreamedTensor(torch.Tensor):
     """Has the shape, dtype and device of a weight, and its bytes only while an operation needs them."""
@@ -84,7 +93,8 @@ class StreamedTensor(torch.Tensor):
     #: Which of its provider's weights it is, once it has its place in a model.
     key: int
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch itself does
+    #: All tensors that look at the same bytes while a model is being built, this one too.
+    aliases: list[weakref.ref[StreamedTensor]]
 
     @staticmethod
     def __new__(
@@ -95,16 +105,32 @@ class StreamedTensor(torch.Tensor):
         provider: Provider,
         key: int = -1,
         strides: Sequence[int] | None = None,
+        aliases: list[weakref.ref[StreamedTensor]] | None = None,
     ) -> StreamedTensor:
         self: StreamedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides, dtype=dtype, device=torch.device("cpu")
         )
         self.source, self.provider, self.key = source, provider, key
+        self.aliases = [] if aliases is None else aliases
+        self.aliases.append(weakref.ref(self))
         return self
+
+    def again(self) -> StreamedTensor:
+        """Another look at the same tensor."""
+        return StreamedTensor(
+            self.shape, self.dtype, self.source, self.provider, self.key, self.stride(), self.aliases
+        )
+
+    def is_aliased(self) -> bool:
+        """Whether other tensors look at the same bytes."""
+        others = [alias for alias in self.aliases if alias() is not None and alias() is not self]
+        return bool(others)
 
     def bound(self, provider: Provider, key: int) -> StreamedTensor:
         """This parameter's stand-in: materialises through ``provider``."""
-        tensor = StreamedTensor(self.shape, self.dtype, self.source, provider, key, self.stride())
+        # An inference tensor, whatever mode the caller is in, could not be part of a graph.
+        with torch.inference_mode(False):
+            tensor = StreamedTensor(self.shape, self.dtype, self.source, provider, key, self.stride())
         tensor._is_param = True
         return tensor
 
@@ -114,6 +140,17 @@ class StreamedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in the stub
         return f"StreamedTensor({self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        fits = isinstance(value, StreamedTensor) and value.provider is self.provider and value.dtype == self.dtype
+        if not fits or (value.shape, value.stride()) != (self.shape, self.stride()):
+            raise ModelError(f"`{self.source.name}` is streamed: its data cannot be set; restore(model) first")
+        self.source = value.source  # type: ignore[attr-defined]  # just checked
 
     # torch answers these in C++, past the dispatcher, and only for plain tensors.
 
@@ -134,6 +171,40 @@ class StreamedTensor(torch.Tensor):
         copy = torch.nn.Parameter(self.materialize().clone(), requires_grad=False)
         memo[id(self)] = copy
         return copy
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Gives operations the real weights where no gradients are recorded, before torch takes them apart.
+
+        It takes them apart by what their operands say: matmul folds a batch, and so rounds otherwise, for a weight
+        that requires a gradient. Where gradients are recorded the graph had better hold stand-ins.
+        """
+        kwargs = kwargs or {}
+        used: list[tuple[StreamedTensor, torch.Tensor]] = []
+
+        def real(tensor: StreamedTensor) -> torch.Tensor:
+            if tensor.provider.symbolic:
+                return tensor
+            used.append((tensor, tensor.materialize()))
+            return used[-1][1]
+
+        if args and writes(func):
+            for leaf in tree_flatten(args[0])[0]:
+                if isinstance(leaf, StreamedTensor) and not leaf.provider.symbolic:
+                    raise ModelError(
+                        f"{func} would write to `{leaf.source.name}`, a streamed weight; restore(model) first"
+                    )
+        if not (torch.is_grad_enabled() or asks_about(func) or kwargs.get("out") is not None):
+            args, kwargs = tree_map_only(StreamedTensor, real, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        for tensor, bytes_of_it in used:
+            if bytes_of_it._version != 0:
+                tensor.provider.discard(tensor)
+                raise ModelError(f"{func} wrote to `{tensor.source.name}`, a streamed weight; restore(model) first")
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the disabled one

@@ -75,7 +75,7 @@ def store_derived(
                 f"a budget of {budget_bytes} bytes can never work: `{name}` has to be computed from the checkpoint, "
                 f"which takes {needed} bytes; that is the smallest budget that would do"
             )
-        specs.append((name, dtype_name(name, tensor), list(tensor.shape), 0))
+        specs.append((name, dtype_name(name, tensor), list(tensor.shape), tensor.source.phase))
     directory = _directory(config.conversion_directory())
     path = directory / f"converted-{_key(wanted, builder)}.ts"
     writer = _native.FileWriter.unless_written(path, specs, {"format": "pt"}, None)
@@ -111,10 +111,10 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _refuse_what_never_fits(model: nn.Module, config: Config) -> None:
     """Says so before the weights are written and not after."""
-    sizes = {
-        name or type(model).__name__: sum(p.nbytes for p in module._parameters.values() if p is not None)
-        for name, module in model.named_modules()
-    }
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():  # each once, under the module that has it first
+        unit = name.rpartition(".")[0] or type(model).__name__
+        sizes[unit] = sizes.get(unit, 0) + parameter.nbytes
     budget, smallest = config.budget_bytes(), _native.smallest_budget(list(sizes.values()), config.max_passes)
     if smallest > budget:
         largest = max(sizes, key=sizes.__getitem__)
@@ -142,7 +142,8 @@ def _key(wanted: dict[str, StreamedTensor], builder: Builder) -> str:
     key = hashlib.blake2b(digest_size=16)
     for path, _, _ in builder.checkpoint.files():
         stat = os.stat(path)
-        key.update(repr((os.fspath(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)).encode())
+        state = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        key.update(repr((os.fspath(path), state)).encode())
     key.update(torch.__version__.encode())
     for name, tensor in wanted.items():
         key.update(repr((name, tensor.dtype, tuple(tensor.shape), _described(tensor))).encode())

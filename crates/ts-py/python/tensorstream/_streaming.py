@@ -11,8 +11,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,19 +36,10 @@ class Weight:
     unit: int
     index: int
     requires_grad: bool
-    #: Dimensions from the widest stride to the narrowest, where that is not their own order.
-    order: tuple[int, ...] | None = None
-
-    @property
-    def stored_shape(self) -> list[int]:
-        """The shape in which its bytes are contiguous."""
-        return [self.shape[dim] for dim in self.order] if self.order else list(self.shape)
-
-    def strided(self, stored: torch.Tensor) -> torch.Tensor:
-        """The weight itself, of the tensor that its bytes make."""
-        if self.order is None:
-            return stored
-        return stored.permute([self.order.index(dim) for dim in range(len(self.order))])
+    #: Where they are not those of a row-major tensor.
+    strides: tuple[int, ...] | None
+    #: The shape in which its bytes are row-major: another order of its dimensions, for some strides.
+    stored_shape: list[int]
 
 
 class _Thread(threading.local):
@@ -67,36 +57,6 @@ class Streamer:
         self.engine = engine
         self.weights = weights
         self.thread = _Thread()
-        self._stand_ins: list[weakref.ref[StreamedTensor]] = []
-        self._lock = threading.Lock()
-        self._passes_without_grad = 0
-
-    def stand_in(self, tensor: StreamedTensor, key: int) -> StreamedTensor:
-        """The model's own parameter from now on."""
-        bound = tensor.bound(self, key)
-        self._stand_ins.append(weakref.ref(bound))
-        return bound
-
-    @contextmanager
-    def grad_mode(self) -> Iterator[None]:
-        """Lets stand-ins ask for gradients while a pass records none: see :func:`asks_for_grad`."""
-        if torch.is_grad_enabled():
-            yield
-            return
-        self._count_pass(1)
-        try:
-            yield
-        finally:
-            self._count_pass(-1)
-
-    def _count_pass(self, step: int) -> None:
-        with self._lock:
-            before, self._passes_without_grad = self._passes_without_grad, self._passes_without_grad + step
-            if before == 0 or self._passes_without_grad == 0:
-                for reference in self._stand_ins:
-                    tensor = reference()
-                    if tensor is not None:
-                        tensor.requires_grad = step > 0 and self.weights[tensor.key].requires_grad
 
     def acquire(self, unit: int) -> _native.Lease:
         """Waits until a unit is in memory."""
@@ -105,6 +65,10 @@ class Streamer:
     def materialize(self, tensor: StreamedTensor) -> torch.Tensor:
         """A stand-in's weight, for a use outside its module's forward. It stays valid while it is referenced."""
         return self.read(tensor.key)
+
+    def discard(self, tensor: StreamedTensor) -> None:
+        """The weight was written to: its unit is read anew for the next use."""
+        self.engine.discard(self.weights[tensor.key].unit)
 
     def read(self, key: int) -> torch.Tensor:
         """One weight."""
@@ -124,7 +88,9 @@ def as_parameter(capsule: object, weight: Weight) -> nn.Parameter:
         tensor = dlpack.from_dlpack(capsule)
         if tensor.dtype != weight.dtype:
             tensor = tensor.view(weight.dtype).view(weight.stored_shape)
-        return nn.Parameter(weight.strided(tensor), requires_grad=requires_grad)
+        if weight.strides is not None:
+            tensor = tensor.as_strided(weight.shape, weight.strides)
+        return nn.Parameter(tensor, requires_grad=requires_grad)
 
 
 def asks_for_grad(weight: Weight) -> bool:
@@ -173,7 +139,7 @@ class Site:
                 }
                 self._resident, self._tensors = lease.resident, tensors
                 self._swap(tensors)
-            elif len(self._leases) == 1:
+            elif len(self._leases) == 1 or torch.is_grad_enabled():
                 for name, tensor in self._tensors.items():
                     tensor.requires_grad = asks_for_grad(self._streamer.weights[self._keys[name]])
 
@@ -311,8 +277,7 @@ class Streaming:
                 return call()
             try:
                 thread.in_pass = in_pass = streamer.engine.begin_pass()
-                with streamer.grad_mode():
-                    result = call()
+                result = call()
             finally:
                 thread.in_pass = None
                 if in_pass is not None:

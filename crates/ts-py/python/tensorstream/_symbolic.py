@@ -2,7 +2,8 @@
 """Operations on stand-ins that need no bytes.
 
 A loader that slices, stacks and concatenates only says where bytes lie; such steps give a :class:`Source` of the
-pieces. What changes bytes (a cast, a transposition) is written down as :class:`Derived`, to be computed later.
+pieces. What changes bytes (a cast, a transposition) is written down as :class:`Derived`, to be computed later,
+of what its operands are at that moment.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map
 
 from ._placeholder import Derived, Source, StreamedTensor
 from .errors import ModelError
@@ -24,22 +25,46 @@ Part = tuple[int, int, int]
 #: Shorter pieces than this are not worth a read of their own: the tensor is computed and written out instead.
 SHORTEST_PIECE_BYTES = 4096
 
+#: Operations whose results are looks at the same bytes, with their offset and strides.
+VIEWS = {
+    aten.alias.default,
+    aten.detach.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unbind.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten._reshape_alias.default,
+    aten._unsafe_view.default,
+}
+
 
 def without_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result as stand-ins; ``None`` where the operation has to run."""
     streamed = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, StreamedTensor)]
     if not all(tensor.provider.symbolic for tensor in streamed):
-        return _whole(func, args, kwargs)
+        return _unchanged(func, args, kwargs)
     written = _written(func, args, kwargs)
-    if written:
+    if any(isinstance(tensor, StreamedTensor) for tensor in written):
         return _write(func, args, kwargs, written)
+    if written:
+        return None  # to a tensor that has bytes
+    name = streamed[0].source.name
     device = torch.device(kwargs.get("device") or "cpu")
     if device.type != "cpu":
-        raise ModelError(f"tensor `{streamed[0].source.name}` is wanted on {device}: only the CPU is built yet")
-    try:
-        outcome = func(*tree_map_only(torch.Tensor, _on_meta, args), **_meta_kwargs(kwargs))
-    except (NotImplementedError, RuntimeError):  # its result depends on the values
-        return None
+        raise ModelError(f"tensor `{name}` is wanted on {device}: only the CPU is built yet")
+    if func is aten.as_strided.default:
+        raise ModelError(f"{func} of `{name}`, a tensor that is streamed, is not built: it asks where memory lies")
+    outcome = _trial(func, args, kwargs)
     if isinstance(outcome, torch.Tensor):
         return _describe(func, args, kwargs, streamed, outcome, None)
     if isinstance(outcome, list | tuple) and all(isinstance(each, torch.Tensor) for each in outcome):
@@ -47,19 +72,30 @@ def without_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return None
 
 
-def _whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamedTensor | None:
-    """Of a model's own parameter: the same one again, where an operation changes nothing about it."""
+def _trial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation gives, without bytes; ``None`` where it needs them."""
+    try:
+        return func(*_on_meta(args), **_on_meta(kwargs))
+    except (NotImplementedError, RuntimeError):  # its result depends on the values
+        return None
+
+
+def _unchanged(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamedTensor | None:
+    """A model's own parameter once more, where an operation changes nothing about it."""
     tensor = args[0] if args else None
     if not isinstance(tensor, StreamedTensor) or tensor.provider.symbolic:
         return None
     same = func in (aten.detach.default, aten.alias.default)
     if func is aten.slice.Tensor:
-        dim, bounds = (args[1] if len(args) > 1 else 0), args[2:5]
-        size = tensor.shape[dim]
-        same = slice(*bounds).indices(size) == (0, size, 1) if bounds else True
-    if not same:
-        return None
-    return StreamedTensor(tensor.shape, tensor.dtype, tensor.source, tensor.provider, tensor.key, tensor.stride())
+        same = _takes_all(*args, **kwargs)
+    return tensor.again() if same else None
+
+
+def _takes_all(
+    tensor: StreamedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> bool:
+    size = tensor.shape[dim]
+    return slice(start, end, step).indices(size) == (0, size, 1)
 
 
 def _describe(
@@ -73,14 +109,23 @@ def _describe(
     """One result of an operation, whose shape is known from a trial on the meta device."""
     first = streamed[0]
     if func in (aten.detach.default, aten.alias.default):
-        return StreamedTensor(first.shape, first.dtype, first.source, first.provider, strides=first.stride())
-    placed = _placed(func, args, streamed, outcome) if outcome.is_contiguous() else None
-    source = placed or Derived(first.source.name, func, args, kwargs, index)
-    return StreamedTensor(outcome.shape, outcome.dtype, source, first.provider, strides=outcome.stride())
+        return first.again()
+    look = func in VIEWS
+    source: Source | Derived | None = None
+    if outcome.is_contiguous():
+        source = _placed(func, args, streamed, outcome, look)
+    if source is None:
+        begin = _first_byte(outcome) if look else 0
+        phase = ((first.source.phase or 0) + begin) % 64 if look else 0
+        source = Derived(first.source.name, func, _snapshot(args), _snapshot(kwargs), index, phase)
+    aliases = first.aliases if look else None
+    return StreamedTensor(
+        outcome.shape, outcome.dtype, source, first.provider, strides=outcome.stride(), aliases=aliases
+    )
 
 
 def _placed(
-    func: Any, args: tuple[Any, ...], streamed: Sequence[StreamedTensor], outcome: torch.Tensor
+    func: Any, args: tuple[Any, ...], streamed: Sequence[StreamedTensor], outcome: torch.Tensor, look: bool
 ) -> Source | None:
     """Where the bytes of a contiguous result lie; ``None`` where they must be computed."""
     if not all(isinstance(t.source, Source) and t.is_contiguous() and t.dtype == outcome.dtype for t in streamed):
@@ -94,9 +139,8 @@ def _placed(
         return None
     if func in (aten.clone.default, aten._to_copy.default):
         return Source(first.name, first.parts, 0)
-    if any(returned.alias_info is not None for returned in func._schema.returns):
-        # A view: a run of the bytes that it looks at.
-        begin = int(outcome.storage_offset()) * outcome.element_size()
+    if look:
+        begin = _first_byte(outcome)
         parts = _run(first.parts, begin, outcome.numel() * outcome.element_size())
         return Source(first.name, parts, None if first.phase is None else (first.phase + begin) % 64)
     return None
@@ -134,25 +178,48 @@ def _run(parts: Sequence[Part], begin: int, length: int) -> tuple[Part, ...]:
     return tuple(found) or tuple(parts[:1] and [(parts[0][0], parts[0][1], 0)])
 
 
+def _first_byte(outcome: torch.Tensor) -> int:
+    return int(outcome.storage_offset()) * outcome.element_size()
+
+
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    formals = enumerate(func._schema.arguments)
-    return [args[i] if i < len(args) else kwargs.get(formal.name) for i, formal in formals if formal.is_write]
+    """The tensors that an operation writes to."""
+    formals = [formal for formal in enumerate(func._schema.arguments) if formal[1].is_write]
+    return tree_flatten([args[i] if i < len(args) else kwargs.get(formal.name) for i, formal in formals])[0]
 
 
-def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]) -> StreamedTensor | None:
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]) -> StreamedTensor:
     """Writing to a stand-in gives it another origin: what it was, and then the operation."""
-    if len(written) != 1 or written[0] is not args[0] or not isinstance(args[0], StreamedTensor):
-        return None
-    tensor = args[0]
-    before = StreamedTensor(tensor.shape, tensor.dtype, tensor.source, tensor.provider, strides=tensor.stride())
-    tensor.source = Derived(tensor.source.name, func, (before, *args[1:]), kwargs)
+    tensor = args[0] if args else None
+    if len(written) != 1 or written[0] is not tensor or not isinstance(tensor, StreamedTensor):
+        raise ModelError(f"{func} writes to tensors that are streamed: this is not built")
+    if tensor.is_aliased():
+        raise ModelError(f"{func} writes to `{tensor.source.name}`, which other tensors look at: this is not built")
+    outcome = func(*_on_meta(args), **_on_meta(kwargs))
+    if (outcome.shape, outcome.stride(), outcome.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
+        raise ModelError(f"{func} would change the shape of `{tensor.source.name}` in place: this is not built")
+    source = tensor.source
+    tensor.source = Derived(source.name, func, _snapshot(args), _snapshot(kwargs), None, source.phase or 0)
     return tensor
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _snapshot(arguments: Any) -> Any:
+    """Arguments as they are now: what is written to them later is not meant."""
+
+    def keep(leaf: Any) -> Any:
+        if isinstance(leaf, StreamedTensor):
+            return StreamedTensor(leaf.shape, leaf.dtype, leaf.source, leaf.provider, strides=leaf.stride())
+        return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(keep, arguments)
 
 
-def _meta_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    on_meta: dict[str, Any] = tree_map_only(torch.Tensor, _on_meta, kwargs)
-    return {**on_meta, "device": torch.device("meta")} if kwargs.get("device") is not None else on_meta
+def _on_meta(arguments: Any) -> Any:
+    """Arguments for a trial: tensors without bytes, and their device for any that is named."""
+
+    def bare(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+    return tree_map(bare, arguments)

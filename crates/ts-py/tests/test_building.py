@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What a loader does to stand-ins gives the bytes that it would give real tensors, or a typed error: never others."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstream as ts
+import torch
+from tensorstream._builder import Builder
+from tensorstream._offload import attach
+from tensorstream._placeholder import Source, StreamedTensor
+from torch import nn
+
+Real = dict[str, torch.Tensor]
+Program = Callable[[Any], torch.Tensor]
+
+
+def weights() -> Real:
+    generator = torch.Generator().manual_seed(0)
+    big = {name: torch.randn(4, 6, 512, generator=generator) for name in "ab"}
+    return {
+        **big,
+        "small": torch.randn(4, 6, generator=generator),
+        "half": torch.randn(4, 6, generator=generator).half(),
+        "int": torch.arange(24, dtype=torch.int32).reshape(4, 6),
+        "complex": torch.randn(3, 5, dtype=torch.complex64, generator=generator),
+        "empty": torch.randn(0, 6),
+    }
+
+
+@pytest.fixture(scope="module", params=["ts", "safetensors"])
+def builder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    path = tmp_path_factory.mktemp("w") / f"w.{request.param}"
+    ts.save_file(weights(), path)
+    return Builder(ts._native.Checkpoint(path))
+
+
+class Streamed(dict[str, Any]):
+    """Stand-ins by name, each made when it is asked for."""
+
+    def __init__(self, builder: Builder) -> None:
+        super().__init__()
+        self.builder = builder
+
+    def __missing__(self, name: str) -> StreamedTensor:
+        self[name] = self.builder.stand_in(name)
+        return self[name]
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = (x.resolve_conj().resolve_neg().contiguous().view(-1) for x in (a, b))
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def check(builder: Builder, program: Program) -> StreamedTensor:
+    """The bytes of a program's result, whole and in pieces of a small and a large budget."""
+    expected, result = program(weights()), program(Streamed(builder))
+    assert isinstance(result, StreamedTensor)
+    assert (result.shape, result.dtype, result.stride()) == (expected.shape, expected.dtype, expected.stride())
+    assert same(builder.materialize(result), expected)
+    for budget in (1, 1 << 30):
+        pieces = list(builder.pieces(result, budget))
+        if pieces:
+            assert same(torch.cat(pieces), expected)
+    return result
+
+
+#: Those that only rearrange bytes, on operands whose runs are long enough.
+PLACED: dict[str, Program] = {
+    "itself": lambda w: w["a"],
+    "rows": lambda w: w["a"][1:3],
+    "a row": lambda w: w["a"][-1],
+    "a row of a row": lambda w: w["a"][2][3],
+    "chunk": lambda w: w["a"].chunk(3)[1],
+    "split": lambda w: torch.split(w["a"], [1, 3])[1],
+    "unbind": lambda w: w["a"].unbind()[2],
+    "view": lambda w: w["a"].view(24, 512),
+    "reshape": lambda w: w["a"].reshape(-1),
+    "unsqueeze": lambda w: w["a"].unsqueeze(1).squeeze(1),
+    "narrow": lambda w: w["a"].narrow(0, 1, 2),
+    "nothing": lambda w: w["a"][2:2],
+    "cat": lambda w: torch.cat([w["a"], w["b"]]),
+    "cat of the same": lambda w: torch.cat([w["a"], w["a"]]),
+    "cat of empty": lambda w: torch.cat([w["small"], w["empty"]]),
+    "stack": lambda w: torch.stack([w["a"], w["b"]]),
+    "cat inside": lambda w: torch.cat([w["a"], w["b"]], dim=1),
+    "cat from behind": lambda w: torch.cat([w["a"], w["b"]], dim=-2),
+    "stacks joined": lambda w: torch.cat(
+        [torch.stack([w["a"][0], w["a"][1]]), torch.stack([w["b"][0], w["b"][1]])], 1
+    ),
+    "clone": lambda w: w["a"][1].clone(),
+    "contiguous": lambda w: w["a"][1:].contiguous(),
+    "same dtype": lambda w: w["a"].to(torch.float32, copy=True),
+    "transposed ones": lambda w: w["a"][:1].transpose(0, 0),
+}
+#: Those that must be computed.
+COMPUTED: dict[str, Program] = {
+    "cast": lambda w: w["small"].bfloat16(),
+    "wider": lambda w: w["half"].double(),
+    "cast of a cast": lambda w: w["small"].half().float(),
+    "transposed": lambda w: w["small"].t().contiguous(),
+    "transposed view": lambda w: w["small"].t(),
+    "permuted": lambda w: w["a"].permute(2, 0, 1).contiguous(),
+    "columns": lambda w: w["small"][:, ::2].contiguous(),
+    "last": lambda w: w["small"][..., -1].contiguous(),
+    "cat inside, short": lambda w: torch.cat([w["small"], w["small"]], dim=1),
+    "mixed cat": lambda w: torch.cat([w["int"], w["small"]]),
+    "mixed cat of halves": lambda w: torch.cat([w["half"], w["small"]]),
+    "mixed stack": lambda w: torch.stack([w["int"], w["small"]]),
+    "cast of stacks": lambda w: torch.stack([w["a"], w["b"]]).half(),
+    "stack of casts": lambda w: torch.stack([w["a"].half(), w["b"].half()]),
+    "chunk of a cast": lambda w: w["small"].double().chunk(2)[1],
+    "row of a cast": lambda w: w["half"].float()[1],
+    "view of a cast": lambda w: w["half"].float().view(6, 4)[1:],
+    "view of another dtype": lambda w: w["small"].view(torch.int32),
+    "expanded": lambda w: w["small"][:1].expand(5, 6),
+    "conjugated": lambda w: w["complex"].conj().clone(),
+    "conjugated view": lambda w: w["complex"].conj(),
+    "imaginary": lambda w: w["complex"].conj().imag.clone(),
+    "negative view": lambda w: torch._neg_view(w["small"]),
+    "sums": lambda w: w["small"] + w["small"] * 2,
+    "with a real tensor": lambda w: w["small"] * torch.arange(6.0),
+    "reduced": lambda w: w["a"].sum(0),
+    "interleaved": lambda w: w["a"].view(4, 3, 2, 512).transpose(1, 2).reshape(4, 6, 512),
+    "in place": lambda w: (w["small"] + 1).mul_(3),
+    "in place on a weight": lambda w: w["int"].add_(5),
+    "in place with itself": lambda w: less_its_mean(w["small"] + 0),
+}  # fmt: skip
+
+
+def less_its_mean(x: torch.Tensor) -> torch.Tensor:
+    return x.sub_(x.mean())
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_rearranged_bytes_are_found_where_they_lie(builder: Builder, name: str) -> None:
+    assert isinstance(check(builder, PLACED[name]).source, Source), "no byte is copied"
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_changed_bytes_are_computed(builder: Builder, name: str) -> None:
+    assert not isinstance(check(builder, COMPUTED[name]).source, Source)
+
+
+def test_operands_are_taken_as_they_were(builder: Builder) -> None:
+    factor = torch.arange(6.0)
+    w = Streamed(builder)
+    product, plus = w["small"] * factor, w["small"] + 1
+    factor.zero_()
+    w["small"].add_(9)
+    assert same(builder.materialize(product), weights()["small"] * torch.arange(6.0))
+    assert same(builder.materialize(plus), weights()["small"] + 1)
+
+
+REFUSED: dict[str, Program] = {
+    "through a slice": lambda w: w["a"][:2].zero_(),
+    "through a row": lambda w: w["a"].__setitem__(0, 0.0),
+    "through detach": lambda w: w["a"].detach().zero_(),
+    "through data": lambda w: w["a"].data.mul_(2),
+    "with a view about": lambda w: (w["a"][0], w["a"].zero_())[1],
+    "into out": lambda w: torch.add(w["a"], w["b"], out=w["b"]),
+    "for each": lambda w: torch._foreach_mul_([w["a"], w["b"]], 2),
+    "transposed in place": lambda w: w["small"].t_(),
+    "unsqueezed in place": lambda w: w["small"].unsqueeze_(0),
+    "by stride": lambda w: w["small"].as_strided((6,), (1,), 0),
+    "data of another shape": lambda w: setattr(w["small"], "data", w["small"].t().contiguous()),
+    "data of a real tensor": lambda w: setattr(w["small"], "data", torch.zeros(4, 6)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_recorded_is_refused(builder: Builder, name: str) -> None:
+    w = Streamed(builder)
+    with pytest.raises(ts.ModelError):
+        REFUSED[name](w)
+    for key, tensor in w.items():
+        assert same(builder.materialize(tensor), weights()[key]), "and nothing has changed"
+
+
+def test_data_of_the_same_shape_is_taken_over(builder: Builder) -> None:
+    w = Streamed(builder)
+    w["small"].data = w["small"] * 2
+    assert same(builder.materialize(w["small"]), weights()["small"] * 2)
+
+
+def test_values_that_decide_are_read(builder: Builder) -> None:
+    w, real = Streamed(builder), weights()
+    assert torch.equal(w["small"], w["small"])
+    assert not torch.equal(w["a"], w["b"])
+    assert w["small"].sum().item() == real["small"].sum().item()
+    assert (w["int"] > 3).any()
+    assert real["small"].copy_(w["half"]).equal(real["half"].float())
+
+
+def test_random_programs(builder: Builder) -> None:
+    """Views, joins and casts in any order, against real tensors."""
+    rng = random.Random(0)
+    steps: list[Callable[[Any, Any], Any]] = [
+        lambda x, r: x[r.randrange(x.shape[0])] if x.dim() > 1 else x,
+        lambda x, r: x.narrow(d := r.randrange(x.dim()), 0, r.randint(1, x.shape[d])),
+        lambda x, r: x.transpose(r.randrange(x.dim()), r.randrange(x.dim())),
+        lambda x, r: x.unsqueeze(r.randrange(x.dim() + 1)),
+        lambda x, r: torch.cat([x, x], dim=r.randrange(x.dim())) if x.numel() < 1 << 16 else x,
+        lambda x, r: torch.stack([x, x], dim=r.randrange(x.dim() + 1)) if x.numel() < 1 << 16 else x,
+        lambda x, r: x.reshape(-1),
+        lambda x, r: x.contiguous(),
+        lambda x, r: x.to(r.choice([torch.float32, torch.float64, torch.bfloat16])),
+        lambda x, r: x.chunk(2, d := r.randrange(x.dim()))[-1] if x.dim() else d,
+        lambda x, r: x.clone(),
+        lambda x, r: x * 2,
+    ]
+    for _ in range(60):
+        seed, chosen = rng.random(), [rng.randrange(len(steps)) for _ in range(rng.randint(1, 7))]
+
+        def program(w: Any, seed: float = seed, chosen: list[int] = chosen) -> torch.Tensor:
+            dice, x = random.Random(seed), w["a"]
+            for step in chosen:
+                x = steps[step](x, dice)
+            return x  # type: ignore[no-any-return]
+
+        check(builder, program)
+
+
+def test_a_slice_of_a_checked_tensor_is_no_damage(tmp_path: Path) -> None:
+    ts.save_file({"a": torch.randn(8, 3)}, tmp_path / "model.ts")
+    checkpoint = ts._native.Checkpoint(tmp_path)
+    module = nn.Linear(3, 4, bias=False, device="meta")
+    module.weight = nn.Parameter(Builder(checkpoint).stand_in("a").chunk(2)[0], requires_grad=False)
+    attach(module, ts.Config(budget="1MiB"), checkpoint)
+    assert same(module.weight.materialize(), ts.load_file(tmp_path)["a"][:4])  # type: ignore[operator]
+
+
+def test_a_part_of_a_computed_tensor_keeps_its_phase(tmp_path: Path) -> None:
+    ts.save_file({"a": torch.randn(8, 3).half()}, tmp_path / "model.ts")
+    checkpoint = ts._native.Checkpoint(tmp_path)
+    second = Builder(checkpoint).stand_in("a").float().chunk(2)[1].contiguous()
+    module = nn.Linear(3, 4, bias=False, device="meta")
+    module.weight = nn.Parameter(second, requires_grad=False)
+    attach(module, ts.Config(budget="1MiB", storage_path=tmp_path / "c"), checkpoint)
+    assert module.weight.materialize().data_ptr() % 64 == 48  # type: ignore[operator]
+
+
+# --- weights in use: what torch is told about them ---
+
+
+class Direct(nn.Module):
+    """Uses its weight itself, beside a child that has some too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(100, 100))
+        self.child = nn.Linear(100, 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.child(x.transpose(1, 2) @ self.w)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def direct(tmp_path: Path) -> tuple[Direct, Direct, torch.Tensor]:
+    torch.manual_seed(0)
+    reference, model = Direct(), Direct()
+    model.load_state_dict(reference.state_dict())
+    with torch.inference_mode():  # whatever mode it is offloaded in
+        ts.offload(model, ts.Config(storage_path=tmp_path, budget="44KiB", max_passes=1))
+    return reference, model, torch.randn(2, 100, 3)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_products_round_as_in_memory(direct: Any, mode: Any) -> None:
+    reference, model, x = direct
+    for _ in range(2):
+        with mode():
+            assert torch.equal(model(x), reference(x))
+    assert not model.w.requires_grad
+
+
+def test_modes_of_other_threads_do_not_matter(direct: Any, tmp_path: Path) -> None:
+    reference, model, x = direct
+    ts.offload(ts.restore(model), ts.Config(storage_path=tmp_path, budget="200KiB", max_passes=2))
+    expected_grad = torch.autograd.grad(reference(x.requires_grad_()).sum(), x)[0]
+    with torch.no_grad():
+        expected = reference(x)
+    failures: list[BaseException] = []
+
+    def run(grad: bool) -> None:
+        try:
+            for _ in range(20):
+                with torch.set_grad_enabled(grad):
+                    output = model(x)
+                    assert output.requires_grad == grad
+                    if grad:
+                        assert torch.allclose(torch.autograd.grad(output.sum(), x)[0], expected_grad, atol=1e-4)
+                    else:
+                        assert torch.equal(output, expected)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(grad,)) for grad in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures, failures
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_writes_are_refused_in_every_mode(direct: Any) -> None:
+    reference, model, x = direct
+    with torch.no_grad():
+        expected = reference(x)
+    writes: list[Callable[[], Any]] = [
+        lambda: torch.zero_(model.w),
+        lambda: model.w.__setitem__(0, 1.0),
+        lambda: model.w.add_(1),
+        lambda: torch.add(model.w, 1, out=model.w),
+        lambda: nn.init.normal_(model.w),
+        lambda: nn.functional.embedding(torch.tensor([1, 2]), model.w, max_norm=0.1),
+        lambda: setattr(model.w, "data", torch.zeros(100, 100)),
+    ]
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for write in writes:
+            with mode(), pytest.raises(ts.ModelError):
+                write()
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Conv2d(64, 32, 1),
+        lambda: nn.Conv2d(32, 32, 3, groups=32),
+        lambda: nn.Conv2d(16, 8, 3),
+    ],
+)
+@pytest.mark.parametrize("stored", [True, False])
+def test_every_stride_of_a_live_model_is_kept(make: Any, stored: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = make().to(memory_format=torch.channels_last)
+    x = torch.randn(2, model.in_channels, 7, 7)
+    strides = model.weight.stride()
+    with torch.inference_mode():
+        expected = model(x)
+    config = ts.Config(budget="1MiB", storage_path=tmp_path if stored else None)
+    if stored:
+        ts.offload(model, config)
+    elif model.weight.is_contiguous():
+        ts.save_file(model.state_dict(), tmp_path / "model.ts")
+        ts.offload(model, config, checkpoint=tmp_path)
+    else:
+        pytest.skip("a checkpoint is row-major, which is refused for such a model: see test_live.py")
+    assert model.weight.stride() == strides
+    with torch.inference_mode():
+        actual = model(x)
+        assert torch.equal(actual, expected)
+        assert actual.stride() == expected.stride()
+    assert ts.restore(model).weight.stride() == strides
