@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -342,3 +343,29 @@ def test_scattered_parameters_are_refused(tmp_path: Path) -> None:
     ts.save_file(dict(model.named_parameters()), tmp_path / "model.ts")
     with pytest.raises(ts.ModelError, match="`weight` is not contiguous and the checkpoint's is"):
         ts.offload(model, checkpoint=tmp_path, budget="1MiB")
+
+
+def test_ctrl_c_at_any_moment_leaves_a_model_that_works(tmp_path: Path) -> None:
+    """Offload and restore are done or not done, and the weights are never lost."""
+    model = mlp(layers=40)
+    x = torch.randn(2, 64)
+    expected = model(x)
+    config = ts.Config(storage_path=tmp_path, budget="60KiB")
+    rng = random.Random(0)
+    interrupted = 0
+    for _ in range(100):
+        old = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 1e-4 + rng.random() * 0.03)
+        try:
+            while True:
+                if "_tensorstream" in model.__dict__:
+                    ts.restore(model)
+                ts.offload(model, config)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, old)
+        assert torch.equal(model(x), expected)
+        assert {file.suffix for file in tmp_path.iterdir()} <= {".ts"}
+    assert interrupted == 100

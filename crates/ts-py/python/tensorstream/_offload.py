@@ -13,6 +13,7 @@ from torch import nn
 
 from . import _native
 from ._builder import Builder
+from ._interrupts import deferred
 from ._placeholder import SAFETENSORS_DTYPES, TORCH_DTYPES, Source, StreamedTensor
 from ._store import Orders, derived_of, store_derived, store_live
 from ._streaming import (
@@ -97,22 +98,24 @@ def attach(model: M, config: Config, checkpoint: _native.Checkpoint, orders: Ord
     survey = _Survey(model, checkpoint, placed, orders or {})
     engine = _native.Engine(checkpoint, survey.units, budget=budget, settings=config.settings())
     streamer = Streamer(engine, survey.weights)
-    for module, name, value in survey.read_buffers():
-        module._buffers[name] = value
+    buffers = survey.read_buffers()
     stand_ins = [survey.stand_in(key).bound(streamer, key) for key in range(len(survey.weights))]
-    for module, keys in survey.modules:
-        for name, key in keys.items():
-            module._parameters[name] = stand_ins[key]  # type: ignore[assignment]
-        refresh_flat_weights(module)
-    sites = []
-    for module, unit, keys in survey.leaves():
-        sites.append(Site(module, streamer, unit, keys))
-        sites[-1].wrap(module)
-    streaming = Streaming(checkpoint, survey.units, streamer, sites, config.passed_over())
-    streaming.wrap(model)
-    model.__dict__["_tensorstream"] = streaming
-    if hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = _refuse_to_save
+    with deferred():
+        for module, name, value in buffers:
+            module._buffers[name] = value
+        for module, keys in survey.modules:
+            for name, key in keys.items():
+                module._parameters[name] = stand_ins[key]  # type: ignore[assignment]
+            refresh_flat_weights(module)
+        sites = []
+        for module, unit, keys in survey.leaves():
+            sites.append(Site(module, streamer, unit, keys))
+            sites[-1].wrap(module)
+        streaming = Streaming(checkpoint, survey.units, streamer, sites, config.passed_over())
+        streaming.wrap(model)
+        model.__dict__["_tensorstream"] = streaming
+        if hasattr(model, "save_pretrained"):
+            model.__dict__["save_pretrained"] = _refuse_to_save
     return model
 
 
@@ -149,16 +152,17 @@ def restore(model: M) -> M:
         nn.Parameter(tensor.detach(), requires_grad=weight.requires_grad)
         for tensor, weight in zip(tensors, streaming.streamer.weights, strict=True)
     ]
-    del model.__dict__["_tensorstream"]
-    model.__dict__.pop("save_pretrained", None)
-    for site in streaming.sites:
-        site.let_go()
-    for module in model.modules():
-        unwrap_forward(module)
-        for name, parameter in module._parameters.items():
-            if isinstance(parameter, StreamedTensor):
-                module._parameters[name] = parameters[parameter.key]
-        refresh_flat_weights(module)
+    with deferred():
+        del model.__dict__["_tensorstream"]
+        model.__dict__.pop("save_pretrained", None)
+        for site in streaming.sites:
+            site.let_go()
+        for module in model.modules():
+            unwrap_forward(module)
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, StreamedTensor):
+                    module._parameters[name] = parameters[parameter.key]
+            refresh_flat_weights(module)
     return model
 
 

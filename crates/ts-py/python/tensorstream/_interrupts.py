@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Ctrl-C at a better moment."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Lets a few steps that belong together be done before a KeyboardInterrupt is raised."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    pending: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *_: pending.append(None))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        if pending:
+            signal.raise_signal(signal.SIGINT)
