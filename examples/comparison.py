@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""One model, three ways: in memory, offloaded to disk by accelerate, streamed by TensorStream. The tokens are the same.
+"""One model in memory, offloaded to disk by accelerate, and streamed by TensorStream. The tokens are the same.
 
 Needs tensorstream, transformers and accelerate; makes a small Llama with random weights. Files stay in the page cache
 here, which flatters whoever reads through it: `cargo xtask demo --large` measures under a memory cap.
