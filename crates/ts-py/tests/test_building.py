@@ -14,7 +14,7 @@ import tensorstream as ts
 import torch
 from tensorstream._builder import Builder
 from tensorstream._offload import attach
-from tensorstream._placeholder import Source, StreamedTensor
+from tensorstream._streamed_tensor import Source, StreamedTensor
 from torch import nn
 
 Real = dict[str, torch.Tensor]

@@ -20,7 +20,7 @@ import safetensors.torch
 import tensorstream as ts
 import torch
 from conftest import Llama
-from tensorstream._placeholder import SAFETENSORS_DTYPES
+from tensorstream._streamed_tensor import SAFETENSORS_DTYPES
 
 FORMATS = ["ts", "safetensors"]
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from . import _native
 from ._lend import lent
-from ._placeholder import TORCH_DTYPES, Derived, Source, StreamedTensor
+from ._streamed_tensor import TORCH_DTYPES, Derived, Source, StreamedTensor
 from .errors import ModelError
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 
 from . import _native
 from ._lend import NewTensor, dtype_name, lent, write_all
-from ._placeholder import TORCH_DTYPES
+from ._streamed_tensor import TORCH_DTYPES
 from .errors import ConfigurationError, ModelError
 
 Path = str | os.PathLike[str]

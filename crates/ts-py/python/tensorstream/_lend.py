@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from . import _native
-from ._placeholder import SAFETENSORS_DTYPES
+from ._streamed_tensor import SAFETENSORS_DTYPES
 from .errors import ConfigurationError
 
 #: Name, dtype, shape and address modulo 64 of a tensor that is to be written.

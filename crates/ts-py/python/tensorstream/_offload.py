@@ -14,8 +14,8 @@ from torch import nn
 from . import _native
 from ._builder import Builder
 from ._interrupts import deferred
-from ._placeholder import SAFETENSORS_DTYPES, TORCH_DTYPES, Source, StreamedTensor
 from ._store import Orders, derived_of, store_derived, store_live
+from ._streamed_tensor import SAFETENSORS_DTYPES, TORCH_DTYPES, Source, StreamedTensor
 from ._streaming import (
     Site,
     Streamer,

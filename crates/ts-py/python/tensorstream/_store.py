@@ -17,7 +17,7 @@ from torch import nn
 from . import _native
 from ._builder import Builder
 from ._lend import NewTensor, dtype_name, lent, write_all
-from ._placeholder import Derived, Source, StreamedTensor
+from ._streamed_tensor import Derived, Source, StreamedTensor
 from .config import Config, invalid
 from .errors import BudgetError, CheckpointPermissionError, ModelError, StorageError
 

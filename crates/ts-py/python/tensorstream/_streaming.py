@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import dlpack
 
 from . import _native
-from ._placeholder import StreamedTensor
+from ._streamed_tensor import StreamedTensor
 from .errors import ModelError
 
 UNCHANGEABLE = "a streamed weight cannot be changed; restore(model) first"
@@ -107,7 +107,7 @@ class Site:
 
     def __init__(self, module: nn.Module, streamer: Streamer, unit: int, keys: dict[str, int]) -> None:
         self._parameters = module._parameters
-        self._placeholders = {name: module._parameters[name] for name in keys}
+        self._stand_ins = {name: module._parameters[name] for name in keys}
         # Recurrent modules keep a list of their parameters beside the dictionary.
         self._recurrent = weakref.ref(module) if hasattr(module, "_flat_weights_names") else None
         self._streamer = streamer
@@ -165,7 +165,7 @@ class Site:
     def let_go(self) -> None:
         """Puts the stand-ins back."""
         with self._lock:
-            self._swap(self._placeholders)
+            self._swap(self._stand_ins)
             self._tensors = None
 
     def _swap(self, parameters: Mapping[str, Any]) -> None:
@@ -175,7 +175,7 @@ class Site:
             refresh_flat_weights(module)
 
     def _check_own(self) -> None:
-        own: Mapping[str, Any] = self._placeholders if self._tensors is None else self._tensors
+        own: Mapping[str, Any] = self._stand_ins if self._tensors is None else self._tensors
         for name, key in self._keys.items():
             if self._parameters.get(name) is not own[name]:
                 raise ModelError(f"`{self._streamer.weights[key].name}` was replaced: {UNCHANGEABLE}")

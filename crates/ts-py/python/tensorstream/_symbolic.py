@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ._placeholder import Derived, Source, StreamedTensor
+from ._streamed_tensor import Derived, Source, StreamedTensor
 from .errors import ModelError
 
 aten = torch.ops.aten
