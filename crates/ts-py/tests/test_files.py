@@ -215,9 +215,9 @@ def test_interrupted_loads_and_saves_free_everything(tmp_path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     interrupted = 0
     for round_ in range(50):
-        signal.setitimer(signal.ITIMER_REAL, 1e-4 + rng.random() * 0.02)
+        old = signal.signal(signal.SIGALRM, signal.default_int_handler)
         try:
-            old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 + rng.random() * 0.02)
             while True:
                 ts.load_file(path)
                 ts.save_file(tensors, tmp_path / "b.ts")

@@ -355,8 +355,8 @@ def test_ctrl_c_at_any_moment_leaves_a_model_that_works(tmp_path: Path) -> None:
     interrupted = 0
     for _ in range(100):
         old = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-        signal.setitimer(signal.ITIMER_REAL, 1e-4 + rng.random() * 0.03)
         try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 + rng.random() * 0.03)
             while True:
                 if "_tensorstream" in model.__dict__:
                     ts.restore(model)
