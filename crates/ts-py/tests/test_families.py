@@ -98,21 +98,20 @@ def test_bit_identical_within_the_budget_and_restored(saved: Saved, name: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "qwen2_moe", "whisper", "wav2vec2", "gpt_oss"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["narrower", "wider"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.bfloat16) for name in ("gpt2", "t5", "whisper", "wav2vec2", "mixtral", "qwen2_moe", "gpt_oss")]
+    # Merged experts do not run in f64.
+    + [(name, torch.float64) for name in ("gpt2", "t5", "whisper", "wav2vec2")],
+)
 def test_another_dtype_is_converted_once(
     saved: Saved, name: str, dtype: torch.dtype, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     family, path = FAMILIES[name], saved(name)
-    if name == "wav2vec2" and dtype is torch.bfloat16:
-        dtype = torch.float16
     reference = model_class(family).from_pretrained(path, dtype=dtype).eval()
     inputs = cast(family.inputs(2), dtype)
-    try:
-        with torch.inference_mode():
-            expected = reference(**inputs)
-    except RuntimeError as refusal:
-        pytest.skip(f"the model itself does not run in {dtype}: {refusal}")
+    with torch.inference_mode():
+        expected = reference(**inputs)
     budget = three_largest_units(path, name, dtype=dtype)
     assert "converting" in capfd.readouterr().err
     files = {file: file.stat().st_mtime_ns for file in (cache / "tensorstream").iterdir()}

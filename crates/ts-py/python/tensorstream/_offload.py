@@ -105,7 +105,7 @@ def attach(model: M, config: Config, checkpoint: _native.Checkpoint, orders: Ord
             module._buffers[name] = value
         for module, keys in survey.modules:
             for name, key in keys.items():
-                module._parameters[name] = stand_ins[key]  # type: ignore[assignment]
+                module._parameters[name] = stand_ins[key]  # type: ignore[assignment]  # a parameter by _is_param
             refresh_flat_weights(module)
         sites = []
         for module, unit, keys in survey.leaves():

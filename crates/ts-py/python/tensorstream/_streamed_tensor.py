@@ -39,7 +39,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": getattr(torch, "float8_e8m0fnu", None),  # type: ignore[dict-item]
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", None),  # type: ignore[dict-item]  # not in torch 2.6
 }
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is not None}
 
