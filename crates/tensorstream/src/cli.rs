@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The command line: `tensorstream info|verify|convert|plan|demo`.
+//! The command line: `tensorstream info|verify|convert|plan|bench|demo`.
 //!
 //! Exit status: 0 when all is well, 1 when a file is damaged or something failed, 2 for wrong arguments, 130 when
 //! interrupted.
+
+mod bench_io;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -60,6 +62,9 @@ enum Command {
         #[arg(long, default_value_t = 1)]
         max_passes: usize,
     },
+    /// Measures what this machine can do.
+    #[command(subcommand)]
+    Bench(Bench),
     /// Streams all units of a checkpoint, pass after pass, and tells the speed. Without one it makes its own.
     Demo {
         /// A checkpoint; 256 MiB of made-up weights in the temporary directory if none is given.
@@ -71,6 +76,13 @@ enum Command {
         #[arg(long, default_value_t = 5)]
         passes: usize,
     },
+}
+
+#[derive(Debug, Subcommand)]
+enum Bench {
+    /// How fast each I/O backend reads a file, cold and warm, and which one is chosen. The file's place in the page
+    /// cache is lost.
+    Io(bench_io::Arguments),
 }
 
 fn budget(text: &str) -> Result<usize, String> {
@@ -117,6 +129,7 @@ impl Command {
                 let budget = budget.or_else(half_of_available).ok_or(Error::NoBudget)?;
                 planned(&path, budget, max_passes, as_json)
             }
+            Command::Bench(Bench::Io(arguments)) => bench_io::run(&arguments, as_json, interrupt),
             Command::Demo { path, budget, passes } => {
                 demo(path.as_deref(), budget, passes, as_json, interrupt)
             }

@@ -39,14 +39,16 @@ struct Bench {
 impl Bench {
     fn new(provider: &dyn BackendProvider) -> Self {
         let (sink, done) = completion_queue();
-        let backend = provider.create(&BackendOptions { in_flight: 3 }, sink).expect("it was available");
+        let backend = provider
+            .create(&BackendOptions { in_flight: 3, ..BackendOptions::default() }, sink)
+            .expect("it was available");
         let pool = HostPool::new(&Budget::new(POOL_BYTES), POOL_BYTES).expect("8 MiB");
         Self { pool, backend, done }
     }
 
     fn submit(&self, token: u64, source: &Arc<Source>, offset: u64, len: usize, required: usize) {
         let buffer = self.buffer(len);
-        let request = ReadRequest { token, source: Arc::clone(source), offset, required, buffer };
+        let request = ReadRequest::new(token, Arc::clone(source), offset, required, buffer);
         self.backend.submit(request).map_err(|r| r.error).expect("an aligned request is taken");
     }
 
@@ -93,7 +95,7 @@ fn delivers_the_bytes_of_every_range(provider: &dyn BackendProvider, dir: &Path)
         assert!(transfer.started_ns <= transfer.finished_ns);
         assert!(ReadPath::ALL.contains(&transfer.path));
         assert!(
-            done.buffer[..] == content[offset as usize..][..len],
+            done.buffers[0][..] == content[offset as usize..][..len],
             "the bytes of {offset}+{len} are right"
         );
         assert!(seen.insert(done.token, ()).is_none(), "a request completes once");
@@ -105,7 +107,7 @@ fn fills_up_to_the_end_of_the_file_and_no_further(provider: &dyn BackendProvider
     let (content, source) = file(dir, "tail", 10_001);
     let done = bench.read(&source, 8192, 4096, 10_001 - 8192);
     assert_eq!(done.result.expect("all required bytes are there").bytes, 10_001 - 8192);
-    assert!(done.buffer[..10_001 - 8192] == content[8192..]);
+    assert!(done.buffers[0][..10_001 - 8192] == content[8192..]);
 }
 
 fn reports_a_file_that_ends_early(provider: &dyn BackendProvider, dir: &Path) {
@@ -157,7 +159,7 @@ fn gives_every_buffer_back(provider: &dyn BackendProvider, dir: &Path) {
                 }
             }
         }
-        assert_eq!(refused, cancelled, "cancel says how many it took back");
+        assert!(refused >= cancelled, "cancel says how many it took back; some that had begun may join them");
         assert_eq!(bench.pool.stats().in_use_bytes, 0, "every buffer came back");
     }
     for token in 0..32 {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 /// Who is to blame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,6 +20,8 @@ pub enum ErrorKind {
     Misuse,
     /// The read was cancelled.
     Cancelled,
+    /// Nobody answered in time. Trying again may help.
+    TimedOut,
 }
 
 /// Why bytes did not arrive. Cheap to clone: one failed read can end many waits.
@@ -90,6 +94,22 @@ pub enum Error {
         /** First byte of the request. */
         offset: u64,
     },
+    /// The system gave no answer in time.
+    #[error(
+        "{}: reading {len} bytes at byte {offset} has taken more than {timeout:?}: the device or the network does \
+         not answer",
+        path.display()
+    )]
+    TimedOut {
+        /** The path. */
+        path: PathBuf,
+        /** First byte of the request. */
+        offset: u64,
+        /** Bytes wanted. */
+        len: usize,
+        /** How long it may take. */
+        timeout: Duration,
+    },
     /// The backend cannot serve these sources here.
     #[error("backend `{backend}` is not available: {reason}")]
     Unavailable {
@@ -106,6 +126,12 @@ pub enum Error {
         /** The names there are. */
         known: String,
     },
+    /// The caller's interrupt ended the work.
+    #[error("interrupted")]
+    Interrupted,
+    /// There is no memory to read into.
+    #[error("no memory to read into: {0}")]
+    Memory(#[source] Arc<ts_pool::Error>),
     /// The system refused a thread.
     #[error("cannot start an I/O thread: {0}")]
     Thread(SharedIoError),
@@ -124,8 +150,10 @@ impl Error {
             Error::Misaligned { .. } | Error::UnknownBackend { .. } | Error::Unavailable { .. } => {
                 ErrorKind::Misuse
             }
-            Error::Cancelled { .. } => ErrorKind::Cancelled,
+            Error::Cancelled { .. } | Error::Interrupted => ErrorKind::Cancelled,
+            Error::TimedOut { .. } => ErrorKind::TimedOut,
             Error::Thread(_) => ErrorKind::Io,
+            Error::Memory(_) => ErrorKind::Misuse,
         }
     }
 }
@@ -133,10 +161,16 @@ impl Error {
 /// An [`io::Error`] that can be cloned.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{0}")]
-pub struct SharedIoError(pub std::sync::Arc<io::Error>);
+pub struct SharedIoError(pub Arc<io::Error>);
 
 impl From<io::Error> for SharedIoError {
     fn from(error: io::Error) -> Self {
-        Self(std::sync::Arc::new(error))
+        Self(Arc::new(error))
+    }
+}
+
+impl From<ts_pool::Error> for Error {
+    fn from(error: ts_pool::Error) -> Self {
+        Error::Memory(Arc::new(error))
     }
 }

@@ -19,11 +19,11 @@
 //! let backend = choice.provider.create(&BackendOptions::default(), sink)?;
 //!
 //! let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20)?;
-//! let request = ReadRequest { token: 1, source, offset: 0, required: 10_000, buffer: pool.allocate(12_288)? };
+//! let request = ReadRequest::new(1, source, 0, 10_000, pool.allocate(12_288)?);
 //! backend.submit(request).map_err(|rejected| rejected.error)?;
 //! let done = queue.recv_timeout(Duration::from_secs(10)).expect("a read of 10 kB ends");
 //! assert_eq!(done.result?.bytes, 10_000);
-//! assert!(done.buffer[..10_000].iter().all(|&b| b == 7));
+//! assert!(done.buffers[0][..10_000].iter().all(|&b| b == 7));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
@@ -36,23 +36,26 @@
 //! # Features
 //! None. O_DIRECT and page-cache residency need Linux; elsewhere `buffered` is what there is.
 
+mod adaptive;
 mod backend;
 pub mod conformance;
 mod error;
-mod pread;
+pub mod fault;
+mod file;
+mod measure;
+mod progress;
 mod provider;
 mod source;
+mod sys;
+mod threads;
 #[cfg(target_os = "linux")]
-#[path = "sys_linux.rs"]
-mod sys;
-#[cfg(not(target_os = "linux"))]
-#[path = "sys_portable.rs"]
-mod sys;
+mod uring;
 
 pub use backend::{
     Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest, Rejected,
     Transfer, completion_queue, monotonic_ns,
 };
 pub use error::{Error, ErrorKind, SharedIoError};
+pub use measure::{Measured, Workload, measure};
 pub use provider::{Availability, BackendProvider, Choice, Registry};
 pub use source::{Fingerprint, Source};

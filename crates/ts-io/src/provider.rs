@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::sync::Arc;
 
+use crate::adaptive::AdaptiveProvider;
 use crate::backend::{Backend, BackendOptions, CompletionSink};
-use crate::pread::{AdaptiveProvider, BufferedProvider, DirectProvider};
+use crate::file::{BufferedProvider, DirectProvider};
+use crate::uring::UringProvider;
 use crate::{Error, Source};
 
 /// A kind of backend that may or may not work here.
@@ -53,10 +55,11 @@ impl std::fmt::Debug for Choice {
 }
 
 impl Registry {
-    /// `adaptive`, `direct` and `buffered`.
+    /// `adaptive`, `uring`, `direct` and `buffered`.
     pub fn builtin() -> Self {
         let mut this = Self { providers: Vec::new() };
         this.register(Arc::new(AdaptiveProvider));
+        this.register(Arc::new(UringProvider));
         this.register(Arc::new(DirectProvider));
         this.register(Arc::new(BufferedProvider));
         this
@@ -67,6 +70,11 @@ impl Registry {
         self.providers.retain(|p| p.name() != provider.name());
         self.providers.push(provider);
         self.providers.sort_by_key(|p| std::cmp::Reverse(p.priority()));
+    }
+
+    /// All providers, highest priority first.
+    pub fn providers(&self) -> &[Arc<dyn BackendProvider>] {
+        &self.providers
     }
 
     /// The names, highest priority first.

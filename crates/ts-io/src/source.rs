@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::fs::{File, Metadata};
+use std::io::IoSliceMut;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
+use ts_pool::{BLOCK_ALIGN, Buffer};
+
+use crate::backend::ReadPath;
+use crate::fault::Faults;
+use crate::progress::{Progress, Step};
 use crate::{Error, sys};
 
 /// What tells one state of a file from another.
@@ -108,20 +114,77 @@ impl Source {
         sys::residency(&self.file, offset, len)
     }
 
+    /// Has the page cache let this file go, as far as nobody else holds it there. For measurements of a cold file;
+    /// waits until what was written to it is on the disk.
+    ///
+    /// # Errors
+    /// [`Error::Read`] when the system cannot. Blocks.
+    pub fn evict(&self) -> Result<(), Error> {
+        sys::evict(&self.file).map_err(|e| self.failed(0, 0, e))
+    }
+
     /// Reads `buffer.len()` bytes at `offset` through the page cache; fewer only at the end of the file.
     ///
     /// # Errors
     /// [`Error::Read`]. Blocks.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, Error> {
-        self.read_file(&self.file, offset, buffer)
+        self.read(ReadPath::Buffered, offset, &mut Memory::Slice(buffer), &Faults::default())
     }
 
-    /// As [`read_at`](Self::read_at), past the page cache.
-    pub(crate) fn read_direct_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, Error> {
-        match self.direct() {
-            Ok(direct) => self.read_file(&direct.file, offset, buffer),
-            Err(reason) => Err(Error::Unavailable { backend: "direct".into(), reason: reason.into() }),
+    /// Fills `buffers` one after the other with what is at `offset` on, as far as the file goes. `path` is
+    /// buffered or direct; for the latter the memory must be aligned as [`ReadRequest`](crate::ReadRequest) says.
+    pub(crate) fn read_buffers(
+        &self,
+        path: ReadPath,
+        offset: u64,
+        buffers: &mut [Buffer],
+        faults: &Faults,
+    ) -> Result<usize, Error> {
+        self.read(path, offset, &mut Memory::Buffers(buffers), faults)
+    }
+
+    fn read(
+        &self,
+        path: ReadPath,
+        offset: u64,
+        memory: &mut Memory<'_>,
+        faults: &Faults,
+    ) -> Result<usize, Error> {
+        let (file, alignment) = match path {
+            ReadPath::Direct => {
+                let unavailable =
+                    |reason: &str| Error::Unavailable { backend: "direct".into(), reason: reason.into() };
+                let direct = self.direct().map_err(unavailable)?;
+                (&direct.file, direct.alignment)
+            }
+            _ => (&self.file, 1),
+        };
+        let mut progress = Progress::new(offset, memory.len(), self.len(), alignment);
+        while let Some(step) = progress.step() {
+            let answer = match step {
+                Step::Into { offset, at, len } => faults
+                    .suffer(self, offset, len)
+                    .and_then(|len| sys::read_vectored_at(file, &mut memory.slices(at, len), offset)),
+                Step::Aside { offset, skip, at, .. } => {
+                    let mut block = Block([0; BLOCK_ALIGN]);
+                    let block = &mut block.0[..alignment];
+                    let answer = faults
+                        .suffer(self, offset, alignment)
+                        .and_then(|_| sys::read_vectored_at(file, &mut [IoSliceMut::new(block)], offset));
+                    let counts = progress.answer(answer).map_err(|e| self.failed(offset, alignment, e))?;
+                    memory.copy(at, &block[skip..skip + counts]);
+                    continue;
+                }
+            };
+            let at = offset + progress.done() as u64;
+            progress.answer(answer).map_err(|e| self.failed(at, memory.len(), e))?;
         }
+        Ok(progress.done())
+    }
+
+    /// The error of a read that the system refused.
+    pub(crate) fn failed(&self, offset: u64, len: usize, error: std::io::Error) -> Error {
+        Error::Read { path: self.path.clone(), offset, len, source: error.into() }
     }
 
     /// Checks that the file is still the one that was opened: by its handle, and by its path.
@@ -140,6 +203,12 @@ impl Source {
         Ok(())
     }
 
+    /// The file opened past the page cache, where it can be.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn direct_file(&self) -> Option<&File> {
+        self.direct().ok().map(|direct| &direct.file)
+    }
+
     fn direct(&self) -> Result<&Direct, &str> {
         let opened = self.direct.get_or_init(|| {
             let (file, alignment) = sys::open_direct(&self.path).map_err(|e| e.to_string())?;
@@ -151,22 +220,52 @@ impl Source {
         });
         opened.as_ref().map_err(String::as_str)
     }
+}
 
-    fn read_file(&self, file: &File, offset: u64, buffer: &mut [u8]) -> Result<usize, Error> {
-        let mut done = 0;
-        while done < buffer.len() {
-            match sys::read_at(file, &mut buffer[done..], offset + done as u64) {
-                Ok(0) => break,
-                Ok(n) => done += n,
-                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
-                // A direct read that ended at the end of the file leaves an offset that is not aligned.
-                Err(_) if offset + done as u64 >= self.len() => break,
-                Err(e) => {
-                    let (path, len) = (self.path.clone(), buffer.len());
-                    return Err(Error::Read { path, offset: offset + done as u64, len, source: e.into() });
-                }
-            }
+/// A block that direct I/O can read to.
+#[repr(C, align(4096))]
+pub(crate) struct Block(pub(crate) [u8; BLOCK_ALIGN]);
+
+/// Where a read's bytes go.
+enum Memory<'a> {
+    Slice(&'a mut [u8]),
+    Buffers(&'a mut [Buffer]),
+}
+
+impl Memory<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Memory::Slice(slice) => slice.len(),
+            Memory::Buffers(buffers) => buffers.iter().map(|buffer| buffer.len()).sum(),
         }
-        Ok(done)
     }
+
+    /// `at..at + len` of it, in pieces.
+    fn slices(&mut self, at: usize, len: usize) -> Vec<IoSliceMut<'_>> {
+        match self {
+            Memory::Slice(slice) => vec![IoSliceMut::new(&mut slice[at..at + len])],
+            Memory::Buffers(buffers) => pieces(buffers, at, len).map(IoSliceMut::new).collect(),
+        }
+    }
+
+    fn copy(&mut self, at: usize, bytes: &[u8]) {
+        let mut rest = bytes;
+        for mut piece in self.slices(at, bytes.len()) {
+            let (now, later) = rest.split_at(piece.len());
+            piece.copy_from_slice(now);
+            rest = later;
+        }
+    }
+}
+
+/// The bytes `at..at + len` of buffers that stand one behind the other, without empty pieces.
+pub(crate) fn pieces(buffers: &mut [Buffer], at: usize, len: usize) -> impl Iterator<Item = &mut [u8]> {
+    let (mut skip, mut left) = (at, len);
+    buffers.iter_mut().filter_map(move |buffer| {
+        let begin = skip.min(buffer.len());
+        let end = buffer.len().min(begin + left);
+        skip -= begin;
+        left -= end - begin;
+        (begin < end).then(|| &mut buffer[begin..end])
+    })
 }

@@ -36,6 +36,11 @@ fn direct_conforms() {
 }
 
 #[test]
+fn uring_conforms() {
+    conforms("uring");
+}
+
+#[test]
 fn adaptive_conforms() {
     conforms("adaptive");
 }
@@ -46,7 +51,7 @@ fn read_with(name: &str, source: &Arc<Source>, offset: u64, len: usize) -> Resul
     let backend = choice.provider.create(&BackendOptions::default(), sink)?;
     let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20).unwrap();
     let buffer = pool.allocate(len).unwrap();
-    let request = ReadRequest { token: 0, source: Arc::clone(source), offset, required: len, buffer };
+    let request = ReadRequest::new(0, Arc::clone(source), offset, len, buffer);
     backend.submit(request).map_err(|rejected| rejected.error)?;
     Ok(done.recv_timeout(Duration::from_secs(30)).unwrap())
 }
@@ -102,7 +107,7 @@ fn a_misaligned_direct_read_is_given_back_with_the_alignment() {
 #[test]
 fn unknown_backends_and_missing_files_are_named() {
     let error = Registry::builtin().choose(Some("gds"), &[]).unwrap_err();
-    assert!(error.to_string().contains("adaptive, direct, buffered"), "{error}");
+    assert!(error.to_string().contains("adaptive, uring, direct, buffered"), "{error}");
     let error = Source::open("/nonexistent/model.safetensors").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound);
     assert!(error.to_string().contains("/nonexistent/model.safetensors"));

@@ -16,7 +16,7 @@ use crate::unit::{PHASE_ALIGN, Unit, UnitId};
 use crate::worker::Check;
 
 /// Buffers for reads that cannot go straight to their place.
-pub(crate) const BOUNCE_COUNT: usize = 2;
+const BOUNCE_COUNT: usize = 2;
 
 #[derive(Debug)]
 pub(crate) struct Design {

@@ -5,10 +5,10 @@ use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use ts_io::{BackendOptions, Choice, ReadPath, Registry, Source};
-use ts_pool::{Budget, Buffer, HostPool};
+use ts_pool::{Budget, HostPool};
 
 use crate::Error;
-use crate::design::{BOUNCE_COUNT, Design};
+use crate::design::Design;
 use crate::lease::{Lease, Slot};
 use crate::load::Event;
 use crate::pass::PassId;
@@ -124,7 +124,8 @@ impl Engine {
             Design::new(units, &sources, &config)?;
         let system = |e: ts_pool::Error| Error::System(e.to_string());
         let budget = Budget::new(config.budget_bytes);
-        let bounces = bounces(&budget, bounce_total, cut.bounce_bytes).map_err(system)?;
+        let bounces =
+            (bounce_total > 0).then(|| HostPool::new(&budget, bounce_total)).transpose().map_err(system)?;
         let pool = HostPool::new(&budget, plan.peak_bytes()).map_err(system)?;
         let (events, inbox) = channel();
         let sink = events.clone();
@@ -133,11 +134,11 @@ impl Engine {
             .create(&config.io, Box::new(move |completion| drop(sink.send(Event::Read(completion)))))?;
         let (prefetch, verify) = (config.prefetch, config.verify);
         let checks = verify && units.iter().any(|unit| !unit.checks.is_empty());
-        let workers =
-            (checks || !bounces.is_empty()).then(|| WorkerPool::new(config.workers.max(1), &events));
+        let workers = (checks || bounces.is_some()).then(|| WorkerPool::new(config.workers.max(1), &events));
         let workers = workers.transpose()?;
-        let fixed = Fixed { units, sources, pool, cut, prefetch, verify, events };
-        let state = State::new(&fixed, order, plan, bounces, backend, workers);
+        let timeout = config.io.timeout;
+        let fixed = Fixed { units, sources, pool, bounces, cut, prefetch, verify, timeout, events };
+        let state = State::new(&fixed, order, plan, backend, workers);
         let shared = Arc::new(Shared {
             fixed,
             state: Mutex::new(state),
@@ -530,14 +531,6 @@ impl Waiting {
 
 /// A unit's slot, and whether it had to be waited for.
 type Found = (Arc<Slot>, bool);
-
-fn bounces(budget: &Budget, total: usize, each: usize) -> Result<Vec<Buffer>, ts_pool::Error> {
-    if total == 0 {
-        return Ok(Vec::new());
-    }
-    let pool = HostPool::new(budget, total)?;
-    (0..BOUNCE_COUNT).map(|_| pool.allocate(each)).collect()
-}
 
 fn spawn_loader(shared: Arc<Shared>, inbox: Receiver<Event>) -> Result<JoinHandle<()>, Error> {
     std::thread::Builder::new()

@@ -120,11 +120,12 @@ impl Load {
         self.parts.push(Part { buffer: Some(buffer), slot_offset, file_offset: 0 });
     }
 
-    /// Takes a part back from its read; whether it was the last one missing.
-    pub(crate) fn put_back(&mut self, part: usize, buffer: Buffer) -> bool {
+    /// Takes a part back from its read; whether it was the last one missing. `None` for a part that the system
+    /// still holds after a read that timed out.
+    pub(crate) fn put_back(&mut self, part: usize, buffer: Option<Buffer>) -> bool {
         let home = &mut self.parts[part].buffer;
         assert!(home.is_none(), "a part is read once");
-        *home = Some(buffer);
+        *home = buffer;
         self.missing -= 1;
         self.missing == 0
     }
@@ -152,14 +153,16 @@ impl Load {
         add(&mut self.read_bytes, path, bytes as u64);
     }
 
-    /// The slot, whole again. The load has no parts then.
-    pub(crate) fn join(&mut self) -> Buffer {
-        let mut parts = self.parts.drain(..).map(|part| part.buffer.expect("the load is complete"));
+    /// The slot, whole again; `None` when the system still holds a part of it, with which it will be free. The
+    /// load has no parts then.
+    pub(crate) fn join(&mut self) -> Option<Buffer> {
+        let parts: Option<Vec<Buffer>> = self.parts.drain(..).map(|part| part.buffer).collect();
+        let mut parts = parts?.into_iter();
         let mut slot = parts.next().expect("a slot has at least one part");
         for part in parts {
             slot.unsplit(part).expect("parts were cut in order");
         }
-        slot
+        Some(slot)
     }
 }
 

@@ -6,6 +6,7 @@ use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
+use std::time::Duration;
 
 use ts_io::{Backend, Completion, ReadPath, ReadRequest, Source};
 use ts_pool::{Buffer, HostPool};
@@ -45,10 +46,14 @@ pub(crate) struct Fixed {
     pub(crate) units: Vec<Prepared>,
     pub(crate) sources: Vec<Arc<Source>>,
     pub(crate) pool: HostPool,
+    /// For reads that cannot go straight to their place, where there are such.
+    pub(crate) bounces: Option<HostPool>,
     pub(crate) cut: Cut,
     pub(crate) prefetch: Prefetch,
     /// Whether units are compared with their checksums whenever they are read.
     pub(crate) verify: bool,
+    /// How long a read may take.
+    pub(crate) timeout: Duration,
     pub(crate) events: Sender<Event>,
 }
 
@@ -79,7 +84,8 @@ pub(crate) struct State {
     busy_since_ns: u64,
     /// Parts of slots whose bytes are being read aside.
     targets: HashMap<u64, (Buffer, usize)>,
-    bounces: Vec<Buffer>,
+    /// Parts that a worker brings to their place.
+    copying: usize,
     /// `None` once the engine is gone.
     pub(crate) backend: Option<Box<dyn Backend>>,
     pub(crate) workers: Option<WorkerPool>,
@@ -140,7 +146,6 @@ impl State {
         fixed: &Fixed,
         order: Vec<UnitId>,
         plan: Plan,
-        bounces: Vec<Buffer>,
         backend: Box<dyn Backend>,
         workers: Option<WorkerPool>,
     ) -> Self {
@@ -166,7 +171,7 @@ impl State {
             in_flight: 0,
             busy_since_ns: 0,
             targets: HashMap::new(),
-            bounces,
+            copying: 0,
             backend: Some(backend),
             workers,
         };
@@ -373,8 +378,8 @@ impl State {
         self.units[id.index()].residence = Residence::Loading;
         if load.is_complete() {
             let mut load = load;
-            let slot = load.join();
-            self.finish(fixed, load, slot, now_ns);
+            let slot = load.join().expect("nothing has been read yet");
+            self.finish(fixed, load, Some(slot), now_ns);
         } else {
             self.loads.insert(load_id, load);
         }
@@ -392,26 +397,38 @@ impl State {
         {
             let source = Arc::clone(&fixed.sources[read.file.0 as usize]);
             let request = if read.bounced {
-                let Some(bounce) = self.bounces.pop() else {
-                    self.queue.push_front(read);
-                    break;
+                let bounce = match fixed.bounces.as_ref().map(|pool| pool.allocate(fixed.cut.bounce_bytes)) {
+                    Some(Ok(bounce)) => bounce,
+                    _ if self.in_flight + self.copying > 0 => {
+                        self.queue.push_front(read);
+                        break;
+                    }
+                    // The system still holds them all, after reads that timed out.
+                    _ => {
+                        let (path, offset) = (source.path().into(), read.offset);
+                        let (len, timeout) = (read.required, fixed.timeout);
+                        let result = Err(ts_io::Error::TimedOut { path, offset, len, timeout });
+                        self.targets.insert(read.token, (read.target, 0));
+                        self.in_flight += 1;
+                        rejected.push(Completion { token: read.token, buffers: Vec::new(), result });
+                        continue;
+                    }
                 };
                 let alignment = fixed.cut.alignment as u64;
                 let skip = (read.offset % alignment) as usize;
                 self.targets.insert(read.token, (read.target, skip));
                 let (offset, required) = (read.offset - skip as u64, skip + read.required);
-                ReadRequest { token: read.token, source, offset, required, buffer: bounce }
+                ReadRequest::new(read.token, source, offset, required, bounce)
             } else {
-                let (offset, required) = (read.offset, read.required);
-                ReadRequest { token: read.token, source, offset, required, buffer: read.target }
+                ReadRequest::new(read.token, source, read.offset, read.required, read.target)
             };
             if self.in_flight == 0 {
                 self.busy_since_ns = now_ns;
             }
             self.in_flight += 1;
             if let Err(r) = backend.submit(request) {
-                let (token, buffer) = (r.request.token, r.request.buffer);
-                rejected.push(Completion { token, buffer, result: Err(r.error) });
+                let ReadRequest { token, buffers, .. } = r.request;
+                rejected.push(Completion { token, buffers, result: Err(r.error) });
             }
         }
         for completion in rejected {
@@ -426,7 +443,8 @@ impl State {
         if self.in_flight == 0 {
             self.counts.busy_ns += now_ns.saturating_sub(self.busy_since_ns);
         }
-        let Completion { token, buffer, result } = completion;
+        let Completion { token, mut buffers, result } = completion;
+        let buffer = buffers.pop();
         let (load_id, part) = split_token(token);
         let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");
         let delivered = match result {
@@ -444,11 +462,14 @@ impl State {
             None => self.put_back(fixed, load_id, part, buffer, now_ns),
             Some((target, skip)) if delivered => {
                 let workers = self.workers.as_ref().expect("there are workers where there are bounces");
-                workers.submit(Job::Copy { token, bounce: buffer, skip, target });
+                let bounce = buffer.expect("what is delivered is in a buffer");
+                self.copying += 1;
+                workers.submit(Job::Copy { token, bounce, skip, target });
             }
             Some((target, _)) => {
-                self.bounces.push(buffer);
-                self.put_back(fixed, load_id, part, target, now_ns);
+                // One that the system still holds goes back to its pool, whence the next read takes it.
+                drop(buffer);
+                self.put_back(fixed, load_id, part, Some(target), now_ns);
             }
         }
     }
@@ -462,21 +483,22 @@ impl State {
         target: Buffer,
         now_ns: u64,
     ) {
-        self.bounces.push(bounce);
+        drop(bounce);
+        self.copying -= 1;
         let (load_id, part) = split_token(token);
-        self.put_back(fixed, load_id, part, target, now_ns);
+        self.put_back(fixed, load_id, part, Some(target), now_ns);
     }
 
-    fn put_back(&mut self, fixed: &Fixed, load_id: u32, part: usize, buffer: Buffer, now_ns: u64) {
+    fn put_back(&mut self, fixed: &Fixed, load_id: u32, part: usize, buffer: Option<Buffer>, now_ns: u64) {
         let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");
         if load.put_back(part, buffer) {
             let slot = load.join();
             let checks = &fixed.units[load.unit.index()].checks;
-            match &self.workers {
-                Some(workers) if fixed.verify && !checks.is_empty() && load.error.is_none() => {
+            match (&self.workers, slot) {
+                (Some(workers), Some(slot)) if fixed.verify && !checks.is_empty() && load.error.is_none() => {
                     workers.submit(Job::Check { load: load_id, slot, checks: Arc::clone(checks) });
                 }
-                _ => {
+                (_, slot) => {
                     let load = self.loads.remove(&load_id).expect("just seen");
                     self.finish(fixed, load, slot, now_ns);
                 }
@@ -505,10 +527,10 @@ impl State {
                 len: range.len() as u64,
             });
         }
-        self.finish(fixed, load, slot, now_ns);
+        self.finish(fixed, load, Some(slot), now_ns);
     }
 
-    fn finish(&mut self, fixed: &Fixed, mut load: Load, slot: Buffer, now_ns: u64) {
+    fn finish(&mut self, fixed: &Fixed, mut load: Load, slot: Option<Buffer>, now_ns: u64) {
         let id = load.unit;
         let unit = &mut self.units[id.index()];
         for &(path, bytes) in &load.read_bytes {
@@ -520,9 +542,10 @@ impl State {
         if let Some(error) = load.error.take() {
             unit.residence = Residence::Absent;
             unit.failure = Some(error);
-            unit.reserved = unit.resident.then_some(slot);
+            unit.reserved = slot.filter(|_| unit.resident);
             return;
         }
+        let slot = slot.expect("a read that timed out is an error");
         let slot = Slot::new(slot.freeze(), fixed.events.clone());
         unit.residence = Residence::Present(Arc::new(slot));
         unit.used_since_load = false;

@@ -417,8 +417,8 @@ impl Backend for FaultyBackend {
             let (path, offset, len) = (request.source.path().to_path_buf(), request.offset, request.required);
             let source = std::io::Error::from_raw_os_error(5).into();
             let result = Err(ts_io::Error::Read { path, offset, len, source });
-            let (token, buffer) = (request.token, request.buffer);
-            (self.sink)(Completion { token, buffer, result });
+            let ReadRequest { token, buffers, .. } = request;
+            (self.sink)(Completion { token, buffers, result });
             return Ok(());
         }
         self.live.fetch_add(1, Ordering::SeqCst);

@@ -103,6 +103,12 @@ impl HostPool {
         Ok(Buffer::of_block(block, len))
     }
 
+    /// Where its memory lies, for those who tell the system or a device of it. It stays there while the pool lives.
+    pub fn as_ptr_range(&self) -> std::ops::Range<*const u8> {
+        let arena = &self.shared.arena;
+        arena.at(0).as_ptr().cast_const()..arena.at(arena.len()).as_ptr().cast_const()
+    }
+
     /// Statistics of this moment.
     pub fn stats(&self) -> PoolStats {
         let state = self.shared.lock();

@@ -191,7 +191,8 @@ fn config(budget: usize, settings: Option<Settings>) -> PyResult<EngineConfig> {
         "aggressive" => Prefetch::Aggressive,
         other => return Err(PyValueError::new_err(format!("unknown prefetch strategy {other}"))),
     };
-    Ok(EngineConfig { max_passes, backend, io: BackendOptions { in_flight }, prefetch, verify, ..config })
+    let io = BackendOptions { in_flight, ..BackendOptions::default() };
+    Ok(EngineConfig { max_passes, backend, io, prefetch, verify, ..config })
 }
 
 fn unit(py: Python<'_>, checkpoint: &Checkpoint, name: String, specs: Vec<TensorSpec>) -> PyResult<Unit> {

@@ -1,21 +1,74 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is asked of Linux beyond the standard library. This crate's one unsafe module.
+//! What is asked of Linux beyond the standard library.
 
 use std::fs::{File, Metadata, OpenOptions};
-use std::io;
-use std::os::fd::AsRawFd;
+use std::io::{self, IoSliceMut};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
+use std::time::Duration;
 
 /// What direct I/O is aligned to when the kernel (before 6.1) does not say: a page satisfies all block devices.
 const FALLBACK_ALIGNMENT: usize = 4096;
+
+/// How many slices one call takes.
+pub(super) const IOV_MAX: usize = 1024;
 
 pub(crate) fn identity(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
-pub(crate) fn read_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-    file.read_at(buffer, offset)
+/// Reads into the slices, one after the other, at least a byte unless the file ends at `offset`.
+pub(crate) fn read_vectored_at(file: &File, slices: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
+    if let [slice] = slices {
+        return file.read_at(slice, offset);
+    }
+    let count = slices.len().min(IOV_MAX) as libc::c_int;
+    let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: `IoSliceMut` is laid out as `iovec`, the slices are exclusively borrowed, and the descriptor is
+    // open while `file` lives.
+    let read = unsafe { libc::preadv(file.as_raw_fd(), slices.as_ptr().cast(), count, offset) };
+    usize::try_from(read).map_err(|_| io::Error::last_os_error())
+}
+
+/// A door that is shut until it is opened. Threads and rings can wait at it.
+#[derive(Debug)]
+pub(crate) struct Gate(OwnedFd);
+
+impl Gate {
+    pub(crate) fn new() -> io::Result<Self> {
+        // SAFETY: no pointers are passed.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the system has just made this descriptor, and nobody else has it.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    pub(crate) fn open(&self) {
+        let one = 1u64.to_ne_bytes();
+        // SAFETY: `one` is readable, and the descriptor is open. A counter that is full is open already.
+        unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+    }
+
+    pub(crate) fn shut(&self) {
+        let mut count = [0u8; 8];
+        // SAFETY: `count` is writable, and the descriptor is open. There is nothing to read from one shut already.
+        unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
+    }
+
+    pub(crate) fn wait(&self) {
+        let mut poll = libc::pollfd { fd: self.0.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: `poll` is one `pollfd`. Interrupted waits are begun again.
+        while unsafe { libc::poll(&raw mut poll, 1, -1) } < 1 {}
+    }
+}
+
+impl AsRawFd for Gate {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
 }
 
 /// Opens `path` with O_DIRECT; also returns the alignment its reads need, in bytes.
@@ -45,6 +98,28 @@ fn direct_alignment(file: &File) -> io::Result<usize> {
             io::ErrorKind::Unsupported,
             format!("direct I/O needs an alignment of {n} bytes"),
         )),
+    }
+}
+
+/// CPU time that this process has used so far, its own and the system's for it.
+pub(crate) fn cpu_time() -> Option<Duration> {
+    // SAFETY: all-zero bytes are a valid `rusage`, which is plain integers.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: `usage` is writable and of the size that the call fills.
+    if unsafe { libc::getrusage(libc::RUSAGE_SELF, &raw mut usage) } != 0 {
+        return None;
+    }
+    let of = |time: libc::timeval| Duration::new(time.tv_sec as u64, time.tv_usec as u32 * 1000);
+    Some(of(usage.ru_utime) + of(usage.ru_stime))
+}
+
+/// Asks the page cache to let a file go. What is not on the disk yet is brought there first.
+pub(crate) fn evict(file: &File) -> io::Result<()> {
+    file.sync_data()?;
+    // SAFETY: the descriptor is open; the call only advises.
+    match unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) } {
+        0 => Ok(()),
+        number => Err(io::Error::from_raw_os_error(number)),
     }
 }
 

@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `tensorstream bench io`.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::{Args, ValueEnum};
+use serde_json::json;
+use ts_io::{Availability, BackendOptions, BackendProvider, Measured, Registry, Source, Workload, measure};
+use ts_pool::Budget;
+
+use super::{budget, say};
+use crate::Error;
+
+#[derive(Debug, Args)]
+pub(super) struct Arguments {
+    /// The file to read. A model's weights are a good one.
+    path: PathBuf,
+    /// Measurements of each backend and state, of which the median counts.
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+    /// Backends, separated by commas; all if not given.
+    #[arg(long, value_delimiter = ',')]
+    backends: Vec<String>,
+    /// What the page cache holds of the file before each measurement.
+    #[arg(long, value_delimiter = ',', default_values_t = [State::Cold, State::Warm])]
+    states: Vec<State>,
+    /// How much of the file to read in each measurement, from its beginning on.
+    #[arg(long, value_parser = budget, default_value = "2GiB")]
+    bytes: usize,
+    /// Largest single read.
+    #[arg(long, value_parser = budget, default_value = "4MiB")]
+    request_bytes: usize,
+    /// Reads in flight at once.
+    #[arg(long, default_value_t = BackendOptions::default().in_flight)]
+    in_flight: usize,
+    /// Reads the file in units of this size, in a random order that is the same in each measurement, as a model's
+    /// layers may come. In the file's order if not given.
+    #[arg(long, value_parser = budget)]
+    random_units: Option<usize>,
+}
+
+/// What the page cache holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+enum State {
+    /// Nothing of the file.
+    Cold,
+    /// Every other 32 MiB.
+    Half,
+    /// All of it.
+    Warm,
+}
+
+impl std::fmt::Display for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            State::Cold => "cold",
+            State::Half => "half",
+            State::Warm => "warm",
+        })
+    }
+}
+
+pub(super) fn run(
+    arguments: &Arguments,
+    as_json: bool,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<u8, Error> {
+    let source = Source::open(&arguments.path)?;
+    let registry = Registry::builtin();
+    let chosen = registry.choose(None, std::slice::from_ref(&source))?.provider.name();
+    let (mut providers, mut absent) = (Vec::new(), Vec::new());
+    for provider in registry.providers() {
+        let asked = arguments.backends.is_empty() || arguments.backends.iter().any(|b| b == provider.name());
+        match provider.probe(std::slice::from_ref(&source)) {
+            Availability::Available if asked => providers.push(Arc::clone(provider)),
+            Availability::Unavailable(reason) if asked => absent.push((provider.name(), reason)),
+            _ => {}
+        }
+    }
+    if let Some(unknown) = arguments.backends.iter().find(|name| !registry.names().contains(&name.as_str())) {
+        registry.choose(Some(unknown), &[])?;
+    }
+    let workload = Workload {
+        ranges: ranges(source.len().min(arguments.bytes as u64), arguments.random_units),
+        request_bytes: arguments.request_bytes,
+        options: BackendOptions { in_flight: arguments.in_flight, ..BackendOptions::default() },
+        limit: None,
+    };
+    let mut rows: BTreeMap<(State, usize), Vec<Measured>> = BTreeMap::new();
+    for _ in 0..arguments.rounds.max(1) {
+        for &state in &arguments.states {
+            for (index, provider) in providers.iter().enumerate() {
+                prepare(&source, &workload, state, interrupt)?;
+                let measured = one(provider.as_ref(), &source, &workload, interrupt)?;
+                rows.entry((state, index)).or_default().push(measured);
+            }
+        }
+    }
+    let rows: Vec<Row> = rows
+        .into_iter()
+        .map(|((state, index), runs)| Row::new(providers[index].name(), state, &runs))
+        .collect();
+    if as_json {
+        print_json(arguments, &workload, &rows, &absent, chosen);
+    } else {
+        print_text(arguments, &workload, &rows, &absent, chosen);
+    }
+    Ok(0)
+}
+
+/// What to read, and in which order.
+fn ranges(bytes: u64, unit: Option<usize>) -> Vec<(u64, u64)> {
+    let Some(unit) = unit else { return vec![(0, bytes)] };
+    let mut ranges: Vec<_> =
+        (0..bytes).step_by(unit).map(|begin| (begin, (unit as u64).min(bytes - begin))).collect();
+    // Fisher and Yates' shuffle with a fixed xorshift: the same order every time.
+    let mut random = 0x9E37_79B9_7F4A_7C15_u64;
+    for i in (1..ranges.len()).rev() {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        ranges.swap(i, (random % (i as u64 + 1)) as usize);
+    }
+    ranges
+}
+
+/// Brings the page cache into the state that is asked for.
+fn prepare(
+    source: &Arc<Source>,
+    workload: &Workload,
+    state: State,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<(), Error> {
+    const STRETCH: usize = 32 << 20;
+    if state != State::Warm {
+        source.evict()?;
+    }
+    let bytes: u64 = workload.ranges.iter().map(|range| range.1).sum();
+    let stretches = (0..bytes).step_by(STRETCH).enumerate();
+    let mut buffer = vec![0; 1 << 20];
+    for (index, begin) in stretches {
+        let wanted = state == State::Warm || (state == State::Half && index % 2 == 0);
+        let len = (STRETCH as u64).min(bytes - begin);
+        if wanted && source.residency(begin, len as usize) != Some(1.0) {
+            for offset in (begin..begin + len).step_by(buffer.len()) {
+                let part = buffer.len().min((begin + len - offset) as usize);
+                source.read_at(offset, &mut buffer[..part])?;
+                if interrupt() {
+                    return Err(Error::Interrupted);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn one(
+    provider: &dyn BackendProvider,
+    source: &Arc<Source>,
+    workload: &Workload,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<Measured, Error> {
+    match measure(provider, source, workload, &Budget::new(usize::MAX), interrupt) {
+        Err(ts_io::Error::Interrupted) => Err(Error::Interrupted),
+        measured => Ok(measured?),
+    }
+}
+
+/// The measurements of one backend in one state.
+struct Row {
+    backend: &'static str,
+    state: State,
+    gib_per_s: f64,
+    lowest: f64,
+    highest: f64,
+    cpu_s_per_gib: Option<f64>,
+    mean_in_flight: f64,
+    paths: Vec<(&'static str, u64)>,
+}
+
+impl Row {
+    fn new(backend: &'static str, state: State, runs: &[Measured]) -> Self {
+        let speeds = sorted(runs.iter().map(Measured::gib_per_s));
+        let cpu: Option<Vec<f64>> = runs.iter().map(Measured::cpu_s_per_gib).collect();
+        let last = runs.last().expect("there is at least one round");
+        Self {
+            backend,
+            state,
+            gib_per_s: speeds[speeds.len() / 2],
+            lowest: speeds[0],
+            highest: speeds[speeds.len() - 1],
+            cpu_s_per_gib: cpu.map(|cpu| sorted(cpu.into_iter())).map(|cpu| cpu[cpu.len() / 2]),
+            mean_in_flight: last.mean_in_flight,
+            paths: last.paths.iter().map(|(path, &bytes)| (path.name(), bytes)).collect(),
+        }
+    }
+}
+
+fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values
+}
+
+fn print_json(
+    arguments: &Arguments,
+    workload: &Workload,
+    rows: &[Row],
+    absent: &[(&str, String)],
+    chosen: &str,
+) {
+    let rows: Vec<_> = rows
+        .iter()
+        .map(|row| {
+            json!({
+                "backend": row.backend,
+                "state": row.state.to_string(),
+                "gib_per_s": row.gib_per_s,
+                "lowest_gib_per_s": row.lowest,
+                "highest_gib_per_s": row.highest,
+                "cpu_s_per_gib": row.cpu_s_per_gib,
+                "mean_in_flight": row.mean_in_flight,
+                "bytes": row.paths.iter().copied().collect::<BTreeMap<_, _>>(),
+            })
+        })
+        .collect();
+    say(json!({
+        "source": arguments.path,
+        "bytes": workload.ranges.iter().map(|range| range.1).sum::<u64>(),
+        "request_bytes": workload.request_bytes,
+        "in_flight": workload.options.in_flight,
+        "rounds": arguments.rounds.max(1),
+        "chosen": chosen,
+        "rows": rows,
+        "unavailable": absent.iter().map(|(name, reason)| (*name, reason)).collect::<BTreeMap<_, _>>(),
+    }));
+}
+
+fn print_text(
+    arguments: &Arguments,
+    workload: &Workload,
+    rows: &[Row],
+    absent: &[(&str, String)],
+    chosen: &str,
+) {
+    let bytes: u64 = workload.ranges.iter().map(|range| range.1).sum();
+    say(format_args!(
+        "{}: {:.0} MiB in requests of {:.1} MiB, {} in flight, median of {}\n",
+        arguments.path.display(),
+        bytes as f64 / super::MIB,
+        workload.request_bytes as f64 / super::MIB,
+        workload.options.in_flight,
+        arguments.rounds.max(1),
+    ));
+    say("state  backend      GiB/s   lowest-highest  CPU s/GiB  in flight  by");
+    for row in rows {
+        let cpu = row.cpu_s_per_gib.map_or("-".into(), |cpu| format!("{cpu:.3}"));
+        let paths: Vec<_> = row.paths.iter().map(|(path, _)| *path).collect();
+        say(format_args!(
+            "{:<6} {:<11} {:6.2}   {:6.2}-{:<6.2}  {:>9}  {:>9.1}  {}",
+            row.state.to_string(),
+            row.backend,
+            row.gib_per_s,
+            row.lowest,
+            row.highest,
+            cpu,
+            row.mean_in_flight,
+            paths.join(", "),
+        ));
+    }
+    for (name, reason) in absent {
+        say(format_args!("       {name:<11} not available: {reason}"));
+    }
+    say(format_args!("\nchosen if none is named: {chosen}"));
+}

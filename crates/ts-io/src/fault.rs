@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Storage that fails on purpose: any backend, with what the system answers bent before the backend sees it.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::time::Duration;
+//! use ts_io::fault::{Fault, Faults, FaultyProvider};
+//! use ts_io::{BackendOptions, BackendProvider, ReadRequest, Registry, Source, completion_queue};
+//! use ts_pool::{Budget, HostPool};
+//!
+//! # let dir = tempfile::tempdir()?;
+//! # let path = dir.path().join("data");
+//! std::fs::write(&path, vec![7u8; 10_000])?;
+//! let source = Source::open(&path)?;
+//! // The first answer is short, the second is "interrupted", the third EIO (5).
+//! let faults = Faults::new(|attempt| match attempt.number {
+//!     0 => Some(Fault::Short(1000)),
+//!     1 => Some(Fault::Errno(4)),
+//!     _ => Some(Fault::Errno(5)),
+//! });
+//! let real = Registry::builtin().choose(Some("buffered"), std::slice::from_ref(&source))?.provider;
+//! let (sink, queue) = completion_queue();
+//! let backend = FaultyProvider::new(real, faults).create(&BackendOptions::default(), sink)?;
+//! let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20)?;
+//! let request = ReadRequest::new(1, source, 0, 10_000, pool.allocate(12_288)?);
+//! backend.submit(request).map_err(|rejected| rejected.error)?;
+//! let done = queue.recv_timeout(Duration::from_secs(10)).expect("a read of 10 kB ends");
+//! assert!(done.result.unwrap_err().to_string().contains("at byte 1000"));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::backend::{Backend, BackendOptions, CompletionSink};
+use crate::provider::{Availability, BackendProvider};
+use crate::{Error, Source, sys};
+
+/// A backend is about to ask the system for bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct Attempt<'a> {
+    /// Of this source,
+    pub source: &'a Source,
+    /// from this byte on,
+    pub offset: u64,
+    /// at most so many.
+    pub len: usize,
+    /// How often these [`Faults`] were asked before.
+    pub number: u64,
+}
+
+/// What goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fault {
+    /// No more than so many bytes come, at least one.
+    Short(usize),
+    /// The system answers with this error number: EINTR is 4, EIO is 5.
+    Errno(i32),
+    /// The answer takes so much longer.
+    Delay(Duration),
+    /// There is no answer before [`Faults::release`].
+    Stuck,
+}
+
+/// Decides for each attempt what goes wrong. Cloning gives another handle to the same one; the default lets
+/// everything go right.
+#[derive(Clone, Default)]
+pub struct Faults(Option<Arc<Inner>>);
+
+type Decide = dyn Fn(&Attempt<'_>) -> Option<Fault> + Send + Sync;
+
+struct Inner {
+    decide: Box<Decide>,
+    attempts: AtomicU64,
+    gate: sys::Gate,
+}
+
+impl Faults {
+    /// `decide` is called before each attempt, on the thread that makes it; it may do things of its own, such as
+    /// truncate the file.
+    ///
+    /// # Panics
+    /// When the system refuses a file descriptor.
+    pub fn new(decide: impl Fn(&Attempt<'_>) -> Option<Fault> + Send + Sync + 'static) -> Self {
+        let gate = sys::Gate::new().expect("the system has a file descriptor left");
+        Self(Some(Arc::new(Inner { decide: Box::new(decide), attempts: AtomicU64::new(0), gate })))
+    }
+
+    /// Lets go of all that is stuck, now and from now on.
+    pub fn release(&self) {
+        if let Some(inner) = &self.0 {
+            inner.gate.open();
+        }
+    }
+
+    /// What goes wrong with the attempt to read `len` bytes at `offset`.
+    pub(crate) fn decide(&self, source: &Source, offset: u64, len: usize) -> Option<Fault> {
+        let inner = self.0.as_ref()?;
+        let number = inner.attempts.fetch_add(1, Ordering::Relaxed);
+        (inner.decide)(&Attempt { source, offset, len, number })
+    }
+
+    /// What [`Fault::Stuck`] waits for.
+    pub(crate) fn gate(&self) -> Option<&sys::Gate> {
+        self.0.as_ref().map(|inner| &inner.gate)
+    }
+
+    /// For a thread that does nothing else: has what goes wrong happen, and says how many bytes to ask for.
+    pub(crate) fn suffer(&self, source: &Source, offset: u64, len: usize) -> io::Result<usize> {
+        match self.decide(source, offset, len) {
+            None => {}
+            Some(Fault::Short(limit)) => return Ok(len.min(limit.max(1))),
+            Some(Fault::Errno(number)) => return Err(io::Error::from_raw_os_error(number)),
+            Some(Fault::Delay(time)) => std::thread::sleep(time),
+            Some(Fault::Stuck) => self.gate().expect("there are faults").wait(),
+        }
+        Ok(len)
+    }
+}
+
+impl fmt::Debug for Faults {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "faults" } else { "no faults" })
+    }
+}
+
+/// A provider whose backends suffer [`Faults`].
+pub struct FaultyProvider {
+    inner: Arc<dyn BackendProvider>,
+    faults: Faults,
+}
+
+impl FaultyProvider {
+    /// The backends of `inner`, with these faults.
+    pub fn new(inner: Arc<dyn BackendProvider>, faults: Faults) -> Self {
+        Self { inner, faults }
+    }
+}
+
+impl BackendProvider for FaultyProvider {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn priority(&self) -> u8 {
+        self.inner.priority()
+    }
+
+    fn probe(&self, sources: &[Arc<Source>]) -> Availability {
+        self.inner.probe(sources)
+    }
+
+    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
+        self.inner.create(&BackendOptions { faults: self.faults.clone(), ..options.clone() }, sink)
+    }
+}

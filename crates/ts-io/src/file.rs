@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `buffered` and `direct`: a thread for each read in flight.
+
+use std::sync::Arc;
+
+use crate::backend::{Backend, BackendOptions, CompletionSink, ReadPath, ReadRequest};
+use crate::fault::Faults;
+use crate::provider::{Availability, BackendProvider};
+use crate::threads::{BlockingRead, ThreadBackend};
+use crate::{Error, Source};
+
+/// `buffered`: through the page cache, at any alignment.
+pub(crate) struct BufferedProvider;
+/// `direct`: O_DIRECT, everything aligned.
+pub(crate) struct DirectProvider;
+
+impl BackendProvider for BufferedProvider {
+    fn name(&self) -> &'static str {
+        "buffered"
+    }
+
+    fn priority(&self) -> u8 {
+        10
+    }
+
+    fn probe(&self, _: &[Arc<Source>]) -> Availability {
+        Availability::Available
+    }
+
+    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
+        let reader = FileReader { path: ReadPath::Buffered, faults: options.faults.clone() };
+        Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
+    }
+}
+
+impl BackendProvider for DirectProvider {
+    fn name(&self) -> &'static str {
+        "direct"
+    }
+
+    fn priority(&self) -> u8 {
+        50
+    }
+
+    fn probe(&self, sources: &[Arc<Source>]) -> Availability {
+        let refusal = sources.iter().find_map(|s| Some((s.path(), s.direct_alignment().err()?)));
+        match refusal {
+            Some((path, reason)) => Availability::Unavailable(format!("{}: {reason}", path.display())),
+            None => Availability::Available,
+        }
+    }
+
+    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
+        let reader = FileReader { path: ReadPath::Direct, faults: options.faults.clone() };
+        Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
+    }
+}
+
+struct FileReader {
+    path: ReadPath,
+    faults: Faults,
+}
+
+impl BlockingRead for FileReader {
+    fn name(&self) -> &'static str {
+        self.path.name()
+    }
+
+    fn needs_alignment(&self) -> bool {
+        self.path == ReadPath::Direct
+    }
+
+    fn read(&self, request: &mut ReadRequest) -> Result<(usize, ReadPath), Error> {
+        let ReadRequest { source, offset, buffers, .. } = request;
+        Ok((source.read_buffers(self.path, *offset, buffers, &self.faults)?, self.path))
+    }
+}

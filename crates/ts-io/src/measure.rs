@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ts_pool::{BLOCK_ALIGN, Budget, Buffer, HostPool};
+
+use crate::backend::{BackendOptions, Completion, ReadPath, ReadRequest, completion_queue};
+use crate::provider::BackendProvider;
+use crate::{Error, Source, sys};
+
+const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
+
+/// Reads that shall be measured.
+#[derive(Debug, Clone)]
+pub struct Workload {
+    /// Ranges of the source as (offset, length), in the order in which they are read. Each is cut into requests.
+    pub ranges: Vec<(u64, u64)>,
+    /// Largest request, in bytes; rounded up to whole blocks.
+    pub request_bytes: usize,
+    /// How the backend is set up; so many requests again wait for it.
+    pub options: BackendOptions,
+    /// When to stop, done or not.
+    pub limit: Option<Duration>,
+}
+
+/// What a measurement saw.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Measured {
+    /// Bytes delivered.
+    pub bytes: u64,
+    /// From the first request to the last completion.
+    pub wall: Duration,
+    /// CPU time of the whole process meanwhile; `None` where the system does not say.
+    pub cpu: Option<Duration>,
+    /// Reads that were in flight on average, by the times that completions say.
+    pub mean_in_flight: f64,
+    /// Bytes by the path they came.
+    pub paths: BTreeMap<ReadPath, u64>,
+}
+
+impl Measured {
+    /// Bandwidth in GiB/s.
+    pub fn gib_per_s(&self) -> f64 {
+        self.gib() / self.wall.as_secs_f64()
+    }
+
+    /// CPU seconds for each GiB; `None` where the system does not say.
+    pub fn cpu_s_per_gib(&self) -> Option<f64> {
+        self.cpu.map(|cpu| cpu.as_secs_f64() / self.gib())
+    }
+
+    fn gib(&self) -> f64 {
+        self.bytes as f64 / f64::from(1 << 30)
+    }
+}
+
+/// Reads as `workload` says with a backend of `provider`'s, into memory that is used again and again, and measures.
+/// Memory: two requests for each read in flight, reserved from `budget`. Blocks.
+///
+/// `interrupt` is asked after each read and at least every 20 ms.
+///
+/// # Errors
+/// The first read's that fails; [`Error::Interrupted`]; those of [`BackendProvider::create`]; [`Error::Memory`] when the budget is too small.
+pub fn measure(
+    provider: &dyn BackendProvider,
+    source: &Arc<Source>,
+    workload: &Workload,
+    budget: &Budget,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<Measured, Error> {
+    let request_bytes = workload.request_bytes.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
+    let count = 2 * workload.options.in_flight.max(1);
+    let (sink, done) = completion_queue();
+    let backend = provider.create(&workload.options, sink)?;
+    let pool = HostPool::new(budget, count * request_bytes)?;
+    backend.register(&pool);
+    let mut free: Vec<Buffer> = (0..count).map(|_| pool.allocate(request_bytes)).collect::<Result<_, _>>()?;
+    // Pages are taken from the system before the time counts.
+    free.iter_mut().for_each(|buffer| buffer.fill(0));
+
+    let mut pieces = workload.ranges.iter().flat_map(|&(offset, len)| {
+        let ends = (offset..offset + len).step_by(request_bytes);
+        ends.map(move |begin| (begin, (offset + len - begin).min(request_bytes as u64) as usize))
+    });
+    let mut measured =
+        Measured { bytes: 0, wall: Duration::ZERO, cpu: None, mean_in_flight: 0.0, paths: BTreeMap::new() };
+    let (began, cpu_began) = (Instant::now(), sys::cpu_time());
+    let (mut under_way, mut busy_ns) = (0, 0);
+    loop {
+        let over = workload.limit.is_some_and(|limit| began.elapsed() >= limit);
+        while !over && let Some(buffer) = free.pop() {
+            let Some((offset, required)) = pieces.next() else {
+                free.push(buffer);
+                break;
+            };
+            let request = ReadRequest::new(0, Arc::clone(source), offset, required, buffer);
+            backend.submit(request).map_err(|rejected| rejected.error)?;
+            under_way += 1;
+        }
+        if under_way == 0 {
+            break;
+        }
+        let completion = done.recv_timeout(INTERRUPT_PERIOD);
+        if interrupt() {
+            return Err(Error::Interrupted);
+        }
+        let Ok(Completion { buffers, result, .. }) = completion else { continue };
+        under_way -= 1;
+        let transfer = result?;
+        free.extend(buffers);
+        busy_ns += transfer.finished_ns - transfer.started_ns;
+        measured.bytes += transfer.bytes as u64;
+        *measured.paths.entry(transfer.path).or_default() += transfer.bytes as u64;
+    }
+    measured.wall = began.elapsed();
+    measured.cpu = sys::cpu_time().zip(cpu_began).map(|(now, then)| now.saturating_sub(then));
+    measured.mean_in_flight = busy_ns as f64 / measured.wall.as_nanos().max(1) as f64;
+    Ok(measured)
+}

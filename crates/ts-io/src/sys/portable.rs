@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is asked of the operating system, where it is not Linux: reads through the page cache.
+
+use std::fs::{File, Metadata};
+use std::io::{self, IoSliceMut};
+use std::path::Path;
+use std::sync::{Condvar, Mutex, PoisonError};
+
+#[cfg(unix)]
+pub(crate) fn identity(metadata: &Metadata) -> (u64, u64) {
+    use std::os::unix::fs::MetadataExt;
+    (metadata.dev(), metadata.ino())
+}
+
+#[cfg(not(unix))]
+pub(crate) fn identity(_: &Metadata) -> (u64, u64) {
+    (0, 0)
+}
+
+/// Reads into the first of the slices, at least a byte unless the file ends at `offset`.
+pub(crate) fn read_vectored_at(file: &File, slices: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
+    let Some(slice) = slices.first_mut() else { return Ok(0) };
+    #[cfg(unix)]
+    return std::os::unix::fs::FileExt::read_at(file, slice, offset);
+    #[cfg(windows)]
+    return std::os::windows::fs::FileExt::seek_read(file, slice, offset);
+}
+
+/// A door that is shut until it is opened, for good.
+#[derive(Debug, Default)]
+pub(crate) struct Gate(Mutex<bool>, Condvar);
+
+impl Gate {
+    pub(crate) fn new() -> io::Result<Self> {
+        Ok(Self::default())
+    }
+
+    pub(crate) fn open(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.1.notify_all();
+    }
+
+    pub(crate) fn wait(&self) {
+        let open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.1.wait_while(open, |open| !*open));
+    }
+}
+
+pub(crate) fn open_direct(_: &Path) -> io::Result<(File, usize)> {
+    Err(io::Error::new(io::ErrorKind::Unsupported, "direct I/O is only implemented for Linux"))
+}
+
+pub(crate) fn residency(_: &File, _: u64, _: usize) -> Option<f64> {
+    None
+}
+
+pub(crate) fn cpu_time() -> Option<std::time::Duration> {
+    None
+}
+
+pub(crate) fn evict(_: &File) -> io::Result<()> {
+    Err(io::Error::new(io::ErrorKind::Unsupported, "emptying the page cache is only implemented for Linux"))
+}

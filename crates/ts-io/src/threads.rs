@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Threads that each do one blocking read at a time, and one that watches how long they take.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::Error;
+use crate::backend::{
+    Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest, Rejected,
+    Transfer, monotonic_ns,
+};
+
+/// How a read is done by a thread that may block.
+pub(crate) trait BlockingRead: Send + Sync + 'static {
+    fn name(&self) -> &'static str;
+
+    /// Whether memory must be aligned for direct I/O.
+    fn needs_alignment(&self) -> bool;
+
+    /// Fills the request's buffers as far as the file goes; returns how many bytes came, and how.
+    fn read(&self, request: &mut ReadRequest) -> Result<(usize, ReadPath), Error>;
+}
+
+pub(crate) struct ThreadBackend<R> {
+    shared: Arc<Shared<R>>,
+    watch: Option<JoinHandle<()>>,
+}
+
+struct Shared<R> {
+    reader: R,
+    sink: CompletionSink,
+    in_flight: usize,
+    timeout: Duration,
+    queue: Mutex<Queue>,
+    work: Condvar,
+    /// The watch's own: a read has begun that it does not know, or the last one has ended.
+    begun: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    requests: VecDeque<ReadRequest>,
+    /// Reads under way, by their thread's number.
+    active: HashMap<u64, Active>,
+    /// The threads, by their number, but for those that are stuck: nobody waits for them any more.
+    threads: HashMap<u64, JoinHandle<()>>,
+    next_thread: u64,
+    closed: bool,
+}
+
+struct Active {
+    token: u64,
+    timed_out: Error,
+    deadline: Instant,
+}
+
+impl<R: BlockingRead> ThreadBackend<R> {
+    pub(crate) fn new(reader: R, options: &BackendOptions, sink: CompletionSink) -> Result<Self, Error> {
+        let shared = Arc::new(Shared {
+            reader,
+            sink,
+            in_flight: options.in_flight.max(1),
+            timeout: options.timeout.max(Duration::from_millis(1)),
+            queue: Mutex::default(),
+            work: Condvar::new(),
+            begun: Condvar::new(),
+        });
+        // Built first and filled after, so that a thread that cannot start still ends the others.
+        let mut this = Self { shared, watch: None };
+        for _ in 0..this.shared.in_flight {
+            Shared::start_thread(&this.shared, &mut this.shared.lock())?;
+        }
+        let shared = Arc::clone(&this.shared);
+        this.watch = Some(spawn("ts-io-watch".into(), move || Shared::watch(&shared))?);
+        Ok(this)
+    }
+}
+
+impl<R: BlockingRead> Backend for ThreadBackend<R> {
+    fn name(&self) -> &'static str {
+        self.shared.reader.name()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            needs_alignment: self.shared.reader.needs_alignment(),
+            max_in_flight: self.shared.in_flight,
+        }
+    }
+
+    fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>> {
+        if self.shared.reader.needs_alignment()
+            && let Err(error) = request.check_alignment(self.name())
+        {
+            return Err(Box::new(Rejected { request, error }));
+        }
+        self.shared.lock().requests.push_back(request);
+        self.shared.work.notify_one();
+        Ok(())
+    }
+
+    fn cancel(&self, wanted: &dyn Fn(u64) -> bool) -> usize {
+        let cancelled = take_wanted(&mut self.shared.lock().requests, wanted);
+        let count = cancelled.len();
+        cancelled.into_iter().for_each(|request| (self.shared.sink)(request.cancelled()));
+        count
+    }
+}
+
+impl<R> Drop for ThreadBackend<R> {
+    /// Waits for reads under way to end or time out.
+    fn drop(&mut self) {
+        let cancelled = {
+            let mut queue = self.shared.lock();
+            queue.closed = true;
+            std::mem::take(&mut queue.requests)
+        };
+        self.shared.work.notify_all();
+        self.shared.begun.notify_all();
+        cancelled.into_iter().for_each(|request| (self.shared.sink)(request.cancelled()));
+        // It stays until no read is under way, and so no thread is started after it. A thread runs no code that
+        // panics but the sink's, whose panic is its owner's to report.
+        let _ = self.watch.take().map(JoinHandle::join);
+        let threads = std::mem::take(&mut self.shared.lock().threads);
+        for thread in threads.into_values() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Takes the requests whose token is wanted out of a queue.
+pub(crate) fn take_wanted(
+    requests: &mut VecDeque<ReadRequest>,
+    wanted: &dyn Fn(u64) -> bool,
+) -> VecDeque<ReadRequest> {
+    let (taken, left) = std::mem::take(requests).into_iter().partition(|request| wanted(request.token));
+    *requests = left;
+    taken
+}
+
+fn spawn(name: String, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Error> {
+    let thread = std::thread::Builder::new().name(name).stack_size(256 << 10);
+    thread.spawn(work).map_err(|e| Error::Thread(e.into()))
+}
+
+impl<R> Shared<R> {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<R: BlockingRead> Shared<R> {
+    fn start_thread(this: &Arc<Self>, queue: &mut Queue) -> Result<(), Error> {
+        let number = queue.next_thread;
+        queue.next_thread += 1;
+        let shared = Arc::clone(this);
+        let thread = spawn(format!("ts-io-{number}"), move || shared.run(number))?;
+        queue.threads.insert(number, thread);
+        Ok(())
+    }
+
+    fn run(&self, number: u64) {
+        while let Some(mut request) = self.take(number) {
+            let started_ns = monotonic_ns();
+            let read = self.reader.read(&mut request);
+            let result = read.and_then(|(bytes, path)| {
+                request.judged(bytes)?;
+                Ok(Transfer { bytes, path, started_ns, finished_ns: monotonic_ns() })
+            });
+            if self.lock().active.remove(&number).is_none() {
+                // Too late: it has been reported, and another thread does this one's work. The buffers go home.
+                return;
+            }
+            (self.sink)(Completion { token: request.token, buffers: request.buffers, result });
+        }
+    }
+
+    /// The next request; waits for one, `None` when the backend is being dropped.
+    fn take(&self, number: u64) -> Option<ReadRequest> {
+        let mut queue = self.lock();
+        loop {
+            if let Some(request) = queue.requests.pop_front() {
+                let (token, timed_out) = (request.token, request.timed_out(self.timeout));
+                let deadline = Instant::now() + self.timeout;
+                if queue.active.is_empty() {
+                    self.begun.notify_all();
+                }
+                queue.active.insert(number, Active { token, timed_out, deadline });
+                return Some(request);
+            }
+            if queue.closed {
+                self.begun.notify_all();
+                return None;
+            }
+            queue = self.work.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Reports reads that take too long, and puts other threads in the place of theirs.
+    fn watch(this: &Arc<Self>) {
+        let mut queue = this.lock();
+        while !(queue.closed && queue.active.is_empty()) {
+            let now = Instant::now();
+            let late: Vec<u64> =
+                queue.active.iter().filter(|(_, a)| a.deadline <= now).map(|(&number, _)| number).collect();
+            let mut completions = Vec::new();
+            for number in late {
+                let Active { token, timed_out, .. } = queue.active.remove(&number).expect("just seen");
+                completions.push(Completion { token, buffers: Vec::new(), result: Err(timed_out) });
+                queue.threads.remove(&number);
+                if !queue.closed {
+                    // Without another thread the others go on; when none is left, requests wait for those.
+                    let _ = Self::start_thread(this, &mut queue);
+                }
+            }
+            if !completions.is_empty() {
+                drop(queue);
+                completions.into_iter().for_each(|completion| (this.sink)(completion));
+                queue = this.lock();
+                continue;
+            }
+            let next = queue.active.values().map(|active| active.deadline).min();
+            queue = match next {
+                None => this.begun.wait(queue).unwrap_or_else(PoisonError::into_inner),
+                Some(deadline) => {
+                    let waited = this.begun.wait_timeout(queue, deadline.saturating_duration_since(now));
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+    }
+}
