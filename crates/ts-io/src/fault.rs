@@ -31,6 +31,7 @@
 
 use std::fmt;
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -42,8 +43,8 @@ use crate::{Error, Source, sys};
 /// A backend is about to ask the system for bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct Attempt<'a> {
-    /// Of this source,
-    pub source: &'a Source,
+    /// Of this file or URL,
+    pub path: &'a Path,
     /// from this byte on,
     pub offset: u64,
     /// at most so many.
@@ -98,10 +99,10 @@ impl Faults {
     }
 
     /// What goes wrong with the attempt to read `len` bytes at `offset`.
-    pub(crate) fn decide(&self, source: &Source, offset: u64, len: usize) -> Option<Fault> {
+    pub(crate) fn decide(&self, path: &Path, offset: u64, len: usize) -> Option<Fault> {
         let inner = self.0.as_ref()?;
         let number = inner.attempts.fetch_add(1, Ordering::Relaxed);
-        (inner.decide)(&Attempt { source, offset, len, number })
+        (inner.decide)(&Attempt { path, offset, len, number })
     }
 
     /// What [`Fault::Stuck`] waits for.
@@ -109,16 +110,22 @@ impl Faults {
         self.0.as_ref().map(|inner| &inner.gate)
     }
 
-    /// For a thread that does nothing else: has what goes wrong happen, and says how many bytes to ask for.
-    pub(crate) fn suffer(&self, source: &Source, offset: u64, len: usize) -> io::Result<usize> {
-        match self.decide(source, offset, len) {
+    /// For a thread that does nothing else: has what goes wrong happen around an attempt.
+    pub(crate) fn suffer(
+        &self,
+        path: &Path,
+        offset: u64,
+        len: usize,
+        attempt: impl FnOnce() -> io::Result<usize>,
+    ) -> io::Result<usize> {
+        match self.decide(path, offset, len) {
             None => {}
-            Some(Fault::Short(limit)) => return Ok(len.min(limit.max(1))),
+            Some(Fault::Short(limit)) => return attempt().map(|came| came.min(limit.max(1))),
             Some(Fault::Errno(number)) => return Err(io::Error::from_raw_os_error(number)),
             Some(Fault::Delay(time)) => std::thread::sleep(time),
             Some(Fault::Stuck) => self.gate().expect("there are faults").wait(),
         }
-        Ok(len)
+        attempt()
     }
 }
 

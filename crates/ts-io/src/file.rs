@@ -23,8 +23,11 @@ impl BackendProvider for BufferedProvider {
         10
     }
 
-    fn probe(&self, _: &[Arc<Source>]) -> Availability {
-        Availability::Available
+    fn probe(&self, sources: &[Arc<Source>]) -> Availability {
+        match sources.iter().find(|source| source.is_remote()) {
+            Some(object) => Availability::Unavailable(format!("{} is no file", object.path().display())),
+            None => Availability::Available,
+        }
     }
 
     fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {

@@ -34,7 +34,8 @@
 //!   the one that was opened (device, inode, length, modification time).
 //!
 //! # Features
-//! None. O_DIRECT and page-cache residency need Linux; elsewhere `buffered` is what there is.
+//! `object` (off by default): object storage and web servers as sources. O_DIRECT, io_uring and page-cache residency
+//! need Linux; elsewhere `buffered` is what there is for files.
 
 mod adaptive;
 mod backend;
@@ -43,6 +44,8 @@ mod error;
 pub mod fault;
 mod file;
 mod measure;
+#[cfg(feature = "object")]
+mod object;
 mod progress;
 mod provider;
 mod source;

@@ -4,6 +4,9 @@ use std::sync::Arc;
 use crate::adaptive::AdaptiveProvider;
 use crate::backend::{Backend, BackendOptions, CompletionSink};
 use crate::file::{BufferedProvider, DirectProvider};
+#[cfg(feature = "object")]
+use crate::object::ObjectProvider;
+#[cfg(target_os = "linux")]
 use crate::uring::UringProvider;
 use crate::{Error, Source};
 
@@ -59,8 +62,11 @@ impl Registry {
     pub fn builtin() -> Self {
         let mut this = Self { providers: Vec::new() };
         this.register(Arc::new(AdaptiveProvider));
+        #[cfg(target_os = "linux")]
         this.register(Arc::new(UringProvider));
         this.register(Arc::new(DirectProvider));
+        #[cfg(feature = "object")]
+        this.register(Arc::new(ObjectProvider));
         this.register(Arc::new(BufferedProvider));
         this
     }

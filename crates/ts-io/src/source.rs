@@ -7,33 +7,42 @@ use std::time::SystemTime;
 
 use ts_pool::{BLOCK_ALIGN, Buffer};
 
+#[cfg(feature = "object")]
+use crate::backend::BackendOptions;
 use crate::backend::ReadPath;
 use crate::fault::Faults;
+#[cfg(feature = "object")]
+use crate::object::Remote;
 use crate::progress::{Progress, Step};
 use crate::{Error, sys};
 
-/// What tells one state of a file from another.
+/// What tells one state of a source from another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fingerprint {
-    /// Device and inode, where the system has them.
+    /// Device and inode, where the system has them; zeros for an object.
     pub identity: (u64, u64),
     /// Length in bytes.
     pub len: u64,
     /// When the content was last written.
     pub modified: Option<SystemTime>,
+    /// What the server of an object calls this version of it.
+    pub etag: Option<String>,
 }
 
 impl Fingerprint {
     fn of(metadata: &Metadata) -> Self {
-        Self { identity: sys::identity(metadata), len: metadata.len(), modified: metadata.modified().ok() }
+        let (identity, modified) = (sys::identity(metadata), metadata.modified().ok());
+        Self { identity, len: metadata.len(), modified, etag: None }
     }
 
     /// What differs between `self`, the state then, and `now`.
-    fn difference(&self, now: &Self) -> Option<String> {
+    pub(crate) fn difference(&self, now: &Self) -> Option<String> {
         if self.identity != now.identity {
             Some("another file has taken its place".into())
         } else if self.len != now.len {
             Some(format!("it had {} bytes and has {}", self.len, now.len))
+        } else if self.etag != now.etag {
+            Some("it is another version now".into())
         } else if self.modified != now.modified {
             Some("it was written to".into())
         } else {
@@ -42,13 +51,22 @@ impl Fingerprint {
     }
 }
 
-/// A file to read from, as it was when it was opened.
+/// A file or an object to read from, as it was when it was opened.
 #[derive(Debug)]
 pub struct Source {
     path: PathBuf,
     fingerprint: Fingerprint,
-    file: File,
-    direct: OnceLock<Result<Direct, String>>,
+    origin: Origin,
+}
+
+#[derive(Debug)]
+enum Origin {
+    File {
+        file: File,
+        direct: OnceLock<Result<Direct, String>>,
+    },
+    #[cfg(feature = "object")]
+    Object(Remote),
 }
 
 /// The same file, opened past the page cache.
@@ -59,13 +77,47 @@ struct Direct {
 }
 
 impl Source {
-    /// Opens `path` and notes its fingerprint.
+    /// Opens a file, or what a URL names, and notes its fingerprint.
+    ///
+    /// With the feature `object`, `s3://bucket/key`, `gs://`, `az://`, `http://` and `https://` are read over the
+    /// network, with the credentials that the environment gives: the variables `AWS_*` (also of containers and
+    /// instances), `GOOGLE_*` and `AZURE_*`. `file://` is a path.
     ///
     /// # Errors
-    /// [`Error::Open`] when it cannot be opened or is no regular file.
+    /// [`Error::Open`] when it cannot be opened or is no regular file. Blocks; for an object at most 60 s.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>, Error> {
+        let path = path.as_ref();
+        match path.to_str().and_then(|text| Some((text, text.split_once("://")?))) {
+            Some((_, ("file", path))) => Self::open_file(Path::new(path)),
+            Some((url, _)) => Self::open_url(url),
+            None => Self::open_file(path),
+        }
+    }
+
+    /// Whether this text is a URL, and not a path.
+    pub fn is_url(text: &str) -> bool {
+        text.split_once("://").is_some_and(|(scheme, _)| scheme != "file" && !scheme.contains(['/', '\\']))
+    }
+
+    #[cfg(feature = "object")]
+    fn open_url(url: &str) -> Result<Arc<Self>, Error> {
+        let remote = Remote::open(url, BackendOptions::default().timeout)?;
+        let fingerprint = remote.fingerprint().clone();
+        Ok(Arc::new(Self { path: url.into(), fingerprint, origin: Origin::Object(remote) }))
+    }
+
+    #[cfg(not(feature = "object"))]
+    fn open_url(url: &str) -> Result<Arc<Self>, Error> {
+        let absent = std::io::Error::new(
+            std::io::ErrorKind::Unsupported,
+            "this build reads no URLs: it lacks the feature `object`",
+        );
+        Err(Error::Open { path: url.into(), source: absent.into() })
+    }
+
+    fn open_file(path: &Path) -> Result<Arc<Self>, Error> {
         // Absolute, so that it means the same file when the working directory has changed.
-        let path = std::path::absolute(&path).unwrap_or_else(|_| path.as_ref().to_path_buf());
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
         let failed = |source: std::io::Error| Error::Open { path: path.clone(), source: source.into() };
         // Before it is opened: a named pipe would wait for somebody to write to it.
         let kind = std::fs::metadata(&path).map_err(failed)?;
@@ -78,10 +130,24 @@ impl Source {
         let file = File::open(&path).map_err(failed)?;
         let metadata = file.metadata().map_err(failed)?;
         let fingerprint = Fingerprint::of(&metadata);
-        Ok(Arc::new(Self { path, fingerprint, file, direct: OnceLock::new() }))
+        Ok(Arc::new(Self { path, fingerprint, origin: Origin::File { file, direct: OnceLock::new() } }))
     }
 
-    /// Where it was opened.
+    /// The object, if it is one.
+    #[cfg(feature = "object")]
+    pub(crate) fn remote(&self) -> Option<&Remote> {
+        match &self.origin {
+            Origin::File { .. } => None,
+            Origin::Object(remote) => Some(remote),
+        }
+    }
+
+    /// Whether it is read over the network.
+    pub fn is_remote(&self) -> bool {
+        !matches!(self.origin, Origin::File { .. })
+    }
+
+    /// Where it was opened: an absolute path, or the URL of an object.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -111,23 +177,35 @@ impl Source {
 
     /// The share of `offset..offset + len` that is in the page cache, 0 to 1; `None` where that cannot be asked.
     pub fn residency(&self, offset: u64, len: usize) -> Option<f64> {
-        sys::residency(&self.file, offset, len)
+        match &self.origin {
+            Origin::File { file, .. } => sys::residency(file, offset, len),
+            #[cfg(feature = "object")]
+            Origin::Object(_) => None,
+        }
     }
 
     /// Has the page cache let this file go, as far as nobody else holds it there. For measurements of a cold file;
     /// waits until what was written to it is on the disk.
     ///
     /// # Errors
-    /// [`Error::Read`] when the system cannot. Blocks.
+    /// [`Error::Read`] when the system cannot. An object is never in the page cache. Blocks.
     pub fn evict(&self) -> Result<(), Error> {
-        sys::evict(&self.file).map_err(|e| self.failed(0, 0, e))
+        match &self.origin {
+            Origin::File { file, .. } => sys::evict(file).map_err(|e| self.failed(0, 0, e)),
+            #[cfg(feature = "object")]
+            Origin::Object(_) => Ok(()),
+        }
     }
 
-    /// Reads `buffer.len()` bytes at `offset` through the page cache; fewer only at the end of the file.
+    /// Reads `buffer.len()` bytes at `offset`, of a file through the page cache; fewer only at its end.
     ///
     /// # Errors
-    /// [`Error::Read`]. Blocks.
+    /// [`Error::Read`]; of an object also [`Error::Changed`] and, after 60 s, [`Error::TimedOut`]. Blocks.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, Error> {
+        #[cfg(feature = "object")]
+        if let Origin::Object(remote) = &self.origin {
+            return remote.read_at(offset, buffer, BackendOptions::default().timeout);
+        }
         self.read(ReadPath::Buffered, offset, &mut Memory::Slice(buffer), &Faults::default())
     }
 
@@ -157,20 +235,20 @@ impl Source {
                 let direct = self.direct().map_err(unavailable)?;
                 (&direct.file, direct.alignment)
             }
-            _ => (&self.file, 1),
+            _ => (self.file().ok_or_else(|| self.no_file())?, 1),
         };
         let mut progress = Progress::new(offset, memory.len(), self.len(), alignment);
         while let Some(step) = progress.step() {
             let answer = match step {
-                Step::Into { offset, at, len } => faults
-                    .suffer(self, offset, len)
-                    .and_then(|len| sys::read_vectored_at(file, &mut memory.slices(at, len), offset)),
+                Step::Into { offset, at, len } => {
+                    let read = || sys::read_vectored_at(file, &mut memory.slices(at, len), offset);
+                    faults.suffer(&self.path, offset, len, read)
+                }
                 Step::Aside { offset, skip, at, .. } => {
                     let mut block = Block([0; BLOCK_ALIGN]);
                     let block = &mut block.0[..alignment];
-                    let answer = faults
-                        .suffer(self, offset, alignment)
-                        .and_then(|_| sys::read_vectored_at(file, &mut [IoSliceMut::new(block)], offset));
+                    let read = || sys::read_vectored_at(file, &mut [IoSliceMut::new(block)], offset);
+                    let answer = faults.suffer(&self.path, offset, alignment, read);
                     let counts = progress.answer(answer).map_err(|e| self.failed(offset, alignment, e))?;
                     memory.copy(at, &block[skip..skip + counts]);
                     continue;
@@ -182,18 +260,33 @@ impl Source {
         Ok(progress.done())
     }
 
+    fn file(&self) -> Option<&File> {
+        match &self.origin {
+            Origin::File { file, .. } => Some(file),
+            #[cfg(feature = "object")]
+            Origin::Object(_) => None,
+        }
+    }
+
+    /// The error of a backend for files that was asked to read an object.
+    fn no_file(&self) -> Error {
+        self.failed(0, 0, std::io::Error::new(std::io::ErrorKind::Unsupported, NO_FILE))
+    }
+
     /// The error of a read that the system refused.
     pub(crate) fn failed(&self, offset: u64, len: usize, error: std::io::Error) -> Error {
         Error::Read { path: self.path.clone(), offset, len, source: error.into() }
     }
 
-    /// Checks that the file is still the one that was opened: by its handle, and by its path.
+    /// Checks that the file is still the one that was opened: by its handle, and by its path. Of an object each read
+    /// checks that itself, and this does nothing.
     ///
     /// # Errors
     /// [`Error::Changed`], saying what differs; `offset` is what the caller was reading.
     pub fn verify(&self, offset: u64) -> Result<(), Error> {
+        let Some(file) = self.file() else { return Ok(()) };
         let changed = |what| Error::Changed { path: self.path.clone(), offset, what };
-        let by_handle = self.file.metadata().map_err(|e| changed(format!("its state is unknown: {e}")))?;
+        let by_handle = file.metadata().map_err(|e| changed(format!("its state is unknown: {e}")))?;
         let by_path = std::fs::metadata(&self.path).map_err(|e| changed(format!("it is gone: {e}")))?;
         for now in [by_path, by_handle] {
             if let Some(what) = self.fingerprint.difference(&Fingerprint::of(&now)) {
@@ -210,7 +303,9 @@ impl Source {
     }
 
     fn direct(&self) -> Result<&Direct, &str> {
-        let opened = self.direct.get_or_init(|| {
+        #[allow(irrefutable_let_patterns, reason = "without `object` every source is a file")]
+        let Origin::File { direct, .. } = &self.origin else { return Err(NO_FILE) };
+        let opened = direct.get_or_init(|| {
             let (file, alignment) = sys::open_direct(&self.path).map_err(|e| e.to_string())?;
             let now = file.metadata().map_err(|e| e.to_string())?;
             match self.fingerprint.difference(&Fingerprint::of(&now)) {
@@ -221,6 +316,9 @@ impl Source {
         opened.as_ref().map_err(String::as_str)
     }
 }
+
+/// Why an object cannot be read as a file.
+const NO_FILE: &str = "it is not a file";
 
 /// A block that direct I/O can read to.
 #[repr(C, align(4096))]
@@ -249,11 +347,9 @@ impl Memory<'_> {
     }
 
     fn copy(&mut self, at: usize, bytes: &[u8]) {
-        let mut rest = bytes;
-        for mut piece in self.slices(at, bytes.len()) {
-            let (now, later) = rest.split_at(piece.len());
-            piece.copy_from_slice(now);
-            rest = later;
+        match self {
+            Memory::Slice(slice) => slice[at..at + bytes.len()].copy_from_slice(bytes),
+            Memory::Buffers(buffers) => copy_to(buffers, at, bytes),
         }
     }
 }
@@ -268,4 +364,14 @@ pub(crate) fn pieces(buffers: &mut [Buffer], at: usize, len: usize) -> impl Iter
         left -= end - begin;
         (begin < end).then(|| &mut buffer[begin..end])
     })
+}
+
+/// Copies to the place `at` of buffers that stand one behind the other.
+pub(crate) fn copy_to(buffers: &mut [Buffer], at: usize, bytes: &[u8]) {
+    let mut rest = bytes;
+    for piece in pieces(buffers, at, bytes.len()) {
+        let (now, later) = rest.split_at(piece.len());
+        piece.copy_from_slice(now);
+        rest = later;
+    }
 }

@@ -92,6 +92,8 @@ struct Flight {
     alignment: usize,
     started_ns: u64,
     deadline: Instant,
+    /// No more of what comes next is let through: a fault.
+    limit: Option<usize>,
     /// What is in flight is only a fault's delay.
     delayed: bool,
     cancelled: bool,
@@ -113,6 +115,7 @@ impl UringBackend {
             match Ring::new(in_flight, Arc::clone(&of_thread.wake)) {
                 Ok(ring) => {
                     let _ = ready.send(Ok(()));
+                    let _end = EndGuard(Arc::clone(&of_thread));
                     Driver { ring, shared: of_thread, timeout, faults }.run();
                 }
                 Err(error) => drop(ready.send(Err(error))),
@@ -124,6 +127,18 @@ impl UringBackend {
             Ok(Err(error)) => Err(Error::Unavailable { backend: "uring".into(), reason: error.to_string() }),
             Err(_) => Err(Error::Thread(io::Error::other("it ended at once").into())),
         }
+    }
+}
+
+/// Lets nobody wait for a thread that has ended, however it did.
+struct EndGuard(Arc<Shared>);
+
+impl Drop for EndGuard {
+    fn drop(&mut self) {
+        let mut inbox = self.0.lock();
+        inbox.end = inbox.end.or(Some(End::Idle));
+        drop(inbox);
+        self.0.ended.notify_all();
     }
 }
 
@@ -265,6 +280,7 @@ impl Driver {
                 alignment,
                 started_ns: monotonic_ns(),
                 deadline: Instant::now() + self.timeout,
+                limit: None,
                 delayed: false,
                 cancelled: false,
                 late: false,
@@ -282,18 +298,18 @@ impl Driver {
                 let bytes = flight.progress.done();
                 return self.end(key, Ok(bytes));
             };
-            let (offset, mut len) = match step {
+            let (offset, len) = match step {
                 Step::Into { offset, len, .. } => (offset, len),
                 Step::Aside { offset, .. } => (offset, flight.alignment),
             };
             // A delayed operation has had its fault.
             let fault = match std::mem::take(&mut flight.delayed) {
                 true => None,
-                false => self.faults.decide(&flight.request.source, offset, len),
+                false => self.faults.decide(flight.request.source.path(), offset, len),
             };
             match fault {
                 None => {}
-                Some(Fault::Short(limit)) => len = len.min(limit.max(1).next_multiple_of(flight.alignment)),
+                Some(Fault::Short(limit)) => flight.limit = Some(limit.max(1)),
                 Some(Fault::Errno(number)) => {
                     if self.note(key, Err(io::Error::from_raw_os_error(number))) {
                         continue;
@@ -332,9 +348,12 @@ impl Driver {
         let flight = self.ring.data(key);
         let step = flight.progress.step().expect("it was under way");
         let offset = flight.request.offset + flight.progress.done() as u64;
-        match flight.progress.answer(answer) {
+        let limit = flight.limit.take().unwrap_or(usize::MAX);
+        match flight.progress.answer(answer.map(|came| came.min(limit))) {
             Ok(counts) => {
-                if let Step::Aside { skip, at, .. } = step {
+                if let Step::Aside { skip, at, .. } = step
+                    && counts > 0
+                {
                     self.ring.copy_aside(key, skip, at, counts);
                 }
                 true

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ts_io::{
     BackendOptions, Completion, Error, ErrorKind, ReadPath, ReadRequest, Registry, Source, completion_queue,
-    conformance,
+    conformance::{self, Directory},
 };
 use ts_pool::{Budget, HostPool};
 
@@ -22,7 +22,9 @@ fn conforms(name: &str) {
     let probe = Source::open(dir.path().join("probe")).unwrap();
     // The build directory must be on a file system with direct I/O: a skip would look like a pass.
     let choice = Registry::builtin().choose(Some(name), &[probe]).unwrap();
-    conformance::check(choice.provider.as_ref(), dir.path());
+    let place = Directory(dir.path().to_path_buf());
+    conformance::check(choice.provider.as_ref(), &place);
+    conformance::check_with_faults(&choice.provider, &place);
 }
 
 #[test]

@@ -59,9 +59,19 @@ impl Gate {
     }
 
     pub(crate) fn wait(&self) {
+        // Interrupted waits are begun again.
+        while !self.poll(-1) {}
+    }
+
+    #[cfg(feature = "object")]
+    pub(crate) fn is_open(&self) -> bool {
+        self.poll(0)
+    }
+
+    fn poll(&self, timeout_ms: libc::c_int) -> bool {
         let mut poll = libc::pollfd { fd: self.0.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: `poll` is one `pollfd`. Interrupted waits are begun again.
-        while unsafe { libc::poll(&raw mut poll, 1, -1) } < 1 {}
+        // SAFETY: `poll` is one `pollfd`, and the descriptor is open.
+        unsafe { libc::poll(&raw mut poll, 1, timeout_ms) > 0 }
     }
 }
 

@@ -44,6 +44,11 @@ impl Gate {
         let open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         drop(self.1.wait_while(open, |open| !*open));
     }
+
+    #[cfg(feature = "object")]
+    pub(crate) fn is_open(&self) -> bool {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 pub(crate) fn open_direct(_: &Path) -> io::Result<(File, usize)> {

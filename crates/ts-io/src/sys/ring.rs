@@ -12,7 +12,7 @@ use io_uring::{IoUring, opcode, squeue};
 use ts_pool::{Buffer, HostPool};
 
 use super::Gate;
-use crate::source::{Block, Source, pieces};
+use crate::source::{Block, Source, copy_to, pieces};
 
 /// Files that are registered at once; more are read without.
 const FILE_SLOTS: u32 = 64;
@@ -161,12 +161,7 @@ impl<T> Ring<T> {
         let slot = self.slot(key);
         assert!(!slot.busy, "the system no longer writes");
         let block = slot.block.as_ref().expect("it was read aside");
-        let mut rest = &block.0[skip..skip + len];
-        for piece in pieces(&mut slot.buffers, at, len) {
-            let (now, later) = rest.split_at(piece.len());
-            piece.copy_from_slice(now);
-            rest = later;
-        }
+        copy_to(&mut slot.buffers, at, &block.0[skip..skip + len]);
     }
 
     /// Asks the system to give up a read's operation, which then ends with an error, or as usual.

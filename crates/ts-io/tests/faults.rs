@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Ten thousand things that go wrong, in each backend for files.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+use std::fs::OpenOptions;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use ts_io::fault::{Attempt, Fault, Faults, FaultyProvider};
+use ts_io::{BackendOptions, BackendProvider, ErrorKind, ReadRequest, Registry, Source, completion_queue};
+use ts_pool::{Budget, HostPool};
+
+const FILE_BYTES: usize = 1 << 20;
+const READS_AT_ONCE: u64 = 64;
+const EINTR: i32 = 4;
+const EIO: i32 = 5;
+const EAGAIN: i32 = 11;
+
+/// Marsaglia's xorshift: the same faults every time.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+/// What is done to the file itself while it is read.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Damage {
+    None,
+    Truncated,
+    Replaced,
+}
+
+fn content(round: u64) -> Vec<u8> {
+    (0..FILE_BYTES as u64).map(|i| (i.wrapping_mul(0x9E37_79B9) >> 7) as u8 ^ round as u8).collect()
+}
+
+fn damage(path: &PathBuf, what: Damage) {
+    match what {
+        Damage::None => {}
+        Damage::Truncated => OpenOptions::new().write(true).open(path).unwrap().set_len(5000).unwrap(),
+        Damage::Replaced => {
+            let other = path.with_extension("other");
+            std::fs::write(&other, vec![0xAA; FILE_BYTES]).unwrap();
+            std::fs::rename(other, path).unwrap();
+        }
+    }
+}
+
+/// Reads with faults at random until `wanted` faults have happened; checks every completion.
+fn suffer(name: &str, wanted: u64) {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let happened = Arc::new(AtomicU64::new(0));
+    let mut random = Random(0x1234_5678_9ABC_DEF1);
+    let mut round = 0;
+    while happened.load(Ordering::Relaxed) < wanted {
+        round += 1;
+        let path = dir.path().join(format!("round-{round}"));
+        let content = content(round);
+        std::fs::write(&path, &content).unwrap();
+        let source = Source::open(&path).unwrap();
+        if round % 2 == 0 {
+            source.evict().unwrap();
+        }
+        let what = [Damage::None, Damage::Truncated, Damage::Replaced][round as usize % 3];
+        let moment = random.below(40);
+        let (dice, count) = (Mutex::new(Random(random.below(u64::MAX) | 1)), Arc::clone(&happened));
+        let decide = move |attempt: &Attempt<'_>| {
+            if attempt.number == moment {
+                damage(&path, what);
+            }
+            let mut dice = dice.lock().unwrap();
+            let fault = match dice.below(100) {
+                0..30 => Fault::Short(dice.below(attempt.len as u64) as usize),
+                30..50 => Fault::Errno(EINTR),
+                50..60 => Fault::Errno(EAGAIN),
+                60..68 => Fault::Errno(EIO),
+                68..72 => Fault::Delay(Duration::from_micros(dice.below(2000))),
+                72 => Fault::Stuck,
+                _ => return None,
+            };
+            count.fetch_add(1, Ordering::Relaxed);
+            Some(fault)
+        };
+        let faults = Faults::new(decide);
+        run_round(name, &source, &content, what, &faults, &mut random);
+    }
+    println!("{name}: {} faults in {round} rounds", happened.load(Ordering::Relaxed));
+}
+
+fn run_round(
+    name: &str,
+    source: &Arc<Source>,
+    content: &[u8],
+    what: Damage,
+    faults: &Faults,
+    random: &mut Random,
+) {
+    let real = Registry::builtin().choose(Some(name), std::slice::from_ref(source)).unwrap().provider;
+    let (sink, done) = completion_queue();
+    let timeout = Duration::from_millis(30);
+    let options = BackendOptions { in_flight: 4, timeout, ..BackendOptions::default() };
+    let backend = FaultyProvider::new(real, faults.clone()).create(&options, sink).unwrap();
+    let pool = HostPool::new(&Budget::new(16 << 20), 16 << 20).unwrap();
+    let mut ranges = Vec::new();
+    for token in 0..READS_AT_ONCE {
+        let offset = random.below(FILE_BYTES as u64 / 4096) * 4096 + random.below(2) * random.below(4096);
+        let len = 1 + random.below(100_000).min(FILE_BYTES as u64 - offset - 1) as usize;
+        let mut buffer = pool.allocate(len + 4096).unwrap();
+        let mut buffer = buffer.split_off(offset as usize % 4096);
+        drop(buffer.split_off(len));
+        ranges.push((offset as usize, len));
+        backend.submit(ReadRequest::new(token, Arc::clone(source), offset, len, buffer)).unwrap();
+    }
+    let cancelled = if random.below(4) == 0 { backend.cancel(&|token| token > 50) } else { 0 };
+    let (mut good, mut refused) = (0, 0);
+    for _ in 0..READS_AT_ONCE {
+        let completion = done.recv_timeout(Duration::from_secs(30)).expect("every read ends");
+        let (offset, len) = ranges[completion.token as usize];
+        match completion.result {
+            Ok(transfer) => {
+                assert_eq!(transfer.bytes, len);
+                assert!(
+                    completion.buffers[0][..] == content[offset..][..len],
+                    "the right bytes, or an error"
+                );
+                good += 1;
+            }
+            Err(error) => {
+                assert!(error.to_string().contains("round-"), "an error names the file: {error}");
+                match error.kind() {
+                    ErrorKind::Io => assert!(error.to_string().contains("os error 5"), "{error}"),
+                    ErrorKind::Changed => assert_ne!(what, Damage::None, "{error}"),
+                    ErrorKind::Cancelled => refused += 1,
+                    ErrorKind::TimedOut => {}
+                    other => panic!("{other:?}: {error}"),
+                }
+            }
+        }
+    }
+    assert!(refused >= cancelled);
+    assert!(good > 0 || what != Damage::None, "most reads come through");
+    faults.release();
+    drop(backend);
+    let began = Instant::now();
+    while pool.stats().in_use_bytes > 0 {
+        assert!(began.elapsed() < Duration::from_secs(30), "every buffer comes home");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn count(dir: &str) -> usize {
+    std::fs::read_dir(dir).unwrap().count()
+}
+
+/// One test, so that nothing else opens files or starts threads meanwhile.
+#[test]
+fn ten_thousand_faults_end_in_the_right_bytes_or_in_errors_and_leak_nothing() {
+    let names = ["buffered", "direct", "uring", "adaptive", "mmap"];
+    let names = names.into_iter().filter(|name| Registry::builtin().names().contains(name));
+    let all = || names.clone().for_each(|name| suffer(name, 2500));
+    names.clone().for_each(|name| suffer(name, 50));
+    let before = (count("/proc/self/fd"), count("/proc/self/task"));
+    all();
+    let began = Instant::now();
+    // Threads that were stuck end after their last read.
+    while (count("/proc/self/fd"), count("/proc/self/task")) != before {
+        assert!(
+            began.elapsed() < Duration::from_secs(10),
+            "descriptors and threads: {before:?} before, {:?} after",
+            (count("/proc/self/fd"), count("/proc/self/task"))
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
