@@ -73,12 +73,13 @@ fn ci() -> Result<()> {
         doc.args(["doc", "--workspace", "--no-deps", "--document-private-items"]);
         run::run(doc.env("RUSTDOCFLAGS", "-D warnings"))
     })?;
+    // Before the Rust tests, some of which talk to servers that are Python programs.
+    let venv = step("Python environment and wheel", python::prepared)?;
     step("Rust tests", || {
         counts += cargo_test(&["--workspace"])?;
         Ok(())
     })?;
     step("benchmarks, once each", bench::smoke)?;
-    let venv = step("Python environment and wheel", python::prepared)?;
     step("Python formatting, lints and types", || python::lint(&venv))?;
     step("Python tests", || {
         counts += python::test(&venv, &[])?;
@@ -97,8 +98,9 @@ fn test(tier: &str) -> Result<()> {
         "all" => (&["--workspace"], &[]),
         _ => return Err(format!("no tier {tier}: critical, fast or all")),
     };
+    let venv = python::prepared()?;
     let mut counts = cargo_test(rust)?;
-    counts += python::test(&python::prepared()?, python)?;
+    counts += python::test(&venv, python)?;
     println!("{counts}");
     Ok(())
 }

@@ -27,12 +27,19 @@ impl Checkpoint {
     /// A directory's `model.safetensors` is taken before its `model.safetensors.index.json`, as transformers
     /// does, then its `model.ts`, then a single `.safetensors` or `.ts` file of another name.
     ///
+    /// With the feature `object`, a URL as [`Source::open`] takes it names a file or, without such a suffix, what
+    /// stands for a directory: then the first three are looked for.
+    ///
     /// # Errors
     /// [`Error::NoCheckpoint`], [`Error::Io`] when a file cannot be opened or read, [`Error::Format`] when
     /// one is not what it should be.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
-        let file = if path.is_dir() { find_in(path)? } else { path.to_path_buf() };
+        let file = match path.to_str().filter(|text| Source::is_url(text)) {
+            Some(url) => find_at(url)?,
+            None if path.is_dir() => find_in(path)?,
+            None => path.to_path_buf(),
+        };
         let name = file.to_string_lossy().into_owned();
         let sharded = file.extension().is_some_and(|e| e == "json");
         let reader = if sharded { CatalogReader::sharded(name) } else { CatalogReader::single(name) };
@@ -152,6 +159,22 @@ fn find_in(dir: &Path) -> Result<PathBuf, Error> {
         1 => Ok(files.remove(0)),
         found => Err(Error::NoCheckpoint { path: dir.into(), found }),
     }
+}
+
+/// What a URL names, or what lies below it.
+fn find_at(url: &str) -> Result<PathBuf, Error> {
+    if Path::new(url).extension().is_some_and(|e| e == "safetensors" || e == "ts" || e == "json") {
+        return Ok(url.into());
+    }
+    for name in [SINGLE, INDEX, CONTAINER] {
+        let file = format!("{}/{name}", url.trim_end_matches('/'));
+        match Source::open(&file) {
+            Ok(_) => return Ok(file.into()),
+            Err(error) if error.kind() == ts_io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Err(Error::NoCheckpoint { path: url.into(), found: 0 })
 }
 
 fn open_error(path: &Path, error: std::io::Error) -> Error {

@@ -236,6 +236,8 @@ fn store_of(text: &str) -> io::Result<(Arc<dyn ObjectStore>, ObjectPath)> {
     }
     // A read has its own deadline; a slow network may take longer than the library's 30 s for one answer.
     options.push(("timeout".into(), "1 day".into()));
+    // It sets TLS up, which clients want when they are made.
+    runtime()?;
     let (store, object) = object_store::parse_url_opts(&url, options).map_err(io_error)?;
     Ok((Arc::from(store), object))
 }

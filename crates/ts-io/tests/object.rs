@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The `object` backend against a real S3 server, moto's of PyPI, which also answers plain HTTP, and through a proxy
+//! that breaks its answers.
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use ts_io::conformance::{self, Place};
+use ts_io::{
+    Backend, BackendOptions, Completion, ErrorKind, ReadPath, ReadRequest, Registry, Source, completion_queue,
+};
+use ts_pool::{Budget, HostPool};
+
+const BUCKET: &str = "weights";
+
+/// moto's server, until dropped.
+struct Server {
+    process: Child,
+    address: SocketAddr,
+}
+
+impl Server {
+    fn start() -> Self {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let program = root.join(".venv/bin/moto_server");
+        assert!(
+            program.exists(),
+            "no moto_server in .venv: `cargo xtask ci` installs it (moto[s3,server] of PyPI)"
+        );
+        // A port that was free a moment ago.
+        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let mut command = Command::new(program);
+        command.args(["-H", "127.0.0.1", "-p", &address.port().to_string()]);
+        let process = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let this = Self { process, address };
+        let began = Instant::now();
+        while TcpStream::connect(address).is_err() {
+            assert!(began.elapsed() < Duration::from_secs(60), "moto_server does not come up");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        send(address, "PUT", &format!("/{BUCKET}"), b"");
+        this
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// One server for all tests, and the environment that users of S3 set. The server ends with the process, by the guard
+/// of the test that [`runs_everything`].
+fn environment(address: SocketAddr) {
+    static SET: OnceLock<()> = OnceLock::new();
+    SET.get_or_init(|| {
+        // SAFETY: called first thing by this file's one test, before there are other threads.
+        unsafe {
+            std::env::set_var("AWS_ENDPOINT_URL", format!("http://{address}"));
+            std::env::set_var("AWS_ACCESS_KEY_ID", "test");
+            std::env::set_var("AWS_SECRET_ACCESS_KEY", "test");
+            std::env::set_var("AWS_REGION", "us-east-1");
+        }
+    });
+}
+
+/// A bucket as a place for the conformance suite. Locations are S3's or HTTP's names of the same objects.
+struct Bucket {
+    address: SocketAddr,
+    prefix: String,
+}
+
+impl Place for Bucket {
+    fn write(&self, name: &str, content: &[u8]) -> String {
+        send(self.address, "PUT", &format!("/{BUCKET}/{name}"), content);
+        format!("{}/{name}", self.prefix)
+    }
+
+    fn overwrite(&self, name: &str, content: &[u8]) {
+        self.write(name, content);
+    }
+
+    fn replace(&self, name: &str, content: &[u8]) {
+        self.write(name, content);
+    }
+
+    fn remove(&self, name: &str) {
+        send(self.address, "DELETE", &format!("/{BUCKET}/{name}"), b"");
+    }
+}
+
+/// A request to moto, which lets everybody write; everybody may read what it writes.
+fn send(address: SocketAddr, method: &str, path: &str, body: &[u8]) {
+    let mut stream = TcpStream::connect(address).unwrap();
+    let len = body.len();
+    let head = format!(
+        "{method} {path} HTTP/1.1\r\nHost: {address}\r\nx-amz-acl: public-read\r\nContent-Length: {len}\r\n\
+         Connection: close\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes()).unwrap();
+    stream.write_all(body).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 2"), "{method} {path}: {answer}");
+}
+
+/// A proxy that ends a connection after so many bytes of an answer, again and again; counts all that it lets through.
+struct Breaker {
+    address: SocketAddr,
+    passed: Arc<AtomicU64>,
+    connections: Arc<AtomicUsize>,
+}
+
+impl Breaker {
+    fn start(server: SocketAddr, limit: u64) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let (passed, connections) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicUsize::new(0)));
+        let (count, number) = (Arc::clone(&passed), Arc::clone(&connections));
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                let (client, count) = (client.unwrap(), Arc::clone(&count));
+                number.fetch_add(1, Ordering::SeqCst);
+                let upstream = TcpStream::connect(server).unwrap();
+                let (mut from, mut to) = (client.try_clone().unwrap(), upstream.try_clone().unwrap());
+                std::thread::spawn(move || std::io::copy(&mut from, &mut to));
+                std::thread::spawn(move || {
+                    let copied = std::io::copy(&mut (&upstream).take(limit), &mut &client);
+                    count.fetch_add(copied.unwrap_or(0), Ordering::SeqCst);
+                    let _ = client.shutdown(std::net::Shutdown::Both);
+                    let _ = upstream.shutdown(std::net::Shutdown::Both);
+                });
+            }
+        });
+        Self { address, passed, connections }
+    }
+}
+
+struct Reader {
+    backend: Box<dyn Backend>,
+    done: std::sync::mpsc::Receiver<Completion>,
+    pool: HostPool,
+}
+
+impl Reader {
+    fn new(source: &Arc<Source>, timeout: Duration) -> Self {
+        let (sink, done) = completion_queue();
+        let options = BackendOptions { timeout, ..BackendOptions::default() };
+        let choice = Registry::builtin().choose(Some("object"), std::slice::from_ref(source)).unwrap();
+        let backend = choice.provider.create(&options, sink).unwrap();
+        Self { backend, done, pool: HostPool::new(&Budget::new(16 << 20), 16 << 20).unwrap() }
+    }
+
+    fn read(&self, source: &Arc<Source>, offset: u64, len: usize) -> Completion {
+        let buffer = self.pool.allocate(len).unwrap();
+        self.backend.submit(ReadRequest::new(0, Arc::clone(source), offset, len, buffer)).unwrap();
+        self.done.recv_timeout(Duration::from_secs(60)).expect("every read ends")
+    }
+}
+
+fn content(len: usize) -> Vec<u8> {
+    (0..len as u64).map(|i| (i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as u8).collect()
+}
+
+/// One test, because the environment is the process's.
+#[test]
+fn runs_everything() {
+    let server = Server::start();
+    environment(server.address);
+    let s3 = Bucket { address: server.address, prefix: format!("s3://{BUCKET}") };
+    let http = Bucket { address: server.address, prefix: format!("http://{}/{BUCKET}", server.address) };
+    for place in [&s3, &http] {
+        for name in ["object", "adaptive"] {
+            let probe = Source::open(place.write("probe", b"there")).unwrap();
+            let choice = Registry::builtin().choose(Some(name), &[probe]).unwrap();
+            println!("{name} on {}", place.prefix);
+            conformance::check(choice.provider.as_ref(), place);
+            if name == "object" {
+                conformance::check_with_faults(&choice.provider, place);
+            }
+        }
+    }
+    the_path_is_the_network_and_no_file_backend_is_chosen(&s3);
+    a_broken_transfer_goes_on_at_the_byte_where_it_broke(&server, &s3);
+    what_cannot_be_opened_says_why(&server, &s3);
+    a_server_that_does_not_answer_is_a_timeout();
+    servers_that_ignore_ranges_or_lie_are_errors();
+}
+
+fn the_path_is_the_network_and_no_file_backend_is_chosen(place: &Bucket) {
+    let source = Source::open(place.write("chosen", &content(10_000))).unwrap();
+    assert!(source.is_remote());
+    let choice = Registry::builtin().choose(None, std::slice::from_ref(&source)).unwrap();
+    assert_eq!(choice.provider.name(), "adaptive");
+    for name in
+        ["uring", "direct", "buffered"].into_iter().filter(|n| Registry::builtin().names().contains(n))
+    {
+        let error = Registry::builtin().choose(Some(name), std::slice::from_ref(&source)).unwrap_err();
+        assert!(error.to_string().contains("chosen"), "{error}");
+    }
+    let done = Reader::new(&source, Duration::from_secs(10)).read(&source, 17, 5000);
+    assert_eq!(done.result.unwrap().path, ReadPath::Network);
+    assert!(done.buffers[0][..5000] == content(10_000)[17..][..5000]);
+    let mut bytes = vec![0; 100];
+    assert_eq!(source.read_at(9950, &mut bytes).unwrap(), 50);
+    assert!(bytes[..50] == content(10_000)[9950..]);
+}
+
+fn a_broken_transfer_goes_on_at_the_byte_where_it_broke(server: &Server, place: &Bucket) {
+    const LEN: usize = 4 << 20;
+    place.write("broken", &content(LEN));
+    let breaker = Breaker::start(server.address, 1_000_000);
+    let source = Source::open(format!("http://{}/{BUCKET}/broken", breaker.address)).unwrap();
+    let reader = Reader::new(&source, Duration::from_secs(60));
+    let done = reader.read(&source, 0, LEN);
+    assert_eq!(done.result.unwrap().bytes, LEN);
+    assert!(done.buffers[0][..LEN] == content(LEN));
+    let connections = breaker.connections.load(Ordering::SeqCst);
+    assert!(connections >= 5, "it was broken on the way: {connections} connections");
+    drop(reader);
+    std::thread::sleep(Duration::from_millis(200));
+    let passed = breaker.passed.load(Ordering::SeqCst) as usize;
+    // What is lost with a connection is what was in its sockets' buffers, and the headers.
+    println!("{passed} bytes for {LEN}, over {connections} connections");
+    assert!(passed < LEN + LEN / 4, "{passed} bytes for {LEN}");
+}
+
+fn what_cannot_be_opened_says_why(server: &Server, place: &Bucket) {
+    let error = Source::open(format!("{}/nothing-here", place.prefix)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    assert!(error.to_string().contains("s3://weights/nothing-here"), "{error}");
+    for url in ["s3://", "gopher://host/file", "http://[", "s3://weights/key?versionId=1"] {
+        let error = Source::open(url).unwrap_err();
+        assert!(error.to_string().starts_with(url), "{error}");
+    }
+    // Nobody listens on a port that was just given up.
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    assert_ne!(free, server.address);
+}
+
+fn a_server_that_does_not_answer_is_a_timeout() {
+    let silent = Script::start(|request, mut client| {
+        if request.starts_with("HEAD") {
+            let head = "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\nETag: \"one\"\r\n\r\n";
+            client.write_all(head.as_bytes()).unwrap();
+        } else {
+            std::thread::sleep(Duration::from_secs(20));
+        }
+    });
+    let source = Source::open(silent.url()).unwrap();
+    let reader = Reader::new(&source, Duration::from_millis(300));
+    let done = reader.read(&source, 0, 1000);
+    assert_eq!(done.result.unwrap_err().kind(), ErrorKind::TimedOut);
+    assert_eq!(done.buffers.len(), 1, "nobody writes to it any more");
+    let buffer = reader.pool.allocate(1000).unwrap();
+    reader.backend.submit(ReadRequest::new(5, Arc::clone(&source), 0, 1000, buffer)).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    reader.backend.cancel(&|token| token == 5);
+    let done = reader.done.recv_timeout(Duration::from_secs(10)).unwrap();
+    assert_eq!(done.result.unwrap_err().kind(), ErrorKind::Cancelled);
+}
+
+fn servers_that_ignore_ranges_or_lie_are_errors() {
+    let head = "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\nETag: \"one\"\r\n\r\n";
+    let answers: [(&str, String, ErrorKind); 4] = [
+        ("the whole", format!("{head}{}", "x".repeat(100_000)), ErrorKind::Io),
+        ("another range", partial("bytes 0-999/100000", "one"), ErrorKind::Io),
+        ("another version", partial("bytes 4096-5095/100000", "two"), ErrorKind::Changed),
+        ("another length", partial("bytes 4096-5095/90000", "one"), ErrorKind::Changed),
+    ];
+    for (what, answer, kind) in answers {
+        let liar = Script::start(move |request, mut client| {
+            let text = if request.starts_with("HEAD") { head } else { &answer };
+            let _ = client.write_all(text.as_bytes());
+        });
+        let source = Source::open(liar.url()).unwrap();
+        let done = Reader::new(&source, Duration::from_secs(20)).read(&source, 4096, 1000);
+        let error = done.result.unwrap_err();
+        assert_eq!(error.kind(), kind, "{what}: {error}");
+        assert!(error.to_string().contains("/object"), "{what}: {error}");
+    }
+}
+
+fn partial(range: &str, etag: &str) -> String {
+    format!(
+        "HTTP/1.1 206 Partial Content\r\nContent-Length: 1000\r\nContent-Range: {range}\r\nETag: \"{etag}\"\r\n\r\n{}",
+        "y".repeat(1000)
+    )
+}
+
+/// A server that answers each request as a closure says, and then hangs up.
+struct Script {
+    address: SocketAddr,
+}
+
+impl Script {
+    fn start(answer: impl Fn(&str, TcpStream) + Send + Sync + 'static) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let answer = Arc::new(answer);
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                let (mut client, answer) = (client.unwrap(), Arc::clone(&answer));
+                std::thread::spawn(move || {
+                    let mut request = Vec::new();
+                    let mut byte = [0];
+                    while !request.ends_with(b"\r\n\r\n") && matches!(client.read(&mut byte), Ok(1)) {
+                        request.push(byte[0]);
+                    }
+                    answer(&String::from_utf8_lossy(&request), client);
+                });
+            }
+        });
+        Self { address }
+    }
+
+    fn url(&self) -> String {
+        format!("http://{}/object", self.address)
+    }
+}
