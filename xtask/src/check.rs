@@ -26,8 +26,8 @@ const LICENCES: [&str; 10] = [
 const TWICE: [(&str, &str); 4] = [
     ("crypto-common", "crc-fast, which object_store's S3 needs, is at digest 0.10, its md-5 at 0.11"),
     ("digest", "as crypto-common"),
-    ("getrandom", "ring is at 0.2, tempfile and rand at 0.4"),
-    ("syn", "macros at build time, of tokio and of displaydoc"),
+    ("getrandom", "ring is at 0.2, object_store's rand at 0.4"),
+    ("syn", "macros at build time: tracing-attributes is at 2, async-trait at 3"),
 ];
 
 /// The arrows of ARCHITECTURE.md: what each member may use of the others.

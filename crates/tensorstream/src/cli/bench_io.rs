@@ -50,6 +50,9 @@ enum State {
     Half,
     /// All of it.
     Warm,
+    /// It has nothing to do with it.
+    #[value(skip)]
+    Remote,
 }
 
 impl std::fmt::Display for State {
@@ -58,6 +61,7 @@ impl std::fmt::Display for State {
             State::Cold => "cold",
             State::Half => "half",
             State::Warm => "warm",
+            State::Remote => "remote",
         })
     }
 }
@@ -89,8 +93,10 @@ pub(super) fn run(
         limit: None,
     };
     let mut rows: BTreeMap<(State, usize), Vec<Measured>> = BTreeMap::new();
+    // Nothing of an object is in the page cache.
+    let states = if source.is_remote() { &[State::Remote][..] } else { &arguments.states[..] };
     for _ in 0..arguments.rounds.max(1) {
-        for &state in &arguments.states {
+        for &state in states {
             for (index, provider) in providers.iter().enumerate() {
                 prepare(&source, &workload, state, interrupt)?;
                 let measured = one(provider.as_ref(), &source, &workload, interrupt)?;
@@ -134,7 +140,7 @@ fn prepare(
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<(), Error> {
     const STRETCH: usize = 32 << 20;
-    if state != State::Warm {
+    if matches!(state, State::Cold | State::Half) {
         source.evict()?;
     }
     let bytes: u64 = workload.ranges.iter().map(|range| range.1).sum();
