@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `buffered` and `direct`: a thread for each read in flight.
+//! `buffered`, `mmap` and `direct`: a thread for each read in flight.
 
 use std::sync::Arc;
 
@@ -59,6 +59,31 @@ impl BackendProvider for DirectProvider {
     }
 }
 
+/// `mmap`: copies from mappings of the file. Chosen only by name: a file that another process truncates meanwhile ends
+/// this one with SIGBUS.
+#[cfg(target_os = "linux")]
+pub(crate) struct MmapProvider;
+
+#[cfg(target_os = "linux")]
+impl BackendProvider for MmapProvider {
+    fn name(&self) -> &'static str {
+        "mmap"
+    }
+
+    fn priority(&self) -> u8 {
+        0
+    }
+
+    fn probe(&self, sources: &[Arc<Source>]) -> Availability {
+        BufferedProvider.probe(sources)
+    }
+
+    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
+        let reader = FileReader { path: ReadPath::Mapped, faults: options.faults.clone() };
+        Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
+    }
+}
+
 struct FileReader {
     path: ReadPath,
     faults: Faults,
@@ -66,7 +91,10 @@ struct FileReader {
 
 impl BlockingRead for FileReader {
     fn name(&self) -> &'static str {
-        self.path.name()
+        match self.path {
+            ReadPath::Mapped => "mmap",
+            path => path.name(),
+        }
     }
 
     fn needs_alignment(&self) -> bool {

@@ -53,6 +53,8 @@ mod sys;
 mod threads;
 #[cfg(target_os = "linux")]
 mod uring;
+#[cfg(target_os = "linux")]
+mod view;
 
 pub use backend::{
     Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest, Rejected,
@@ -62,3 +64,5 @@ pub use error::{Error, ErrorKind, SharedIoError};
 pub use measure::{Measured, Workload, measure};
 pub use provider::{Availability, BackendProvider, Choice, Registry};
 pub use source::{Fingerprint, Source};
+#[cfg(target_os = "linux")]
+pub use view::View;

@@ -7,7 +7,7 @@ use std::io;
 /// Answers without progress (interrupted, try again) after which a read is given up.
 const FRUITLESS_LIMIT: u32 = 1000;
 /// Answers that do not reach the first byte wanted of a block after which the file is taken to end before it.
-const SHORT_LIMIT: u32 = 8;
+const SHORT_LIMIT: u32 = 64;
 
 /// A read of `offset..offset + len` of a file, under way.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -114,7 +114,7 @@ mod tests {
             offset in 0u64..5000,
             len in 0usize..3000,
             shift in 0u32..10,
-            answers in prop::collection::vec(prop::option::of(1usize..3000), 0..SHORT_LIMIT as usize),
+            answers in prop::collection::vec(prop::option::of(1usize..3000), 0..60),
         ) {
             let alignment = 1usize << shift;
             let mut progress = Progress::new(offset, len, file.len() as u64, alignment);

@@ -3,6 +3,8 @@ use std::sync::Arc;
 
 use crate::adaptive::AdaptiveProvider;
 use crate::backend::{Backend, BackendOptions, CompletionSink};
+#[cfg(target_os = "linux")]
+use crate::file::MmapProvider;
 use crate::file::{BufferedProvider, DirectProvider};
 #[cfg(feature = "object")]
 use crate::object::ObjectProvider;
@@ -58,7 +60,7 @@ impl std::fmt::Debug for Choice {
 }
 
 impl Registry {
-    /// `adaptive`, `uring`, `direct` and `buffered`.
+    /// Those of this crate that this build has: `adaptive`, `uring`, `direct`, `object`, `buffered` and `mmap`.
     pub fn builtin() -> Self {
         let mut this = Self { providers: Vec::new() };
         this.register(Arc::new(AdaptiveProvider));
@@ -68,6 +70,8 @@ impl Registry {
         #[cfg(feature = "object")]
         this.register(Arc::new(ObjectProvider));
         this.register(Arc::new(BufferedProvider));
+        #[cfg(target_os = "linux")]
+        this.register(Arc::new(MmapProvider));
         this
     }
 

@@ -210,7 +210,7 @@ impl Source {
     }
 
     /// Fills `buffers` one after the other with what is at `offset` on, as far as the file goes. `path` is
-    /// buffered or direct; for the latter the memory must be aligned as [`ReadRequest`](crate::ReadRequest) says.
+    /// buffered, mapped or direct; for the latter the memory must be aligned as [`ReadRequest`](crate::ReadRequest) says.
     pub(crate) fn read_buffers(
         &self,
         path: ReadPath,
@@ -237,11 +237,16 @@ impl Source {
             }
             _ => (self.file().ok_or_else(|| self.no_file())?, 1),
         };
+        let call = match path {
+            #[cfg(target_os = "linux")]
+            ReadPath::Mapped => sys::read_mapped_at,
+            _ => sys::read_vectored_at,
+        };
         let mut progress = Progress::new(offset, memory.len(), self.len(), alignment);
         while let Some(step) = progress.step() {
             let answer = match step {
                 Step::Into { offset, at, len } => {
-                    let read = || sys::read_vectored_at(file, &mut memory.slices(at, len), offset);
+                    let read = || call(file, &mut memory.slices(at, len), offset);
                     faults.suffer(&self.path, offset, len, read)
                 }
                 Step::Aside { offset, skip, at, .. } => {
@@ -260,7 +265,7 @@ impl Source {
         Ok(progress.done())
     }
 
-    fn file(&self) -> Option<&File> {
+    pub(crate) fn file(&self) -> Option<&File> {
         match &self.origin {
             Origin::File { file, .. } => Some(file),
             #[cfg(feature = "object")]
@@ -269,7 +274,7 @@ impl Source {
     }
 
     /// The error of a backend for files that was asked to read an object.
-    fn no_file(&self) -> Error {
+    pub(crate) fn no_file(&self) -> Error {
         self.failed(0, 0, std::io::Error::new(std::io::ErrorKind::Unsupported, NO_FILE))
     }
 

