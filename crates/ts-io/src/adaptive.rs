@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `adaptive`: asks the page cache first. What it holds is copied from there; the rest comes straight from the
-//! device and leaves the cache as it is. Objects come over the network.
+//! `adaptive`: asks the page cache first. What it holds is copied from there; the rest comes straight from the device
+//! and leaves the cache as it is. Objects come over the network.
 
 use std::sync::Arc;
 
@@ -8,12 +8,13 @@ use ts_pool::HostPool;
 
 use crate::backend::{Backend, BackendOptions, Capabilities, CompletionSink, ReadRequest, Rejected};
 use crate::file::{BufferedProvider, DirectProvider};
+use crate::join::Joiner;
 #[cfg(feature = "object")]
 use crate::object::ObjectProvider;
 use crate::provider::{Availability, BackendProvider};
 use crate::{Error, Source};
 
-/// `adaptive`: for each request the backend that is best for it.
+/// `adaptive`: for each part of a request the backend that is best for it.
 pub(crate) struct AdaptiveProvider;
 
 impl BackendProvider for AdaptiveProvider {
@@ -34,23 +35,24 @@ impl BackendProvider for AdaptiveProvider {
     }
 
     fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
-        let sink = Arc::new(sink);
-        let shared = || -> CompletionSink {
-            let sink = Arc::clone(&sink);
-            Box::new(move |completion| sink(completion))
+        let joiner = Arc::new(Joiner::new(sink));
+        let sink = || -> CompletionSink {
+            let joiner = Arc::clone(&joiner);
+            Box::new(move |completion| joiner.on_completion(completion))
         };
-        let direct = direct(options, &shared)?;
+        let direct = direct(options, &sink)?;
         // Copies are bound by cores and not by the device.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let copies = BackendOptions { in_flight: options.in_flight.clamp(1, cores), ..options.clone() };
-        let buffered = BufferedProvider.create(&copies, shared())?;
+        let buffered = BufferedProvider.create(&copies, sink())?;
         #[cfg(feature = "object")]
-        let object = ObjectProvider.create(options, shared())?;
+        let object = ObjectProvider.create(options, sink())?;
         Ok(Box::new(AdaptiveBackend {
             buffered,
             direct,
             #[cfg(feature = "object")]
             object,
+            joiner,
         }))
     }
 }
@@ -69,6 +71,7 @@ struct AdaptiveBackend {
     direct: Box<dyn Backend>,
     #[cfg(feature = "object")]
     object: Box<dyn Backend>,
+    joiner: Arc<Joiner>,
 }
 
 impl AdaptiveBackend {
@@ -81,10 +84,33 @@ impl AdaptiveBackend {
         ]
     }
 
-    /// Whether the page cache has what is wanted, or has to be asked because direct I/O cannot.
-    fn is_buffered(&self, request: &ReadRequest) -> bool {
-        let share = request.source.residency(request.offset, request.required);
-        share.is_some_and(|share| share >= 1.0) || request.check_alignment("direct").is_err()
+    /// Which backend is to read how much of a request, from its beginning on.
+    fn assign(&self, request: &ReadRequest) -> Vec<(&dyn Backend, usize)> {
+        let (source, offset, room) = (&request.source, request.offset, request.room());
+        #[cfg(feature = "object")]
+        if source.is_remote() {
+            return vec![(self.object.as_ref(), room)];
+        }
+        let (buffered, direct) = (self.buffered.as_ref(), self.direct.as_ref());
+        let share = source.residency(offset, request.required).unwrap_or(0.0);
+        if share >= 1.0 || request.check_alignment("direct").is_err() {
+            return vec![(buffered, room)];
+        }
+        if share == 0.0 {
+            return vec![(direct, room)];
+        }
+        let mut runs: Vec<_> = source
+            .resident_runs(offset, request.required)
+            .into_iter()
+            .map(|(warm, len)| (if warm { buffered } else { direct }, len))
+            .collect();
+        // The end of the memory, beyond what is wanted, goes with the last run.
+        let sum: usize = runs.iter().map(|run| run.1).sum();
+        match runs.last_mut() {
+            Some(last) => last.1 += room - sum,
+            None => runs.push((direct, room)),
+        }
+        runs
     }
 }
 
@@ -99,15 +125,32 @@ impl Backend for AdaptiveBackend {
     }
 
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>> {
-        #[cfg(feature = "object")]
-        if request.source.is_remote() {
-            return self.object.submit(request);
+        let runs = self.assign(&request);
+        let lens: Vec<usize> = runs.iter().map(|run| run.1).collect();
+        let parts = self.joiner.split(request, &lens);
+        let whole = parts.len() == 1;
+        for (part, (backend, _)) in parts.into_iter().zip(runs) {
+            match backend.submit(part) {
+                Ok(()) => {}
+                Err(mut rejected) if whole => {
+                    rejected.request = self.joiner.withdraw(rejected.request);
+                    return Err(rejected);
+                }
+                Err(rejected) => {
+                    let Rejected { request, error } = *rejected;
+                    self.joiner.on_completion(request.failed(error));
+                }
+            }
         }
-        if self.is_buffered(&request) { self.buffered.submit(request) } else { self.direct.submit(request) }
+        Ok(())
     }
 
     fn cancel(&self, wanted: &dyn Fn(u64) -> bool) -> usize {
-        self.all().iter().map(|backend| backend.cancel(wanted)).sum()
+        let (before, parts) = (self.joiner.cancelled(), self.joiner.wanted(wanted));
+        for backend in self.all() {
+            backend.cancel(&parts);
+        }
+        self.joiner.cancelled() - before
     }
 
     fn register(&self, pool: &HostPool) -> bool {

@@ -145,16 +145,23 @@ pub struct Completion {
 }
 
 /// What a read that went well did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Transfer {
     /// Bytes delivered, at least the required ones.
     pub bytes: usize,
-    /// The path they took.
-    pub path: ReadPath,
+    /// The paths they took, and how many took each.
+    pub paths: Vec<(ReadPath, usize)>,
     /// When the read began and ended, in nanoseconds of [`monotonic_ns`].
     pub started_ns: u64,
     /// See `started_ns`.
     pub finished_ns: u64,
+}
+
+impl Transfer {
+    /// A read that ends now, all of whose bytes came one way.
+    pub fn by(path: ReadPath, bytes: usize, started_ns: u64) -> Self {
+        Self { bytes, paths: vec![(path, bytes)], started_ns, finished_ns: monotonic_ns() }
+    }
 }
 
 /// How bytes came from a file.

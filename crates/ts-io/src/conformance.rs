@@ -163,7 +163,8 @@ fn delivers_the_bytes_of_every_range(provider: &dyn BackendProvider, place: &dyn
         let transfer = done.result.expect("the file is readable");
         assert_eq!(transfer.bytes, len, "the whole range was delivered");
         assert!(transfer.started_ns <= transfer.finished_ns);
-        assert!(ReadPath::ALL.contains(&transfer.path));
+        assert!(transfer.paths.iter().all(|(path, _)| ReadPath::ALL.contains(path)));
+        assert_eq!(transfer.paths.iter().map(|path| path.1).sum::<usize>(), len, "every byte took a path");
         assert!(
             done.buffers[0][..] == content[offset as usize..][..len],
             "the bytes of {offset}+{len} are right"

@@ -43,6 +43,7 @@ pub mod conformance;
 mod error;
 pub mod fault;
 mod file;
+mod join;
 mod measure;
 #[cfg(feature = "object")]
 mod object;

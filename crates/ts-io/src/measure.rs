@@ -111,7 +111,9 @@ pub fn measure(
         free.extend(buffers);
         busy_ns += transfer.finished_ns - transfer.started_ns;
         measured.bytes += transfer.bytes as u64;
-        *measured.paths.entry(transfer.path).or_default() += transfer.bytes as u64;
+        for (path, bytes) in transfer.paths {
+            *measured.paths.entry(path).or_default() += bytes as u64;
+        }
     }
     measured.wall = began.elapsed();
     measured.cpu = sys::cpu_time().zip(cpu_began).map(|(now, then)| now.saturating_sub(then));

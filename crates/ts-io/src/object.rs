@@ -406,7 +406,7 @@ impl Shared {
         request.buffers = buffers;
         let result = result.and_then(|bytes| {
             request.judged(bytes)?;
-            Ok(Transfer { bytes, path: ReadPath::Network, started_ns, finished_ns: monotonic_ns() })
+            Ok(Transfer::by(ReadPath::Network, bytes, started_ns))
         });
         Completion { token: request.token, buffers: request.buffers, result }
     }

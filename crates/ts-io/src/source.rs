@@ -184,6 +184,26 @@ impl Source {
         }
     }
 
+    /// `offset..offset + len` cut where the page cache begins and ceases to hold it: whether it does, and how many bytes.
+    /// In stretches large enough to be worth a request of their own, but for the ends.
+    pub(crate) fn resident_runs(&self, offset: u64, len: usize) -> Vec<(bool, usize)> {
+        /// Of the file; a multiple of what direct I/O and the page cache work in.
+        const STRETCH: u64 = 128 << 10;
+        let mut runs: Vec<(bool, usize)> = Vec::new();
+        let end = offset + len as u64;
+        let mut at = offset;
+        while at < end {
+            let next = (at - at % STRETCH + STRETCH).min(end);
+            let warm = self.residency(at, (next - at) as usize) == Some(1.0);
+            match runs.last_mut() {
+                Some(last) if last.0 == warm => last.1 += (next - at) as usize,
+                _ => runs.push((warm, (next - at) as usize)),
+            }
+            at = next;
+        }
+        runs
+    }
+
     /// Has the page cache let this file go, as far as nobody else holds it there. For measurements of a cold file;
     /// waits until what was written to it is on the disk.
     ///

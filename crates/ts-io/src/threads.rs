@@ -167,7 +167,7 @@ impl<R: BlockingRead> Shared<R> {
             let read = self.reader.read(&mut request);
             let result = read.and_then(|(bytes, path)| {
                 request.judged(bytes)?;
-                Ok(Transfer { bytes, path, started_ns, finished_ns: monotonic_ns() })
+                Ok(Transfer::by(path, bytes, started_ns))
             });
             if self.lock().active.remove(&number).is_none() {
                 // Too late: it has been reported, and another thread does this one's work. The buffers go home.

@@ -378,7 +378,7 @@ impl Driver {
         // A read that was given up and came through all the same is fine.
         let result = read.and_then(|bytes| {
             request.judged(bytes)?;
-            Ok(Transfer { bytes, path: ReadPath::Direct, started_ns, finished_ns: monotonic_ns() })
+            Ok(Transfer::by(ReadPath::Direct, bytes, started_ns))
         });
         (self.shared.sink)(match result {
             Err(_) if cancelled => request.cancelled(),

@@ -96,7 +96,7 @@ fn the_completion_says_which_path_was_really_taken() {
     for (name, expected) in
         [("buffered", ReadPath::Buffered), ("direct", ReadPath::Direct), ("adaptive", ReadPath::Buffered)]
     {
-        let taken = read_with(name, &source, 0, 65536).unwrap().result.unwrap().path;
+        let taken = read_with(name, &source, 0, 65536).unwrap().result.unwrap().paths[0].0;
         assert_eq!(taken, expected, "{name}");
     }
 }
@@ -111,10 +111,10 @@ fn adaptive_reads_what_is_not_cached_directly_and_leaves_the_cache_alone() {
     evict(&file);
     let source = Source::open(&path).unwrap();
     assert_eq!(source.residency(0, 1 << 20), Some(0.0));
-    let taken = read_with("adaptive", &source, 65536, 65536).unwrap().result.unwrap().path;
+    let taken = read_with("adaptive", &source, 65536, 65536).unwrap().result.unwrap().paths[0].0;
     assert_eq!(taken, ReadPath::Direct);
     assert_eq!(source.residency(0, 1 << 20), Some(0.0));
-    let odd = read_with("adaptive", &source, 3, 1000).unwrap().result.unwrap().path;
+    let odd = read_with("adaptive", &source, 3, 1000).unwrap().result.unwrap().paths[0].0;
     assert_eq!(odd, ReadPath::Buffered, "what direct I/O cannot do is read through the cache");
 }
 

@@ -206,7 +206,7 @@ fn the_path_is_the_network_and_no_file_backend_is_chosen(place: &Bucket) {
         assert!(error.to_string().contains("chosen"), "{error}");
     }
     let done = Reader::new(&source, Duration::from_secs(10)).read(&source, 17, 5000);
-    assert_eq!(done.result.unwrap().path, ReadPath::Network);
+    assert_eq!(done.result.unwrap().paths, [(ReadPath::Network, 5000)]);
     assert!(done.buffers[0][..5000] == content(10_000)[17..][..5000]);
     let mut bytes = vec![0; 100];
     assert_eq!(source.read_at(9950, &mut bytes).unwrap(), 50);

@@ -449,7 +449,7 @@ impl State {
         let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");
         let delivered = match result {
             Ok(transfer) => {
-                load.count(transfer.path, transfer.bytes);
+                transfer.paths.iter().for_each(|&(path, bytes)| load.count(path, bytes));
                 true
             }
             Err(error) => {

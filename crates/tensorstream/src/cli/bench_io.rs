@@ -26,6 +26,9 @@ pub(super) struct Arguments {
     /// What the page cache holds of the file before each measurement.
     #[arg(long, value_delimiter = ',', default_values_t = [State::Cold, State::Warm])]
     states: Vec<State>,
+    /// What is warm together in a file that is half warm.
+    #[arg(long, value_parser = budget, default_value = "32MiB")]
+    stretch: usize,
     /// How much of the file to read in each measurement, from its beginning on.
     #[arg(long, value_parser = budget, default_value = "2GiB")]
     bytes: usize,
@@ -46,7 +49,7 @@ pub(super) struct Arguments {
 enum State {
     /// Nothing of the file.
     Cold,
-    /// Every other 32 MiB.
+    /// Every other stretch of --stretch bytes.
     Half,
     /// All of it.
     Warm,
@@ -98,7 +101,7 @@ pub(super) fn run(
     for _ in 0..arguments.rounds.max(1) {
         for &state in states {
             for (index, provider) in providers.iter().enumerate() {
-                prepare(&source, &workload, state, interrupt)?;
+                prepare(&source, &workload, state, arguments.stretch, interrupt)?;
                 let measured = one(provider.as_ref(), &source, &workload, interrupt)?;
                 rows.entry((state, index)).or_default().push(measured);
             }
@@ -137,18 +140,18 @@ fn prepare(
     source: &Arc<Source>,
     workload: &Workload,
     state: State,
+    stretch: usize,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<(), Error> {
-    const STRETCH: usize = 32 << 20;
     if matches!(state, State::Cold | State::Half) {
         source.evict()?;
     }
     let bytes: u64 = workload.ranges.iter().map(|range| range.1).sum();
-    let stretches = (0..bytes).step_by(STRETCH).enumerate();
+    let stretches = (0..bytes).step_by(stretch).enumerate();
     let mut buffer = vec![0; 1 << 20];
     for (index, begin) in stretches {
         let wanted = state == State::Warm || (state == State::Half && index % 2 == 0);
-        let len = (STRETCH as u64).min(bytes - begin);
+        let len = (stretch as u64).min(bytes - begin);
         if wanted && source.residency(begin, len as usize) != Some(1.0) {
             for offset in (begin..begin + len).step_by(buffer.len()) {
                 let part = buffer.len().min((begin + len - offset) as usize);
