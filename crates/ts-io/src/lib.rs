@@ -52,6 +52,7 @@ mod provider;
 mod source;
 mod sys;
 mod threads;
+mod tune;
 #[cfg(target_os = "linux")]
 mod uring;
 #[cfg(target_os = "linux")]
@@ -65,5 +66,6 @@ pub use error::{Error, ErrorKind, SharedIoError};
 pub use measure::{Measured, Workload, measure};
 pub use provider::{Availability, BackendProvider, Choice, Registry};
 pub use source::{Fingerprint, Source};
+pub use tune::{Trial, Tuner, Tuning};
 #[cfg(target_os = "linux")]
 pub use view::View;

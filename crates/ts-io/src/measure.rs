@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ts_pool::{BLOCK_ALIGN, Budget, Buffer, HostPool};
+use ts_pool::{BLOCK_ALIGN, Buffer, HostPool};
 
 use crate::backend::{BackendOptions, Completion, ReadPath, ReadRequest, completion_queue};
 use crate::provider::BackendProvider;
@@ -18,7 +18,7 @@ pub struct Workload {
     pub ranges: Vec<(u64, u64)>,
     /// Largest request, in bytes; rounded up to whole blocks.
     pub request_bytes: usize,
-    /// How the backend is set up; so many requests again wait for it.
+    /// How the backend is set up.
     pub options: BackendOptions,
     /// When to stop, done or not.
     pub limit: Option<Duration>,
@@ -55,29 +55,27 @@ impl Measured {
     }
 }
 
-/// Reads as `workload` says with a backend of `provider`'s, into memory that is used again and again, and measures.
-/// Memory: two requests for each read in flight, reserved from `budget`. Blocks.
+/// Reads as `workload` says with a backend of `provider`'s, into memory of `pool` that is used again and again, and
+/// measures. So many requests again as are in flight wait, if the pool has the memory. Blocks.
 ///
 /// `interrupt` is asked after each read and at least every 20 ms.
 ///
 /// # Errors
-/// The first read's that fails; [`Error::Interrupted`]; those of [`BackendProvider::create`]; [`Error::Memory`] when the budget is too small.
+/// The first read's that fails; [`Error::Interrupted`]; those of [`BackendProvider::create`]; [`Error::Memory`] when
+/// the pool is too small for one request.
 pub fn measure(
     provider: &dyn BackendProvider,
     source: &Arc<Source>,
     workload: &Workload,
-    budget: &Budget,
+    pool: &HostPool,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<Measured, Error> {
     let request_bytes = workload.request_bytes.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
     let count = 2 * workload.options.in_flight.max(1);
     let (sink, done) = completion_queue();
     let backend = provider.create(&workload.options, sink)?;
-    let pool = HostPool::new(budget, count * request_bytes)?;
-    backend.register(&pool);
-    let mut free: Vec<Buffer> = (0..count).map(|_| pool.allocate(request_bytes)).collect::<Result<_, _>>()?;
-    // Pages are taken from the system before the time counts.
-    free.iter_mut().for_each(|buffer| buffer.fill(0));
+    let mut free: Vec<Buffer> = vec![pool.allocate(request_bytes)?];
+    free.extend((1..count).map_while(|_| pool.allocate(request_bytes).ok()));
 
     let mut pieces = workload.ranges.iter().flat_map(|&(offset, len)| {
         let ends = (offset..offset + len).step_by(request_bytes);

@@ -7,11 +7,15 @@ use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use serde_json::json;
-use ts_io::{Availability, BackendOptions, BackendProvider, Measured, Registry, Source, Workload, measure};
-use ts_pool::Budget;
+use ts_io::{Availability, BackendOptions, Measured, Registry, Source, Tuner, Tuning, Workload, measure};
+
+use ts_pool::{BLOCK_ALIGN, Budget, HostPool};
 
 use super::{budget, say};
 use crate::Error;
+
+/// Memory for finding out request size and depth.
+const TUNING_BYTES: usize = 128 << 20;
 
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
@@ -32,12 +36,12 @@ pub(super) struct Arguments {
     /// How much of the file to read in each measurement, from its beginning on.
     #[arg(long, value_parser = budget, default_value = "2GiB")]
     bytes: usize,
-    /// Largest single read.
-    #[arg(long, value_parser = budget, default_value = "4MiB")]
-    request_bytes: usize,
-    /// Reads in flight at once.
-    #[arg(long, default_value_t = BackendOptions::default().in_flight)]
-    in_flight: usize,
+    /// Largest single read; measured first if not given, without remembering it.
+    #[arg(long, value_parser = budget)]
+    request_bytes: Option<usize>,
+    /// Reads in flight at once; measured first if not given.
+    #[arg(long)]
+    in_flight: Option<usize>,
     /// Reads the file in units of this size, in a random order that is the same in each measurement, as a model's
     /// layers may come. In the file's order if not given.
     #[arg(long, value_parser = budget)]
@@ -89,12 +93,27 @@ pub(super) fn run(
     if let Some(unknown) = arguments.backends.iter().find(|name| !registry.names().contains(&name.as_str())) {
         registry.choose(Some(unknown), &[])?;
     }
+    let tuning = match (arguments.request_bytes, arguments.in_flight) {
+        (Some(request_bytes), Some(in_flight)) => Tuning { request_bytes, in_flight },
+        (request_bytes, in_flight) => {
+            let tuner = Tuner::remembering_in(None);
+            let tuned = interruptible(tuner.tuning(&source, &Budget::new(TUNING_BYTES), interrupt))?;
+            Tuning {
+                request_bytes: request_bytes.unwrap_or(tuned.request_bytes),
+                in_flight: in_flight.unwrap_or(tuned.in_flight),
+            }
+        }
+    };
     let workload = Workload {
         ranges: ranges(source.len().min(arguments.bytes as u64), arguments.random_units),
-        request_bytes: arguments.request_bytes,
-        options: BackendOptions { in_flight: arguments.in_flight, ..BackendOptions::default() },
+        request_bytes: tuning.request_bytes,
+        options: BackendOptions { in_flight: tuning.in_flight, ..BackendOptions::default() },
         limit: None,
     };
+    let bytes = 2 * tuning.in_flight.max(1) * tuning.request_bytes.next_multiple_of(BLOCK_ALIGN);
+    let pool = HostPool::new(&Budget::new(bytes), bytes).map_err(ts_io::Error::from)?;
+    // Pages are taken from the system before any time counts.
+    pool.allocate(bytes).map_err(ts_io::Error::from)?.fill(0);
     let mut rows: BTreeMap<(State, usize), Vec<Measured>> = BTreeMap::new();
     // Nothing of an object is in the page cache.
     let states = if source.is_remote() { &[State::Remote][..] } else { &arguments.states[..] };
@@ -102,7 +121,8 @@ pub(super) fn run(
         for &state in states {
             for (index, provider) in providers.iter().enumerate() {
                 prepare(&source, &workload, state, arguments.stretch, interrupt)?;
-                let measured = one(provider.as_ref(), &source, &workload, interrupt)?;
+                let measured =
+                    interruptible(measure(provider.as_ref(), &source, &workload, &pool, interrupt))?;
                 rows.entry((state, index)).or_default().push(measured);
             }
         }
@@ -165,15 +185,10 @@ fn prepare(
     Ok(())
 }
 
-fn one(
-    provider: &dyn BackendProvider,
-    source: &Arc<Source>,
-    workload: &Workload,
-    interrupt: &mut dyn FnMut() -> bool,
-) -> Result<Measured, Error> {
-    match measure(provider, source, workload, &Budget::new(usize::MAX), interrupt) {
+fn interruptible<T>(done: Result<T, ts_io::Error>) -> Result<T, Error> {
+    match done {
         Err(ts_io::Error::Interrupted) => Err(Error::Interrupted),
-        measured => Ok(measured?),
+        done => Ok(done?),
     }
 }
 

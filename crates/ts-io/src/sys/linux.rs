@@ -123,6 +123,19 @@ pub(crate) fn cpu_time() -> Option<Duration> {
     Some(of(usage.ru_utime) + of(usage.ru_stime))
 }
 
+/// A name for the file system that a file lies on: its kind and the number that it gives itself.
+pub(crate) fn file_system(file: &File) -> Option<String> {
+    // SAFETY: all-zero bytes are a valid `statfs`, which is plain integers.
+    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the descriptor is open while `file` lives, and `stat` is writable and of the size that the call fills.
+    if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
+        return None;
+    }
+    // SAFETY: `fsid_t` is two integers, whose fields the binding does not name.
+    let number: [u32; 2] = unsafe { std::mem::transmute(stat.f_fsid) };
+    (number != [0; 2]).then(|| format!("{:x}-{:08x}{:08x}", stat.f_type, number[0], number[1]))
+}
+
 /// Asks the page cache to let a file go. What is not on the disk yet is brought there first.
 pub(crate) fn evict(file: &File) -> io::Result<()> {
     file.sync_data()?;

@@ -66,3 +66,7 @@ pub(crate) fn cpu_time() -> Option<std::time::Duration> {
 pub(crate) fn evict(_: &File) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::Unsupported, "emptying the page cache is only implemented for Linux"))
 }
+
+pub(crate) fn file_system(_: &File) -> Option<String> {
+    None
+}
