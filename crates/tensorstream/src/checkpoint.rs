@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ts_format::{ByteRange, Catalog, CatalogReader, Digest, Need, TensorEntry};
-use ts_io::Source;
+use ts_io::{Source, Tuner};
 use ts_orchestrator::{Engine, EngineConfig, Phase, Unit, UnitTensor};
+use ts_pool::Budget;
 
 use crate::Error;
 
@@ -132,6 +133,27 @@ impl Checkpoint {
         let all = self.catalog.tensors().map(|(name, entry)| Some((name, &entry.meta, digest(entry)?)));
         let all = all.collect::<Option<Vec<_>>>()?;
         Some(ts_format::fingerprint(all.iter().map(|(name, meta, digest)| (*name, *meta, &**digest))))
+    }
+
+    /// A configuration with the request size and the depth that suit the storage of the largest file, as `tuner` knows
+    /// or measures them. `interrupt` is asked at least every 20 ms.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`]; what reading the file brings. Blocks for up to two seconds.
+    pub fn tuned(
+        &self,
+        mut config: EngineConfig,
+        tuner: &Tuner,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<EngineConfig, Error> {
+        if let Some(source) = self.sources.iter().max_by_key(|source| source.len()) {
+            let tuning = match tuner.tuning(source, &Budget::new(config.budget_bytes), interrupt) {
+                Err(ts_io::Error::Interrupted) => return Err(Error::Interrupted),
+                tuning => tuning?,
+            };
+            (config.request_bytes, config.io.in_flight) = (tuning.request_bytes, tuning.in_flight);
+        }
+        Ok(config)
     }
 
     /// An engine over these units, whose tensors lie in this checkpoint's files.

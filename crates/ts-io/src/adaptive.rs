@@ -2,7 +2,7 @@
 //! `adaptive`: asks the page cache first. What it holds is copied from there; the rest comes straight from the device
 //! and leaves the cache as it is. Objects come over the network.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use ts_pool::HostPool;
 
@@ -28,19 +28,15 @@ impl BackendProvider for AdaptiveProvider {
 
     fn probe(&self, sources: &[Arc<Source>]) -> Availability {
         let files: Vec<_> = sources.iter().filter(|s| !s.is_remote()).cloned().collect();
-        if files.iter().any(|s| s.residency(0, 1).is_none()) {
-            return Availability::Unavailable("the system does not tell what its page cache holds".into());
-        }
         DirectProvider.probe(&files)
     }
 
     fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
         let joiner = Arc::new(Joiner::new(sink));
-        let sink = || -> CompletionSink {
-            let joiner = Arc::clone(&joiner);
-            Box::new(move |completion| joiner.on_completion(completion))
-        };
-        let direct = direct(options, &sink)?;
+        let sink = || sink_of(&joiner);
+        // Without a ring, threads do it.
+        #[cfg(target_os = "linux")]
+        let uring = crate::uring::UringProvider.create(options, sink()).ok();
         // Copies are bound by cores and not by the device.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let copies = BackendOptions { in_flight: options.in_flight.clamp(1, cores), ..options.clone() };
@@ -49,55 +45,77 @@ impl BackendProvider for AdaptiveProvider {
         let object = ObjectProvider.create(options, sink())?;
         Ok(Box::new(AdaptiveBackend {
             buffered,
-            direct,
+            #[cfg(target_os = "linux")]
+            uring,
+            direct: OnceLock::new(),
             #[cfg(feature = "object")]
             object,
             joiner,
+            options: options.clone(),
         }))
     }
 }
 
-/// The better of the backends for direct I/O that the system has.
-fn direct(options: &BackendOptions, sink: &dyn Fn() -> CompletionSink) -> Result<Box<dyn Backend>, Error> {
-    #[cfg(target_os = "linux")]
-    if let Ok(uring) = crate::uring::UringProvider.create(options, sink()) {
-        return Ok(uring);
-    }
-    DirectProvider.create(options, sink())
+fn sink_of(joiner: &Arc<Joiner>) -> CompletionSink {
+    let joiner = Arc::clone(joiner);
+    Box::new(move |completion| joiner.on_completion(completion))
 }
 
 struct AdaptiveBackend {
     buffered: Box<dyn Backend>,
-    direct: Box<dyn Backend>,
+    #[cfg(target_os = "linux")]
+    uring: Option<Box<dyn Backend>>,
+    /// For what the ring does not read; its threads start with the first such request.
+    direct: OnceLock<Result<Box<dyn Backend>, Error>>,
     #[cfg(feature = "object")]
     object: Box<dyn Backend>,
     joiner: Arc<Joiner>,
+    options: BackendOptions,
 }
+
+/// Backends and how much of a request each is to read.
+type Runs<'a> = Vec<(&'a dyn Backend, usize)>;
 
 impl AdaptiveBackend {
     fn all(&self) -> Vec<&dyn Backend> {
-        vec![
-            self.buffered.as_ref(),
-            self.direct.as_ref(),
-            #[cfg(feature = "object")]
-            self.object.as_ref(),
-        ]
+        let mut all = vec![self.buffered.as_ref()];
+        #[cfg(target_os = "linux")]
+        all.extend(self.uring.as_deref());
+        all.extend(self.direct.get().and_then(|direct| direct.as_deref().ok()));
+        #[cfg(feature = "object")]
+        all.push(self.object.as_ref());
+        all
+    }
+
+    /// The better of the backends for direct I/O.
+    fn direct(&self, source: &Source) -> Result<&dyn Backend, Error> {
+        #[cfg(target_os = "linux")]
+        if source.suits_rings()
+            && let Some(uring) = &self.uring
+        {
+            return Ok(uring.as_ref());
+        }
+        let _ = source;
+        let direct = self.direct.get_or_init(|| DirectProvider.create(&self.options, sink_of(&self.joiner)));
+        direct.as_deref().map_err(Clone::clone)
     }
 
     /// Which backend is to read how much of a request, from its beginning on.
-    fn assign(&self, request: &ReadRequest) -> Vec<(&dyn Backend, usize)> {
+    fn assign(&self, request: &ReadRequest) -> Result<Runs<'_>, Error> {
+        request.check_room()?;
         let (source, offset, room) = (&request.source, request.offset, request.room());
         #[cfg(feature = "object")]
         if source.is_remote() {
-            return vec![(self.object.as_ref(), room)];
+            return Ok(vec![(self.object.as_ref(), room)]);
         }
-        let (buffered, direct) = (self.buffered.as_ref(), self.direct.as_ref());
+        let buffered = self.buffered.as_ref();
         let share = source.residency(offset, request.required).unwrap_or(0.0);
         if share >= 1.0 || request.check_alignment("direct").is_err() {
-            return vec![(buffered, room)];
+            return Ok(vec![(buffered, room)]);
         }
+        let direct = self.direct(source)?;
         if share == 0.0 {
-            return vec![(direct, room)];
+            return Ok(vec![(direct, room)]);
         }
         let mut runs: Vec<_> = source
             .resident_runs(offset, request.required)
@@ -110,7 +128,7 @@ impl AdaptiveBackend {
             Some(last) => last.1 += room - sum,
             None => runs.push((direct, room)),
         }
-        runs
+        Ok(runs)
     }
 }
 
@@ -125,7 +143,10 @@ impl Backend for AdaptiveBackend {
     }
 
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>> {
-        let runs = self.assign(&request);
+        let runs = match self.assign(&request) {
+            Ok(runs) => runs,
+            Err(error) => return Err(Box::new(Rejected { request, error })),
+        };
         let lens: Vec<usize> = runs.iter().map(|run| run.1).collect();
         let parts = self.joiner.split(request, &lens);
         let whole = parts.len() == 1;
@@ -153,7 +174,7 @@ impl Backend for AdaptiveBackend {
         self.joiner.cancelled() - before
     }
 
-    fn register(&self, pool: &HostPool) -> bool {
-        self.direct.register(pool)
+    fn register(&self, pool: &HostPool) {
+        self.all().iter().for_each(|backend| backend.register(pool));
     }
 }

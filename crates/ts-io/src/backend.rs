@@ -18,10 +18,11 @@ pub trait Backend: Send + Sync {
     fn capabilities(&self) -> Capabilities;
 
     /// Starts a read and returns at once; its [`Completion`] goes to the sink that the backend was made with,
-    /// from a thread of the backend's own. Order of completion is not order of submission.
+    /// from a thread of the backend's own. Order of completion is not order of submission. The first request of a
+    /// source that no provider was asked about may wait for the file to be opened once more.
     ///
     /// # Errors
-    /// [`Rejected`] gives the request back, buffer and all; no completion follows.
+    /// [`Rejected`] gives the request back, buffers and all; no completion follows.
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>>;
 
     /// Takes back every request that has not begun and whose token `wanted` accepts; each completes with
@@ -31,12 +32,11 @@ pub trait Backend: Send + Sync {
     /// else as usual; this does not wait for them.
     fn cancel(&self, wanted: &dyn Fn(u64) -> bool) -> usize;
 
-    /// Tells of memory that requests will use, which may make reads into it cheaper: `uring` registers it. Its
-    /// pages are then taken from the system and pinned, and the pool lives at least as long as the backend.
-    /// Returns whether anything came of it; reads work in any case.
-    fn register(&self, pool: &HostPool) -> bool {
+    /// Tells of memory that requests will use, which may make reads into it cheaper: `uring` registers it, if the
+    /// system lets it. Its pages are then taken from the system and pinned, and the pool lives at least as long as
+    /// the backend.
+    fn register(&self, pool: &HostPool) {
         let _ = pool;
-        false
     }
 }
 
@@ -109,6 +109,18 @@ impl ReadRequest {
         source.verify(offset)
     }
 
+    /// Whether there is room for what is required.
+    ///
+    /// # Errors
+    /// [`Error::NoRoom`].
+    pub(crate) fn check_room(&self) -> Result<(), Error> {
+        let room = self.room();
+        if self.required <= room {
+            return Ok(());
+        }
+        Err(Error::NoRoom { path: self.source.path().into(), required: self.required, room })
+    }
+
     /// Whether the memory is aligned as direct I/O needs it.
     ///
     /// # Errors
@@ -137,8 +149,8 @@ impl ReadRequest {
 pub struct Completion {
     /// The request's token.
     pub token: u64,
-    /// The request's buffers; after an error their content is unspecified. After [`Error::TimedOut`] there may be
-    /// none: the system can still write to them, and they go back to their pool when it no longer can.
+    /// The request's buffers; after an error their content is unspecified, and there may be none: after
+    /// [`Error::TimedOut`] the system can still write to them, and they go back to their pool when it no longer can.
     pub buffers: Vec<Buffer>,
     /// What came.
     pub result: Result<Transfer, Error>,
@@ -241,7 +253,20 @@ impl Default for BackendOptions {
     }
 }
 
-/// Takes completions. Called from the backend's threads; it must not block for long.
+impl BackendOptions {
+    /// Reads in flight at once, as many as make sense.
+    pub(crate) fn depth(&self) -> usize {
+        self.in_flight.clamp(1, 4096)
+    }
+
+    /// The timeout, as clocks can count it.
+    pub(crate) fn deadline(&self) -> Duration {
+        self.timeout.clamp(Duration::from_millis(1), Duration::from_secs(1_000_000_000))
+    }
+}
+
+/// Takes completions. Called from the backend's threads: it must not block for long, not panic, and not drop the
+/// backend.
 pub type CompletionSink = Box<dyn Fn(Completion) + Send + Sync>;
 
 /// A sink that queues completions, for callers without a thread of their own to run.

@@ -86,6 +86,16 @@ pub enum Error {
         /** What is needed, in bytes. */
         alignment: usize,
     },
+    /// The buffers of a request are too small.
+    #[error("{}: {required} bytes are required, and there is room for {room}", path.display())]
+    NoRoom {
+        /** The path. */
+        path: PathBuf,
+        /** Bytes that must arrive. */
+        required: usize,
+        /** Bytes that the buffers hold. */
+        room: usize,
+    },
     /// The request was taken back before it began.
     #[error("{}: the read at byte {offset} was cancelled", path.display())]
     Cancelled {
@@ -147,9 +157,10 @@ impl Error {
                 _ => ErrorKind::Io,
             },
             Error::ShortRead { .. } | Error::Changed { .. } => ErrorKind::Changed,
-            Error::Misaligned { .. } | Error::UnknownBackend { .. } | Error::Unavailable { .. } => {
-                ErrorKind::Misuse
-            }
+            Error::Misaligned { .. }
+            | Error::NoRoom { .. }
+            | Error::UnknownBackend { .. }
+            | Error::Unavailable { .. } => ErrorKind::Misuse,
             Error::Cancelled { .. } | Error::Interrupted => ErrorKind::Cancelled,
             Error::TimedOut { .. } => ErrorKind::TimedOut,
             Error::Thread(_) => ErrorKind::Io,

@@ -55,7 +55,34 @@ impl Remote {
                 return Err(refused(io::Error::new(io::ErrorKind::TimedOut, "the server does not answer")));
             }
         };
-        Ok(Self { store, object, url: url.into(), state: fingerprint(&meta) })
+        let state = fingerprint(&meta);
+        if state.etag.is_none() && state.modified.is_none() {
+            return Err(refused(io::Error::other(
+                "the server gives neither ETag nor Last-Modified, so versions cannot be told apart",
+            )));
+        }
+        Ok(Self { store, object, url: url.into(), state })
+    }
+
+    /// The name of this very content, if the server gives one.
+    fn strong_etag(&self) -> Option<&String> {
+        self.state.etag.as_ref().filter(|etag| !etag.starts_with("W/"))
+    }
+
+    /// What tells another version of the object from this one. Answers need not repeat everything that was said when
+    /// it was opened, but one of the two things that name a version.
+    fn difference(&self, now: &Fingerprint) -> Option<String> {
+        if self.state.len != now.len {
+            return Some(format!("it had {} bytes and has {}", self.state.len, now.len));
+        }
+        let another = Some("it is another version now".into());
+        if let (Some(then), Some(now)) = (&self.state.etag, &now.etag) {
+            return another.filter(|_| then != now);
+        }
+        match (self.state.modified, now.modified) {
+            (Some(then), Some(now)) => another.filter(|_| then != now),
+            _ => Some("the server no longer says which version it is".into()),
+        }
     }
 
     pub(crate) fn fingerprint(&self) -> &Fingerprint {
@@ -67,7 +94,11 @@ impl Remote {
         let (this, len) = (self.clone(), memory.len());
         let read = async move {
             let mut bytes = Vec::with_capacity(len);
-            let (faults, mut take) = (Faults::default(), |_, chunk: &[u8]| bytes.extend_from_slice(chunk));
+            let faults = Faults::default();
+            let mut take = |at: usize, chunk: &[u8]| {
+                bytes.truncate(at);
+                bytes.extend_from_slice(chunk);
+            };
             let done = tokio::time::timeout(timeout, this.read(offset, len, &faults, &mut take)).await;
             let timed_out = Error::TimedOut { path: this.url.clone(), offset, len, timeout };
             done.map_err(|_| timed_out).flatten().map(|_| bytes)
@@ -78,7 +109,8 @@ impl Remote {
     }
 
     /// Gives `take` the bytes of `offset..offset + len` with their place in it, in order, as far as the object goes.
-    /// What the network drops is asked for again from the first missing byte on, of the same version of the object.
+    /// What the network drops is asked for again from the first missing byte on, of the same version of the object;
+    /// from the beginning where no strong ETag holds both halves together.
     async fn read(
         &self,
         offset: u64,
@@ -87,32 +119,40 @@ impl Remote {
         take: &mut (dyn FnMut(usize, &[u8]) + Send),
     ) -> Result<usize, Error> {
         let len = usize::try_from(self.state.len.saturating_sub(offset)).unwrap_or(usize::MAX).min(len);
+        if len == 0 {
+            return Ok(0);
+        }
         let (mut done, mut fruitless) = (0, 0);
-        while done < len {
+        loop {
             let before = done;
-            match self
-                .attempt(offset + done as u64, len - done, faults, &mut |chunk| {
-                    take(done, chunk);
-                    done += chunk.len();
-                })
-                .await
-            {
-                Ok(()) if done > before => {}
+            let mut next = |chunk: &[u8]| {
+                take(done, chunk);
+                done += chunk.len();
+            };
+            let failure = match self.attempt(offset + before as u64, len - before, faults, &mut next).await {
+                Ok(()) => None,
+                Err(Failure::Passing(error)) => Some(error),
                 Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Passing(error)) if done == before && fruitless >= FRUITLESS_LIMIT => {
+            };
+            let goes_on = self.strong_etag().is_some();
+            match failure {
+                _ if done >= len => return Ok(done),
+                _ if done > before && goes_on => {
+                    fruitless = 0;
+                    continue;
+                }
+                None if fruitless >= FRUITLESS_LIMIT => return Ok(done),
+                Some(error) if fruitless >= FRUITLESS_LIMIT => {
                     return Err(self.failed(offset + done as u64, len - done, error));
                 }
-                Ok(()) if fruitless >= FRUITLESS_LIMIT => return Ok(done),
-                Ok(()) | Err(Failure::Passing(_)) => {}
+                _ => {}
             }
-            if done > before {
-                fruitless = 0;
-            } else {
-                tokio::time::sleep(FIRST_PAUSE * 2u32.pow(fruitless)).await;
-                fruitless += 1;
+            if !goes_on {
+                done = 0;
             }
+            tokio::time::sleep(FIRST_PAUSE * 2u32.pow(fruitless)).await;
+            fruitless += 1;
         }
-        Ok(done)
     }
 
     /// One GET; `take` has got what came before it failed.
@@ -139,12 +179,12 @@ impl Remote {
         let range = offset..offset + len as u64;
         let options = GetOptions {
             range: Some(GetRange::Bounded(range.clone())),
-            if_match: self.state.etag.clone(),
+            if_match: self.strong_etag().cloned(),
             ..GetOptions::default()
         };
         let result = self.store.get_opts(&self.object, options).await;
         let found = result.map_err(|error| self.judge(offset, error))?;
-        if let Some(what) = self.state.difference(&fingerprint(&found.meta)) {
+        if let Some(what) = self.difference(&fingerprint(&found.meta)) {
             return Err(Failure::Final(self.changed(offset, what)));
         }
         if found.range != range {
@@ -287,8 +327,8 @@ impl BackendProvider for ObjectProvider {
         let shared = Shared {
             runtime,
             sink,
-            in_flight: options.in_flight.max(1),
-            timeout: options.timeout.max(Duration::from_millis(1)),
+            in_flight: options.depth(),
+            timeout: options.deadline(),
             faults: options.faults.clone(),
             queue: Mutex::default(),
             idle: Condvar::new(),
@@ -330,6 +370,9 @@ impl Backend for ObjectBackend {
     }
 
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>> {
+        if let Err(error) = request.check_room() {
+            return Err(Box::new(Rejected { request, error }));
+        }
         if request.source.remote().is_none() {
             let reason = format!("{} is a file", request.source.path().display());
             let error = Error::Unavailable { backend: self.name().into(), reason };
@@ -364,6 +407,20 @@ impl Drop for ObjectBackend {
     }
 }
 
+/// A read that has ended, however it did, makes room for another.
+struct Ended {
+    shared: Arc<Shared>,
+    ticket: u64,
+}
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.shared.lock().active.remove(&self.ticket);
+        self.shared.idle.notify_all();
+        Shared::pump(&self.shared);
+    }
+}
+
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
@@ -378,12 +435,18 @@ impl Shared {
             queue.next_ticket += 1;
             queue.active.insert(ticket, (request.token, Arc::clone(&end)));
             let shared = Arc::clone(this);
+            let (token, path, offset) = (request.token, request.source.path().to_path_buf(), request.offset);
+            let reading = Arc::clone(this);
+            // A task of its own: should a library panic on what a server says, it is this read's error.
+            let read = this.runtime.spawn(async move { reading.read(request, &end).await });
             this.runtime.spawn(async move {
-                let completion = shared.read(request, &end).await;
-                (shared.sink)(completion);
-                shared.lock().active.remove(&ticket);
-                shared.idle.notify_all();
-                Self::pump(&shared);
+                let ended = Ended { shared, ticket };
+                let completion = read.await.unwrap_or_else(|panic| {
+                    let source = io::Error::other(panic.to_string()).into();
+                    let error = Error::Read { path, offset, len: 0, source };
+                    Completion { token, buffers: Vec::new(), result: Err(error) }
+                });
+                (ended.shared.sink)(completion);
             });
         }
     }

@@ -36,13 +36,11 @@ impl Fingerprint {
     }
 
     /// What differs between `self`, the state then, and `now`.
-    pub(crate) fn difference(&self, now: &Self) -> Option<String> {
+    fn difference(&self, now: &Self) -> Option<String> {
         if self.identity != now.identity {
             Some("another file has taken its place".into())
         } else if self.len != now.len {
             Some(format!("it had {} bytes and has {}", self.len, now.len))
-        } else if self.etag != now.etag {
-            Some("it is another version now".into())
         } else if self.modified != now.modified {
             Some("it was written to".into())
         } else {
@@ -74,6 +72,8 @@ enum Origin {
 struct Direct {
     file: File,
     alignment: usize,
+    /// Whether handing a read over to the system never waits for the device.
+    suits_rings: bool,
 }
 
 impl Source {
@@ -87,9 +87,9 @@ impl Source {
     /// [`Error::Open`] when it cannot be opened or is no regular file. Blocks; for an object at most 60 s.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>, Error> {
         let path = path.as_ref();
-        match path.to_str().and_then(|text| Some((text, text.split_once("://")?))) {
-            Some((_, ("file", path))) => Self::open_file(Path::new(path)),
-            Some((url, _)) => Self::open_url(url),
+        match path.to_str() {
+            Some(url) if Self::is_url(url) => Self::open_url(url),
+            Some(text) => Self::open_file(Path::new(text.strip_prefix("file://").unwrap_or(text))),
             None => Self::open_file(path),
         }
     }
@@ -175,10 +175,14 @@ impl Source {
         self.direct().map(|direct| direct.alignment)
     }
 
-    /// The share of `offset..offset + len` that is in the page cache, 0 to 1; `None` where that cannot be asked.
+    /// The share of `offset..offset + len`, as far as the file goes, that is in the page cache, 0 to 1; `None` where
+    /// that cannot be asked, as of files that this process may neither write nor owns.
     pub fn residency(&self, offset: u64, len: usize) -> Option<f64> {
         match &self.origin {
-            Origin::File { file, .. } => sys::residency(file, offset, len),
+            Origin::File { file, .. } => {
+                let there = self.len().saturating_sub(offset);
+                sys::residency(file, offset, usize::try_from(there).unwrap_or(usize::MAX).min(len))
+            }
             #[cfg(feature = "object")]
             Origin::Object(_) => None,
         }
@@ -190,7 +194,7 @@ impl Source {
         /// Of the file; a multiple of what direct I/O and the page cache work in.
         const STRETCH: u64 = 128 << 10;
         let mut runs: Vec<(bool, usize)> = Vec::new();
-        let end = offset + len as u64;
+        let end = offset.saturating_add(len as u64);
         let mut at = offset;
         while at < end {
             let next = (at - at % STRETCH + STRETCH).min(end);
@@ -321,6 +325,12 @@ impl Source {
         Ok(())
     }
 
+    /// Whether it is on a file system whose reads never block the thread that only hands them over.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn suits_rings(&self) -> bool {
+        self.direct().is_ok_and(|direct| direct.suits_rings)
+    }
+
     /// The file opened past the page cache, where it can be.
     #[cfg(target_os = "linux")]
     pub(crate) fn direct_file(&self) -> Option<&File> {
@@ -335,7 +345,10 @@ impl Source {
             let now = file.metadata().map_err(|e| e.to_string())?;
             match self.fingerprint.difference(&Fingerprint::of(&now)) {
                 Some(what) => Err(what),
-                None => Ok(Direct { file, alignment }),
+                None => {
+                    let suits_rings = sys::suits_rings(&file);
+                    Ok(Direct { file, alignment, suits_rings })
+                }
             }
         });
         opened.as_ref().map_err(String::as_str)

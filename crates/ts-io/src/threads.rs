@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Threads that each do one blocking read at a time, and one that watches how long they take.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -47,6 +47,8 @@ struct Queue {
     /// The threads, by their number, but for those that are stuck: nobody waits for them any more.
     threads: HashMap<u64, JoinHandle<()>>,
     next_thread: u64,
+    /// Threads whose read has timed out and in whose place there is another.
+    replaced: HashSet<u64>,
     closed: bool,
 }
 
@@ -61,8 +63,8 @@ impl<R: BlockingRead> ThreadBackend<R> {
         let shared = Arc::new(Shared {
             reader,
             sink,
-            in_flight: options.in_flight.max(1),
-            timeout: options.timeout.max(Duration::from_millis(1)),
+            in_flight: options.depth(),
+            timeout: options.deadline(),
             queue: Mutex::default(),
             work: Condvar::new(),
             begun: Condvar::new(),
@@ -91,9 +93,11 @@ impl<R: BlockingRead> Backend for ThreadBackend<R> {
     }
 
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>> {
-        if self.shared.reader.needs_alignment()
-            && let Err(error) = request.check_alignment(self.name())
-        {
+        let aligned = || match self.shared.reader.needs_alignment() {
+            true => request.check_alignment(self.name()),
+            false => Ok(()),
+        };
+        if let Err(error) = request.check_room().and_then(|()| aligned()) {
             return Err(Box::new(Rejected { request, error }));
         }
         self.shared.lock().requests.push_back(request);
@@ -169,10 +173,16 @@ impl<R: BlockingRead> Shared<R> {
                 request.judged(bytes)?;
                 Ok(Transfer::by(path, bytes, started_ns))
             });
-            if self.lock().active.remove(&number).is_none() {
-                // Too late: it has been reported, and another thread does this one's work. The buffers go home.
-                return;
+            let mut queue = self.lock();
+            if queue.active.remove(&number).is_none() {
+                // Too late: it has been reported. The buffers go home, and so does this thread, if there is another in
+                // its place.
+                if queue.replaced.remove(&number) {
+                    return;
+                }
+                continue;
             }
+            drop(queue);
             (self.sink)(Completion { token: request.token, buffers: request.buffers, result });
         }
     }
@@ -210,9 +220,9 @@ impl<R: BlockingRead> Shared<R> {
                 let Active { token, timed_out, .. } = queue.active.remove(&number).expect("just seen");
                 completions.push(Completion { token, buffers: Vec::new(), result: Err(timed_out) });
                 queue.threads.remove(&number);
-                if !queue.closed {
-                    // Without another thread the others go on; when none is left, requests wait for those.
-                    let _ = Self::start_thread(this, &mut queue);
+                // Without another thread the others go on, and in the end this one.
+                if queue.closed || Self::start_thread(this, &mut queue).is_ok() {
+                    queue.replaced.insert(number);
                 }
             }
             if !completions.is_empty() {

@@ -38,12 +38,19 @@ impl BackendProvider for UringProvider {
         if let Err(error) = sys::probe_ring() {
             return Availability::Unavailable(format!("the system has no io_uring for us: {error}"));
         }
-        DirectProvider.probe(sources)
+        match sources.iter().find(|s| s.direct_alignment().is_ok() && !s.suits_rings()) {
+            Some(source) => Availability::Unavailable(unsuited(source)),
+            None => DirectProvider.probe(sources),
+        }
     }
 
     fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
         Ok(Box::new(UringBackend::new(options, sink)?))
     }
+}
+
+fn unsuited(source: &Source) -> String {
+    format!("{}: its file system can hold up a ring; `direct` reads it with threads", source.path().display())
 }
 
 struct UringBackend {
@@ -96,6 +103,8 @@ struct Flight {
     limit: Option<usize>,
     /// What is in flight is only a fault's delay.
     delayed: bool,
+    /// And has no end: a fault.
+    stuck: bool,
     cancelled: bool,
     /// Has been reported as timed out.
     late: bool,
@@ -103,10 +112,10 @@ struct Flight {
 
 impl UringBackend {
     fn new(options: &BackendOptions, sink: CompletionSink) -> Result<Self, Error> {
-        let in_flight = options.in_flight.max(1);
+        let in_flight = options.depth();
         let wake = Arc::new(Gate::new().map_err(|e| Error::Thread(e.into()))?);
         let shared = Arc::new(Shared { sink, wake, inbox: Mutex::default(), ended: Condvar::new() });
-        let (of_thread, timeout) = (Arc::clone(&shared), options.timeout.max(Duration::from_millis(1)));
+        let (of_thread, timeout) = (Arc::clone(&shared), options.deadline());
         let faults = options.faults.clone();
         let (ready, made) = channel();
         let thread = std::thread::Builder::new().name("ts-io-ring".into()).stack_size(256 << 10);
@@ -116,7 +125,7 @@ impl UringBackend {
                 Ok(ring) => {
                     let _ = ready.send(Ok(()));
                     let _end = EndGuard(Arc::clone(&of_thread));
-                    Driver { ring, shared: of_thread, timeout, faults }.run();
+                    Driver { ring, shared: of_thread, in_flight, live: 0, timeout, faults }.run();
                 }
                 Err(error) => drop(ready.send(Err(error))),
             }
@@ -158,7 +167,15 @@ impl Backend for UringBackend {
     }
 
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>> {
-        if let Err(error) = request.check_alignment(self.name()) {
+        let suits = || match request.source.suits_rings() {
+            true => Ok(()),
+            false => {
+                Err(Error::Unavailable { backend: self.name().into(), reason: unsuited(&request.source) })
+            }
+        };
+        let checked =
+            request.check_room().and_then(|()| request.check_alignment(self.name())).and_then(|()| suits());
+        if let Err(error) = checked {
             return Err(Box::new(Rejected { request, error }));
         }
         self.shared.lock().requests.push_back(request);
@@ -178,10 +195,9 @@ impl Backend for UringBackend {
         count
     }
 
-    fn register(&self, pool: &HostPool) -> bool {
+    fn register(&self, pool: &HostPool) {
         self.shared.lock().memory.push(pool.clone());
         self.shared.wake.open();
-        true
     }
 }
 
@@ -213,6 +229,10 @@ impl Drop for UringBackend {
 struct Driver {
     ring: Ring<Flight>,
     shared: Arc<Shared>,
+    /// Reads at once.
+    in_flight: usize,
+    /// Reads that have not been reported.
+    live: usize,
     timeout: Duration,
     faults: Faults,
 }
@@ -222,10 +242,11 @@ impl Driver {
         loop {
             self.take_orders();
             let now = Instant::now();
-            let (mut next, mut live) = (None, 0);
-            for (_, flight) in self.ring.iter().filter(|(_, flight)| !flight.late) {
-                live += 1;
-                next = next.into_iter().chain([flight.deadline]).min();
+            let next =
+                self.ring.iter().filter(|(_, flight)| !flight.late).map(|(_, flight)| flight.deadline).min();
+            let live = self.live;
+            if live == 0 {
+                self.ring.forget_files();
             }
             let mut inbox = self.shared.lock();
             if inbox.closed && inbox.requests.is_empty() && live == 0 {
@@ -260,10 +281,11 @@ impl Driver {
             let found = self.ring.iter().find(|(_, flight)| flight.ticket == ticket);
             if let Some((key, flight)) = found {
                 flight.cancelled = true;
-                self.ring.cancel(key);
+                self.give_up(key);
             }
         }
-        while self.ring.has_room() {
+        // Reads that are stuck do not count: others go on in the places beside them.
+        while self.live < self.in_flight {
             let mut inbox = self.shared.lock();
             let Some(mut request) = inbox.requests.pop_front() else { return };
             let ticket = inbox.next_ticket;
@@ -282,11 +304,20 @@ impl Driver {
                 deadline: Instant::now() + self.timeout,
                 limit: None,
                 delayed: false,
+                stuck: false,
                 cancelled: false,
                 late: false,
             };
             let key = self.ring.insert(flight, source, buffers);
+            self.live += 1;
             self.go_on(key);
+        }
+    }
+
+    /// Asks the system to give a read up. What a fault has stuck is stuck for good, as with a device that is gone.
+    fn give_up(&mut self, key: usize) {
+        if !self.ring.data(key).stuck {
+            self.ring.cancel(key);
         }
     }
 
@@ -294,9 +325,14 @@ impl Driver {
     fn go_on(&mut self, key: usize) {
         loop {
             let flight = self.ring.data(key);
-            let Some(step) = flight.progress.step() else {
-                let bytes = flight.progress.done();
-                return self.end(key, Ok(bytes));
+            flight.stuck = false;
+            let step = match flight.progress.step() {
+                Some(_) if flight.cancelled => return self.end(key, Ok(0)),
+                Some(step) => step,
+                None => {
+                    let bytes = flight.progress.done();
+                    return self.end(key, Ok(bytes));
+                }
             };
             let (offset, len) = match step {
                 Step::Into { offset, len, .. } => (offset, len),
@@ -321,7 +357,7 @@ impl Driver {
                     return self.ring.start(key, &Op::Delay(time));
                 }
                 Some(Fault::Stuck) => {
-                    flight.delayed = true;
+                    (flight.delayed, flight.stuck) = (true, true);
                     let gate = self.faults.gate().expect("there are faults");
                     return self.ring.start(key, &Op::Gate(gate));
                 }
@@ -374,6 +410,7 @@ impl Driver {
         if late {
             return;
         }
+        self.live -= 1;
         request.buffers = buffers;
         // A read that was given up and came through all the same is fine.
         let result = read.and_then(|bytes| {
@@ -392,6 +429,7 @@ impl Driver {
         let mut late = Vec::new();
         for (key, flight) in self.ring.iter().filter(|(_, f)| !f.late && f.deadline <= now) {
             flight.late = true;
+            self.live -= 1;
             let error = flight.request.timed_out(timeout);
             let completion =
                 Completion { token: flight.request.token, buffers: Vec::new(), result: Err(error) };
@@ -399,7 +437,7 @@ impl Driver {
         }
         for (key, completion) in late {
             (self.shared.sink)(completion);
-            self.ring.cancel(key);
+            self.give_up(key);
         }
     }
 }

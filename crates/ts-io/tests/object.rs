@@ -192,6 +192,7 @@ fn runs_everything() {
     what_cannot_be_opened_says_why(&server, &s3);
     a_server_that_does_not_answer_is_a_timeout();
     servers_that_ignore_ranges_or_lie_are_errors();
+    weak_tags_are_never_demanded_and_halves_without_a_name_never_joined();
 }
 
 fn the_path_is_the_network_and_no_file_backend_is_chosen(place: &Bucket) {
@@ -269,7 +270,9 @@ fn a_server_that_does_not_answer_is_a_timeout() {
 
 fn servers_that_ignore_ranges_or_lie_are_errors() {
     let head = "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\nETag: \"one\"\r\n\r\n";
-    let answers: [(&str, String, ErrorKind); 4] = [
+    let answers: [(&str, String, ErrorKind); 6] = [
+        ("a range beyond all numbers", partial("bytes 0-18446744073709551615/100000", "one"), ErrorKind::Io),
+        ("no version", partial("bytes 4096-5095/100000", "one").replace("ETag", "X-Tag"), ErrorKind::Changed),
         ("the whole", format!("{head}{}", "x".repeat(100_000)), ErrorKind::Io),
         ("another range", partial("bytes 0-999/100000", "one"), ErrorKind::Io),
         ("another version", partial("bytes 4096-5095/100000", "two"), ErrorKind::Changed),
@@ -286,6 +289,47 @@ fn servers_that_ignore_ranges_or_lie_are_errors() {
         assert_eq!(error.kind(), kind, "{what}: {error}");
         assert!(error.to_string().contains("/object"), "{what}: {error}");
     }
+}
+
+fn weak_tags_are_never_demanded_and_halves_without_a_name_never_joined() {
+    // Answers what is asked for in a version that changes with every request, half of it at first.
+    let serve = |validator: &'static str, changes: bool| {
+        let version = AtomicUsize::new(0);
+        Script::start(move |request, mut client| {
+            let request = request.to_lowercase();
+            assert!(!request.contains("if-match"), "a weak tag never matches: {request}");
+            let range = request.lines().find_map(|line| line.strip_prefix("range: bytes="));
+            let (begin, end) = range.map_or((0, 9999), |range| {
+                let (begin, end) = range.split_once('-').unwrap();
+                (begin.parse::<usize>().unwrap(), end.parse::<usize>().unwrap())
+            });
+            let len = end + 1 - begin;
+            let number = if changes { version.fetch_add(1, Ordering::SeqCst) } else { 9 };
+            let (body, shown) = (vec![b'0' + number as u8; len], if number < 3 { len / 2 } else { len });
+            let status = if range.is_some() { "206 Partial Content" } else { "200 OK" };
+            let head = format!(
+                "HTTP/1.1 {status}\r\nContent-Length: {len}\r\nContent-Range: bytes {begin}-{end}/10000\r\n\
+                 {validator}\r\n\r\n"
+            );
+            let _ = client.write_all(head.as_bytes());
+            if !request.starts_with("head") {
+                let _ = client.write_all(&body[..shown]);
+            }
+        })
+    };
+    for (validator, changes) in
+        [("ETag: W/\"same\"", false), ("Last-Modified: Wed, 21 Oct 2015 07:28:00 GMT", true)]
+    {
+        let server = serve(validator, changes);
+        let source = Source::open(server.url()).unwrap();
+        let done = Reader::new(&source, Duration::from_secs(20)).read(&source, 0, 10_000);
+        assert_eq!(done.result.unwrap().bytes, 10_000, "{validator}");
+        let bytes = &done.buffers[0][..10_000];
+        assert!(bytes.iter().all(|byte| *byte == bytes[0]), "{validator}: one version");
+    }
+    let nameless = serve("X-Nothing: 1", false);
+    let error = Source::open(nameless.url()).unwrap_err();
+    assert!(error.to_string().contains("neither ETag nor Last-Modified"), "{error}");
 }
 
 fn partial(range: &str, etag: &str) -> String {

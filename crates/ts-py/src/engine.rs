@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use tensorstream::Error;
 use tensorstream::format::TensorMeta;
-use tensorstream::io::BackendOptions;
+use tensorstream::io::{BackendOptions, Tuner};
 use tensorstream::orchestrator::{
     self as orchestrator, EngineConfig, EngineStats, PassId, Phase, Plan, Prefetch, Unit, UnitId, UnitStats,
     UnitTensor,
@@ -73,7 +73,12 @@ impl Engine {
         let units = units.into_iter().map(|(name, specs)| unit(py, checkpoint, name, specs));
         let units = units.collect::<PyResult<Vec<_>>>()?;
         let metas = units.iter().map(|u| u.tensors.iter().map(|t| t.entry.meta.clone()).collect()).collect();
+        let tuner = match &settings {
+            Some(Settings { in_flight: None, .. }) => Tuner::default(),
+            _ => Tuner::off(),
+        };
         let config = config(budget, settings)?;
+        let config = interruptible(py, |interrupt| checkpoint.inner.tuned(config, &tuner, interrupt))?;
         let inner = py.detach(|| checkpoint.inner.engine(units, config)).map_err(|e| to_python(py, &e))?;
         Ok(Self { inner: Arc::new(inner), metas })
     }
@@ -174,7 +179,8 @@ pub(crate) fn plan<'py>(
 pub(crate) struct Settings {
     max_passes: usize,
     backend: Option<String>,
-    in_flight: usize,
+    /// `None` for what suits the storage.
+    in_flight: Option<usize>,
     prefetch: String,
     verify: bool,
 }
@@ -191,7 +197,8 @@ fn config(budget: usize, settings: Option<Settings>) -> PyResult<EngineConfig> {
         "aggressive" => Prefetch::Aggressive,
         other => return Err(PyValueError::new_err(format!("unknown prefetch strategy {other}"))),
     };
-    let io = BackendOptions { in_flight, ..BackendOptions::default() };
+    let mut io = BackendOptions::default();
+    io.in_flight = in_flight.unwrap_or(io.in_flight);
     Ok(EngineConfig { max_passes, backend, io, prefetch, verify, ..config })
 }
 
@@ -205,9 +212,9 @@ fn unit(py: Python<'_>, checkpoint: &Checkpoint, name: String, specs: Vec<Tensor
 }
 
 /// Runs a waiting call with the interpreter let go; a signal's exception ends the wait and is raised.
-fn interruptible<T: Send>(
+fn interruptible<T: Send, E: Into<Error> + Send>(
     py: Python<'_>,
-    call: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, orchestrator::Error> + Send,
+    call: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, E> + Send,
 ) -> PyResult<T> {
     let mut signal = None;
     let result = py.detach(|| {
@@ -219,7 +226,7 @@ fn interruptible<T: Send>(
     match (result, signal) {
         (Ok(value), _) => Ok(value),
         (Err(_), Some(signal)) => Err(signal),
-        (Err(error), None) => Err(to_python(py, &Error::from(error))),
+        (Err(error), None) => Err(to_python(py, &error.into())),
     }
 }
 

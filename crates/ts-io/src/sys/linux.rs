@@ -123,14 +123,26 @@ pub(crate) fn cpu_time() -> Option<Duration> {
     Some(of(usage.ru_utime) + of(usage.ru_stime))
 }
 
-/// A name for the file system that a file lies on: its kind and the number that it gives itself.
-pub(crate) fn file_system(file: &File) -> Option<String> {
+/// Whether reads of a file can be handed to a ring: on file systems of the kernel's own, for which a read that would
+/// have to wait goes to the background. A server in user space or on the network (FUSE, NFS) can hold the thread that
+/// hands the read over, and with it all others.
+pub(crate) fn suits_rings(file: &File) -> bool {
+    /// ext4, XFS, Btrfs, F2FS, bcachefs, overlayfs: the kernel's include/uapi/linux/magic.h.
+    const LOCAL: [u32; 6] = [0xEF53, 0x5846_5342, 0x9123_683E, 0xF2F5_2010, 0xCA45_1A4E, 0x794C_7630];
+    statfs(file).is_some_and(|stat| LOCAL.contains(&(stat.f_type as u32)))
+}
+
+fn statfs(file: &File) -> Option<libc::statfs> {
     // SAFETY: all-zero bytes are a valid `statfs`, which is plain integers.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
     // SAFETY: the descriptor is open while `file` lives, and `stat` is writable and of the size that the call fills.
-    if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
-        return None;
-    }
+    let rc = unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) };
+    (rc == 0).then_some(stat)
+}
+
+/// A name for the file system that a file lies on: its kind and the number that it gives itself.
+pub(crate) fn file_system(file: &File) -> Option<String> {
+    let stat = statfs(file)?;
     // SAFETY: `fsid_t` is two integers, whose fields the binding does not name.
     let number: [u32; 2] = unsafe { std::mem::transmute(stat.f_fsid) };
     (number != [0; 2]).then(|| format!("{:x}-{:08x}{:08x}", stat.f_type, number[0], number[1]))
@@ -146,15 +158,33 @@ pub(crate) fn evict(file: &File) -> io::Result<()> {
     }
 }
 
-/// The share of the range that is in the page cache: `cachestat` (Linux 6.5), else `mincore`.
+/// The share of the range that is in the page cache: `cachestat` (Linux 6.5), else `mincore`. `None` also for files
+/// that are neither ours nor ours to write: the system does not tell of those.
 pub(crate) fn residency(file: &File, offset: u64, len: usize) -> Option<f64> {
     if len == 0 {
         return Some(1.0);
     }
-    cachestat(file, offset, len).or_else(|| mincore(file, offset, len))
+    match cachestat(file, offset, len) {
+        Err(e) if e.raw_os_error() == Some(libc::ENOSYS) && is_ours(file) => mincore(file, offset, len),
+        share => share.ok(),
+    }
 }
 
-fn cachestat(file: &File, offset: u64, len: usize) -> Option<f64> {
+/// Whether `mincore` tells the truth about a file: of others it says that all pages are there.
+fn is_ours(file: &File) -> bool {
+    // SAFETY: these have no preconditions but an open descriptor and, for AT_EMPTY_PATH, an empty C string.
+    unsafe {
+        let ours = file.metadata().is_ok_and(|metadata| metadata.uid() == libc::geteuid());
+        ours || libc::faccessat(
+            file.as_raw_fd(),
+            c"".as_ptr(),
+            libc::W_OK,
+            libc::AT_EMPTY_PATH | libc::AT_EACCESS,
+        ) == 0
+    }
+}
+
+fn cachestat(file: &File, offset: u64, len: usize) -> io::Result<f64> {
     /// `struct cachestat_range` of the kernel.
     #[repr(C)]
     struct Range {
@@ -178,7 +208,10 @@ fn cachestat(file: &File, offset: u64, len: usize) -> Option<f64> {
     let rc = unsafe {
         libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut stat, 0 as libc::c_uint)
     };
-    (rc == 0).then(|| stat.cached as f64 / page_count(offset, len) as f64)
+    match rc {
+        0 => Ok(stat.cached as f64 / page_count(offset, len) as f64),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 fn mincore(file: &File, offset: u64, len: usize) -> Option<f64> {
@@ -229,7 +262,7 @@ mod tests {
         io::Write::write_all(&mut dir, &[1; 20_000]).unwrap();
         for (offset, len) in [(0, 20_000), (5000, 1), (4095, 2)] {
             assert_eq!(mincore(&dir, offset, len), Some(1.0));
-            assert!(cachestat(&dir, offset, len).is_none_or(|share| share == 1.0));
+            assert!(cachestat(&dir, offset, len).map_or(true, |share| share == 1.0));
         }
     }
 }

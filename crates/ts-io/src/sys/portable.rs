@@ -70,3 +70,7 @@ pub(crate) fn evict(_: &File) -> io::Result<()> {
 pub(crate) fn file_system(_: &File) -> Option<String> {
     None
 }
+
+pub(crate) fn suits_rings(_: &File) -> bool {
+    false
+}

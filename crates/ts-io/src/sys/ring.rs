@@ -16,6 +16,8 @@ use crate::source::{Block, Source, copy_to, pieces};
 
 /// Files that are registered at once; more are read without.
 const FILE_SLOTS: u32 = 64;
+/// Pieces of memory that are registered at once.
+const REGION_SLOTS: u32 = 64;
 /// Largest piece of memory that can be registered as one, by the system's rule.
 const REGION_LIMIT: usize = 1 << 30;
 /// Names of what no slot has asked for.
@@ -26,11 +28,13 @@ const UNNAMED: u64 = u64::MAX - 1;
 pub(crate) struct Ring<T> {
     uring: IoUring,
     wake: Arc<Gate>,
-    /// Never grows or shrinks: slots stay in their places.
-    slots: Vec<Option<Slot<T>>>,
-    files: Vec<Weak<Source>>,
+    /// Each behind a pointer of its own: slots stay in their places.
+    slots: Vec<Option<Box<Slot<T>>>>,
+    /// Registered files, by their place; empty where the system has no table for us.
+    files: Vec<Option<Weak<Source>>>,
+    /// Registered memory, by its place.
     regions: Vec<Region>,
-    _memory: Vec<HostPool>,
+    memory: Vec<HostPool>,
 }
 
 struct Slot<T> {
@@ -80,49 +84,68 @@ impl<T> Ring<T> {
             ));
         }
         let has_files = uring.submitter().register_files_sparse(FILE_SLOTS).is_ok();
-        let mut files = Vec::new();
-        files.resize_with(if has_files { FILE_SLOTS as usize } else { 0 }, Weak::new);
+        let files = vec![None; if has_files { FILE_SLOTS as usize } else { 0 }];
         let mut this =
-            Self { uring, wake, slots: Vec::new(), files, regions: Vec::new(), _memory: Vec::new() };
-        this.slots.resize_with(reads, || None);
+            Self { uring, wake, slots: Vec::new(), files, regions: Vec::new(), memory: Vec::new() };
         this.watch_wake();
         Ok(this)
     }
 
-    /// Registers a pool's memory in addition to what is registered. `false` when the system does not want that.
-    pub(crate) fn register(&mut self, pool: &HostPool) -> bool {
+    /// Registers a pool's memory, as far as the system lets us.
+    pub(crate) fn register(&mut self, pool: &HostPool) {
         let memory = pool.as_ptr_range();
         let (begin, end) = (memory.start.addr(), memory.end.addr());
-        if self.regions.iter().any(|region| (region.begin..region.begin + region.len).contains(&begin)) {
-            return true;
-        }
-        let all = self.regions.iter().map(|region| (region.begin, region.len));
-        let all =
-            all.chain((begin..end).step_by(REGION_LIMIT).map(|begin| (begin, REGION_LIMIT.min(end - begin))));
-        let all: Vec<Region> = all.map(|(begin, len)| Region { begin, len }).collect();
-        let vectors: Vec<_> = all.iter().map(|r| vector(r.begin, r.len)).collect();
         let submitter = self.uring.submitter();
-        if !self.regions.is_empty() {
-            let _ = submitter.unregister_buffers();
+        if self.regions.iter().any(|region| (region.begin..region.begin + region.len).contains(&begin))
+            || (self.regions.is_empty() && submitter.register_buffers_sparse(REGION_SLOTS).is_err())
+        {
+            return;
         }
-        // SAFETY: the memory is mapped while its pool lives, and the pools are kept as long as the ring.
-        let registered = unsafe { submitter.register_buffers(&vectors) }.is_ok();
-        self.regions = if registered { all } else { Vec::new() };
-        self._memory.push(pool.clone());
-        registered
+        let before = self.regions.len();
+        for begin in (begin..end).step_by(REGION_LIMIT).take(REGION_SLOTS as usize - before) {
+            let region = Region { begin, len: REGION_LIMIT.min(end - begin) };
+            let vectors = [vector(region.begin, region.len)];
+            // SAFETY: the memory is mapped while its pool lives, and the pool is kept as long as the ring. The place
+            // is empty, so no read under way refers to it.
+            if unsafe { submitter.register_buffers_update(self.regions.len() as u32, &vectors, None) }
+                .is_err()
+            {
+                break;
+            }
+            self.regions.push(region);
+        }
+        if self.regions.len() > before {
+            self.memory.push(pool.clone());
+        }
     }
 
-    /// Whether another read can be taken in.
-    pub(crate) fn has_room(&self) -> bool {
-        self.slots.iter().any(Option::is_none)
-    }
-
-    /// Takes a read in, for which there must be room, and names it.
+    /// Takes a read in and names it.
     pub(crate) fn insert(&mut self, data: T, source: Arc<Source>, buffers: Vec<Buffer>) -> usize {
-        let key = self.slots.iter().position(Option::is_none).expect("the caller has made sure");
+        let key = self.slots.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.slots.push(None);
+            self.slots.len() - 1
+        });
         let (vectors, time) = (Vec::new(), Timespec::new());
-        self.slots[key] = Some(Slot { data, buffers, source, vectors, time, block: None, busy: false });
+        let slot = Slot { data, buffers, source, vectors, time, block: None, busy: false };
+        self.slots[key] = Some(Box::new(slot));
         key
+    }
+
+    /// Has the system let go of files that nobody has open any more.
+    pub(crate) fn forget_files(&mut self) {
+        for index in 0..self.files.len() {
+            if self.files[index].is_some()
+                && self.slots.iter().flatten().all(|slot| !self.is_file(index, &slot.source))
+            {
+                // Should this fail, the place is used again by the next file.
+                let _ = self.uring.submitter().register_files_update(index as u32, &[-1]);
+                self.files[index] = None;
+            }
+        }
+    }
+
+    fn is_file(&self, index: usize, source: &Arc<Source>) -> bool {
+        self.files[index].as_ref().is_some_and(|known| known.as_ptr() == Arc::as_ptr(source))
     }
 
     /// What the caller keeps with a read.
@@ -143,7 +166,8 @@ impl<T> Ring<T> {
     pub(crate) fn remove(&mut self, key: usize) -> (T, Vec<Buffer>) {
         let slot = self.slots[key].take().expect("the caller has the key of a read");
         assert!(!slot.busy, "a read that the system works on stays where it is");
-        (slot.data, slot.buffers)
+        let Slot { data, buffers, .. } = *slot;
+        (data, buffers)
     }
 
     /// Begins the next operation of a read; it ends in [`wait`](Self::wait).
@@ -283,13 +307,15 @@ impl<T> Ring<T> {
 
     /// The file's place in the ring's table. Sources that are gone leave theirs to others.
     fn fixed_file(&mut self, source: &Arc<Source>, file: RawFd) -> Option<Fixed> {
-        let known = self.files.iter().position(|known| known.as_ptr() == Arc::as_ptr(source));
-        let index = match known {
+        let index = match (0..self.files.len()).find(|&index| self.is_file(index, source)) {
             Some(index) => index,
             None => {
-                let index = self.files.iter().position(|known| known.strong_count() == 0)?;
+                let gone =
+                    |known: &Option<Weak<Source>>| known.as_ref().is_none_or(|k| k.strong_count() == 0);
+                let index = self.files.iter().position(gone)?;
                 self.uring.submitter().register_files_update(index as u32, &[file]).ok()?;
-                self.files[index] = Arc::downgrade(source);
+                // The weak pointer keeps the address from being used for another source.
+                self.files[index] = Some(Arc::downgrade(source));
                 index
             }
         };

@@ -23,7 +23,7 @@ class BackendType(enum.Enum):
 
     #: The best that is available.
     AUTO = "auto"
-    #: Through the page cache.
+    #: Copied from mappings of the files. Another process that truncates one meanwhile ends this one.
     MMAP = "mmap"
     #: Into memory of a CUDA device.
     CUDA = "cuda"
@@ -60,7 +60,7 @@ class Settings(TypedDict):
 
     max_passes: int
     backend: str | None
-    in_flight: int
+    in_flight: int | None
     prefetch: str
     verify: bool
 
@@ -74,7 +74,6 @@ PREFETCH = {
 }
 #: What reads in place of a backend that is not built yet, and why.
 FALLBACKS: dict[str, tuple[str | None, str]] = {
-    "mmap": ("buffered", "views into file mappings are not built yet; buffered reads share the page cache"),
     "cuda": (None, "CUDA devices are not built yet; weights stream into memory of the CPU"),
     "gpudirect": (None, "GPUDirect Storage is not built yet; weights stream into memory of the CPU"),
 }
@@ -93,7 +92,10 @@ class Config:
             what has to be converted; the user's cache directory if none.
         max_passes: Forward passes that may run at once, each needing memory of its own; more wait.
         backend: How files are read: a :class:`BackendType`, its name, or a name of :func:`tensorstream.backends`.
-        num_io_threads: Reads in flight at once.
+        num_io_threads: Reads in flight at once, 1 to 256; nothing is measured then. ``None`` for what suits the
+            storage: the request size and depth that are measured, for files of 256 MiB or more, when a file system
+            is first read from (within two seconds and the budget, past the page cache), and remembered under
+            ``tensorstream/io`` in the user's cache directory.
         prefetch_strategy: How far to read ahead; ``None`` for what ``memory_mode`` says.
         memory_mode: A preset for what is not given.
         vram_budget_gb: The budget in GB of 10^9 bytes: another spelling of ``budget``.
@@ -113,7 +115,7 @@ class Config:
     storage_path: str | os.PathLike[str] | None = None
     max_passes: int = 1
     backend: BackendType | str = BackendType.AUTO
-    num_io_threads: int = 8
+    num_io_threads: int | None = None
     prefetch_strategy: PrefetchStrategy | str | None = None
     memory_mode: MemoryMode | str = MemoryMode.BALANCED
     vram_budget_gb: float | None = None
@@ -129,7 +131,8 @@ class Config:
         if self.storage_path is not None and not isinstance(self.storage_path, str | os.PathLike):
             raise invalid("storage_path", self.storage_path, "a path")
         _check_int("max_passes", self.max_passes, 1, 64)
-        _check_int("num_io_threads", self.num_io_threads, 1, 256)
+        if self.num_io_threads is not None:
+            _check_int("num_io_threads", self.num_io_threads, 1, 256)
         for field in ("verify_checksums", "compression_enabled"):
             if not isinstance(getattr(self, field), bool):
                 raise invalid(field, getattr(self, field), "True or False")
