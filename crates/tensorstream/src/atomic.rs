@@ -3,14 +3,13 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ts_io::Writer;
+
 use crate::Error;
 
-/// Dirty data is flushed whenever this many bytes have gathered, so that the last flush is short.
-const FLUSH_BYTES: u64 = 256 << 20;
 /// How often a waiting process looks again.
 const POLL: Duration = Duration::from_millis(20);
 
@@ -21,19 +20,23 @@ const POLL: Duration = Duration::from_millis(20);
 /// name; dropping it instead removes it.
 #[derive(Debug)]
 pub(crate) struct AtomicFile {
-    file: File,
+    /// `None` only while it is being dropped.
+    writer: Option<Writer>,
     partial: PathBuf,
     target: PathBuf,
-    unflushed: u64,
     committed: bool,
     /// A forked child has a copy of this and not the file.
     process: u32,
 }
 
 impl AtomicFile {
-    /// Begins a file that will be called `target`, once no other process writes it. Blocks until then;
-    /// `interrupt` is asked every 20 ms and ends the wait by returning true.
-    pub(crate) fn create(target: &Path, interrupt: &mut dyn FnMut() -> bool) -> Result<Self, Error> {
+    /// Begins a file that will be called `target`, once no other process writes it, and sets `expected` bytes aside
+    /// for it. Blocks until then; `interrupt` is asked every 20 ms and ends the wait by returning true.
+    pub(crate) fn create(
+        target: &Path,
+        expected: u64,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Self, Error> {
         let partial = partial_of(target).ok_or_else(|| {
             let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no file name");
             Error::Write { path: target.into(), source }
@@ -52,16 +55,13 @@ impl AtomicFile {
             match file.try_lock() {
                 // The writer before may have renamed or removed what was opened: then it is not ours to write.
                 Ok(()) if is_at(&file, &partial) => {
-                    file.set_len(0).map_err(failed)?;
                     let target = target.to_path_buf();
-                    return Ok(Self {
-                        file,
-                        partial,
-                        target,
-                        unflushed: 0,
-                        committed: false,
-                        process: std::process::id(),
-                    });
+                    let process = std::process::id();
+                    let writer = Writer::new(file, &target, expected).inspect_err(|_| {
+                        // Nothing is lost if this fails: the next writer takes the file over.
+                        let _ = fs::remove_file(&partial);
+                    })?;
+                    return Ok(Self { writer: Some(writer), partial, target, committed: false, process });
                 }
                 Ok(()) | Err(TryLockError::WouldBlock) => {}
                 Err(TryLockError::Error(source)) => return Err(failed(source)),
@@ -75,28 +75,25 @@ impl AtomicFile {
 
     /// Writes behind what was written last.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        let mut write = || {
-            self.file.write_all(bytes)?;
-            self.unflushed += bytes.len() as u64;
-            if self.unflushed >= FLUSH_BYTES {
-                self.unflushed = 0;
-                self.file.sync_data()?;
-            }
-            Ok(())
-        };
-        write().map_err(|source| Error::Write { path: self.target.clone(), source })
+        Ok(self.writer().write(bytes)?)
     }
 
     /// Goes to `offset`; what is skipped reads as zeros.
     pub(crate) fn seek(&mut self, offset: u64) -> Result<(), Error> {
-        let sought = self.file.seek(SeekFrom::Start(offset));
-        sought.map(drop).map_err(|source| Error::Write { path: self.target.clone(), source })
+        Ok(self.writer().seek(offset)?)
     }
 
     /// Waits until everything written is on the disk.
     pub(crate) fn flush(&mut self) -> Result<(), Error> {
-        self.unflushed = 0;
-        self.file.sync_all().map_err(|source| Error::Write { path: self.target.clone(), source })
+        Ok(self.writer().sync()?)
+    }
+
+    fn writer(&mut self) -> &mut Writer {
+        self.writer.as_mut().expect("present until drop")
+    }
+
+    fn is_at_its_place(&self) -> bool {
+        self.writer.as_ref().is_some_and(|writer| is_at(writer.file(), &self.partial))
     }
 
     /// Gives the file its name, replacing what had it. Durable when it returns.
@@ -107,7 +104,7 @@ impl AtomicFile {
             _ => Path::new("."),
         };
         let name = || {
-            if !is_at(&self.file, &self.partial) {
+            if !self.is_at_its_place() {
                 return Err(std::io::Error::other(
                     "another process has put a file in place of the unfinished one",
                 ));
@@ -123,7 +120,10 @@ impl AtomicFile {
 
 impl Drop for AtomicFile {
     fn drop(&mut self) {
-        if !self.committed && self.process == std::process::id() && is_at(&self.file, &self.partial) {
+        if self.process != std::process::id() {
+            // Its thread is the parent's, and cannot be waited for here.
+            std::mem::forget(self.writer.take());
+        } else if !self.committed && self.is_at_its_place() {
             // Nothing is lost if this fails: the next writer takes the file over.
             let _ = fs::remove_file(&self.partial);
         }

@@ -93,7 +93,8 @@ impl FileWriter {
                 (layout.order, Some(layout.header), None)
             }
         };
-        let mut file = AtomicFile::create(path, interrupt)?;
+        let expected: u64 = tensors.iter().filter_map(|t| t.meta.byte_len()).fold(0, u64::saturating_add);
+        let mut file = AtomicFile::create(path, expected, interrupt)?;
         if let Some(header) = header {
             file.write(&header)?;
         }

@@ -48,6 +48,16 @@ pub enum Error {
         /** The system's error. */
         source: SharedIoError,
     },
+    /// A write failed.
+    #[error("{}: cannot write at byte {offset}: {source}", path.display())]
+    Write {
+        /** The path. */
+        path: PathBuf,
+        /** First byte that is not written. */
+        offset: u64,
+        /** The system's error. */
+        source: SharedIoError,
+    },
     /// The file ended before the last required byte.
     #[error(
         "{}: truncated: {expected} bytes wanted at byte {offset}, the file ended after {actual}", path.display()
@@ -151,11 +161,13 @@ impl Error {
     /// The class of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Error::Open { source, .. } | Error::Read { source, .. } => match source.0.kind() {
-                io::ErrorKind::NotFound => ErrorKind::NotFound,
-                io::ErrorKind::PermissionDenied => ErrorKind::PermissionDenied,
-                _ => ErrorKind::Io,
-            },
+            Error::Open { source, .. } | Error::Read { source, .. } | Error::Write { source, .. } => {
+                match source.0.kind() {
+                    io::ErrorKind::NotFound => ErrorKind::NotFound,
+                    io::ErrorKind::PermissionDenied => ErrorKind::PermissionDenied,
+                    _ => ErrorKind::Io,
+                }
+            }
             Error::ShortRead { .. } | Error::Changed { .. } => ErrorKind::Changed,
             Error::Misaligned { .. }
             | Error::NoRoom { .. }

@@ -57,6 +57,7 @@ mod tune;
 mod uring;
 #[cfg(target_os = "linux")]
 mod view;
+mod write;
 
 pub use backend::{
     Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest, Rejected,
@@ -69,3 +70,4 @@ pub use source::{Fingerprint, Source};
 pub use tune::{Trial, Tuner, Tuning};
 #[cfg(target_os = "linux")]
 pub use view::View;
+pub use write::Writer;

@@ -88,6 +88,37 @@ pub(crate) fn open_direct(path: &Path) -> io::Result<(File, usize)> {
     Ok((file, alignment))
 }
 
+/// The same file once more, to write to it past the page cache; also returns the alignment that needs, in bytes.
+pub(crate) fn reopen_direct(file: &File) -> io::Result<(File, usize)> {
+    // By its descriptor and not its name, which may be another file's by now.
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let file = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path)?;
+    let alignment = direct_alignment(&file)?;
+    Ok((file, alignment))
+}
+
+/// Sets room aside on the disk, without making the file longer.
+pub(crate) fn reserve(file: &File, len: u64) -> io::Result<()> {
+    let len = libc::off_t::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
+    if len == 0 {
+        return Ok(());
+    }
+    loop {
+        // SAFETY: the descriptor is open while `file` lives; no pointers are passed.
+        match unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, len) } {
+            0 => return Ok(()),
+            _ => match io::Error::last_os_error() {
+                e if e.kind() == io::ErrorKind::Interrupted => {}
+                e => return Err(e),
+            },
+        }
+    }
+}
+
+pub(crate) fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+    file.write_all_at(bytes, offset)
+}
+
 fn direct_alignment(file: &File) -> io::Result<usize> {
     // SAFETY: all-zero bytes are a valid `statx`, which is plain integers.
     let mut stat: libc::statx = unsafe { std::mem::zeroed() };

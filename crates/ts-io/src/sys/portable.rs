@@ -74,3 +74,25 @@ pub(crate) fn file_system(_: &File) -> Option<String> {
 pub(crate) fn suits_rings(_: &File) -> bool {
     false
 }
+
+pub(crate) fn reopen_direct(_: &File) -> io::Result<(File, usize)> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+pub(crate) fn reserve(_: &File, _: u64) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+#[cfg(unix)]
+pub(crate) fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::write_all_at(file, bytes, offset)
+}
+
+#[cfg(windows)]
+pub(crate) fn write_all_at(file: &File, mut bytes: &[u8], mut offset: u64) -> io::Result<()> {
+    while !bytes.is_empty() {
+        let written = std::os::windows::fs::FileExt::seek_write(file, bytes, offset)?;
+        (bytes, offset) = (&bytes[written..], offset + written as u64);
+    }
+    Ok(())
+}

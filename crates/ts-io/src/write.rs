@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+use ts_pool::{BLOCK_ALIGN, Budget, Buffer, HostPool};
+
+use crate::{Error, sys};
+
+/// What is written at once, and what a writer holds twice.
+const CHUNK: usize = 4 << 20;
+/// Without direct I/O dirty data is flushed whenever this many bytes have gathered, so that the last flush is short.
+const FLUSH_BYTES: u64 = 256 << 20;
+
+/// Writes a large file from its beginning to its end, past the page cache: while one chunk is on its way to the
+/// device, the next one gathers. What is not whole blocks, and small files, go the ordinary way, as everything does on
+/// file systems without direct I/O.
+///
+/// Holds 8 MiB of memory, and a thread once 4 MiB have been written. Dropping it waits for the chunk under way; call
+/// [`sync`](Self::sync) to have the bytes on the disk.
+#[derive(Debug)]
+pub struct Writer {
+    path: PathBuf,
+    file: File,
+    direct: Option<Direct>,
+    /// Bytes that wait for their chunk to be full, and how many.
+    staging: Buffer,
+    filled: usize,
+    /// Where in the file the staging begins: at a whole block.
+    begin: u64,
+    /// Where the file ends.
+    end: u64,
+    unflushed: u64,
+    reserved: bool,
+}
+
+/// The thread that writes chunks.
+#[derive(Debug)]
+struct Direct {
+    jobs: Option<Sender<Job>>,
+    done: Receiver<(Buffer, u64, io::Result<()>)>,
+    thread: Option<JoinHandle<()>>,
+    /// The other chunk, when it is not under way.
+    spare: Option<Buffer>,
+}
+
+#[derive(Debug)]
+struct Job {
+    chunk: Buffer,
+    offset: u64,
+    len: usize,
+}
+
+impl Writer {
+    /// Writes to `file`, which is open for reading and writing, and is emptied. `expected` bytes are set aside on the
+    /// disk at once, so that a full one is told before the work. `path` is for errors.
+    ///
+    /// # Errors
+    /// [`Error::Write`], above all when there is no room; [`Error::Memory`].
+    pub fn new(file: File, path: &Path, expected: u64) -> Result<Self, Error> {
+        let failed =
+            |offset, source: io::Error| Error::Write { path: path.into(), offset, source: source.into() };
+        file.set_len(0).map_err(|e| failed(0, e))?;
+        let reserved = match sys::reserve(&file, expected) {
+            Ok(()) => true,
+            // Where the system cannot set room aside, a full disk is told when it is full.
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => false,
+            Err(e) => return Err(failed(expected, e)),
+        };
+        let pool = HostPool::new(&Budget::new(2 * CHUNK), 2 * CHUNK)?;
+        let (staging, spare) = (pool.allocate(CHUNK)?, pool.allocate(CHUNK)?);
+        let direct = match sys::reopen_direct(&file) {
+            Ok((direct, alignment)) if CHUNK.is_multiple_of(alignment) => Some(Direct::new(direct, spare)?),
+            _ => None,
+        };
+        let path = path.to_path_buf();
+        Ok(Self { path, file, direct, staging, filled: 0, begin: 0, end: 0, unflushed: 0, reserved })
+    }
+
+    /// The file.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Writes behind what was written last. Blocks while both chunks are full.
+    ///
+    /// # Errors
+    /// [`Error::Write`], also of a chunk that was given earlier.
+    pub fn write(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
+        while !bytes.is_empty() {
+            let now = bytes.len().min(CHUNK - self.filled);
+            let (piece, later) = bytes.split_at(now);
+            self.staging[self.filled..self.filled + now].copy_from_slice(piece);
+            self.filled += now;
+            self.end = self.end.max(self.position());
+            bytes = later;
+            if self.filled == CHUNK {
+                self.write_chunk()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Goes to `offset`. What is skipped and was never written reads as zeros.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write); [`Error::Read`].
+    pub fn seek(&mut self, offset: u64) -> Result<(), Error> {
+        let ahead = usize::try_from(offset.saturating_sub(self.begin)).unwrap_or(usize::MAX);
+        if offset >= self.position() && self.position() >= self.end && ahead < CHUNK {
+            self.staging[self.filled..ahead].fill(0);
+            self.filled = ahead;
+            return Ok(());
+        }
+        self.flush()?;
+        self.begin = offset - offset % BLOCK_ALIGN as u64;
+        self.filled = (offset - self.begin) as usize;
+        self.load()
+    }
+
+    /// Waits until everything written is on the disk.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub fn sync(&mut self) -> Result<(), Error> {
+        self.flush()?;
+        if std::mem::take(&mut self.reserved) {
+            // What was set aside and not needed.
+            self.file.set_len(self.end).map_err(|e| self.failed(self.end, e))?;
+        }
+        self.unflushed = 0;
+        self.file.sync_all().map_err(|e| self.failed(self.end, e))
+    }
+
+    fn position(&self) -> u64 {
+        self.begin + self.filled as u64
+    }
+
+    /// Gives the full staging away and goes on with the other chunk.
+    fn write_chunk(&mut self) -> Result<(), Error> {
+        if self.direct.is_none() {
+            self.write_staging()?;
+            self.unflushed += CHUNK as u64;
+            if self.unflushed >= FLUSH_BYTES {
+                self.unflushed = 0;
+                self.file.sync_data().map_err(|e| self.failed(self.begin, e))?;
+            }
+        } else {
+            self.settle()?;
+            let direct = self.direct.as_mut().expect("just seen");
+            let other = direct.spare.take().expect("it has been waited for");
+            let chunk = std::mem::replace(&mut self.staging, other);
+            direct.submit(Job { chunk, offset: self.begin, len: CHUNK });
+        }
+        self.begin += CHUNK as u64;
+        self.filled = 0;
+        Ok(())
+    }
+
+    /// Has everything written, by way of the page cache if need be. The staging stays as it is.
+    fn flush(&mut self) -> Result<(), Error> {
+        self.settle()?;
+        self.write_staging()
+    }
+
+    fn write_staging(&mut self) -> Result<(), Error> {
+        sys::write_all_at(&self.file, &self.staging[..self.filled], self.begin)
+            .map_err(|e| self.failed(self.begin, e))
+    }
+
+    /// Waits for the chunk under way.
+    fn settle(&mut self) -> Result<(), Error> {
+        let Some(direct) = self.direct.as_mut().filter(|direct| direct.spare.is_none()) else {
+            return Ok(());
+        };
+        let gone = || io::Error::other("the thread that writes has ended");
+        let (chunk, offset, result) = match direct.done.recv() {
+            Ok(done) => done,
+            Err(_) => return Err(self.failed(self.begin, gone())),
+        };
+        direct.spare = Some(chunk);
+        result.map_err(|e| self.failed(offset, e))
+    }
+
+    /// Brings what the file has before the position, in its block, into the staging.
+    fn load(&mut self) -> Result<(), Error> {
+        self.staging[..self.filled].fill(0);
+        let mut done = 0;
+        while done < self.filled {
+            let mut slice = [io::IoSliceMut::new(&mut self.staging[done..self.filled])];
+            match sys::read_vectored_at(&self.file, &mut slice, self.begin + done as u64) {
+                Ok(0) => break,
+                Ok(came) => done += came,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => {
+                    let (path, offset, len) = (self.path.clone(), self.begin, self.filled);
+                    return Err(Error::Read { path, offset, len, source: e.into() });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn failed(&self, offset: u64, error: io::Error) -> Error {
+        Error::Write { path: self.path.clone(), offset, source: error.into() }
+    }
+}
+
+impl Direct {
+    fn new(file: File, spare: Buffer) -> Result<Self, Error> {
+        let (jobs, inbox) = channel::<Job>();
+        let (outbox, done) = channel();
+        let work = move || {
+            for Job { chunk, offset, len } in inbox {
+                let result = sys::write_all_at(&file, &chunk[..len], offset);
+                if outbox.send((chunk, offset, result)).is_err() {
+                    return;
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("ts-io-write".into()).stack_size(256 << 10);
+        let thread = thread.spawn(work).map_err(|e| Error::Thread(e.into()))?;
+        Ok(Self { jobs: Some(jobs), done, thread: Some(thread), spare: Some(spare) })
+    }
+
+    fn submit(&self, job: Job) {
+        // Should the thread be gone, `settle` finds out.
+        let _ = self.jobs.as_ref().expect("present until drop").send(job);
+    }
+}
+
+impl Drop for Direct {
+    fn drop(&mut self) {
+        drop(self.jobs.take());
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn open(path: &Path) -> File {
+        File::options().create(true).truncate(true).read(true).write(true).open(path).unwrap()
+    }
+
+    #[derive(Debug, Clone)]
+    enum Act {
+        Write(usize),
+        Seek(u64),
+        Sync,
+    }
+
+    fn act() -> impl Strategy<Value = Act> {
+        prop_oneof![
+            4 => (0usize..3 * CHUNK).prop_map(Act::Write),
+            2 => (0usize..10_000).prop_map(Act::Write),
+            2 => (0u64..4 * CHUNK as u64).prop_map(Act::Seek),
+            1 => Just(Act::Sync),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+        /// Against a file in memory, on a file system with direct I/O.
+        #[test]
+        fn any_program_writes_what_it_says(acts in prop::collection::vec(act(), 1..12)) {
+            let dir = tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
+            let path = dir.path().join("written");
+            let mut writer = Writer::new(open(&path), &path, 1 << 20).unwrap();
+            let (mut expected, mut at, mut number) = (Vec::new(), 0usize, 0u8);
+            for act in acts {
+                match act {
+                    Act::Write(len) => {
+                        number = number.wrapping_add(1);
+                        let bytes: Vec<u8> = (0..len).map(|i| (i as u8).wrapping_mul(31) ^ number).collect();
+                        writer.write(&bytes).unwrap();
+                        if len > 0 {
+                            expected.resize(expected.len().max(at + len), 0);
+                            expected[at..at + len].copy_from_slice(&bytes);
+                        }
+                        at += len;
+                    }
+                    Act::Seek(offset) => {
+                        writer.seek(offset).unwrap();
+                        at = offset as usize;
+                    }
+                    Act::Sync => {
+                        writer.sync().unwrap();
+                        let there = std::fs::read(&path).unwrap();
+                        prop_assert!(there.iter().chain(std::iter::repeat(&0)).take(expected.len()).eq(&expected));
+                    }
+                }
+            }
+            writer.sync().unwrap();
+            drop(writer);
+            let there = std::fs::read(&path).unwrap();
+            prop_assert!(there.len() >= expected.len() && there[..expected.len()] == expected);
+            prop_assert!(there[expected.len()..].iter().all(|&byte| byte == 0));
+        }
+    }
+
+    #[test]
+    fn what_was_set_aside_and_not_needed_is_given_back() {
+        use std::os::unix::fs::MetadataExt;
+        let dir = tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
+        let path = dir.path().join("reserved");
+        let mut writer = Writer::new(open(&path), &path, 64 << 20).unwrap();
+        assert!(std::fs::metadata(&path).unwrap().blocks() * 512 >= 64 << 20, "room is set aside");
+        writer.write(&[1; 5000]).unwrap();
+        writer.sync().unwrap();
+        let metadata = std::fs::metadata(&path).unwrap();
+        assert_eq!(metadata.len(), 5000);
+        assert!(metadata.blocks() * 512 < 1 << 20, "{} blocks", metadata.blocks());
+    }
+
+    #[test]
+    fn a_disk_that_cannot_hold_it_says_so_at_once() {
+        let dir = tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
+        let path = dir.path().join("too-large");
+        let error = Writer::new(open(&path), &path, 1 << 50).unwrap_err();
+        assert!(matches!(error, Error::Write { .. }), "{error}");
+        assert!(error.to_string().contains("too-large"), "{error}");
+    }
+}
