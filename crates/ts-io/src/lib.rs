@@ -43,6 +43,8 @@ pub mod conformance;
 mod error;
 pub mod fault;
 mod file;
+#[cfg(target_os = "linux")]
+mod gds;
 mod join;
 mod measure;
 #[cfg(feature = "object")]
@@ -64,6 +66,8 @@ pub use backend::{
     Transfer, completion_queue, monotonic_ns,
 };
 pub use error::{Error, ErrorKind, SharedIoError};
+#[cfg(target_os = "linux")]
+pub use gds::{GdsMode, gds_mode};
 pub use measure::{Measured, Workload, measure};
 pub use provider::{Availability, BackendProvider, Choice, Registry};
 pub use source::{Fingerprint, Source};

@@ -6,6 +6,8 @@ use crate::backend::{Backend, BackendOptions, CompletionSink};
 #[cfg(target_os = "linux")]
 use crate::file::MmapProvider;
 use crate::file::{BufferedProvider, DirectProvider};
+#[cfg(target_os = "linux")]
+use crate::gds::GdsProvider;
 #[cfg(feature = "object")]
 use crate::object::ObjectProvider;
 #[cfg(target_os = "linux")]
@@ -60,7 +62,7 @@ impl std::fmt::Debug for Choice {
 }
 
 impl Registry {
-    /// Those of this crate that this build has: `adaptive`, `uring`, `direct`, `object`, `buffered` and `mmap`.
+    /// Those of this crate that this build has: `adaptive`, `uring`, `direct`, `object`, `buffered`, `mmap` and `gds`.
     pub fn builtin() -> Self {
         let mut this = Self { providers: Vec::new() };
         this.register(Arc::new(AdaptiveProvider));
@@ -72,6 +74,8 @@ impl Registry {
         this.register(Arc::new(BufferedProvider));
         #[cfg(target_os = "linux")]
         this.register(Arc::new(MmapProvider));
+        #[cfg(target_os = "linux")]
+        this.register(Arc::new(GdsProvider));
         this
     }
 

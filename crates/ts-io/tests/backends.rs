@@ -53,6 +53,24 @@ fn adaptive_conforms() {
     conforms("adaptive");
 }
 
+/// Where there is no GPU this shows that the reason is told; where there is one, that it conforms.
+#[test]
+fn gds_conforms_or_says_why_it_is_not_there() {
+    let dir = dir();
+    std::fs::write(dir.path().join("probe"), [0; 4096]).unwrap();
+    let probe = Source::open(dir.path().join("probe")).unwrap();
+    match ts_io::gds_mode() {
+        Ok(_) => conforms("gds"),
+        Err(reason) => {
+            let error = Registry::builtin().choose(Some("gds"), &[probe]).unwrap_err();
+            assert!(matches!(&error, Error::Unavailable { backend, .. } if backend == "gds"), "{error}");
+            assert!(
+                error.to_string().contains(&reason) && reason.contains("cufile") || reason.contains("cuFile")
+            );
+        }
+    }
+}
+
 #[test]
 fn a_view_is_the_file_s_bytes_and_tells_when_the_file_is_another() {
     let dir = dir();
@@ -136,7 +154,7 @@ fn a_misaligned_direct_read_is_given_back_with_the_alignment() {
 
 #[test]
 fn unknown_backends_and_missing_files_are_named() {
-    let error = Registry::builtin().choose(Some("gds"), &[]).unwrap_err();
+    let error = Registry::builtin().choose(Some("nvme"), &[]).unwrap_err();
     assert!(error.to_string().contains("adaptive, uring, direct, "), "{error}");
     let error = Source::open("/nonexistent/model.safetensors").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound);

@@ -2,6 +2,8 @@
 //! What is asked of the operating system beyond the standard library: this crate's one unsafe module.
 
 #[cfg(target_os = "linux")]
+mod cufile;
+#[cfg(target_os = "linux")]
 mod linux;
 #[cfg(target_os = "linux")]
 mod mapping;
@@ -10,6 +12,8 @@ mod portable;
 #[cfg(target_os = "linux")]
 mod ring;
 
+#[cfg(target_os = "linux")]
+pub(crate) use cufile::CuFile;
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;
 #[cfg(target_os = "linux")]

@@ -75,7 +75,7 @@ PREFETCH = {
 #: What reads in place of a backend that is not built yet, and why.
 FALLBACKS: dict[str, tuple[str | None, str]] = {
     "cuda": (None, "CUDA devices are not built yet; weights stream into memory of the CPU"),
-    "gpudirect": (None, "GPUDirect Storage is not built yet; weights stream into memory of the CPU"),
+    "gpudirect": (None, "memory of GPUs is not built yet; weights stream into memory of the CPU"),
 }
 
 
