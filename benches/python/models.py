@@ -19,7 +19,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
-SCRATCH = Path(__file__).parents[2] / "target" / "bench"
+ROOT = Path(__file__).parents[2]
+SCRATCH = ROOT / "target" / "bench"
 MIB = 2**20
 
 
@@ -139,15 +140,18 @@ def huge_pages(count: int = 64) -> Iterator[bool]:
         pool.write_text(before)
 
 
-def fio(file: Path, seconds: int, *, huge: bool = False) -> float:
+def fio(file: Path, seconds: int, *, engine: str = "libaio", huge: bool = False, fixed: bool = False) -> float:
     """Bytes per second that fio reads from ``file`` directly, 4 MiB at a time, 16 in flight.
 
-    Into ordinary memory, or into huge pages: a disk may take far fewer segments a request then.
+    Into ordinary memory, or into huge pages: a disk may take far fewer segments a request then. ``fixed`` memory is
+    registered with the kernel.
     """
-    options = "--rw=read --bs=4M --direct=1 --ioengine=libaio --iodepth=16 --time_based --output-format=json"
+    options = f"--rw=read --bs=4M --direct=1 --ioengine={engine} --iodepth=16 --time_based --output-format=json"
     command = ["fio", "--name=read", f"--filename={file}", f"--runtime={seconds}", *options.split()]
     if huge:
         command.append("--mem=mmaphuge")
+    if fixed:
+        command += ["--fixedbufs", "--registerfiles"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except FileNotFoundError:

@@ -22,6 +22,7 @@ pub(crate) fn run(what: &str) -> Result<()> {
     match what {
         "parts" => run_parts(),
         "exact" | "peak" | "llama" | "storage" => run_script(&python::prepared()?, what, &[]),
-        _ => Err(format!("no benchmark {what}: parts, exact, peak, llama or storage")),
+        "io" => run_script(&python::prepared()?, "backends", &[]),
+        _ => Err(format!("no benchmark {what}: parts, exact, io, peak, llama or storage")),
     }
 }

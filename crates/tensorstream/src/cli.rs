@@ -80,8 +80,8 @@ enum Command {
 
 #[derive(Debug, Subcommand)]
 enum Bench {
-    /// How fast each I/O backend reads a file, cold and warm, and which one is chosen. The file's place in the page
-    /// cache is lost.
+    /// How fast each I/O backend reads a file, cold and warm, and which one is chosen. The file loses its place in the
+    /// page cache, and must not be truncated meanwhile.
     Io(bench_io::Arguments),
 }
 

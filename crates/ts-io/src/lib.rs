@@ -27,11 +27,27 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! | backend | how | chosen |
+//! |---|---|---|
+//! | `adaptive` | what the page cache holds is copied, the rest comes from `uring` or `direct`; objects from `object` | first |
+//! | `uring` | O_DIRECT by io_uring, one thread | |
+//! | `direct` | O_DIRECT, a thread for each read in flight | |
+//! | `object` | ranged GETs over the network | for objects |
+//! | `buffered` | through the page cache | last |
+//! | `mmap` | copies from mappings; see also [`View`] | by name |
+//! | `gds` | NVIDIA's cuFile; see [`gds_mode`] | by name |
+//!
+//! [`Registry`] probes and chooses, or takes more; [`Tuner`] finds out request size and depth; [`measure()`] measures;
+//! [`Writer`] is the way back to the disk; [`conformance`] and [`fault`] are for those who write backends.
+//!
 //! # Invariants
 //! - Every buffer that was submitted comes back, exactly once: in a completion, or with the rejection. Also when
-//!   the read fails, is cancelled, or the backend is dropped.
+//!   the read fails, is cancelled, or the backend is dropped. After a timeout it goes back to its pool as soon as the
+//!   system can no longer write to it.
 //! - A completion without an error delivered every required byte, from a file that was before and after the read
-//!   the one that was opened (device, inode, length, modification time).
+//!   the one that was opened (device, inode, length, modification time), or from the version of an object that was
+//!   opened (ETag, or else Last-Modified, which is good to a second).
+//! - Every read ends: at its timeout at the latest.
 //!
 //! # Features
 //! `object` (off by default): object storage and web servers as sources. O_DIRECT, io_uring and page-cache residency
@@ -68,7 +84,9 @@ pub use backend::{
 pub use error::{Error, ErrorKind, SharedIoError};
 #[cfg(target_os = "linux")]
 pub use gds::{GdsMode, gds_mode};
-pub use measure::{Measured, Workload, measure};
+#[cfg(target_os = "linux")]
+pub use measure::measure_views;
+pub use measure::{Measured, Workload, measure, measure_memcpy};
 pub use provider::{Availability, BackendProvider, Choice, Registry};
 pub use source::{Fingerprint, Source};
 pub use tune::{Trial, Tuner, Tuning};

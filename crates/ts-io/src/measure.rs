@@ -118,3 +118,66 @@ pub fn measure(
     measured.mean_in_flight = busy_ns as f64 / measured.wall.as_nanos().max(1) as f64;
     Ok(measured)
 }
+
+/// What reads of a warm file are compared with: one thread that copies `bytes` into memory of `pool` that is used again
+/// and again, from memory that no cache of the CPU holds. Takes 256 MiB beside the pool. Blocks.
+///
+/// # Errors
+/// [`Error::Interrupted`]; [`Error::Memory`] when the pool is too small for a block.
+pub fn measure_memcpy(
+    bytes: u64,
+    pool: &HostPool,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<Measured, Error> {
+    const SOURCE: usize = 256 << 20;
+    const PIECE: usize = 4 << 20;
+    let source = vec![1u8; SOURCE];
+    let mut target = pool.allocate(PIECE.min(pool.stats().largest_free_bytes).max(BLOCK_ALIGN))?;
+    timed(bytes, PIECE as u64, BTreeMap::new(), interrupt, |begin, len| {
+        let at = begin as usize % SOURCE;
+        for from in source[at..at + len].chunks(target.len()) {
+            target[..from.len()].copy_from_slice(from);
+        }
+        std::hint::black_box(&mut target[..]);
+        Ok(())
+    })
+}
+
+/// What page faults cost: maps the first `bytes` of a file in units of 64 MiB, as a [`View`](crate::View) does, and
+/// reads a byte of each page. If another process truncates the file meanwhile, this one ends with SIGBUS. Blocks.
+///
+/// # Errors
+/// [`Error::Interrupted`]; [`Error::Read`], also when the source is no file or too short.
+#[cfg(target_os = "linux")]
+pub fn measure_views(
+    source: &Arc<Source>,
+    bytes: u64,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<Measured, Error> {
+    let file = source.file().ok_or_else(|| source.no_file())?;
+    let paths = BTreeMap::from([(ReadPath::Mapped, bytes)]);
+    timed(bytes, 64 << 20, paths, interrupt, |begin, len| {
+        let sum = sys::touch_mapped(file, begin, len).map_err(|e| source.failed(begin, len, e))?;
+        std::hint::black_box(sum);
+        Ok(())
+    })
+}
+
+/// Does a piece of work for each unit of so many bytes.
+fn timed(
+    bytes: u64,
+    unit: u64,
+    paths: BTreeMap<ReadPath, u64>,
+    interrupt: &mut dyn FnMut() -> bool,
+    mut work: impl FnMut(u64, usize) -> Result<(), Error>,
+) -> Result<Measured, Error> {
+    let (began, cpu_began) = (Instant::now(), sys::cpu_time());
+    for begin in (0..bytes).step_by(unit as usize) {
+        work(begin, unit.min(bytes - begin) as usize)?;
+        if interrupt() {
+            return Err(Error::Interrupted);
+        }
+    }
+    let cpu = sys::cpu_time().zip(cpu_began).map(|(now, then)| now.saturating_sub(then));
+    Ok(Measured { bytes, wall: began.elapsed(), cpu, mean_in_flight: 1.0, paths })
+}

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorstream as ts
 import torch
 from moto.server import ThreadedMotoServer
 from safetensors.torch import save_file
 from torch import nn
-
-import tensorstream as ts
 
 BUCKET = "models"
 
@@ -101,7 +100,7 @@ def test_another_version_of_an_object_is_an_error(bucket: Bucket, tmp_path: Path
     x = torch.randn(3, 64)
     assert torch.equal(model(x), reference(x))
     bucket.put("whole.safetensors", content[:-1] + b"x")
-    with pytest.raises(ts.TensorStreamError, match="s3://models/whole.safetensors: changed while it was in use"):
+    with pytest.raises(ts.TensorStreamError, match=r"s3://models/whole\.safetensors: changed while it was in use"):
         model(x)
     bucket.put("whole.safetensors", content)
     # What went wrong while layers were read ahead is told once, to whoever wants them.

@@ -7,7 +7,12 @@ use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use serde_json::json;
-use ts_io::{Availability, BackendOptions, Measured, Registry, Source, Tuner, Tuning, Workload, measure};
+#[cfg(target_os = "linux")]
+use ts_io::measure_views;
+use ts_io::{
+    Availability, BackendOptions, Measured, Registry, Source, Tuner, Tuning, Workload, measure,
+    measure_memcpy,
+};
 
 use ts_pool::{BLOCK_ALIGN, Budget, HostPool};
 
@@ -110,11 +115,12 @@ pub(super) fn run(
         options: BackendOptions { in_flight: tuning.in_flight, ..BackendOptions::default() },
         limit: None,
     };
-    let bytes = 2 * tuning.in_flight.max(1) * tuning.request_bytes.next_multiple_of(BLOCK_ALIGN);
-    let pool = HostPool::new(&Budget::new(bytes), bytes).map_err(ts_io::Error::from)?;
+    let memory = 2 * tuning.in_flight.max(1) * tuning.request_bytes.next_multiple_of(BLOCK_ALIGN);
+    let pool = HostPool::new(&Budget::new(memory), memory).map_err(ts_io::Error::from)?;
     // Pages are taken from the system before any time counts.
-    pool.allocate(bytes).map_err(ts_io::Error::from)?.fill(0);
-    let mut rows: BTreeMap<(State, usize), Vec<Measured>> = BTreeMap::new();
+    pool.allocate(memory).map_err(ts_io::Error::from)?.fill(0);
+    let mut rows: BTreeMap<(State, usize, &'static str), Vec<Measured>> = BTreeMap::new();
+    let bytes: u64 = workload.ranges.iter().map(|range| range.1).sum();
     // Nothing of an object is in the page cache.
     let states = if source.is_remote() { &[State::Remote][..] } else { &arguments.states[..] };
     for _ in 0..arguments.rounds.max(1) {
@@ -123,14 +129,21 @@ pub(super) fn run(
                 prepare(&source, &workload, state, arguments.stretch, interrupt)?;
                 let measured =
                     interruptible(measure(provider.as_ref(), &source, &workload, &pool, interrupt))?;
-                rows.entry((state, index)).or_default().push(measured);
+                rows.entry((state, index, provider.name())).or_default().push(measured);
+            }
+            if state == State::Warm && arguments.backends.is_empty() {
+                let copied = interruptible(measure_memcpy(bytes, &pool, interrupt))?;
+                rows.entry((state, providers.len(), "(memcpy)")).or_default().push(copied);
+                #[cfg(target_os = "linux")]
+                {
+                    let viewed = interruptible(measure_views(&source, bytes, interrupt))?;
+                    rows.entry((state, providers.len() + 1, "(views)")).or_default().push(viewed);
+                }
             }
         }
     }
-    let rows: Vec<Row> = rows
-        .into_iter()
-        .map(|((state, index), runs)| Row::new(providers[index].name(), state, &runs))
-        .collect();
+    let rows: Vec<Row> =
+        rows.into_iter().map(|((state, _, name), runs)| Row::new(name, state, &runs)).collect();
     if as_json {
         print_json(arguments, &workload, &rows, &absent, chosen);
     } else {

@@ -17,7 +17,7 @@ pub(crate) use cufile::CuFile;
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;
 #[cfg(target_os = "linux")]
-pub(crate) use mapping::{Mapping, read_mapped_at};
+pub(crate) use mapping::{Mapping, read_mapped_at, touch_mapped};
 #[cfg(not(target_os = "linux"))]
 pub(crate) use portable::*;
 #[cfg(target_os = "linux")]

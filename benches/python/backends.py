@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Every I/O backend against what this machine can do, nine interleaved rounds.
+
+`cargo xtask bench io`. Cold files against the best of fio's ways (libaio and io_uring, into ordinary memory, into
+registered memory and into huge pages; 4 MiB, 16 in flight), warm ones against a loop of memcpy, the automatic choice
+against the best backend, and objects against as many curls as we have requests in flight, both reading ranges from an
+nginx on loopback, where there is one (apt-get install nginx-light).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from models import ROOT, fio, huge_pages, llama_1b, spread
+
+ROUNDS = 9
+DEPTH = 16
+CURLS = 8
+PROGRAM = ROOT / "target/release/tensorstream"
+FIO = {
+    "libaio": {"engine": "libaio"},
+    "io_uring": {"engine": "io_uring"},
+    "io_uring, registered": {"engine": "io_uring", "fixed": True},
+    "libaio, huge pages": {"engine": "libaio", "huge": True},
+    "io_uring, registered, huge pages": {"engine": "io_uring", "fixed": True, "huge": True},
+}
+
+Rows = dict[tuple[str, str], dict[str, Any]]
+
+
+def main() -> int:
+    build = ["cargo", "build", "--release", "--quiet", "--package", "tensorstream", "--features", "object"]
+    subprocess.run(build, check=True, cwd=ROOT)
+    shard = llama_1b() / "model-00001-of-00003.safetensors"
+    cold(shard)
+    states(shard)
+    objects(shard)
+    return 0
+
+
+def measure(source: str | Path, *options: str) -> Rows:
+    """One round of `tensorstream bench io`: its rows by state and backend."""
+    command = [PROGRAM, "bench", "io", source, "--rounds", "1", "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {(row["state"], row["backend"]): row for row in json.loads(done.stdout)["rows"]}
+
+
+def cold(shard: Path) -> None:
+    """In the file's order, and in units of 88 MB in a random one."""
+    disks: dict[str, list[float]] = defaultdict(list)
+    ours: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    common = ["--states", "cold", "--request-bytes", "4MiB", "--in-flight", str(DEPTH), "--backends"]
+    with huge_pages() as huge:
+        for _ in range(ROUNDS):
+            for name, way in FIO.items():
+                if huge or not way.get("huge"):
+                    disks[name].append(fio(shard, 1, **way) / 2**30)
+            for backend in ("direct", "uring", "adaptive"):
+                ours[backend].append(measure(shard, *common, backend)["cold", backend])
+            for backend in ("direct", "uring"):
+                row = measure(shard, *common, backend, "--random-units", "88MB")["cold", backend]
+                ours[f"{backend}, 88 MB units in random order"].append(row)
+    best = [max(each) for each in zip(*disks.values(), strict=True)]
+    print("### Cold\n\n| | GiB/s, median (range) | fluctuation | of fio's best, median of pairs (range) |", end="")
+    print(" CPU s/GiB | in flight |\n|---|---|---|---|---|---|")
+    for name, rates in disks.items():
+        print(f"| fio: {name} | {spread(rates)} | {fluctuation(rates)} | | | {DEPTH} |")
+    print(f"| fio, the best of each round | {spread(best)} | {fluctuation(best)} | 1 | | |")
+    for name, rows in ours.items():
+        rates = [row["gib_per_s"] for row in rows]
+        ratios = [rate / limit for rate, limit in zip(rates, best, strict=True)]
+        cpu = statistics.median(row["cpu_s_per_gib"] for row in rows)
+        depth = statistics.median(row["mean_in_flight"] for row in rows)
+        print(f"| {name} | {spread(rates)} | {fluctuation(rates)} | {spread(ratios)} | {cpu:.3f} | {depth:.1f} |")
+
+
+def states(shard: Path) -> None:
+    """The automatic choice against every backend, and what is warm against memcpy."""
+    cases = {
+        "cold": ["--states", "cold"],
+        "half warm, 32 MiB and 32 MiB": ["--states", "half"],
+        "half warm, 1 MiB and 1 MiB": ["--states", "half", "--stretch", "1MiB"],
+        "warm": ["--states", "warm"],
+    }
+    seen: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for _ in range(ROUNDS):
+        for case, options in cases.items():
+            for (_, backend), row in measure(shard, *options, "--request-bytes", "4MiB", "--in-flight", "8").items():
+                seen[case, backend].append(row["gib_per_s"])
+    print(
+        "\n### The automatic choice\n\n| file | backend | GiB/s, median (range) |"
+        " adaptive / it, median of pairs (range) |"
+    )
+    print("|---|---|---|---|")
+    for (case, backend), rates in seen.items():
+        ratios = [mine / rate for mine, rate in zip(seen[case, "adaptive"], rates, strict=True)]
+        print(f"| {case} | {backend} | {spread(rates)} | {spread(ratios)} |")
+
+
+def objects(shard: Path) -> None:
+    """Our requests against as many curls, from the same server."""
+    if shutil.which("nginx") is None or shutil.which("curl") is None:
+        print("\nobjects: not measured, needs nginx and curl: apt-get install nginx-light curl")
+        return
+    curls, ours = [], []
+    with nginx(shard.parent) as url:
+        measure(f"{url}/{shard.name}", "--backends", "object")  # the server's files are warm from here on
+        for _ in range(ROUNDS):
+            curls.append(curl(f"{url}/{shard.name}", shard.stat().st_size))
+            options = ["--backends", "object", "--request-bytes", "4MiB", "--in-flight", str(CURLS)]
+            ours.append(measure(f"{url}/{shard.name}", *options)["remote", "object"]["gib_per_s"])
+    ratios = [mine / theirs for mine, theirs in zip(ours, curls, strict=True)]
+    print(
+        "\n### Objects\n\n| | GiB/s, median (range) | fluctuation |"
+        " of curl, median of pairs (range) |\n|---|---|---|---|"
+    )
+    print(f"| {CURLS} curls, a range each | {spread(curls)} | {fluctuation(curls)} | |")
+    print(f"| object, {CURLS} in flight | {spread(ours)} | {fluctuation(ours)} | {spread(ratios)} |")
+
+
+def curl(url: str, size: int) -> float:
+    """GiB/s of several curls that read a range each, to nowhere."""
+    part = size // CURLS
+    began = time.perf_counter()
+    ranges = [f"{i * part}-{(i + 1) * part - 1}" for i in range(CURLS)]
+    running = [subprocess.Popen(["curl", "-sf", "-r", each, "-o", os.devnull, url]) for each in ranges]
+    failed = [process.wait() for process in running]
+    assert not any(failed), failed
+    return part * CURLS / 2**30 / (time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def nginx(directory: Path) -> Iterator[str]:
+    """A server on loopback for the files of a directory, with two workers."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    # As root its workers are somebody else, who may not read the files.
+    user = "user root;" if os.geteuid() == 0 else ""
+    with tempfile.TemporaryDirectory() as scratch:
+        config = Path(scratch) / "nginx.conf"
+        config.write_text(
+            f"{user} worker_processes 2; daemon off; pid {scratch}/pid; error_log {scratch}/error.log;\n"
+            "events { worker_connections 256; }\n"
+            f"http {{ access_log off; sendfile on; tcp_nopush on; keepalive_requests 100000;\n"
+            f"server {{ listen 127.0.0.1:{port}; root {directory}; }} }}\n"
+        )
+        server = subprocess.Popen(["nginx", "-p", scratch, "-c", str(config)], stderr=subprocess.DEVNULL)
+        try:
+            for _ in range(100):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(0.05)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def fluctuation(rates: list[float]) -> str:
+    """Standard deviation as a share of the mean."""
+    return f"{statistics.stdev(rates) / statistics.mean(rates):.0%}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
