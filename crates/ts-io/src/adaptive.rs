@@ -12,6 +12,7 @@ use crate::join::Joiner;
 #[cfg(feature = "object")]
 use crate::object::ObjectProvider;
 use crate::provider::{Availability, BackendProvider};
+use crate::source::SAMPLES;
 use crate::{Error, Source};
 
 /// `adaptive`: for each part of a request the backend that is best for it.
@@ -37,10 +38,7 @@ impl BackendProvider for AdaptiveProvider {
         // Without a ring, threads do it.
         #[cfg(target_os = "linux")]
         let uring = crate::uring::UringProvider.create(options, sink()).ok();
-        // Copies are bound by cores and not by the device.
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let copies = BackendOptions { in_flight: options.in_flight.clamp(1, cores), ..options.clone() };
-        let buffered = BufferedProvider.create(&copies, sink())?;
+        let buffered = BufferedProvider.create(options, sink())?;
         #[cfg(feature = "object")]
         let object = ObjectProvider.create(options, sink())?;
         Ok(Box::new(AdaptiveBackend {
@@ -109,12 +107,12 @@ impl AdaptiveBackend {
             return Ok(vec![(self.object.as_ref(), room)]);
         }
         let buffered = self.buffered.as_ref();
-        let share = source.residency(offset, request.required).unwrap_or(0.0);
-        if share >= 1.0 || request.check_alignment("direct").is_err() {
+        let warm = source.warm_samples(offset, request.required);
+        if warm == SAMPLES || request.check_alignment("direct").is_err() {
             return Ok(vec![(buffered, room)]);
         }
         let direct = self.direct(source)?;
-        if share == 0.0 {
+        if warm == 0 {
             return Ok(vec![(direct, room)]);
         }
         let mut runs: Vec<_> = source

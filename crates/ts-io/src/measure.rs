@@ -119,26 +119,29 @@ pub fn measure(
     Ok(measured)
 }
 
-/// What reads of a warm file are compared with: one thread that copies `bytes` into memory of `pool` that is used again
-/// and again, from memory that no cache of the CPU holds. Takes 256 MiB beside the pool. Blocks.
+/// What reads of a warm file are compared with: one thread that copies `bytes` from ordinary memory, which no cache of
+/// the CPU holds, in pieces of `request_bytes` into the whole memory of `pool`, again and again. Takes 256 MiB beside
+/// the pool. Blocks.
 ///
 /// # Errors
-/// [`Error::Interrupted`]; [`Error::Memory`] when the pool is too small for a block.
+/// [`Error::Interrupted`]; [`Error::Memory`] when part of the pool is in use.
 pub fn measure_memcpy(
     bytes: u64,
+    request_bytes: usize,
     pool: &HostPool,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<Measured, Error> {
     const SOURCE: usize = 256 << 20;
-    const PIECE: usize = 4 << 20;
     let source = vec![1u8; SOURCE];
-    let mut target = pool.allocate(PIECE.min(pool.stats().largest_free_bytes).max(BLOCK_ALIGN))?;
-    timed(bytes, PIECE as u64, BTreeMap::new(), interrupt, |begin, len| {
-        let at = begin as usize % SOURCE;
-        for from in source[at..at + len].chunks(target.len()) {
-            target[..from.len()].copy_from_slice(from);
-        }
-        std::hint::black_box(&mut target[..]);
+    let mut target = pool.allocate(pool.stats().capacity_bytes)?;
+    let piece = request_bytes.clamp(1, SOURCE.min(target.len()));
+    let (mut from, mut to) = (0, 0);
+    timed(bytes, piece as u64, BTreeMap::new(), interrupt, |_, len| {
+        (from, to) =
+            (if from + len > SOURCE { 0 } else { from }, if to + len > target.len() { 0 } else { to });
+        target[to..to + len].copy_from_slice(&source[from..from + len]);
+        std::hint::black_box(&mut target[to..to + len]);
+        (from, to) = (from + len, to + len);
         Ok(())
     })
 }

@@ -188,6 +188,14 @@ impl Source {
         }
     }
 
+    /// How many of [`SAMPLES`] pages, evenly spread over `offset..offset + len`, the page cache holds. Asking about all
+    /// of them would take a twentieth of the time that copying them does.
+    pub(crate) fn warm_samples(&self, offset: u64, len: usize) -> usize {
+        let last = len.saturating_sub(1) as u64;
+        let places = (0..SAMPLES as u64).map(|i| offset.saturating_add(last / (SAMPLES as u64 - 1) * i));
+        places.filter(|&place| self.residency(place, 1) == Some(1.0)).count()
+    }
+
     /// `offset..offset + len` cut where the page cache begins and ceases to hold it: whether it does, and how many bytes.
     /// In stretches large enough to be worth a request of their own, but for the ends.
     pub(crate) fn resident_runs(&self, offset: u64, len: usize) -> Vec<(bool, usize)> {
@@ -354,6 +362,9 @@ impl Source {
         opened.as_ref().map_err(String::as_str)
     }
 }
+
+/// How many pages of a request are looked for in the page cache before it is looked at as a whole.
+pub(crate) const SAMPLES: usize = 9;
 
 /// Why an object cannot be read as a file.
 const NO_FILE: &str = "it is not a file";

@@ -19,6 +19,9 @@ use ts_pool::{BLOCK_ALIGN, Budget, HostPool};
 use super::{budget, say};
 use crate::Error;
 
+/// Rows that are no backends.
+const MEMCPY: &str = "memcpy";
+const VIEWS: &str = "views";
 /// Memory for finding out request size and depth.
 const TUNING_BYTES: usize = 128 << 20;
 
@@ -29,7 +32,11 @@ pub(super) struct Arguments {
     /// Measurements of each backend and state, of which the median counts.
     #[arg(long, default_value_t = 3)]
     rounds: usize,
-    /// Backends, separated by commas; all if not given.
+    /// How often to read it in each measurement.
+    #[arg(long, default_value_t = 1)]
+    passes: usize,
+    /// Backends, separated by commas; all if not given. With `memcpy`, what a warm file is compared with, and `views`,
+    /// what mapping it costs.
     #[arg(long, value_delimiter = ',')]
     backends: Vec<String>,
     /// What the page cache holds of the file before each measurement.
@@ -95,7 +102,8 @@ pub(super) fn run(
             _ => {}
         }
     }
-    if let Some(unknown) = arguments.backends.iter().find(|name| !registry.names().contains(&name.as_str())) {
+    let known = |name: &str| [MEMCPY, VIEWS].contains(&name) || registry.names().contains(&name);
+    if let Some(unknown) = arguments.backends.iter().find(|name| !known(name)) {
         registry.choose(Some(unknown), &[])?;
     }
     let tuning = match (arguments.request_bytes, arguments.in_flight) {
@@ -110,7 +118,8 @@ pub(super) fn run(
         }
     };
     let workload = Workload {
-        ranges: ranges(source.len().min(arguments.bytes as u64), arguments.random_units),
+        ranges: ranges(source.len().min(arguments.bytes as u64), arguments.random_units)
+            .repeat(arguments.passes.max(1)),
         request_bytes: tuning.request_bytes,
         options: BackendOptions { in_flight: tuning.in_flight, ..BackendOptions::default() },
         limit: None,
@@ -121,6 +130,8 @@ pub(super) fn run(
     pool.allocate(memory).map_err(ts_io::Error::from)?.fill(0);
     let mut rows: BTreeMap<(State, usize, &'static str), Vec<Measured>> = BTreeMap::new();
     let bytes: u64 = workload.ranges.iter().map(|range| range.1).sum();
+    #[cfg(target_os = "linux")]
+    let end = source.len().min(arguments.bytes as u64);
     // Nothing of an object is in the page cache.
     let states = if source.is_remote() { &[State::Remote][..] } else { &arguments.states[..] };
     for _ in 0..arguments.rounds.max(1) {
@@ -131,14 +142,20 @@ pub(super) fn run(
                     interruptible(measure(provider.as_ref(), &source, &workload, &pool, interrupt))?;
                 rows.entry((state, index, provider.name())).or_default().push(measured);
             }
-            if state == State::Warm && arguments.backends.is_empty() {
-                let copied = interruptible(measure_memcpy(bytes, &pool, interrupt))?;
-                rows.entry((state, providers.len(), "(memcpy)")).or_default().push(copied);
-                #[cfg(target_os = "linux")]
-                {
-                    let viewed = interruptible(measure_views(&source, bytes, interrupt))?;
-                    rows.entry((state, providers.len() + 1, "(views)")).or_default().push(viewed);
-                }
+            if state != State::Warm {
+                continue;
+            }
+            let asked =
+                |name: &str| arguments.backends.is_empty() || arguments.backends.iter().any(|b| b == name);
+            if asked(MEMCPY) {
+                let copied = interruptible(measure_memcpy(bytes, workload.request_bytes, &pool, interrupt))?;
+                rows.entry((state, providers.len(), MEMCPY)).or_default().push(copied);
+            }
+            #[cfg(target_os = "linux")]
+            if asked(VIEWS) {
+                prepare(&source, &workload, state, arguments.stretch, interrupt)?;
+                let viewed = interruptible(measure_views(&source, end, interrupt))?;
+                rows.entry((state, providers.len() + 1, VIEWS)).or_default().push(viewed);
             }
         }
     }
@@ -179,7 +196,7 @@ fn prepare(
     if matches!(state, State::Cold | State::Half) {
         source.evict()?;
     }
-    let bytes: u64 = workload.ranges.iter().map(|range| range.1).sum();
+    let bytes = workload.ranges.iter().map(|range| range.0 + range.1).max().unwrap_or(0);
     let stretches = (0..bytes).step_by(stretch).enumerate();
     let mut buffer = vec![0; 1 << 20];
     for (index, begin) in stretches {
