@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use ts_pool::HostPool;
 
 use crate::backend::{Backend, BackendOptions, Capabilities, CompletionSink, ReadRequest, Rejected};
-use crate::file::{BufferedProvider, DirectProvider};
+use crate::file::{DirectProvider, copier};
 use crate::join::Joiner;
 #[cfg(feature = "object")]
 use crate::object::ObjectProvider;
@@ -38,7 +38,7 @@ impl BackendProvider for AdaptiveProvider {
         // Without a ring, threads do it.
         #[cfg(target_os = "linux")]
         let uring = crate::uring::UringProvider.create(options, sink()).ok();
-        let buffered = BufferedProvider.create(options, sink())?;
+        let buffered = copier(options, sink())?;
         #[cfg(feature = "object")]
         let object = ObjectProvider.create(options, sink())?;
         Ok(Box::new(AdaptiveBackend {

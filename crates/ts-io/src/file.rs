@@ -31,9 +31,15 @@ impl BackendProvider for BufferedProvider {
     }
 
     fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
-        let reader = FileReader { path: ReadPath::Buffered, faults: options.faults.clone() };
+        let reader = FileReader { path: ReadPath::Buffered, quiet: false, faults: options.faults.clone() };
         Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
     }
+}
+
+/// As `buffered`, for what the page cache is known to hold: does not have it read ahead.
+pub(crate) fn copier(options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
+    let reader = FileReader { path: ReadPath::Buffered, quiet: true, faults: options.faults.clone() };
+    Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
 }
 
 impl BackendProvider for DirectProvider {
@@ -54,7 +60,7 @@ impl BackendProvider for DirectProvider {
     }
 
     fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
-        let reader = FileReader { path: ReadPath::Direct, faults: options.faults.clone() };
+        let reader = FileReader { path: ReadPath::Direct, quiet: false, faults: options.faults.clone() };
         Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
     }
 }
@@ -79,13 +85,15 @@ impl BackendProvider for MmapProvider {
     }
 
     fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
-        let reader = FileReader { path: ReadPath::Mapped, faults: options.faults.clone() };
+        let reader = FileReader { path: ReadPath::Mapped, quiet: false, faults: options.faults.clone() };
         Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
     }
 }
 
 struct FileReader {
     path: ReadPath,
+    /// Through a handle whose reads are not continued by the system.
+    quiet: bool,
     faults: Faults,
 }
 
@@ -103,6 +111,6 @@ impl BlockingRead for FileReader {
 
     fn read(&self, request: &mut ReadRequest) -> Result<(usize, ReadPath), Error> {
         let ReadRequest { source, offset, buffers, .. } = request;
-        Ok((source.read_buffers(self.path, *offset, buffers, &self.faults)?, self.path))
+        Ok((source.read_buffers(self.path, self.quiet, *offset, buffers, &self.faults)?, self.path))
     }
 }

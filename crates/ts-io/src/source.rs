@@ -62,6 +62,8 @@ enum Origin {
     File {
         file: File,
         direct: OnceLock<Result<Direct, String>>,
+        /// For copies from the page cache; `None` where the system has no such handle.
+        quiet: OnceLock<Option<File>>,
     },
     #[cfg(feature = "object")]
     Object(Remote),
@@ -130,7 +132,11 @@ impl Source {
         let file = File::open(&path).map_err(failed)?;
         let metadata = file.metadata().map_err(failed)?;
         let fingerprint = Fingerprint::of(&metadata);
-        Ok(Arc::new(Self { path, fingerprint, origin: Origin::File { file, direct: OnceLock::new() } }))
+        Ok(Arc::new(Self {
+            path,
+            fingerprint,
+            origin: Origin::File { file, direct: OnceLock::new(), quiet: OnceLock::new() },
+        }))
     }
 
     /// The object, if it is one.
@@ -238,24 +244,26 @@ impl Source {
         if let Origin::Object(remote) = &self.origin {
             return remote.read_at(offset, buffer, BackendOptions::default().timeout);
         }
-        self.read(ReadPath::Buffered, offset, &mut Memory::Slice(buffer), &Faults::default())
+        self.read(ReadPath::Buffered, false, offset, &mut Memory::Slice(buffer), &Faults::default())
     }
 
     /// Fills `buffers` one after the other with what is at `offset` on, as far as the file goes. `path` is
-    /// buffered, mapped or direct; for the latter the memory must be aligned as [`ReadRequest`](crate::ReadRequest) says.
+    /// buffered (`quiet`: without reading ahead), mapped or direct; for the latter the memory must be aligned as [`ReadRequest`](crate::ReadRequest) says.
     pub(crate) fn read_buffers(
         &self,
         path: ReadPath,
+        quiet: bool,
         offset: u64,
         buffers: &mut [Buffer],
         faults: &Faults,
     ) -> Result<usize, Error> {
-        self.read(path, offset, &mut Memory::Buffers(buffers), faults)
+        self.read(path, quiet, offset, &mut Memory::Buffers(buffers), faults)
     }
 
     fn read(
         &self,
         path: ReadPath,
+        quiet: bool,
         offset: u64,
         memory: &mut Memory<'_>,
         faults: &Faults,
@@ -267,6 +275,7 @@ impl Source {
                 let direct = self.direct().map_err(unavailable)?;
                 (&direct.file, direct.alignment)
             }
+            _ if quiet => (self.quiet_file().ok_or_else(|| self.no_file())?, 1),
             _ => (self.file().ok_or_else(|| self.no_file())?, 1),
         };
         let call = match path {
@@ -303,6 +312,13 @@ impl Source {
             #[cfg(feature = "object")]
             Origin::Object(_) => None,
         }
+    }
+
+    /// The file by a handle for which the system reads nothing ahead, if it has such; else by the ordinary one.
+    fn quiet_file(&self) -> Option<&File> {
+        #[allow(irrefutable_let_patterns, reason = "without `object` every source is a file")]
+        let Origin::File { file, quiet, .. } = &self.origin else { return None };
+        Some(quiet.get_or_init(|| sys::reopen_quiet(file).ok()).as_ref().unwrap_or(file))
     }
 
     /// The error of a backend for files that was asked to read an object.

@@ -97,6 +97,16 @@ pub(crate) fn reopen_direct(file: &File) -> io::Result<(File, usize)> {
     Ok((file, alignment))
 }
 
+/// The same file once more, for reads that nothing is read ahead for.
+pub(crate) fn reopen_quiet(file: &File) -> io::Result<File> {
+    let file = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    // SAFETY: the descriptor is open; the call only advises.
+    match unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) } {
+        0 => Ok(file),
+        number => Err(io::Error::from_raw_os_error(number)),
+    }
+}
+
 /// Sets room aside on the disk, without making the file longer.
 pub(crate) fn reserve(file: &File, len: u64) -> io::Result<()> {
     let len = libc::off_t::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
