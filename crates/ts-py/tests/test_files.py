@@ -139,7 +139,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, suffix: str) -> None:
         "    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert f"{path.name}: cannot write: File too large" in done.stdout
+    assert f"{path.name}: cannot write at byte 0: File too large" in done.stdout
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
