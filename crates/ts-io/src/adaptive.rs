@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `adaptive`: asks the page cache first. What it holds is copied from there; the rest comes straight from the device
-//! and leaves the cache as it is. Objects come over the network.
+//! past the cache. (Copies can still touch marks that earlier readers left in the cache, at which the system reads ahead.)
+//! Objects come over the network.
 
 use std::sync::{Arc, OnceLock};
 
