@@ -36,15 +36,16 @@ impl Checkpoint {
     /// one is not what it should be.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
+        let mut opened = BTreeMap::new();
         let file = match path.to_str().filter(|text| Source::is_url(text)) {
-            Some(url) => find_at(url)?,
+            Some(url) => find_at(url, &mut opened)?,
             None if path.is_dir() => find_in(path)?,
             None => path.to_path_buf(),
         };
         let name = file.to_string_lossy().into_owned();
         let sharded = file.extension().is_some_and(|e| e == "json");
         let reader = if sharded { CatalogReader::sharded(name) } else { CatalogReader::single(name) };
-        read_catalog(reader)
+        read_catalog(reader, opened)
     }
 
     /// What is in it.
@@ -183,15 +184,21 @@ fn find_in(dir: &Path) -> Result<PathBuf, Error> {
     }
 }
 
-/// What a URL names, or what lies below it.
-fn find_at(url: &str) -> Result<PathBuf, Error> {
+/// Files that are open already, by their names.
+type Opened = BTreeMap<String, Arc<Source>>;
+
+/// What a URL names, or what lies below it: which is then open.
+fn find_at(url: &str, opened: &mut Opened) -> Result<PathBuf, Error> {
     if Path::new(url).extension().is_some_and(|e| e == "safetensors" || e == "ts" || e == "json") {
         return Ok(url.into());
     }
     for name in [SINGLE, INDEX, CONTAINER] {
         let file = format!("{}/{name}", url.trim_end_matches('/'));
         match Source::open(&file) {
-            Ok(_) => return Ok(file.into()),
+            Ok(source) => {
+                opened.insert(file.clone(), source);
+                return Ok(file.into());
+            }
             Err(error) if error.kind() == ts_io::ErrorKind::NotFound => {}
             Err(error) => return Err(error.into()),
         }
@@ -204,8 +211,7 @@ fn open_error(path: &Path, error: std::io::Error) -> Error {
 }
 
 /// Feeds the reader from files.
-fn read_catalog(mut reader: CatalogReader) -> Result<Checkpoint, Error> {
-    let mut opened: BTreeMap<String, Arc<Source>> = BTreeMap::new();
+fn read_catalog(mut reader: CatalogReader, mut opened: Opened) -> Result<Checkpoint, Error> {
     while let Some(Need { file, offset, len }) = reader.need() {
         let source = match opened.get(&file) {
             Some(source) => Arc::clone(source),

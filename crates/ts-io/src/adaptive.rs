@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use ts_pool::HostPool;
 
 use crate::backend::{Backend, BackendOptions, Capabilities, CompletionSink, ReadRequest, Rejected};
-use crate::file::{DirectProvider, copier};
+use crate::file::Access;
 use crate::join::Joiner;
 #[cfg(feature = "object")]
 use crate::object::ObjectProvider;
@@ -30,7 +30,7 @@ impl BackendProvider for AdaptiveProvider {
 
     fn probe(&self, sources: &[Arc<Source>]) -> Availability {
         let files: Vec<_> = sources.iter().filter(|s| !s.is_remote()).cloned().collect();
-        DirectProvider.probe(&files)
+        Access::Direct.probe(&files)
     }
 
     fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
@@ -39,7 +39,7 @@ impl BackendProvider for AdaptiveProvider {
         // Without a ring, threads do it.
         #[cfg(target_os = "linux")]
         let uring = crate::uring::UringProvider.create(options, sink()).ok();
-        let buffered = copier(options, sink())?;
+        let buffered = Access::Cached.create(options, sink())?;
         #[cfg(feature = "object")]
         let object = ObjectProvider.create(options, sink())?;
         Ok(Box::new(AdaptiveBackend {
@@ -95,7 +95,7 @@ impl AdaptiveBackend {
             return Ok(uring.as_ref());
         }
         let _ = source;
-        let direct = self.direct.get_or_init(|| DirectProvider.create(&self.options, sink_of(&self.joiner)));
+        let direct = self.direct.get_or_init(|| Access::Direct.create(&self.options, sink_of(&self.joiner)));
         direct.as_deref().map_err(Clone::clone)
     }
 

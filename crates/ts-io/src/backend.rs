@@ -159,9 +159,7 @@ pub struct Completion {
 /// What a read that went well did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Transfer {
-    /// Bytes delivered, at least the required ones.
-    pub bytes: usize,
-    /// The paths they took, and how many took each.
+    /// The paths that the bytes took, and how many took each.
     pub paths: Vec<(ReadPath, usize)>,
     /// When the read began and ended, in nanoseconds of [`monotonic_ns`].
     pub started_ns: u64,
@@ -172,7 +170,12 @@ pub struct Transfer {
 impl Transfer {
     /// A read that ends now, all of whose bytes came one way.
     pub fn by(path: ReadPath, bytes: usize, started_ns: u64) -> Self {
-        Self { bytes, paths: vec![(path, bytes)], started_ns, finished_ns: monotonic_ns() }
+        Self { paths: vec![(path, bytes)], started_ns, finished_ns: monotonic_ns() }
+    }
+
+    /// Bytes delivered, at least the required ones.
+    pub fn bytes(&self) -> usize {
+        self.paths.iter().map(|(_, bytes)| bytes).sum()
     }
 }
 

@@ -161,7 +161,7 @@ fn delivers_the_bytes_of_every_range(provider: &dyn BackendProvider, place: &dyn
         let done = bench.wait();
         let (offset, len) = ranges[done.token as usize];
         let transfer = done.result.expect("the file is readable");
-        assert_eq!(transfer.bytes, len, "the whole range was delivered");
+        assert_eq!(transfer.bytes(), len, "the whole range was delivered");
         assert!(transfer.started_ns <= transfer.finished_ns);
         assert!(transfer.paths.iter().all(|(path, _)| ReadPath::ALL.contains(path)));
         assert_eq!(transfer.paths.iter().map(|path| path.1).sum::<usize>(), len, "every byte took a path");
@@ -184,7 +184,7 @@ fn delivers_ends_that_are_not_aligned(provider: &dyn BackendProvider, place: &dy
         let request = ReadRequest::new(0, Arc::clone(&source), offset as u64, len, buffer);
         bench.backend.submit(request).map_err(|r| r.error).expect("what lies as the file does is taken");
         let done = bench.wait();
-        assert_eq!(done.result.expect("readable").bytes, len);
+        assert_eq!(done.result.expect("readable").bytes(), len);
         assert!(done.buffers[0][..] == content[offset..][..len], "the bytes of {offset}+{len} are right");
         let around = before.iter().chain(behind.iter());
         assert!(around.copied().all(|byte| byte == 0xEE), "nothing is written around {offset}+{len}");
@@ -199,7 +199,7 @@ fn fills_buffers_one_after_the_other(provider: &dyn BackendProvider, place: &dyn
     let request = ReadRequest { token: 7, source, offset: 12_288, required: room, buffers };
     bench.backend.submit(request).map_err(|r| r.error).expect("whole blocks are taken");
     let done = bench.wait();
-    assert_eq!(done.result.expect("readable").bytes, room);
+    assert_eq!(done.result.expect("readable").bytes(), room);
     let bytes: Vec<u8> = done.buffers.iter().flat_map(|buffer| buffer.iter().copied()).collect();
     assert!(bytes == content[12_288..][..room], "the bytes are right, in the order of the buffers");
 }
@@ -212,7 +212,7 @@ fn refuses_memory_that_it_cannot_fill(provider: &dyn BackendProvider, place: &dy
         Ok(()) => {
             assert!(!bench.backend.capabilities().needs_alignment, "it says that it needs alignment");
             let done = bench.wait();
-            assert_eq!(done.result.expect("readable").bytes, 8192);
+            assert_eq!(done.result.expect("readable").bytes(), 8192);
             assert!(done.buffers[0][..] == content[1000..][..8192]);
         }
         Err(rejected) => {
@@ -228,7 +228,7 @@ fn fills_up_to_the_end_of_the_file_and_no_further(provider: &dyn BackendProvider
     let bench = Bench::new(provider);
     let (content, source) = source(place, "tail", 10_001);
     let done = bench.read(&source, 8192, 4096, 10_001 - 8192);
-    assert_eq!(done.result.expect("all required bytes are there").bytes, 10_001 - 8192);
+    assert_eq!(done.result.expect("all required bytes are there").bytes(), 10_001 - 8192);
     assert!(done.buffers[0][..10_001 - 8192] == content[8192..]);
 }
 
@@ -271,7 +271,7 @@ fn gives_every_buffer_back(provider: &dyn BackendProvider, place: &dyn Place) {
         let mut refused = 0;
         for _ in 0..32 {
             match bench.wait().result {
-                Ok(transfer) => assert_eq!(transfer.bytes, 65536),
+                Ok(transfer) => assert_eq!(transfer.bytes(), 65536),
                 Err(error) => {
                     assert_eq!(error.kind(), ErrorKind::Cancelled, "{error}");
                     refused += 1;

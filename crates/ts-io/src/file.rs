@@ -1,116 +1,95 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `buffered`, `mmap` and `direct`: a thread for each read in flight.
+//! `buffered`, `direct` and `mmap`: a thread for each read in flight.
 
 use std::sync::Arc;
 
 use crate::backend::{Backend, BackendOptions, CompletionSink, ReadPath, ReadRequest};
 use crate::fault::Faults;
+use crate::memory::Memory;
 use crate::provider::{Availability, BackendProvider};
+use crate::source::NO_FILE;
 use crate::threads::{BlockingRead, ThreadBackend};
 use crate::{Error, Source};
 
-/// `buffered`: through the page cache, at any alignment.
-pub(crate) struct BufferedProvider;
-/// `direct`: O_DIRECT, everything aligned.
-pub(crate) struct DirectProvider;
+/// How a file is read by a call that blocks. Each is a backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Access {
+    /// `buffered`: through the page cache, at any alignment.
+    Buffered,
+    /// As `buffered`, by a handle that has nothing read ahead: for what the page cache is known to hold. Part of
+    /// `adaptive`.
+    Cached,
+    /// `direct`: O_DIRECT, everything aligned.
+    Direct,
+    /// `mmap`: copied from mappings of the file. Chosen only by name: a file that another process truncates meanwhile
+    /// ends this one with SIGBUS.
+    #[cfg(target_os = "linux")]
+    Mapped,
+}
 
-impl BackendProvider for BufferedProvider {
+impl Access {
+    fn path(self) -> ReadPath {
+        match self {
+            Access::Buffered | Access::Cached => ReadPath::Buffered,
+            Access::Direct => ReadPath::Direct,
+            #[cfg(target_os = "linux")]
+            Access::Mapped => ReadPath::Mapped,
+        }
+    }
+}
+
+impl BackendProvider for Access {
     fn name(&self) -> &'static str {
-        "buffered"
-    }
-
-    fn priority(&self) -> u8 {
-        10
-    }
-
-    fn probe(&self, sources: &[Arc<Source>]) -> Availability {
-        match sources.iter().find(|source| source.is_remote()) {
-            Some(object) => Availability::Unavailable(format!("{} is no file", object.path().display())),
-            None => Availability::Available,
+        match self {
+            Access::Buffered | Access::Cached => "buffered",
+            Access::Direct => "direct",
+            #[cfg(target_os = "linux")]
+            Access::Mapped => "mmap",
         }
     }
 
-    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
-        let reader = FileReader { path: ReadPath::Buffered, quiet: false, faults: options.faults.clone() };
-        Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
-    }
-}
-
-/// As `buffered`, for what the page cache is known to hold: does not have it read ahead.
-pub(crate) fn copier(options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
-    let reader = FileReader { path: ReadPath::Buffered, quiet: true, faults: options.faults.clone() };
-    Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
-}
-
-impl BackendProvider for DirectProvider {
-    fn name(&self) -> &'static str {
-        "direct"
-    }
-
     fn priority(&self) -> u8 {
-        50
-    }
-
-    fn probe(&self, sources: &[Arc<Source>]) -> Availability {
-        let refusal = sources.iter().find_map(|s| Some((s.path(), s.direct_alignment().err()?)));
-        match refusal {
-            Some((path, reason)) => Availability::Unavailable(format!("{}: {reason}", path.display())),
-            None => Availability::Available,
+        match self {
+            Access::Direct => 50,
+            Access::Buffered => 10,
+            _ => 0,
         }
     }
 
-    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
-        let reader = FileReader { path: ReadPath::Direct, quiet: false, faults: options.faults.clone() };
-        Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
-    }
-}
-
-/// `mmap`: copies from mappings of the file. Chosen only by name: a file that another process truncates meanwhile ends
-/// this one with SIGBUS.
-#[cfg(target_os = "linux")]
-pub(crate) struct MmapProvider;
-
-#[cfg(target_os = "linux")]
-impl BackendProvider for MmapProvider {
-    fn name(&self) -> &'static str {
-        "mmap"
-    }
-
-    fn priority(&self) -> u8 {
-        0
-    }
-
     fn probe(&self, sources: &[Arc<Source>]) -> Availability {
-        BufferedProvider.probe(sources)
+        let refusal = sources.iter().find_map(|source| {
+            let reason = match self {
+                Access::Direct => source.direct_alignment().err(),
+                _ => source.is_remote().then_some(NO_FILE),
+            };
+            reason.map(|reason| format!("{}: {reason}", source.path().display()))
+        });
+        refusal.map_or(Availability::Available, Availability::Unavailable)
     }
 
     fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
-        let reader = FileReader { path: ReadPath::Mapped, quiet: false, faults: options.faults.clone() };
+        let reader = FileReader { access: *self, faults: options.faults.clone() };
         Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
     }
 }
 
 struct FileReader {
-    path: ReadPath,
-    /// Through a handle whose reads are not continued by the system.
-    quiet: bool,
+    access: Access,
     faults: Faults,
 }
 
 impl BlockingRead for FileReader {
     fn name(&self) -> &'static str {
-        match self.path {
-            ReadPath::Mapped => "mmap",
-            path => path.name(),
-        }
+        self.access.name()
     }
 
     fn needs_alignment(&self) -> bool {
-        self.path == ReadPath::Direct
+        self.access == Access::Direct
     }
 
     fn read(&self, request: &mut ReadRequest) -> Result<(usize, ReadPath), Error> {
         let ReadRequest { source, offset, buffers, .. } = request;
-        Ok((source.read_buffers(self.path, self.quiet, *offset, buffers, &self.faults)?, self.path))
+        let bytes = source.read(self.access, *offset, &mut Memory::Buffers(buffers), &self.faults)?;
+        Ok((bytes, self.access.path()))
     }
 }

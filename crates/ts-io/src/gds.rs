@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use crate::backend::{Backend, BackendOptions, CompletionSink, ReadPath, ReadRequest};
 use crate::fault::Faults;
-use crate::file::DirectProvider;
+use crate::file::Access;
+use crate::memory::pieces;
 use crate::progress::{Progress, Step};
 use crate::provider::{Availability, BackendProvider};
-use crate::source::pieces;
 use crate::sys::CuFile;
 use crate::threads::{BlockingRead, ThreadBackend};
 use crate::{Error, Source};
@@ -46,7 +46,7 @@ impl BackendProvider for GdsProvider {
     fn probe(&self, sources: &[Arc<Source>]) -> Availability {
         match CuFile::get() {
             Err(reason) => Availability::Unavailable(reason),
-            Ok(_) => DirectProvider.probe(sources),
+            Ok(_) => Access::Direct.probe(sources),
         }
     }
 

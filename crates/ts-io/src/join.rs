@@ -137,7 +137,6 @@ impl Group {
 impl Transfer {
     /// Another part of the same request.
     fn add(&mut self, part: &Transfer) {
-        self.bytes += part.bytes;
         self.started_ns = self.started_ns.min(part.started_ns);
         self.finished_ns = self.finished_ns.max(part.finished_ns);
         for &(path, bytes) in &part.paths {

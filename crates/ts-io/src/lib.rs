@@ -22,7 +22,7 @@
 //! let request = ReadRequest::new(1, source, 0, 10_000, pool.allocate(12_288)?);
 //! backend.submit(request).map_err(|rejected| rejected.error)?;
 //! let done = queue.recv_timeout(Duration::from_secs(10)).expect("a read of 10 kB ends");
-//! assert_eq!(done.result?.bytes, 10_000);
+//! assert_eq!(done.result?.bytes(), 10_000);
 //! assert!(done.buffers[0][..10_000].iter().all(|&b| b == 7));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -63,6 +63,7 @@ mod file;
 mod gds;
 mod join;
 mod measure;
+mod memory;
 #[cfg(feature = "object")]
 mod object;
 mod progress;

@@ -108,7 +108,7 @@ pub fn measure(
         let transfer = result?;
         free.extend(buffers);
         busy_ns += transfer.finished_ns - transfer.started_ns;
-        measured.bytes += transfer.bytes as u64;
+        measured.bytes += transfer.bytes() as u64;
         for (path, bytes) in transfer.paths {
             *measured.paths.entry(path).or_default() += bytes as u64;
         }

@@ -20,8 +20,9 @@ use crate::backend::{
     Transfer, monotonic_ns,
 };
 use crate::fault::{Fault, Faults};
+use crate::memory::copy_to;
 use crate::provider::{Availability, BackendProvider};
-use crate::source::{Fingerprint, copy_to};
+use crate::source::Fingerprint;
 use crate::threads::take_wanted;
 use crate::{Error, Source};
 

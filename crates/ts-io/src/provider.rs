@@ -3,9 +3,7 @@ use std::sync::Arc;
 
 use crate::adaptive::AdaptiveProvider;
 use crate::backend::{Backend, BackendOptions, CompletionSink};
-#[cfg(target_os = "linux")]
-use crate::file::MmapProvider;
-use crate::file::{BufferedProvider, DirectProvider};
+use crate::file::Access;
 #[cfg(target_os = "linux")]
 use crate::gds::GdsProvider;
 #[cfg(feature = "object")]
@@ -68,12 +66,12 @@ impl Registry {
         this.register(Arc::new(AdaptiveProvider));
         #[cfg(target_os = "linux")]
         this.register(Arc::new(UringProvider));
-        this.register(Arc::new(DirectProvider));
+        this.register(Arc::new(Access::Direct));
         #[cfg(feature = "object")]
         this.register(Arc::new(ObjectProvider));
-        this.register(Arc::new(BufferedProvider));
+        this.register(Arc::new(Access::Buffered));
         #[cfg(target_os = "linux")]
-        this.register(Arc::new(MmapProvider));
+        this.register(Arc::new(Access::Mapped));
         #[cfg(target_os = "linux")]
         this.register(Arc::new(GdsProvider));
         this

@@ -5,12 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
-use ts_pool::{BLOCK_ALIGN, Buffer};
-
 #[cfg(feature = "object")]
 use crate::backend::BackendOptions;
-use crate::backend::ReadPath;
 use crate::fault::Faults;
+use crate::file::Access;
+use crate::memory::{Block, Memory};
 #[cfg(feature = "object")]
 use crate::object::Remote;
 use crate::progress::{Progress, Step};
@@ -244,43 +243,33 @@ impl Source {
         if let Origin::Object(remote) = &self.origin {
             return remote.read_at(offset, buffer, BackendOptions::default().timeout);
         }
-        self.read(ReadPath::Buffered, false, offset, &mut Memory::Slice(buffer), &Faults::default())
+        self.read(Access::Buffered, offset, &mut Memory::Slice(buffer), &Faults::default())
     }
 
-    /// Fills `buffers` one after the other with what is at `offset` on, as far as the file goes. `path` is
-    /// buffered (`quiet`: without reading ahead), mapped or direct; for the latter the memory must be aligned as [`ReadRequest`](crate::ReadRequest) says.
-    pub(crate) fn read_buffers(
+    /// Fills `memory` with what is at `offset` on, as far as the file goes; for direct reads it must be aligned as
+    /// [`ReadRequest`](crate::ReadRequest) says.
+    pub(crate) fn read(
         &self,
-        path: ReadPath,
-        quiet: bool,
-        offset: u64,
-        buffers: &mut [Buffer],
-        faults: &Faults,
-    ) -> Result<usize, Error> {
-        self.read(path, quiet, offset, &mut Memory::Buffers(buffers), faults)
-    }
-
-    fn read(
-        &self,
-        path: ReadPath,
-        quiet: bool,
+        access: Access,
         offset: u64,
         memory: &mut Memory<'_>,
         faults: &Faults,
     ) -> Result<usize, Error> {
-        let (file, alignment) = match path {
-            ReadPath::Direct => {
+        let mut alignment = 1;
+        let file = match access {
+            Access::Direct => {
                 let unavailable =
                     |reason: &str| Error::Unavailable { backend: "direct".into(), reason: reason.into() };
                 let direct = self.direct().map_err(unavailable)?;
-                (&direct.file, direct.alignment)
+                alignment = direct.alignment;
+                &direct.file
             }
-            _ if quiet => (self.quiet_file().ok_or_else(|| self.no_file())?, 1),
-            _ => (self.file().ok_or_else(|| self.no_file())?, 1),
+            Access::Cached => self.quiet_file().ok_or_else(|| self.no_file())?,
+            _ => self.file().ok_or_else(|| self.no_file())?,
         };
-        let call = match path {
+        let call = match access {
             #[cfg(target_os = "linux")]
-            ReadPath::Mapped => sys::read_mapped_at,
+            Access::Mapped => sys::read_mapped_at,
             _ => sys::read_vectored_at,
         };
         let mut progress = Progress::new(offset, memory.len(), self.len(), alignment);
@@ -291,7 +280,7 @@ impl Source {
                     faults.suffer(&self.path, offset, len, read)
                 }
                 Step::Aside { offset, skip, at, .. } => {
-                    let mut block = Block([0; BLOCK_ALIGN]);
+                    let mut block = Block::zeroed();
                     let block = &mut block.0[..alignment];
                     let read = || sys::read_vectored_at(file, &mut [IoSliceMut::new(block)], offset);
                     let answer = faults.suffer(&self.path, offset, alignment, read);
@@ -383,60 +372,4 @@ impl Source {
 pub(crate) const SAMPLES: usize = 9;
 
 /// Why an object cannot be read as a file.
-const NO_FILE: &str = "it is not a file";
-
-/// A block that direct I/O can read to.
-#[repr(C, align(4096))]
-pub(crate) struct Block(pub(crate) [u8; BLOCK_ALIGN]);
-
-/// Where a read's bytes go.
-enum Memory<'a> {
-    Slice(&'a mut [u8]),
-    Buffers(&'a mut [Buffer]),
-}
-
-impl Memory<'_> {
-    fn len(&self) -> usize {
-        match self {
-            Memory::Slice(slice) => slice.len(),
-            Memory::Buffers(buffers) => buffers.iter().map(|buffer| buffer.len()).sum(),
-        }
-    }
-
-    /// `at..at + len` of it, in pieces.
-    fn slices(&mut self, at: usize, len: usize) -> Vec<IoSliceMut<'_>> {
-        match self {
-            Memory::Slice(slice) => vec![IoSliceMut::new(&mut slice[at..at + len])],
-            Memory::Buffers(buffers) => pieces(buffers, at, len).map(IoSliceMut::new).collect(),
-        }
-    }
-
-    fn copy(&mut self, at: usize, bytes: &[u8]) {
-        match self {
-            Memory::Slice(slice) => slice[at..at + bytes.len()].copy_from_slice(bytes),
-            Memory::Buffers(buffers) => copy_to(buffers, at, bytes),
-        }
-    }
-}
-
-/// The bytes `at..at + len` of buffers that stand one behind the other, without empty pieces.
-pub(crate) fn pieces(buffers: &mut [Buffer], at: usize, len: usize) -> impl Iterator<Item = &mut [u8]> {
-    let (mut skip, mut left) = (at, len);
-    buffers.iter_mut().filter_map(move |buffer| {
-        let begin = skip.min(buffer.len());
-        let end = buffer.len().min(begin + left);
-        skip -= begin;
-        left -= end - begin;
-        (begin < end).then(|| &mut buffer[begin..end])
-    })
-}
-
-/// Copies to the place `at` of buffers that stand one behind the other.
-pub(crate) fn copy_to(buffers: &mut [Buffer], at: usize, bytes: &[u8]) {
-    let mut rest = bytes;
-    for piece in pieces(buffers, at, bytes.len()) {
-        let (now, later) = rest.split_at(piece.len());
-        piece.copy_from_slice(now);
-        rest = later;
-    }
-}
+pub(crate) const NO_FILE: &str = "it is not a file";

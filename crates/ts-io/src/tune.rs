@@ -119,7 +119,11 @@ impl Tuner {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Trial>, Error> {
         let began = Instant::now();
-        let pool = HostPool::new(budget, MEMORY.min(budget.limit_bytes() - budget.used_bytes()))?;
+        let memory = MEMORY.min(budget.limit_bytes().saturating_sub(budget.used_bytes()));
+        if memory < SIZES[0] * DEPTHS[0] {
+            return Ok(Vec::new());
+        }
+        let pool = HostPool::new(budget, memory)?;
         let capacity = pool.stats().capacity_bytes;
         // Pages are taken from the system before any of the trials.
         pool.allocate(capacity)?.fill(0);
@@ -154,11 +158,8 @@ impl Tuner {
                 at = (at + measured.bytes.next_multiple_of(1 << 20) + (64 << 20)) % source.len();
                 at -= at % (1 << 20);
             }
-            if trials.is_empty() {
-                break;
-            }
         }
-        Ok(trials)
+        unreachable!("rounds end with the time")
     }
 }
 
@@ -227,6 +228,14 @@ mod tests {
             trial(1, 2, 2.0).tuning
         );
         assert_eq!(choose(&[]), Tuning::default());
+    }
+
+    #[test]
+    fn a_budget_that_is_too_small_to_measure_in_is_no_error() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let source = Source::open(file.path()).unwrap();
+        let trials = Tuner::remembering_in(None).trials(&source, &Budget::new(1000), &mut || false);
+        assert!(trials.unwrap().is_empty());
     }
 
     #[test]

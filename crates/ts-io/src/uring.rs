@@ -15,7 +15,7 @@ use crate::backend::{
     Transfer, monotonic_ns,
 };
 use crate::fault::{Fault, Faults};
-use crate::file::DirectProvider;
+use crate::file::Access;
 use crate::progress::{Progress, Step};
 use crate::provider::{Availability, BackendProvider};
 use crate::sys::{Gate, Op, Ring};
@@ -40,7 +40,7 @@ impl BackendProvider for UringProvider {
         }
         match sources.iter().find(|s| s.direct_alignment().is_ok() && !s.suits_rings()) {
             Some(source) => Availability::Unavailable(unsuited(source)),
-            None => DirectProvider.probe(sources),
+            None => Access::Direct.probe(sources),
         }
     }
 

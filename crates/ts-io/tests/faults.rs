@@ -131,7 +131,7 @@ fn run_round(
         let (offset, len) = ranges[completion.token as usize];
         match completion.result {
             Ok(transfer) => {
-                assert_eq!(transfer.bytes, len);
+                assert_eq!(transfer.bytes(), len);
                 assert!(
                     completion.buffers[0][..] == content[offset..][..len],
                     "the right bytes, or an error"

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use ts_format::{ByteRange, Digest, Dtype, FileId, TensorEntry, TensorMeta};
+use ts_io::fault::{Fault, Faults, FaultyProvider};
 use ts_io::{
     Availability, Backend, BackendOptions, BackendProvider, Capabilities, Completion, CompletionSink,
     ReadRequest, Registry, Rejected, Source,
@@ -359,22 +360,17 @@ fn two_passes_at_once_get_the_right_bytes() {
     assert_eq!(engine.stats().passes, 18);
 }
 
-/// Reads like another backend, but fails, delays and shuffles as it is told.
-struct Faulty {
-    fail: Arc<AtomicBool>,
-    live: Arc<AtomicUsize>,
-}
+/// Reads like `buffered`, and counts the requests whose buffers have not come back.
+struct Counting(Arc<AtomicUsize>);
 
-struct FaultyBackend {
-    fail: Arc<AtomicBool>,
+struct CountingBackend {
     live: Arc<AtomicUsize>,
-    sink: CompletionSink,
     inner: Box<dyn Backend>,
 }
 
-impl BackendProvider for Faulty {
+impl BackendProvider for Counting {
     fn name(&self) -> &'static str {
-        "faulty"
+        "counting"
     }
     fn priority(&self) -> u8 {
         0
@@ -387,40 +383,24 @@ impl BackendProvider for Faulty {
         options: &BackendOptions,
         sink: CompletionSink,
     ) -> Result<Box<dyn Backend>, ts_io::Error> {
-        let sink: Arc<CompletionSink> = Arc::new(sink);
-        let inner_sink = Arc::clone(&sink);
-        let live = Arc::clone(&self.live);
+        let live = Arc::clone(&self.0);
         let counting = Box::new(move |completion: Completion| {
             live.fetch_sub(1, Ordering::SeqCst);
-            inner_sink(completion);
+            sink(completion);
         });
-        let inner = Registry::builtin().choose(Some("buffered"), &[])?.provider.create(options, counting)?;
-        let sink = Box::new(move |completion: Completion| sink(completion));
-        Ok(Box::new(FaultyBackend {
-            fail: Arc::clone(&self.fail),
-            live: Arc::clone(&self.live),
-            sink,
-            inner,
-        }))
+        let inner = buffered().create(options, counting)?;
+        Ok(Box::new(CountingBackend { live: Arc::clone(&self.0), inner }))
     }
 }
 
-impl Backend for FaultyBackend {
+impl Backend for CountingBackend {
     fn name(&self) -> &'static str {
-        "faulty"
+        "counting"
     }
     fn capabilities(&self) -> Capabilities {
         self.inner.capabilities()
     }
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>> {
-        if self.fail.load(Ordering::SeqCst) {
-            let (path, offset, len) = (request.source.path().to_path_buf(), request.offset, request.required);
-            let source = std::io::Error::from_raw_os_error(5).into();
-            let result = Err(ts_io::Error::Read { path, offset, len, source });
-            let ReadRequest { token, buffers, .. } = request;
-            (self.sink)(Completion { token, buffers, result });
-            return Ok(());
-        }
         self.live.fetch_add(1, Ordering::SeqCst);
         self.inner.submit(request)
     }
@@ -429,19 +409,24 @@ impl Backend for FaultyBackend {
     }
 }
 
-fn faulty(budget: usize) -> (EngineConfig, Arc<AtomicBool>, Arc<AtomicUsize>) {
-    let (fail, live) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
-    let mut registry = Registry::builtin();
-    registry.register(Arc::new(Faulty { fail: Arc::clone(&fail), live: Arc::clone(&live) }));
-    (EngineConfig { registry, backend: Some("faulty".into()), ..config(budget) }, fail, live)
+fn buffered() -> Arc<dyn BackendProvider> {
+    Registry::builtin().choose(Some("buffered"), &[]).unwrap().provider
+}
+
+fn reading_by(provider: impl BackendProvider + 'static, budget: usize) -> EngineConfig {
+    let (mut registry, backend) = (Registry::builtin(), Some(provider.name().into()));
+    registry.register(Arc::new(provider));
+    EngineConfig { registry, backend, ..config(budget) }
 }
 
 #[test]
 fn a_device_that_fails_is_an_error_and_one_that_recovers_is_read_again() {
     let model = Model::new(&[200 * KIB; 6]);
-    let (config, fail, _) = faulty(450 * KIB);
-    let engine = model.engine(config).unwrap();
-    fail.store(true, Ordering::SeqCst);
+    let fail = Arc::new(AtomicBool::new(true));
+    let failing = Arc::clone(&fail);
+    let faults = Faults::new(move |_| failing.load(Ordering::SeqCst).then_some(Fault::Errno(5)));
+    let provider = FaultyProvider::new(buffered(), faults);
+    let engine = model.engine(reading_by(provider, 450 * KIB)).unwrap();
     for unit in [3, 4] {
         let error = acquire_tensor(&engine, unit).unwrap_err();
         assert!(error.to_string().contains(&format!("tensor `t{unit}`")), "{error}");
@@ -459,8 +444,8 @@ fn a_device_that_fails_is_an_error_and_one_that_recovers_is_read_again() {
 fn an_engine_dropped_in_the_middle_of_reading_gets_every_buffer_back() {
     let model = Model::new(&[200 * KIB; 8]);
     for _ in 0..20 {
-        let (config, _, live) = faulty(900 * KIB);
-        let engine = model.engine(config).unwrap();
+        let live = Arc::new(AtomicUsize::new(0));
+        let engine = model.engine(reading_by(Counting(Arc::clone(&live)), 900 * KIB)).unwrap();
         let _reads_ahead = engine.begin_pass(never_interrupt()).unwrap();
         drop(engine);
         assert_eq!(live.load(Ordering::SeqCst), 0);

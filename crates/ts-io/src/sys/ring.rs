@@ -12,7 +12,8 @@ use io_uring::{IoUring, opcode, squeue};
 use ts_pool::{Buffer, HostPool};
 
 use super::Gate;
-use crate::source::{Block, Source, copy_to, pieces};
+use crate::memory::{Block, copy_to, pieces};
+use crate::source::Source;
 
 /// Files that are registered at once; more are read without.
 const FILE_SLOTS: u32 = 64;
@@ -262,7 +263,7 @@ impl<T> Ring<T> {
             }
             Op::Aside { offset, len } => {
                 let slot = self.slot(key);
-                let block = slot.block.get_or_insert_with(|| Box::new(Block([0; ts_pool::BLOCK_ALIGN])));
+                let block = slot.block.get_or_insert_with(|| Box::new(Block::zeroed()));
                 slot.vectors = vec![vector(block.0.as_mut_ptr().addr(), len)];
                 self.read(key, offset)
             }
