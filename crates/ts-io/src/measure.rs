@@ -20,7 +20,7 @@ pub struct Workload {
     pub request_bytes: usize,
     /// How the backend is set up.
     pub options: BackendOptions,
-    /// When to stop, done or not.
+    /// When to stop, done or not: what has not begun then is taken back, what has is waited for.
     pub limit: Option<Duration>,
 }
 
@@ -84,9 +84,12 @@ pub fn measure(
     let mut measured =
         Measured { bytes: 0, wall: Duration::ZERO, cpu: None, mean_in_flight: 0.0, paths: BTreeMap::new() };
     let (began, cpu_began) = (Instant::now(), sys::cpu_time());
-    let (mut under_way, mut busy_ns) = (0, 0);
+    let (mut under_way, mut busy_ns, mut over) = (0, 0, false);
     loop {
-        let over = workload.limit.is_some_and(|limit| began.elapsed() >= limit);
+        if !over && workload.limit.is_some_and(|limit| began.elapsed() >= limit) {
+            over = true;
+            backend.cancel(&|_| true);
+        }
         while !over && let Some(buffer) = free.pop() {
             let Some((offset, required)) = pieces.next() else {
                 free.push(buffer);
@@ -105,8 +108,11 @@ pub fn measure(
         }
         let Ok(Completion { buffers, result, .. }) = completion else { continue };
         under_way -= 1;
-        let transfer = result?;
         free.extend(buffers);
+        let transfer = match result {
+            Err(Error::Cancelled { .. }) if over => continue,
+            result => result?,
+        };
         busy_ns += transfer.finished_ns - transfer.started_ns;
         measured.bytes += transfer.bytes() as u64;
         for (path, bytes) in transfer.paths {

@@ -42,7 +42,7 @@ pub struct Trial {
 /// Request sizes of 1 to 8 MiB and 2 to 16 requests in flight are tried by direct reads of the very file that is to be
 /// read, which leave the page cache alone. The default stays unless another way is more than 5% faster; then, of all
 /// that come within 5% of the best, the one with the fewest bytes in flight is taken. That takes less than two seconds,
-/// once for each file system.
+/// once for each file system. A device too slow for all of them in that time has the default.
 #[derive(Debug, Clone)]
 pub struct Tuner {
     directory: Option<PathBuf>,
@@ -108,7 +108,8 @@ impl Tuner {
         Ok(tuning)
     }
 
-    /// Tries every way, in less than two seconds. Empty when the memory does not suffice for any.
+    /// Tries every way that there is memory for, in less than two seconds. Empty when there is none, or the device is
+    /// too slow for that: below some 300 MB/s.
     ///
     /// # Errors
     /// As [`tuning`](Self::tuning).
@@ -136,16 +137,19 @@ impl Tuner {
                 gib_per_s: 0.0,
             })
             .collect();
-        let mut at = 0;
+        let (mut at, mut bytes_per_s) = (0, f64::INFINITY);
         for round in 0.. {
             // All of them once, and then again and again those that may be the best.
             let best = trials.iter().map(|trial| trial.gib_per_s).fold(0.0, f64::max);
             let promising = |trial: &&mut Trial| round == 0 || trial.gib_per_s >= 0.85 * best;
             for trial in trials.iter_mut().filter(promising) {
-                if began.elapsed() + TRIAL > LIMIT {
-                    return Ok(trials);
-                }
                 let Tuning { request_bytes, in_flight } = trial.tuning;
+                // What has begun when the time of a trial is over is waited for.
+                let drain = (request_bytes * in_flight) as f64 / bytes_per_s;
+                let drain = Duration::try_from_secs_f64(drain).unwrap_or(LIMIT);
+                if began.elapsed() + TRIAL + drain > LIMIT {
+                    return Ok(if round == 0 { Vec::new() } else { trials });
+                }
                 let workload = Workload {
                     ranges: vec![(at, source.len() - at), (0, at)],
                     request_bytes,
@@ -154,6 +158,7 @@ impl Tuner {
                 };
                 let measured = measure(provider.as_ref(), source, &workload, &pool, interrupt)?;
                 trial.gib_per_s = trial.gib_per_s.max(measured.gib_per_s());
+                bytes_per_s = measured.bytes as f64 / measured.wall.as_secs_f64();
                 // Elsewhere in the file each time: the device has a memory of its own.
                 at = (at + measured.bytes.next_multiple_of(1 << 20) + (64 << 20)) % source.len();
                 at -= at % (1 << 20);

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ts_io::{
-    BackendOptions, Completion, Error, ErrorKind, ReadPath, ReadRequest, Registry, Source, View,
-    completion_queue,
+    BackendOptions, Completion, Error, ErrorKind, ReadPath, ReadRequest, Registry, Source, Tuner, Tuning,
+    View, completion_queue,
     conformance::{self, Directory},
 };
 use ts_pool::{Budget, HostPool};
@@ -160,4 +160,28 @@ fn unknown_backends_and_missing_files_are_named() {
     assert_eq!(error.kind(), ErrorKind::NotFound);
     assert!(error.to_string().contains("/nonexistent/model.safetensors"));
     assert_eq!(Source::open("/").unwrap_err().kind(), ErrorKind::Io);
+}
+
+#[test]
+fn what_was_measured_of_a_file_system_is_remembered_and_not_measured_again() {
+    let (notes, dir) = (dir(), dir());
+    let path = dir.path().join("large");
+    std::fs::File::create(&path).unwrap().set_len(256 << 20).unwrap();
+    let source = Source::open(&path).unwrap();
+    let budget = Budget::new(1 << 30);
+    let tuner = Tuner::remembering_in(Some(notes.path().join("not/there/yet")));
+
+    let interrupted = tuner.tuning(&source, &budget, &mut || true);
+    assert!(matches!(interrupted, Err(Error::Interrupted)), "{interrupted:?}");
+    let measured = tuner.tuning(&source, &budget, &mut || false).unwrap();
+    assert_eq!(budget.used_bytes(), 0);
+    // From now on nobody asks whether to go on: nothing is measured.
+    let mut never = || panic!("measured again");
+    assert_eq!(tuner.tuning(&source, &budget, &mut never).unwrap(), measured);
+
+    let note = std::fs::read_dir(notes.path().join("not/there/yet")).unwrap().next().unwrap().unwrap().path();
+    std::fs::write(&note, "request_bytes = 1048576\nin_flight = 2\n").unwrap();
+    let expected = Tuning { request_bytes: 1 << 20, in_flight: 2 };
+    assert_eq!(tuner.tuning(&source, &budget, &mut never).unwrap(), expected);
+    assert_eq!(Tuner::off().tuning(&source, &budget, &mut never).unwrap(), Tuning::default());
 }

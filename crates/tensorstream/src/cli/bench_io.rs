@@ -185,7 +185,8 @@ fn ranges(bytes: u64, unit: Option<usize>) -> Vec<(u64, u64)> {
     ranges
 }
 
-/// Brings the page cache into the state that is asked for.
+/// Brings the page cache into the state that is asked for: from cold on, by reading in the file's order, so that the
+/// cache holds it in pages as large as it usually does.
 fn prepare(
     source: &Arc<Source>,
     workload: &Workload,
@@ -193,8 +194,10 @@ fn prepare(
     stretch: usize,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<(), Error> {
-    if matches!(state, State::Cold | State::Half) {
-        source.evict()?;
+    match (source.evict(), state) {
+        // It will be there, if in whatever pages it was brought in.
+        (_, State::Warm | State::Remote) => {}
+        (evicted, State::Cold | State::Half) => evicted?,
     }
     let bytes = workload.ranges.iter().map(|range| range.0 + range.1).max().unwrap_or(0);
     let stretches = (0..bytes).step_by(stretch).enumerate();
