@@ -3,6 +3,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -13,15 +14,12 @@ use crate::Error;
 /// How often a waiting process looks again.
 const POLL: Duration = Duration::from_millis(20);
 
-/// A file that is being written beside the place it is for.
+/// The right to write the file that will be called `target`: until it is dropped, every other process waits for it.
 ///
-/// The data go to `NAME.partial`, which is locked while somebody writes it: a second writer waits, and one that was
-/// killed leaves a file that the next one takes over. [`commit`](Self::commit) makes it durable and gives it its
-/// name; dropping it instead removes it.
+/// It is a lock on `NAME.partial`, beside that place. One that was killed leaves a file that the next one takes over.
 #[derive(Debug)]
-pub(crate) struct AtomicFile {
-    /// `None` only while it is being dropped.
-    writer: Option<Writer>,
+pub(crate) struct Claim {
+    file: File,
     partial: PathBuf,
     target: PathBuf,
     committed: bool,
@@ -29,16 +27,12 @@ pub(crate) struct AtomicFile {
     process: u32,
 }
 
-impl AtomicFile {
-    /// Begins a file that will be called `target`, once no other process writes it, and sets `expected` bytes aside
-    /// for it. Blocks until then; `interrupt` is asked every 20 ms and ends the wait by returning true.
-    pub(crate) fn create(
-        target: &Path,
-        expected: u64,
-        interrupt: &mut dyn FnMut() -> bool,
-    ) -> Result<Self, Error> {
+impl Claim {
+    /// Blocks until no other process writes the file; `interrupt` is asked every 20 ms and ends the wait by returning
+    /// true.
+    pub(crate) fn new(target: &Path, interrupt: &mut dyn FnMut() -> bool) -> Result<Self, Error> {
         let partial = partial_of(target).ok_or_else(|| {
-            let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "it has no file name");
+            let source = std::io::Error::new(ErrorKind::InvalidInput, "it has no file name");
             Error::Write { path: target.into(), source }
         })?;
         let failed = |source| Error::Write { path: partial.clone(), source };
@@ -55,13 +49,8 @@ impl AtomicFile {
             match file.try_lock() {
                 // The writer before may have renamed or removed what was opened: then it is not ours to write.
                 Ok(()) if is_at(&file, &partial) => {
-                    let target = target.to_path_buf();
-                    let process = std::process::id();
-                    let writer = Writer::new(file, &target, expected).inspect_err(|_| {
-                        // Nothing is lost if this fails: the next writer takes the file over.
-                        let _ = fs::remove_file(&partial);
-                    })?;
-                    return Ok(Self { writer: Some(writer), partial, target, committed: false, process });
+                    let (target, process) = (target.to_path_buf(), std::process::id());
+                    return Ok(Self { file, partial, target, committed: false, process });
                 }
                 Ok(()) | Err(TryLockError::WouldBlock) => {}
                 Err(TryLockError::Error(source)) => return Err(failed(source)),
@@ -73,6 +62,51 @@ impl AtomicFile {
         }
     }
 
+    /// Begins the file, empty, and sets `expected` bytes aside for it.
+    pub(crate) fn begin(self, expected: u64) -> Result<AtomicFile, Error> {
+        let file = self.file.try_clone().map_err(|e| self.failed(e))?;
+        let writer = Writer::new(file, &self.target, expected)?;
+        Ok(AtomicFile { writer: Some(writer), claim: self })
+    }
+
+    fn failed(&self, source: std::io::Error) -> Error {
+        Error::Write { path: self.target.clone(), source }
+    }
+
+    /// Gives the file its name.
+    fn rename(&mut self) -> std::io::Result<()> {
+        // First, so that nothing has happened if it cannot be opened.
+        let directory = Directory::of(&self.target)?;
+        if !is_at(&self.file, &self.partial) {
+            return Err(std::io::Error::other(
+                "another process has put a file in place of the unfinished one",
+            ));
+        }
+        fs::rename(&self.partial, &self.target)?;
+        self.committed = true;
+        directory.sync()
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if self.process == std::process::id() && !self.committed && is_at(&self.file, &self.partial) {
+            // Nothing is lost if this fails: the next writer takes the file over.
+            let _ = fs::remove_file(&self.partial);
+        }
+    }
+}
+
+/// A file that is being written beside the place it is for. [`commit`](Self::commit) makes it durable and gives it its
+/// name; dropping it instead removes it.
+#[derive(Debug)]
+pub(crate) struct AtomicFile {
+    /// `None` only while it is being dropped. Before the claim, which is held until nothing is being written any more.
+    writer: Option<Writer>,
+    claim: Claim,
+}
+
+impl AtomicFile {
     /// Writes behind what was written last.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
         Ok(self.writer().write(bytes)?)
@@ -92,40 +126,20 @@ impl AtomicFile {
         self.writer.as_mut().expect("present until drop")
     }
 
-    fn is_at_its_place(&self) -> bool {
-        self.writer.as_ref().is_some_and(|writer| is_at(writer.file(), &self.partial))
-    }
-
-    /// Gives the file its name, replacing what had it. Durable when it returns.
+    /// Gives the file its name, replacing what had it. Durable when it returns. After an error what had the name before
+    /// still has it, but for one: when the directory cannot be brought to the disk, the file is there and may be gone
+    /// after a loss of power.
     pub(crate) fn commit(mut self) -> Result<(), Error> {
         self.flush()?;
-        let parent = match self.target.parent() {
-            Some(parent) if parent != Path::new("") => parent,
-            _ => Path::new("."),
-        };
-        let name = || {
-            if !self.is_at_its_place() {
-                return Err(std::io::Error::other(
-                    "another process has put a file in place of the unfinished one",
-                ));
-            }
-            fs::rename(&self.partial, &self.target)?;
-            sync_directory(parent)
-        };
-        name().map_err(|source| Error::Write { path: self.target.clone(), source })?;
-        self.committed = true;
-        Ok(())
+        self.claim.rename().map_err(|e| self.claim.failed(e))
     }
 }
 
 impl Drop for AtomicFile {
     fn drop(&mut self) {
-        if self.process != std::process::id() {
+        if self.claim.process != std::process::id() {
             // Its thread is the parent's, and cannot be waited for here.
             std::mem::forget(self.writer.take());
-        } else if !self.committed && self.is_at_its_place() {
-            // Nothing is lost if this fails: the next writer takes the file over.
-            let _ = fs::remove_file(&self.partial);
         }
     }
 }
@@ -151,13 +165,33 @@ fn is_at(_: &File, path: &Path) -> bool {
     path.exists()
 }
 
-#[cfg(unix)]
-fn sync_directory(path: &Path) -> std::io::Result<()> {
-    File::open(path)?.sync_all()
-}
+/// Where a file's name is.
+struct Directory(#[cfg(unix)] File);
 
-/// Elsewhere directories cannot be opened.
-#[cfg(not(unix))]
-fn sync_directory(_: &Path) -> std::io::Result<()> {
-    Ok(())
+impl Directory {
+    #[cfg(unix)]
+    fn of(file: &Path) -> std::io::Result<Self> {
+        let parent = file.parent().filter(|parent| *parent != Path::new(""));
+        Ok(Self(File::open(parent.unwrap_or(Path::new(".")))?))
+    }
+
+    /// Brings names to the disk, where the file system has a way.
+    #[cfg(unix)]
+    fn sync(&self) -> std::io::Result<()> {
+        match self.0.sync_all() {
+            Err(e) if matches!(e.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => Ok(()),
+            synced => synced,
+        }
+    }
+
+    /// Elsewhere directories cannot be opened.
+    #[cfg(not(unix))]
+    fn of(_: &Path) -> std::io::Result<Self> {
+        Ok(Self())
+    }
+
+    #[cfg(not(unix))]
+    fn sync(&self) -> std::io::Result<()> {
+        Ok(())
+    }
 }

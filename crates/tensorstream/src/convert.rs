@@ -40,7 +40,8 @@ pub struct Converted {
 /// disagree on a key of their metadata, each value is kept as `key@file`.
 ///
 /// # Errors
-/// As [`Checkpoint::open`] and [`FileWriter`]; [`Error::Corrupt`]; [`Error::Interrupted`]. `to` is then as it was.
+/// As [`Checkpoint::open`] and [`FileWriter`]; [`Error::Corrupt`]; [`Error::Interrupted`]. `to` is then as it was,
+/// but for what [`FileWriter::commit`] says.
 pub fn convert(from: &Path, to: &Path, watch: &mut Watch<'_>) -> Result<Converted, Error> {
     let checkpoint = Checkpoint::open(from)?;
     // The unfinished file would be made in place of what is read.

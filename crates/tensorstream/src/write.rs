@@ -4,7 +4,7 @@ use std::path::Path;
 
 use ts_format::{ContainerWriter, SafetensorsLayout, TensorMeta};
 
-use crate::atomic::AtomicFile;
+use crate::atomic::{AtomicFile, Claim};
 use crate::{Checkpoint, Error};
 
 /// What a file shall hold: a tensor's name, type, and address modulo 64 if it must have one.
@@ -85,6 +85,17 @@ impl FileWriter {
         metadata: BTreeMap<String, String>,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Self, Error> {
+        // A name without a known suffix has nothing made for it.
+        Format::of(path)?;
+        Self::begin_file(Claim::new(path, interrupt)?, path, tensors, metadata)
+    }
+
+    fn begin_file(
+        claim: Claim,
+        path: &Path,
+        tensors: Vec<NewTensor>,
+        metadata: BTreeMap<String, String>,
+    ) -> Result<Self, Error> {
         let named: Vec<_> = tensors.iter().map(|t| (t.name.as_str(), &t.meta)).collect();
         let (order, header, container) = match Format::of(path)? {
             Format::Container => ((0..tensors.len()).collect(), None, Some(ContainerWriter::new(metadata))),
@@ -94,7 +105,7 @@ impl FileWriter {
             }
         };
         let expected: u64 = tensors.iter().filter_map(|t| t.meta.byte_len()).fold(0, u64::saturating_add);
-        let mut file = AtomicFile::create(path, expected, interrupt)?;
+        let mut file = claim.begin(expected)?;
         if let Some(header) = header {
             file.write(&header)?;
         }
@@ -123,9 +134,13 @@ impl FileWriter {
         if written(&tensors) {
             return Ok(None);
         }
-        let this = Self::create(path, tensors, metadata.clone(), interrupt)?;
+        Format::of(path)?;
+        let claim = Claim::new(path, interrupt)?;
         // It may have been written while this waited for its turn.
-        Ok((!written(&this.tensors)).then_some(this))
+        if written(&tensors) {
+            return Ok(None);
+        }
+        Self::begin_file(claim, path, tensors, metadata.clone()).map(Some)
     }
 
     /// Indices of the declared tensors, in the order in which their bytes are expected.
@@ -162,7 +177,8 @@ impl FileWriter {
     /// Makes the file durable and gives it its name, replacing what had it.
     ///
     /// # Errors
-    /// [`Error::Format`] when bytes are missing, [`Error::Write`]. What had the name before still has it then.
+    /// [`Error::Format`] when bytes are missing, [`Error::Write`]. What had the name before still has it then, unless it
+    /// is only the directory that cannot be brought to the disk.
     pub fn commit(mut self) -> Result<(), Error> {
         if self.at < self.order.len() {
             let tensor = self.tensors[self.order[self.at]].name.clone();

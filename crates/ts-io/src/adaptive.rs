@@ -166,11 +166,11 @@ impl Backend for AdaptiveBackend {
     }
 
     fn cancel(&self, wanted: &dyn Fn(u64) -> bool) -> usize {
-        let (before, parts) = (self.joiner.cancelled(), self.joiner.wanted(wanted));
-        for backend in self.all() {
-            backend.cancel(&parts);
-        }
-        self.joiner.cancelled() - before
+        self.joiner.cancel(wanted, |parts| {
+            for backend in self.all() {
+                backend.cancel(parts);
+            }
+        })
     }
 
     fn register(&self, pool: &HostPool) {

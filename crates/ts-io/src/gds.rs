@@ -51,15 +51,13 @@ impl BackendProvider for GdsProvider {
     }
 
     fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
-        let library =
-            CuFile::get().map_err(|reason| Error::Unavailable { backend: self.name().into(), reason })?;
-        let reader = GdsReader { library, faults: options.faults.clone() };
+        CuFile::get().map_err(|reason| Error::Unavailable { backend: self.name().into(), reason })?;
+        let reader = GdsReader { faults: options.faults.clone() };
         Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
     }
 }
 
 struct GdsReader {
-    library: &'static CuFile,
     faults: Faults,
 }
 
@@ -77,12 +75,12 @@ impl BlockingRead for GdsReader {
         let (source, room) = (Arc::clone(&request.source), request.room());
         let unavailable =
             |reason: &str| Error::Unavailable { backend: self.name().into(), reason: reason.into() };
-        let file = source.direct_file().ok_or_else(|| unavailable("the file cannot be read directly"))?;
+        let handle = source.gds().map_err(unavailable)?;
         let mut progress = Progress::new(request.offset, room, source.len(), 1);
         while let Some(Step::Into { offset, at, len }) = progress.step() {
             let answer = self.faults.suffer(source.path(), offset, len, || {
                 let piece = pieces(&mut request.buffers, at, len).next();
-                piece.map_or(Ok(0), |piece| self.library.read_at(file, piece, offset))
+                piece.map_or(Ok(0), |piece| handle.read_at(piece, offset))
             });
             progress.answer(answer).map_err(|e| source.failed(offset, len, e))?;
         }

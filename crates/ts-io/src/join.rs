@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Requests that are read in parts, by whichever backend is best for each, and put together again.
 
-use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ts_pool::Buffer;
 
@@ -20,8 +21,6 @@ struct Table {
     next: u64,
     parts: HashMap<u64, Part>,
     groups: HashMap<u64, Group>,
-    /// Requests that ended as cancelled.
-    cancelled: usize,
 }
 
 /// Where a part belongs.
@@ -38,6 +37,8 @@ struct Group {
     lens: Vec<usize>,
     done: Vec<Option<Completion>>,
     missing: usize,
+    /// Where the call counts that is taking this request back.
+    taken_back: Option<Arc<AtomicUsize>>,
 }
 
 impl Joiner {
@@ -51,7 +52,8 @@ impl Joiner {
         let mut table = self.lock();
         let group = table.next;
         table.next += 1 + lens.len() as u64;
-        let mut missing = Group { token, lens: Vec::new(), done: Vec::new(), missing: lens.len() };
+        let mut missing =
+            Group { token, lens: Vec::new(), done: Vec::new(), missing: lens.len(), taken_back: None };
         missing.lens = buffers.iter().map(|buffer| buffer.len()).collect();
         missing.done.resize_with(lens.len(), || None);
         table.groups.insert(group, missing);
@@ -79,9 +81,13 @@ impl Joiner {
         if waiting.missing > 0 {
             return;
         }
-        let completion = table.groups.remove(&group).expect("just seen").joined();
-        table.cancelled += usize::from(matches!(completion.result, Err(Error::Cancelled { .. })));
+        let mut group = table.groups.remove(&group).expect("just seen");
         drop(table);
+        let taken_back = group.taken_back.take();
+        let completion = group.joined();
+        if let (Some(count), Err(Error::Cancelled { .. })) = (taken_back, &completion.result) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
         (self.sink)(completion);
     }
 
@@ -93,17 +99,26 @@ impl Joiner {
         request
     }
 
-    /// The caller's name for the request that a part belongs to.
-    pub(crate) fn wanted(&self, wanted: &dyn Fn(u64) -> bool) -> impl Fn(u64) -> bool + use<> {
-        let table = self.lock();
-        let parts = table.parts.iter().filter(|(_, part)| wanted(table.groups[&part.group].token));
-        let parts: std::collections::HashSet<u64> = parts.map(|(&token, _)| token).collect();
-        move |token| parts.contains(&token)
-    }
-
-    /// How many requests have ended as cancelled so far.
-    pub(crate) fn cancelled(&self) -> usize {
-        self.lock().cancelled
+    /// Takes requests back: `cancel` is to do so with the parts that it is told, and returns when those that have not
+    /// begun have ended. Returns how many requests ended so.
+    pub(crate) fn cancel(
+        &self,
+        wanted: &dyn Fn(u64) -> bool,
+        cancel: impl FnOnce(&dyn Fn(u64) -> bool),
+    ) -> usize {
+        let count = Arc::new(AtomicUsize::new(0));
+        let mut table = self.lock();
+        let Table { parts, groups, .. } = &mut *table;
+        for group in groups.values_mut().filter(|group| wanted(group.token)) {
+            group.taken_back = Some(Arc::clone(&count));
+        }
+        let asked =
+            |part: &Part| groups[&part.group].taken_back.as_ref().is_some_and(|c| Arc::ptr_eq(c, &count));
+        let parts: HashSet<u64> =
+            parts.iter().filter(|(_, part)| asked(part)).map(|(&token, _)| token).collect();
+        drop(table);
+        cancel(&|token| parts.contains(&token));
+        count.load(Ordering::Relaxed)
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
@@ -120,7 +135,9 @@ impl Group {
             whole &= !part.buffers.is_empty();
             pieces.extend(part.buffers);
             match (part.result, &mut sum) {
-                (Err(e), _) => error = error.or(Some(e)),
+                // Above all that buffers are missing.
+                (Err(e), _) if error.is_none() || matches!(e, Error::TimedOut { .. }) => error = Some(e),
+                (Err(_), _) => {}
                 (Ok(transfer), None) => sum = Some(transfer),
                 (Ok(transfer), Some(sum)) => sum.add(&transfer),
             }
@@ -184,6 +201,28 @@ mod tests {
     use ts_pool::{Budget, HostPool};
 
     use super::*;
+
+    #[test]
+    fn a_request_whose_buffers_are_missing_has_timed_out() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let source = crate::Source::open(file.path()).unwrap();
+        let (sink, done) = crate::completion_queue();
+        let joiner = Joiner::new(sink);
+        let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20).unwrap();
+        let request = ReadRequest::new(7, source, 0, 8192, pool.allocate(8192).unwrap());
+        let mut parts = joiner.split(request, &[4096, 4096]).into_iter();
+        let (first, second) = (parts.next().unwrap(), parts.next().unwrap());
+        let error = second.timed_out(std::time::Duration::from_secs(1));
+        let taken_back = joiner.cancel(&|token| token == 7, |wanted| {
+            assert!(wanted(first.token) && wanted(second.token));
+            joiner.on_completion(first.cancelled());
+        });
+        assert_eq!(taken_back, 0, "part of it is under way");
+        joiner.on_completion(Completion { token: second.token, buffers: Vec::new(), result: Err(error) });
+        let whole = done.try_recv().unwrap();
+        assert!(whole.token == 7 && whole.buffers.is_empty());
+        assert!(matches!(whole.result, Err(Error::TimedOut { .. })), "{:?}", whole.result);
+    }
 
     proptest! {
         #[test]

@@ -156,7 +156,7 @@ pub fn measure_memcpy(
 /// reads a byte of each page. If another process truncates the file meanwhile, this one ends with SIGBUS. Blocks.
 ///
 /// # Errors
-/// [`Error::Interrupted`]; [`Error::Read`], also when the source is no file or too short.
+/// [`Error::Interrupted`]; [`Error::ShortRead`]; [`Error::Read`], also when the source is no file.
 #[cfg(target_os = "linux")]
 pub fn measure_views(
     source: &Arc<Source>,
@@ -164,6 +164,10 @@ pub fn measure_views(
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<Measured, Error> {
     let file = source.file().ok_or_else(|| source.no_file())?;
+    if source.len() < bytes {
+        let (path, expected, actual) = (source.path().into(), bytes as usize, source.len() as usize);
+        return Err(Error::ShortRead { path, offset: 0, expected, actual });
+    }
     let paths = BTreeMap::from([(ReadPath::Mapped, bytes)]);
     timed(bytes, 64 << 20, paths, interrupt, |begin, len| {
         let sum = sys::touch_mapped(file, begin, len).map_err(|e| source.failed(begin, len, e))?;

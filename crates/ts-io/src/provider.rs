@@ -20,7 +20,7 @@ pub trait BackendProvider: Send + Sync {
     /// Higher is tried first when the caller names none.
     fn priority(&self) -> u8;
 
-    /// Whether it can read all of `sources` here. Never panics, starts nothing.
+    /// Whether it can read all of `sources` here. Never panics, reads nothing; may load a library and open its driver.
     fn probe(&self, sources: &[Arc<Source>]) -> Availability;
 
     /// Makes a backend whose completions go to `sink`.

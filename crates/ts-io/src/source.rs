@@ -74,7 +74,11 @@ struct Direct {
     file: File,
     alignment: usize,
     /// Whether handing a read over to the system never waits for the device.
+    #[cfg(target_os = "linux")]
     suits_rings: bool,
+    /// As cuFile knows it.
+    #[cfg(target_os = "linux")]
+    gds: OnceLock<Result<sys::CuFileHandle, String>>,
 }
 
 impl Source {
@@ -344,6 +348,14 @@ impl Source {
         self.direct().is_ok_and(|direct| direct.suits_rings)
     }
 
+    /// The file as cuFile knows it.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn gds(&self) -> Result<&sys::CuFileHandle, &str> {
+        let direct = self.direct()?;
+        let handle = direct.gds.get_or_init(|| sys::CuFileHandle::new(&direct.file));
+        handle.as_ref().map_err(String::as_str)
+    }
+
     /// The file opened past the page cache, where it can be.
     #[cfg(target_os = "linux")]
     pub(crate) fn direct_file(&self) -> Option<&File> {
@@ -358,10 +370,14 @@ impl Source {
             let now = file.metadata().map_err(|e| e.to_string())?;
             match self.fingerprint.difference(&Fingerprint::of(&now)) {
                 Some(what) => Err(what),
-                None => {
-                    let suits_rings = sys::suits_rings(&file);
-                    Ok(Direct { file, alignment, suits_rings })
-                }
+                None => Ok(Direct {
+                    #[cfg(target_os = "linux")]
+                    suits_rings: sys::suits_rings(&file),
+                    #[cfg(target_os = "linux")]
+                    gds: OnceLock::new(),
+                    file,
+                    alignment,
+                }),
             }
         });
         opened.as_ref().map_err(String::as_str)

@@ -58,6 +58,8 @@ const SMALLEST_FILE: u64 = 256 << 20;
 const TRIAL: Duration = Duration::from_millis(40);
 const LIMIT: Duration = Duration::from_millis(1700);
 const WITHIN: f64 = 0.95;
+/// How long one read may take before the device is one that tells nothing in time.
+const PATIENCE: Duration = Duration::from_millis(500);
 
 impl Default for Tuner {
     /// Measures, and remembers in the user's cache directory: `tensorstream/io` in `$XDG_CACHE_HOME` or `~/.cache`.
@@ -80,13 +82,13 @@ impl Tuner {
     }
 
     /// How to read `source`: as remembered, or measured now within memory reserved from `budget`, or the default where
-    /// there is nothing to measure (objects, small files, file systems without direct I/O).
+    /// there is nothing to measure (objects, small files, file systems without direct I/O), or it cannot be.
     ///
-    /// What is remembered is one small file for each file system; that it cannot be written is no error. `interrupt` is
-    /// asked at least every 20 ms.
+    /// What is remembered is one small file for each file system, by the number that it gives itself (which may be that
+    /// of its device); that it cannot be written is no error. `interrupt` is asked at least every 20 ms.
     ///
     /// # Errors
-    /// [`Error::Interrupted`]; what reading the file brings. Blocks for up to two seconds.
+    /// [`Error::Interrupted`]. Blocks for up to two seconds.
     pub fn tuning(
         &self,
         source: &Arc<Source>,
@@ -100,7 +102,12 @@ impl Tuner {
         if let Some(known) = note.as_deref().and_then(recall) {
             return Ok(known);
         }
-        let tuning = choose(&self.trials(source, budget, interrupt)?);
+        let tuning = match self.trials(source, budget, interrupt) {
+            Ok(trials) => choose(&trials),
+            Err(Error::Interrupted) => return Err(Error::Interrupted),
+            // Whatever it is, it is told when what is wanted is read.
+            Err(_) => return Ok(Tuning::default()),
+        };
         if let Some(note) = note {
             // The next process measures again if this fails.
             let _ = remember(&note, tuning);
@@ -112,7 +119,7 @@ impl Tuner {
     /// too slow for that: below some 300 MB/s.
     ///
     /// # Errors
-    /// As [`tuning`](Self::tuning).
+    /// [`Error::Interrupted`]; what reading the file brings, [`Error::TimedOut`] after half a second for one read.
     pub fn trials(
         &self,
         source: &Arc<Source>,
@@ -153,7 +160,7 @@ impl Tuner {
                 let workload = Workload {
                     ranges: vec![(at, source.len() - at), (0, at)],
                     request_bytes,
-                    options: BackendOptions { in_flight, ..BackendOptions::default() },
+                    options: BackendOptions { in_flight, timeout: PATIENCE, ..BackendOptions::default() },
                     limit: Some(TRIAL),
                 };
                 let measured = measure(provider.as_ref(), source, &workload, &pool, interrupt)?;
@@ -209,7 +216,7 @@ fn remember(note: &Path, tuning: Tuning) -> std::io::Result<()> {
 }
 
 impl Source {
-    /// A name for the file system that it lies on, the same on the next day; `None` where there is none.
+    /// A name for the file system that it lies on; `None` where there is none.
     fn file_system(&self) -> Option<String> {
         sys::file_system(self.file()?)
     }

@@ -17,7 +17,8 @@ pub struct View {
 
 impl View {
     /// Maps `offset..offset + len` and waits until it is in memory, so that touching it reads no disk (the page cache
-    /// may let it go again when memory is short, and then does).
+    /// may let it go again when memory is short, and then does). Linux before 5.14 has no way to wait: there the bytes
+    /// come when they are touched, and a device that fails then ends the process with SIGBUS.
     ///
     /// # Safety
     /// While the view lives, nobody writes to this range of the file, in this process or another: the bytes are a

@@ -19,7 +19,8 @@ const FLUSH_BYTES: u64 = 256 << 20;
 /// file systems without direct I/O.
 ///
 /// Holds 8 MiB of memory, and a thread once 4 MiB have been written. Dropping it waits for the chunk under way; call
-/// [`sync`](Self::sync) to have the bytes on the disk.
+/// [`sync`](Self::sync) to have the bytes on the disk. After an error it takes nothing more: everything answers with
+/// that error again.
 #[derive(Debug)]
 pub struct Writer {
     path: PathBuf,
@@ -34,6 +35,8 @@ pub struct Writer {
     end: u64,
     unflushed: u64,
     reserved: bool,
+    /// What went wrong: nobody knows what the file has after that.
+    failed: Option<Error>,
 }
 
 /// The thread that writes chunks.
@@ -76,7 +79,18 @@ impl Writer {
             _ => None,
         };
         let path = path.to_path_buf();
-        Ok(Self { path, file, direct, staging, filled: 0, begin: 0, end: 0, unflushed: 0, reserved })
+        Ok(Self {
+            path,
+            file,
+            direct,
+            staging,
+            filled: 0,
+            begin: 0,
+            end: 0,
+            unflushed: 0,
+            reserved,
+            failed: None,
+        })
     }
 
     /// The file.
@@ -88,7 +102,11 @@ impl Writer {
     ///
     /// # Errors
     /// [`Error::Write`], also of a chunk that was given earlier.
-    pub fn write(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        self.unless_failed(|this| this.gather(bytes))
+    }
+
+    fn gather(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         while !bytes.is_empty() {
             let now = bytes.len().min(CHUNK - self.filled);
             let (piece, later) = bytes.split_at(now);
@@ -108,6 +126,10 @@ impl Writer {
     /// # Errors
     /// As [`write`](Self::write); [`Error::Read`].
     pub fn seek(&mut self, offset: u64) -> Result<(), Error> {
+        self.unless_failed(|this| this.go_to(offset))
+    }
+
+    fn go_to(&mut self, offset: u64) -> Result<(), Error> {
         let ahead = usize::try_from(offset.saturating_sub(self.begin)).unwrap_or(usize::MAX);
         if offset >= self.position() && self.position() >= self.end && ahead < CHUNK {
             self.staging[self.filled..ahead].fill(0);
@@ -125,6 +147,17 @@ impl Writer {
     /// # Errors
     /// As [`write`](Self::write).
     pub fn sync(&mut self) -> Result<(), Error> {
+        self.unless_failed(Self::settle_all)
+    }
+
+    fn unless_failed(&mut self, act: impl FnOnce(&mut Self) -> Result<(), Error>) -> Result<(), Error> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        act(self).inspect_err(|error| self.failed = Some(error.clone()))
+    }
+
+    fn settle_all(&mut self) -> Result<(), Error> {
         self.flush()?;
         if std::mem::take(&mut self.reserved) {
             // What was set aside and not needed.
@@ -239,6 +272,7 @@ impl Drop for Direct {
 }
 
 #[cfg(test)]
+#[cfg(target_os = "linux")]
 mod tests {
     use proptest::prelude::*;
 
@@ -316,6 +350,20 @@ mod tests {
         let metadata = std::fs::metadata(&path).unwrap();
         assert_eq!(metadata.len(), 5000);
         assert!(metadata.blocks() * 512 < 1 << 20, "{} blocks", metadata.blocks());
+    }
+
+    #[test]
+    fn after_an_error_nothing_is_taken_any_more() {
+        let dir = tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
+        let path = dir.path().join("read-only");
+        std::fs::write(&path, [7; 10]).unwrap();
+        let mut writer = Writer::new(open(&path), &path, 0).unwrap();
+        // The same file, which takes no bytes from here on.
+        (writer.file, writer.direct) = (File::open(&path).unwrap(), None);
+        let first = (0..3).find_map(|_| writer.write(&vec![1; CHUNK]).err()).unwrap();
+        for again in [writer.write(b"more"), writer.seek(0), writer.sync(), writer.write(b"")] {
+            assert_eq!(again.unwrap_err().to_string(), first.to_string());
+        }
     }
 
     #[test]

@@ -94,12 +94,11 @@ pub(super) fn run(
     let registry = Registry::builtin();
     let chosen = registry.choose(None, std::slice::from_ref(&source))?.provider.name();
     let (mut providers, mut absent) = (Vec::new(), Vec::new());
-    for provider in registry.providers() {
-        let asked = arguments.backends.is_empty() || arguments.backends.iter().any(|b| b == provider.name());
+    let asked = |name: &str| arguments.backends.is_empty() || arguments.backends.iter().any(|b| b == name);
+    for provider in registry.providers().iter().filter(|provider| asked(provider.name())) {
         match provider.probe(std::slice::from_ref(&source)) {
-            Availability::Available if asked => providers.push(Arc::clone(provider)),
-            Availability::Unavailable(reason) if asked => absent.push((provider.name(), reason)),
-            _ => {}
+            Availability::Available => providers.push(Arc::clone(provider)),
+            Availability::Unavailable(reason) => absent.push((provider.name(), reason)),
         }
     }
     let known = |name: &str| [MEMCPY, VIEWS].contains(&name) || registry.names().contains(&name);
@@ -145,8 +144,6 @@ pub(super) fn run(
             if state != State::Warm {
                 continue;
             }
-            let asked =
-                |name: &str| arguments.backends.is_empty() || arguments.backends.iter().any(|b| b == name);
             if asked(MEMCPY) {
                 let copied = interruptible(measure_memcpy(bytes, workload.request_bytes, &pool, interrupt))?;
                 rows.entry((state, providers.len(), MEMCPY)).or_default().push(copied);

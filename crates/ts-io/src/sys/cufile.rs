@@ -107,36 +107,63 @@ impl CuFile {
         (self.properties.major_version, self.properties.minor_version) != (0, 0)
             || self.properties.status_flags & raw::NVME_P2P != 0
     }
+}
 
-    /// Reads into host memory, at least a byte unless the file ends at `offset`.
-    pub(crate) fn read_at(&self, file: &File, memory: &mut [u8], offset: u64) -> io::Result<usize> {
-        let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
-        let handle = self.register(file)?;
-        // SAFETY: the handle is registered, the memory is exclusively borrowed and as long as is said, and the call
-        // returns when it no longer touches it.
-        let read = unsafe { (self.read)(handle, memory.as_mut_ptr().cast(), memory.len(), offset, 0) };
-        let error = io::Error::last_os_error();
-        // SAFETY: registered above, and not used by anybody else.
-        unsafe { (self.deregister)(handle) };
-        match read {
-            -1 => Err(error),
-            read => usize::try_from(read)
-                .map_err(|_| io::Error::other(format!("cuFileRead failed with cuFile error {}", -read))),
-        }
+/// A file as the library knows it. It knows each descriptor once, so there is one for all threads.
+pub(crate) struct CuFileHandle {
+    library: &'static CuFile,
+    handle: *mut c_void,
+    /// What is registered; open until the handle is gone.
+    _file: File,
+}
+
+// SAFETY: the library lets any number of threads use a handle (the GPUDirect Storage API reference, "Thread safety").
+unsafe impl Send for CuFileHandle {}
+// SAFETY: as above.
+unsafe impl Sync for CuFileHandle {}
+
+impl std::fmt::Debug for CuFileHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("CuFileHandle")
     }
+}
 
-    fn register(&self, file: &File) -> io::Result<*mut c_void> {
+impl CuFileHandle {
+    /// Makes a file that was opened past the page cache known to the library, or says why not.
+    pub(crate) fn new(file: &File) -> Result<Self, String> {
+        let library = CuFile::get()?;
+        let file = file.try_clone().map_err(|e| e.to_string())?;
         let mut handle = std::ptr::null_mut();
         let mut descriptor = raw::Descriptor {
             kind: raw::OPAQUE_FD,
             handle: file.as_raw_fd() as usize,
             operations: std::ptr::null(),
         };
-        // SAFETY: both pointers are valid for the call, and the descriptor is open while `file` lives, which is longer
-        // than the handle.
-        let status = unsafe { (self.register)(&raw mut handle, &raw mut descriptor) };
-        check("cuFileHandleRegister", status).map_err(io::Error::other)?;
-        Ok(handle)
+        // SAFETY: both pointers are valid for the call, and the descriptor is open as long as the handle is known.
+        let status = unsafe { (library.register)(&raw mut handle, &raw mut descriptor) };
+        check("cuFileHandleRegister", status)?;
+        Ok(Self { library, handle, _file: file })
+    }
+
+    /// Reads into host memory, at least a byte unless the file ends at `offset`.
+    pub(crate) fn read_at(&self, memory: &mut [u8], offset: u64) -> io::Result<usize> {
+        let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+        // SAFETY: the handle is registered, the memory is exclusively borrowed and as long as is said, and the call
+        // returns when it no longer touches it.
+        let read =
+            unsafe { (self.library.read)(self.handle, memory.as_mut_ptr().cast(), memory.len(), offset, 0) };
+        match read {
+            -1 => Err(io::Error::last_os_error()),
+            read => usize::try_from(read)
+                .map_err(|_| io::Error::other(format!("cuFileRead failed with cuFile error {}", -read))),
+        }
+    }
+}
+
+impl Drop for CuFileHandle {
+    fn drop(&mut self) {
+        // SAFETY: it was registered when this was made, and nobody reads by it any more.
+        unsafe { (self.library.deregister)(self.handle) };
     }
 }
 

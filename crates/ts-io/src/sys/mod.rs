@@ -13,7 +13,7 @@ mod portable;
 mod ring;
 
 #[cfg(target_os = "linux")]
-pub(crate) use cufile::CuFile;
+pub(crate) use cufile::{CuFile, CuFileHandle};
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;
 #[cfg(target_os = "linux")]

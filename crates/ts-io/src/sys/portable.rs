@@ -71,10 +71,6 @@ pub(crate) fn file_system(_: &File) -> Option<String> {
     None
 }
 
-pub(crate) fn suits_rings(_: &File) -> bool {
-    false
-}
-
 pub(crate) fn reopen_direct(_: &File) -> io::Result<(File, usize)> {
     Err(io::ErrorKind::Unsupported.into())
 }
