@@ -103,8 +103,8 @@ def states(shard: Path) -> None:
     backends = ["adaptive", "uring", "direct", "buffered", "mmap"]
     for number in range(ROUNDS):
         for case, options in cases.items():
-            # In a process each, and each first in its turn: what ran before leaves the page cache other memory to use,
-            # and some of this machine's memory is copied from at a third of the speed of the rest.
+            # In a process each, and each first in its turn: what ran before leaves the page cache other memory to
+            # use, and some of this machine's memory is copied from at a third of the speed of the rest.
             names = [*backends, "memcpy", "views"] if case == "warm" else backends
             first = number % len(names)
             for name in names[first:] + names[:first]:
