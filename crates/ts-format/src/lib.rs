@@ -32,9 +32,10 @@
 //!
 //! # Features
 //! None.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod catalog;
+mod codec;
 mod container;
 mod digest;
 mod dtype;
@@ -43,8 +44,12 @@ mod json;
 mod meta;
 mod safetensors;
 mod sharded;
+#[allow(unsafe_code)]
+mod simd;
+mod split;
 
 pub use catalog::{ByteRange, Catalog, CatalogReader, FileEntry, FileId, Need, TensorEntry};
+pub use codec::{Codec, Compression, DecodeError, Encoder, Scratch, decode_chunk};
 pub use container::{ContainerEnds, ContainerWriter, MAGIC, MAX_RANK, fingerprint};
 pub use digest::{CHUNK_LEN, Digest};
 pub use dtype::Dtype;
