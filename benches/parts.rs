@@ -92,7 +92,13 @@ fn engine(c: &mut Criterion) {
         .map(|i| {
             let parts = vec![ByteRange { file: FileId(0), offset: i * len, len }];
             let entry = TensorEntry { meta: TensorMeta { dtype: Dtype::U8, shape: vec![len] }, parts };
-            let tensor = UnitTensor { name: format!("t{i}"), entry, phase: Phase::Mapped, digest: None };
+            let tensor = UnitTensor {
+                name: format!("t{i}"),
+                entry,
+                phase: Phase::Mapped,
+                digest: None,
+                chunks: vec![],
+            };
             Unit { name: format!("u{i}"), tensors: vec![tensor] }
         })
         .collect();

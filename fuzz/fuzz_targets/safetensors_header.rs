@@ -16,12 +16,12 @@ fuzz_target!(|input: (u8, &[u8])| {
     let Ok(catalog) = Catalog::from_bytes("m", &file) else { return };
     let theirs = SafeTensors::deserialize(&file).expect("what is accepted here the library accepts");
     assert_eq!(catalog.tensors().len(), theirs.len());
-    for (name, entry) in catalog.tensors() {
-        let part = entry.parts[0];
+    for tensor in catalog.tensors() {
+        let part = tensor.range();
         let here = &file[part.offset as usize..(part.offset + part.len) as usize];
-        let there = theirs.tensor(name).expect("it is listed");
+        let there = theirs.tensor(tensor.name()).expect("it is listed");
         assert_eq!(here.as_ptr_range(), there.data().as_ptr_range());
-        assert_eq!(entry.meta.dtype.name(), there.dtype().to_string());
-        assert!(entry.meta.shape.iter().copied().eq(there.shape().iter().map(|&n| n as u64)));
+        assert_eq!(tensor.dtype().name(), there.dtype().to_string());
+        assert!(tensor.shape().iter().copied().eq(there.shape().iter().map(|&n| n as u64)));
     }
 });

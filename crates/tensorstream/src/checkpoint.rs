@@ -3,12 +3,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ts_format::{ByteRange, Catalog, CatalogReader, Digest, Need, TensorEntry};
+use ts_format::{ByteRange, Catalog, CatalogReader, Need, Tensor};
 use ts_io::{Source, Tuner};
 use ts_orchestrator::{Engine, EngineConfig, Phase, Unit, UnitTensor};
 use ts_pool::Budget;
 
 use crate::Error;
+use crate::read::Reader;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -60,30 +61,27 @@ impl Checkpoint {
 
     /// This checkpoint and another as one: the other's tensors take the place of those of the same name, and its
     /// files come behind its own.
-    #[must_use]
-    pub fn overlaid(mut self, other: Checkpoint) -> Checkpoint {
-        self.sources.extend(other.sources);
-        Self { catalog: self.catalog.overlaid(other.catalog), sources: self.sources }
-    }
-
-    /// Reads ranges of its files, one behind the other, into `buffer`. Blocks; through the page cache.
     ///
     /// # Errors
-    /// [`Error::Io`] when a read fails, or the file is not the one that was opened any more.
+    /// [`Error::Format`] when they are more than one catalog holds.
+    pub fn overlaid(mut self, other: Checkpoint) -> Result<Checkpoint, Error> {
+        self.sources.extend(other.sources);
+        Ok(Self { catalog: self.catalog.overlaid(other.catalog)?, sources: self.sources })
+    }
+
+    /// Reads ranges of its tensors, one behind the other, into `buffer`, and decodes those that are compressed. Blocks;
+    /// through the page cache.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when a read fails, or the file is not the one that was opened any more; [`Error::Corrupt`].
     ///
     /// # Panics
     /// If `buffer` is not as long as the ranges, or a range names a file that is not in the catalog.
     pub fn read(&self, ranges: &[ByteRange], buffer: &mut [u8]) -> Result<(), Error> {
-        let mut rest = buffer;
+        let (mut rest, mut reader) = (buffer, Reader::default());
         for range in ranges {
             let (part, after) = rest.split_at_mut(range.len as usize);
-            let source = &self.sources[range.file.0 as usize];
-            let actual = source.read_at(range.offset, part)?;
-            if actual < part.len() {
-                let (path, offset, expected) = (source.path().to_path_buf(), range.offset, part.len());
-                return Err(ts_io::Error::ShortRead { path, offset, expected, actual }.into());
-            }
-            source.verify(range.offset)?;
+            reader.read(self, *range, part)?;
             rest = after;
         }
         assert!(rest.is_empty(), "the buffer is longer than the ranges");
@@ -93,22 +91,16 @@ impl Checkpoint {
     /// Units as the tensors' names suggest them: all tensors whose names differ in their last component make
     /// one, as the parameters of a module do. In the order in which they lie in the files.
     pub fn units_by_module(&self) -> Vec<Unit> {
-        let mut units: BTreeMap<&str, Vec<(&str, &TensorEntry)>> = BTreeMap::new();
-        for (name, entry) in self.catalog.tensors() {
-            let module = name.rsplit_once('.').map_or("", |(module, _)| module);
-            units.entry(module).or_default().push((name, entry));
+        let mut units: BTreeMap<&str, Vec<Tensor<'_>>> = BTreeMap::new();
+        for tensor in self.catalog.tensors() {
+            let module = tensor.name().rsplit_once('.').map_or("", |(module, _)| module);
+            units.entry(module).or_default().push(tensor);
         }
-        let place = |tensors: &[(&str, &TensorEntry)]| {
-            tensors.iter().flat_map(|(_, e)| e.parts.first()).map(|p| (p.file, p.offset)).min()
-        };
+        let place = |tensors: &[Tensor<'_>]| tensors.iter().map(|t| (t.range().file, t.range().offset)).min();
         let mut units: Vec<_> = units.into_iter().collect();
         units.sort_by_key(|(_, tensors)| place(tensors));
-        let tensor = |(name, entry): (&str, &TensorEntry)| UnitTensor {
-            name: name.into(),
-            entry: entry.clone(),
-            phase: Phase::Mapped,
-            digest: self.digest(entry),
-        };
+        let tensor =
+            |tensor: Tensor<'_>| UnitTensor::new(&self.catalog, tensor.name(), tensor.entry(), Phase::Mapped);
         let unit = |(name, tensors): (&str, Vec<_>)| Unit {
             name: name.into(),
             tensors: tensors.into_iter().map(tensor).collect(),
@@ -116,24 +108,11 @@ impl Checkpoint {
         units.into_iter().map(unit).collect()
     }
 
-    /// The checksums of a tensor's bytes, where they lie in one piece and the file has them.
-    pub fn digest(&self, entry: &TensorEntry) -> Option<Arc<Digest>> {
-        match entry.parts[..] {
-            [part] => self.catalog.digest(part).map(Arc::clone),
-            _ => None,
-        }
-    }
-
-    /// Names the content, wherever it lies: see [`ts_format::fingerprint`]. `None` where a tensor has no checksums.
+    /// Names the content, wherever it lies and however it is kept: see [`ts_format::fingerprint`]. `None` where a tensor
+    /// has no fingerprint.
     pub fn fingerprint(&self) -> Option<u128> {
-        let empty = Arc::new(Digest::default());
-        let digest = |entry: &TensorEntry| match entry.meta.byte_len() {
-            Some(0) => Some(Arc::clone(&empty)),
-            _ => self.digest(entry),
-        };
-        let all = self.catalog.tensors().map(|(name, entry)| Some((name, &entry.meta, digest(entry)?)));
-        let all = all.collect::<Option<Vec<_>>>()?;
-        Some(ts_format::fingerprint(all.iter().map(|(name, meta, digest)| (*name, *meta, &**digest))))
+        let all = self.catalog.tensors().map(|tensor| Some((tensor.name(), tensor.fingerprint()?)));
+        Some(ts_format::fingerprint(all.collect::<Option<Vec<_>>>()?))
     }
 
     /// A configuration with the request size and the depth that suit the storage of the largest file, as `tuner` knows

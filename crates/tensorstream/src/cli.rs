@@ -12,11 +12,12 @@ use std::time::Instant;
 
 use clap::{Parser, Subcommand};
 use serde_json::{Value, json};
-use ts_format::TensorEntry;
+use ts_format::{Codec, Compression, Tensor};
 use ts_orchestrator::{EngineConfig, UnitId};
 
 use crate::{
-    Bar, Checkpoint, Error, FileWriter, NewTensor, Progress, available_bytes, convert, parse_bytes, verify,
+    Bar, Checkpoint, Converted, Error, FileWriter, NewTensor, Progress, WriteOptions, available_bytes,
+    convert, parse_bytes, verify,
 };
 
 const MIB: f64 = 1048576.0;
@@ -50,6 +51,16 @@ enum Command {
         from: PathBuf,
         /// The file to write: .ts or .safetensors. Replaced whole, if it is there.
         to: PathBuf,
+        /// How tensors are kept in a .ts file: raw, auto (whatever makes each smaller), split (floats, lossless), zstd,
+        /// lz4 or zlib.
+        #[arg(long, default_value = "raw")]
+        codec: String,
+        /// The codec's level: -7 to 19 for zstd, 0 to 9 for zlib.
+        #[arg(long, allow_negative_numbers = true)]
+        level: Option<i32>,
+        /// Threads that compress; as many as there are cores if not given.
+        #[arg(long, default_value_t = 0, hide_default_value = true)]
+        jobs: usize,
     },
     /// Says how a checkpoint would be held under a budget. Reads headers only.
     Plan {
@@ -124,7 +135,12 @@ impl Command {
         match self {
             Command::Info { path } => info(&path, as_json),
             Command::Verify { path } => verified(&path, as_json, interrupt),
-            Command::Convert { from, to } => converted(&from, &to, as_json, interrupt),
+            Command::Convert { from, to, codec, level, jobs } => {
+                let compression = Compression::named(&codec, level)
+                    .map_err(|reason| Error::Compression { path: to.clone(), reason })?;
+                let options = WriteOptions { compression, jobs };
+                converted(&from, &to, options, as_json, interrupt)
+            }
             Command::Plan { path, budget, max_passes } => {
                 let budget = budget.or_else(half_of_available).ok_or(Error::NoBudget)?;
                 planned(&path, budget, max_passes, as_json)
@@ -150,23 +166,24 @@ fn half_of_available() -> Option<usize> {
 fn info(path: &Path, as_json: bool) -> Result<u8, Error> {
     let checkpoint = Checkpoint::open(path)?;
     let catalog = checkpoint.catalog();
-    let bytes = |entry: &TensorEntry| entry.parts.iter().map(|part| part.len).sum::<u64>();
-    let total: u64 = catalog.tensors().map(|(_, entry)| bytes(entry)).sum();
+    let total: u64 = catalog.tensors().map(|tensor| tensor.range().len).sum();
+    let stored: u64 = catalog.tensors().map(|tensor| tensor.stored_bytes()).sum();
     let files = catalog.files().iter().zip(checkpoint.sources());
     if as_json {
         let files = files.map(
             |(file, source)| json!({ "path": source.path(), "bytes": file.len, "metadata": file.metadata }),
         );
-        let tensors = catalog.tensors().map(|(name, entry)| {
-            let part = entry.parts.first();
+        let tensors = catalog.tensors().map(|tensor| {
+            let (range, first) = (tensor.range(), tensor.chunks().and_then(|chunks| chunks.first()));
             json!({
-                "name": name, "dtype": entry.meta.dtype.name(), "shape": entry.meta.shape, "bytes": bytes(entry),
-                "file": part.map(|p| p.file.0), "offset": part.map(|p| p.offset),
-                "checksums": checkpoint.digest(entry).is_some(),
+                "name": tensor.name(), "dtype": tensor.dtype().name(), "shape": tensor.shape(), "bytes": range.len,
+                "file": range.file.0, "offset": first.map_or(range.offset, |chunk| chunk.offset),
+                "checksums": tensor.sums().is_some() || tensor.chunks().is_some(),
+                "codec": codec(tensor).name(), "stored_bytes": tensor.stored_bytes(),
             })
         });
         let (files, tensors): (Vec<Value>, Vec<Value>) = (files.collect(), tensors.collect());
-        say(json!({ "files": files, "tensors": tensors, "bytes": total }));
+        say(json!({ "files": files, "tensors": tensors, "bytes": total, "stored_bytes": stored }));
         return Ok(0);
     }
     for (file, source) in files {
@@ -175,13 +192,25 @@ fn info(path: &Path, as_json: bool) -> Result<u8, Error> {
             say(format_args!("    {key} = {value}"));
         }
     }
-    let width = catalog.tensors().map(|(name, _)| name.len()).max().unwrap_or(0);
-    for (name, entry) in catalog.tensors() {
-        let (dtype, shape) = (entry.meta.dtype.name(), format!("{:?}", entry.meta.shape));
-        say(format_args!("{name:width$}  {dtype:5} {shape:20} {:12} bytes", bytes(entry)));
+    let width = catalog.tensors().map(|tensor| tensor.name().len()).max().unwrap_or(0);
+    for tensor in catalog.tensors() {
+        let (name, dtype, shape) = (tensor.name(), tensor.dtype().name(), format!("{:?}", tensor.shape()));
+        let kept = match codec(tensor) {
+            Codec::Raw => String::new(),
+            codec => format!("  {codec} {:.2}x", tensor.range().len as f64 / tensor.stored_bytes() as f64),
+        };
+        say(format_args!("{name:width$}  {dtype:5} {shape:20} {:12} bytes{kept}", tensor.range().len));
     }
-    say(format_args!("{} tensors, {:.1} MiB", catalog.tensors().len(), total as f64 / MIB));
+    let ratio = if stored < total { format!(" in {:.1} MiB", stored as f64 / MIB) } else { String::new() };
+    say(format_args!("{} tensors, {:.1} MiB{ratio}", catalog.tensors().len(), total as f64 / MIB));
     Ok(0)
+}
+
+/// What a tensor is kept by: the codec of most of its chunks.
+fn codec(tensor: Tensor<'_>) -> Codec {
+    let chunks = tensor.chunks().unwrap_or_default();
+    let most = Codec::ALL.iter().max_by_key(|codec| chunks.iter().filter(|c| c.codec == **codec).count());
+    most.filter(|_| !chunks.is_empty()).copied().unwrap_or(Codec::Raw)
 }
 
 /// A job that shows how far it is and can be interrupted.
@@ -229,16 +258,22 @@ fn verified(path: &Path, as_json: bool, interrupt: &mut dyn FnMut() -> bool) -> 
 fn converted(
     from: &Path,
     to: &Path,
+    options: WriteOptions,
     as_json: bool,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
-    let (done, seconds) = watched("converting", interrupt, |watch| convert(from, to, watch))?;
-    let (tensors, bytes) = (done.tensors, done.bytes);
+    let (done, seconds) = watched("converting", interrupt, |watch| convert(from, to, options, watch))?;
+    let Converted { tensors, bytes, file_bytes } = done;
     if as_json {
-        say(json!({ "path": to, "tensors": tensors, "bytes": bytes, "seconds": seconds }));
+        say(json!({
+            "path": to, "tensors": tensors, "bytes": bytes, "file_bytes": file_bytes, "seconds": seconds,
+        }));
     } else {
-        let mib = bytes as f64 / MIB;
-        say(format_args!("{}: {tensors} tensors, {mib:.1} MiB, in {seconds:.1} s", to.display()));
+        let (mib, file_mib) = (bytes as f64 / MIB, file_bytes as f64 / MIB);
+        say(format_args!(
+            "{}: {tensors} tensors, {mib:.1} MiB in {file_mib:.1} MiB, in {seconds:.1} s",
+            to.display()
+        ));
     }
     Ok(0)
 }
@@ -279,7 +314,7 @@ fn demo(
     let path = path.or(made.as_ref().map(|made| made.path.as_path())).expect("given or made");
     let checkpoint = Checkpoint::open(path)?;
     let units = checkpoint.units_by_module();
-    let weights: u64 = checkpoint.catalog().tensors().flat_map(|(_, e)| &e.parts).map(|p| p.len).sum();
+    let weights: u64 = checkpoint.catalog().tensors().map(|tensor| tensor.range().len).sum();
     let third = (weights / 3) as usize;
     let budget = match (budget, checkpoint.explain(&EngineConfig::with_budget(third))) {
         (Some(budget), _) => budget,
@@ -345,7 +380,13 @@ impl MadeUp {
             meta: meta.clone(),
             phase: None,
         });
-        let mut writer = FileWriter::create(&path, tensors.collect(), Default::default(), interrupt)?;
+        let mut writer = FileWriter::create(
+            &path,
+            tensors.collect(),
+            Default::default(),
+            WriteOptions::default(),
+            interrupt,
+        )?;
         let mut state = 1u32;
         let mut row = vec![0u8; 1 << 20];
         for _ in 0..LAYERS * (SIDE * SIDE * 4) as usize / row.len() {

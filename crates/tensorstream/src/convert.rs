@@ -2,12 +2,13 @@
 //! Whole checkpoints, read from one end to the other: converted, verified.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use ts_format::{ByteRange, CHUNK_LEN, Digest};
+use ts_format::CHUNK_LEN;
 
 use crate::atomic::partial_of;
-use crate::{Checkpoint, Error, FileWriter, NewTensor};
+use crate::read::{Damage, Reader};
+use crate::{Checkpoint, Error, FileWriter, NewTensor, WriteOptions};
 
 /// What is read and written at a time, in bytes: a multiple of the chunks that have checksums.
 const PIECE_BYTES: u64 = 16 * CHUNK_LEN;
@@ -31,10 +32,13 @@ pub struct Converted {
     pub tensors: usize,
     /// Bytes of their data.
     pub bytes: u64,
+    /// Length of the file.
+    pub file_bytes: u64,
 }
 
 /// Writes the checkpoint at `from` into one file, `.ts` or `.safetensors` by its suffix: every tensor bit for bit,
-/// and the metadata. `from` is whatever [`Checkpoint::open`] takes. Data with checksums are checked on the way.
+/// and the metadata. `from` is whatever [`Checkpoint::open`] takes. Data with checksums are checked on the way. What was
+/// compressed and what will be has nothing to do with each other.
 ///
 /// A safetensors file that its library wrote comes back byte for byte from a `.ts` made of it. Where shards
 /// disagree on a key of their metadata, each value is kept as `key@file`.
@@ -42,7 +46,12 @@ pub struct Converted {
 /// # Errors
 /// As [`Checkpoint::open`] and [`FileWriter`]; [`Error::Corrupt`]; [`Error::Interrupted`]. `to` is then as it was,
 /// but for what [`FileWriter::commit`] says.
-pub fn convert(from: &Path, to: &Path, watch: &mut Watch<'_>) -> Result<Converted, Error> {
+pub fn convert(
+    from: &Path,
+    to: &Path,
+    options: WriteOptions,
+    watch: &mut Watch<'_>,
+) -> Result<Converted, Error> {
     let checkpoint = Checkpoint::open(from)?;
     // The unfinished file would be made in place of what is read.
     let partial = partial_of(to).and_then(|path| path.canonicalize().ok());
@@ -53,21 +62,18 @@ pub fn convert(from: &Path, to: &Path, watch: &mut Watch<'_>) -> Result<Converte
     }
     let mut tensors: Vec<_> = checkpoint.catalog().tensors().collect();
     // In the order of the files, so that reading is sequential.
-    tensors.sort_by_key(|(_, entry)| entry.parts.first().map(|p| (p.file, p.offset)));
-    let new = tensors.iter().map(|(name, entry)| NewTensor {
-        name: (*name).into(),
-        meta: entry.meta.clone(),
-        phase: None,
-    });
-    let total: u64 = tensors.iter().flat_map(|(_, e)| &e.parts).map(|p| p.len).sum();
+    tensors.sort_by_key(|tensor| (tensor.range().file, tensor.range().offset));
+    let new = tensors.iter().map(|t| NewTensor { name: t.name().into(), meta: t.meta(), phase: None });
+    let total: u64 = tensors.iter().map(|tensor| tensor.range().len).sum();
     let metadata = merged_metadata(&checkpoint);
     let mut progress = Progress { done: 0, total };
-    let mut writer = FileWriter::create(to, new.collect(), metadata, &mut || watch(progress))?;
-    let mut buffer = vec![0; PIECE_BYTES.min(total) as usize];
+    let mut writer = FileWriter::create(to, new.collect(), metadata, options, &mut || watch(progress))?;
+    let (mut buffer, mut reader) = (vec![0; PIECE_BYTES.min(total) as usize], Reader::default());
     for index in writer.order().to_vec() {
-        let (name, entry) = tensors[index];
-        for piece in entry.parts.iter().flat_map(|&part| pieces(&checkpoint, name, part, PIECE_BYTES)) {
-            let bytes = piece.read_checked(&checkpoint, &mut buffer)?;
+        let (tensor, len) = (tensors[index], tensors[index].range().len);
+        for begin in (0..len).step_by(PIECE_BYTES as usize) {
+            let bytes = &mut buffer[..PIECE_BYTES.min(len - begin) as usize];
+            reader.read_checked(&checkpoint, tensor, begin, bytes)?;
             writer.write(bytes)?;
             progress.done += bytes.len() as u64;
             if watch(progress) {
@@ -76,11 +82,13 @@ pub fn convert(from: &Path, to: &Path, watch: &mut Watch<'_>) -> Result<Converte
         }
     }
     writer.commit()?;
-    Ok(Converted { tensors: tensors.len(), bytes: total })
+    let file_bytes = std::fs::metadata(to).map_or(0, |metadata| metadata.len());
+    Ok(Converted { tensors: tensors.len(), bytes: total, file_bytes })
 }
 
 impl Checkpoint {
-    /// Reads a tensor into `buffer`, and compares it with its checksums if it has some. Blocks.
+    /// Reads a tensor into `buffer`, decodes it if it is compressed, and compares it with its checksums if it has some.
+    /// Blocks.
     ///
     /// # Errors
     /// [`Error::Format`] when there is no such tensor, [`Error::Io`], [`Error::Corrupt`], [`Error::Interrupted`].
@@ -88,17 +96,17 @@ impl Checkpoint {
     /// # Panics
     /// If `buffer` is not as long as the tensor.
     pub fn read_tensor(&self, name: &str, buffer: &mut [u8], watch: &mut Watch<'_>) -> Result<(), Error> {
-        let entry = self.catalog().require(name)?;
-        let (total, mut rest) = (buffer.len() as u64, buffer);
-        for piece in entry.parts.iter().flat_map(|&part| pieces(self, name, part, PIECE_BYTES)) {
-            let (bytes, after) = rest.split_at_mut(piece.range.len as usize);
-            piece.read_checked(self, bytes)?;
-            rest = after;
-            if watch(Progress { done: total - rest.len() as u64, total }) {
+        let tensor = self.catalog().require(name)?;
+        let total = tensor.range().len;
+        assert_eq!(buffer.len() as u64, total, "the buffer is as long as the tensor");
+        let (mut reader, mut done) = (Reader::default(), 0);
+        for piece in buffer.chunks_mut(PIECE_BYTES as usize) {
+            reader.read_checked(self, tensor, done, piece)?;
+            done += piece.len() as u64;
+            if watch(Progress { done, total }) {
                 return Err(Error::Interrupted);
             }
         }
-        assert!(rest.is_empty(), "the buffer is longer than the tensor");
         Ok(())
     }
 }
@@ -116,20 +124,6 @@ pub struct Verified {
     pub damaged: Vec<Damage>,
 }
 
-/// Bytes that are not what was written.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{}: tensor `{tensor}`: {len} bytes at byte {offset} do not have their checksum: the file is damaged", path.display())]
-pub struct Damage {
-    /// The file.
-    pub path: PathBuf,
-    /// The tensor.
-    pub tensor: String,
-    /// First byte of the chunk, from the start of the file.
-    pub offset: u64,
-    /// Length of the chunk in bytes.
-    pub len: u64,
-}
-
 /// Reads a whole checkpoint and compares all that has a checksum.
 ///
 /// # Errors
@@ -138,20 +132,23 @@ pub struct Damage {
 pub fn verify(path: &Path, watch: &mut Watch<'_>) -> Result<Verified, Error> {
     let checkpoint = Checkpoint::open(path)?;
     let catalog = checkpoint.catalog();
-    let parts: Vec<_> = catalog.tensors().flat_map(|(n, e)| e.parts.iter().map(move |&p| (n, p))).collect();
-    let total = parts.iter().map(|(_, p)| p.len).sum();
+    let total = catalog.tensors().map(|tensor| tensor.range().len).sum();
     let mut progress = Progress { done: 0, total };
     let mut found =
         Verified { tensors: catalog.tensors().len(), bytes: total, checked_bytes: 0, damaged: vec![] };
-    let mut buffer = vec![0; PIECE_BYTES.min(total) as usize];
-    for (name, part) in parts {
-        if catalog.digest(part).is_some() {
-            found.checked_bytes += part.len;
+    let (mut buffer, mut reader) = (vec![0; CHUNK_LEN as usize], Reader::default());
+    for tensor in catalog.tensors() {
+        let len = tensor.range().len;
+        if tensor.sums().is_some() || tensor.chunks().is_some() {
+            found.checked_bytes += len;
         }
         // Chunk by chunk, so that all damage is found and not just the first.
-        for piece in pieces(&checkpoint, name, part, CHUNK_LEN) {
-            let bytes = piece.read(&checkpoint, &mut buffer)?;
-            found.damaged.extend(piece.damage(&checkpoint, bytes));
+        for begin in (0..len).step_by(CHUNK_LEN as usize) {
+            let bytes = &mut buffer[..CHUNK_LEN.min(len - begin) as usize];
+            match reader.read_checked(&checkpoint, tensor, begin, bytes) {
+                Err(Error::Corrupt(damage)) => found.damaged.push(damage),
+                read => read?,
+            }
             progress.done += bytes.len() as u64;
             if watch(progress) {
                 return Err(Error::Interrupted);
@@ -159,54 +156,6 @@ pub fn verify(path: &Path, watch: &mut Watch<'_>) -> Result<Verified, Error> {
         }
     }
     Ok(found)
-}
-
-/// Part of a tensor's data, small enough to be held at once.
-struct Piece<'a> {
-    tensor: &'a str,
-    range: ByteRange,
-    digest: Option<&'a Digest>,
-    /// Which chunk of the digest the piece begins with.
-    chunk: usize,
-}
-
-/// Cuts a tensor's data at multiples of `len`, itself a multiple of a chunk.
-fn pieces<'a>(
-    checkpoint: &'a Checkpoint,
-    tensor: &'a str,
-    part: ByteRange,
-    len: u64,
-) -> impl Iterator<Item = Piece<'a>> {
-    let digest = checkpoint.catalog().digest(part).map(|digest| &**digest);
-    (0..part.len.div_ceil(len)).map(move |i| {
-        let begin = i * len;
-        let range = ByteRange { offset: part.offset + begin, len: len.min(part.len - begin), ..part };
-        Piece { tensor, range, digest, chunk: (begin / CHUNK_LEN) as usize }
-    })
-}
-
-impl Piece<'_> {
-    fn read<'b>(&self, checkpoint: &Checkpoint, buffer: &'b mut [u8]) -> Result<&'b [u8], Error> {
-        let bytes = &mut buffer[..self.range.len as usize];
-        checkpoint.read(&[self.range], bytes)?;
-        Ok(bytes)
-    }
-
-    fn read_checked<'b>(&self, checkpoint: &Checkpoint, buffer: &'b mut [u8]) -> Result<&'b [u8], Error> {
-        let bytes = self.read(checkpoint, buffer)?;
-        self.damage(checkpoint, bytes).map_or(Ok(bytes), |damage| Err(Error::Corrupt(damage)))
-    }
-
-    /// The first chunk of `bytes` that is not what was written.
-    fn damage(&self, checkpoint: &Checkpoint, bytes: &[u8]) -> Option<Damage> {
-        let at = self.digest?.mismatch(self.chunk, bytes)?;
-        Some(Damage {
-            path: checkpoint.sources()[self.range.file.0 as usize].path().to_path_buf(),
-            tensor: self.tensor.into(),
-            offset: self.range.offset + at.start as u64,
-            len: at.len() as u64,
-        })
-    }
 }
 
 /// The metadata of all files as one. Keys on which they disagree get the name of their file.

@@ -28,6 +28,14 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
+    /// A file cannot be compressed as was asked.
+    #[error("{}: {reason}", path.display())]
+    Compression {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+    },
     /// Data are not what was written.
     #[error(transparent)]
     Corrupt(#[from] crate::Damage),

@@ -31,17 +31,20 @@ mod checkpoint;
 #[cfg(feature = "cli")]
 pub mod cli;
 mod convert;
+mod encode;
 mod error;
 mod explain;
 mod memory;
+mod read;
 mod write;
 
 #[cfg(feature = "cli")]
 pub use bar::Bar;
 pub use checkpoint::Checkpoint;
-pub use convert::{Converted, Damage, Progress, Verified, Watch, convert, verify};
+pub use convert::{Converted, Progress, Verified, Watch, convert, verify};
 pub use error::Error;
 pub use explain::Explanation;
 pub use memory::{BadSize, available_bytes, parse_bytes};
-pub use write::{FileWriter, Format, NewTensor};
+pub use read::Damage;
+pub use write::{FileWriter, Format, NewTensor, WriteOptions};
 pub use {ts_format as format, ts_io as io, ts_orchestrator as orchestrator, ts_pool as pool};

@@ -2,9 +2,10 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use ts_format::{ContainerWriter, SafetensorsLayout, TensorMeta};
+use ts_format::{CHUNK_LEN, Codec, Compression, ContainerWriter, SafetensorsLayout, TensorMeta};
 
 use crate::atomic::{AtomicFile, Claim};
+use crate::encode::{BATCH, Encoders, Ready};
 use crate::{Checkpoint, Error};
 
 /// What a file shall hold: a tensor's name, type, and address modulo 64 if it must have one.
@@ -16,6 +17,15 @@ pub struct NewTensor {
     pub meta: TensorMeta,
     /// Where its data shall begin, modulo 64. `.ts` files keep this, 0 if `None`; safetensors files cannot.
     pub phase: Option<u8>,
+}
+
+/// How tensors are written to a `.ts` file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WriteOptions {
+    /// What is done with their bytes.
+    pub compression: Compression,
+    /// Threads that compress; 0 for as many as there are cores.
+    pub jobs: usize,
 }
 
 /// A container format, as a file's suffix names it.
@@ -49,7 +59,7 @@ fn holds(
     fingerprint: Option<u128>,
 ) -> bool {
     let catalog = there.catalog();
-    let same = |t: &NewTensor| catalog.tensor(&t.name).is_some_and(|entry| entry.meta == t.meta);
+    let same = |t: &NewTensor| catalog.tensor(&t.name).is_some_and(|there| there.meta() == t.meta);
     catalog.tensors().len() == tensors.len()
         && tensors.iter().all(same)
         && catalog.files().iter().all(|file| file.metadata == *metadata)
@@ -70,6 +80,22 @@ pub struct FileWriter {
     at: usize,
     missing: u64,
     container: Option<ContainerWriter>,
+    compression: Compression,
+    encoders: Vec<Encoders>,
+    /// What becomes of the tensor that is being written.
+    way: Way,
+    /// Bytes of it that wait to be compressed.
+    batch: Vec<u8>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// It is written as it comes.
+    AsItIs,
+    /// It is compressed,
+    Compressed(Codec),
+    /// or will be, if its first batch shows that it is worth it.
+    Undecided(Codec),
 }
 
 impl FileWriter {
@@ -78,16 +104,17 @@ impl FileWriter {
     ///
     /// # Errors
     /// [`Error::UnknownSuffix`], [`Error::Format`] when a tensor cannot be written, [`Error::Write`] when the
-    /// system refuses, [`Error::Interrupted`].
+    /// system refuses, [`Error::Compression`], [`Error::Interrupted`].
     pub fn create(
         path: &Path,
         tensors: Vec<NewTensor>,
         metadata: BTreeMap<String, String>,
+        options: WriteOptions,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Self, Error> {
-        // A name without a known suffix has nothing made for it.
-        Format::of(path)?;
-        Self::begin_file(Claim::new(path, interrupt)?, path, tensors, metadata)
+        // A name that cannot be written has nothing made for it.
+        let encoders = encoders(path, &tensors, options)?;
+        Self::begin_file(Claim::new(path, interrupt)?, path, tensors, metadata, options, encoders)
     }
 
     fn begin_file(
@@ -95,6 +122,8 @@ impl FileWriter {
         path: &Path,
         tensors: Vec<NewTensor>,
         metadata: BTreeMap<String, String>,
+        options: WriteOptions,
+        encoders: Vec<Encoders>,
     ) -> Result<Self, Error> {
         let named: Vec<_> = tensors.iter().map(|t| (t.name.as_str(), &t.meta)).collect();
         let (order, header, container) = match Format::of(path)? {
@@ -104,12 +133,17 @@ impl FileWriter {
                 (layout.order, Some(layout.header), None)
             }
         };
-        let expected: u64 = tensors.iter().filter_map(|t| t.meta.byte_len()).fold(0, u64::saturating_add);
+        // What will be compressed takes nobody knows how much.
+        let as_it_is = tensors.iter().filter(|t| options.compression.codec(t.meta.dtype).is_none());
+        let expected: u64 = as_it_is.filter_map(|t| t.meta.byte_len()).fold(0, u64::saturating_add);
         let mut file = claim.begin(expected)?;
         if let Some(header) = header {
             file.write(&header)?;
         }
-        let mut this = Self { file, tensors, order, at: 0, missing: 0, container };
+        let compression = options.compression;
+        let (at, missing, way, batch) = (0, 0, Way::AsItIs, Vec::new());
+        let mut this =
+            Self { file, tensors, order, at, missing, container, compression, encoders, way, batch };
         this.begin()?;
         Ok(this)
     }
@@ -124,6 +158,7 @@ impl FileWriter {
         path: &Path,
         tensors: Vec<NewTensor>,
         metadata: &BTreeMap<String, String>,
+        options: WriteOptions,
         fingerprint: Option<u128>,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Option<Self>, Error> {
@@ -134,13 +169,13 @@ impl FileWriter {
         if written(&tensors) {
             return Ok(None);
         }
-        Format::of(path)?;
+        let encoders = encoders(path, &tensors, options)?;
         let claim = Claim::new(path, interrupt)?;
         // It may have been written while this waited for its turn.
         if written(&tensors) {
             return Ok(None);
         }
-        Self::begin_file(claim, path, tensors, metadata.clone()).map(Some)
+        Self::begin_file(claim, path, tensors, metadata.clone(), options, encoders).map(Some)
     }
 
     /// Indices of the declared tensors, in the order in which their bytes are expected.
@@ -158,14 +193,21 @@ impl FileWriter {
                 let (tensor, reason) = (String::new(), "all tensors are complete".into());
                 return Err(ts_format::Error::Unwritable { tensor, reason }.into());
             }
-            let now = usize::try_from(self.missing).unwrap_or(usize::MAX).min(bytes.len());
+            let room = match self.way {
+                Way::AsItIs => usize::MAX,
+                Way::Compressed(_) | Way::Undecided(_) => BATCH * CHUNK_LEN as usize - self.batch.len(),
+            };
+            let now = usize::try_from(self.missing).unwrap_or(usize::MAX).min(bytes.len()).min(room);
             let (piece, later) = bytes.split_at(now);
-            if let Some(container) = &mut self.container {
-                container.feed(piece)?;
+            match self.way {
+                Way::AsItIs => self.write_as_it_is(piece)?,
+                Way::Compressed(_) | Way::Undecided(_) => self.batch.extend_from_slice(piece),
             }
-            self.file.write(piece)?;
             self.missing -= now as u64;
             bytes = later;
+            if self.way != Way::AsItIs && (self.missing == 0 || now == room) {
+                self.write_batch()?;
+            }
             if self.missing == 0 {
                 self.at += 1;
                 self.begin()?;
@@ -199,12 +241,15 @@ impl FileWriter {
     /// Begins the tensor at `at`, and those behind it as long as they are empty.
     fn begin(&mut self) -> Result<(), Error> {
         while let Some(&index) = self.order.get(self.at) {
-            let NewTensor { name, meta, phase } = &self.tensors[index];
-            if let Some(container) = &mut self.container {
-                let offset = container.begin(name, meta.clone(), *phase)?;
-                self.file.seek(offset)?;
+            let meta = &self.tensors[index].meta;
+            self.missing = meta.byte_len().unwrap_or(0);
+            self.way = match self.compression.codec(meta.dtype) {
+                Some(codec) if self.container.is_some() && self.missing > 0 => Way::Undecided(codec),
+                _ => Way::AsItIs,
+            };
+            if self.way == Way::AsItIs {
+                self.begin_as_it_is()?;
             }
-            self.missing = meta.byte_len().expect("layout and container checked it");
             if self.missing > 0 {
                 break;
             }
@@ -212,4 +257,83 @@ impl FileWriter {
         }
         Ok(())
     }
+
+    fn begin_as_it_is(&mut self) -> Result<(), Error> {
+        if let Some(container) = &mut self.container {
+            let NewTensor { name, meta, phase } = &self.tensors[self.order[self.at]];
+            let offset = container.begin(name, meta.clone(), *phase)?;
+            self.file.seek(offset)?;
+        }
+        Ok(())
+    }
+
+    fn write_as_it_is(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        if let Some(container) = &mut self.container {
+            container.feed(bytes)?;
+        }
+        self.file.write(bytes)
+    }
+
+    /// Compresses what has gathered and writes it; or decides by it that the tensor stays as it is.
+    fn write_batch(&mut self) -> Result<(), Error> {
+        let batch = std::mem::take(&mut self.batch);
+        let (Way::Compressed(codec) | Way::Undecided(codec)) = self.way else { return Ok(()) };
+        let dtype = self.tensors[self.order[self.at]].meta.dtype;
+        let encoders = self.encoders.iter_mut().find(|encoders| encoders.codec() == codec);
+        let ready = encoders.expect("there are those of every codec in use").encode(dtype, &batch);
+        if matches!(self.way, Way::Undecided(_)) {
+            let stored = ready.iter().map(|(encoded, _)| encoded.len as u64).sum();
+            if self.compression.is_worth(batch.len() as u64, stored) {
+                self.way = Way::Compressed(codec);
+                self.begin_chunked()?;
+            } else {
+                self.way = Way::AsItIs;
+                self.begin_as_it_is()?;
+                self.write_as_it_is(&batch)?;
+            }
+        }
+        if self.way != Way::AsItIs {
+            self.write_chunks(&ready)?;
+        }
+        self.batch = batch;
+        self.batch.clear();
+        Ok(())
+    }
+
+    fn begin_chunked(&mut self) -> Result<(), Error> {
+        let NewTensor { name, meta, phase } = &self.tensors[self.order[self.at]];
+        let container = self.container.as_mut().expect("only .ts files are compressed");
+        Ok(container.begin_chunked(name, meta.clone(), *phase)?)
+    }
+
+    fn write_chunks(&mut self, ready: &[Ready]) -> Result<(), Error> {
+        let container = self.container.as_mut().expect("only .ts files are compressed");
+        for (encoded, bytes) in ready {
+            let offset = container.push_chunk(encoded)?;
+            self.file.seek(offset)?;
+            self.file.write(bytes)?;
+        }
+        Ok(())
+    }
+}
+
+/// What compresses these tensors, if the file that `path` names can be compressed.
+fn encoders(path: &Path, tensors: &[NewTensor], options: WriteOptions) -> Result<Vec<Encoders>, Error> {
+    let WriteOptions { compression, jobs } = options;
+    let refuse = |reason: String| Error::Compression { path: path.into(), reason };
+    if Format::of(path)? == Format::Safetensors && compression != Compression::None {
+        return Err(refuse("safetensors files are not compressed: name it .ts".into()));
+    }
+    let jobs = match jobs {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        jobs => jobs,
+    };
+    // Also a level that no tensor will need is looked at.
+    let asked = if let Compression::By(codec, _) = compression { Some(codec) } else { None };
+    let mut codecs: Vec<Codec> =
+        tensors.iter().filter_map(|t| compression.codec(t.meta.dtype)).chain(asked).collect();
+    codecs.sort_unstable();
+    codecs.dedup();
+    let make = |codec| Encoders::new(codec, compression.level(), jobs).map_err(refuse);
+    codecs.into_iter().map(make).collect()
 }

@@ -6,8 +6,13 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use tensorstream::format::{Dtype, TensorMeta};
-use tensorstream::{Checkpoint, Error, FileWriter, NewTensor, Progress, convert, verify};
+use tensorstream::format::{ByteRange, Codec, Compression, Dtype, TensorMeta};
+use tensorstream::orchestrator::{
+    self as ts_orchestrator, EngineConfig, Phase, Unit, UnitId, UnitTensor, never_interrupt,
+};
+use tensorstream::{Checkpoint, Error, FileWriter, NewTensor, Progress, WriteOptions, convert, verify};
+
+const PLAIN: WriteOptions = WriteOptions { compression: Compression::None, jobs: 1 };
 
 fn never() -> bool {
     false
@@ -31,7 +36,7 @@ fn write(path: &Path, count: usize) {
         let meta = TensorMeta { dtype: Dtype::U8, shape: vec![content(i).len() as u64] };
         NewTensor { name: format!("t{i}"), meta, phase: None }
     });
-    let mut writer = FileWriter::create(path, tensors.collect(), metadata(), &mut never).unwrap();
+    let mut writer = FileWriter::create(path, tensors.collect(), metadata(), PLAIN, &mut never).unwrap();
     for i in writer.order().to_vec() {
         for piece in content(i).chunks(1_000_003) {
             writer.write(piece).unwrap();
@@ -47,7 +52,7 @@ fn assert_holds(path: &Path, count: usize) {
     for i in 0..count {
         let entry = checkpoint.catalog().require(&format!("t{i}")).unwrap();
         let mut bytes = vec![0; content(i).len()];
-        checkpoint.read(&entry.parts, &mut bytes).unwrap();
+        checkpoint.read(&[entry.range()], &mut bytes).unwrap();
         assert_eq!(bytes, content(i));
     }
 }
@@ -64,13 +69,13 @@ fn both_formats_hold_what_was_written_and_convert_into_each_other() {
     let at = |name: &str| directory.path().join(name);
     write(&at("a.safetensors"), 7);
     let mut last = None;
-    let done = convert(&at("a.safetensors"), &at("b.ts"), &mut |p| {
+    let done = convert(&at("a.safetensors"), &at("b.ts"), PLAIN, &mut |p| {
         last = Some(p);
         false
     });
     assert_eq!(done.unwrap().tensors, 7);
     assert_eq!(last.map(|p| p.done), last.map(|p| p.total), "progress ends at the total");
-    convert(&at("b.ts"), &at("c.safetensors"), &mut quiet).unwrap();
+    convert(&at("b.ts"), &at("c.safetensors"), PLAIN, &mut quiet).unwrap();
     for name in ["a.safetensors", "b.ts", "c.safetensors"] {
         assert_holds(&at(name), 7);
     }
@@ -95,14 +100,16 @@ fn damage_is_found_with_its_place_and_never_converted() {
     let clean = verify(&file, &mut quiet).unwrap();
     assert_eq!((clean.damaged.len(), clean.checked_bytes), (0, clean.bytes));
     let mut bytes = std::fs::read(&file).unwrap();
-    let part = Checkpoint::open(&file).unwrap().catalog().require("t0").unwrap().parts[0];
+    let part = Checkpoint::open(&file).unwrap().catalog().require("t0").unwrap().range();
     bytes[part.offset as usize + 2_500_000] ^= 4;
     std::fs::write(&file, bytes).unwrap();
     let found = verify(&file, &mut quiet).unwrap().damaged;
     assert_eq!(found.len(), 1);
     assert_eq!((found[0].tensor.as_str(), found[0].offset), ("t0", part.offset + (2 << 20)));
     std::fs::write(&out, "before").unwrap();
-    assert!(matches!(convert(&file, &out, &mut quiet), Err(Error::Corrupt(damage)) if damage == found[0]));
+    assert!(
+        matches!(convert(&file, &out, PLAIN, &mut quiet), Err(Error::Corrupt(damage)) if damage == found[0])
+    );
     assert_eq!(std::fs::read(&out).unwrap(), b"before", "what was there still is");
 }
 
@@ -112,7 +119,7 @@ fn an_interrupted_or_abandoned_file_never_has_its_name() {
     let (from, to) = (directory.path().join("a.safetensors"), directory.path().join("b.ts"));
     write(&from, 6);
     let mut calls = 0;
-    while let Err(error) = convert(&from, &to, &mut |_| {
+    while let Err(error) = convert(&from, &to, PLAIN, &mut |_| {
         calls += 1;
         calls % 5 == 0 && calls < 60
     }) {
@@ -120,7 +127,8 @@ fn an_interrupted_or_abandoned_file_never_has_its_name() {
         assert_eq!(files(directory.path()), std::slice::from_ref(&from), "nothing is left of it");
     }
     assert_holds(&to, 6);
-    let writer = FileWriter::create(&directory.path().join("c.ts"), vec![], metadata(), &mut never).unwrap();
+    let writer =
+        FileWriter::create(&directory.path().join("c.ts"), vec![], metadata(), PLAIN, &mut never).unwrap();
     drop(writer);
     assert_eq!(files(directory.path()), [from, to]);
 }
@@ -130,9 +138,9 @@ fn writers_of_one_file_take_turns_and_a_dead_one_is_taken_over() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.ts");
     std::fs::write(directory.path().join("a.ts.partial"), "left by a process that was killed").unwrap();
-    let first = FileWriter::create(&path, vec![], metadata(), &mut never).unwrap();
+    let first = FileWriter::create(&path, vec![], metadata(), PLAIN, &mut never).unwrap();
     let mut asked = 0;
-    let second = FileWriter::create(&path, vec![], metadata(), &mut || {
+    let second = FileWriter::create(&path, vec![], metadata(), PLAIN, &mut || {
         asked += 1;
         asked > 2
     });
@@ -150,7 +158,7 @@ fn writers_of_one_file_take_turns_and_a_dead_one_is_taken_over() {
 #[test]
 fn what_cannot_be_written_is_a_typed_error() {
     let directory = tempfile::tempdir().unwrap();
-    let create = |path: &Path, tensors| FileWriter::create(path, tensors, metadata(), &mut never);
+    let create = |path: &Path, tensors| FileWriter::create(path, tensors, metadata(), PLAIN, &mut never);
     assert!(matches!(create(&directory.path().join("a.bin"), vec![]), Err(Error::UnknownSuffix { .. })));
     assert!(matches!(create(&directory.path().join("no/a.ts"), vec![]), Err(Error::Write { .. })));
     let meta = || TensorMeta { dtype: Dtype::F32, shape: vec![2] };
@@ -176,14 +184,14 @@ fn shards_that_disagree_on_metadata_keep_all_of_it() {
         let tensors = vec![NewTensor { name: shard.into(), meta, phase: None }];
         let metadata = BTreeMap::from([("by".into(), who.into()), ("format".into(), "pt".into())]);
         let mut writer =
-            FileWriter::create(&directory.path().join(shard), tensors, metadata, &mut never).unwrap();
+            FileWriter::create(&directory.path().join(shard), tensors, metadata, PLAIN, &mut never).unwrap();
         writer.write(&[1]).unwrap();
         writer.commit().unwrap();
     }
     let index = r#"{"weight_map":{"s1.safetensors":"s1.safetensors","s2.safetensors":"s2.safetensors"}}"#;
     std::fs::write(directory.path().join("model.safetensors.index.json"), index).unwrap();
     let out = directory.path().join("out.ts");
-    convert(directory.path(), &out, &mut quiet).unwrap();
+    convert(directory.path(), &out, PLAIN, &mut quiet).unwrap();
     let merged = Checkpoint::open(&out).unwrap().catalog().files()[0].metadata.clone();
     let expected = [("by@s1.safetensors", "one"), ("by@s2.safetensors", "two"), ("format", "pt")];
     assert_eq!(merged, expected.map(|(k, v)| (k.to_string(), v.to_string())).into());
@@ -194,9 +202,9 @@ fn an_unfinished_file_that_is_not_its_writer_s_own_is_never_given_the_name() {
     let directory = tempfile::tempdir().unwrap();
     let (path, partial) = (directory.path().join("a.ts"), directory.path().join("a.ts.partial"));
     write(&path, 2);
-    let first = FileWriter::create(&path, vec![], metadata(), &mut never).unwrap();
+    let first = FileWriter::create(&path, vec![], metadata(), PLAIN, &mut never).unwrap();
     std::fs::remove_file(&partial).unwrap();
-    let second = FileWriter::create(&path, vec![], metadata(), &mut never).unwrap();
+    let second = FileWriter::create(&path, vec![], metadata(), PLAIN, &mut never).unwrap();
     assert!(first.commit().unwrap_err().to_string().contains("another process"));
     assert_holds(&path, 2);
     assert!(partial.exists(), "the second writer's file is left alone");
@@ -211,7 +219,7 @@ fn a_link_in_place_of_the_unfinished_file_is_refused_and_not_followed() {
     let (path, precious) = (directory.path().join("a.ts"), directory.path().join("precious"));
     std::fs::write(&precious, "precious").unwrap();
     std::os::unix::fs::symlink(&precious, directory.path().join("a.ts.partial")).unwrap();
-    let refused = FileWriter::create(&path, vec![], metadata(), &mut never).unwrap_err().to_string();
+    let refused = FileWriter::create(&path, vec![], metadata(), PLAIN, &mut never).unwrap_err().to_string();
     assert!(refused.contains("a.ts.partial") && refused.contains("no regular file"), "{refused}");
     assert_eq!(std::fs::read(&precious).unwrap(), b"precious");
 }
@@ -223,9 +231,176 @@ fn what_is_read_is_never_written_over_by_its_own_conversion() {
     write(&from, 3);
     let partial = directory.path().join("q.safetensors.partial");
     std::fs::rename(&from, &partial).unwrap();
-    assert!(matches!(convert(&partial, &to, &mut quiet), Err(Error::Write { .. })));
+    assert!(matches!(convert(&partial, &to, PLAIN, &mut quiet), Err(Error::Write { .. })));
     assert_holds(&partial, 3);
     std::fs::rename(&partial, &from).unwrap();
-    convert(&from, &from, &mut quiet).unwrap();
+    convert(&from, &from, PLAIN, &mut quiet).unwrap();
     assert_holds(&from, 3);
+}
+
+/// Weights such as training makes: exponents alike, mantissas noise. And some that are noise altogether.
+fn weights(path: &Path) {
+    const COUNT: usize = 1_300_000;
+    let tensors = [
+        ("weight", Dtype::BF16, 2),
+        ("mask", Dtype::Bool, 1),
+        ("noise", Dtype::F32, 4),
+        ("ids", Dtype::I64, 8),
+    ];
+    let new = tensors.map(|(name, dtype, _)| NewTensor {
+        name: name.into(),
+        meta: TensorMeta { dtype, shape: vec![COUNT as u64] },
+        phase: Some(8),
+    });
+    let mut writer = FileWriter::create(path, new.into(), metadata(), PLAIN, &mut never).unwrap();
+    for index in writer.order().to_vec() {
+        let (mut state, mut bytes) = (index as u64 + 1, Vec::new());
+        for i in 0..COUNT {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            match tensors[index].0 {
+                "weight" => bytes.extend([(state >> 40) as u8, 0x3C | (state >> 63) as u8]),
+                "mask" => bytes.push(u8::from(i % 1000 < 3)),
+                "noise" => bytes.extend_from_slice(&(state >> 8).to_le_bytes()[..4]),
+                _ => bytes.extend((i as u64 % 5000).to_le_bytes()),
+            }
+        }
+        writer.write(&bytes).unwrap();
+    }
+    writer.commit().unwrap();
+}
+
+#[test]
+fn every_codec_keeps_every_byte_and_the_same_bytes_on_any_number_of_threads() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    weights(&at("raw.safetensors"));
+    convert(&at("raw.safetensors"), &at("raw.ts"), PLAIN, &mut quiet).unwrap();
+    let fingerprint = Checkpoint::open(at("raw.ts")).unwrap().fingerprint();
+    assert!(fingerprint.is_some());
+    for name in ["auto", "lz4", "zstd", "split", "zlib"] {
+        let compression = Compression::named(name, None).unwrap();
+        let (one, two, back) = (at("one.ts"), at("two.ts"), at("back.safetensors"));
+        convert(&at("raw.safetensors"), &one, WriteOptions { compression, jobs: 1 }, &mut quiet).unwrap();
+        convert(&at("raw.ts"), &two, WriteOptions { compression, jobs: 3 }, &mut quiet).unwrap();
+        assert!(std::fs::read(&one).unwrap() == std::fs::read(&two).unwrap(), "{name}: jobs change nothing");
+        let there = Checkpoint::open(&one).unwrap();
+        assert_eq!(there.fingerprint(), fingerprint, "{name}: the content is the same");
+        assert_eq!(there.catalog().tensor("noise").unwrap().chunks().is_none(), name == "auto", "{name}");
+        let stored: u64 = there.catalog().tensors().map(|t| t.stored_bytes()).sum();
+        let raw: u64 = there.catalog().tensors().map(|t| t.range().len).sum();
+        assert!(stored < raw && (name != "auto" || stored < raw / 2), "{name}: {stored} of {raw}");
+        let found = verify(&one, &mut quiet).unwrap();
+        assert_eq!((found.damaged.len(), found.checked_bytes), (0, raw));
+        convert(&two, &back, PLAIN, &mut quiet).unwrap();
+        assert!(std::fs::read(&back).unwrap() == std::fs::read(at("raw.safetensors")).unwrap(), "{name}");
+    }
+}
+
+#[test]
+fn parts_of_compressed_tensors_are_read_and_their_damage_is_found() {
+    let directory = tempfile::tempdir().unwrap();
+    let (raw, file) = (directory.path().join("raw.safetensors"), directory.path().join("a.ts"));
+    weights(&raw);
+    let options = WriteOptions { compression: Compression::Auto, jobs: 0 };
+    convert(&raw, &file, options, &mut quiet).unwrap();
+    let (plain, packed) = (Checkpoint::open(&raw).unwrap(), Checkpoint::open(&file).unwrap());
+    let range = |checkpoint: &Checkpoint| checkpoint.catalog().tensor("weight").unwrap().range();
+    for (begin, len) in [(0, 5), (1 << 20, 1 << 20), (1_048_570, 20), (2_599_999, 1), (7, 2_599_000)] {
+        let part = |whole: ByteRange| ByteRange { offset: whole.offset + begin, len, ..whole };
+        let (mut expected, mut there) = (vec![0; len as usize], vec![1; len as usize]);
+        plain.read(&[part(range(&plain))], &mut expected).unwrap();
+        packed.read(&[part(range(&packed))], &mut there).unwrap();
+        assert!(there == expected, "{len} bytes from {begin}");
+    }
+    let chunk = packed.catalog().tensor("weight").unwrap().chunks().unwrap()[1];
+    assert_eq!(chunk.codec, Codec::Split);
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes[chunk.offset as usize + 100] ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+    let found = verify(&file, &mut quiet).unwrap().damaged;
+    assert_eq!(found.len(), 1);
+    assert_eq!(
+        (found[0].tensor.as_str(), found[0].offset, found[0].len),
+        ("weight", chunk.offset, u64::from(chunk.len))
+    );
+    let damaged = Checkpoint::open(&file).unwrap();
+    let (whole, mut two) = (range(&damaged), vec![0; 2]);
+    assert!(damaged.read(&[ByteRange { len: 2, ..whole }], &mut two).is_ok(), "its first chunk is whole");
+    let second = ByteRange { offset: whole.offset + (1 << 20), len: 2, ..whole };
+    assert!(matches!(damaged.read(&[second], &mut two), Err(Error::Corrupt(_))));
+}
+
+#[test]
+fn what_cannot_be_compressed_as_asked_says_so_and_makes_no_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    write(&at("a.safetensors"), 2);
+    let refused = |to: &str, compression: Compression| {
+        let options = WriteOptions { compression, jobs: 1 };
+        convert(&at("a.safetensors"), &at(to), options, &mut quiet).unwrap_err().to_string()
+    };
+    assert!(refused("b.safetensors", Compression::Auto).contains("not compressed"));
+    assert!(refused("b.ts", Compression::By(Codec::Zstd, Some(99))).contains("-7 to 19"));
+    assert!(refused("b.ts", Compression::By(Codec::Lz4, Some(1))).contains("no levels"));
+    assert!(Compression::named("brotli", None).unwrap_err().contains("split"));
+    assert_eq!(files(directory.path()).len(), 1);
+}
+
+#[test]
+fn a_compressed_checkpoint_streams_as_the_plain_one_does_and_its_damage_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let (raw, file) = (directory.path().join("raw.safetensors"), directory.path().join("a.ts"));
+    weights(&raw);
+    convert(&raw, &file, WriteOptions { compression: Compression::Auto, jobs: 0 }, &mut quiet).unwrap();
+    let stream = |path: &Path| {
+        let checkpoint = Checkpoint::open(path).unwrap();
+        // A unit for each tensor, and one whose tensor is put together of parts of others.
+        let mut units: Vec<Unit> = Vec::new();
+        for tensor in checkpoint.catalog().tensors() {
+            let whole = UnitTensor::new(checkpoint.catalog(), tensor.name(), tensor.entry(), Phase::At(0));
+            units.push(Unit { name: tensor.name().into(), tensors: vec![whole] });
+        }
+        let part = |name: &str, begin: u64, len: u64| {
+            let range = checkpoint.catalog().tensor(name).unwrap().range();
+            ByteRange { offset: range.offset + begin, len, ..range }
+        };
+        let parts =
+            vec![part("ids", 1_048_000, 2_000_000), part("noise", 5, 1000), part("weight", 1 << 20, 1 << 20)];
+        let len = parts.iter().map(|part| part.len).sum();
+        let meta = TensorMeta { dtype: Dtype::U8, shape: vec![len] };
+        let entry = checkpoint.catalog().assemble("made", meta, parts).unwrap();
+        let made = UnitTensor::new(checkpoint.catalog(), "made", entry, Phase::At(24));
+        units.push(Unit { name: "made".into(), tensors: vec![made] });
+        let config = |budget_bytes| EngineConfig { workers: 2, ..EngineConfig::with_budget(budget_bytes) };
+        let Err(Error::Engine(ts_orchestrator::Error::NeverFits(refusal))) =
+            checkpoint.engine(units.clone(), config(1))
+        else {
+            panic!("one byte is no budget")
+        };
+        let engine = checkpoint.engine(units, config(refusal.smallest_budget_bytes))?;
+        let order = [4, 1, 0, 3, 2, 4, 0];
+        let mut seen = Vec::new();
+        for _ in 0..2 {
+            for unit in order {
+                let tensor = engine.acquire(None, UnitId(unit), never_interrupt())?.tensor(0);
+                assert_eq!(tensor.as_ptr().addr() % 64, if unit == 4 { 24 } else { 0 });
+                seen.push(tensor.to_vec());
+            }
+        }
+        let stats = engine.stats();
+        assert!(stats.reserved_high_water_bytes <= stats.budget_bytes);
+        Ok::<_, Error>((seen, stats.total_read_bytes()))
+    };
+    let ((plain, read), (packed, less)) = (stream(&raw).unwrap(), stream(&file).unwrap());
+    assert!(plain == packed && less < read / 4 * 3, "{less} of {read} bytes");
+
+    let chunk = Checkpoint::open(&file).unwrap().catalog().tensor("ids").unwrap().chunks().unwrap()[1];
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes[chunk.offset as usize + 9] ^= 8;
+    std::fs::write(&file, bytes).unwrap();
+    let error = stream(&file).unwrap_err().to_string();
+    assert!(
+        error.contains("tensor `made`") && error.contains(&format!("at byte {}", chunk.offset)),
+        "{error}"
+    );
 }

@@ -1,27 +1,37 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::OnceLock;
 
-use crate::container::{self, DATA_START, Index, MAGIC, Superblock};
-use crate::digest::Digest;
+use crate::digest::CHUNK_LEN;
 use crate::error::describe;
-use crate::safetensors::{self, PREFIX_LEN};
-use crate::sharded::{self, MAX_INDEX_LEN};
-use crate::{Error, TensorMeta};
+use crate::table::{Kept, Row, Table};
+use crate::{CatalogReader, Chunk, Digest, Dtype, Error, TensorMeta};
 
 /// Which file of a [`Catalog`], as an index into [`Catalog::files`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FileId(pub u32);
 
-/// A run of bytes in one file.
+/// A run of a tensor's bytes in one file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ByteRange {
     /// The file.
     pub file: FileId,
-    /// First byte, from the start of the file.
+    /// First byte, from the start of the file; or, from [`DECODED`](Self::DECODED) on, a place that bytes have that the
+    /// file keeps compressed. See [`Tensor::chunks`].
     pub offset: u64,
     /// Length in bytes.
     pub len: u64,
+}
+
+impl ByteRange {
+    /// Where the places begin of bytes that are not in the file as they are. They lie there one behind the other, each
+    /// tensor at its own phase, so that a part of them is named as a part of any bytes is.
+    pub const DECODED: u64 = 1 << 63;
+
+    /// Whether these bytes must be decoded.
+    pub fn is_encoded(&self) -> bool {
+        self.offset >= Self::DECODED
+    }
 }
 
 /// A file that a catalog refers to.
@@ -47,16 +57,109 @@ pub struct TensorEntry {
     pub parts: Vec<ByteRange>,
 }
 
-/// Everything a checkpoint holds, without its bytes.
+/// Everything a checkpoint holds, without its bytes. A tensor takes some 100 bytes of memory and its name.
 #[derive(Debug, Clone, Default)]
 pub struct Catalog {
     files: Vec<FileEntry>,
-    tensors: BTreeMap<String, TensorEntry>,
-    /// By the ranges that have one.
-    digests: HashMap<ByteRange, Arc<Digest>>,
+    /// Its rows are sorted by name.
+    table: Table,
+    /// The rows by file and offset, once somebody asks.
+    by_place: OnceLock<Vec<u32>>,
+}
+
+/// Bytes that one chunk has, or some of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkPart {
+    /// Where the chunk lies.
+    pub file: FileId,
+    /// The chunk.
+    pub chunk: Chunk,
+    /// How many bytes it decodes to,
+    pub raw_len: u32,
+    /// of which these come before those that are wanted,
+    pub skip: u32,
+    /// and so many are.
+    pub len: u32,
+}
+
+/// A tensor of a [`Catalog`].
+#[derive(Clone, Copy)]
+pub struct Tensor<'a> {
+    table: &'a Table,
+    row: &'a Row,
+}
+
+impl std::fmt::Debug for Tensor<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "`{}`: {}", self.name(), describe(self.dtype(), self.shape()))
+    }
+}
+
+impl<'a> Tensor<'a> {
+    /// Its name.
+    pub fn name(&self) -> &'a str {
+        self.table.name(self.row)
+    }
+
+    /// Its element type.
+    pub fn dtype(&self) -> Dtype {
+        self.row.dtype
+    }
+
+    /// Its elements along each dimension, outermost first; empty for a scalar.
+    pub fn shape(&self) -> &'a [u64] {
+        self.table.shape(self.row)
+    }
+
+    /// Its element type and shape.
+    pub fn meta(&self) -> TensorMeta {
+        TensorMeta { dtype: self.dtype(), shape: self.shape().to_vec() }
+    }
+
+    /// Its bytes, where they lie or, if they must be decoded, where they are thought to lie.
+    pub fn range(&self) -> ByteRange {
+        ByteRange { file: FileId(self.row.file), offset: self.row.offset, len: self.row.len }
+    }
+
+    /// The chunks that its bytes are kept in, if they are not kept as they are.
+    pub fn chunks(&self) -> Option<&'a [Chunk]> {
+        self.table.chunks(self.row)
+    }
+
+    /// The checksums of its bytes, for each chunk of them, where it is kept as it is and the file has them: `.ts` does,
+    /// safetensors does not.
+    pub fn sums(&self) -> Option<&'a [u64]> {
+        self.table.sums(self.row)
+    }
+
+    /// Names its content, wherever it lies and however it is kept, if the file has that: see
+    /// [`tensor_fingerprint`](crate::tensor_fingerprint).
+    pub fn fingerprint(&self) -> Option<u128> {
+        match self.row.kept {
+            Kept::Plain => None,
+            Kept::Summed | Kept::Chunked => Some(u128::from_le_bytes(self.row.fingerprint)),
+        }
+    }
+
+    /// Bytes that it takes in the file.
+    pub fn stored_bytes(&self) -> u64 {
+        match self.chunks() {
+            None => self.row.len,
+            Some(chunks) => chunks.iter().map(|chunk| u64::from(chunk.len)).sum(),
+        }
+    }
+
+    /// The same on its own.
+    pub fn entry(&self) -> TensorEntry {
+        TensorEntry { meta: self.meta(), parts: vec![self.range()] }
+    }
 }
 
 impl Catalog {
+    pub(crate) fn new(files: Vec<FileEntry>, table: Table) -> Self {
+        Self { files, table, by_place: OnceLock::new() }
+    }
+
     /// Reads a file that is in memory: safetensors or `.ts`, whichever its first bytes say. `name` is what errors
     /// call it.
     ///
@@ -76,48 +179,95 @@ impl Catalog {
         &self.files
     }
 
-    /// All tensors by name, in the order of the names.
-    pub fn tensors(&self) -> impl ExactSizeIterator<Item = (&str, &TensorEntry)> {
-        self.tensors.iter().map(|(name, entry)| (name.as_str(), entry))
+    /// All tensors, in the order of their names.
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
+        self.table.rows.iter().map(|row| Tensor { table: &self.table, row })
     }
 
     /// The tensor with this name.
-    pub fn tensor(&self, name: &str) -> Option<&TensorEntry> {
-        self.tensors.get(name)
+    pub fn tensor(&self, name: &str) -> Option<Tensor<'_>> {
+        let found = self.table.rows.binary_search_by(|row| self.table.name(row).cmp(name)).ok()?;
+        Some(Tensor { table: &self.table, row: &self.table.rows[found] })
     }
 
     /// The tensor with this name.
     ///
     /// # Errors
     /// [`Error::NoSuchTensor`], naming the files that were looked at.
-    pub fn require(&self, name: &str) -> Result<&TensorEntry, Error> {
+    pub fn require(&self, name: &str) -> Result<Tensor<'_>, Error> {
         self.tensor(name).ok_or_else(|| {
             let names: Vec<&str> = self.files.iter().map(|f| f.name.as_str()).collect();
             Error::NoSuchTensor { tensor: name.into(), files: names.join(", ") }
         })
     }
 
-    /// The checksums of exactly this range, where the file has them (`.ts` does, safetensors does not).
-    pub fn digest(&self, range: ByteRange) -> Option<&Arc<Digest>> {
-        self.digests.get(&range)
+    /// The tensor whose bytes have this range among them.
+    pub fn tensor_at(&self, range: ByteRange) -> Option<Tensor<'_>> {
+        let rows = &self.table.rows;
+        let by_place = self.by_place.get_or_init(|| {
+            let mut order: Vec<u32> = (0..rows.len() as u32).filter(|&i| rows[i as usize].len > 0).collect();
+            order.sort_unstable_by_key(|&i| (rows[i as usize].file, rows[i as usize].offset));
+            order
+        });
+        let place = (range.file.0, range.offset);
+        let behind = by_place.partition_point(|&i| (rows[i as usize].file, rows[i as usize].offset) <= place);
+        let row = &rows[*by_place.get(behind.checked_sub(1)?)? as usize];
+        let end = range.offset.checked_add(range.len)?;
+        let within = row.file == range.file.0 && end <= row.offset + row.len;
+        within.then_some(Tensor { table: &self.table, row })
+    }
+
+    /// What bytes that are kept compressed are decoded from, in their order; nothing if they are not kept so.
+    pub fn chunk_parts(&self, range: ByteRange) -> impl Iterator<Item = ChunkPart> + '_ {
+        let tensor = self.tensor_at(range).filter(|_| range.is_encoded() && range.len > 0);
+        tensor.into_iter().flat_map(move |tensor| {
+            let (whole, chunks) = (tensor.range(), tensor.chunks().unwrap_or_default());
+            let (first, last) = (range.offset - whole.offset, range.offset - whole.offset + range.len - 1);
+            let wanted = first / CHUNK_LEN..=last / CHUNK_LEN;
+            wanted.map(move |index| {
+                let begin = index * CHUNK_LEN;
+                let raw_len = CHUNK_LEN.min(whole.len - begin);
+                let skip = first.saturating_sub(begin);
+                let len = (last + 1 - begin).min(raw_len) - skip;
+                let (file, chunk) = (range.file, chunks[index as usize]);
+                ChunkPart { file, chunk, raw_len: raw_len as u32, skip: skip as u32, len: len as u32 }
+            })
+        })
+    }
+
+    /// The checksums of exactly this range, where it is a tensor that the file keeps as it is, and has them of.
+    pub fn digest(&self, range: ByteRange) -> Option<Digest> {
+        let tensor = self.tensor_at(range).filter(|tensor| tensor.range() == range)?;
+        Some(Digest::from_chunks(tensor.sums()?.to_vec()))
     }
 
     /// This catalog and another as one. The other's files come behind its own, and its tensors take the place of
     /// those of the same name.
-    #[must_use]
-    pub fn overlaid(mut self, other: Catalog) -> Catalog {
-        let shift = self.files.len() as u32;
-        let moved = |file: FileId| FileId(file.0 + shift);
-        self.files.extend(other.files);
-        for (name, mut entry) in other.tensors {
-            for part in &mut entry.parts {
-                part.file = moved(part.file);
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`] when they are more than one catalog holds.
+    pub fn overlaid(self, other: Catalog) -> Result<Catalog, Error> {
+        let (mut files, mut table) = (self.files, self.table);
+        let kept = table.rows.len();
+        table.append(&other.table, files.len() as u32)?;
+        files.extend(other.files);
+        let added = table.rows.split_off(kept);
+        let mine = std::mem::take(&mut table.rows);
+        let (mut mine, mut added) = (mine.into_iter().peekable(), added.into_iter().peekable());
+        // Both are sorted.
+        loop {
+            let order = match (mine.peek(), added.peek()) {
+                (None, None) => break,
+                (Some(_), None) => std::cmp::Ordering::Less,
+                (None, Some(_)) => std::cmp::Ordering::Greater,
+                (Some(a), Some(b)) => table.name(a).cmp(table.name(b)),
+            };
+            if order.is_eq() {
+                mine.next();
             }
-            self.tensors.insert(name, entry);
+            table.rows.extend(if order.is_lt() { mine.next() } else { added.next() });
         }
-        let digests = other.digests.into_iter();
-        self.digests.extend(digests.map(|(at, digest)| (ByteRange { file: moved(at.file), ..at }, digest)));
-        self
+        Ok(Self::new(files, table))
     }
 
     /// Describes a tensor made of ranges of this catalog's files, laid one behind the other.
@@ -136,7 +286,11 @@ impl Catalog {
             let file = self.files.get(part.file.0 as usize);
             let file = file.ok_or_else(|| bad(format!("file {} is not in the catalog", part.file.0)))?;
             let end = part.offset.checked_add(part.len);
-            if end.is_none_or(|end| end > file.len) {
+            let within = match part.is_encoded() {
+                false => end.is_some_and(|end| end <= file.len),
+                true => part.len == 0 || self.tensor_at(*part).is_some(),
+            };
+            if !within {
                 return Err(bad(format!(
                     "{} bytes at {} leave {} of {} bytes",
                     part.len, part.offset, file.name, file.len
@@ -153,181 +307,5 @@ impl Catalog {
             )));
         }
         Ok(TensorEntry { meta, parts })
-    }
-}
-
-/// Bytes that a [`CatalogReader`] wants next.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Need {
-    /// The file, by the name it was introduced with.
-    pub file: String,
-    /// First byte.
-    pub offset: u64,
-    /// Length in bytes; a file that ends earlier is fed as far as it goes.
-    pub len: u64,
-}
-
-/// Builds a [`Catalog`] from bytes it asks for: `while let Some(need) = need() { feed(..) }`, then `finish`.
-#[derive(Debug)]
-pub struct CatalogReader {
-    root: String,
-    state: State,
-    /// Tensor -> shard, when an index was read.
-    weight_map: Option<BTreeMap<String, String>>,
-    waiting: VecDeque<String>,
-    catalog: Catalog,
-}
-
-#[derive(Debug)]
-enum State {
-    Index,
-    Prefix(String),
-    Header(String, u64),
-    Superblocks(String),
-    Container(String, Superblock),
-    Done,
-}
-
-impl CatalogReader {
-    /// Reads one file, safetensors or `.ts`, whichever its first bytes say.
-    pub fn single(file: impl Into<String>) -> Self {
-        let root = file.into();
-        let state = State::Prefix(root.clone());
-        Self { root, state, weight_map: None, waiting: VecDeque::new(), catalog: Catalog::default() }
-    }
-
-    /// Reads a shard index (`model.safetensors.index.json`), then the header of every shard it names. Shards are
-    /// asked for by the index's own directory and their name.
-    pub fn sharded(index: impl Into<String>) -> Self {
-        let state = State::Index;
-        Self {
-            root: index.into(),
-            state,
-            weight_map: None,
-            waiting: VecDeque::new(),
-            catalog: Catalog::default(),
-        }
-    }
-
-    /// The bytes to feed next; `None` when the catalog is complete.
-    pub fn need(&self) -> Option<Need> {
-        let (file, offset, len) = match &self.state {
-            State::Index => (&self.root, 0, MAX_INDEX_LEN + 1),
-            State::Prefix(file) => (file, 0, PREFIX_LEN),
-            State::Header(file, len) => (file, PREFIX_LEN, *len),
-            State::Superblocks(file) => (file, 0, DATA_START),
-            State::Container(file, block) => (file, block.index_offset, block.index_len),
-            State::Done => return None,
-        };
-        Some(Need { file: file.clone(), offset, len })
-    }
-
-    /// Takes the bytes that [`need`](Self::need) asked for, of a file that is `file_len` bytes long.
-    ///
-    /// # Errors
-    /// The file is wrong: the error names it, the place and the reason. The reader is then of no further use.
-    pub fn feed(&mut self, bytes: &[u8], file_len: u64) -> Result<(), Error> {
-        match std::mem::replace(&mut self.state, State::Done) {
-            State::Index => self.feed_index(bytes)?,
-            State::Prefix(file) if bytes == MAGIC => self.state = State::Superblocks(file),
-            State::Superblocks(file) => {
-                let block = container::superblock(&file, bytes, file_len)?;
-                self.state = State::Container(file, block);
-            }
-            State::Container(file, block) => {
-                if bytes.len() as u64 != block.index_len {
-                    let (what, offset) = ("the index".into(), block.index_offset);
-                    let end = offset + block.index_len;
-                    return Err(Error::Truncated { file, what, offset, end, file_len });
-                }
-                let index = Index::decode(&file, bytes, &block)?;
-                let ranges =
-                    index.tensors.into_iter().map(|t| (t.name, t.meta, t.offset, t.len, Some(t.digest)));
-                self.take_file(file, ranges, index.metadata, file_len)?;
-                self.next_shard();
-            }
-            State::Prefix(file) => {
-                let len = safetensors::header_len(&file, bytes, file_len)?;
-                self.state = State::Header(file, len);
-            }
-            State::Header(file, len) => {
-                if bytes.len() as u64 != len {
-                    let (what, end) = ("the safetensors header".into(), PREFIX_LEN + len);
-                    return Err(Error::Truncated { file, what, offset: PREFIX_LEN, end, file_len });
-                }
-                let header = safetensors::parse_header(&file, bytes, file_len)?;
-                let ranges = header.tensors.into_iter().map(|t| (t.name, t.meta, t.offset, t.len, None));
-                self.take_file(file, ranges, header.metadata, file_len)?;
-                self.next_shard();
-            }
-            State::Done => {}
-        }
-        Ok(())
-    }
-
-    /// The finished catalog.
-    ///
-    /// # Errors
-    /// [`Error::Incomplete`] when bytes are still wanted.
-    pub fn finish(self) -> Result<Catalog, Error> {
-        match self.state {
-            State::Done if !self.catalog.files.is_empty() => Ok(self.catalog),
-            _ => Err(Error::Incomplete { file: self.root }),
-        }
-    }
-
-    fn feed_index(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        if bytes.len() as u64 > MAX_INDEX_LEN {
-            return Err(Error::header(&self.root, MAX_INDEX_LEN, "the index is larger than 256 MiB"));
-        }
-        let mut map = sharded::parse_index(&self.root, bytes)?;
-        // Shards lie beside their index.
-        let directory = self.root.rfind(['/', '\\']).map_or("", |at| &self.root[..=at]);
-        map.values_mut().for_each(|shard| shard.insert_str(0, directory));
-        let mut shards: Vec<&String> = map.values().collect();
-        shards.sort_unstable();
-        shards.dedup();
-        self.waiting = shards.into_iter().cloned().collect();
-        self.weight_map = Some(map);
-        self.next_shard();
-        Ok(())
-    }
-
-    fn next_shard(&mut self) {
-        self.state = self.waiting.pop_front().map_or(State::Done, State::Prefix);
-    }
-
-    /// Adds a file's tensors. With an index, just those it assigns to this shard, and all of those.
-    fn take_file(
-        &mut self,
-        file: String,
-        tensors: impl Iterator<Item = (String, TensorMeta, u64, u64, Option<Digest>)>,
-        metadata: BTreeMap<String, String>,
-        file_len: u64,
-    ) -> Result<(), Error> {
-        let id =
-            FileId(u32::try_from(self.catalog.files.len()).expect("an index of 256 MiB names fewer files"));
-        let mut found = HashMap::new();
-        for (name, meta, offset, len, digest) in tensors {
-            if let Some(digest) = digest.filter(|_| len > 0) {
-                self.catalog.digests.insert(ByteRange { file: id, offset, len }, Arc::new(digest));
-            }
-            found.insert(name, TensorEntry { meta, parts: vec![ByteRange { file: id, offset, len }] });
-        }
-        match &self.weight_map {
-            None => self.catalog.tensors.extend(found),
-            Some(map) => {
-                for tensor in map.iter().filter(|(_, shard)| **shard == file).map(|(tensor, _)| tensor) {
-                    let entry = found.remove(tensor).ok_or_else(|| Error::MissingFromShard {
-                        file: file.clone(),
-                        tensor: tensor.clone(),
-                        index: self.root.clone(),
-                    })?;
-                    self.catalog.tensors.insert(tensor.clone(), entry);
-                }
-            }
-        }
-        self.catalog.files.push(FileEntry { name: file, len: file_len, metadata });
-        Ok(())
     }
 }

@@ -3,6 +3,7 @@
 
 use std::fmt;
 
+use twox_hash::XxHash3_64;
 use zstd::zstd_safe::{self, CCtx, CParameter, DCtx};
 
 use crate::{Dtype, split};
@@ -79,11 +80,21 @@ pub(crate) fn float_width(dtype: Dtype) -> Option<u8> {
     }
 }
 
-/// What decoding works with, between one chunk and the next. One for each thread; holds at most 2 MiB.
+/// What decoding works with, between one chunk and the next. One for each thread; holds at most [`Scratch::BYTES`].
 #[derive(Default)]
 pub struct Scratch {
     zstd: Option<DCtx<'static>>,
     planes: Vec<u8>,
+}
+
+impl Scratch {
+    /// The most memory that one takes, in bytes: the planes of a chunk, and a zstd decoder.
+    pub const BYTES: usize = (1 << 20) + (256 << 10);
+
+    /// What it takes now.
+    pub fn bytes(&self) -> usize {
+        self.planes.capacity() + self.zstd.as_ref().map_or(0, DCtx::sizeof)
+    }
 }
 
 impl fmt::Debug for Scratch {
@@ -163,11 +174,77 @@ pub enum Compression {
     #[default]
     None,
     /// For each tensor what makes it smaller: floats are split, wide integers and masks go through zstd. It stays as it
-    /// is where that saves less than 3% (of its first 16 MiB), and if it is of bytes or narrower integers, which quantised
-    /// weights are made of. The same tensor is always kept the same way.
+    /// is where that saves less than 3% of its first 16 MiB, and if it is of bytes or of narrower integers, which
+    /// quantised weights are made of. The same tensor is always kept the same way.
     Auto,
     /// This codec, at this level, for all that it can take; `None` is the codec's usual level.
-    Codec(Codec, Option<i32>),
+    By(Codec, Option<i32>),
+}
+
+impl Compression {
+    /// Of a gain smaller than one part in so many [`Auto`](Self::Auto) makes nothing.
+    const WORTH: u64 = 32;
+
+    /// What users call `raw`, `auto`, or by the name of a codec, at this level.
+    ///
+    /// # Errors
+    /// The names there are; that there are no levels. Whether a codec has the level is found out when it is used.
+    pub fn named(name: &str, level: Option<i32>) -> Result<Self, String> {
+        match (name, Codec::from_name(name), level) {
+            ("auto" | "raw", _, Some(level)) => Err(format!("{name} has no levels, and so no level {level}")),
+            ("auto", ..) => Ok(Compression::Auto),
+            (_, Some(Codec::Raw), _) => Ok(Compression::None),
+            (_, Some(codec), level) => Ok(Compression::By(codec, level)),
+            (_, None, _) => {
+                let names: Vec<_> = Codec::ALL.iter().map(|codec| codec.name()).collect();
+                Err(format!("there is no codec {name:?}: it is auto or one of {}", names.join(", ")))
+            }
+        }
+    }
+
+    /// The codec for a tensor of this type, if it may be compressed.
+    pub fn codec(self, dtype: Dtype) -> Option<Codec> {
+        let floats = float_width(dtype).is_some();
+        match (self, dtype) {
+            (Compression::None | Compression::By(Codec::Raw, _), _) => None,
+            (Compression::By(Codec::Split, _), _) => floats.then_some(Codec::Split),
+            (Compression::By(codec, _), _) => Some(codec),
+            (Compression::Auto, _) if floats => Some(Codec::Split),
+            (Compression::Auto, Dtype::Bool | Dtype::I16 | Dtype::U16 | Dtype::I32) => Some(Codec::Zstd),
+            (Compression::Auto, Dtype::U32 | Dtype::I64 | Dtype::U64) => Some(Codec::Zstd),
+            (Compression::Auto, _) => None,
+        }
+    }
+
+    /// The level that was asked for.
+    pub fn level(self) -> Option<i32> {
+        match self {
+            Compression::By(_, level) => level,
+            Compression::None | Compression::Auto => None,
+        }
+    }
+
+    /// Whether a tensor is kept compressed whose first `raw` bytes, at most 16 MiB, came to `stored`.
+    pub fn is_worth(self, raw: u64, stored: u64) -> bool {
+        self != Compression::Auto || stored <= raw - raw.div_ceil(Self::WORTH)
+    }
+}
+
+/// A chunk that was encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Encoded {
+    /// How it is kept.
+    pub codec: Codec,
+    /// See [`decode_chunk`].
+    pub width: u8,
+    /// Bytes it takes.
+    pub len: usize,
+    /// Bytes it is of.
+    pub raw_len: usize,
+    /// XXH3 with 64 bits of the bytes it takes,
+    pub sum: u64,
+    /// and of those it is of.
+    pub raw_sum: u64,
 }
 
 /// Encodes chunks. One for each thread.
@@ -208,9 +285,17 @@ impl Encoder {
         Ok(Self { codec, zstd, split, level })
     }
 
-    /// Appends a chunk of a tensor of `dtype` to `out`, and says how it is kept: by this codec, with this width (see
-    /// [`decode_chunk`]), or raw where that is no larger.
-    pub fn encode(&mut self, dtype: Dtype, raw: &[u8], out: &mut Vec<u8>) -> (Codec, u8) {
+    /// Appends a chunk of a tensor of `dtype` to `out`, by this codec, or as it is where that is no larger.
+    pub fn encode(&mut self, dtype: Dtype, raw: &[u8], out: &mut Vec<u8>) -> Encoded {
+        let begin = out.len();
+        let (codec, width) = self.append(dtype, raw, out);
+        let len = out.len() - begin;
+        let raw_sum = XxHash3_64::oneshot(raw);
+        let sum = if codec == Codec::Raw { raw_sum } else { XxHash3_64::oneshot(&out[begin..]) };
+        Encoded { codec, width, len, raw_len: raw.len(), sum, raw_sum }
+    }
+
+    fn append(&mut self, dtype: Dtype, raw: &[u8], out: &mut Vec<u8>) -> (Codec, u8) {
         let begin = out.len();
         let width = if self.codec == Codec::Split { float_width(dtype).unwrap_or(0) } else { 0 };
         match (self.codec, &mut self.zstd, &mut self.split) {

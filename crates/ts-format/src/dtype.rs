@@ -88,6 +88,16 @@ dtypes! {
     U64 = "U64", 64;
 }
 
+impl Dtype {
+    /// Length in bytes of a tensor of this shape, or `None` if it does not fit in 64 bits or is not a whole number of
+    /// bytes.
+    pub fn byte_len(self, shape: &[u64]) -> Option<u64> {
+        let count = shape.iter().try_fold(1u64, |count, &n| count.checked_mul(n))?;
+        let bits = count.checked_mul(u64::from(self.bits()))?;
+        bits.is_multiple_of(8).then_some(bits / 8)
+    }
+}
+
 impl fmt::Display for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())

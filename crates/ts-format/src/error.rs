@@ -87,6 +87,12 @@ pub enum Error {
         /** The files looked at. */
         files: String,
     },
+    /// More tensors, or longer names, than one catalog holds: 2^32 of each.
+    #[error("{file}: more tensors, chunks or names than one catalog holds")]
+    TooLarge {
+        /** Path as given. */
+        file: String,
+    },
     /// A reader was finished before it had all it asked for.
     #[error("the catalog of {file} is not complete: more bytes were asked for than fed")]
     Incomplete {
@@ -102,7 +108,8 @@ impl Error {
             Error::Truncated { .. }
             | Error::BadHeader { .. }
             | Error::BadTensor { .. }
-            | Error::MissingFromShard { .. } => ErrorKind::BadFile,
+            | Error::MissingFromShard { .. }
+            | Error::TooLarge { .. } => ErrorKind::BadFile,
             Error::NoSuchTensor { .. } => ErrorKind::NotFound,
             Error::BadAssembly { .. } | Error::Unwritable { .. } | Error::Incomplete { .. } => {
                 ErrorKind::Misuse

@@ -21,7 +21,7 @@
 //! }
 //! let catalog = reader.finish()?;
 //! let tensor = catalog.tensor("w").expect("it is in the header");
-//! assert_eq!((tensor.meta.dtype, tensor.parts[0].offset), (Dtype::F32, 8 + header.len() as u64));
+//! assert_eq!((tensor.dtype(), tensor.range().offset), (Dtype::F32, 8 + header.len() as u64));
 //! # Ok::<(), ts_format::Error>(())
 //! ```
 //!
@@ -36,24 +36,32 @@
 
 mod catalog;
 mod codec;
-mod container;
 mod digest;
 mod dtype;
 mod error;
+mod index;
 mod json;
 mod meta;
+mod reader;
 mod safetensors;
 mod sharded;
 #[allow(unsafe_code)]
 mod simd;
 mod split;
+mod superblock;
+mod table;
+mod writer;
 
-pub use catalog::{ByteRange, Catalog, CatalogReader, FileEntry, FileId, Need, TensorEntry};
-pub use codec::{Codec, Compression, DecodeError, Encoder, Scratch, decode_chunk};
-pub use container::{ContainerEnds, ContainerWriter, MAGIC, MAX_RANK, fingerprint};
+pub use catalog::{ByteRange, Catalog, ChunkPart, FileEntry, FileId, Tensor, TensorEntry};
+pub use codec::{Codec, Compression, DecodeError, Encoded, Encoder, Scratch, decode_chunk};
 pub use digest::{CHUNK_LEN, Digest};
 pub use dtype::Dtype;
 pub use error::{Error, ErrorKind};
+pub use index::MAX_RANK;
 pub use meta::TensorMeta;
+pub use reader::{CatalogReader, Need};
 pub use safetensors::{MAX_HEADER_LEN, SafetensorsLayout};
 pub use sharded::MAX_INDEX_LEN;
+pub use superblock::MAGIC;
+pub use table::Chunk;
+pub use writer::{ContainerEnds, ContainerWriter, fingerprint, tensor_fingerprint};

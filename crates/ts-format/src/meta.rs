@@ -18,8 +18,7 @@ impl TensorMeta {
 
     /// Length in bytes, or `None` if it does not fit in 64 bits or is not a whole number of bytes.
     pub fn byte_len(&self) -> Option<u64> {
-        let bits = self.element_count()?.checked_mul(u64::from(self.dtype.bits()))?;
-        bits.is_multiple_of(8).then_some(bits / 8)
+        self.dtype.byte_len(&self.shape)
     }
 }
 

@@ -7,9 +7,10 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{MapAccess, Visitor};
 
-use crate::container::MAX_RANK;
 use crate::error::{check_name, describe};
+use crate::index::MAX_RANK;
 use crate::json::{offset_of, unique};
+use crate::table::{Kept, NewRow, Table};
 use crate::{Dtype, Error, TensorMeta};
 
 /// Longest JSON header that is read, in bytes: the limit of the safetensors library itself.
@@ -18,19 +19,9 @@ pub const MAX_HEADER_LEN: u64 = 100_000_000;
 /// Length of the field that holds the header's length.
 pub(crate) const PREFIX_LEN: u64 = 8;
 
-/// A tensor as the header lists it.
-#[derive(Debug)]
-pub(crate) struct HeaderTensor {
-    pub(crate) name: String,
-    pub(crate) meta: TensorMeta,
-    /// Where its data begins, from the start of the file.
-    pub(crate) offset: u64,
-    pub(crate) len: u64,
-}
-
 #[derive(Debug)]
 pub(crate) struct Header {
-    pub(crate) tensors: Vec<HeaderTensor>,
+    pub(crate) table: Table,
     pub(crate) metadata: BTreeMap<String, String>,
 }
 
@@ -69,13 +60,18 @@ pub(crate) fn parse_header(file: &str, json: &[u8], file_len: u64) -> Result<Hea
     let raw: RawHeader = serde_json::from_str(text)
         .map_err(|e| Error::header(file, PREFIX_LEN + offset_of(json, &e), e.to_string()))?;
     let data_start = PREFIX_LEN + json.len() as u64;
-    let mut tensors = Vec::with_capacity(raw.tensors.len());
-    for (name, info) in raw.tensors {
-        tensors.push(check_tensor(file, name, info, data_start, file_len)?);
+    let mut table = Table::default();
+    let mut places = Vec::with_capacity(raw.tensors.len());
+    for (name, info) in &raw.tensors {
+        let tensor = check_tensor(file, name, info, data_start, file_len)?;
+        table.push_shape(info.shape.iter().copied());
+        // The rank was checked.
+        table.push(file, &tensor, Kept::Plain, info.shape.len() as u8, [0; 16])?;
+        places.push(tensor);
     }
-    tensors.sort_by_key(|t| (t.offset, t.len));
-    check_cover(file, &tensors, data_start, file_len)?;
-    Ok(Header { tensors, metadata: raw.metadata })
+    places.sort_by_key(|t| (t.offset, t.len));
+    check_cover(file, &places, data_start, file_len)?;
+    Ok(Header { table, metadata: raw.metadata })
 }
 
 /// How a safetensors file of given tensors begins, and in which order their data follow.
@@ -138,16 +134,16 @@ impl SafetensorsLayout {
     }
 }
 
-fn check_tensor(
+fn check_tensor<'a>(
     file: &str,
-    name: String,
-    info: RawTensor,
+    name: &'a str,
+    info: &RawTensor,
     data_start: u64,
     file_len: u64,
-) -> Result<HeaderTensor, Error> {
+) -> Result<NewRow<'a>, Error> {
     let (begin, end) = info.data_offsets;
     let offset = data_start.saturating_add(begin);
-    let bad = |reason: String| Error::BadTensor { file: file.into(), tensor: name.clone(), offset, reason };
+    let bad = |reason: String| Error::BadTensor { file: file.into(), tensor: name.into(), offset, reason };
     let Some(dtype) = Dtype::from_name(&info.dtype) else {
         return Err(bad(format!("unknown dtype `{}`", info.dtype)));
     };
@@ -157,17 +153,16 @@ fn check_tensor(
     if info.shape.len() > MAX_RANK {
         return Err(bad(format!("rank {}, more than {MAX_RANK}", info.shape.len())));
     }
-    let meta = TensorMeta { dtype, shape: info.shape };
-    let Some(len) = meta.byte_len() else {
-        let what = describe(dtype, &meta.shape);
+    let Some(len) = dtype.byte_len(&info.shape) else {
+        let what = describe(dtype, &info.shape);
         return Err(bad(format!("{what} is no whole number of bytes below 2^64")));
     };
     if len != end - begin {
-        let what = describe(dtype, &meta.shape);
+        let what = describe(dtype, &info.shape);
         return Err(bad(format!("{what} is {len} bytes, its data_offsets hold {}", end - begin)));
     }
     match data_start.checked_add(end) {
-        Some(stop) if stop <= file_len => Ok(HeaderTensor { name, meta, offset, len }),
+        Some(stop) if stop <= file_len => Ok(NewRow { name, dtype, offset, len }),
         stop => Err(Error::Truncated {
             file: file.into(),
             what: format!("tensor `{name}`"),
@@ -179,7 +174,7 @@ fn check_tensor(
 }
 
 /// The data must be covered from its first byte to the end of the file, each byte by one tensor.
-fn check_cover(file: &str, tensors: &[HeaderTensor], data_start: u64, file_len: u64) -> Result<(), Error> {
+fn check_cover(file: &str, tensors: &[NewRow<'_>], data_start: u64, file_len: u64) -> Result<(), Error> {
     let mut next = data_start;
     for t in tensors {
         if t.offset != next {
@@ -188,7 +183,7 @@ fn check_cover(file: &str, tensors: &[HeaderTensor], data_start: u64, file_len: 
             let reason = format!("its data {how}, which ends at byte {next}");
             return Err(Error::BadTensor {
                 file: file.into(),
-                tensor: t.name.clone(),
+                tensor: t.name.into(),
                 offset: t.offset,
                 reason,
             });

@@ -126,12 +126,13 @@ pub(crate) fn decode(
     let Some((table, mut data)) = coded.split_at_checked(blocks * width * LEN) else {
         return Err("it ends within its table".into());
     };
-    planes.resize(BLOCK * width, 0);
+    let stride = BLOCK.min(out.len() / width).max(1);
+    planes.resize(stride * width, 0);
     let mut lens = table.as_chunks::<LEN>().0.iter().map(|len| u32::from_le_bytes(*len) as usize);
     for elements in out.chunks_mut(BLOCK * width) {
         let count = elements.len() / width;
         let mut ready: [&[u8]; 8] = [&[]; 8];
-        for (plane, scratch) in ready.iter_mut().zip(planes.chunks_exact_mut(BLOCK)) {
+        for (plane, scratch) in ready.iter_mut().zip(planes.chunks_exact_mut(stride)) {
             let len = lens.next().expect("the table has a length for each");
             let (bytes, later) = data.split_at_checked(len).ok_or("it ends within a plane")?;
             data = later;

@@ -4,34 +4,74 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
-use ts_format::{Catalog, ContainerWriter, Digest, Dtype, ErrorKind, TensorMeta, fingerprint};
+use ts_format::{
+    ByteRange, CHUNK_LEN, Catalog, Codec, ContainerWriter, Digest, Dtype, Encoder, ErrorKind, Scratch,
+    TensorMeta, decode_chunk, fingerprint, tensor_fingerprint,
+};
 
-type Tensor = (String, TensorMeta, Option<u8>, Vec<u8>);
+/// Name, type, phase, bytes, and how they are kept.
+type Tensor = (String, TensorMeta, Option<u8>, Vec<u8>, Codec);
 
 fn tensor(name: &str, dtype: Dtype, shape: &[u64], phase: Option<u8>, seed: u8) -> Tensor {
     let meta = TensorMeta { dtype, shape: shape.to_vec() };
     let len = meta.byte_len().expect("a size") as usize;
     let bytes = (0..len).map(|i| (i as u8).wrapping_mul(31).wrapping_add(seed)).collect();
-    (name.into(), meta, phase, bytes)
+    (name.into(), meta, phase, bytes, Codec::Raw)
+}
+
+fn by(codec: Codec, tensor: Tensor) -> Tensor {
+    (tensor.0, tensor.1, tensor.2, tensor.3, codec)
 }
 
 fn write(tensors: &[Tensor], metadata: &[(&str, &str)]) -> Vec<u8> {
     let metadata = metadata.iter().map(|(k, v)| ((*k).to_string(), (*v).to_string())).collect();
     let mut writer = ContainerWriter::new(metadata);
     let mut file = vec![0; 8192];
-    for (name, meta, phase, bytes) in tensors {
-        let offset = writer.begin(name, meta.clone(), *phase).expect("begins");
-        file.resize(offset as usize, 0);
-        file.extend(bytes);
-        for piece in bytes.chunks(777_777) {
-            writer.feed(piece).expect("fits");
+    for (name, meta, phase, bytes, codec) in tensors {
+        if *codec == Codec::Raw {
+            let offset = writer.begin(name, meta.clone(), *phase).expect("begins");
+            file.resize(offset as usize, 0);
+            file.extend(bytes);
+            for piece in bytes.chunks(777_777) {
+                writer.feed(piece).expect("fits");
+            }
+            continue;
+        }
+        writer.begin_chunked(name, meta.clone(), *phase).expect("begins");
+        let mut encoder = Encoder::new(*codec, None).expect("its usual level");
+        for raw in bytes.chunks(CHUNK_LEN as usize) {
+            let mut stored = Vec::new();
+            let encoded = encoder.encode(meta.dtype, raw, &mut stored);
+            let offset = writer.push_chunk(&encoded).expect("a chunk of it");
+            file.resize(offset as usize, 0);
+            file.extend(stored);
         }
     }
     let ends = writer.finish().expect("complete");
-    assert_eq!(ends.index_offset, file.len() as u64);
+    file.resize(ends.index_offset as usize, 0);
     file.extend(&ends.index);
     file[..ends.superblocks.len()].copy_from_slice(&ends.superblocks);
     file
+}
+
+/// A tensor's bytes, every checksum compared; what is wrong with them otherwise.
+fn read(file: &[u8], tensor: ts_format::Tensor<'_>) -> Result<Vec<u8>, String> {
+    let range = tensor.range();
+    let Some(chunks) = tensor.chunks() else {
+        let bytes = file[range.offset as usize..(range.offset + range.len) as usize].to_vec();
+        let digest = tensor.sums().map_or(Digest::default(), |_| Digest::of(&bytes));
+        return if Some(digest.chunks()) == tensor.sums() { Ok(bytes) } else { Err("a sum differs".into()) };
+    };
+    let mut bytes = vec![0; range.len as usize];
+    let mut scratch = Scratch::default();
+    for (chunk, out) in chunks.iter().zip(bytes.chunks_mut(CHUNK_LEN as usize)) {
+        let stored = &file[chunk.offset as usize..][..chunk.len as usize];
+        if !chunk.matches(stored) {
+            return Err("a chunk's sum differs".into());
+        }
+        decode_chunk(chunk.codec, chunk.width, stored, out, &mut scratch).map_err(|e| e.to_string())?;
+    }
+    Ok(bytes)
 }
 
 fn small() -> Vec<u8> {
@@ -39,6 +79,8 @@ fn small() -> Vec<u8> {
         tensor("a.weight", Dtype::F32, &[3, 5], None, 1),
         tensor("empty", Dtype::BF16, &[0, 4], None, 2),
         tensor("scalar", Dtype::F64, &[], Some(8), 3),
+        by(Codec::Split, tensor("split", Dtype::F32, &[300], Some(20), 4)),
+        by(Codec::Zstd, tensor("zstd", Dtype::I64, &[99], None, 5)),
     ];
     write(&tensors, &[("format", "pt"), ("ключ", "значение")])
 }
@@ -47,14 +89,33 @@ fn small() -> Vec<u8> {
 fn a_small_file_reads_as_it_was_written() {
     let file = small();
     let catalog = Catalog::from_bytes("m", &file).unwrap();
-    assert_eq!(catalog.tensors().map(|(n, _)| n).collect::<Vec<_>>(), ["a.weight", "empty", "scalar"]);
+    let names: Vec<_> = catalog.tensors().map(|t| t.name()).collect();
+    assert_eq!(names, ["a.weight", "empty", "scalar", "split", "zstd"]);
     assert_eq!(catalog.files()[0].metadata["ключ"], "значение");
-    let scalar = catalog.tensor("scalar").unwrap();
-    assert_eq!(scalar.parts[0].offset % 64, 8, "it has its phase");
-    let weight = catalog.tensor("a.weight").unwrap().parts[0];
-    let bytes = &file[weight.offset as usize..(weight.offset + weight.len) as usize];
-    assert_eq!(catalog.digest(weight).unwrap().mismatch(0, bytes), None);
-    assert_eq!((weight.offset % 64, small()), (0, file), "the same input gives the same bytes");
+    assert_eq!(catalog.tensor("scalar").unwrap().range().offset % 64, 8, "it has its phase");
+    let weight = catalog.tensor("a.weight").unwrap();
+    let bytes = read(&file, weight).unwrap();
+    assert_eq!(catalog.digest(weight.range()).unwrap().mismatch(0, &bytes), None);
+    assert_eq!((weight.range().offset % 64, small()), (0, file), "the same input gives the same bytes");
+}
+
+#[test]
+fn compressed_bytes_have_places_of_their_own_and_parts_of_them_are_found() {
+    let file = small();
+    let catalog = Catalog::from_bytes("m", &file).unwrap();
+    let split = catalog.tensor("split").unwrap();
+    let range = split.range();
+    assert!(range.is_encoded() && range.offset % 64 == 20 && range.len == 1200);
+    let part = |begin: u64, len: u64| ByteRange { offset: range.offset + begin, len, ..range };
+    for (begin, len) in [(0, 1200), (1199, 1), (400, 800)] {
+        assert_eq!(catalog.tensor_at(part(begin, len)).unwrap().name(), "split");
+    }
+    assert!(catalog.tensor_at(part(400, 801)).is_none(), "it leaves the tensor");
+    assert_eq!(catalog.digest(range), None);
+    let meta = || TensorMeta { dtype: Dtype::F32, shape: vec![2, 100] };
+    let halves = || vec![part(800, 400), part(0, 400)];
+    assert!(catalog.assemble("t", meta(), halves()).is_ok());
+    assert!(catalog.assemble("t", meta(), vec![part(800, 800)]).is_err());
 }
 
 #[test]
@@ -75,23 +136,20 @@ fn every_flipped_bit_of_superblocks_index_and_data_is_found() {
         let mut harmed = file.clone();
         harmed[bit / 8] ^= 1 << (bit % 8);
         let Ok(catalog) = Catalog::from_bytes("m", &harmed) else { continue };
-        let found = catalog.tensors().any(|(_, entry)| {
-            let part = entry.parts[0];
-            let bytes = &harmed[part.offset as usize..(part.offset + part.len) as usize];
-            catalog.digest(part).is_some_and(|digest| digest.mismatch(0, bytes).is_some())
-        });
+        let found = catalog.tensors().any(|tensor| read(&harmed, tensor).is_err());
         if !found {
             unseen.push(bit / 8);
         }
     }
     // What is left is padding between tensors and the superblock that is not in use.
-    let padding = |at: usize| {
-        (4096..8192).contains(&at)
-            || clean.tensors().all(|(_, e)| {
-                let (begin, len) = (e.parts[0].offset as usize, e.parts[0].len as usize);
-                !(begin..begin + len).contains(&at)
-            })
-    };
+    let mut taken = Vec::new();
+    for tensor in clean.tensors() {
+        match tensor.chunks() {
+            None => taken.push(tensor.range().offset..tensor.range().offset + tensor.range().len),
+            Some(chunks) => taken.extend(chunks.iter().map(|c| c.offset..c.offset + u64::from(c.len))),
+        }
+    }
+    let padding = |at: usize| (4096..8192).contains(&at) || !taken.iter().any(|r| r.contains(&(at as u64)));
     assert!(unseen.iter().all(|&at| padding(at)), "{unseen:?}");
     assert!(unseen.iter().all(|&at| at >= 4096), "the superblock in use is checked to its last bit");
 }
@@ -136,16 +194,14 @@ fn a_fingerprint_names_the_content_and_not_the_place() {
     let of = |tensors: &[Tensor]| {
         let file = write(tensors, &[]);
         let catalog = Catalog::from_bytes("m", &file).unwrap();
-        let empty = Digest::default();
-        let all: Vec<_> = catalog
-            .tensors()
-            .map(|(n, e)| (n, &e.meta, catalog.digest(e.parts[0]).map_or(&empty, |d| &**d)))
-            .collect();
-        fingerprint(all)
+        fingerprint(catalog.tensors().map(|t| (t.name(), t.fingerprint().expect("a .ts has them"))))
     };
     let (a, b) = (tensor("a", Dtype::F32, &[9], None, 1), tensor("b", Dtype::F32, &[9], None, 2));
     let moved = tensor("a", Dtype::F32, &[9], Some(24), 1);
     assert_eq!(of(&[a.clone(), b.clone()]), of(&[b.clone(), moved]));
+    for &codec in Codec::ALL {
+        assert_eq!(of(&[a.clone(), b.clone()]), of(&[by(codec, b.clone()), a.clone()]), "however it is kept");
+    }
     assert_ne!(of(&[a.clone(), b.clone()]), of(&[tensor("a", Dtype::F32, &[9], None, 3), b.clone()]));
     assert_ne!(of(std::slice::from_ref(&a)), of(&[tensor("a", Dtype::I32, &[9], None, 1)]));
     assert_ne!(of(&[a]), of(&[tensor("a", Dtype::F32, &[3, 3], None, 1)]));
@@ -157,36 +213,42 @@ proptest! {
     #[test]
     fn what_is_written_is_what_is_read(
         specs in prop::collection::vec(
-            (prop::sample::select(Dtype::ALL), prop::collection::vec(0u64..9, 0..4), prop::option::of(0u8..64)), 0..8),
+            (
+                prop::sample::select(Dtype::ALL),
+                prop::sample::select(Codec::ALL),
+                prop::collection::vec(0u64..9, 0..4),
+                prop::option::of(0u8..64),
+            ),
+            0..8,
+        ),
         long in 0u64..2_500_000,
+        long_as in (prop::sample::select(Codec::ALL), prop::sample::select(&[Dtype::U8, Dtype::BF16, Dtype::F64][..])),
     ) {
         let mut tensors: Vec<Tensor> = Vec::new();
-        for (i, (dtype, mut shape, phase)) in specs.into_iter().enumerate() {
+        for (i, (dtype, codec, mut shape, phase)) in specs.into_iter().enumerate() {
             if dtype.bits() < 8 {
                 shape.push(4); // whole bytes
             }
-            tensors.push(tensor(&format!("t{i}"), dtype, &shape, phase, i as u8));
+            tensors.push(by(codec, tensor(&format!("t{i}"), dtype, &shape, phase, i as u8)));
         }
-        tensors.push(tensor("long", Dtype::U8, &[long], None, 77));
+        let (codec, dtype) = long_as;
+        tensors.push(by(codec, tensor("long", dtype, &[long * 8 / u64::from(dtype.bits())], None, 77)));
         let file = write(&tensors, &[]);
         let catalog = Catalog::from_bytes("m", &file).unwrap();
         prop_assert_eq!(catalog.tensors().len(), tensors.len());
-        for (name, meta, phase, bytes) in &tensors {
-            let entry = catalog.tensor(name).unwrap();
-            let part = entry.parts[0];
-            prop_assert_eq!(&entry.meta, meta);
-            prop_assert_eq!(part.offset % 64, u64::from(phase.unwrap_or(0)));
-            let there = &file[part.offset as usize..(part.offset + part.len) as usize];
-            prop_assert_eq!(there, &bytes[..]);
-            if part.len > 0 {
-                prop_assert_eq!(&**catalog.digest(part).unwrap(), &Digest::of(bytes));
-            }
+        for (name, meta, phase, bytes, codec) in &tensors {
+            let there = catalog.tensor(name).unwrap();
+            prop_assert_eq!(&there.meta(), meta);
+            prop_assert_eq!(there.range().offset % 64, u64::from(phase.unwrap_or(0)));
+            prop_assert!(&read(&file, there).unwrap() == bytes);
+            prop_assert_eq!(there.chunks().is_none(), *codec == Codec::Raw);
+            prop_assert_eq!(there.fingerprint(), Some(tensor_fingerprint(meta, &Digest::of(bytes))));
         }
     }
 
     /// An index that is rewritten at random, with its checksums made right again, ends in a catalog or an error.
     #[test]
-    fn no_index_panics_or_points_outside(edits in prop::collection::vec((0usize..400, any::<u8>()), 1..8)) {
+    fn no_index_panics_or_points_outside(edits in prop::collection::vec((0usize..600, any::<u8>()), 1..8)) {
         let mut file = small();
         let word = |file: &[u8], at: usize| u64::from_le_bytes(file[at..at + 8].try_into().unwrap());
         let (begin, len) = (word(&file, 24) as usize, word(&file, 32) as usize);
@@ -199,8 +261,14 @@ proptest! {
         let sum = Digest::of(&file[..56]).chunks()[0];
         file[56..64].copy_from_slice(&sum.to_le_bytes());
         if let Ok(catalog) = Catalog::from_bytes("m", &file) {
-            for (_, t) in catalog.tensors() {
-                prop_assert!(t.parts.iter().all(|p| p.offset + p.len <= begin as u64));
+            for tensor in catalog.tensors() {
+                match tensor.chunks() {
+                    None => prop_assert!(tensor.range().offset + tensor.range().len <= begin as u64),
+                    Some(chunks) => {
+                        prop_assert!(chunks.iter().all(|c| c.offset + u64::from(c.len) <= begin as u64));
+                    }
+                }
+                let _ = read(&file, tensor);
             }
         }
     }

@@ -3,28 +3,33 @@
 
 use std::sync::Arc;
 
+use ts_format::ChunkPart;
 use ts_io::Source;
 use ts_pool::BLOCK_ALIGN;
 
 use crate::Error;
 use crate::engine::EngineConfig;
-use crate::layout::SlotLayout;
+use crate::layout::{Fill, SlotLayout};
 use crate::load::{Cut, bounce_bytes};
 use crate::plan::{NeverFits, Plan, PlanRequest, plan};
 use crate::state::{Prepared, demand_of};
 use crate::unit::{PHASE_ALIGN, Unit, UnitId};
-use crate::worker::Check;
+use crate::worker::{Check, DECODER_BYTES};
 
-/// Buffers for reads that cannot go straight to their place.
+/// Buffers for reads that are only copied to their place.
 const BOUNCE_COUNT: usize = 2;
+/// The share of the budget, one part in so many, that buffers for compressed chunks may take beyond that.
+const BOUNCE_SHARE: usize = 16;
 
 #[derive(Debug)]
 pub(crate) struct Design {
     pub(crate) units: Vec<Prepared>,
     pub(crate) order: Vec<UnitId>,
     pub(crate) cut: Cut,
-    /// Memory for all bounce buffers.
+    /// Memory for all bounce buffers,
     pub(crate) bounce_total: usize,
+    /// and for what workers decode with.
+    pub(crate) scratch_total: usize,
     /// What the budget leaves for slots, in whole blocks.
     pub(crate) slot_budget: usize,
     pub(crate) plan: Plan,
@@ -47,24 +52,40 @@ impl Design {
             bounce_bytes: bounce_bytes(units.iter().map(|unit| &unit.layout), alignment),
             alignment,
         };
-        let bounce_total = BOUNCE_COUNT * cut.bounce_bytes.next_multiple_of(BLOCK_ALIGN);
-        let left = config.budget_bytes.saturating_sub(bounce_total);
-        let slot_budget = left - left % BLOCK_ALIGN;
+        let bounce_bytes = cut.bounce_bytes.next_multiple_of(BLOCK_ALIGN);
+        let reads = || units.iter().flat_map(|unit| &unit.layout.reads);
+        let decodes = reads().any(|read| matches!(read.fill, Fill::Decoded { .. }));
+        let scratch_total = if decodes { config.workers.max(1) * DECODER_BYTES } else { 0 };
         let demands: Vec<_> = units.iter().map(demand_of).collect();
-        let request = PlanRequest {
-            units: &demands,
-            order: &order,
-            budget_bytes: slot_budget,
-            max_passes: config.max_passes,
-            rates: config.rates,
-            least_ring_bytes: config.prefetch.least_ring_bytes(slot_budget),
+        let attempt = |bounce_count: usize| {
+            let bounce_total = bounce_count * bounce_bytes;
+            let aside = bounce_total + scratch_total;
+            let left = config.budget_bytes.saturating_sub(aside);
+            let slot_budget = left - left % BLOCK_ALIGN;
+            let request = PlanRequest {
+                units: &demands,
+                order: &order,
+                budget_bytes: slot_budget,
+                max_passes: config.max_passes,
+                rates: config.rates,
+                least_ring_bytes: config.prefetch.least_ring_bytes(slot_budget),
+            };
+            let plan = plan(&request).map_err(|e| NeverFits {
+                budget_bytes: config.budget_bytes,
+                smallest_budget_bytes: e.smallest_budget_bytes.saturating_add(aside),
+                ..e
+            })?;
+            Ok::<_, NeverFits>((plan, bounce_total, slot_budget))
         };
-        let plan = plan(&request).map_err(|e| NeverFits {
-            budget_bytes: config.budget_bytes,
-            smallest_budget_bytes: e.smallest_budget_bytes.saturating_add(bounce_total),
-            ..e
-        })?;
-        Ok(Self { units, order, cut, bounce_total, slot_budget, plan })
+        // Chunks are small: as many as are read at once, and one for each worker, if they leave room for the rest.
+        let many = if decodes {
+            let share = config.budget_bytes / BOUNCE_SHARE / bounce_bytes;
+            share.min(config.io.in_flight + config.workers.max(1)).max(BOUNCE_COUNT)
+        } else {
+            BOUNCE_COUNT
+        };
+        let (plan, bounce_total, slot_budget) = attempt(many).or_else(|_| attempt(BOUNCE_COUNT))?;
+        Ok(Self { units, order, cut, bounce_total, scratch_total, slot_budget, plan })
     }
 }
 
@@ -81,6 +102,16 @@ fn check(units: &[Unit], order: &[UnitId], sources: usize) -> Result<(), Error> 
                     count: sources,
                 });
             }
+        }
+    }
+    for tensor in units.iter().flat_map(|unit| &unit.tensors) {
+        let encoded = tensor.entry.parts.iter().filter(|part| part.is_encoded());
+        let decoded = tensor.chunks.iter().map(|part| u64::from(part.len));
+        let within =
+            |part: &ChunkPart| part.skip.checked_add(part.len).is_some_and(|end| end <= part.raw_len);
+        let sum = encoded.fold(0, |sum: u64, part| sum.saturating_add(part.len));
+        if decoded.sum::<u64>() != sum || !tensor.chunks.iter().all(within) {
+            return Err(Error::WrongChunks { tensor: tensor.name.clone() });
         }
     }
     Ok(())

@@ -5,7 +5,7 @@ use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use ts_io::{BackendOptions, Choice, ReadPath, Registry, Source};
-use ts_pool::{Budget, HostPool};
+use ts_pool::{Budget, HostPool, Reservation};
 
 use crate::Error;
 use crate::design::Design;
@@ -104,6 +104,8 @@ pub(crate) struct Shared {
     /// Something changed that a waiting call may have waited for.
     changed: Condvar,
     budget: Budget,
+    /// For what workers decode with.
+    _scratch: Reservation,
     choice: Choice,
     max_passes: usize,
     slot_budget: usize,
@@ -120,12 +122,13 @@ impl Engine {
     /// not available; [`Error::System`] when memory or a thread is refused.
     pub fn new(units: Vec<Unit>, sources: Vec<Arc<Source>>, config: EngineConfig) -> Result<Self, Error> {
         let choice = config.registry.choose(config.backend.as_deref(), &sources)?;
-        let Design { units, order, cut, bounce_total, slot_budget, plan } =
+        let Design { units, order, cut, bounce_total, scratch_total, slot_budget, plan } =
             Design::new(units, &sources, &config)?;
         let system = |e: ts_pool::Error| Error::System(e.to_string());
         let budget = Budget::new(config.budget_bytes);
         let bounces =
             (bounce_total > 0).then(|| HostPool::new(&budget, bounce_total)).transpose().map_err(system)?;
+        let scratch = budget.reserve(scratch_total).map_err(system)?;
         let pool = HostPool::new(&budget, plan.peak_bytes()).map_err(system)?;
         let (events, inbox) = channel();
         let sink = events.clone();
@@ -144,6 +147,7 @@ impl Engine {
             state: Mutex::new(state),
             changed: Condvar::new(),
             budget,
+            _scratch: scratch,
             choice,
             max_passes: config.max_passes.max(1),
             slot_budget,
@@ -502,8 +506,8 @@ impl Shared {
             let mut state = self.lock();
             match event {
                 Event::Read(completion) => state.on_read(&self.fixed, completion, now_ns),
-                Event::Copied { token, bounce, target } => {
-                    state.on_copied(&self.fixed, token, bounce, target, now_ns);
+                Event::Brought { token, bounce, target, damage } => {
+                    state.on_brought(&self.fixed, token, bounce, target, damage, now_ns);
                 }
                 Event::Checked { load, slot, mismatch } => {
                     state.on_checked(&self.fixed, load, slot, mismatch, now_ns);

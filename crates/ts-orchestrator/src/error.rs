@@ -40,8 +40,8 @@ pub enum Error {
     },
     /// A unit's bytes are not those that were written.
     #[error(
-        "unit `{unit}`, tensor `{tensor}`: {}: {len} bytes at byte {offset} do not have their checksum: the file \
-         is damaged", path.display()
+        "unit `{unit}`, tensor `{tensor}`: {}: {len} bytes at byte {offset} {what}: the file is damaged",
+        path.display()
     )]
     Corrupt {
         /** The unit. */
@@ -54,6 +54,8 @@ pub enum Error {
         offset: u64,
         /** Length of the chunk in bytes. */
         len: u64,
+        /** What is wrong with them. */
+        what: String,
     },
     /// Storage failed before a unit was read.
     #[error(transparent)]
@@ -94,6 +96,12 @@ pub enum Error {
         /** How many there are. */
         count: usize,
     },
+    /// The chunks of a tensor are not those of its compressed parts.
+    #[error("tensor `{tensor}`: its chunks do not make up the parts of it that are compressed")]
+    WrongChunks {
+        /** The tensor. */
+        tensor: String,
+    },
     /// A tensor refers to a file that the engine was not given.
     #[error("tensor `{tensor}` lies in file {file}; the engine was given {count}")]
     NoSuchFile {
@@ -123,7 +131,9 @@ impl Error {
             Error::StillReferenced { .. } | Error::Stuck { .. } => ErrorKind::Full,
             Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Load { .. } | Error::Storage(_) | Error::System(_) => ErrorKind::Storage,
-            Error::NoSuchUnit { .. } | Error::NoSuchFile { .. } => ErrorKind::Misuse,
+            Error::NoSuchUnit { .. } | Error::NoSuchFile { .. } | Error::WrongChunks { .. } => {
+                ErrorKind::Misuse
+            }
             Error::Interrupted { .. } => ErrorKind::Interrupted,
         }
     }

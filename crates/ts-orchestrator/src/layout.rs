@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-use ts_format::FileId;
+use ts_format::{Chunk, FileId};
 
 use crate::unit::{PHASE_ALIGN, UnitTensor};
 
@@ -34,8 +34,24 @@ pub(crate) struct SlotRead {
     pub(crate) len: usize,
     /// Bytes that must arrive.
     pub(crate) required: usize,
-    /// File and slot offset differ modulo the alignment: read aside, then copy.
-    pub(crate) bounced: bool,
+    pub(crate) fill: Fill,
+}
+
+/// How bytes come from a file to their place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fill {
+    /// They are read there.
+    Straight,
+    /// File and slot offset differ modulo the alignment: they are read aside, then copied.
+    Copied,
+    /// A chunk is read aside, then decoded.
+    Decoded {
+        chunk: Chunk,
+        /// Bytes that it decodes to,
+        raw_len: usize,
+        /// and how many of them come before those that are wanted.
+        skip: usize,
+    },
 }
 
 /// A stretch of one file that tensors lie in as they shall lie in memory.
@@ -59,7 +75,7 @@ impl SlotLayout {
             layout.place_extent(tensors, &extent, alignment);
         }
         for (index, tensor) in tensors.iter().enumerate().filter(|(_, t)| !lies_as_it_shall(t)) {
-            layout.place_bounced(index, tensor);
+            layout.place_aside(index, tensor);
         }
         layout.len = layout.len.next_multiple_of(alignment);
         layout
@@ -79,7 +95,7 @@ impl SlotLayout {
             slot_offset: self.len.next_multiple_of(alignment),
             len: required.next_multiple_of(alignment),
             required,
-            bounced: false,
+            fill: Fill::Straight,
         };
         for &index in &extent.tensors {
             let part = tensors[index].entry.parts[0];
@@ -90,18 +106,36 @@ impl SlotLayout {
         self.reads.push(read);
     }
 
-    fn place_bounced(&mut self, index: usize, tensor: &UnitTensor) {
+    fn place_aside(&mut self, index: usize, tensor: &UnitTensor) {
         let offset = self.len.next_multiple_of(PHASE_ALIGN) + tensor.phase_bytes();
         self.len = offset;
+        let mut chunks = tensor.chunks.iter();
         for part in tensor.entry.parts.iter().filter(|part| part.len > 0) {
             let len = part.len as usize;
+            if part.is_encoded() {
+                let end = self.len + len;
+                while self.len < end {
+                    let part = chunks.next().expect("the design was checked");
+                    let (raw_len, skip) = (part.raw_len as usize, part.skip as usize);
+                    self.reads.push(SlotRead {
+                        file: part.file,
+                        file_offset: part.chunk.offset,
+                        slot_offset: self.len,
+                        len: part.len as usize,
+                        required: part.chunk.len as usize,
+                        fill: Fill::Decoded { chunk: part.chunk, raw_len, skip },
+                    });
+                    self.len += part.len as usize;
+                }
+                continue;
+            }
             self.reads.push(SlotRead {
                 file: part.file,
                 file_offset: part.offset,
                 slot_offset: self.len,
                 len,
                 required: len,
-                bounced: true,
+                fill: Fill::Copied,
             });
             self.len += len;
         }
@@ -112,7 +146,7 @@ impl SlotLayout {
 /// Whether the tensor is one run of its file, at the phase it shall have in memory.
 fn lies_as_it_shall(tensor: &UnitTensor) -> bool {
     match tensor.entry.parts[..] {
-        [part] => part.offset % PHASE_ALIGN as u64 == tensor.phase_bytes() as u64,
+        [part] => !part.is_encoded() && part.offset % PHASE_ALIGN as u64 == tensor.phase_bytes() as u64,
         _ => false,
     }
 }
@@ -148,7 +182,13 @@ mod tests {
             parts.iter().map(|&(file, offset, len)| ByteRange { file: FileId(file), offset, len }).collect();
         let len = parts.iter().map(|p| p.len).sum();
         let meta = TensorMeta { dtype: Dtype::U8, shape: vec![len] };
-        UnitTensor { name: "t".into(), entry: TensorEntry { meta, parts }, phase, digest: None }
+        UnitTensor {
+            name: "t".into(),
+            entry: TensorEntry { meta, parts },
+            phase,
+            digest: None,
+            chunks: Vec::new(),
+        }
     }
 
     #[test]
@@ -163,7 +203,7 @@ mod tests {
             slot_offset: 0,
             len: 5632,
             required: 5272,
-            bounced: false,
+            fill: Fill::Straight,
         };
         assert_eq!(layout.reads, [read]);
         assert_eq!(layout.tensors[1], Placement { offset: 264, len: 8 });
@@ -188,7 +228,7 @@ mod tests {
             for read in &layout.reads {
                 prop_assert!(read.slot_offset >= end && read.required <= read.len);
                 end = read.slot_offset + read.len;
-                if !read.bounced {
+                if read.fill == Fill::Straight {
                     prop_assert!((read.file_offset as usize | read.slot_offset | read.len).is_multiple_of(alignment));
                 }
             }

@@ -25,8 +25,8 @@
 //! #     reader.feed(&file[n.offset as usize..(n.offset + n.len) as usize], file.len() as u64)?;
 //! # }
 //! # let catalog = reader.finish()?;
-//! let entry = catalog.require("w")?.clone();
-//! let tensor = UnitTensor { name: "w".into(), entry, phase: Phase::Mapped, digest: None };
+//! let entry = catalog.require("w")?.entry();
+//! let tensor = UnitTensor::new(&catalog, "w", entry, Phase::Mapped);
 //! let units = vec![Unit { name: "layer".into(), tensors: vec![tensor] }];
 //! let engine = Engine::new(units, vec![Source::open(&path)?], EngineConfig::with_budget(1 << 20))?;
 //!

@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One unit on its way into memory: its slot in parts, each filled by one read.
 
+use std::path::PathBuf;
+
 use ts_format::FileId;
 use ts_io::{Completion, ReadPath};
 use ts_pool::Buffer;
 
-use crate::layout::{SlotLayout, SlotRead};
+use crate::layout::{Fill, SlotLayout, SlotRead};
 use crate::unit::{Unit, UnitId};
-use crate::worker::Mismatch;
+use crate::worker::{Damage, Mismatch};
 use crate::{Error, PHASE_ALIGN};
 
 /// What the loader thread reacts to.
 #[derive(Debug)]
 pub(crate) enum Event {
     Read(Completion),
-    Copied {
+    Brought {
         token: u64,
         bounce: Buffer,
         target: Buffer,
+        damage: Option<Damage>,
     },
     Checked {
         load: u32,
@@ -48,7 +51,7 @@ pub(crate) struct QueuedRead {
     pub(crate) offset: u64,
     pub(crate) required: usize,
     pub(crate) target: Buffer,
-    pub(crate) bounced: bool,
+    pub(crate) fill: Fill,
 }
 
 #[derive(Debug)]
@@ -66,6 +69,8 @@ pub(crate) struct Load {
 struct Part {
     buffer: Option<Buffer>,
     slot_offset: usize,
+    len: usize,
+    file: FileId,
     file_offset: u64,
 }
 
@@ -106,18 +111,19 @@ impl Load {
                 offset: read.file_offset,
                 required: read.required,
                 target,
-                bounced: read.bounced,
+                fill: read.fill,
             });
             this.missing += 1;
-            let (slot_offset, file_offset) = (read.slot_offset, read.file_offset);
-            this.parts.push(Part { buffer: None, slot_offset, file_offset });
+            let SlotRead { slot_offset, file, file_offset, len, .. } = read;
+            this.parts.push(Part { buffer: None, slot_offset, len, file, file_offset });
         }
         this.keep(rest, at);
         (this, queue)
     }
 
     fn keep(&mut self, buffer: Buffer, slot_offset: usize) {
-        self.parts.push(Part { buffer: Some(buffer), slot_offset, file_offset: 0 });
+        let len = buffer.len();
+        self.parts.push(Part { buffer: Some(buffer), slot_offset, len, file: FileId(0), file_offset: 0 });
     }
 
     /// Takes a part back from its read; whether it was the last one missing. `None` for a part that the system
@@ -130,23 +136,49 @@ impl Load {
         self.missing == 0
     }
 
+    /// The file that a part is read from.
+    pub(crate) fn file(&self, part: usize) -> FileId {
+        self.parts[part].file
+    }
+
     pub(crate) fn is_complete(&self) -> bool {
         self.missing == 0
     }
 
     /// Notes what went wrong with a part, naming the tensor whose bytes did not come.
     pub(crate) fn fail(&mut self, part: usize, unit: &Unit, layout: &SlotLayout, source: ts_io::Error) {
-        let Part { slot_offset, file_offset, .. } = self.parts[part];
+        let file_offset = self.parts[part].file_offset;
         let failed_at = match &source {
             ts_io::Error::ShortRead { offset, actual, .. } => offset + *actual as u64,
             ts_io::Error::Read { offset, .. } => *offset,
             _ => file_offset,
         };
-        let at = slot_offset as u64 + failed_at.saturating_sub(file_offset);
-        let hit = layout.tensors.iter().enumerate().filter(|(_, p)| (p.offset + p.len) as u64 > at);
-        let tensor = hit.min_by_key(|(_, p)| p.offset).map_or("", |(i, _)| unit.tensors[i].name.as_str());
-        let error = Error::Load { unit: unit.name.clone(), tensor: tensor.into(), source };
+        let tensor = self.tensor_at(part, failed_at.saturating_sub(file_offset), unit, layout).into();
+        let error = Error::Load { unit: unit.name.clone(), tensor, source };
         self.error.get_or_insert(error);
+    }
+
+    /// Notes that what a part was to be decoded from is not what was written.
+    pub(crate) fn fail_damaged(
+        &mut self,
+        part: usize,
+        unit: &Unit,
+        layout: &SlotLayout,
+        path: PathBuf,
+        damage: Damage,
+    ) {
+        let tensor = self.tensor_at(part, 0, unit, layout).into();
+        let Damage { chunk, what } = damage;
+        let (unit, offset, len) = (unit.name.clone(), chunk.offset, u64::from(chunk.len));
+        self.error.get_or_insert(Error::Corrupt { unit, tensor, path, offset, len, what });
+    }
+
+    /// The tensor that has the byte `at` of a part, or the next one behind it.
+    fn tensor_at<'a>(&self, part: usize, at: u64, unit: &'a Unit, layout: &SlotLayout) -> &'a str {
+        let Part { slot_offset, len, .. } = self.parts[part];
+        let at = slot_offset as u64 + at.min(len.saturating_sub(1) as u64);
+        let hit = layout.tensors.iter().enumerate().filter(|(_, p)| (p.offset + p.len) as u64 > at);
+        hit.min_by_key(|(_, p)| p.offset).map_or("", |(i, _)| unit.tensors[i].name.as_str())
     }
 
     pub(crate) fn count(&mut self, path: ReadPath, bytes: usize) {
@@ -182,13 +214,20 @@ fn take(rest: &mut Buffer, len: usize) -> Buffer {
 
 /// A layout's read, cut into requests.
 fn pieces(read: &SlotRead, cut: Cut) -> impl Iterator<Item = SlotRead> + '_ {
-    // A bounced piece is read with the aligned bytes around it.
-    let step = if read.bounced { cut.bounce_bytes - 2 * cut.alignment } else { cut.request_bytes };
+    // What is read aside is read with the aligned bytes around it. A chunk is one piece.
+    let step = match read.fill {
+        Fill::Straight => cut.request_bytes,
+        Fill::Copied => cut.bounce_bytes - 2 * cut.alignment,
+        Fill::Decoded { .. } => read.len,
+    };
     (0..read.len).step_by(step).map(move |begin| SlotRead {
         file_offset: read.file_offset + begin as u64,
         slot_offset: read.slot_offset + begin,
         len: step.min(read.len - begin),
-        required: step.min(read.required.saturating_sub(begin)),
+        required: match read.fill {
+            Fill::Decoded { .. } => read.required,
+            _ => step.min(read.required.saturating_sub(begin)),
+        },
         ..*read
     })
 }
@@ -196,8 +235,12 @@ fn pieces(read: &SlotRead, cut: Cut) -> impl Iterator<Item = SlotRead> + '_ {
 /// Size of bounce buffers for these layouts; 0 when no read bounces.
 pub(crate) fn bounce_bytes<'a>(layouts: impl Iterator<Item = &'a SlotLayout>, alignment: usize) -> usize {
     const LARGEST: usize = 1 << 20;
-    let longest = layouts.flat_map(|l| &l.reads).filter(|r| r.bounced).map(|r| r.len).max();
-    longest.map_or(0, |len| {
-        (len.next_multiple_of(PHASE_ALIGN) + 2 * alignment).next_multiple_of(alignment).min(LARGEST)
-    })
+    let room = |len: usize| (len.next_multiple_of(PHASE_ALIGN) + 2 * alignment).next_multiple_of(alignment);
+    let needs = layouts.flat_map(|layout| &layout.reads).map(|read| match read.fill {
+        Fill::Straight => 0,
+        // A longer one is copied in pieces.
+        Fill::Copied => room(read.len).min(LARGEST),
+        Fill::Decoded { .. } => room(read.required),
+    });
+    needs.max().unwrap_or(0)
 }

@@ -3,6 +3,7 @@
 //! engine's one lock and never blocks.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::ops::Range;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
@@ -12,7 +13,7 @@ use ts_io::{Backend, Completion, ReadPath, ReadRequest, Source};
 use ts_pool::{Buffer, HostPool};
 
 use crate::Error;
-use crate::layout::SlotLayout;
+use crate::layout::{Fill, SlotLayout};
 use crate::lease::Slot;
 use crate::load::{Cut, Event, Load, QueuedRead, add, split_token};
 use crate::pass::Passes;
@@ -20,7 +21,7 @@ use crate::plan::{Plan, Residency, UnitDemand};
 use crate::prefetch::Prefetch;
 use crate::stats::UnitStats;
 use crate::unit::{Unit, UnitId};
-use crate::worker::{Check, Job, Mismatch, WorkerPool};
+use crate::worker::{Check, Damage, Job, Mismatch, WorkerPool};
 
 /// A unit as the engine uses it.
 #[derive(Debug)]
@@ -83,7 +84,7 @@ pub(crate) struct State {
     /// Since when reads have been in flight without a pause.
     busy_since_ns: u64,
     /// Parts of slots whose bytes are being read aside.
-    targets: HashMap<u64, (Buffer, usize)>,
+    targets: HashMap<u64, (Buffer, Range<usize>, Fill)>,
     /// Parts that a worker brings to their place.
     copying: usize,
     /// `None` once the engine is gone.
@@ -396,7 +397,7 @@ impl State {
             && let Some(read) = self.queue.pop_front()
         {
             let source = Arc::clone(&fixed.sources[read.file.0 as usize]);
-            let request = if read.bounced {
+            let request = if read.fill != Fill::Straight {
                 let bounce = match fixed.bounces.as_ref().map(|pool| pool.allocate(fixed.cut.bounce_bytes)) {
                     Some(Ok(bounce)) => bounce,
                     _ if self.in_flight + self.copying > 0 => {
@@ -408,7 +409,7 @@ impl State {
                         let (path, offset) = (source.path().into(), read.offset);
                         let (len, timeout) = (read.required, fixed.timeout);
                         let result = Err(ts_io::Error::TimedOut { path, offset, len, timeout });
-                        self.targets.insert(read.token, (read.target, 0));
+                        self.targets.insert(read.token, (read.target, 0..0, read.fill));
                         self.in_flight += 1;
                         rejected.push(Completion { token: read.token, buffers: Vec::new(), result });
                         continue;
@@ -416,7 +417,8 @@ impl State {
                 };
                 let alignment = fixed.cut.alignment as u64;
                 let skip = (read.offset % alignment) as usize;
-                self.targets.insert(read.token, (read.target, skip));
+                let stored = skip..skip + read.required;
+                self.targets.insert(read.token, (read.target, stored, read.fill));
                 let (offset, required) = (read.offset - skip as u64, skip + read.required);
                 ReadRequest::new(read.token, source, offset, required, bounce)
             } else {
@@ -460,13 +462,13 @@ impl State {
         };
         match self.targets.remove(&token) {
             None => self.put_back(fixed, load_id, part, buffer, now_ns),
-            Some((target, skip)) if delivered => {
+            Some((target, stored, fill)) if delivered => {
                 let workers = self.workers.as_ref().expect("there are workers where there are bounces");
                 let bounce = buffer.expect("what is delivered is in a buffer");
                 self.copying += 1;
-                workers.submit(Job::Copy { token, bounce, skip, target });
+                workers.submit(Job::Bring { token, bounce, stored, fill, verify: fixed.verify, target });
             }
-            Some((target, _)) => {
+            Some((target, ..)) => {
                 // One that the system still holds goes back to its pool, whence the next read takes it.
                 drop(buffer);
                 self.put_back(fixed, load_id, part, Some(target), now_ns);
@@ -475,17 +477,25 @@ impl State {
     }
 
     /// A part that was read aside is in its place.
-    pub(crate) fn on_copied(
+    pub(crate) fn on_brought(
         &mut self,
         fixed: &Fixed,
         token: u64,
         bounce: Buffer,
         target: Buffer,
+        damage: Option<Damage>,
         now_ns: u64,
     ) {
         drop(bounce);
         self.copying -= 1;
         let (load_id, part) = split_token(token);
+        if let Some(damage) = damage {
+            let load = self.loads.get_mut(&load_id).expect("a part belongs to a load");
+            let prepared = &fixed.units[load.unit.index()];
+            let file = load.file(part);
+            let path = fixed.sources[file.0 as usize].path().to_path_buf();
+            load.fail_damaged(part, &prepared.unit, &prepared.layout, path, damage);
+        }
         self.put_back(fixed, load_id, part, Some(target), now_ns);
     }
 
@@ -525,6 +535,7 @@ impl State {
                 path: fixed.sources[part.file.0 as usize].path().to_path_buf(),
                 offset: part.offset + range.start as u64,
                 len: range.len() as u64,
+                what: "do not have their checksum".into(),
             });
         }
         self.finish(fixed, load, Some(slot), now_ns);

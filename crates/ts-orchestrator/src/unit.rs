@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::sync::Arc;
 
-use ts_format::{Digest, TensorEntry};
+use ts_format::{Catalog, ChunkPart, Digest, TensorEntry};
 
 /// Alignment that decides how a tensor's arithmetic rounds: vector code peels elements up to it, so the same
 /// tensor at another address modulo 64 may differ in its last bits.
@@ -37,6 +37,8 @@ pub struct UnitTensor {
     pub phase: Phase,
     /// The checksums of its bytes, where there are some.
     pub digest: Option<Arc<Digest>>,
+    /// What those of its parts that are compressed are decoded from, in their order.
+    pub chunks: Vec<ChunkPart>,
 }
 
 /// A tensor's address modulo [`PHASE_ALIGN`].
@@ -49,6 +51,16 @@ pub enum Phase {
 }
 
 impl UnitTensor {
+    /// A tensor of a catalog, or one that was assembled of its bytes.
+    pub fn new(catalog: &Catalog, name: impl Into<String>, entry: TensorEntry, phase: Phase) -> Self {
+        let digest = match entry.parts[..] {
+            [part] => catalog.digest(part).map(Arc::new),
+            _ => None,
+        };
+        let chunks = entry.parts.iter().flat_map(|part| catalog.chunk_parts(*part)).collect();
+        Self { name: name.into(), entry, phase, digest, chunks }
+    }
+
     /// The address modulo [`PHASE_ALIGN`] that it must have.
     pub fn phase_bytes(&self) -> usize {
         match (self.phase, self.entry.parts.first()) {

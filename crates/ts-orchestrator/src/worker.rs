@@ -6,21 +6,25 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use ts_format::Digest;
+use ts_format::{CHUNK_LEN, Chunk, DecodeError, Digest, Scratch, decode_chunk};
 use ts_pool::Buffer;
 
 use crate::Error;
+use crate::layout::Fill;
 use crate::load::Event;
 
 /// What is to be done with bytes.
 #[derive(Debug)]
 pub(crate) enum Job {
-    /// A part of a unit that was read aside is brought to its place: [`Event::Copied`].
-    Copy {
+    /// A part of a unit that was read aside is brought to its place: [`Event::Brought`].
+    Bring {
         token: u64,
         bounce: Buffer,
-        /// Where in `bounce` the part begins.
-        skip: usize,
+        /// What is wanted of it.
+        stored: Range<usize>,
+        fill: Fill,
+        /// Whether a chunk is compared with its checksum.
+        verify: bool,
         target: Buffer,
     },
     /// A unit that is complete is compared with its checksums: [`Event::Checked`].
@@ -43,6 +47,14 @@ pub(crate) struct Mismatch {
     pub(crate) tensor: usize,
     /// From the tensor's first byte.
     pub(crate) range: Range<usize>,
+}
+
+/// A chunk that is not what was written.
+#[derive(Debug)]
+pub(crate) struct Damage {
+    pub(crate) chunk: Chunk,
+    /// What is wrong with it.
+    pub(crate) what: String,
 }
 
 /// Threads that do [`Job`]s. Dropping it finishes what was given to it.
@@ -82,14 +94,45 @@ impl Check {
     }
 }
 
+/// The most memory that a worker decodes with, in bytes.
+pub(crate) const DECODER_BYTES: usize = Scratch::BYTES + CHUNK_LEN as usize;
+
+/// What a worker decodes with.
+#[derive(Default)]
+struct Decoder {
+    scratch: Scratch,
+    /// A chunk of which not all is wanted.
+    whole: Vec<u8>,
+}
+
+impl Decoder {
+    fn bring(&mut self, stored: &[u8], fill: Fill, verify: bool, target: &mut [u8]) -> Result<(), Damage> {
+        let Fill::Decoded { chunk, raw_len, skip } = fill else {
+            target.copy_from_slice(stored);
+            return Ok(());
+        };
+        if verify && !chunk.matches(stored) {
+            return Err(Damage { chunk, what: "do not have their checksum".into() });
+        }
+        let wrong = |error: DecodeError| Damage { chunk, what: format!("are {error}") };
+        if target.len() == raw_len {
+            return decode_chunk(chunk.codec, chunk.width, stored, target, &mut self.scratch).map_err(wrong);
+        }
+        self.whole.resize(raw_len, 0);
+        decode_chunk(chunk.codec, chunk.width, stored, &mut self.whole, &mut self.scratch).map_err(wrong)?;
+        target.copy_from_slice(&self.whole[skip..skip + target.len()]);
+        Ok(())
+    }
+}
+
 fn run(queue: &Mutex<Receiver<Job>>, events: &Sender<Event>) {
+    let mut scratch = Decoder::default();
     loop {
         let job = queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let event = match job {
-            Ok(Job::Copy { token, bounce, skip, mut target }) => {
-                let len = target.len();
-                target.copy_from_slice(&bounce[skip..skip + len]);
-                Event::Copied { token, bounce, target }
+            Ok(Job::Bring { token, bounce, stored, fill, verify, mut target }) => {
+                let damage = scratch.bring(&bounce[stored], fill, verify, &mut target).err();
+                Event::Brought { token, bounce, target, damage }
             }
             Ok(Job::Check { load, slot, checks }) => {
                 let mismatch = checks.iter().find_map(|check| check.mismatch(&slot));

@@ -35,7 +35,13 @@ fn tensor(name: &str, parts: &[(u64, usize)], phase: Phase) -> UnitTensor {
         parts.iter().map(|&(offset, len)| ByteRange { file: FileId(0), offset, len: len as u64 }).collect();
     let len = parts.iter().map(|p| p.len).sum();
     let meta = TensorMeta { dtype: Dtype::U8, shape: vec![len] };
-    UnitTensor { name: name.into(), entry: TensorEntry { meta, parts }, phase, digest: None }
+    UnitTensor {
+        name: name.into(),
+        entry: TensorEntry { meta, parts },
+        phase,
+        digest: None,
+        chunks: Vec::new(),
+    }
 }
 
 impl Model {

@@ -29,20 +29,22 @@ impl Checkpoint {
 
     /// This checkpoint and another as one: the other's tensors take the place of those of the same name, and its
     /// files come behind.
-    fn overlaid(&self, other: &Self) -> Self {
-        Self { inner: self.inner.clone().overlaid(other.inner.clone()) }
+    fn overlaid(&self, py: Python<'_>, other: &Self) -> PyResult<Self> {
+        let inner = self.inner.clone().overlaid(other.inner.clone()).map_err(|e| to_python(py, &e))?;
+        Ok(Self { inner })
     }
 
     /// Names of all tensors, sorted.
     fn names(&self) -> Vec<&str> {
-        self.inner.catalog().tensors().map(|(name, _)| name).collect()
+        self.inner.catalog().tensors().map(|tensor| tensor.name()).collect()
     }
 
     /// safetensors dtype name, shape and parts (file, offset, length in bytes) of a tensor.
     fn entry(&self, py: Python<'_>, name: &str) -> PyResult<(&'static str, Vec<u64>, Vec<Part>)> {
-        let entry = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
-        let parts = entry.parts.iter().map(|p| (p.file.0, p.offset, p.len)).collect();
-        Ok((entry.meta.dtype.name(), entry.meta.shape.clone(), parts))
+        let tensor = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
+        let range = tensor.range();
+        let parts = vec![(range.file.0, range.offset, range.len)];
+        Ok((tensor.dtype().name(), tensor.shape().to_vec(), parts))
     }
 
     /// Reads parts, one behind the other, into a tensor of bytes of their total length, given as a capsule.
@@ -69,8 +71,8 @@ impl Checkpoint {
         bar: &Bound<'_, Progress>,
     ) -> PyResult<()> {
         let mut target = Lent::from_capsule(target)?;
-        let entry = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
-        if entry.meta.byte_len() != Some(target.bytes().len() as u64) {
+        let tensor = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
+        if tensor.range().len != target.bytes().len() as u64 {
             return Err(PyValueError::new_err("the target has not the tensor's size"));
         }
         let (bar, bytes) = (bar.get(), target.bytes_mut());

@@ -205,8 +205,8 @@ fn config(budget: usize, settings: Option<Settings>) -> PyResult<EngineConfig> {
 fn unit(py: Python<'_>, checkpoint: &Checkpoint, name: String, specs: Vec<TensorSpec>) -> PyResult<Unit> {
     let tensor = |(name, dtype, shape, parts, phase): TensorSpec| -> PyResult<UnitTensor> {
         let entry = checkpoint.assemble(py, &name, &dtype, shape, &parts)?;
-        let digest = checkpoint.inner.digest(&entry);
-        Ok(UnitTensor { name, entry, phase: phase.map_or(Phase::Mapped, Phase::At), digest })
+        let phase = phase.map_or(Phase::Mapped, Phase::At);
+        Ok(UnitTensor::new(checkpoint.inner.catalog(), name, entry, phase))
     };
     Ok(Unit { name, tensors: specs.into_iter().map(tensor).collect::<PyResult<_>>()? })
 }

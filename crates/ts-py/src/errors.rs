@@ -39,7 +39,7 @@ fn class_name(error: &Error) -> &'static str {
             std::io::ErrorKind::PermissionDenied => "CheckpointPermissionError",
             _ => "StorageError",
         },
-        Error::UnknownSuffix { .. } => "ConfigurationError",
+        Error::UnknownSuffix { .. } | Error::Compression { .. } => "ConfigurationError",
         Error::NoCheckpoint { .. } => "CheckpointNotFoundError",
         _ => "TensorStreamError",
     }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use tensorstream::format::{Digest, Dtype, TensorMeta};
-use tensorstream::{Bar, Converted, Error, NewTensor, Progress as Done, Watch};
+use tensorstream::format::{Compression, Digest, Dtype, TensorMeta, tensor_fingerprint};
+use tensorstream::{Bar, Converted, Error, NewTensor, Progress as Done, Watch, WriteOptions};
 
 use crate::dlpack::Lent;
 use crate::errors::to_python;
@@ -48,7 +48,7 @@ impl Progress {
 /// Names the content of a set of tensors.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Fingerprint {
-    tensors: Mutex<Vec<(String, TensorMeta, Digest)>>,
+    tensors: Mutex<Vec<(String, u128)>>,
 }
 
 #[pymethods]
@@ -69,16 +69,16 @@ impl Fingerprint {
     ) -> PyResult<()> {
         let (meta, data) = (meta(dtype, shape)?, Lent::from_capsule(data)?);
         let bytes = data.bytes();
-        let digest = py.detach(|| Digest::of(bytes));
+        let fingerprint = py.detach(|| tensor_fingerprint(&meta, &Digest::of(bytes)));
         py.check_signals()?;
-        lock(&self.tensors).push((name, meta, digest));
+        lock(&self.tensors).push((name, fingerprint));
         Ok(())
     }
 
     /// 32 hexadecimal digits.
     fn hex(&self) -> String {
         let tensors = lock(&self.tensors);
-        let all = tensors.iter().map(|(name, meta, digest)| (name.as_str(), meta, digest));
+        let all = tensors.iter().map(|(name, fingerprint)| (name.as_str(), *fingerprint));
         format!("{:032x}", tensorstream::format::fingerprint(all))
     }
 }
@@ -93,15 +93,20 @@ pub(crate) struct FileWriter {
 #[pymethods]
 impl FileWriter {
     #[new]
+    #[pyo3(signature = (path, tensors, metadata, codec="raw", level=None, jobs=0))]
     fn new(
         py: Python<'_>,
         path: PathBuf,
         tensors: Vec<NewTensorSpec>,
         metadata: BTreeMap<String, String>,
+        codec: &str,
+        level: Option<i32>,
+        jobs: usize,
     ) -> PyResult<Self> {
         let tensors = new_tensors(tensors)?;
+        let options = options(py, &path, codec, level, jobs)?;
         let create = |watch: &mut Watch<'_>| {
-            tensorstream::FileWriter::create(&path, tensors, metadata, &mut || watch(NOTHING))
+            tensorstream::FileWriter::create(&path, tensors, metadata, options, &mut || watch(NOTHING))
         };
         Ok(Self { inner: Mutex::new(Some(watched(py, None, create)?)) })
     }
@@ -119,7 +124,15 @@ impl FileWriter {
         let fingerprint = fingerprint.map(|hex| u128::from_str_radix(&hex, 16)).transpose()?;
         let create = |watch: &mut Watch<'_>| {
             let interrupt = &mut || watch(NOTHING);
-            tensorstream::FileWriter::unless_written(&path, tensors, &metadata, fingerprint, interrupt)
+            let options = WriteOptions::default();
+            tensorstream::FileWriter::unless_written(
+                &path,
+                tensors,
+                &metadata,
+                options,
+                fingerprint,
+                interrupt,
+            )
         };
         let inner = watched(py, None, create)?;
         Ok(inner.map(|inner| Self { inner: Mutex::new(Some(inner)) }))
@@ -159,10 +172,31 @@ impl FileWriter {
     }
 }
 
+fn options(
+    py: Python<'_>,
+    path: &Path,
+    codec: &str,
+    level: Option<i32>,
+    jobs: usize,
+) -> PyResult<WriteOptions> {
+    let compression = Compression::named(codec, level)
+        .map_err(|reason| to_python(py, &Error::Compression { path: path.into(), reason }))?;
+    Ok(WriteOptions { compression, jobs })
+}
+
 /// Converts a checkpoint; number of tensors and bytes.
 #[pyfunction]
-pub(crate) fn convert(py: Python<'_>, source: PathBuf, target: PathBuf) -> PyResult<(usize, u64)> {
-    let job = |watch: &mut Watch<'_>| tensorstream::convert(&source, &target, watch);
+#[pyo3(signature = (source, target, codec="raw", level=None, jobs=0))]
+pub(crate) fn convert(
+    py: Python<'_>,
+    source: PathBuf,
+    target: PathBuf,
+    codec: &str,
+    level: Option<i32>,
+    jobs: usize,
+) -> PyResult<(usize, u64)> {
+    let options = options(py, &target, codec, level, jobs)?;
+    let job = |watch: &mut Watch<'_>| tensorstream::convert(&source, &target, options, watch);
     let Converted { tensors, bytes, .. } = watched(py, Some("converting"), job)?;
     Ok((tensors, bytes))
 }

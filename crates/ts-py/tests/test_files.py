@@ -20,6 +20,7 @@ import safetensors.torch
 import tensorstream as ts
 import torch
 from conftest import Llama
+from tensorstream._lend import Codec
 from tensorstream._streamed_tensor import SAFETENSORS_DTYPES
 
 FORMATS = ["ts", "safetensors"]
@@ -57,6 +58,31 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, suffix: str) -> Non
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("codec", ["auto", "split", "zstd", "lz4", "zlib"])
+def test_what_is_compressed_is_loaded_bit_for_bit(minilm: Path, tmp_path: Path, codec: Codec) -> None:
+    path = tmp_path / "all.ts"
+    ts.save_file(every_dtype(), path, codec=codec)
+    assert_equal(ts.load_file(path), every_dtype())
+    container, back = tmp_path / "m.ts", tmp_path / "m.safetensors"
+    ts.convert(minilm, container, codec=codec, jobs=2)
+    assert_equal(ts.load_file(container), safetensors.torch.load_file(minilm / "model.safetensors"))
+    ts.convert(container, back)
+    assert back.read_bytes() == (minilm / "model.safetensors").read_bytes()
+    smaller = codec in ("auto", "split", "zlib", "zstd")
+    assert (container.stat().st_size < 0.95 * back.stat().st_size) == smaller, container.stat().st_size
+
+
+def test_compression_that_cannot_be_says_why(tmp_path: Path) -> None:
+    tensors = {"w": torch.ones(3)}
+    with pytest.raises(ts.ConfigurationError, match="not compressed"):
+        ts.save_file(tensors, tmp_path / "w.safetensors", codec="auto")
+    with pytest.raises(ts.ConfigurationError, match="-7 to 19"):
+        ts.save_file(tensors, tmp_path / "w.ts", codec="zstd", compression_level=20)
+    with pytest.raises(ts.ConfigurationError, match="no codec"):
+        ts.save_file(tensors, tmp_path / "w.ts", codec="brotli")  # type: ignore[arg-type] # that is the test
+    assert not list(tmp_path.iterdir())
+
+
 def test_safetensors_files_are_those_of_the_library(tmp_path: Path) -> None:
     tensors = {k: v for k, v in every_dtype().items() if "fnuz" not in k and "e8m0" not in k}
     ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
@@ -75,12 +101,13 @@ def test_conversion_there_and_back_gives_the_same_file(minilm: Path, tmp_path: P
     assert_equal(ts.load_file(container), safetensors.torch.load_file(minilm / "model.safetensors"))
 
 
-def test_shards_become_one_file_that_streams(llama: Llama, tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["raw", "auto", "zstd"])
+def test_shards_become_one_file_that_streams(llama: Llama, tmp_path: Path, codec: Codec) -> None:
     path = llama(shard_size="300KB")
     reference = ts.from_pretrained(path, budget="300KiB")
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
-    ts.convert(path, tmp_path / "model.ts")
-    model = ts.from_pretrained(tmp_path, budget="300KiB")
+    ts.convert(path, tmp_path / "model.ts", codec=codec)
+    model = ts.from_pretrained(tmp_path, budget="300KiB" if codec == "raw" else "4MiB")
     ids = torch.arange(9).unsqueeze(0)
     with torch.inference_mode():
         assert torch.allclose(model(ids).logits, reference(ids).logits, atol=1e-5)

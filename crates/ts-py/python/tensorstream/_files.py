@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from . import _native
-from ._lend import NewTensor, dtype_name, lent, write_all
+from ._lend import Codec, NewTensor, dtype_name, lent, write_all
 from ._streamed_tensor import TORCH_DTYPES
 from .errors import ConfigurationError, ModelError
 
@@ -51,7 +51,14 @@ def load_file(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save_file(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+def save_file(
+    tensors: Mapping[str, torch.Tensor],
+    path: Path,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    codec: Codec = "raw",
+    compression_level: int | None = None,
+) -> None:
     """Writes tensors to a ``.ts`` or ``.safetensors`` file, which appears whole or not at all. Blocks; shows a bar on
     a terminal.
 
@@ -61,9 +68,11 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping
         tensors: By name; on any device.
         path: The file; its suffix says which format. What is there is replaced.
         metadata: Text by key.
+        codec: How a ``.ts`` file keeps them; see :func:`convert`.
+        compression_level: The codec's, see there.
 
     Raises:
-        ConfigurationError: The suffix names no format, or a tensor, name or key cannot be written.
+        ConfigurationError: The suffix names no format, or a tensor, name or key cannot be written, or not so.
         StorageError: Writing failed. What was there before still is.
     """
     for mapping, wanted in ((tensors, torch.Tensor), (metadata or {}, str)):
@@ -75,6 +84,6 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping
     specs: list[NewTensor] = [
         (name, dtype_name(name, tensor), list(tensor.shape), None) for name, tensor in tensors.items()
     ]
-    writer = _native.FileWriter(path, specs, dict(metadata or {}))
+    writer = _native.FileWriter(path, specs, dict(metadata or {}), codec, compression_level)
     values = list(tensors.values())
     write_all(writer, (values[i] for i in writer.order()), sum(tensor.nbytes for tensor in values), "saving")

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 
 from . import _native
 from ._streamed_tensor import SAFETENSORS_DTYPES
 from .errors import ConfigurationError
+
+#: How a .ts file keeps tensors.
+Codec = Literal["raw", "auto", "split", "zstd", "lz4", "zlib"]
 
 #: Name, dtype, shape and address modulo 64 of a tensor that is to be written.
 NewTensor = tuple[str, str, list[int], int | None]
