@@ -86,31 +86,6 @@ pub fn convert(
     Ok(Converted { tensors: tensors.len(), bytes: total, file_bytes })
 }
 
-impl Checkpoint {
-    /// Reads a tensor into `buffer`, decodes it if it is compressed, and compares it with its checksums if it has some.
-    /// Blocks.
-    ///
-    /// # Errors
-    /// [`Error::Format`] when there is no such tensor, [`Error::Io`], [`Error::Corrupt`], [`Error::Interrupted`].
-    ///
-    /// # Panics
-    /// If `buffer` is not as long as the tensor.
-    pub fn read_tensor(&self, name: &str, buffer: &mut [u8], watch: &mut Watch<'_>) -> Result<(), Error> {
-        let tensor = self.catalog().require(name)?;
-        let total = tensor.range().len;
-        assert_eq!(buffer.len() as u64, total, "the buffer is as long as the tensor");
-        let (mut reader, mut done) = (Reader::default(), 0);
-        for piece in buffer.chunks_mut(PIECE_BYTES as usize) {
-            reader.read_checked(self, tensor, done, piece)?;
-            done += piece.len() as u64;
-            if watch(Progress { done, total }) {
-                return Err(Error::Interrupted);
-            }
-        }
-        Ok(())
-    }
-}
-
 /// What [`verify`] found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verified {

@@ -13,6 +13,7 @@ use crate::lease::{Lease, Slot};
 use crate::load::Event;
 use crate::pass::PassId;
 use crate::plan::{Plan, PlanRequest, Rates, Residency, plan, predict};
+use crate::populate::Populating;
 use crate::prefetch::Prefetch;
 use crate::state::{Fixed, Prepared, Residence, Shortage, State};
 use crate::stats::{EngineStats, UnitStats};
@@ -64,6 +65,9 @@ pub struct EngineConfig {
     pub verify: bool,
     /// Threads that compare checksums, and bring bytes to their place which could not be read there.
     pub workers: usize,
+    /// Threads that take the memory of units from the system before the first reads get there; 0 for none. What is taken so
+    /// is taken for good, also if it is never used.
+    pub populate: usize,
     /// What the first plan assumes; measured later.
     pub rates: Rates,
     /// The time.
@@ -84,6 +88,7 @@ impl EngineConfig {
             prefetch: Prefetch::default(),
             verify: true,
             workers: 1,
+            populate: 0,
             rates: Rates::default(),
             clock: Box::new(ts_io::monotonic_ns),
         }
@@ -96,6 +101,7 @@ impl EngineConfig {
 pub struct Engine {
     shared: Arc<Shared>,
     loader: Option<JoinHandle<()>>,
+    populating: Option<Populating>,
 }
 
 pub(crate) struct Shared {
@@ -130,6 +136,7 @@ impl Engine {
             (bounce_total > 0).then(|| HostPool::new(&budget, bounce_total)).transpose().map_err(system)?;
         let scratch = budget.reserve(scratch_total).map_err(system)?;
         let pool = HostPool::new(&budget, plan.peak_bytes()).map_err(system)?;
+        let populating = Populating::new(&pool, config.populate);
         let (events, inbox) = channel();
         let sink = events.clone();
         let backend = choice
@@ -155,7 +162,7 @@ impl Engine {
             clock: config.clock,
         });
         let loader = spawn_loader(Arc::clone(&shared), inbox)?;
-        Ok(Self { shared, loader: Some(loader) })
+        Ok(Self { shared, loader: Some(loader), populating: Some(populating) })
     }
 
     /// The plan that an engine would begin with, and what it says of each unit. Takes no memory for weights,
@@ -291,6 +298,7 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
+        drop(self.populating.take());
         // The backend first: what it still holds comes back to the loader, whose inbox ends with Stop.
         let backend = self.shared.lock().backend.take();
         drop(backend);
@@ -301,6 +309,8 @@ impl Drop for Engine {
         // What workers were still given they finish, into buffers that then go home by being dropped.
         let workers = self.shared.lock().workers.take();
         drop(workers);
+        // Of what remains are tensors, each of which lets go of its memory by itself.
+        self.shared.fixed.pool.retire();
     }
 }
 

@@ -59,6 +59,7 @@ mod lease;
 mod load;
 mod pass;
 mod plan;
+mod populate;
 mod prefetch;
 mod state;
 mod stats;

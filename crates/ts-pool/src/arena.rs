@@ -48,6 +48,33 @@ impl Arena {
         Ok(Self { _mapping: mapping, base, len })
     }
 
+    /// Lets the system have the pages of a range back; what is read there afterwards is zeros. Where the system has no way
+    /// they stay.
+    ///
+    /// # Safety
+    /// Nobody uses the range, and nobody will who has not been told that it is zeros.
+    pub(crate) unsafe fn discard(&self, offset: usize, len: usize) {
+        assert!(offset + len <= self.len, "{len} bytes at {offset} of an arena of {}", self.len);
+        #[cfg(target_os = "linux")]
+        {
+            use memmap2::UncheckedAdvice::DontNeed;
+            let skip = self.base.as_ptr().addr() - self._mapping.as_ptr().addr();
+            // SAFETY: the caller's promise; the range is inside the arena, which begins `skip` bytes behind the mapping.
+            let _ = unsafe { self._mapping.unchecked_advise_range(DontNeed, skip + offset, len) };
+        }
+    }
+
+    /// Takes the pages of a range from the system now; what they hold stays as it is. Where the system has no way (Linux
+    /// before 5.14, others) they come when they are touched.
+    pub(crate) fn populate(&self, offset: usize, len: usize) {
+        assert!(offset + len <= self.len, "{len} bytes at {offset} of an arena of {}", self.len);
+        #[cfg(target_os = "linux")]
+        {
+            let skip = self.base.as_ptr().addr() - self._mapping.as_ptr().addr();
+            let _ = self._mapping.advise_range(memmap2::Advice::PopulateWrite, skip + offset, len);
+        }
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.len
     }

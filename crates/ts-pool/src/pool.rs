@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::arena::Arena;
@@ -22,6 +23,8 @@ pub struct HostPool {
 struct Shared {
     arena: Arena,
     state: Mutex<State>,
+    /// Whether buffers that come back leave for the system.
+    retired: AtomicBool,
     _reservation: Reservation,
 }
 
@@ -67,8 +70,12 @@ impl HostPool {
             allocations: 0,
             failures: 0,
         };
-        let shared =
-            Shared { arena: Arena::new(capacity)?, state: Mutex::new(state), _reservation: reservation };
+        let shared = Shared {
+            arena: Arena::new(capacity)?,
+            state: Mutex::new(state),
+            retired: AtomicBool::new(false),
+            _reservation: reservation,
+        };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -107,6 +114,30 @@ impl HostPool {
     pub fn as_ptr_range(&self) -> std::ops::Range<*const u8> {
         let arena = &self.shared.arena;
         arena.at(0).as_ptr().cast_const()..arena.at(arena.len()).as_ptr().cast_const()
+    }
+
+    /// Says that no more will be allocated: from now on the memory of buffers that are dropped goes back to the system at
+    /// once, and not with the last of them. What is free already goes now.
+    pub fn retire(&self) {
+        self.shared.retired.store(true, Ordering::SeqCst);
+        let mut free = Vec::new();
+        // All that is free is taken, let go of, and kept from others meanwhile.
+        loop {
+            let largest = self.shared.lock().offsets.largest_free() as usize * BLOCK_ALIGN;
+            match self.allocate(largest) {
+                Ok(buffer) if largest > 0 => free.push(buffer),
+                _ => break,
+            }
+        }
+    }
+
+    /// Takes the memory of a range of the pool from the system now, whether anybody uses it or not, so that nobody waits for
+    /// it later: fresh pages are slower than many a disk. What it holds stays as it is. Blocks.
+    ///
+    /// # Panics
+    /// When the range leaves the pool.
+    pub fn populate(&self, range: std::ops::Range<usize>) {
+        self.shared.arena.populate(range.start, range.len());
     }
 
     /// Statistics of this moment.
@@ -157,6 +188,12 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
+        if self.pool.shared.retired.load(Ordering::SeqCst) {
+            let offset = self.ptr.as_ptr().addr() - self.pool.shared.arena.at(0).as_ptr().addr();
+            // SAFETY: the run is this block's alone until it is released below, and nobody uses it any more; whoever gets
+            // it next is told nothing of what it holds but that it is initialised, as zeros are.
+            unsafe { self.pool.shared.arena.discard(offset, self.size) };
+        }
         let mut state = self.pool.shared.lock();
         state.offsets.release(self.id);
         state.in_use -= self.size;

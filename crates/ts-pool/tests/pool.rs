@@ -83,3 +83,22 @@ proptest! {
         prop_assert_eq!(parts.iter().map(|p| p.len()).sum::<usize>(), 1000);
     }
 }
+
+/// Memory that went back to the system comes as zeros when it is had again.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_retired_pool_gives_back_what_is_free_and_then_each_buffer_that_is_dropped() {
+    let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20).unwrap();
+    let filled = |len: usize| {
+        let mut buffer = pool.allocate(len).unwrap();
+        buffer.fill(7);
+        buffer
+    };
+    let (kept, dropped, early) = (filled(100_000), filled(200_000), filled(300_000));
+    drop(early);
+    pool.retire();
+    assert!(pool.allocate(300_000).unwrap().iter().all(|&byte| byte == 0), "it was free");
+    drop(dropped);
+    assert!(pool.allocate(200_000).unwrap().iter().all(|&byte| byte == 0), "it was dropped afterwards");
+    assert!(kept.iter().all(|&byte| byte == 7), "it is in use");
+}

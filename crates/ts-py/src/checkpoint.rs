@@ -5,13 +5,17 @@ use std::path::PathBuf;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tensorstream::format::{ByteRange, FileId, TensorEntry};
+use tensorstream::{LoadOptions, Loaded};
 
-use crate::dlpack::Lent;
+use crate::dlpack::{self, Lent};
 use crate::errors::to_python;
-use crate::files::{Progress, meta, watched};
+use crate::files::{meta, watched};
 
 /// One run of bytes: file, offset, length.
 pub(crate) type Part = (u32, u64, u64);
+
+/// Name, dtype, shape and capsule of a tensor in memory.
+type LoadedSpec<'py> = (String, &'static str, Vec<u64>, Bound<'py, PyAny>);
 
 /// A checkpoint whose headers have been read.
 #[pyclass(frozen, module = "tensorstream._native")]
@@ -61,29 +65,15 @@ impl Checkpoint {
         py.detach(|| self.inner.read(&ranges, target.bytes_mut())).map_err(|e| to_python(py, &e))
     }
 
-    /// Reads a tensor into one of bytes of its length, given as a capsule, compares it with its checksums if the file
-    /// has them, and advances the bar.
-    fn read_tensor(
-        &self,
-        py: Python<'_>,
-        name: &str,
-        target: &Bound<'_, PyAny>,
-        bar: &Bound<'_, Progress>,
-    ) -> PyResult<()> {
-        let mut target = Lent::from_capsule(target)?;
-        let tensor = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
-        if tensor.range().len != target.bytes().len() as u64 {
-            return Err(PyValueError::new_err("the target has not the tensor's size"));
-        }
-        let (bar, bytes) = (bar.get(), target.bytes_mut());
-        let mut done = 0;
-        watched(py, None, |watch| {
-            self.inner.read_tensor(name, bytes, &mut |progress| {
-                bar.advance(progress.done - done);
-                done = progress.done;
-                watch(progress)
-            })
-        })
+    /// Reads all tensors: name, safetensors dtype name, shape, and a DLPack capsule of each. Shows a bar.
+    fn load<'py>(&self, py: Python<'py>, verify: bool) -> PyResult<Vec<LoadedSpec<'py>>> {
+        let options = LoadOptions { verify, jobs: 0 };
+        let loaded = watched(py, Some("loading"), |watch| self.inner.load(options, watch))?;
+        let spec = |Loaded { name, meta, bytes }: Loaded| {
+            let capsule = dlpack::capsule(py, bytes, &meta)?;
+            Ok((name, meta.dtype.name(), meta.shape, capsule))
+        };
+        loaded.into_iter().map(spec).collect()
     }
 
     /// Path, length in bytes and metadata of each file.

@@ -9,18 +9,23 @@ from collections.abc import Mapping
 import torch
 
 from . import _native
-from ._lend import Codec, NewTensor, dtype_name, lent, write_all
+from ._lend import Codec, NewTensor, as_tensor, dtype_name, write_all
 from ._streamed_tensor import TORCH_DTYPES
 from .errors import ConfigurationError, ModelError
 
 Path = str | os.PathLike[str]
 
 
-def load_file(path: Path) -> dict[str, torch.Tensor]:
-    """Reads all tensors of a checkpoint into memory of their own. Blocks; shows a bar on a terminal.
+def load_file(path: Path, *, verify: bool = True) -> dict[str, torch.Tensor]:
+    """Reads all tensors of a checkpoint into memory. Blocks; shows a bar on a terminal.
+
+    Bytes come by the best way there is, past the page cache what it does not hold, to memory on huge pages. What is
+    compressed is decoded on all cores. Tensors that lie beside each other and have less than 16 MiB together share an
+    allocation, which is free when the last of them is gone.
 
     Args:
         path: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
+        verify: Compare bytes with their checksums, where the file has them.
 
     Returns:
         The tensors by name, on the CPU, contiguous.
@@ -32,23 +37,18 @@ def load_file(path: Path) -> dict[str, torch.Tensor]:
         ModelError: A tensor has a dtype that torch lacks.
     """
     checkpoint = _native.Checkpoint(path)
-    tensors: dict[str, torch.Tensor] = {}
     for name in checkpoint.names():
         dtype, shape, _ = checkpoint.entry(name)
-        torch_dtype = TORCH_DTYPES.get(dtype)
-        if torch_dtype is None:
+        if dtype not in TORCH_DTYPES:
             raise ModelError(f"tensor `{name}` is {dtype}, which torch does not have")
         try:
-            tensors[name] = torch.empty(shape, dtype=torch_dtype, device="cpu")
+            torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
         except (RuntimeError, TypeError) as error:  # sizes that only an empty tensor can have
             raise ModelError(f"tensor `{name}` has shape {shape}, which torch cannot make: {error}") from error
-    bar = _native.Progress("loading", sum(tensor.nbytes for tensor in tensors.values()))
-    try:
-        for name, tensor in tensors.items():
-            checkpoint.read_tensor(name, lent(tensor), bar)
-    finally:
-        bar.close()
-    return tensors
+    return {
+        name: as_tensor(capsule, TORCH_DTYPES[dtype], shape)
+        for name, dtype, shape, capsule in checkpoint.load(verify)
+    }
 
 
 def save_file(

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
+from torch.utils import dlpack
 
 from . import _native
 from ._streamed_tensor import SAFETENSORS_DTYPES
@@ -24,6 +25,15 @@ def lent(tensor: torch.Tensor) -> object:
     with torch.inference_mode(False):
         plain = tensor.detach().resolve_conj().resolve_neg()
         return plain.reshape(-1).view(torch.uint8).__dlpack__()
+
+
+def as_tensor(capsule: object, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor over the bytes that a capsule holds."""
+    # An inference tensor could not be saved for backward; these can, whatever mode the caller is in.
+    with torch.inference_mode(False):
+        tensor: torch.Tensor = dlpack.from_dlpack(capsule)
+        # Dtypes that DLPack has no code for come as bytes.
+        return tensor if tensor.dtype == dtype else tensor.view(dtype).view(tuple(shape))
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:

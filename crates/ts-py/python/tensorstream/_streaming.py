@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import dlpack
 
 from . import _native
+from ._lend import as_tensor
 from ._streamed_tensor import StreamedTensor
 from .errors import ModelError
 
@@ -83,11 +83,8 @@ class Streamer:
 def as_parameter(capsule: object, weight: Weight) -> nn.Parameter:
     """The parameter whose bytes a capsule of the engine holds."""
     requires_grad = asks_for_grad(weight)
-    # An inference tensor could not be saved for backward; these can, whatever mode the caller is in.
     with torch.inference_mode(False):
-        tensor = dlpack.from_dlpack(capsule)
-        if tensor.dtype != weight.dtype:
-            tensor = tensor.view(weight.dtype).view(weight.stored_shape)
+        tensor = as_tensor(capsule, weight.dtype, weight.stored_shape)
         if weight.strides is not None:
             tensor = tensor.as_strided(weight.shape, weight.strides)
         return nn.Parameter(tensor, requires_grad=requires_grad)

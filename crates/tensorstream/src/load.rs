@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Whole checkpoints in memory, as fast as their storage and the cores give them.
+
+use ts_format::{Tensor, TensorMeta};
+use ts_orchestrator::{EngineConfig, Phase, TensorBytes, Unit, UnitId, UnitTensor};
+
+use crate::convert::Progress;
+use crate::read::Damage;
+use crate::{Checkpoint, Error, Watch};
+
+/// Tensors are read together until there are so many bytes of them.
+const GROUP_BYTES: u64 = 16 << 20;
+/// More than there can be of anything.
+const UNLIMITED: usize = 1 << 60;
+
+/// How [`Checkpoint::load`] reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadOptions {
+    /// Whether bytes are compared with their checksums, where there are some.
+    pub verify: bool,
+    /// Threads that compare and decode; 0 for as many as there are cores.
+    pub jobs: usize,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self { verify: true, jobs: 0 }
+    }
+}
+
+/// A tensor in memory.
+#[derive(Debug, Clone)]
+pub struct Loaded {
+    /// Its name.
+    pub name: String,
+    /// Its element type and shape.
+    pub meta: TensorMeta,
+    /// Its bytes, at the address modulo 64 that a mapping of the file would give them if that suits its elements, else at
+    /// a multiple of 64. Their memory is free when the last tensor is dropped of those that were read with them: 16 MiB,
+    /// but for larger ones, which are on their own.
+    pub bytes: TensorBytes,
+}
+
+impl Checkpoint {
+    /// Reads all tensors, in the order of their names: by the best backend there is, straight to memory on huge pages, and
+    /// what is compressed by way of a few small buffers. Blocks.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when reading fails; [`Error::Corrupt`] when bytes are not those that were written;
+    /// [`Error::Interrupted`]; [`Error::Engine`] when there is no memory or thread for it.
+    pub fn load(&self, options: LoadOptions, watch: &mut Watch<'_>) -> Result<Vec<Loaded>, Error> {
+        let groups = self.groups();
+        let total = self.catalog().tensors().map(|tensor| tensor.range().len).sum();
+        let mut config = EngineConfig::with_budget(UNLIMITED);
+        config.verify = options.verify;
+        config.workers = match options.jobs {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            jobs => jobs,
+        };
+        // Two threads are enough: what they do is bound by memory.
+        config.populate = config.workers.min(2);
+        let units = groups.iter().enumerate().map(|(number, tensors)| Unit {
+            name: number.to_string(),
+            tensors: tensors.iter().map(|tensor| unit_tensor(self, *tensor)).collect(),
+        });
+        let engine = self.engine(units.collect(), config)?;
+        let mut progress = Progress { done: 0, total };
+        let pass = engine.begin_pass(&mut || watch(progress)).map_err(without_unit)?;
+        let mut loaded = Vec::with_capacity(self.catalog().tensors().len());
+        for (number, tensors) in groups.iter().enumerate() {
+            let lease = engine.acquire(Some(pass), UnitId(number as u32), &mut || watch(progress));
+            let lease = lease.map_err(without_unit)?;
+            for (index, tensor) in tensors.iter().enumerate() {
+                progress.done += tensor.range().len;
+                let (name, meta) = (tensor.name().into(), tensor.meta());
+                loaded.push(Loaded { name, meta, bytes: lease.tensor(index) });
+            }
+            // A wait asks, but there may be none.
+            if watch(progress) {
+                return Err(Error::Interrupted);
+            }
+        }
+        loaded.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        Ok(loaded)
+    }
+
+    /// Tensors that lie beside each other.
+    fn groups(&self) -> Vec<Vec<Tensor<'_>>> {
+        let mut tensors: Vec<_> = self.catalog().tensors().collect();
+        tensors.sort_by_key(|tensor| (tensor.range().file, tensor.range().offset));
+        let mut groups: Vec<Vec<Tensor<'_>>> = Vec::new();
+        let mut bytes = u64::MAX;
+        for tensor in tensors {
+            let len = tensor.range().len;
+            if bytes.saturating_add(len) > GROUP_BYTES {
+                groups.push(Vec::new());
+                bytes = 0;
+            }
+            groups.last_mut().expect("the first one opens one").push(tensor);
+            bytes += len;
+        }
+        groups
+    }
+}
+
+/// What went wrong with a tensor, without the group that it was read in.
+fn without_unit(error: ts_orchestrator::Error) -> Error {
+    use ts_orchestrator::Error as Engine;
+    match error {
+        Engine::Corrupt { tensor, path, offset, len, what, .. } => {
+            Damage { path, tensor, offset, len, what }.into()
+        }
+        Engine::Load { source, .. } => Error::Io(source),
+        Engine::Interrupted { .. } => Error::Interrupted,
+        other => other.into(),
+    }
+}
+
+fn unit_tensor(checkpoint: &Checkpoint, tensor: Tensor<'_>) -> UnitTensor {
+    let element = u64::from(tensor.dtype().bits().div_ceil(8));
+    let phase = if tensor.range().offset.is_multiple_of(element) { Phase::Mapped } else { Phase::At(0) };
+    UnitTensor::new(checkpoint.catalog(), tensor.name(), tensor.entry(), phase)
+}
