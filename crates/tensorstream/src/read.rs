@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Bytes of a checkpoint, wherever its files keep them and however: read, compared with their checksums, decoded.
 
+use std::ops::Range;
 use std::path::PathBuf;
 
-use ts_format::{ByteRange, CHUNK_LEN, ChunkPart, Digest, Scratch, Tensor, decode_chunk};
+use ts_format::{ByteRange, CHUNK_LEN, ChunkPart, Digest, FileId, Scratch, Tensor, decode_chunk};
 
 use crate::{Checkpoint, Error};
 
@@ -25,13 +26,71 @@ pub struct Damage {
 
 const WRONG_SUM: &str = "do not have their checksum";
 
+impl Checkpoint {
+    /// Reads a block of a tensor into `buffer`: of each dimension the elements `begin..end`, row-major. Only the chunks and
+    /// bytes that it needs; a whole tensor is compared with its checksums, parts of one only where they are compressed. Blocks.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when there is no such tensor, or not such a block of it; [`Error::Io`], [`Error::Corrupt`].
+    ///
+    /// # Panics
+    /// If `buffer` is not as long as the block.
+    pub fn read_block(&self, name: &str, block: &[Range<u64>], buffer: &mut [u8]) -> Result<(), Error> {
+        let tensor = self.catalog().require(name)?;
+        let (shape, bits) = (tensor.shape(), u64::from(tensor.dtype().bits()));
+        let within =
+            |(dimension, &n): (&Range<u64>, &u64)| dimension.start <= dimension.end && dimension.end <= n;
+        let whole = block.iter().zip(shape).all(|(dimension, &n)| *dimension == (0..n));
+        if block.len() != shape.len() || !block.iter().zip(shape).all(within) || (bits < 8 && !whole) {
+            let reason = format!("{block:?} is no block of {:?} that can be read", tensor);
+            return Err(ts_format::Error::BadAssembly { tensor: name.into(), reason }.into());
+        }
+        let count: u64 = block.iter().map(|dimension| dimension.end - dimension.start).product();
+        assert_eq!(buffer.len() as u64, count * bits / 8, "the buffer is as long as the block");
+        let mut reader = Reader::default();
+        if whole {
+            return reader.read_checked(self, tensor, 0, buffer);
+        }
+        let range = tensor.range();
+        let mut rest = buffer;
+        for (begin, len) in runs(shape, block, bits / 8) {
+            let (now, later) = rest.split_at_mut(len as usize);
+            reader.read(self, ByteRange { offset: range.offset + begin, len, ..range }, now)?;
+            rest = later;
+        }
+        Ok(())
+    }
+}
+
+/// The runs of bytes that a block of a tensor is made of, in their order: where each begins, and its length.
+fn runs(shape: &[u64], block: &[Range<u64>], element: u64) -> Vec<(u64, u64)> {
+    if block.iter().any(Range::is_empty) {
+        return Vec::new();
+    }
+    // Dimensions behind the last one that is cut are in one piece.
+    let cut = block.iter().zip(shape).rposition(|(dimension, &n)| *dimension != (0..n)).unwrap_or(0);
+    let stride = |dimension: usize| shape[dimension + 1..].iter().product::<u64>() * element;
+    let len = (block[cut].end - block[cut].start) * stride(cut);
+    let mut begins = vec![block[cut].start * stride(cut)];
+    for outer in (0..cut).rev() {
+        let inner = std::mem::take(&mut begins);
+        let steps = block[outer].clone();
+        begins = steps
+            .flat_map(|i| inner.iter().map(move |begin| (i, *begin)))
+            .map(|(i, b)| i * stride(outer) + b)
+            .collect();
+    }
+    begins.into_iter().map(|begin| (begin, len)).collect()
+}
+
 /// Reads ranges of a checkpoint, each piece into memory that is used again. One for each thread.
 #[derive(Debug, Default)]
 pub(crate) struct Reader {
     /// A chunk as it lies in the file,
     stored: Vec<u8>,
-    /// and one of which not all is wanted.
+    /// and one of which not all is wanted, decoded, with its place: the next run may want more of it.
     decoded: Vec<u8>,
+    decoded_of: Option<(FileId, u64)>,
     scratch: Scratch,
 }
 
@@ -89,11 +148,17 @@ impl Reader {
             if part.len == part.raw_len {
                 self.chunk(checkpoint, range, &part, now)?;
             } else {
-                let mut decoded = std::mem::take(&mut self.decoded);
-                decoded.resize(part.raw_len as usize, 0);
-                self.chunk(checkpoint, range, &part, &mut decoded)?;
-                now.copy_from_slice(&decoded[part.skip as usize..][..part.len as usize]);
-                self.decoded = decoded;
+                let place = (part.file, part.chunk.offset);
+                if self.decoded_of != Some(place) {
+                    self.decoded_of = None;
+                    let mut decoded = std::mem::take(&mut self.decoded);
+                    decoded.resize(part.raw_len as usize, 0);
+                    let done = self.chunk(checkpoint, range, &part, &mut decoded);
+                    self.decoded = decoded;
+                    done?;
+                    self.decoded_of = Some(place);
+                }
+                now.copy_from_slice(&self.decoded[part.skip as usize..][..part.len as usize]);
             }
             rest = later;
         }
@@ -138,4 +203,37 @@ fn read_exactly(checkpoint: &Checkpoint, range: ByteRange, out: &mut [u8]) -> Re
 fn damage(checkpoint: &Checkpoint, tensor: &str, place: ByteRange, what: String) -> Damage {
     let path = checkpoint.sources()[place.file.0 as usize].path().to_path_buf();
     Damage { path, tensor: tensor.into(), offset: place.offset, len: place.len, what }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_runs_of_a_block_are_its_elements_in_order() {
+        let shape = [3, 4, 5];
+        for block in [
+            [0..3, 0..4, 0..5],
+            [1..2, 0..4, 0..5],
+            [0..3, 1..3, 0..5],
+            [0..3, 0..4, 2..3],
+            [2..3, 3..4, 4..5],
+            [0..2, 1..4, 1..4],
+            [0..3, 2..2, 0..5],
+        ] {
+            let mut expected: Vec<u64> = Vec::new();
+            for i in block[0].clone() {
+                for j in block[1].clone() {
+                    expected.extend(block[2].clone().flat_map(|k| {
+                        let element = (i * 20 + j * 5 + k) * 2;
+                        [element, element + 1]
+                    }));
+                }
+            }
+            let bytes = runs(&shape, &block, 2).into_iter().flat_map(|(begin, len)| begin..begin + len);
+            assert!(bytes.eq(expected), "{block:?}");
+        }
+        let row = 2..5;
+        assert_eq!(runs(&[7], std::slice::from_ref(&row), 4), [(8, 12)]);
+    }
 }

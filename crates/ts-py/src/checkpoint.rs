@@ -65,6 +65,25 @@ impl Checkpoint {
         py.detach(|| self.inner.read(&ranges, target.bytes_mut())).map_err(|e| to_python(py, &e))
     }
 
+    /// Reads of each dimension of a tensor the elements begin..end into a tensor of as many bytes, given as a capsule.
+    fn read_block(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        block: Vec<(u64, u64)>,
+        target: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let mut target = Lent::from_capsule(target)?;
+        let tensor = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
+        let shape: Vec<u64> = block.iter().map(|(begin, end)| end.saturating_sub(*begin)).collect();
+        if tensor.dtype().byte_len(&shape) != Some(target.bytes().len() as u64) {
+            return Err(PyValueError::new_err("the target has not the block's size"));
+        }
+        let block: Vec<_> = block.into_iter().map(|(begin, end)| begin..end).collect();
+        let bytes = target.bytes_mut();
+        py.detach(|| self.inner.read_block(name, &block, bytes)).map_err(|e| to_python(py, &e))
+    }
+
     /// Reads all tensors: name, safetensors dtype name, shape, and a DLPack capsule of each. Shows a bar.
     fn load<'py>(&self, py: Python<'py>, verify: bool) -> PyResult<Vec<LoadedSpec<'py>>> {
         let options = LoadOptions { verify, jobs: 0 };

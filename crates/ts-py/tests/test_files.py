@@ -357,3 +357,43 @@ def test_a_streamed_model_is_saved_a_tensor_at_a_time(llama: Llama, tmp_path: Pa
     assert ts.stats(model)["reserved_high_water_bytes"] <= 300 << 10
     ts.restore(model).save_pretrained(tmp_path / "yes")
     assert_equal(ts.load_file(tmp_path / "yes"), ts.load_file(path))
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "ts", "packed.ts"])
+def test_parts_of_tensors_are_those_of_torch(tmp_path: Path, suffix: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        "cube": torch.randn(5, 6, 7, generator=generator),
+        "long": torch.randn(700_001, generator=generator).bfloat16(),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+    }
+    path = tmp_path / f"w.{suffix}"
+    ts.save_file(tensors, path, {"a": "b"}, codec="auto" if suffix == "packed.ts" else "raw")
+    with ts.safe_open(path) as file:
+        assert (file.keys(), sorted(file.offset_keys())) == (sorted(tensors), sorted(tensors))
+        assert file.metadata() == {"a": "b"}
+        assert_equal({name: file.get_tensor(name) for name in tensors}, tensors)
+        assert (file.get_slice("cube").get_shape(), file.get_slice("cube").get_dtype()) == ([5, 6, 7], "F32")
+        indices: list[Any] = [
+            ..., 0, -1, slice(1, 3), slice(None, None, 2), slice(4, 2), None, [3, 0, 3], (slice(None), 2),
+            (..., slice(2, 5)), (1, ..., slice(None, 3)), (slice(1, 4), slice(2, 3), slice(0, 7, 3)),
+            (None, 0, None, slice(2)), (slice(None), [1, 4]), torch.tensor([0, 4]), (0, 1, 2), (..., None),
+            torch.tensor([True, False, True, False, False]), [],
+        ]  # fmt: skip
+        for index in indices:
+            part = file.get_slice("cube")[index]
+            assert torch.equal(part, tensors["cube"][index]), index
+        for index in (slice(524_280, 524_300), slice(699_000, None), slice(0, 700_001, 100_000), 600_000):
+            assert torch.equal(file.get_slice("long")[index], tensors["long"][index]), index
+        for wrong in (5, (0, 0, 0, 0), -6, [0, 5], slice(None, None, -1)):
+            with pytest.raises(IndexError):
+                file.get_slice("cube")[wrong]
+        with pytest.raises(ts.MissingTensorError):
+            file.get_tensor("nothing")
+    with ts.safe_open(path, framework="np") as file:
+        assert (file.get_tensor("cube") == tensors["cube"].numpy()).all()
+        with pytest.raises(ts.ModelError, match="numpy"):
+            file.get_tensor("long")
+    with pytest.raises(ts.ConfigurationError, match="framework"):
+        ts.safe_open(path, framework="tf")

@@ -50,6 +50,7 @@ __all__ = [
     "Plan",
     "PrefetchStrategy",
     "StorageError",
+    "TensorSlice",
     "TensorStreamError",
     "UnitReferencedError",
     "__version__",
@@ -60,6 +61,7 @@ __all__ = [
     "offload",
     "plan",
     "restore",
+    "safe_open",
     "save_file",
     "stats",
 ]
@@ -67,6 +69,7 @@ __all__ = [
 _HOMES = {
     "_convert": ("convert",),
     "_files": ("load_file", "save_file"),
+    "_safe_open": ("TensorSlice", "safe_open"),
     "_offload": ("offload", "restore", "stats"),
     "_plan": ("Plan", "plan"),
     "_transformers": ("from_pretrained",),

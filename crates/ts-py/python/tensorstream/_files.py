@@ -38,17 +38,24 @@ def load_file(path: Path, *, verify: bool = True) -> dict[str, torch.Tensor]:
     """
     checkpoint = _native.Checkpoint(path)
     for name in checkpoint.names():
-        dtype, shape, _ = checkpoint.entry(name)
-        if dtype not in TORCH_DTYPES:
-            raise ModelError(f"tensor `{name}` is {dtype}, which torch does not have")
-        try:
-            torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
-        except (RuntimeError, TypeError) as error:  # sizes that only an empty tensor can have
-            raise ModelError(f"tensor `{name}` has shape {shape}, which torch cannot make: {error}") from error
+        torch_type(checkpoint, name)
     return {
         name: as_tensor(capsule, TORCH_DTYPES[dtype], shape)
         for name, dtype, shape, capsule in checkpoint.load(verify)
     }
+
+
+def torch_type(checkpoint: _native.Checkpoint, name: str) -> tuple[torch.dtype, list[int]]:
+    """What torch calls a tensor's dtype, and its shape; an error if torch has no such tensors."""
+    dtype, shape, _ = checkpoint.entry(name)
+    torch_dtype = TORCH_DTYPES.get(dtype)
+    if torch_dtype is None:
+        raise ModelError(f"tensor `{name}` is {dtype}, which torch does not have")
+    try:
+        torch.empty(shape, dtype=torch_dtype, device="meta")
+    except (RuntimeError, TypeError) as error:  # sizes that only an empty tensor can have
+        raise ModelError(f"tensor `{name}` has shape {shape}, which torch cannot make: {error}") from error
+    return torch_dtype, shape
 
 
 def save_file(

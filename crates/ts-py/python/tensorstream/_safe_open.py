@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""safe_open: tensors of a checkpoint one at a time, or parts of them."""
+
+from __future__ import annotations
+
+import os
+from types import EllipsisType, TracebackType
+from typing import Any
+
+import torch
+
+from . import _native
+from ._files import torch_type
+from ._lend import lent
+from .errors import ConfigurationError, ModelError
+
+Path = str | os.PathLike[str]
+#: What picks elements of one dimension.
+Index = int | slice | list[int] | torch.Tensor | EllipsisType | None
+
+
+class safe_open:
+    """A checkpoint whose tensors are read when they are asked for: as ``safetensors.safe_open``, and also for ``.ts``
+    files, shard indexes and directories. A context manager.
+
+    Args:
+        filename: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
+        framework: ``"pt"`` (or ``"torch"``) for torch tensors, ``"np"`` (or ``"numpy"``) for numpy arrays.
+        device: Where torch tensors go.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointError: There is no checkpoint, or it is damaged.
+        ConfigurationError: There is no such framework.
+    """
+
+    def __init__(self, filename: Path, framework: str = "pt", device: str | int | torch.device = "cpu") -> None:
+        if framework not in ("pt", "torch", "np", "numpy"):
+            raise ConfigurationError(f"there is no framework {framework!r} here: it is pt or np")
+        self._checkpoint = _native.Checkpoint(filename)
+        self._device: str | int | torch.device | None = device if framework in ("pt", "torch") else None
+
+    def __enter__(self) -> safe_open:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        """The tensors' names, sorted."""
+        return self._checkpoint.names()
+
+    def offset_keys(self) -> list[str]:
+        """The tensors' names, in the order in which they lie in the files."""
+        return sorted(self.keys(), key=lambda name: self._checkpoint.entry(name)[2])
+
+    def metadata(self) -> dict[str, str] | None:
+        """The files' metadata as one dictionary; ``None`` if they have none."""
+        merged: dict[str, str] = {}
+        for _, _, metadata in self._checkpoint.files():
+            merged |= metadata
+        return merged or None
+
+    def get_tensor(self, name: str) -> Any:
+        """Reads a tensor. Blocks.
+
+        Raises:
+            MissingTensorError: There is none of this name.
+            ChecksumError: Its bytes are not those that were written.
+            StorageError: Reading failed.
+            ModelError: It has a dtype that torch lacks.
+        """
+        return self.get_slice(name)[...]
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """A tensor of which parts can be read: ``get_slice(name)[2:4, :, 0]``. Reads nothing yet."""
+        return TensorSlice(self._checkpoint, name, self._device)
+
+
+class TensorSlice:
+    """A tensor in a file. Indexing reads the smallest block that has what is asked for, and indexes that."""
+
+    def __init__(self, checkpoint: _native.Checkpoint, name: str, device: str | int | torch.device | None) -> None:
+        self._checkpoint, self._name, self._device = checkpoint, name, device
+        self._dtype, self._shape = torch_type(checkpoint, name)
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        """The name of its dtype in files, such as ``BF16``."""
+        return self._checkpoint.entry(self._name)[0]
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
+        """Reads elements, as torch indexes. Blocks.
+
+        Raises:
+            IndexError: There are no such elements.
+            ModelError: numpy, where it was asked for, lacks the dtype.
+            ChecksumError, StorageError: As ``get_tensor`` of ``safe_open``.
+        """
+        block, within = _block(self._shape, index if isinstance(index, tuple) else (index,))
+        shape = [end - begin for begin, end in block]
+        tensor = torch.empty(shape, dtype=self._dtype, device="cpu")
+        self._checkpoint.read_block(self._name, block, lent(tensor))
+        tensor = tensor[within]
+        if self._device is not None:
+            return tensor.to(self._device)
+        try:
+            return tensor.numpy()
+        except TypeError as error:
+            raise ModelError(f"tensor `{self._name}` is {self.get_dtype()}, which numpy does not have") from error
+
+
+def _block(shape: list[int], index: tuple[Index, ...]) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
+    """The block of a tensor that has all that is asked for, and where in it that is."""
+    taken = sum(1 for each in index if each is not None and each is not Ellipsis)
+    if taken > len(shape):
+        raise IndexError(f"{taken} indices for {len(shape)} dimensions")
+    ellipses = sum(1 for each in index if each is Ellipsis)
+    if ellipses > 1:
+        raise IndexError("an index has at most one ellipsis")
+    if not ellipses:
+        index = (*index, Ellipsis)
+    block: list[tuple[int, int]] = []
+    within: list[Any] = []
+    for each in index:
+        if each is None:
+            within.append(None)
+        elif each is Ellipsis:
+            for size in shape[len(block) : len(block) + len(shape) - taken]:
+                block.append((0, size))
+                within.append(slice(None))
+        else:
+            bounds, inside = _bounds(shape[len(block)], each, len(block))
+            block.append(bounds)
+            within.append(inside)
+    return block, tuple(within)
+
+
+def _bounds(size: int, index: Any, dimension: int) -> tuple[tuple[int, int], Any]:
+    """Of one dimension the first and last element wanted, and the index from the first on."""
+    if isinstance(index, slice):
+        begin, end, step = index.indices(size)
+        if step < 0:
+            raise IndexError("slices cannot run backwards")
+        end = max(begin, end)
+        return (begin, end), slice(0, end - begin, step)
+    single = not isinstance(index, list | torch.Tensor)
+    wanted = torch.as_tensor(index)
+    if wanted.dtype == torch.bool:
+        wanted = wanted.nonzero().flatten()
+    if wanted.numel() == 0:
+        return (0, 0), wanted.long()
+    wanted = torch.where(wanted < 0, wanted + size, wanted)
+    first, last = int(wanted.min()), int(wanted.max())
+    if first < 0 or last >= size:
+        raise IndexError(f"index {index} is out of bounds for dimension {dimension} with size {size}")
+    return (first, last + 1), 0 if single else wanted - first
