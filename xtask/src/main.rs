@@ -23,6 +23,7 @@ cargo xtask bench peak               peak memory, streamed against in memory
 cargo xtask bench llama              the same in three rounds
 cargo xtask fuzz [SECONDS]           every parser, fuzzed for 60 s or as long as said
 cargo xtask bench io                 every I/O backend against fio, memcpy and curl
+cargo xtask bench codecs             lossless compression beside ZipNN
 cargo xtask bench storage            streamed bandwidth against fio, interleaved
 
 Needs a Rust toolchain and Python 3.11 or later; everything else goes into .venv.";

@@ -4,6 +4,7 @@
 //! Exit status: 0 when all is well, 1 when a file is damaged or something failed, 2 for wrong arguments, 130 when
 //! interrupted.
 
+mod bench_codec;
 mod bench_io;
 
 use std::ffi::OsString;
@@ -94,6 +95,8 @@ enum Bench {
     /// How fast each I/O backend reads a file, cold and warm, and which one is chosen. The file loses its place in the
     /// page cache, and must not be truncated meanwhile.
     Io(bench_io::Arguments),
+    /// How small a checkpoint's tensors become, and how fast each way goes, in memory.
+    Codec(bench_codec::Arguments),
 }
 
 fn budget(text: &str) -> Result<usize, String> {
@@ -146,6 +149,7 @@ impl Command {
                 planned(&path, budget, max_passes, as_json)
             }
             Command::Bench(Bench::Io(arguments)) => bench_io::run(&arguments, as_json, interrupt),
+            Command::Bench(Bench::Codec(arguments)) => bench_codec::run(&arguments, as_json, interrupt),
             Command::Demo { path, budget, passes } => {
                 demo(path.as_deref(), budget, passes, as_json, interrupt)
             }
