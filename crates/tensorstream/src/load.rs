@@ -10,8 +10,8 @@ use crate::{Checkpoint, Error, Watch};
 
 /// Tensors are read together until there are so many bytes of them.
 const GROUP_BYTES: u64 = 16 << 20;
-/// More than there can be of anything.
-const UNLIMITED: usize = 1 << 60;
+/// More memory than there can be, and few enough bytes to be added up.
+const UNLIMITED: usize = isize::MAX as usize / 16;
 
 /// How [`Checkpoint::load`] reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
