@@ -73,7 +73,8 @@ impl Checkpoint {
     /// through the page cache.
     ///
     /// # Errors
-    /// [`Error::Io`] when a read fails, or the file is not the one that was opened any more; [`Error::Corrupt`].
+    /// [`Error::Io`] when a read fails, or the file is not the one that was opened any more; [`Error::Corrupt`];
+    /// [`Error::Format`] when a range of compressed bytes is not within one tensor.
     ///
     /// # Panics
     /// If `buffer` is not as long as the ranges, or a range names a file that is not in the catalog.
@@ -119,7 +120,7 @@ impl Checkpoint {
     /// or measures them. `interrupt` is asked at least every 20 ms.
     ///
     /// # Errors
-    /// [`Error::Interrupted`]; what reading the file brings. Blocks for up to two seconds.
+    /// [`Error::Interrupted`]. Blocks for up to two seconds.
     pub fn tuned(
         &self,
         mut config: EngineConfig,

@@ -162,7 +162,11 @@ impl Reader {
             }
             rest = later;
         }
-        Ok(())
+        if rest.is_empty() {
+            return Ok(());
+        }
+        let reason = format!("{} bytes at {} are in no tensor that is compressed", range.len, range.offset);
+        Err(ts_format::Error::BadAssembly { tensor: String::new(), reason }.into())
     }
 
     /// Reads and decodes one whole chunk of the tensor that has `range`.

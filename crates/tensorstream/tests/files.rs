@@ -314,6 +314,9 @@ fn parts_of_compressed_tensors_are_read_and_their_damage_is_found() {
         packed.read(&[part(range(&packed))], &mut there).unwrap();
         assert!(there == expected, "{len} bytes from {begin}");
     }
+    let beyond = ByteRange { len: range(&packed).len + 1, ..range(&packed) };
+    let error = packed.read(&[beyond], &mut vec![0; beyond.len as usize]).unwrap_err();
+    assert!(error.to_string().contains("in no tensor"), "{error}");
     let chunk = packed.catalog().tensor("weight").unwrap().chunks().unwrap()[1];
     assert_eq!(chunk.codec, Codec::Split);
     let mut bytes = std::fs::read(&file).unwrap();

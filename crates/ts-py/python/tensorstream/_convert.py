@@ -23,7 +23,7 @@ def convert(
     terminal.
 
     A safetensors file that its library wrote comes back byte for byte from a ``.ts`` made of it, however that is
-    compressed. Needs no more memory than 64 MiB.
+    compressed. Needs some 60 MiB of memory, and a few more for each thread that compresses.
 
     Args:
         source: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
