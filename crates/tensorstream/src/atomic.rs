@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files that appear whole or not at all.
+//! Files that appear whole or not at all, or are appended to.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -7,7 +7,9 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ts_format::ContainerEnds;
 use ts_io::Writer;
+use ts_io::fault::{WriteCall, WriteFaults};
 
 use crate::Error;
 
@@ -22,7 +24,9 @@ pub(crate) struct Claim {
     file: File,
     partial: PathBuf,
     target: PathBuf,
-    committed: bool,
+    /// What is at `partial` shall stay: the file is committed, or another process may go on with it.
+    keep: bool,
+    faults: WriteFaults,
     /// A forked child has a copy of this and not the file.
     process: u32,
 }
@@ -30,7 +34,11 @@ pub(crate) struct Claim {
 impl Claim {
     /// Blocks until no other process writes the file; `interrupt` is asked every 20 ms and ends the wait by returning
     /// true.
-    pub(crate) fn new(target: &Path, interrupt: &mut dyn FnMut() -> bool) -> Result<Self, Error> {
+    pub(crate) fn new(
+        target: &Path,
+        faults: &WriteFaults,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Self, Error> {
         let partial = partial_of(target).ok_or_else(|| {
             let source = std::io::Error::new(ErrorKind::InvalidInput, "it has no file name");
             Error::Write { path: target.into(), source }
@@ -50,7 +58,8 @@ impl Claim {
                 // The writer before may have renamed or removed what was opened: then it is not ours to write.
                 Ok(()) if is_at(&file, &partial) => {
                     let (target, process) = (target.to_path_buf(), std::process::id());
-                    return Ok(Self { file, partial, target, committed: false, process });
+                    let faults = faults.clone();
+                    return Ok(Self { file, partial, target, keep: false, faults, process });
                 }
                 Ok(()) | Err(TryLockError::WouldBlock) => {}
                 Err(TryLockError::Error(source)) => return Err(failed(source)),
@@ -62,11 +71,46 @@ impl Claim {
         }
     }
 
+    /// The unfinished file.
+    pub(crate) fn partial(&self) -> &Path {
+        &self.partial
+    }
+
     /// Begins the file, empty, and sets `expected` bytes aside for it.
     pub(crate) fn begin(self, expected: u64) -> Result<AtomicFile, Error> {
+        let emptied =
+            self.faults.check(&self.target, WriteCall::SetLen(0)).and_then(|()| self.file.set_len(0));
+        emptied.map_err(|e| self.failed(e))?;
+        self.resume(0, expected)
+    }
+
+    /// Goes on with the unfinished file at byte `at`.
+    pub(crate) fn resume(self, at: u64, expected: u64) -> Result<AtomicFile, Error> {
         let file = self.file.try_clone().map_err(|e| self.failed(e))?;
-        let writer = Writer::new(file, &self.target, expected)?;
-        Ok(AtomicFile { writer: Some(writer), claim: self })
+        let writer = Writer::new(file, &self.target, at, expected, self.faults.clone())?;
+        Ok(AtomicFile { writer: Some(writer), in_place: None, claim: self })
+    }
+
+    /// Goes on with the finished file, of which the first `used` bytes count, at byte `at`.
+    pub(crate) fn append(self, used: u64, at: u64, expected: u64) -> Result<AtomicFile, Error> {
+        let open = || {
+            let file = OpenOptions::new().read(true).write(true).open(&self.target)?;
+            // An append before this one may have been cut short.
+            if file.metadata()?.len() > used {
+                self.faults.check(&self.target, WriteCall::SetLen(used))?;
+                file.set_len(used)?;
+            }
+            Ok((file.try_clone()?, InPlace { file, used, switching: false }))
+        };
+        let (file, in_place) = open().map_err(|e| self.failed(e))?;
+        match Writer::new(file, &self.target, at, expected, self.faults.clone()) {
+            Ok(writer) => Ok(AtomicFile { writer: Some(writer), in_place: Some(in_place), claim: self }),
+            Err(error) => {
+                // What was set aside behind its end.
+                let _ = in_place.file.set_len(used);
+                Err(error.into())
+            }
+        }
     }
 
     fn failed(&self, source: std::io::Error) -> Error {
@@ -82,15 +126,17 @@ impl Claim {
                 "another process has put a file in place of the unfinished one",
             ));
         }
+        self.faults.check(&self.target, WriteCall::Rename(&self.target))?;
         fs::rename(&self.partial, &self.target)?;
-        self.committed = true;
+        self.keep = true;
+        self.faults.check(&self.target, WriteCall::SyncDirectory)?;
         directory.sync()
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        if self.process == std::process::id() && !self.committed && is_at(&self.file, &self.partial) {
+        if self.process == std::process::id() && !self.keep && is_at(&self.file, &self.partial) {
             // Nothing is lost if this fails: the next writer takes the file over.
             let _ = fs::remove_file(&self.partial);
         }
@@ -98,12 +144,23 @@ impl Drop for Claim {
 }
 
 /// A file that is being written beside the place it is for. [`commit`](Self::commit) makes it durable and gives it its
-/// name; dropping it instead removes it.
+/// name; dropping it instead removes it. Or one that is appended to, which is cut off again instead.
 #[derive(Debug)]
 pub(crate) struct AtomicFile {
     /// `None` only while it is being dropped. Before the claim, which is held until nothing is being written any more.
     writer: Option<Writer>,
+    in_place: Option<InPlace>,
     claim: Claim,
+}
+
+/// A file that has its name already.
+#[derive(Debug)]
+struct InPlace {
+    file: File,
+    /// Bytes of it that count until it is committed.
+    used: u64,
+    /// From here on what was appended may count.
+    switching: bool,
 }
 
 impl AtomicFile {
@@ -115,6 +172,28 @@ impl AtomicFile {
     /// Goes to `offset`; what is skipped reads as zeros.
     pub(crate) fn seek(&mut self, offset: u64) -> Result<(), Error> {
         Ok(self.writer().seek(offset)?)
+    }
+
+    /// Ends the file at `len`.
+    pub(crate) fn truncate(&mut self, len: u64) -> Result<(), Error> {
+        Ok(self.writer().truncate(len)?)
+    }
+
+    /// Writes the ends of a container, and waits in between.
+    pub(crate) fn write_ends(&mut self, ends: &ContainerEnds) -> Result<(), Error> {
+        self.seek(ends.index_offset)?;
+        self.write(&ends.index)?;
+        self.flush()?;
+        if let Some(in_place) = &mut self.in_place {
+            in_place.switching = true;
+        }
+        self.seek(ends.superblocks_offset)?;
+        self.write(&ends.superblocks)
+    }
+
+    /// Lets the unfinished file stay, whatever happens, for another process to go on with.
+    pub(crate) fn keep(&mut self) {
+        self.claim.keep = true;
     }
 
     /// Waits until everything written is on the disk.
@@ -131,6 +210,9 @@ impl AtomicFile {
     /// after a loss of power.
     pub(crate) fn commit(mut self) -> Result<(), Error> {
         self.flush()?;
+        if self.in_place.is_some() {
+            return Ok(());
+        }
         self.claim.rename().map_err(|e| self.claim.failed(e))
     }
 }
@@ -140,6 +222,12 @@ impl Drop for AtomicFile {
         if self.claim.process != std::process::id() {
             // Its thread is the parent's, and cannot be waited for here.
             std::mem::forget(self.writer.take());
+            return;
+        }
+        drop(self.writer.take());
+        if let Some(InPlace { file, used, switching: false }) = &self.in_place {
+            // What is behind counts for nothing, and is gone with the next append if it is not now.
+            let _ = file.set_len(*used);
         }
     }
 }

@@ -141,7 +141,7 @@ impl Command {
             Command::Convert { from, to, codec, level, jobs } => {
                 let compression = Compression::named(&codec, level)
                     .map_err(|reason| Error::Compression { path: to.clone(), reason })?;
-                let options = WriteOptions { compression, jobs };
+                let options = WriteOptions { compression, jobs, ..WriteOptions::default() };
                 converted(&from, &to, options, as_json, interrupt)
             }
             Command::Plan { path, budget, max_passes } => {

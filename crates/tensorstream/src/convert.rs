@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whole checkpoints, read from one end to the other: converted, verified.
+//! Whole checkpoints, read from one end to the other: converted, compacted, verified.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use ts_format::CHUNK_LEN;
+use ts_format::{ByteRange, CHUNK_LEN, ContainerWriter, Digest, Move};
+use ts_io::fault::WriteFaults;
 
-use crate::atomic::partial_of;
-use crate::read::{Damage, Reader};
+use crate::atomic::{Claim, partial_of};
+use crate::read::{Damage, Reader, WRONG_SUM, damage, read_exactly};
 use crate::{Checkpoint, Error, FileWriter, NewTensor, WriteOptions};
 
 /// What is read and written at a time, in bytes: a multiple of the chunks that have checksums.
@@ -43,6 +44,10 @@ pub struct Converted {
 /// A safetensors file that its library wrote comes back byte for byte from a `.ts` made of it. Where shards
 /// disagree on a key of their metadata, each value is kept as `key@file`.
 ///
+/// After every [`WriteOptions::checkpoint_bytes`] of tensors, what has been written to a `.ts` file is made durable. If the
+/// conversion ends before its time, however it does, `NAME.partial` keeps that, and the next conversion of the same files in
+/// the same way goes on behind it. The file is in the end the same, byte for byte.
+///
 /// # Errors
 /// As [`Checkpoint::open`] and [`FileWriter`]; [`Error::Corrupt`]; [`Error::Interrupted`]. `to` is then as it was,
 /// but for what [`FileWriter::commit`] says.
@@ -60,17 +65,26 @@ pub fn convert(
         let source = std::io::Error::other("it would be written by way of the very file that is read");
         return Err(Error::Write { path: to.into(), source });
     }
-    let mut tensors: Vec<_> = checkpoint.catalog().tensors().collect();
     // In the order of the files, so that reading is sequential.
-    tensors.sort_by_key(|tensor| (tensor.range().file, tensor.range().offset));
+    let tensors = checkpoint.catalog().tensors_by_place();
     let new = tensors.iter().map(|t| NewTensor { name: t.name().into(), meta: t.meta(), phase: None });
     let total: u64 = tensors.iter().map(|tensor| tensor.range().len).sum();
     let metadata = merged_metadata(&checkpoint);
     let mut progress = Progress { done: 0, total };
-    let mut writer = FileWriter::create(to, new.collect(), metadata, options, &mut || watch(progress))?;
+    let (origin, checkpoint_bytes) = (origin(&checkpoint), options.checkpoint_bytes);
+    let interrupt = &mut || watch(progress);
+    let mut writer = FileWriter::resume(to, new.collect(), metadata, &origin, options, interrupt)?;
     let (mut buffer, mut reader) = (vec![0; PIECE_BYTES.min(total) as usize], Reader::default());
-    for index in writer.order().to_vec() {
+    let order = writer.order().to_vec();
+    let (done, left) = order.split_at(writer.complete());
+    progress.done = done.iter().map(|&index| tensors[index].range().len).sum();
+    let mut safe = progress.done;
+    for &index in left {
         let (tensor, len) = (tensors[index], tensors[index].range().len);
+        if progress.done - safe >= checkpoint_bytes {
+            writer.checkpoint(&origin)?;
+            safe = progress.done;
+        }
         for begin in (0..len).step_by(PIECE_BYTES as usize) {
             let bytes = &mut buffer[..PIECE_BYTES.min(len - begin) as usize];
             reader.read_checked(&checkpoint, tensor, begin, bytes)?;
@@ -84,6 +98,60 @@ pub fn convert(
     writer.commit()?;
     let file_bytes = std::fs::metadata(to).map_or(0, |metadata| metadata.len());
     Ok(Converted { tensors: tensors.len(), bytes: total, file_bytes })
+}
+
+/// What the bytes of a checkpoint are, as far as can be told without reading them.
+fn origin(checkpoint: &Checkpoint) -> String {
+    let files: Vec<_> = checkpoint.sources().iter().map(|s| (s.path(), s.fingerprint())).collect();
+    format!("{files:?}")
+}
+
+/// What [`compact`] did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Compacted {
+    /// Length of the file before,
+    pub bytes_before: u64,
+    /// and after it.
+    pub bytes: u64,
+}
+
+/// Writes a `.ts` file anew, without what appends have left unused. Everything is compared with its checksums on the
+/// way, and stays compressed as it is. Needs as much room beside it as the new file takes; what is there stays until the
+/// new one is.
+///
+/// # Errors
+/// As [`Checkpoint::open`] and [`FileWriter::append`]; [`Error::Corrupt`]; [`Error::Interrupted`]. The file is then as it was.
+pub fn compact(path: &Path, faults: &WriteFaults, watch: &mut Watch<'_>) -> Result<Compacted, Error> {
+    let path = path.canonicalize().map_err(|source| Error::Write { path: path.into(), source })?;
+    let mut progress = Progress { done: 0, total: 0 };
+    let claim = Claim::new(&path, faults, &mut || watch(progress))?;
+    let checkpoint = Checkpoint::open(&path)?;
+    let (catalog, source) = (checkpoint.catalog(), &checkpoint.sources()[0]);
+    let mut writer = ContainerWriter::compact(catalog)?;
+    progress.total = catalog.tensors().map(|tensor| tensor.stored_bytes()).sum();
+    let mut file = claim.begin(progress.total)?;
+    let mut buffer = Vec::new();
+    for tensor in catalog.tensors_by_place() {
+        for Move { from, len, to, sum } in writer.copy(tensor)? {
+            let place = ByteRange { offset: from, len, ..tensor.range() };
+            buffer.resize(len as usize, 0);
+            read_exactly(&checkpoint, place, &mut buffer)?;
+            if Digest::of(&buffer).chunks() != [sum] {
+                return Err(damage(&checkpoint, tensor.name(), place, WRONG_SUM.into()).into());
+            }
+            file.seek(to)?;
+            file.write(&buffer)?;
+            progress.done += len;
+            if watch(progress) {
+                return Err(Error::Interrupted);
+            }
+        }
+    }
+    let ends = writer.finish()?;
+    let bytes = ends.index_offset + ends.index.len() as u64;
+    file.write_ends(&ends)?;
+    file.commit()?;
+    Ok(Compacted { bytes_before: source.len(), bytes })
 }
 
 /// What [`verify`] found.

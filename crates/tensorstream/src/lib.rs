@@ -42,7 +42,7 @@ mod write;
 #[cfg(feature = "cli")]
 pub use bar::Bar;
 pub use checkpoint::Checkpoint;
-pub use convert::{Converted, Progress, Verified, Watch, convert, verify};
+pub use convert::{Compacted, Converted, Progress, Verified, Watch, compact, convert, verify};
 pub use error::Error;
 pub use explain::Explanation;
 pub use load::{LoadOptions, Loaded};

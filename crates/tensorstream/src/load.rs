@@ -86,11 +86,9 @@ impl Checkpoint {
 
     /// Tensors that lie beside each other.
     fn groups(&self) -> Vec<Vec<Tensor<'_>>> {
-        let mut tensors: Vec<_> = self.catalog().tensors().collect();
-        tensors.sort_by_key(|tensor| (tensor.range().file, tensor.range().offset));
         let mut groups: Vec<Vec<Tensor<'_>>> = Vec::new();
         let mut bytes = u64::MAX;
-        for tensor in tensors {
+        for tensor in self.catalog().tensors_by_place() {
             let len = tensor.range().len;
             if bytes.saturating_add(len) > GROUP_BYTES {
                 groups.push(Vec::new());

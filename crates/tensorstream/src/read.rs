@@ -24,7 +24,7 @@ pub struct Damage {
     pub what: String,
 }
 
-const WRONG_SUM: &str = "do not have their checksum";
+pub(crate) const WRONG_SUM: &str = "do not have their checksum";
 
 impl Checkpoint {
     /// Reads a block of a tensor into `buffer`: of each dimension the elements `begin..end`, row-major. Only the chunks and
@@ -194,7 +194,7 @@ impl Reader {
 }
 
 /// Reads bytes that lie in a file as they are.
-fn read_exactly(checkpoint: &Checkpoint, range: ByteRange, out: &mut [u8]) -> Result<(), Error> {
+pub(crate) fn read_exactly(checkpoint: &Checkpoint, range: ByteRange, out: &mut [u8]) -> Result<(), Error> {
     let source = &checkpoint.sources()[range.file.0 as usize];
     let actual = source.read_at(range.offset, out)?;
     if actual < out.len() {
@@ -204,7 +204,7 @@ fn read_exactly(checkpoint: &Checkpoint, range: ByteRange, out: &mut [u8]) -> Re
     Ok(source.verify(range.offset)?)
 }
 
-fn damage(checkpoint: &Checkpoint, tensor: &str, place: ByteRange, what: String) -> Damage {
+pub(crate) fn damage(checkpoint: &Checkpoint, tensor: &str, place: ByteRange, what: String) -> Damage {
     let path = checkpoint.sources()[place.file.0 as usize].path().to_path_buf();
     Damage { path, tensor: tensor.into(), offset: place.offset, len: place.len, what }
 }

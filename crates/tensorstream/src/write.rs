@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-use std::collections::BTreeMap;
-use std::path::Path;
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
 
-use ts_format::{CHUNK_LEN, Codec, Compression, ContainerWriter, SafetensorsLayout, TensorMeta};
+use ts_format::{
+    CHUNK_LEN, Codec, Compression, ContainerWriter, Digest, Error as FormatError, SafetensorsLayout,
+    TensorMeta,
+};
+use ts_io::fault::WriteFaults;
 
 use crate::atomic::{AtomicFile, Claim};
 use crate::encode::{BATCH, Encoders, Ready};
@@ -19,13 +23,25 @@ pub struct NewTensor {
     pub phase: Option<u8>,
 }
 
-/// How tensors are written to a `.ts` file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// How tensors are written to a file.
+#[derive(Debug, Clone)]
 pub struct WriteOptions {
-    /// What is done with their bytes.
+    /// What is done with their bytes; only `.ts` files can be compressed.
     pub compression: Compression,
     /// Threads that compress; 0 for as many as there are cores.
     pub jobs: usize,
+    /// After so many bytes of tensors [`convert`](crate::convert) makes sure that it can go on behind them; 1 GiB by
+    /// default. See there.
+    pub checkpoint_bytes: u64,
+    /// What goes wrong on purpose, in tests.
+    pub faults: WriteFaults,
+}
+
+impl Default for WriteOptions {
+    fn default() -> Self {
+        let (compression, faults) = (Compression::None, WriteFaults::default());
+        Self { compression, jobs: 0, checkpoint_bytes: 1 << 30, faults }
+    }
 }
 
 /// A container format, as a file's suffix names it.
@@ -66,23 +82,30 @@ fn holds(
         && fingerprint.is_none_or(|wanted| there.fingerprint() == Some(wanted))
 }
 
-/// Writes a `.ts` or `.safetensors` file that appears whole or not at all.
+/// The key under which an unfinished file says what it is being made of.
+const JOURNAL: &str = "tensorstream.unfinished";
+
+/// Writes a `.ts` or `.safetensors` file that appears whole or not at all, or appends to a `.ts` file.
 ///
-/// All tensors are declared first; then [`write`](Self::write) takes their bytes in the order that
-/// [`order`](Self::order) says, and [`commit`](Self::commit) gives the file its name. If it is dropped before that,
-/// or the process dies, what had the name before still has it.
+/// All tensors are declared first, or, of a `.ts` file, also later by [`push`](Self::push); [`write`](Self::write) takes
+/// their bytes in the order that [`order`](Self::order) says, and [`commit`](Self::commit) gives the file its name, or
+/// what was appended its validity. If it is dropped before that, or the process dies, what was there before still is.
 #[derive(Debug)]
 pub struct FileWriter {
+    path: PathBuf,
     file: AtomicFile,
+    options: WriteOptions,
     tensors: Vec<NewTensor>,
     order: Vec<usize>,
-    /// The place in `order` of the tensor that is being written, and how many of its bytes are missing.
-    at: usize,
-    missing: u64,
     container: Option<ContainerWriter>,
-    compression: Compression,
     encoders: Vec<Encoders>,
-    /// What becomes of the tensor that is being written.
+    /// The place in `order` of the tensor that is being written, or would be next.
+    at: usize,
+    /// How many of its bytes are missing, if it was begun.
+    missing: Option<u64>,
+    /// It has as many bytes as come.
+    growing: bool,
+    /// What becomes of it.
     way: Way,
     /// Bytes of it that wait to be compressed.
     batch: Vec<u8>,
@@ -113,8 +136,9 @@ impl FileWriter {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Self, Error> {
         // A name that cannot be written has nothing made for it.
-        let encoders = encoders(path, &tensors, options)?;
-        Self::begin_file(Claim::new(path, interrupt)?, path, tensors, metadata, options, encoders)
+        let encoders = encoders(path, &tensors, &options)?;
+        let claim = Claim::new(path, &options.faults, interrupt)?;
+        Self::begin_file(claim, path, tensors, metadata, options, encoders)
     }
 
     fn begin_file(
@@ -125,27 +149,35 @@ impl FileWriter {
         options: WriteOptions,
         encoders: Vec<Encoders>,
     ) -> Result<Self, Error> {
-        let named: Vec<_> = tensors.iter().map(|t| (t.name.as_str(), &t.meta)).collect();
         let (order, header, container) = match Format::of(path)? {
             Format::Container => ((0..tensors.len()).collect(), None, Some(ContainerWriter::new(metadata))),
             Format::Safetensors => {
+                let named: Vec<_> = tensors.iter().map(|t| (t.name.as_str(), &t.meta)).collect();
                 let layout = SafetensorsLayout::new(&named, &metadata)?;
                 (layout.order, Some(layout.header), None)
             }
         };
-        // What will be compressed takes nobody knows how much.
-        let as_it_is = tensors.iter().filter(|t| options.compression.codec(t.meta.dtype).is_none());
-        let expected: u64 = as_it_is.filter_map(|t| t.meta.byte_len()).fold(0, u64::saturating_add);
-        let mut file = claim.begin(expected)?;
+        let mut file = claim.begin(expected(&tensors, &options))?;
         if let Some(header) = header {
             file.write(&header)?;
         }
-        let compression = options.compression;
-        let (at, missing, way, batch) = (0, 0, Way::AsItIs, Vec::new());
-        let mut this =
-            Self { file, tensors, order, at, missing, container, compression, encoders, way, batch };
-        this.begin()?;
+        let mut this = Self::over(path, file, options, tensors, container, encoders);
+        this.order = order;
+        this.advance()?;
         Ok(this)
+    }
+
+    fn over(
+        path: &Path,
+        file: AtomicFile,
+        options: WriteOptions,
+        tensors: Vec<NewTensor>,
+        container: Option<ContainerWriter>,
+        encoders: Vec<Encoders>,
+    ) -> Self {
+        let (path, order) = (path.to_path_buf(), (0..tensors.len()).collect());
+        let (at, missing, growing, way, batch) = (0, None, false, Way::AsItIs, Vec::new());
+        Self { path, file, options, tensors, order, container, encoders, at, missing, growing, way, batch }
     }
 
     /// As [`create`](Self::create), but `None` when `path` is there and holds just these tensors and this metadata:
@@ -169,13 +201,135 @@ impl FileWriter {
         if written(&tensors) {
             return Ok(None);
         }
-        let encoders = encoders(path, &tensors, options)?;
-        let claim = Claim::new(path, interrupt)?;
+        let encoders = encoders(path, &tensors, &options)?;
+        let claim = Claim::new(path, &options.faults, interrupt)?;
         // It may have been written while this waited for its turn.
         if written(&tensors) {
             return Ok(None);
         }
         Self::begin_file(claim, path, tensors, metadata.clone(), options, encoders).map(Some)
+    }
+
+    /// Goes on with a `.ts` file that is there: adds tensors, which take the place of those of the same name, takes away
+    /// those in `remove`, and sets `metadata`, key by key. All of it counts from [`commit`](Self::commit) on, and none of it
+    /// before. What is not used any more takes room until [`compact`](crate::compact). Waits as [`create`](Self::create)
+    /// does. Who has the file open sees in its next read that it has changed.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create) and [`Checkpoint::open`]; [`Error::Format`] when a tensor to be taken away is not there, or
+    /// the file is no `.ts` file or one of a later minor version.
+    pub fn append(
+        path: &Path,
+        tensors: Vec<NewTensor>,
+        remove: &[String],
+        metadata: BTreeMap<String, String>,
+        options: WriteOptions,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Self, Error> {
+        let encoders = encoders(path, &tensors, &options)?;
+        // By its own name, as everybody's claim must be the same.
+        let path = path.canonicalize().map_err(|source| Error::Write { path: path.into(), source })?;
+        let claim = Claim::new(&path, &options.faults, interrupt)?;
+        let there = Checkpoint::open(&path)?;
+        let catalog = there.catalog();
+        remove.iter().try_for_each(|name| catalog.require(name).map(|_| ()))?;
+        let mut gone: HashSet<&str> = remove.iter().map(String::as_str).collect();
+        gone.extend(tensors.iter().map(|tensor| tensor.name.as_str()));
+        let mut container = ContainerWriter::append(catalog, |name| !gone.contains(name))?;
+        container.metadata_mut().extend(metadata);
+        let used = catalog.files()[0].used_len();
+        let file = claim.append(used, container.end(), expected(&tensors, &options))?;
+        let mut this = Self::over(&path, file, options, tensors, Some(container), encoders);
+        this.advance()?;
+        Ok(this)
+    }
+
+    /// As [`create`](Self::create), but goes on with what a writer before it left at its last
+    /// [`checkpoint`](Self::checkpoint), if that was for the same tensors, metadata, options and `origin`, which says where
+    /// the bytes come from.
+    pub(crate) fn resume(
+        path: &Path,
+        tensors: Vec<NewTensor>,
+        metadata: BTreeMap<String, String>,
+        origin: &str,
+        options: WriteOptions,
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<Self, Error> {
+        let encoders = encoders(path, &tensors, &options)?;
+        let claim = Claim::new(path, &options.faults, interrupt)?;
+        if Format::of(path)? == Format::Container {
+            let there = Checkpoint::open(claim.partial());
+            let left =
+                there.ok().and_then(|there| left(&there, &tensors, origin, &options).map(|n| (there, n)));
+            if let Some((there, done)) = left {
+                let container = ContainerWriter::resume(there.catalog(), metadata)?;
+                let file = claim.resume(container.end(), expected(&tensors[done..], &options))?;
+                let mut this = Self::over(path, file, options, tensors, Some(container), encoders);
+                this.file.keep();
+                this.at = done;
+                return Ok(this);
+            }
+        }
+        Self::begin_file(claim, path, tensors, metadata, options, encoders)
+    }
+
+    /// Makes what is complete so far durable, so that [`resume`](Self::resume) goes on behind it. Does nothing for
+    /// safetensors files.
+    pub(crate) fn checkpoint(&mut self, origin: &str) -> Result<(), Error> {
+        let Some(container) = &mut self.container else { return Ok(()) };
+        let journal = journal(&self.tensors, origin, &self.options);
+        let named = self.tensors.iter().map(|tensor| (tensor.name.as_str(), &tensor.meta));
+        let ends = container.checkpoint(ContainerWriter::room(named), &journal)?;
+        let end = container.end();
+        self.file.write_ends(&ends)?;
+        self.file.flush()?;
+        self.file.keep();
+        self.file.seek(end)
+    }
+
+    /// How many tensors are complete.
+    pub(crate) fn complete(&self) -> usize {
+        self.at
+    }
+
+    /// Declares one more tensor of a `.ts` file, whose bytes come behind those of all others.
+    ///
+    /// # Errors
+    /// [`Error::Format`] when the format is another or the tensor cannot be written, [`Error::Compression`].
+    pub fn push(&mut self, tensor: NewTensor) -> Result<(), Error> {
+        self.end_growing()?;
+        self.declare(tensor)
+    }
+
+    fn declare(&mut self, tensor: NewTensor) -> Result<(), Error> {
+        if self.container.is_none() {
+            let reason =
+                "the header of a safetensors file, which lists it, is written already: name it .ts".into();
+            return Err(FormatError::Unwritable { tensor: tensor.name, reason }.into());
+        }
+        for more in encoders(&self.path, std::slice::from_ref(&tensor), &self.options)? {
+            if self.encoders.iter().all(|encoders| encoders.codec() != more.codec()) {
+                self.encoders.push(more);
+            }
+        }
+        self.order.push(self.tensors.len());
+        self.tensors.push(tensor);
+        self.advance()
+    }
+
+    /// As [`push`](Self::push), for a tensor that has as many bytes as are written until the next one is pushed or the file
+    /// is committed: its first dimension, whatever it says, becomes what they are enough for.
+    ///
+    /// # Errors
+    /// As [`push`](Self::push); [`Error::Format`] also when bytes of a tensor before this one are missing. When it ends, its
+    /// bytes must be a whole number of steps along the first dimension.
+    pub fn push_growing(&mut self, mut tensor: NewTensor) -> Result<(), Error> {
+        self.end_growing()?;
+        self.advance()?;
+        self.require_complete()?;
+        tensor.meta.shape.first_mut().into_iter().for_each(|first| *first = 1);
+        self.growing = true;
+        self.declare(tensor)
     }
 
     /// Indices of the declared tensors, in the order in which their bytes are expected.
@@ -189,71 +343,91 @@ impl FileWriter {
     /// [`Error::Write`], and [`Error::Format`] when the tensors have no more bytes.
     pub fn write(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         while !bytes.is_empty() {
-            if self.at == self.order.len() {
+            self.advance()?;
+            let Some(missing) = self.missing else {
                 let (tensor, reason) = (String::new(), "all tensors are complete".into());
-                return Err(ts_format::Error::Unwritable { tensor, reason }.into());
-            }
+                return Err(FormatError::Unwritable { tensor, reason }.into());
+            };
             let room = match self.way {
                 Way::AsItIs => usize::MAX,
                 Way::Compressed(_) | Way::Undecided(_) => BATCH * CHUNK_LEN as usize - self.batch.len(),
             };
-            let now = usize::try_from(self.missing).unwrap_or(usize::MAX).min(bytes.len()).min(room);
+            let now = usize::try_from(missing).unwrap_or(usize::MAX).min(bytes.len()).min(room);
             let (piece, later) = bytes.split_at(now);
             match self.way {
                 Way::AsItIs => self.write_as_it_is(piece)?,
                 Way::Compressed(_) | Way::Undecided(_) => self.batch.extend_from_slice(piece),
             }
-            self.missing -= now as u64;
+            let missing = if self.growing { missing } else { missing - now as u64 };
+            self.missing = Some(missing);
             bytes = later;
-            if self.way != Way::AsItIs && (self.missing == 0 || now == room) {
+            if self.way != Way::AsItIs && (missing == 0 || now == room) {
                 self.write_batch()?;
             }
-            if self.missing == 0 {
-                self.at += 1;
-                self.begin()?;
+            if missing == 0 {
+                self.end_tensor();
             }
         }
         Ok(())
     }
 
-    /// Makes the file durable and gives it its name, replacing what had it.
+    /// Makes the file durable and gives it its name, replacing what had it; or makes durable what was appended.
     ///
     /// # Errors
-    /// [`Error::Format`] when bytes are missing, [`Error::Write`]. What had the name before still has it then, unless it
-    /// is only the directory that cannot be brought to the disk.
+    /// [`Error::Format`] when bytes are missing, [`Error::Write`]. What was there before still is then, with two exceptions:
+    /// when it is only the directory, or the superblock of an append, that cannot be brought to the disk, what is new is
+    /// there, and may be gone after a loss of power.
     pub fn commit(mut self) -> Result<(), Error> {
-        if self.at < self.order.len() {
-            let tensor = self.tensors[self.order[self.at]].name.clone();
-            let reason = format!("{} of its bytes are missing", self.missing);
-            return Err(ts_format::Error::Unwritable { tensor, reason }.into());
-        }
+        self.end_growing()?;
+        self.advance()?;
+        self.require_complete()?;
         if let Some(container) = self.container {
             let ends = container.finish()?;
-            self.file.seek(ends.index_offset)?;
-            self.file.write(&ends.index)?;
-            self.file.flush()?;
-            self.file.seek(0)?;
-            self.file.write(&ends.superblocks)?;
+            self.file.truncate(ends.index_offset)?;
+            self.file.write_ends(&ends)?;
         }
         self.file.commit()
     }
 
-    /// Begins the tensor at `at`, and those behind it as long as they are empty.
-    fn begin(&mut self) -> Result<(), Error> {
-        while let Some(&index) = self.order.get(self.at) {
+    fn require_complete(&self) -> Result<(), Error> {
+        let Some(&index) = self.order.get(self.at) else { return Ok(()) };
+        let (tensor, missing) = (self.tensors[index].name.clone(), self.missing.unwrap_or(0));
+        let reason = format!("{missing} of its bytes are missing");
+        Err(FormatError::Unwritable { tensor, reason }.into())
+    }
+
+    /// Begins the next tensor, unless one is begun; those that are empty are complete with that.
+    fn advance(&mut self) -> Result<(), Error> {
+        while self.missing.is_none() {
+            let Some(&index) = self.order.get(self.at) else { return Ok(()) };
             let meta = &self.tensors[index].meta;
-            self.missing = meta.byte_len().unwrap_or(0);
-            self.way = match self.compression.codec(meta.dtype) {
-                Some(codec) if self.container.is_some() && self.missing > 0 => Way::Undecided(codec),
+            let len = if self.growing { u64::MAX } else { meta.byte_len().unwrap_or(0) };
+            self.way = match self.options.compression.codec(meta.dtype) {
+                Some(codec) if self.container.is_some() && len > 0 => Way::Undecided(codec),
                 _ => Way::AsItIs,
             };
             if self.way == Way::AsItIs {
                 self.begin_as_it_is()?;
             }
-            if self.missing > 0 {
-                break;
+            match len {
+                0 => self.end_tensor(),
+                _ => self.missing = Some(len),
             }
-            self.at += 1;
+        }
+        Ok(())
+    }
+
+    fn end_tensor(&mut self) {
+        self.at += 1;
+        self.missing = None;
+    }
+
+    /// Ends the tensor that grows, if there is one.
+    fn end_growing(&mut self) -> Result<(), Error> {
+        if self.growing {
+            self.write_batch()?;
+            self.growing = false;
+            self.end_tensor();
         }
         Ok(())
     }
@@ -262,6 +436,9 @@ impl FileWriter {
         if let Some(container) = &mut self.container {
             let NewTensor { name, meta, phase } = &self.tensors[self.order[self.at]];
             let offset = container.begin(name, meta.clone(), *phase)?;
+            if self.growing {
+                container.grow()?;
+            }
             self.file.seek(offset)?;
         }
         Ok(())
@@ -283,7 +460,7 @@ impl FileWriter {
         let ready = encoders.expect("there are those of every codec in use").encode(dtype, &batch);
         if matches!(self.way, Way::Undecided(_)) {
             let stored = ready.iter().map(|(encoded, _)| encoded.len as u64).sum();
-            if self.compression.is_worth(batch.len() as u64, stored) {
+            if self.options.compression.is_worth(batch.len() as u64, stored) {
                 self.way = Way::Compressed(codec);
                 self.begin_chunked()?;
             } else {
@@ -303,7 +480,11 @@ impl FileWriter {
     fn begin_chunked(&mut self) -> Result<(), Error> {
         let NewTensor { name, meta, phase } = &self.tensors[self.order[self.at]];
         let container = self.container.as_mut().expect("only .ts files are compressed");
-        Ok(container.begin_chunked(name, meta.clone(), *phase)?)
+        container.begin_chunked(name, meta.clone(), *phase)?;
+        if self.growing {
+            container.grow()?;
+        }
+        Ok(())
     }
 
     fn write_chunks(&mut self, ready: &[Ready]) -> Result<(), Error> {
@@ -317,9 +498,32 @@ impl FileWriter {
     }
 }
 
+/// Bytes to set aside: what will be compressed takes nobody knows how much.
+fn expected(tensors: &[NewTensor], options: &WriteOptions) -> u64 {
+    let as_it_is = tensors.iter().filter(|t| options.compression.codec(t.meta.dtype).is_none());
+    as_it_is.filter_map(|t| t.meta.byte_len()).fold(0, u64::saturating_add)
+}
+
+/// What an unfinished file says of itself.
+fn journal(tensors: &[NewTensor], origin: &str, options: &WriteOptions) -> BTreeMap<String, String> {
+    let made_of = format!("{:?} {origin} {tensors:?}", options.compression);
+    let made_of = Digest::of(made_of.as_bytes());
+    let hex = made_of.chunks().iter().map(|sum| format!("{sum:016x}")).collect();
+    BTreeMap::from([(JOURNAL.into(), hex)])
+}
+
+/// How many of the tensors an unfinished file has that is of just these.
+fn left(there: &Checkpoint, tensors: &[NewTensor], origin: &str, options: &WriteOptions) -> Option<usize> {
+    let (catalog, wanted) = (there.catalog(), journal(tensors, origin, options));
+    let count = catalog.tensors().len();
+    let holds = |tensor: &NewTensor| catalog.tensor(&tensor.name).is_some_and(|t| t.meta() == tensor.meta);
+    let same = catalog.files()[0].metadata == wanted && tensors.get(..count)?.iter().all(holds);
+    same.then_some(count)
+}
+
 /// What compresses these tensors, if the file that `path` names can be compressed.
-fn encoders(path: &Path, tensors: &[NewTensor], options: WriteOptions) -> Result<Vec<Encoders>, Error> {
-    let WriteOptions { compression, jobs } = options;
+fn encoders(path: &Path, tensors: &[NewTensor], options: &WriteOptions) -> Result<Vec<Encoders>, Error> {
+    let WriteOptions { compression, jobs, .. } = *options;
     let refuse = |reason: String| Error::Compression { path: path.into(), reason };
     if Format::of(path)? == Format::Safetensors && compression != Compression::None {
         return Err(refuse("safetensors files are not compressed: name it .ts".into()));

@@ -14,7 +14,13 @@ use tensorstream::{
     Checkpoint, Error, FileWriter, LoadOptions, NewTensor, Progress, WriteOptions, convert, verify,
 };
 
-const PLAIN: WriteOptions = WriteOptions { compression: Compression::None, jobs: 1 };
+fn plain() -> WriteOptions {
+    by(Compression::None, 1)
+}
+
+fn by(compression: Compression, jobs: usize) -> WriteOptions {
+    WriteOptions { compression, jobs, ..WriteOptions::default() }
+}
 
 fn never() -> bool {
     false
@@ -38,7 +44,7 @@ fn write(path: &Path, count: usize) {
         let meta = TensorMeta { dtype: Dtype::U8, shape: vec![content(i).len() as u64] };
         NewTensor { name: format!("t{i}"), meta, phase: None }
     });
-    let mut writer = FileWriter::create(path, tensors.collect(), metadata(), PLAIN, &mut never).unwrap();
+    let mut writer = FileWriter::create(path, tensors.collect(), metadata(), plain(), &mut never).unwrap();
     for i in writer.order().to_vec() {
         for piece in content(i).chunks(1_000_003) {
             writer.write(piece).unwrap();
@@ -71,13 +77,13 @@ fn both_formats_hold_what_was_written_and_convert_into_each_other() {
     let at = |name: &str| directory.path().join(name);
     write(&at("a.safetensors"), 7);
     let mut last = None;
-    let done = convert(&at("a.safetensors"), &at("b.ts"), PLAIN, &mut |p| {
+    let done = convert(&at("a.safetensors"), &at("b.ts"), plain(), &mut |p| {
         last = Some(p);
         false
     });
     assert_eq!(done.unwrap().tensors, 7);
     assert_eq!(last.map(|p| p.done), last.map(|p| p.total), "progress ends at the total");
-    convert(&at("b.ts"), &at("c.safetensors"), PLAIN, &mut quiet).unwrap();
+    convert(&at("b.ts"), &at("c.safetensors"), plain(), &mut quiet).unwrap();
     for name in ["a.safetensors", "b.ts", "c.safetensors"] {
         assert_holds(&at(name), 7);
     }
@@ -110,7 +116,7 @@ fn damage_is_found_with_its_place_and_never_converted() {
     assert_eq!((found[0].tensor.as_str(), found[0].offset), ("t0", part.offset + (2 << 20)));
     std::fs::write(&out, "before").unwrap();
     assert!(
-        matches!(convert(&file, &out, PLAIN, &mut quiet), Err(Error::Corrupt(damage)) if damage == found[0])
+        matches!(convert(&file, &out, plain(), &mut quiet), Err(Error::Corrupt(damage)) if damage == found[0])
     );
     assert_eq!(std::fs::read(&out).unwrap(), b"before", "what was there still is");
 }
@@ -121,7 +127,7 @@ fn an_interrupted_or_abandoned_file_never_has_its_name() {
     let (from, to) = (directory.path().join("a.safetensors"), directory.path().join("b.ts"));
     write(&from, 6);
     let mut calls = 0;
-    while let Err(error) = convert(&from, &to, PLAIN, &mut |_| {
+    while let Err(error) = convert(&from, &to, plain(), &mut |_| {
         calls += 1;
         calls % 5 == 0 && calls < 60
     }) {
@@ -130,7 +136,7 @@ fn an_interrupted_or_abandoned_file_never_has_its_name() {
     }
     assert_holds(&to, 6);
     let writer =
-        FileWriter::create(&directory.path().join("c.ts"), vec![], metadata(), PLAIN, &mut never).unwrap();
+        FileWriter::create(&directory.path().join("c.ts"), vec![], metadata(), plain(), &mut never).unwrap();
     drop(writer);
     assert_eq!(files(directory.path()), [from, to]);
 }
@@ -140,9 +146,9 @@ fn writers_of_one_file_take_turns_and_a_dead_one_is_taken_over() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.ts");
     std::fs::write(directory.path().join("a.ts.partial"), "left by a process that was killed").unwrap();
-    let first = FileWriter::create(&path, vec![], metadata(), PLAIN, &mut never).unwrap();
+    let first = FileWriter::create(&path, vec![], metadata(), plain(), &mut never).unwrap();
     let mut asked = 0;
-    let second = FileWriter::create(&path, vec![], metadata(), PLAIN, &mut || {
+    let second = FileWriter::create(&path, vec![], metadata(), plain(), &mut || {
         asked += 1;
         asked > 2
     });
@@ -160,7 +166,7 @@ fn writers_of_one_file_take_turns_and_a_dead_one_is_taken_over() {
 #[test]
 fn what_cannot_be_written_is_a_typed_error() {
     let directory = tempfile::tempdir().unwrap();
-    let create = |path: &Path, tensors| FileWriter::create(path, tensors, metadata(), PLAIN, &mut never);
+    let create = |path: &Path, tensors| FileWriter::create(path, tensors, metadata(), plain(), &mut never);
     assert!(matches!(create(&directory.path().join("a.bin"), vec![]), Err(Error::UnknownSuffix { .. })));
     assert!(matches!(create(&directory.path().join("no/a.ts"), vec![]), Err(Error::Write { .. })));
     let meta = || TensorMeta { dtype: Dtype::F32, shape: vec![2] };
@@ -186,14 +192,15 @@ fn shards_that_disagree_on_metadata_keep_all_of_it() {
         let tensors = vec![NewTensor { name: shard.into(), meta, phase: None }];
         let metadata = BTreeMap::from([("by".into(), who.into()), ("format".into(), "pt".into())]);
         let mut writer =
-            FileWriter::create(&directory.path().join(shard), tensors, metadata, PLAIN, &mut never).unwrap();
+            FileWriter::create(&directory.path().join(shard), tensors, metadata, plain(), &mut never)
+                .unwrap();
         writer.write(&[1]).unwrap();
         writer.commit().unwrap();
     }
     let index = r#"{"weight_map":{"s1.safetensors":"s1.safetensors","s2.safetensors":"s2.safetensors"}}"#;
     std::fs::write(directory.path().join("model.safetensors.index.json"), index).unwrap();
     let out = directory.path().join("out.ts");
-    convert(directory.path(), &out, PLAIN, &mut quiet).unwrap();
+    convert(directory.path(), &out, plain(), &mut quiet).unwrap();
     let merged = Checkpoint::open(&out).unwrap().catalog().files()[0].metadata.clone();
     let expected = [("by@s1.safetensors", "one"), ("by@s2.safetensors", "two"), ("format", "pt")];
     assert_eq!(merged, expected.map(|(k, v)| (k.to_string(), v.to_string())).into());
@@ -204,9 +211,9 @@ fn an_unfinished_file_that_is_not_its_writer_s_own_is_never_given_the_name() {
     let directory = tempfile::tempdir().unwrap();
     let (path, partial) = (directory.path().join("a.ts"), directory.path().join("a.ts.partial"));
     write(&path, 2);
-    let first = FileWriter::create(&path, vec![], metadata(), PLAIN, &mut never).unwrap();
+    let first = FileWriter::create(&path, vec![], metadata(), plain(), &mut never).unwrap();
     std::fs::remove_file(&partial).unwrap();
-    let second = FileWriter::create(&path, vec![], metadata(), PLAIN, &mut never).unwrap();
+    let second = FileWriter::create(&path, vec![], metadata(), plain(), &mut never).unwrap();
     assert!(first.commit().unwrap_err().to_string().contains("another process"));
     assert_holds(&path, 2);
     assert!(partial.exists(), "the second writer's file is left alone");
@@ -221,7 +228,7 @@ fn a_link_in_place_of_the_unfinished_file_is_refused_and_not_followed() {
     let (path, precious) = (directory.path().join("a.ts"), directory.path().join("precious"));
     std::fs::write(&precious, "precious").unwrap();
     std::os::unix::fs::symlink(&precious, directory.path().join("a.ts.partial")).unwrap();
-    let refused = FileWriter::create(&path, vec![], metadata(), PLAIN, &mut never).unwrap_err().to_string();
+    let refused = FileWriter::create(&path, vec![], metadata(), plain(), &mut never).unwrap_err().to_string();
     assert!(refused.contains("a.ts.partial") && refused.contains("no regular file"), "{refused}");
     assert_eq!(std::fs::read(&precious).unwrap(), b"precious");
 }
@@ -233,10 +240,10 @@ fn what_is_read_is_never_written_over_by_its_own_conversion() {
     write(&from, 3);
     let partial = directory.path().join("q.safetensors.partial");
     std::fs::rename(&from, &partial).unwrap();
-    assert!(matches!(convert(&partial, &to, PLAIN, &mut quiet), Err(Error::Write { .. })));
+    assert!(matches!(convert(&partial, &to, plain(), &mut quiet), Err(Error::Write { .. })));
     assert_holds(&partial, 3);
     std::fs::rename(&partial, &from).unwrap();
-    convert(&from, &from, PLAIN, &mut quiet).unwrap();
+    convert(&from, &from, plain(), &mut quiet).unwrap();
     assert_holds(&from, 3);
 }
 
@@ -254,7 +261,7 @@ fn weights(path: &Path) {
         meta: TensorMeta { dtype, shape: vec![COUNT as u64] },
         phase: Some(8),
     });
-    let mut writer = FileWriter::create(path, new.into(), metadata(), PLAIN, &mut never).unwrap();
+    let mut writer = FileWriter::create(path, new.into(), metadata(), plain(), &mut never).unwrap();
     for index in writer.order().to_vec() {
         let (mut state, mut bytes) = (index as u64 + 1, Vec::new());
         for i in 0..COUNT {
@@ -276,14 +283,14 @@ fn every_codec_keeps_every_byte_and_the_same_bytes_on_any_number_of_threads() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     weights(&at("raw.safetensors"));
-    convert(&at("raw.safetensors"), &at("raw.ts"), PLAIN, &mut quiet).unwrap();
+    convert(&at("raw.safetensors"), &at("raw.ts"), plain(), &mut quiet).unwrap();
     let fingerprint = Checkpoint::open(at("raw.ts")).unwrap().fingerprint();
     assert!(fingerprint.is_some());
     for name in ["auto", "lz4", "zstd", "split", "zlib"] {
         let compression = Compression::named(name, None).unwrap();
         let (one, two, back) = (at("one.ts"), at("two.ts"), at("back.safetensors"));
-        convert(&at("raw.safetensors"), &one, WriteOptions { compression, jobs: 1 }, &mut quiet).unwrap();
-        convert(&at("raw.ts"), &two, WriteOptions { compression, jobs: 3 }, &mut quiet).unwrap();
+        convert(&at("raw.safetensors"), &one, by(compression, 1), &mut quiet).unwrap();
+        convert(&at("raw.ts"), &two, by(compression, 3), &mut quiet).unwrap();
         assert!(std::fs::read(&one).unwrap() == std::fs::read(&two).unwrap(), "{name}: jobs change nothing");
         let there = Checkpoint::open(&one).unwrap();
         assert_eq!(there.fingerprint(), fingerprint, "{name}: the content is the same");
@@ -293,7 +300,7 @@ fn every_codec_keeps_every_byte_and_the_same_bytes_on_any_number_of_threads() {
         assert!(stored < raw && (name != "auto" || stored < raw / 2), "{name}: {stored} of {raw}");
         let found = verify(&one, &mut quiet).unwrap();
         assert_eq!((found.damaged.len(), found.checked_bytes), (0, raw));
-        convert(&two, &back, PLAIN, &mut quiet).unwrap();
+        convert(&two, &back, plain(), &mut quiet).unwrap();
         assert!(std::fs::read(&back).unwrap() == std::fs::read(at("raw.safetensors")).unwrap(), "{name}");
     }
 }
@@ -303,7 +310,7 @@ fn parts_of_compressed_tensors_are_read_and_their_damage_is_found() {
     let directory = tempfile::tempdir().unwrap();
     let (raw, file) = (directory.path().join("raw.safetensors"), directory.path().join("a.ts"));
     weights(&raw);
-    let options = WriteOptions { compression: Compression::Auto, jobs: 0 };
+    let options = by(Compression::Auto, 0);
     convert(&raw, &file, options, &mut quiet).unwrap();
     let (plain, packed) = (Checkpoint::open(&raw).unwrap(), Checkpoint::open(&file).unwrap());
     let range = |checkpoint: &Checkpoint| checkpoint.catalog().tensor("weight").unwrap().range();
@@ -341,7 +348,7 @@ fn what_cannot_be_compressed_as_asked_says_so_and_makes_no_file() {
     let at = |name: &str| directory.path().join(name);
     write(&at("a.safetensors"), 2);
     let refused = |to: &str, compression: Compression| {
-        let options = WriteOptions { compression, jobs: 1 };
+        let options = by(compression, 1);
         convert(&at("a.safetensors"), &at(to), options, &mut quiet).unwrap_err().to_string()
     };
     assert!(refused("b.safetensors", Compression::Auto).contains("not compressed"));
@@ -356,7 +363,7 @@ fn a_compressed_checkpoint_streams_as_the_plain_one_does_and_its_damage_is_named
     let directory = tempfile::tempdir().unwrap();
     let (raw, file) = (directory.path().join("raw.safetensors"), directory.path().join("a.ts"));
     weights(&raw);
-    convert(&raw, &file, WriteOptions { compression: Compression::Auto, jobs: 0 }, &mut quiet).unwrap();
+    convert(&raw, &file, by(Compression::Auto, 0), &mut quiet).unwrap();
     let stream = |path: &Path| {
         let checkpoint = Checkpoint::open(path).unwrap();
         // A unit for each tensor, and one whose tensor is put together of parts of others.
@@ -414,7 +421,7 @@ fn what_is_loaded_is_what_was_written_and_outlives_its_loading() {
     let directory = tempfile::tempdir().unwrap();
     let (raw, packed) = (directory.path().join("raw.safetensors"), directory.path().join("a.ts"));
     weights(&raw);
-    convert(&raw, &packed, WriteOptions { compression: Compression::Auto, jobs: 0 }, &mut quiet).unwrap();
+    convert(&raw, &packed, by(Compression::Auto, 0), &mut quiet).unwrap();
     let mut last = None;
     let load = |path: &Path, jobs: usize, watch: &mut dyn FnMut(Progress) -> bool| {
         Checkpoint::open(path).unwrap().load(LoadOptions { verify: true, jobs }, &mut |p| watch(p))

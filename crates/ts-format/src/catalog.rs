@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 
 use crate::digest::CHUNK_LEN;
 use crate::error::describe;
+use crate::superblock::Superblock;
 use crate::table::{Kept, Row, Table};
 use crate::{CatalogReader, Chunk, Digest, Dtype, Error, TensorMeta};
 
@@ -43,6 +44,20 @@ pub struct FileEntry {
     pub len: u64,
     /// What the header says of the file as a whole (`__metadata__`).
     pub metadata: BTreeMap<String, String>,
+    /// Of a `.ts` file.
+    pub(crate) superblock: Option<Superblock>,
+}
+
+impl FileEntry {
+    /// How often a `.ts` file was written to: 1 when it is new, one more for each append. `None` for other files.
+    pub fn generation(&self) -> Option<u64> {
+        self.superblock.map(|block| block.generation)
+    }
+
+    /// Bytes of the file that may count: those of a `.ts` file end with its index.
+    pub fn used_len(&self) -> u64 {
+        self.superblock.map_or(self.len, |block| block.index_offset + block.index_len)
+    }
 }
 
 /// A tensor and where its bytes are, in order.
@@ -149,6 +164,11 @@ impl<'a> Tensor<'a> {
         }
     }
 
+    /// Where its first byte lies in the file, however it is kept.
+    pub fn stored_at(&self) -> u64 {
+        self.chunks().and_then(|chunks| chunks.first()).map_or(self.row.offset, |chunk| chunk.offset)
+    }
+
     /// The same on its own.
     pub fn entry(&self) -> TensorEntry {
         TensorEntry { meta: self.meta(), parts: vec![self.range()] }
@@ -182,6 +202,13 @@ impl Catalog {
     /// All tensors, in the order of their names.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
         self.table.rows.iter().map(|row| Tensor { table: &self.table, row })
+    }
+
+    /// All tensors, in the order in which they lie in the files, however they are kept.
+    pub fn tensors_by_place(&self) -> Vec<Tensor<'_>> {
+        let mut tensors: Vec<_> = self.tensors().collect();
+        tensors.sort_by_key(|tensor| (tensor.row.file, tensor.stored_at(), tensor.row.len));
+        tensors
     }
 
     /// The tensor with this name.

@@ -79,6 +79,14 @@ pub enum Error {
         /** Why not. */
         reason: String,
     },
+    /// A file is not one that can be appended to, or compacted.
+    #[error("{file}: not a file to append to or compact: {reason}")]
+    NotAppendable {
+        /** Path as given. */
+        file: String,
+        /** Why not. */
+        reason: String,
+    },
     /// No tensor has this name.
     #[error("no tensor `{tensor}` in {files}")]
     NoSuchTensor {
@@ -111,9 +119,10 @@ impl Error {
             | Error::MissingFromShard { .. }
             | Error::TooLarge { .. } => ErrorKind::BadFile,
             Error::NoSuchTensor { .. } => ErrorKind::NotFound,
-            Error::BadAssembly { .. } | Error::Unwritable { .. } | Error::Incomplete { .. } => {
-                ErrorKind::Misuse
-            }
+            Error::BadAssembly { .. }
+            | Error::Unwritable { .. }
+            | Error::NotAppendable { .. }
+            | Error::Incomplete { .. } => ErrorKind::Misuse,
         }
     }
 

@@ -23,6 +23,11 @@ const CHUNKED: u8 = 1;
 /// Bytes of a chunk's entry.
 const CHUNK_ENTRY: usize = 24;
 
+/// The most bytes that a tensor takes in an index, whichever way it is kept.
+pub(crate) fn most_record_bytes(name: &str, rank: usize, len: u64) -> u64 {
+    (64 + name.len() + 8 * rank) as u64 + len.div_ceil(CHUNK_LEN) * CHUNK_ENTRY as u64
+}
+
 /// Writes an index, tensor by tensor.
 #[derive(Debug, Default)]
 pub(crate) struct IndexWriter {
@@ -69,7 +74,7 @@ impl IndexWriter {
         self.count += 1;
     }
 
-    pub(crate) fn finish(self, metadata: &BTreeMap<String, String>) -> Vec<u8> {
+    pub(crate) fn finish(&self, metadata: &BTreeMap<String, String>) -> Vec<u8> {
         let mut out = Vec::with_capacity(self.records.len() + 1024);
         out.extend(self.count.to_le_bytes());
         out.extend((metadata.len() as u32).to_le_bytes());
@@ -78,7 +83,7 @@ impl IndexWriter {
             put_text(&mut out, key);
             put_text(&mut out, value);
         }
-        out.extend(self.records);
+        out.extend(&self.records);
         out
     }
 }

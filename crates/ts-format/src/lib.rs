@@ -64,4 +64,4 @@ pub use safetensors::{MAX_HEADER_LEN, SafetensorsLayout};
 pub use sharded::MAX_INDEX_LEN;
 pub use superblock::MAGIC;
 pub use table::Chunk;
-pub use writer::{ContainerEnds, ContainerWriter, fingerprint, tensor_fingerprint};
+pub use writer::{CheckpointRoom, ContainerEnds, ContainerWriter, Move, fingerprint, tensor_fingerprint};

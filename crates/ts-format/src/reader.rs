@@ -102,7 +102,7 @@ impl CatalogReader {
                     return Err(Error::Truncated { file, what, offset, end, file_len });
                 }
                 let (metadata, table) = index::parse(&file, bytes, &block)?;
-                self.take_file(file, table, metadata, file_len)?;
+                self.take_file(file, table, metadata, file_len, Some(block))?;
                 self.next_shard();
             }
             State::Prefix(file) => {
@@ -115,7 +115,7 @@ impl CatalogReader {
                     return Err(Error::Truncated { file, what, offset: PREFIX_LEN, end, file_len });
                 }
                 let header = safetensors::parse_header(&file, bytes, file_len)?;
-                self.take_file(file, header.table, header.metadata, file_len)?;
+                self.take_file(file, header.table, header.metadata, file_len, None)?;
                 self.next_shard();
             }
             State::Done => {}
@@ -166,6 +166,7 @@ impl CatalogReader {
         mut table: Table,
         metadata: BTreeMap<String, String>,
         file_len: u64,
+        superblock: Option<Superblock>,
     ) -> Result<(), Error> {
         if let Some(name) = table.sort() {
             return Err(Error::header(&file, 0, format!("the name `{name}` stands twice")));
@@ -184,7 +185,7 @@ impl CatalogReader {
         }
         let id = u32::try_from(self.files.len()).expect("an index of 256 MiB names fewer files");
         self.table.append(&table, id)?;
-        self.files.push(FileEntry { name: file, len: file_len, metadata });
+        self.files.push(FileEntry { name: file, len: file_len, metadata, superblock });
         Ok(())
     }
 }

@@ -20,6 +20,8 @@ pub(crate) const MINOR: u16 = 0;
 /// Where the index is, as the active superblock says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Superblock {
+    /// Whether it is the second one.
+    pub(crate) second: bool,
     pub(crate) generation: u64,
     /// Of the version that wrote it.
     pub(crate) minor: u16,
@@ -43,8 +45,13 @@ impl Superblock {
         out
     }
 
+    /// Where it is in the file.
+    pub(crate) fn offset(&self) -> u64 {
+        if self.second { SUPERBLOCK_LEN } else { 0 }
+    }
+
     /// Reads one of the two; the reason when it is not valid.
-    fn decode(block: &[u8]) -> Result<Self, String> {
+    fn decode(block: &[u8], second: bool) -> Result<Self, String> {
         let Some((used, padding)) = block.split_at_checked(SUPERBLOCK_USED) else {
             return Err("it is cut off".into());
         };
@@ -66,20 +73,15 @@ impl Superblock {
             return Err("its padding is not zero".into());
         }
         let minor = u16::from_le_bytes([used[10], used[11]]);
-        Ok(Self {
-            generation: word(16),
-            minor,
-            index_offset: word(24),
-            index_len: word(32),
-            index_hash: word(40),
-        })
+        let (generation, index_offset, index_len, index_hash) = (word(16), word(24), word(32), word(40));
+        Ok(Self { second, generation, minor, index_offset, index_len, index_hash })
     }
 }
 
 /// The active superblock of a file's first 8192 bytes.
 pub(crate) fn active(file: &str, bytes: &[u8], file_len: u64) -> Result<Superblock, Error> {
     let (first, second) = bytes.split_at((SUPERBLOCK_LEN as usize).min(bytes.len()));
-    let block = match (Superblock::decode(first), Superblock::decode(second)) {
+    let block = match (Superblock::decode(first, false), Superblock::decode(second, true)) {
         (Ok(a), Ok(b)) => std::cmp::max_by_key(a, b, |s| s.generation),
         (Ok(one), Err(_)) | (Err(_), Ok(one)) => one,
         (Err(first), Err(second)) => {

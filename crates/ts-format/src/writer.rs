@@ -8,14 +8,16 @@ use twox_hash::{XxHash3_64, XxHash3_128};
 use crate::codec::Encoded;
 use crate::digest::{CHUNK_LEN, Digest, Digester};
 use crate::error::{check_name, describe};
-use crate::index::{IndexWriter, MAX_RANK, Written, put_text};
+use crate::index::{IndexWriter, MAX_RANK, Written, most_record_bytes, put_text};
 use crate::sharded::MAX_INDEX_LEN;
 use crate::superblock::{DATA_START, MINOR, Superblock};
 use crate::table::Chunk;
-use crate::{Error, TensorMeta};
+use crate::{Catalog, Error, FileEntry, Tensor, TensorMeta};
 
 /// Tensors begin at multiples of this unless they have a phase.
 const ALIGNMENT: u64 = 64;
+/// What is appended begins at a multiple of this: no block of a disk that has bytes in use is written again.
+const BLOCK: u64 = 4096;
 
 /// Names the content of a tensor: 128 bits of XXH3 over its dtype, shape and the checksums of its bytes, each a mebibyte.
 pub fn tensor_fingerprint(meta: &TensorMeta, digest: &Digest) -> u128 {
@@ -45,6 +47,9 @@ pub fn fingerprint<'a>(tensors: impl IntoIterator<Item = (&'a str, u128)>) -> u1
 /// [`push_chunk`](Self::push_chunk) says where each of its chunks goes, which an [`Encoder`](crate::Encoder) made.
 /// [`finish`](Self::finish) gives index and superblocks.
 ///
+/// [`append`](Self::append) goes on with a file that is there, in which nothing in use is written over but, as the very
+/// last, the superblock that is not; [`copy`](Self::copy) takes a tensor from another file as it is kept there.
+///
 /// ```
 /// use ts_format::{ContainerWriter, Dtype, TensorMeta};
 ///
@@ -67,6 +72,9 @@ pub struct ContainerWriter {
     open: Option<Open>,
     /// One past the last byte that is taken.
     end: u64,
+    /// Of the file that is appended to.
+    active: Option<Superblock>,
+    checkpoints: u64,
 }
 
 /// A tensor whose bytes are coming.
@@ -74,8 +82,9 @@ pub struct ContainerWriter {
 struct Open {
     name: String,
     meta: TensorMeta,
-    len: u64,
-    /// How many have come.
+    /// How many bytes it has, if that is known,
+    len: Option<u64>,
+    /// and how many have come.
     fed: u64,
     kept: Keeping,
 }
@@ -93,14 +102,117 @@ pub struct ContainerEnds {
     pub index_offset: u64,
     /// The index.
     pub index: Vec<u8>,
-    /// The first bytes of the file; to be written when everything else is on the disk.
+    /// Where the superblocks go: 0, or where the one is that is not in use.
+    pub superblocks_offset: u64,
+    /// Both, or that one; to be written when everything else is on the disk.
     pub superblocks: Vec<u8>,
+}
+
+/// Where checkpoints of a file go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CheckpointRoom {
+    /// All data lie before this.
+    data_end: u64,
+    /// No index is longer.
+    index_len: u64,
+}
+
+/// Bytes that lie in one file and go to another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Move {
+    /// Where they begin there,
+    pub from: u64,
+    /// how many they are,
+    pub len: u64,
+    /// and where they go here.
+    pub to: u64,
+    /// XXH3 with 64 bits of them.
+    pub sum: u64,
 }
 
 impl ContainerWriter {
     /// A file with this metadata and no tensors yet.
     pub fn new(metadata: BTreeMap<String, String>) -> Self {
-        Self { metadata, index: IndexWriter::default(), names: HashSet::new(), open: None, end: DATA_START }
+        let (index, names) = (IndexWriter::default(), HashSet::new());
+        Self { metadata, index, names, open: None, end: DATA_START, active: None, checkpoints: 0 }
+    }
+
+    /// Goes on with the one `.ts` file that `catalog` is of. Its metadata stay, and the tensors that `keep` says yes to;
+    /// what the others take is not used again.
+    ///
+    /// # Errors
+    /// [`Error::NotAppendable`] for anything else than one `.ts` file, and for one of a later minor version, whose records
+    /// may say more than this writer knows.
+    pub fn append(catalog: &Catalog, keep: impl Fn(&str) -> bool) -> Result<Self, Error> {
+        let (mut this, block) = Self::with_records_of(catalog, keep)?;
+        if block.generation == u64::MAX {
+            return Err(not_appendable(catalog, "it is of the last generation there is".into()));
+        }
+        this.end = (block.index_offset + block.index_len).next_multiple_of(BLOCK);
+        this.active = Some(block);
+        Ok(this)
+    }
+
+    /// Goes on with a new file that was left at a [`checkpoint`](Self::checkpoint), of which `catalog` is. What is written
+    /// in the end is what would have been written without a pause.
+    ///
+    /// # Errors
+    /// As [`append`](Self::append).
+    pub fn resume(catalog: &Catalog, metadata: BTreeMap<String, String>) -> Result<Self, Error> {
+        let (mut this, block) = Self::with_records_of(catalog, |_| true)?;
+        let end = |tensor: Tensor<'_>| match tensor.chunks() {
+            None => tensor.range().offset + tensor.range().len,
+            Some(chunks) => chunks.last().map_or(DATA_START, |chunk| chunk.offset + u64::from(chunk.len)),
+        };
+        this.end = catalog.tensors().map(end).max().unwrap_or(DATA_START);
+        (this.metadata, this.checkpoints) = (metadata, block.generation);
+        Ok(this)
+    }
+
+    /// A new file with the metadata of the one `.ts` file that `catalog` is of, for its tensors to be
+    /// [copied](Self::copy) to.
+    ///
+    /// # Errors
+    /// As [`append`](Self::append).
+    pub fn compact(catalog: &Catalog) -> Result<Self, Error> {
+        the_one_file(catalog).map(|(_, metadata)| Self::new(metadata.clone()))
+    }
+
+    fn with_records_of(catalog: &Catalog, keep: impl Fn(&str) -> bool) -> Result<(Self, Superblock), Error> {
+        let (block, metadata) = the_one_file(catalog)?;
+        let mut this = Self::new(metadata.clone());
+        for tensor in catalog.tensors_by_place().into_iter().filter(|tensor| keep(tensor.name())) {
+            let (range, phase) = (tensor.range(), (tensor.range().offset % ALIGNMENT) as u8);
+            let written = match tensor.chunks() {
+                None => Written::Contiguous { offset: range.offset, sums: tensor.sums().unwrap_or_default() },
+                Some(chunks) => Written::Chunked { phase, chunks },
+            };
+            let fingerprint = tensor.fingerprint().unwrap_or_default();
+            this.index.push(tensor.name(), &tensor.meta(), fingerprint, &written);
+            this.names.insert(tensor.name().into());
+        }
+        Ok((this, block))
+    }
+
+    /// Room for [`checkpoint`](Self::checkpoint)s of a file that will have these tensors.
+    pub fn room<'a>(tensors: impl IntoIterator<Item = (&'a str, &'a TensorMeta)>) -> CheckpointRoom {
+        let mut room = CheckpointRoom { data_end: DATA_START, index_len: BLOCK };
+        for (name, meta) in tensors {
+            let len = meta.byte_len().unwrap_or(0);
+            room.data_end = room.data_end.saturating_add(len).saturating_add(2 * ALIGNMENT);
+            room.index_len += most_record_bytes(name, meta.shape.len(), len);
+        }
+        room
+    }
+
+    /// Where what is written next begins, at the earliest.
+    pub fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// The metadata that will be written.
+    pub fn metadata_mut(&mut self) -> &mut BTreeMap<String, String> {
+        &mut self.metadata
     }
 
     /// Adds a tensor that is kept as it is, and returns where its bytes go: at a multiple of 64, or at `phase` modulo 64.
@@ -114,7 +226,7 @@ impl ContainerWriter {
         let end = offset.checked_add(len).filter(|&end| end < 1 << 63);
         self.end = end.ok_or_else(|| unwritable(name, "the file would be too large".into()))?;
         let kept = Keeping::AsItIs { offset, digester: Box::default() };
-        self.open = Some(Open { name: name.into(), meta, len, fed: 0, kept });
+        self.open = Some(Open { name: name.into(), meta, len: Some(len), fed: 0, kept });
         Ok(offset)
     }
 
@@ -126,8 +238,72 @@ impl ContainerWriter {
         let (len, phase) = self.check(name, &meta, phase)?;
         self.end = self.end.next_multiple_of(ALIGNMENT);
         let kept = Keeping::Chunked { phase: phase as u8, chunks: Vec::new(), raw_sums: Vec::new() };
-        self.open = Some(Open { name: name.into(), meta, len, fed: 0, kept });
+        self.open = Some(Open { name: name.into(), meta, len: Some(len), fed: 0, kept });
         Ok(())
+    }
+
+    /// Lets the tensor that was begun last, of which nothing has come yet, have as many bytes as will come: its first
+    /// dimension is counted when the next one begins.
+    ///
+    /// # Errors
+    /// [`Error::Unwritable`] when it has no dimension, or what one step along the first has is no whole number of bytes.
+    pub fn grow(&mut self) -> Result<(), Error> {
+        let open = self.open.as_mut().ok_or_else(|| unwritable("", "no tensor was begun".into()))?;
+        if row_len(&open.meta).is_none() || open.fed > 0 {
+            let reason = format!("{} cannot grow", describe(open.meta.dtype, &open.meta.shape));
+            return Err(unwritable(&open.name, reason));
+        }
+        if let Keeping::AsItIs { offset, .. } = open.kept {
+            self.end = offset;
+        }
+        open.len = None;
+        Ok(())
+    }
+
+    /// Takes a tensor of another file as it is kept there, and returns its bytes' way: where they are there, and go here.
+    ///
+    /// # Errors
+    /// As [`begin`](Self::begin); also when the other file has no checksums.
+    pub fn copy(&mut self, tensor: Tensor<'_>) -> Result<Vec<Move>, Error> {
+        let (name, meta, range) = (tensor.name(), tensor.meta(), tensor.range());
+        let Some(fingerprint) = tensor.fingerprint() else {
+            return Err(unwritable(name, "it is of a file without checksums".into()));
+        };
+        let phase = (range.offset % ALIGNMENT) as u8;
+        let moves: Vec<Move> = match tensor.chunks() {
+            None => {
+                let (to, sums) =
+                    (self.begin(name, meta.clone(), Some(phase))?, tensor.sums().unwrap_or_default());
+                let begins = (0..range.len).step_by(CHUNK_LEN as usize);
+                let moves = begins.zip(sums).map(|(at, &sum)| Move {
+                    from: range.offset + at,
+                    len: CHUNK_LEN.min(range.len - at),
+                    to: to + at,
+                    sum,
+                });
+                self.index.push(name, &meta, fingerprint, &Written::Contiguous { offset: to, sums });
+                moves.collect()
+            }
+            Some(chunks) => {
+                self.begin_chunked(name, meta.clone(), Some(phase))?;
+                let mut moved = chunks.to_vec();
+                for chunk in &mut moved {
+                    chunk.offset = self.end;
+                    self.end += u64::from(chunk.len);
+                }
+                self.index.push(name, &meta, fingerprint, &Written::Chunked { phase, chunks: &moved });
+                let pairs = chunks.iter().zip(&moved);
+                let way = |(old, new): (&Chunk, &Chunk)| Move {
+                    from: old.offset,
+                    len: u64::from(old.len),
+                    to: new.offset,
+                    sum: old.sum,
+                };
+                pairs.map(way).collect()
+            }
+        };
+        self.open = None;
+        Ok(moves)
     }
 
     /// Takes the next bytes of the tensor that was begun last, which is kept as it is.
@@ -137,7 +313,7 @@ impl ContainerWriter {
     pub fn feed(&mut self, bytes: &[u8]) -> Result<(), Error> {
         match &mut self.open {
             Some(Open { kept: Keeping::AsItIs { digester, .. }, name, len, fed, .. }) => {
-                if bytes.len() as u64 > *len - *fed {
+                if let Some(len) = len.filter(|len| bytes.len() as u64 > len - *fed) {
                     return Err(unwritable(name, format!("it has {len} bytes and gets more")));
                 }
                 digester.feed(bytes);
@@ -157,8 +333,11 @@ impl ContainerWriter {
     pub fn push_chunk(&mut self, encoded: &Encoded) -> Result<u64, Error> {
         match &mut self.open {
             Some(Open { kept: Keeping::Chunked { chunks, raw_sums, .. }, name, len, fed, .. }) => {
-                let next = (*len - *fed).min(CHUNK_LEN);
-                if next == 0 || encoded.raw_len as u64 != next {
+                // One that grows has whole chunks, but for its last.
+                let (next, given) =
+                    (len.map_or(CHUNK_LEN, |len| (len - *fed).min(CHUNK_LEN)), encoded.raw_len as u64);
+                let fits = given == next || (len.is_none() && given < next);
+                if given == 0 || !fits || !fed.is_multiple_of(CHUNK_LEN) {
                     let reason = format!("its next chunk has {next} bytes and gets {}", encoded.raw_len);
                     return Err(unwritable(name, reason));
                 }
@@ -181,15 +360,49 @@ impl ContainerWriter {
     /// [`Error::Unwritable`] when the last tensor is not complete or the index is over 256 MiB.
     pub fn finish(mut self) -> Result<ContainerEnds, Error> {
         self.close()?;
-        let (index_offset, index) = (self.end, self.index.finish(&self.metadata));
+        self.ends(self.end, &self.metadata, self.active.map(|block| (block.generation, block.second)))
+    }
+
+    /// What makes a file of the tensors that are complete, which [`resume`](Self::resume) goes on with. The indices go, in
+    /// turns, to two places behind all that will be written. They have these metadata instead of the file's own, 2 KiB at
+    /// most.
+    ///
+    /// # Errors
+    /// As [`finish`](Self::finish).
+    pub fn checkpoint(
+        &mut self,
+        room: CheckpointRoom,
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<ContainerEnds, Error> {
+        self.close()?;
+        // The first one goes to the first superblock, and then in turns.
+        let active = (self.checkpoints > 0).then_some((self.checkpoints, self.checkpoints.is_multiple_of(2)));
+        let index_offset = room.data_end.saturating_add(self.checkpoints % 2 * room.index_len);
+        let ends = self.ends(index_offset, metadata, active)?;
+        self.checkpoints += 1;
+        Ok(ends)
+    }
+
+    /// `active` is the superblock that counts until these are written: its generation, and whether it is the second.
+    fn ends(
+        &self,
+        index_offset: u64,
+        metadata: &BTreeMap<String, String>,
+        active: Option<(u64, bool)>,
+    ) -> Result<ContainerEnds, Error> {
+        let index = self.index.finish(metadata);
         if index.len() as u64 > MAX_INDEX_LEN {
             return Err(unwritable("", "the index would be over 256 MiB".into()));
         }
         let (index_len, index_hash) = (index.len() as u64, XxHash3_64::oneshot(&index));
-        let block = Superblock { generation: 1, minor: MINOR, index_offset, index_len, index_hash };
+        let (generation, second) =
+            active.map_or((1, false), |(generation, second)| (generation + 1, !second));
+        let block = Superblock { second, generation, minor: MINOR, index_offset, index_len, index_hash };
         let mut superblocks = block.encode();
-        superblocks.resize(DATA_START as usize, 0);
-        Ok(ContainerEnds { index_offset, index, superblocks })
+        if active.is_none() {
+            superblocks.resize(DATA_START as usize, 0);
+        }
+        Ok(ContainerEnds { index_offset, index, superblocks_offset: block.offset(), superblocks })
     }
 
     /// Length in bytes and phase of a tensor that may be written.
@@ -209,9 +422,19 @@ impl ContainerWriter {
     }
 
     fn close(&mut self) -> Result<(), Error> {
-        let Some(Open { name, meta, len, fed, kept }) = self.open.take() else { return Ok(()) };
-        if fed != len {
-            return Err(unwritable(&name, format!("it has {len} bytes and got {fed}")));
+        let Some(Open { name, mut meta, len, fed, kept }) = self.open.take() else { return Ok(()) };
+        match (len, row_len(&meta)) {
+            (Some(len), _) if fed == len => {}
+            (None, Some(row)) if fed.is_multiple_of(row) => meta.shape[0] = fed / row,
+            (None, row) => {
+                let row = row.unwrap_or_default();
+                return Err(unwritable(&name, format!("{fed} bytes are no multiple of the {row} of a step")));
+            }
+            (Some(len), _) => return Err(unwritable(&name, format!("it has {len} bytes and got {fed}"))),
+        }
+        if let (None, Keeping::AsItIs { offset, .. }) = (len, &kept) {
+            let end = offset.checked_add(fed).filter(|&end| end < 1 << 63);
+            self.end = end.ok_or_else(|| unwritable(&name, "the file would be too large".into()))?;
         }
         match kept {
             Keeping::AsItIs { offset, digester } => {
@@ -226,6 +449,28 @@ impl ContainerWriter {
         }
         Ok(())
     }
+}
+
+/// Bytes of one step along the first dimension, if there are some.
+fn row_len(meta: &TensorMeta) -> Option<u64> {
+    meta.dtype.byte_len(meta.shape.get(1..)?).filter(|&len| len > 0)
+}
+
+/// The superblock and the metadata of the one file that there is, if this writer knows all that its records say.
+fn the_one_file(catalog: &Catalog) -> Result<(Superblock, &BTreeMap<String, String>), Error> {
+    let [FileEntry { superblock: Some(block), metadata, .. }] = catalog.files() else {
+        return Err(not_appendable(catalog, "it is not one .ts file".into()));
+    };
+    if block.minor > MINOR {
+        let reason = format!("it is of version 1.{}, this writer knows 1.{MINOR}", block.minor);
+        return Err(not_appendable(catalog, reason));
+    }
+    Ok((*block, metadata))
+}
+
+fn not_appendable(catalog: &Catalog, reason: String) -> Error {
+    let names: Vec<_> = catalog.files().iter().map(|file| file.name.as_str()).collect();
+    Error::NotAppendable { file: names.join(", "), reason }
 }
 
 fn unwritable(tensor: &str, reason: String) -> Error {

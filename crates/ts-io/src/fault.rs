@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Storage that fails on purpose: any backend, with what the system answers bent before the backend sees it.
+//! Storage that fails on purpose: any backend, with what the system answers bent before the backend sees it; and, by
+//! [`WriteFaults`], whatever writes files.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -163,5 +164,58 @@ impl BackendProvider for FaultyProvider {
 
     fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
         self.inner.create(&BackendOptions { faults: self.faults.clone(), ..options.clone() }, sink)
+    }
+}
+
+/// What is about to be done to a file that is being written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum WriteCall<'a> {
+    /// Bytes go to this place.
+    Write {
+        /// In bytes from the file's beginning.
+        offset: u64,
+        /// The bytes.
+        bytes: &'a [u8],
+    },
+    /// Room for so many bytes is set aside.
+    Reserve(u64),
+    /// The file becomes so long.
+    SetLen(u64),
+    /// All written bytes are brought to the disk.
+    Sync,
+    /// The file gets this name.
+    Rename(&'a Path),
+    /// The names in the file's directory are brought to the disk.
+    SyncDirectory,
+}
+
+type DecideWrite = dyn Fn(&Path, &WriteCall<'_>) -> Option<i32> + Send + Sync;
+
+/// Decides for each thing that is done to a file that is being written whether it fails. Cloning gives another handle to
+/// the same one; the default lets everything succeed.
+#[derive(Clone, Default)]
+pub struct WriteFaults(Option<Arc<DecideWrite>>);
+
+impl WriteFaults {
+    /// `decide` is called before each call, on the thread that makes it, with the path that errors name. The call is not
+    /// made when it gives an error number: EIO is 5, ENOSPC 28.
+    pub fn new(decide: impl Fn(&Path, &WriteCall<'_>) -> Option<i32> + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(decide)))
+    }
+
+    /// To be asked before each call.
+    ///
+    /// # Errors
+    /// What the call is to fail with.
+    pub fn check(&self, path: &Path, call: WriteCall<'_>) -> io::Result<()> {
+        let decided = self.0.as_ref().and_then(|decide| decide(path, &call));
+        decided.map_or(Ok(()), |number| Err(io::Error::from_raw_os_error(number)))
+    }
+}
+
+impl fmt::Debug for WriteFaults {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "faults" } else { "no faults" })
     }
 }

@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 
 use ts_pool::{BLOCK_ALIGN, Budget, Buffer, HostPool};
 
+use crate::fault::{WriteCall, WriteFaults};
 use crate::{Error, sys};
 
 /// What is written at once, and what a writer holds twice.
@@ -14,8 +15,8 @@ const CHUNK: usize = 4 << 20;
 /// Without direct I/O dirty data is flushed whenever this many bytes have gathered, so that the last flush is short.
 const FLUSH_BYTES: u64 = 256 << 20;
 
-/// Writes a large file from its beginning to its end, past the page cache: while one chunk is on its way to the
-/// device, the next one gathers. What is not whole blocks, and small files, go the ordinary way, as everything does on
+/// Writes a large file from its beginning to its end, or goes on with one, past the page cache: while one chunk is on its
+/// way to the device, the next one gathers. What is not whole blocks, and small files, go the ordinary way, as everything does on
 /// file systems without direct I/O.
 ///
 /// Holds 8 MiB of memory, and a thread once 4 MiB have been written. Dropping it waits for the chunk under way; call
@@ -29,12 +30,15 @@ pub struct Writer {
     /// Bytes that wait for their chunk to be full, and how many.
     staging: Buffer,
     filled: usize,
+    /// Nothing of them that the file does not have.
+    clean: bool,
     /// Where in the file the staging begins: at a whole block.
     begin: u64,
     /// Where the file ends.
     end: u64,
     unflushed: u64,
     reserved: bool,
+    faults: WriteFaults,
     /// What went wrong: nobody knows what the file has after that.
     failed: Option<Error>,
 }
@@ -57,40 +61,55 @@ struct Job {
 }
 
 impl Writer {
-    /// Writes to `file`, which is open for reading and writing, and is emptied. `expected` bytes are set aside on the
-    /// disk at once, so that a full one is told before the work. `path` is for errors.
+    /// Writes to `file`, which is open for reading and writing, from byte `begin` on, which is behind all that it has.
+    /// `expected` bytes are set aside on the disk at once, so that a full one is told before the work. `path` is for
+    /// errors.
     ///
     /// # Errors
     /// [`Error::Write`], above all when there is no room; [`Error::Memory`].
-    pub fn new(file: File, path: &Path, expected: u64) -> Result<Self, Error> {
+    pub fn new(
+        file: File,
+        path: &Path,
+        begin: u64,
+        expected: u64,
+        faults: WriteFaults,
+    ) -> Result<Self, Error> {
         let failed =
             |offset, source: io::Error| Error::Write { path: path.into(), offset, source: source.into() };
-        file.set_len(0).map_err(|e| failed(0, e))?;
-        let reserved = match sys::reserve(&file, expected) {
+        let reserve = || {
+            faults.check(path, WriteCall::Reserve(expected))?;
+            sys::reserve(&file, begin, expected)
+        };
+        let reserved = match reserve() {
             Ok(()) => true,
             // Where the system cannot set room aside, a full disk is told when it is full.
             Err(e) if e.kind() == io::ErrorKind::Unsupported => false,
-            Err(e) => return Err(failed(expected, e)),
+            Err(e) => return Err(failed(begin.saturating_add(expected), e)),
         };
         let pool = HostPool::new(&Budget::new(2 * CHUNK), 2 * CHUNK)?;
         let (staging, spare) = (pool.allocate(CHUNK)?, pool.allocate(CHUNK)?);
         let direct = match sys::reopen_direct(&file) {
-            Ok((direct, alignment)) if CHUNK.is_multiple_of(alignment) => Some(Direct::new(direct, spare)?),
+            Ok((direct, alignment)) if CHUNK.is_multiple_of(alignment) => {
+                Some(Direct::new(direct, spare, path, &faults)?)
+            }
             _ => None,
         };
-        let path = path.to_path_buf();
-        Ok(Self {
-            path,
+        let mut this = Self {
+            path: path.to_path_buf(),
             file,
             direct,
             staging,
             filled: 0,
+            clean: true,
             begin: 0,
-            end: 0,
+            end: begin,
             unflushed: 0,
             reserved,
+            faults,
             failed: None,
-        })
+        };
+        this.stand_at(begin)?;
+        Ok(this)
     }
 
     /// The file.
@@ -112,6 +131,7 @@ impl Writer {
             let (piece, later) = bytes.split_at(now);
             self.staging[self.filled..self.filled + now].copy_from_slice(piece);
             self.filled += now;
+            self.clean = false;
             self.end = self.end.max(self.position());
             bytes = later;
             if self.filled == CHUNK {
@@ -137,9 +157,26 @@ impl Writer {
             return Ok(());
         }
         self.flush()?;
+        self.stand_at(offset)
+    }
+
+    fn stand_at(&mut self, offset: u64) -> Result<(), Error> {
         self.begin = offset - offset % BLOCK_ALIGN as u64;
         self.filled = (offset - self.begin) as usize;
+        self.clean = true;
         self.load()
+    }
+
+    /// Ends the file at `len`, which is where it goes on.
+    ///
+    /// # Errors
+    /// As [`write`](Self::write).
+    pub fn truncate(&mut self, len: u64) -> Result<(), Error> {
+        self.unless_failed(|this| {
+            this.flush()?;
+            this.set_len(len)?;
+            this.stand_at(len)
+        })
     }
 
     /// Waits until everything written is on the disk.
@@ -159,12 +196,20 @@ impl Writer {
 
     fn settle_all(&mut self) -> Result<(), Error> {
         self.flush()?;
-        if std::mem::take(&mut self.reserved) {
+        if self.reserved {
             // What was set aside and not needed.
-            self.file.set_len(self.end).map_err(|e| self.failed(self.end, e))?;
+            self.set_len(self.end)?;
         }
         self.unflushed = 0;
-        self.file.sync_all().map_err(|e| self.failed(self.end, e))
+        let synced = self.faults.check(&self.path, WriteCall::Sync).and_then(|()| self.file.sync_all());
+        synced.map_err(|e| self.failed(self.end, e))
+    }
+
+    fn set_len(&mut self, len: u64) -> Result<(), Error> {
+        let set = self.faults.check(&self.path, WriteCall::SetLen(len)).and_then(|()| self.file.set_len(len));
+        set.map_err(|e| self.failed(len, e))?;
+        (self.end, self.reserved) = (len, false);
+        Ok(())
     }
 
     fn position(&self) -> u64 {
@@ -178,7 +223,9 @@ impl Writer {
             self.unflushed += CHUNK as u64;
             if self.unflushed >= FLUSH_BYTES {
                 self.unflushed = 0;
-                self.file.sync_data().map_err(|e| self.failed(self.begin, e))?;
+                let synced =
+                    self.faults.check(&self.path, WriteCall::Sync).and_then(|()| self.file.sync_data());
+                synced.map_err(|e| self.failed(self.begin, e))?;
             }
         } else {
             self.settle()?;
@@ -188,7 +235,7 @@ impl Writer {
             direct.submit(Job { chunk, offset: self.begin, len: CHUNK });
         }
         self.begin += CHUNK as u64;
-        self.filled = 0;
+        (self.filled, self.clean) = (0, true);
         Ok(())
     }
 
@@ -199,8 +246,14 @@ impl Writer {
     }
 
     fn write_staging(&mut self) -> Result<(), Error> {
-        sys::write_all_at(&self.file, &self.staging[..self.filled], self.begin)
-            .map_err(|e| self.failed(self.begin, e))
+        if self.clean {
+            return Ok(());
+        }
+        let bytes = &self.staging[..self.filled];
+        let written = write_all_at(&self.file, bytes, self.begin, &self.path, &self.faults);
+        written.map_err(|e| self.failed(self.begin, e))?;
+        self.clean = true;
+        Ok(())
     }
 
     /// Waits for the chunk under way.
@@ -241,13 +294,19 @@ impl Writer {
     }
 }
 
+fn write_all_at(file: &File, bytes: &[u8], offset: u64, path: &Path, faults: &WriteFaults) -> io::Result<()> {
+    faults.check(path, WriteCall::Write { offset, bytes })?;
+    sys::write_all_at(file, bytes, offset)
+}
+
 impl Direct {
-    fn new(file: File, spare: Buffer) -> Result<Self, Error> {
+    fn new(file: File, spare: Buffer, path: &Path, faults: &WriteFaults) -> Result<Self, Error> {
         let (jobs, inbox) = channel::<Job>();
         let (outbox, done) = channel();
+        let (path, faults) = (path.to_path_buf(), faults.clone());
         let work = move || {
             for Job { chunk, offset, len } in inbox {
-                let result = sys::write_all_at(&file, &chunk[..len], offset);
+                let result = write_all_at(&file, &chunk[..len], offset, &path, &faults);
                 if outbox.send((chunk, offset, result)).is_err() {
                     return;
                 }
@@ -286,6 +345,7 @@ mod tests {
     enum Act {
         Write(usize),
         Seek(u64),
+        Truncate(u64),
         Sync,
     }
 
@@ -294,6 +354,7 @@ mod tests {
             4 => (0usize..3 * CHUNK).prop_map(Act::Write),
             2 => (0usize..10_000).prop_map(Act::Write),
             2 => (0u64..4 * CHUNK as u64).prop_map(Act::Seek),
+            1 => (0u64..2 * CHUNK as u64).prop_map(Act::Truncate),
             1 => Just(Act::Sync),
         ]
     }
@@ -302,11 +363,14 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
         /// Against a file in memory, on a file system with direct I/O.
         #[test]
-        fn any_program_writes_what_it_says(acts in prop::collection::vec(act(), 1..12)) {
+        fn any_program_writes_what_it_says(had in 0usize..9000, acts in prop::collection::vec(act(), 1..12)) {
             let dir = tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
             let path = dir.path().join("written");
-            let mut writer = Writer::new(open(&path), &path, 1 << 20).unwrap();
-            let (mut expected, mut at, mut number) = (Vec::new(), 0usize, 0u8);
+            let mut expected = vec![9; had];
+            std::fs::write(&path, &expected).unwrap();
+            let file = File::options().read(true).write(true).open(&path).unwrap();
+            let mut writer = Writer::new(file, &path, had as u64, 1 << 20, WriteFaults::default()).unwrap();
+            let (mut at, mut number) = (had, 0u8);
             for act in acts {
                 match act {
                     Act::Write(len) => {
@@ -322,6 +386,11 @@ mod tests {
                     Act::Seek(offset) => {
                         writer.seek(offset).unwrap();
                         at = offset as usize;
+                    }
+                    Act::Truncate(len) => {
+                        writer.truncate(len).unwrap();
+                        expected.resize(len as usize, 0);
+                        at = len as usize;
                     }
                     Act::Sync => {
                         writer.sync().unwrap();
@@ -343,7 +412,7 @@ mod tests {
         use std::os::unix::fs::MetadataExt;
         let dir = tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
         let path = dir.path().join("reserved");
-        let mut writer = Writer::new(open(&path), &path, 64 << 20).unwrap();
+        let mut writer = Writer::new(open(&path), &path, 0, 64 << 20, WriteFaults::default()).unwrap();
         assert!(std::fs::metadata(&path).unwrap().blocks() * 512 >= 64 << 20, "room is set aside");
         writer.write(&[1; 5000]).unwrap();
         writer.sync().unwrap();
@@ -357,7 +426,7 @@ mod tests {
         let dir = tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
         let path = dir.path().join("read-only");
         std::fs::write(&path, [7; 10]).unwrap();
-        let mut writer = Writer::new(open(&path), &path, 0).unwrap();
+        let mut writer = Writer::new(open(&path), &path, 0, 0, WriteFaults::default()).unwrap();
         // The same file, which takes no bytes from here on.
         (writer.file, writer.direct) = (File::open(&path).unwrap(), None);
         let first = (0..3).find_map(|_| writer.write(&vec![1; CHUNK]).err()).unwrap();
@@ -370,7 +439,7 @@ mod tests {
     fn a_disk_that_cannot_hold_it_says_so_at_once() {
         let dir = tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
         let path = dir.path().join("too-large");
-        let error = Writer::new(open(&path), &path, 1 << 50).unwrap_err();
+        let error = Writer::new(open(&path), &path, 0, 1 << 50, WriteFaults::default()).unwrap_err();
         assert!(matches!(error, Error::Write { .. }), "{error}");
         assert!(error.to_string().contains("too-large"), "{error}");
     }

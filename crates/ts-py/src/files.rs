@@ -181,7 +181,7 @@ fn options(
 ) -> PyResult<WriteOptions> {
     let compression = Compression::named(codec, level)
         .map_err(|reason| to_python(py, &Error::Compression { path: path.into(), reason }))?;
-    Ok(WriteOptions { compression, jobs })
+    Ok(WriteOptions { compression, jobs, ..WriteOptions::default() })
 }
 
 /// Converts a checkpoint; number of tensors and bytes.

@@ -108,14 +108,15 @@ pub(crate) fn reopen_quiet(file: &File) -> io::Result<File> {
 }
 
 /// Sets room aside on the disk, without making the file longer.
-pub(crate) fn reserve(file: &File, len: u64) -> io::Result<()> {
-    let len = libc::off_t::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
+pub(crate) fn reserve(file: &File, begin: u64, len: u64) -> io::Result<()> {
+    let size = |bytes| libc::off_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG));
+    let (begin, len) = (size(begin)?, size(len)?);
     if len == 0 {
         return Ok(());
     }
     loop {
         // SAFETY: the descriptor is open while `file` lives; no pointers are passed.
-        match unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, len) } {
+        match unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, begin, len) } {
             0 => return Ok(()),
             _ => match io::Error::last_os_error() {
                 e if e.kind() == io::ErrorKind::Interrupted => {}

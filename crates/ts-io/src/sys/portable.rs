@@ -75,7 +75,7 @@ pub(crate) fn reopen_direct(_: &File) -> io::Result<(File, usize)> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
-pub(crate) fn reserve(_: &File, _: u64) -> io::Result<()> {
+pub(crate) fn reserve(_: &File, _: u64, _: u64) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
 }
 

@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is left of a file when its writer is cut short anywhere: the old content or the new, whole.
+//!
+//! Every call by which a file comes to be is recorded. Then the disk is put into every state in which a loss of power
+//! could leave it behind each call: what was flushed is there, and of the rest nothing, all of it, any one part, all but
+//! one part, or a part that is torn.
+
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use tensorstream::format::{Codec, Compression, Dtype, TensorMeta};
+use tensorstream::io::fault::{WriteCall, WriteFaults};
+use tensorstream::{Checkpoint, Error, FileWriter, NewTensor, WriteOptions, compact, convert, verify};
+
+/// What may be torn: the smallest sector there is.
+const SECTOR: usize = 512;
+
+#[derive(Debug, Clone, PartialEq)]
+enum Call {
+    Write(u64, Vec<u8>),
+    SetLen(u64),
+    Sync,
+    Rename,
+    SyncDirectory,
+}
+
+type Record = Arc<Mutex<Vec<Call>>>;
+
+/// Records all calls; that of number `fails`, if there is one, fails with an error number.
+fn recorder(fails: Option<(usize, i32)>) -> (Record, WriteFaults) {
+    let record = Record::default();
+    let calls = Arc::clone(&record);
+    let faults = WriteFaults::new(move |_, call| {
+        let mut calls = calls.lock().unwrap();
+        calls.push(match *call {
+            WriteCall::Write { offset, bytes } => Call::Write(offset, bytes.to_vec()),
+            WriteCall::SetLen(len) => Call::SetLen(len),
+            WriteCall::Sync => Call::Sync,
+            WriteCall::Rename(_) => Call::Rename,
+            WriteCall::SyncDirectory => Call::SyncDirectory,
+            // Setting room aside changes no content.
+            _ => return fails.filter(|f| f.0 == usize::MAX).map(|f| f.1),
+        });
+        fails.filter(|&(number, _)| calls.len().checked_sub(1) == Some(number)).map(|(_, errno)| errno)
+    });
+    (record, faults)
+}
+
+fn options(faults: &WriteFaults) -> WriteOptions {
+    let compression = Compression::By(Codec::Split, None);
+    WriteOptions { compression, jobs: 1, checkpoint_bytes: 1, faults: faults.clone() }
+}
+
+fn never() -> bool {
+    false
+}
+
+/// One that is kept as it is and longer than what is written at once, and one that is compressed.
+fn tensors(names: [&str; 2]) -> Vec<NewTensor> {
+    let new = |name: &str, dtype, len| NewTensor {
+        name: name.into(),
+        meta: TensorMeta { dtype, shape: vec![len] },
+        phase: None,
+    };
+    vec![new(names[0], Dtype::U8, 4_500_000), new(names[1], Dtype::BF16, 40_000)]
+}
+
+fn content(seed: u8) -> Vec<u8> {
+    let noise = |i: u32| (i.wrapping_mul(2_654_435_761) >> 23) as u8 ^ seed;
+    let halves = (0..40_000u32).flat_map(|i| [noise(i), 0x3f]);
+    (0..4_500_000u32).map(noise).chain(halves).collect()
+}
+
+fn create(path: &Path, seed: u8, faults: &WriteFaults) -> Result<(), Error> {
+    let metadata = BTreeMap::from([("seed".into(), seed.to_string())]);
+    let mut writer = FileWriter::create(path, tensors(["a", "b"]), metadata, options(faults), &mut never)?;
+    writer.write(&content(seed))?;
+    writer.commit()
+}
+
+/// Puts a tensor in the place of one, adds one, takes one away.
+fn append(path: &Path, faults: &WriteFaults) -> Result<(), Error> {
+    let (metadata, gone) = (BTreeMap::from([("seed".into(), "2".into())]), ["b".to_string()]);
+    let mut writer =
+        FileWriter::append(path, tensors(["a", "c"]), &gone, metadata, options(faults), &mut never)?;
+    writer.write(&content(2))?;
+    writer.commit()
+}
+
+type Job = (&'static str, fn(&Path), fn(&Path, &WriteFaults) -> Result<(), Error>);
+
+fn jobs() -> [Job; 4] {
+    let before = |path: &Path| create(path, 1, &WriteFaults::default()).unwrap();
+    let with_waste = |path: &Path| {
+        create(path, 1, &WriteFaults::default()).unwrap();
+        append(path, &WriteFaults::default()).unwrap();
+    };
+    [
+        ("create", |_| {}, |path, faults| create(path, 2, faults)),
+        ("replace", before, |path, faults| create(path, 2, faults)),
+        ("append", before, append),
+        ("compact", with_waste, |path, faults| compact(path, faults, &mut |_| false).map(|_| ())),
+    ]
+}
+
+/// All that a file says, every checksum compared; `None` if there is none.
+fn read(path: &Path) -> Option<(u128, BTreeMap<String, String>)> {
+    if !path.exists() {
+        return None;
+    }
+    let found = verify(path, &mut |_| false).unwrap_or_else(|error| panic!("not whole: {error}"));
+    assert_eq!(found.damaged, []);
+    let checkpoint = Checkpoint::open(path).unwrap();
+    Some((checkpoint.fingerprint().unwrap(), checkpoint.catalog().files()[0].metadata.clone()))
+}
+
+fn apply(file: &mut Vec<u8>, call: &Call) {
+    match call {
+        Call::Write(offset, bytes) => {
+            let begin = *offset as usize;
+            file.resize(file.len().max(begin + bytes.len()), 0);
+            file[begin..begin + bytes.len()].copy_from_slice(bytes);
+        }
+        Call::SetLen(len) => file.resize(*len as usize, 0),
+        Call::Sync | Call::Rename | Call::SyncDirectory => {}
+    }
+}
+
+/// Every state of one file in which a loss of power behind the first `count` calls may leave it.
+fn states(before: &[u8], calls: &[Call], count: usize) -> Vec<Vec<u8>> {
+    let done = &calls[..count];
+    let flushed = done.iter().rposition(|call| *call == Call::Sync).map_or(0, |at| at + 1);
+    let mut base = before.to_vec();
+    done[..flushed].iter().for_each(|call| apply(&mut base, call));
+    let loose: Vec<&Call> = done[flushed..].iter().collect();
+    let with = |chosen: &dyn Fn(usize) -> bool| {
+        let mut file = base.clone();
+        loose.iter().enumerate().filter(|(i, _)| chosen(*i)).for_each(|(_, call)| apply(&mut file, call));
+        file
+    };
+    let mut all = vec![with(&|_| false), with(&|_| true)];
+    for one in 0..loose.len() {
+        all.push(with(&|i| i == one));
+        all.push(with(&|i| i != one));
+        if let Call::Write(offset, bytes) = loose[one] {
+            for cut in [SECTOR, bytes.len() / 2 / SECTOR * SECTOR, bytes.len() - 1] {
+                let mut file = with(&|i| i < one);
+                apply(&mut file, &Call::Write(*offset, bytes[..cut.min(bytes.len())].to_vec()));
+                all.push(file);
+            }
+        }
+    }
+    all.sort();
+    all.dedup();
+    all
+}
+
+#[test]
+fn a_loss_of_power_anywhere_leaves_the_old_content_or_the_new() {
+    for (name, prepare, run) in jobs() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a.ts");
+        prepare(&path);
+        let (old, old_bytes) = (read(&path), std::fs::read(&path).unwrap_or_default());
+        let (record, faults) = recorder(None);
+        run(&path, &faults).unwrap();
+        let new = read(&path);
+        assert!(old != new || name == "compact");
+        let calls = record.lock().unwrap().clone();
+        let mut seen = [0, 0];
+        for count in 0..=calls.len() {
+            let renamed = calls[..count].iter().position(|call| *call == Call::Rename);
+            let lasting = calls[..count].contains(&Call::SyncDirectory);
+            // Of a file that is renamed, the states are those of the unfinished one; they matter once it has the name.
+            let candidates = match (name, renamed) {
+                ("append", _) => states(&old_bytes, &calls, count),
+                (_, None) => vec![],
+                (_, Some(at)) => states(&[], &calls, at),
+            };
+            for state in &candidates {
+                std::fs::write(&path, state).unwrap();
+                let found = read(&path);
+                assert!(found == old || found == new, "{name}: behind call {count} of {}", calls.len());
+                seen[usize::from(found == new)] += 1;
+                assert!(found == new || !lasting, "{name}: it was durable");
+            }
+        }
+        assert!(seen[1] > 0, "{name}: {seen:?}");
+        assert!(seen[0] > 10 || name != "append", "{seen:?}");
+        // What was durable is new, also behind the last call.
+        assert_eq!(read(&path), new);
+    }
+}
+
+#[test]
+fn what_an_append_writes_over_is_one_superblock_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a.ts");
+    create(&path, 1, &WriteFaults::default()).unwrap();
+    let used = Checkpoint::open(&path).unwrap().catalog().files()[0].used_len();
+    let (record, faults) = recorder(None);
+    append(&path, &faults).unwrap();
+    let calls = record.lock().unwrap().clone();
+    let writes = calls.iter().filter_map(|call| match call {
+        Call::Write(offset, bytes) => Some((*offset, bytes.len())),
+        _ => None,
+    });
+    let over: Vec<_> = writes.filter(|(offset, _)| *offset < used).collect();
+    assert_eq!(over, [(4096, 4096)]);
+}
+
+#[test]
+fn a_call_that_fails_is_a_typed_error_and_the_old_file_stays() {
+    for (name, prepare, run) in jobs() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("a.ts");
+        prepare(&path);
+        let (old, old_bytes) = (read(&path), std::fs::read(&path).ok());
+        let (record, faults) = recorder(None);
+        run(&path, &faults).unwrap();
+        let (new, calls) = (read(&path), record.lock().unwrap().clone());
+        // From here on the new content may be there.
+        let switch = match name {
+            "append" => calls.iter().rposition(|call| matches!(call, Call::Write(..))).unwrap(),
+            _ => calls.iter().position(|call| *call == Call::SyncDirectory).unwrap(),
+        };
+        for (number, errno) in (0..calls.len()).flat_map(|n| [(n, 5), (n, 28)]).chain([(usize::MAX, 28)]) {
+            let reset = |bytes: &[u8]| std::fs::write(&path, bytes).unwrap();
+            old_bytes.as_deref().map_or_else(|| std::fs::remove_file(&path).unwrap(), reset);
+            let error = run(&path, &recorder(Some((number, errno))).1).unwrap_err();
+            let typed =
+                matches!(error, Error::Write { .. } | Error::Io(tensorstream::io::Error::Write { .. }));
+            assert!(typed && error.to_string().contains("a.ts"), "{name}, call {number}: {error}");
+            let found = read(&path);
+            if number < switch || number == usize::MAX {
+                assert!(std::fs::read(&path).ok() == old_bytes, "{name}, call {number}");
+            }
+            assert!(found == old || found == new, "{name}, call {number}");
+            let left: Vec<PathBuf> =
+                std::fs::read_dir(directory.path()).unwrap().map(|e| e.unwrap().path()).collect();
+            assert!(left.iter().all(|file| *file == path), "{left:?}");
+            if found == old {
+                run(&path, &WriteFaults::default()).unwrap_or_else(|e| panic!("{name} once more: {e}"));
+                assert_eq!(read(&path), new);
+            }
+        }
+    }
+}
+
+/// How far a conversion of [`source`] is when it first says so, if it begins at the beginning.
+const FIRST: u64 = 200_000;
+
+fn source(directory: &Path) -> PathBuf {
+    let path = directory.join("a.safetensors");
+    let new = |i: u64| NewTensor {
+        name: format!("t{i}"),
+        meta: TensorMeta { dtype: Dtype::BF16, shape: vec![i % 3 * 100_000] },
+        phase: None,
+    };
+    let tensors: Vec<_> = (0..9).map(new).collect();
+    let total: u64 = tensors.iter().map(|t| t.meta.byte_len().unwrap()).sum();
+    let plain = WriteOptions::default();
+    let mut writer = FileWriter::create(&path, tensors, BTreeMap::new(), plain, &mut never).unwrap();
+    writer.write(&content(3)[..total as usize]).unwrap();
+    writer.commit().unwrap();
+    path
+}
+
+#[test]
+fn an_interrupted_conversion_goes_on_and_ends_the_same_byte_for_byte() {
+    let directory = tempfile::tempdir().unwrap();
+    let from = source(directory.path());
+    let (whole, to) = (directory.path().join("whole.ts"), directory.path().join("to.ts"));
+    let none = WriteFaults::default();
+    convert(&from, &whole, options(&none), &mut |_| false).unwrap();
+    let expected = std::fs::read(&whole).unwrap();
+    let (mut attempts, mut resumed_at) = (0, 0);
+    loop {
+        attempts += 1;
+        let mut first = None;
+        let done = convert(&from, &to, options(&none), &mut |progress| {
+            // Two tensors further, and away.
+            let first = *first.get_or_insert(progress.done);
+            resumed_at = resumed_at.max(first);
+            attempts < 50 && progress.done > first + 300_000
+        });
+        match done {
+            Ok(_) => break,
+            Err(Error::Interrupted) => assert!(directory.path().join("to.ts.partial").exists()),
+            Err(error) => panic!("{error}"),
+        }
+    }
+    assert!(attempts > 2 && resumed_at > 0, "{attempts} attempts, at most from byte {resumed_at}");
+    assert!(std::fs::read(&to).unwrap() == expected, "not the same bytes");
+    assert!(!directory.path().join("to.ts.partial").exists());
+}
+
+#[test]
+fn what_a_dead_conversion_left_is_gone_on_with_only_if_it_is_of_the_same() {
+    let directory = tempfile::tempdir().unwrap();
+    let from = source(directory.path());
+    let (whole, to) = (directory.path().join("whole.ts"), directory.path().join("to.ts"));
+    let (record, faults) = recorder(None);
+    convert(&from, &whole, options(&faults), &mut |_| false).unwrap();
+    let (expected, calls) = (std::fs::read(&whole).unwrap(), record.lock().unwrap().clone());
+    let renamed = calls.iter().position(|call| *call == Call::Rename).unwrap();
+    let none = WriteFaults::default();
+    let first_progress = |options: WriteOptions| {
+        let mut first = None;
+        convert(&from, &to, options, &mut |progress| *first.get_or_insert(progress.done) == u64::MAX)
+            .unwrap();
+        first.unwrap()
+    };
+    let mut resumed = 0;
+    for count in 0..=renamed {
+        for state in states(&[], &calls, count) {
+            std::fs::write(directory.path().join("to.ts.partial"), state).unwrap();
+            resumed += u64::from(first_progress(options(&none)) > FIRST);
+            assert!(std::fs::read(&to).unwrap() == expected, "behind call {count}");
+        }
+    }
+    assert!(resumed > 3, "{resumed}");
+    // The same file compressed in another way, or another file, begins anew.
+    let left = || {
+        let state = states(&[], &calls, renamed / 2).pop().unwrap();
+        std::fs::write(directory.path().join("to.ts.partial"), state).unwrap();
+    };
+    left();
+    assert!(first_progress(options(&none)) > FIRST);
+    left();
+    assert_eq!(first_progress(WriteOptions { compression: Compression::None, ..options(&none) }), FIRST);
+    left();
+    let later = std::fs::File::options().write(true).open(&from).unwrap();
+    later.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(9)).unwrap();
+    assert_eq!(first_progress(options(&none)), FIRST);
+}
