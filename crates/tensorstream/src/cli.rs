@@ -56,7 +56,7 @@ enum Command {
         /// lz4 or zlib.
         #[arg(long, default_value = "raw")]
         codec: String,
-        /// The codec's level: -7 to 19 for zstd, 0 to 9 for zlib.
+        /// The codec's level: -7 to 22 for zstd, 0 to 9 for zlib.
         #[arg(long, allow_negative_numbers = true)]
         level: Option<i32>,
         /// Threads that compress; as many as there are cores if not given.

@@ -2,7 +2,7 @@
 //! Whole checkpoints in memory, as fast as their storage and the cores give them.
 
 use ts_format::{Tensor, TensorMeta};
-use ts_orchestrator::{EngineConfig, Phase, TensorBytes, Unit, UnitId, UnitTensor};
+use ts_orchestrator::{EngineConfig, Phase, TensorBytes, Unit, UnitId, UnitTensor, Verify};
 
 use crate::convert::Progress;
 use crate::read::Damage;
@@ -52,7 +52,7 @@ impl Checkpoint {
         let groups = self.groups();
         let total = self.catalog().tensors().map(|tensor| tensor.range().len).sum();
         let mut config = EngineConfig::with_budget(UNLIMITED);
-        config.verify = options.verify;
+        config.verify = if options.verify { Verify::EveryRead } else { Verify::Never };
         config.workers = match options.jobs {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             jobs => jobs,

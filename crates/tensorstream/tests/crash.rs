@@ -142,10 +142,10 @@ fn states(before: &[u8], calls: &[Call], count: usize) -> Vec<Vec<u8>> {
         file
     };
     let mut all = vec![with(&|_| false), with(&|_| true)];
-    for one in 0..loose.len() {
+    for (one, call) in loose.iter().enumerate() {
         all.push(with(&|i| i == one));
         all.push(with(&|i| i != one));
-        if let Call::Write(offset, bytes) = loose[one] {
+        if let Call::Write(offset, bytes) = call {
             for cut in [SECTOR, bytes.len() / 2 / SECTOR * SECTOR, bytes.len() - 1] {
                 let mut file = with(&|i| i < one);
                 apply(&mut file, &Call::Write(*offset, bytes[..cut.min(bytes.len())].to_vec()));

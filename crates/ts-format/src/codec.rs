@@ -57,7 +57,7 @@ impl Codec {
     pub const fn levels(self) -> Option<(std::ops::RangeInclusive<i32>, i32)> {
         match self {
             Codec::Raw | Codec::Lz4 | Codec::Split => None,
-            Codec::Zstd => Some((-7..=19, 3)),
+            Codec::Zstd => Some((-7..=22, 3)),
             Codec::Zlib => Some((0..=9, 6)),
         }
     }

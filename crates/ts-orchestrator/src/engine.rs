@@ -61,8 +61,8 @@ pub struct EngineConfig {
     pub request_bytes: usize,
     /// How far units are read ahead.
     pub prefetch: Prefetch,
-    /// Whether units are compared with their checksums, where they have some, whenever they are read.
-    pub verify: bool,
+    /// When units are compared with their checksums, where they have some.
+    pub verify: Verify,
     /// Threads that compare checksums, and bring bytes to their place which could not be read there.
     pub workers: usize,
     /// Threads that take the memory of units from the system before the first reads get there; 0 for none. What is taken so
@@ -72,6 +72,18 @@ pub struct EngineConfig {
     pub rates: Rates,
     /// The time.
     pub clock: Clock,
+}
+
+/// When bytes are compared with their checksums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Verify {
+    /// Whenever they are read.
+    #[default]
+    EveryRead,
+    /// When they are read for the first time; what is read again, from a file that has not changed, is trusted.
+    Once,
+    /// Not at all. What is compressed must still be what its codec can make.
+    Never,
 }
 
 impl EngineConfig {
@@ -86,7 +98,7 @@ impl EngineConfig {
             io: BackendOptions::default(),
             request_bytes: 4 << 20,
             prefetch: Prefetch::default(),
-            verify: true,
+            verify: Verify::EveryRead,
             workers: 1,
             populate: 0,
             rates: Rates::default(),
@@ -143,7 +155,7 @@ impl Engine {
             .provider
             .create(&config.io, Box::new(move |completion| drop(sink.send(Event::Read(completion)))))?;
         let (prefetch, verify) = (config.prefetch, config.verify);
-        let checks = verify && units.iter().any(|unit| !unit.checks.is_empty());
+        let checks = verify != Verify::Never && units.iter().any(|unit| !unit.checks.is_empty());
         let workers = (checks || bounces.is_some()).then(|| WorkerPool::new(config.workers.max(1), &events));
         let workers = workers.transpose()?;
         let timeout = config.io.timeout;

@@ -66,7 +66,7 @@ mod stats;
 mod unit;
 mod worker;
 
-pub use engine::{Clock, Engine, EngineConfig, Interrupt, never_interrupt};
+pub use engine::{Clock, Engine, EngineConfig, Interrupt, Verify, never_interrupt};
 pub use error::{Error, ErrorKind};
 pub use lease::{Lease, TensorBytes};
 pub use pass::PassId;

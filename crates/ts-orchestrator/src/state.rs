@@ -13,6 +13,7 @@ use ts_io::{Backend, Completion, ReadPath, ReadRequest, Source};
 use ts_pool::{Buffer, HostPool};
 
 use crate::Error;
+use crate::engine::Verify;
 use crate::layout::{Fill, SlotLayout};
 use crate::lease::Slot;
 use crate::load::{Cut, Event, Load, QueuedRead, add, split_token};
@@ -51,8 +52,7 @@ pub(crate) struct Fixed {
     pub(crate) bounces: Option<HostPool>,
     pub(crate) cut: Cut,
     pub(crate) prefetch: Prefetch,
-    /// Whether units are compared with their checksums whenever they are read.
-    pub(crate) verify: bool,
+    pub(crate) verify: Verify,
     /// How long a read may take.
     pub(crate) timeout: Duration,
     pub(crate) events: Sender<Event>,
@@ -108,6 +108,8 @@ pub(crate) struct UnitState {
     /// Why its last load failed; reported to the next who wants it.
     pub(crate) failure: Option<Error>,
     used_since_load: bool,
+    /// It was read once, and compared with its checksums.
+    verified: bool,
     /// Its fastest use but the first, which warms up more than the unit.
     fastest_use_ns: Option<u64>,
     pub(crate) stats: UnitStats,
@@ -466,7 +468,8 @@ impl State {
                 let workers = self.workers.as_ref().expect("there are workers where there are bounces");
                 let bounce = buffer.expect("what is delivered is in a buffer");
                 self.copying += 1;
-                workers.submit(Job::Bring { token, bounce, stored, fill, verify: fixed.verify, target });
+                let verify = self.units[load.unit.index()].is_to_be_verified(fixed.verify);
+                workers.submit(Job::Bring { token, bounce, stored, fill, verify, target });
             }
             Some((target, ..)) => {
                 // One that the system still holds goes back to its pool, whence the next read takes it.
@@ -504,8 +507,9 @@ impl State {
         if load.put_back(part, buffer) {
             let slot = load.join();
             let checks = &fixed.units[load.unit.index()].checks;
+            let verify = !checks.is_empty() && self.units[load.unit.index()].is_to_be_verified(fixed.verify);
             match (&self.workers, slot) {
-                (Some(workers), Some(slot)) if fixed.verify && !checks.is_empty() && load.error.is_none() => {
+                (Some(workers), Some(slot)) if verify && load.error.is_none() => {
                     workers.submit(Job::Check { load: load_id, slot, checks: Arc::clone(checks) });
                 }
                 (_, slot) => {
@@ -559,7 +563,7 @@ impl State {
         let slot = slot.expect("a read that timed out is an error");
         let slot = Slot::new(slot.freeze(), fixed.events.clone());
         unit.residence = Residence::Present(Arc::new(slot));
-        unit.used_since_load = false;
+        (unit.used_since_load, unit.verified) = (false, fixed.verify != Verify::Never);
         self.note_idle(id);
     }
 
@@ -599,6 +603,14 @@ impl State {
 }
 
 impl UnitState {
+    fn is_to_be_verified(&self, verify: Verify) -> bool {
+        match verify {
+            Verify::EveryRead => true,
+            Verify::Once => !self.verified,
+            Verify::Never => false,
+        }
+    }
+
     fn lingering_count(&mut self) -> usize {
         self.lingering.retain(|slot| slot.strong_count() > 0);
         self.lingering.len()

@@ -16,7 +16,7 @@ use ts_io::{
     ReadRequest, Registry, Rejected, Source,
 };
 use ts_orchestrator::{
-    Engine, EngineConfig, Error, ErrorKind, Phase, Prefetch, TensorBytes, Unit, UnitId, UnitTensor,
+    Engine, EngineConfig, Error, ErrorKind, Phase, Prefetch, TensorBytes, Unit, UnitId, UnitTensor, Verify,
     never_interrupt,
 };
 
@@ -547,8 +547,44 @@ fn bytes_without_their_checksum_are_an_error_that_says_where_unless_not_asked() 
         }
         model.check(1, &engine.acquire(None, UnitId(1), never_interrupt()).unwrap().tensor(0));
     }
-    let engine = model.engine(EngineConfig { verify: false, ..config(4 << 20) }).unwrap();
+    let engine = model.engine(EngineConfig { verify: Verify::Never, ..config(4 << 20) }).unwrap();
     assert!(engine.acquire(None, UnitId(0), never_interrupt()).is_ok());
+}
+
+#[test]
+fn what_is_verified_once_is_trusted_when_it_is_read_again() {
+    let mut model = Model::new(&[3 << 20, 3 << 20]);
+    for i in 0..2 {
+        model.units[i].tensors[0].digest = Some(Arc::new(Digest::of(&model.expected(i))));
+    }
+    let visit = |engine: &Engine, unit| engine.acquire(None, UnitId(unit), never_interrupt()).map(|_| ());
+    for (verify, again) in [(Verify::EveryRead, Some(ErrorKind::Corrupt)), (Verify::Once, None)] {
+        let config = || EngineConfig { verify, prefetch: Prefetch::None, ..config(4 << 20) };
+        let engine = model.engine(config()).unwrap();
+        visit(&engine, 0).unwrap();
+        visit(&engine, 1).unwrap();
+        // A bit that turned by itself: the file is as old as it was.
+        let modified = fs::metadata(&model.path).unwrap().modified().unwrap();
+        let turn = |content: &[u8]| {
+            let file = fs::File::options().write(true).open(&model.path).unwrap();
+            std::os::unix::fs::FileExt::write_all_at(&file, content, 0).unwrap();
+            file.set_modified(modified).unwrap();
+        };
+        let mut harmed = model.content.clone();
+        harmed[8 + (1 << 20)] ^= 1;
+        turn(&harmed);
+        assert_eq!(visit(&engine, 0).err().map(|error| error.kind()), again, "{verify:?}");
+        drop(engine);
+        let engine = model.engine(config()).unwrap();
+        assert_eq!(visit(&engine, 0).unwrap_err().kind(), ErrorKind::Corrupt, "{verify:?}: the first time");
+        assert_eq!(
+            visit(&engine, 0).unwrap_err().kind(),
+            ErrorKind::Corrupt,
+            "{verify:?}: nothing was verified"
+        );
+        drop(engine);
+        turn(&model.content.clone());
+    }
 }
 
 #[test]

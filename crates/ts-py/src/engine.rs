@@ -9,7 +9,7 @@ use tensorstream::format::TensorMeta;
 use tensorstream::io::{BackendOptions, Tuner};
 use tensorstream::orchestrator::{
     self as orchestrator, EngineConfig, EngineStats, PassId, Phase, Plan, Prefetch, Unit, UnitId, UnitStats,
-    UnitTensor,
+    UnitTensor, Verify,
 };
 
 use crate::checkpoint::{Checkpoint, Part};
@@ -182,7 +182,7 @@ pub(crate) struct Settings {
     /// `None` for what suits the storage.
     in_flight: Option<usize>,
     prefetch: String,
-    verify: bool,
+    verify: String,
 }
 
 fn config(budget: usize, settings: Option<Settings>) -> PyResult<EngineConfig> {
@@ -196,6 +196,12 @@ fn config(budget: usize, settings: Option<Settings>) -> PyResult<EngineConfig> {
         "adaptive" => Prefetch::Adaptive,
         "aggressive" => Prefetch::Aggressive,
         other => return Err(PyValueError::new_err(format!("unknown prefetch strategy {other}"))),
+    };
+    let verify = match verify.as_str() {
+        "every_read" => Verify::EveryRead,
+        "once" => Verify::Once,
+        "never" => Verify::Never,
+        other => return Err(PyValueError::new_err(format!("bytes are not verified {other}"))),
     };
     let mut io = BackendOptions::default();
     io.in_flight = in_flight.unwrap_or(io.in_flight);

@@ -113,18 +113,21 @@ impl FileWriter {
 
     /// As the constructor, but None when the file is there and holds just such tensors and metadata.
     #[staticmethod]
+    #[pyo3(signature = (path, tensors, metadata, fingerprint, codec="raw", level=None))]
     fn unless_written(
         py: Python<'_>,
         path: PathBuf,
         tensors: Vec<NewTensorSpec>,
         metadata: BTreeMap<String, String>,
         fingerprint: Option<String>,
+        codec: &str,
+        level: Option<i32>,
     ) -> PyResult<Option<Self>> {
         let tensors = new_tensors(tensors)?;
+        let options = options(py, &path, codec, level, 0)?;
         let fingerprint = fingerprint.map(|hex| u128::from_str_radix(&hex, 16)).transpose()?;
         let create = |watch: &mut Watch<'_>| {
             let interrupt = &mut || watch(NOTHING);
-            let options = WriteOptions::default();
             tensorstream::FileWriter::unless_written(
                 &path,
                 tensors,

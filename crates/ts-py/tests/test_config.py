@@ -33,7 +33,7 @@ from torch import nn
         ("vram_budget_gb", "8", "a positive number of GB"),
         ("prefetch_strategy", "eager", "one of none, next_layer, adaptive, aggressive"),
         ("memory_mode", 3, "one of aggressive, balanced, conservative"),
-        ("verify_checksums", 1, "True or False"),
+        ("verify_checksums", 1, "True, False or"),
         ("compression_enabled", "yes", "True or False"),
         ("compression_level", 23, "an integer from 1 to 22"),
     ],
@@ -98,11 +98,25 @@ def test_a_backend_that_is_not_built_falls_back_and_says_why(linear: Any, backen
     assert [name for name, _ in stats["passed_over"]] == [backend.lower()]
 
 
-@pytest.mark.parametrize(("field", "value"), [("compression_enabled", True), ("compression_level", 3)])
-def test_compression_says_that_it_is_not_built(field: str, value: object) -> None:
-    _said.clear()
-    with pytest.warns(ts.NotBuiltWarning, match=f"Config.{field}: compression is not built yet"):
-        ts.Config(**{field: value})  # type: ignore[arg-type]
+@pytest.mark.parametrize("level", [None, 9])
+def test_weights_are_stored_compressed_and_streamed_from_that(tmp_path: Path, level: int | None) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(12)))
+    x = torch.randn(2, 512, dtype=torch.bfloat16)
+    expected = model(x)
+    config = ts.Config(
+        budget="4MiB",
+        storage_path=tmp_path,
+        compression_enabled=True,
+        compression_level=level,
+        verify_checksums="once",
+    )
+    streamed = ts.offload(model, config)
+    for _ in range(3):
+        assert torch.equal(streamed(x), expected)
+    (file,) = tmp_path.glob("*.ts")
+    assert file.stat().st_size < 0.8 * sum(p.nbytes for p in model.parameters())
+    assert f"-{'auto' if level is None else 'zstd9'}.ts" in file.name
 
 
 def test_other_spellings_of_the_budget() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 from . import _native
-from ._lend import Codec
+from .config import Codec
 
 Path = str | os.PathLike[str]
 
@@ -31,7 +31,7 @@ def convert(
         codec: How a ``.ts`` file keeps tensors. ``"raw"``: as they are, to be mapped and streamed. ``"auto"``:
             whatever makes each smaller, by at least 3%. Or one for all that it can take: ``"split"`` (floats,
             lossless; bf16 weights come to two thirds), ``"zstd"``, ``"lz4"``, ``"zlib"``.
-        compression_level: -7 to 19 for zstd (3 if not given), 0 to 9 for zlib (6). Other codecs have none.
+        compression_level: -7 to 22 for zstd (3 if not given), 0 to 9 for zlib (6). Other codecs have none.
         jobs: Threads that compress; as many as there are cores if not given.
 
     Raises:

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 import torch
 
 from . import _native
-from ._lend import Codec, NewTensor, as_tensor, dtype_name, write_all
+from ._lend import NewTensor, as_tensor, dtype_name, write_all
 from ._streamed_tensor import TORCH_DTYPES
+from .config import Codec
 from .errors import ConfigurationError, ModelError
 
 Path = str | os.PathLike[str]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch.utils import dlpack
@@ -12,9 +11,6 @@ from torch.utils import dlpack
 from . import _native
 from ._streamed_tensor import SAFETENSORS_DTYPES
 from .errors import ConfigurationError
-
-#: How a .ts file keeps tensors.
-Codec = Literal["raw", "auto", "split", "zstd", "lz4", "zlib"]
 
 #: Name, dtype, shape and address modulo 64 of a tensor that is to be written.
 NewTensor = tuple[str, str, list[int], int | None]

@@ -91,7 +91,12 @@ class FileWriter:
     ) -> FileWriter: ...
     @staticmethod
     def unless_written(
-        path: _Path, tensors: list[_NewTensorSpec], metadata: dict[str, str], fingerprint: str | None
+        path: _Path,
+        tensors: list[_NewTensorSpec],
+        metadata: dict[str, str],
+        fingerprint: str | None,
+        codec: str = "raw",
+        level: int | None = None,
     ) -> FileWriter | None: ...
     def order(self) -> list[int]: ...
     def write(self, data: object) -> None: ...

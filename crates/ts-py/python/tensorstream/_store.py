@@ -45,8 +45,9 @@ def store_live(model: nn.Module, config: Config) -> tuple[_native.Checkpoint, Or
         dtype = dtype_name(name, tensor)
         fingerprint.add(name, dtype, list(tensor.shape), lent(tensor))
         specs.append((name, dtype, list(tensor.shape), tensor.data_ptr() % 64))
-    path = directory / f"{fingerprint.hex()}.ts"
-    writer = _native.FileWriter.unless_written(path, specs, {"format": "pt"}, fingerprint.hex())
+    path = directory / f"{fingerprint.hex()}{_suffix(config)}"
+    how = config.codec(), config.level()
+    writer = _native.FileWriter.unless_written(path, specs, {"format": "pt"}, fingerprint.hex(), *how)
     if writer is not None:
         write_all(writer, stored.values(), sum(tensor.nbytes for tensor in stored.values()), f"writing {path.name}")
     return _native.Checkpoint(path), orders
@@ -77,8 +78,9 @@ def store_derived(
             )
         specs.append((name, dtype_name(name, tensor), list(tensor.shape), tensor.source.phase))
     directory = _directory(config.conversion_directory())
-    path = directory / f"converted-{_key(wanted, builder)}.ts"
-    writer = _native.FileWriter.unless_written(path, specs, {"format": "pt"}, None)
+    path = directory / f"converted-{_key(wanted, builder)}{_suffix(config)}"
+    how = config.codec(), config.level()
+    writer = _native.FileWriter.unless_written(path, specs, {"format": "pt"}, None, *how)
     if writer is not None:
         total = sum(tensor.nbytes for tensor in wanted.values())
         print(
@@ -87,6 +89,13 @@ def store_derived(
         )
         write_all(writer, _pieces(wanted, builder, budget_bytes), total, "converting")
     return builder.checkpoint.overlaid(_native.Checkpoint(path))
+
+
+def _suffix(config: Config) -> str:
+    """Of a file's name: one that is compressed in another way is another file."""
+    if config.codec() == "raw":
+        return ".ts"
+    return f"-{config.codec()}{config.level() or ''}.ts"
 
 
 def _pieces(wanted: dict[str, StreamedTensor], builder: Builder, budget_bytes: int) -> Iterator[torch.Tensor]:
