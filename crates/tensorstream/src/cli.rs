@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The command line: `tensorstream info|verify|convert|plan|bench|demo`.
+//! The command line: `tensorstream info|verify|diff|convert|compact|plan|bench|demo`.
 //!
-//! Exit status: 0 when all is well, 1 when a file is damaged or something failed, 2 for wrong arguments, 130 when
+//! Exit status: 0 when all is well, 1 when a file is damaged, two differ or something failed, 2 for wrong arguments, 130 when
 //! interrupted.
 
 mod bench_codec;
@@ -16,9 +16,10 @@ use serde_json::{Value, json};
 use ts_format::{Codec, Compression, Tensor};
 use ts_orchestrator::{EngineConfig, UnitId};
 
+use crate::atomic::partial_of;
 use crate::{
-    Bar, Checkpoint, Converted, Error, FileWriter, NewTensor, Progress, WriteOptions, available_bytes,
-    convert, parse_bytes, verify,
+    Bar, Checkpoint, Compacted, Converted, Error, FileWriter, NewTensor, Progress, WriteOptions,
+    available_bytes, compact, convert, diff, parse_bytes, verify,
 };
 
 const MIB: f64 = 1048576.0;
@@ -45,8 +46,21 @@ enum Command {
     Verify {
         /// A .safetensors or .ts file, a shard index, or a directory with one of them.
         path: PathBuf,
+        /// Threads; as many as there are cores if not given.
+        #[arg(long, default_value_t = 0, hide_default_value = true)]
+        jobs: usize,
     },
-    /// Writes a checkpoint into one file, bit for bit and with its metadata.
+    /// Says in what two checkpoints differ: metadata, names, types, shapes, and how many values.
+    Diff {
+        /// A .safetensors or .ts file, a shard index, or a directory with one of them.
+        first: PathBuf,
+        /// Another.
+        second: PathBuf,
+        /// Threads; as many as there are cores if not given.
+        #[arg(long, default_value_t = 0, hide_default_value = true)]
+        jobs: usize,
+    },
+    /// Writes a checkpoint into one file, bit for bit and with its metadata. Goes on where it was interrupted.
     Convert {
         /// What to read: a .safetensors or .ts file, a shard index, or a directory with one of them.
         from: PathBuf,
@@ -62,6 +76,11 @@ enum Command {
         /// Threads that compress; as many as there are cores if not given.
         #[arg(long, default_value_t = 0, hide_default_value = true)]
         jobs: usize,
+    },
+    /// Writes a .ts file anew, without what appends have left unused.
+    Compact {
+        /// The file. Replaced whole.
+        path: PathBuf,
     },
     /// Says how a checkpoint would be held under a budget. Reads headers only.
     Plan {
@@ -137,7 +156,9 @@ impl Command {
     fn run(self, as_json: bool, interrupt: &mut dyn FnMut() -> bool) -> Result<u8, Error> {
         match self {
             Command::Info { path } => info(&path, as_json),
-            Command::Verify { path } => verified(&path, as_json, interrupt),
+            Command::Verify { path, jobs } => verified(&path, jobs, as_json, interrupt),
+            Command::Diff { first, second, jobs } => differing(&first, &second, jobs, as_json, interrupt),
+            Command::Compact { path } => compacted(&path, as_json, interrupt),
             Command::Convert { from, to, codec, level, jobs } => {
                 let compression = Compression::named(&codec, level)
                     .map_err(|reason| Error::Compression { path: to.clone(), reason })?;
@@ -232,8 +253,13 @@ fn watched<T>(
     Ok((done, began.elapsed().as_secs_f64()))
 }
 
-fn verified(path: &Path, as_json: bool, interrupt: &mut dyn FnMut() -> bool) -> Result<u8, Error> {
-    let (found, seconds) = watched("verifying", interrupt, |watch| verify(path, watch))?;
+fn verified(
+    path: &Path,
+    jobs: usize,
+    as_json: bool,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<u8, Error> {
+    let (found, seconds) = watched("verifying", interrupt, |watch| verify(path, jobs, watch))?;
     if as_json {
         let damaged = found
             .damaged
@@ -259,6 +285,46 @@ fn verified(path: &Path, as_json: bool, interrupt: &mut dyn FnMut() -> bool) -> 
     Ok(u8::from(!found.damaged.is_empty()))
 }
 
+fn differing(
+    first: &Path,
+    second: &Path,
+    jobs: usize,
+    as_json: bool,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<u8, Error> {
+    let (found, seconds) = watched("comparing", interrupt, |watch| diff(first, second, jobs, watch))?;
+    if as_json {
+        let tensors =
+            found.tensors.iter().map(|(name, difference)| (name.clone(), difference.to_string().into()));
+        let tensors: serde_json::Map<_, _> = tensors.collect();
+        say(json!({
+            "metadata": found.metadata, "tensors": tensors, "same": found.same, "seconds": seconds,
+        }));
+    } else {
+        let value =
+            |value: &Option<String>| value.as_ref().map_or("nothing".into(), |text| format!("{text:?}"));
+        for (key, (first, second)) in &found.metadata {
+            say(format_args!("metadata {key}: {} and {}", value(first), value(second)));
+        }
+        found.tensors.iter().for_each(|(name, difference)| say(format_args!("{name}: {difference}")));
+        say(format_args!("{} tensors differ, {} are the same", found.tensors.len(), found.same));
+    }
+    Ok(u8::from(!found.is_empty()))
+}
+
+fn compacted(path: &Path, as_json: bool, interrupt: &mut dyn FnMut() -> bool) -> Result<u8, Error> {
+    let none = ts_io::fault::WriteFaults::default();
+    let (done, seconds) = watched("compacting", interrupt, |watch| compact(path, &none, watch))?;
+    let Compacted { bytes_before, bytes } = done;
+    if as_json {
+        say(json!({ "path": path, "bytes_before": bytes_before, "bytes": bytes, "seconds": seconds }));
+    } else {
+        let (before, after) = (bytes_before as f64 / MIB, bytes as f64 / MIB);
+        say(format_args!("{}: {before:.1} MiB, now {after:.1} MiB, in {seconds:.1} s", path.display()));
+    }
+    Ok(0)
+}
+
 fn converted(
     from: &Path,
     to: &Path,
@@ -266,7 +332,11 @@ fn converted(
     as_json: bool,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
-    let (done, seconds) = watched("converting", interrupt, |watch| convert(from, to, options, watch))?;
+    let converted = watched("converting", interrupt, |watch| convert(from, to, options, watch));
+    if let (Err(_), Some(partial)) = (&converted, partial_of(to).filter(|partial| partial.exists())) {
+        eprintln!("tensorstream: {} has what is done: the same command goes on with it", partial.display());
+    }
+    let (done, seconds) = converted?;
     let Converted { tensors, bytes, file_bytes } = done;
     if as_json {
         say(json!({

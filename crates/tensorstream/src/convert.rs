@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whole checkpoints, read from one end to the other: converted, compacted, verified.
+//! Checkpoints from one format to another, and from many files to one.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use ts_format::{ByteRange, CHUNK_LEN, ContainerWriter, Digest, Move};
-use ts_io::fault::WriteFaults;
+use ts_format::CHUNK_LEN;
 
-use crate::atomic::{Claim, partial_of};
-use crate::read::{Damage, Reader, WRONG_SUM, damage, read_exactly};
+use crate::atomic::partial_of;
+use crate::read::Reader;
 use crate::{Checkpoint, Error, FileWriter, NewTensor, WriteOptions};
 
 /// What is read and written at a time, in bytes: a multiple of the chunks that have checksums.
@@ -106,103 +105,8 @@ fn origin(checkpoint: &Checkpoint) -> String {
     format!("{files:?}")
 }
 
-/// What [`compact`] did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Compacted {
-    /// Length of the file before,
-    pub bytes_before: u64,
-    /// and after it.
-    pub bytes: u64,
-}
-
-/// Writes a `.ts` file anew, without what appends have left unused. Everything is compared with its checksums on the
-/// way, and stays compressed as it is. Needs as much room beside it as the new file takes; what is there stays until the
-/// new one is.
-///
-/// # Errors
-/// As [`Checkpoint::open`] and [`FileWriter::append`]; [`Error::Corrupt`]; [`Error::Interrupted`]. The file is then as it was.
-pub fn compact(path: &Path, faults: &WriteFaults, watch: &mut Watch<'_>) -> Result<Compacted, Error> {
-    let path = path.canonicalize().map_err(|source| Error::Write { path: path.into(), source })?;
-    let mut progress = Progress { done: 0, total: 0 };
-    let claim = Claim::new(&path, faults, &mut || watch(progress))?;
-    let checkpoint = Checkpoint::open(&path)?;
-    let (catalog, source) = (checkpoint.catalog(), &checkpoint.sources()[0]);
-    let mut writer = ContainerWriter::compact(catalog)?;
-    progress.total = catalog.tensors().map(|tensor| tensor.stored_bytes()).sum();
-    let mut file = claim.begin(progress.total)?;
-    let mut buffer = Vec::new();
-    for tensor in catalog.tensors_by_place() {
-        for Move { from, len, to, sum } in writer.copy(tensor)? {
-            let place = ByteRange { offset: from, len, ..tensor.range() };
-            buffer.resize(len as usize, 0);
-            read_exactly(&checkpoint, place, &mut buffer)?;
-            if Digest::of(&buffer).chunks() != [sum] {
-                return Err(damage(&checkpoint, tensor.name(), place, WRONG_SUM.into()).into());
-            }
-            file.seek(to)?;
-            file.write(&buffer)?;
-            progress.done += len;
-            if watch(progress) {
-                return Err(Error::Interrupted);
-            }
-        }
-    }
-    let ends = writer.finish()?;
-    let bytes = ends.index_offset + ends.index.len() as u64;
-    file.write_ends(&ends)?;
-    file.commit()?;
-    Ok(Compacted { bytes_before: source.len(), bytes })
-}
-
-/// What [`verify`] found.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Verified {
-    /// Tensors there are.
-    pub tensors: usize,
-    /// Bytes that were read.
-    pub bytes: u64,
-    /// Bytes of these that have checksums; safetensors files have none.
-    pub checked_bytes: u64,
-    /// Runs of bytes that are not what was written.
-    pub damaged: Vec<Damage>,
-}
-
-/// Reads a whole checkpoint and compares all that has a checksum.
-///
-/// # Errors
-/// As [`Checkpoint::open`]; [`Error::Io`] when a file cannot be read; [`Error::Interrupted`]. Damage is no error
-/// but a finding.
-pub fn verify(path: &Path, watch: &mut Watch<'_>) -> Result<Verified, Error> {
-    let checkpoint = Checkpoint::open(path)?;
-    let catalog = checkpoint.catalog();
-    let total = catalog.tensors().map(|tensor| tensor.range().len).sum();
-    let mut progress = Progress { done: 0, total };
-    let mut found =
-        Verified { tensors: catalog.tensors().len(), bytes: total, checked_bytes: 0, damaged: vec![] };
-    let (mut buffer, mut reader) = (vec![0; CHUNK_LEN as usize], Reader::default());
-    for tensor in catalog.tensors() {
-        let len = tensor.range().len;
-        if tensor.sums().is_some() || tensor.chunks().is_some() {
-            found.checked_bytes += len;
-        }
-        // Chunk by chunk, so that all damage is found and not just the first.
-        for begin in (0..len).step_by(CHUNK_LEN as usize) {
-            let bytes = &mut buffer[..CHUNK_LEN.min(len - begin) as usize];
-            match reader.read_checked(&checkpoint, tensor, begin, bytes) {
-                Err(Error::Corrupt(damage)) => found.damaged.push(damage),
-                read => read?,
-            }
-            progress.done += bytes.len() as u64;
-            if watch(progress) {
-                return Err(Error::Interrupted);
-            }
-        }
-    }
-    Ok(found)
-}
-
 /// The metadata of all files as one. Keys on which they disagree get the name of their file.
-fn merged_metadata(checkpoint: &Checkpoint) -> BTreeMap<String, String> {
+pub(crate) fn merged_metadata(checkpoint: &Checkpoint) -> BTreeMap<String, String> {
     let files = checkpoint.catalog().files();
     let mut merged = BTreeMap::new();
     for file in files {

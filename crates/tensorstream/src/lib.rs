@@ -30,23 +30,30 @@ mod bar;
 mod checkpoint;
 #[cfg(feature = "cli")]
 pub mod cli;
+mod compact;
 mod convert;
+mod diff;
 mod encode;
 mod error;
 mod explain;
 mod load;
 mod memory;
+mod pieces;
 mod read;
+mod verify;
 mod write;
 
 #[cfg(feature = "cli")]
 pub use bar::Bar;
 pub use checkpoint::Checkpoint;
-pub use convert::{Compacted, Converted, Progress, Verified, Watch, compact, convert, verify};
+pub use compact::{Compacted, compact};
+pub use convert::{Converted, Progress, Watch, convert};
+pub use diff::{Difference, TensorDifference, diff};
 pub use error::Error;
 pub use explain::Explanation;
 pub use load::{LoadOptions, Loaded};
 pub use memory::{BadSize, available_bytes, parse_bytes};
 pub use read::Damage;
+pub use verify::{Verified, verify};
 pub use write::{FileWriter, Format, NewTensor, WriteOptions};
 pub use {ts_format as format, ts_io as io, ts_orchestrator as orchestrator, ts_pool as pool};

@@ -5,6 +5,7 @@ use ts_format::{Tensor, TensorMeta};
 use ts_orchestrator::{EngineConfig, Phase, TensorBytes, Unit, UnitId, UnitTensor, Verify};
 
 use crate::convert::Progress;
+use crate::pieces::threads;
 use crate::read::Damage;
 use crate::{Checkpoint, Error, Watch};
 
@@ -53,10 +54,7 @@ impl Checkpoint {
         let total = self.catalog().tensors().map(|tensor| tensor.range().len).sum();
         let mut config = EngineConfig::with_budget(UNLIMITED);
         config.verify = if options.verify { Verify::EveryRead } else { Verify::Never };
-        config.workers = match options.jobs {
-            0 => std::thread::available_parallelism().map_or(1, usize::from),
-            jobs => jobs,
-        };
+        config.workers = threads(options.jobs);
         // Two threads are enough: what they do is bound by memory.
         config.populate = config.workers.min(2);
         let units = groups.iter().enumerate().map(|(number, tensors)| Unit {

@@ -10,6 +10,7 @@ use ts_io::fault::WriteFaults;
 
 use crate::atomic::{AtomicFile, Claim};
 use crate::encode::{BATCH, Encoders, Ready};
+use crate::pieces::threads;
 use crate::{Checkpoint, Error};
 
 /// What a file shall hold: a tensor's name, type, and address modulo 64 if it must have one.
@@ -528,10 +529,7 @@ fn encoders(path: &Path, tensors: &[NewTensor], options: &WriteOptions) -> Resul
     if Format::of(path)? == Format::Safetensors && compression != Compression::None {
         return Err(refuse("safetensors files are not compressed: name it .ts".into()));
     }
-    let jobs = match jobs {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        jobs => jobs,
-    };
+    let jobs = threads(jobs);
     // Also a level that no tensor will need is looked at.
     let asked = if let Compression::By(codec, _) = compression { Some(codec) } else { None };
     let mut codecs: Vec<Codec> =

@@ -111,7 +111,7 @@ fn read(path: &Path) -> Option<(u128, BTreeMap<String, String>)> {
     if !path.exists() {
         return None;
     }
-    let found = verify(path, &mut |_| false).unwrap_or_else(|error| panic!("not whole: {error}"));
+    let found = verify(path, 0, &mut |_| false).unwrap_or_else(|error| panic!("not whole: {error}"));
     assert_eq!(found.damaged, []);
     let checkpoint = Checkpoint::open(path).unwrap();
     Some((checkpoint.fingerprint().unwrap(), checkpoint.catalog().files()[0].metadata.clone()))

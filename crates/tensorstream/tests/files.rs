@@ -11,7 +11,8 @@ use tensorstream::orchestrator::{
     self as ts_orchestrator, EngineConfig, Phase, Unit, UnitId, UnitTensor, never_interrupt,
 };
 use tensorstream::{
-    Checkpoint, Error, FileWriter, LoadOptions, NewTensor, Progress, WriteOptions, convert, verify,
+    Checkpoint, Error, FileWriter, LoadOptions, NewTensor, Progress, WriteOptions, compact, convert, diff,
+    verify,
 };
 
 fn plain() -> WriteOptions {
@@ -105,13 +106,13 @@ fn damage_is_found_with_its_place_and_never_converted() {
     let directory = tempfile::tempdir().unwrap();
     let (file, out) = (directory.path().join("a.ts"), directory.path().join("b.safetensors"));
     write(&file, 5);
-    let clean = verify(&file, &mut quiet).unwrap();
+    let clean = verify(&file, 0, &mut quiet).unwrap();
     assert_eq!((clean.damaged.len(), clean.checked_bytes), (0, clean.bytes));
     let mut bytes = std::fs::read(&file).unwrap();
     let part = Checkpoint::open(&file).unwrap().catalog().require("t0").unwrap().range();
     bytes[part.offset as usize + 2_500_000] ^= 4;
     std::fs::write(&file, bytes).unwrap();
-    let found = verify(&file, &mut quiet).unwrap().damaged;
+    let found = verify(&file, 0, &mut quiet).unwrap().damaged;
     assert_eq!(found.len(), 1);
     assert_eq!((found[0].tensor.as_str(), found[0].offset), ("t0", part.offset + (2 << 20)));
     std::fs::write(&out, "before").unwrap();
@@ -298,7 +299,7 @@ fn every_codec_keeps_every_byte_and_the_same_bytes_on_any_number_of_threads() {
         let stored: u64 = there.catalog().tensors().map(|t| t.stored_bytes()).sum();
         let raw: u64 = there.catalog().tensors().map(|t| t.range().len).sum();
         assert!(stored < raw && (name != "auto" || stored < raw / 2), "{name}: {stored} of {raw}");
-        let found = verify(&one, &mut quiet).unwrap();
+        let found = verify(&one, 0, &mut quiet).unwrap();
         assert_eq!((found.damaged.len(), found.checked_bytes), (0, raw));
         convert(&two, &back, plain(), &mut quiet).unwrap();
         assert!(std::fs::read(&back).unwrap() == std::fs::read(at("raw.safetensors")).unwrap(), "{name}");
@@ -329,7 +330,7 @@ fn parts_of_compressed_tensors_are_read_and_their_damage_is_found() {
     let mut bytes = std::fs::read(&file).unwrap();
     bytes[chunk.offset as usize + 100] ^= 1;
     std::fs::write(&file, bytes).unwrap();
-    let found = verify(&file, &mut quiet).unwrap().damaged;
+    let found = verify(&file, 0, &mut quiet).unwrap().damaged;
     assert_eq!(found.len(), 1);
     assert_eq!(
         (found[0].tensor.as_str(), found[0].offset, found[0].len),
@@ -444,4 +445,189 @@ fn what_is_loaded_is_what_was_written_and_outlives_its_loading() {
         assert!(one.bytes.as_ptr().addr().is_multiple_of(element), "{} can be used in place", one.name);
     }
     assert!(matches!(load(&raw, 1, &mut |_| true), Err(Error::Interrupted)));
+}
+
+fn u8s(name: &str, shape: &[u64]) -> NewTensor {
+    let meta = TensorMeta { dtype: Dtype::U8, shape: shape.to_vec() };
+    NewTensor { name: name.into(), meta, phase: None }
+}
+
+fn bytes_of(path: &Path, name: &str) -> (Vec<u64>, Vec<u8>) {
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let tensor = checkpoint.catalog().require(name).unwrap();
+    let mut bytes = vec![0; tensor.range().len as usize];
+    checkpoint.read(&[tensor.range()], &mut bytes).unwrap();
+    (tensor.shape().to_vec(), bytes)
+}
+
+#[test]
+fn what_is_appended_is_there_and_what_is_replaced_takes_room_until_the_file_is_compacted() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a.ts");
+    write(&path, 6);
+    let before = std::fs::metadata(&path).unwrap().len();
+    let append = |tensors: Vec<NewTensor>, bytes: &[u8], remove: &[&str], options: WriteOptions| {
+        let remove: Vec<String> = remove.iter().map(|name| (*name).to_string()).collect();
+        let note = BTreeMap::from([("note".to_string(), "later".to_string())]);
+        let mut writer = FileWriter::append(&path, tensors, &remove, note, options, &mut never)?;
+        writer.write(bytes)?;
+        writer.commit()
+    };
+    // Large and compressed, in place of one that is not; and empty.
+    let zeros = vec![7; 3_000_000];
+    append(
+        vec![u8s("t0", &[3_000_000]), u8s("new", &[0, 4])],
+        &zeros,
+        &[],
+        by(Compression::By(Codec::Zstd, None), 2),
+    )
+    .unwrap();
+    append(vec![], &[], &["t4", "t1"], plain()).unwrap();
+    append(vec![u8s("t2", &[2, 2])], b"abcd", &[], plain()).unwrap();
+    let check = || {
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        let names: Vec<_> = checkpoint.catalog().tensors().map(|t| t.name().to_string()).collect();
+        assert_eq!(names, ["new", "t0", "t2", "t3", "t5"]);
+        let metadata = &checkpoint.catalog().files()[0].metadata;
+        assert_eq!((metadata["note"].as_str(), metadata["format"].as_str()), ("later", "pt"));
+        assert!(bytes_of(&path, "t0") == (vec![3_000_000], zeros.clone()));
+        assert_eq!(bytes_of(&path, "t2"), (vec![2, 2], b"abcd".to_vec()));
+        assert_eq!(bytes_of(&path, "t3").1, content(3));
+        assert_eq!(verify(&path, 0, &mut quiet).unwrap().damaged, []);
+        (checkpoint.catalog().files()[0].generation().unwrap(), checkpoint.fingerprint())
+    };
+    let (generation, fingerprint) = check();
+    assert_eq!(generation, 4);
+    let copy = directory.path().join("copy.ts");
+    std::fs::copy(&path, &copy).unwrap();
+    let done = compact(&path, &Default::default(), &mut quiet).unwrap();
+    assert_eq!(check(), (1, fingerprint));
+    assert_eq!(done.bytes, std::fs::metadata(&path).unwrap().len());
+    assert!(done.bytes < before / 100 && done.bytes_before > before, "{done:?}, at first {before}");
+    assert!(diff(&copy, &path, 0, &mut quiet).unwrap().is_empty());
+    // Compacting once more changes no byte.
+    let bytes = std::fs::read(&path).unwrap();
+    compact(&path, &Default::default(), &mut quiet).unwrap();
+    assert!(std::fs::read(&path).unwrap() == bytes);
+    // Damage is not carried over.
+    let mut harmed = bytes.clone();
+    let place = Checkpoint::open(&path).unwrap().catalog().require("t3").unwrap().stored_at();
+    harmed[place as usize] ^= 1;
+    std::fs::write(&path, &harmed).unwrap();
+    assert!(
+        matches!(compact(&path, &Default::default(), &mut quiet), Err(Error::Corrupt(d)) if d.tensor == "t3")
+    );
+    assert!(std::fs::read(&path).unwrap() == harmed);
+    assert_eq!(files(directory.path()), [path.clone(), copy]);
+}
+
+#[test]
+fn what_cannot_be_appended_says_why_and_leaves_the_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    write(&at("a.ts"), 3);
+    write(&at("a.safetensors"), 3);
+    let mut later = std::fs::read(at("a.ts")).unwrap();
+    later[10] = 1;
+    let sum = tensorstream::format::Digest::of(&later[..56]).chunks()[0];
+    later[56..64].copy_from_slice(&sum.to_le_bytes());
+    std::fs::write(at("later.ts"), &later).unwrap();
+    let before: Vec<_> = files(directory.path()).iter().map(|file| std::fs::read(file).unwrap()).collect();
+    let append = |name: &str, tensors: Vec<NewTensor>, remove: &[String], options: WriteOptions| {
+        let writer = FileWriter::append(&at(name), tensors, remove, metadata(), options, &mut never);
+        writer.and_then(FileWriter::commit).unwrap_err().to_string()
+    };
+    assert!(append("no.ts", vec![], &[], plain()).contains("no.ts"));
+    assert!(append("a.safetensors", vec![], &[], plain()).contains("not one .ts file"));
+    assert!(append("later.ts", vec![], &[], plain()).contains("version 1.1"));
+    assert!(append("a.ts", vec![], &["t9".into()], plain()).contains("no tensor `t9`"));
+    assert!(append("a.ts", vec![u8s("x", &[4])], &[], plain()).contains("4 of its bytes are missing"));
+    assert!(append("a.ts", vec![u8s("x", &[0]), u8s("x", &[0])], &[], plain()).contains("before"));
+    assert!(append("a.ts", vec![], &[], by(Compression::By(Codec::Zstd, Some(99)), 1)).contains("-7 to 22"));
+    assert!(compact(&at("later.ts"), &Default::default(), &mut quiet).is_err());
+    let after: Vec<_> = files(directory.path()).iter().map(|file| std::fs::read(file).unwrap()).collect();
+    assert!(after == before, "files are as they were");
+}
+
+#[test]
+fn tensors_may_be_declared_late_and_grow() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a.ts");
+    for compression in [Compression::None, Compression::By(Codec::Zstd, None), Compression::Auto] {
+        let halves = |name: &str, shape: &[u64]| {
+            let meta = TensorMeta { dtype: Dtype::BF16, shape: shape.to_vec() };
+            NewTensor { name: name.into(), meta, phase: Some(16) }
+        };
+        let mut writer =
+            FileWriter::create(&path, vec![u8s("first", &[3])], metadata(), by(compression, 2), &mut never)
+                .unwrap();
+        writer.write(b"abc").unwrap();
+        writer.push(u8s("second", &[2])).unwrap();
+        writer.write(b"de").unwrap();
+        let grown: Vec<u8> = (0..20_000_000u32).map(|i| (i / 3000) as u8).collect();
+        writer.push_growing(halves("grown", &[0, 1000])).unwrap();
+        grown.chunks(1_234_567).for_each(|piece| writer.write(piece).unwrap());
+        writer.push_growing(u8s("nothing", &[9])).unwrap();
+        writer.push(u8s("empty", &[0, 3])).unwrap();
+        writer.push_growing(halves("last", &[7, 3])).unwrap();
+        writer.write(b"123456").unwrap();
+        writer.commit().unwrap();
+        assert_eq!(bytes_of(&path, "second").1, b"de");
+        assert!(bytes_of(&path, "grown") == (vec![10_000, 1000], grown), "{compression:?}");
+        assert_eq!(bytes_of(&path, "nothing"), (vec![0], vec![]));
+        assert_eq!(bytes_of(&path, "last"), (vec![1, 3], b"123456".to_vec()));
+        assert_eq!(verify(&path, 1, &mut quiet).unwrap().damaged, []);
+    }
+    let create = |name: &str| {
+        FileWriter::create(&directory.path().join(name), vec![], metadata(), plain(), &mut never).unwrap()
+    };
+    let mut writer = create("b.ts");
+    writer.push_growing(u8s("rows", &[0, 4])).unwrap();
+    writer.write(b"12345").unwrap();
+    assert!(writer.commit().unwrap_err().to_string().contains("no multiple of the 4"));
+    assert!(create("b.ts").push_growing(u8s("scalar", &[])).unwrap_err().to_string().contains("cannot grow"));
+    assert!(create("b.safetensors").push(u8s("a", &[1])).unwrap_err().to_string().contains("name it .ts"));
+    let mut writer = create("b.ts");
+    writer.push(u8s("a", &[1])).unwrap();
+    assert!(writer.push_growing(u8s("b", &[1])).unwrap_err().to_string().contains("missing"));
+}
+
+#[test]
+fn a_difference_is_told_by_name_and_number() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    write(&at("a.safetensors"), 6);
+    convert(&at("a.safetensors"), &at("a.ts"), by(Compression::By(Codec::Lz4, None), 1), &mut quiet).unwrap();
+    assert!(diff(&at("a.safetensors"), &at("a.ts"), 2, &mut quiet).unwrap().is_empty());
+    std::fs::copy(at("a.ts"), at("b.ts")).unwrap();
+    let halves = |name: &str| {
+        let meta = TensorMeta { dtype: Dtype::F16, shape: vec![1_500_000] };
+        NewTensor { name: name.into(), meta, phase: None }
+    };
+    let mut harmed = content(4);
+    harmed.truncate(3_000_000);
+    for (path, change) in [(at("a.ts"), 0), (at("b.ts"), 1)] {
+        harmed[2_000_000..2_000_003].iter_mut().for_each(|byte| *byte ^= change);
+        let tensors =
+            vec![halves("h"), u8s(["x", "y"][usize::from(change)], &[0]), u8s("s", &[u64::from(change), 0])];
+        let note = BTreeMap::from([("note".to_string(), change.to_string())]);
+        let mut writer = FileWriter::append(&path, tensors, &[], note, plain(), &mut never).unwrap();
+        writer.write(&harmed).unwrap();
+        writer.commit().unwrap();
+    }
+    let found = diff(&at("a.ts"), &at("b.ts"), 2, &mut quiet).unwrap();
+    let told: Vec<_> =
+        found.tensors.iter().map(|(name, difference)| format!("{name}: {difference}")).collect();
+    assert_eq!(
+        told,
+        [
+            "h: 2 of 1500000 elements differ",
+            "s: U8 [0, 0] and U8 [1, 0]",
+            "x: only in the first",
+            "y: only in the second"
+        ]
+    );
+    assert_eq!((found.same, found.metadata.len()), (6, 1));
+    assert_eq!(found.metadata["note"], (Some("0".into()), Some("1".into())));
+    assert!(matches!(diff(&at("a.ts"), &at("b.ts"), 2, &mut |_| true), Err(Error::Interrupted)));
 }

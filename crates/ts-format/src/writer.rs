@@ -345,7 +345,7 @@ impl ContainerWriter {
                 let offset = self.end;
                 chunks.push(Chunk { offset, len: len as u32, codec, width, sum });
                 raw_sums.push(raw_sum);
-                *fed += next;
+                *fed += given;
                 self.end += len as u64;
                 Ok(offset)
             }
