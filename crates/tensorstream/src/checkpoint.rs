@@ -36,7 +36,19 @@ impl Checkpoint {
     /// [`Error::NoCheckpoint`], [`Error::Io`] when a file cannot be opened or read, [`Error::Format`] when
     /// one is not what it should be.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
-        let path = path.as_ref();
+        Self::open_as(path.as_ref(), |reader| reader)
+    }
+
+    /// As [`open`](Self::open), but takes safetensors files that only their library would: see
+    /// [`CatalogReader::lenient`].
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_lenient(path: impl AsRef<Path>) -> Result<Self, Error> {
+        Self::open_as(path.as_ref(), CatalogReader::lenient)
+    }
+
+    fn open_as(path: &Path, how: impl Fn(CatalogReader) -> CatalogReader) -> Result<Self, Error> {
         let mut opened = BTreeMap::new();
         let file = match path.to_str().filter(|text| Source::is_url(text)) {
             Some(url) => find_at(url, &mut opened)?,
@@ -46,7 +58,7 @@ impl Checkpoint {
         let name = file.to_string_lossy().into_owned();
         let sharded = file.extension().is_some_and(|e| e == "json");
         let reader = if sharded { CatalogReader::sharded(name) } else { CatalogReader::single(name) };
-        read_catalog(reader, opened)
+        read_catalog(how(reader), opened)
     }
 
     /// What is in it.

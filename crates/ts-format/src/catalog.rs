@@ -186,7 +186,18 @@ impl Catalog {
     /// # Errors
     /// As [`CatalogReader::feed`].
     pub fn from_bytes(name: &str, file: &[u8]) -> Result<Self, Error> {
-        let mut reader = CatalogReader::single(name);
+        Self::read(CatalogReader::single(name), file)
+    }
+
+    /// As [`from_bytes`](Self::from_bytes), by a [lenient](CatalogReader::lenient) reader.
+    ///
+    /// # Errors
+    /// As [`CatalogReader::feed`].
+    pub fn from_bytes_lenient(name: &str, file: &[u8]) -> Result<Self, Error> {
+        Self::read(CatalogReader::single(name).lenient(), file)
+    }
+
+    fn read(mut reader: CatalogReader, file: &[u8]) -> Result<Self, Error> {
         while let Some(need) = reader.need() {
             let end = need.offset.saturating_add(need.len).min(file.len() as u64) as usize;
             reader.feed(&file[(need.offset as usize).min(end)..end], file.len() as u64)?;

@@ -24,6 +24,7 @@ pub struct Need {
 pub struct CatalogReader {
     root: String,
     state: State,
+    lenient: bool,
     /// Tensor -> shard, when an index was read.
     weight_map: Option<BTreeMap<String, String>>,
     waiting: VecDeque<String>,
@@ -49,6 +50,7 @@ impl CatalogReader {
         Self {
             root,
             state,
+            lenient: false,
             weight_map: None,
             waiting: VecDeque::new(),
             files: Vec::new(),
@@ -63,11 +65,19 @@ impl CatalogReader {
         Self {
             root: index.into(),
             state,
+            lenient: false,
             weight_map: None,
             waiting: VecDeque::new(),
             files: Vec::new(),
             table: Table::default(),
         }
+    }
+
+    /// Takes safetensors files as their library does, which are otherwise refused: names that are empty, have a NUL or stand
+    /// twice (the last one counts), unknown fields, metadata keys that stand twice, a rank over 64, up to 255.
+    #[must_use]
+    pub fn lenient(self) -> Self {
+        Self { lenient: true, ..self }
     }
 
     /// The bytes to feed next; `None` when the catalog is complete.
@@ -114,7 +124,7 @@ impl CatalogReader {
                     let (what, end) = ("the safetensors header".into(), PREFIX_LEN + len);
                     return Err(Error::Truncated { file, what, offset: PREFIX_LEN, end, file_len });
                 }
-                let header = safetensors::parse_header(&file, bytes, file_len)?;
+                let header = safetensors::parse_header(&file, bytes, file_len, self.lenient)?;
                 self.take_file(file, header.table, header.metadata, file_len, None)?;
                 self.next_shard();
             }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The safetensors header: 8 bytes of length, JSON, then the data of all tensors without a gap.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
+use std::marker::PhantomData;
 
 use serde::Deserialize;
-use serde::de::{MapAccess, Visitor};
+use serde::de::{DeserializeOwned, MapAccess, Visitor};
 
 use crate::error::{check_name, describe};
 use crate::index::MAX_RANK;
@@ -50,20 +51,26 @@ pub(crate) fn header_len(file: &str, prefix: &[u8], file_len: u64) -> Result<u64
     Ok(len)
 }
 
-/// Parses the JSON of a header and checks every claim it makes about a file of `file_len` bytes.
-pub(crate) fn parse_header(file: &str, json: &[u8], file_len: u64) -> Result<Header, Error> {
+/// Parses the JSON of a header and checks every claim it makes about a file of `file_len` bytes. A `lenient` reader takes
+/// what the safetensors library does.
+pub(crate) fn parse_header(file: &str, json: &[u8], file_len: u64, lenient: bool) -> Result<Header, Error> {
     let text = std::str::from_utf8(json)
         .map_err(|e| Error::header(file, PREFIX_LEN + e.valid_up_to() as u64, "the header is not UTF-8"))?;
     if !text.starts_with('{') {
         return Err(Error::header(file, PREFIX_LEN, "the header does not begin with `{`"));
     }
-    let raw: RawHeader = serde_json::from_str(text)
-        .map_err(|e| Error::header(file, PREFIX_LEN + offset_of(json, &e), e.to_string()))?;
+    let parsed = match lenient {
+        false => serde_json::from_str::<RawHeader<StrictTensor>>(text).map(|raw| (raw.tensors, raw.metadata)),
+        true => serde_json::from_str::<RawHeader<RawTensor>>(text).map(|raw| (raw.tensors, raw.metadata)),
+    };
+    let (tensors, metadata) =
+        parsed.map_err(|e| Error::header(file, PREFIX_LEN + offset_of(json, &e), e.to_string()))?;
     let data_start = PREFIX_LEN + json.len() as u64;
     let mut table = Table::default();
-    let mut places = Vec::with_capacity(raw.tensors.len());
-    for (name, info) in &raw.tensors {
-        let tensor = check_tensor(file, name, info, data_start, file_len)?;
+    let mut places = Vec::with_capacity(tensors.len());
+    let max_rank = if lenient { usize::from(u8::MAX) } else { MAX_RANK };
+    for (name, info) in &tensors {
+        let tensor = check_tensor(file, name, info, max_rank, data_start, file_len)?;
         table.push_shape(info.shape.iter().copied());
         // The rank was checked.
         table.push(file, &tensor, Kept::Plain, info.shape.len() as u8, [0; 16])?;
@@ -71,7 +78,7 @@ pub(crate) fn parse_header(file: &str, json: &[u8], file_len: u64) -> Result<Hea
     }
     places.sort_by_key(|t| (t.offset, t.len));
     check_cover(file, &places, data_start, file_len)?;
-    Ok(Header { table, metadata: raw.metadata })
+    Ok(Header { table, metadata })
 }
 
 /// How a safetensors file of given tensors begins, and in which order their data follow.
@@ -138,6 +145,7 @@ fn check_tensor<'a>(
     file: &str,
     name: &'a str,
     info: &RawTensor,
+    max_rank: usize,
     data_start: u64,
     file_len: u64,
 ) -> Result<NewRow<'a>, Error> {
@@ -150,8 +158,8 @@ fn check_tensor<'a>(
     if begin > end {
         return Err(bad(format!("data_offsets [{begin}, {end}] run backwards")));
     }
-    if info.shape.len() > MAX_RANK {
-        return Err(bad(format!("rank {}, more than {MAX_RANK}", info.shape.len())));
+    if info.shape.len() > max_rank {
+        return Err(bad(format!("rank {}, more than {max_rank}", info.shape.len())));
     }
     let Some(len) = dtype.byte_len(&info.shape) else {
         let what = describe(dtype, &info.shape);
@@ -196,51 +204,99 @@ fn check_cover(file: &str, tensors: &[NewRow<'_>], data_start: u64, file_len: u6
     Ok(())
 }
 
+/// What a header says of a tensor. Other fields are passed over.
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
 struct RawTensor {
     dtype: String,
     shape: Vec<u64>,
     data_offsets: (u64, u64),
 }
 
+/// The same, without other fields.
 #[derive(Deserialize)]
-struct Metadata(#[serde(deserialize_with = "unique")] BTreeMap<String, String>);
-
-#[derive(Default)]
-struct RawHeader {
-    tensors: Vec<(String, RawTensor)>,
-    metadata: BTreeMap<String, String>,
+#[serde(deny_unknown_fields)]
+struct StrictTensor {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
 }
 
-impl<'de> Deserialize<'de> for RawHeader {
+impl From<StrictTensor> for RawTensor {
+    fn from(StrictTensor { dtype, shape, data_offsets }: StrictTensor) -> Self {
+        Self { dtype, shape, data_offsets }
+    }
+}
+
+/// Which kind of entry a header is read as, and so how strictly.
+trait Entry: DeserializeOwned + Into<RawTensor> {
+    type Metadata: DeserializeOwned + Into<Option<BTreeMap<String, String>>>;
+    /// Whether a name may be empty, have a NUL, or stand twice: the last one counts then.
+    const ANY_NAME: bool;
+}
+
+impl Entry for RawTensor {
+    type Metadata = Option<BTreeMap<String, String>>;
+    const ANY_NAME: bool = true;
+}
+
+impl Entry for StrictTensor {
+    type Metadata = UniqueKeys;
+    const ANY_NAME: bool = false;
+}
+
+#[derive(Deserialize)]
+struct UniqueKeys(#[serde(deserialize_with = "unique")] BTreeMap<String, String>);
+
+impl From<UniqueKeys> for Option<BTreeMap<String, String>> {
+    fn from(UniqueKeys(map): UniqueKeys) -> Self {
+        Some(map)
+    }
+}
+
+struct RawHeader<E> {
+    tensors: Vec<(String, RawTensor)>,
+    metadata: BTreeMap<String, String>,
+    entry: PhantomData<E>,
+}
+
+impl<'de, E: Entry> Deserialize<'de> for RawHeader<E> {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(HeaderVisitor)
+        deserializer.deserialize_map(HeaderVisitor(PhantomData))
     }
 }
 
 /// A map's visitor rather than a map, because a map would keep the last of two equal names in silence.
-struct HeaderVisitor;
+struct HeaderVisitor<E>(PhantomData<E>);
 
-impl<'de> Visitor<'de> for HeaderVisitor {
-    type Value = RawHeader;
+impl<'de, E: Entry> Visitor<'de> for HeaderVisitor<E> {
+    type Value = RawHeader<E>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object of tensor names")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
-        let mut header = RawHeader::default();
-        let mut seen = HashSet::new();
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader<E>, A::Error> {
+        let mut header = RawHeader { tensors: Vec::new(), metadata: BTreeMap::new(), entry: PhantomData };
+        let mut seen = HashMap::new();
         while let Some(name) = map.next_key::<String>()? {
-            if !seen.insert(name.clone()) {
+            let before = seen.insert(name.clone(), header.tensors.len());
+            if before.is_some() && (!E::ANY_NAME || name == "__metadata__") {
                 return Err(serde::de::Error::custom(format!("the name `{name}` stands twice")));
             }
             if name == "__metadata__" {
-                header.metadata = map.next_value::<Metadata>()?.0;
-            } else {
+                header.metadata = map.next_value::<E::Metadata>()?.into().unwrap_or_default();
+                continue;
+            }
+            if !E::ANY_NAME {
                 check_name(&name).map_err(serde::de::Error::custom)?;
-                header.tensors.push((name, map.next_value()?));
+            }
+            let tensor = map.next_value::<E>()?.into();
+            match before {
+                None => header.tensors.push((name, tensor)),
+                Some(at) => {
+                    header.tensors[at].1 = tensor;
+                    seen.insert(name, at);
+                }
             }
         }
         Ok(header)

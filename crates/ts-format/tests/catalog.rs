@@ -89,6 +89,35 @@ fn wrong_headers_are_refused_with_the_reason() {
 }
 
 #[test]
+fn a_lenient_reader_takes_what_the_library_takes_and_no_more() {
+    let dims = ["1"; 200].join(",");
+    let deep = format!(r#"{{"a":{{"dtype":"U8","shape":[{dims}],"data_offsets":[0,1]}}}}"#);
+    let taken = [
+        (r#"{"":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#, ""),
+        ("{\"a\\u0000\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}", "a\0"),
+        (r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":[{}]}}"#, "a"),
+        (
+            r#"{"a":{"dtype":"F64","shape":[9],"data_offsets":[4,7]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#,
+            "a",
+        ),
+        (r#"{"__metadata__":{"k":"1","k":"2"},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#, "a"),
+        (r#"{"__metadata__":null,"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#, "a"),
+        (&deep, "a"),
+    ];
+    for (header, name) in taken {
+        let file = safetensors(header, 1);
+        assert!(read_one(&file).is_err(), "{header}");
+        let catalog = Catalog::from_bytes_lenient("m", &file).expect(header);
+        let tensor = catalog.require(name).unwrap();
+        assert_eq!((catalog.tensors().len(), tensor.range().len, tensor.dtype()), (1, 1, Dtype::U8));
+        assert!(catalog.files()[0].metadata.get("k").is_none_or(|value| value == "2"));
+    }
+    for header in [r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,1]}}"#, " {}", "{}", "[]"] {
+        assert!(Catalog::from_bytes_lenient("m", &safetensors(header, 1)).is_err(), "{header}");
+    }
+}
+
+#[test]
 fn a_length_field_that_lies_is_refused_before_anything_is_read() {
     let mut file = u64::MAX.to_le_bytes().to_vec();
     file.extend_from_slice(b"{}");
