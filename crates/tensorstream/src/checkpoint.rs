@@ -48,6 +48,16 @@ impl Checkpoint {
         Self::open_as(path.as_ref(), CatalogReader::lenient)
     }
 
+    /// Reads a file that is in memory, safetensors or `.ts`, whichever its first bytes say; errors call it `name`. An engine
+    /// over it is refused: there is nothing to stream.
+    ///
+    /// # Errors
+    /// [`Error::Format`].
+    pub fn from_bytes(name: &str, bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> Result<Self, Error> {
+        let opened = BTreeMap::from([(name.to_string(), Source::in_memory(name, bytes))]);
+        read_catalog(CatalogReader::single(name), opened)
+    }
+
     fn open_as(path: &Path, how: impl Fn(CatalogReader) -> CatalogReader) -> Result<Self, Error> {
         let mut opened = BTreeMap::new();
         let file = match path.to_str().filter(|text| Source::is_url(text)) {

@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use ts_format::CHUNK_LEN;
+use ts_format::{CHUNK_LEN, Tensor, shard_index};
 
-use crate::atomic::partial_of;
+use crate::atomic::{Claim, partial_of};
 use crate::read::Reader;
 use crate::{Checkpoint, Error, FileWriter, NewTensor, WriteOptions};
 
@@ -32,13 +32,17 @@ pub struct Converted {
     pub tensors: usize,
     /// Bytes of their data.
     pub bytes: u64,
-    /// Length of the file.
+    /// Length of the file, or of all files.
     pub file_bytes: u64,
 }
 
-/// Writes the checkpoint at `from` into one file, `.ts` or `.safetensors` by its suffix: every tensor bit for bit,
-/// and the metadata. `from` is whatever [`Checkpoint::open`] takes. Data with checksums are checked on the way. What was
-/// compressed and what will be has nothing to do with each other.
+/// What an index of shards ends with.
+const INDEX_SUFFIX: &str = ".safetensors.index.json";
+
+/// Writes the checkpoint at `from` into one file, `.ts` or `.safetensors` by its suffix, or, where `to` ends in
+/// `.safetensors.index.json`, into that index and shards beside it: every tensor bit for bit, and the metadata. `from` is
+/// whatever [`Checkpoint::open`] takes. Data with checksums are checked on the way. What was compressed and what will be
+/// has nothing to do with each other.
 ///
 /// A safetensors file that its library wrote comes back byte for byte from a `.ts` made of it. Where shards
 /// disagree on a key of their metadata, each value is kept as `key@file`.
@@ -49,7 +53,8 @@ pub struct Converted {
 ///
 /// # Errors
 /// As [`Checkpoint::open`] and [`FileWriter`]; [`Error::Corrupt`]; [`Error::Interrupted`]. `to` is then as it was,
-/// but for what [`FileWriter::commit`] says.
+/// but for what [`FileWriter::commit`] says. An index that is there is not written over, since its shards would be before
+/// it is: [`Error::Write`].
 pub fn convert(
     from: &Path,
     to: &Path,
@@ -57,46 +62,124 @@ pub fn convert(
     watch: &mut Watch<'_>,
 ) -> Result<Converted, Error> {
     let checkpoint = Checkpoint::open(from)?;
-    // The unfinished file would be made in place of what is read.
-    let partial = partial_of(to).and_then(|path| path.canonicalize().ok());
-    let read = |path: &Path| partial.is_some() && path.canonicalize().ok() == partial;
-    if checkpoint.sources().iter().any(|source| read(source.path())) {
-        let source = std::io::Error::other("it would be written by way of the very file that is read");
-        return Err(Error::Write { path: to.into(), source });
-    }
     // In the order of the files, so that reading is sequential.
     let tensors = checkpoint.catalog().tensors_by_place();
-    let new = tensors.iter().map(|t| NewTensor { name: t.name().into(), meta: t.meta(), phase: None });
     let total: u64 = tensors.iter().map(|tensor| tensor.range().len).sum();
     let metadata = merged_metadata(&checkpoint);
-    let mut progress = Progress { done: 0, total };
-    let (origin, checkpoint_bytes) = (origin(&checkpoint), options.checkpoint_bytes);
-    let interrupt = &mut || watch(progress);
-    let mut writer = FileWriter::resume(to, new.collect(), metadata, &origin, options, interrupt)?;
-    let (mut buffer, mut reader) = (vec![0; PIECE_BYTES.min(total) as usize], Reader::default());
-    let order = writer.order().to_vec();
-    let (done, left) = order.split_at(writer.complete());
-    progress.done = done.iter().map(|&index| tensors[index].range().len).sum();
-    let mut safe = progress.done;
-    for &index in left {
-        let (tensor, len) = (tensors[index], tensors[index].range().len);
-        if progress.done - safe >= checkpoint_bytes {
-            writer.checkpoint(&origin)?;
-            safe = progress.done;
+    let progress = Progress { done: 0, total };
+    let (buffer, reader) = (vec![0; PIECE_BYTES.min(total) as usize], Reader::default());
+    let mut copier = Copier { checkpoint: &checkpoint, buffer, reader, progress, watch };
+    let name = to.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let file_bytes = match name.strip_suffix(INDEX_SUFFIX) {
+        Some(stem) => copier.write_shards(&tensors, to, stem, &metadata, &options)?,
+        None => copier.write_file(&tensors, to, metadata, options)?,
+    };
+    Ok(Converted { tensors: tensors.len(), bytes: total, file_bytes })
+}
+
+/// Brings tensors from a checkpoint to files.
+struct Copier<'a, 'b> {
+    checkpoint: &'a Checkpoint,
+    buffer: Vec<u8>,
+    reader: Reader,
+    progress: Progress,
+    watch: &'a mut Watch<'b>,
+}
+
+impl Copier<'_, '_> {
+    /// Writes one file; its length.
+    fn write_file(
+        &mut self,
+        tensors: &[Tensor<'_>],
+        to: &Path,
+        metadata: BTreeMap<String, String>,
+        options: WriteOptions,
+    ) -> Result<u64, Error> {
+        self.refuse_source(to)?;
+        let new = tensors.iter().map(|t| NewTensor { name: t.name().into(), meta: t.meta(), phase: None });
+        let (origin, checkpoint_bytes) = (origin(self.checkpoint), options.checkpoint_bytes);
+        let interrupt = &mut || (self.watch)(self.progress);
+        let mut writer = FileWriter::resume(to, new.collect(), metadata, &origin, options, interrupt)?;
+        let order = writer.order().to_vec();
+        let (done, left) = order.split_at(writer.complete());
+        self.progress.done += done.iter().map(|&index| tensors[index].range().len).sum::<u64>();
+        let mut safe = self.progress.done;
+        for &index in left {
+            if self.progress.done - safe >= checkpoint_bytes {
+                writer.checkpoint(&origin)?;
+                safe = self.progress.done;
+            }
+            self.copy(tensors[index], &mut writer)?;
         }
+        writer.commit()?;
+        Ok(std::fs::metadata(to).map_or(0, |metadata| metadata.len()))
+    }
+
+    /// Writes shards and, when all are there, their index; the bytes of all.
+    fn write_shards(
+        &mut self,
+        tensors: &[Tensor<'_>],
+        index: &Path,
+        stem: &str,
+        metadata: &BTreeMap<String, String>,
+        options: &WriteOptions,
+    ) -> Result<u64, Error> {
+        let claim = Claim::new(index, &options.faults, &mut || (self.watch)(self.progress))?;
+        if index.symlink_metadata().is_ok() {
+            let reason = "an index is there, whose shards would be written over before it: remove it first";
+            let source = std::io::Error::new(std::io::ErrorKind::AlreadyExists, reason);
+            return Err(Error::Write { path: index.into(), source });
+        }
+        let mut shards: Vec<Vec<Tensor<'_>>> = vec![vec![]];
+        let mut room = options.max_shard_bytes;
+        for &tensor in tensors {
+            let len = tensor.range().len;
+            if len > room && shards.last().is_some_and(|shard| !shard.is_empty()) {
+                shards.push(vec![]);
+                room = options.max_shard_bytes;
+            }
+            room = room.saturating_sub(len);
+            shards.last_mut().expect("there is one at first").push(tensor);
+        }
+        let mut names = BTreeMap::new();
+        let mut bytes = 0;
+        for (number, shard) in shards.iter().enumerate() {
+            let name = format!("{stem}-{:05}-of-{:05}.safetensors", number + 1, shards.len());
+            bytes +=
+                self.write_file(shard, &index.with_file_name(&name), metadata.clone(), options.clone())?;
+            names.extend(shard.iter().map(|tensor| (tensor.name().to_string(), name.clone())));
+        }
+        let json = shard_index(self.progress.total, &names)?;
+        let mut file = claim.begin(json.len() as u64)?;
+        file.write(&json)?;
+        file.commit()?;
+        Ok(bytes + json.len() as u64)
+    }
+
+    fn copy(&mut self, tensor: Tensor<'_>, writer: &mut FileWriter) -> Result<(), Error> {
+        let len = tensor.range().len;
         for begin in (0..len).step_by(PIECE_BYTES as usize) {
-            let bytes = &mut buffer[..PIECE_BYTES.min(len - begin) as usize];
-            reader.read_checked(&checkpoint, tensor, begin, bytes)?;
+            let bytes = &mut self.buffer[..PIECE_BYTES.min(len - begin) as usize];
+            self.reader.read_checked(self.checkpoint, tensor, begin, bytes)?;
             writer.write(bytes)?;
-            progress.done += bytes.len() as u64;
-            if watch(progress) {
+            self.progress.done += bytes.len() as u64;
+            if (self.watch)(self.progress) {
                 return Err(Error::Interrupted);
             }
         }
+        Ok(())
     }
-    writer.commit()?;
-    let file_bytes = std::fs::metadata(to).map_or(0, |metadata| metadata.len());
-    Ok(Converted { tensors: tensors.len(), bytes: total, file_bytes })
+
+    /// The unfinished file must not be made in place of what is read.
+    fn refuse_source(&self, to: &Path) -> Result<(), Error> {
+        let partial = partial_of(to).and_then(|path| path.canonicalize().ok());
+        let read = |path: &Path| partial.is_some() && path.canonicalize().ok() == partial;
+        if self.checkpoint.sources().iter().any(|source| read(source.path())) {
+            let source = std::io::Error::other("it would be written by way of the very file that is read");
+            return Err(Error::Write { path: to.into(), source });
+        }
+        Ok(())
+    }
 }
 
 /// What the bytes of a checkpoint are, as far as can be told without reading them.

@@ -2,7 +2,7 @@
 //! Whole checkpoints in memory, as fast as their storage and the cores give them.
 
 use ts_format::{Tensor, TensorMeta};
-use ts_orchestrator::{EngineConfig, Phase, TensorBytes, Unit, UnitId, UnitTensor, Verify};
+use ts_orchestrator::{Engine, EngineConfig, Phase, TensorBytes, Unit, UnitId, UnitTensor, Verify};
 
 use crate::convert::Progress;
 use crate::pieces::threads;
@@ -21,11 +21,14 @@ pub struct LoadOptions {
     pub verify: bool,
     /// Threads that compare and decode; 0 for as many as there are cores.
     pub jobs: usize,
+    /// How much memory [`Checkpoint::load_each`] may take for tensors that are not dropped yet, in bytes, if less is at all
+    /// possible. `None` for as much as there is.
+    pub budget: Option<usize>,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        Self { verify: true, jobs: 0 }
+        Self { verify: true, jobs: 0, budget: None }
     }
 }
 
@@ -50,36 +53,60 @@ impl Checkpoint {
     /// [`Error::Io`] when reading fails; [`Error::Corrupt`] when bytes are not those that were written;
     /// [`Error::Interrupted`]; [`Error::Engine`] when there is no memory or thread for it.
     pub fn load(&self, options: LoadOptions, watch: &mut Watch<'_>) -> Result<Vec<Loaded>, Error> {
+        let mut loaded = Vec::with_capacity(self.catalog().tensors().len());
+        let keep = &mut |tensor| {
+            loaded.push(tensor);
+            Ok(())
+        };
+        self.load_each(LoadOptions { budget: None, ..options }, keep, watch)?;
+        loaded.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        Ok(loaded)
+    }
+
+    /// As [`load`](Self::load), but gives each tensor to `take`, in the order in which they lie in the files, as soon as it
+    /// is there, and reads ahead meanwhile. Whatever `take` keeps counts to the budget.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load), and those of `take`, which end it.
+    pub fn load_each(
+        &self,
+        options: LoadOptions,
+        take: &mut dyn FnMut(Loaded) -> Result<(), Error>,
+        watch: &mut Watch<'_>,
+    ) -> Result<(), Error> {
         let groups = self.groups();
         let total = self.catalog().tensors().map(|tensor| tensor.range().len).sum();
-        let mut config = EngineConfig::with_budget(UNLIMITED);
+        let mut config = EngineConfig::with_budget(options.budget.unwrap_or(UNLIMITED));
         config.verify = if options.verify { Verify::EveryRead } else { Verify::Never };
         config.workers = threads(options.jobs);
         // Two threads are enough: what they do is bound by memory.
-        config.populate = config.workers.min(2);
+        config.populate = if options.budget.is_none() { config.workers.min(2) } else { 0 };
         let units = groups.iter().enumerate().map(|(number, tensors)| Unit {
             name: number.to_string(),
             tensors: tensors.iter().map(|tensor| unit_tensor(self, *tensor)).collect(),
         });
-        let engine = self.engine(units.collect(), config)?;
+        let units: Vec<_> = units.collect();
+        let preview = Engine::preview(units.clone(), self.sources(), &config);
+        if let Err(ts_orchestrator::Error::NeverFits(refusal)) = preview {
+            config.budget_bytes = refusal.smallest_budget_bytes;
+        }
+        let engine = self.engine(units, config)?;
         let mut progress = Progress { done: 0, total };
         let pass = engine.begin_pass(&mut || watch(progress)).map_err(without_unit)?;
-        let mut loaded = Vec::with_capacity(self.catalog().tensors().len());
         for (number, tensors) in groups.iter().enumerate() {
             let lease = engine.acquire(Some(pass), UnitId(number as u32), &mut || watch(progress));
             let lease = lease.map_err(without_unit)?;
             for (index, tensor) in tensors.iter().enumerate() {
                 progress.done += tensor.range().len;
                 let (name, meta) = (tensor.name().into(), tensor.meta());
-                loaded.push(Loaded { name, meta, bytes: lease.tensor(index) });
+                take(Loaded { name, meta, bytes: lease.tensor(index) })?;
             }
             // A wait asks, but there may be none.
             if watch(progress) {
                 return Err(Error::Interrupted);
             }
         }
-        loaded.sort_unstable_by(|a, b| a.name.cmp(&b.name));
-        Ok(loaded)
+        Ok(())
     }
 
     /// Tensors that lie beside each other.

@@ -34,6 +34,9 @@ pub struct WriteOptions {
     /// After so many bytes of tensors [`convert`](crate::convert) makes sure that it can go on behind them; 1 GiB by
     /// default. See there.
     pub checkpoint_bytes: u64,
+    /// The most bytes of tensors that [`convert`](crate::convert) puts into one shard, where it writes such; 5 GB by
+    /// default. A larger tensor has a shard of its own.
+    pub max_shard_bytes: u64,
     /// What goes wrong on purpose, in tests.
     pub faults: WriteFaults,
 }
@@ -41,7 +44,7 @@ pub struct WriteOptions {
 impl Default for WriteOptions {
     fn default() -> Self {
         let (compression, faults) = (Compression::None, WriteFaults::default());
-        Self { compression, jobs: 0, checkpoint_bytes: 1 << 30, faults }
+        Self { compression, jobs: 0, checkpoint_bytes: 1 << 30, max_shard_bytes: 5_000_000_000, faults }
     }
 }
 
@@ -94,7 +97,7 @@ const JOURNAL: &str = "tensorstream.unfinished";
 #[derive(Debug)]
 pub struct FileWriter {
     path: PathBuf,
-    file: AtomicFile,
+    file: Target,
     options: WriteOptions,
     tensors: Vec<NewTensor>,
     order: Vec<usize>,
@@ -139,11 +142,11 @@ impl FileWriter {
         // A name that cannot be written has nothing made for it.
         let encoders = encoders(path, &tensors, &options)?;
         let claim = Claim::new(path, &options.faults, interrupt)?;
-        Self::begin_file(claim, path, tensors, metadata, options, encoders)
+        Self::begin_file(Some(claim), path, tensors, metadata, options, encoders)
     }
 
     fn begin_file(
-        claim: Claim,
+        claim: Option<Claim>,
         path: &Path,
         tensors: Vec<NewTensor>,
         metadata: BTreeMap<String, String>,
@@ -158,19 +161,37 @@ impl FileWriter {
                 (layout.order, Some(layout.header), None)
             }
         };
-        let mut file = claim.begin(expected(&tensors, &options))?;
-        if let Some(header) = header {
-            file.write(&header)?;
-        }
+        let file = match claim {
+            Some(claim) => Target::File(Box::new(claim.begin(expected(&tensors, &options))?)),
+            None => Target::Memory(Vec::new()),
+        };
         let mut this = Self::over(path, file, options, tensors, container, encoders);
         this.order = order;
+        if let Some(header) = header {
+            this.file.write(&header)?;
+        }
         this.advance()?;
         Ok(this)
     }
 
+    /// A file in memory, which [`into_bytes`](Self::into_bytes) gives in the end. Errors call it `name`, whose suffix says the
+    /// format.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create).
+    pub fn in_memory(
+        name: &str,
+        tensors: Vec<NewTensor>,
+        metadata: BTreeMap<String, String>,
+        options: WriteOptions,
+    ) -> Result<Self, Error> {
+        let encoders = encoders(name.as_ref(), &tensors, &options)?;
+        Self::begin_file(None, name.as_ref(), tensors, metadata, options, encoders)
+    }
+
     fn over(
         path: &Path,
-        file: AtomicFile,
+        file: Target,
         options: WriteOptions,
         tensors: Vec<NewTensor>,
         container: Option<ContainerWriter>,
@@ -208,7 +229,7 @@ impl FileWriter {
         if written(&tensors) {
             return Ok(None);
         }
-        Self::begin_file(claim, path, tensors, metadata.clone(), options, encoders).map(Some)
+        Self::begin_file(Some(claim), path, tensors, metadata.clone(), options, encoders).map(Some)
     }
 
     /// Goes on with a `.ts` file that is there: adds tensors, which take the place of those of the same name, takes away
@@ -240,7 +261,8 @@ impl FileWriter {
         container.metadata_mut().extend(metadata);
         let used = catalog.files()[0].used_len();
         let file = claim.append(used, container.end(), expected(&tensors, &options))?;
-        let mut this = Self::over(&path, file, options, tensors, Some(container), encoders);
+        let mut this =
+            Self::over(&path, Target::File(Box::new(file)), options, tensors, Some(container), encoders);
         this.advance()?;
         Ok(this)
     }
@@ -264,28 +286,36 @@ impl FileWriter {
                 there.ok().and_then(|there| left(&there, &tensors, origin, &options).map(|n| (there, n)));
             if let Some((there, done)) = left {
                 let container = ContainerWriter::resume(there.catalog(), metadata)?;
-                let file = claim.resume(container.end(), expected(&tensors[done..], &options))?;
-                let mut this = Self::over(path, file, options, tensors, Some(container), encoders);
-                this.file.keep();
+                let mut file = claim.resume(container.end(), expected(&tensors[done..], &options))?;
+                file.keep();
+                let mut this = Self::over(
+                    path,
+                    Target::File(Box::new(file)),
+                    options,
+                    tensors,
+                    Some(container),
+                    encoders,
+                );
                 this.at = done;
                 return Ok(this);
             }
         }
-        Self::begin_file(claim, path, tensors, metadata, options, encoders)
+        Self::begin_file(Some(claim), path, tensors, metadata, options, encoders)
     }
 
     /// Makes what is complete so far durable, so that [`resume`](Self::resume) goes on behind it. Does nothing for
     /// safetensors files.
     pub(crate) fn checkpoint(&mut self, origin: &str) -> Result<(), Error> {
-        let Some(container) = &mut self.container else { return Ok(()) };
+        let (Some(container), Target::File(file)) = (&mut self.container, &mut self.file) else {
+            return Ok(());
+        };
         let journal = journal(&self.tensors, origin, &self.options);
         let named = self.tensors.iter().map(|tensor| (tensor.name.as_str(), &tensor.meta));
         let ends = container.checkpoint(ContainerWriter::room(named), &journal)?;
-        let end = container.end();
-        self.file.write_ends(&ends)?;
-        self.file.flush()?;
-        self.file.keep();
-        self.file.seek(end)
+        file.write_ends(&ends)?;
+        file.flush()?;
+        file.keep();
+        file.seek(container.end())
     }
 
     /// How many tensors are complete.
@@ -378,16 +408,43 @@ impl FileWriter {
     /// [`Error::Format`] when bytes are missing, [`Error::Write`]. What was there before still is then, with two exceptions:
     /// when it is only the directory, or the superblock of an append, that cannot be brought to the disk, what is new is
     /// there, and may be gone after a loss of power.
-    pub fn commit(mut self) -> Result<(), Error> {
+    pub fn commit(self) -> Result<(), Error> {
+        match self.finish()? {
+            Target::File(file) => file.commit(),
+            Target::Memory(_) => Ok(()),
+        }
+    }
+
+    /// The file that was made in memory; of any other, which is committed, nothing.
+    ///
+    /// # Errors
+    /// As [`commit`](Self::commit).
+    pub fn into_bytes(self) -> Result<Vec<u8>, Error> {
+        match self.finish()? {
+            Target::File(file) => file.commit().map(|()| Vec::new()),
+            Target::Memory(bytes) => Ok(bytes),
+        }
+    }
+
+    fn finish(mut self) -> Result<Target, Error> {
         self.end_growing()?;
         self.advance()?;
         self.require_complete()?;
         if let Some(container) = self.container {
             let ends = container.finish()?;
-            self.file.truncate(ends.index_offset)?;
-            self.file.write_ends(&ends)?;
+            match &mut self.file {
+                Target::File(file) => {
+                    file.truncate(ends.index_offset)?;
+                    file.write_ends(&ends)?;
+                }
+                Target::Memory(bytes) => {
+                    bytes.resize(ends.index_offset as usize, 0);
+                    bytes.extend(&ends.index);
+                    bytes[..ends.superblocks.len()].copy_from_slice(&ends.superblocks);
+                }
+            }
         }
-        self.file.commit()
+        Ok(self.file)
     }
 
     fn require_complete(&self) -> Result<(), Error> {
@@ -496,6 +553,36 @@ impl FileWriter {
             self.file.write(bytes)?;
         }
         Ok(())
+    }
+}
+
+/// Where a file is made.
+#[derive(Debug)]
+enum Target {
+    File(Box<AtomicFile>),
+    Memory(Vec<u8>),
+}
+
+impl Target {
+    fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        match self {
+            Self::File(file) => file.write(bytes),
+            Self::Memory(held) => {
+                held.extend_from_slice(bytes);
+                Ok(())
+            }
+        }
+    }
+
+    /// Goes forward to `offset`.
+    fn seek(&mut self, offset: u64) -> Result<(), Error> {
+        match self {
+            Self::File(file) => file.seek(offset),
+            Self::Memory(held) => {
+                held.resize(offset as usize, 0);
+                Ok(())
+            }
+        }
     }
 }
 

@@ -51,7 +51,13 @@ fn recorder(fails: Option<(usize, i32)>) -> (Record, WriteFaults) {
 
 fn options(faults: &WriteFaults) -> WriteOptions {
     let compression = Compression::By(Codec::Split, None);
-    WriteOptions { compression, jobs: 1, checkpoint_bytes: 1, faults: faults.clone() }
+    WriteOptions {
+        compression,
+        jobs: 1,
+        checkpoint_bytes: 1,
+        faults: faults.clone(),
+        ..WriteOptions::default()
+    }
 }
 
 fn never() -> bool {

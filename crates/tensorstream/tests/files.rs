@@ -425,7 +425,9 @@ fn what_is_loaded_is_what_was_written_and_outlives_its_loading() {
     convert(&raw, &packed, by(Compression::Auto, 0), &mut quiet).unwrap();
     let mut last = None;
     let load = |path: &Path, jobs: usize, watch: &mut dyn FnMut(Progress) -> bool| {
-        Checkpoint::open(path).unwrap().load(LoadOptions { verify: true, jobs }, &mut |p| watch(p))
+        Checkpoint::open(path)
+            .unwrap()
+            .load(LoadOptions { jobs, ..LoadOptions::default() }, &mut |p| watch(p))
     };
     let plain = load(&raw, 1, &mut |p| {
         last = Some(p);
@@ -590,6 +592,65 @@ fn tensors_may_be_declared_late_and_grow() {
     let mut writer = create("b.ts");
     writer.push(u8s("a", &[1])).unwrap();
     assert!(writer.push_growing(u8s("b", &[1])).unwrap_err().to_string().contains("missing"));
+}
+
+#[test]
+fn a_checkpoint_is_cut_into_shards_and_put_together_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    write(&at("a.ts"), 12);
+    let index = at("b.safetensors.index.json");
+    let options = || WriteOptions { max_shard_bytes: 3_500_000, ..plain() };
+    let done = convert(&at("a.ts"), &index, options(), &mut quiet).unwrap();
+    let shards: Vec<_> = (1..4).map(|n| at(&format!("b-{n:05}-of-00003.safetensors"))).collect();
+    assert!(shards.iter().all(|shard| shard.exists()), "{:?}", files(directory.path()));
+    let lens = files(directory.path()).into_iter().filter(|file| *file != at("a.ts"));
+    assert_eq!(done.file_bytes, lens.map(|file| std::fs::metadata(file).unwrap().len()).sum::<u64>());
+    assert!(diff(&at("a.ts"), &index, 0, &mut quiet).unwrap().is_empty());
+    convert(&index, &at("c.ts"), plain(), &mut quiet).unwrap();
+    assert!(diff(&at("a.ts"), &at("c.ts"), 0, &mut quiet).unwrap().is_empty());
+    let again = convert(&at("a.ts"), &index, options(), &mut quiet).unwrap_err().to_string();
+    assert!(again.contains("remove it first"), "{again}");
+    let auto = convert(&at("a.ts"), &at("d.safetensors.index.json"), by(Compression::Auto, 1), &mut quiet);
+    assert!(matches!(auto, Err(Error::Compression { .. })));
+}
+
+#[test]
+fn a_file_in_memory_is_the_one_that_would_be_on_the_disk() {
+    let directory = tempfile::tempdir().unwrap();
+    for (name, compression) in [
+        ("a.ts", Compression::None),
+        ("b.ts", Compression::By(Codec::Zstd, None)),
+        ("c.safetensors", Compression::None),
+    ] {
+        let path = directory.path().join(name);
+        let tensors = || (0..6).map(|i| u8s(&format!("t{i}"), &[content(i).len() as u64])).collect();
+        let fill = |mut writer: FileWriter| {
+            writer.order().to_vec().into_iter().for_each(|i| writer.write(&content(i)).unwrap());
+            writer
+        };
+        fill(FileWriter::create(&path, tensors(), metadata(), by(compression, 1), &mut never).unwrap())
+            .commit()
+            .unwrap();
+        let held = fill(FileWriter::in_memory(name, tensors(), metadata(), by(compression, 1)).unwrap());
+        let held = held.into_bytes().unwrap();
+        assert!(held == std::fs::read(&path).unwrap(), "{name}");
+        let checkpoint = Checkpoint::from_bytes("held", held.clone()).unwrap();
+        for i in 0..6 {
+            let mut bytes = vec![0; content(i).len()];
+            let whole = 0..bytes.len() as u64;
+            checkpoint.read_block(&format!("t{i}"), std::slice::from_ref(&whole), &mut bytes).unwrap();
+            assert!(bytes == content(i));
+        }
+        let refused = checkpoint.load(LoadOptions::default(), &mut quiet).unwrap_err().to_string();
+        assert!(refused.contains("held") || refused.contains("not a file"), "{refused}");
+        assert!(
+            Checkpoint::from_bytes("cut", held[..held.len() / 2].to_vec())
+                .unwrap_err()
+                .to_string()
+                .contains("cut")
+        );
+    }
 }
 
 #[test]

@@ -61,7 +61,7 @@ pub use index::MAX_RANK;
 pub use meta::TensorMeta;
 pub use reader::{CatalogReader, Need};
 pub use safetensors::{MAX_HEADER_LEN, SafetensorsLayout};
-pub use sharded::MAX_INDEX_LEN;
+pub use sharded::{MAX_INDEX_LEN, shard_index};
 pub use superblock::MAGIC;
 pub use table::Chunk;
 pub use writer::{CheckpointRoom, ContainerEnds, ContainerWriter, Move, fingerprint, tensor_fingerprint};

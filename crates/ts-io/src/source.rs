@@ -48,7 +48,7 @@ impl Fingerprint {
     }
 }
 
-/// A file or an object to read from, as it was when it was opened.
+/// A file, an object or bytes in memory to read from, as it was when it was opened.
 #[derive(Debug)]
 pub struct Source {
     path: PathBuf,
@@ -64,8 +64,18 @@ enum Origin {
         /// For copies from the page cache; `None` where the system has no such handle.
         quiet: OnceLock<Option<File>>,
     },
+    Memory(Held),
     #[cfg(feature = "object")]
     Object(Remote),
+}
+
+/// Bytes that somebody holds.
+struct Held(Box<dyn AsRef<[u8]> + Send + Sync>);
+
+impl std::fmt::Debug for Held {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes", (*self.0).as_ref().len())
+    }
 }
 
 /// The same file, opened past the page cache.
@@ -97,6 +107,14 @@ impl Source {
             Some(text) => Self::open_file(Path::new(text.strip_prefix("file://").unwrap_or(text))),
             None => Self::open_file(path),
         }
+    }
+
+    /// A file that is in memory, which errors call `name`. It is read by [`read_at`](Self::read_at); backends, which fill
+    /// memory, refuse it.
+    pub fn in_memory(name: impl Into<PathBuf>, bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> Arc<Self> {
+        let len = bytes.as_ref().len() as u64;
+        let fingerprint = Fingerprint { identity: (0, 0), len, modified: None, etag: None };
+        Arc::new(Self { path: name.into(), fingerprint, origin: Origin::Memory(Held(Box::new(bytes))) })
     }
 
     /// Whether this text is a URL, and not a path.
@@ -146,14 +164,14 @@ impl Source {
     #[cfg(feature = "object")]
     pub(crate) fn remote(&self) -> Option<&Remote> {
         match &self.origin {
-            Origin::File { .. } => None,
+            Origin::File { .. } | Origin::Memory(_) => None,
             Origin::Object(remote) => Some(remote),
         }
     }
 
     /// Whether it is read over the network.
     pub fn is_remote(&self) -> bool {
-        !matches!(self.origin, Origin::File { .. })
+        !matches!(self.origin, Origin::File { .. } | Origin::Memory(_))
     }
 
     /// Where it was opened: an absolute path, or the URL of an object.
@@ -171,7 +189,7 @@ impl Source {
         self.len() == 0
     }
 
-    /// Its state when it was opened.
+    /// Its state when it was opened; of bytes in memory their length alone.
     pub fn fingerprint(&self) -> &Fingerprint {
         &self.fingerprint
     }
@@ -192,6 +210,7 @@ impl Source {
                 let there = self.len().saturating_sub(offset);
                 sys::residency(file, offset, usize::try_from(there).unwrap_or(usize::MAX).min(len))
             }
+            Origin::Memory(_) => None,
             #[cfg(feature = "object")]
             Origin::Object(_) => None,
         }
@@ -233,6 +252,7 @@ impl Source {
     pub fn evict(&self) -> Result<(), Error> {
         match &self.origin {
             Origin::File { file, .. } => sys::evict(file).map_err(|e| self.failed(0, 0, e)),
+            Origin::Memory(_) => Ok(()),
             #[cfg(feature = "object")]
             Origin::Object(_) => Ok(()),
         }
@@ -246,6 +266,13 @@ impl Source {
         #[cfg(feature = "object")]
         if let Origin::Object(remote) = &self.origin {
             return remote.read_at(offset, buffer, BackendOptions::default().timeout);
+        }
+        if let Origin::Memory(held) = &self.origin {
+            let bytes = (*held.0).as_ref();
+            let there = &bytes[usize::try_from(offset).map_or(bytes.len(), |at| at.min(bytes.len()))..];
+            let len = there.len().min(buffer.len());
+            buffer[..len].copy_from_slice(&there[..len]);
+            return Ok(len);
         }
         self.read(Access::Buffered, offset, &mut Memory::Slice(buffer), &Faults::default())
     }
@@ -302,6 +329,7 @@ impl Source {
     pub(crate) fn file(&self) -> Option<&File> {
         match &self.origin {
             Origin::File { file, .. } => Some(file),
+            Origin::Memory(_) => None,
             #[cfg(feature = "object")]
             Origin::Object(_) => None,
         }
@@ -309,7 +337,6 @@ impl Source {
 
     /// The file by a handle for which the system reads nothing ahead, if it has such; else by the ordinary one.
     fn quiet_file(&self) -> Option<&File> {
-        #[allow(irrefutable_let_patterns, reason = "without `object` every source is a file")]
         let Origin::File { file, quiet, .. } = &self.origin else { return None };
         Some(quiet.get_or_init(|| sys::reopen_quiet(file).ok()).as_ref().unwrap_or(file))
     }
@@ -363,7 +390,6 @@ impl Source {
     }
 
     fn direct(&self) -> Result<&Direct, &str> {
-        #[allow(irrefutable_let_patterns, reason = "without `object` every source is a file")]
         let Origin::File { direct, .. } = &self.origin else { return Err(NO_FILE) };
         let opened = direct.get_or_init(|| {
             let (file, alignment) = sys::open_direct(&self.path).map_err(|e| e.to_string())?;

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use tensorstream::format::{ByteRange, FileId, TensorEntry};
-use tensorstream::{LoadOptions, Loaded};
+use tensorstream::{Error, LoadOptions, Loaded};
 
 use crate::dlpack::{self, Lent};
 use crate::errors::to_python;
@@ -26,9 +27,21 @@ pub(crate) struct Checkpoint {
 #[pymethods]
 impl Checkpoint {
     #[new]
-    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let inner = py.detach(|| tensorstream::Checkpoint::open(path)).map_err(|e| to_python(py, &e))?;
+    #[pyo3(signature = (path, lenient=false))]
+    fn new(py: Python<'_>, path: PathBuf, lenient: bool) -> PyResult<Self> {
+        let open = || match lenient {
+            false => tensorstream::Checkpoint::open(path),
+            true => tensorstream::Checkpoint::open_lenient(path),
+        };
+        let inner = py.detach(open).map_err(|e| to_python(py, &e))?;
         Ok(Self { inner })
+    }
+
+    /// A file that is in memory, which is kept there.
+    #[staticmethod]
+    fn from_bytes(py: Python<'_>, data: PyBackedBytes) -> PyResult<Self> {
+        let inner = py.detach(|| tensorstream::Checkpoint::from_bytes("bytes", data));
+        Ok(Self { inner: inner.map_err(|e| to_python(py, &e))? })
     }
 
     /// This checkpoint and another as one: the other's tensors take the place of those of the same name, and its
@@ -86,13 +99,25 @@ impl Checkpoint {
 
     /// Reads all tensors: name, safetensors dtype name, shape, and a DLPack capsule of each. Shows a bar.
     fn load<'py>(&self, py: Python<'py>, verify: bool) -> PyResult<Vec<LoadedSpec<'py>>> {
-        let options = LoadOptions { verify, jobs: 0 };
+        let options = LoadOptions { verify, ..LoadOptions::default() };
         let loaded = watched(py, Some("loading"), |watch| self.inner.load(options, watch))?;
-        let spec = |Loaded { name, meta, bytes }: Loaded| {
-            let capsule = dlpack::capsule(py, bytes, &meta)?;
-            Ok((name, meta.dtype.name(), meta.shape, capsule))
+        loaded.into_iter().map(|loaded| spec(py, loaded)).collect()
+    }
+
+    /// Reads all tensors and calls `take` with each, as `load` gives them, as soon as it is there. What it keeps must not
+    /// be more than `budget` bytes.
+    fn load_each(&self, py: Python<'_>, verify: bool, budget: usize, take: Py<PyAny>) -> PyResult<()> {
+        let options = LoadOptions { verify, budget: Some(budget), ..LoadOptions::default() };
+        let mut failed = None;
+        let mut give = |loaded: Loaded| {
+            let taken = Python::attach(|py| take.call1(py, spec(py, loaded)?).map(|_| ()));
+            taken.map_err(|error| {
+                failed = Some(error);
+                Error::Interrupted
+            })
         };
-        loaded.into_iter().map(spec).collect()
+        let done = watched(py, Some("loading"), |watch| self.inner.load_each(options, &mut give, watch));
+        failed.map_or(done, Err)
     }
 
     /// Path, length in bytes and metadata of each file.
@@ -102,6 +127,11 @@ impl Checkpoint {
             .map(|(entry, source)| (source.path().to_path_buf(), entry.len, entry.metadata.clone()))
             .collect()
     }
+}
+
+fn spec(py: Python<'_>, Loaded { name, meta, bytes }: Loaded) -> PyResult<LoadedSpec<'_>> {
+    let capsule = dlpack::capsule(py, bytes, &meta)?;
+    Ok((name, meta.dtype.name(), meta.shape, capsule))
 }
 
 impl Checkpoint {

@@ -5,7 +5,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 use tensorstream::format::{Compression, Digest, Dtype, TensorMeta, tensor_fingerprint};
+use tensorstream::io::fault::WriteFaults;
 use tensorstream::{Bar, Converted, Error, NewTensor, Progress as Done, Watch, WriteOptions};
 
 use crate::dlpack::Lent;
@@ -111,6 +113,43 @@ impl FileWriter {
         Ok(Self { inner: Mutex::new(Some(watched(py, None, create)?)) })
     }
 
+    /// A file in memory, which errors call `name` and whose suffix says the format.
+    #[staticmethod]
+    #[pyo3(signature = (name, tensors, metadata, codec="raw", level=None))]
+    fn in_memory(
+        py: Python<'_>,
+        name: &str,
+        tensors: Vec<NewTensorSpec>,
+        metadata: BTreeMap<String, String>,
+        codec: &str,
+        level: Option<i32>,
+    ) -> PyResult<Self> {
+        let options = options(py, name.as_ref(), codec, level, 0)?;
+        let inner = tensorstream::FileWriter::in_memory(name, new_tensors(tensors)?, metadata, options);
+        Ok(Self { inner: Mutex::new(Some(inner.map_err(|e| to_python(py, &e))?)) })
+    }
+
+    /// Goes on with a .ts file: adds tensors, in the place of those of the same name, removes some, sets metadata.
+    #[staticmethod]
+    #[pyo3(signature = (path, tensors, remove, metadata, codec="raw", level=None))]
+    fn append(
+        py: Python<'_>,
+        path: PathBuf,
+        tensors: Vec<NewTensorSpec>,
+        remove: Vec<String>,
+        metadata: BTreeMap<String, String>,
+        codec: &str,
+        level: Option<i32>,
+    ) -> PyResult<Self> {
+        let tensors = new_tensors(tensors)?;
+        let options = options(py, &path, codec, level, 0)?;
+        let append = |watch: &mut Watch<'_>| {
+            let interrupt = &mut || watch(NOTHING);
+            tensorstream::FileWriter::append(&path, tensors, &remove, metadata, options, interrupt)
+        };
+        Ok(Self { inner: Mutex::new(Some(watched(py, None, append)?)) })
+    }
+
     /// As the constructor, but None when the file is there and holds just such tensors and metadata.
     #[staticmethod]
     #[pyo3(signature = (path, tensors, metadata, fingerprint, codec="raw", level=None))]
@@ -168,6 +207,13 @@ impl FileWriter {
         py.detach(|| inner.commit()).map_err(|e| to_python(py, &e))
     }
 
+    /// Ends a file in memory, and gives it.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let inner = lock(&self.inner).take().ok_or_else(ended)?;
+        let bytes = py.detach(|| inner.into_bytes()).map_err(|e| to_python(py, &e))?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
     /// Gives up; what had the name before still has it. Does nothing after the end.
     fn abandon(&self, py: Python<'_>) {
         let inner = lock(&self.inner).take();
@@ -187,9 +233,17 @@ fn options(
     Ok(WriteOptions { compression, jobs, ..WriteOptions::default() })
 }
 
+/// Writes a .ts file anew without what appends left unused; its length before and after.
+#[pyfunction]
+pub(crate) fn compact(py: Python<'_>, path: PathBuf) -> PyResult<(u64, u64)> {
+    let none = WriteFaults::default();
+    let done = watched(py, Some("compacting"), |watch| tensorstream::compact(&path, &none, watch))?;
+    Ok((done.bytes_before, done.bytes))
+}
+
 /// Converts a checkpoint; number of tensors and bytes.
 #[pyfunction]
-#[pyo3(signature = (source, target, codec="raw", level=None, jobs=0))]
+#[pyo3(signature = (source, target, codec="raw", level=None, jobs=0, max_shard_bytes=None))]
 pub(crate) fn convert(
     py: Python<'_>,
     source: PathBuf,
@@ -197,8 +251,10 @@ pub(crate) fn convert(
     codec: &str,
     level: Option<i32>,
     jobs: usize,
+    max_shard_bytes: Option<u64>,
 ) -> PyResult<(usize, u64)> {
-    let options = options(py, &target, codec, level, jobs)?;
+    let mut options = options(py, &target, codec, level, jobs)?;
+    options.max_shard_bytes = max_shard_bytes.unwrap_or(options.max_shard_bytes);
     let job = |watch: &mut Watch<'_>| tensorstream::convert(&source, &target, options, watch);
     let Converted { tensors, bytes, .. } = watched(py, Some("converting"), job)?;
     Ok((tensors, bytes))

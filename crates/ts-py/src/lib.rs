@@ -53,6 +53,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<files::FileWriter>()?;
     m.add_class::<files::Fingerprint>()?;
     m.add_class::<files::Progress>()?;
+    m.add_function(wrap_pyfunction!(files::compact, m)?)?;
     m.add_function(wrap_pyfunction!(files::convert, m)?)?;
     m.add_function(wrap_pyfunction!(files::main, m)?)?;
     m.add_function(wrap_pyfunction!(parse_bytes, m)?)?;

@@ -14,14 +14,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors
+import safetensors.numpy
 import safetensors.torch
 import tensorstream as ts
+import tensorstream.numpy
 import torch
 from conftest import Llama
-from tensorstream.config import Codec
 from tensorstream._streamed_tensor import SAFETENSORS_DTYPES
+from tensorstream.config import Codec
 
 FORMATS = ["ts", "safetensors"]
 
@@ -397,3 +400,177 @@ def test_parts_of_tensors_are_those_of_torch(tmp_path: Path, suffix: str) -> Non
             file.get_tensor("long")
     with pytest.raises(ts.ConfigurationError, match="framework"):
         ts.safe_open(path, framework="tf")
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {
+        "bf16": torch.randn(300, 70).to(torch.bfloat16),
+        "f32": torch.randn(5, 6, 7),
+        "i8": torch.randint(-9, 9, (1001,), dtype=torch.int8),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+    }
+
+
+def assert_same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(tensors) == set(expected)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+
+
+def test_files_in_memory_are_those_on_the_disk(tmp_path: Path) -> None:
+    expected = some_tensors()
+    data = ts.save(expected, {"k": "v"})
+    assert data == safetensors.torch.save(expected, {"k": "v"})
+    assert_same(safetensors.torch.load(data), expected)
+    assert_same(ts.load(data), expected)
+    codecs: tuple[Codec, ...] = ("raw", "auto", "zlib")
+    for codec in codecs:
+        ts.save_file(expected, tmp_path / "a.ts", codec=codec)
+        data = ts.save(expected, format="ts", codec=codec)
+        assert data == (tmp_path / "a.ts").read_bytes()
+        loaded = ts.load(data)
+        assert_same(loaded, expected)
+        harmed = bytearray(data)
+        harmed[8200] ^= 1
+        with pytest.raises(ts.ChecksumError, match="bytes: tensor"):
+            ts.load(bytes(harmed))
+    with pytest.raises(ts.CheckpointError):
+        ts.load(data[:-1])
+    with pytest.raises(ts.ConfigurationError):
+        ts.save(expected, format="tar")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_views_of_a_file_have_its_bytes_and_never_change_them(tmp_path: Path, suffix: str) -> None:
+    expected, path = some_tensors(), tmp_path / f"a.{suffix}"
+    ts.save_file(expected, path)
+    before = path.read_bytes()
+    views = ts.load_file(path, mapped=True)
+    assert_same(views, expected)
+    views["f32"].zero_()
+    assert path.read_bytes() == before
+    with ts.safe_open(path, mapped=True) as opened:
+        first, second = opened.get_tensor("bf16"), opened.get_tensor("bf16")
+        assert first.data_ptr() == second.data_ptr()
+        assert torch.equal(opened.get_slice("bf16")[3:5, -7:], expected["bf16"][3:5, -7:])
+    del opened
+    assert_same({"bf16": first}, {"bf16": expected["bf16"]})
+    ts.save_file(expected, tmp_path / "b.ts", codec="split")
+    assert_same(ts.load_file(tmp_path / "b.ts", mapped=True), expected)
+    opened = ts.safe_open(path, mapped=True)
+    with path.open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(ts.CheckpointChangedError):
+        opened.get_tensor("f32")
+
+
+def test_elements_that_are_not_aligned_are_read_with_a_copy(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    header = (
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}'
+    )
+    values = np.array([1.5, -2.5], dtype="<f4")
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x07" + values.tobytes())
+    for mapped in (False, True):
+        assert ts.load_file(path, mapped=mapped)["b"].tolist() == [1.5, -2.5]
+    assert ts.load(path.read_bytes())["b"].tolist() == [1.5, -2.5]
+
+
+def test_tensors_go_straight_to_a_device(tmp_path: Path) -> None:
+    """To one that has no memory, for want of another: shapes, dtypes and errors."""
+    big = {f"t{i}": torch.full((9 << 20,), i, dtype=torch.uint8) for i in range(40)}
+    ts.save_file(big | some_tensors(), tmp_path / "a.ts", codec="auto")
+    loaded = ts.load_file(tmp_path / "a.ts", device="meta")
+    assert {name: (t.shape, t.dtype) for name, t in loaded.items()} == {
+        name: (t.shape, t.dtype) for name, t in (big | some_tensors()).items()
+    }
+    assert all(tensor.device.type == "meta" for tensor in loaded.values())
+    with pytest.raises(RuntimeError):
+        ts.load_file(tmp_path / "a.ts", device="nonsense")
+
+
+def test_numpy_arrays_as_the_library_reads_and_writes_them(tmp_path: Path) -> None:
+    arrays = {
+        "f4": np.linspace(0, 1, 700, dtype="f4").reshape(7, 100),
+        "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        "big": np.arange(9, dtype=">i4"),
+        "empty": np.zeros((0, 2), dtype="u1"),
+        "bool": np.array([True, False]),
+    }
+    arrays["f4"].setflags(write=False)
+    for path in (tmp_path / "a.safetensors", tmp_path / "a.ts"):
+        tensorstream.numpy.save_file(arrays, path, {"k": "v"})
+        for mapped in (False, True):
+            loaded = tensorstream.numpy.load_file(path, mapped=mapped)
+            assert all(np.array_equal(loaded[name], arrays[name]) for name in arrays)
+    theirs = safetensors.numpy.load_file(tmp_path / "a.safetensors")
+    assert all(np.array_equal(theirs[name], arrays[name]) for name in arrays)
+    data = tensorstream.numpy.save({"f4": arrays["f4"]})
+    assert data == safetensors.numpy.save({"f4": arrays["f4"]})
+    assert np.array_equal(tensorstream.numpy.load(data)["f4"], arrays["f4"])
+    with pytest.raises(ts.ConfigurationError, match="'text'"):
+        tensorstream.numpy.save({"text": np.array(["a"])})
+    with pytest.raises(ts.ModelError, match="numpy does not have"):
+        tensorstream.numpy.load(ts.save(some_tensors()))
+
+
+def test_a_file_is_appended_to_and_compacted(tmp_path: Path) -> None:
+    path = tmp_path / "a.ts"
+    expected = some_tensors()
+    ts.save_file(expected, path, {"k": "v", "step": "1"})
+    whole = path.stat().st_size
+    expected["bf16"] = torch.randn(9, 9).to(torch.bfloat16)
+    expected["new"] = torch.arange(4)
+    del expected["i8"]
+    added = {name: expected[name] for name in ("bf16", "new")}
+    ts.append_file(added, path, {"step": "2"}, remove=["i8"], codec="auto")
+    assert path.stat().st_size > whole
+    assert_same(ts.load_file(path), expected)
+    assert ts.safe_open(path).metadata() == {"k": "v", "step": "2"}
+    ts.compact(path)
+    assert path.stat().st_size < whole
+    assert_same(ts.load_file(path), expected)
+    with pytest.raises(ts.MissingTensorError, match="i8"):
+        ts.append_file({}, path, remove=["i8"])
+    ts.save_file(expected, tmp_path / "a.safetensors")
+    for act in (lambda p: ts.append_file({}, p), ts.compact):
+        with pytest.raises(ts.ConfigurationError, match=r"not one \.ts file"):
+            act(tmp_path / "a.safetensors")
+        with pytest.raises(ts.TensorStreamError):
+            act(tmp_path / "none.ts")
+
+
+def test_what_only_the_library_takes_is_read_if_asked(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    header = b'{"":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":[]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x07")
+    assert safetensors.torch.load_file(path)[""].tolist() == [7]
+    with pytest.raises(ts.CheckpointError):
+        ts.load_file(path)
+    assert ts.load_file(path, lenient=True)[""].tolist() == [7]
+    assert ts.safe_open(path, lenient=True).get_tensor("").tolist() == [7]
+
+
+def test_shards_are_those_that_transformers_reads(llama: Llama, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    checkpoint = llama()
+    ts.convert(checkpoint, tmp_path / "m.ts")
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    ts.convert(tmp_path / "m.ts", sharded / "model.safetensors.index.json", max_shard_size="200KiB")
+    assert len(list(sharded.glob("model-*-of-*.safetensors"))) > 1
+    (sharded / "config.json").write_bytes((Path(checkpoint) / "config.json").read_bytes())
+    theirs = LlamaForCausalLM.from_pretrained(sharded).state_dict()
+    ours = LlamaForCausalLM.from_pretrained(checkpoint).state_dict()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    assert command("diff", tmp_path / "m.ts", sharded).stdout.startswith("0 tensors differ")
+    ts.append_file({"more": torch.ones(3)}, tmp_path / "m.ts")
+    differing = command("diff", tmp_path / "m.ts", sharded)
+    assert (differing.returncode, differing.stdout.splitlines()[0]) == (1, "more: only in the first")
+    assert json.loads(command("diff", tmp_path / "m.ts", sharded, "--json").stdout)["tensors"] == {
+        "more": "only in the first"
+    }
+    assert "now" in command("compact", tmp_path / "m.ts").stdout

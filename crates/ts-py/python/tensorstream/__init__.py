@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ._native import __version__, backends
 
 if TYPE_CHECKING:
-    from ._convert import convert
-    from ._files import load_file, save_file
+    from ._convert import compact, convert
+    from ._files import append_file, load, load_file, save, save_file
     from ._offload import offload, restore, stats
     from ._plan import Plan, plan
     from ._transformers import from_pretrained
@@ -54,21 +54,25 @@ __all__ = [
     "TensorStreamError",
     "UnitReferencedError",
     "__version__",
+    "append_file",
     "backends",
+    "compact",
     "convert",
     "from_pretrained",
+    "load",
     "load_file",
     "offload",
     "plan",
     "restore",
     "safe_open",
+    "save",
     "save_file",
     "stats",
 ]
 
 _HOMES = {
-    "_convert": ("convert",),
-    "_files": ("load_file", "save_file"),
+    "_convert": ("compact", "convert"),
+    "_files": ("append_file", "load", "load_file", "save", "save_file"),
     "_safe_open": ("TensorSlice", "safe_open"),
     "_offload": ("offload", "restore", "stats"),
     "_plan": ("Plan", "plan"),

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch.utils import dlpack
@@ -11,6 +12,8 @@ from torch.utils import dlpack
 from . import _native
 from ._streamed_tensor import SAFETENSORS_DTYPES
 from .errors import ConfigurationError
+
+T = TypeVar("T")
 
 #: Name, dtype, shape and address modulo 64 of a tensor that is to be written.
 NewTensor = tuple[str, str, list[int], int | None]
@@ -42,12 +45,19 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
 
 def write_all(writer: _native.FileWriter, tensors: Iterable[torch.Tensor], total_bytes: int, label: str) -> None:
     """Writes tensors, or runs of them, one behind the other and commits; gives the file up if that fails."""
+    write_then(writer, tensors, total_bytes, label, writer.commit)
+
+
+def write_then(
+    writer: _native.FileWriter, tensors: Iterable[torch.Tensor], total_bytes: int, label: str, end: Callable[[], T]
+) -> T:
+    """Writes tensors, or runs of them, one behind the other and ends the file; gives it up if that fails."""
     bar = _native.Progress(label, total_bytes)
     try:
         for tensor in tensors:
             writer.write(lent(tensor.detach().cpu().contiguous()))
             bar.advance(tensor.nbytes)
-        writer.commit()
+        return end()
     finally:
         bar.close()
         writer.abandon()

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from . import _native
-from ._files import torch_type
-from ._lend import lent
-from .errors import ConfigurationError, ModelError
+from ._files import read_tensor, torch_type
+from ._mapped import MappedFiles
+from .errors import ConfigurationError
+from .numpy import as_array
 
 Path = str | os.PathLike[str]
 #: What picks elements of one dimension.
@@ -27,16 +28,27 @@ class safe_open:
         filename: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
         framework: ``"pt"`` (or ``"torch"``) for torch tensors, ``"np"`` (or ``"numpy"``) for numpy arrays.
         device: Where torch tensors go.
+        mapped: Make torch tensors on the CPU views of the file, in no time: see :func:`load_file`.
+        lenient: Take safetensors files that only their own library would: see there.
 
     Raises:
         CheckpointNotFoundError, CheckpointError: There is no checkpoint, or it is damaged.
         ConfigurationError: There is no such framework.
     """
 
-    def __init__(self, filename: Path, framework: str = "pt", device: str | int | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        filename: Path,
+        framework: str = "pt",
+        device: str | int | torch.device = "cpu",
+        *,
+        mapped: bool = False,
+        lenient: bool = False,
+    ) -> None:
         if framework not in ("pt", "torch", "np", "numpy"):
             raise ConfigurationError(f"there is no framework {framework!r} here: it is pt or np")
-        self._checkpoint = _native.Checkpoint(filename)
+        self._checkpoint = _native.Checkpoint(filename, lenient)
+        self._files = MappedFiles(self._checkpoint) if mapped else None
         self._device: str | int | torch.device | None = device if framework in ("pt", "torch") else None
 
     def __enter__(self) -> safe_open:
@@ -75,14 +87,20 @@ class safe_open:
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor of which parts can be read: ``get_slice(name)[2:4, :, 0]``. Reads nothing yet."""
-        return TensorSlice(self._checkpoint, name, self._device)
+        return TensorSlice(self._checkpoint, self._files, name, self._device)
 
 
 class TensorSlice:
     """A tensor in a file. Indexing reads the smallest block that has what is asked for, and indexes that."""
 
-    def __init__(self, checkpoint: _native.Checkpoint, name: str, device: str | int | torch.device | None) -> None:
-        self._checkpoint, self._name, self._device = checkpoint, name, device
+    def __init__(
+        self,
+        checkpoint: _native.Checkpoint,
+        files: MappedFiles | None,
+        name: str,
+        device: str | int | torch.device | None,
+    ) -> None:
+        self._checkpoint, self._files, self._name, self._device = checkpoint, files, name, device
         self._dtype, self._shape = torch_type(checkpoint, name)
 
     def get_shape(self) -> list[int]:
@@ -102,16 +120,14 @@ class TensorSlice:
             ChecksumError, StorageError: As ``get_tensor`` of ``safe_open``.
         """
         block, within = _block(self._shape, index if isinstance(index, tuple) else (index,))
-        shape = [end - begin for begin, end in block]
-        tensor = torch.empty(shape, dtype=self._dtype, device="cpu")
-        self._checkpoint.read_block(self._name, block, lent(tensor))
-        tensor = tensor[within]
+        view = None if self._files is None else self._files.view(self._name, self._dtype, self._shape)
+        if view is not None:
+            tensor = view[tuple(slice(*bounds) for bounds in block)][within]
+        else:
+            tensor = read_tensor(self._checkpoint, self._name, block)[within]
         if self._device is not None:
             return tensor.to(self._device)
-        try:
-            return tensor.numpy()
-        except TypeError as error:
-            raise ModelError(f"tensor `{self._name}` is {self.get_dtype()}, which numpy does not have") from error
+        return as_array(self._name, tensor)
 
 
 def _block(shape: list[int], index: tuple[Index, ...]) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:

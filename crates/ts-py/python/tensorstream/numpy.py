@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The same as :func:`tensorstream.load_file` and its like, with numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from . import _files
+from ._files import Path
+from .config import Codec
+from .errors import ConfigurationError, ModelError
+
+__all__ = ["load", "load_file", "save", "save_file"]
+
+Array = np.ndarray[Any, Any]
+
+
+def load_file(path: Path, *, verify: bool = True, mapped: bool = False, lenient: bool = False) -> dict[str, Array]:
+    """As :func:`tensorstream.load_file`; ``ModelError`` also for dtypes that numpy lacks, such as BF16."""
+    return _arrays(_files.load_file(path, verify=verify, mapped=mapped, lenient=lenient))
+
+
+def load(data: bytes) -> dict[str, Array]:
+    """As :func:`tensorstream.load`; ``ModelError`` also for dtypes that numpy lacks, such as BF16."""
+    return _arrays(_files.load(data))
+
+
+def save_file(
+    tensors: Mapping[str, Array],
+    path: Path,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    codec: Codec = "raw",
+    compression_level: int | None = None,
+) -> None:
+    """As :func:`tensorstream.save_file`."""
+    _files.save_file(_tensors(tensors), path, metadata, codec=codec, compression_level=compression_level)
+
+
+def save(
+    tensors: Mapping[str, Array],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    format: Literal["safetensors", "ts"] = "safetensors",
+    codec: Codec = "raw",
+    compression_level: int | None = None,
+) -> bytes:
+    """As :func:`tensorstream.save`."""
+    return _files.save(_tensors(tensors), metadata, format=format, codec=codec, compression_level=compression_level)
+
+
+def _arrays(tensors: dict[str, torch.Tensor]) -> dict[str, Array]:
+    return {name: as_array(name, tensor) for name, tensor in tensors.items()}
+
+
+def as_array(name: str, tensor: torch.Tensor) -> Array:
+    """A tensor on the CPU as an array, over the same memory."""
+    try:
+        array: Array = tensor.numpy()
+    except TypeError as error:
+        raise ModelError(f"tensor `{name}` is {tensor.dtype}, which numpy does not have") from error
+    return array
+
+
+def _tensors(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, array in arrays.items():
+        try:
+            # Of little-endian numbers, one behind the other, which torch can have.
+            plain = np.array(array, dtype=array.dtype.newbyteorder("<"), order="C", copy=None)
+            tensors[name] = torch.from_numpy(plain if plain.flags.writeable else plain.copy())
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigurationError(f"array {name!r} cannot be written: {error}") from error
+    return tensors
