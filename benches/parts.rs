@@ -5,13 +5,17 @@
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use tensorstream::format::{ByteRange, CatalogReader, Dtype, FileId, TensorEntry, TensorMeta};
+use tensorstream::format::{
+    ByteRange, CHUNK_LEN, Catalog, Codec, Dtype, Encoder, FileId, Scratch, TensorEntry, TensorMeta,
+    decode_chunk,
+};
 use tensorstream::io::Source;
 use tensorstream::orchestrator::{
     Engine, EngineConfig, Phase, PlanRequest, Rates, Unit, UnitDemand, UnitId, UnitTensor, never_interrupt,
     plan,
 };
 use tensorstream::pool::{Budget, HostPool};
+use tensorstream::{FileWriter, NewTensor};
 
 /// Allocate and free one block while others live.
 fn pool(c: &mut Criterion) {
@@ -56,29 +60,59 @@ fn planner(c: &mut Criterion) {
     });
 }
 
+/// Opens a file of many tensors: ours, and the safetensors crate's of the same.
 fn catalog(c: &mut Criterion) {
-    let tensors = 10_000;
-    let fields: Vec<_> = (0..tensors)
-        .map(|i| {
-            format!(
-                r#""model.layers.{i}.w":{{"dtype":"BF16","shape":[4,4],"data_offsets":[{},{}]}}"#,
-                i * 32,
-                i * 32 + 32
-            )
-        })
-        .collect();
-    let header = format!("{{{}}}", fields.join(","));
-    let file_len = 8 + header.len() as u64 + tensors * 32;
-    let mut group = c.benchmark_group("catalog");
+    let tensors = 100_000u64;
+    let meta = TensorMeta { dtype: Dtype::BF16, shape: vec![4, 4] };
+    let names: Vec<_> = (0..tensors).map(|i| format!("model.layers.{i}.self_attn.q_proj.weight")).collect();
+    let declared = |name: &String| NewTensor { name: name.clone(), meta: meta.clone(), phase: None };
+    let file = |name: &str| {
+        let all = names.iter().map(declared).collect();
+        let mut writer = FileWriter::in_memory(name, all, Default::default(), Default::default()).unwrap();
+        writer.write(&vec![1; tensors as usize * 32]).unwrap();
+        writer.into_bytes().unwrap()
+    };
+    let mut group = c.benchmark_group("catalog of 100k tensors");
     group.throughput(Throughput::Elements(tensors)).sample_size(20);
-    group.bench_function("10k tensors", |b| {
-        b.iter(|| {
-            let mut reader = CatalogReader::single("m");
-            reader.feed(&(header.len() as u64).to_le_bytes(), file_len).unwrap();
-            reader.feed(header.as_bytes(), file_len).unwrap();
-            reader.finish().unwrap()
-        });
+    let (container, safetensors) = (file("a.ts"), file("a.safetensors"));
+    for (name, bytes) in [(".ts", &container), ("safetensors", &safetensors)] {
+        group.bench_function(name, |b| b.iter(|| Catalog::from_bytes("m", black_box(bytes)).unwrap()));
+    }
+    group.bench_function("the safetensors crate", |b| {
+        b.iter(|| safetensors::SafeTensors::deserialize(black_box(&safetensors)).unwrap());
     });
+    let catalog = Catalog::from_bytes("m", &container).unwrap();
+    println!("a tensor takes {} bytes beside its name", catalog.heap_bytes() / tensors as usize);
+    group.finish();
+}
+
+/// One chunk of floats with exponents as weights have them, decoded into memory that is used again.
+fn codecs(c: &mut Criterion) {
+    let mut state = 1u32;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        state >> 8
+    };
+    // The sum of four is nearly normal.
+    let floats: Vec<f32> = (0..CHUNK_LEN / 4)
+        .map(|_| (0..4).map(|_| next() as f32 / (1 << 24) as f32 - 0.5).sum::<f32>() * 0.02)
+        .collect();
+    let singles: Vec<u8> = floats.iter().flat_map(|float| float.to_le_bytes()).collect();
+    let halves: Vec<u8> =
+        floats.iter().chain(&floats).flat_map(|f| f.to_le_bytes().into_iter().skip(2)).collect();
+    let mut group = c.benchmark_group("decode a chunk");
+    group.throughput(Throughput::Bytes(CHUNK_LEN)).sample_size(50);
+    for (name, dtype, raw) in [("F32", Dtype::F32, &singles), ("BF16", Dtype::BF16, &halves)] {
+        for codec in [Codec::Split, Codec::Zstd] {
+            let (mut stored, mut out, mut scratch) = (Vec::new(), vec![0; raw.len()], Scratch::default());
+            let encoded = Encoder::new(codec, None).unwrap().encode(dtype, raw, &mut stored);
+            group.bench_function(format!("{codec} {name}"), |b| {
+                b.iter(|| {
+                    decode_chunk(encoded.codec, encoded.width, &stored, &mut out, &mut scratch).unwrap();
+                });
+            });
+        }
+    }
     group.finish();
 }
 
@@ -120,5 +154,5 @@ fn engine(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(parts, pool, planner, catalog, engine);
+criterion_group!(parts, pool, planner, catalog, codecs, engine);
 criterion_main!(parts);

@@ -21,8 +21,10 @@ pub(crate) fn smoke() -> Result<()> {
 pub(crate) fn run(what: &str) -> Result<()> {
     match what {
         "parts" => run_parts(),
-        "codecs" | "exact" | "peak" | "llama" | "storage" => run_script(&python::prepared()?, what, &[]),
+        "codecs" | "exact" | "load" | "peak" | "llama" | "storage" => {
+            run_script(&python::prepared()?, what, &[])
+        }
         "io" => run_script(&python::prepared()?, "backends", &[]),
-        _ => Err(format!("no benchmark {what}: parts, codecs, exact, io, peak, llama or storage")),
+        _ => Err(format!("no benchmark {what}: parts, codecs, exact, io, llama, load, peak or storage")),
     }
 }

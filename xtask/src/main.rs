@@ -2,6 +2,7 @@
 //! The project's tasks: `cargo xtask help` lists them.
 
 mod bench;
+mod big_endian;
 mod check;
 mod fuzz;
 mod python;
@@ -21,9 +22,11 @@ cargo xtask bench parts              criterion benchmarks of the parts
 cargo xtask bench exact              a 1.1B model's logits, streamed against in memory
 cargo xtask bench peak               peak memory, streamed against in memory
 cargo xtask bench llama              the same in three rounds
+cargo xtask big-endian               the container's tests on an emulated s390x, in a Debian made for it (root)
 cargo xtask fuzz [SECONDS]           every parser, fuzzed for 60 s or as long as said
 cargo xtask bench io                 every I/O backend against fio, memcpy and curl
 cargo xtask bench codecs             lossless compression beside ZipNN
+cargo xtask bench load               whole checkpoints into memory, beside fio and other loaders
 cargo xtask bench storage            streamed bandwidth against fio, interleaved
 
 Needs a Rust toolchain and Python 3.11 or later; everything else goes into .venv.";
@@ -37,6 +40,7 @@ fn main() -> ExitCode {
         ["ci"] => ci(),
         ["test", tier] => test(tier),
         ["bench", what] => bench::run(what),
+        ["big-endian"] => big_endian::test(),
         ["fuzz"] => fuzz::all(60),
         ["fuzz", seconds] => {
             seconds.parse().map_err(|_| format!("{seconds} is no number of seconds")).and_then(fuzz::all)

@@ -654,6 +654,65 @@ fn a_file_in_memory_is_the_one_that_would_be_on_the_disk() {
 }
 
 #[test]
+fn memory_that_is_there_is_filled_from_cold_files_and_warm_ones() {
+    // Not in memory, as the temporary directory may be.
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let at = |name: &str| directory.path().join(name);
+    write(&at("a.safetensors"), 9);
+    weights(&at("b.safetensors"));
+    convert(&at("a.safetensors"), &at("a.ts"), plain(), &mut quiet).unwrap();
+    convert(&at("b.safetensors"), &at("b.ts"), by(Compression::Auto, 0), &mut quiet).unwrap();
+    for name in ["a.safetensors", "a.ts", "b.ts"] {
+        let checkpoint = Checkpoint::open(at(name)).unwrap();
+        let names: Vec<_> = checkpoint.catalog().tensors().map(|t| t.name().to_string()).collect();
+        let mut memory: Vec<Vec<u8>> =
+            checkpoint.catalog().tensors().map(|t| vec![9; t.range().len as usize]).collect();
+        for (cold, verify) in [(true, true), (false, true), (false, false)] {
+            memory.iter_mut().for_each(|bytes| bytes.fill(9));
+            if cold {
+                checkpoint.sources()[0].evict().unwrap();
+            }
+            let targets =
+                names.iter().map(String::as_str).zip(memory.iter_mut().map(Vec::as_mut_slice)).collect();
+            let options = LoadOptions { verify, ..LoadOptions::default() };
+            checkpoint.load_into(targets, options, &mut quiet).unwrap();
+            for (name, bytes) in names.iter().zip(&memory) {
+                let mut expected = vec![0; bytes.len()];
+                checkpoint
+                    .read(&[checkpoint.catalog().require(name).unwrap().range()], &mut expected)
+                    .unwrap();
+                assert!(*bytes == expected, "{name}");
+            }
+        }
+        let into = |name: &str, len: usize| {
+            let mut memory = vec![0; len];
+            checkpoint
+                .load_into(vec![(name, &mut memory)], LoadOptions::default(), &mut quiet)
+                .unwrap_err()
+                .to_string()
+        };
+        assert!(into("nobody", 1).contains("nobody"));
+        assert!(into(&names[0], 1).contains("goes to 1"));
+    }
+    // Damage is found both ways.
+    let (damaged, len) = (at("a.ts"), content(0).len());
+    let place = Checkpoint::open(&damaged).unwrap().catalog().require("t0").unwrap().stored_at() as usize;
+    let mut bytes = std::fs::read(&damaged).unwrap();
+    bytes[place + (2 << 20)] ^= 1;
+    std::fs::write(&damaged, bytes).unwrap();
+    for cold in [false, true] {
+        let checkpoint = Checkpoint::open(&damaged).unwrap();
+        if cold {
+            checkpoint.sources()[0].evict().unwrap();
+        }
+        let mut memory = vec![0; len];
+        let found = checkpoint.load_into(vec![("t0", &mut memory)], LoadOptions::default(), &mut quiet);
+        let Err(Error::Corrupt(found)) = found else { panic!("{found:?}") };
+        assert_eq!((found.tensor.as_str(), found.offset), ("t0", (place + (2 << 20)) as u64));
+    }
+}
+
+#[test]
 fn a_difference_is_told_by_name_and_number() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);

@@ -205,6 +205,11 @@ impl Catalog {
         reader.finish()
     }
 
+    /// Bytes of memory that it takes beside the names and the files' metadata.
+    pub fn heap_bytes(&self) -> usize {
+        self.table.heap_bytes() + self.by_place.get().map_or(0, |order| order.capacity() * size_of::<u32>())
+    }
+
     /// The files, in the order of their [`FileId`]s.
     pub fn files(&self) -> &[FileEntry] {
         &self.files
@@ -273,10 +278,18 @@ impl Catalog {
         })
     }
 
-    /// The checksums of exactly this range, where it is a tensor that the file keeps as it is, and has them of.
+    /// The checksums of exactly this range, where it is of a tensor that the file keeps as it is, and has them of: it begins
+    /// where a chunk does, and ends with one or with the tensor.
     pub fn digest(&self, range: ByteRange) -> Option<Digest> {
-        let tensor = self.tensor_at(range).filter(|tensor| tensor.range() == range)?;
-        Some(Digest::from_chunks(tensor.sums()?.to_vec()))
+        let tensor = self.tensor_at(range)?;
+        let begin = range.offset - tensor.range().offset;
+        let at_end = begin + range.len == tensor.range().len;
+        if !begin.is_multiple_of(CHUNK_LEN) || !(at_end || range.len.is_multiple_of(CHUNK_LEN)) {
+            return None;
+        }
+        let first = (begin / CHUNK_LEN) as usize;
+        let count = range.len.div_ceil(CHUNK_LEN) as usize;
+        Some(Digest::from_chunks(tensor.sums()?[first..first + count].to_vec()))
     }
 
     /// This catalog and another as one. The other's files come behind its own, and its tensors take the place of

@@ -142,6 +142,7 @@ impl CatalogReader {
             State::Done if !self.files.is_empty() => {
                 let mut table = self.table;
                 table.sort();
+                table.shrink();
                 Ok(Catalog::new(self.files, table))
             }
             _ => Err(Error::Incomplete { file: self.root }),

@@ -183,6 +183,15 @@ impl Table {
         Ok(())
     }
 
+    /// Gives back the room that came of growing.
+    pub(crate) fn shrink(&mut self) {
+        self.rows.shrink_to_fit();
+        self.names.shrink_to_fit();
+        self.shapes.shrink_to_fit();
+        self.sums.shrink_to_fit();
+        self.chunks.shrink_to_fit();
+    }
+
     /// Sorts by name; the name that stands twice, if one does.
     pub(crate) fn sort(&mut self) -> Option<&str> {
         let mut rows = std::mem::take(&mut self.rows);
@@ -190,6 +199,14 @@ impl Table {
         self.rows = rows;
         let twice = self.rows.windows(2).find(|pair| self.name(&pair[0]) == self.name(&pair[1]))?;
         Some(self.name(&twice[0]))
+    }
+
+    /// Bytes of memory that it takes, names aside.
+    pub(crate) fn heap_bytes(&self) -> usize {
+        self.rows.capacity() * size_of::<Row>()
+            + self.shapes.capacity() * size_of::<u64>()
+            + self.sums.capacity() * size_of::<u64>()
+            + self.chunks.capacity() * size_of::<Chunk>()
     }
 
     /// What takes room in the file, in order: offset, length and the tensor it is of.

@@ -155,6 +155,26 @@ fn every_flipped_bit_of_superblocks_index_and_data_is_found() {
 }
 
 #[test]
+fn a_tensor_takes_fewer_than_200_bytes_beside_its_name() {
+    let meta = || TensorMeta { dtype: Dtype::F32, shape: vec![16, 2, 2] };
+    let mut writer = ContainerWriter::new(BTreeMap::new());
+    let count = 100_000;
+    for i in 0..count {
+        writer.begin(&format!("model.layers.{i}.self_attn.q_proj.weight"), meta(), None).unwrap();
+        writer.feed(&[7; 256]).unwrap();
+    }
+    let ends = writer.finish().unwrap();
+    let mut file = ends.superblocks;
+    file.resize(ends.index_offset as usize, 0);
+    file.extend(&ends.index);
+    let catalog = Catalog::from_bytes("m", &file).unwrap();
+    let range = catalog.tensor("model.layers.5.self_attn.q_proj.weight").unwrap().range();
+    assert!(catalog.tensor_at(range).is_some());
+    let each = catalog.heap_bytes() / count;
+    assert!((64..200).contains(&each), "{each} bytes");
+}
+
+#[test]
 fn a_later_version_is_refused_by_its_number() {
     let mut file = small();
     file[8] = 2;

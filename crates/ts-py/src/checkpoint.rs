@@ -104,6 +104,23 @@ impl Checkpoint {
         loaded.into_iter().map(|loaded| spec(py, loaded)).collect()
     }
 
+    /// Reads tensors into tensors of bytes, each given by its name and as a capsule; these have no memory in common. Shows a
+    /// bar.
+    fn load_into(
+        &self,
+        py: Python<'_>,
+        targets: Vec<(String, Bound<'_, PyAny>)>,
+        verify: bool,
+    ) -> PyResult<()> {
+        let mut lent: Vec<(String, Lent)> = Vec::with_capacity(targets.len());
+        for (name, capsule) in &targets {
+            lent.push((name.clone(), Lent::from_capsule(capsule)?));
+        }
+        let targets = lent.iter_mut().map(|(name, lent)| (name.as_str(), lent.bytes_mut())).collect();
+        let options = LoadOptions { verify, ..LoadOptions::default() };
+        watched(py, Some("loading"), |watch| self.inner.load_into(targets, options, watch))
+    }
+
     /// Reads all tensors and calls `take` with each, as `load` gives them, as soon as it is there. What it keeps must not
     /// be more than `budget` bytes.
     fn load_each(&self, py: Python<'_>, verify: bool, budget: usize, take: Py<PyAny>) -> PyResult<()> {

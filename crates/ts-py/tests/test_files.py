@@ -466,6 +466,35 @@ def test_views_of_a_file_have_its_bytes_and_never_change_them(tmp_path: Path, su
         opened.get_tensor("f32")
 
 
+@pytest.mark.parametrize("codec", ["raw", "auto"])
+def test_tensors_that_are_there_are_filled(tmp_path: Path, codec: Codec) -> None:
+    expected = some_tensors()
+    ts.save_file(expected, tmp_path / "a.ts", codec=codec)
+    model = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    places = {name: tensor.data_ptr() for name, tensor in model.items()}
+    ts.load_into(model, tmp_path / "a.ts")
+    assert_same(model, expected)
+    assert places == {name: tensor.data_ptr() for name, tensor in model.items()}
+    whole = torch.zeros(600, 70, dtype=torch.bfloat16)
+    ts.load_into({"bf16": whole[300:]}, tmp_path / "a.ts")
+    assert torch.equal(whole[300:], expected["bf16"]) and not whole[:300].any()
+    for wrong, error in (
+        ({"none": torch.zeros(1)}, ts.MissingTensorError),
+        ({"f32": torch.zeros(5, 6, 8)}, ts.ConfigurationError),
+        ({"f32": torch.zeros(5, 6, 7, dtype=torch.float64)}, ts.ConfigurationError),
+        ({"f32": torch.zeros(5, 6, 14)[:, :, ::2]}, ts.ConfigurationError),
+        (
+            {
+                "bf16": (same := torch.zeros(300, 70, dtype=torch.bfloat16)),
+                "f32": same.view(-1).view(torch.float32)[:210].view(5, 6, 7),
+            },
+            ts.ConfigurationError,
+        ),
+    ):
+        with pytest.raises(error):
+            ts.load_into(wrong, tmp_path / "a.ts")
+
+
 def test_elements_that_are_not_aligned_are_read_with_a_copy(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     header = (

@@ -12,7 +12,7 @@ from ._native import __version__, backends
 
 if TYPE_CHECKING:
     from ._convert import compact, convert
-    from ._files import append_file, load, load_file, save, save_file
+    from ._files import append_file, load, load_file, load_into, save, save_file
     from ._offload import offload, restore, stats
     from ._plan import Plan, plan
     from ._transformers import from_pretrained
@@ -61,6 +61,7 @@ __all__ = [
     "from_pretrained",
     "load",
     "load_file",
+    "load_into",
     "offload",
     "plan",
     "restore",
@@ -72,7 +73,7 @@ __all__ = [
 
 _HOMES = {
     "_convert": ("compact", "convert"),
-    "_files": ("append_file", "load", "load_file", "save", "save_file"),
+    "_files": ("append_file", "load", "load_file", "load_into", "save", "save_file"),
     "_safe_open": ("TensorSlice", "safe_open"),
     "_offload": ("offload", "restore", "stats"),
     "_plan": ("Plan", "plan"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -73,6 +74,44 @@ def load_file(
 
     checkpoint.load_each(verify, _STAGING_BYTES, take)
     return {name: tensors[name] for name in kinds}
+
+
+def load_into(tensors: Mapping[str, torch.Tensor], path: Path, *, verify: bool = True, lenient: bool = False) -> None:
+    """Reads tensors of a checkpoint into tensors that are there, such as a model's ``state_dict``. Blocks; shows a
+    bar on a terminal.
+
+    Takes 64 MiB of memory, and none of the system's fresh pages, whose clearing is what bounds :func:`load_file`.
+
+    Args:
+        tensors: Where each goes, by its name in the checkpoint, of its dtype and shape: on the CPU, contiguous, no
+            two of them over the same memory. Autograd does not see the change.
+        path: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
+        verify: Compare bytes with their checksums, where the file has them.
+        lenient: See :func:`load_file`.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointError: There is no checkpoint, or it is damaged.
+        MissingTensorError: It has no such tensor.
+        ConfigurationError: A tensor is of another dtype or shape, or cannot be filled.
+        ChecksumError, StorageError: Bytes are not those that were written, or did not come. What the tensors hold is
+            then undefined.
+    """
+    checkpoint = _native.Checkpoint(path, lenient)
+    ends: list[tuple[int, int, str]] = []
+    for name, tensor in tensors.items():
+        dtype, shape = torch_type(checkpoint, name)
+        given = (tensor.dtype, list(tensor.shape), tensor.device.type, tensor.is_contiguous())
+        if given != (dtype, shape, "cpu", True):
+            raise ConfigurationError(
+                f"cannot load `{name}`, {dtype} {shape}, into a {'' if given[3] else 'scattered '}tensor of "
+                f"{given[0]} {given[1]} on {given[2]}"
+            )
+        ends.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
+    ends = sorted(end for end in ends if end[0] < end[1])
+    for (_, end, first), (begin, _, second) in pairwise(ends):
+        if begin < end:
+            raise ConfigurationError(f"cannot load `{first}` and `{second}` into the same memory")
+    checkpoint.load_into([(name, lent(tensor)) for name, tensor in tensors.items()], verify)
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
