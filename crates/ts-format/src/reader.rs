@@ -74,7 +74,8 @@ impl CatalogReader {
     }
 
     /// Takes safetensors files as their library does, which are otherwise refused: names that are empty, have a NUL or stand
-    /// twice (the last one counts), unknown fields, metadata keys that stand twice, a rank over 64, up to 255.
+    /// twice (the last one counts), unknown fields, metadata keys that stand twice, space before the header, a rank over 64,
+    /// up to 255.
     #[must_use]
     pub fn lenient(self) -> Self {
         Self { lenient: true, ..self }

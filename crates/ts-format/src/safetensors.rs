@@ -56,7 +56,7 @@ pub(crate) fn header_len(file: &str, prefix: &[u8], file_len: u64) -> Result<u64
 pub(crate) fn parse_header(file: &str, json: &[u8], file_len: u64, lenient: bool) -> Result<Header, Error> {
     let text = std::str::from_utf8(json)
         .map_err(|e| Error::header(file, PREFIX_LEN + e.valid_up_to() as u64, "the header is not UTF-8"))?;
-    if !text.starts_with('{') {
+    if !lenient && !text.starts_with('{') {
         return Err(Error::header(file, PREFIX_LEN, "the header does not begin with `{`"));
     }
     let parsed = match lenient {
