@@ -3,13 +3,15 @@
 
 `cargo xtask bench load`. Every contender runs in a process of its own, as its users call it; the figure is the file's
 bytes (compressed: those it stands for) over the seconds of that one call, without imports. Cold: the page cache is
-emptied before. "Into memory that is there" is `ts.load_into`, on tensors that have been written to.
+emptied before. "Into memory that is there" is `ts.load_into`, on tensors that have been written to. Contenders take
+turns in random order, after a process that has touched more memory than they need.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from models import SCRATCH, child, drop_caches, fio, huge_pages, llama_1b, spread
+from models import SCRATCH, child, drop_caches, fio, huge_pages, llama_1b, make_memory_present, spread
 
 ROUNDS = 9
 #: For ZipNN, which wants all of it in memory twice.
@@ -40,22 +42,30 @@ def main() -> int:
         "safetensors, touched": ("safetensors", *shards),
     }
     seen: dict[str, list[float]] = defaultdict(list)
+    others = {
+        "again": ("again", str(llama_1b())),
+        "warm": ("warm", container),
+        "packed": ("packed", packed),
+        "packed into": ("packed_into", packed),
+        "zipnn": ("zipnn", zipped),
+    }
+    contenders = [*cold.items(), *others.items()]
     with huge_pages() as huge:
         for number in range(ROUNDS):
             drop_caches()
             seen["fio"].append(fio(Path(shards[0]), 2, huge=huge) / 1e9)
-            for name, arguments in cold.items():
+            seen["fio, ordinary pages"].append(fio(Path(shards[0]), 1) / 1e9)
+            random.shuffle(contenders)
+            for name, arguments in contenders:
+                make_memory_present()
                 drop_caches()
                 _note(seen, name, child([], *arguments))
-            _note(seen, "again", child([], "again", str(llama_1b())))
-            _note(seen, "warm", child([], "warm", container))
-            _note(seen, "packed", child([], "packed", packed))
-            _note(seen, "zipnn", child([], "zipnn", zipped))
             print(f"round {number}: " + ", ".join(f"{k} {v[-1]:.2f}" for k, v in seen.items()), flush=True)
     best_peer = [max(seen[name][i] for name in list(cold)[2:]) for i in range(ROUNDS)]
     print(f"\nfio into {'huge' if huge else 'ordinary'} pages; ratios are of the same round, median (range)\n")
     print("| cold | GB/s, median (range) | of fio | of the best peer |\n|---|---|---|---|")
     print(f"| fio, O_DIRECT | {spread(seen['fio'])} | | |")
+    print(f"| fio, O_DIRECT, ordinary pages | {spread(seen['fio, ordinary pages'])} | | |")
     for name in [*cold, "again"]:
         label = "ts.load_into, safetensors, into memory that is there" if name == "again" else name
         ratios = f"{_pairs(seen[name], seen['fio'])} | {_pairs(seen[name], best_peer)}"
@@ -66,6 +76,7 @@ def main() -> int:
         ("warm verified", "the same, verified", "memcpy"),
         ("memcpy", "memcpy, one thread, into memory that is there", None),
         ("packed", "ts.load_file, .ts by split, verified", "zipnn"),
+        ("packed into", "ts.load_into, the same, into memory that is there", "zipnn"),
         ("zipnn", "ZipNN, as called", None),
     ):
         ratio = f"{_pairs(seen[name], seen[other])} of {other}" if other else ""
@@ -175,8 +186,23 @@ def _clones(path: str) -> dict[str, Any]:
 def packed(path: str) -> dict[str, float]:
     import tensorstream as ts
 
-    size = sum(tensor.nbytes for tensor in ts.load_file(path, mapped=True).values())
+    size = sum(tensor.nbytes for tensor in _metas(path).values())
+    Path(path).read_bytes()  # warm
     return _timed(lambda: ts.load_file(path), size)
+
+
+def packed_into(path: str) -> dict[str, float]:
+    import tensorstream as ts
+
+    tensors = ts.load_file(path)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    return _timed(lambda: ts.load_into(tensors, path), size)
+
+
+def _metas(path: str) -> dict[str, Any]:
+    import tensorstream as ts
+
+    return ts.load_file(path, device="meta")
 
 
 def zipnn_file(path: str) -> dict[str, float]:
@@ -230,6 +256,7 @@ CONTENDERS: dict[str, Callable[..., dict[str, float]]] = {
     "again": again,
     "warm": warm,
     "packed": packed,
+    "packed_into": packed_into,
     "zipnn": zipnn_file,
     "fastsafetensors": fastsafetensors,
     "runai": runai,

@@ -12,6 +12,7 @@ use ts_io::Writer;
 use ts_io::fault::{WriteCall, WriteFaults};
 
 use crate::Error;
+use crate::checkpoint::open_error;
 
 /// How often a waiting process looks again.
 const POLL: Duration = Duration::from_millis(20);
@@ -77,7 +78,8 @@ impl Claim {
     }
 
     /// Begins the file, empty, and sets `expected` bytes aside for it.
-    pub(crate) fn begin(self, expected: u64) -> Result<AtomicFile, Error> {
+    pub(crate) fn begin(mut self, expected: u64) -> Result<AtomicFile, Error> {
+        self.keep = false;
         let emptied =
             self.faults.check(&self.target, WriteCall::SetLen(0)).and_then(|()| self.file.set_len(0));
         emptied.map_err(|e| self.failed(e))?;
@@ -91,20 +93,63 @@ impl Claim {
         Ok(AtomicFile { writer: Some(writer), in_place: None, claim: self })
     }
 
-    /// Goes on with the finished file, of which the first `used` bytes count, at byte `at`.
-    pub(crate) fn append(self, used: u64, at: u64, expected: u64) -> Result<AtomicFile, Error> {
-        let open = || {
-            let file = OpenOptions::new().read(true).write(true).open(&self.target)?;
-            // An append before this one may have been cut short.
+    /// Lets the unfinished file stay, whatever happens, for another process to go on with.
+    pub(crate) fn keep(&mut self) {
+        self.keep = true;
+    }
+
+    /// The finished file, which nobody else appends to, by whatever name, while it is open.
+    pub(crate) fn open_target(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<File, Error> {
+        let opened = OpenOptions::new().read(true).write(true).open(&self.target);
+        let file = opened.map_err(|e| open_error(&self.target, e))?;
+        // Elsewhere a lock would keep readers out.
+        #[cfg(unix)]
+        while let Err(error) = file.try_lock() {
+            if let TryLockError::Error(source) = error {
+                return Err(self.failed(source));
+            }
+            std::thread::sleep(POLL);
+            if interrupt() {
+                return Err(Error::Interrupted);
+            }
+        }
+        Ok(file)
+    }
+
+    /// Goes on with the finished file, of which the first `used` bytes count, at byte `at`. `active` is the superblock that
+    /// says so, and where it is.
+    pub(crate) fn append(
+        self,
+        file: File,
+        used: u64,
+        active: (u64, &[u8]),
+        at: u64,
+        expected: u64,
+    ) -> Result<AtomicFile, Error> {
+        if !is_at(&file, &self.target) {
+            return Err(self.failed(replaced()));
+        }
+        // An append before this one may have been cut short.
+        let cut = || {
             if file.metadata()?.len() > used {
                 self.faults.check(&self.target, WriteCall::SetLen(used))?;
                 file.set_len(used)?;
             }
-            Ok((file.try_clone()?, InPlace { file, used, switching: false }))
+            file.try_clone()
         };
-        let (file, in_place) = open().map_err(|e| self.failed(e))?;
-        match Writer::new(file, &self.target, at, expected, self.faults.clone()) {
-            Ok(writer) => Ok(AtomicFile { writer: Some(writer), in_place: Some(in_place), claim: self }),
+        let cloned = cut().map_err(|e| self.failed(e))?;
+        let in_place = InPlace { file, used, switching: false };
+        match Writer::new(cloned, &self.target, at, expected, self.faults.clone()) {
+            Ok(writer) => {
+                let mut this = AtomicFile { writer: Some(writer), in_place: Some(in_place), claim: self };
+                // An append whose last flush failed may have left it in the page cache alone; the other superblock,
+                // which is about to be written over, would then be the only one on the disk.
+                this.seek(active.0)?;
+                this.write(active.1)?;
+                this.flush()?;
+                this.seek(at)?;
+                Ok(this)
+            }
             Err(error) => {
                 // What was set aside behind its end.
                 let _ = in_place.file.set_len(used);
@@ -185,6 +230,9 @@ impl AtomicFile {
         self.write(&ends.index)?;
         self.flush()?;
         if let Some(in_place) = &mut self.in_place {
+            if !is_at(&in_place.file, &self.claim.target) {
+                return Err(self.claim.failed(replaced()));
+            }
             in_place.switching = true;
         }
         self.seek(ends.superblocks_offset)?;
@@ -193,7 +241,12 @@ impl AtomicFile {
 
     /// Lets the unfinished file stay, whatever happens, for another process to go on with.
     pub(crate) fn keep(&mut self) {
-        self.claim.keep = true;
+        self.claim.keep();
+    }
+
+    /// Whether another process could go on with it.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.claim.keep
     }
 
     /// Waits until everything written is on the disk.
@@ -230,6 +283,10 @@ impl Drop for AtomicFile {
             let _ = file.set_len(*used);
         }
     }
+}
+
+fn replaced() -> std::io::Error {
+    std::io::Error::other("another file has taken its place")
 }
 
 /// Where a file is while it is not finished.

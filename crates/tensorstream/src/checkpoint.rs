@@ -208,7 +208,7 @@ fn find_at(url: &str, opened: &mut Opened) -> Result<PathBuf, Error> {
     Err(Error::NoCheckpoint { path: url.into(), found: 0 })
 }
 
-fn open_error(path: &Path, error: std::io::Error) -> Error {
+pub(crate) fn open_error(path: &Path, error: std::io::Error) -> Error {
     Error::Io(ts_io::Error::Open { path: path.into(), source: error.into() })
 }
 

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use ts_format::{Codec, Compression, Tensor};
 use ts_orchestrator::{EngineConfig, UnitId};
 
-use crate::atomic::partial_of;
+use crate::write::unfinished;
 use crate::{
     Bar, Checkpoint, Compacted, Converted, Error, FileWriter, NewTensor, Progress, WriteOptions,
     available_bytes, compact, convert, diff, parse_bytes, verify,
@@ -333,7 +333,7 @@ fn converted(
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
     let converted = watched("converting", interrupt, |watch| convert(from, to, options, watch));
-    if let (Err(_), Some(partial)) = (&converted, partial_of(to).filter(|partial| partial.exists())) {
+    if let (Err(_), Some(partial)) = (&converted, unfinished(to)) {
         eprintln!("tensorstream: {} has what is done: the same command goes on with it", partial.display());
     }
     let (done, seconds) = converted?;

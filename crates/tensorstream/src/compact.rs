@@ -7,8 +7,10 @@ use ts_format::{ByteRange, ContainerWriter, Digest, Move};
 use ts_io::fault::WriteFaults;
 
 use crate::atomic::Claim;
+use crate::checkpoint::open_error;
 use crate::convert::Progress;
 use crate::read::{WRONG_SUM, damage, read_exactly};
+use crate::write::the_one_source;
 use crate::{Checkpoint, Error, Watch};
 
 /// What [`compact`] did.
@@ -27,11 +29,11 @@ pub struct Compacted {
 /// # Errors
 /// As [`Checkpoint::open`] and [`FileWriter::append`]; [`Error::Corrupt`]; [`Error::Interrupted`]. The file is then as it was.
 pub fn compact(path: &Path, faults: &WriteFaults, watch: &mut Watch<'_>) -> Result<Compacted, Error> {
-    let path = path.canonicalize().map_err(|source| Error::Write { path: path.into(), source })?;
+    let path = path.canonicalize().map_err(|e| open_error(path, e))?;
     let mut progress = Progress { done: 0, total: 0 };
     let claim = Claim::new(&path, faults, &mut || watch(progress))?;
     let checkpoint = Checkpoint::open(&path)?;
-    let (catalog, source) = (checkpoint.catalog(), &checkpoint.sources()[0]);
+    let (catalog, source) = (checkpoint.catalog(), the_one_source(&checkpoint, &path)?);
     let mut writer = ContainerWriter::compact(catalog)?;
     progress.total = catalog.tensors().map(|tensor| tensor.stored_bytes()).sum();
     let mut file = claim.begin(progress.total)?;

@@ -3,8 +3,10 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use ts_format::{CHUNK_LEN, Tensor, shard_index};
+use ts_io::Source;
 
 use crate::atomic::{Claim, partial_of};
 use crate::read::Reader;
@@ -97,7 +99,7 @@ impl Copier<'_, '_> {
     ) -> Result<u64, Error> {
         self.refuse_source(to)?;
         let new = tensors.iter().map(|t| NewTensor { name: t.name().into(), meta: t.meta(), phase: None });
-        let (origin, checkpoint_bytes) = (origin(self.checkpoint), options.checkpoint_bytes);
+        let (origin, checkpoint_bytes) = (origin(self.checkpoint), options.checkpoint_bytes.max(1));
         let interrupt = &mut || (self.watch)(self.progress);
         let mut writer = FileWriter::resume(to, new.collect(), metadata, &origin, options, interrupt)?;
         let order = writer.order().to_vec();
@@ -141,10 +143,14 @@ impl Copier<'_, '_> {
             room = room.saturating_sub(len);
             shards.last_mut().expect("there is one at first").push(tensor);
         }
+        let count = shards.len();
+        let name = |number: usize| format!("{stem}-{:05}-of-{count:05}.safetensors", number + 1);
+        // Another shard may still be made of what the first one would be put in the place of.
+        (0..count).try_for_each(|number| self.refuse_source_at(&index.with_file_name(name(number))))?;
         let mut names = BTreeMap::new();
         let mut bytes = 0;
         for (number, shard) in shards.iter().enumerate() {
-            let name = format!("{stem}-{:05}-of-{:05}.safetensors", number + 1, shards.len());
+            let name = name(number);
             bytes +=
                 self.write_file(shard, &index.with_file_name(&name), metadata.clone(), options.clone())?;
             names.extend(shard.iter().map(|tensor| (tensor.name().to_string(), name.clone())));
@@ -172,20 +178,40 @@ impl Copier<'_, '_> {
 
     /// The unfinished file must not be made in place of what is read.
     fn refuse_source(&self, to: &Path) -> Result<(), Error> {
-        let partial = partial_of(to).and_then(|path| path.canonicalize().ok());
-        let read = |path: &Path| partial.is_some() && path.canonicalize().ok() == partial;
+        partial_of(to).map_or(Ok(()), |partial| self.refuse_source_at(&partial))
+    }
+
+    /// An error where what is read lies at `path`.
+    fn refuse_source_at(&self, path: &Path) -> Result<(), Error> {
+        let Ok(place) = path.canonicalize() else { return Ok(()) };
+        let read = |path: &Path| path.canonicalize().is_ok_and(|path| path == place);
         if self.checkpoint.sources().iter().any(|source| read(source.path())) {
-            let source = std::io::Error::other("it would be written by way of the very file that is read");
-            return Err(Error::Write { path: to.into(), source });
+            let source = std::io::Error::other("the very file that is read would be written over");
+            return Err(Error::Write { path: path.into(), source });
         }
         Ok(())
     }
 }
 
-/// What the bytes of a checkpoint are, as far as can be told without reading them.
+/// What the bytes of a checkpoint are, as far as can be told without reading them, and what they become here.
 fn origin(checkpoint: &Checkpoint) -> String {
-    let files: Vec<_> = checkpoint.sources().iter().map(|s| (s.path(), s.fingerprint())).collect();
-    format!("{files:?}")
+    let state =
+        |source: &Arc<Source>| (source.path().to_path_buf(), source.fingerprint().clone(), changed(source));
+    let files: Vec<_> = checkpoint.sources().iter().map(state).collect();
+    format!("{} {:?} {files:?}", env!("CARGO_PKG_VERSION"), checkpoint.fingerprint())
+}
+
+/// When the system last noted a change of a file, in whatever: a time that cannot be set.
+#[cfg(unix)]
+fn changed(source: &Source) -> Option<(i64, i64)> {
+    use std::os::unix::fs::MetadataExt;
+    let metadata = std::fs::metadata(source.path()).ok()?;
+    Some((metadata.ctime(), metadata.ctime_nsec()))
+}
+
+#[cfg(not(unix))]
+fn changed(_: &Source) -> Option<(i64, i64)> {
+    None
 }
 
 /// The metadata of all files as one. Keys on which they disagree get the name of their file.

@@ -6,9 +6,11 @@ use ts_format::{
     CHUNK_LEN, Codec, Compression, ContainerWriter, Digest, Error as FormatError, SafetensorsLayout,
     TensorMeta,
 };
+use ts_io::Source;
 use ts_io::fault::WriteFaults;
 
-use crate::atomic::{AtomicFile, Claim};
+use crate::atomic::{AtomicFile, Claim, partial_of};
+use crate::checkpoint::open_error;
 use crate::encode::{BATCH, Encoders, Ready};
 use crate::pieces::threads;
 use crate::{Checkpoint, Error};
@@ -113,6 +115,8 @@ pub struct FileWriter {
     way: Way,
     /// Bytes of it that wait to be compressed.
     batch: Vec<u8>,
+    /// A call failed: nobody knows what the file has after that.
+    failed: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -198,8 +202,22 @@ impl FileWriter {
         encoders: Vec<Encoders>,
     ) -> Self {
         let (path, order) = (path.to_path_buf(), (0..tensors.len()).collect());
-        let (at, missing, growing, way, batch) = (0, None, false, Way::AsItIs, Vec::new());
-        Self { path, file, options, tensors, order, container, encoders, at, missing, growing, way, batch }
+        let (at, missing, growing, way, batch, failed) = (0, None, false, Way::AsItIs, Vec::new(), false);
+        Self {
+            path,
+            file,
+            options,
+            tensors,
+            order,
+            container,
+            encoders,
+            at,
+            missing,
+            growing,
+            way,
+            batch,
+            failed,
+        }
     }
 
     /// As [`create`](Self::create), but `None` when `path` is there and holds just these tensors and this metadata:
@@ -250,19 +268,31 @@ impl FileWriter {
     ) -> Result<Self, Error> {
         let encoders = encoders(path, &tensors, &options)?;
         // By its own name, as everybody's claim must be the same.
-        let path = path.canonicalize().map_err(|source| Error::Write { path: path.into(), source })?;
-        let claim = Claim::new(&path, &options.faults, interrupt)?;
-        let there = Checkpoint::open(&path)?;
-        let catalog = there.catalog();
+        let real = path.canonicalize().map_err(|e| open_error(path, e))?;
+        let claim = Claim::new(&real, &options.faults, interrupt)?;
+        let target = claim.open_target(interrupt)?;
+        let there = Checkpoint::open(&real)?;
+        let (catalog, source) = (there.catalog(), the_one_source(&there, &real)?);
         remove.iter().try_for_each(|name| catalog.require(name).map(|_| ()))?;
         let mut gone: HashSet<&str> = remove.iter().map(String::as_str).collect();
         gone.extend(tensors.iter().map(|tensor| tensor.name.as_str()));
         let mut container = ContainerWriter::append(catalog, |name| !gone.contains(name))?;
         container.metadata_mut().extend(metadata);
         let used = catalog.files()[0].used_len();
-        let file = claim.append(used, container.end(), expected(&tensors, &options))?;
+        let mut active = [0; 4096];
+        let active_at = catalog.files()[0].superblock_offset().unwrap_or(0);
+        source.read_at(active_at, &mut active)?;
+        // What was read is what has the name, and so what is written to.
+        source.verify(0)?;
+        let file = claim.append(
+            target,
+            used,
+            (active_at, &active),
+            container.end(),
+            expected(&tensors, &options),
+        )?;
         let mut this =
-            Self::over(&path, Target::File(Box::new(file)), options, tensors, Some(container), encoders);
+            Self::over(path, Target::File(Box::new(file)), options, tensors, Some(container), encoders);
         this.advance()?;
         Ok(this)
     }
@@ -279,15 +309,16 @@ impl FileWriter {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Self, Error> {
         let encoders = encoders(path, &tensors, &options)?;
-        let claim = Claim::new(path, &options.faults, interrupt)?;
+        let mut claim = Claim::new(path, &options.faults, interrupt)?;
         if Format::of(path)? == Format::Container {
             let there = Checkpoint::open(claim.partial());
             let left =
                 there.ok().and_then(|there| left(&there, &tensors, origin, &options).map(|n| (there, n)));
             if let Some((there, done)) = left {
-                let container = ContainerWriter::resume(there.catalog(), metadata)?;
-                let mut file = claim.resume(container.end(), expected(&tensors[done..], &options))?;
-                file.keep();
+                claim.keep();
+                let order: Vec<&str> = tensors[..done].iter().map(|tensor| tensor.name.as_str()).collect();
+                let container = ContainerWriter::resume(there.catalog(), &order, metadata)?;
+                let file = claim.resume(container.end(), expected(&tensors[done..], &options))?;
                 let mut this = Self::over(
                     path,
                     Target::File(Box::new(file)),
@@ -311,7 +342,8 @@ impl FileWriter {
         };
         let journal = journal(&self.tensors, origin, &self.options);
         let named = self.tensors.iter().map(|tensor| (tensor.name.as_str(), &tensor.meta));
-        let ends = container.checkpoint(ContainerWriter::room(named), &journal)?;
+        let room = container.room(named);
+        let ends = container.checkpoint(room, &journal)?;
         file.write_ends(&ends)?;
         file.flush()?;
         file.keep();
@@ -328,8 +360,18 @@ impl FileWriter {
     /// # Errors
     /// [`Error::Format`] when the format is another or the tensor cannot be written, [`Error::Compression`].
     pub fn push(&mut self, tensor: NewTensor) -> Result<(), Error> {
-        self.end_growing()?;
-        self.declare(tensor)
+        self.unless_failed(|this| {
+            this.end_growing()?;
+            this.declare(tensor)
+        })
+    }
+
+    fn unless_failed(&mut self, act: impl FnOnce(&mut Self) -> Result<(), Error>) -> Result<(), Error> {
+        if self.failed {
+            let (tensor, reason) = (String::new(), "an earlier call failed".into());
+            return Err(FormatError::Unwritable { tensor, reason }.into());
+        }
+        act(self).inspect_err(|_| self.failed = true)
     }
 
     fn declare(&mut self, tensor: NewTensor) -> Result<(), Error> {
@@ -355,12 +397,14 @@ impl FileWriter {
     /// As [`push`](Self::push); [`Error::Format`] also when bytes of a tensor before this one are missing. When it ends, its
     /// bytes must be a whole number of steps along the first dimension.
     pub fn push_growing(&mut self, mut tensor: NewTensor) -> Result<(), Error> {
-        self.end_growing()?;
-        self.advance()?;
-        self.require_complete()?;
         tensor.meta.shape.first_mut().into_iter().for_each(|first| *first = 1);
-        self.growing = true;
-        self.declare(tensor)
+        self.unless_failed(|this| {
+            this.end_growing()?;
+            this.advance()?;
+            this.require_complete()?;
+            this.growing = true;
+            this.declare(tensor)
+        })
     }
 
     /// Indices of the declared tensors, in the order in which their bytes are expected.
@@ -371,8 +415,13 @@ impl FileWriter {
     /// Takes the next bytes: of one tensor or of several, in pieces of any size. Blocks.
     ///
     /// # Errors
-    /// [`Error::Write`], and [`Error::Format`] when the tensors have no more bytes.
-    pub fn write(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
+    /// [`Error::Write`], and [`Error::Format`] when the tensors have no more bytes. After an error, of this or another call,
+    /// the file is given up: every call is an error.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        self.unless_failed(|this| this.take(bytes))
+    }
+
+    fn take(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         while !bytes.is_empty() {
             self.advance()?;
             let Some(missing) = self.missing else {
@@ -427,12 +476,20 @@ impl FileWriter {
     }
 
     fn finish(mut self) -> Result<Target, Error> {
-        self.end_growing()?;
-        self.advance()?;
-        self.require_complete()?;
+        self.unless_failed(|this| {
+            this.end_growing()?;
+            this.advance()?;
+            this.require_complete()
+        })?;
         if let Some(container) = self.container {
             let ends = container.finish()?;
             match &mut self.file {
+                // What a checkpoint has left behind the index goes when that is not needed any more.
+                Target::File(file) if file.is_kept() => {
+                    file.write_ends(&ends)?;
+                    file.flush()?;
+                    file.truncate(ends.index_offset + ends.index.len() as u64)?;
+                }
                 Target::File(file) => {
                     file.truncate(ends.index_offset)?;
                     file.write_ends(&ends)?;
@@ -554,6 +611,25 @@ impl FileWriter {
         }
         Ok(())
     }
+}
+
+/// The source of the one file that a checkpoint is, which was opened as `path`: neither a shard of an index that has this
+/// name, nor what lies in a directory of it.
+pub(crate) fn the_one_source<'a>(there: &'a Checkpoint, path: &Path) -> Result<&'a Source, Error> {
+    match there.sources() {
+        [source] if source.path() == path => Ok(source),
+        _ => {
+            let (file, reason) = (path.display().to_string(), "it is not one .ts file".into());
+            Err(FormatError::NotAppendable { file, reason }.into())
+        }
+    }
+}
+
+/// The unfinished file beside this place, if a conversion to it could go on with that.
+pub(crate) fn unfinished(target: &Path) -> Option<PathBuf> {
+    let partial = partial_of(target)?;
+    let there = Checkpoint::open(&partial).ok()?;
+    there.catalog().files()[0].metadata.contains_key(JOURNAL).then_some(partial)
 }
 
 /// Where a file is made.

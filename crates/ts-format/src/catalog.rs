@@ -54,6 +54,11 @@ impl FileEntry {
         self.superblock.map(|block| block.generation)
     }
 
+    /// Where the superblock is that counts, of a `.ts` file: 4096 bytes.
+    pub fn superblock_offset(&self) -> Option<u64> {
+        self.superblock.map(|block| block.offset())
+    }
+
     /// Bytes of the file that may count: those of a `.ts` file end with its index.
     pub fn used_len(&self) -> u64 {
         self.superblock.map_or(self.len, |block| block.index_offset + block.index_len)

@@ -111,7 +111,7 @@ pub struct ContainerEnds {
 /// Where checkpoints of a file go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CheckpointRoom {
-    /// All data lie before this.
+    /// All data, and the index, lie before this.
     data_end: u64,
     /// No index is longer.
     index_len: u64,
@@ -144,7 +144,9 @@ impl ContainerWriter {
     /// [`Error::NotAppendable`] for anything else than one `.ts` file, and for one of a later minor version, whose records
     /// may say more than this writer knows.
     pub fn append(catalog: &Catalog, keep: impl Fn(&str) -> bool) -> Result<Self, Error> {
-        let (mut this, block) = Self::with_records_of(catalog, keep)?;
+        let tensors = catalog.tensors_by_place().into_iter();
+        let kept = tensors.filter(|tensor| keep(tensor.name())).collect();
+        let (mut this, block) = Self::with_records_of(catalog, kept)?;
         if block.generation == u64::MAX {
             return Err(not_appendable(catalog, "it is of the last generation there is".into()));
         }
@@ -153,13 +155,18 @@ impl ContainerWriter {
         Ok(this)
     }
 
-    /// Goes on with a new file that was left at a [`checkpoint`](Self::checkpoint), of which `catalog` is. What is written
-    /// in the end is what would have been written without a pause.
+    /// Goes on with a new file that was left at a [`checkpoint`](Self::checkpoint), of which `catalog` is; its tensors were
+    /// begun in this `order`. What is written in the end is what would have been written without a pause.
     ///
     /// # Errors
-    /// As [`append`](Self::append).
-    pub fn resume(catalog: &Catalog, metadata: BTreeMap<String, String>) -> Result<Self, Error> {
-        let (mut this, block) = Self::with_records_of(catalog, |_| true)?;
+    /// As [`append`](Self::append); [`Error::NoSuchTensor`].
+    pub fn resume(
+        catalog: &Catalog,
+        order: &[&str],
+        metadata: BTreeMap<String, String>,
+    ) -> Result<Self, Error> {
+        let kept: Result<Vec<_>, _> = order.iter().map(|name| catalog.require(name)).collect();
+        let (mut this, block) = Self::with_records_of(catalog, kept?)?;
         let end = |tensor: Tensor<'_>| match tensor.chunks() {
             None => tensor.range().offset + tensor.range().len,
             Some(chunks) => chunks.last().map_or(DATA_START, |chunk| chunk.offset + u64::from(chunk.len)),
@@ -178,10 +185,10 @@ impl ContainerWriter {
         the_one_file(catalog).map(|(_, metadata)| Self::new(metadata.clone()))
     }
 
-    fn with_records_of(catalog: &Catalog, keep: impl Fn(&str) -> bool) -> Result<(Self, Superblock), Error> {
+    fn with_records_of(catalog: &Catalog, kept: Vec<Tensor<'_>>) -> Result<(Self, Superblock), Error> {
         let (block, metadata) = the_one_file(catalog)?;
         let mut this = Self::new(metadata.clone());
-        for tensor in catalog.tensors_by_place().into_iter().filter(|tensor| keep(tensor.name())) {
+        for tensor in kept {
             let (range, phase) = (tensor.range(), (tensor.range().offset % ALIGNMENT) as u8);
             let written = match tensor.chunks() {
                 None => Written::Contiguous { offset: range.offset, sums: tensor.sums().unwrap_or_default() },
@@ -194,14 +201,18 @@ impl ContainerWriter {
         Ok((this, block))
     }
 
-    /// Room for [`checkpoint`](Self::checkpoint)s of a file that will have these tensors.
-    pub fn room<'a>(tensors: impl IntoIterator<Item = (&'a str, &'a TensorMeta)>) -> CheckpointRoom {
-        let mut room = CheckpointRoom { data_end: DATA_START, index_len: BLOCK };
+    /// Room for [`checkpoint`](Self::checkpoint)s of this file, if it will have just these tensors.
+    pub fn room<'a>(&self, tensors: impl IntoIterator<Item = (&'a str, &'a TensorMeta)>) -> CheckpointRoom {
+        let metadata = self.metadata.iter().map(|(key, value)| (8 + key.len() + value.len()) as u64);
+        let mut room = CheckpointRoom { data_end: DATA_START, index_len: BLOCK + metadata.sum::<u64>() };
         for (name, meta) in tensors {
             let len = meta.byte_len().unwrap_or(0);
             room.data_end = room.data_end.saturating_add(len).saturating_add(2 * ALIGNMENT);
             room.index_len += most_record_bytes(name, meta.shape.len(), len);
         }
+        // The file's own index comes first.
+        room.data_end = room.data_end.saturating_add(room.index_len).next_multiple_of(BLOCK);
+        room.index_len = room.index_len.next_multiple_of(BLOCK);
         room
     }
 

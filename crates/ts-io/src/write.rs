@@ -61,7 +61,7 @@ struct Job {
 }
 
 impl Writer {
-    /// Writes to `file`, which is open for reading and writing, from byte `begin` on, which is behind all that it has.
+    /// Writes to `file`, which is open for reading and writing, from byte `begin` on.
     /// `expected` bytes are set aside on the disk at once, so that a full one is told before the work. `path` is for
     /// errors.
     ///
@@ -86,6 +86,7 @@ impl Writer {
             Err(e) if e.kind() == io::ErrorKind::Unsupported => false,
             Err(e) => return Err(failed(begin.saturating_add(expected), e)),
         };
+        let end = file.metadata().map_err(|e| failed(begin, e))?.len();
         let pool = HostPool::new(&Budget::new(2 * CHUNK), 2 * CHUNK)?;
         let (staging, spare) = (pool.allocate(CHUNK)?, pool.allocate(CHUNK)?);
         let direct = match sys::reopen_direct(&file) {
@@ -102,7 +103,7 @@ impl Writer {
             filled: 0,
             clean: true,
             begin: 0,
-            end: begin,
+            end: begin.max(end),
             unflushed: 0,
             reserved,
             faults,
@@ -150,6 +151,9 @@ impl Writer {
     }
 
     fn go_to(&mut self, offset: u64) -> Result<(), Error> {
+        if offset == self.position() {
+            return Ok(());
+        }
         let ahead = usize::try_from(offset.saturating_sub(self.begin)).unwrap_or(usize::MAX);
         if offset >= self.position() && self.position() >= self.end && ahead < CHUNK {
             self.staging[self.filled..ahead].fill(0);

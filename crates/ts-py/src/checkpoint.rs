@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use tensorstream::format::{ByteRange, FileId, TensorEntry};
+use tensorstream::format::{ByteRange, FileId, Tensor, TensorEntry};
+use tensorstream::io::Source;
 use tensorstream::{Error, LoadOptions, Loaded};
 
 use crate::dlpack::{self, Lent};
@@ -137,6 +138,21 @@ impl Checkpoint {
         failed.map_or(done, Err)
     }
 
+    /// The tensors' names, in the order in which they lie in the files.
+    fn names_by_place(&self) -> Vec<&str> {
+        self.inner.catalog().tensors_by_place().iter().map(Tensor::name).collect()
+    }
+
+    /// Whether a file is read over the network.
+    fn is_remote(&self, file: usize) -> PyResult<bool> {
+        Ok(self.source(file)?.is_remote())
+    }
+
+    /// An error if a file is not as it was when it was opened.
+    fn require_unchanged(&self, py: Python<'_>, file: usize) -> PyResult<()> {
+        self.source(file)?.verify(0).map_err(|e| to_python(py, &e.into()))
+    }
+
     /// Path, length in bytes and metadata of each file.
     fn files(&self) -> Vec<(PathBuf, u64, BTreeMap<String, String>)> {
         let files = self.inner.catalog().files().iter().zip(self.inner.sources());
@@ -152,6 +168,11 @@ fn spec(py: Python<'_>, Loaded { name, meta, bytes }: Loaded) -> PyResult<Loaded
 }
 
 impl Checkpoint {
+    fn source(&self, file: usize) -> PyResult<&Source> {
+        let source = self.inner.sources().get(file).map(AsRef::as_ref);
+        source.ok_or_else(|| PyValueError::new_err(format!("there is no file {file}")))
+    }
+
     pub(crate) fn assemble(
         &self,
         py: Python<'_>,

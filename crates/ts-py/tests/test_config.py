@@ -119,6 +119,12 @@ def test_weights_are_stored_compressed_and_streamed_from_that(tmp_path: Path, le
     assert f"-{'auto' if level is None else 'zstd9'}.ts" in file.name
 
 
+def test_checksums_are_compared_as_often_as_was_asked() -> None:
+    asked: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
+    for verify_checksums, wanted in asked.items():
+        assert ts.Config(verify_checksums=verify_checksums).settings()["verify"] == wanted
+
+
 def test_other_spellings_of_the_budget() -> None:
     assert ts.Config(vram_budget_gb=1.5).budget_bytes() == 1_500_000_000
     with pytest.raises(ts.ConfigurationError, match="given twice"):

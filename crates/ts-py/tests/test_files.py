@@ -464,6 +464,12 @@ def test_views_of_a_file_have_its_bytes_and_never_change_them(tmp_path: Path, su
         file.write(b"x")
     with pytest.raises(ts.CheckpointChangedError):
         opened.get_tensor("f32")
+    path.write_bytes(before)
+    opened = ts.safe_open(path, mapped=True)
+    (tmp_path / "other").write_bytes(path.read_bytes())  # as long, with the same names
+    (tmp_path / "other").replace(path)
+    with pytest.raises(ts.CheckpointChangedError):
+        opened.get_tensor("f32")
 
 
 @pytest.mark.parametrize("codec", ["raw", "auto"])
@@ -567,8 +573,33 @@ def test_a_file_is_appended_to_and_compacted(tmp_path: Path) -> None:
     for act in (lambda p: ts.append_file({}, p), ts.compact):
         with pytest.raises(ts.ConfigurationError, match=r"not one \.ts file"):
             act(tmp_path / "a.safetensors")
-        with pytest.raises(ts.TensorStreamError):
+        with pytest.raises(ts.CheckpointNotFoundError):
             act(tmp_path / "none.ts")
+        with pytest.raises(ts.TensorStreamError):
+            act(tmp_path)
+
+
+def test_masks_are_of_their_dimension(tmp_path: Path) -> None:
+    tensor = torch.arange(12.0).view(3, 4)
+    ts.save_file({"a": tensor}, tmp_path / "a.ts")
+    part = ts.safe_open(tmp_path / "a.ts").get_slice("a")
+    mask = torch.tensor([True, False, True])
+    assert torch.equal(part[mask], tensor[mask])
+    for wrong in (torch.ones(4, dtype=torch.bool), torch.ones(3, 4, dtype=torch.bool), [[0, 1]], True):
+        with pytest.raises(IndexError):
+            part[wrong]  # type: ignore[index]
+
+
+def test_a_conversion_never_replaces_what_it_reads(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.full((1000,), float(i)) for i in range(6)}
+    ts.save_file(tensors, tmp_path / "a.ts")
+    ts.convert(tmp_path / "a.ts", tmp_path / "m.safetensors.index.json", max_shard_size=12000)
+    (tmp_path / "m.safetensors.index.json").rename(tmp_path / "old.json")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(before) == 4
+    with pytest.raises(ts.StorageError, match="the very file"):
+        ts.convert(tmp_path / "old.json", tmp_path / "m.safetensors.index.json", max_shard_size=14000)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_what_only_the_library_takes_is_read_if_asked(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def load_into(tensors: Mapping[str, torch.Tensor], path: Path, *, verify: bool =
     for name, tensor in tensors.items():
         dtype, shape = torch_type(checkpoint, name)
         given = (tensor.dtype, list(tensor.shape), tensor.device.type, tensor.is_contiguous())
-        if given != (dtype, shape, "cpu", True):
+        if given != (dtype, shape, "cpu", True) or tensor.is_conj() or tensor.is_neg():
             raise ConfigurationError(
                 f"cannot load `{name}`, {dtype} {shape}, into a {'' if given[3] else 'scattered '}tensor of "
                 f"{given[0]} {given[1]} on {given[2]}"
@@ -217,7 +217,8 @@ def append_file(
         CheckpointNotFoundError, CheckpointError: There is no such file, or it is damaged.
         MissingTensorError: A tensor that shall be removed is not there.
         ConfigurationError: It is no ``.ts`` file, or a tensor, name or key cannot be written, or not so.
-        StorageError: Writing failed. The file has what it had.
+        StorageError: Writing failed. The file has what it had; or, when all that failed is that its new state could
+            not be brought to the disk, what is new.
     """
     specs, values, total = _specs(tensors, metadata)
     writer = _native.FileWriter.append(path, specs, list(remove), dict(metadata or {}), codec, compression_level)

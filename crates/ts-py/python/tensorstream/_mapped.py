@@ -10,7 +10,7 @@ import os
 import torch
 
 from . import _native
-from .errors import CheckpointChangedError
+from .errors import CheckpointChangedError, ConfigurationError
 
 #: Where the places begin of bytes that the file keeps compressed.
 _DECODED = 1 << 63
@@ -35,8 +35,12 @@ class MappedFiles:
 
     def _map(self, file: int) -> mmap.mmap:
         path, length, _ = self._checkpoint.files()[file]
+        if self._checkpoint.is_remote(file):
+            raise ConfigurationError(f"{path}: only files can be mapped")
         with open(path, "rb") as opened:
-            now = os.fstat(opened.fileno()).st_size
-            if now != length:
-                raise CheckpointChangedError(f"{path}: it had {length} bytes when it was opened and has {now}")
-            return mmap.mmap(opened.fileno(), length, access=mmap.ACCESS_COPY)
+            mapping = mmap.mmap(opened.fileno(), length, access=mmap.ACCESS_COPY)
+            # By now it must be, by its path, the file whose header was read; and what was mapped is that.
+            self._checkpoint.require_unchanged(file)
+            if not os.path.samestat(os.fstat(opened.fileno()), os.stat(path)):
+                raise CheckpointChangedError(f"{path}: another file has taken its place")
+            return mapping

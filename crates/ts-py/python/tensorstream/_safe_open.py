@@ -65,7 +65,7 @@ class safe_open:
 
     def offset_keys(self) -> list[str]:
         """The tensors' names, in the order in which they lie in the files."""
-        return sorted(self.keys(), key=lambda name: self._checkpoint.entry(name)[2])
+        return self._checkpoint.names_by_place()
 
     def metadata(self) -> dict[str, str] | None:
         """The files' metadata as one dictionary; ``None`` if they have none."""
@@ -166,7 +166,11 @@ def _bounds(size: int, index: Any, dimension: int) -> tuple[tuple[int, int], Any
         return (begin, end), slice(0, end - begin, step)
     single = not isinstance(index, list | torch.Tensor)
     wanted = torch.as_tensor(index)
+    if wanted.dim() > 1:
+        raise IndexError(f"an index of one dimension has at most one itself, and not {wanted.dim()}")
     if wanted.dtype == torch.bool:
+        if wanted.dim() == 0 or len(wanted) != size:
+            raise IndexError(f"a mask of shape {list(wanted.shape)} for dimension {dimension} with size {size}")
         wanted = wanted.nonzero().flatten()
     if wanted.numel() == 0:
         return (0, 0), wanted.long()

@@ -76,6 +76,7 @@ PREFETCH = {
     MemoryMode.BALANCED: PrefetchStrategy.ADAPTIVE,
     MemoryMode.CONSERVATIVE: PrefetchStrategy.NEXT_LAYER,
 }
+VERIFY: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
 #: What reads in place of a backend that is not built yet, and why.
 FALLBACKS: dict[str, tuple[str | None, str]] = {
     "cuda": (None, "CUDA devices are not built yet; weights stream into memory of the CPU"),
@@ -201,7 +202,7 @@ class Config:
             "backend": name,
             "in_flight": self.num_io_threads,
             "prefetch": PrefetchStrategy(self.prefetch_strategy).value,
-            "verify": {True: "every_read", False: "never"}.get(self.verify_checksums == True, "once"),  # noqa: E712
+            "verify": VERIFY[self.verify_checksums],
         }
 
     def passed_over(self) -> list[tuple[str, str]]:
