@@ -751,3 +751,71 @@ fn a_difference_is_told_by_name_and_number() {
     assert_eq!(found.metadata["note"], (Some("0".into()), Some("1".into())));
     assert!(matches!(diff(&at("a.ts"), &at("b.ts"), 2, &mut |_| true), Err(Error::Interrupted)));
 }
+
+#[cfg(unix)]
+#[test]
+fn an_append_is_to_the_file_that_was_read_and_by_one_writer_whatever_it_is_called() {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    write(&at("a.ts"), 3);
+    std::fs::hard_link(at("a.ts"), at("b.ts")).unwrap();
+    std::os::unix::fs::symlink(at("a.ts"), at("c.ts")).unwrap();
+    let append = |name: &str, interrupt: &mut dyn FnMut() -> bool| {
+        FileWriter::append(&at(name), vec![u8s("x", &[3])], &[], BTreeMap::new(), plain(), interrupt)
+    };
+    let mut first = append("a.ts", &mut never).unwrap();
+    for name in ["a.ts", "b.ts", "c.ts"] {
+        let mut asked = 0;
+        let second = append(name, &mut || {
+            asked += 1;
+            asked > 2
+        });
+        assert!(matches!(second, Err(Error::Interrupted)), "{name}");
+    }
+    first.write(b"abc").unwrap();
+    first.commit().unwrap();
+    assert_eq!(bytes_of(&at("b.ts"), "x").1, b"abc");
+    // One that another file has taken the place of is not written to any more, and neither is that.
+    let mut late = append("a.ts", &mut never).unwrap();
+    late.write(b"def").unwrap();
+    write(&at("other.ts"), 5);
+    let other = std::fs::read(at("other.ts")).unwrap();
+    std::fs::rename(at("other.ts"), at("a.ts")).unwrap();
+    let error = late.commit().unwrap_err().to_string();
+    assert!(error.contains("another file has taken its place"), "{error}");
+    assert!(std::fs::read(at("a.ts")).unwrap() == other);
+    assert_eq!(bytes_of(&at("b.ts"), "x").1, b"abc");
+    // Neither an index nor a directory is what it leads to.
+    std::fs::create_dir(at("model")).unwrap();
+    std::fs::rename(at("b.ts"), at("model/model.ts")).unwrap();
+    std::fs::write(at("i.json"), r#"{"weight_map":{"x":"s.ts"}}"#).unwrap();
+    std::fs::copy(at("model/model.ts"), at("s.ts")).unwrap();
+    for name in ["model", "i.json"] {
+        let error = compact(&at(name), &Default::default(), &mut quiet).unwrap_err().to_string();
+        assert!(error.contains("not one .ts file") || error.contains("model"), "{name}: {error}");
+    }
+    assert!(at("i.json").is_file() && !at("model.partial").exists());
+}
+
+#[test]
+fn after_an_error_a_writer_takes_nothing_more() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a.ts");
+    for compression in [Compression::None, Compression::By(Codec::Zstd, None)] {
+        let create =
+            || FileWriter::create(&path, vec![], metadata(), by(compression, 1), &mut never).unwrap();
+        let mut twice = create();
+        twice.push(u8s("a", &[2])).unwrap();
+        twice.write(b"ab").unwrap();
+        let second = twice.push(u8s("a", &[2])).and_then(|()| twice.write(b"cd"));
+        assert!(second.unwrap_err().to_string().contains("before"));
+        assert!(twice.write(b"").unwrap_err().to_string().contains("earlier"));
+        assert!(twice.commit().unwrap_err().to_string().contains("earlier"));
+        let mut scalar = create();
+        assert!(
+            scalar.push_growing(u8s("s", &[])).and_then(|()| scalar.write(b"x")).is_err()
+                || scalar.commit().is_err()
+        );
+        assert!(!path.exists());
+    }
+}
