@@ -27,7 +27,7 @@ pub struct Compacted {
 /// new one is.
 ///
 /// # Errors
-/// As [`Checkpoint::open`] and [`FileWriter::append`]; [`Error::Corrupt`]; [`Error::Interrupted`]. The file is then as it was.
+/// As [`Checkpoint::open`] and [`FileWriter::append`](crate::FileWriter::append); [`Error::Corrupt`]; [`Error::Interrupted`]. The file is then as it was.
 pub fn compact(path: &Path, faults: &WriteFaults, watch: &mut Watch<'_>) -> Result<Compacted, Error> {
     let path = path.canonicalize().map_err(|e| open_error(path, e))?;
     let mut progress = Progress { done: 0, total: 0 };

@@ -33,10 +33,10 @@ pub struct WriteOptions {
     pub compression: Compression,
     /// Threads that compress; 0 for as many as there are cores.
     pub jobs: usize,
-    /// After so many bytes of tensors [`convert`](crate::convert) makes sure that it can go on behind them; 1 GiB by
+    /// After so many bytes of tensors [`convert`](crate::convert()) makes sure that it can go on behind them; 1 GiB by
     /// default. See there.
     pub checkpoint_bytes: u64,
-    /// The most bytes of tensors that [`convert`](crate::convert) puts into one shard, where it writes such; 5 GB by
+    /// The most bytes of tensors that [`convert`](crate::convert()) puts into one shard, where it writes such; 5 GB by
     /// default. A larger tensor has a shard of its own.
     pub max_shard_bytes: u64,
     /// What goes wrong on purpose, in tests.
@@ -252,7 +252,7 @@ impl FileWriter {
 
     /// Goes on with a `.ts` file that is there: adds tensors, which take the place of those of the same name, takes away
     /// those in `remove`, and sets `metadata`, key by key. All of it counts from [`commit`](Self::commit) on, and none of it
-    /// before. What is not used any more takes room until [`compact`](crate::compact). Waits as [`create`](Self::create)
+    /// before. What is not used any more takes room until [`compact`](crate::compact()). Waits as [`create`](Self::create)
     /// does. Who has the file open sees in its next read that it has changed.
     ///
     /// # Errors

@@ -46,31 +46,19 @@ impl CatalogReader {
     /// Reads one file, safetensors or `.ts`, whichever its first bytes say.
     pub fn single(file: impl Into<String>) -> Self {
         let root = file.into();
-        let state = State::Prefix(root.clone());
-        Self {
-            root,
-            state,
-            lenient: false,
-            weight_map: None,
-            waiting: VecDeque::new(),
-            files: Vec::new(),
-            table: Table::default(),
-        }
+        Self::new(root.clone(), State::Prefix(root))
     }
 
     /// Reads a shard index (`model.safetensors.index.json`), then the header of every shard it names. Shards are
     /// asked for by the index's own directory and their name.
     pub fn sharded(index: impl Into<String>) -> Self {
-        let state = State::Index;
-        Self {
-            root: index.into(),
-            state,
-            lenient: false,
-            weight_map: None,
-            waiting: VecDeque::new(),
-            files: Vec::new(),
-            table: Table::default(),
-        }
+        Self::new(index.into(), State::Index)
+    }
+
+    fn new(root: String, state: State) -> Self {
+        let (lenient, weight_map, waiting) = (false, None, VecDeque::new());
+        let (files, table) = (Vec::new(), Table::default());
+        Self { root, state, lenient, weight_map, waiting, files, table }
     }
 
     /// Takes safetensors files as their library does, which are otherwise refused: names that are empty, have a NUL or stand

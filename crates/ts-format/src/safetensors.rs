@@ -290,7 +290,11 @@ impl<'de, E: Entry> Visitor<'de> for HeaderVisitor<E> {
             if !E::ANY_NAME {
                 check_name(&name).map_err(serde::de::Error::custom)?;
             }
-            let tensor = map.next_value::<E>()?.into();
+            let tensor: RawTensor = map.next_value::<E>()?.into();
+            // The library minds also in an entry that a later one takes the place of.
+            if E::ANY_NAME && Dtype::from_name(&tensor.dtype).is_none() {
+                return Err(serde::de::Error::custom(format!("unknown dtype `{}`", tensor.dtype)));
+            }
             match before {
                 None => header.tensors.push((name, tensor)),
                 Some(at) => {
