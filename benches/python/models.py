@@ -59,7 +59,7 @@ def drop_caches() -> None:
         print("(not root: the page cache stays warm)", file=sys.stderr)
 
 
-def make_memory_present(size: int = 6 << 30) -> None:
+def make_memory_present(size: int = 4 << 30) -> None:
     """Has a process touch so much memory and end.
 
     In a virtual machine, memory that nobody has used lately may have to come from its host, at a fraction of the
