@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Whole checkpoints into memory: `ts.load_file` beside what else loads them, nine interleaved rounds.
 
-`cargo xtask bench load`. Every contender runs in a process of its own, as its users call it; the figure is the file's
-bytes (compressed: those it stands for) over the seconds of that one call, without imports. Cold: the page cache is
-emptied before. "Into memory that is there" is `ts.load_into`, on tensors that have been written to. Contenders take
-turns in random order, after a process that has touched more memory than they need.
+`cargo xtask bench load`. Every contender runs in a process of its own, as its users call it, and takes its turn in
+random order; the figure is the file's bytes (compressed: those it stands for) over the seconds of that one call,
+without imports. Cold: the page cache is emptied before each call. The first load of a process and those that follow,
+each once the one before is gone, are told apart: a virtual machine gives memory that was free for some seconds back
+to its host, whence it comes slowly to whoever is first. How fast memory alone comes is measured too.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
+import mmap
 import os
 import random
 import statistics
@@ -17,12 +21,15 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from models import SCRATCH, child, drop_caches, fio, huge_pages, llama_1b, make_memory_present, spread
+from models import SCRATCH, child, drop_caches, fio, huge_pages, llama_1b, spread
 
 ROUNDS = 9
+#: Cold loads in one process after the first; their median counts.
+FOLLOWING = 3
 #: For ZipNN, which wants all of it in memory twice.
 ZIPPED_BYTES = 512 << 20
 
@@ -35,19 +42,22 @@ def main() -> int:
     shards = sorted(str(path) for path in llama_1b().glob("*.safetensors"))
     container, packed, zipped = _made(Path(shards[0]))
     cold = {
+        "memory alone, two threads": ("memory",),
         "ts.load_file, safetensors": ("ours", str(llama_1b())),
         "ts.load_file, .ts raw, verified": ("ours", container),
         "fastsafetensors": ("fastsafetensors", *shards),
         "Run:ai streamer": ("runai", *shards),
         "safetensors, touched": ("safetensors", *shards),
+        "ts.load_into, safetensors, into tensors of load_file": ("again", str(llama_1b())),
+        "ts.load_into, safetensors, into tensors of torch": ("again_torch", str(llama_1b())),
     }
+    peers = list(cold)[3:6]
     seen: dict[str, list[float]] = defaultdict(list)
     others = {
-        "again": ("again", str(llama_1b())),
         "warm": ("warm", container),
         "packed": ("packed", packed),
         "packed into": ("packed_into", packed),
-        "zipnn": ("zipnn", zipped),
+        "zipnn": ("zipnn", zipped, packed),
     }
     contenders = [*cold.items(), *others.items()]
     with huge_pages() as huge:
@@ -57,21 +67,21 @@ def main() -> int:
             seen["fio, ordinary pages"].append(fio(Path(shards[0]), 1) / 1e9)
             random.shuffle(contenders)
             for name, arguments in contenders:
-                make_memory_present()
-                drop_caches()
                 _note(seen, name, child([], *arguments))
             print(f"round {number}: " + ", ".join(f"{k} {v[-1]:.2f}" for k, v in seen.items()), flush=True)
-    best_peer = [max(seen[name][i] for name in list(cold)[2:]) for i in range(ROUNDS)]
-    print(f"\nfio into {'huge' if huge else 'ordinary'} pages; ratios are of the same round, median (range)\n")
-    print("| cold | GB/s, median (range) | of fio | of the best peer |\n|---|---|---|---|")
-    print(f"| fio, O_DIRECT | {spread(seen['fio'])} | | |")
-    print(f"| fio, O_DIRECT, ordinary pages | {spread(seen['fio, ordinary pages'])} | | |")
-    for name in [*cold, "again"]:
-        label = "ts.load_into, safetensors, into memory that is there" if name == "again" else name
-        ratios = f"{_pairs(seen[name], seen['fio'])} | {_pairs(seen[name], best_peer)}"
-        print(f"| {label} | {spread(seen[name])} | {ratios} |")
+    print(f"\nfio into {'huge' if huge else 'ordinary'} pages; ratios are of the same round, median (range)")
+    for title, suffix in (("cold, once memory is there", ""), ("cold, the first of a process", ", first")):
+        best_peer = [max(seen[peer + suffix][i] for peer in peers) for i in range(ROUNDS)]
+        print(f"\n| {title} | GB/s, median (range) | of fio | of the best peer |\n|---|---|---|---|")
+        print(f"| fio, O_DIRECT | {spread(seen['fio'])} | | |")
+        print(f"| fio, O_DIRECT, ordinary pages | {spread(seen['fio, ordinary pages'])} | | |")
+        for name in cold:
+            rates = seen[name + suffix]
+            print(f"| {name} | {spread(rates)} | {_pairs(rates, seen['fio'])} | {_pairs(rates, best_peer)} |")
     print("\n| warm | GB/s, median (range) | ratio |\n|---|---|---|")
     for name, label, other in (
+        ("packed, first", "ts.load_file, .ts by split, verified, the first of a process", "zipnn, first"),
+        ("zipnn, first", "ZipNN, as called, the first of a process", None),
         ("warm", "ts.load_into, .ts raw, into memory that is there, not verified", "memcpy"),
         ("warm verified", "the same, verified", "memcpy"),
         ("memcpy", "memcpy, one thread, into memory that is there", None),
@@ -79,7 +89,7 @@ def main() -> int:
         ("packed into", "ts.load_into, the same, into memory that is there", "zipnn"),
         ("zipnn", "ZipNN, as called", None),
     ):
-        ratio = f"{_pairs(seen[name], seen[other])} of {other}" if other else ""
+        ratio = f"{_pairs(seen[name], seen[other])} of {other.partition(',')[0]}" if other else ""
         print(f"| {label} | {spread(seen[name])} | {ratio} |")
     print("\n| a view of a raw tensor | microseconds, median (range) |\n|---|---|")
     for name in ("view of 8 KiB", "view of 131 MB"):
@@ -91,7 +101,7 @@ def _note(seen: dict[str, list[float]], name: str, result: dict[str, Any]) -> No
     if "error" in result:
         sys.exit(f"{name}: {result['error']}")
     for key, value in result.items():
-        seen[name if key == "rate" else key].append(value)
+        seen[{"rate": name, "first": f"{name}, first"}.get(key, key)].append(value)
 
 
 def _pairs(ours: list[float], theirs: list[float]) -> str:
@@ -129,6 +139,15 @@ def _timed(load: Callable[[], Any], size: int) -> dict[str, float]:
     return {"rate": rate}
 
 
+def _timed_often(load: Callable[[], Any], size: int, prepare: Callable[[], Any] = drop_caches) -> dict[str, float]:
+    rates = []
+    for _ in range(1 + FOLLOWING):
+        gc.collect()
+        prepare()
+        rates.append(_timed(load, size)["rate"])
+    return {"first": rates[0], "rate": statistics.median(rates[1:])}
+
+
 def _bytes(*files: str) -> int:
     return sum(os.path.getsize(file) for file in files)
 
@@ -139,16 +158,46 @@ def ours(path: str) -> dict[str, float]:
 
     files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else [path]
     ts.load_file  # noqa: B018  # its module is imported when it is first asked for
-    return _timed(lambda: ts.load_file(path), _bytes(*map(str, files)))
+    return _timed_often(lambda: ts.load_file(path), _bytes(*map(str, files)))
 
 
 def again(path: str) -> dict[str, float]:
     import tensorstream as ts
 
-    tensors = _clones(path)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    drop_caches()
-    return _timed(lambda: ts.load_into(tensors, path), size)
+    return _into(ts.load_file(path), path)
+
+
+def again_torch(path: str) -> dict[str, float]:
+    return _into(_clones(path), path)
+
+
+def _into(tensors: dict[str, Any], path: str) -> dict[str, float]:
+    import tensorstream as ts
+
+    return _timed_often(lambda: ts.load_into(tensors, path), sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def memory() -> dict[str, float]:
+    """What the largest of them takes, on huge pages, by two threads."""
+    import torch  # noqa: F401  # as long as the others take to begin
+
+    libc, size, step = ctypes.CDLL(None), 2200 << 20, 32 << 20
+
+    def take() -> Any:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        populate_write = 23
+
+        def part(begin: int) -> int:
+            place, length = ctypes.c_void_p(base + begin), ctypes.c_size_t(min(step, size - begin))
+            return int(libc.madvise(place, length, populate_write))
+
+        with ThreadPoolExecutor(2) as threads:
+            assert not any(threads.map(part, range(0, size, step)))
+        return mapping
+
+    return _timed_often(take, size)
 
 
 def warm(path: str) -> dict[str, float]:
@@ -187,8 +236,7 @@ def packed(path: str) -> dict[str, float]:
     import tensorstream as ts
 
     size = sum(tensor.nbytes for tensor in _metas(path).values())
-    Path(path).read_bytes()  # warm
-    return _timed(lambda: ts.load_file(path), size)
+    return _timed_often(lambda: ts.load_file(path), size, Path(path).read_bytes)
 
 
 def packed_into(path: str) -> dict[str, float]:
@@ -196,8 +244,7 @@ def packed_into(path: str) -> dict[str, float]:
 
     tensors = ts.load_file(path)
     size = sum(tensor.nbytes for tensor in tensors.values())
-    Path(path).read_bytes()  # warm
-    return _timed(lambda: ts.load_into(tensors, path), size)
+    return _timed_often(lambda: ts.load_into(tensors, path), size, Path(path).read_bytes)
 
 
 def _metas(path: str) -> dict[str, Any]:
@@ -206,14 +253,12 @@ def _metas(path: str) -> dict[str, Any]:
     return ts.load_file(path, device="meta")
 
 
-def zipnn_file(path: str) -> dict[str, float]:
+def zipnn_file(path: str, same: str) -> dict[str, float]:
     import zipnn
 
     coder = zipnn.ZipNN(bytearray_dtype="bfloat16", input_format="byte")
-    Path(path).read_bytes()  # warm, as ours is
-    began = time.perf_counter()
-    raw = coder.decompress(Path(path).read_bytes())
-    return {"rate": len(raw) / (time.perf_counter() - began) / 1e9}
+    size = sum(tensor.nbytes for tensor in _metas(same).values())
+    return _timed_often(lambda: coder.decompress(Path(path).read_bytes()), size, Path(path).read_bytes)
 
 
 def fastsafetensors(*files: str) -> dict[str, float]:
@@ -226,7 +271,7 @@ def fastsafetensors(*files: str) -> dict[str, float]:
         buffer = loader.copy_files_to_device()
         return {key: buffer.get_tensor(key) for key in loader.get_keys()}, buffer, loader
 
-    return _timed(load, _bytes(*files))
+    return _timed_often(load, _bytes(*files))
 
 
 def runai(*files: str) -> dict[str, float]:
@@ -237,7 +282,7 @@ def runai(*files: str) -> dict[str, float]:
             streamer.stream_files(list(files))
             return {name: tensor.clone().detach() for name, tensor in streamer.get_tensors()}
 
-    return _timed(load, _bytes(*files))
+    return _timed_often(load, _bytes(*files))
 
 
 def safetensors(*files: str) -> dict[str, float]:
@@ -249,12 +294,14 @@ def safetensors(*files: str) -> dict[str, float]:
         # It maps the file: the bytes come when they are touched.
         return tensors, [int(t.view(torch.uint8).flatten()[::4096].sum()) for t in tensors.values()]
 
-    return _timed(load, _bytes(*files))
+    return _timed_often(load, _bytes(*files))
 
 
 CONTENDERS: dict[str, Callable[..., dict[str, float]]] = {
     "ours": ours,
     "again": again,
+    "again_torch": again_torch,
+    "memory": memory,
     "warm": warm,
     "packed": packed,
     "packed_into": packed_into,

@@ -59,17 +59,6 @@ def drop_caches() -> None:
         print("(not root: the page cache stays warm)", file=sys.stderr)
 
 
-def make_memory_present(size: int = 4 << 30) -> None:
-    """Has a process touch so much memory and end.
-
-    In a virtual machine, memory that nobody has used lately may have to come from its host, at a fraction of the
-    speed of memory that is there: whoever runs first would be measured by that.
-    """
-    flags = "mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE"
-    program = f"import mmap; mmap.mmap(-1, {size}, flags={flags})"
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 @contextmanager
 def memory_cap(limit: int) -> Iterator[list[str]]:
     """The start of a command line that runs what follows under ``limit`` bytes, page cache included.

@@ -9,7 +9,7 @@ use ts_io::fault::WriteFaults;
 use crate::atomic::Claim;
 use crate::checkpoint::open_error;
 use crate::convert::Progress;
-use crate::read::{WRONG_SUM, damage, read_exactly};
+use crate::read::{Readers, WRONG_SUM, damage};
 use crate::write::the_one_source;
 use crate::{Checkpoint, Error, Watch};
 
@@ -37,12 +37,12 @@ pub fn compact(path: &Path, faults: &WriteFaults, watch: &mut Watch<'_>) -> Resu
     let mut writer = ContainerWriter::compact(catalog)?;
     progress.total = catalog.tensors().map(|tensor| tensor.stored_bytes()).sum();
     let mut file = claim.begin(progress.total)?;
-    let mut buffer = Vec::new();
+    let (mut reader, mut buffer) = (Readers::new(1, 1).reader(), Vec::new());
     for tensor in catalog.tensors_by_place() {
         for Move { from, len, to, sum } in writer.copy(tensor)? {
             let place = ByteRange { offset: from, len, ..tensor.range() };
             buffer.resize(len as usize, 0);
-            read_exactly(&checkpoint, place, &mut buffer)?;
+            reader.read_exactly(&checkpoint, place, &mut buffer)?;
             if Digest::of(&buffer).chunks() != [sum] {
                 return Err(damage(&checkpoint, tensor.name(), place, WRONG_SUM.into()).into());
             }

@@ -5,11 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
 
-use ts_format::{Tensor, TensorMeta};
+use ts_format::{CHUNK_LEN, Tensor, TensorMeta};
 
 use crate::convert::merged_metadata;
 use crate::pieces::over_pieces;
-use crate::read::Reader;
+use crate::read::{Reader, Readers};
 use crate::{Checkpoint, Error, Watch};
 
 /// In what two checkpoints differ, by name.
@@ -102,7 +102,10 @@ pub fn diff(first: &Path, second: &Path, jobs: usize, watch: &mut Watch<'_>) -> 
         let pairs = a.chunks(size).zip(b.chunks(size));
         Ok(if a == b { 0 } else { pairs.filter(|(a, b)| a != b).count() as u64 })
     };
-    over_pieces(&lens, jobs, watch, compare, |index, _, count: u64| differing[index] += count)?;
+    let begin = |readers: &Readers| [(); 2].map(|()| (readers.reader(), Vec::new()));
+    over_pieces(&lens, CHUNK_LEN, jobs, watch, begin, compare, |index, _, count: u64| {
+        differing[index] += count;
+    })?;
     for ((tensor, _), differing) in unsure.iter().zip(differing) {
         let total = tensor.range().len / element_bytes(*tensor) as u64;
         match differing {

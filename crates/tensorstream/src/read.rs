@@ -3,8 +3,11 @@
 
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use ts_format::{ByteRange, CHUNK_LEN, ChunkPart, Digest, FileId, Scratch, Tensor, decode_chunk};
+use ts_io::DirectReader;
+use ts_pool::{Budget, HostPool};
 
 use crate::{Checkpoint, Error};
 
@@ -83,9 +86,12 @@ fn runs(shape: &[u64], block: &[Range<u64>], element: u64) -> Vec<(u64, u64)> {
     begins.into_iter().map(|begin| (begin, len)).collect()
 }
 
-/// Reads ranges of a checkpoint, each piece into memory that is used again. One for each thread.
+/// Reads ranges of a checkpoint, each piece into memory that is used again: through the page cache, or, if [`Readers`] made
+/// it, past it. One for each thread.
 #[derive(Debug, Default)]
 pub(crate) struct Reader {
+    direct: Option<DirectReader>,
+    turns: Option<Arc<Turns>>,
     /// A chunk as it lies in the file,
     stored: Vec<u8>,
     /// and one of which not all is wanted, decoded, with its place: the next run may want more of it.
@@ -107,8 +113,27 @@ impl Reader {
         }
         match range.is_encoded() {
             true => self.decode(checkpoint, range, out),
-            false => read_exactly(checkpoint, range, out),
+            false => self.read_exactly(checkpoint, range, out),
         }
+    }
+
+    /// Reads bytes that lie in a file as they are.
+    pub(crate) fn read_exactly(
+        &mut self,
+        checkpoint: &Checkpoint,
+        range: ByteRange,
+        out: &mut [u8],
+    ) -> Result<(), Error> {
+        let source = &checkpoint.sources()[range.file.0 as usize];
+        let actual = match &mut self.direct {
+            Some(direct) => direct.read_at(source, range.offset, out),
+            None => source.read_at(range.offset, out),
+        }?;
+        if actual < out.len() {
+            let (path, offset, expected) = (source.path().to_path_buf(), range.offset, out.len());
+            return Err(ts_io::Error::ShortRead { path, offset, expected, actual }.into());
+        }
+        Ok(source.verify(range.offset)?)
     }
 
     /// Fills `out` with a part of a tensor, from its byte `begin` on, which chunks begin at. Whatever has checksums is
@@ -125,9 +150,9 @@ impl Reader {
         if whole.is_encoded() {
             return self.decode(checkpoint, range, out);
         }
-        read_exactly(checkpoint, range, out)?;
+        self.read_exactly(checkpoint, range, out)?;
         let Some(sums) = tensor.sums() else { return Ok(()) };
-        let digest = Digest::of(out);
+        let digest = self.in_turn(|_| Digest::of(out));
         let sums = sums[(begin / CHUNK_LEN) as usize..].iter().zip(digest.chunks());
         match sums.enumerate().find(|(_, (expected, actual))| expected != actual) {
             None => Ok(()),
@@ -179,29 +204,82 @@ impl Reader {
     ) -> Result<(), Error> {
         let chunk = part.chunk;
         let place = ByteRange { file: part.file, offset: chunk.offset, len: u64::from(chunk.len) };
-        self.stored.resize(chunk.len as usize, 0);
-        read_exactly(checkpoint, place, &mut self.stored)?;
+        let mut stored = std::mem::take(&mut self.stored);
+        stored.resize(chunk.len as usize, 0);
+        let done = self.read_exactly(checkpoint, place, &mut stored);
+        self.stored = stored;
+        done?;
         let wrong = |what: String| {
             let tensor = checkpoint.catalog().tensor_at(range).map_or("", |tensor| tensor.name());
             Error::from(damage(checkpoint, tensor, place, what))
         };
-        if !chunk.matches(&self.stored) {
-            return Err(wrong(WRONG_SUM.into()));
-        }
-        decode_chunk(chunk.codec, chunk.width, &self.stored, out, &mut self.scratch)
-            .map_err(|error| wrong(format!("are {error}")))
+        self.in_turn(|this| {
+            if !chunk.matches(&this.stored) {
+                return Err(wrong(WRONG_SUM.into()));
+            }
+            decode_chunk(chunk.codec, chunk.width, &this.stored, out, &mut this.scratch)
+                .map_err(|error| wrong(format!("are {error}")))
+        })
+    }
+
+    /// Does what keeps a core busy, once one is free for it.
+    fn in_turn<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
+        let turns = self.turns.clone();
+        let _turn = turns.as_ref().map(|turns| turns.take());
+        work(self)
     }
 }
 
-/// Reads bytes that lie in a file as they are.
-pub(crate) fn read_exactly(checkpoint: &Checkpoint, range: ByteRange, out: &mut [u8]) -> Result<(), Error> {
-    let source = &checkpoint.sources()[range.file.0 as usize];
-    let actual = source.read_at(range.offset, out)?;
-    if actual < out.len() {
-        let (path, offset, expected) = (source.path().to_path_buf(), range.offset, out.len());
-        return Err(ts_io::Error::ShortRead { path, offset, expected, actual }.into());
+/// Makes readers for threads that go through whole files once: these leave the page cache as it is.
+#[derive(Debug)]
+pub(crate) struct Readers {
+    /// Memory for their windows; without it the page cache must do.
+    pool: Option<HostPool>,
+    turns: Arc<Turns>,
+}
+
+impl Readers {
+    /// A window, in bytes: a chunk or two wherever they begin.
+    const WINDOW: usize = (2 << 20) + (64 << 10);
+
+    /// For `count` readers, `jobs` of which compare and decode at a time while the others wait for storage.
+    pub(crate) fn new(count: usize, jobs: usize) -> Self {
+        let bytes = count * Self::WINDOW;
+        let turns = Turns { free: Mutex::new(jobs.max(1)), freed: Condvar::new() };
+        Self { pool: HostPool::new(&Budget::new(bytes), bytes).ok(), turns: Arc::new(turns) }
     }
-    Ok(source.verify(range.offset)?)
+
+    pub(crate) fn reader(&self) -> Reader {
+        let window = self.pool.as_ref().and_then(|pool| pool.allocate(Self::WINDOW).ok());
+        let turns = Some(Arc::clone(&self.turns));
+        Reader { direct: window.map(DirectReader::new), turns, ..Reader::default() }
+    }
+}
+
+/// How many may do something at once.
+#[derive(Debug)]
+struct Turns {
+    free: Mutex<usize>,
+    freed: Condvar,
+}
+
+impl Turns {
+    /// Waits for a turn, which ends when what it gives is dropped.
+    fn take(&self) -> Turn<'_> {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.freed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
+        *free -= 1;
+        Turn(self)
+    }
+}
+
+struct Turn<'a>(&'a Turns);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        *self.0.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        self.0.freed.notify_one();
+    }
 }
 
 pub(crate) fn damage(checkpoint: &Checkpoint, tensor: &str, place: ByteRange, what: String) -> Damage {

@@ -3,8 +3,10 @@
 
 use std::path::Path;
 
+use ts_format::CHUNK_LEN;
+
 use crate::pieces::over_pieces;
-use crate::read::{Damage, Reader};
+use crate::read::{Damage, Reader, Readers};
 use crate::{Checkpoint, Error, Watch};
 
 /// What [`verify`] found.
@@ -40,7 +42,8 @@ pub fn verify(path: &Path, jobs: usize, watch: &mut Watch<'_>) -> Result<Verifie
         }
     };
     let mut damaged = Vec::new();
-    over_pieces(&lens, jobs, watch, look, |index, begin, found: Option<Damage>| {
+    let begin = |readers: &Readers| (readers.reader(), Vec::new());
+    over_pieces(&lens, CHUNK_LEN, jobs, watch, begin, look, |index, begin, found: Option<Damage>| {
         damaged.extend(found.map(|damage| (index, begin, damage)));
     })?;
     damaged.sort_by_key(|&(index, begin, _)| (index, begin));

@@ -38,7 +38,7 @@
 //! | `gds` | NVIDIA's cuFile; see [`gds_mode`] | by name |
 //!
 //! [`Registry`] probes and chooses, or takes more; [`Tuner`] finds out request size and depth; [`measure()`] measures;
-//! [`Writer`] is the way back to the disk; [`conformance`] and [`fault`] are for those who write backends.
+//! [`DirectReader`] reads for threads that may block, to any memory; [`Writer`] is the way back to the disk; [`conformance`] and [`fault`] are for those who write backends.
 //!
 //! # Invariants
 //! - Every buffer that was submitted comes back, exactly once: in a completion, or with the rejection. Also when
@@ -56,6 +56,7 @@
 mod adaptive;
 mod backend;
 pub mod conformance;
+mod direct;
 mod error;
 pub mod fault;
 mod file;
@@ -82,6 +83,7 @@ pub use backend::{
     Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest, Rejected,
     Transfer, completion_queue, monotonic_ns,
 };
+pub use direct::DirectReader;
 pub use error::{Error, ErrorKind, SharedIoError};
 #[cfg(target_os = "linux")]
 pub use gds::{GdsMode, gds_mode};
