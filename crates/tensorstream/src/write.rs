@@ -626,6 +626,7 @@ pub(crate) fn the_one_source<'a>(there: &'a Checkpoint, path: &Path) -> Result<&
 }
 
 /// The unfinished file beside this place, if a conversion to it could go on with that.
+#[cfg(feature = "cli")]
 pub(crate) fn unfinished(target: &Path) -> Option<PathBuf> {
     let partial = partial_of(target)?;
     let there = Checkpoint::open(&partial).ok()?;

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+# Whoever starts the tests in the background of a shell has SIGINT ignored, here and in all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Llama = Callable[..., Path]
 
