@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tasks and what they wait for.
+
+use std::collections::HashMap;
+use std::fmt;
+
+use petgraph::algo::{has_path_connecting, toposort};
+use petgraph::graph::{DiGraph, NodeIndex};
+use petgraph::visit::EdgeRef;
+
+use crate::{Error, HostFn, Stream};
+
+/// Names a task of a [`TaskGraph`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TaskId(NodeIndex);
+
+/// Submits a task's work to the stream that it is given.
+pub(crate) type Submit<S> = Box<dyn FnOnce(&S) -> Result<(), Error> + Send>;
+
+/// Tasks, each of which submits work to a stream, and their order. A circle cannot be made.
+pub struct TaskGraph<S> {
+    tasks: DiGraph<Task<S>, ()>,
+}
+
+pub(crate) struct Task<S> {
+    pub(crate) name: String,
+    pub(crate) submit: Submit<S>,
+}
+
+impl<S> fmt::Debug for TaskGraph<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&str> = self.tasks.node_weights().map(|task| task.name.as_str()).collect();
+        f.debug_struct("TaskGraph").field("tasks", &names).field("order", &self.tasks.edge_count()).finish()
+    }
+}
+
+impl<S: Stream> Default for TaskGraph<S> {
+    fn default() -> Self {
+        Self { tasks: DiGraph::new() }
+    }
+}
+
+impl<S: Stream> TaskGraph<S> {
+    /// Without tasks.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a task. `submit` is called once, on the thread that executes the graph, with the stream that the task is to use; what
+    /// it submits there runs after what the task waits for. It should not block.
+    pub fn add(
+        &mut self,
+        name: impl Into<String>,
+        submit: impl FnOnce(&S) -> Result<(), Error> + Send + 'static,
+    ) -> TaskId {
+        TaskId(self.tasks.add_node(Task { name: name.into(), submit: Box::new(submit) }))
+    }
+
+    /// Adds a task that is a function of the host.
+    pub fn add_host_fn(&mut self, name: impl Into<String>, run: impl FnOnce() + Send + 'static) -> TaskId {
+        self.add(name, move |stream| stream.launch_host_fn(HostFn::new(run)))
+    }
+
+    /// Has `later` wait for `earlier`. Twice is once.
+    ///
+    /// # Errors
+    /// [`Error::Cycle`], naming the tasks around it; the graph is as it was.
+    ///
+    /// # Panics
+    /// If one of them is not a task of this graph.
+    pub fn depend(&mut self, later: TaskId, earlier: TaskId) -> Result<(), Error> {
+        let (later, earlier) = (later.0, earlier.0);
+        if has_path_connecting(&self.tasks, later, earlier, None) {
+            return Err(Error::Cycle { path: self.path(later, earlier) });
+        }
+        self.tasks.update_edge(earlier, later, ());
+        Ok(())
+    }
+
+    /// Number of tasks.
+    pub fn len(&self) -> usize {
+        self.tasks.node_count()
+    }
+
+    /// Whether there are no tasks.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The names on a shortest way from one task to another, and the first again.
+    fn path(&self, from: NodeIndex, to: NodeIndex) -> Vec<String> {
+        let way = petgraph::algo::astar(&self.tasks, from, |at| at == to, |_| 1, |_| 0);
+        let (_, mut way) = way.unwrap_or((0, vec![from]));
+        way.push(from);
+        way.into_iter().map(|at| self.tasks[at].name.clone()).collect()
+    }
+
+    /// The tasks, each behind all that it waits for, and for each the places in that order of those that it must wait for itself:
+    /// not for what they wait for in turn.
+    pub(crate) fn into_order(self) -> (Vec<Task<S>>, Vec<Vec<usize>>) {
+        let order = toposort(&self.tasks, None).expect("a circle is never made");
+        let place: HashMap<NodeIndex, usize> = order.iter().enumerate().map(|(i, &at)| (at, i)).collect();
+        let direct = order.iter().map(|&at| {
+            let before = self.tasks.edges_directed(at, petgraph::Direction::Incoming);
+            before.map(|edge| place[&edge.source()]).collect::<Vec<_>>()
+        });
+        let waits = reduced(&direct.collect::<Vec<_>>());
+        let (nodes, _) = self.tasks.into_nodes_edges();
+        let mut tasks: Vec<Option<Task<S>>> = nodes.into_iter().map(|node| Some(node.weight)).collect();
+        let tasks = order.iter().map(|at| tasks[at.index()].take().expect("each is there once")).collect();
+        (tasks, waits)
+    }
+}
+
+/// Without what others of a task's predecessors wait for already (Aho, Garey and Ullman, 1972).
+fn reduced(direct: &[Vec<usize>]) -> Vec<Vec<usize>> {
+    let words = direct.len().div_ceil(64);
+    let mut before = vec![vec![0u64; words]; direct.len()];
+    let mut kept = Vec::with_capacity(direct.len());
+    for (i, predecessors) in direct.iter().enumerate() {
+        let mut predecessors = predecessors.clone();
+        // The latest first: what an earlier one has seen, a later one may have seen too.
+        predecessors.sort_unstable_by(|a, b| b.cmp(a));
+        let mut seen = vec![0u64; words];
+        predecessors.retain(|&p| {
+            let is_new = seen[p / 64] >> (p % 64) & 1 == 0;
+            if is_new {
+                seen[p / 64] |= 1 << (p % 64);
+                seen.iter_mut().zip(&before[p]).for_each(|(seen, before)| *seen |= before);
+            }
+            is_new
+        });
+        before[i] = seen;
+        kept.push(predecessors);
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::CpuStream;
+
+    #[test]
+    fn a_circle_is_refused_by_name() {
+        let mut graph = TaskGraph::<CpuStream>::new();
+        let [a, b, c] = ["a", "b", "c"].map(|name| graph.add_host_fn(name, || ()));
+        graph.depend(b, a).unwrap();
+        graph.depend(c, b).unwrap();
+        let refused = graph.depend(a, c).unwrap_err();
+        assert_eq!(refused, Error::Cycle { path: ["a", "b", "c", "a"].map(String::from).to_vec() });
+        assert!(graph.depend(a, a).is_err());
+        graph.depend(c, a).unwrap();
+        assert_eq!(graph.into_order().1, [vec![], vec![0], vec![1]]);
+    }
+
+    /// All that comes before each.
+    fn closure(direct: &[Vec<usize>]) -> Vec<Vec<bool>> {
+        let mut before = vec![vec![false; direct.len()]; direct.len()];
+        for (i, predecessors) in direct.iter().enumerate() {
+            for &p in predecessors {
+                let (earlier, own) = before.split_at_mut(i);
+                own[0][p] = true;
+                own[0].iter_mut().zip(&earlier[p]).for_each(|(own, theirs)| *own |= theirs);
+            }
+        }
+        before
+    }
+
+    proptest! {
+        #[test]
+        fn fewer_edges_say_the_same(direct in prop::collection::vec(prop::collection::vec(any::<prop::sample::Index>(), 0..6), 1..90)) {
+            let direct: Vec<Vec<usize>> = direct
+                .iter()
+                .enumerate()
+                .map(|(i, predecessors)| predecessors.iter().filter(|_| i > 0).map(|p| p.index(i)).collect())
+                .collect();
+            let fewer = reduced(&direct);
+            prop_assert_eq!(closure(&fewer), closure(&direct));
+            for (i, predecessors) in fewer.iter().enumerate() {
+                for (at, _) in predecessors.iter().enumerate() {
+                    let mut less = fewer.clone();
+                    less[i].remove(at);
+                    prop_assert_ne!(closure(&less), closure(&direct), "one is not needed");
+                }
+            }
+        }
+    }
+}

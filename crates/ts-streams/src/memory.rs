@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Memory by its address, and blocks of the host's. The only unsafe module of the devices without a driver.
+
+use std::alloc::Layout;
+use std::ops::Range;
+use std::ptr::NonNull;
+
+use crate::Error;
+
+/// What kind of memory a device is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum MemoryKind {
+    /// The device's own.
+    Device,
+    /// The host's, where the device reaches it directly.
+    PinnedHost,
+    /// The host's ordinary memory: what a [`CpuDevice`](crate::CpuDevice) gives whatever it is asked for.
+    Host,
+    /// One that moves to where it is used.
+    Managed,
+}
+
+/// A run of bytes at an address, which is valid for host and devices alike. Having one says nothing of who may use the bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct MemoryRange {
+    start: *mut u8,
+    len: usize,
+}
+
+// SAFETY: it is an address; whoever reads or writes there has promised to be allowed to.
+unsafe impl Send for MemoryRange {}
+// SAFETY: as above.
+unsafe impl Sync for MemoryRange {}
+
+impl MemoryRange {
+    /// `len` bytes from `start` on.
+    pub fn new(start: *mut u8, len: usize) -> Self {
+        Self { start, len }
+    }
+
+    /// Bytes of the host, which nobody else uses while this is used.
+    pub fn of(bytes: &mut [u8]) -> Self {
+        Self::new(bytes.as_mut_ptr(), bytes.len())
+    }
+
+    /// Where it begins.
+    pub fn as_ptr(self) -> *mut u8 {
+        self.start
+    }
+
+    /// Where it begins, as a number.
+    pub fn address(self) -> usize {
+        self.start.addr()
+    }
+
+    /// Its length in bytes.
+    pub fn len(self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(self) -> bool {
+        self.len == 0
+    }
+
+    /// Some of its bytes.
+    ///
+    /// # Panics
+    /// If they are not all inside.
+    #[must_use]
+    pub fn slice(self, bytes: Range<usize>) -> Self {
+        assert!(bytes.start <= bytes.end && bytes.end <= self.len, "{bytes:?} of {} bytes", self.len);
+        Self { start: self.start.wrapping_add(bytes.start), len: bytes.len() }
+    }
+
+    /// Whether a byte is in both.
+    pub fn overlaps(self, other: Self) -> bool {
+        !self.is_empty()
+            && !other.is_empty()
+            && self.address() < other.address() + other.len
+            && other.address() < self.address() + self.len
+    }
+}
+
+/// Zeroed memory of the host.
+#[derive(Debug)]
+pub(crate) struct HostBlock {
+    start: NonNull<u8>,
+    layout: Layout,
+    len: usize,
+}
+
+// SAFETY: it owns plain memory, which it itself does not touch until it frees it.
+unsafe impl Send for HostBlock {}
+// SAFETY: as above.
+unsafe impl Sync for HostBlock {}
+
+impl HostBlock {
+    /// `None` when the system has none.
+    pub(crate) fn new(layout: Layout) -> Option<Self> {
+        let len = layout.size();
+        // An allocation of no bytes is not allowed.
+        let layout = Layout::from_size_align(len.max(1), layout.align()).ok()?;
+        // SAFETY: the size is not zero.
+        let start = unsafe { std::alloc::alloc_zeroed(layout) };
+        NonNull::new(start).map(|start| Self { start, layout, len })
+    }
+
+    pub(crate) fn range(&self) -> MemoryRange {
+        MemoryRange::new(self.start.as_ptr(), self.len)
+    }
+
+    /// Overwrites it. Only its owner may still use it.
+    pub(crate) fn poison(&self, byte: u8) {
+        // SAFETY: the block is this value's, and no work on it is left: `SimDevice` calls this for memory that is new, and for
+        // memory that it knows nobody uses.
+        unsafe { std::ptr::write_bytes(self.start.as_ptr(), byte, self.len) };
+    }
+}
+
+impl Drop for HostBlock {
+    fn drop(&mut self) {
+        // SAFETY: it was allocated with this very layout, and is freed once.
+        unsafe { std::alloc::dealloc(self.start.as_ptr(), self.layout) };
+    }
+}
+
+/// What any copy must satisfy.
+pub(crate) fn check_copy(to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
+    let overlap = to.overlaps(from);
+    if to.len != from.len || overlap {
+        return Err(Error::BadCopy { from_bytes: from.len, to_bytes: to.len, overlap });
+    }
+    Ok(())
+}
+
+/// A copy or a fill that somebody has promised to be allowed.
+#[derive(Debug)]
+pub(crate) struct Transfer {
+    to: MemoryRange,
+    from: From,
+}
+
+#[derive(Debug)]
+enum From {
+    Memory(MemoryRange),
+    Byte(u8),
+}
+
+impl Transfer {
+    /// # Errors
+    /// [`Error::BadCopy`].
+    ///
+    /// # Safety
+    /// As [`Stream::copy`](crate::Stream::copy), whenever it runs; both ranges are the host's to reach.
+    pub(crate) unsafe fn copy(to: MemoryRange, from: MemoryRange) -> Result<Self, Error> {
+        check_copy(to, from)?;
+        Ok(Self { to, from: From::Memory(from) })
+    }
+
+    /// # Safety
+    /// As [`copy`](Self::copy).
+    pub(crate) unsafe fn fill(to: MemoryRange, byte: u8) -> Self {
+        Self { to, from: From::Byte(byte) }
+    }
+
+    pub(crate) fn to(&self) -> MemoryRange {
+        self.to
+    }
+
+    pub(crate) fn from(&self) -> Option<MemoryRange> {
+        match self.from {
+            From::Memory(from) => Some(from),
+            From::Byte(_) => None,
+        }
+    }
+
+    pub(crate) fn run(self) {
+        match self.from {
+            // SAFETY: promised when it was made, as were equal lengths and disjointness checked.
+            From::Memory(from) => unsafe {
+                std::ptr::copy_nonoverlapping(from.start, self.to.start, self.to.len);
+            },
+            // SAFETY: promised when it was made.
+            From::Byte(byte) => unsafe { std::ptr::write_bytes(self.to.start, byte, self.to.len) },
+        }
+    }
+}

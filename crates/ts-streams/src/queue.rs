@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is submitted to streams that have no driver below them, and when it may run. Runs nothing itself: [`CpuDevice`] lets
+//! threads take what is ready, [`SimDevice`] whoever asks.
+//!
+//! [`CpuDevice`]: crate::CpuDevice
+//! [`SimDevice`]: crate::SimDevice
+
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
+
+use crate::memory::Transfer;
+use crate::metrics::Counters;
+use crate::{Error, HostFn, Status, StreamId};
+
+thread_local! {
+    /// Whether this thread is inside work of a stream.
+    static IN_HOST_FN: Cell<bool> = const { Cell::new(false) };
+}
+
+/// # Errors
+/// [`Error::WaitInHostFn`].
+pub(crate) fn may_wait() -> Result<(), Error> {
+    if IN_HOST_FN.get() { Err(Error::WaitInHostFn) } else { Ok(()) }
+}
+
+/// A name that no other stream of this process has.
+pub(crate) fn next_stream_id() -> StreamId {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    StreamId(NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+/// One point on a stream, that events stand for and other streams wait for.
+#[derive(Debug)]
+pub(crate) struct Point {
+    outcome: OnceLock<Result<u64, Error>>,
+    parked: Mutex<Vec<Parked>>,
+    reached: Condvar,
+    /// Who must be driven for it to be reached.
+    pub(crate) owner: Weak<dyn Owner>,
+    /// What happened before it, where races are looked for.
+    pub(crate) history: Vec<u64>,
+}
+
+/// A stream that waits for a point.
+#[derive(Debug, Clone)]
+pub(crate) struct Parked {
+    owner: Weak<dyn Owner>,
+    stream: StreamId,
+}
+
+/// A device whose streams are queues.
+pub(crate) trait Owner: std::fmt::Debug + Send + Sync {
+    /// A point is reached that this stream waited for.
+    fn wake(&self, stream: StreamId);
+
+    /// Gets on with its work, where nobody else does; whether something was done.
+    fn drive(&self) -> bool;
+}
+
+impl Point {
+    pub(crate) fn new(owner: Weak<dyn Owner>, history: Vec<u64>) -> Self {
+        Self { outcome: OnceLock::new(), parked: Mutex::default(), reached: Condvar::new(), owner, history }
+    }
+
+    /// When it was reached, in nanoseconds, or why it never is; `None` before.
+    pub(crate) fn outcome(&self) -> Option<&Result<u64, Error>> {
+        self.outcome.get()
+    }
+
+    pub(crate) fn status(&self) -> Result<Status, Error> {
+        match self.outcome() {
+            None => Ok(Status::Pending),
+            Some(Ok(_)) => Ok(Status::Ready),
+            Some(Err(error)) => Err(error.clone()),
+        }
+    }
+
+    fn reach(&self, outcome: Result<u64, Error>, effects: &mut Effects) {
+        let mut parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = self.outcome.set(outcome);
+        effects.woken.append(&mut parked);
+        self.reached.notify_all();
+    }
+
+    /// Blocks until it is reached by what others do.
+    pub(crate) fn block(&self) -> Result<u64, Error> {
+        let mut parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(outcome) = self.outcome.get() {
+                return outcome.clone();
+            }
+            parked = self.reached.wait(parked).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Its outcome; without one, `who` is woken when there is one.
+    fn outcome_or_park(&self, who: &Parked) -> Option<Result<u64, Error>> {
+        let mut parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
+        let outcome = self.outcome.get().cloned();
+        if outcome.is_none() {
+            parked.push(who.clone());
+        }
+        outcome
+    }
+}
+
+/// What is done while nothing else happens on its stream.
+#[derive(Debug)]
+pub(crate) enum Work {
+    Transfer(Transfer),
+    HostFn(HostFn),
+}
+
+impl Work {
+    /// # Errors
+    /// What its panic said.
+    pub(crate) fn run(self) -> Result<(), String> {
+        match self {
+            Work::Transfer(transfer) => {
+                transfer.run();
+                Ok(())
+            }
+            Work::HostFn(HostFn { run, .. }) => {
+                let outer = IN_HOST_FN.replace(true);
+                let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
+                IN_HOST_FN.set(outer);
+                outcome.map_err(|panic| {
+                    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+                    text.or_else(|| panic.downcast_ref::<String>().cloned())
+                        .unwrap_or_else(|| "a panic".into())
+                })
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) enum Op {
+    Work(Work),
+    Record(Arc<Point>),
+    Wait(Arc<Point>),
+}
+
+/// What is left to do once the lock is released: other locks may be taken for it, and code of others runs.
+#[derive(Debug, Default)]
+#[must_use]
+pub(crate) struct Effects {
+    woken: Vec<Parked>,
+    /// Not run: what it is made of is dropped.
+    skipped: Vec<Op>,
+    /// How many streams have work that did not have before.
+    pub(crate) ready: usize,
+}
+
+impl Effects {
+    /// With no lock held.
+    pub(crate) fn settle(self) {
+        for Parked { owner, stream } in self.woken {
+            if let Some(owner) = owner.upgrade() {
+                owner.wake(stream);
+            }
+        }
+        drop(self.skipped);
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Nothing to do, or waiting for a point.
+    Still,
+    /// Its first operation could run.
+    Ready,
+    /// Work that was submitted then is being done.
+    Running { submitted_ns: u64 },
+}
+
+#[derive(Debug)]
+struct Queue {
+    level: i32,
+    ops: VecDeque<(Op, u64)>,
+    state: State,
+    failed: Option<Error>,
+    /// When the last operation ended.
+    at_ns: u64,
+    counters: Arc<Counters>,
+    /// Nobody has a handle to it any more.
+    closed: bool,
+}
+
+/// A stream with work that could run: the most urgent first, then in turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Ready {
+    level: i32,
+    turn: u64,
+    pub(crate) stream: StreamId,
+}
+
+/// The streams of a device.
+#[derive(Debug)]
+pub(crate) struct Queues {
+    owner: Weak<dyn Owner>,
+    queues: BTreeMap<StreamId, Queue>,
+    ready: BTreeSet<Ready>,
+    turn: u64,
+}
+
+impl Queues {
+    pub(crate) fn new(owner: Weak<dyn Owner>) -> Self {
+        Self { owner, queues: BTreeMap::new(), ready: BTreeSet::new(), turn: 0 }
+    }
+
+    pub(crate) fn open(&mut self, level: i32) -> (StreamId, Arc<Counters>) {
+        let (id, counters) = (next_stream_id(), Arc::new(Counters::default()));
+        let queue = Queue {
+            level,
+            ops: VecDeque::new(),
+            state: State::Still,
+            failed: None,
+            at_ns: 0,
+            counters: Arc::clone(&counters),
+            closed: false,
+        };
+        self.queues.insert(id, queue);
+        (id, counters)
+    }
+
+    /// Nobody will submit to it any more; it is forgotten when its work is done.
+    pub(crate) fn close(&mut self, stream: StreamId) {
+        let queue = self.queue(stream);
+        queue.closed = true;
+        if queue.ops.is_empty() && queue.state == State::Still {
+            self.queues.remove(&stream);
+        }
+    }
+
+    /// # Errors
+    /// Why the stream failed.
+    pub(crate) fn submit(&mut self, stream: StreamId, op: Op, now_ns: u64) -> Result<Effects, Error> {
+        let queue = self.queue(stream);
+        if let Some(error) = &queue.failed {
+            return Err(error.clone());
+        }
+        queue.counters.submitted();
+        queue.ops.push_back((op, now_ns));
+        Ok(if queue.state == State::Still && queue.ops.len() == 1 {
+            queue.at_ns = queue.at_ns.max(now_ns);
+            self.proceed(stream)
+        } else {
+            Effects::default()
+        })
+    }
+
+    /// Passes points, up to work that could run or a point that is not reached.
+    pub(crate) fn proceed(&mut self, stream: StreamId) -> Effects {
+        let mut effects = Effects::default();
+        let who = Parked { owner: Weak::clone(&self.owner), stream };
+        // It may be woken when it is gone.
+        let Some(queue) = self.queues.get_mut(&stream) else { return effects };
+        if queue.state != State::Still {
+            return effects;
+        }
+        while let Some((op, _)) = queue.ops.front() {
+            match op {
+                Op::Wait(point) if queue.failed.is_none() => match point.outcome_or_park(&who) {
+                    None => return effects,
+                    Some(Ok(at_ns)) => queue.at_ns = queue.at_ns.max(at_ns),
+                    Some(Err(error)) => queue.failed = Some(error),
+                },
+                Op::Work(_) if queue.failed.is_none() => {
+                    queue.state = State::Ready;
+                    self.turn += 1;
+                    self.ready.insert(Ready { level: queue.level, turn: self.turn, stream });
+                    effects.ready += 1;
+                    return effects;
+                }
+                Op::Record(_) | Op::Wait(_) | Op::Work(_) => {}
+            }
+            let (op, submitted_ns) = queue.ops.pop_front().expect("just seen");
+            // Counted before anybody hears of it.
+            queue.counters.completed(queue.at_ns.saturating_sub(submitted_ns));
+            if let Op::Record(point) = &op {
+                point.reach(queue.failed.clone().map_or(Ok(queue.at_ns), Err), &mut effects);
+            }
+            effects.skipped.push(op);
+        }
+        if queue.closed {
+            self.queues.remove(&stream);
+        }
+        effects
+    }
+
+    /// Streams that have work to run, the most urgent first, and when their last operation ended.
+    pub(crate) fn ready(&self) -> impl Iterator<Item = (Ready, u64)> + '_ {
+        self.ready.iter().map(|ready| (*ready, self.queues[&ready.stream].at_ns))
+    }
+
+    /// Takes the work of one that is ready.
+    pub(crate) fn take(&mut self, ready: Ready) -> Work {
+        assert!(self.ready.remove(&ready), "it is ready");
+        let queue = self.queue(ready.stream);
+        match queue.ops.pop_front() {
+            Some((Op::Work(work), submitted_ns)) => {
+                queue.state = State::Running { submitted_ns };
+                work
+            }
+            other => unreachable!("work is what makes a stream ready: {other:?}"),
+        }
+    }
+
+    /// Work that was taken is done.
+    pub(crate) fn complete(&mut self, stream: StreamId, outcome: Result<(), String>, now_ns: u64) -> Effects {
+        let queue = self.queue(stream);
+        let State::Running { submitted_ns } = std::mem::replace(&mut queue.state, State::Still) else {
+            unreachable!("it was taken")
+        };
+        queue.at_ns = queue.at_ns.max(now_ns);
+        if let Err(what) = outcome {
+            queue.failed = Some(Error::Failed { stream, what });
+        }
+        queue.counters.completed(now_ns.saturating_sub(submitted_ns));
+        self.proceed(stream)
+    }
+
+    /// Whether all that was submitted to a stream is done.
+    ///
+    /// # Errors
+    /// Why it failed.
+    pub(crate) fn status(&self, stream: StreamId) -> Result<Status, Error> {
+        let queue = &self.queues[&stream];
+        match &queue.failed {
+            Some(error) => Err(error.clone()),
+            None if queue.ops.is_empty() && queue.state == State::Still => Ok(Status::Ready),
+            None => Ok(Status::Pending),
+        }
+    }
+
+    /// Lets a stream that failed take work again. Nothing is left of what it had.
+    pub(crate) fn take_error(&mut self, stream: StreamId) -> Option<Error> {
+        self.queue(stream).failed.take()
+    }
+
+    /// All of them.
+    pub(crate) fn streams(&self) -> Vec<StreamId> {
+        self.queues.keys().copied().collect()
+    }
+
+    /// The points that streams wait for.
+    pub(crate) fn awaited(&self) -> Vec<Arc<Point>> {
+        let first = |queue: &Queue| match queue.ops.front() {
+            Some((Op::Wait(point), _)) => Some(Arc::clone(point)),
+            _ => None,
+        };
+        self.queues.values().filter_map(first).collect()
+    }
+
+    fn queue(&mut self, stream: StreamId) -> &mut Queue {
+        self.queues.get_mut(&stream).expect("a stream is there until its last handle is gone")
+    }
+}

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The conformance suite on every device that there is.
+
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+use std::alloc::Layout;
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+use ts_streams::{
+    CpuDevice, Device, Error, ErrorKind, Event, HostFn, MemoryKind, RawMemory, SimDevice, SimOptions, Stream,
+    StreamPriority, conformance,
+};
+
+#[test]
+fn the_host_conforms() {
+    conformance::check(|| CpuDevice::new().unwrap());
+    conformance::check(|| CpuDevice::with_threads(7).unwrap());
+}
+
+#[test]
+fn one_thread_conforms() {
+    conformance::check(|| CpuDevice::with_threads(1).unwrap());
+}
+
+#[test]
+fn simulations_conform() {
+    for seed in 0..10 {
+        let device = std::cell::RefCell::new(Vec::new());
+        conformance::check(|| {
+            let made = SimDevice::new(SimOptions { seed, stalls: 0.5, ..SimOptions::default() });
+            device.borrow_mut().push(made.clone());
+            made
+        });
+        assert!(device.into_inner().iter().all(|device| device.races().is_empty()));
+    }
+}
+
+/// The regression of a library whose priorities were dropped on the way.
+#[test]
+fn urgent_work_begins_before_work_that_was_there_first() {
+    let device = CpuDevice::with_threads(2).unwrap();
+    let started = Arc::new(Mutex::new(Vec::new()));
+    let (gates, holds): (Vec<_>, Vec<_>) = (0..2).map(|_| mpsc::channel::<()>()).unzip();
+    for hold in holds {
+        let stream = device.create_stream(StreamPriority::Normal).unwrap();
+        stream
+            .launch_host_fn(HostFn::new(move || {
+                let _ = hold.recv();
+            }))
+            .unwrap();
+    }
+    let submit = |priority, name: &'static str| {
+        let stream = device.create_stream(priority).unwrap();
+        let started = Arc::clone(&started);
+        stream.launch_host_fn(HostFn::new(move || started.lock().unwrap().push(name))).unwrap();
+    };
+    (0..20).for_each(|_| submit(StreamPriority::Low, "low"));
+    (0..2).for_each(|_| submit(StreamPriority::High, "high"));
+    drop(gates);
+    device.synchronize().unwrap();
+    let started = started.lock().unwrap();
+    // Two threads note what they begin.
+    let last_high = started.iter().rposition(|&name| name == "high").unwrap();
+    assert!(last_high <= 3, "{started:?}");
+}
+
+#[test]
+fn a_simulation_is_the_same_again_with_its_seed() {
+    let run = |seed| {
+        let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
+        let order = Arc::new(Mutex::new(Vec::new()));
+        let streams = [0; 4].map(|_| device.create_stream(StreamPriority::Normal).unwrap());
+        for i in 0..40 {
+            let order = Arc::clone(&order);
+            streams[i % 4].launch_host_fn(HostFn::new(move || order.lock().unwrap().push(i))).unwrap();
+        }
+        device.synchronize().unwrap();
+        let order = order.lock().unwrap().clone();
+        (order, device.now())
+    };
+    assert_eq!(run(1), run(1));
+    assert_ne!(run(1).0, run(2).0);
+    assert!(run(1).1 > Duration::ZERO);
+}
+
+#[test]
+fn what_the_host_forgets_to_wait_for_is_a_race() {
+    let device = SimDevice::new(SimOptions::default());
+    let stream = device.create_stream(StreamPriority::Normal).unwrap();
+    let memory = device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
+    let mut bytes = [0; 64];
+    // SAFETY: a simulated device runs nothing behind this thread's back.
+    unsafe {
+        stream.fill(memory.range(), 1).unwrap();
+        let refused = memory.read(0, &mut bytes).unwrap_err();
+        assert!(
+            matches!(refused, Error::Race(race) if race.earlier.writes && race.later.stream.is_none()),
+            "{refused}"
+        );
+        stream.synchronize().unwrap();
+        memory.read(0, &mut bytes).unwrap();
+    }
+    assert_eq!(bytes, [1; 64]);
+    assert_eq!(device.races().len(), 1);
+}
+
+#[test]
+fn memory_that_is_freed_while_it_is_used_is_a_race() {
+    let device = SimDevice::new(SimOptions::default());
+    let stream = device.create_stream(StreamPriority::Normal).unwrap();
+    let memory = device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
+    // SAFETY: the device keeps memory that is freed too early.
+    unsafe { stream.fill(memory.range(), 1) }.unwrap();
+    drop(memory);
+    assert_eq!(device.races().len(), 1);
+    stream.synchronize().unwrap();
+}
+
+#[test]
+fn faults_that_are_asked_for_come_and_are_told() {
+    let options = SimOptions { faults: 0.2, seed: 3, ..SimOptions::default() };
+    let device = SimDevice::new(options);
+    let mut failed = 0;
+    for _ in 0..50 {
+        let stream = device.create_stream(StreamPriority::Normal).unwrap();
+        stream.launch_host_fn(HostFn::new(|| ())).unwrap();
+        match stream.synchronize() {
+            Ok(()) => {}
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Failed);
+                failed += 1;
+            }
+        }
+    }
+    assert!((1..40).contains(&failed), "{failed}");
+}
+
+#[test]
+fn memory_has_an_end() {
+    let device = SimDevice::new(SimOptions { total_bytes: 1000, ..SimOptions::default() });
+    let layout = |len| Layout::from_size_align(len, 8).unwrap();
+    let held = device.allocate(layout(600), MemoryKind::Device).unwrap();
+    let refused = device.allocate(layout(401), MemoryKind::Device).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Full);
+    drop(held);
+    device.allocate(layout(1000), MemoryKind::Device).unwrap();
+    assert_eq!((device.memory().in_use_bytes, device.memory().peak_bytes), (0, 1000));
+}
+
+#[test]
+fn an_event_orders_streams_of_two_devices() {
+    let (a, b) = (
+        SimDevice::new(SimOptions::default()),
+        SimDevice::new(SimOptions { seed: 1, ..SimOptions::default() }),
+    );
+    let (first, second) =
+        (a.create_stream(StreamPriority::Low).unwrap(), b.create_stream(StreamPriority::Low).unwrap());
+    order_across(&a, &first, &second);
+    let (a, b) = (CpuDevice::with_threads(1).unwrap(), CpuDevice::with_threads(1).unwrap());
+    let (first, second) =
+        (a.create_stream(StreamPriority::Low).unwrap(), b.create_stream(StreamPriority::Low).unwrap());
+    order_across(&a, &first, &second);
+}
+
+fn order_across<D: Device>(device: &D, first: &D::Stream, second: &D::Stream) {
+    let (seen, point) = (Arc::new(Mutex::new(Vec::new())), device.create_event().unwrap());
+    let push = |n| {
+        let seen = Arc::clone(&seen);
+        HostFn::new(move || seen.lock().unwrap().push(n))
+    };
+    for i in 0..20 {
+        first.launch_host_fn(push(2 * i)).unwrap();
+        first.record(&point).unwrap();
+        second.wait(&point).unwrap();
+        second.launch_host_fn(push(2 * i + 1)).unwrap();
+        second.record(&point).unwrap();
+        first.wait(&point).unwrap();
+    }
+    point.synchronize().unwrap();
+    assert!(seen.lock().unwrap().iter().copied().eq(0..40));
+}

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is said of GPUs where there are none, with drivers that are not there, too old, or find nothing; and, where there is one, that
+//! it conforms.
+
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+use std::io::Write;
+use std::path::Path;
+use std::process::Command;
+
+use ts_streams::{
+    CudaDevice, Device, Error, ErrorKind, Event, GpuStatus, HostFn, MemoryKind, RawMemory, Status, Stream,
+    StreamPriority, conformance,
+};
+
+/// The device, or a line that says that there is none, past the test harness to whoever counts.
+fn device() -> Option<CudaDevice> {
+    match GpuStatus::detect() {
+        GpuStatus::Available { .. } => Some(CudaDevice::new(0).unwrap()),
+        status => {
+            let line = format!("skipped: no CUDA device: {status}\n");
+            std::io::stdout().write_all(line.as_bytes()).unwrap();
+            None
+        }
+    }
+}
+
+#[test]
+fn a_gpu_conforms() {
+    if let Some(device) = device() {
+        conformance::check(|| device.clone());
+    }
+}
+
+/// As long as a copy of 256 MiB to the device takes, one from it goes on.
+#[test]
+fn copies_on_two_streams_of_a_gpu_overlap() {
+    let Some(device) = device() else { return };
+    let layout = std::alloc::Layout::from_size_align(256 << 20, 4096).unwrap();
+    let [near, far] = [(); 2].map(|()| device.allocate(layout, MemoryKind::Device).unwrap());
+    let [from, to] = [(); 2].map(|()| device.allocate(layout, MemoryKind::PinnedHost).unwrap());
+    let [up, down] = [(); 2].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
+    let timed = |both: bool| {
+        let [start, end] = [(); 2].map(|()| device.create_event().unwrap());
+        up.record(&start).unwrap();
+        down.wait(&start).unwrap();
+        // SAFETY: four blocks that nobody else uses, until the device is done.
+        unsafe {
+            up.copy(near.range(), from.range()).unwrap();
+            (if both { &down } else { &up }).copy(to.range(), far.range()).unwrap();
+        }
+        let done = device.create_event().unwrap();
+        down.record(&done).unwrap();
+        up.wait(&done).unwrap();
+        up.record(&end).unwrap();
+        end.synchronize().unwrap();
+        end.elapsed_since(&start).unwrap()
+    };
+    timed(true);
+    let (one_after_the_other, at_once) = (timed(false), timed(true));
+    assert!(
+        at_once.as_secs_f64() < 0.8 * one_after_the_other.as_secs_f64(),
+        "{at_once:?} {one_after_the_other:?}"
+    );
+}
+
+#[test]
+fn no_device_is_beyond_those_there_are() {
+    let status = GpuStatus::detect();
+    let refused = CudaDevice::new(status.device_count()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unsupported);
+    assert!(matches!(refused, Error::NoGpu { .. }), "{refused}");
+    assert_eq!(status.is_available(), status.device_count() > 0);
+}
+
+/// Not a test of its own: what the one below starts with another driver.
+#[test]
+fn says_what_there_is() {
+    println!("status: {:?}", GpuStatus::detect());
+    let _ = (Status::Ready, HostFn::new(|| ()));
+}
+
+#[test]
+fn every_driver_is_told_what_is_wrong_with_it() {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let works = [
+        "cuCtxGetStreamPriorityRange cuCtxSetCurrent cuDeviceGet cuDeviceGetAttribute cuDeviceGetName",
+        "cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDeviceTotalMem_v2 cuEventCreate cuEventDestroy_v2",
+        "cuEventElapsedTime cuEventQuery cuEventRecord cuEventSynchronize cuLaunchHostFunc cuMemAllocManaged cuMemAlloc_v2",
+        "cuMemFreeHost cuMemFree_v2 cuMemHostAlloc cuMemPrefetchAsync cuMemcpy cuMemcpyAsync cuMemsetD8Async cuStreamQuery",
+        "cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamSynchronize cuStreamWaitEvent",
+    ];
+    let others: String = works
+        .iter()
+        .flat_map(|line| line.split(' '))
+        .map(|name| format!("int {name}() {{ return 999; }}\n"))
+        .collect();
+    let driver = |init: i32, count_code: i32, count: i32| {
+        format!(
+            "int cuInit(unsigned flags) {{ return {init}; }}\n\
+             int cuDeviceGetCount(int *count) {{ *count = {count}; return {count_code}; }}\n\
+             int cuGetErrorName(int code, const char **text) {{ *text = \"CUDA_ERROR_OF_A_STUB\"; return 0; }}\n{others}"
+        )
+    };
+    let no_driver = |what: &str| format!("NoCuda(\"{what}");
+    for (name, source, expected) in [
+        ("empty", "int cuInit(unsigned flags) { return 0; }".into(), no_driver("libcuda has no cu")),
+        ("none", driver(100, 0, 0), "NoDevices".into()),
+        ("hidden", driver(0, 0, 0), "NoDevices".into()),
+        ("hidden too", driver(0, 100, 7), "NoDevices".into()),
+        ("broken", driver(999, 0, 1), no_driver("cuInit: CUDA_ERROR_OF_A_STUB")),
+        ("broken too", driver(0, 999, 1), no_driver("cuDeviceGetCount: CUDA_ERROR_OF_A_STUB")),
+        ("two", driver(0, 0, 2), "Available { device_count: 2 }".into()),
+    ] {
+        let path = directory.path().join(name);
+        std::fs::create_dir(&path).unwrap();
+        build(&path, &source);
+        assert!(
+            status_with(&path).starts_with(&expected),
+            "{name}: {} and not {expected}",
+            status_with(&path)
+        );
+    }
+    let nothing = directory.path().join("nothing");
+    std::fs::create_dir(&nothing).unwrap();
+    std::fs::write(nothing.join("libcuda.so.1"), "no library").unwrap();
+    assert!(status_with(&nothing).starts_with("NoCuda") || GpuStatus::detect().is_available());
+}
+
+fn build(directory: &Path, source: &str) {
+    let file = directory.join("stub.c");
+    std::fs::write(&file, source).unwrap();
+    for name in ["libcuda.so", "libcuda.so.1"] {
+        // As Rust's own linking needs it.
+        let mut cc = Command::new("cc");
+        let built =
+            cc.args(["-shared", "-fPIC", "-w", "-o"]).arg(directory.join(name)).arg(&file).status().unwrap();
+        assert!(built.success());
+    }
+}
+
+/// What is found by a process that sees this driver first.
+fn status_with(driver: &Path) -> String {
+    let mut test = Command::new(std::env::current_exe().unwrap());
+    test.args(["--exact", "says_what_there_is", "--nocapture"]).env("LD_LIBRARY_PATH", driver);
+    let output = test.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let line = text.lines().find_map(|line| line.split_once("status: ")).unwrap_or_else(|| panic!("{text}"));
+    line.1.to_string()
+}
