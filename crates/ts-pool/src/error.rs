@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
+use ts_streams::StreamId;
+
 /// Who is to blame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -8,8 +10,10 @@ pub enum ErrorKind {
     Full,
     /// Larger than the pool or the budget will ever hold.
     NeverFits,
-    /// The operating system refused.
+    /// The operating system or a device refused.
     System,
+    /// The caller asked for what makes no sense.
+    Misuse,
 }
 
 /// Why memory could not be had.
@@ -49,6 +53,57 @@ pub enum Error {
         /** The budget. */
         limit_bytes: usize,
     },
+    /// A device has no more memory for this pool, or the pool's limit is reached.
+    #[error(
+        "out of memory on {device}: {requested_bytes} bytes wanted; the pool has {capacity_bytes} of at most {limit_bytes}, \
+         {in_use_bytes} in use, {pending_bytes} freed but used by other streams; largest free block {largest_free_bytes}{}",
+        by_stream(free_bytes)
+    )]
+    OutOfMemory {
+        /** The device. */
+        device: String,
+        /** Bytes asked for. */
+        requested_bytes: usize,
+        /** What the pool has taken from the device. */
+        capacity_bytes: usize,
+        /** What it may take. */
+        limit_bytes: usize,
+        /** What is in use of it. */
+        in_use_bytes: usize,
+        /** Largest contiguous free block. */
+        largest_free_bytes: usize,
+        /** What is freed and waits for other streams. */
+        pending_bytes: usize,
+        /** What is free, by stream. */
+        free_bytes: Vec<(StreamId, usize)>,
+    },
+    /// The memory was freed for its stream, and may be another's.
+    #[error("this memory was freed with all of its stream's")]
+    Stale,
+    /// Blocks are not aligned so much.
+    #[error(
+        "memory aligned to {align} bytes from a pool with granules of {granule_bytes}: give it larger ones"
+    )]
+    BadAlignment {
+        /** What was asked for. */
+        align: usize,
+        /** What blocks are aligned to. */
+        granule_bytes: usize,
+    },
+    /// A pool serves 65,536 streams.
+    #[error("this pool has served 65,536 streams and takes no more")]
+    TooManyStreams,
+    /// A line that no allocation log has.
+    #[error("line {line} of the log: {reason}")]
+    BadLog {
+        /** From 1 on. */
+        line: usize,
+        /** What is wrong with it. */
+        reason: String,
+    },
+    /// The device refused.
+    #[error(transparent)]
+    Device(#[from] ts_streams::Error),
     /// The system did not map the memory.
     #[error("cannot map an arena of {bytes} bytes: {source}")]
     Map {
@@ -59,11 +114,20 @@ pub enum Error {
     },
 }
 
+fn by_stream(free_bytes: &[(StreamId, usize)]) -> String {
+    free_bytes.iter().map(|(stream, bytes)| format!(", {bytes} free of stream {stream}")).collect()
+}
+
 impl Error {
     /// The class of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Error::Full { .. } => ErrorKind::Full,
+            Error::Full { .. } | Error::OutOfMemory { .. } => ErrorKind::Full,
+            Error::Stale | Error::BadAlignment { .. } | Error::TooManyStreams | Error::BadLog { .. } => {
+                ErrorKind::Misuse
+            }
+            Error::Device(error) if error.kind() == ts_streams::ErrorKind::Full => ErrorKind::Full,
+            Error::Device(_) => ErrorKind::System,
             Error::NeverFits { .. } | Error::OverBudget { .. } => ErrorKind::NeverFits,
             Error::Map { .. } => ErrorKind::System,
         }

@@ -1,9 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory for tensors: one arena, sub-allocated, under an exact budget.
+//! Memory for tensors: on the host under an exact budget, and of devices in the order of their streams.
 //!
-//! A [`HostPool`] maps its whole capacity once (huge pages where the system gives them) and hands out
-//! [`Buffer`]s. Metadata lives outside the memory, so the same allocator serves memory the CPU cannot touch.
-//! It refuses to know files, tensors or models.
+//! | | |
+//! |---|---|
+//! | [`HostPool`] | one mapping of the host, sub-allocated: [`Buffer`]s that can be split and filled by several at once |
+//! | [`StreamOrderedPool`] | segments of a device's memory; what a stream frees it may have again at once, others when they have waited for it |
+//! | [`BlockPool`], [`PinnedMemoryPool`] | blocks of a few sizes, had and given back without a lock |
+//! | [`Budget`] | an account of bytes that several of them share |
+//! | [`AllocationLog`] | what RMM has logged, done again |
+//!
+//! Metadata lives outside the memory, so the same allocator serves memory the CPU cannot touch. This crate refuses to know
+//! files, tensors or models.
 //!
 //! ```
 //! use ts_pool::{Budget, HostPool};
@@ -25,7 +32,8 @@
 //! # Invariants
 //! - A byte of the arena belongs to at most one live block, and inside a block to at most one [`Buffer`].
 //! - A block returns to the pool when its last owner is dropped, on whatever thread, and never before.
-//!   That one place ([`Buffer`]'s block) is where a stream's event will be recorded when streams arrive.
+//! - No work of a stream uses memory that a [`StreamOrderedPool`] has given to another, as far as every use by other streams than
+//!   its own was [recorded](StreamOrderedAllocator::record_use).
 //! - [`Budget::used_bytes`] never exceeds [`Budget::limit_bytes`].
 //!
 //! # Features
@@ -34,11 +42,21 @@
 mod arena;
 mod budget;
 mod buffer;
+mod classes;
 mod error;
 mod offset;
+mod ordered;
 mod pool;
+mod replay;
+mod stack;
 
 pub use budget::{Budget, Reservation};
 pub use buffer::{Buffer, SharedBuffer};
+pub use classes::{BlockPool, BlockStats, GpuMemoryPool, PinnedMemoryPool, PoolConfig, PooledBuffer};
 pub use error::{Error, ErrorKind};
+pub use ordered::{
+    BlockSnapshot, DeviceBuffer, OrderedOptions, OrderedStats, SegmentSnapshot, StreamOrderedAllocator,
+    StreamOrderedPool,
+};
 pub use pool::{BLOCK_ALIGN, HostPool, PoolStats};
+pub use replay::{AllocationLog, LogEvent, Replay};

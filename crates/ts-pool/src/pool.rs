@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::arena::Arena;
 use crate::buffer::Buffer;
-use crate::offset::{BlockId, OffsetAllocator};
+use crate::offset::{BlockId, OffsetAllocator, Owner};
 use crate::{Budget, Error, Reservation};
 
 /// Every block begins at a multiple of this many bytes and is a multiple of it long: a page, which satisfies
@@ -92,7 +92,8 @@ impl HostPool {
         }
         let granules = len.div_ceil(BLOCK_ALIGN).max(1);
         let mut state = self.shared.lock();
-        let Some((id, offset)) = u32::try_from(granules).ok().and_then(|n| state.offsets.allocate(n)) else {
+        let taken = u32::try_from(granules).ok().and_then(|n| state.offsets.allocate(n, Owner(0)));
+        let Some((id, place)) = taken else {
             state.failures += 1;
             return Err(Error::Full {
                 requested_bytes: len,
@@ -105,7 +106,7 @@ impl HostPool {
         state.in_use += granules * BLOCK_ALIGN;
         state.high_water = state.high_water.max(state.in_use);
         drop(state);
-        let ptr = self.shared.arena.at(offset as usize * BLOCK_ALIGN);
+        let ptr = self.shared.arena.at(place.offset as usize * BLOCK_ALIGN);
         let block = Block { pool: self.clone(), id, ptr, size: granules * BLOCK_ALIGN };
         Ok(Buffer::of_block(block, len))
     }

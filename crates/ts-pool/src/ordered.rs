@@ -1,0 +1,619 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Memory that is allocated and freed in the order of streams.
+
+use std::alloc::Layout;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ts_streams::{Device, Event, MemoryKind, MemoryRange, RawMemory, Status, Stream, StreamId};
+
+use crate::Error;
+use crate::offset::{BlockId, OffsetAllocator, Owner, Place};
+
+/// Allocates memory of a device in the order of its streams.
+pub trait StreamOrderedAllocator<D: Device>: Send + Sync {
+    /// Memory that may be used by work that is submitted to `stream` from now on. Does not wait for streams.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::BadAlignment`], [`Error::Device`].
+    fn allocate(&self, layout: Layout, stream: &D::Stream) -> Result<DeviceBuffer<D>, Error>;
+
+    /// Says that work on `stream`, submitted by now, uses the buffer too: its memory is free when that is done as well. Not needed for
+    /// the stream that it was allocated for.
+    ///
+    /// # Errors
+    /// [`Error::Stale`].
+    fn record_use(&self, buffer: &DeviceBuffer<D>, stream: &D::Stream) -> Result<(), Error>;
+
+    /// Gives memory back to the device that nothing uses, until the pool holds at most `keep_bytes`, as far as whole segments are
+    /// free; how much that was. Does not wait for streams.
+    fn trim(&self, keep_bytes: usize) -> usize;
+
+    /// Statistics of this moment.
+    fn stats(&self) -> OrderedStats;
+
+    /// Where everything lies at this moment.
+    fn snapshot(&self) -> Vec<SegmentSnapshot>;
+}
+
+/// How a [`StreamOrderedPool`] is set up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OrderedOptions {
+    /// What memory it is.
+    pub kind: MemoryKind,
+    /// What the pool takes from the device at a time, in bytes, if no more is wanted at once.
+    pub segment_bytes: usize,
+    /// The most that it ever takes, in bytes.
+    pub limit_bytes: usize,
+    /// What sizes are rounded up to, and every block is aligned to: a power of two, in bytes.
+    pub granule_bytes: usize,
+}
+
+impl Default for OrderedOptions {
+    /// Device memory without a limit but the device's, 64 MiB at a time, on 512 bytes as CUDA gives it.
+    fn default() -> Self {
+        Self {
+            kind: MemoryKind::Device,
+            segment_bytes: 64 << 20,
+            limit_bytes: usize::MAX,
+            granule_bytes: 512,
+        }
+    }
+}
+
+/// A pool of a device's memory, in segments. What is freed for a stream is there for the same stream at once; for another once
+/// it has waited, on the device, for what the first was given by then. Cloning gives another handle.
+///
+/// A block that other streams have used ([`record_use`](StreamOrderedAllocator::record_use)) is free when they are done with it, which
+/// is looked at when memory is short.
+#[derive(Debug)]
+pub struct StreamOrderedPool<D: Device> {
+    shared: Arc<Shared<D>>,
+}
+
+impl<D: Device> Clone for StreamOrderedPool<D> {
+    fn clone(&self) -> Self {
+        Self { shared: Arc::clone(&self.shared) }
+    }
+}
+
+#[derive(Debug)]
+struct Shared<D: Device> {
+    device: D,
+    options: OrderedOptions,
+    state: Mutex<State<D>>,
+}
+
+#[derive(Debug)]
+struct State<D: Device> {
+    offsets: OffsetAllocator,
+    /// By their number; `None` for those that were given back.
+    segments: Vec<Option<D::Memory>>,
+    capacity: usize,
+    streams: Vec<D::Stream>,
+    owners: HashMap<StreamId, Owner>,
+    /// Who asked last, with the same hash: to find an owner is a good part of the work.
+    recent: [(StreamId, Owner); RECENT],
+    /// Freed, and used by other streams that may not be done.
+    pending: VecDeque<Pending<D>>,
+    pending_bytes: usize,
+    events: Vec<D::Event>,
+    /// Streams other than its own that use a block.
+    uses: HashMap<u32, Vec<Owner>>,
+    counts: Counts,
+}
+
+const RECENT: usize = 64;
+
+#[derive(Debug)]
+struct Pending<D: Device> {
+    block: BlockId,
+    bytes: usize,
+    owner: Owner,
+    events: Vec<D::Event>,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Counts {
+    in_use: usize,
+    high_water: usize,
+    allocations: u64,
+    frees: u64,
+    stolen: u64,
+    failures: u64,
+}
+
+/// What a [`StreamOrderedPool`] holds and has done. Bytes are those of whole blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OrderedStats {
+    /// Taken from the device.
+    pub capacity_bytes: usize,
+    /// In blocks that somebody has.
+    pub in_use_bytes: usize,
+    /// The most that was in use at any time.
+    pub high_water_bytes: usize,
+    /// In blocks that are freed, and that streams may still use which do not own them.
+    pub pending_bytes: usize,
+    /// The longest free block.
+    pub largest_free_bytes: usize,
+    /// What is free, by the stream whose it is.
+    pub free_bytes: Vec<(StreamId, usize)>,
+    /// Segments.
+    pub segments: usize,
+    /// Blocks handed out since the beginning.
+    pub allocations: u64,
+    /// Blocks freed since the beginning.
+    pub frees: u64,
+    /// Blocks handed out that another stream had freed.
+    pub stolen: u64,
+    /// Requests that found no memory.
+    pub failures: u64,
+}
+
+/// A segment, and what lies in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SegmentSnapshot {
+    /// Where it begins.
+    pub address: usize,
+    /// Its length in bytes.
+    pub len: usize,
+    /// Its blocks, one behind the other.
+    pub blocks: Vec<BlockSnapshot>,
+}
+
+/// A block of a segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockSnapshot {
+    /// From the segment's beginning, in bytes.
+    pub offset: usize,
+    /// In bytes.
+    pub len: usize,
+    /// Whether it is free.
+    pub free: bool,
+    /// The stream whose it is.
+    pub stream: StreamId,
+}
+
+/// Memory of a [`StreamOrderedPool`], for work on the stream that it was allocated for. Not `Clone`; dropping it frees it in that
+/// stream's order: what is submitted there later may get the same memory.
+#[derive(Debug)]
+pub struct DeviceBuffer<D: Device> {
+    shared: Arc<Shared<D>>,
+    block: BlockId,
+    /// The bytes that were asked for. Where they are its block knows: programs have many of these.
+    len: usize,
+}
+
+impl<D: Device> StreamOrderedPool<D> {
+    /// A pool that takes nothing from the device yet.
+    ///
+    /// # Panics
+    /// If `granule_bytes` is no power of two.
+    pub fn new(device: D, options: OrderedOptions) -> Self {
+        assert!(options.granule_bytes.is_power_of_two(), "granules of {} bytes", options.granule_bytes);
+        let nobody = (StreamId(0), Owner(0));
+        let state = State {
+            offsets: OffsetAllocator::default(),
+            segments: Vec::new(),
+            capacity: 0,
+            streams: Vec::new(),
+            owners: HashMap::new(),
+            recent: [nobody; RECENT],
+            pending: VecDeque::new(),
+            pending_bytes: 0,
+            events: Vec::new(),
+            uses: HashMap::new(),
+            counts: Counts::default(),
+        };
+        Self { shared: Arc::new(Shared { device, options, state: Mutex::new(state) }) }
+    }
+
+    /// The device.
+    pub fn device(&self) -> &D {
+        &self.shared.device
+    }
+
+    /// Takes memory from the device for `stream` now, so that nobody waits for it later: at least so many bytes in one piece. Blocks.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], [`Error::Device`].
+    pub fn prime(&self, bytes: usize, stream: &D::Stream) -> Result<(), Error> {
+        let mut state = self.shared.lock();
+        let owner = state.owner(stream)?;
+        let granules = self.shared.granules(bytes)?;
+        match state.grow(&self.shared, granules, owner)? {
+            true => Ok(()),
+            false => Err(state.out_of_memory(&self.shared, bytes)),
+        }
+    }
+
+    /// As [`allocate`](StreamOrderedAllocator::allocate), of so many bytes.
+    ///
+    /// # Errors
+    /// As [`allocate`](StreamOrderedAllocator::allocate).
+    pub fn allocate_for_stream(&self, bytes: usize, stream: &D::Stream) -> Result<DeviceBuffer<D>, Error> {
+        self.shared.allocate(bytes, stream)
+    }
+
+    /// Frees all that was allocated for a stream, in its order. Who still has a buffer of it finds it [stale](Error::Stale). How many
+    /// bytes that were.
+    pub fn free_for_stream(&self, stream: &D::Stream) -> usize {
+        let mut state = self.shared.lock();
+        let Some(&owner) = state.owners.get(&stream.id()) else { return 0 };
+        let before = state.counts.in_use;
+        for block in state.offsets.live_of(owner) {
+            if !state.pending.iter().any(|pending| pending.block == block) {
+                state.free(&self.shared, block);
+            }
+        }
+        before - state.counts.in_use
+    }
+}
+
+impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
+    fn allocate(&self, layout: Layout, stream: &D::Stream) -> Result<DeviceBuffer<D>, Error> {
+        let granule_bytes = self.shared.options.granule_bytes;
+        if layout.align() > granule_bytes {
+            return Err(Error::BadAlignment { align: layout.align(), granule_bytes });
+        }
+        self.shared.allocate(layout.size(), stream)
+    }
+
+    fn record_use(&self, buffer: &DeviceBuffer<D>, stream: &D::Stream) -> Result<(), Error> {
+        let mut state = self.shared.lock();
+        let owner = state.owner(stream)?;
+        let place = state.offsets.place(buffer.block).ok_or(Error::Stale)?;
+        if owner != place.owner {
+            let uses = state.uses.entry(buffer.block.number()).or_default();
+            if !uses.contains(&owner) {
+                uses.push(owner);
+            }
+        }
+        Ok(())
+    }
+
+    fn trim(&self, keep_bytes: usize) -> usize {
+        let mut state = self.shared.lock();
+        state.settle_pending();
+        let (before, mut capacity) = (state.capacity, state.capacity);
+        let State { offsets, segments, streams, .. } = &mut *state;
+        // What is free of those that have nothing to do is free for all.
+        let idle: Vec<bool> =
+            streams.iter().map(|stream| !matches!(stream.query(), Ok(Status::Pending))).collect();
+        let is_idle = |owner: Owner| idle[usize::from(owner.0)];
+        if let Some(anyone) = idle.iter().position(|idle| *idle) {
+            offsets.give(Owner(anyone as u16), is_idle);
+        }
+        let removed = offsets.remove_ranges(|place| {
+            let bytes = segments[usize::from(place.range)].as_ref().map_or(0, |memory| memory.range().len());
+            let goes = capacity > keep_bytes && is_idle(place.owner);
+            capacity -= if goes { bytes } else { 0 };
+            goes
+        });
+        let gone: Vec<_> = removed.iter().map(|&segment| segments[usize::from(segment)].take()).collect();
+        state.capacity = capacity;
+        drop(state);
+        // The device may block.
+        drop(gone);
+        before - capacity
+    }
+
+    fn stats(&self) -> OrderedStats {
+        let state = self.shared.lock();
+        let granule = self.shared.options.granule_bytes;
+        let Counts { in_use, high_water, allocations, frees, stolen, failures } = state.counts;
+        OrderedStats {
+            capacity_bytes: state.capacity,
+            in_use_bytes: in_use,
+            high_water_bytes: high_water,
+            pending_bytes: state.pending_bytes,
+            largest_free_bytes: state.offsets.largest_free() as usize * granule,
+            free_bytes: state.free_bytes(granule),
+            segments: state.segments.iter().flatten().count(),
+            allocations,
+            frees,
+            stolen,
+            failures,
+        }
+    }
+
+    fn snapshot(&self) -> Vec<SegmentSnapshot> {
+        let state = self.shared.lock();
+        let granule = self.shared.options.granule_bytes;
+        let mut segments: Vec<Option<SegmentSnapshot>> = state
+            .segments
+            .iter()
+            .map(|memory| {
+                let range = memory.as_ref()?.range();
+                Some(SegmentSnapshot { address: range.address(), len: range.len(), blocks: Vec::new() })
+            })
+            .collect();
+        for Place { range, offset, len, owner, free } in state.offsets.places() {
+            let block = BlockSnapshot {
+                offset: offset as usize * granule,
+                len: len as usize * granule,
+                free,
+                stream: state.streams[usize::from(owner.0)].id(),
+            };
+            if let Some(segment) = &mut segments[usize::from(range)] {
+                segment.blocks.push(block);
+            }
+        }
+        segments.into_iter().flatten().collect()
+    }
+}
+
+impl<D: Device> Shared<D> {
+    fn lock(&self) -> MutexGuard<'_, State<D>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn granules(&self, bytes: usize) -> Result<u32, Error> {
+        let granules = bytes.div_ceil(self.options.granule_bytes).max(1);
+        let capacity_bytes = self.options.limit_bytes;
+        u32::try_from(granules).map_err(|_| Error::NeverFits { requested_bytes: bytes, capacity_bytes })
+    }
+
+    fn allocate(self: &Arc<Self>, bytes: usize, stream: &D::Stream) -> Result<DeviceBuffer<D>, Error> {
+        let granules = self.granules(bytes)?;
+        let mut state = self.lock();
+        let owner = state.owner(stream)?;
+        let (block, place) = match state.offsets.allocate(granules, owner) {
+            Some(found) => found,
+            None => state.search(self, bytes, granules, owner)?,
+        };
+        let granule = self.options.granule_bytes;
+        state.counts.allocations += 1;
+        state.counts.in_use += place.len as usize * granule;
+        state.counts.high_water = state.counts.high_water.max(state.counts.in_use);
+        drop(state);
+        Ok(DeviceBuffer { shared: Arc::clone(self), block, len: bytes })
+    }
+}
+
+impl<D: Device> State<D> {
+    /// The number of a stream.
+    fn owner(&mut self, stream: &D::Stream) -> Result<Owner, Error> {
+        let id = stream.id();
+        let slot = id.0 as usize % RECENT;
+        if self.recent[slot].0 == id {
+            return Ok(self.recent[slot].1);
+        }
+        let owner = match self.owners.get(&id) {
+            Some(&owner) => owner,
+            None => {
+                let number = u16::try_from(self.streams.len()).map_err(|_| Error::TooManyStreams)?;
+                self.streams.push(stream.clone());
+                self.offsets.add_owner(Owner(number));
+                self.owners.insert(id, Owner(number));
+                Owner(number)
+            }
+        };
+        self.recent[slot] = (id, owner);
+        Ok(owner)
+    }
+
+    /// Memory that is not free for this stream as it is: the longer it takes, the later it is tried.
+    #[cold]
+    fn search(
+        &mut self,
+        shared: &Shared<D>,
+        bytes: usize,
+        granules: u32,
+        owner: Owner,
+    ) -> Result<(BlockId, Place), Error> {
+        self.settle_pending();
+        if let Some(found) = self.offsets.allocate(granules, owner) {
+            return Ok(found);
+        }
+        if let Some(found) = self.steal(shared, granules, owner)? {
+            return Ok(found);
+        }
+        if self.grow(shared, granules, owner)?
+            && let Some(found) = self.offsets.allocate(granules, owner)
+        {
+            return Ok(found);
+        }
+        self.wait_for_all(shared, owner)?;
+        self.offsets.give(owner, |_| true);
+        if let Some(found) = self.offsets.allocate(granules, owner) {
+            return Ok(found);
+        }
+        self.counts.failures += 1;
+        Err(self.out_of_memory(shared, bytes))
+    }
+
+    /// Blocks whose other users are done are free.
+    fn settle_pending(&mut self) {
+        let is_done = |event: &D::Event| !matches!(event.query(), Ok(Status::Pending));
+        let all = std::mem::take(&mut self.pending);
+        for pending in all {
+            if pending.events.iter().all(is_done) {
+                self.release(pending);
+            } else {
+                self.pending.push_back(pending);
+            }
+        }
+    }
+
+    fn release(&mut self, pending: Pending<D>) {
+        self.offsets.release(pending.block);
+        self.pending_bytes -= pending.bytes;
+        self.events.extend(pending.events);
+    }
+
+    /// A block that another stream has freed: of one that has nothing to do, else of one that this waits for.
+    fn steal(
+        &mut self,
+        shared: &Shared<D>,
+        granules: u32,
+        owner: Owner,
+    ) -> Result<Option<(BlockId, Place)>, Error> {
+        let State { offsets, streams, .. } = self;
+        let is_idle = |other: Owner| streams[usize::from(other.0)].query() == Ok(Status::Ready);
+        let idle = offsets.steal(granules, owner, is_idle);
+        let found = match idle {
+            Some((block, place, _)) => Some((block, place)),
+            None => match self.offsets.steal(granules, owner, |_| true) {
+                Some((block, place, from)) => {
+                    if let Err(error) = self.wait_for(shared, owner, from) {
+                        self.offsets.release(block);
+                        return Err(error);
+                    }
+                    Some((block, place))
+                }
+                None => None,
+            },
+        };
+        self.counts.stolen += u64::from(found.is_some());
+        Ok(found)
+    }
+
+    /// Has a stream wait, on the device, for all that another was given. One that failed has nothing left to do.
+    fn wait_for(&mut self, shared: &Shared<D>, owner: Owner, other: Owner) -> Result<(), Error> {
+        let event = self.event(shared)?;
+        let recorded = self.streams[usize::from(other.0)].record(&event);
+        if recorded.is_ok() {
+            self.streams[usize::from(owner.0)].wait(&event)?;
+        }
+        self.events.push(event);
+        Ok(())
+    }
+
+    /// Has a stream wait for all others, and for those that use what was freed.
+    fn wait_for_all(&mut self, shared: &Shared<D>, owner: Owner) -> Result<(), Error> {
+        for other in 0..self.streams.len() as u16 {
+            let pending = self.pending.iter().any(|pending| pending.owner == Owner(other));
+            if Owner(other) != owner && (pending || self.offsets.free_of(Owner(other)) > 0) {
+                self.wait_for(shared, owner, Owner(other))?;
+            }
+        }
+        while let Some(pending) = self.pending.pop_front() {
+            let stream = &self.streams[usize::from(owner.0)];
+            let waited = pending.events.iter().try_for_each(|event| stream.wait(event));
+            if let Err(error) = waited {
+                self.pending.push_front(pending);
+                return Err(error.into());
+            }
+            self.release(pending);
+        }
+        Ok(())
+    }
+
+    /// Takes a segment from the device; `false` when there is no more to be had.
+    fn grow(&mut self, shared: &Shared<D>, granules: u32, owner: Owner) -> Result<bool, Error> {
+        let OrderedOptions { kind, segment_bytes, limit_bytes, granule_bytes } = shared.options;
+        let needed = granules as usize * granule_bytes;
+        let room = limit_bytes.saturating_sub(self.capacity) / granule_bytes * granule_bytes;
+        let usual = segment_bytes.next_multiple_of(granule_bytes).min(room);
+        for bytes in [usual.max(needed), needed] {
+            let (Ok(number), Ok(len)) =
+                (u16::try_from(self.segments.len()), u32::try_from(bytes / granule_bytes))
+            else {
+                return Ok(false);
+            };
+            if bytes > room {
+                continue;
+            }
+            let layout = Layout::from_size_align(bytes, granule_bytes.max(SEGMENT_ALIGN));
+            match layout.ok().map(|layout| shared.device.allocate(layout, kind)) {
+                Some(Ok(memory)) => {
+                    self.segments.push(Some(memory));
+                    self.capacity += bytes;
+                    self.offsets.add_range(number, len, owner);
+                    return Ok(true);
+                }
+                Some(Err(error)) if error.kind() != ts_streams::ErrorKind::Full => return Err(error.into()),
+                // Less may be had.
+                _ => {}
+            }
+        }
+        Ok(false)
+    }
+
+    /// Frees a block in the order of its stream.
+    fn free(&mut self, shared: &Shared<D>, block: BlockId) {
+        let Some(place) = self.offsets.place(block) else { return };
+        let bytes = place.len as usize * shared.options.granule_bytes;
+        let uses = if self.uses.is_empty() { None } else { self.uses.remove(&block.number()) };
+        self.counts.frees += 1;
+        self.counts.in_use -= bytes;
+        let Some(uses) = uses else {
+            self.offsets.release(block);
+            return;
+        };
+        let mut events = Vec::with_capacity(uses.len());
+        for other in uses {
+            let Ok(event) = self.event(shared) else {
+                // Nothing to wait by: the host does.
+                let _ = self.streams[usize::from(other.0)].synchronize();
+                continue;
+            };
+            // A stream that failed has nothing left to do.
+            if self.streams[usize::from(other.0)].record(&event).is_ok() {
+                events.push(event);
+            }
+        }
+        self.pending_bytes += bytes;
+        let block = self.offsets.renamed(block);
+        self.pending.push_back(Pending { block, bytes, owner: place.owner, events });
+    }
+
+    fn event(&mut self, shared: &Shared<D>) -> Result<D::Event, Error> {
+        self.events.pop().map_or_else(|| Ok(shared.device.create_event()?), Ok)
+    }
+
+    fn free_bytes(&self, granule: usize) -> Vec<(StreamId, usize)> {
+        let of = |(number, stream): (usize, &D::Stream)| {
+            (stream.id(), self.offsets.free_of(Owner(number as u16)) as usize * granule)
+        };
+        self.streams.iter().enumerate().map(of).filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
+    fn out_of_memory(&self, shared: &Shared<D>, requested_bytes: usize) -> Error {
+        let granule = shared.options.granule_bytes;
+        Error::OutOfMemory {
+            device: shared.device.info().name.clone(),
+            requested_bytes,
+            capacity_bytes: self.capacity,
+            limit_bytes: shared.options.limit_bytes,
+            in_use_bytes: self.counts.in_use,
+            largest_free_bytes: self.offsets.largest_free() as usize * granule,
+            pending_bytes: self.pending_bytes,
+            free_bytes: self.free_bytes(granule),
+        }
+    }
+}
+
+/// What segments are aligned to, so that they lie on huge pages where there are some.
+const SEGMENT_ALIGN: usize = 2 << 20;
+
+impl<D: Device> DeviceBuffer<D> {
+    /// Where it is.
+    ///
+    /// # Errors
+    /// [`Error::Stale`].
+    pub fn range(&self) -> Result<MemoryRange, Error> {
+        let state = self.shared.lock();
+        let place = state.offsets.place(self.block).ok_or(Error::Stale)?;
+        let segment = state.segments[usize::from(place.range)].as_ref().expect("a block is in a segment");
+        let begin = place.offset as usize * self.shared.options.granule_bytes;
+        Ok(segment.range().slice(begin..begin + self.len))
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl<D: Device> Drop for DeviceBuffer<D> {
+    fn drop(&mut self) {
+        self.shared.lock().free(&self.shared, self.block);
+    }
+}

@@ -1,0 +1,304 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The stream-ordered pool on a simulated device, which finds every use of memory that nothing orders.
+
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+use std::alloc::Layout;
+
+use proptest::prelude::*;
+use ts_pool::{DeviceBuffer, Error, ErrorKind, OrderedOptions, StreamOrderedAllocator, StreamOrderedPool};
+use ts_streams::{CpuDevice, Device, HostFn, RawMemory, SimDevice, SimOptions, Stream, StreamPriority};
+
+const KIB: usize = 1 << 10;
+
+fn options(segment_bytes: usize, limit_bytes: usize) -> OrderedOptions {
+    OrderedOptions { segment_bytes, limit_bytes, ..OrderedOptions::default() }
+}
+
+fn streams<D: Device>(device: &D, count: usize) -> Vec<D::Stream> {
+    (0..count).map(|_| device.create_stream(StreamPriority::Normal).unwrap()).collect()
+}
+
+/// Work on a stream that writes a buffer.
+fn write<D: Device>(stream: &D::Stream, buffer: &DeviceBuffer<D>, byte: u8) {
+    // SAFETY: the pool's order is what is tested, on a device that refuses what is not ordered.
+    unsafe { stream.fill(buffer.range().unwrap(), byte) }.unwrap();
+}
+
+#[test]
+fn a_stream_has_its_memory_back_at_once_and_others_when_it_is_done() {
+    let device = SimDevice::new(SimOptions::default());
+    let pool = StreamOrderedPool::new(device.clone(), options(64 * KIB, 64 * KIB));
+    let [a, b] = &streams(&device, 2)[..] else { panic!() };
+    let first = pool.allocate_for_stream(64 * KIB, a).unwrap();
+    let place = first.range().unwrap();
+    write(a, &first, 1);
+    drop(first);
+    let again = pool.allocate_for_stream(64 * KIB, a).unwrap();
+    assert_eq!(again.range().unwrap(), place);
+    write(a, &again, 2);
+    drop(again);
+    // It has not run, and runs before what the other stream does.
+    assert!(a.metrics().outstanding() > 0);
+    let other = pool.allocate_for_stream(64 * KIB, b).unwrap();
+    assert_eq!(other.range().unwrap(), place);
+    write(b, &other, 3);
+    assert_eq!(pool.stats().stolen, 1);
+    device.synchronize().unwrap();
+    assert_eq!(device.races(), []);
+    // Of one that has nothing to do memory is had without waiting.
+    drop(other);
+    let before = a.metrics().operations;
+    let third = pool.allocate_for_stream(64 * KIB, a).unwrap();
+    write(a, &third, 4);
+    assert_eq!(a.metrics().operations, before + 1);
+    device.synchronize().unwrap();
+    assert_eq!(device.races(), []);
+}
+
+#[test]
+fn memory_that_another_stream_uses_is_free_when_that_is_done() {
+    let device = SimDevice::new(SimOptions::default());
+    let pool = StreamOrderedPool::new(device.clone(), options(64 * KIB, 128 * KIB));
+    let [copies, compute] = &streams(&device, 2)[..] else { panic!() };
+    let buffer = pool.allocate_for_stream(64 * KIB, copies).unwrap();
+    write(copies, &buffer, 1);
+    let copied = device.create_event().unwrap();
+    copies.record(&copied).unwrap();
+    compute.wait(&copied).unwrap();
+    compute.launch_host_fn(HostFn::new(|| ()).reading(buffer.range().unwrap())).unwrap();
+    pool.record_use(&buffer, compute).unwrap();
+    let place = buffer.range().unwrap();
+    drop(buffer);
+    assert_eq!((pool.stats().in_use_bytes, pool.stats().pending_bytes), (0, 64 * KIB));
+    // There is other memory, so nobody waits.
+    let other = pool.allocate_for_stream(64 * KIB, copies).unwrap();
+    assert_ne!(other.range().unwrap(), place);
+    write(copies, &other, 2);
+    // Now there is none.
+    let third = pool.allocate_for_stream(64 * KIB, copies).unwrap();
+    assert_eq!(third.range().unwrap(), place);
+    write(copies, &third, 3);
+    device.synchronize().unwrap();
+    assert_eq!(device.races(), []);
+}
+
+#[test]
+fn all_of_a_stream_can_be_freed_and_who_has_it_is_told() {
+    let device = SimDevice::new(SimOptions::default());
+    let pool = StreamOrderedPool::new(device.clone(), options(64 * KIB, usize::MAX));
+    let [a, b] = &streams(&device, 2)[..] else { panic!() };
+    let stale: Vec<_> = (0..5).map(|_| pool.allocate_for_stream(KIB, a).unwrap()).collect();
+    let live = pool.allocate_for_stream(KIB, b).unwrap();
+    assert_eq!(pool.free_for_stream(a), 5 * KIB);
+    assert_eq!(pool.free_for_stream(a), 0);
+    let again = pool.allocate_for_stream(KIB, a).unwrap();
+    for buffer in &stale {
+        assert!(matches!(buffer.range(), Err(Error::Stale)));
+        assert!(matches!(pool.record_use(buffer, b), Err(Error::Stale)));
+    }
+    drop(stale);
+    assert!(again.range().is_ok() && live.range().is_ok());
+    assert_eq!(pool.stats().in_use_bytes, 2 * KIB);
+}
+
+#[test]
+fn a_full_pool_says_where_its_memory_is() {
+    let device = SimDevice::new(SimOptions::default());
+    let pool = StreamOrderedPool::new(device.clone(), options(16 * KIB, 64 * KIB));
+    let [a, b] = &streams(&device, 2)[..] else { panic!() };
+    let _held = pool.allocate_for_stream(40 * KIB, a).unwrap();
+    drop(pool.allocate_for_stream(10 * KIB, b).unwrap());
+    let error = pool.allocate_for_stream(30 * KIB, a).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Full);
+    let Error::OutOfMemory { requested_bytes, capacity_bytes, in_use_bytes, .. } = &error else {
+        panic!("{error}")
+    };
+    assert_eq!((*requested_bytes, *capacity_bytes, *in_use_bytes), (30 * KIB, 56 * KIB, 40 * KIB));
+    assert!(error.to_string().contains("largest free block 16384"), "{error}");
+    assert_eq!(pool.stats().failures, 1);
+    let layout = Layout::from_size_align(8, 4096).unwrap();
+    assert_eq!(pool.allocate(layout, a).unwrap_err().kind(), ErrorKind::Misuse);
+}
+
+#[test]
+fn memory_goes_back_to_the_device_when_nobody_uses_it() {
+    let device = SimDevice::new(SimOptions::default());
+    let pool = StreamOrderedPool::new(device.clone(), options(64 * KIB, usize::MAX));
+    let [a] = &streams(&device, 1)[..] else { panic!() };
+    pool.prime(100 * KIB, a).unwrap();
+    let buffers: Vec<_> = (0..3).map(|_| pool.allocate_for_stream(50 * KIB, a).unwrap()).collect();
+    assert_eq!(pool.stats().capacity_bytes, 100 * KIB + 64 * KIB);
+    assert_eq!(pool.trim(0), 0, "all is in use");
+    buffers.iter().for_each(|buffer| write(a, buffer, 1));
+    drop(buffers);
+    assert_eq!(pool.trim(0), 0, "the stream is not done with it");
+    device.synchronize().unwrap();
+    assert_eq!(pool.trim(70 * KIB), 100 * KIB);
+    assert_eq!(pool.trim(0), 64 * KIB);
+    assert_eq!((pool.stats().capacity_bytes, device.memory().in_use_bytes), (0, 0));
+    let after = pool.allocate_for_stream(KIB, a).unwrap();
+    assert_eq!(pool.snapshot().len(), 1);
+    drop(after);
+    assert_eq!(device.races(), []);
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Allocate {
+        stream: usize,
+        bytes: usize,
+    },
+    Free(usize),
+    /// Another stream reads what a buffer's stream has written.
+    Share {
+        buffer: usize,
+        stream: usize,
+    },
+    FreeAll {
+        stream: usize,
+    },
+    Trim {
+        keep: usize,
+    },
+    Synchronize {
+        stream: usize,
+    },
+}
+
+const STREAMS: usize = 3;
+
+fn step() -> impl Strategy<Value = Step> {
+    let stream = 0..STREAMS;
+    prop_oneof![
+        8 => (stream.clone(), 1..20 * KIB).prop_map(|(stream, bytes)| Step::Allocate { stream, bytes }),
+        6 => any::<usize>().prop_map(Step::Free),
+        4 => (any::<usize>(), stream.clone()).prop_map(|(buffer, stream)| Step::Share { buffer, stream }),
+        1 => stream.clone().prop_map(|stream| Step::FreeAll { stream }),
+        1 => (0..128 * KIB).prop_map(|keep| Step::Trim { keep }),
+        1 => stream.prop_map(|stream| Step::Synchronize { stream }),
+    ]
+}
+
+struct Live {
+    buffer: DeviceBuffer<SimDevice>,
+    stream: usize,
+    byte: u8,
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn no_program_uses_memory_that_is_in_use(
+        program in prop::collection::vec(step(), 1..150),
+        limit in 40 * KIB..200 * KIB,
+        seed: u64,
+    ) {
+        let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
+        let pool = StreamOrderedPool::new(device.clone(), options(32 * KIB, limit));
+        let streams = streams(&device, STREAMS);
+        let mut live: Vec<Live> = Vec::new();
+        let rounded = |bytes: usize| bytes.next_multiple_of(512);
+        for (number, step) in program.into_iter().enumerate() {
+            match step {
+                Step::Allocate { stream, bytes } => match pool.allocate_for_stream(bytes, &streams[stream]) {
+                    Ok(buffer) => {
+                        let range = buffer.range().unwrap();
+                        prop_assert_eq!((range.len(), range.address() % 512), (bytes, 0));
+                        prop_assert!(live.iter().all(|other| !other.buffer.range().unwrap().overlaps(range)));
+                        write(&streams[stream], &buffer, number as u8);
+                        live.push(Live { buffer, stream, byte: number as u8 });
+                    }
+                    Err(error) => {
+                        prop_assert_eq!(error.kind(), ErrorKind::Full);
+                        // Nothing that is free in one piece is refused.
+                        prop_assert!(pool.stats().largest_free_bytes < rounded(bytes), "{error}");
+                    }
+                },
+                Step::Free(n) if !live.is_empty() => drop(live.swap_remove(n % live.len())),
+                Step::Share { buffer, stream } if !live.is_empty() => {
+                    let shared = &live[buffer % live.len()];
+                    let written = device.create_event().unwrap();
+                    streams[shared.stream].record(&written).unwrap();
+                    streams[stream].wait(&written).unwrap();
+                    let read = HostFn::new(|| ()).reading(shared.buffer.range().unwrap());
+                    streams[stream].launch_host_fn(read).unwrap();
+                    pool.record_use(&shared.buffer, &streams[stream]).unwrap();
+                }
+                Step::Free(_) | Step::Share { .. } => {}
+                Step::FreeAll { stream } => {
+                    let (gone, left): (Vec<_>, Vec<_>) = live.into_iter().partition(|live| live.stream == stream);
+                    live = left;
+                    let bytes: usize = gone.iter().map(|gone| rounded(gone.buffer.len())).sum();
+                    prop_assert_eq!(pool.free_for_stream(&streams[stream]), bytes);
+                    prop_assert!(gone.iter().all(|gone| gone.buffer.range().is_err()));
+                }
+                Step::Trim { keep } => {
+                    pool.trim(keep);
+                }
+                Step::Synchronize { stream } => streams[stream].synchronize().unwrap(),
+            }
+            let stats = pool.stats();
+            prop_assert_eq!(stats.in_use_bytes, live.iter().map(|live| rounded(live.buffer.len())).sum::<usize>());
+            let free: usize = stats.free_bytes.iter().map(|(_, bytes)| bytes).sum();
+            prop_assert_eq!(stats.in_use_bytes + stats.pending_bytes + free, stats.capacity_bytes);
+            prop_assert!(stats.capacity_bytes <= limit && stats.high_water_bytes >= stats.in_use_bytes);
+            let blocks = pool.snapshot();
+            let whole = |segment: &ts_pool::SegmentSnapshot| {
+                let mut at = 0;
+                segment.blocks.iter().all(|block| std::mem::replace(&mut at, block.offset + block.len) == block.offset)
+                    && at == segment.len
+            };
+            prop_assert!(blocks.iter().all(whole), "segments are made of blocks");
+        }
+        device.synchronize().unwrap();
+        prop_assert_eq!(device.races(), []);
+        for Live { buffer, byte, .. } in &live {
+            let range = buffer.range().unwrap();
+            let own = device.allocate(Layout::from_size_align(range.len(), 8).unwrap(), ts_streams::MemoryKind::Device);
+            let (own, mut bytes) = (own.unwrap(), vec![0; range.len()]);
+            // SAFETY: all work is done.
+            unsafe {
+                streams[0].copy(own.range(), range).unwrap();
+                streams[0].synchronize().unwrap();
+                own.read(0, &mut bytes).unwrap();
+            }
+            prop_assert!(bytes.iter().all(|b| b == byte), "nobody else wrote there");
+        }
+        drop(live);
+        device.synchronize().unwrap();
+        pool.trim(0);
+        prop_assert_eq!(pool.stats().pending_bytes, 0);
+        prop_assert_eq!((pool.stats().in_use_bytes, pool.stats().capacity_bytes), (0, 0), "all of it joins");
+        drop(pool);
+        prop_assert_eq!(device.memory().in_use_bytes, 0);
+    }
+}
+
+#[test]
+fn threads_share_a_pool() {
+    let device = CpuDevice::with_threads(2).unwrap();
+    let pool = StreamOrderedPool::new(device.clone(), options(1 << 20, usize::MAX));
+    std::thread::scope(|scope| {
+        for byte in 1..=4u8 {
+            let (pool, device) = (pool.clone(), device.clone());
+            scope.spawn(move || {
+                let stream = device.create_stream(StreamPriority::Normal).unwrap();
+                for round in 0..200 {
+                    let buffers: Vec<_> =
+                        (1..5).map(|i| pool.allocate_for_stream(i * 700 + round, &stream).unwrap()).collect();
+                    buffers.iter().for_each(|buffer| write(&stream, buffer, byte));
+                    let range = buffers[3].range().unwrap();
+                    let (mut read, own) = (vec![0; range.len()], vec![byte; range.len()]);
+                    // SAFETY: nobody else has it, and it is waited for.
+                    unsafe { stream.copy(ts_streams::MemoryRange::of(&mut read), range) }.unwrap();
+                    stream.synchronize().unwrap();
+                    assert!(read == own);
+                }
+            });
+        }
+    });
+    device.synchronize().unwrap();
+    assert_eq!(pool.stats().in_use_bytes, 0);
+}
