@@ -9,8 +9,8 @@ pub(crate) fn run_script(venv: &Venv, name: &str, cases: &[&str]) -> Result<()> 
     run::run(venv.python().arg(format!("benches/python/{name}.py")).args(cases))
 }
 
-pub(crate) fn run_parts() -> Result<()> {
-    run::run(cargo().args(["bench", "--package", "benches"]))
+fn run_criterion(name: &str) -> Result<()> {
+    run::run(cargo().args(["bench", "--package", "benches", "--bench", name]))
 }
 
 /// Every criterion benchmark, once, to see that it runs.
@@ -20,11 +20,13 @@ pub(crate) fn smoke() -> Result<()> {
 
 pub(crate) fn run(what: &str) -> Result<()> {
     match what {
-        "parts" => run_parts(),
+        "parts" | "memory" => run_criterion(what),
         "codecs" | "exact" | "load" | "peak" | "llama" | "storage" => {
             run_script(&python::prepared()?, what, &[])
         }
         "io" => run_script(&python::prepared()?, "backends", &[]),
-        _ => Err(format!("no benchmark {what}: parts, codecs, exact, io, llama, load, peak or storage")),
+        _ => Err(format!(
+            "no benchmark {what}: parts, memory, codecs, exact, io, llama, load, peak or storage"
+        )),
     }
 }

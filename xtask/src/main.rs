@@ -19,6 +19,7 @@ cargo xtask demo --large             a 1.1B model under 1500 MB beside accelerat
 cargo xtask ci                       everything that must pass: formatting, lints, docs, licences, tests
 cargo xtask test critical|fast|all   tests alone: under 30 s, under 5 min, all of them
 cargo xtask bench parts              criterion benchmarks of the parts
+cargo xtask bench memory             allocators beside others
 cargo xtask bench exact              a 1.1B model's logits, streamed against in memory
 cargo xtask bench peak               peak memory, streamed against in memory
 cargo xtask bench llama              the same in three rounds
@@ -74,6 +75,11 @@ fn ci() -> Result<()> {
         run::run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
     })?;
     step("dependencies and licences", check::dependencies)?;
+    // No other crate passes this feature on yet.
+    let cuda = ["--package", "ts-streams", "--features", "cuda"];
+    step("lints of code for GPUs", || {
+        run::run(cargo().arg("clippy").args(cuda).args(["--all-targets", "--", "-D", "warnings"]))
+    })?;
     step("documentation", || {
         let mut doc = cargo();
         doc.args(["doc", "--workspace", "--no-deps", "--document-private-items"]);
@@ -83,6 +89,14 @@ fn ci() -> Result<()> {
     let venv = step("Python environment and wheel", python::prepared)?;
     step("Rust tests", || {
         counts += cargo_test(&["--workspace"])?;
+        Ok(())
+    })?;
+    step("tests of code for GPUs", || {
+        counts += cargo_test(&[&cuda[..], &["--test", "gpu"]].concat())?;
+        Ok(())
+    })?;
+    step("models of concurrent code", || {
+        counts += run::loom_models()?;
         Ok(())
     })?;
     step("benchmarks, once each", bench::smoke)?;

@@ -56,4 +56,6 @@ pub use memory::{BadSize, available_bytes, parse_bytes};
 pub use read::Damage;
 pub use verify::{Verified, verify};
 pub use write::{FileWriter, Format, NewTensor, WriteOptions};
-pub use {ts_format as format, ts_io as io, ts_orchestrator as orchestrator, ts_pool as pool};
+pub use {
+    ts_format as format, ts_io as io, ts_orchestrator as orchestrator, ts_pool as pool, ts_streams as streams,
+};

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Allocators beside others: `cargo xtask bench memory`.
+#![allow(missing_docs, clippy::unwrap_used)] // criterion's macros; a benchmark that cannot run may panic
+
+use std::hint::black_box;
+use std::sync::Mutex;
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use tensorstream::pool::{OrderedOptions, StreamOrderedPool};
+use tensorstream::streams::{CpuDevice, Device, StreamPriority};
+
+/// Numbers that look random (Knuth's MMIX).
+struct Chance(u64);
+
+impl Chance {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % n
+    }
+}
+
+fn pool(device: &CpuDevice) -> StreamOrderedPool<CpuDevice> {
+    let options = OrderedOptions { segment_bytes: 1 << 30, ..OrderedOptions::default() };
+    StreamOrderedPool::new(device.clone(), options)
+}
+
+const SIZES: [usize; 7] = [512, 4096, 20_000, 100_000, 300_000, 7_000, 65_536];
+
+/// One of many blocks is freed and another allocated, of sizes that differ; the streams take turns.
+fn allocate_and_free(c: &mut Criterion) {
+    let mut group = c.benchmark_group("allocate+free");
+    let device = CpuDevice::with_threads(1).unwrap();
+    for (live, streams) in [(1000usize, 1usize), (1000, 8), (100_000, 1), (100_000, 8)] {
+        let pool = pool(&device);
+        let streams: Vec<_> =
+            (0..streams).map(|_| device.create_stream(StreamPriority::Normal).unwrap()).collect();
+        let mut chance = Chance(1);
+        let mut blocks: Vec<_> = (0..live)
+            .map(|i| pool.allocate_for_stream(SIZES[i % 7], &streams[i % streams.len()]).unwrap())
+            .collect();
+        let name = format!("{live} live, {} streams", streams.len());
+        group.bench_function(BenchmarkId::new("ts-pool", &name), |b| {
+            b.iter(|| {
+                let i = chance.below(live);
+                blocks[i] = pool.allocate_for_stream(SIZES[i % 7], &streams[i % streams.len()]).unwrap();
+            });
+        });
+        if streams.len() == 1 {
+            let allocator =
+                Mutex::new(offset_allocator::Allocator::<u32>::with_max_allocs(u32::MAX / 2, 400_000));
+            let granules = |i: usize| SIZES[i % 7].div_ceil(512) as u32;
+            let mut blocks: Vec<_> =
+                (0..live).map(|i| allocator.lock().unwrap().allocate(granules(i)).unwrap()).collect();
+            group.bench_function(BenchmarkId::new("offset-allocator, in a mutex", &name), |b| {
+                b.iter(|| {
+                    let i = chance.below(live);
+                    let new = allocator.lock().unwrap().allocate(granules(i)).unwrap();
+                    let old = std::mem::replace(&mut blocks[i], new);
+                    allocator.lock().unwrap().free(old);
+                });
+            });
+        }
+    }
+    group.finish();
+}
+
+/// RMM's `random_allocations`: sizes of up to 1 MiB, an allocation or a free by the toss of a coin.
+fn random_allocations(c: &mut Criterion) {
+    let mut group = c.benchmark_group("random allocations of up to 1 MiB");
+    let device = CpuDevice::with_threads(1).unwrap();
+    let stream = device.create_stream(StreamPriority::Normal).unwrap();
+    for count in [1000usize, 10_000] {
+        let pool = pool(&device);
+        // An operation is an allocation or a free; all that is left is freed in the end.
+        group.throughput(Throughput::Elements(2 * count as u64)).sample_size(50);
+        group.bench_function(BenchmarkId::new("ts-pool", count), |b| {
+            b.iter(|| {
+                let (mut chance, mut live, mut allocated) = (Chance(1), Vec::new(), 0);
+                while allocated < count {
+                    if live.is_empty() || chance.below(2) == 0 {
+                        let bytes = 1 + chance.below(1 << 20);
+                        live.push(pool.allocate_for_stream(black_box(bytes), &stream).unwrap());
+                        allocated += 1;
+                    } else {
+                        drop(live.swap_remove(chance.below(live.len())));
+                    }
+                }
+            });
+        });
+        group.bench_function(BenchmarkId::new("offset-allocator, in a mutex", count), |b| {
+            let allocator =
+                Mutex::new(offset_allocator::Allocator::<u32>::with_max_allocs(u32::MAX / 2, 400_000));
+            b.iter(|| {
+                let (mut chance, mut live, mut allocated) = (Chance(1), Vec::new(), 0);
+                while allocated < count {
+                    if live.is_empty() || chance.below(2) == 0 {
+                        let granules = (1 + chance.below(1 << 20)).div_ceil(512) as u32;
+                        live.push(allocator.lock().unwrap().allocate(black_box(granules)).unwrap());
+                        allocated += 1;
+                    } else {
+                        let gone = live.swap_remove(chance.below(live.len()));
+                        allocator.lock().unwrap().free(gone);
+                    }
+                }
+                live.into_iter().for_each(|block| allocator.lock().unwrap().free(block));
+            });
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(memory, allocate_and_free, random_allocations);
+criterion_main!(memory);
