@@ -4,9 +4,11 @@
 
 use std::hint::black_box;
 use std::sync::Mutex;
+use std::time::Instant;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use tensorstream::pool::{OrderedOptions, StreamOrderedPool};
+use crossbeam_queue::ArrayQueue;
+use tensorstream::pool::{BlockPool, OrderedOptions, PoolConfig, StreamOrderedPool};
 use tensorstream::streams::{CpuDevice, Device, StreamPriority};
 
 /// Numbers that look random (Knuth's MMIX).
@@ -109,5 +111,38 @@ fn random_allocations(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(memory, allocate_and_free, random_allocations);
+/// A block is taken and put back: by one thread, and by more threads than there are cores.
+fn blocks(c: &mut Criterion) {
+    let device = CpuDevice::with_threads(1).unwrap();
+    let pool = BlockPool::new(device, PoolConfig::default()).unwrap();
+    let free: Vec<_> = (0..64).map(|_| pool.acquire(100_000).unwrap()).collect();
+    drop(free);
+    let queue = ArrayQueue::new(64);
+    (0..64usize).for_each(|i| queue.push(i).unwrap());
+    let list = Mutex::new((0..64usize).collect::<Vec<_>>());
+    let threads = 2 * std::thread::available_parallelism().unwrap().get();
+    let mut group = c.benchmark_group("acquire+release of a block");
+    let mut beside = |name: &str, work: &(dyn Fn() + Sync)| {
+        group.bench_function(BenchmarkId::new(name, "1 thread"), |b| b.iter(work));
+        group.bench_function(BenchmarkId::new(name, format!("{threads} threads")), |b| {
+            b.iter_custom(|count| {
+                let each = count.div_ceil(threads as u64);
+                let began = Instant::now();
+                std::thread::scope(|scope| {
+                    (0..threads).for_each(|_| drop(scope.spawn(|| (0..each).for_each(|_| work()))));
+                });
+                began.elapsed()
+            });
+        });
+    };
+    beside("ts-pool", &|| drop(black_box(pool.acquire(black_box(100_000)).unwrap())));
+    beside("crossbeam's ArrayQueue", &|| queue.push(black_box(queue.pop().unwrap())).unwrap());
+    beside("a list in a mutex", &|| {
+        let taken = list.lock().unwrap().pop().unwrap();
+        list.lock().unwrap().push(black_box(taken));
+    });
+    group.finish();
+}
+
+criterion_group!(memory, allocate_and_free, random_allocations, blocks);
 criterion_main!(memory);

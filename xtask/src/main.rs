@@ -7,6 +7,7 @@ mod check;
 mod fuzz;
 mod python;
 mod run;
+mod valgrind;
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -24,6 +25,7 @@ cargo xtask bench exact              a 1.1B model's logits, streamed against in 
 cargo xtask bench peak               peak memory, streamed against in memory
 cargo xtask bench llama              the same in three rounds
 cargo xtask big-endian               the container's tests on an emulated s390x, in a Debian made for it (root)
+cargo xtask valgrind                 tests of streams and pools under valgrind's memcheck
 cargo xtask fuzz [SECONDS]           every parser, fuzzed for 60 s or as long as said
 cargo xtask bench io                 every I/O backend against fio, memcpy and curl
 cargo xtask bench codecs             lossless compression beside ZipNN
@@ -42,6 +44,7 @@ fn main() -> ExitCode {
         ["test", tier] => test(tier),
         ["bench", what] => bench::run(what),
         ["big-endian"] => big_endian::test(),
+        ["valgrind"] => valgrind::memcheck(),
         ["fuzz"] => fuzz::all(60),
         ["fuzz", seconds] => {
             seconds.parse().map_err(|_| format!("{seconds} is no number of seconds")).and_then(fuzz::all)

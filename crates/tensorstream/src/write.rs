@@ -9,7 +9,7 @@ use ts_format::{
 use ts_io::Source;
 use ts_io::fault::WriteFaults;
 
-use crate::atomic::{AtomicFile, Claim, partial_of};
+use crate::atomic::{AtomicFile, Claim};
 use crate::checkpoint::open_error;
 use crate::encode::{BATCH, Encoders, Ready};
 use crate::pieces::threads;
@@ -628,7 +628,7 @@ pub(crate) fn the_one_source<'a>(there: &'a Checkpoint, path: &Path) -> Result<&
 /// The unfinished file beside this place, if a conversion to it could go on with that.
 #[cfg(feature = "cli")]
 pub(crate) fn unfinished(target: &Path) -> Option<PathBuf> {
-    let partial = partial_of(target)?;
+    let partial = crate::atomic::partial_of(target)?;
     let there = Checkpoint::open(&partial).ok()?;
     there.catalog().files()[0].metadata.contains_key(JOURNAL).then_some(partial)
 }

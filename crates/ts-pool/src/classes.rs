@@ -240,7 +240,9 @@ impl<D: Device> Shared<D> {
     fn acquire(self: &Arc<Self>, bytes: usize) -> Result<PooledBuffer<D>, Error> {
         let class = self.sizes.partition_point(|&size| size < bytes);
         let kept = self.sizes.get(class).copied();
-        let block_bytes = kept.unwrap_or_else(|| bytes.next_multiple_of(4096));
+        let Some(block_bytes) = kept.or_else(|| bytes.checked_next_multiple_of(4096)) else {
+            return Err(self.out_of_memory(bytes));
+        };
         let free = kept.and_then(|_| self.free[class].pop(&self.links));
         let place = match free {
             Some(place) => {

@@ -71,7 +71,7 @@ struct Bins {
     heads: [u32; BIN_COUNT],
     /// Bit `b` of word `w`: bin `w * 32 + b` has a block.
     used: [u32; BIN_COUNT / 32],
-    free: u32,
+    free: u64,
 }
 
 impl Bins {
@@ -179,6 +179,12 @@ impl OffsetAllocator {
         Some((block, place, from))
     }
 
+    /// Gives back what was stolen, as if it had not been.
+    pub(crate) fn unsteal(&mut self, block: BlockId, from: Owner) {
+        self.nodes[block.node as usize].owner = from.0;
+        self.release(block);
+    }
+
     /// Gives a block back to its owner, joined with its free neighbours. Whether it was still taken.
     pub(crate) fn release(&mut self, block: BlockId) -> bool {
         if !self.is_live(block) {
@@ -238,11 +244,11 @@ impl OffsetAllocator {
 
     /// Granules that are free.
     pub(crate) fn free(&self) -> u64 {
-        self.bins.iter().map(|bins| u64::from(bins.free)).sum()
+        self.bins.iter().map(|bins| bins.free).sum()
     }
 
     /// Granules that are free and `owner`'s.
-    pub(crate) fn free_of(&self, owner: Owner) -> u32 {
+    pub(crate) fn free_of(&self, owner: Owner) -> u64 {
         self.bins.get(usize::from(owner.0)).map_or(0, |bins| bins.free)
     }
 
@@ -347,7 +353,7 @@ impl OffsetAllocator {
         let (bin, bins) = (bin_of(len), &mut self.bins[usize::from(owner)]);
         let head = std::mem::replace(&mut bins.heads[bin], id);
         bins.used[bin / 32] |= 1 << (bin % 32);
-        bins.free += len;
+        bins.free += u64::from(len);
         let node = &mut self.nodes[id as usize];
         (node.previous, node.next) = (NONE, head);
         if head != NONE {
@@ -358,7 +364,7 @@ impl OffsetAllocator {
     fn remove_free(&mut self, id: u32) {
         let Node { len, previous, next, owner, .. } = self.nodes[id as usize];
         let (bin, bins) = (bin_of(len), &mut self.bins[usize::from(owner)]);
-        bins.free -= len;
+        bins.free -= u64::from(len);
         if next != NONE {
             self.nodes[next as usize].previous = previous;
         }
@@ -523,7 +529,7 @@ mod tests {
     #[derive(Debug, Clone)]
     enum Step {
         Allocate { len: u32, owner: u16 },
-        Steal { len: u32, owner: u16 },
+        Steal { len: u32, owner: u16, keep: bool },
         Release(usize),
         ReleaseAll { owner: u16 },
         Give { owner: u16 },
@@ -536,7 +542,8 @@ mod tests {
         prop_oneof![
             8 => (1..80u32, owner.clone()).prop_map(|(len, owner)| Step::Allocate { len, owner }),
             8 => any::<usize>().prop_map(Step::Release),
-            2 => (1..80u32, owner.clone()).prop_map(|(len, owner)| Step::Steal { len, owner }),
+            2 => (1..80u32, owner.clone(), any::<bool>())
+                .prop_map(|(len, owner, keep)| Step::Steal { len, owner, keep }),
             1 => owner.clone().prop_map(|owner| Step::ReleaseAll { owner }),
             1 => owner.clone().prop_map(|owner| Step::Give { owner }),
             1 => (1..200u32, owner).prop_map(|(len, owner)| Step::AddRange { len, owner }),
@@ -567,9 +574,14 @@ mod tests {
                         }
                         None => prop_assert!(longest(&oracle, Some(Owner(owner))) < len),
                     },
-                    Step::Steal { len, owner } => match a.steal(len, Owner(owner), |other| other != Owner(1)) {
+                    Step::Steal { len, owner, keep } => match a.steal(len, Owner(owner), |other| other != Owner(1)) {
                         Some((id, place, from)) => {
                             prop_assert!(from != Owner(owner) && from != Owner(1));
+                            if !keep {
+                                a.unsteal(id, from);
+                                prop_assert!(!a.is_live(id));
+                                continue;
+                            }
                             for granule in &mut oracle[usize::from(place.range)][granules(&place)] {
                                 prop_assert_eq!(granule.take(), Some(from), "overlap");
                             }

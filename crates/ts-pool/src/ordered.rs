@@ -2,6 +2,7 @@
 //! Memory that is allocated and freed in the order of streams.
 
 use std::alloc::Layout;
+use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -64,6 +65,9 @@ impl Default for OrderedOptions {
 /// A pool of a device's memory, in segments. What is freed for a stream is there for the same stream at once; for another once
 /// it has waited, on the device, for what the first was given by then. Cloning gives another handle.
 ///
+/// When the last handle and the last buffer are dropped, all streams that it has served are waited for; where work of a stream drops
+/// them, which cannot wait, the memory is never given back.
+///
 /// A block that other streams have used ([`record_use`](StreamOrderedAllocator::record_use)) is free when they are done with it, which
 /// is looked at when memory is short.
 #[derive(Debug)]
@@ -82,6 +86,9 @@ struct Shared<D: Device> {
     device: D,
     options: OrderedOptions,
     state: Mutex<State<D>>,
+    /// Blocks that this very thread let go of while it had the state: work of streams may own some, and ends wherever streams
+    /// are asked for something.
+    returned: Mutex<Vec<BlockId>>,
 }
 
 #[derive(Debug)]
@@ -111,6 +118,8 @@ struct Pending<D: Device> {
     bytes: usize,
     owner: Owner,
     events: Vec<D::Event>,
+    /// Streams that no event stands for yet.
+    unmarked: Vec<Owner>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -205,7 +214,8 @@ impl<D: Device> StreamOrderedPool<D> {
             uses: HashMap::new(),
             counts: Counts::default(),
         };
-        Self { shared: Arc::new(Shared { device, options, state: Mutex::new(state) }) }
+        let returned = Mutex::default();
+        Self { shared: Arc::new(Shared { device, options, state: Mutex::new(state), returned }) }
     }
 
     /// The device.
@@ -274,12 +284,14 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
 
     fn trim(&self, keep_bytes: usize) -> usize {
         let mut state = self.shared.lock();
-        state.settle_pending();
+        let idle = self.shared.asking(&mut state, |state| {
+            state.settle_pending(&self.shared);
+            let is_idle = |stream: &D::Stream| !matches!(stream.query(), Ok(Status::Pending));
+            state.streams.iter().map(is_idle).collect::<Vec<_>>()
+        });
         let (before, mut capacity) = (state.capacity, state.capacity);
-        let State { offsets, segments, streams, .. } = &mut *state;
+        let State { offsets, segments, .. } = &mut *state;
         // What is free of those that have nothing to do is free for all.
-        let idle: Vec<bool> =
-            streams.iter().map(|stream| !matches!(stream.query(), Ok(Status::Pending))).collect();
         let is_idle = |owner: Owner| idle[usize::from(owner.0)];
         if let Some(anyone) = idle.iter().position(|idle| *idle) {
             offsets.give(Owner(anyone as u16), is_idle);
@@ -343,9 +355,42 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
     }
 }
 
+impl<D: Device> Drop for Shared<D> {
+    /// Streams may still use what was freed in their order: they are waited for.
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // All of them, also when one failed: that is over then too.
+        let ended: Vec<_> = state.streams.iter().map(Stream::synchronize).collect();
+        if ended.contains(&Err(ts_streams::Error::WaitInHostFn)) {
+            // Work of a stream had the last handle, and cannot wait. Rather than that, the memory stays taken.
+            std::mem::forget(std::mem::take(&mut state.segments));
+        }
+    }
+}
+
 impl<D: Device> Shared<D> {
     fn lock(&self) -> MutexGuard<'_, State<D>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does something that asks streams while this thread has the state.
+    fn asking<T>(&self, state: &mut State<D>, work: impl FnOnce(&mut State<D>) -> T) -> T {
+        let result = {
+            let _inside = Inside::enter(self.number());
+            work(state)
+        };
+        loop {
+            let returned = self.returned.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            match returned {
+                Some(block) => state.free(self, block),
+                None => return result,
+            }
+        }
+    }
+
+    /// Tells this pool from others.
+    fn number(&self) -> usize {
+        std::ptr::from_ref(self).addr()
     }
 
     fn granules(&self, bytes: usize) -> Result<u32, Error> {
@@ -360,7 +405,7 @@ impl<D: Device> Shared<D> {
         let owner = state.owner(stream)?;
         let (block, place) = match state.offsets.allocate(granules, owner) {
             Some(found) => found,
-            None => state.search(self, bytes, granules, owner)?,
+            None => self.asking(&mut state, |state| state.search(self, bytes, granules, owner))?,
         };
         let granule = self.options.granule_bytes;
         state.counts.allocations += 1;
@@ -402,7 +447,7 @@ impl<D: Device> State<D> {
         granules: u32,
         owner: Owner,
     ) -> Result<(BlockId, Place), Error> {
-        self.settle_pending();
+        self.settle_pending(shared);
         if let Some(found) = self.offsets.allocate(granules, owner) {
             return Ok(found);
         }
@@ -424,11 +469,13 @@ impl<D: Device> State<D> {
     }
 
     /// Blocks whose other users are done are free.
-    fn settle_pending(&mut self) {
+    fn settle_pending(&mut self, shared: &Shared<D>) {
         let is_done = |event: &D::Event| !matches!(event.query(), Ok(Status::Pending));
         let all = std::mem::take(&mut self.pending);
-        for pending in all {
-            if pending.events.iter().all(is_done) {
+        for mut pending in all {
+            let unmarked = std::mem::take(&mut pending.unmarked);
+            self.mark_uses(shared, unmarked, &mut pending);
+            if pending.unmarked.is_empty() && pending.events.iter().all(is_done) {
                 self.release(pending);
             } else {
                 self.pending.push_back(pending);
@@ -450,14 +497,14 @@ impl<D: Device> State<D> {
         owner: Owner,
     ) -> Result<Option<(BlockId, Place)>, Error> {
         let State { offsets, streams, .. } = self;
-        let is_idle = |other: Owner| streams[usize::from(other.0)].query() == Ok(Status::Ready);
+        let is_idle = |other: Owner| !matches!(streams[usize::from(other.0)].query(), Ok(Status::Pending));
         let idle = offsets.steal(granules, owner, is_idle);
         let found = match idle {
             Some((block, place, _)) => Some((block, place)),
             None => match self.offsets.steal(granules, owner, |_| true) {
                 Some((block, place, from)) => {
                     if let Err(error) = self.wait_for(shared, owner, from) {
-                        self.offsets.release(block);
+                        self.offsets.unsteal(block, from);
                         return Err(error);
                     }
                     Some((block, place))
@@ -469,34 +516,30 @@ impl<D: Device> State<D> {
         Ok(found)
     }
 
-    /// Has a stream wait, on the device, for all that another was given. One that failed has nothing left to do.
+    /// Has a stream follow, on the device, all that another was given, however that goes.
     fn wait_for(&mut self, shared: &Shared<D>, owner: Owner, other: Owner) -> Result<(), Error> {
         let event = self.event(shared)?;
-        let recorded = self.streams[usize::from(other.0)].record(&event);
-        if recorded.is_ok() {
-            self.streams[usize::from(owner.0)].wait(&event)?;
-        }
+        self.streams[usize::from(other.0)].record(&event)?;
+        self.streams[usize::from(owner.0)].follow(&event)?;
         self.events.push(event);
         Ok(())
     }
 
-    /// Has a stream wait for all others, and for those that use what was freed.
+    /// Has a stream wait for all others, and for those that use what was freed, which is then free. Nothing is before all of that
+    /// is done.
     fn wait_for_all(&mut self, shared: &Shared<D>, owner: Owner) -> Result<(), Error> {
         for other in 0..self.streams.len() as u16 {
-            let pending = self.pending.iter().any(|pending| pending.owner == Owner(other));
+            let pending = self
+                .pending
+                .iter()
+                .any(|pending| pending.owner == Owner(other) || pending.unmarked.contains(&Owner(other)));
             if Owner(other) != owner && (pending || self.offsets.free_of(Owner(other)) > 0) {
                 self.wait_for(shared, owner, Owner(other))?;
             }
         }
-        while let Some(pending) = self.pending.pop_front() {
-            let stream = &self.streams[usize::from(owner.0)];
-            let waited = pending.events.iter().try_for_each(|event| stream.wait(event));
-            if let Err(error) = waited {
-                self.pending.push_front(pending);
-                return Err(error.into());
-            }
-            self.release(pending);
-        }
+        let stream = &self.streams[usize::from(owner.0)];
+        self.pending.iter().flat_map(|pending| &pending.events).try_for_each(|event| stream.follow(event))?;
+        std::mem::take(&mut self.pending).into_iter().for_each(|pending| self.release(pending));
         Ok(())
     }
 
@@ -505,20 +548,20 @@ impl<D: Device> State<D> {
         let OrderedOptions { kind, segment_bytes, limit_bytes, granule_bytes } = shared.options;
         let needed = granules as usize * granule_bytes;
         let room = limit_bytes.saturating_sub(self.capacity) / granule_bytes * granule_bytes;
-        let usual = segment_bytes.next_multiple_of(granule_bytes).min(room);
+        let usual = segment_bytes.checked_next_multiple_of(granule_bytes).unwrap_or(room).min(room);
+        let place = self.segments.iter().position(Option::is_none).unwrap_or(self.segments.len());
+        let Ok(number) = u16::try_from(place) else { return Ok(false) };
         for bytes in [usual.max(needed), needed] {
-            let (Ok(number), Ok(len)) =
-                (u16::try_from(self.segments.len()), u32::try_from(bytes / granule_bytes))
-            else {
-                return Ok(false);
-            };
-            if bytes > room {
+            let Some(len) = u32::try_from(bytes / granule_bytes).ok().filter(|_| bytes <= room) else {
                 continue;
-            }
+            };
             let layout = Layout::from_size_align(bytes, granule_bytes.max(SEGMENT_ALIGN));
             match layout.ok().map(|layout| shared.device.allocate(layout, kind)) {
                 Some(Ok(memory)) => {
-                    self.segments.push(Some(memory));
+                    match self.segments.get_mut(place) {
+                        Some(empty) => *empty = Some(memory),
+                        None => self.segments.push(Some(memory)),
+                    }
                     self.capacity += bytes;
                     self.offsets.add_range(number, len, owner);
                     return Ok(true);
@@ -542,21 +585,24 @@ impl<D: Device> State<D> {
             self.offsets.release(block);
             return;
         };
-        let mut events = Vec::with_capacity(uses.len());
-        for other in uses {
-            let Ok(event) = self.event(shared) else {
-                // Nothing to wait by: the host does.
-                let _ = self.streams[usize::from(other.0)].synchronize();
-                continue;
-            };
-            // A stream that failed has nothing left to do.
-            if self.streams[usize::from(other.0)].record(&event).is_ok() {
-                events.push(event);
-            }
-        }
         self.pending_bytes += bytes;
         let block = self.offsets.renamed(block);
-        self.pending.push_back(Pending { block, bytes, owner: place.owner, events });
+        let mut pending =
+            Pending { block, bytes, owner: place.owner, events: Vec::new(), unmarked: Vec::new() };
+        shared.asking(self, |state| state.mark_uses(shared, uses, &mut pending));
+        self.pending.push_back(pending);
+    }
+
+    /// Has events stand for what streams were given; those that take none now, as none of CUDA does where work of a stream lets
+    /// go of memory, are asked again later.
+    fn mark_uses(&mut self, shared: &Shared<D>, uses: Vec<Owner>, pending: &mut Pending<D>) {
+        for other in uses {
+            let stream = self.streams[usize::from(other.0)].clone();
+            match self.event(shared).and_then(|event| Ok(stream.record(&event).map(|()| event)?)) {
+                Ok(event) => pending.events.push(event),
+                Err(_) => pending.unmarked.push(other),
+            }
+        }
     }
 
     fn event(&mut self, shared: &Shared<D>) -> Result<D::Event, Error> {
@@ -614,6 +660,36 @@ impl<D: Device> DeviceBuffer<D> {
 
 impl<D: Device> Drop for DeviceBuffer<D> {
     fn drop(&mut self) {
-        self.shared.lock().free(&self.shared, self.block);
+        if Inside::has(self.shared.number()) {
+            self.shared.returned.lock().unwrap_or_else(PoisonError::into_inner).push(self.block);
+        } else {
+            self.shared.lock().free(&self.shared, self.block);
+        }
+    }
+}
+
+thread_local! {
+    /// The pools whose state this thread has while it asks streams for something.
+    static INSIDE: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+}
+
+/// As long as this lives, the thread has a pool's state.
+struct Inside;
+
+impl Inside {
+    fn enter(pool: usize) -> Self {
+        INSIDE.with_borrow_mut(|inside| inside.push(pool));
+        Self
+    }
+
+    fn has(pool: usize) -> bool {
+        // When the thread ends nothing is asked any more.
+        INSIDE.try_with(|inside| inside.borrow().contains(&pool)).unwrap_or(false)
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        INSIDE.with_borrow_mut(Vec::pop);
     }
 }

@@ -53,6 +53,9 @@ fn free_blocks_make_room_for_others_and_those_in_use_do_not() {
     assert_eq!(pool.stats().drops, 1);
     drop(small);
     assert!(pool.stats().pool_bytes <= 4 * MIB);
+    for bytes in [usize::MAX, usize::MAX - 5000, usize::MAX / 2] {
+        assert_eq!(pool.acquire(bytes).unwrap_err().kind(), ErrorKind::Full);
+    }
     // A device that is full is not the end, as long as something is free.
     let device = SimDevice::new(SimOptions { total_bytes: MIB + 5000, ..SimOptions::default() });
     let pool = BlockPool::new(device, self::small()).unwrap();

@@ -4,10 +4,14 @@
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::alloc::Layout;
+use std::sync::mpsc;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use ts_pool::{DeviceBuffer, Error, ErrorKind, OrderedOptions, StreamOrderedAllocator, StreamOrderedPool};
-use ts_streams::{CpuDevice, Device, HostFn, RawMemory, SimDevice, SimOptions, Stream, StreamPriority};
+use ts_streams::{
+    CpuDevice, Device, HostFn, RawMemory, SimDevice, SimOptions, Status, Stream, StreamPriority,
+};
 
 const KIB: usize = 1 << 10;
 
@@ -141,6 +145,122 @@ fn memory_goes_back_to_the_device_when_nobody_uses_it() {
     assert_eq!(pool.snapshot().len(), 1);
     drop(after);
     assert_eq!(device.races(), []);
+}
+
+#[test]
+fn what_was_freed_in_order_outlives_its_pool_until_streams_are_done_with_it() {
+    let device = SimDevice::new(SimOptions::default());
+    let [a] = &streams(&device, 1)[..] else { panic!() };
+    let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, usize::MAX));
+    let buffer = pool.allocate_for_stream(4 * KIB, a).unwrap();
+    write(a, &buffer, 1);
+    drop(buffer);
+    drop(pool);
+    assert_eq!((device.races(), device.memory().in_use_bytes), (vec![], 0));
+}
+
+/// A stream that works until it is told to stop, and has freed all there is.
+fn busy(device: &CpuDevice, pool: &StreamOrderedPool<CpuDevice>) -> mpsc::Sender<()> {
+    let stream = device.create_stream(StreamPriority::Normal).unwrap();
+    let held = pool.allocate_for_stream(4 * KIB, &stream).unwrap();
+    let (stop, gate) = mpsc::channel::<()>();
+    let work = HostFn::new(move || {
+        let _ = gate.recv();
+    });
+    stream.launch_host_fn(work).unwrap();
+    drop(held);
+    stop
+}
+
+#[test]
+fn a_stream_that_fails_does_not_lose_its_place_behind_others() {
+    let device = CpuDevice::with_threads(3).unwrap();
+    let panics = || HostFn::new(|| std::panic::resume_unwind(Box::new("on purpose")));
+    let is_ordered = |stream: &<CpuDevice as Device>::Stream| {
+        stream.launch_host_fn(HostFn::new(|| ())).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        stream.query() == Ok(Status::Pending)
+    };
+    // It fails before it asks for memory, and is refused.
+    let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 4 * KIB));
+    let (stop, stream) = (busy(&device, &pool), &streams(&device, 1)[0]);
+    stream.launch_host_fn(panics()).unwrap();
+    stream.synchronize().unwrap_err();
+    assert!(pool.allocate_for_stream(4 * KIB, stream).is_err());
+    stream.take_error().unwrap();
+    let buffer = pool.allocate_for_stream(4 * KIB, stream).unwrap();
+    assert!(is_ordered(stream));
+    drop((buffer, stop));
+    // It fails when it waits for it already.
+    let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 4 * KIB));
+    let (stop, stream) = (busy(&device, &pool), &streams(&device, 1)[0]);
+    let (fail, gate) = mpsc::channel::<()>();
+    let fails = HostFn::new(move || {
+        let _ = gate.recv();
+        std::panic::resume_unwind(Box::new("on purpose"));
+    });
+    stream.launch_host_fn(fails).unwrap();
+    let buffer = pool.allocate_for_stream(4 * KIB, stream).unwrap();
+    drop(fail);
+    while stream.take_error().is_none() {
+        std::thread::yield_now();
+    }
+    assert!(is_ordered(stream));
+    drop((buffer, stop));
+}
+
+#[test]
+fn failures_do_not_spread_with_memory() {
+    let device = SimDevice::new(SimOptions::default());
+    let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 4 * KIB));
+    let [a, b, c] = &streams(&device, 3)[..] else { panic!() };
+    let first = pool.allocate_for_stream(4 * KIB, a).unwrap();
+    write(a, &first, 1);
+    a.launch_host_fn(HostFn::new(|| std::panic::resume_unwind(Box::new("on purpose")))).unwrap();
+    drop(first);
+    let second = pool.allocate_for_stream(4 * KIB, b).unwrap();
+    write(b, &second, 2);
+    b.synchronize().unwrap();
+    a.synchronize().unwrap_err();
+    drop(second);
+    write(c, &pool.allocate_for_stream(4 * KIB, c).unwrap(), 3);
+    device.synchronize().unwrap_err();
+    assert_eq!(device.races(), []);
+}
+
+#[test]
+fn segments_can_come_and_go_for_ever() {
+    let device = CpuDevice::with_threads(1).unwrap();
+    let [stream] = &streams(&device, 1)[..] else { panic!() };
+    let pool = StreamOrderedPool::new(device, options(4 * KIB, usize::MAX));
+    for _ in 0..70_000 {
+        drop(pool.allocate_for_stream(512, stream).unwrap());
+        assert_eq!(pool.trim(0), 4 * KIB);
+    }
+}
+
+/// Work of streams may own buffers, and streams are asked, and work on, while a pool looks for memory.
+#[test]
+fn work_may_own_buffers_of_the_pool_that_asks_its_stream() {
+    let device = SimDevice::new(SimOptions::default());
+    let pool = StreamOrderedPool::new(device.clone(), options(64 * KIB, 64 * KIB));
+    let [a, b] = &streams(&device, 2)[..] else { panic!() };
+    for _ in 0..20 {
+        let owned: Vec<_> = (0..4).map(|_| pool.allocate_for_stream(16 * KIB, a).unwrap()).collect();
+        owned.iter().for_each(|buffer| pool.record_use(buffer, b).unwrap());
+        let kept = owned.into_iter().map(|buffer| HostFn::new(move || drop(buffer)));
+        kept.for_each(|work| a.launch_host_fn(work).unwrap());
+        // Nothing is free before some of that has run.
+        let mut other = pool.allocate_for_stream(64 * KIB, b);
+        while other.is_err() {
+            device.synchronize().unwrap();
+            other = pool.allocate_for_stream(64 * KIB, b);
+        }
+        write(b, &other.unwrap(), 1);
+        pool.trim(0);
+    }
+    device.synchronize().unwrap();
+    assert_eq!((device.races(), pool.stats().in_use_bytes), (vec![], 0));
 }
 
 #[derive(Debug, Clone)]

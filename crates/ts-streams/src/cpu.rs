@@ -13,7 +13,8 @@ use crate::device::{
 use crate::memory::{HostBlock, MemoryKind, MemoryRange, Transfer};
 use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::{PriorityRange, StreamPriority};
-use crate::queue::{Effects, Op, Owner, Point, Queues, Work, may_wait};
+use crate::queue::{Effects, Fails, Op, Owner, Point, Queues, Work, may_wait};
+use crate::race::Clock;
 
 /// The host as a device. Its streams share some threads, which always take the most urgent work that could run; work that
 /// has begun is not interrupted. All memory is the host's.
@@ -97,9 +98,10 @@ impl Drop for Crew {
     fn drop(&mut self) {
         self.shared.lock().closed = true;
         self.shared.work.notify_all();
-        for thread in self.threads.drain(..) {
-            // The last handle may be part of work.
-            if thread.thread().id() != std::thread::current().id() {
+        // The last handle may be part of work: that thread cannot wait for itself, nor the others before it is done.
+        // Nor can work of another device that these may wait for.
+        if may_wait().is_ok() {
+            for thread in self.threads.drain(..) {
                 let _ = thread.join();
             }
         }
@@ -107,12 +109,16 @@ impl Drop for Crew {
 }
 
 impl Owner for Shared {
-    fn wake(&self, stream: StreamId) {
-        let effects = self.lock().queues.proceed(stream);
-        self.settle(effects);
+    fn wake(&self, stream: StreamId) -> Effects {
+        let mut state = self.lock();
+        let effects = state.queues.proceed(stream);
+        let ends = state.closed && state.queues.streams().is_empty();
+        drop(state);
+        self.notify(effects.ready, ends);
+        effects
     }
 
-    fn drive(&self) -> bool {
+    fn drive(&self, _: &mut Vec<*const ()>) -> bool {
         false
     }
 }
@@ -123,12 +129,14 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Without the lock.
-    fn settle(&self, effects: Effects) {
-        for _ in 0..effects.ready {
+    /// Tells threads of work, or that there is none any more.
+    fn notify(&self, ready: usize, ends: bool) {
+        for _ in 0..ready {
             self.work.notify_one();
         }
-        effects.settle();
+        if ends {
+            self.work.notify_all();
+        }
     }
 
     /// What each thread does, until there is nothing more to do and the device is gone.
@@ -150,27 +158,49 @@ impl Shared {
             let outcome = work.run();
             let now_ns = monotonic_ns();
             state = self.lock();
-            let mut effects = state.queues.complete(ready.stream, outcome, now_ns);
-            // This thread looks for itself.
-            effects.ready = effects.ready.saturating_sub(1);
+            let effects = state.queues.complete(ready.stream, outcome, now_ns);
             drop(state);
-            self.settle(effects);
+            // This thread looks for itself.
+            self.notify(effects.ready.saturating_sub(1), false);
+            effects.settle();
             state = self.lock();
         }
     }
 
     fn submit(&self, stream: StreamId, op: Op) -> Result<(), Error> {
         let now_ns = monotonic_ns();
-        let effects = self.lock().queues.submit(stream, op, now_ns)?;
-        self.settle(effects);
+        let submitted = self.lock().queues.submit(stream, op, now_ns);
+        // What is refused is dropped here, without the lock.
+        let effects = submitted.map_err(|refused| refused.0)?;
+        self.notify(effects.ready, false);
+        effects.settle();
         Ok(())
     }
 
+    /// The point behind all that a stream was given.
     fn record(self: &Arc<Self>, stream: StreamId) -> Result<Arc<Point>, Error> {
-        let owner = Arc::downgrade(self) as Weak<dyn Owner>;
-        let point = Arc::new(Point::new(owner, Vec::new()));
+        let point = self.point();
         self.submit(stream, Op::Record(Arc::clone(&point)))?;
         Ok(point)
+    }
+
+    /// The points behind all that any stream was given: of those that are there at one moment.
+    fn record_all(self: &Arc<Self>) -> Vec<Arc<Point>> {
+        let (now_ns, mut points, mut all) = (monotonic_ns(), Vec::new(), Vec::new());
+        let mut state = self.lock();
+        for stream in state.queues.streams() {
+            let point = self.point();
+            // A stream that failed takes points too.
+            all.extend(state.queues.submit(stream, Op::Record(Arc::clone(&point)), now_ns));
+            points.push(point);
+        }
+        drop(state);
+        all.into_iter().for_each(Effects::settle);
+        points
+    }
+
+    fn point(self: &Arc<Self>) -> Arc<Point> {
+        Arc::new(Point::new(Arc::downgrade(self) as Weak<dyn Owner>, Clock::new()))
     }
 }
 
@@ -210,11 +240,9 @@ impl Device for CpuDevice {
 
     fn synchronize(&self) -> Result<(), Error> {
         may_wait()?;
-        let shared = &self.crew.shared;
-        let streams = shared.lock().queues.streams();
         // All of them, also when one fails.
-        let points: Vec<_> = streams.into_iter().map(|stream| shared.record(stream)).collect();
-        let outcomes: Vec<_> = points.into_iter().map(|point| point?.block().map(drop)).collect();
+        let points = self.crew.shared.record_all();
+        let outcomes: Vec<_> = points.into_iter().map(|point| point.block().map(drop)).collect();
         outcomes.into_iter().collect()
     }
 }
@@ -240,6 +268,13 @@ impl Drop for StreamHandle {
 }
 
 impl CpuStream {
+    fn wait_for(&self, event: &CpuEvent, fails: Fails) -> Result<(), Error> {
+        match event.point() {
+            Some(point) => self.submit(Op::Wait(point, fails)),
+            None => self.handle.crew.shared.lock().queues.failure(self.handle.id),
+        }
+    }
+
     fn submit(&self, op: Op) -> Result<(), Error> {
         self.handle.crew.shared.submit(self.handle.id, op)
     }
@@ -270,10 +305,11 @@ impl Stream for CpuStream {
     }
 
     fn wait(&self, event: &CpuEvent) -> Result<(), Error> {
-        match event.point() {
-            Some(point) => self.submit(Op::Wait(point)),
-            None => self.query().map(drop),
-        }
+        self.wait_for(event, Fails::Along)
+    }
+
+    fn follow(&self, event: &CpuEvent) -> Result<(), Error> {
+        self.wait_for(event, Fails::ByItself)
     }
 
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {

@@ -144,10 +144,10 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// The level of urgency that it has on its device.
     fn level(&self) -> i32;
 
-    /// Makes `event` stand for this point: all that was submitted so far.
+    /// Makes `event` stand for this point: all that was submitted so far. Also of a stream that failed: the event fails with it.
     ///
     /// # Errors
-    /// That of work on this stream.
+    /// [`Error::Driver`].
     fn record(&self, event: &Self::Event) -> Result<(), Error>;
 
     /// Has all that is submitted from now on wait for what `event` stands for now, on the device.
@@ -155,6 +155,13 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// That of work on this stream.
     fn wait(&self, event: &Self::Event) -> Result<(), Error>;
+
+    /// As [`wait`](Self::wait), but in time only: what failed before the event fails nothing here. For who is to have what
+    /// others are done with, however that went.
+    ///
+    /// # Errors
+    /// That of work on this stream.
+    fn follow(&self, event: &Self::Event) -> Result<(), Error>;
 
     /// Copies, from or to the host or a device.
     ///
@@ -188,10 +195,10 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// [`Error::Unsupported`] where memory does not move; that of work on this stream.
     fn prefetch(&self, range: MemoryRange, to: MemoryLocation) -> Result<(), Error>;
 
-    /// Whether all that was submitted is done. Does not block.
+    /// Whether all that was submitted is over. Does not block.
     ///
     /// # Errors
-    /// That of work on this stream.
+    /// That of work on this stream, once the rest is over too.
     fn query(&self) -> Result<Status, Error>;
 
     /// Blocks until all that was submitted is done.

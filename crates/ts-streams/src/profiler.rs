@@ -155,16 +155,22 @@ impl<D: Device> StreamProfiler<D> {
 
     /// What was measured so far. Does not block.
     pub fn profile(&self) -> Profile {
+        let scopes = std::mem::take(&mut self.lock().open);
+        // Without the lock: work of streams, which may report to this, can run wherever they are asked.
+        let judged: Vec<_> = scopes
+            .into_iter()
+            .map(|scope| match scope.end.query() {
+                Ok(Status::Pending) => Err(Some(scope)),
+                Ok(Status::Ready) => self.span(&scope).map_err(|_| None),
+                Err(_) => Err(None),
+            })
+            .collect();
         let mut records = self.lock();
-        let scopes = std::mem::take(&mut records.open);
-        for scope in scopes {
-            match scope.end.query() {
-                Ok(Status::Pending) => records.open.push(scope),
-                Ok(Status::Ready) => match self.span(&scope) {
-                    Ok(span) => records.measured.push(span),
-                    Err(_) => records.lost += 1,
-                },
-                Err(_) => records.lost += 1,
+        for scope in judged {
+            match scope {
+                Ok(span) => records.measured.push(span),
+                Err(Some(open)) => records.open.push(open),
+                Err(None) => records.lost += 1,
             }
         }
         let (mut spans, reported, lost) = (records.measured.clone(), records.reported.clone(), records.lost);

@@ -12,6 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
 
 use crate::memory::Transfer;
 use crate::metrics::Counters;
+use crate::race::Clock;
 use crate::{Error, HostFn, Status, StreamId};
 
 thread_local! {
@@ -40,7 +41,7 @@ pub(crate) struct Point {
     /// Who must be driven for it to be reached.
     pub(crate) owner: Weak<dyn Owner>,
     /// What happened before it, where races are looked for.
-    pub(crate) history: Vec<u64>,
+    pub(crate) history: Clock,
 }
 
 /// A stream that waits for a point.
@@ -52,15 +53,16 @@ pub(crate) struct Parked {
 
 /// A device whose streams are queues.
 pub(crate) trait Owner: std::fmt::Debug + Send + Sync {
-    /// A point is reached that this stream waited for.
-    fn wake(&self, stream: StreamId);
+    /// A point is reached that this stream waited for. What is left to do then is the caller's.
+    fn wake(&self, stream: StreamId) -> Effects;
 
-    /// Gets on with its work, where nobody else does; whether something was done.
-    fn drive(&self) -> bool;
+    /// Gets on with its work, or with what that waits for, where nobody else does; whether something was done. `asked` are those
+    /// that are at it already.
+    fn drive(&self, asked: &mut Vec<*const ()>) -> bool;
 }
 
 impl Point {
-    pub(crate) fn new(owner: Weak<dyn Owner>, history: Vec<u64>) -> Self {
+    pub(crate) fn new(owner: Weak<dyn Owner>, history: Clock) -> Self {
         Self { outcome: OnceLock::new(), parked: Mutex::default(), reached: Condvar::new(), owner, history }
     }
 
@@ -140,7 +142,14 @@ impl Work {
 pub(crate) enum Op {
     Work(Work),
     Record(Arc<Point>),
-    Wait(Arc<Point>),
+    /// Whether what waits fails with what it waits for.
+    Wait(Arc<Point>, Fails),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fails {
+    Along,
+    ByItself,
 }
 
 /// What is left to do once the lock is released: other locks may be taken for it, and code of others runs.
@@ -155,14 +164,15 @@ pub(crate) struct Effects {
 }
 
 impl Effects {
-    /// With no lock held.
+    /// With no lock held. Not by recursion: chains of streams that wait for each other can be long.
     pub(crate) fn settle(self) {
-        for Parked { owner, stream } in self.woken {
-            if let Some(owner) = owner.upgrade() {
-                owner.wake(stream);
+        let mut left = vec![self];
+        while let Some(Effects { woken, skipped, .. }) = left.pop() {
+            for Parked { owner, stream } in woken {
+                left.extend(owner.upgrade().map(|owner| owner.wake(stream)));
             }
+            drop(skipped);
         }
-        drop(self.skipped);
     }
 }
 
@@ -182,6 +192,9 @@ struct Queue {
     ops: VecDeque<(Op, u64)>,
     state: State,
     failed: Option<Error>,
+    /// How many operations it was given, and the last of them that is not to be run.
+    submitted: u64,
+    skipped_until: u64,
     /// When the last operation ended.
     at_ns: u64,
     counters: Arc<Counters>,
@@ -218,6 +231,8 @@ impl Queues {
             ops: VecDeque::new(),
             state: State::Still,
             failed: None,
+            submitted: 0,
+            skipped_until: 0,
             at_ns: 0,
             counters: Arc::clone(&counters),
             closed: false,
@@ -235,14 +250,22 @@ impl Queues {
         }
     }
 
+    /// Points can be recorded of a stream that failed: they fail with it.
+    ///
     /// # Errors
-    /// Why the stream failed.
-    pub(crate) fn submit(&mut self, stream: StreamId, op: Op, now_ns: u64) -> Result<Effects, Error> {
+    /// Why the stream failed, and what it does not take: to be dropped without a lock, whatever it is made of.
+    pub(crate) fn submit(
+        &mut self,
+        stream: StreamId,
+        op: Op,
+        now_ns: u64,
+    ) -> Result<Effects, Box<(Error, Op)>> {
         let queue = self.queue(stream);
-        if let Some(error) = &queue.failed {
-            return Err(error.clone());
+        if let (Some(error), false) = (&queue.failed, matches!(op, Op::Record(_))) {
+            return Err(Box::new((error.clone(), op)));
         }
         queue.counters.submitted();
+        queue.submitted += 1;
         queue.ops.push_back((op, now_ns));
         Ok(if queue.state == State::Still && queue.ops.len() == 1 {
             queue.at_ns = queue.at_ns.max(now_ns);
@@ -252,7 +275,8 @@ impl Queues {
         })
     }
 
-    /// Passes points, up to work that could run or a point that is not reached.
+    /// Passes points, up to work that could run or a point that is not reached. Also a stream that failed waits for those, lest what
+    /// comes after it is thought to come after them.
     pub(crate) fn proceed(&mut self, stream: StreamId) -> Effects {
         let mut effects = Effects::default();
         let who = Parked { owner: Weak::clone(&self.owner), stream };
@@ -262,20 +286,24 @@ impl Queues {
             return effects;
         }
         while let Some((op, _)) = queue.ops.front() {
+            let number = queue.submitted - queue.ops.len() as u64 + 1;
             match op {
-                Op::Wait(point) if queue.failed.is_none() => match point.outcome_or_park(&who) {
-                    None => return effects,
-                    Some(Ok(at_ns)) => queue.at_ns = queue.at_ns.max(at_ns),
-                    Some(Err(error)) => queue.failed = Some(error),
+                Op::Wait(point, fails) => match (point.outcome_or_park(&who), fails) {
+                    (None, _) => return effects,
+                    (Some(Ok(at_ns)), _) => queue.at_ns = queue.at_ns.max(at_ns),
+                    (Some(Err(error)), Fails::Along) if number > queue.skipped_until => {
+                        queue.failed.get_or_insert(error);
+                    }
+                    (Some(Err(_)), _) => {}
                 },
-                Op::Work(_) if queue.failed.is_none() => {
+                Op::Work(_) if queue.failed.is_none() && number > queue.skipped_until => {
                     queue.state = State::Ready;
                     self.turn += 1;
                     self.ready.insert(Ready { level: queue.level, turn: self.turn, stream });
                     effects.ready += 1;
                     return effects;
                 }
-                Op::Record(_) | Op::Wait(_) | Op::Work(_) => {}
+                Op::Record(_) | Op::Work(_) => {}
             }
             let (op, submitted_ns) = queue.ops.pop_front().expect("just seen");
             // Counted before anybody hears of it.
@@ -323,22 +351,30 @@ impl Queues {
         self.proceed(stream)
     }
 
-    /// Whether all that was submitted to a stream is done.
+    /// Whether all that was submitted to a stream is over.
     ///
     /// # Errors
-    /// Why it failed.
+    /// Why it failed, once it is.
     pub(crate) fn status(&self, stream: StreamId) -> Result<Status, Error> {
         let queue = &self.queues[&stream];
-        match &queue.failed {
-            Some(error) => Err(error.clone()),
-            None if queue.ops.is_empty() && queue.state == State::Still => Ok(Status::Ready),
-            None => Ok(Status::Pending),
+        if !queue.ops.is_empty() || queue.state != State::Still {
+            return Ok(Status::Pending);
         }
+        self.failure(stream).map(|()| Status::Ready)
     }
 
-    /// Lets a stream that failed take work again. Nothing is left of what it had.
+    /// # Errors
+    /// Why a stream takes nothing.
+    pub(crate) fn failure(&self, stream: StreamId) -> Result<(), Error> {
+        self.queues[&stream].failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// Lets a stream that failed take work again. What it was given before is not run.
     pub(crate) fn take_error(&mut self, stream: StreamId) -> Option<Error> {
-        self.queue(stream).failed.take()
+        let queue = self.queue(stream);
+        let error = queue.failed.take()?;
+        queue.skipped_until = queue.submitted;
+        Some(error)
     }
 
     /// All of them.
@@ -349,7 +385,7 @@ impl Queues {
     /// The points that streams wait for.
     pub(crate) fn awaited(&self) -> Vec<Arc<Point>> {
         let first = |queue: &Queue| match queue.ops.front() {
-            Some((Op::Wait(point), _)) => Some(Arc::clone(point)),
+            Some((Op::Wait(point, _), _)) => Some(Arc::clone(point)),
             _ => None,
         };
         self.queues.values().filter_map(first).collect()

@@ -7,8 +7,8 @@ use std::fmt;
 use crate::StreamId;
 use crate::memory::MemoryRange;
 
-/// How many operations of each thread came before: of the host, whose number is 0, and of streams.
-pub(crate) type Clock = Vec<u64>;
+/// How many operations of each thread came before: of streams, and of hosts, each as its devices see it.
+pub(crate) type Clock = BTreeMap<StreamId, u64>;
 
 /// Who used memory, and how.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,52 +49,57 @@ pub struct Race {
 #[derive(Debug, Clone, Default)]
 struct Uses {
     end: usize,
-    write: Option<(usize, Access)>,
+    write: Option<(StreamId, Access)>,
     /// Since then, the last of each thread.
-    reads: Vec<(usize, Access)>,
+    reads: Vec<(StreamId, Access)>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Detector {
-    /// The number of each stream's thread.
-    threads: HashMap<StreamId, usize>,
+    /// What the host goes by: a name that no stream has.
+    host: StreamId,
     /// What each has seen.
-    clocks: Vec<Clock>,
+    clocks: HashMap<StreamId, Clock>,
     /// By their first byte.
     uses: BTreeMap<usize, Uses>,
     races: Vec<Race>,
 }
 
 impl Detector {
+    /// `host` is a name that no stream has.
+    pub(crate) fn new(host: StreamId) -> Self {
+        Self { host, clocks: HashMap::new(), uses: BTreeMap::new(), races: Vec::new() }
+    }
+
     pub(crate) fn races(&self) -> &[Race] {
         &self.races
     }
 
     /// Something is submitted to a stream: the host had done what it had done. What came before it, itself included.
     pub(crate) fn submit(&mut self, stream: StreamId) -> Clock {
-        let thread = self.thread(Some(stream));
-        let host = self.clock(0).clone();
-        self.tick(thread, &host)
+        let host = self.clock(self.host).clone();
+        self.tick(stream, &host)
     }
 
     /// A stream will wait for what came before a point.
     pub(crate) fn stream_joins(&mut self, stream: StreamId, history: &Clock) {
-        let thread = self.thread(Some(stream));
-        join(self.clock(thread), history);
+        join(self.clock(stream), history);
     }
 
     /// The host knows that a point was reached.
     pub(crate) fn host_joins(&mut self, history: &Clock) {
-        join(self.clock(0), history);
+        join(self.clock(self.host), history);
     }
 
     /// The host does something itself.
     pub(crate) fn host_acts(&mut self) -> Clock {
-        self.tick(0, &Clock::new())
+        self.tick(self.host, &Clock::new())
     }
 
+    /// Notes what is used, if it may be.
+    ///
     /// # Errors
-    /// The first race with what came before; all are noted.
+    /// The first race with what came before. All are kept; what is refused has not happened.
     pub(crate) fn check(
         &mut self,
         stream: Option<StreamId>,
@@ -102,15 +107,21 @@ impl Detector {
         reads: &[MemoryRange],
         writes: &[MemoryRange],
     ) -> Result<(), Race> {
-        let thread = self.thread(stream);
+        let thread = stream.unwrap_or(self.host);
         let before = self.races.len();
-        for (ranges, writes) in [(reads, false), (writes, true)] {
-            let access = Access { stream, operation: history[thread], writes };
-            for range in ranges.iter().filter(|range| !range.is_empty()) {
-                self.access(thread, access, history, range.address(), range.address() + range.len());
+        for notes in [false, true] {
+            for (ranges, writes) in [(reads, false), (writes, true)] {
+                let access = Access { stream, operation: history[&thread], writes };
+                for range in ranges.iter().filter(|range| !range.is_empty()) {
+                    let (begin, end) = (range.address(), range.address() + range.len());
+                    self.access(thread, access, history, begin, end, notes);
+                }
+            }
+            if let Some(race) = self.races.get(before) {
+                return Err(*race);
             }
         }
-        self.races.get(before).map_or(Ok(()), |race| Err(*race))
+        Ok(())
     }
 
     /// Memory is gone, or new: what was done to it is over.
@@ -124,7 +135,16 @@ impl Detector {
         }
     }
 
-    fn access(&mut self, thread: usize, access: Access, history: &Clock, begin: usize, end: usize) {
+    /// Looks for races of an access, or else notes it.
+    fn access(
+        &mut self,
+        thread: StreamId,
+        access: Access,
+        history: &Clock,
+        begin: usize,
+        end: usize,
+        notes: bool,
+    ) {
         self.cut(begin);
         self.cut(end);
         let mut at = begin;
@@ -136,20 +156,20 @@ impl Detector {
                 None => end,
             };
             let uses = self.uses.entry(at).or_insert_with(|| Uses { end: stop, ..Uses::default() });
-            let conflicts = uses.write.iter().chain(uses.reads.iter().filter(|_| access.writes));
-            let unseen = |(thread, access): &&(usize, Access)| {
-                history.get(*thread).is_none_or(|&n| n < access.operation)
-            };
-            let race = conflicts.filter(unseen).map(|(_, earlier)| *earlier).next();
-            if access.writes {
+            if notes && access.writes {
                 uses.write = Some((thread, access));
                 uses.reads.clear();
-            } else {
+            } else if notes {
                 uses.reads.retain(|(other, _)| *other != thread);
                 uses.reads.push((thread, access));
-            }
-            if let Some(earlier) = race {
-                self.races.push(Race { earlier, later: access, address: at, len: stop - at });
+            } else {
+                let mut conflicts = uses.write.iter().chain(uses.reads.iter().filter(|_| access.writes));
+                let unseen = |(thread, access): &&(StreamId, Access)| {
+                    history.get(thread).is_none_or(|&seen| seen < access.operation)
+                };
+                if let Some((_, earlier)) = conflicts.find(unseen).copied() {
+                    self.races.push(Race { earlier, later: access, address: at, len: stop - at });
+                }
             }
             at = stop;
         }
@@ -165,33 +185,22 @@ impl Detector {
         self.uses.insert(at, tail);
     }
 
-    fn thread(&mut self, stream: Option<StreamId>) -> usize {
-        let next = self.threads.len() + 1;
-        stream.map_or(0, |stream| *self.threads.entry(stream).or_insert(next))
+    fn clock(&mut self, thread: StreamId) -> &mut Clock {
+        self.clocks.entry(thread).or_default()
     }
 
-    fn clock(&mut self, thread: usize) -> &mut Clock {
-        if self.clocks.len() <= thread {
-            self.clocks.resize(thread + 1, Clock::new());
-        }
-        &mut self.clocks[thread]
-    }
-
-    fn tick(&mut self, thread: usize, seen: &Clock) -> Clock {
+    fn tick(&mut self, thread: StreamId, seen: &Clock) -> Clock {
         let clock = self.clock(thread);
         join(clock, seen);
-        if clock.len() <= thread {
-            clock.resize(thread + 1, 0);
-        }
-        clock[thread] += 1;
+        *clock.entry(thread).or_default() += 1;
         clock.clone()
     }
 }
 
 /// Everything that either has seen.
 fn join(clock: &mut Clock, other: &Clock) {
-    if clock.len() < other.len() {
-        clock.resize(other.len(), 0);
+    for (&thread, &seen) in other {
+        let mine = clock.entry(thread).or_default();
+        *mine = (*mine).max(seen);
     }
-    clock.iter_mut().zip(other).for_each(|(mine, theirs)| *mine = (*mine).max(*theirs));
 }

@@ -13,7 +13,7 @@ use crate::device::{
 use crate::memory::{HostBlock, MemoryKind, MemoryRange, Transfer};
 use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::{PriorityRange, StreamPriority};
-use crate::queue::{Effects, Op, Owner, Point, Queues, Work, may_wait};
+use crate::queue::{Effects, Fails, Op, Owner, Point, Queues, Work, may_wait, next_stream_id};
 use crate::race::{Clock, Detector, Race};
 
 /// What is written to memory that is new, and to memory that is gone.
@@ -51,8 +51,8 @@ impl Default for SimOptions {
 }
 
 /// A device without threads. Work runs while the host waits or asks, in an order that is possible on a real device and that
-/// the seed decides; every question lets the device's own time pass a little. Memory is poisoned when it is new and when it is
-/// gone.
+/// the seed decides; every question lets the device's own time pass a little. What nobody waits for may never run. Memory is
+/// poisoned when it is new and when it is gone.
 ///
 /// Every access to its memory, by streams or, through [`RawMemory`], by the host, is compared with those before it: two that
 /// overlap, one of which writes, must be ordered by streams, events and waits. What is not is refused with a [`Race`] where
@@ -80,6 +80,8 @@ struct Sim {
     chance: Chance,
     /// Memory that is gone but for work that may still reach it.
     buried: Vec<HostBlock>,
+    /// Devices whose work this one's waits for, which must be there to do it.
+    others: Vec<Arc<dyn Owner>>,
 }
 
 impl SimDevice {
@@ -98,10 +100,11 @@ impl SimDevice {
             info,
             state: Mutex::new(Sim {
                 queues: Queues::new(Weak::clone(this) as Weak<dyn Owner>),
-                detector: Detector::default(),
+                detector: Detector::new(next_stream_id()),
                 now_ns: 0,
                 chance: Chance(options.seed),
                 buried: Vec::new(),
+                others: Vec::new(),
             }),
             options,
             memory: MemoryCounters::default(),
@@ -126,13 +129,20 @@ impl SimDevice {
 }
 
 impl Owner for Shared {
-    fn wake(&self, stream: StreamId) {
-        let effects = self.lock().queues.proceed(stream);
-        effects.settle();
+    fn wake(&self, stream: StreamId) -> Effects {
+        self.lock().queues.proceed(stream)
     }
 
-    fn drive(&self) -> bool {
-        self.step()
+    fn drive(&self, asked: &mut Vec<*const ()>) -> bool {
+        let this = std::ptr::from_ref(self).cast();
+        if asked.contains(&this) {
+            return false;
+        }
+        asked.push(this);
+        self.step() || {
+            let awaited = self.lock().queues.awaited();
+            awaited.iter().any(|point| point.owner.upgrade().is_some_and(|owner| owner.drive(asked)))
+        }
     }
 }
 
@@ -179,27 +189,32 @@ impl Shared {
             if let Some(outcome) = point.outcome() {
                 return outcome.clone();
             }
-            if !self.step() && !self.drive_others() {
+            if !self.drive_towards(Some(point)) {
                 // Others than this thread are at it.
                 std::thread::yield_now();
             }
         }
     }
 
-    fn drive_others(&self) -> bool {
-        let awaited = self.lock().queues.awaited();
-        awaited.iter().any(|point| point.owner.upgrade().is_some_and(|owner| owner.drive()))
+    /// Works on a little, on this device or on one that a point or work of this is for.
+    fn drive_towards(&self, point: Option<&Point>) -> bool {
+        let mut asked = Vec::new();
+        let owner = point.and_then(|point| point.owner.upgrade());
+        self.drive(&mut asked) || owner.is_some_and(|owner| owner.drive(&mut asked))
     }
 
     fn record(self: &Arc<Self>, stream: StreamId) -> Result<Arc<Point>, Error> {
-        let owner = Arc::downgrade(self) as Weak<dyn Owner>;
-        let mut sim = self.lock();
-        let point = Arc::new(Point::new(owner, sim.detector.submit(stream)));
-        let now_ns = sim.now_ns;
-        let effects = sim.queues.submit(stream, Op::Record(Arc::clone(&point)), now_ns)?;
-        drop(sim);
+        let (point, effects) = self.record_in(&mut self.lock(), stream);
         effects.settle();
         Ok(point)
+    }
+
+    fn record_in(self: &Arc<Self>, sim: &mut Sim, stream: StreamId) -> (Arc<Point>, Effects) {
+        let owner = Arc::downgrade(self) as Weak<dyn Owner>;
+        let point = Arc::new(Point::new(owner, sim.detector.submit(stream)));
+        let submitted = sim.queues.submit(stream, Op::Record(Arc::clone(&point)), sim.now_ns);
+        // A stream that failed takes points too.
+        (point, submitted.unwrap_or_default())
     }
 
     /// # Errors
@@ -212,13 +227,13 @@ impl Shared {
         writes: &[MemoryRange],
     ) -> Result<(), Error> {
         let mut sim = self.lock();
-        sim.queues.status(stream)?;
+        sim.queues.failure(stream)?;
         let history = sim.detector.submit(stream);
         sim.detector.check(Some(stream), &history, reads, writes)?;
         let now_ns = sim.now_ns;
-        let effects = sim.queues.submit(stream, Op::Work(work), now_ns)?;
+        let submitted = sim.queues.submit(stream, Op::Work(work), now_ns);
         drop(sim);
-        effects.settle();
+        submitted.map_err(|refused| refused.0)?.settle();
         Ok(())
     }
 
@@ -284,10 +299,16 @@ impl Device for SimDevice {
     }
 
     fn synchronize(&self) -> Result<(), Error> {
-        let streams = self.shared.lock().queues.streams();
-        let points: Vec<_> = streams.into_iter().map(|stream| self.shared.record(stream)).collect();
-        let reached = points.into_iter().map(|point| self.shared.wait_for(&*point?));
-        reached.collect::<Vec<_>>().into_iter().collect()
+        may_wait()?;
+        let mut sim = self.shared.lock();
+        let streams = sim.queues.streams();
+        let recorded: Vec<_> =
+            streams.into_iter().map(|stream| self.shared.record_in(&mut sim, stream)).collect();
+        drop(sim);
+        let (points, effects): (Vec<_>, Vec<_>) = recorded.into_iter().unzip();
+        effects.into_iter().for_each(Effects::settle);
+        let reached: Vec<_> = points.iter().map(|point| self.shared.wait_for(point)).collect();
+        reached.into_iter().collect()
     }
 }
 
@@ -295,9 +316,10 @@ impl Shared {
     /// Works on until a point is reached, and has the host know it.
     fn wait_for(&self, point: &Point) -> Result<(), Error> {
         may_wait()?;
-        self.drive_to(point)?;
+        let outcome = self.drive_to(point);
+        // It is reached, however that ended.
         self.seen(&point.history);
-        Ok(())
+        outcome.map(drop)
     }
 }
 
@@ -322,6 +344,26 @@ impl Drop for StreamHandle {
 }
 
 impl SimStream {
+    fn wait_for(&self, event: &SimEvent, fails: Fails) -> Result<(), Error> {
+        let StreamHandle { id, shared, .. } = &*self.handle;
+        let Some(point) = event.point() else { return shared.lock().queues.failure(*id) };
+        let mut sim = shared.lock();
+        sim.queues.failure(*id)?;
+        sim.detector.stream_joins(*id, &point.history);
+        let this: *const Shared = Arc::as_ptr(shared);
+        if let Some(owner) = point.owner.upgrade() {
+            let known = |other: &Arc<dyn Owner>| std::ptr::addr_eq(Arc::as_ptr(other), Arc::as_ptr(&owner));
+            if !std::ptr::addr_eq(Arc::as_ptr(&owner), this) && !sim.others.iter().any(known) {
+                sim.others.push(owner);
+            }
+        }
+        let now_ns = sim.now_ns;
+        let submitted = sim.queues.submit(*id, Op::Wait(point, fails), now_ns);
+        drop(sim);
+        submitted.map_err(|refused| refused.0)?.settle();
+        Ok(())
+    }
+
     fn transfer(&self, transfer: Transfer) -> Result<(), Error> {
         let StreamHandle { id, counters, shared, .. } = &*self.handle;
         let (to, from) = (transfer.to(), transfer.from());
@@ -349,15 +391,11 @@ impl Stream for SimStream {
     }
 
     fn wait(&self, event: &SimEvent) -> Result<(), Error> {
-        let StreamHandle { id, shared, .. } = &*self.handle;
-        let Some(point) = event.point() else { return shared.lock().queues.status(*id).map(drop) };
-        let mut sim = shared.lock();
-        sim.detector.stream_joins(*id, &point.history);
-        let now_ns = sim.now_ns;
-        let effects: Effects = sim.queues.submit(*id, Op::Wait(point), now_ns)?;
-        drop(sim);
-        effects.settle();
-        Ok(())
+        self.wait_for(event, Fails::Along)
+    }
+
+    fn follow(&self, event: &SimEvent) -> Result<(), Error> {
+        self.wait_for(event, Fails::ByItself)
     }
 
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
@@ -385,15 +423,15 @@ impl Stream for SimStream {
 
     fn query(&self) -> Result<Status, Error> {
         let StreamHandle { id, shared, .. } = &*self.handle;
-        shared.step();
+        shared.drive_towards(None);
         let mut sim = shared.lock();
-        let status = sim.queues.status(*id)?;
-        if status == Status::Ready {
-            // What it was given last, the host knows now to be done.
+        let status = sim.queues.status(*id);
+        if status != Ok(Status::Pending) {
+            // What it was given last, the host knows now to be over.
             let history = sim.detector.submit(*id);
             sim.detector.host_joins(&history);
         }
-        Ok(status)
+        status
     }
 
     fn synchronize(&self) -> Result<(), Error> {
@@ -426,14 +464,13 @@ impl SimEvent {
 impl Event for SimEvent {
     fn query(&self) -> Result<Status, Error> {
         let Some(point) = self.point() else { return Ok(Status::Ready) };
-        if point.outcome().is_none() && !self.shared.step() {
-            self.shared.drive_others();
+        if point.outcome().is_none() {
+            self.shared.drive_towards(Some(&point));
         }
-        let status = point.status()?;
-        if status == Status::Ready {
+        if point.outcome().is_some() {
             self.shared.seen(&point.history);
         }
-        Ok(status)
+        point.status()
     }
 
     fn synchronize(&self) -> Result<(), Error> {

@@ -66,6 +66,26 @@ fn urgent_work_begins_before_work_that_was_there_first() {
 }
 
 #[test]
+fn the_last_handle_to_a_device_can_be_part_of_its_work() {
+    for threads in [1, 3] {
+        let device = CpuDevice::with_threads(threads).unwrap();
+        let stream = device.create_stream(StreamPriority::Normal).unwrap();
+        let (tell, told) = mpsc::channel();
+        let (open, gate) = mpsc::channel::<()>();
+        let (work, last) = (stream.clone(), device.clone());
+        let run = HostFn::new(move || {
+            let _ = gate.recv();
+            drop((work, last));
+            let _ = tell.send(());
+        });
+        stream.launch_host_fn(run).unwrap();
+        drop((stream, device));
+        drop(open);
+        told.recv_timeout(Duration::from_secs(10)).expect("it waits for nobody");
+    }
+}
+
+#[test]
 fn a_simulation_is_the_same_again_with_its_seed() {
     let run = |seed| {
         let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
@@ -161,6 +181,56 @@ fn an_event_orders_streams_of_two_devices() {
     let (first, second) =
         (a.create_stream(StreamPriority::Low).unwrap(), b.create_stream(StreamPriority::Low).unwrap());
     order_across(&a, &first, &second);
+}
+
+#[test]
+fn a_device_goes_when_what_its_streams_wait_for_is_done() {
+    let [a, b] = [(); 2].map(|()| CpuDevice::with_threads(1).unwrap());
+    let [waits, works] = [&a, &b].map(|device| device.create_stream(StreamPriority::Normal).unwrap());
+    works.launch_host_fn(HostFn::new(|| std::thread::sleep(Duration::from_millis(50)))).unwrap();
+    let done = b.create_event().unwrap();
+    works.record(&done).unwrap();
+    waits.wait(&done).unwrap();
+    drop(waits);
+    drop(a);
+}
+
+/// Also where a device's handles are gone, and where the one that it waits for waits for another.
+#[test]
+fn simulated_devices_work_for_each_other() {
+    let [a, b, c] = [(); 3].map(|()| SimDevice::new(SimOptions::default()));
+    let [first, second, third] =
+        [&c, &b, &a].map(|device| device.create_stream(StreamPriority::Normal).unwrap());
+    let ran = Arc::new(Mutex::new(false));
+    let run = Arc::clone(&ran);
+    first.launch_host_fn(HostFn::new(move || *run.lock().unwrap() = true)).unwrap();
+    for (earlier, later) in [(&first, &second), (&second, &third)] {
+        let point = a.create_event().unwrap();
+        earlier.record(&point).unwrap();
+        later.wait(&point).unwrap();
+    }
+    drop((first, second, b, c));
+    third.synchronize().unwrap();
+    assert!(*ran.lock().unwrap());
+}
+
+#[test]
+fn what_is_refused_has_not_happened() {
+    let device = SimDevice::new(SimOptions::default());
+    let [a, b, c] = [(); 3].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
+    let memory = device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
+    let done = device.create_event().unwrap();
+    // SAFETY: a simulated device runs nothing behind this thread's back.
+    unsafe {
+        a.fill(memory.range(), 1).unwrap();
+        assert!(matches!(b.fill(memory.range(), 2), Err(Error::Race(_))));
+        b.synchronize().unwrap();
+        assert!(memory.read(0, &mut [0; 64]).is_err(), "the first is not waited for");
+        a.record(&done).unwrap();
+        c.wait(&done).unwrap();
+        c.fill(memory.range(), 3).unwrap();
+    }
+    device.synchronize().unwrap();
 }
 
 fn order_across<D: Device>(device: &D, first: &D::Stream, second: &D::Stream) {

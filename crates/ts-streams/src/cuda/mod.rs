@@ -223,10 +223,12 @@ impl Drop for StreamHandle {
 impl StreamHandle {
     /// Submits something, unless what it depends on has failed.
     fn submit(&self, submit: impl FnOnce(&mut Lineage) -> Result<(), Error>) -> Result<(), Error> {
+        self.error()?;
+        self.submit_whatever(submit)
+    }
+
+    fn submit_whatever(&self, submit: impl FnOnce(&mut Lineage) -> Result<(), Error>) -> Result<(), Error> {
         let mut lineage = lock(&self.lineage);
-        if let Some(error) = lineage.failure() {
-            return Err(error.clone());
-        }
         lineage.operations += 1;
         submit(&mut lineage)?;
         self.counts.operations.fetch_add(1, Ordering::Relaxed);
@@ -258,6 +260,17 @@ impl CudaStream {
         self.handle.raw.as_ptr()
     }
 
+    fn wait_for(&self, event: &CudaEvent, join: impl FnOnce(&mut Lineage, &Lineage)) -> Result<(), Error> {
+        let StreamHandle { raw, shared, .. } = &*self.handle;
+        self.handle.submit(|lineage| {
+            let recorded = lock(&event.handle.recorded);
+            let Some(history) = &*recorded else { return Ok(()) };
+            shared.context.wait(raw, &event.handle.raw)?;
+            join(lineage, history);
+            Ok(())
+        })
+    }
+
     fn transferred(&self, bytes: usize) {
         self.handle.counts.transfers.fetch_add(1, Ordering::Relaxed);
         self.handle.counts.transferred_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
@@ -277,7 +290,7 @@ impl Stream for CudaStream {
 
     fn record(&self, event: &CudaEvent) -> Result<(), Error> {
         let StreamHandle { raw, shared, .. } = &*self.handle;
-        self.handle.submit(|lineage| {
+        self.handle.submit_whatever(|lineage| {
             // Both at once, lest another thread waits for one of them with the other's history.
             let mut recorded = lock(&event.handle.recorded);
             shared.context.record(raw, &event.handle.raw)?;
@@ -287,14 +300,11 @@ impl Stream for CudaStream {
     }
 
     fn wait(&self, event: &CudaEvent) -> Result<(), Error> {
-        let StreamHandle { raw, shared, .. } = &*self.handle;
-        self.handle.submit(|lineage| {
-            let recorded = lock(&event.handle.recorded);
-            let Some(history) = &*recorded else { return Ok(()) };
-            shared.context.wait(raw, &event.handle.raw)?;
-            lineage.join(history);
-            Ok(())
-        })
+        self.wait_for(event, Lineage::join)
+    }
+
+    fn follow(&self, event: &CudaEvent) -> Result<(), Error> {
+        self.wait_for(event, |_, _| ())
     }
 
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
@@ -351,12 +361,12 @@ impl Stream for CudaStream {
 
     fn query(&self) -> Result<Status, Error> {
         let (operations, submitted_ns) = self.handle.counted();
-        let done = self.handle.shared.context.is_done(&self.handle.raw)?;
-        self.handle.error()?;
-        if done {
-            self.handle.completed(operations, submitted_ns);
+        // The device may still do what was submitted before a failure was known.
+        if !self.handle.shared.context.is_done(&self.handle.raw)? {
+            return Ok(Status::Pending);
         }
-        Ok(if done { Status::Ready } else { Status::Pending })
+        self.handle.completed(operations, submitted_ns);
+        self.handle.error().map(|()| Status::Ready)
     }
 
     fn synchronize(&self) -> Result<(), Error> {
@@ -432,9 +442,10 @@ impl Event for CudaEvent {
         if lock(&self.handle.recorded).is_none() {
             return Ok(Status::Ready);
         }
-        let reached = self.handle.shared.context.is_reached(&self.handle.raw)?;
-        self.error()?;
-        Ok(if reached { Status::Ready } else { Status::Pending })
+        if !self.handle.shared.context.is_reached(&self.handle.raw)? {
+            return Ok(Status::Pending);
+        }
+        self.error().map(|()| Status::Ready)
     }
 
     fn synchronize(&self) -> Result<(), Error> {
