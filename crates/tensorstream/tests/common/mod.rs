@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Files that tests write.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use tensorstream::format::{Compression, Dtype, TensorMeta};
+use tensorstream::{FileWriter, NewTensor, Progress, WriteOptions};
+
+pub(crate) fn plain() -> WriteOptions {
+    by(Compression::None, 1)
+}
+
+pub(crate) fn by(compression: Compression, jobs: usize) -> WriteOptions {
+    WriteOptions { compression, jobs, ..WriteOptions::default() }
+}
+
+pub(crate) fn never() -> bool {
+    false
+}
+
+pub(crate) fn quiet(_: Progress) -> bool {
+    false
+}
+
+pub(crate) fn metadata() -> BTreeMap<String, String> {
+    BTreeMap::from([("format".into(), "pt".into()), ("note".into(), "a\"b\nc".into())])
+}
+
+/// Bytes of tensor `i`, of a length that is no multiple of anything.
+pub(crate) fn content(i: usize) -> Vec<u8> {
+    (0..[3_000_001, 0, 17, 1][i % 4]).map(|at: usize| (at * 7 + i) as u8).collect()
+}
+
+pub(crate) fn write(path: &Path, count: usize) {
+    let tensors = (0..count).map(|i| {
+        let meta = TensorMeta { dtype: Dtype::U8, shape: vec![content(i).len() as u64] };
+        NewTensor { name: format!("t{i}"), meta, phase: None }
+    });
+    let mut writer = FileWriter::create(path, tensors.collect(), metadata(), plain(), &mut never).unwrap();
+    for i in writer.order().to_vec() {
+        for piece in content(i).chunks(1_000_003) {
+            writer.write(piece).unwrap();
+        }
+    }
+    writer.commit().unwrap();
+}
+
+pub(crate) fn files(directory: &Path) -> Vec<PathBuf> {
+    let mut all: Vec<_> = std::fs::read_dir(directory).unwrap().map(|e| e.unwrap().path()).collect();
+    all.sort();
+    all
+}
+
+pub(crate) fn u8s(name: &str, shape: &[u64]) -> NewTensor {
+    let meta = TensorMeta { dtype: Dtype::U8, shape: shape.to_vec() };
+    NewTensor { name: name.into(), meta, phase: None }
+}
