@@ -17,7 +17,8 @@ use crate::queue::{Effects, Fails, Op, Owner, Point, Queues, Work, may_wait};
 use crate::race::Clock;
 
 /// The host as a device. Its streams share some threads, which always take the most urgent work that could run; work that
-/// has begun is not interrupted. All memory is the host's.
+/// has begun is not interrupted. All memory is the host's. Dropping the last handle to it, its streams and its memory waits until all
+/// work is done, unless work does that.
 #[derive(Debug, Clone)]
 pub struct CpuDevice {
     crew: Arc<Crew>,

@@ -28,7 +28,7 @@
 //! ```
 //!
 //! # Invariants
-//! - Only `synchronize` of streams, events and devices blocks the host.
+//! - Submitting work never waits for work: only `synchronize` does, calls that say so, and dropping the last handle to a [`CpuDevice`].
 //! - What is submitted to a stream runs in that order, each operation once, after all that it waits for.
 //! - What fails takes with it what is behind it and what waits for it, and nothing else; whoever waits for such a thing is told.
 //!

@@ -29,7 +29,7 @@ pub(crate) fn status() -> GpuStatus {
     }
 }
 
-/// A device of NVIDIA, by its primary context. Functions of streams run on a thread of the driver's. Such a failure that the driver
+/// A device of NVIDIA, by its primary context. It has not been tried on one yet. Functions of streams run on a thread of the driver's. Such a failure that the driver
 /// itself reports is for good, and for all that the process does with the device.
 ///
 /// When a function panics, functions behind it are not run, and neither are those of streams that wait for it; copies and
