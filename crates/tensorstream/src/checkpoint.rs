@@ -7,6 +7,7 @@ use ts_format::{ByteRange, Catalog, CatalogReader, Need, Tensor};
 use ts_io::{Source, Tuner};
 use ts_orchestrator::{Engine, EngineConfig, Phase, Unit, UnitTensor};
 use ts_pool::Budget;
+use ts_streams::Device;
 
 use crate::Error;
 use crate::read::Reader;
@@ -165,6 +166,19 @@ impl Checkpoint {
     /// As [`Engine::new`].
     pub fn engine(&self, units: Vec<Unit>, config: EngineConfig) -> Result<Engine, Error> {
         Ok(Engine::new(units, self.sources.clone(), config)?)
+    }
+
+    /// As [`engine`](Self::engine), for a device.
+    ///
+    /// # Errors
+    /// As [`Engine::on`].
+    pub fn engine_on<D: Device>(
+        &self,
+        device: &D,
+        units: Vec<Unit>,
+        config: EngineConfig,
+    ) -> Result<Engine<D>, Error> {
+        Ok(Engine::on(device, units, self.sources.clone(), config)?)
     }
 }
 

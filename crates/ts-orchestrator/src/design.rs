@@ -30,6 +30,8 @@ pub(crate) struct Design {
     pub(crate) bounce_total: usize,
     /// and for what workers decode with.
     pub(crate) scratch_total: usize,
+    /// Memory of the host by way of which units go to their device.
+    pub(crate) staging_total: usize,
     /// What the budget leaves for slots, in whole blocks.
     pub(crate) slot_budget: usize,
     pub(crate) plan: Plan,
@@ -40,6 +42,7 @@ impl Design {
         units: Vec<Unit>,
         sources: &[Arc<Source>],
         config: &EngineConfig,
+        staged: bool,
     ) -> Result<Self, Error> {
         let order = config.order.clone();
         let order = order.unwrap_or_else(|| (0..units.len() as u32).map(UnitId).collect());
@@ -59,7 +62,8 @@ impl Design {
         let demands: Vec<_> = units.iter().map(demand_of).collect();
         let attempt = |bounce_count: usize| {
             let bounce_total = bounce_count * bounce_bytes;
-            let aside = bounce_total + scratch_total;
+            // Of a budget for a device all is for slots.
+            let aside = if staged { 0 } else { bounce_total + scratch_total };
             let left = config.budget_bytes.saturating_sub(aside);
             let slot_budget = left - left % BLOCK_ALIGN;
             let request = PlanRequest {
@@ -85,7 +89,10 @@ impl Design {
             BOUNCE_COUNT
         };
         let (plan, bounce_total, slot_budget) = attempt(many).or_else(|_| attempt(BOUNCE_COUNT))?;
-        Ok(Self { units, order, cut, bounce_total, scratch_total, slot_budget, plan })
+        let mut sizes: Vec<usize> = units.iter().map(|unit| unit.slot_bytes).collect();
+        sizes.sort_unstable_by(|a, b| b.cmp(a));
+        let staging_total = if staged { sizes.iter().take(config.staging_units.max(1)).sum() } else { 0 };
+        Ok(Self { units, order, cut, bounce_total, scratch_total, staging_total, slot_budget, plan })
     }
 }
 

@@ -6,19 +6,21 @@ use std::time::{Duration, Instant};
 
 use ts_io::{BackendOptions, Choice, ReadPath, Registry, Source};
 use ts_pool::{Budget, HostPool, Reservation};
+use ts_streams::{CpuDevice, Device};
 
 use crate::Error;
 use crate::design::Design;
-use crate::lease::{Lease, Slot};
+use crate::lease::Lease;
 use crate::load::Event;
 use crate::pass::PassId;
 use crate::plan::{Plan, PlanRequest, Rates, Residency, plan, predict};
 use crate::populate::Populating;
 use crate::prefetch::Prefetch;
+use crate::slot::{Slot, Slots, device_error};
 use crate::state::{Fixed, Prepared, Residence, Shortage, State};
 use crate::stats::{EngineStats, UnitStats};
 use crate::unit::{Unit, UnitId};
-use crate::worker::WorkerPool;
+use crate::worker::Workers;
 
 /// How often a waiting call asks its [`Interrupt`].
 const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
@@ -45,8 +47,12 @@ pub type Clock = Box<dyn Fn() -> u64 + Send + Sync>;
 
 /// How an engine is set up. Make one with [`EngineConfig::with_budget`] and change what should differ.
 pub struct EngineConfig {
-    /// All memory for weights, in bytes: slots, reads in flight, bounce buffers.
+    /// All memory for weights, in bytes: slots, reads in flight, bounce buffers. For a device whose memory is not the host's it is
+    /// the device's that counts, which has the slots alone.
     pub budget_bytes: usize,
+    /// For how many units memory of the host is taken, by way of which they go to such a device: what the largest need, at least for
+    /// one.
+    pub staging_units: usize,
     /// Passes that may run at once; more wait for their turn. At least 1.
     pub max_passes: usize,
     /// The visits that a pass is expected to make; `None` for all units in their order. Learned as passes run.
@@ -91,6 +97,7 @@ impl EngineConfig {
     pub fn with_budget(budget_bytes: usize) -> Self {
         Self {
             budget_bytes,
+            staging_units: 2,
             max_passes: 1,
             order: None,
             backend: None,
@@ -109,16 +116,19 @@ impl EngineConfig {
 
 /// Holds units of weights in memory as its plan says and reads the others ahead of their use.
 ///
+/// Units are where the work of streams of its device reaches them. Memory of a [`CpuDevice`] is the host's, and they are read to where
+/// they stay; to other devices they are [copied](Self::on) when they are read.
+///
 /// Dropping it stops its threads once reads under way have ended. Tensors stay valid.
-pub struct Engine {
-    shared: Arc<Shared>,
+pub struct Engine<D: Device = CpuDevice> {
+    shared: Arc<Shared<D>>,
     loader: Option<JoinHandle<()>>,
     populating: Option<Populating>,
 }
 
-pub(crate) struct Shared {
-    fixed: Fixed,
-    state: Mutex<State>,
+pub(crate) struct Shared<D: Device> {
+    fixed: Fixed<D>,
+    state: Mutex<State<D>>,
     /// Something changed that a waiting call may have waited for.
     changed: Condvar,
     budget: Budget,
@@ -132,34 +142,85 @@ pub(crate) struct Shared {
 }
 
 impl Engine {
-    /// Plans and prepares; reads nothing yet. `sources` are the files that the tensors' ranges name, by id.
+    /// Plans and prepares, for the host; reads nothing yet. `sources` are the files that the tensors' ranges name, by id.
     ///
     /// # Errors
     /// [`Error::NeverFits`] when no plan works under the budget; [`Error::NoSuchFile`] and
     /// [`Error::NoSuchUnit`] when units or order name what there is not; [`Error::Storage`] when the backend is
     /// not available; [`Error::System`] when memory or a thread is refused.
     pub fn new(units: Vec<Unit>, sources: Vec<Arc<Source>>, config: EngineConfig) -> Result<Self, Error> {
+        Self::build(None, units, sources, config)
+    }
+
+    /// The plan that an engine would begin with, and what it says of each unit. Takes no memory for weights,
+    /// starts nothing, reads nothing.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), but for what the system refuses.
+    pub fn preview(
+        units: Vec<Unit>,
+        sources: &[Arc<Source>],
+        config: &EngineConfig,
+    ) -> Result<(Plan, Vec<UnitStats>), Error> {
+        let Design { units, plan, .. } = Design::new(units, sources, config, false)?;
+        let stats = units.iter().zip(&plan.residency).map(|(unit, &residency)| UnitStats {
+            resident: residency == Residency::Resident,
+            ..unit.no_stats()
+        });
+        let stats = stats.collect();
+        Ok((plan, stats))
+    }
+}
+
+impl<D: Device> Engine<D> {
+    /// As [`new`](Engine::new), for a device.
+    ///
+    /// # Errors
+    /// As [`new`](Engine::new).
+    pub fn on(
+        device: &D,
+        units: Vec<Unit>,
+        sources: Vec<Arc<Source>>,
+        config: EngineConfig,
+    ) -> Result<Self, Error> {
+        let apart = (!device.info().host_memory).then_some(device);
+        Self::build(apart, units, sources, config)
+    }
+
+    /// For a device whose memory is not the host's, or for the host.
+    fn build(
+        device: Option<&D>,
+        units: Vec<Unit>,
+        sources: Vec<Arc<Source>>,
+        config: EngineConfig,
+    ) -> Result<Self, Error> {
         let choice = config.registry.choose(config.backend.as_deref(), &sources)?;
-        let Design { units, order, cut, bounce_total, scratch_total, slot_budget, plan } =
-            Design::new(units, &sources, &config)?;
+        let design = Design::new(units, &sources, &config, device.is_some())?;
+        let Design { units, order, cut, bounce_total, scratch_total, staging_total, slot_budget, plan } =
+            design;
         let system = |e: ts_pool::Error| Error::System(e.to_string());
         let budget = Budget::new(config.budget_bytes);
+        let aside = if device.is_some() { Budget::new(bounce_total + scratch_total) } else { budget.clone() };
         let bounces =
-            (bounce_total > 0).then(|| HostPool::new(&budget, bounce_total)).transpose().map_err(system)?;
-        let scratch = budget.reserve(scratch_total).map_err(system)?;
-        let pool = HostPool::new(&budget, plan.peak_bytes()).map_err(system)?;
-        let populating = Populating::new(&pool, config.populate);
+            (bounce_total > 0).then(|| HostPool::new(&aside, bounce_total)).transpose().map_err(system)?;
+        let scratch = aside.reserve(scratch_total).map_err(system)?;
         let (events, inbox) = channel();
+        let slots = match device {
+            Some(device) => Slots::on_device(device, &budget, plan.peak_bytes(), staging_total, &events),
+            None => Slots::on_host(&budget, plan.peak_bytes()),
+        };
+        let slots = slots.map_err(system)?;
+        let populating = Populating::new(&slots.host, config.populate);
         let sink = events.clone();
         let backend = choice
             .provider
             .create(&config.io, Box::new(move |completion| drop(sink.send(Event::Read(completion)))))?;
         let (prefetch, verify) = (config.prefetch, config.verify);
         let checks = verify != Verify::Never && units.iter().any(|unit| !unit.checks.is_empty());
-        let workers = (checks || bounces.is_some()).then(|| WorkerPool::new(config.workers.max(1), &events));
+        let workers = (checks || bounces.is_some()).then(|| Workers::new(config.workers.max(1), &events));
         let workers = workers.transpose()?;
         let timeout = config.io.timeout;
-        let fixed = Fixed { units, sources, pool, bounces, cut, prefetch, verify, timeout, events };
+        let fixed = Fixed { units, sources, slots, bounces, cut, prefetch, verify, timeout, events };
         let state = State::new(&fixed, order, plan, backend, workers);
         let shared = Arc::new(Shared {
             fixed,
@@ -175,25 +236,6 @@ impl Engine {
         });
         let loader = spawn_loader(Arc::clone(&shared), inbox)?;
         Ok(Self { shared, loader: Some(loader), populating: Some(populating) })
-    }
-
-    /// The plan that an engine would begin with, and what it says of each unit. Takes no memory for weights,
-    /// starts nothing, reads nothing.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new), but for what the system refuses.
-    pub fn preview(
-        units: Vec<Unit>,
-        sources: &[Arc<Source>],
-        config: &EngineConfig,
-    ) -> Result<(Plan, Vec<UnitStats>), Error> {
-        let Design { units, plan, .. } = Design::new(units, sources, config)?;
-        let stats = units.iter().zip(&plan.residency).map(|(unit, &residency)| UnitStats {
-            resident: residency == Residency::Resident,
-            ..unit.no_stats()
-        });
-        let stats = stats.collect();
-        Ok((plan, stats))
     }
 
     /// Begins a pass over the units and starts to read ahead. Waits while `max_passes` others run.
@@ -270,7 +312,7 @@ impl Engine {
         pass: Option<PassId>,
         unit: UnitId,
         interrupt: Interrupt<'_>,
-    ) -> Result<Lease, Error> {
+    ) -> Result<Lease<D>, Error> {
         let count = self.shared.fixed.units.len();
         if unit.index() >= count {
             return Err(Error::NoSuchUnit { unit: unit.0, count });
@@ -308,7 +350,7 @@ impl Engine {
     }
 }
 
-impl Drop for Engine {
+impl<D: Device> Drop for Engine<D> {
     fn drop(&mut self) {
         drop(self.populating.take());
         // The backend first: what it still holds comes back to the loader, whose inbox ends with Stop.
@@ -322,11 +364,11 @@ impl Drop for Engine {
         let workers = self.shared.lock().workers.take();
         drop(workers);
         // Of what remains are tensors, each of which lets go of its memory by itself.
-        self.shared.fixed.pool.retire();
+        self.shared.fixed.slots.host.retire();
     }
 }
 
-impl Shared {
+impl<D: Device> Shared<D> {
     pub(crate) fn unit(&self, unit: UnitId) -> &Prepared {
         &self.fixed.units[unit.index()]
     }
@@ -348,7 +390,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, State<D>> {
         // A panic under this lock is a bug that the panicking thread reports; the others go on as they can.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -358,7 +400,7 @@ impl Shared {
         pass: Option<PassId>,
         unit: UnitId,
         interrupt: Interrupt<'_>,
-    ) -> Result<Lease, Error> {
+    ) -> Result<Lease<D>, Error> {
         let asked_ns = (self.clock)();
         let mut state = self.lock();
         state.passes.visit(pass, unit);
@@ -380,10 +422,10 @@ impl Shared {
     /// The slot of a unit once it is present, and whether that took a wait.
     fn wait_for_unit<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
+        mut state: MutexGuard<'a, State<D>>,
         unit: UnitId,
         interrupt: Interrupt<'_>,
-    ) -> (MutexGuard<'a, State>, Result<Found, Error>) {
+    ) -> (MutexGuard<'a, State<D>>, Result<Found<D>, Error>) {
         let (mut waited, mut tries, mut waiting) = (false, 0, Waiting::new());
         loop {
             if let Some(slot) = state.take_slot(unit) {
@@ -411,7 +453,7 @@ impl Shared {
     }
 
     /// Begins to read a unit that is wanted now, or notes that this thread waits for memory.
-    fn start(&self, state: &mut State, unit: UnitId, tries: &mut u32) -> Result<(), Error> {
+    fn start(&self, state: &mut State<D>, unit: UnitId, tries: &mut u32) -> Result<(), Error> {
         let this_thread = std::thread::current().id();
         let prepared = self.unit(unit);
         let (name, needed_bytes) = (prepared.unit.name.clone(), prepared.slot_bytes);
@@ -428,8 +470,9 @@ impl Shared {
                 let (held_bytes, holders) = (bytes, holders.join(", "));
                 Err(Error::StillReferenced { unit: name, needed_bytes, held_bytes, holders })
             }
+            Err(Shortage::Device(error)) => Err(device_error(&name, error)),
             Err(shortage) => {
-                if shortage != Shortage::Passing {
+                if !matches!(shortage, Shortage::Passing) {
                     *tries += 1;
                 }
                 state.starving.insert(this_thread);
@@ -441,11 +484,11 @@ impl Shared {
     /// Waits for a change, or for the time to ask the caller whether to go on.
     fn wait<'a>(
         &'a self,
-        state: MutexGuard<'a, State>,
+        state: MutexGuard<'a, State<D>>,
         waiting: &mut Waiting,
         interrupt: Interrupt<'_>,
         what: impl Fn() -> String,
-    ) -> Result<MutexGuard<'a, State>, Error> {
+    ) -> Result<MutexGuard<'a, State<D>>, Error> {
         let (state, _) =
             self.changed.wait_timeout(state, INTERRUPT_PERIOD).unwrap_or_else(PoisonError::into_inner);
         // By the time that has passed: changes may come more often than the period.
@@ -461,7 +504,7 @@ impl Shared {
         Ok(self.lock())
     }
 
-    fn propose_plan(&self, state: &mut State) {
+    fn propose_plan(&self, state: &mut State<D>) {
         let demands = state.demands(&self.fixed);
         let order = state.passes.order().to_vec();
         let request = PlanRequest {
@@ -478,7 +521,7 @@ impl Shared {
         // size of the first plan's peak.
         let fresh_start_s = better.resident_bytes as f64 / request.rates.read_bytes_per_s;
         let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
-        let fits = better.peak_bytes() <= self.fixed.pool.stats().capacity_bytes;
+        let fits = better.peak_bytes() <= self.fixed.slots.capacity_bytes();
         if fits && gain_s > REPLAN_GAIN * kept.predicted_pass_s && gain_s * REPLAN_PASSES > fresh_start_s {
             state.pending_plan = Some(better);
         } else {
@@ -489,7 +532,7 @@ impl Shared {
     }
 
     /// The bandwidth of storage while it was asked for anything; the assumed one before a useful sample.
-    fn measured_rates(&self, state: &State) -> Rates {
+    fn measured_rates(&self, state: &State<D>) -> Rates {
         const SAMPLE_NS: u64 = 20_000_000;
         let (bytes, busy_ns) = (state.read_bytes(), state.counts.busy_ns);
         if bytes == 0 || busy_ns < SAMPLE_NS {
@@ -499,18 +542,20 @@ impl Shared {
     }
 
     fn stats(&self) -> EngineStats {
-        let pool = self.fixed.pool.stats();
+        let slots = &self.fixed.slots;
+        let (in_use, high_water) = slots.in_use_bytes();
         let state = self.lock();
         let mut read_bytes: Vec<_> = ReadPath::ALL.map(|path| (path, 0)).to_vec();
         for &(path, bytes) in &state.counts.read_bytes {
             crate::load::add(&mut read_bytes, path, bytes);
         }
-        let bounce_bytes = self.budget.high_water_bytes() - pool.capacity_bytes;
+        let bounce_bytes = self.budget.high_water_bytes() - slots.capacity_bytes();
         EngineStats {
             budget_bytes: self.budget.limit_bytes(),
             reserved_high_water_bytes: self.budget.high_water_bytes(),
-            in_use_high_water_bytes: pool.high_water_bytes + bounce_bytes,
-            in_use_bytes: pool.in_use_bytes + bounce_bytes,
+            in_use_high_water_bytes: high_water + bounce_bytes,
+            in_use_bytes: in_use + bounce_bytes,
+            staging_bytes: slots.staging_bytes(),
             backend: self.choice.provider.name(),
             passed_over: self.choice.passed_over.clone(),
             passes: state.counts.passes,
@@ -522,7 +567,7 @@ impl Shared {
         }
     }
 
-    fn run(&self, inbox: &Receiver<Event>) {
+    fn run(&self, inbox: &Receiver<Event<D>>) {
         while let Ok(event) = inbox.recv() {
             let now_ns = (self.clock)();
             let mut state = self.lock();
@@ -534,6 +579,8 @@ impl Shared {
                 Event::Checked { load, slot, mismatch } => {
                     state.on_checked(&self.fixed, load, slot, mismatch, now_ns);
                 }
+                Event::Lost(lost) => state.on_lost(&self.fixed, lost, now_ns),
+                Event::Uploaded(uploaded) => state.on_uploaded(&self.fixed, uploaded, now_ns),
                 Event::Freed => {}
                 Event::Stop => return,
             }
@@ -556,9 +603,12 @@ impl Waiting {
 }
 
 /// A unit's slot, and whether it had to be waited for.
-type Found = (Arc<Slot>, bool);
+type Found<D> = (Arc<Slot<D>>, bool);
 
-fn spawn_loader(shared: Arc<Shared>, inbox: Receiver<Event>) -> Result<JoinHandle<()>, Error> {
+fn spawn_loader<D: Device>(
+    shared: Arc<Shared<D>>,
+    inbox: Receiver<Event<D>>,
+) -> Result<JoinHandle<()>, Error> {
     std::thread::Builder::new()
         .name("ts-loader".into())
         .stack_size(512 << 10)
@@ -569,5 +619,5 @@ fn spawn_loader(shared: Arc<Shared>, inbox: Receiver<Event>) -> Result<JoinHandl
 // Completions and frees are sent from any thread.
 const _: fn() = || {
     fn sync<T: Sync>() {}
-    sync::<Sender<Event>>();
+    sync::<Sender<Event<CpuDevice>>>();
 };

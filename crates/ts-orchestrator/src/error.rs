@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use crate::plan::NeverFits;
 
@@ -15,6 +16,8 @@ pub enum ErrorKind {
     Corrupt,
     /// Storage failed or changed; the source error says how.
     Storage,
+    /// The device that units are for failed; the source error says how.
+    Device,
     /// The caller asked for what there is not.
     Misuse,
     /// The caller interrupted a wait.
@@ -56,6 +59,14 @@ pub enum Error {
         len: u64,
         /** What is wrong with them. */
         what: String,
+    },
+    /// A unit was read, and did not come to its device; or the device could not be asked for memory for it.
+    #[error("unit `{unit}`: {source}")]
+    Device {
+        /** The unit. */
+        unit: String,
+        /** What happened. */
+        source: Arc<ts_pool::Error>,
     },
     /// Storage failed before a unit was read.
     #[error(transparent)]
@@ -130,6 +141,7 @@ impl Error {
             Error::NeverFits(_) => ErrorKind::NeverFits,
             Error::StillReferenced { .. } | Error::Stuck { .. } => ErrorKind::Full,
             Error::Corrupt { .. } => ErrorKind::Corrupt,
+            Error::Device { .. } => ErrorKind::Device,
             Error::Load { .. } | Error::Storage(_) | Error::System(_) => ErrorKind::Storage,
             Error::NoSuchUnit { .. } | Error::NoSuchFile { .. } | Error::WrongChunks { .. } => {
                 ErrorKind::Misuse

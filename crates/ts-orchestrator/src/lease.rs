@@ -1,61 +1,33 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::ops::{Deref, Range};
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
 use std::thread::ThreadId;
 
-use ts_pool::SharedBuffer;
+use ts_streams::{CpuDevice, Device, MemoryRange};
 
+use crate::Error;
 use crate::engine::Shared;
-use crate::load::Event;
+use crate::slot::{Slot, device_error};
 use crate::unit::UnitId;
 
-/// A unit's bytes in memory. Whoever holds a clone of its `Arc` keeps them there.
-#[derive(Debug)]
-pub(crate) struct Slot {
-    /// `None` only while dropping.
-    buffer: Option<SharedBuffer>,
-    /// Told when the memory is free again.
-    wake: Sender<Event>,
-}
-
-impl Slot {
-    pub(crate) fn new(buffer: SharedBuffer, wake: Sender<Event>) -> Self {
-        Self { buffer: Some(buffer), wake }
-    }
-
-    fn bytes(&self) -> &[u8] {
-        self.buffer.as_deref().expect("present until drop")
-    }
-}
-
-impl Drop for Slot {
-    /// Runs on any thread, the deleters of foreign tensors included: it takes no lock of the engine's.
-    fn drop(&mut self) {
-        drop(self.buffer.take());
-        // An engine that is gone has no use for the memory, and nobody to tell.
-        let _ = self.wake.send(Event::Freed);
-    }
-}
-
 /// The right to use a unit now. Dropping it ends the use; tensors taken from it stay valid.
-pub struct Lease {
-    slot: Arc<Slot>,
-    shared: Arc<Shared>,
+pub struct Lease<D: Device = CpuDevice> {
+    slot: Arc<Slot<D>>,
+    shared: Arc<Shared<D>>,
     unit: UnitId,
     /// Who took it, also when another thread drops it.
     user: ThreadId,
     acquired_ns: u64,
 }
 
-impl std::fmt::Debug for Lease {
+impl<D: Device> std::fmt::Debug for Lease<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Lease({:?})", self.unit)
     }
 }
 
-impl Lease {
-    pub(crate) fn new(slot: Arc<Slot>, shared: Arc<Shared>, unit: UnitId, acquired_ns: u64) -> Self {
+impl<D: Device> Lease<D> {
+    pub(crate) fn new(slot: Arc<Slot<D>>, shared: Arc<Shared<D>>, unit: UnitId, acquired_ns: u64) -> Self {
         Self { slot, shared, unit, user: std::thread::current().id(), acquired_ns }
     }
 
@@ -84,30 +56,52 @@ impl Lease {
     ///
     /// # Panics
     /// If the unit has no such tensor.
-    pub fn tensor(&self, index: usize) -> TensorBytes {
+    pub fn tensor(&self, index: usize) -> TensorBytes<D> {
         let place = self.shared.unit(self.unit).layout.tensors[index];
         TensorBytes { slot: Arc::clone(&self.slot), range: place.offset..place.offset + place.len }
     }
+
+    /// Says that work on `stream` uses the unit: once the lease and all tensors taken from it are dropped, the memory is not another
+    /// unit's before what the stream was given by then is done. Does not wait, nor needs the stream to: the unit is there.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn use_on(&self, stream: &D::Stream) -> Result<(), Error> {
+        self.slot.use_on(stream).map_err(|e| device_error(&self.shared.unit(self.unit).unit.name, e))
+    }
 }
 
-impl Drop for Lease {
+impl<D: Device> Drop for Lease<D> {
     fn drop(&mut self) {
         self.shared.release(self.unit, self.user, self.acquired_ns);
     }
 }
 
-/// The bytes of one tensor. They stay in memory, unchanged, until the last clone is dropped: on any thread, and
-/// also after the lease, the pass and the engine.
-#[derive(Debug, Clone)]
-pub struct TensorBytes {
-    slot: Arc<Slot>,
+/// The bytes of one tensor, in memory of the device. They stay there, unchanged, until the last clone is dropped: on any thread, and
+/// also after the lease, the pass and the engine. Those of a [`CpuDevice`] are the host's to read.
+#[derive(Debug)]
+pub struct TensorBytes<D: Device = CpuDevice> {
+    slot: Arc<Slot<D>>,
     range: Range<usize>,
+}
+
+impl<D: Device> Clone for TensorBytes<D> {
+    fn clone(&self) -> Self {
+        Self { slot: Arc::clone(&self.slot), range: self.range.clone() }
+    }
+}
+
+impl<D: Device> TensorBytes<D> {
+    /// Where they are, for work on streams of which [`Lease::use_on`] was told.
+    pub fn range(&self) -> MemoryRange {
+        self.slot.range().slice(self.range.clone())
+    }
 }
 
 impl Deref for TensorBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.slot.bytes()[self.range.clone()]
+        &self.slot.on_host().expect("memory of this device is the host's")[self.range.clone()]
     }
 }

@@ -61,6 +61,7 @@ mod pass;
 mod plan;
 mod populate;
 mod prefetch;
+mod slot;
 mod state;
 mod stats;
 mod unit;

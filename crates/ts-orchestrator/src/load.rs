@@ -5,16 +5,18 @@ use std::path::PathBuf;
 
 use ts_format::FileId;
 use ts_io::{Completion, ReadPath};
-use ts_pool::Buffer;
+use ts_pool::{Buffer, DeviceBuffer};
+use ts_streams::Device;
 
 use crate::layout::{Fill, SlotLayout, SlotRead};
+use crate::slot::{Room, Uploaded};
 use crate::unit::{Unit, UnitId};
-use crate::worker::{Damage, Mismatch};
+use crate::worker::{Damage, Lost, Mismatch};
 use crate::{Error, PHASE_ALIGN};
 
 /// What the loader thread reacts to.
 #[derive(Debug)]
-pub(crate) enum Event {
+pub(crate) enum Event<D: Device> {
     Read(Completion),
     Brought {
         token: u64,
@@ -27,6 +29,8 @@ pub(crate) enum Event {
         slot: Buffer,
         mismatch: Option<Mismatch>,
     },
+    Lost(Lost),
+    Uploaded(Uploaded<D>),
     /// A slot's memory went back to the pool.
     Freed,
     Stop,
@@ -55,9 +59,11 @@ pub(crate) struct QueuedRead {
 }
 
 #[derive(Debug)]
-pub(crate) struct Load {
+pub(crate) struct Load<D: Device> {
     pub(crate) unit: UnitId,
-    /// The slot, cut up; `None` for a part whose read is under way.
+    /// Where the unit is to stay, if that is not where it is read to.
+    pub(crate) stays: Option<DeviceBuffer<D>>,
+    /// The slot that is read to, cut up; `None` for a part whose read is under way.
     parts: Vec<Part>,
     missing: usize,
     pub(crate) error: Option<Error>,
@@ -82,18 +88,19 @@ pub(crate) fn split_token(token: u64) -> (u32, usize) {
     ((token >> 32) as u32, token as u32 as usize)
 }
 
-impl Load {
+impl<D: Device> Load<D> {
     /// Cuts `slot` into the parts that `layout`'s reads fill, and says which reads these are.
     pub(crate) fn new(
         id: u32,
         unit: UnitId,
         layout: &SlotLayout,
-        slot: Buffer,
+        Room { slot, stays }: Room<D>,
         cut: Cut,
         now_ns: u64,
     ) -> (Self, Vec<QueuedRead>) {
         let mut this = Self {
             unit,
+            stays,
             parts: Vec::new(),
             missing: 0,
             error: None,

@@ -11,18 +11,19 @@ use std::time::Duration;
 
 use ts_io::{Backend, Completion, ReadPath, ReadRequest, Source};
 use ts_pool::{Buffer, HostPool};
+use ts_streams::Device;
 
 use crate::Error;
 use crate::engine::Verify;
 use crate::layout::{Fill, SlotLayout};
-use crate::lease::Slot;
 use crate::load::{Cut, Event, Load, QueuedRead, add, split_token};
 use crate::pass::Passes;
 use crate::plan::{Plan, Residency, UnitDemand};
 use crate::prefetch::Prefetch;
+use crate::slot::{Home, NoRoom, Room, Slot, Slots, Uploaded, device_error};
 use crate::stats::UnitStats;
 use crate::unit::{Unit, UnitId};
-use crate::worker::{Check, Damage, Job, Mismatch, WorkerPool};
+use crate::worker::{Check, Damage, Job, Lost, Mismatch, Workers};
 
 /// A unit as the engine uses it.
 #[derive(Debug)]
@@ -44,10 +45,10 @@ impl Prepared {
 
 /// What does not change while an engine lives.
 #[derive(Debug)]
-pub(crate) struct Fixed {
+pub(crate) struct Fixed<D: Device> {
     pub(crate) units: Vec<Prepared>,
     pub(crate) sources: Vec<Arc<Source>>,
-    pub(crate) pool: HostPool,
+    pub(crate) slots: Slots<D>,
     /// For reads that cannot go straight to their place, where there are such.
     pub(crate) bounces: Option<HostPool>,
     pub(crate) cut: Cut,
@@ -55,11 +56,11 @@ pub(crate) struct Fixed {
     pub(crate) verify: Verify,
     /// How long a read may take.
     pub(crate) timeout: Duration,
-    pub(crate) events: Sender<Event>,
+    pub(crate) events: Sender<Event<D>>,
 }
 
-pub(crate) struct State {
-    pub(crate) units: Vec<UnitState>,
+pub(crate) struct State<D: Device> {
+    pub(crate) units: Vec<UnitState<D>>,
     pub(crate) passes: Passes,
     /// The order that the plan was made for.
     pub(crate) believed: Vec<UnitId>,
@@ -77,7 +78,7 @@ pub(crate) struct State {
     idle: BTreeSet<UnitId>,
     /// How many of the units ahead are present or on their way.
     horizon: usize,
-    loads: HashMap<u32, Load>,
+    loads: HashMap<u32, Load<D>>,
     next_load: u32,
     queue: VecDeque<QueuedRead>,
     in_flight: usize,
@@ -89,22 +90,22 @@ pub(crate) struct State {
     copying: usize,
     /// `None` once the engine is gone.
     pub(crate) backend: Option<Box<dyn Backend>>,
-    pub(crate) workers: Option<WorkerPool>,
+    pub(crate) workers: Option<Workers<D>>,
 }
 
-#[derive(Debug, Default)]
-pub(crate) struct UnitState {
-    pub(crate) residence: Residence,
+#[derive(Debug)]
+pub(crate) struct UnitState<D: Device> {
+    pub(crate) residence: Residence<D>,
     /// The plan keeps it.
     pub(crate) resident: bool,
     /// Memory set aside for a resident unit that is not there yet.
-    reserved: Option<Buffer>,
+    reserved: Option<Home<D>>,
     /// The threads that use it, one entry a lease.
     pub(crate) users: Vec<ThreadId>,
     /// How many calls wait for it.
     wanted: usize,
     /// Slots the engine let go that tensors still hold.
-    lingering: Vec<Weak<Slot>>,
+    lingering: Vec<Weak<Slot<D>>>,
     /// Why its last load failed; reported to the next who wants it.
     pub(crate) failure: Option<Error>,
     used_since_load: bool,
@@ -116,11 +117,11 @@ pub(crate) struct UnitState {
 }
 
 #[derive(Debug, Default)]
-pub(crate) enum Residence {
+pub(crate) enum Residence<D: Device> {
     #[default]
     Absent,
     Loading,
-    Present(Arc<Slot>),
+    Present(Arc<Slot<D>>),
 }
 
 #[derive(Debug, Default)]
@@ -134,7 +135,7 @@ pub(crate) struct Counts {
 }
 
 /// Why a unit's load did not start.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) enum Shortage {
     /// Reads under way, or users that are not waiting themselves, will free memory.
     Passing,
@@ -142,20 +143,19 @@ pub(crate) enum Shortage {
     Lingering { bytes: usize, holders: Vec<String> },
     /// All users of memory wait for memory.
     Stuck { holders: Vec<String> },
+    /// The device refused.
+    Device(ts_pool::Error),
 }
 
-impl State {
+impl<D: Device> State<D> {
     pub(crate) fn new(
-        fixed: &Fixed,
+        fixed: &Fixed<D>,
         order: Vec<UnitId>,
         plan: Plan,
         backend: Box<dyn Backend>,
-        workers: Option<WorkerPool>,
+        workers: Option<Workers<D>>,
     ) -> Self {
-        let units = fixed
-            .units
-            .iter()
-            .map(|prepared| UnitState { stats: prepared.no_stats(), ..UnitState::default() });
+        let units = fixed.units.iter().map(|prepared| UnitState::new(prepared.no_stats()));
         let mut this = Self {
             units: units.collect(),
             passes: Passes::new(order.clone()),
@@ -184,7 +184,7 @@ impl State {
 
     /// Sets memory aside for what the plan keeps, before anything else is in the pool, so that it lies together
     /// and leaves the ring in one piece.
-    fn reserve_residents(&mut self, fixed: &Fixed) {
+    fn reserve_residents(&mut self, fixed: &Fixed<D>) {
         for (i, unit) in self.units.iter_mut().enumerate() {
             unit.reserved = None;
             unit.resident = self.plan.residency[i] == Residency::Resident;
@@ -193,12 +193,12 @@ impl State {
         for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| unit.resident) {
             // An empty pool has room for them all. Should a tensor's memory be on its way back only now, the
             // unit gets its memory when it is read.
-            unit.reserved = fixed.pool.allocate(fixed.units[i].layout.len).ok();
+            unit.reserved = fixed.slots.home(fixed.units[i].layout.len).ok();
         }
     }
 
     /// Puts the pending plan in force. Returns whether it did: it cannot while anything is in use or on its way.
-    pub(crate) fn apply_pending_plan(&mut self, fixed: &Fixed) -> bool {
+    pub(crate) fn apply_pending_plan(&mut self, fixed: &Fixed<D>) -> bool {
         let lingers = self.units.iter_mut().any(|unit| unit.lingering_count() > 0);
         let busy = self.units.iter().any(|unit| match &unit.residence {
             Residence::Absent => false,
@@ -232,8 +232,8 @@ impl State {
     }
 
     /// Sizes and measured times of all units, for the planner.
-    pub(crate) fn demands(&self, fixed: &Fixed) -> Vec<UnitDemand> {
-        let demand = |(prepared, unit): (&Prepared, &UnitState)| UnitDemand {
+    pub(crate) fn demands(&self, fixed: &Fixed<D>) -> Vec<UnitDemand> {
+        let demand = |(prepared, unit): (&Prepared, &UnitState<D>)| UnitDemand {
             compute_s: match unit.fastest_use_ns {
                 None => guess_compute_s(prepared.slot_bytes),
                 Some(ns) => ns as f64 / 1e9,
@@ -244,7 +244,7 @@ impl State {
     }
 
     /// The slot of a present unit, now in use by this thread.
-    pub(crate) fn take_slot(&mut self, id: UnitId) -> Option<Arc<Slot>> {
+    pub(crate) fn take_slot(&mut self, id: UnitId) -> Option<Arc<Slot<D>>> {
         let unit = &mut self.units[id.index()];
         let Residence::Present(slot) = &unit.residence else { return None };
         let slot = Arc::clone(slot);
@@ -317,13 +317,25 @@ impl State {
     }
 
     /// Begins to read a unit that is wanted now, ahead of everything that was only expected.
-    pub(crate) fn demand(&mut self, fixed: &Fixed, id: UnitId, now_ns: u64) -> Result<(), Shortage> {
+    pub(crate) fn demand(&mut self, fixed: &Fixed<D>, id: UnitId, now_ns: u64) -> Result<(), Shortage> {
         loop {
-            if let Some(slot) = self.allocate(fixed, id) {
-                let reads = self.start(fixed, id, slot, now_ns);
-                reads.into_iter().rev().for_each(|read| self.queue.push_front(read));
-                self.pump(fixed, now_ns);
-                return Ok(());
+            match self.room(fixed, id) {
+                Ok(room) => {
+                    let reads = self.start(fixed, id, room, now_ns);
+                    reads.into_iter().rev().for_each(|read| self.queue.push_front(read));
+                    self.pump(fixed, now_ns);
+                    return Ok(());
+                }
+                Err(NoRoom::Slots) => {}
+                // Uploads under way end, whatever becomes of them.
+                Err(NoRoom::Staging | NoRoom::Device(_)) if self.is_loading() => {
+                    return Err(Shortage::Passing);
+                }
+                Err(NoRoom::Staging) => {
+                    let holders = vec!["reads that the system has not let go of".into()];
+                    return Err(Shortage::Stuck { holders });
+                }
+                Err(NoRoom::Device(error)) => return Err(Shortage::Device(error)),
             }
             // Of what nobody uses, the one that is needed last goes first.
             match self.idle.iter().copied().max_by_key(|&unit| self.passes.next_use(unit)) {
@@ -334,7 +346,7 @@ impl State {
     }
 
     /// Reads ahead, as far as memory goes.
-    pub(crate) fn advance(&mut self, fixed: &Fixed, now_ns: u64) {
+    pub(crate) fn advance(&mut self, fixed: &Fixed<D>, now_ns: u64) {
         if self.backend.is_some() && !self.paused && self.starving.is_empty() {
             let ahead: Vec<UnitId> = self.passes.ahead().take(fixed.prefetch.reach()).collect();
             self.horizon = ahead.len();
@@ -343,11 +355,11 @@ impl State {
                 if !matches!(unit.residence, Residence::Absent) || unit.failure.is_some() {
                     continue;
                 }
-                let Some(slot) = self.allocate_ahead(fixed, id, distance) else {
+                let Some(room) = self.room_ahead(fixed, id, distance) else {
                     self.horizon = distance;
                     break;
                 };
-                let reads = self.start(fixed, id, slot, now_ns);
+                let reads = self.start(fixed, id, room, now_ns);
                 self.queue.extend(reads);
             }
         }
@@ -355,10 +367,12 @@ impl State {
     }
 
     /// Memory for a unit expected in `distance` visits, at the cost only of units that are expected later.
-    fn allocate_ahead(&mut self, fixed: &Fixed, id: UnitId, distance: usize) -> Option<Buffer> {
+    fn room_ahead(&mut self, fixed: &Fixed<D>, id: UnitId, distance: usize) -> Option<Room<D>> {
         loop {
-            if let Some(slot) = self.allocate(fixed, id) {
-                return Some(slot);
+            match self.room(fixed, id) {
+                Ok(room) => return Some(room),
+                Err(NoRoom::Slots) => {}
+                Err(NoRoom::Staging | NoRoom::Device(_)) => return None,
             }
             let last = self.idle.iter().map(|&unit| (self.passes.next_use(unit), unit)).max()?;
             if last.0 <= distance {
@@ -368,29 +382,27 @@ impl State {
         }
     }
 
-    fn allocate(&mut self, fixed: &Fixed, id: UnitId) -> Option<Buffer> {
-        let reserved = self.units[id.index()].reserved.take();
-        reserved.or_else(|| fixed.pool.allocate(fixed.units[id.index()].layout.len).ok())
+    fn room(&mut self, fixed: &Fixed<D>, id: UnitId) -> Result<Room<D>, NoRoom> {
+        let len = fixed.units[id.index()].layout.len;
+        fixed.slots.room(len, &mut self.units[id.index()].reserved)
     }
 
-    fn start(&mut self, fixed: &Fixed, id: UnitId, slot: Buffer, now_ns: u64) -> Vec<QueuedRead> {
+    fn start(&mut self, fixed: &Fixed<D>, id: UnitId, room: Room<D>, now_ns: u64) -> Vec<QueuedRead> {
         let load_id = self.next_load;
         self.next_load = self.next_load.wrapping_add(1);
         let layout = &fixed.units[id.index()].layout;
-        let (load, reads) = Load::new(load_id, id, layout, slot, fixed.cut, now_ns);
+        let (load, reads) = Load::new(load_id, id, layout, room, fixed.cut, now_ns);
         self.units[id.index()].residence = Residence::Loading;
-        if load.is_complete() {
-            let mut load = load;
-            let slot = load.join().expect("nothing has been read yet");
-            self.finish(fixed, load, Some(slot), now_ns);
-        } else {
-            self.loads.insert(load_id, load);
+        let complete = load.is_complete();
+        self.loads.insert(load_id, load);
+        if complete {
+            self.complete(fixed, load_id, now_ns);
         }
         reads
     }
 
     /// Hands waiting reads to the backend, as many as keep it busy.
-    fn pump(&mut self, fixed: &Fixed, now_ns: u64) {
+    fn pump(&mut self, fixed: &Fixed<D>, now_ns: u64) {
         let Some(backend) = &self.backend else { return };
         // As many again as it works on, so that it never waits for this thread to be scheduled.
         let limit = 2 * backend.capabilities().max_in_flight;
@@ -442,7 +454,7 @@ impl State {
     }
 
     /// A read ended.
-    pub(crate) fn on_read(&mut self, fixed: &Fixed, completion: Completion, now_ns: u64) {
+    pub(crate) fn on_read(&mut self, fixed: &Fixed<D>, completion: Completion, now_ns: u64) {
         self.in_flight -= 1;
         if self.in_flight == 0 {
             self.counts.busy_ns += now_ns.saturating_sub(self.busy_since_ns);
@@ -468,8 +480,9 @@ impl State {
                 let workers = self.workers.as_ref().expect("there are workers where there are bounces");
                 let bounce = buffer.expect("what is delivered is in a buffer");
                 self.copying += 1;
-                let verify = self.units[load.unit.index()].is_to_be_verified(fixed.verify);
-                workers.submit(Job::Bring { token, bounce, stored, fill, verify, target });
+                let unit = &self.units[load.unit.index()];
+                let verify = unit.is_to_be_verified(fixed.verify);
+                workers.submit(Job::Bring { token, bounce, stored, fill, verify, target }, unit.wanted > 0);
             }
             Some((target, ..)) => {
                 // One that the system still holds goes back to its pool, whence the next read takes it.
@@ -482,7 +495,7 @@ impl State {
     /// A part that was read aside is in its place.
     pub(crate) fn on_brought(
         &mut self,
-        fixed: &Fixed,
+        fixed: &Fixed<D>,
         token: u64,
         bounce: Buffer,
         target: Buffer,
@@ -502,34 +515,57 @@ impl State {
         self.put_back(fixed, load_id, part, Some(target), now_ns);
     }
 
-    fn put_back(&mut self, fixed: &Fixed, load_id: u32, part: usize, buffer: Option<Buffer>, now_ns: u64) {
+    /// A worker gave a part or a unit up.
+    pub(crate) fn on_lost(&mut self, fixed: &Fixed<D>, lost: Lost, now_ns: u64) {
+        let load_id = match lost {
+            Lost::Part(token) => split_token(token).0,
+            Lost::Check(load) => load,
+        };
+        let load = self.loads.get_mut(&load_id).expect("a job belongs to a load");
+        let unit = &fixed.units[load.unit.index()].unit.name;
+        load.error.get_or_insert(Error::System(format!("unit `{unit}`: a worker panicked: this is a bug")));
+        match lost {
+            Lost::Part(token) => {
+                self.copying -= 1;
+                self.put_back(fixed, load_id, split_token(token).1, None, now_ns);
+            }
+            Lost::Check(_) => self.settle(fixed, load_id, None, now_ns),
+        }
+    }
+
+    fn put_back(&mut self, fixed: &Fixed<D>, load_id: u32, part: usize, buffer: Option<Buffer>, now_ns: u64) {
         let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");
         if load.put_back(part, buffer) {
-            let slot = load.join();
-            let checks = &fixed.units[load.unit.index()].checks;
-            let verify = !checks.is_empty() && self.units[load.unit.index()].is_to_be_verified(fixed.verify);
-            match (&self.workers, slot) {
-                (Some(workers), Some(slot)) if verify && load.error.is_none() => {
-                    workers.submit(Job::Check { load: load_id, slot, checks: Arc::clone(checks) });
-                }
-                (_, slot) => {
-                    let load = self.loads.remove(&load_id).expect("just seen");
-                    self.finish(fixed, load, slot, now_ns);
-                }
+            self.complete(fixed, load_id, now_ns);
+        }
+    }
+
+    /// All parts of a unit are back.
+    fn complete(&mut self, fixed: &Fixed<D>, load_id: u32, now_ns: u64) {
+        let load = self.loads.get_mut(&load_id).expect("just seen");
+        let slot = load.join();
+        let checks = &fixed.units[load.unit.index()].checks;
+        let unit = &self.units[load.unit.index()];
+        let verify = !checks.is_empty() && unit.is_to_be_verified(fixed.verify);
+        match (&self.workers, slot) {
+            (Some(workers), Some(slot)) if verify && load.error.is_none() => {
+                let job = Job::Check { load: load_id, slot, checks: Arc::clone(checks) };
+                workers.submit(job, unit.wanted > 0);
             }
+            (_, slot) => self.settle(fixed, load_id, slot, now_ns),
         }
     }
 
     /// A unit was compared with its checksums.
     pub(crate) fn on_checked(
         &mut self,
-        fixed: &Fixed,
+        fixed: &Fixed<D>,
         load_id: u32,
         slot: Buffer,
         mismatch: Option<Mismatch>,
         now_ns: u64,
     ) {
-        let mut load = self.loads.remove(&load_id).expect("a check belongs to a load");
+        let load = self.loads.get_mut(&load_id).expect("a check belongs to a load");
         if let Some(Mismatch { tensor, range }) = mismatch {
             let unit = &fixed.units[load.unit.index()].unit;
             let part = unit.tensors[tensor].entry.parts[0];
@@ -542,10 +578,31 @@ impl State {
                 what: "do not have their checksum".into(),
             });
         }
-        self.finish(fixed, load, Some(slot), now_ns);
+        self.settle(fixed, load_id, Some(slot), now_ns);
     }
 
-    fn finish(&mut self, fixed: &Fixed, mut load: Load, slot: Option<Buffer>, now_ns: u64) {
+    /// A unit was read, well or not; `None` when the system still holds what it was read to.
+    fn settle(&mut self, fixed: &Fixed<D>, load_id: u32, slot: Option<Buffer>, now_ns: u64) {
+        let load = self.loads.get_mut(&load_id).expect("what is read belongs to a load");
+        match (slot, load.stays.take()) {
+            (Some(slot), Some(home)) if load.error.is_none() => fixed.slots.upload(load_id, slot, home),
+            (_, Some(home)) => self.finish(fixed, load_id, Some(Home::Device(home)), now_ns),
+            (slot, None) => self.finish(fixed, load_id, slot.map(Home::Host), now_ns),
+        }
+    }
+
+    /// A unit is on its device, or its copy failed.
+    pub(crate) fn on_uploaded(&mut self, fixed: &Fixed<D>, uploaded: Uploaded<D>, now_ns: u64) {
+        let Uploaded { load: load_id, home, result } = uploaded;
+        let load = self.loads.get_mut(&load_id).expect("an upload belongs to a load");
+        if let Err(error) = result {
+            load.error = Some(device_error(&fixed.units[load.unit.index()].unit.name, error));
+        }
+        self.finish(fixed, load_id, Some(Home::Device(home)), now_ns);
+    }
+
+    fn finish(&mut self, fixed: &Fixed<D>, load_id: u32, home: Option<Home<D>>, now_ns: u64) {
+        let mut load = self.loads.remove(&load_id).expect("it ends once");
         let id = load.unit;
         let unit = &mut self.units[id.index()];
         for &(path, bytes) in &load.read_bytes {
@@ -557,28 +614,28 @@ impl State {
         if let Some(error) = load.error.take() {
             unit.residence = Residence::Absent;
             unit.failure = Some(error);
-            unit.reserved = slot.filter(|_| unit.resident);
+            unit.reserved = home.filter(|_| unit.resident);
             return;
         }
-        let slot = slot.expect("a read that timed out is an error");
-        let slot = Slot::new(slot.freeze(), fixed.events.clone());
+        let home = home.expect("a read that timed out is an error");
+        let slot = fixed.slots.slot(home, fixed.events.clone());
         unit.residence = Residence::Present(Arc::new(slot));
         (unit.used_since_load, unit.verified) = (false, fixed.verify != Verify::Never);
         self.note_idle(id);
     }
 
     /// What stands in the way when no idle unit can go.
-    fn shortage(&mut self, fixed: &Fixed) -> Shortage {
+    fn shortage(&mut self, fixed: &Fixed<D>) -> Shortage {
         let this_thread = std::thread::current().id();
         let waiting = |user: &ThreadId| {
             *user == this_thread || self.starving.contains(user) || self.queued.contains(user)
         };
         // Read for another call, which is about to take it.
-        let awaited = |unit: &UnitState| {
+        let awaited = |unit: &UnitState<D>| {
             unit.wanted > 0 && unit.users.is_empty() && matches!(unit.residence, Residence::Present(_))
         };
-        let in_use = |unit: &&UnitState| !unit.resident && !unit.users.is_empty();
-        let can_end = |unit: &UnitState| unit.users.iter().any(|user| !waiting(user));
+        let in_use = |unit: &&UnitState<D>| !unit.resident && !unit.users.is_empty();
+        let can_end = |unit: &UnitState<D>| unit.users.iter().any(|user| !waiting(user));
         if self.is_loading()
             || self.units.iter().any(awaited)
             || self.units.iter().filter(in_use).any(can_end)
@@ -602,7 +659,23 @@ impl State {
     }
 }
 
-impl UnitState {
+impl<D: Device> UnitState<D> {
+    fn new(stats: UnitStats) -> Self {
+        Self {
+            residence: Residence::Absent,
+            resident: false,
+            reserved: None,
+            users: Vec::new(),
+            wanted: 0,
+            lingering: Vec::new(),
+            failure: None,
+            used_since_load: false,
+            verified: false,
+            fastest_use_ns: None,
+            stats,
+        }
+    }
+
     fn is_to_be_verified(&self, verify: Verify) -> bool {
         match verify {
             Verify::EveryRead => true,

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The one bounded pool of threads for work on bytes that have arrived.
+//! Work on bytes that have arrived, for the one bounded set of threads.
 
 use std::ops::Range;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 
 use ts_format::{CHUNK_LEN, Chunk, DecodeError, Digest, Scratch, decode_chunk};
 use ts_pool::Buffer;
+use ts_streams::{AllocationStrategy, CpuDevice, Device, HostFn, Stream, StreamPool, StreamPriority};
 
 use crate::Error;
 use crate::layout::Fill;
@@ -57,33 +58,72 @@ pub(crate) struct Damage {
     pub(crate) what: String,
 }
 
-/// Threads that do [`Job`]s. Dropping it finishes what was given to it.
+/// Does [`Job`]s on streams of the host. Dropping it finishes what was given to it.
 #[derive(Debug)]
-pub(crate) struct WorkerPool {
-    jobs: Option<Sender<Job>>,
-    threads: Vec<JoinHandle<()>>,
+pub(crate) struct Workers<D: Device> {
+    streams: StreamPool<CpuDevice>,
+    /// What nobody decodes with now: with those in use, at most as many as there are threads.
+    decoders: Arc<Mutex<Vec<Decoder>>>,
+    events: Sender<Event<D>>,
 }
 
-impl WorkerPool {
-    pub(crate) fn new(threads: usize, events: &Sender<Event>) -> Result<Self, Error> {
-        let (jobs, queue) = channel();
-        let queue = Arc::new(Mutex::new(queue));
-        let mut this = Self { jobs: Some(jobs), threads: Vec::new() };
-        for i in 0..threads {
-            let (queue, events) = (Arc::clone(&queue), events.clone());
-            let thread = std::thread::Builder::new()
-                .name(format!("ts-worker-{i}"))
-                .stack_size(256 << 10)
-                .spawn(move || run(&queue, &events))
-                .map_err(|e| Error::System(format!("cannot start a worker thread: {e}")))?;
-            this.threads.push(thread);
-        }
-        Ok(this)
+impl<D: Device> Workers<D> {
+    pub(crate) fn new(threads: usize, events: &Sender<Event<D>>) -> Result<Self, Error> {
+        let new = || {
+            // A stream is work in order, and jobs have none: as many for each urgency as could run at once.
+            let priorities = [vec![StreamPriority::High; threads], vec![StreamPriority::Normal; threads]];
+            let device = CpuDevice::with_threads(threads)?;
+            StreamPool::with_priorities(device, &priorities.concat(), AllocationStrategy::LoadBalanced)
+        };
+        let streams = new().map_err(|e| Error::System(format!("cannot start workers: {e}")))?;
+        Ok(Self { streams, decoders: Arc::default(), events: events.clone() })
     }
 
-    pub(crate) fn submit(&self, job: Job) {
-        let jobs = self.jobs.as_ref().expect("present until drop");
-        jobs.send(job).expect("workers run until the pool is dropped");
+    /// What is urgent is done before all else that has not begun.
+    pub(crate) fn submit(&self, job: Job, urgent: bool) {
+        let priority = if urgent { StreamPriority::High } else { StreamPriority::Normal };
+        let stream = self.streams.priority_stream(priority).expect("there are streams of each urgency");
+        let (decoders, events, lost) = (Arc::clone(&self.decoders), self.events.clone(), job.lost());
+        let work = HostFn::new(move || {
+            let event = catch_unwind(AssertUnwindSafe(|| job.run(&decoders)));
+            // Without a listener the engine is gone, and the buffers go home by being dropped.
+            let _ = events.send(event.unwrap_or(Event::Lost(lost)));
+        });
+        stream.launch_host_fn(work).expect("no job makes its stream fail");
+    }
+}
+
+/// A job that ended without a result: it panicked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Lost {
+    /// [`Job::Bring`] of this token.
+    Part(u64),
+    /// [`Job::Check`] of this load.
+    Check(u32),
+}
+
+impl Job {
+    fn lost(&self) -> Lost {
+        match self {
+            Job::Bring { token, .. } => Lost::Part(*token),
+            Job::Check { load, .. } => Lost::Check(*load),
+        }
+    }
+
+    fn run<D: Device>(self, decoders: &Mutex<Vec<Decoder>>) -> Event<D> {
+        match self {
+            Job::Bring { token, bounce, stored, fill, verify, mut target } => {
+                let free = || decoders.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut decoder = free().pop().unwrap_or_default();
+                let damage = decoder.bring(&bounce[stored], fill, verify, &mut target).err();
+                free().push(decoder);
+                Event::Brought { token, bounce, target, damage }
+            }
+            Job::Check { load, slot, checks } => {
+                let mismatch = checks.iter().find_map(|check| check.mismatch(&slot));
+                Event::Checked { load, slot, mismatch }
+            }
+        }
     }
 }
 
@@ -98,7 +138,7 @@ impl Check {
 pub(crate) const DECODER_BYTES: usize = Scratch::BYTES + CHUNK_LEN as usize;
 
 /// What a worker decodes with.
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Decoder {
     scratch: Scratch,
     /// A chunk of which not all is wanted.
@@ -122,34 +162,5 @@ impl Decoder {
         decode_chunk(chunk.codec, chunk.width, stored, &mut self.whole, &mut self.scratch).map_err(wrong)?;
         target.copy_from_slice(&self.whole[skip..skip + target.len()]);
         Ok(())
-    }
-}
-
-fn run(queue: &Mutex<Receiver<Job>>, events: &Sender<Event>) {
-    let mut scratch = Decoder::default();
-    loop {
-        let job = queue.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        let event = match job {
-            Ok(Job::Bring { token, bounce, stored, fill, verify, mut target }) => {
-                let damage = scratch.bring(&bounce[stored], fill, verify, &mut target).err();
-                Event::Brought { token, bounce, target, damage }
-            }
-            Ok(Job::Check { load, slot, checks }) => {
-                let mismatch = checks.iter().find_map(|check| check.mismatch(&slot));
-                Event::Checked { load, slot, mismatch }
-            }
-            Err(_) => return,
-        };
-        // Without a listener the engine is gone, and the buffers go home by being dropped.
-        let _ = events.send(event);
-    }
-}
-
-impl Drop for WorkerPool {
-    fn drop(&mut self) {
-        self.jobs = None;
-        for thread in self.threads.drain(..) {
-            let _ = thread.join();
-        }
     }
 }

@@ -1,22 +1,31 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One anonymous mapping, on huge pages where the system gives them. This crate's first unsafe module.
+//! One run of the host's memory: an anonymous mapping, on huge pages where the system gives them, or what a device gives. This crate's first unsafe module.
 
 use std::ptr::NonNull;
 
+use std::alloc::Layout;
+
 use memmap2::{MmapMut, MmapOptions};
+use ts_streams::{Device, MemoryKind, RawMemory};
 
 use crate::Error;
 
 /// Alignment of the arena's first byte: a huge page on x86-64 and arm64, so that slots can lie on whole ones.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Zeroed memory at a fixed address until dropped; pages are taken from the system when first touched.
+/// Zeroed memory at a fixed address until dropped; pages of a mapping are taken from the system when first touched.
 #[derive(Debug)]
 pub(crate) struct Arena {
-    /// Owns the memory that `base` points into; never dereferenced while blocks are out.
-    _mapping: MmapMut,
+    owned: Owned,
     base: NonNull<u8>,
     len: usize,
+}
+
+/// Owns the memory that an arena's base points into; never dereferenced while blocks are out.
+#[derive(Debug)]
+enum Owned {
+    Mapping(MmapMut),
+    Device { _memory: Box<dyn RawMemory> },
 }
 
 // SAFETY: the mapping is plain memory at a fixed address. `Arena` itself never reads or writes it; who may do
@@ -45,7 +54,24 @@ impl Arena {
         let _ = mapping.advise_range(memmap2::Advice::HugePage, skip, len - len % HUGE_PAGE);
         // SAFETY: `skip < align` and the mapping is `len + align` long, so the result is inside it.
         let base = unsafe { NonNull::new_unchecked(start.add(skip)) };
-        Ok(Self { _mapping: mapping, base, len })
+        Ok(Self { owned: Owned::Mapping(mapping), base, len })
+    }
+
+    /// Memory of the host that the device reaches directly, if it has such a thing.
+    pub(crate) fn of_device<D: Device>(device: &D, len: usize) -> Result<Self, Error> {
+        let failed = || Error::Map { bytes: len, source: std::io::ErrorKind::OutOfMemory.into() };
+        let layout = Layout::from_size_align(len, crate::BLOCK_ALIGN).map_err(|_| failed())?;
+        let memory = device.allocate(layout, MemoryKind::PinnedHost)?;
+        if memory.kind() == MemoryKind::Device {
+            let device = device.info().name.clone();
+            return Err(
+                ts_streams::Error::Unsupported { device, what: "memory that the host reaches" }.into()
+            );
+        }
+        let base = NonNull::new(memory.range().as_ptr()).ok_or_else(failed)?;
+        // SAFETY: it is the host's to reach, of this length, and nobody else has it yet.
+        unsafe { base.write_bytes(0, len) };
+        Ok(Self { owned: Owned::Device { _memory: Box::new(memory) }, base, len })
     }
 
     /// Lets the system have the pages of a range back; what is read there afterwards is zeros. Where the system has no way
@@ -58,9 +84,10 @@ impl Arena {
         #[cfg(target_os = "linux")]
         {
             use memmap2::UncheckedAdvice::DontNeed;
-            let skip = self.base.as_ptr().addr() - self._mapping.as_ptr().addr();
+            let Owned::Mapping(mapping) = &self.owned else { return };
+            let skip = self.base.as_ptr().addr() - mapping.as_ptr().addr();
             // SAFETY: the caller's promise; the range is inside the arena, which begins `skip` bytes behind the mapping.
-            let _ = unsafe { self._mapping.unchecked_advise_range(DontNeed, skip + offset, len) };
+            let _ = unsafe { mapping.unchecked_advise_range(DontNeed, skip + offset, len) };
         }
     }
 
@@ -70,8 +97,9 @@ impl Arena {
         assert!(offset + len <= self.len, "{len} bytes at {offset} of an arena of {}", self.len);
         #[cfg(target_os = "linux")]
         {
-            let skip = self.base.as_ptr().addr() - self._mapping.as_ptr().addr();
-            let _ = self._mapping.advise_range(memmap2::Advice::PopulateWrite, skip + offset, len);
+            let Owned::Mapping(mapping) = &self.owned else { return };
+            let skip = self.base.as_ptr().addr() - mapping.as_ptr().addr();
+            let _ = mapping.advise_range(memmap2::Advice::PopulateWrite, skip + offset, len);
         }
     }
 

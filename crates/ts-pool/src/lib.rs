@@ -49,6 +49,7 @@ mod ordered;
 mod pool;
 mod replay;
 mod stack;
+mod transfer;
 
 pub use budget::{Budget, Reservation};
 pub use buffer::{Buffer, SharedBuffer};

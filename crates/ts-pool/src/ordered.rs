@@ -459,10 +459,14 @@ impl<D: Device> State<D> {
         {
             return Ok(found);
         }
-        self.wait_for_all(shared, owner)?;
-        self.offsets.give(owner, |_| true);
-        if let Some(found) = self.offsets.allocate(granules, owner) {
-            return Ok(found);
+        // Not for what would be too little even so: a stream that waits for others for nothing is late for nothing.
+        let wanted = granules as usize * shared.options.granule_bytes;
+        if self.offsets.free() as usize * shared.options.granule_bytes + self.pending_bytes >= wanted {
+            self.wait_for_all(shared, owner)?;
+            self.offsets.give(owner, |_| true);
+            if let Some(found) = self.offsets.allocate(granules, owner) {
+                return Ok(found);
+            }
         }
         self.counts.failures += 1;
         Err(self.out_of_memory(shared, bytes))
@@ -655,6 +659,23 @@ impl<D: Device> DeviceBuffer<D> {
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+}
+
+impl<D: Device> DeviceBuffer<D> {
+    /// Submits something to its own stream for its memory, which is there for as long as that takes: even who frees all of the
+    /// stream's meanwhile does so behind it.
+    pub(crate) fn submit<T>(
+        &self,
+        work: impl FnOnce(&D::Stream, MemoryRange) -> Result<T, ts_streams::Error>,
+    ) -> Result<(D::Stream, T), Error> {
+        let range = self.range()?;
+        let mut state = self.shared.lock();
+        let place = state.offsets.place(self.block).ok_or(Error::Stale)?;
+        let stream = state.streams[usize::from(place.owner.0)].clone();
+        let submitted = self.shared.asking(&mut state, |_| work(&stream, range));
+        drop(state);
+        Ok((stream, submitted?))
     }
 }
 

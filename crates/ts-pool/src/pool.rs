@@ -3,6 +3,8 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use ts_streams::Device;
+
 use crate::arena::Arena;
 use crate::buffer::Buffer;
 use crate::offset::{BlockId, OffsetAllocator, Owner};
@@ -60,6 +62,23 @@ impl HostPool {
     /// # Errors
     /// [`Error::OverBudget`], or [`Error::Map`] when the system refuses the address space.
     pub fn new(budget: &Budget, capacity_bytes: usize) -> Result<Self, Error> {
+        Self::of(Arena::new, budget, capacity_bytes)
+    }
+
+    /// As [`new`](Self::new), of the memory that a device reaches directly, if it has such a thing: copies from there need no
+    /// other.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); [`Error::Device`].
+    pub fn for_device<D: Device>(device: &D, budget: &Budget, capacity_bytes: usize) -> Result<Self, Error> {
+        Self::of(|len| Arena::of_device(device, len), budget, capacity_bytes)
+    }
+
+    fn of(
+        arena: impl FnOnce(usize) -> Result<Arena, Error>,
+        budget: &Budget,
+        capacity_bytes: usize,
+    ) -> Result<Self, Error> {
         let blocks = u32::try_from(capacity_bytes / BLOCK_ALIGN).unwrap_or(u32::MAX - 1).min(u32::MAX - 1);
         let capacity = blocks as usize * BLOCK_ALIGN;
         let reservation = budget.reserve(capacity)?;
@@ -71,7 +90,7 @@ impl HostPool {
             failures: 0,
         };
         let shared = Shared {
-            arena: Arena::new(capacity)?,
+            arena: arena(capacity)?,
             state: Mutex::new(state),
             retired: AtomicBool::new(false),
             _reservation: reservation,

@@ -65,6 +65,7 @@ impl CpuDevice {
             ordinal: 0,
             total_bytes: None,
             priorities: PriorityRange { least: 0, greatest: -5 },
+            host_memory: true,
             runs_by_itself: true,
             can_prefetch: false,
         };

@@ -34,6 +34,8 @@ pub struct DeviceInfo {
     pub total_bytes: Option<u64>,
     /// The urgencies it tells apart.
     pub priorities: PriorityRange,
+    /// Whether all its memory is the host's own, so that nothing has to be copied to it.
+    pub host_memory: bool,
     /// Whether submitted work goes on by itself, and not only while the host waits or asks.
     pub runs_by_itself: bool,
     /// Whether [`Stream::prefetch`] does something.

@@ -70,5 +70,6 @@ pub use metrics::{MemoryMetrics, StreamMetrics};
 pub use pool::{AllocationStrategy, StrategyChange, StreamPool, WorkloadType};
 pub use priority::{PriorityRange, StreamPriority};
 pub use profiler::{Activity, OpenScope, Profile, Span, StreamProfiler, Times};
+pub use queue::may_wait;
 pub use race::{Access, Race};
 pub use sim::{SimDevice, SimEvent, SimMemory, SimOptions, SimStream};

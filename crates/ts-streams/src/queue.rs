@@ -20,9 +20,11 @@ thread_local! {
     static IN_HOST_FN: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Whether this thread may wait for streams, which work of a stream may not.
+///
 /// # Errors
 /// [`Error::WaitInHostFn`].
-pub(crate) fn may_wait() -> Result<(), Error> {
+pub fn may_wait() -> Result<(), Error> {
     if IN_HOST_FN.get() { Err(Error::WaitInHostFn) } else { Ok(()) }
 }
 

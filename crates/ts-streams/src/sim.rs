@@ -93,6 +93,7 @@ impl SimDevice {
             ordinal: 0,
             total_bytes: Some(options.total_bytes as u64),
             priorities: PriorityRange { least: 0, greatest: -5 },
+            host_memory: false,
             runs_by_itself: false,
             can_prefetch: false,
         };

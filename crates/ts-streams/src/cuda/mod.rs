@@ -62,6 +62,7 @@ impl CudaDevice {
             ordinal: ordinal as u32,
             total_bytes: Some(context.total_bytes()?),
             priorities: PriorityRange { least, greatest },
+            host_memory: false,
             runs_by_itself: true,
             can_prefetch: context.moves_memory()?,
         };

@@ -1,0 +1,299 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Where units are in memory, and how they get there.
+
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use ts_pool::{
+    BLOCK_ALIGN, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation, SharedBuffer,
+    StreamOrderedAllocator, StreamOrderedPool,
+};
+use ts_streams::{Device, HostFn, MemoryKind, MemoryRange, Stream, StreamId, StreamPriority};
+
+use crate::Error;
+use crate::load::Event;
+
+/// The memory for all units.
+#[derive(Debug)]
+pub(crate) struct Slots<D: Device> {
+    /// What units are read to: where they stay, or by way of which they go to the device.
+    pub(crate) host: HostPool,
+    device: Option<OnDevice<D>>,
+}
+
+/// Memory of a device that reads do not reach.
+#[derive(Debug)]
+struct OnDevice<D: Device> {
+    pool: StreamOrderedPool<D>,
+    uploads: Uploads<D>,
+    _reservation: Reservation,
+}
+
+/// Memory for a unit that is to be read.
+#[derive(Debug)]
+pub(crate) struct Room<D: Device> {
+    pub(crate) slot: Buffer,
+    /// Where the unit is to stay, if that is not where it is read to.
+    pub(crate) stays: Option<DeviceBuffer<D>>,
+}
+
+/// Memory in which a unit stays.
+#[derive(Debug)]
+pub(crate) enum Home<D: Device> {
+    Host(Buffer),
+    Device(DeviceBuffer<D>),
+}
+
+/// Why there is no room for a unit.
+#[derive(Debug)]
+pub(crate) enum NoRoom {
+    /// Others are in its place.
+    Slots,
+    /// Others are on their way by what it must go by as well.
+    Staging,
+    /// The device does not say whether there is.
+    Device(ts_pool::Error),
+}
+
+impl<D: Device> Slots<D> {
+    /// Memory of the host.
+    pub(crate) fn on_host(budget: &Budget, bytes: usize) -> Result<Self, ts_pool::Error> {
+        Ok(Self { host: HostPool::new(budget, bytes)?, device: None })
+    }
+
+    /// Memory of a device, all of it taken at once, and `staging_bytes` of the host's to get there.
+    pub(crate) fn on_device(
+        device: &D,
+        budget: &Budget,
+        bytes: usize,
+        staging_bytes: usize,
+        events: &Sender<Event<D>>,
+    ) -> Result<Self, ts_pool::Error> {
+        let reservation = budget.reserve(bytes)?;
+        let host = HostPool::for_device(device, &Budget::new(staging_bytes), staging_bytes)?;
+        let options = OrderedOptions {
+            kind: MemoryKind::Device,
+            segment_bytes: bytes,
+            limit_bytes: bytes,
+            granule_bytes: BLOCK_ALIGN,
+        };
+        let (pool, stream) =
+            (StreamOrderedPool::new(device.clone(), options), device.create_stream(StreamPriority::Normal)?);
+        pool.prime(bytes, &stream)?;
+        let uploads = Uploads::new(stream, events)?;
+        Ok(Self { host, device: Some(OnDevice { pool, uploads, _reservation: reservation }) })
+    }
+
+    /// Memory for a unit to stay in, to be kept for it.
+    pub(crate) fn home(&self, len: usize) -> Result<Home<D>, NoRoom> {
+        let Some(OnDevice { pool, uploads, .. }) = &self.device else {
+            return self.host.allocate(len).map(Home::Host).map_err(|_| NoRoom::Slots);
+        };
+        match pool.allocate_for_stream(len, &uploads.stream) {
+            Ok(buffer) => Ok(Home::Device(buffer)),
+            Err(error) if error.kind() == ts_pool::ErrorKind::Full => Err(NoRoom::Slots),
+            Err(error) => Err(NoRoom::Device(error)),
+        }
+    }
+
+    /// Memory to read a unit to, and what it needs beside that to stay; `kept` is what was set aside for it, and is still there when
+    /// there is no room.
+    pub(crate) fn room(&self, len: usize, kept: &mut Option<Home<D>>) -> Result<Room<D>, NoRoom> {
+        // What is scarcer comes last.
+        let staging = match self.device {
+            Some(_) => Some(self.host.allocate(len).map_err(|_| NoRoom::Staging)?),
+            None => None,
+        };
+        let home = kept.take().map_or_else(|| self.home(len), Ok)?;
+        Ok(match (home, staging) {
+            (Home::Host(slot), _) => Room { slot, stays: None },
+            (Home::Device(stays), Some(slot)) => Room { slot, stays: Some(stays) },
+            (Home::Device(_), None) => unreachable!("what is set aside is of these slots"),
+        })
+    }
+
+    /// Has a unit that was read brought to its device: [`Event::Uploaded`].
+    pub(crate) fn upload(&self, load: u32, staging: Buffer, home: DeviceBuffer<D>) {
+        let uploads = &self.device.as_ref().expect("what stays on a device is there").uploads;
+        uploads.submit(Upload { load, staging, home });
+    }
+
+    /// A unit that is where it stays.
+    pub(crate) fn slot(&self, home: Home<D>, wake: Sender<Event<D>>) -> Slot<D> {
+        let bytes = match (home, &self.device) {
+            (Home::Host(buffer), _) => Bytes::Host { buffer: buffer.freeze(), users: Mutex::default() },
+            (Home::Device(buffer), Some(on)) => Bytes::Device { buffer, pool: on.pool.clone() },
+            (Home::Device(_), None) => unreachable!("it is of these slots"),
+        };
+        Slot { bytes: Some(bytes), wake }
+    }
+
+    /// Bytes that units can ever occupy.
+    pub(crate) fn capacity_bytes(&self) -> usize {
+        self.device
+            .as_ref()
+            .map_or_else(|| self.host.stats().capacity_bytes, |on| on.pool.stats().capacity_bytes)
+    }
+
+    /// Bytes that units occupy, and the most that they ever did.
+    pub(crate) fn in_use_bytes(&self) -> (usize, usize) {
+        match &self.device {
+            Some(on) => {
+                let stats = on.pool.stats();
+                (stats.in_use_bytes, stats.high_water_bytes)
+            }
+            None => {
+                let stats = self.host.stats();
+                (stats.in_use_bytes, stats.high_water_bytes)
+            }
+        }
+    }
+
+    /// Bytes of the host by way of which units go to a device.
+    pub(crate) fn staging_bytes(&self) -> usize {
+        self.device.as_ref().map_or(0, |_| self.host.stats().capacity_bytes)
+    }
+}
+
+/// A unit on its way from the host to its device.
+#[derive(Debug)]
+struct Upload<D: Device> {
+    load: u32,
+    staging: Buffer,
+    home: DeviceBuffer<D>,
+}
+
+/// A unit that came to its device, or did not.
+#[derive(Debug)]
+pub(crate) struct Uploaded<D: Device> {
+    pub(crate) load: u32,
+    pub(crate) home: DeviceBuffer<D>,
+    pub(crate) result: Result<(), ts_pool::Error>,
+}
+
+/// Brings units to a device, one after the other. Dropping it finishes what was given to it.
+#[derive(Debug)]
+struct Uploads<D: Device> {
+    /// The stream that all slots are allocated for: what is copied to a slot comes after all that its last unit was used for.
+    stream: D::Stream,
+    queue: Option<Sender<Upload<D>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl<D: Device> Uploads<D> {
+    fn new(stream: D::Stream, events: &Sender<Event<D>>) -> Result<Self, ts_streams::Error> {
+        let (queue, inbox) = channel::<Upload<D>>();
+        let (transfers, events) = (stream.clone(), events.clone());
+        let run = move || {
+            for Upload { load, staging, mut home } in inbox {
+                let result = home.write(0, &staging);
+                if result.is_err() {
+                    // Told to who waits for this unit; the next one is another matter.
+                    drop(transfers.take_error());
+                }
+                drop(staging);
+                let _ = events.send(Event::Uploaded(Uploaded { load, home, result }));
+            }
+        };
+        let thread = std::thread::Builder::new().name("ts-uploads".into()).stack_size(512 << 10).spawn(run);
+        let thread = thread.map_err(|e| ts_streams::Error::Thread { reason: e.to_string() })?;
+        Ok(Self { stream, queue: Some(queue), thread: Some(thread) })
+    }
+
+    fn submit(&self, upload: Upload<D>) {
+        let queue = self.queue.as_ref().expect("present until drop");
+        queue.send(upload).expect("it runs until this is dropped");
+    }
+}
+
+impl<D: Device> Drop for Uploads<D> {
+    fn drop(&mut self) {
+        self.queue = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A unit's bytes in memory. Whoever holds a clone of its `Arc` keeps them there.
+#[derive(Debug)]
+pub(crate) struct Slot<D: Device> {
+    /// `None` only while dropping.
+    bytes: Option<Bytes<D>>,
+    /// Told when the memory is free again.
+    wake: Sender<Event<D>>,
+}
+
+#[derive(Debug)]
+enum Bytes<D: Device> {
+    Host {
+        buffer: SharedBuffer,
+        /// Streams whose work uses it, until it is done.
+        users: Mutex<Vec<(StreamId, D::Stream)>>,
+    },
+    Device {
+        buffer: DeviceBuffer<D>,
+        pool: StreamOrderedPool<D>,
+    },
+}
+
+impl<D: Device> Slot<D> {
+    fn bytes(&self) -> &Bytes<D> {
+        self.bytes.as_ref().expect("present until drop")
+    }
+
+    /// What the host may read, if it may.
+    pub(crate) fn on_host(&self) -> Option<&[u8]> {
+        match self.bytes() {
+            Bytes::Host { buffer, .. } => Some(buffer),
+            Bytes::Device { .. } => None,
+        }
+    }
+
+    pub(crate) fn range(&self) -> MemoryRange {
+        match self.bytes() {
+            Bytes::Host { buffer, .. } => MemoryRange::new(buffer.as_ptr().cast_mut(), buffer.len()),
+            Bytes::Device { buffer, .. } => {
+                buffer.range().expect("nobody frees all that the stream of uploads has")
+            }
+        }
+    }
+
+    /// Has the memory, once this is dropped, not be another's before a stream is done with it.
+    pub(crate) fn use_on(&self, stream: &D::Stream) -> Result<(), ts_pool::Error> {
+        match self.bytes() {
+            Bytes::Device { buffer, pool } => pool.record_use(buffer, stream),
+            Bytes::Host { users, .. } => {
+                let mut users = users.lock().unwrap_or_else(PoisonError::into_inner);
+                if users.iter().all(|(id, _)| *id != stream.id()) {
+                    users.push((stream.id(), stream.clone()));
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+impl<D: Device> Drop for Slot<D> {
+    /// Runs on any thread, the deleters of foreign tensors included: it takes no lock of the engine's.
+    fn drop(&mut self) {
+        if let Some(Bytes::Host { buffer, users }) = self.bytes.take() {
+            for (_, stream) in users.into_inner().unwrap_or_else(PoisonError::into_inner) {
+                let (buffer, wake) = (buffer.clone(), self.wake.clone());
+                // One that takes no work has none left.
+                let _ = stream.launch_host_fn(HostFn::new(move || {
+                    drop(buffer);
+                    let _ = wake.send(Event::Freed);
+                }));
+            }
+        }
+        // An engine that is gone has no use for the memory, and nobody to tell.
+        let _ = self.wake.send(Event::Freed);
+    }
+}
+
+/// What a device says of a unit.
+pub(crate) fn device_error(unit: &str, source: ts_pool::Error) -> Error {
+    Error::Device { unit: unit.into(), source: Arc::new(source) }
+}
