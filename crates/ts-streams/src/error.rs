@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::time::Duration;
 
-use crate::{GpuStatus, Race, StreamId};
+use crate::{DeviceKind, GpuStatus, Race, StreamId};
 
 /// Who is to blame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,6 +40,30 @@ pub enum Error {
         ordinal: usize,
         /** What there is. */
         status: GpuStatus,
+    },
+    /// There is no kind of device of this name.
+    #[error("no device `{name}`; there are {known}, with a number as in `cuda:0`")]
+    UnknownDevice {
+        /** What was asked for. */
+        name: String,
+        /** The kinds there are. */
+        known: String,
+    },
+    /// There is no device of this kind and number here.
+    #[error("no device `{device}` here: {reason}")]
+    DeviceUnavailable {
+        /** What was asked for. */
+        device: String,
+        /** Why. */
+        reason: String,
+    },
+    /// An event of one kind of device was given to another kind.
+    #[error("an event of a device of kind {with:?} where one of kind {of:?} is needed")]
+    MixedDevices {
+        /** The kind that takes events of its own. */
+        of: DeviceKind,
+        /** The kind of the event. */
+        with: DeviceKind,
     },
     /// The device has not so much memory left.
     #[error("out of memory: {requested_bytes} bytes wanted of {device}")]
@@ -119,9 +143,13 @@ impl Error {
     /// The class of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Error::Unsupported { .. } | Error::NoGpu { .. } => ErrorKind::Unsupported,
+            Error::Unsupported { .. } | Error::NoGpu { .. } | Error::DeviceUnavailable { .. } => {
+                ErrorKind::Unsupported
+            }
             Error::OutOfMemory { .. } => ErrorKind::Full,
-            Error::BadCopy { .. }
+            Error::UnknownDevice { .. }
+            | Error::MixedDevices { .. }
+            | Error::BadCopy { .. }
             | Error::WaitInHostFn
             | Error::Race(_)
             | Error::Cycle { .. }

@@ -2,7 +2,7 @@
 //! Devices, streams and events: work that is submitted in order, runs when it may, and never keeps the host waiting.
 //!
 //! Code that is written for a [`Device`] runs on the host ([`CpuDevice`]), on a simulated GPU that finds missing dependencies
-//! ([`SimDevice`]), and on a real one. It refuses to know tensors and files.
+//! ([`SimDevice`]), and on a real one; which it is, a [`DeviceRegistry`] can find out. It refuses to know tensors and files.
 //!
 //! ```
 //! use std::alloc::Layout;
@@ -36,6 +36,7 @@
 //! `cuda` (off by default): `CudaDevice`, by a driver that is loaded when there is one. The same program runs on machines without:
 //! [`GpuStatus::detect`] says what there is.
 
+mod any;
 mod coordinator;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -49,12 +50,14 @@ mod metrics;
 mod pool;
 mod priority;
 mod profiler;
+mod provider;
 mod queue;
 mod race;
 mod sim;
 
 pub mod conformance;
 
+pub use any::{AnyDevice, AnyEvent, AnyMemory, AnyStream};
 pub use coordinator::{CancelToken, Execution, MultiStreamCoordinator};
 pub use cpu::{CpuDevice, CpuEvent, CpuMemory, CpuStream};
 #[cfg(feature = "cuda")]
@@ -70,6 +73,7 @@ pub use metrics::{MemoryMetrics, StreamMetrics};
 pub use pool::{AllocationStrategy, StrategyChange, StreamPool, WorkloadType};
 pub use priority::{PriorityRange, StreamPriority};
 pub use profiler::{Activity, OpenScope, Profile, Span, StreamProfiler, Times};
+pub use provider::{DeviceAvailability, DeviceChoice, DeviceProvider, DeviceRegistry};
 pub use queue::may_wait;
 pub use race::{Access, Race};
 pub use sim::{SimDevice, SimEvent, SimMemory, SimOptions, SimStream};

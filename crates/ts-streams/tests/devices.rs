@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use ts_streams::{
-    CpuDevice, Device, Error, ErrorKind, Event, HostFn, MemoryKind, RawMemory, SimDevice, SimOptions, Stream,
+    AnyDevice, CpuDevice, Device, DeviceAvailability, DeviceKind, DeviceProvider, DeviceRegistry, Error,
+    ErrorKind, Event, GpuStatus, HostFn, MemoryKind, RawMemory, SimDevice, SimOptions, Stream,
     StreamPriority, conformance,
 };
 
@@ -21,6 +22,89 @@ fn the_host_conforms() {
 #[test]
 fn one_thread_conforms() {
     conformance::check(|| CpuDevice::with_threads(1).unwrap());
+}
+
+#[test]
+fn devices_whose_kind_is_known_late_conform() {
+    conformance::check(|| AnyDevice::from(CpuDevice::with_threads(2).unwrap()));
+    conformance::check(|| AnyDevice::from(SimDevice::new(SimOptions::default())));
+}
+
+#[test]
+fn events_of_another_kind_of_device_are_refused() {
+    let devices = ["cpu", "sim"].map(|name| DeviceRegistry::builtin().open(Some(name)).unwrap());
+    let stream = devices[0].create_stream(StreamPriority::Normal).unwrap();
+    let (own, other) = (devices[0].create_event().unwrap(), devices[1].create_event().unwrap());
+    stream.record(&own).unwrap();
+    let mixed = Error::MixedDevices { of: DeviceKind::Cpu, with: DeviceKind::Sim };
+    assert_eq!(stream.record(&other), Err(mixed.clone()));
+    assert_eq!(stream.wait(&other), Err(mixed.clone()));
+    assert_eq!(stream.follow(&other), Err(mixed.clone()));
+    assert_eq!(own.elapsed_since(&other), Err(mixed));
+    assert_eq!(stream.wait(&own), Ok(()), "and nothing has failed by that");
+}
+
+#[test]
+fn the_registry_finds_the_best_device_and_says_why_not_another() {
+    let registry = DeviceRegistry::builtin();
+    let names: Vec<_> = registry.providers().iter().map(|p| p.name()).collect();
+    assert_eq!(names, ["cuda", "cpu", "sim"]);
+    let status = GpuStatus::detect();
+    let choice = registry.choose(None).unwrap();
+    if status.is_available() {
+        assert_eq!(choice.provider.name(), "cuda");
+    } else {
+        assert_eq!((choice.provider.name(), choice.passed_over), ("cpu", vec![("cuda", status.to_string())]));
+        let error = registry.open(Some("cuda")).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert_eq!(error.to_string(), format!("no device `cuda` here: {status}"));
+    }
+    assert_eq!(registry.open(Some("sim")).unwrap().info().kind, DeviceKind::Sim);
+    assert_eq!(registry.open(Some("cpu:0")).unwrap().info().kind, DeviceKind::Cpu);
+    for (name, kind, message) in [
+        ("cpu:1", ErrorKind::Unsupported, "no device `cpu:1` here: there is one"),
+        ("tpu", ErrorKind::Misuse, "no device `tpu`; there are cuda, cpu, sim, with a number as in `cuda:0`"),
+        (
+            "cpu:x",
+            ErrorKind::Misuse,
+            "no device `cpu:x`; there are cuda, cpu, sim, with a number as in `cuda:0`",
+        ),
+    ] {
+        let error = registry.open(Some(name)).unwrap_err();
+        assert_eq!((error.kind(), error.to_string()), (kind, message.to_string()));
+    }
+}
+
+/// What somebody else adds: a host with two threads.
+#[derive(Debug)]
+struct Small;
+
+impl DeviceProvider for Small {
+    fn name(&self) -> &'static str {
+        "small"
+    }
+
+    fn priority(&self) -> u8 {
+        255
+    }
+
+    fn probe(&self) -> DeviceAvailability {
+        DeviceAvailability::Available { device_count: 1 }
+    }
+
+    fn create(&self, _: usize) -> Result<AnyDevice, Error> {
+        Ok(CpuDevice::with_threads(2)?.into())
+    }
+}
+
+#[test]
+fn a_device_of_others_is_chosen_when_it_comes_first() {
+    let mut registry = DeviceRegistry::builtin();
+    registry.register(Arc::new(Small));
+    registry.register(Arc::new(Small));
+    assert_eq!(registry.providers().len(), 4, "one of the same name takes the place of the first");
+    assert_eq!(registry.choose(None).unwrap().provider.name(), "small");
+    assert_eq!(registry.open(None).unwrap().info().kind, DeviceKind::Cpu);
 }
 
 #[test]
