@@ -9,8 +9,8 @@ use ts_streams::{Device, ErrorKind as DeviceErrorKind, HostFn, MemoryKind, Memor
 use crate::Error;
 use crate::stack::{Links, Stack};
 
-/// How many blocks a pool can have at once.
-const MAX_BLOCKS: u32 = 1 << 14;
+/// The most shelves that a pool has.
+const MAX_SHELVES: usize = 64;
 
 /// How a pool of blocks is set up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,39 +68,59 @@ pub type GpuMemoryPool<D> = BlockPool<D>;
 /// Blocks of memory of some sizes, kept to be used again. A block that is there is had without a lock. Cloning gives another
 /// handle.
 ///
+/// Threads have shelves of their own, as far as there are shelves, and take from those of others when theirs is empty; a block goes
+/// back to where it was taken from, whoever drops it.
+///
 /// Work of streams is the owner's to wait for: see [`PooledBuffer::release_after`].
 #[derive(Debug)]
 pub struct BlockPool<D: Device> {
-    shared: Arc<Shared<D>>,
+    shelves: Arc<[Arc<Shelf<D>>]>,
 }
 
 impl<D: Device> Clone for BlockPool<D> {
     fn clone(&self) -> Self {
-        Self { shared: Arc::clone(&self.shared) }
+        Self { shelves: Arc::clone(&self.shelves) }
     }
 }
 
+/// What threads have in common.
 #[derive(Debug)]
 struct Shared<D: Device> {
     device: D,
     kind: MemoryKind,
     limit: usize,
     sizes: Vec<usize>,
-    /// Free blocks of each size,
-    free: Vec<Stack>,
-    /// and places for blocks that are not.
+    /// Places for blocks that there are not.
     empty: Stack,
     links: Links,
     places: Box<[BlockPlace<D::Memory>]>,
     /// Bytes of all blocks.
     held: AtomicUsize,
+    held_high_water: AtomicUsize,
+    drops: AtomicU64,
+}
+
+/// The free blocks of some threads. On cache lines of its own.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Shelf<D: Device> {
+    shared: Arc<Shared<D>>,
+    /// Free blocks of each size.
+    free: Box<[Row]>,
+    /// Bytes of blocks that were taken from here.
     in_use: AtomicUsize,
     high_water: AtomicUsize,
     hits: AtomicU64,
     misses: AtomicU64,
     returns: AtomicU64,
-    drops: AtomicU64,
 }
+
+/// As many stacks as cache lines that are fetched together hold.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Row([Stack; ROW]);
+
+const ROW: usize = 16;
 
 #[derive(Debug)]
 struct BlockPlace<M> {
@@ -118,7 +138,8 @@ pub struct BlockStats {
     pub in_use_bytes: usize,
     /// Bytes in all blocks.
     pub pool_bytes: usize,
-    /// The most that was in use at any time.
+    /// The most that was in use at any time. Never less; where several threads use the pool perhaps more, for each shelf's most
+    /// counts, whenever it was.
     pub high_water_bytes: usize,
     /// Requests that a free block was there for.
     pub hits: u64,
@@ -141,7 +162,7 @@ impl BlockStats {
 /// Memory of a [`BlockPool`]. Not `Clone`; dropping it gives it back.
 #[derive(Debug)]
 pub struct PooledBuffer<D: Device> {
-    shared: Arc<Shared<D>>,
+    shelf: Arc<Shelf<D>>,
     place: u32,
     /// Its size; `None` for one that is larger than all and is not kept.
     class: Option<u16>,
@@ -164,33 +185,44 @@ impl<D: Device> BlockPool<D> {
     /// As [`new`](Self::new).
     pub fn of(device: D, kind: MemoryKind, config: PoolConfig) -> Result<Self, Error> {
         let sizes = config.sizes();
-        let (links, empty) = (Links::new(MAX_BLOCKS), Stack::new());
-        (0..MAX_BLOCKS).rev().for_each(|place| empty.push(&links, place));
+        // No block is smaller than the smallest.
+        let count = u32::try_from(config.pool_bytes / sizes[0] + 1).unwrap_or(u32::MAX - 1);
+        let (links, empty) = (Links::new(count), Stack::new());
+        (0..count).rev().for_each(|place| empty.push(&links, place));
         let place = |_| BlockPlace { memory: Mutex::new(None), address: AtomicPtr::default() };
-        let shared = Shared {
+        let rows = sizes.len().div_ceil(ROW);
+        let shared = Arc::new(Shared {
             device,
             kind,
             limit: config.pool_bytes,
-            free: sizes.iter().map(|_| Stack::new()).collect(),
             sizes,
             empty,
             links,
-            places: (0..MAX_BLOCKS).map(place).collect(),
+            places: (0..count).map(place).collect(),
             held: AtomicUsize::new(0),
-            in_use: AtomicUsize::new(0),
-            high_water: AtomicUsize::new(0),
-            hits: AtomicU64::new(0),
-            misses: AtomicU64::new(0),
-            returns: AtomicU64::new(0),
+            held_high_water: AtomicUsize::new(0),
             drops: AtomicU64::new(0),
+        });
+        let shelf = |_| {
+            Arc::new(Shelf {
+                shared: Arc::clone(&shared),
+                free: (0..rows).map(|_| Row(std::array::from_fn(|_| Stack::new()))).collect(),
+                in_use: AtomicUsize::new(0),
+                high_water: AtomicUsize::new(0),
+                hits: AtomicU64::new(0),
+                misses: AtomicU64::new(0),
+                returns: AtomicU64::new(0),
+            })
         };
-        let this = Self { shared: Arc::new(shared) };
+        // More than cores: threads that take turns on one need not meet.
+        let shelves = 4 * std::thread::available_parallelism().map_or(1, usize::from);
+        let this = Self { shelves: (0..shelves.min(MAX_SHELVES)).map(shelf).collect() };
         if config.preallocate {
-            let share = config.pool_bytes / 2 / this.shared.sizes.len();
-            for (class, &size) in this.shared.sizes.iter().enumerate() {
-                for _ in 0..share / size {
-                    let place = this.shared.new_block(size)?;
-                    this.shared.free[class].push(&this.shared.links, place);
+            let share = config.pool_bytes / 2 / shared.sizes.len();
+            for (class, &size) in shared.sizes.iter().enumerate() {
+                for number in 0..share / size {
+                    let place = this.new_block(size)?;
+                    this.shelves[number % this.shelves.len()].put(class, place);
                 }
             }
         }
@@ -199,7 +231,7 @@ impl<D: Device> BlockPool<D> {
 
     /// The device.
     pub fn device(&self) -> &D {
-        &self.shared.device
+        &self.shared().device
     }
 
     /// Memory of at least one block's size for `bytes` bytes. What it holds is undefined. Blocks only while the device gives new
@@ -209,76 +241,97 @@ impl<D: Device> BlockPool<D> {
     /// [`Error::OutOfMemory`] when the pool holds as much as it may, all of it in use, or the device has no more;
     /// [`Error::Device`].
     pub fn acquire(&self, bytes: usize) -> Result<PooledBuffer<D>, Error> {
-        self.shared.acquire(bytes)
+        let shared = self.shared();
+        let class = shared.sizes.partition_point(|&size| size < bytes);
+        let kept = shared.sizes.get(class).copied();
+        let Some(block_bytes) = kept.or_else(|| bytes.checked_next_multiple_of(4096)) else {
+            return Err(self.out_of_memory(bytes));
+        };
+        let number = shelf_number() % self.shelves.len();
+        let shelf = &self.shelves[number];
+        let free = kept.and_then(|_| self.take(class, number));
+        let count = if free.is_some() { &shelf.hits } else { &shelf.misses };
+        count.fetch_add(1, Ordering::Relaxed);
+        let place = free.map_or_else(|| self.new_block(block_bytes), Ok)?;
+        shelf.taken(block_bytes);
+        let range = MemoryRange::new(shared.places[place as usize].address.load(Ordering::Relaxed), bytes);
+        let class = kept.map(|_| class as u16);
+        Ok(PooledBuffer { shelf: Arc::clone(shelf), place, class, range, block_bytes })
     }
 
     /// Gives all free blocks back to the device. Blocks while the device takes them.
     pub fn clear(&self) {
-        for class in 0..self.shared.sizes.len() {
-            while self.shared.evict(class) {}
+        for class in 0..self.shared().sizes.len() {
+            while self.evict(class) {}
         }
     }
 
     /// Statistics of this moment; while others use the pool its numbers are of moments close to each other.
     pub fn stats(&self) -> BlockStats {
-        let shared = &self.shared;
-        let (in_use, held) = (shared.in_use.load(Ordering::Relaxed), shared.held.load(Ordering::Relaxed));
+        let shared = self.shared();
+        let held = shared.held.load(Ordering::Relaxed);
+        let (in_use, peaks) = self.in_use();
+        let sum = |count: fn(&Shelf<D>) -> &AtomicU64| {
+            self.shelves.iter().map(|shelf| count(shelf).load(Ordering::Relaxed)).sum()
+        };
         BlockStats {
             available_bytes: held.saturating_sub(in_use),
             in_use_bytes: in_use,
             pool_bytes: held,
-            high_water_bytes: shared.high_water.load(Ordering::Relaxed),
-            hits: shared.hits.load(Ordering::Relaxed),
-            misses: shared.misses.load(Ordering::Relaxed),
-            returns: shared.returns.load(Ordering::Relaxed),
+            high_water_bytes: peaks.min(shared.held_high_water.load(Ordering::Relaxed)),
+            hits: sum(|shelf| &shelf.hits),
+            misses: sum(|shelf| &shelf.misses),
+            returns: sum(|shelf| &shelf.returns),
             drops: shared.drops.load(Ordering::Relaxed),
         }
     }
-}
 
-impl<D: Device> Shared<D> {
-    fn acquire(self: &Arc<Self>, bytes: usize) -> Result<PooledBuffer<D>, Error> {
-        let class = self.sizes.partition_point(|&size| size < bytes);
-        let kept = self.sizes.get(class).copied();
-        let Some(block_bytes) = kept.or_else(|| bytes.checked_next_multiple_of(4096)) else {
-            return Err(self.out_of_memory(bytes));
-        };
-        let free = kept.and_then(|_| self.free[class].pop(&self.links));
-        let place = match free {
-            Some(place) => {
-                self.hits.fetch_add(1, Ordering::Relaxed);
-                place
-            }
-            None => {
-                self.misses.fetch_add(1, Ordering::Relaxed);
-                self.new_block(block_bytes)?
-            }
-        };
-        let used = self.in_use.fetch_add(block_bytes, Ordering::Relaxed) + block_bytes;
-        if used > self.high_water.load(Ordering::Relaxed) {
-            self.high_water.fetch_max(used, Ordering::Relaxed);
+    /// Bytes of blocks that somebody has, and the most that each shelf ever gave, summed.
+    fn in_use(&self) -> (usize, usize) {
+        self.shelves.iter().fold((0, 0), |(now, most), shelf| {
+            (now + shelf.in_use.load(Ordering::Relaxed), most + shelf.high_water.load(Ordering::Relaxed))
+        })
+    }
+
+    fn out_of_memory(&self, requested_bytes: usize) -> Error {
+        let shared = self.shared();
+        Error::OutOfMemory {
+            device: shared.device.info().name.clone(),
+            requested_bytes,
+            capacity_bytes: shared.held.load(Ordering::Relaxed),
+            limit_bytes: shared.limit,
+            in_use_bytes: self.in_use().0,
+            largest_free_bytes: 0,
+            pending_bytes: 0,
+            free_bytes: Vec::new(),
         }
-        let range = MemoryRange::new(self.places[place as usize].address.load(Ordering::Relaxed), bytes);
-        let class = kept.map(|_| class as u16);
-        Ok(PooledBuffer { shared: Arc::clone(self), place, class, range, block_bytes })
+    }
+
+    fn shared(&self) -> &Shared<D> {
+        &self.shelves[0].shared
+    }
+
+    /// A free block, of this shelf or of the next that has one.
+    fn take(&self, class: usize, number: usize) -> Option<u32> {
+        let (before, from) = self.shelves.split_at(number);
+        from.iter().chain(before).find_map(|shelf| shelf.take(class))
     }
 
     /// Takes memory from the device, at the cost of blocks of other sizes that are free.
     #[cold]
     fn new_block(&self, bytes: usize) -> Result<u32, Error> {
+        let shared = self.shared();
         loop {
-            let reserved = self.held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| {
-                held.checked_add(bytes).filter(|&sum| sum <= self.limit)
+            let reserved = shared.held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| {
+                held.checked_add(bytes).filter(|&sum| sum <= shared.limit)
             });
-            if reserved.is_ok() {
-                match self.fill_place(bytes) {
-                    Ok(place) => return Ok(place),
-                    Err(error) => {
-                        self.held.fetch_sub(bytes, Ordering::Relaxed);
-                        if error.kind() != crate::ErrorKind::Full || !self.evict_any() {
-                            return Err(error);
-                        }
-                        continue;
+            if let Ok(held) = reserved {
+                shared.held_high_water.fetch_max(held + bytes, Ordering::Relaxed);
+                match shared.fill_place(bytes) {
+                    Ok(Some(place)) => return Ok(place),
+                    failed => {
+                        shared.held.fetch_sub(bytes, Ordering::Relaxed);
+                        failed?;
                     }
                 }
             }
@@ -288,28 +341,63 @@ impl<D: Device> Shared<D> {
         }
     }
 
-    fn fill_place(&self, bytes: usize) -> Result<u32, Error> {
-        let layout =
-            std::alloc::Layout::from_size_align(bytes, 4096).map_err(|_| self.out_of_memory(bytes))?;
-        let memory = self.device.allocate(layout, self.kind).map_err(|error| match error.kind() {
-            DeviceErrorKind::Full => self.out_of_memory(bytes),
-            _ => error.into(),
-        })?;
-        let place = self.empty.pop(&self.links).ok_or_else(|| self.out_of_memory(bytes))?;
-        self.places[place as usize].address.store(memory.range().as_ptr(), Ordering::Relaxed);
-        *self.memory(place) = Some(memory);
-        Ok(place)
-    }
-
     /// Gives a free block back to the device, of the largest there are; whether there was one.
     fn evict_any(&self) -> bool {
-        (0..self.sizes.len()).rev().any(|class| self.evict(class))
+        (0..self.shared().sizes.len()).rev().any(|class| self.evict(class))
     }
 
     fn evict(&self, class: usize) -> bool {
-        let Some(place) = self.free[class].pop(&self.links) else { return false };
-        self.discard(place, self.sizes[class]);
+        let Some(place) = self.take(class, 0) else { return false };
+        self.shared().discard(place, self.shared().sizes[class]);
         true
+    }
+}
+
+/// Which shelf this thread uses, of as many as there are.
+fn shelf_number() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        static NUMBER: usize = NEXT.fetch_add(1, Ordering::Relaxed);
+    }
+    // A thread that ends has no number any more.
+    NUMBER.try_with(|number| *number).unwrap_or(0)
+}
+
+impl<D: Device> Shelf<D> {
+    /// Counts a block that somebody has now.
+    fn taken(&self, bytes: usize) {
+        let used = self.in_use.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        if used > self.high_water.load(Ordering::Relaxed) {
+            self.high_water.fetch_max(used, Ordering::Relaxed);
+        }
+    }
+
+    fn take(&self, class: usize) -> Option<u32> {
+        self.stack(class).pop(&self.shared.links)
+    }
+
+    fn put(&self, class: usize, place: u32) {
+        self.stack(class).push(&self.shared.links, place);
+    }
+
+    fn stack(&self, class: usize) -> &Stack {
+        &self.free[class / ROW].0[class % ROW]
+    }
+}
+
+impl<D: Device> Shared<D> {
+    /// `None` when the device has no more.
+    fn fill_place(&self, bytes: usize) -> Result<Option<u32>, Error> {
+        let layout = std::alloc::Layout::from_size_align(bytes, 4096).ok();
+        let memory = match layout.map(|layout| self.device.allocate(layout, self.kind)) {
+            Some(Ok(memory)) => memory,
+            Some(Err(error)) if error.kind() != DeviceErrorKind::Full => return Err(error.into()),
+            _ => return Ok(None),
+        };
+        let Some(place) = self.empty.pop(&self.links) else { return Ok(None) };
+        self.places[place as usize].address.store(memory.range().as_ptr(), Ordering::Relaxed);
+        *self.memory(place) = Some(memory);
+        Ok(Some(place))
     }
 
     fn discard(&self, place: u32, bytes: usize) {
@@ -322,20 +410,6 @@ impl<D: Device> Shared<D> {
 
     fn memory(&self, place: u32) -> MutexGuard<'_, Option<D::Memory>> {
         self.places[place as usize].memory.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn out_of_memory(&self, requested_bytes: usize) -> Error {
-        let in_use_bytes = self.in_use.load(Ordering::Relaxed);
-        Error::OutOfMemory {
-            device: self.device.info().name.clone(),
-            requested_bytes,
-            capacity_bytes: self.held.load(Ordering::Relaxed),
-            limit_bytes: self.limit,
-            in_use_bytes,
-            largest_free_bytes: 0,
-            pending_bytes: 0,
-            free_bytes: Vec::new(),
-        }
     }
 }
 
@@ -371,12 +445,12 @@ impl<D: Device> PooledBuffer<D> {
 
 impl<D: Device> Drop for PooledBuffer<D> {
     fn drop(&mut self) {
-        let shared = &self.shared;
-        shared.in_use.fetch_sub(self.block_bytes, Ordering::Relaxed);
+        let Shelf { shared, returns, in_use, .. } = &*self.shelf;
+        in_use.fetch_sub(self.block_bytes, Ordering::Relaxed);
         match self.class {
             Some(class) => {
-                shared.returns.fetch_add(1, Ordering::Relaxed);
-                shared.free[usize::from(class)].push(&shared.links, self.place);
+                returns.fetch_add(1, Ordering::Relaxed);
+                self.shelf.put(usize::from(class), self.place);
             }
             None => shared.discard(self.place, self.block_bytes),
         }
@@ -400,7 +474,7 @@ impl<D: Device> PinnedMemoryPool<D> {
         let pool = BlockPool::of(device, MemoryKind::PinnedHost, config)?;
         let first = pool.acquire(1)?;
         let is_pinned =
-            pool.shared.memory(first.place).as_ref().is_some_and(|m| m.kind() == MemoryKind::PinnedHost);
+            pool.shared().memory(first.place).as_ref().is_some_and(|m| m.kind() == MemoryKind::PinnedHost);
         drop(first);
         Ok(Self { pool, is_pinned })
     }

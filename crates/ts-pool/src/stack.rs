@@ -12,13 +12,18 @@ const NONE: u32 = u32::MAX;
 /// What is below each number, in whatever stack it is: it is in one at a time.
 #[derive(Debug)]
 pub(crate) struct Links {
-    below: Box<[AtomicU32]>,
+    below: Box<[Link]>,
 }
+
+/// On a cache line of its own: the numbers beside it may be with other threads.
+#[derive(Debug)]
+#[repr(align(64))]
+struct Link(AtomicU32);
 
 impl Links {
     /// For the numbers `0..count`.
     pub(crate) fn new(count: u32) -> Self {
-        Self { below: (0..count).map(|_| AtomicU32::new(NONE)).collect() }
+        Self { below: (0..count).map(|_| Link(AtomicU32::new(NONE))).collect() }
     }
 }
 
@@ -38,7 +43,7 @@ impl Stack {
     pub(crate) fn push(&self, links: &Links, number: u32) {
         let mut head = self.head.load(Ordering::Relaxed);
         loop {
-            links.below[number as usize].store(head as u32, Ordering::Relaxed);
+            links.below[number as usize].0.store(head as u32, Ordering::Relaxed);
             let new = next_count(head) | u64::from(number);
             // Releases what was done to what the number stands for.
             match self.head.compare_exchange_weak(head, new, Ordering::Release, Ordering::Relaxed) {
@@ -56,7 +61,7 @@ impl Stack {
                 return None;
             }
             // It may be another's by now; then the count has changed.
-            let below = links.below[top as usize].load(Ordering::Relaxed);
+            let below = links.below[top as usize].0.load(Ordering::Relaxed);
             let new = next_count(head) | u64::from(below);
             match self.head.compare_exchange_weak(head, new, Ordering::Acquire, Ordering::Acquire) {
                 Ok(_) => return Some(top),
