@@ -59,3 +59,8 @@ pub use write::{FileWriter, Format, NewTensor, WriteOptions};
 pub use {
     ts_format as format, ts_io as io, ts_orchestrator as orchestrator, ts_pool as pool, ts_streams as streams,
 };
+
+/// The examples of a page, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/coming-from.md")]
+mod coming_from {}

@@ -77,6 +77,14 @@ pub enum Error {
         /** What is free, by stream. */
         free_bytes: Vec<(StreamId, usize)>,
     },
+    /// What is to be copied is not as long as where it goes.
+    #[error("{given_bytes} bytes for a buffer of {buffer_bytes}")]
+    WrongLength {
+        /** Length of what was given. */
+        given_bytes: usize,
+        /** Length of the buffer. */
+        buffer_bytes: usize,
+    },
     /// The memory was freed for its stream, and may be another's.
     #[error("this memory was freed with all of its stream's")]
     Stale,
@@ -123,9 +131,11 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Full { .. } | Error::OutOfMemory { .. } => ErrorKind::Full,
-            Error::Stale | Error::BadAlignment { .. } | Error::TooManyStreams | Error::BadLog { .. } => {
-                ErrorKind::Misuse
-            }
+            Error::WrongLength { .. }
+            | Error::Stale
+            | Error::BadAlignment { .. }
+            | Error::TooManyStreams
+            | Error::BadLog { .. } => ErrorKind::Misuse,
             Error::Device(error) if error.kind() == ts_streams::ErrorKind::Full => ErrorKind::Full,
             Error::Device(_) => ErrorKind::System,
             Error::NeverFits { .. } | Error::OverBudget { .. } => ErrorKind::NeverFits,

@@ -6,6 +6,7 @@
 //! | [`HostPool`] | one mapping of the host, sub-allocated: [`Buffer`]s that can be split and filled by several at once |
 //! | [`StreamOrderedPool`] | segments of a device's memory; what a stream frees it may have again at once, others when they have waited for it |
 //! | [`BlockPool`], [`PinnedMemoryPool`] | blocks of a few sizes, had and given back without a lock |
+//! | [`TensorBuffer`] | bytes on the host or on a GPU, whichever there is |
 //! | [`Budget`] | an account of bytes that several of them share |
 //! | [`AllocationLog`] | what RMM has logged, done again |
 //!
@@ -37,7 +38,7 @@
 //! - [`Budget::used_bytes`] never exceeds [`Budget::limit_bytes`].
 //!
 //! # Features
-//! None.
+//! `cuda` (off by default), as that of `ts_streams`: [`TensorBuffer`]s go to GPUs where there are some.
 
 mod arena;
 mod budget;
@@ -49,6 +50,7 @@ mod ordered;
 mod pool;
 mod replay;
 mod stack;
+mod tensor_buffer;
 mod transfer;
 
 pub use budget::{Budget, Reservation};
@@ -61,3 +63,4 @@ pub use ordered::{
 };
 pub use pool::{BLOCK_ALIGN, HostPool, PoolStats};
 pub use replay::{AllocationLog, LogEvent, Replay};
+pub use tensor_buffer::TensorBuffer;

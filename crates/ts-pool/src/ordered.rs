@@ -274,10 +274,7 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
         let owner = state.owner(stream)?;
         let place = state.offsets.place(buffer.block).ok_or(Error::Stale)?;
         if owner != place.owner {
-            let uses = state.uses.entry(buffer.block.number()).or_default();
-            if !uses.contains(&owner) {
-                uses.push(owner);
-            }
+            state.note_use(buffer.block, owner);
         }
         Ok(())
     }
@@ -436,6 +433,22 @@ impl<D: Device> State<D> {
         };
         self.recent[slot] = (id, owner);
         Ok(owner)
+    }
+
+    /// Where a buffer is, and whose.
+    fn find(&self, shared: &Shared<D>, buffer: &DeviceBuffer<D>) -> Result<(MemoryRange, Owner), Error> {
+        let place = self.offsets.place(buffer.block).ok_or(Error::Stale)?;
+        let segment = self.segments[usize::from(place.range)].as_ref().expect("a block is in a segment");
+        let begin = place.offset as usize * shared.options.granule_bytes;
+        Ok((segment.range().slice(begin..begin + buffer.len), place.owner))
+    }
+
+    /// Another stream than its own uses a block.
+    fn note_use(&mut self, block: BlockId, by: Owner) {
+        let uses = self.uses.entry(block.number()).or_default();
+        if !uses.contains(&by) {
+            uses.push(by);
+        }
     }
 
     /// Memory that is not free for this stream as it is: the longer it takes, the later it is tried.
@@ -644,11 +657,7 @@ impl<D: Device> DeviceBuffer<D> {
     /// # Errors
     /// [`Error::Stale`].
     pub fn range(&self) -> Result<MemoryRange, Error> {
-        let state = self.shared.lock();
-        let place = state.offsets.place(self.block).ok_or(Error::Stale)?;
-        let segment = state.segments[usize::from(place.range)].as_ref().expect("a block is in a segment");
-        let begin = place.offset as usize * self.shared.options.granule_bytes;
-        Ok(segment.range().slice(begin..begin + self.len))
+        Ok(self.shared.lock().find(&self.shared, self)?.0)
     }
 
     /// Its length in bytes.
@@ -669,13 +678,37 @@ impl<D: Device> DeviceBuffer<D> {
         &self,
         work: impl FnOnce(&D::Stream, MemoryRange) -> Result<T, ts_streams::Error>,
     ) -> Result<(D::Stream, T), Error> {
-        let range = self.range()?;
         let mut state = self.shared.lock();
-        let place = state.offsets.place(self.block).ok_or(Error::Stale)?;
-        let stream = state.streams[usize::from(place.owner.0)].clone();
+        let (range, owner) = state.find(&self.shared, self)?;
+        let stream = state.streams[usize::from(owner.0)].clone();
         let submitted = self.shared.asking(&mut state, |_| work(&stream, range));
         drop(state);
         Ok((stream, submitted?))
+    }
+
+    /// As [`submit`](Self::submit), for work that uses another buffer of the same pool too, behind what was submitted for that;
+    /// `None` when it is of another pool.
+    pub(crate) fn submit_with<T>(
+        &self,
+        other: &Self,
+        work: impl FnOnce(&D::Stream, MemoryRange, MemoryRange) -> Result<T, ts_streams::Error>,
+    ) -> Result<Option<(D::Stream, T)>, Error> {
+        if !Arc::ptr_eq(&self.shared, &other.shared) {
+            return Ok(None);
+        }
+        let mut state = self.shared.lock();
+        let (range, owner) = state.find(&self.shared, self)?;
+        let (range_other, owner_other) = state.find(&self.shared, other)?;
+        let stream = state.streams[usize::from(owner.0)].clone();
+        let submitted = self.shared.asking(&mut state, |state| {
+            if owner != owner_other {
+                state.wait_for(&self.shared, owner, owner_other)?;
+                state.note_use(other.block, owner);
+            }
+            Ok::<_, Error>(work(&stream, range, range_other)?)
+        });
+        drop(state);
+        Ok(Some((stream, submitted?)))
     }
 }
 

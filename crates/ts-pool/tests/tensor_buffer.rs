@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Buffers of tensors, on the host and on a simulated GPU.
+
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+use std::sync::Mutex;
+
+use ts_pool::{ErrorKind, OrderedOptions, StreamOrderedAllocator, StreamOrderedPool, TensorBuffer};
+use ts_streams::{AnyDevice, Device, GpuStatus, HostFn, SimDevice, SimOptions, Stream, StreamPriority};
+
+fn simulated(options: SimOptions) -> (SimDevice, StreamOrderedPool<AnyDevice>) {
+    let device = SimDevice::new(options);
+    let pool = StreamOrderedPool::new(device.clone().into(), OrderedOptions::default());
+    (device, pool)
+}
+
+#[test]
+fn bytes_of_the_host_are_kept_as_they_are() {
+    let bytes = vec![1, 2, 3];
+    let at = bytes.as_ptr();
+    let mut buffer = TensorBuffer::cpu(bytes);
+    assert!(buffer.is_cpu() && !buffer.is_gpu() && buffer.as_device().is_none());
+    assert_eq!(buffer.as_slice().unwrap().as_ptr(), at);
+    buffer.copy_from_slice(&[4, 5, 6]).unwrap();
+    assert_eq!((buffer.to_host().unwrap(), buffer.len()), (vec![4, 5, 6], 3));
+    assert_eq!(TensorBuffer::cpu_zeros(5).to_cpu().unwrap().as_slice(), Some(&[0; 5][..]));
+    assert!(TensorBuffer::cpu_zeros(0).is_empty());
+    let error = buffer.copy_from_slice(&[1, 2]).unwrap_err();
+    assert_eq!((error.kind(), error.to_string()), (ErrorKind::Misuse, "2 bytes for a buffer of 3".into()));
+    assert_eq!(buffer.to_host().unwrap(), [4, 5, 6]);
+}
+
+#[test]
+fn a_buffer_goes_to_a_device_and_back_and_between_streams_and_pools() {
+    let (device, pool) = simulated(SimOptions::default());
+    let streams = [(); 2].map(|()| pool.device().create_stream(StreamPriority::Normal).unwrap());
+    let bytes: Vec<u8> = (0..5000).map(|i| (i % 251) as u8).collect();
+    let first = TensorBuffer::cpu(bytes.clone()).to_pool(&pool, &streams[0]).unwrap();
+    assert!(first.is_gpu() && first.as_slice().is_none());
+    let copy = first.to_pool(&pool, &streams[1]).unwrap();
+    drop(first);
+    // On the first stream, where the first buffer was: the copy from there is before it.
+    let mut next = TensorBuffer::allocate_in(&pool, &streams[0], 5000).unwrap();
+    next.copy_from_slice(&[7; 5000]).unwrap();
+    let (other_device, other_pool) = simulated(SimOptions { seed: 1, ..SimOptions::default() });
+    let other_stream = other_pool.device().create_stream(StreamPriority::Normal).unwrap();
+    let far = copy.to_pool(&other_pool, &other_stream).unwrap();
+    assert_eq!(far.to_cpu().unwrap().as_slice(), Some(&bytes[..]));
+    assert_eq!(copy.to_host().unwrap(), bytes);
+    assert_eq!(next.to_host().unwrap(), [7; 5000]);
+    assert!(next.copy_from_slice(&bytes[1..]).is_err());
+    drop((copy, next, far));
+    assert_eq!((device.races(), other_device.races()), (vec![], vec![]));
+    assert_eq!(pool.stats().in_use_bytes, 0);
+}
+
+#[test]
+fn copies_that_fail_are_errors_and_the_buffer_is_as_good_as_before() {
+    let (device, pool) = simulated(SimOptions { faults: 0.5, seed: 3, ..SimOptions::default() });
+    let stream = pool.device().create_stream(StreamPriority::Normal).unwrap();
+    let mut buffer = TensorBuffer::allocate_in(&pool, &stream, 1000).unwrap();
+    let (mut failed, mut copied) = (0, 0);
+    for round in 0..60u8 {
+        let done = buffer.copy_from_slice(&[round; 1000]).and_then(|()| buffer.to_host());
+        match done {
+            Ok(bytes) => {
+                assert_eq!(bytes, [round; 1000]);
+                copied += 1;
+            }
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::System, "{error}");
+                assert!(stream.take_error().is_some());
+                failed += 1;
+            }
+        }
+    }
+    assert!(failed > 0 && copied > 0, "{failed} failed, {copied} did not");
+    assert_eq!(device.races(), []);
+}
+
+#[test]
+fn work_of_a_stream_is_told_that_it_cannot_wait_before_anything_is_submitted() {
+    let (_device, pool) = simulated(SimOptions::default());
+    let stream = pool.device().create_stream(StreamPriority::Normal).unwrap();
+    let mut buffer = TensorBuffer::allocate_in(&pool, &stream, 8).unwrap();
+    let other = pool.device().create_stream(StreamPriority::Normal).unwrap();
+    let told = std::sync::Arc::new(Mutex::new(None));
+    let tell = std::sync::Arc::clone(&told);
+    let work = move || *tell.lock().unwrap() = Some(buffer.copy_from_slice(&[1; 8]).unwrap_err().to_string());
+    other.launch_host_fn(HostFn::new(work)).unwrap();
+    other.synchronize().unwrap();
+    let told = told.lock().unwrap().take().unwrap();
+    assert!(told.contains("must not wait"), "{told}");
+}
+
+/// Keeps what is logged.
+struct Log;
+
+static LOGGED: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+impl log::Log for Log {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        LOGGED.lock().unwrap().push(format!("{}: {}", record.level(), record.args()));
+    }
+
+    fn flush(&self) {}
+}
+
+#[test]
+fn without_a_gpu_the_host_does_and_that_is_logged_once() {
+    log::set_logger(&Log).unwrap();
+    log::set_max_level(log::LevelFilter::Trace);
+    let status = GpuStatus::detect();
+    if status.is_available() {
+        assert!(TensorBuffer::try_allocate_gpu(100, 0).is_gpu());
+        println!("skipped: this machine has a GPU, nothing falls back");
+        return;
+    }
+    for len in [100, 200] {
+        let buffer = TensorBuffer::try_allocate_gpu(len, 0);
+        assert!(buffer.is_cpu() && buffer.as_slice().unwrap() == vec![0; len]);
+    }
+    let expected = format!("WARN: 100 bytes for a GPU are on the host: no GPU 0: {status}");
+    assert_eq!(*LOGGED.lock().unwrap(), [expected]);
+    let error = TensorBuffer::allocate_gpu(100, 0).unwrap_err();
+    assert_eq!(error.to_string(), format!("no GPU 0: {status}"));
+    assert!(TensorBuffer::cpu_zeros(1).to_gpu(0).is_err());
+}
