@@ -21,6 +21,7 @@ cargo xtask ci                       everything that must pass: formatting, lint
 cargo xtask test critical|fast|all   tests alone: under 30 s, under 5 min, all of them
 cargo xtask bench parts              criterion benchmarks of the parts
 cargo xtask bench memory             allocators beside others
+cargo xtask bench streams            how soon urgent work begins, and what streams cost
 cargo xtask bench exact              a 1.1B model's logits, streamed against in memory
 cargo xtask bench peak               peak memory, streamed against in memory
 cargo xtask bench llama              the same in three rounds
@@ -78,8 +79,7 @@ fn ci() -> Result<()> {
         run::run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
     })?;
     step("dependencies and licences", check::dependencies)?;
-    // No other crate passes this feature on yet.
-    let cuda = ["--package", "ts-streams", "--features", "cuda"];
+    let cuda = ["--package", "ts-streams", "--package", "ts-pool", "--features", "ts-pool/cuda"];
     step("lints of code for GPUs", || {
         run::run(cargo().arg("clippy").args(cuda).args(["--all-targets", "--", "-D", "warnings"]))
     })?;
@@ -99,7 +99,7 @@ fn ci() -> Result<()> {
         Ok(())
     })?;
     step("models of concurrent code", || {
-        counts += run::loom_models()?;
+        counts += run::models()?;
         Ok(())
     })?;
     step("benchmarks, once each", bench::smoke)?;

@@ -55,11 +55,15 @@ pub(crate) fn cargo_test(args: &[&str]) -> Result<Counts> {
     count_tests(cargo().arg("test").args(args))
 }
 
-/// Runs the models of concurrent code: loom tries the orders in which threads can run. Built apart, as no other code is.
-pub(crate) fn loom_models() -> Result<Counts> {
-    let args =
-        ["test", "--package", "ts-pool", "--lib", "--release", "--target-dir", "target/loom", "models"];
-    count_tests(cargo().args(args).env("RUSTFLAGS", "--cfg loom"))
+/// Runs the models of concurrent code: loom tries all orders in which the threads of a small one can run, shuttle many of
+/// those of a large one. Built apart, as no other code is.
+pub(crate) fn models() -> Result<Counts> {
+    let apart = ["--release", "--target-dir", "target/models"];
+    let small = ["--package", "ts-pool", "--package", "ts-streams", "--lib", "models"];
+    let large = ["--package", "ts-streams", "--test", "orders"];
+    let mut counts = count_tests(cargo().arg("test").args(apart).args(small).env("RUSTFLAGS", "--cfg loom"))?;
+    counts += count_tests(cargo().arg("test").args(apart).args(large).env("RUSTFLAGS", "--cfg shuttle"))?;
+    Ok(counts)
 }
 
 /// Tests that found no GPU say so; the harness thinks that they passed.

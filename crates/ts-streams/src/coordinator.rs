@@ -3,10 +3,10 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::graph::{Task, TaskGraph};
+use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::{Device, Error, Event, HostFn, Status, Stream};
 
 /// Streams that work on one thing: in parallel, in the order of a graph, up to barriers. The host waits for none of it unless it

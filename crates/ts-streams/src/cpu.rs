@@ -2,8 +2,8 @@
 //! The host as a device: threads that do the work of streams, the most urgent first.
 
 use std::alloc::Layout;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::thread::JoinHandle;
+use std::sync::{Arc, OnceLock, PoisonError, Weak};
+use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use crate::Error;
@@ -15,6 +15,7 @@ use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::{PriorityRange, StreamPriority};
 use crate::queue::{Effects, Fails, Op, Owner, Point, Queues, Work, may_wait};
 use crate::race::Clock;
+use crate::sync::{Condvar, Mutex, MutexGuard, thread};
 
 /// The host as a device. Its streams share some threads, which always take the most urgent work that could run; work that
 /// has begun is not interrupted. All memory is the host's. Dropping the last handle to it, its streams and its memory waits until all
@@ -28,7 +29,7 @@ pub struct CpuDevice {
 #[derive(Debug)]
 struct Crew {
     shared: Arc<Shared>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Vec<thread::JoinHandle<()>>,
 }
 
 #[derive(Debug)]
@@ -51,7 +52,7 @@ impl CpuDevice {
     /// # Errors
     /// [`Error::Thread`].
     pub fn new() -> Result<Self, Error> {
-        Self::with_threads(std::thread::available_parallelism().map_or(1, usize::from))
+        Self::with_threads(available_parallelism().map_or(1, usize::from))
     }
 
     /// With so many threads, at least one.
@@ -82,7 +83,7 @@ impl CpuDevice {
         let mut crew = Crew { shared, threads: Vec::new() };
         for number in 0..count.max(1) {
             let shared = Arc::clone(&crew.shared);
-            let thread = std::thread::Builder::new().name(format!("ts-cpu-{number}"));
+            let thread = thread::Builder::new().name(format!("ts-cpu-{number}"));
             let thread =
                 thread.spawn(move || shared.run()).map_err(|e| Error::Thread { reason: e.to_string() })?;
             crew.threads.push(thread);

@@ -54,6 +54,7 @@ mod provider;
 mod queue;
 mod race;
 mod sim;
+mod sync;
 
 pub mod conformance;
 

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Streams of the host: `cargo xtask bench streams`.
+#![allow(missing_docs, clippy::unwrap_used)] // criterion's macros; a benchmark that cannot run may panic
+
+use std::hint::black_box;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use tensorstream::streams::{
+    AllocationStrategy, CpuDevice, CpuStream, Device, HostFn, Stream, StreamPool, StreamPriority,
+    WorkloadType,
+};
+
+const TASK: Duration = Duration::from_micros(100);
+/// Streams that keep the device busy, and what each of them always has to do.
+const BUSY: usize = 64;
+const BACKLOG: u64 = 8;
+
+fn busy_work() -> HostFn {
+    HostFn::new(|| {
+        let began = Instant::now();
+        while began.elapsed() < TASK {
+            std::hint::spin_loop();
+        }
+    })
+}
+
+fn keep_busy(streams: &[CpuStream]) {
+    for stream in streams {
+        while stream.metrics().outstanding() < BACKLOG {
+            stream.launch_host_fn(busy_work()).unwrap();
+        }
+    }
+}
+
+/// From the submission of work to its beginning, while 64 streams of low urgency have 100 us of work eight times over.
+fn urgency(c: &mut Criterion) {
+    let mut group = c.benchmark_group("work begins on a saturated host, by its urgency");
+    group.sample_size(30);
+    for priority in [StreamPriority::High, StreamPriority::Normal, StreamPriority::Low] {
+        let device = CpuDevice::new().unwrap();
+        let streams: Vec<_> = (0..BUSY).map(|_| device.create_stream(StreamPriority::Low).unwrap()).collect();
+        let stream = device.create_stream(priority).unwrap();
+        let (began, beginnings) = channel();
+        group.bench_function(format!("{priority:?}"), |b| {
+            b.iter_custom(|count| {
+                let waited = (0..count).map(|_| {
+                    keep_busy(&streams);
+                    let (submitted, began) = (Instant::now(), began.clone());
+                    stream.launch_host_fn(HostFn::new(move || began.send(Instant::now()).unwrap())).unwrap();
+                    beginnings.recv().unwrap() - submitted
+                });
+                waited.sum()
+            });
+        });
+    }
+    group.finish();
+}
+
+/// What it costs the host to submit, and to hear of the end.
+fn operations(c: &mut Criterion) {
+    let mut group = c.benchmark_group("operations");
+    let device = CpuDevice::new().unwrap();
+    let streams = [(); 2].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
+    group.bench_function("launch and synchronize", |b| {
+        b.iter(|| {
+            streams[0].launch_host_fn(HostFn::new(|| ())).unwrap();
+            streams[0].synchronize().unwrap();
+        });
+    });
+    let event = device.create_event().unwrap();
+    group.bench_function("record and wait, of a stream that is done", |b| {
+        b.iter(|| {
+            streams[0].record(&event).unwrap();
+            streams[1].wait(&event).unwrap();
+        });
+    });
+    for strategy in
+        [AllocationStrategy::RoundRobin, AllocationStrategy::LoadBalanced, AllocationStrategy::Workload]
+    {
+        let pool = StreamPool::new(device.clone(), 8, strategy).unwrap();
+        group.bench_function(BenchmarkId::new("a stream of eight", format!("{strategy:?}")), |b| {
+            b.iter(|| black_box(pool.stream_for_workload(black_box(WorkloadType::Compute)).id()));
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(streams, urgency, operations);
+criterion_main!(streams);
