@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use ts_pool::{
-    BLOCK_ALIGN, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation, SharedBuffer,
+    BLOCK_ALIGN, Backing, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation, SharedBuffer,
     StreamOrderedAllocator, StreamOrderedPool,
 };
 use ts_streams::{Device, HostFn, MemoryKind, MemoryRange, Stream, StreamId, StreamPriority};
@@ -73,6 +73,7 @@ impl<D: Device> Slots<D> {
         let reservation = budget.reserve(bytes)?;
         let host = HostPool::for_device(device, &Budget::new(staging_bytes), staging_bytes)?;
         let options = OrderedOptions {
+            backing: Backing::Segments,
             kind: MemoryKind::Device,
             segment_bytes: bytes,
             limit_bytes: bytes,

@@ -58,8 +58,8 @@ pub use buffer::{Buffer, SharedBuffer};
 pub use classes::{BlockPool, BlockStats, GpuMemoryPool, PinnedMemoryPool, PoolConfig, PooledBuffer};
 pub use error::{Error, ErrorKind};
 pub use ordered::{
-    BlockSnapshot, DeviceBuffer, OrderedOptions, OrderedStats, SegmentSnapshot, StreamOrderedAllocator,
-    StreamOrderedPool,
+    Backing, BlockSnapshot, DeviceBuffer, OrderedOptions, OrderedStats, PoolSnapshot, Priming,
+    SegmentSnapshot, StreamOrderedAllocator, StreamOrderedPool,
 };
 pub use pool::{BLOCK_ALIGN, HostPool, PoolStats};
 pub use replay::{AllocationLog, LogEvent, Replay};

@@ -197,6 +197,19 @@ impl OffsetAllocator {
         true
     }
 
+    /// Takes a block back with its range, all of which it is; the range's number. `None` when it was not taken any more.
+    pub(crate) fn release_with_range(&mut self, block: BlockId) -> Option<u16> {
+        if !self.is_live(block) {
+            return None;
+        }
+        let node = &mut self.nodes[block.node as usize];
+        debug_assert!(node.before == NONE && node.after == NONE, "others are in the range");
+        node.generation = node.generation.wrapping_add(1);
+        let range = node.range;
+        self.retire(block.node);
+        Some(range)
+    }
+
     /// Makes what is free and of those that `may_take` allows `owner`'s, and joins what can be joined.
     pub(crate) fn give(&mut self, owner: Owner, mut may_take: impl FnMut(Owner) -> bool) {
         for id in 0..self.nodes.len() as u32 {

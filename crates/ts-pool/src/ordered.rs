@@ -4,6 +4,7 @@
 use std::alloc::Layout;
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ts_streams::{Device, Event, MemoryKind, MemoryRange, RawMemory, Status, Stream, StreamId};
@@ -34,13 +35,26 @@ pub trait StreamOrderedAllocator<D: Device>: Send + Sync {
     fn stats(&self) -> OrderedStats;
 
     /// Where everything lies at this moment.
-    fn snapshot(&self) -> Vec<SegmentSnapshot>;
+    fn snapshot(&self) -> PoolSnapshot;
+}
+
+/// Where a [`StreamOrderedPool`] has its memory from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Backing {
+    /// From segments of its own, which it takes from the device and divides.
+    #[default]
+    Segments,
+    /// From the device's own allocator, block by block: CUDA's `cuMemAllocAsync`. The pool counts, limits, and sees to streams that use
+    /// what is not theirs; 65,536 blocks at most.
+    Device,
 }
 
 /// How a [`StreamOrderedPool`] is set up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OrderedOptions {
-    /// What memory it is.
+    /// Where the memory is from.
+    pub backing: Backing,
+    /// What memory it is; of [`Backing::Device`] always the device's.
     pub kind: MemoryKind,
     /// What the pool takes from the device at a time, in bytes, if no more is wanted at once.
     pub segment_bytes: usize,
@@ -54,6 +68,7 @@ impl Default for OrderedOptions {
     /// Device memory without a limit but the device's, 64 MiB at a time, on 512 bytes as CUDA gives it.
     fn default() -> Self {
         Self {
+            backing: Backing::Segments,
             kind: MemoryKind::Device,
             segment_bytes: 64 << 20,
             limit_bytes: usize::MAX,
@@ -96,7 +111,11 @@ struct State<D: Device> {
     offsets: OffsetAllocator,
     /// By their number; `None` for those that were given back.
     segments: Vec<Option<D::Memory>>,
+    /// The numbers of those that were.
+    vacant: Vec<u16>,
     capacity: usize,
+    /// What the device is about to give beside that.
+    promised: usize,
     streams: Vec<D::Stream>,
     owners: HashMap<StreamId, Owner>,
     /// Who asked last, with the same hash: to find an owner is a good part of the work.
@@ -159,6 +178,28 @@ pub struct OrderedStats {
     pub failures: u64,
 }
 
+/// Where everything lies in a pool. Its text is JSON: `{"segments":[{"address":0,"len":0,"blocks":[{"offset":0,"len":0,"free":true,
+/// "stream":0}]}]}`, all numbers in bytes but the stream's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PoolSnapshot {
+    /// The segments.
+    pub segments: Vec<SegmentSnapshot>,
+}
+
+impl fmt::Display for PoolSnapshot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let block = |BlockSnapshot { offset, len, free, stream }: &BlockSnapshot| {
+            format!(r#"{{"offset":{offset},"len":{len},"free":{free},"stream":{stream}}}"#)
+        };
+        let segment = |SegmentSnapshot { address, len, blocks }: &SegmentSnapshot| {
+            let blocks: Vec<_> = blocks.iter().map(block).collect();
+            format!(r#"{{"address":{address},"len":{len},"blocks":[{}]}}"#, blocks.join(","))
+        };
+        let segments: Vec<_> = self.segments.iter().map(segment).collect();
+        write!(f, r#"{{"segments":[{}]}}"#, segments.join(","))
+    }
+}
+
 /// A segment, and what lies in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SegmentSnapshot {
@@ -204,7 +245,9 @@ impl<D: Device> StreamOrderedPool<D> {
         let state = State {
             offsets: OffsetAllocator::default(),
             segments: Vec::new(),
+            vacant: Vec::new(),
             capacity: 0,
+            promised: 0,
             streams: Vec::new(),
             owners: HashMap::new(),
             recent: [nobody; RECENT],
@@ -228,12 +271,59 @@ impl<D: Device> StreamOrderedPool<D> {
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Device`].
     pub fn prime(&self, bytes: usize, stream: &D::Stream) -> Result<(), Error> {
+        if self.shared.options.backing == Backing::Device {
+            // The device's allocator keeps what it has given once.
+            return self.shared.allocate(bytes, stream).map(drop);
+        }
         let mut state = self.shared.lock();
         let owner = state.owner(stream)?;
         let granules = self.shared.granules(bytes)?;
         match state.grow(&self.shared, granules, owner)? {
             true => Ok(()),
             false => Err(state.out_of_memory(&self.shared, bytes)),
+        }
+    }
+
+    /// As [`prime`](Self::prime), on a thread of its own: the pool serves others meanwhile. What is on its way counts towards the
+    /// limit.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when the pool may not take so much more; [`Error::Device`] when there is no thread.
+    pub fn prime_in_background(&self, bytes: usize, stream: &D::Stream) -> Result<Priming, Error> {
+        let OrderedOptions { backing, kind, limit_bytes, granule_bytes, .. } = self.shared.options;
+        let granules = self.shared.granules(bytes)?;
+        let whole = granules as usize * granule_bytes;
+        let promised = if backing == Backing::Segments { whole } else { 0 };
+        let mut state = self.shared.lock();
+        let owner = state.owner(stream)?;
+        if whole > limit_bytes.saturating_sub(state.capacity + state.promised) {
+            return Err(state.out_of_memory(&self.shared, bytes));
+        }
+        state.promised += promised;
+        drop(state);
+        let (pool, stream) = (self.clone(), stream.clone());
+        let work = move || {
+            if backing == Backing::Device {
+                return pool.prime(bytes, &stream);
+            }
+            let layout = Layout::from_size_align(whole, granule_bytes.max(SEGMENT_ALIGN)).ok();
+            let taken = layout.map(|layout| pool.shared.device.allocate(layout, kind));
+            let mut state = pool.shared.lock();
+            state.promised -= promised;
+            let added = match taken {
+                Some(Ok(memory)) => state.add_segment(memory, granules, owner),
+                Some(Err(error)) if error.kind() != ts_streams::ErrorKind::Full => return Err(error.into()),
+                _ => None,
+            };
+            added.ok_or_else(|| state.out_of_memory(&pool.shared, bytes))
+        };
+        let thread = std::thread::Builder::new().name("ts-prime".into()).spawn(work);
+        match thread {
+            Ok(thread) => Ok(Priming { thread }),
+            Err(error) => {
+                self.shared.lock().promised -= promised;
+                Err(ts_streams::Error::Thread { reason: error.to_string() }.into())
+            }
         }
     }
 
@@ -257,6 +347,28 @@ impl<D: Device> StreamOrderedPool<D> {
             }
         }
         before - state.counts.in_use
+    }
+}
+
+/// Memory on its way from the device to a pool. Dropping this does not stop it.
+#[derive(Debug)]
+#[must_use = "whether there was so much memory is known at the end"]
+pub struct Priming {
+    thread: std::thread::JoinHandle<Result<(), Error>>,
+}
+
+impl Priming {
+    /// Whether it has ended, well or not. Does not block.
+    pub fn is_finished(&self) -> bool {
+        self.thread.is_finished()
+    }
+
+    /// Waits until it has ended. Blocks.
+    ///
+    /// # Errors
+    /// As [`StreamOrderedPool::prime`].
+    pub fn wait(self) -> Result<(), Error> {
+        self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
 }
 
@@ -300,6 +412,7 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
             goes
         });
         let gone: Vec<_> = removed.iter().map(|&segment| segments[usize::from(segment)].take()).collect();
+        state.vacant.extend(removed);
         state.capacity = capacity;
         drop(state);
         // The device may block.
@@ -326,7 +439,7 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
         }
     }
 
-    fn snapshot(&self) -> Vec<SegmentSnapshot> {
+    fn snapshot(&self) -> PoolSnapshot {
         let state = self.shared.lock();
         let granule = self.shared.options.granule_bytes;
         let mut segments: Vec<Option<SegmentSnapshot>> = state
@@ -348,7 +461,7 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
                 segment.blocks.push(block);
             }
         }
-        segments.into_iter().flatten().collect()
+        PoolSnapshot { segments: segments.into_iter().flatten().collect() }
     }
 }
 
@@ -400,7 +513,11 @@ impl<D: Device> Shared<D> {
         let granules = self.granules(bytes)?;
         let mut state = self.lock();
         let owner = state.owner(stream)?;
-        let (block, place) = match state.offsets.allocate(granules, owner) {
+        let found = match self.options.backing {
+            Backing::Segments => state.offsets.allocate(granules, owner),
+            Backing::Device => None,
+        };
+        let (block, place) = match found {
             Some(found) => found,
             None => self.asking(&mut state, |state| state.search(self, bytes, granules, owner))?,
         };
@@ -461,6 +578,15 @@ impl<D: Device> State<D> {
         owner: Owner,
     ) -> Result<(BlockId, Place), Error> {
         self.settle_pending(shared);
+        if shared.options.backing == Backing::Device {
+            return match self.whole_segment(shared, granules, owner)? {
+                Some(found) => Ok(found),
+                None => {
+                    self.counts.failures += 1;
+                    Err(self.out_of_memory(shared, bytes))
+                }
+            };
+        }
         if let Some(found) = self.offsets.allocate(granules, owner) {
             return Ok(found);
         }
@@ -493,17 +619,31 @@ impl<D: Device> State<D> {
             let unmarked = std::mem::take(&mut pending.unmarked);
             self.mark_uses(shared, unmarked, &mut pending);
             if pending.unmarked.is_empty() && pending.events.iter().all(is_done) {
-                self.release(pending);
+                self.release(shared, pending);
             } else {
                 self.pending.push_back(pending);
             }
         }
     }
 
-    fn release(&mut self, pending: Pending<D>) {
-        self.offsets.release(pending.block);
+    fn release(&mut self, shared: &Shared<D>, pending: Pending<D>) {
+        self.give_back(shared, pending.block, pending.owner);
         self.pending_bytes -= pending.bytes;
         self.events.extend(pending.events);
+    }
+
+    /// A block is free for its stream, to the pool or to the device.
+    fn give_back(&mut self, shared: &Shared<D>, block: BlockId, owner: Owner) {
+        if shared.options.backing == Backing::Segments {
+            self.offsets.release(block);
+            return;
+        }
+        let Some(segment) = self.offsets.release_with_range(block) else { return };
+        let memory = self.segments[usize::from(segment)].take().expect("a block is in a segment");
+        self.capacity -= memory.range().len();
+        self.vacant.push(segment);
+        // A stream that failed has nothing left to do with it, and the memory is dropped.
+        let _ = shared.device.free_in_order(memory, &self.streams[usize::from(owner.0)]);
     }
 
     /// A block that another stream has freed: of one that has nothing to do, else of one that this waits for.
@@ -556,39 +696,64 @@ impl<D: Device> State<D> {
         }
         let stream = &self.streams[usize::from(owner.0)];
         self.pending.iter().flat_map(|pending| &pending.events).try_for_each(|event| stream.follow(event))?;
-        std::mem::take(&mut self.pending).into_iter().for_each(|pending| self.release(pending));
+        std::mem::take(&mut self.pending).into_iter().for_each(|pending| self.release(shared, pending));
         Ok(())
     }
 
     /// Takes a segment from the device; `false` when there is no more to be had.
     fn grow(&mut self, shared: &Shared<D>, granules: u32, owner: Owner) -> Result<bool, Error> {
-        let OrderedOptions { kind, segment_bytes, limit_bytes, granule_bytes } = shared.options;
+        let OrderedOptions { kind, segment_bytes, limit_bytes, granule_bytes, .. } = shared.options;
         let needed = granules as usize * granule_bytes;
-        let room = limit_bytes.saturating_sub(self.capacity) / granule_bytes * granule_bytes;
+        let room = limit_bytes.saturating_sub(self.capacity + self.promised) / granule_bytes * granule_bytes;
         let usual = segment_bytes.checked_next_multiple_of(granule_bytes).unwrap_or(room).min(room);
-        let place = self.segments.iter().position(Option::is_none).unwrap_or(self.segments.len());
-        let Ok(number) = u16::try_from(place) else { return Ok(false) };
         for bytes in [usual.max(needed), needed] {
             let Some(len) = u32::try_from(bytes / granule_bytes).ok().filter(|_| bytes <= room) else {
                 continue;
             };
             let layout = Layout::from_size_align(bytes, granule_bytes.max(SEGMENT_ALIGN));
             match layout.ok().map(|layout| shared.device.allocate(layout, kind)) {
-                Some(Ok(memory)) => {
-                    match self.segments.get_mut(place) {
-                        Some(empty) => *empty = Some(memory),
-                        None => self.segments.push(Some(memory)),
-                    }
-                    self.capacity += bytes;
-                    self.offsets.add_range(number, len, owner);
-                    return Ok(true);
-                }
+                Some(Ok(memory)) => return Ok(self.add_segment(memory, len, owner).is_some()),
                 Some(Err(error)) if error.kind() != ts_streams::ErrorKind::Full => return Err(error.into()),
                 // Less may be had.
                 _ => {}
             }
         }
         Ok(false)
+    }
+
+    /// Memory of the device's own allocator, for one block; `None` when there is no more to be had.
+    fn whole_segment(
+        &mut self,
+        shared: &Shared<D>,
+        granules: u32,
+        owner: Owner,
+    ) -> Result<Option<(BlockId, Place)>, Error> {
+        let OrderedOptions { limit_bytes, granule_bytes, .. } = shared.options;
+        let bytes = granules as usize * granule_bytes;
+        let Ok(layout) = Layout::from_size_align(bytes, granule_bytes) else { return Ok(None) };
+        if bytes > limit_bytes.saturating_sub(self.capacity + self.promised) {
+            return Ok(None);
+        }
+        let memory = match shared.device.allocate_in_order(layout, &self.streams[usize::from(owner.0)]) {
+            Ok(memory) => memory,
+            Err(error) if error.kind() == ts_streams::ErrorKind::Full => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        let added = self.add_segment(memory, granules, owner);
+        Ok(added.and_then(|()| self.offsets.allocate(granules, owner)))
+    }
+
+    /// More to divide, of `owner`'s; `None` when there is no number for it.
+    fn add_segment(&mut self, memory: D::Memory, granules: u32, owner: Owner) -> Option<()> {
+        let next = || u16::try_from(self.segments.len()).ok();
+        let number = self.vacant.pop().or_else(next)?;
+        self.capacity += memory.range().len();
+        match self.segments.get_mut(usize::from(number)) {
+            Some(vacant) => *vacant = Some(memory),
+            None => self.segments.push(Some(memory)),
+        }
+        self.offsets.add_range(number, granules, owner);
+        Some(())
     }
 
     /// Frees a block in the order of its stream.
@@ -599,7 +764,7 @@ impl<D: Device> State<D> {
         self.counts.frees += 1;
         self.counts.in_use -= bytes;
         let Some(uses) = uses else {
-            self.offsets.release(block);
+            self.give_back(shared, block, place.owner);
             return;
         };
         self.pending_bytes += bytes;

@@ -8,7 +8,9 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use ts_pool::{DeviceBuffer, Error, ErrorKind, OrderedOptions, StreamOrderedAllocator, StreamOrderedPool};
+use ts_pool::{
+    Backing, DeviceBuffer, Error, ErrorKind, OrderedOptions, StreamOrderedAllocator, StreamOrderedPool,
+};
 use ts_streams::{
     CpuDevice, Device, HostFn, RawMemory, SimDevice, SimOptions, Status, Stream, StreamPriority,
 };
@@ -142,7 +144,7 @@ fn memory_goes_back_to_the_device_when_nobody_uses_it() {
     assert_eq!(pool.trim(0), 64 * KIB);
     assert_eq!((pool.stats().capacity_bytes, device.memory().in_use_bytes), (0, 0));
     let after = pool.allocate_for_stream(KIB, a).unwrap();
-    assert_eq!(pool.snapshot().len(), 1);
+    assert_eq!(pool.snapshot().segments.len(), 1);
     drop(after);
     assert_eq!(device.races(), []);
 }
@@ -306,17 +308,102 @@ struct Live {
     byte: u8,
 }
 
+#[test]
+fn memory_comes_in_the_background_and_counts_while_it_does() {
+    for backing in [Backing::Segments, Backing::Device] {
+        let device = SimDevice::new(SimOptions::default());
+        let limited = OrderedOptions { backing, ..options(4 * KIB, 100 * KIB) };
+        let pool = StreamOrderedPool::new(device.clone(), limited);
+        let stream = &streams(&device, 1)[0];
+        let priming = pool.prime_in_background(60 * KIB, stream).unwrap();
+        priming.wait().unwrap();
+        let buffer = pool.allocate_for_stream(60 * KIB, stream).unwrap();
+        assert_eq!((pool.stats().capacity_bytes, pool.stats().segments), (60 * KIB, 1));
+        let error = pool.prime_in_background(60 * KIB, stream).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Full);
+        write(stream, &buffer, 1);
+        drop(buffer);
+        device.synchronize().unwrap();
+        assert_eq!(device.races(), []);
+    }
+    // A device that has less than the pool may take says so in the end, and nothing is lost.
+    let device = SimDevice::new(SimOptions { total_bytes: 50 * KIB, ..SimOptions::default() });
+    let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 100 * KIB));
+    let stream = &streams(&device, 1)[0];
+    assert_eq!(
+        pool.prime_in_background(60 * KIB, stream).unwrap().wait().unwrap_err().kind(),
+        ErrorKind::Full
+    );
+    pool.prime_in_background(40 * KIB, stream).unwrap().wait().unwrap();
+}
+
+#[test]
+fn a_snapshot_is_json() {
+    let device = SimDevice::new(SimOptions::default());
+    let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 4 * KIB));
+    assert_eq!(pool.snapshot().to_string(), r#"{"segments":[]}"#);
+    let stream = &streams(&device, 1)[0];
+    let buffer = pool.allocate_for_stream(1000, stream).unwrap();
+    let (address, id) = (buffer.range().unwrap().address(), stream.id());
+    let blocks = [(0, 1024, false), (1024, 3072, true)];
+    let blocks = blocks.map(|(offset, len, free)| {
+        format!(r#"{{"offset":{offset},"len":{len},"free":{free},"stream":{id}}}"#)
+    });
+    let expected =
+        format!(r#"{{"segments":[{{"address":{address},"len":4096,"blocks":[{}]}}]}}"#, blocks.join(","));
+    assert_eq!(pool.snapshot().to_string(), expected);
+}
+
+/// What the device allocates itself goes back to it in the order of the stream, and not before others are done with it.
+#[test]
+fn the_devices_own_allocator_can_be_what_is_behind_a_pool() {
+    let device = SimDevice::new(SimOptions::default());
+    let own = OrderedOptions { backing: Backing::Device, ..options(64 * KIB, 64 * KIB) };
+    let pool = StreamOrderedPool::new(device.clone(), own);
+    let [a, b] = &streams(&device, 2)[..] else { panic!() };
+    pool.prime(10 * KIB, a).unwrap();
+    let first = pool.allocate_for_stream(40 * KIB, a).unwrap();
+    write(a, &first, 1);
+    let error = pool.allocate_for_stream(40 * KIB, a).unwrap_err();
+    assert!(error.kind() == ErrorKind::Full && error.to_string().contains("40960 in use"), "{error}");
+    let written = device.create_event().unwrap();
+    a.record(&written).unwrap();
+    b.wait(&written).unwrap();
+    b.launch_host_fn(HostFn::new(|| ()).reading(first.range().unwrap())).unwrap();
+    pool.record_use(&first, b).unwrap();
+    drop(first);
+    assert_eq!(pool.stats().pending_bytes, 40 * KIB, "the other stream may still read it");
+    b.synchronize().unwrap();
+    let second = pool.allocate_for_stream(40 * KIB, a).unwrap();
+    assert_eq!((pool.stats().pending_bytes, pool.stats().segments), (0, 1));
+    drop(second);
+    device.synchronize().unwrap();
+    assert_eq!((device.memory().in_use_bytes, device.races()), (0, vec![]));
+    // A stream that fails gives back what it has all the same.
+    let failing = SimDevice::new(SimOptions { faults: 1.0, ..SimOptions::default() });
+    let pool = StreamOrderedPool::new(failing.clone(), own);
+    let stream = failing.create_stream(StreamPriority::Normal).unwrap();
+    let buffers = [(); 2].map(|()| pool.allocate_for_stream(10 * KIB, &stream).unwrap());
+    write(&stream, &buffers[0], 1);
+    let [before, after] = buffers;
+    drop(before);
+    assert!(stream.synchronize().is_err());
+    drop(after);
+    assert_eq!((failing.memory().in_use_bytes, failing.races()), (0, vec![]));
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+    #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
     fn no_program_uses_memory_that_is_in_use(
         program in prop::collection::vec(step(), 1..150),
         limit in 40 * KIB..200 * KIB,
+        backing in prop_oneof![Just(Backing::Segments), Just(Backing::Device)],
         seed: u64,
     ) {
         let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
-        let pool = StreamOrderedPool::new(device.clone(), options(32 * KIB, limit));
+        let pool = StreamOrderedPool::new(device.clone(), OrderedOptions { backing, ..options(32 * KIB, limit) });
         let streams = streams(&device, STREAMS);
         let mut live: Vec<Live> = Vec::new();
         let rounded = |bytes: usize| bytes.next_multiple_of(512);
@@ -364,7 +451,7 @@ proptest! {
             let free: usize = stats.free_bytes.iter().map(|(_, bytes)| bytes).sum();
             prop_assert_eq!(stats.in_use_bytes + stats.pending_bytes + free, stats.capacity_bytes);
             prop_assert!(stats.capacity_bytes <= limit && stats.high_water_bytes >= stats.in_use_bytes);
-            let blocks = pool.snapshot();
+            let blocks = pool.snapshot().segments;
             let whole = |segment: &ts_pool::SegmentSnapshot| {
                 let mut at = 0;
                 segment.blocks.iter().all(|block| std::mem::replace(&mut at, block.offset + block.len) == block.offset)

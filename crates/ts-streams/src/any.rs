@@ -118,6 +118,7 @@ macro_rules! device_kind {
     };
 }
 
+device_kind!(AnyDevice);
 device_kind!(AnyStream);
 device_kind!(AnyEvent);
 
@@ -140,6 +141,30 @@ impl Device for AnyDevice {
 
     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<AnyMemory, Error> {
         each_into!(AnyDevice, self, device => device.allocate(layout, kind), AnyMemory)
+    }
+
+    fn allocate_in_order(&self, layout: Layout, stream: &AnyStream) -> Result<AnyMemory, Error> {
+        both!((AnyDevice, self, device), (AnyStream, stream, stream) => {
+            device.allocate_in_order(layout, stream).map(AnyMemory::from)
+        })
+    }
+
+    fn free_in_order(&self, memory: AnyMemory, stream: &AnyStream) -> Result<(), Error> {
+        match (self, memory, stream) {
+            (AnyDevice::Cpu(device), AnyMemory::Cpu(memory), AnyStream::Cpu(stream)) => {
+                device.free_in_order(memory, stream)
+            }
+            (AnyDevice::Sim(device), AnyMemory::Sim(memory), AnyStream::Sim(stream)) => {
+                device.free_in_order(memory, stream)
+            }
+            #[cfg(feature = "cuda")]
+            (AnyDevice::Cuda(device), AnyMemory::Cuda(memory), AnyStream::Cuda(stream)) => {
+                device.free_in_order(memory, stream)
+            }
+            (device, _, stream) => {
+                Err(Error::MixedDevices { of: device.device_kind(), with: stream.device_kind() })
+            }
+        }
     }
 
     fn synchronize(&self) -> Result<(), Error> {
@@ -239,21 +264,21 @@ impl RawMemory for AnyMemory {
     }
 }
 
-impl From<CpuDevice> for AnyDevice {
-    fn from(device: CpuDevice) -> Self {
-        Self::Cpu(device)
-    }
+macro_rules! from {
+    ($($(#[$feature:meta])? $one:ident => $any:ident::$variant:ident),* $(,)?) => {
+        $($(#[$feature])? impl From<$one> for $any {
+            fn from(one: $one) -> Self {
+                Self::$variant(one)
+            }
+        })*
+    };
 }
 
-impl From<SimDevice> for AnyDevice {
-    fn from(device: SimDevice) -> Self {
-        Self::Sim(device)
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl From<CudaDevice> for AnyDevice {
-    fn from(device: CudaDevice) -> Self {
-        Self::Cuda(device)
-    }
+from! {
+    CpuDevice => AnyDevice::Cpu,
+    CpuMemory => AnyMemory::Cpu,
+    SimDevice => AnyDevice::Sim,
+    SimMemory => AnyMemory::Sim,
+    #[cfg(feature = "cuda")] CudaDevice => AnyDevice::Cuda,
+    #[cfg(feature = "cuda")] CudaMemory => AnyMemory::Cuda,
 }

@@ -33,6 +33,7 @@ pub fn check<D: Device>(make: impl Fn() -> D) {
     metrics_count_what_was_submitted(&make());
     what_is_not_there_is_unsupported(&make());
     no_call_waits_for_work(&make());
+    memory_of_its_own_allocator_is_in_order(&make());
     for seed in 1..=20 {
         random_programs_do_what_their_order_says(&make(), seed);
     }
@@ -58,6 +59,27 @@ fn content<M: RawMemory>(memory: &M) -> Vec<u8> {
     // SAFETY: as those who call this say, all work on it is done.
     unsafe { memory.read(0, &mut bytes) }.expect("memory that nobody uses");
     bytes
+}
+
+/// What a stream gives back it gives back behind its work, also where the next block is the same memory.
+fn memory_of_its_own_allocator_is_in_order<D: Device>(device: &D) {
+    let (stream, layout) = (stream(device), Layout::from_size_align(4096, 256).expect("a power of two"));
+    let mut copies = vec![[0u8; 4096]; 20];
+    for (number, copy) in copies.iter_mut().enumerate() {
+        let memory = match device.allocate_in_order(layout, &stream) {
+            Ok(memory) => memory,
+            Err(error) => return assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}"),
+        };
+        assert_eq!((memory.range().len(), memory.range().address() % 256), (4096, 0));
+        // SAFETY: nobody else uses it, and it is given back behind this; the copies are there until the stream is done.
+        unsafe {
+            stream.fill(memory.range(), number as u8).expect("a stream that has not failed");
+            stream.copy(MemoryRange::of(copy), memory.range()).expect("a stream that has not failed");
+        }
+        device.free_in_order(memory, &stream).expect("a stream that has not failed");
+    }
+    stream.synchronize().expect("nothing fails");
+    assert!(copies.iter().enumerate().all(|(number, copy)| *copy == [number as u8; 4096]));
 }
 
 fn bytes_go_to_the_device_and_back<D: Device>(device: &D) {

@@ -241,6 +241,10 @@ impl Device for CpuDevice {
         Ok(CpuMemory { block, crew })
     }
 
+    fn allocate_in_order(&self, layout: Layout, _: &CpuStream) -> Result<CpuMemory, Error> {
+        self.allocate(layout, MemoryKind::Device)
+    }
+
     fn synchronize(&self) -> Result<(), Error> {
         may_wait()?;
         // All of them, also when one fails.

@@ -101,6 +101,25 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// [`Error::OutOfMemory`], [`Error::Unsupported`].
     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<Self::Memory, Error>;
 
+    /// Memory of the device from an allocator of its own that goes by the order of streams, for work that is submitted to `stream` from
+    /// now on: CUDA's is `cuMemAllocAsync`, with a pool that keeps what is freed. What it holds is undefined.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; [`Error::Unsupported`] where there is none, as by default.
+    fn allocate_in_order(&self, layout: Layout, stream: &Self::Stream) -> Result<Self::Memory, Error> {
+        let _ = (layout, stream);
+        let device = self.info().name.clone();
+        Err(Error::Unsupported { device, what: "allocator in the order of streams" })
+    }
+
+    /// Gives such memory back when all that was submitted to `stream` by now is done.
+    ///
+    /// # Errors
+    /// [`Error::Driver`]; that of work on the stream. The memory is dropped then.
+    fn free_in_order(&self, memory: Self::Memory, stream: &Self::Stream) -> Result<(), Error> {
+        stream.launch_host_fn(HostFn::new(move || drop(memory)))
+    }
+
     /// Blocks until all that was submitted to all streams is done.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 //! Streams that are made once and used again and again.
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::{Device, Error, Status, Stream, StreamId, StreamPriority};
@@ -44,8 +44,8 @@ pub enum AllocationStrategy {
 pub struct StreamPool<D: Device> {
     device: D,
     slots: Box<[OnceLock<Slot<D::Stream>>]>,
-    /// How many, from the first one on, are given out.
-    active: AtomicUsize,
+    /// How many there are, from the first one on.
+    made: AtomicUsize,
     turn: AtomicUsize,
     strategy: AtomicU8,
     times: [Average; 4],
@@ -54,6 +54,8 @@ pub struct StreamPool<D: Device> {
 #[derive(Debug)]
 struct Slot<S> {
     stream: S,
+    /// Whether it is given out.
+    given: AtomicBool,
     times: [Average; 4],
 }
 
@@ -116,7 +118,7 @@ impl<D: Device> StreamPool<D> {
         let this = Self {
             device,
             slots: (0..Self::MAX_STREAMS).map(|_| OnceLock::new()).collect(),
-            active: AtomicUsize::new(0),
+            made: AtomicUsize::new(0),
             turn: AtomicUsize::new(0),
             strategy: AtomicU8::new(strategy as u8),
             times: Default::default(),
@@ -137,7 +139,7 @@ impl<D: Device> StreamPool<D> {
 
     /// How many streams it gives out.
     pub fn len(&self) -> usize {
-        self.active.load(Ordering::Acquire)
+        self.slots().count()
     }
 
     /// Never.
@@ -168,10 +170,12 @@ impl<D: Device> StreamPool<D> {
     /// As [`Device::create_stream`].
     pub fn resize(&self, count: usize) -> Result<(), Error> {
         let count = count.clamp(1, Self::MAX_STREAMS);
-        while self.slots[..count].iter().any(|slot| slot.get().is_none()) {
+        while self.made.load(Ordering::Acquire) < count {
             self.grow(StreamPriority::Normal)?;
         }
-        self.active.store(count, Ordering::Release);
+        for (number, slot) in self.made().enumerate() {
+            slot.given.store(number < count, Ordering::Release);
+        }
         Ok(())
     }
 
@@ -184,8 +188,9 @@ impl<D: Device> StreamPool<D> {
     pub fn stream_for_workload(&self, workload: WorkloadType) -> &D::Stream {
         let slot = match self.strategy() {
             AllocationStrategy::RoundRobin => {
-                let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-                return &self.slot(turn % self.len()).stream;
+                let turn = self.turn.fetch_add(1, Ordering::Relaxed) % self.made.load(Ordering::Acquire);
+                let given = |slot: &&Slot<D::Stream>| slot.given.load(Ordering::Acquire);
+                self.made().cycle().skip(turn).take(Self::MAX_STREAMS).find(given)
             }
             AllocationStrategy::LoadBalanced => self.slots().min_by_key(|slot| outstanding(slot)),
             AllocationStrategy::Priority => {
@@ -216,8 +221,12 @@ impl<D: Device> StreamPool<D> {
     /// As [`Device::create_stream`].
     pub fn priority_stream(&self, priority: StreamPriority) -> Result<&D::Stream, Error> {
         let level = self.device.info().priorities.level(priority);
-        if self.slots().all(|slot| slot.stream.level() != level) && self.len() < Self::MAX_STREAMS {
-            self.grow(priority)?;
+        if self.slots().all(|slot| slot.stream.level() != level) {
+            // One that is given out no longer is as good as a new one.
+            match self.made().find(|slot| slot.stream.level() == level) {
+                Some(slot) => slot.given.store(true, Ordering::Release),
+                None => self.grow(priority)?,
+            }
         }
         let nearest =
             self.slots().min_by_key(|slot| (slot.stream.level().abs_diff(level), outstanding(slot)));
@@ -304,16 +313,22 @@ impl<D: Device> StreamPool<D> {
     }
 
     fn slot(&self, index: usize) -> &Slot<D::Stream> {
-        self.slots[index].get().expect("what is given out is there")
+        self.slots[index].get().expect("it was made")
     }
 
+    fn made(&self) -> impl Iterator<Item = &Slot<D::Stream>> + Clone {
+        (0..self.made.load(Ordering::Acquire)).map(|index| self.slot(index))
+    }
+
+    /// Those that are given out.
     fn slots(&self) -> impl Iterator<Item = &Slot<D::Stream>> {
-        (0..self.len()).map(|index| self.slot(index))
+        self.made().filter(|slot| slot.given.load(Ordering::Acquire))
     }
 
     /// Makes one more, in the first place that is free.
     fn grow(&self, priority: StreamPriority) -> Result<(), Error> {
-        let slot = Slot { stream: self.device.create_stream(priority)?, times: Default::default() };
+        let stream = self.device.create_stream(priority)?;
+        let slot = Slot { stream, given: AtomicBool::new(true), times: Default::default() };
         let mut slot = Some(slot);
         for (index, place) in self.slots.iter().enumerate() {
             let mut placed = false;
@@ -322,7 +337,7 @@ impl<D: Device> StreamPool<D> {
                 slot.take().expect("placed once")
             });
             if placed {
-                self.active.fetch_max(index + 1, Ordering::AcqRel);
+                self.made.fetch_max(index + 1, Ordering::AcqRel);
                 return Ok(());
             }
         }

@@ -259,6 +259,14 @@ fn a_pool_chooses_as_it_was_told_to() {
     assert_ne!(pool.stream_for_workload(WorkloadType::Compute).id(), urgent.id());
     pool.resize(2).unwrap();
     assert_eq!(pool.streams().count(), 2);
+    // What is asked for comes back, and nothing with it.
+    assert_eq!(pool.priority_stream(StreamPriority::High).unwrap().id(), urgent.id());
+    assert_eq!(pool.len(), 3);
+    pool.set_strategy(AllocationStrategy::RoundRobin);
+    let given: HashSet<_> = (0..20).map(|_| pool.stream().id()).collect();
+    assert_eq!(given, pool.streams().map(Stream::id).collect());
+    pool.resize(4).unwrap();
+    assert_eq!(pool.len(), 4);
 }
 
 #[test]

@@ -89,6 +89,7 @@ fn every_driver_is_told_what_is_wrong_with_it() {
         "cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDeviceTotalMem_v2 cuEventCreate cuEventDestroy_v2",
         "cuEventElapsedTime cuEventQuery cuEventRecord cuEventSynchronize cuLaunchHostFunc cuMemAllocManaged cuMemAlloc_v2",
         "cuMemFreeHost cuMemFree_v2 cuMemHostAlloc cuMemPrefetchAsync cuMemcpy cuMemcpyAsync cuMemsetD8Async cuStreamQuery",
+        "cuDeviceGetDefaultMemPool cuMemAllocAsync cuMemFreeAsync cuMemPoolSetAttribute",
         "cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamSynchronize cuStreamWaitEvent",
     ];
     let others: String = works

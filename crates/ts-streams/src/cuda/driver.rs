@@ -12,13 +12,14 @@ use crate::Error;
 use crate::memory::MemoryRange;
 
 /// What this module calls.
-const SYMBOLS: [&str; 30] = [
+const SYMBOLS: [&str; 34] = [
     "cuInit",
     "cuCtxGetStreamPriorityRange",
     "cuCtxSetCurrent",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
     "cuDeviceGetCount",
+    "cuDeviceGetDefaultMemPool",
     "cuDeviceGetName",
     "cuDevicePrimaryCtxRelease_v2",
     "cuDevicePrimaryCtxRetain",
@@ -31,11 +32,14 @@ const SYMBOLS: [&str; 30] = [
     "cuEventSynchronize",
     "cuGetErrorName",
     "cuLaunchHostFunc",
+    "cuMemAllocAsync",
     "cuMemAllocManaged",
     "cuMemAlloc_v2",
+    "cuMemFreeAsync",
     "cuMemFreeHost",
     "cuMemFree_v2",
     "cuMemHostAlloc",
+    "cuMemPoolSetAttribute",
     "cuMemPrefetchAsync",
     "cuMemcpy",
     "cuMemcpyAsync",
@@ -190,6 +194,39 @@ impl Context {
         memory("cuMemAlloc", code, address)
     }
 
+    /// Has the driver's own pool keep what is freed, where it would give it back whenever a stream is waited for.
+    pub(super) fn keep_freed_memory(&self) -> Result<(), Error> {
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        let (mut pool, mut threshold) = (null_mut(), u64::MAX);
+        // SAFETY: `pool` is there to be written to, `threshold` to be read from: 64 bits, as the attribute is.
+        unsafe {
+            check("cuDeviceGetDefaultMemPool", sys::cuDeviceGetDefaultMemPool(&raw mut pool, self.device))?;
+            let code = sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast());
+            check("cuMemPoolSetAttribute", code)
+        }
+    }
+
+    /// Memory of the device from the driver's pool, for work behind this on the stream; `None` when there is not so much.
+    pub(super) fn allocate_in_order(
+        &self,
+        bytes: usize,
+        stream: &RawStream,
+    ) -> Result<Option<*mut u8>, Error> {
+        self.make_current()?;
+        let mut address = 0;
+        // SAFETY: `address` is there to be written to, the stream until it is dropped.
+        let code = unsafe { sys::cuMemAllocAsync(&raw mut address, bytes, stream.0) };
+        memory("cuMemAllocAsync", code, address)
+    }
+
+    /// # Safety
+    /// It came from [`allocate_in_order`](Self::allocate_in_order), and nothing will use it but what is before this on the stream.
+    pub(super) unsafe fn free_in_order(&self, start: *mut u8, stream: &RawStream) -> Result<(), Error> {
+        self.make_current()?;
+        // SAFETY: the caller's promise.
+        check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(start.addr() as u64, stream.0) })
+    }
+
     /// Memory that moves.
     pub(super) fn allocate_managed(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
         self.make_current()?;
@@ -211,7 +248,8 @@ impl Context {
     }
 
     /// # Safety
-    /// It came from [`allocate_device`](Self::allocate_device) or [`allocate_managed`](Self::allocate_managed), and nobody will use it.
+    /// It came from [`allocate_device`](Self::allocate_device), [`allocate_in_order`](Self::allocate_in_order) or
+    /// [`allocate_managed`](Self::allocate_managed), and nobody will use it.
     pub(super) unsafe fn free(&self, start: *mut u8) {
         if self.make_current().is_ok() {
             // SAFETY: the caller's promise.

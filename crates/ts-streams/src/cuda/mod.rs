@@ -45,6 +45,8 @@ struct Shared {
     context: Context,
     streams: Mutex<Vec<Weak<StreamHandle>>>,
     memory: MemoryCounters,
+    /// Whether the driver's own pool was told to keep what is freed, once it is used.
+    keeps_freed: OnceLock<bool>,
 }
 
 impl CudaDevice {
@@ -66,7 +68,13 @@ impl CudaDevice {
             runs_by_itself: true,
             can_prefetch: context.moves_memory()?,
         };
-        let shared = Shared { info, context, streams: Mutex::default(), memory: MemoryCounters::default() };
+        let shared = Shared {
+            info,
+            context,
+            streams: Mutex::default(),
+            memory: MemoryCounters::default(),
+            keeps_freed: OnceLock::new(),
+        };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -141,6 +149,37 @@ impl Device for CudaDevice {
             shared.memory.taken(bytes);
         }
         Ok(memory)
+    }
+
+    fn allocate_in_order(&self, layout: Layout, stream: &CudaStream) -> Result<CudaMemory, Error> {
+        let (shared, bytes) = (&self.shared, layout.size());
+        if !shared.keeps_freed.get_or_init(|| shared.context.keep_freed_memory().is_ok()) {
+            let device = self.info().name.clone();
+            return Err(Error::Unsupported { device, what: "allocator in the order of streams" });
+        }
+        let full = || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: bytes };
+        let start = shared.context.allocate_in_order(bytes.max(1), &stream.handle.raw)?.ok_or_else(full)?;
+        shared.memory.taken(bytes);
+        let (owned, range) = (Owned::Driver { start, pinned: false }, MemoryRange::new(start, bytes));
+        let memory = CudaMemory { owned, range, kind: MemoryKind::Device, shared: Arc::clone(shared) };
+        if !start.addr().is_multiple_of(layout.align()) {
+            // The driver aligns to 512 bytes.
+            let device = self.info().name.clone();
+            self.free_in_order(memory, stream)?;
+            return Err(Error::Unsupported { device, what: "such alignment in the order of streams" });
+        }
+        Ok(memory)
+    }
+
+    fn free_in_order(&self, mut memory: CudaMemory, stream: &CudaStream) -> Result<(), Error> {
+        let Owned::Driver { start, pinned: false } = memory.owned else { return Ok(()) };
+        let StreamHandle { raw, shared, .. } = &*stream.handle;
+        stream.handle.submit_whatever(|_| {
+            // SAFETY: its owner gives it up, and says by which stream others are done with it; it is taken from `memory`.
+            unsafe { shared.context.free_in_order(start, raw) }
+        })?;
+        memory.owned = Owned::Gone;
+        Ok(())
     }
 
     fn synchronize(&self) -> Result<(), Error> {
@@ -479,7 +518,12 @@ pub struct CudaMemory {
 
 #[derive(Debug)]
 enum Owned {
-    Driver { start: *mut u8, pinned: bool },
+    Driver {
+        start: *mut u8,
+        pinned: bool,
+    },
+    /// Given back already.
+    Gone,
     Block(#[expect(dead_code, reason = "owns what `range` says")] HostBlock),
 }
 
@@ -496,7 +540,7 @@ impl Drop for CudaMemory {
             Owned::Driver { start, pinned: true } => unsafe { self.shared.context.free_pinned(start) },
             // SAFETY: as above.
             Owned::Driver { start, pinned: false } => unsafe { self.shared.context.free(start) },
-            Owned::Block(_) => {}
+            Owned::Block(_) | Owned::Gone => {}
         }
     }
 }
