@@ -5,6 +5,7 @@ mod bench;
 mod big_endian;
 mod check;
 mod fuzz;
+mod gpu_bundle;
 mod python;
 mod run;
 mod valgrind;
@@ -26,6 +27,7 @@ cargo xtask bench exact              a 1.1B model's logits, streamed against in 
 cargo xtask bench peak               peak memory, streamed against in memory
 cargo xtask bench llama              the same in three rounds
 cargo xtask big-endian               the container's tests on an emulated s390x, in a Debian made for it (root)
+cargo xtask gpu-bundle               target/gpu-bundle: tests, wheel and run.sh for a machine with a GPU and no Rust
 cargo xtask valgrind                 tests of streams and pools under valgrind's memcheck
 cargo xtask fuzz [SECONDS]           every parser, fuzzed for 60 s or as long as said
 cargo xtask bench io                 every I/O backend against fio, memcpy and curl
@@ -45,6 +47,7 @@ fn main() -> ExitCode {
         ["test", tier] => test(tier),
         ["bench", what] => bench::run(what),
         ["big-endian"] => big_endian::test(),
+        ["gpu-bundle"] => gpu_bundle::make(),
         ["valgrind"] => valgrind::memcheck(),
         ["fuzz"] => fuzz::all(60),
         ["fuzz", seconds] => {
@@ -79,9 +82,10 @@ fn ci() -> Result<()> {
         run::run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
     })?;
     step("dependencies and licences", check::dependencies)?;
-    let cuda = ["--package", "ts-streams", "--package", "ts-pool", "--features", "ts-pool/cuda"];
+    let packages = ["--package", "ts-streams", "--package", "ts-pool", "--package", "ts-orchestrator"];
+    let cuda = [&packages[..], &["--features", "ts-orchestrator/cuda"]].concat();
     step("lints of code for GPUs", || {
-        run::run(cargo().arg("clippy").args(cuda).args(["--all-targets", "--", "-D", "warnings"]))
+        run::run(cargo().arg("clippy").args(&cuda).args(["--all-targets", "--", "-D", "warnings"]))
     })?;
     step("documentation", || {
         let mut doc = cargo();
@@ -95,7 +99,7 @@ fn ci() -> Result<()> {
         Ok(())
     })?;
     step("tests of code for GPUs", || {
-        counts += cargo_test(&[&cuda[..], &["--test", "gpu"]].concat())?;
+        counts += cargo_test(&[&cuda[..], &["--test", "gpu", "--test", "devices"]].concat())?;
         Ok(())
     })?;
     step("models of concurrent code", || {

@@ -21,7 +21,8 @@
 //! ```
 //!
 //! # Features
-//! `cli`, on by default: the program `tensorstream` and [`Bar`].
+//! `cli`, on by default: the program `tensorstream` and [`Bar`]. `object`: checkpoints on object storage and web servers. `cuda`: GPUs
+//! of NVIDIA, by a driver that is loaded when there is one.
 #![forbid(unsafe_code)]
 
 mod atomic;

@@ -48,7 +48,7 @@
 //! - Every wait ends: in a lease, a typed error, or the caller's interruption.
 //!
 //! # Features
-//! None.
+//! `cuda` (off by default), as that of `ts_streams`: engines on GPUs.
 #![forbid(unsafe_code)]
 
 mod design;

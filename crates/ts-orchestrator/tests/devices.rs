@@ -14,7 +14,7 @@ use ts_io::{BackendProvider, Registry, Source};
 use ts_orchestrator::{
     Engine, EngineConfig, ErrorKind, Lease, Phase, Unit, UnitId, UnitTensor, never_interrupt,
 };
-use ts_streams::{CpuDevice, Device, HostFn, SimDevice, SimOptions, Stream, StreamPriority};
+use ts_streams::{CpuDevice, Device, HostFn, MemoryRange, SimDevice, SimOptions, Stream, StreamPriority};
 
 const KIB: usize = 1024;
 
@@ -27,7 +27,7 @@ struct Model {
 
 impl Model {
     fn new(sizes: &[usize]) -> Self {
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let dir = tempfile::tempdir().unwrap();
         let len: usize = sizes.iter().sum();
         let content: Vec<u8> = (0..len).map(|i| (i ^ (i >> 8).wrapping_mul(37) ^ (i >> 16)) as u8).collect();
         fs::write(dir.path().join("weights"), &content).unwrap();
@@ -67,21 +67,33 @@ impl Model {
     }
 }
 
-/// What work on streams has seen: unit, tensor, bytes.
-type Seen = Arc<Mutex<Vec<(usize, usize, Vec<u8>)>>>;
+/// What work on streams sees.
+type Seen = Arc<Mutex<Vec<Sight>>>;
+
+struct Sight {
+    unit: usize,
+    tensor: usize,
+    /// Where the tensor is copied to,
+    bytes: Vec<u8>,
+    /// and whether it was.
+    copied: bool,
+}
 
 /// Has work on a stream read all of a unit, some time.
 fn compute<D: Device>(stream: &D::Stream, lease: &Lease<D>, seen: &Seen) -> Result<(), ts_streams::Error> {
     // On a device that does not wait for the host the unit may be long gone before it is read.
     stream.launch_host_fn(HostFn::new(|| std::thread::sleep(Duration::from_micros(300))))?;
     for index in 0..lease.tensor_count() {
-        let (unit, range, seen) = (lease.unit().0 as usize, lease.tensor(index).range(), Arc::clone(seen));
-        let read = move || {
-            // SAFETY: the engine keeps the memory for the stream, which it was told of; on these devices it is the host's.
-            let bytes = unsafe { std::slice::from_raw_parts(range.as_ptr(), range.len()) };
-            seen.lock().unwrap().push((unit, index, bytes.to_vec()));
-        };
-        stream.launch_host_fn(HostFn::new(read).reading(range))?;
+        let (unit, range) = (lease.unit().0 as usize, lease.tensor(index).range());
+        let mut bytes = vec![0; range.len()];
+        let (to, sights) = (MemoryRange::of(&mut bytes), Arc::clone(seen));
+        let mut all = seen.lock().unwrap();
+        let number = all.len();
+        all.push(Sight { unit, tensor: index, bytes, copied: false });
+        drop(all);
+        // SAFETY: the engine keeps the unit for the stream, which it was told of; what it is copied to is kept for all of the test.
+        unsafe { stream.copy(to, range) }?;
+        stream.launch_host_fn(HostFn::new(move || sights.lock().unwrap()[number].copied = true))?;
     }
     Ok(())
 }
@@ -119,8 +131,9 @@ fn passes<D: Device>(model: &Model, engine: &Engine<D>, device: &D, count: usize
         failures += usize::from(stream.synchronize().is_err());
     }
     let seen = seen.lock().unwrap();
-    assert!(failures > 0 || seen.len() == 2 * count * model.units.len(), "all was computed");
-    for (unit, tensor, bytes) in &*seen {
+    let copied: Vec<&Sight> = seen.iter().filter(|sight| sight.copied).collect();
+    assert!(failures > 0 || copied.len() == 2 * count * model.units.len(), "all was computed");
+    for Sight { unit, tensor, bytes, .. } in copied {
         assert!(*bytes == model.expected(*unit, *tensor), "unit {unit}, tensor {tensor}");
     }
     failures
@@ -182,6 +195,22 @@ fn a_device_gets_its_units_by_way_of_the_host_and_no_more_memory_than_its_budget
     assert_eq!(error.kind(), ErrorKind::NeverFits);
 }
 
+#[cfg(feature = "cuda")]
+#[test]
+fn a_gpu_gets_its_units_like_any_device() {
+    use std::io::Write;
+    let device = match ts_streams::CudaDevice::new(0) {
+        Ok(device) => device,
+        Err(why) => {
+            let line = format!("skipped: no CUDA device: {why}\n");
+            return std::io::stdout().write_all(line.as_bytes()).unwrap();
+        }
+    };
+    let model = Model::new(&SIZES);
+    let engine = Engine::on(&device, model.units.clone(), model.source(), config(BUDGET)).unwrap();
+    assert_eq!(passes(&model, &engine, &device, 20), 0);
+}
+
 #[test]
 fn a_stream_that_the_engine_was_not_told_of_is_a_race() {
     let (model, device) = (Model::new(&SIZES), SimDevice::new(SimOptions::default()));
@@ -205,7 +234,8 @@ fn tensors_on_a_device_outlive_the_engine() {
     drop(engine);
     compute(&stream, &lease, &seen).unwrap();
     stream.synchronize().unwrap();
-    assert!(seen.lock().unwrap()[1].2 == model.expected(3, 1));
+    let seen = seen.lock().unwrap();
+    assert!(seen.iter().all(|sight| sight.copied && sight.bytes == model.expected(3, sight.tensor)));
     drop(lease);
     assert_eq!(device.races(), []);
     assert_eq!(device.memory().in_use_bytes, 0, "and then there is nothing left");

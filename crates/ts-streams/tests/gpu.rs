@@ -65,6 +65,38 @@ fn copies_on_two_streams_of_a_gpu_overlap() {
     );
 }
 
+/// Of work that waits for the GPU, what is on an urgent stream begins first: small copies behind the same event, on streams that
+/// were given theirs before.
+#[test]
+fn urgent_copies_of_a_gpu_end_before_others() {
+    let Some(device) = device() else { return };
+    let levels = device.info().priorities;
+    println!("levels of urgency: {} to {}", levels.least, levels.greatest);
+    let layout = std::alloc::Layout::from_size_align(64 << 20, 4096).unwrap();
+    let memory: Vec<_> = (0..10).map(|_| device.allocate(layout, MemoryKind::Device).unwrap()).collect();
+    let gate = device.create_stream(StreamPriority::Normal).unwrap();
+    let open = device.create_event().unwrap();
+    // SAFETY: memory of this test's own, until the device is done.
+    unsafe { gate.copy(memory[0].range(), memory[1].range()) }.unwrap();
+    gate.record(&open).unwrap();
+    let timed = |priority, at: usize| {
+        let stream = device.create_stream(priority).unwrap();
+        stream.wait(&open).unwrap();
+        // SAFETY: as above; each pair of blocks is for one stream.
+        unsafe { stream.copy(memory[at].range(), memory[at + 1].range()) }.unwrap();
+        let end = device.create_event().unwrap();
+        stream.record(&end).unwrap();
+        (stream, end)
+    };
+    let low: Vec<_> = [2, 4, 6].map(|at| timed(StreamPriority::Low, at)).into();
+    let high = timed(StreamPriority::High, 8);
+    device.synchronize().unwrap();
+    let ends: Vec<_> = low.iter().map(|(_, end)| end.elapsed_since(&open).unwrap()).collect();
+    let urgent = high.1.elapsed_since(&open).unwrap();
+    println!("urgent after {urgent:?}, others after {ends:?}");
+    assert!(levels.least == levels.greatest || ends.iter().any(|&end| urgent <= end), "{urgent:?} {ends:?}");
+}
+
 #[test]
 fn no_device_is_beyond_those_there_are() {
     let status = GpuStatus::detect();

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A folder that a machine with a GPU needs nothing beside for.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::python;
+use crate::run::{self, Result, cargo, output};
+
+const FOLDER: &str = "target/gpu-bundle";
+/// The most that it may be, in bytes.
+const LIMIT: u64 = 60 << 20;
+
+/// The tests that ask for a GPU: package, file of tests.
+const TESTS: [(&str, &str); 3] = [("ts-streams", "gpu"), ("ts-pool", "gpu"), ("ts-orchestrator", "devices")];
+
+const RUN: &str = r#"#!/bin/sh
+# Tests of TensorStream that ask for a GPU. Needs a driver of NVIDIA; with compute-sanitizer and PyTorch there is more to see.
+# Ends with 0 when nothing failed. Tests that find no GPU say "skipped: no CUDA device".
+cd "$(dirname "$0")" || exit 1
+failed=0
+if command -v nvidia-smi >/dev/null; then nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; fi
+run() { echo "== $*"; "$@" || { failed=1; echo "FAILED: $*"; }; }
+for test in tests/*; do
+    # Those of drivers that are stubs build them, with a compiler.
+    run "$test" --nocapture --test-threads=1 --skip every_driver
+done
+if command -v compute-sanitizer >/dev/null; then
+    for test in tests/*; do
+        run compute-sanitizer --error-exitcode 9 "$test" --test-threads=1 --skip every_driver --skip beside_the_drivers
+    done
+else
+    echo "skipped: no compute-sanitizer"
+fi
+if python3 -c "import torch" 2>/dev/null; then
+    mkdir -p wheel/here && python3 -m zipfile -e wheel/*.whl wheel/here
+    PYTHONPATH=wheel/here run python3 load.py
+else
+    echo "skipped: no PyTorch"
+fi
+exit $failed
+"#;
+
+const LOAD: &str = r#"# Tensors that go to the GPU as they are loaded are what was saved.
+import os, tempfile, torch, tensorstream as ts
+device = "cuda" if torch.cuda.is_available() else "cpu"
+tensors = {f"t{i}": torch.randn(1000 + i, 300, dtype=torch.bfloat16) for i in range(20)}
+with tempfile.TemporaryDirectory() as directory:
+    path = os.path.join(directory, "model.ts")
+    ts.save_file(tensors, path, codec="auto")
+    loaded = ts.load_file(path, device=device)
+assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in tensors.items())
+print(f"{len(loaded)} tensors on {device}" if device == "cuda" else "skipped: no CUDA device")
+"#;
+
+pub(crate) fn make() -> Result<()> {
+    let folder = Path::new(FOLDER);
+    let _ = fs::remove_dir_all(folder);
+    let tests = folder.join("tests");
+    fs::create_dir_all(&tests).map_err(|e| format!("{}: {e}", tests.display()))?;
+    for (package, file) in TESTS {
+        let test = build(package, file)?;
+        let copy = tests.join(format!("{package}-{file}"));
+        fs::copy(&test, &copy).map_err(|e| format!("{}: {e}", test.display()))?;
+    }
+    let venv = python::prepared()?;
+    let mut wheel = venv.python();
+    wheel.args([
+        "-m",
+        "maturin",
+        "build",
+        "--release",
+        "--strip",
+        "--quiet",
+        "--manifest-path",
+        "crates/ts-py/Cargo.toml",
+    ]);
+    run::run(wheel.args(["--features", "cuda", "--out"]).arg(folder.join("wheel")))?;
+    for (name, text) in [("run.sh", RUN), ("load.py", LOAD)] {
+        let path = folder.join(name);
+        fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()))?;
+    }
+    run::run(std::process::Command::new("chmod").arg("+x").arg(folder.join("run.sh")))?;
+    let bytes = size(folder)?;
+    println!("{FOLDER}: {:.1} MiB; run.sh in it needs no Rust", bytes as f64 / f64::from(1 << 20));
+    if bytes > LIMIT { Err(format!("{FOLDER} is larger than {} MiB", LIMIT >> 20)) } else { Ok(()) }
+}
+
+/// Builds a file of tests for GPUs, without what a debugger needs.
+fn build(package: &str, file: &str) -> Result<PathBuf> {
+    let mut build = cargo();
+    build.args(["test", "--no-run", "--release", "--target-dir", "target/gpu", "--message-format", "json"]);
+    build.args(["--package", package, "--features", "cuda", "--test", file]);
+    build.env("CARGO_PROFILE_RELEASE_STRIP", "symbols").env("CARGO_PROFILE_RELEASE_DEBUG", "0");
+    let messages = output(&mut build)?;
+    let found = messages.lines().find_map(|line| {
+        let message: Value = serde_json::from_str(line).ok()?;
+        let named = message["target"]["name"] == file && message["target"]["kind"][0] == "test";
+        message["executable"].as_str().filter(|_| named).map(PathBuf::from)
+    });
+    found.ok_or_else(|| format!("cargo built no test {file} of {package}"))
+}
+
+fn size(path: &Path) -> Result<u64> {
+    let failed = |e: std::io::Error| format!("{}: {e}", path.display());
+    if !path.is_dir() {
+        return Ok(path.metadata().map_err(failed)?.len());
+    }
+    let entries = fs::read_dir(path).map_err(failed)?;
+    entries.map(|entry| size(&entry.map_err(failed)?.path())).sum()
+}
