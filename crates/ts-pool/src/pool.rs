@@ -112,7 +112,7 @@ impl HostPool {
         let granules = len.div_ceil(BLOCK_ALIGN).max(1);
         let mut state = self.shared.lock();
         let taken = u32::try_from(granules).ok().and_then(|n| state.offsets.allocate(n, Owner(0)));
-        let Some((id, place)) = taken else {
+        let Some(id) = taken else {
             state.failures += 1;
             return Err(Error::Full {
                 requested_bytes: len,
@@ -121,6 +121,7 @@ impl HostPool {
                 capacity_bytes,
             });
         };
+        let place = state.offsets.place(id).expect("just taken");
         state.allocations += 1;
         state.in_use += granules * BLOCK_ALIGN;
         state.high_water = state.high_water.max(state.in_use);
@@ -162,7 +163,7 @@ impl HostPool {
 
     /// Statistics of this moment.
     pub fn stats(&self) -> PoolStats {
-        let state = self.shared.lock();
+        let mut state = self.shared.lock();
         PoolStats {
             capacity_bytes: self.shared.arena.len(),
             in_use_bytes: state.in_use,
@@ -215,7 +216,7 @@ impl Drop for Block {
             unsafe { self.pool.shared.arena.discard(offset, self.size) };
         }
         let mut state = self.pool.shared.lock();
-        state.offsets.release(self.id);
+        state.offsets.release_sized(self.id, (self.size / BLOCK_ALIGN) as u32, Owner(0));
         state.in_use -= self.size;
     }
 }

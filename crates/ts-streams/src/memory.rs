@@ -82,12 +82,13 @@ impl MemoryRange {
     }
 }
 
-/// Zeroed memory of the host.
+/// Zeroed memory of the host, of which the system gives each page when it is first touched.
 #[derive(Debug)]
 pub(crate) struct HostBlock {
-    start: NonNull<u8>,
+    /// What was allocated, with room to begin at a multiple of the alignment.
+    allocated: NonNull<u8>,
     layout: Layout,
-    len: usize,
+    range: MemoryRange,
 }
 
 // SAFETY: it owns plain memory, which it itself does not touch until it frees it.
@@ -98,30 +99,35 @@ unsafe impl Sync for HostBlock {}
 impl HostBlock {
     /// `None` when the system has none.
     pub(crate) fn new(layout: Layout) -> Option<Self> {
-        let len = layout.size();
+        // What every allocator aligns to. Of more, zeroed memory is written to at once, all of it.
+        const USUAL_ALIGN: usize = 16;
+        let (len, align) = (layout.size(), layout.align());
+        let room = if align > USUAL_ALIGN { align } else { 0 };
         // An allocation of no bytes is not allowed.
-        let layout = Layout::from_size_align(len.max(1), layout.align()).ok()?;
+        let layout = Layout::from_size_align(len.checked_add(room)?.max(1), align.min(USUAL_ALIGN)).ok()?;
         // SAFETY: the size is not zero.
-        let start = unsafe { std::alloc::alloc_zeroed(layout) };
-        NonNull::new(start).map(|start| Self { start, layout, len })
+        let allocated = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })?;
+        let start = allocated.as_ptr();
+        let range = MemoryRange::new(start.wrapping_add(start.align_offset(align)), len);
+        Some(Self { allocated, layout, range })
     }
 
     pub(crate) fn range(&self) -> MemoryRange {
-        MemoryRange::new(self.start.as_ptr(), self.len)
+        self.range
     }
 
     /// Overwrites it. Only its owner may still use it.
     pub(crate) fn poison(&self, byte: u8) {
         // SAFETY: the block is this value's, and no work on it is left: `SimDevice` calls this for memory that is new, and for
         // memory that it knows nobody uses.
-        unsafe { std::ptr::write_bytes(self.start.as_ptr(), byte, self.len) };
+        unsafe { std::ptr::write_bytes(self.range.as_ptr(), byte, self.range.len()) };
     }
 }
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
         // SAFETY: it was allocated with this very layout, and is freed once.
-        unsafe { std::alloc::dealloc(self.start.as_ptr(), self.layout) };
+        unsafe { std::alloc::dealloc(self.allocated.as_ptr(), self.layout) };
     }
 }
 

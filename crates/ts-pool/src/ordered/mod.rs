@@ -106,7 +106,15 @@ struct Shared<D: Device> {
     state: Mutex<State<D>>,
     /// Blocks that this very thread let go of while it had the state: work of streams may own some, and ends wherever streams
     /// are asked for something.
-    returned: Mutex<Vec<BlockId>>,
+    returned: Mutex<Vec<Held>>,
+}
+
+/// A block that somebody has, and all that must be known to free it.
+#[derive(Debug, Clone, Copy)]
+struct Held {
+    block: BlockId,
+    granules: u32,
+    owner: Owner,
 }
 
 /// Memory of a [`StreamOrderedPool`], for work on the stream that it was allocated for. Not `Clone`; dropping it frees it in that
@@ -115,6 +123,7 @@ struct Shared<D: Device> {
 pub struct DeviceBuffer<D: Device> {
     shared: Arc<Shared<D>>,
     block: BlockId,
+    owner: Owner,
     /// The bytes that were asked for. Where they are its block knows: programs have many of these.
     len: usize,
 }
@@ -210,11 +219,7 @@ impl<D: Device> StreamOrderedPool<D> {
         let mut state = self.shared.lock();
         let Some(&owner) = state.owners.get(&stream.id()) else { return 0 };
         let before = state.counts.in_use;
-        for block in state.offsets.live_of(owner) {
-            if !state.pending.iter().any(|pending| pending.block == block) {
-                state.free(&self.shared, block);
-            }
-        }
+        state.free_all(&self.shared, owner);
         before - state.counts.in_use
     }
 }
@@ -290,7 +295,7 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
     }
 
     fn stats(&self) -> OrderedStats {
-        let state = self.shared.lock();
+        let mut state = self.shared.lock();
         let granule = self.shared.options.granule_bytes;
         let Counts { in_use, high_water, allocations, frees, stolen, failures } = state.counts;
         OrderedStats {
@@ -309,7 +314,7 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
     }
 
     fn snapshot(&self) -> PoolSnapshot {
-        let state = self.shared.lock();
+        let mut state = self.shared.lock();
         let granule = self.shared.options.granule_bytes;
         let mut segments: Vec<Option<SegmentSnapshot>> = state
             .segments
@@ -361,7 +366,7 @@ impl<D: Device> Shared<D> {
         loop {
             let returned = self.returned.lock().unwrap_or_else(PoisonError::into_inner).pop();
             match returned {
-                Some(block) => state.free(self, block),
+                Some(held) => state.free(self, held),
                 None => return result,
             }
         }
@@ -386,16 +391,15 @@ impl<D: Device> Shared<D> {
             Backing::Segments => state.offsets.allocate(granules, owner),
             Backing::Device => None,
         };
-        let (block, place) = match found {
-            Some(found) => found,
+        let block = match found {
+            Some(block) => block,
             None => self.asking(&mut state, |state| state.search(self, bytes, granules, owner))?,
         };
-        let granule = self.options.granule_bytes;
         state.counts.allocations += 1;
-        state.counts.in_use += place.len as usize * granule;
+        state.counts.in_use += granules as usize * self.options.granule_bytes;
         state.counts.high_water = state.counts.high_water.max(state.counts.in_use);
         drop(state);
-        Ok(DeviceBuffer { shared: Arc::clone(self), block, len: bytes })
+        Ok(DeviceBuffer { shared: Arc::clone(self), block, owner, len: bytes })
     }
 }
 
@@ -462,10 +466,12 @@ impl<D: Device> DeviceBuffer<D> {
 
 impl<D: Device> Drop for DeviceBuffer<D> {
     fn drop(&mut self) {
+        let granules = self.shared.granules(self.len).expect("so many were had");
+        let held = Held { block: self.block, granules, owner: self.owner };
         if Inside::has(self.shared.number()) {
-            self.shared.returned.lock().unwrap_or_else(PoisonError::into_inner).push(self.block);
+            self.shared.returned.lock().unwrap_or_else(PoisonError::into_inner).push(held);
         } else {
-            self.shared.lock().free(&self.shared, self.block);
+            self.shared.lock().free(&self.shared, held);
         }
     }
 }

@@ -7,9 +7,9 @@ use std::collections::{HashMap, VecDeque};
 
 use ts_streams::{Device, Event, MemoryRange, RawMemory, Status, Stream, StreamId};
 
-use super::{Backing, DeviceBuffer, OrderedOptions, Shared};
+use super::{Backing, DeviceBuffer, Held, OrderedOptions, Shared};
 use crate::Error;
-use crate::offset::{BlockId, OffsetAllocator, Owner, Place};
+use crate::offset::{BlockId, OffsetAllocator, Owner};
 
 #[derive(Debug)]
 pub(super) struct State<D: Device> {
@@ -31,6 +31,8 @@ pub(super) struct State<D: Device> {
     pub(super) events: Vec<D::Event>,
     /// Streams other than its own that use a block.
     pub(super) uses: HashMap<u32, Vec<Owner>>,
+    /// Whether blocks were freed that somebody still has a name of.
+    pub(super) has_stale: bool,
     pub(super) counts: Counts,
 }
 
@@ -72,6 +74,7 @@ impl<D: Device> State<D> {
             pending_bytes: 0,
             events: Vec::new(),
             uses: HashMap::new(),
+            has_stale: false,
             counts: Counts::default(),
         }
     }
@@ -125,7 +128,7 @@ impl<D: Device> State<D> {
         bytes: usize,
         granules: u32,
         owner: Owner,
-    ) -> Result<(BlockId, Place), Error> {
+    ) -> Result<BlockId, Error> {
         self.settle_pending(shared);
         if shared.options.backing == Backing::Device {
             return match self.whole_segment(shared, granules, owner)? {
@@ -201,19 +204,19 @@ impl<D: Device> State<D> {
         shared: &Shared<D>,
         granules: u32,
         owner: Owner,
-    ) -> Result<Option<(BlockId, Place)>, Error> {
+    ) -> Result<Option<BlockId>, Error> {
         let State { offsets, streams, .. } = self;
         let is_idle = |other: Owner| !matches!(streams[usize::from(other.0)].query(), Ok(Status::Pending));
         let idle = offsets.steal(granules, owner, is_idle);
         let found = match idle {
-            Some((block, place, _)) => Some((block, place)),
+            Some((block, _)) => Some(block),
             None => match self.offsets.steal(granules, owner, |_| true) {
-                Some((block, place, from)) => {
+                Some((block, from)) => {
                     if let Err(error) = self.wait_for(shared, owner, from) {
                         self.offsets.unsteal(block, from);
                         return Err(error);
                     }
-                    Some((block, place))
+                    Some(block)
                 }
                 None => None,
             },
@@ -276,7 +279,7 @@ impl<D: Device> State<D> {
         shared: &Shared<D>,
         granules: u32,
         owner: Owner,
-    ) -> Result<Option<(BlockId, Place)>, Error> {
+    ) -> Result<Option<BlockId>, Error> {
         let OrderedOptions { limit_bytes, granule_bytes, .. } = shared.options;
         let bytes = granules as usize * granule_bytes;
         let Ok(layout) = Layout::from_size_align(bytes, granule_bytes) else { return Ok(None) };
@@ -306,22 +309,42 @@ impl<D: Device> State<D> {
     }
 
     /// Frees a block in the order of its stream.
-    pub(super) fn free(&mut self, shared: &Shared<D>, block: BlockId) {
-        let Some(place) = self.offsets.place(block) else { return };
-        let bytes = place.len as usize * shared.options.granule_bytes;
+    pub(super) fn free(&mut self, shared: &Shared<D>, held: Held) {
+        let Held { block, granules, owner } = held;
+        // It looks at nothing that is known of the block, unless it must.
+        if self.has_stale && !self.offsets.is_live(block) {
+            return;
+        }
+        let bytes = granules as usize * shared.options.granule_bytes;
         let uses = if self.uses.is_empty() { None } else { self.uses.remove(&block.number()) };
         self.counts.frees += 1;
         self.counts.in_use -= bytes;
         let Some(uses) = uses else {
-            self.give_back(shared, block, place.owner);
+            match shared.options.backing {
+                Backing::Segments => self.offsets.release_sized(block, granules, owner),
+                Backing::Device => self.give_back(shared, block, owner),
+            }
             return;
         };
         self.pending_bytes += bytes;
         let block = self.offsets.renamed(block);
-        let mut pending =
-            Pending { block, bytes, owner: place.owner, events: Vec::new(), unmarked: Vec::new() };
+        let mut pending = Pending { block, bytes, owner, events: Vec::new(), unmarked: Vec::new() };
         shared.asking(self, |state| state.mark_uses(shared, uses, &mut pending));
         self.pending.push_back(pending);
+    }
+
+    /// Frees all blocks of an owner that somebody has; those who have them do not know.
+    pub(super) fn free_all(&mut self, shared: &Shared<D>, owner: Owner) {
+        self.has_stale = true;
+        for block in self.offsets.live_of(owner) {
+            if !self.pending.iter().any(|pending| pending.block == block) {
+                let granules = self.offsets.place(block).map_or(0, |place| place.len);
+                let number = block.number();
+                let block = self.offsets.renamed(block);
+                debug_assert_eq!(block.number(), number, "its uses are known by it");
+                self.free(shared, Held { block, granules, owner });
+            }
+        }
     }
 
     /// Has events stand for what streams were given; those that take none now, as none of CUDA does where work of a stream lets
@@ -347,7 +370,7 @@ impl<D: Device> State<D> {
         self.streams.iter().enumerate().map(of).filter(|(_, bytes)| *bytes > 0).collect()
     }
 
-    pub(super) fn out_of_memory(&self, shared: &Shared<D>, requested_bytes: usize) -> Error {
+    pub(super) fn out_of_memory(&mut self, shared: &Shared<D>, requested_bytes: usize) -> Error {
         let granule = shared.options.granule_bytes;
         Error::OutOfMemory {
             device: shared.device.info().name.clone(),
