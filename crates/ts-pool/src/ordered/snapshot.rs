@@ -5,6 +5,9 @@ use std::fmt;
 
 use ts_streams::StreamId;
 
+#[cfg(doc)]
+use super::StreamOrderedPool;
+
 /// What a [`StreamOrderedPool`] holds and has done. Bytes are those of whole blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OrderedStats {
