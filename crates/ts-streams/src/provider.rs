@@ -57,8 +57,10 @@ impl DeviceRegistry {
     pub fn builtin() -> Self {
         let mut this = Self { providers: Vec::new() };
         this.register(Arc::new(CudaProvider));
-        this.register(Arc::new(CpuProvider));
-        this.register(Arc::new(SimProvider));
+        let cpu = || Ok(CpuDevice::new()?.into());
+        this.register(Arc::new(Always { name: "cpu", priority: 100, create: cpu }));
+        let sim = || Ok(SimDevice::new(SimOptions::default()).into());
+        this.register(Arc::new(Always { name: "sim", priority: 0, create: sim }));
         this
     }
 
@@ -149,16 +151,21 @@ impl DeviceProvider for CudaProvider {
     }
 }
 
+/// Of a kind of which there is always one device.
 #[derive(Debug)]
-struct CpuProvider;
+struct Always {
+    name: &'static str,
+    priority: u8,
+    create: fn() -> Result<AnyDevice, Error>,
+}
 
-impl DeviceProvider for CpuProvider {
+impl DeviceProvider for Always {
     fn name(&self) -> &'static str {
-        "cpu"
+        self.name
     }
 
     fn priority(&self) -> u8 {
-        100
+        self.priority
     }
 
     fn probe(&self) -> DeviceAvailability {
@@ -166,38 +173,10 @@ impl DeviceProvider for CpuProvider {
     }
 
     fn create(&self, ordinal: usize) -> Result<AnyDevice, Error> {
-        only(self.name(), ordinal)?;
-        Ok(CpuDevice::new()?.into())
+        if ordinal == 0 {
+            return (self.create)();
+        }
+        let device = format!("{}:{ordinal}", self.name);
+        Err(Error::DeviceUnavailable { device, reason: "there is one".into() })
     }
-}
-
-#[derive(Debug)]
-struct SimProvider;
-
-impl DeviceProvider for SimProvider {
-    fn name(&self) -> &'static str {
-        "sim"
-    }
-
-    fn priority(&self) -> u8 {
-        0
-    }
-
-    fn probe(&self) -> DeviceAvailability {
-        DeviceAvailability::Available { device_count: 1 }
-    }
-
-    fn create(&self, ordinal: usize) -> Result<AnyDevice, Error> {
-        only(self.name(), ordinal)?;
-        Ok(SimDevice::new(SimOptions::default()).into())
-    }
-}
-
-/// # Errors
-/// [`Error::DeviceUnavailable`] for any but the first.
-fn only(device: &str, ordinal: usize) -> Result<(), Error> {
-    if ordinal == 0 {
-        return Ok(());
-    }
-    Err(Error::DeviceUnavailable { device: format!("{device}:{ordinal}"), reason: "there is one".into() })
 }
