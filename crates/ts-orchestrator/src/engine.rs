@@ -363,7 +363,7 @@ impl<D: Device> Drop for Engine<D> {
         // What workers were still given they finish, into buffers that then go home by being dropped.
         let workers = self.shared.lock().workers.take();
         drop(workers);
-        // Of what remains are tensors, each of which lets go of its memory by itself.
+        // What remains are tensors, each of which lets go of its memory by itself; of a device's the last of them lets go of all.
         self.shared.fixed.slots.host.retire();
     }
 }
@@ -382,10 +382,15 @@ impl<D: Device> Shared<D> {
     }
 
     pub(crate) fn release(&self, unit: UnitId, user: ThreadId, acquired_ns: u64) {
-        let now_ns = (self.clock)();
+        let used_ns = (self.clock)().saturating_sub(acquired_ns);
+        let event = Event::Released { unit, user, used_ns };
+        // Work of a stream may run under this very lock, wherever streams are asked for memory.
+        if ts_streams::may_wait().is_err() && self.fixed.events.send(event).is_ok() {
+            return;
+        }
         let mut state = self.lock();
-        state.release(unit, user, now_ns.saturating_sub(acquired_ns));
-        state.advance(&self.fixed, now_ns);
+        state.release(unit, user, used_ns);
+        state.advance(&self.fixed, (self.clock)());
         drop(state);
         self.changed.notify_all();
     }
@@ -581,6 +586,7 @@ impl<D: Device> Shared<D> {
                 }
                 Event::Lost(lost) => state.on_lost(&self.fixed, lost, now_ns),
                 Event::Uploaded(uploaded) => state.on_uploaded(&self.fixed, uploaded, now_ns),
+                Event::Released { unit, user, used_ns } => state.release(unit, user, used_ns),
                 Event::Freed => {}
                 Event::Stop => return,
             }

@@ -62,7 +62,8 @@ impl<D: Device> Lease<D> {
     }
 
     /// Says that work on `stream` uses the unit: once the lease and all tensors taken from it are dropped, the memory is not another
-    /// unit's before what the stream was given by then is done. Does not wait, nor needs the stream to: the unit is there.
+    /// unit's before what the stream was given by then is done. Does not wait, nor needs the stream to: the unit is there. An engine
+    /// remembers the streams of a device that it was told of, 65,536 at most.
     ///
     /// # Errors
     /// [`Error::Device`].

@@ -2,6 +2,7 @@
 //! One unit on its way into memory: its slot in parts, each filled by one read.
 
 use std::path::PathBuf;
+use std::thread::ThreadId;
 
 use ts_format::FileId;
 use ts_io::{Completion, ReadPath};
@@ -31,6 +32,12 @@ pub(crate) enum Event<D: Device> {
     },
     Lost(Lost),
     Uploaded(Uploaded<D>),
+    /// A lease was dropped by work of a stream.
+    Released {
+        unit: UnitId,
+        user: ThreadId,
+        used_ns: u64,
+    },
     /// A slot's memory went back to the pool.
     Freed,
     Stop,

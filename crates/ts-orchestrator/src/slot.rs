@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Where units are in memory, and how they get there.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -9,7 +11,7 @@ use ts_pool::{
     BLOCK_ALIGN, Backing, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation, SharedBuffer,
     StreamOrderedAllocator, StreamOrderedPool,
 };
-use ts_streams::{Device, HostFn, MemoryKind, MemoryRange, Stream, StreamId, StreamPriority};
+use ts_streams::{Device, HostFn, MemoryKind, MemoryRange, Stream, StreamId, StreamPriority, may_wait};
 
 use crate::Error;
 use crate::load::Event;
@@ -20,6 +22,8 @@ pub(crate) struct Slots<D: Device> {
     /// What units are read to: where they stay, or by way of which they go to the device.
     pub(crate) host: HostPool,
     device: Option<OnDevice<D>>,
+    /// Slots of the host's that the engine has let go of and streams have not.
+    held_by_streams: Arc<AtomicUsize>,
 }
 
 /// Memory of a device that reads do not reach.
@@ -59,7 +63,7 @@ pub(crate) enum NoRoom {
 impl<D: Device> Slots<D> {
     /// Memory of the host.
     pub(crate) fn on_host(budget: &Budget, bytes: usize) -> Result<Self, ts_pool::Error> {
-        Ok(Self { host: HostPool::new(budget, bytes)?, device: None })
+        Ok(Self { host: HostPool::new(budget, bytes)?, device: None, held_by_streams: Arc::default() })
     }
 
     /// Memory of a device, all of it taken at once, and `staging_bytes` of the host's to get there.
@@ -83,7 +87,15 @@ impl<D: Device> Slots<D> {
             (StreamOrderedPool::new(device.clone(), options), device.create_stream(StreamPriority::Normal)?);
         pool.prime(bytes, &stream)?;
         let uploads = Uploads::new(stream, events)?;
-        Ok(Self { host, device: Some(OnDevice { pool, uploads, _reservation: reservation }) })
+        let device = Some(OnDevice { pool, uploads, _reservation: reservation });
+        Ok(Self { host, device, held_by_streams: Arc::default() })
+    }
+
+    /// Has what is free be in as few pieces as it can.
+    pub(crate) fn coalesce(&self) {
+        if let Some(on) = &self.device {
+            on.pool.coalesce();
+        }
     }
 
     /// Memory for a unit to stay in, to be kept for it.
@@ -123,11 +135,19 @@ impl<D: Device> Slots<D> {
     /// A unit that is where it stays.
     pub(crate) fn slot(&self, home: Home<D>, wake: Sender<Event<D>>) -> Slot<D> {
         let bytes = match (home, &self.device) {
-            (Home::Host(buffer), _) => Bytes::Host { buffer: buffer.freeze(), users: Mutex::default() },
+            (Home::Host(buffer), _) => {
+                let held_by_streams = Arc::clone(&self.held_by_streams);
+                Bytes::Host { buffer: buffer.freeze(), users: Mutex::default(), held_by_streams }
+            }
             (Home::Device(buffer), Some(on)) => Bytes::Device { buffer, pool: on.pool.clone() },
             (Home::Device(_), None) => unreachable!("it is of these slots"),
         };
         Slot { bytes: Some(bytes), wake }
+    }
+
+    /// Whether memory comes back when streams are done.
+    pub(crate) fn waits_for_streams(&self) -> bool {
+        self.held_by_streams.load(Ordering::Acquire) > 0
     }
 
     /// Bytes that units can ever occupy.
@@ -188,7 +208,11 @@ impl<D: Device> Uploads<D> {
         let (transfers, events) = (stream.clone(), events.clone());
         let run = move || {
             for Upload { load, staging, mut home } in inbox {
-                let result = home.write(0, &staging);
+                let copy = catch_unwind(AssertUnwindSafe(|| home.write(0, &staging)));
+                let result = copy.unwrap_or_else(|_| {
+                    let (stream, what) = (transfers.id(), "its upload panicked: this is a bug".into());
+                    Err(ts_streams::Error::Failed { stream, what }.into())
+                });
                 if result.is_err() {
                     // Told to who waits for this unit; the next one is another matter.
                     drop(transfers.take_error());
@@ -211,7 +235,8 @@ impl<D: Device> Uploads<D> {
 impl<D: Device> Drop for Uploads<D> {
     fn drop(&mut self) {
         self.queue = None;
-        if let Some(thread) = self.thread.take() {
+        // Work of a stream, which an upload may come behind, lets it end by itself.
+        if let Some(thread) = self.thread.take().filter(|_| may_wait().is_ok()) {
             let _ = thread.join();
         }
     }
@@ -232,6 +257,7 @@ enum Bytes<D: Device> {
         buffer: SharedBuffer,
         /// Streams whose work uses it, until it is done.
         users: Mutex<Vec<(StreamId, D::Stream)>>,
+        held_by_streams: Arc<AtomicUsize>,
     },
     Device {
         buffer: DeviceBuffer<D>,
@@ -279,17 +305,36 @@ impl<D: Device> Slot<D> {
 impl<D: Device> Drop for Slot<D> {
     /// Runs on any thread, the deleters of foreign tensors included: it takes no lock of the engine's.
     fn drop(&mut self) {
-        if let Some(Bytes::Host { buffer, users }) = self.bytes.take() {
+        if let Some(Bytes::Host { buffer, users, held_by_streams }) = self.bytes.take() {
             for (_, stream) in users.into_inner().unwrap_or_else(PoisonError::into_inner) {
-                let (buffer, wake) = (buffer.clone(), self.wake.clone());
+                let held = HeldByStream::new(buffer.clone(), self.wake.clone(), &held_by_streams);
                 // One that takes no work has none left.
-                let _ = stream.launch_host_fn(HostFn::new(move || {
-                    drop(buffer);
-                    let _ = wake.send(Event::Freed);
-                }));
+                let _ = stream.launch_host_fn(HostFn::new(move || drop(held)));
             }
         }
         // An engine that is gone has no use for the memory, and nobody to tell.
+        let _ = self.wake.send(Event::Freed);
+    }
+}
+
+/// A share in a slot of the host's that a stream has until it is done.
+struct HeldByStream<D: Device> {
+    buffer: Option<SharedBuffer>,
+    wake: Sender<Event<D>>,
+    count: Arc<AtomicUsize>,
+}
+
+impl<D: Device> HeldByStream<D> {
+    fn new(buffer: SharedBuffer, wake: Sender<Event<D>>, count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::AcqRel);
+        Self { buffer: Some(buffer), wake, count: Arc::clone(count) }
+    }
+}
+
+impl<D: Device> Drop for HeldByStream<D> {
+    fn drop(&mut self) {
+        drop(self.buffer.take());
+        self.count.fetch_sub(1, Ordering::AcqRel);
         let _ = self.wake.send(Event::Freed);
     }
 }

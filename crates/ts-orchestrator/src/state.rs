@@ -137,7 +137,7 @@ pub(crate) struct Counts {
 /// Why a unit's load did not start.
 #[derive(Debug)]
 pub(crate) enum Shortage {
-    /// Reads under way, or users that are not waiting themselves, will free memory.
+    /// Reads under way, streams, or users that are not waiting themselves, will free memory.
     Passing,
     /// Only tensors that outlived their lease hold memory.
     Lingering { bytes: usize, holders: Vec<String> },
@@ -217,6 +217,7 @@ impl<D: Device> State<D> {
             unit.residence = Residence::Absent;
             unit.reserved = None;
         }
+        fixed.slots.coalesce();
         self.reserve_residents(fixed);
         true
     }
@@ -355,9 +356,14 @@ impl<D: Device> State<D> {
                 if !matches!(unit.residence, Residence::Absent) || unit.failure.is_some() {
                     continue;
                 }
-                let Some(room) = self.room_ahead(fixed, id, distance) else {
-                    self.horizon = distance;
-                    break;
+                let room = match self.room_ahead(fixed, id, distance) {
+                    Ok(room) => room,
+                    Err(NoRoom::Slots) => {
+                        self.horizon = distance;
+                        break;
+                    }
+                    // There may be memory for more when others have arrived.
+                    Err(NoRoom::Staging | NoRoom::Device(_)) => break,
                 };
                 let reads = self.start(fixed, id, room, now_ns);
                 self.queue.extend(reads);
@@ -367,18 +373,16 @@ impl<D: Device> State<D> {
     }
 
     /// Memory for a unit expected in `distance` visits, at the cost only of units that are expected later.
-    fn room_ahead(&mut self, fixed: &Fixed<D>, id: UnitId, distance: usize) -> Option<Room<D>> {
+    fn room_ahead(&mut self, fixed: &Fixed<D>, id: UnitId, distance: usize) -> Result<Room<D>, NoRoom> {
         loop {
             match self.room(fixed, id) {
-                Ok(room) => return Some(room),
                 Err(NoRoom::Slots) => {}
-                Err(NoRoom::Staging | NoRoom::Device(_)) => return None,
+                answer => return answer,
             }
-            let last = self.idle.iter().map(|&unit| (self.passes.next_use(unit), unit)).max()?;
-            if last.0 <= distance {
-                return None;
+            match self.idle.iter().map(|&unit| (self.passes.next_use(unit), unit)).max() {
+                Some((next_use, unit)) if next_use > distance => self.evict(unit),
+                _ => return Err(NoRoom::Slots),
             }
-            self.evict(last.1);
         }
     }
 
@@ -637,6 +641,7 @@ impl<D: Device> State<D> {
         let in_use = |unit: &&UnitState<D>| !unit.resident && !unit.users.is_empty();
         let can_end = |unit: &UnitState<D>| unit.users.iter().any(|user| !waiting(user));
         if self.is_loading()
+            || fixed.slots.waits_for_streams()
             || self.units.iter().any(awaited)
             || self.units.iter().filter(in_use).any(can_end)
         {

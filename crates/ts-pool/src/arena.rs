@@ -68,8 +68,13 @@ impl Arena {
                 ts_streams::Error::Unsupported { device, what: "memory that the host reaches" }.into()
             );
         }
-        let base = NonNull::new(memory.range().as_ptr()).ok_or_else(failed)?;
-        // SAFETY: it is the host's to reach, of this length, and nobody else has it yet.
+        let range = memory.range();
+        if range.len() < len || !range.address().is_multiple_of(crate::BLOCK_ALIGN) {
+            return Err(failed());
+        }
+        let base = NonNull::new(range.as_ptr()).ok_or_else(failed)?;
+        // SAFETY: `RawMemory` says that it is this memory's alone, and the host's to reach if it is of such a kind; the length was
+        // compared.
         unsafe { base.write_bytes(0, len) };
         Ok(Self { owned: Owned::Device { _memory: Box::new(memory) }, base, len })
     }

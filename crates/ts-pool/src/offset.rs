@@ -309,7 +309,8 @@ impl OffsetAllocator {
         }
     }
 
-    fn wake_all(&mut self) {
+    /// Has all that rests join its neighbours.
+    pub(crate) fn wake_all(&mut self) {
         (0..self.bins.len() as u16).for_each(|owner| self.wake(Owner(owner)));
     }
 
@@ -671,6 +672,7 @@ mod tests {
         Allocate { len: u32, owner: u16 },
         Steal { len: u32, owner: u16, keep: bool },
         Release(usize),
+        ReleaseSized(usize),
         ReleaseAll { owner: u16 },
         Give { owner: u16 },
         AddRange { len: u32, owner: u16 },
@@ -680,8 +682,12 @@ mod tests {
     fn step() -> impl Strategy<Value = Step> {
         let owner = 0..3u16;
         prop_oneof![
-            8 => (1..80u32, owner.clone()).prop_map(|(len, owner)| Step::Allocate { len, owner }),
-            8 => any::<usize>().prop_map(Step::Release),
+            4 => (1..80u32, owner.clone()).prop_map(|(len, owner)| Step::Allocate { len, owner }),
+            // What is asked for again and again.
+            8 => (prop::sample::select(vec![3, 7, 20]), owner.clone())
+                .prop_map(|(len, owner)| Step::Allocate { len, owner }),
+            4 => any::<usize>().prop_map(Step::Release),
+            6 => any::<usize>().prop_map(Step::ReleaseSized),
             2 => (1..80u32, owner.clone(), any::<bool>())
                 .prop_map(|(len, owner, keep)| Step::Steal { len, owner, keep }),
             1 => owner.clone().prop_map(|owner| Step::ReleaseAll { owner }),
@@ -695,14 +701,14 @@ mod tests {
         #[test]
         fn random_programs_agree_with_one_owner_per_granule(
             capacity in 1u32..300,
-            program in prop::collection::vec(step(), 1..200),
+            program in prop::collection::vec((step(), prop::bool::weighted(0.1)), 1..200),
         ) {
             let mut a = OffsetAllocator::new(capacity);
             (0..3).for_each(|owner| a.add_owner(Owner(owner)));
             let mut oracle: Oracle = vec![vec![Some(ONLY); capacity as usize]];
             let mut live: Vec<(BlockId, Place)> = Vec::new();
             let granules = |place: &Place| place.offset as usize..(place.offset + place.len) as usize;
-            for step in program {
+            for (step, look) in program {
                 match step {
                     Step::Allocate { len, owner } => match a.allocate(len, Owner(owner)) {
                         Some(id) => {
@@ -739,7 +745,12 @@ mod tests {
                         prop_assert!(a.release(id) && !a.release(id));
                         oracle[usize::from(place.range)][granules(&place)].fill(Some(place.owner));
                     }
-                    Step::Release(_) => {}
+                    Step::ReleaseSized(n) if !live.is_empty() => {
+                        let (id, place) = live.swap_remove(n % live.len());
+                        a.release_sized(id, place.len, place.owner);
+                        oracle[usize::from(place.range)][granules(&place)].fill(Some(place.owner));
+                    }
+                    Step::Release(_) | Step::ReleaseSized(_) => {}
                     Step::ReleaseAll { owner } => {
                         let (gone, left): (Vec<_>, Vec<_>) =
                             live.into_iter().partition(|(_, place)| place.owner == Owner(owner));
@@ -775,6 +786,12 @@ mod tests {
                     }
                 }
                 prop_assert!(live.iter().all(|(id, _)| a.is_live(*id)));
+                let free = oracle.iter().flatten().flatten();
+                prop_assert_eq!(a.free(), free.clone().count() as u64);
+                if !look {
+                    // To look wakes what rests.
+                    continue;
+                }
                 prop_assert_eq!(a.largest_free(), longest(&oracle, None));
                 let free = oracle.iter().flatten().flatten();
                 prop_assert_eq!(a.free(), free.clone().count() as u64);

@@ -216,7 +216,8 @@ impl Drop for Block {
             unsafe { self.pool.shared.arena.discard(offset, self.size) };
         }
         let mut state = self.pool.shared.lock();
-        state.offsets.release_sized(self.id, (self.size / BLOCK_ALIGN) as u32, Owner(0));
+        // Joined at once: of a budget that is just enough the free memory must be in one piece.
+        state.offsets.release(self.id);
         state.in_use -= self.size;
     }
 }

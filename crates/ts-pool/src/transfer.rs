@@ -17,11 +17,12 @@ impl<D: Device> DeviceBuffer<D> {
     /// # Panics
     /// If they are not all inside.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
-        let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-        self.transfer(offset..offset + bytes.len(), |stream, to| {
+        let (part, from) =
+            (self.part(offset, bytes.len())?, MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len()));
+        self.transfer(|stream, range| {
             // SAFETY: both are there until `transfer` returns, which waits; `bytes` are borrowed, and only read. The buffer is
             // this one's alone, and its stream's order is that of its uses.
-            unsafe { stream.copy(to, from) }
+            unsafe { stream.copy(range.slice(part), from) }
         })
     }
 
@@ -34,10 +35,10 @@ impl<D: Device> DeviceBuffer<D> {
     /// # Panics
     /// If they are not all inside.
     pub fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Error> {
-        let to = MemoryRange::of(bytes);
-        self.transfer(offset..offset + bytes.len(), |stream, from| {
+        let (part, to) = (self.part(offset, bytes.len())?, MemoryRange::of(bytes));
+        self.transfer(|stream, range| {
             // SAFETY: as in `write`, with `bytes` borrowed for as long to be written.
-            unsafe { stream.copy(to, from) }
+            unsafe { stream.copy(to, range.slice(part)) }
         })
     }
 
@@ -48,12 +49,12 @@ impl<D: Device> DeviceBuffer<D> {
     /// As [`write`](Self::write); [`Error::Device`] when they are not equally long.
     pub fn copy_from(&mut self, from: &Self) -> Result<(), Error> {
         may_wait()?;
-        let copied = self.submit_with(from, |stream, to, from| {
-            // SAFETY: `transfer`'s reasons, for both buffers; other work on `from` is before this, or ordered by its owner.
+        let copied = self.transfer_with(from, |stream, to, from| {
+            // SAFETY: `write`'s reasons, for both buffers; other work on `from` is before this, or ordered by its owner.
             unsafe { stream.copy(to, from) }
-        })?;
-        if let Some((stream, ())) = copied {
-            return Ok(stream.synchronize()?);
+        });
+        if let Some(copied) = copied {
+            return copied;
         }
         let (from_bytes, to_bytes) = (from.len(), self.len());
         if from_bytes != to_bytes {
@@ -64,17 +65,12 @@ impl<D: Device> DeviceBuffer<D> {
         self.write(0, &bytes)
     }
 
-    fn transfer(
-        &self,
-        part: Range<usize>,
-        submit: impl FnOnce(&D::Stream, MemoryRange) -> Result<(), ts_streams::Error>,
-    ) -> Result<(), Error> {
-        assert!(part.start <= part.end && part.end <= self.len(), "{part:?} of {} bytes", self.len());
-        // Asked first: once it is submitted, nothing may keep this from waiting for it.
+    /// Some of its bytes, for who may wait: asked first, for once a copy is submitted nothing may keep this from waiting for it.
+    fn part(&self, offset: usize, len: usize) -> Result<Range<usize>, Error> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.len());
+        assert!(inside, "{len} bytes at {offset} of {}", self.len());
         may_wait()?;
-        let (stream, ()) = self.submit(|stream, range| submit(stream, range.slice(part)))?;
-        // An error is one of work that is over, the copy with it.
-        Ok(stream.synchronize()?)
+        Ok(offset..offset + len)
     }
 }
 

@@ -11,7 +11,7 @@ use crate::device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory
 use crate::memory::{MemoryKind, MemoryRange};
 use crate::priority::StreamPriority;
 use crate::sim::{SimDevice, SimEvent, SimMemory, SimStream};
-use crate::{DeviceKind, Error, StreamMetrics};
+use crate::{DeviceKind, Error, MemoryMetrics, StreamMetrics};
 
 /// A device of any kind. Code that is written for a [`Device`] runs on it as on the device inside; events and streams of different
 /// kinds do not go together, which is [`Error::MixedDevices`].
@@ -118,6 +118,14 @@ macro_rules! device_kind {
     };
 }
 
+impl AnyDevice {
+    /// How much of its memory is allocated.
+    pub fn memory(&self) -> MemoryMetrics {
+        each!(AnyDevice, self, device => device.memory())
+    }
+}
+
+device_kind!(AnyMemory);
 device_kind!(AnyDevice);
 device_kind!(AnyStream);
 device_kind!(AnyEvent);
@@ -161,8 +169,11 @@ impl Device for AnyDevice {
             (AnyDevice::Cuda(device), AnyMemory::Cuda(memory), AnyStream::Cuda(stream)) => {
                 device.free_in_order(memory, stream)
             }
-            (device, _, stream) => {
-                Err(Error::MixedDevices { of: device.device_kind(), with: stream.device_kind() })
+            (device, memory, stream) => {
+                let kinds = [memory.device_kind(), stream.device_kind()];
+                let of = device.device_kind();
+                let with = kinds.into_iter().find(|&kind| kind != of).unwrap_or(of);
+                Err(Error::MixedDevices { of, with })
             }
         }
     }
@@ -244,7 +255,8 @@ impl Event for AnyEvent {
     }
 }
 
-impl RawMemory for AnyMemory {
+// SAFETY: what is inside says so.
+unsafe impl RawMemory for AnyMemory {
     fn range(&self) -> MemoryRange {
         each!(AnyMemory, self, memory => memory.range())
     }

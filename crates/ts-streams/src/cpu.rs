@@ -13,7 +13,7 @@ use crate::device::{
 use crate::memory::{HostBlock, MemoryKind, MemoryRange, Transfer};
 use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::{PriorityRange, StreamPriority};
-use crate::queue::{Effects, Fails, Op, Owner, Point, Queues, Work, may_wait};
+use crate::queue::{Effects, Fails, Op, Owner, Point, Queues, Released, Work, may_wait};
 use crate::race::Clock;
 use crate::sync::{Condvar, Mutex, MutexGuard, thread};
 
@@ -245,6 +245,10 @@ impl Device for CpuDevice {
         self.allocate(layout, MemoryKind::Device)
     }
 
+    fn free_in_order(&self, memory: CpuMemory, stream: &CpuStream) -> Result<(), Error> {
+        stream.submit(Op::Release(Released::new(memory)))
+    }
+
     fn synchronize(&self) -> Result<(), Error> {
         may_wait()?;
         // All of them, also when one fails.
@@ -407,7 +411,8 @@ impl Drop for CpuMemory {
     }
 }
 
-impl RawMemory for CpuMemory {
+// SAFETY: its block is its own, and is freed with it.
+unsafe impl RawMemory for CpuMemory {
     fn range(&self) -> MemoryRange {
         self.block.range()
     }

@@ -114,10 +114,15 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
 
     /// Gives such memory back when all that was submitted to `stream` by now is done.
     ///
+    /// Also a stream that failed does so, in its turn.
+    ///
     /// # Errors
-    /// [`Error::Driver`]; that of work on the stream. The memory is dropped then.
+    /// [`Error::Driver`]; [`Error::Race`] when a simulation finds that others may use it; [`Error::Unsupported`] where there is no such
+    /// memory. It is dropped then.
     fn free_in_order(&self, memory: Self::Memory, stream: &Self::Stream) -> Result<(), Error> {
-        stream.launch_host_fn(HostFn::new(move || drop(memory)))
+        let _ = (memory, stream);
+        let device = self.info().name.clone();
+        Err(Error::Unsupported { device, what: "allocator in the order of streams" })
     }
 
     /// Blocks until all that was submitted to all streams is done.
@@ -237,7 +242,11 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
 }
 
 /// Memory of a device, or of the host for a device.
-pub trait RawMemory: fmt::Debug + Send + Sync + 'static {
+///
+/// # Safety
+/// [`range`](Self::range) is always the same, and is memory that is there, and nobody else's, for as long as this value; the host may
+/// read and write it as its own if [`kind`](Self::kind) is not [`MemoryKind::Device`].
+pub unsafe trait RawMemory: fmt::Debug + Send + Sync + 'static {
     /// Where it is.
     fn range(&self) -> MemoryRange;
 

@@ -57,12 +57,12 @@ pub enum Error {
         /** Why. */
         reason: String,
     },
-    /// An event of one kind of device was given to another kind.
-    #[error("an event of a device of kind {with:?} where one of kind {of:?} is needed")]
+    /// Something of one kind of device was given to another kind.
+    #[error("something of a device of kind {with:?} where it must be of one of kind {of:?}")]
     MixedDevices {
-        /** The kind that takes events of its own. */
+        /** The kind that takes what is its own. */
         of: DeviceKind,
-        /** The kind of the event. */
+        /** The kind of what was given. */
         with: DeviceKind,
     },
     /// The device has not so much memory left.

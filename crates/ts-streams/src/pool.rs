@@ -188,9 +188,9 @@ impl<D: Device> StreamPool<D> {
     pub fn stream_for_workload(&self, workload: WorkloadType) -> &D::Stream {
         let slot = match self.strategy() {
             AllocationStrategy::RoundRobin => {
-                let turn = self.turn.fetch_add(1, Ordering::Relaxed) % self.made.load(Ordering::Acquire);
-                let given = |slot: &&Slot<D::Stream>| slot.given.load(Ordering::Acquire);
-                self.made().cycle().skip(turn).take(Self::MAX_STREAMS).find(given)
+                let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+                // There may be fewer by now; then the first.
+                self.slots().nth(turn % self.len().max(1)).or_else(|| self.slots().next())
             }
             AllocationStrategy::LoadBalanced => self.slots().min_by_key(|slot| outstanding(slot)),
             AllocationStrategy::Priority => {
@@ -225,7 +225,8 @@ impl<D: Device> StreamPool<D> {
             // One that is given out no longer is as good as a new one.
             match self.made().find(|slot| slot.stream.level() == level) {
                 Some(slot) => slot.given.store(true, Ordering::Release),
-                None => self.grow(priority)?,
+                None if self.made.load(Ordering::Acquire) < Self::MAX_STREAMS => self.grow(priority)?,
+                None => {}
             }
         }
         let nearest =
@@ -316,7 +317,7 @@ impl<D: Device> StreamPool<D> {
         self.slots[index].get().expect("it was made")
     }
 
-    fn made(&self) -> impl Iterator<Item = &Slot<D::Stream>> + Clone {
+    fn made(&self) -> impl Iterator<Item = &Slot<D::Stream>> {
         (0..self.made.load(Ordering::Acquire)).map(|index| self.slot(index))
     }
 

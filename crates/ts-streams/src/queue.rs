@@ -129,9 +129,7 @@ impl Work {
                 Ok(())
             }
             Work::HostFn(HostFn { run, .. }) => {
-                let outer = IN_HOST_FN.with(|inside| inside.replace(true));
-                let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
-                IN_HOST_FN.with(|inside| inside.set(outer));
+                let outcome = inside_work(|| std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)));
                 outcome.map_err(|panic| {
                     let text = panic.downcast_ref::<&str>().map(ToString::to_string);
                     text.or_else(|| panic.downcast_ref::<String>().cloned())
@@ -146,8 +144,25 @@ impl Work {
 pub(crate) enum Op {
     Work(Work),
     Record(Arc<Point>),
+    /// Drops something in its turn.
+    Release(#[expect(dead_code, reason = "it is there to be dropped")] Released),
     /// Whether what waits fails with what it waits for.
     Wait(Arc<Point>, Fails),
+}
+
+/// What a stream is to drop.
+pub(crate) struct Released(Box<dyn std::any::Any + Send>);
+
+impl Released {
+    pub(crate) fn new(what: impl Send + 'static) -> Self {
+        Self(Box::new(what))
+    }
+}
+
+impl std::fmt::Debug for Released {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Released({:?})", self.0.type_id())
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -161,7 +176,7 @@ pub(crate) enum Fails {
 #[must_use]
 pub(crate) struct Effects {
     woken: Vec<Parked>,
-    /// Not run: what it is made of is dropped.
+    /// Over: what it is made of is dropped, the memory that it gives back too.
     skipped: Vec<Op>,
     /// How many streams have work that did not have before.
     pub(crate) ready: usize,
@@ -175,9 +190,20 @@ impl Effects {
             for Parked { owner, stream } in woken {
                 left.extend(owner.upgrade().map(|owner| owner.wake(stream)));
             }
-            drop(skipped);
+            if !skipped.is_empty() {
+                // It is made of anything, the last handle to a device too, and this may be a thread of that device.
+                inside_work(|| drop(skipped));
+            }
         }
     }
+}
+
+/// Does something as work of a stream, which does not wait.
+fn inside_work<T>(work: impl FnOnce() -> T) -> T {
+    let outer = IN_HOST_FN.with(|inside| inside.replace(true));
+    let result = work();
+    IN_HOST_FN.with(|inside| inside.set(outer));
+    result
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -254,7 +280,7 @@ impl Queues {
         }
     }
 
-    /// Points can be recorded of a stream that failed: they fail with it.
+    /// A stream that failed takes points, which fail with it, and what it is to drop.
     ///
     /// # Errors
     /// Why the stream failed, and what it does not take: to be dropped without a lock, whatever it is made of.
@@ -265,7 +291,8 @@ impl Queues {
         now_ns: u64,
     ) -> Result<Effects, Box<(Error, Op)>> {
         let queue = self.queue(stream);
-        if let (Some(error), false) = (&queue.failed, matches!(op, Op::Record(_))) {
+        let taken = matches!(op, Op::Record(_) | Op::Release(_));
+        if let (Some(error), false) = (&queue.failed, taken) {
             return Err(Box::new((error.clone(), op)));
         }
         queue.counters.submitted();
@@ -307,7 +334,7 @@ impl Queues {
                     effects.ready += 1;
                     return effects;
                 }
-                Op::Record(_) | Op::Work(_) => {}
+                Op::Record(_) | Op::Release(_) | Op::Work(_) => {}
             }
             let (op, submitted_ns) = queue.ops.pop_front().expect("just seen");
             // Counted before anybody hears of it.

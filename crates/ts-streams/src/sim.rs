@@ -13,7 +13,7 @@ use crate::device::{
 use crate::memory::{HostBlock, MemoryKind, MemoryRange, Transfer};
 use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::{PriorityRange, StreamPriority};
-use crate::queue::{Effects, Fails, Op, Owner, Point, Queues, Work, may_wait, next_stream_id};
+use crate::queue::{Effects, Fails, Op, Owner, Point, Queues, Released, Work, may_wait, next_stream_id};
 use crate::race::{Clock, Detector, Race};
 
 /// What is written to memory that is new, and to memory that is gone.
@@ -304,10 +304,17 @@ impl Device for SimDevice {
     }
 
     fn free_in_order(&self, mut memory: SimMemory, stream: &SimStream) -> Result<(), Error> {
-        // To the detector the stream writes to it. Also where it is not run, it is dropped in its turn.
-        let range = memory.range();
-        memory.in_order = true;
-        stream.launch_host_fn(HostFn::new(move || drop(memory)).writing(range))
+        let StreamHandle { id, shared, .. } = &*stream.handle;
+        let mut sim = shared.lock();
+        let history = sim.detector.submit(*id);
+        // To the detector the stream writes to it.
+        let ordered = sim.detector.check(Some(*id), &history, &[], &[memory.range()]);
+        memory.in_order = ordered.is_ok();
+        let now_ns = sim.now_ns;
+        let submitted = sim.queues.submit(*id, Op::Release(Released::new(memory)), now_ns);
+        drop(sim);
+        submitted.map_err(|refused| refused.0)?.settle();
+        Ok(ordered?)
     }
 
     fn synchronize(&self) -> Result<(), Error> {
@@ -541,7 +548,8 @@ impl Drop for SimMemory {
     }
 }
 
-impl RawMemory for SimMemory {
+// SAFETY: as `CpuMemory`; that the simulation would rather not have the host touch it is another matter.
+unsafe impl RawMemory for SimMemory {
     fn range(&self) -> MemoryRange {
         self.block().range()
     }

@@ -263,8 +263,8 @@ fn a_pool_chooses_as_it_was_told_to() {
     assert_eq!(pool.priority_stream(StreamPriority::High).unwrap().id(), urgent.id());
     assert_eq!(pool.len(), 3);
     pool.set_strategy(AllocationStrategy::RoundRobin);
-    let given: HashSet<_> = (0..20).map(|_| pool.stream().id()).collect();
-    assert_eq!(given, pool.streams().map(Stream::id).collect());
+    let given: Vec<_> = (0..6).map(|_| pool.stream().id()).collect();
+    assert_eq!((given[..3].iter().collect::<HashSet<_>>().len(), &given[..3]), (3, &given[3..]));
     pool.resize(4).unwrap();
     assert_eq!(pool.len(), 4);
 }

@@ -240,6 +240,44 @@ fn faults_that_are_asked_for_come_and_are_told() {
     assert!((1..40).contains(&failed), "{failed}");
 }
 
+/// Given back in the order of one stream while another may still write to it: found, and the memory stays where it is.
+#[test]
+fn memory_that_is_given_back_in_order_while_another_stream_uses_it_is_a_race() {
+    let device = SimDevice::new(SimOptions::default());
+    let [own, other] = [(); 2].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
+    let layout = Layout::from_size_align(64, 64).unwrap();
+    let memory = device.allocate_in_order(layout, &own).unwrap();
+    // SAFETY: that it is not allowed is what the device is to say.
+    unsafe { other.fill(memory.range(), 1) }.unwrap();
+    assert!(matches!(device.free_in_order(memory, &own), Err(Error::Race(_))));
+    device.synchronize().unwrap();
+    assert_ne!(device.races(), []);
+}
+
+/// A stream that failed gives memory back in its turn as well: behind what it waits for.
+#[test]
+fn a_stream_that_fails_gives_memory_back_in_its_turn() {
+    let device = CpuDevice::with_threads(2).unwrap();
+    let [own, other] = [(); 2].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
+    let (open, gate) = mpsc::channel::<()>();
+    let wait = move || {
+        let _ = gate.recv();
+    };
+    other.launch_host_fn(HostFn::new(wait)).unwrap();
+    let done = device.create_event().unwrap();
+    other.record(&done).unwrap();
+    let memory = device.allocate_in_order(Layout::from_size_align(64, 64).unwrap(), &own).unwrap();
+    own.launch_host_fn(HostFn::new(|| panic!("as it shall"))).unwrap();
+    own.wait(&done).unwrap_or(());
+    device.free_in_order(memory, &own).unwrap();
+    if own.query() == Ok(ts_streams::Status::Pending) {
+        assert_eq!(device.memory().in_use_bytes, 64, "it waits");
+    }
+    drop(open);
+    assert!(own.synchronize().is_err());
+    assert_eq!(device.memory().in_use_bytes, 0);
+}
+
 #[test]
 fn memory_has_an_end() {
     let device = SimDevice::new(SimOptions { total_bytes: 1000, ..SimOptions::default() });

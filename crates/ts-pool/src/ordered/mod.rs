@@ -48,7 +48,8 @@ pub enum Backing {
     #[default]
     Segments,
     /// From the device's own allocator, block by block: CUDA's `cuMemAllocAsync`. The pool counts, limits, and sees to streams that use
-    /// what is not theirs; 65,536 blocks at most.
+    /// what is not theirs; 65,536 blocks at most. Its limit is one on what is not freed: the device has a block until the stream has
+    /// come to where it was.
     Device,
 }
 
@@ -213,8 +214,14 @@ impl<D: Device> StreamOrderedPool<D> {
         self.shared.allocate(bytes, stream)
     }
 
-    /// Frees all that was allocated for a stream, in its order. Who still has a buffer of it finds it [stale](Error::Stale). How many
-    /// bytes that were.
+    /// Has blocks that are kept as they are, for who asks for their size again, join what is free beside them: so that what is
+    /// allocated next lies together. Memory that is short has them join by itself. Does not block.
+    pub fn coalesce(&self) {
+        self.shared.lock().offsets.wake_all();
+    }
+
+    /// Frees all that was allocated for a stream, in its order, but what is copied at this moment by the buffers' own methods. Who still
+    /// has a buffer of it finds it [stale](Error::Stale). How many bytes that were.
     pub fn free_for_stream(&self, stream: &D::Stream) -> usize {
         let mut state = self.shared.lock();
         let Some(&owner) = state.owners.get(&stream.id()) else { return 0 };
@@ -424,43 +431,66 @@ impl<D: Device> DeviceBuffer<D> {
 }
 
 impl<D: Device> DeviceBuffer<D> {
-    /// Submits something to its own stream for its memory, which is there for as long as that takes: even who frees all of the
-    /// stream's meanwhile does so behind it.
-    pub(crate) fn submit<T>(
+    /// Submits something to its own stream for its memory, and waits for that. Meanwhile nobody frees it, and nobody waits for this:
+    /// a driver may take as long as the copy itself takes.
+    pub(crate) fn transfer(
         &self,
-        work: impl FnOnce(&D::Stream, MemoryRange) -> Result<T, ts_streams::Error>,
-    ) -> Result<(D::Stream, T), Error> {
+        submit: impl FnOnce(&D::Stream, MemoryRange) -> Result<(), ts_streams::Error>,
+    ) -> Result<(), Error> {
         let mut state = self.shared.lock();
         let (range, owner) = state.find(&self.shared, self)?;
         let stream = state.streams[usize::from(owner.0)].clone();
-        let submitted = self.shared.asking(&mut state, |_| work(&stream, range));
+        let _moving = Moving::begin(&self.shared, &mut state, &[self.block]);
         drop(state);
-        Ok((stream, submitted?))
+        submit(&stream, range)?;
+        // An error is one of work that is over, and this with it.
+        Ok(stream.synchronize()?)
     }
 
-    /// As [`submit`](Self::submit), for work that uses another buffer of the same pool too, behind what was submitted for that;
+    /// As [`transfer`](Self::transfer), for work that uses another buffer of the same pool too, behind what was submitted for that;
     /// `None` when it is of another pool.
-    pub(crate) fn submit_with<T>(
+    pub(crate) fn transfer_with(
         &self,
         other: &Self,
-        work: impl FnOnce(&D::Stream, MemoryRange, MemoryRange) -> Result<T, ts_streams::Error>,
-    ) -> Result<Option<(D::Stream, T)>, Error> {
-        if !Arc::ptr_eq(&self.shared, &other.shared) {
-            return Ok(None);
-        }
-        let mut state = self.shared.lock();
-        let (range, owner) = state.find(&self.shared, self)?;
-        let (range_other, owner_other) = state.find(&self.shared, other)?;
-        let stream = state.streams[usize::from(owner.0)].clone();
-        let submitted = self.shared.asking(&mut state, |state| {
+        submit: impl FnOnce(&D::Stream, MemoryRange, MemoryRange) -> Result<(), ts_streams::Error>,
+    ) -> Option<Result<(), Error>> {
+        Arc::ptr_eq(&self.shared, &other.shared).then(|| {
+            let mut state = self.shared.lock();
+            let (range, owner) = state.find(&self.shared, self)?;
+            let (range_other, owner_other) = state.find(&self.shared, other)?;
+            let stream = state.streams[usize::from(owner.0)].clone();
             if owner != owner_other {
-                state.wait_for(&self.shared, owner, owner_other)?;
+                self.shared.asking(&mut state, |state| state.wait_for(&self.shared, owner, owner_other))?;
                 state.note_use(other.block, owner);
             }
-            Ok::<_, Error>(work(&stream, range, range_other)?)
-        });
-        drop(state);
-        Ok(Some((stream, submitted?)))
+            let _moving = Moving::begin(&self.shared, &mut state, &[self.block, other.block]);
+            drop(state);
+            submit(&stream, range, range_other)?;
+            Ok(stream.synchronize()?)
+        })
+    }
+}
+
+/// Blocks that are copied to or from: as long as this lives, they are not freed with all of their stream's.
+struct Moving<'a, D: Device> {
+    shared: &'a Shared<D>,
+    blocks: Vec<BlockId>,
+}
+
+impl<'a, D: Device> Moving<'a, D> {
+    fn begin(shared: &'a Shared<D>, state: &mut State<D>, blocks: &[BlockId]) -> Self {
+        state.moving.extend(blocks);
+        Self { shared, blocks: blocks.to_vec() }
+    }
+}
+
+impl<D: Device> Drop for Moving<'_, D> {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        for block in &self.blocks {
+            let at = state.moving.iter().position(|moving| moving == block).expect("noted when it began");
+            state.moving.swap_remove(at);
+        }
     }
 }
 

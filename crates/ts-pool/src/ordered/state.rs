@@ -31,6 +31,8 @@ pub(super) struct State<D: Device> {
     pub(super) events: Vec<D::Event>,
     /// Streams other than its own that use a block.
     pub(super) uses: HashMap<u32, Vec<Owner>>,
+    /// Blocks that are copied to or from, each as often as it is.
+    pub(super) moving: Vec<BlockId>,
     /// Whether blocks were freed that somebody still has a name of.
     pub(super) has_stale: bool,
     pub(super) counts: Counts,
@@ -74,6 +76,7 @@ impl<D: Device> State<D> {
             pending_bytes: 0,
             events: Vec::new(),
             uses: HashMap::new(),
+            moving: Vec::new(),
             has_stale: false,
             counts: Counts::default(),
         }
@@ -131,13 +134,12 @@ impl<D: Device> State<D> {
     ) -> Result<BlockId, Error> {
         self.settle_pending(shared);
         if shared.options.backing == Backing::Device {
-            return match self.whole_segment(shared, granules, owner)? {
-                Some(found) => Ok(found),
-                None => {
-                    self.counts.failures += 1;
-                    Err(self.out_of_memory(shared, bytes))
-                }
-            };
+            let mut found = self.whole_segment(shared, granules, owner)?;
+            if found.is_none() && self.settle_on_device(shared) {
+                found = self.whole_segment(shared, granules, owner)?;
+            }
+            self.counts.failures += u64::from(found.is_none());
+            return found.ok_or_else(|| self.out_of_memory(shared, bytes));
         }
         if let Some(found) = self.offsets.allocate(granules, owner) {
             return Ok(found);
@@ -178,6 +180,22 @@ impl<D: Device> State<D> {
         }
     }
 
+    /// Has the streams that own blocks follow those that use them, so that they are free in their order; whether there were some.
+    fn settle_on_device(&mut self, shared: &Shared<D>) -> bool {
+        let (known, others): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.pending).into_iter().partition(|pending| pending.unmarked.is_empty());
+        self.pending = others.into();
+        let some = !known.is_empty();
+        for pending in known {
+            let stream = &self.streams[usize::from(pending.owner.0)];
+            match pending.events.iter().try_for_each(|event| stream.follow(event)) {
+                Ok(()) => self.release(shared, pending),
+                Err(_) => self.pending.push_back(pending),
+            }
+        }
+        some
+    }
+
     pub(super) fn release(&mut self, shared: &Shared<D>, pending: Pending<D>) {
         self.give_back(shared, pending.block, pending.owner);
         self.pending_bytes -= pending.bytes;
@@ -194,7 +212,7 @@ impl<D: Device> State<D> {
         let memory = self.segments[usize::from(segment)].take().expect("a block is in a segment");
         self.capacity -= memory.range().len();
         self.vacant.push(segment);
-        // A stream that failed has nothing left to do with it, and the memory is dropped.
+        // What the device says of that is for whoever has made the mistake, or nobody: the memory is dropped.
         let _ = shared.device.free_in_order(memory, &self.streams[usize::from(owner.0)]);
     }
 
@@ -337,7 +355,8 @@ impl<D: Device> State<D> {
     pub(super) fn free_all(&mut self, shared: &Shared<D>, owner: Owner) {
         self.has_stale = true;
         for block in self.offsets.live_of(owner) {
-            if !self.pending.iter().any(|pending| pending.block == block) {
+            let pending = self.pending.iter().any(|pending| pending.block == block);
+            if !pending && !self.moving.contains(&block) {
                 let granules = self.offsets.place(block).map_or(0, |place| place.len);
                 let number = block.number();
                 let block = self.offsets.renamed(block);

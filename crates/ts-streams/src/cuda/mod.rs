@@ -45,8 +45,49 @@ struct Shared {
     context: Context,
     streams: Mutex<Vec<Weak<StreamHandle>>>,
     memory: MemoryCounters,
+    /// What was let go of where the driver takes no calls: in functions of streams.
+    late: Mutex<Vec<Late>>,
     /// Whether the driver's own pool was told to keep what is freed, once it is used.
     keeps_freed: OnceLock<bool>,
+}
+
+/// Memory that is to be given back when the driver takes calls again.
+#[derive(Debug)]
+struct Late {
+    owned: Owned,
+    /// The stream in whose order.
+    stream: Option<Arc<StreamHandle>>,
+}
+
+impl Shared {
+    /// Gives back what could not be before.
+    fn free_late(&self) {
+        if may_wait().is_err() {
+            return;
+        }
+        let late = std::mem::take(&mut *lock(&self.late));
+        for Late { owned, stream } in late {
+            // SAFETY: it was let go of, and is taken from the list once.
+            unsafe { self.free(&owned, stream.as_deref()) };
+        }
+    }
+
+    /// # Safety
+    /// It came from this context, and nobody will use it but what is before this on the stream.
+    unsafe fn free(&self, owned: &Owned, stream: Option<&StreamHandle>) {
+        match (owned, stream) {
+            // What the driver refuses stays taken.
+            (Owned::Driver { start, .. }, Some(stream)) => {
+                // SAFETY: the caller's promise.
+                let _ = unsafe { self.context.free_in_order(*start, &stream.raw) };
+            }
+            // SAFETY: as above.
+            (Owned::Driver { start, pinned: true }, None) => unsafe { self.context.free_pinned(*start) },
+            // SAFETY: as above.
+            (Owned::Driver { start, pinned: false }, None) => unsafe { self.context.free(*start) },
+            (Owned::Block(_) | Owned::Gone, _) => {}
+        }
+    }
 }
 
 impl CudaDevice {
@@ -74,6 +115,7 @@ impl CudaDevice {
             streams: Mutex::default(),
             memory: MemoryCounters::default(),
             keeps_freed: OnceLock::new(),
+            late: Mutex::default(),
         };
         Ok(Self { shared: Arc::new(shared) })
     }
@@ -118,6 +160,7 @@ impl Device for CudaDevice {
 
     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<CudaMemory, Error> {
         let (shared, bytes) = (&self.shared, layout.size());
+        shared.free_late();
         let full = || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: bytes };
         // The driver aligns to 256 bytes at least, and what is large to more; for the rest there is room around it.
         let take = |bytes: usize| match kind {
@@ -153,6 +196,7 @@ impl Device for CudaDevice {
 
     fn allocate_in_order(&self, layout: Layout, stream: &CudaStream) -> Result<CudaMemory, Error> {
         let (shared, bytes) = (&self.shared, layout.size());
+        shared.free_late();
         if !shared.keeps_freed.get_or_init(|| shared.context.keep_freed_memory().is_ok()) {
             let device = self.info().name.clone();
             return Err(Error::Unsupported { device, what: "allocator in the order of streams" });
@@ -174,6 +218,11 @@ impl Device for CudaDevice {
     fn free_in_order(&self, mut memory: CudaMemory, stream: &CudaStream) -> Result<(), Error> {
         let Owned::Driver { start, pinned: false } = memory.owned else { return Ok(()) };
         let StreamHandle { raw, shared, .. } = &*stream.handle;
+        if may_wait().is_err() {
+            let owned = std::mem::replace(&mut memory.owned, Owned::Gone);
+            lock(&shared.late).push(Late { owned, stream: Some(Arc::clone(&stream.handle)) });
+            return Ok(());
+        }
         stream.handle.submit_whatever(|_| {
             // SAFETY: its owner gives it up, and says by which stream others are done with it; it is taken from `memory`.
             unsafe { shared.context.free_in_order(start, raw) }
@@ -184,6 +233,7 @@ impl Device for CudaDevice {
 
     fn synchronize(&self) -> Result<(), Error> {
         may_wait()?;
+        self.shared.free_late();
         let streams: Vec<_> = lock(&self.shared.streams).iter().filter_map(Weak::upgrade).collect();
         let ended: Vec<_> = streams.into_iter().map(|handle| CudaStream { handle }.synchronize()).collect();
         ended.into_iter().collect()
@@ -350,11 +400,12 @@ impl Stream for CudaStream {
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
         check_copy(to, from)?;
         let StreamHandle { raw, shared, .. } = &*self.handle;
-        self.handle.submit(|_| match to.is_empty() {
-            true => Ok(()),
+        self.handle.submit(|_| Ok(()))?;
+        if !to.is_empty() {
+            // Without the lock: from or to memory that is not pinned the driver may wait for all that is before it.
             // SAFETY: the caller's promise; the lengths were compared.
-            false => unsafe { shared.context.copy(raw, to, from) },
-        })?;
+            unsafe { shared.context.copy(raw, to, from) }?;
+        }
         self.transferred(to.len());
         Ok(())
     }
@@ -528,24 +579,25 @@ enum Owned {
 }
 
 // SAFETY: it owns memory by its address, which it itself never reads or writes.
-unsafe impl Send for CudaMemory {}
+unsafe impl Send for Owned {}
 // SAFETY: as above.
-unsafe impl Sync for CudaMemory {}
+unsafe impl Sync for Owned {}
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
         self.shared.memory.given_back(self.range.len());
-        match self.owned {
-            // SAFETY: it came from there, and is freed once, when its owner says that nobody uses it.
-            Owned::Driver { start, pinned: true } => unsafe { self.shared.context.free_pinned(start) },
-            // SAFETY: as above.
-            Owned::Driver { start, pinned: false } => unsafe { self.shared.context.free(start) },
-            Owned::Block(_) | Owned::Gone => {}
+        let owned = std::mem::replace(&mut self.owned, Owned::Gone);
+        if may_wait().is_err() && matches!(owned, Owned::Driver { .. }) {
+            lock(&self.shared.late).push(Late { owned, stream: None });
+            return;
         }
+        // SAFETY: it came from there, and is freed once, when its owner says that nobody uses it.
+        unsafe { self.shared.free(&owned, None) };
     }
 }
 
-impl RawMemory for CudaMemory {
+// SAFETY: the driver gave it to this value alone, and pinned and managed memory is mapped for the host.
+unsafe impl RawMemory for CudaMemory {
     fn range(&self) -> MemoryRange {
         self.range
     }
