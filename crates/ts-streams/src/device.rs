@@ -157,7 +157,8 @@ pub trait Event: Clone + fmt::Debug + Send + Sync + 'static {
 
 /// Work in order. Cloning gives another handle; when the last one is dropped, what was submitted is still done.
 ///
-/// No call blocks the host but [`synchronize`](Stream::synchronize). When work fails, what is behind it on the stream and what
+/// No call blocks the host but [`synchronize`](Stream::synchronize), and on a device of CUDA copies from and to memory of the host that is
+/// not pinned, for which the driver may wait. When work fails, what is behind it on the stream and what
 /// waits for it elsewhere is not run; every such stream reports the error from then on, whatever is asked of it, until the error is
 /// [taken](Stream::take_error).
 pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {

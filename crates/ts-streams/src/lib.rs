@@ -28,7 +28,8 @@
 //! ```
 //!
 //! # Invariants
-//! - Submitting work never waits for work: only `synchronize` does, calls that say so, and dropping the last handle to a [`CpuDevice`].
+//! - Submitting work never waits for work: only `synchronize` does, calls that say so, dropping the last handle to a [`CpuDevice`], and
+//!   CUDA's driver where it copies from or to memory that is not pinned.
 //! - What is submitted to a stream runs in that order, each operation once, after all that it waits for.
 //! - What fails takes with it what is behind it and what waits for it, and nothing else; whoever waits for such a thing is told.
 //!
