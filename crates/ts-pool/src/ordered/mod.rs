@@ -104,6 +104,8 @@ impl<D: Device> Clone for StreamOrderedPool<D> {
 struct Shared<D: Device> {
     device: D,
     options: OrderedOptions,
+    /// A granule's bytes are two to the power of it.
+    granule_shift: u32,
     state: Mutex<State<D>>,
     /// Blocks that this very thread let go of while it had the state: work of streams may own some, and ends wherever streams
     /// are asked for something.
@@ -136,8 +138,9 @@ impl<D: Device> StreamOrderedPool<D> {
     /// If `granule_bytes` is no power of two.
     pub fn new(device: D, options: OrderedOptions) -> Self {
         assert!(options.granule_bytes.is_power_of_two(), "granules of {} bytes", options.granule_bytes);
-        let returned = Mutex::default();
-        Self { shared: Arc::new(Shared { device, options, state: Mutex::new(State::new()), returned }) }
+        let granule_shift = options.granule_bytes.trailing_zeros();
+        let (state, returned) = (Mutex::new(State::new()), Mutex::default());
+        Self { shared: Arc::new(Shared { device, options, granule_shift, state, returned }) }
     }
 
     /// The device.
@@ -385,7 +388,9 @@ impl<D: Device> Shared<D> {
     }
 
     fn granules(&self, bytes: usize) -> Result<u32, Error> {
-        let granules = bytes.div_ceil(self.options.granule_bytes).max(1);
+        // A division would be a good part of all the work.
+        let begun = usize::from(bytes & (self.options.granule_bytes - 1) != 0);
+        let granules = ((bytes >> self.granule_shift) + begun).max(1);
         let capacity_bytes = self.options.limit_bytes;
         u32::try_from(granules).map_err(|_| Error::NeverFits { requested_bytes: bytes, capacity_bytes })
     }
