@@ -1,5 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors over a network: the crate that will own the wire.
-//!
-//! Its turn has not come; nothing in the workspace depends on it yet.
+//! Tensors over a network: the wire.
 #![forbid(unsafe_code)]
+
+mod connection;
+mod credit;
+mod error;
+mod frame;
+mod hello;
+mod incoming;
+mod info;
+mod link;
+mod outgoing;
+mod sink;
+mod socket;
+mod wire;
+
+pub use connection::{Connection, ConnectionStats, Event, Role};
+pub use credit::{DEFAULT_WINDOW, TensorCreditTracker};
+pub use error::{Error, ErrorKind};
+pub use hello::{ConnectionOptions, VERSION};
+pub use info::TensorInfo;
+pub use link::Link;
+pub use outgoing::SendOptions;
+pub use sink::Sink;
+pub use socket::{Address, Listener, Socket};

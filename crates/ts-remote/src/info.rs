@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is known of a tensor that travels.
+
+use std::collections::BTreeMap;
+
+use ts_format::{Codec, Dtype, MAX_RANK, TensorMeta};
+
+use crate::Error;
+use crate::frame::MAX_CONTROL_LEN;
+use crate::wire::{FieldWriter, Fields, pair};
+
+const NAME: u8 = 1;
+const DTYPE: u8 = 0x82;
+const SHAPE: u8 = 0x83;
+const STRIDES: u8 = 0x84;
+const DEVICE: u8 = 5;
+const STORAGE_ID: u8 = 6;
+const STORAGE_OFFSET: u8 = 0x87;
+const STORAGE_LEN: u8 = 0x88;
+const METADATA: u8 = 9;
+const CODEC: u8 = 0x8a;
+const KEPT: u8 = 0x8b;
+const KNOWN: u8 = 0x8c;
+
+/// A tensor without its bytes: what it is, and which bytes of a storage are its elements.
+///
+/// Tensors that share a storage, as views and tied weights do, say so by its number: its bytes travel once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Its name; may be empty.
+    pub name: String,
+    /// Element type and shape.
+    pub meta: TensorMeta,
+    /// Elements from one to the next along each dimension; `None` for row-major and contiguous.
+    pub strides: Option<Vec<i64>>,
+    /// Where the sender has it, as PyTorch writes devices: `cpu`, `cuda:0`.
+    pub device: String,
+    /// The sender's number for its storage; 0 for one that no other tensor shares.
+    pub storage_id: u64,
+    /// Where its first element is in the storage, in bytes.
+    pub storage_offset: u64,
+    /// Length of the storage, and so of the payload, in bytes.
+    pub storage_len: u64,
+    /// What the user wants to say of it.
+    pub metadata: BTreeMap<String, String>,
+}
+
+impl TensorInfo {
+    /// A contiguous tensor that is all of its storage, on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::Unsendable`] when it has more bytes than can be counted, or half of one.
+    pub fn new(name: impl Into<String>, dtype: Dtype, shape: impl Into<Vec<u64>>) -> Result<Self, Error> {
+        let (name, meta) = (name.into(), TensorMeta { dtype, shape: shape.into() });
+        let Some(storage_len) = meta.byte_len() else {
+            let reason = format!("{} of shape {:?} is no whole number of bytes", meta.dtype, meta.shape);
+            return Err(Error::Unsendable { tensor: name, reason });
+        };
+        let this = Self {
+            name,
+            meta,
+            strides: None,
+            device: "cpu".into(),
+            storage_id: 0,
+            storage_offset: 0,
+            storage_len,
+            metadata: BTreeMap::new(),
+        };
+        this.check().map_err(|reason| this.unsendable(reason))?;
+        Ok(this)
+    }
+
+    /// The same as a view of a storage: its first element `offset` bytes from where that begins, and `strides` elements from one to
+    /// the next along each dimension.
+    ///
+    /// # Errors
+    /// [`Error::Unsendable`] when elements would be outside the storage.
+    pub fn in_storage(
+        mut self,
+        id: u64,
+        len: u64,
+        offset: u64,
+        strides: Option<Vec<i64>>,
+    ) -> Result<Self, Error> {
+        (self.storage_id, self.storage_len, self.storage_offset, self.strides) = (id, len, offset, strides);
+        self.check().map_err(|reason| self.unsendable(reason))?;
+        Ok(self)
+    }
+
+    /// Whether its elements lie as they are counted, without gaps.
+    pub fn is_contiguous(&self) -> bool {
+        let Some(strides) = &self.strides else { return true };
+        let mut expected = 1i64;
+        self.meta.shape.iter().zip(strides).rev().all(|(&n, &stride)| {
+            let fits = n == 1 || stride == expected;
+            expected = expected.saturating_mul(n as i64);
+            fits
+        }) || self.meta.shape.contains(&0)
+    }
+
+    /// What is wrong with it.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        if self.meta.shape.len() > MAX_RANK {
+            return Err(format!("it has {} dimensions, of at most {MAX_RANK}", self.meta.shape.len()));
+        }
+        let bytes = self.meta.byte_len().ok_or("it is no whole number of bytes, or too many")?;
+        if self.storage_len > isize::MAX as u64 {
+            return Err(format!("a storage of {} bytes is in no memory", self.storage_len));
+        }
+        let (begin, end) = match &self.strides {
+            None => (0, i128::from(bytes)),
+            Some(strides) => self.extent(strides)?,
+        };
+        let offset = i128::from(self.storage_offset);
+        if begin + offset < 0 || end + offset > i128::from(self.storage_len) {
+            return Err(format!(
+                "its elements are bytes {}..{} of a storage of {}",
+                begin + offset,
+                end + offset,
+                self.storage_len
+            ));
+        }
+        Ok(())
+    }
+
+    /// The bytes from the first element's that elements with these strides take.
+    fn extent(&self, strides: &[i64]) -> Result<(i128, i128), String> {
+        let shape = &self.meta.shape;
+        if strides.len() != shape.len() {
+            return Err(format!("it has {} strides for {} dimensions", strides.len(), shape.len()));
+        }
+        let bits = i128::from(self.meta.dtype.bits());
+        if bits % 8 != 0 && !self.is_contiguous() {
+            return Err(format!("elements of {bits} bits cannot have strides"));
+        }
+        if shape.contains(&0) {
+            return Ok((0, 0));
+        }
+        // 64 dimensions of 127 bits each would not fit, but then neither would the product of what is checked before.
+        let reach = |&(&n, &stride): &(&u64, &i64)| i128::from(n - 1) * i128::from(stride);
+        let (mut begin, mut end) = (0i128, 0i128);
+        for step in shape.iter().zip(strides).map(|pair| reach(&pair)) {
+            let side = if step < 0 { &mut begin } else { &mut end };
+            *side = side.checked_add(step).ok_or("its strides reach further than can be counted")?;
+        }
+        let bytes = |elements: i128| elements.checked_mul(bits).map(|bits| bits / 8);
+        bytes(begin).zip(end.checked_add(1).and_then(bytes)).ok_or_else(|| "its strides reach too far".into())
+    }
+
+    fn unsendable(&self, reason: String) -> Error {
+        Error::Unsendable { tensor: self.name.clone(), reason }
+    }
+}
+
+/// The body of a META frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Announcement {
+    pub(crate) info: TensorInfo,
+    /// How its DATA are encoded where they say that they are.
+    pub(crate) codec: Codec,
+    /// Tensors that come later on this stream have the same storage.
+    pub(crate) kept: bool,
+    /// The storage came with one that came before.
+    pub(crate) known: bool,
+}
+
+impl Announcement {
+    pub(crate) fn encode(&self) -> Result<Vec<u8>, Error> {
+        let info = &self.info;
+        info.check().map_err(|reason| info.unsendable(reason))?;
+        let mut fields = FieldWriter::default();
+        fields.field(NAME, info.name.as_bytes());
+        fields.field(DTYPE, info.meta.dtype.name().as_bytes());
+        fields.numbers(SHAPE, info.meta.shape.iter().copied());
+        if let Some(strides) = &info.strides {
+            fields.numbers(STRIDES, strides.iter().map(|&stride| stride as u64));
+        }
+        fields.field(DEVICE, info.device.as_bytes());
+        fields.number(STORAGE_ID, info.storage_id);
+        fields.number(STORAGE_OFFSET, info.storage_offset).number(STORAGE_LEN, info.storage_len);
+        for (key, value) in &info.metadata {
+            fields.field(METADATA, &pair(key, value));
+        }
+        if self.codec != Codec::Raw {
+            fields.field(CODEC, self.codec.name().as_bytes());
+        }
+        for (tag, said) in [(KEPT, self.kept), (KNOWN, self.known)] {
+            if said {
+                fields.field(tag, &[]);
+            }
+        }
+        let body = fields.finish();
+        if body.len() > MAX_CONTROL_LEN {
+            let reason = format!("its name and metadata take {} bytes, of {MAX_CONTROL_LEN}", body.len());
+            return Err(info.unsendable(reason));
+        }
+        Ok(body)
+    }
+
+    pub(crate) fn decode(body: &[u8], stream: u32) -> Result<Self, Error> {
+        let bad = |what: String| Error::Protocol { stream, what };
+        let (mut dtype, mut shape, mut len) = (None, None, None);
+        let mut info = TensorInfo {
+            name: String::new(),
+            meta: TensorMeta { dtype: Dtype::U8, shape: Vec::new() },
+            strides: None,
+            device: String::new(),
+            storage_id: 0,
+            storage_offset: 0,
+            storage_len: 0,
+            metadata: BTreeMap::new(),
+        };
+        let (mut codec, mut kept, mut known) = (Codec::Raw, false, false);
+        let mut fields = Fields::new(body, stream);
+        while let Some(field) = fields.next()? {
+            match field.tag {
+                NAME => info.name = field.text()?.into(),
+                DTYPE => {
+                    let name = field.text()?;
+                    dtype = Some(Dtype::from_name(name).ok_or_else(|| bad(format!("dtype `{name}`")))?);
+                }
+                SHAPE => shape = Some(field.numbers()?.collect()),
+                STRIDES => info.strides = Some(field.numbers()?.map(|stride| stride as i64).collect()),
+                DEVICE => info.device = field.text()?.into(),
+                STORAGE_ID => info.storage_id = field.number()?,
+                STORAGE_OFFSET => info.storage_offset = field.number()?,
+                STORAGE_LEN => len = Some(field.number()?),
+                METADATA => {
+                    let (key, value) = field.pair()?;
+                    info.metadata.insert(key.into(), value.into());
+                }
+                CODEC => {
+                    let name = field.text()?;
+                    codec = Codec::from_name(name).ok_or_else(|| bad(format!("codec `{name}`")))?;
+                }
+                KEPT => kept = true,
+                KNOWN => known = true,
+                _ => field.skip()?,
+            }
+        }
+        let absent = |what: &str| bad(format!("a tensor without {what}"));
+        info.meta.dtype = dtype.ok_or_else(|| absent("dtype"))?;
+        info.meta.shape = shape.ok_or_else(|| absent("shape"))?;
+        info.storage_len = len.ok_or_else(|| absent("length"))?;
+        info.check().map_err(|reason| bad(format!("tensor `{}`: {reason}", info.name)))?;
+        Ok(Self { info, codec, kept, known })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn views_must_lie_in_their_storage() {
+        let view = |shape: &[u64], len, offset, strides: &[i64]| {
+            let info = TensorInfo::new("w", Dtype::F32, shape).unwrap();
+            info.in_storage(7, len, offset, Some(strides.to_vec()))
+        };
+        assert!(view(&[2, 3], 24, 0, &[3, 1]).unwrap().is_contiguous());
+        assert!(!view(&[3, 2], 24, 0, &[1, 3]).unwrap().is_contiguous());
+        assert!(view(&[3], 24, 20, &[-2]).is_ok(), "backwards from the last");
+        assert!(view(&[5], 4, 0, &[0]).is_ok(), "one element, five times");
+        assert!(view(&[0, 9], 0, 0, &[900, 1]).is_ok());
+        for bad in [
+            view(&[2, 3], 20, 0, &[3, 1]),
+            view(&[3], 24, 12, &[-2]),
+            view(&[2, 3], 24, 0, &[3]),
+            view(&[3], 24, u64::MAX, &[1]),
+            view(&[1 << 58, 1], 24, 0, &[i64::MAX, i64::MIN]),
+        ] {
+            assert!(matches!(bad, Err(Error::Unsendable { .. })), "{bad:?}");
+        }
+        assert!(TensorInfo::new("w", Dtype::F32, [1u64 << 62]).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn announcements_are_read_as_they_were_written(
+            name in ".{0,20}", shape in prop::collection::vec(0u64..9, 0..5), dtype in 0..Dtype::ALL.len(),
+            pad in 0u64..100, id: u64, strided: bool, kept: bool, known: bool,
+            metadata in prop::collection::btree_map(".{0,8}", ".{0,8}", 0..4),
+        ) {
+            let Ok(mut info) = TensorInfo::new(name, Dtype::ALL[dtype], shape) else { return Ok(()) };
+            info.metadata = metadata;
+            let len = info.storage_len;
+            let strides = strided.then(|| {
+                let mut next = 1i64;
+                let mut strides: Vec<i64> = info.meta.shape.iter().rev().map(|&n| { let s = next; next *= n as i64; s }).collect();
+                strides.reverse();
+                strides
+            });
+            let info = info.in_storage(id, len + pad, pad, strides).unwrap();
+            let said = Announcement { info, codec: Codec::Split, kept, known };
+            let body = said.encode().unwrap();
+            prop_assert_eq!(&Announcement::decode(&body, 1).unwrap(), &said);
+            for cut in 0..body.len() {
+                if let Ok(read) = Announcement::decode(&body[..cut], 1) {
+                    prop_assert!(read.info.check().is_ok());
+                }
+            }
+        }
+
+        #[test]
+        fn no_bytes_break_the_reader(body in prop::collection::vec(any::<u8>(), 0..200)) {
+            if let Ok(read) = Announcement::decode(&body, 1) {
+                prop_assert!(read.info.check().is_ok());
+            }
+        }
+    }
+}

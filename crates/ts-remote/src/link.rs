@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A connection and its socket, for callers that may block.
+
+use std::io::{self, IoSliceMut};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+
+use crate::socket::{Interest, Socket};
+use crate::{
+    Address, Connection, ConnectionOptions, ConnectionStats, Error, Event, Role, SendOptions, Sink,
+    TensorInfo,
+};
+
+/// One end of a connection, and its socket.
+///
+/// Nothing happens on it but while one of its methods runs; each that waits reads and writes whatever there is, so two ends that
+/// both send never wait for each other.
+#[derive(Debug)]
+pub struct Link<S> {
+    connection: Connection<S>,
+    socket: Socket,
+    timeout: Duration,
+    /// When the other end was heard of last.
+    heard: Instant,
+    asked: bool,
+}
+
+/// How often a wait looks whether it is to go on.
+const SLICE: Duration = Duration::from_millis(100);
+/// The most pieces that one call to the system gets.
+const MAX_SLICES: usize = 16;
+
+impl<S: Sink> Link<S> {
+    /// Connects, and waits until both ends know each other.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when nobody is there, [`Error::TimedOut`], [`Error::Closed`] with what the other end has against it. Blocks.
+    pub fn connect(address: &Address, options: ConnectionOptions) -> Result<Self, Error> {
+        let socket = Socket::connect(address, options.timeout)?;
+        Self::new(socket, Role::Connector, options)
+    }
+
+    /// Goes on with a socket, and waits until both ends know each other.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect). Blocks.
+    pub fn new(socket: Socket, role: Role, options: ConnectionOptions) -> Result<Self, Error> {
+        let timeout = options.timeout;
+        let connection = Connection::new(role, options);
+        let mut this = Self { connection, socket, timeout, heard: Instant::now(), asked: false };
+        while !this.connection.is_connected() {
+            this.step(true)?;
+        }
+        Ok(this)
+    }
+
+    /// The connection.
+    pub fn connection(&mut self) -> &mut Connection<S> {
+        &mut self.connection
+    }
+
+    /// Who is at the other end.
+    pub fn peer(&self) -> &str {
+        self.socket.peer()
+    }
+
+    /// What it has done.
+    pub fn stats(&self) -> ConnectionStats {
+        self.connection.stats()
+    }
+
+    /// What happens next. Blocks until something does.
+    ///
+    /// # Errors
+    /// What ended the connection; [`Error::TimedOut`] when the other end is silent, also to a ping.
+    pub fn next_event(&mut self) -> Result<Event<S>, Error> {
+        loop {
+            if let Some(event) = self.connection.poll() {
+                return Ok(event);
+            }
+            self.step(true)?;
+        }
+    }
+
+    /// What has happened, if anything has. Does not block.
+    ///
+    /// # Errors
+    /// As [`next_event`](Self::next_event).
+    pub fn poll_event(&mut self) -> Result<Option<Event<S>>, Error> {
+        let event = self.connection.poll();
+        if event.is_none() {
+            self.step(false)?;
+        }
+        Ok(event.or_else(|| self.connection.poll()))
+    }
+
+    /// Sends a tensor on a stream, and waits until the socket has it. Events that come meanwhile wait.
+    ///
+    /// # Errors
+    /// As [`Connection::send`] and [`next_event`](Self::next_event). Blocks as long as the other end gives no credit.
+    pub fn send(
+        &mut self,
+        stream: u32,
+        info: TensorInfo,
+        payload: Bytes,
+        options: SendOptions,
+    ) -> Result<(), Error> {
+        self.connection.send(stream, info, payload, options)?;
+        self.flush(stream)
+    }
+
+    /// Sends a message, and waits until the socket has it.
+    ///
+    /// # Errors
+    /// As [`Connection::send_message`] and [`next_event`](Self::next_event).
+    pub fn send_message(&mut self, stream: u32, message: Bytes) -> Result<(), Error> {
+        self.connection.send_message(stream, message)?;
+        self.flush(stream)
+    }
+
+    /// Waits until the socket has all that was sent on a stream.
+    ///
+    /// # Errors
+    /// As [`next_event`](Self::next_event). Blocks as long as the other end gives no credit.
+    pub fn flush(&mut self, stream: u32) -> Result<(), Error> {
+        loop {
+            self.write()?;
+            if self.connection.is_sent(stream) {
+                return Ok(());
+            }
+            self.step(true)?;
+        }
+    }
+
+    /// Reads and writes once, as much as goes; waits until something does if `wait` says so.
+    fn step(&mut self, wait: bool) -> Result<(), Error> {
+        let waiting = self.write()?;
+        if self.read()? || !wait {
+            return Ok(());
+        }
+        let left = self.timeout.saturating_sub(self.heard.elapsed());
+        if left.is_zero() {
+            return Err(Error::TimedOut { peer: self.socket.peer().into(), after: self.timeout });
+        }
+        if !self.asked && self.connection.is_connected() && left < self.timeout / 2 {
+            self.asked = true;
+            self.connection.ping();
+            return Ok(());
+        }
+        let interest = if waiting { Interest::Both } else { Interest::Read };
+        self.socket.wait(interest, left.min(SLICE))
+    }
+
+    /// Writes what the socket takes. Whether there is more.
+    fn write(&mut self) -> Result<bool, Error> {
+        while self.connection.plan_writes() {
+            match self.socket.write(&self.connection.write_slices(MAX_SLICES)) {
+                Ok(len) => self.connection.written(len),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(true),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // What the other end has said last is of more use than that it is gone.
+                Err(error) => {
+                    while self.read()? {}
+                    return Err(self.socket.failed("writing", error));
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Reads what is there, once. Whether there was something.
+    fn read(&mut self) -> Result<bool, Error> {
+        let [first, second] = self.connection.read_targets()?;
+        match self.socket.read(&mut [IoSliceMut::new(first), IoSliceMut::new(second)]) {
+            Ok(0) => Err(self
+                .connection
+                .end_of_input()
+                .err()
+                .unwrap_or(Error::Closed { reason: "it is done".into() })),
+            Ok(len) => {
+                (self.heard, self.asked) = (Instant::now(), false);
+                if let Err(error) = self.connection.filled(len) {
+                    // The other end is told why, if it takes that.
+                    while self.connection.plan_writes()
+                        && let Ok(len) = self.socket.write(&self.connection.write_slices(MAX_SLICES))
+                    {
+                        self.connection.written(len);
+                    }
+                    return Err(error);
+                }
+                Ok(true)
+            }
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+                Ok(false)
+            }
+            Err(error) => Err(self.socket.failed("reading", error)),
+        }
+    }
+}

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A stream, as the end that sends it knows it.
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+use ts_format::{Codec, Compression, Dtype, Encoder};
+use twox_hash::XxHash3_64;
+
+use crate::Error;
+use crate::frame::{CHECKED, ENCODED, HEADER_LEN, Header, Kind};
+use crate::info::{Announcement, TensorInfo};
+
+/// How a payload travels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SendOptions {
+    /// Whether its bytes are compressed, piece by piece.
+    pub compression: Compression,
+    /// Whether each frame of it has a checksum (XXH3, 64 bits), which the receiver compares. TCP's own are of 16 bits.
+    pub checksums: bool,
+    /// Tensors sent later on the same stream share this one's storage: see [`Connection::send_view`](crate::Connection::send_view).
+    pub keep: bool,
+}
+
+/// What was given to a stream to send, and has not all gone.
+#[derive(Debug)]
+enum Item {
+    Meta { body: Vec<u8> },
+    Payload { payload: Bytes, at: usize, dtype: Dtype, encoder: Option<Box<Encoder>>, checksums: bool },
+    End,
+    Message(Bytes),
+    Finish,
+}
+
+#[derive(Debug)]
+pub(crate) struct Outgoing {
+    id: u32,
+    items: VecDeque<Item>,
+    /// What the other end allows, in bytes since the stream began.
+    limit: u64,
+    sent: u64,
+}
+
+/// A frame to be written: what it begins with, then bytes that lie elsewhere, then what it ends with.
+#[derive(Debug)]
+pub(crate) struct OutFrame {
+    pub(crate) head: Vec<u8>,
+    pub(crate) payload: Bytes,
+    pub(crate) tail: Vec<u8>,
+}
+
+impl OutFrame {
+    pub(crate) fn control(kind: Kind, stream: u32, seq: u64, body: &[u8]) -> Self {
+        let header = Header { kind, flags: 0, stream, seq, len: body.len() as u64 };
+        Self { head: [&header.encode()[..], body].concat(), payload: Bytes::new(), tail: Vec::new() }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.head.len() + self.payload.len() + self.tail.len()
+    }
+}
+
+/// A message so short is copied behind its header.
+const SHORT: usize = 4 << 10;
+
+impl Outgoing {
+    pub(crate) fn new(id: u32, window: u64) -> Self {
+        Self { id, items: VecDeque::new(), limit: window, sent: 0 }
+    }
+
+    pub(crate) fn push_tensor(
+        &mut self,
+        info: TensorInfo,
+        payload: Option<Bytes>,
+        options: SendOptions,
+    ) -> Result<(), Error> {
+        let unsendable = |reason: String| Error::Unsendable { tensor: info.name.clone(), reason };
+        if payload.as_ref().is_some_and(|payload| payload.len() as u64 != info.storage_len) {
+            let len = payload.map_or(0, |payload| payload.len());
+            return Err(unsendable(format!(
+                "its storage has {} bytes, and {len} are given",
+                info.storage_len
+            )));
+        }
+        let dtype = info.meta.dtype;
+        let codec = options.compression.codec(dtype);
+        let encoder = match codec {
+            None => None,
+            Some(codec) => {
+                let encoder = Encoder::new(codec, options.compression.level()).map_err(unsendable)?;
+                Some(Box::new(encoder))
+            }
+        };
+        let codec = codec.unwrap_or(Codec::Raw);
+        let body = Announcement { info, codec, kept: options.keep, known: payload.is_none() }.encode()?;
+        self.items.push_back(Item::Meta { body });
+        if let Some(payload) = payload.filter(|payload| !payload.is_empty()) {
+            let checksums = options.checksums;
+            self.items.push_back(Item::Payload { payload, at: 0, dtype, encoder, checksums });
+        }
+        self.items.push_back(Item::End);
+        Ok(())
+    }
+
+    pub(crate) fn push_message(&mut self, message: Bytes) {
+        self.items.push_back(Item::Message(message));
+    }
+
+    pub(crate) fn finish(&mut self) {
+        self.items.push_back(Item::Finish);
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.items.is_empty()
+    }
+
+    /// Whether what comes next is a message, which somebody waits for.
+    pub(crate) fn is_urgent(&self) -> bool {
+        matches!(self.items.front(), Some(Item::Message(_)))
+    }
+
+    pub(crate) fn allow(&mut self, limit: u64) {
+        self.limit = self.limit.max(limit);
+    }
+
+    /// Whether there is something that may go out.
+    pub(crate) fn is_ready(&self) -> bool {
+        match self.items.front() {
+            None => false,
+            Some(Item::End | Item::Finish) => true,
+            Some(Item::Meta { .. } | Item::Message(_) | Item::Payload { .. }) => self.sent < self.limit,
+        }
+    }
+
+    /// The next frame, with at most so many bytes of payload. Whether the stream is over with it.
+    pub(crate) fn next_frame(&mut self, most: usize) -> Option<(OutFrame, bool)> {
+        if !self.is_ready() {
+            return None;
+        }
+        let (id, position) = (self.id, self.sent);
+        let credit = usize::try_from(self.limit - position.min(self.limit)).unwrap_or(usize::MAX);
+        let frame = match self.items.front_mut()? {
+            Item::Meta { body } => {
+                self.sent += body.len() as u64;
+                OutFrame::control(Kind::Meta, id, 0, body)
+            }
+            Item::End => OutFrame::control(Kind::End, id, 0, &[]),
+            Item::Finish => OutFrame::control(Kind::Finish, id, 0, &[]),
+            Item::Message(message) => {
+                self.sent += message.len() as u64;
+                message_frame(id, message)
+            }
+            Item::Payload { payload, at, dtype, encoder, checksums } => {
+                let piece = payload.slice(*at..payload.len().min(at.saturating_add(most.min(credit))));
+                let frame = data_frame(id, *at, piece.clone(), *dtype, encoder.as_deref_mut(), *checksums);
+                *at += piece.len();
+                self.sent += piece.len() as u64;
+                if *at < payload.len() {
+                    return Some((frame, false));
+                }
+                frame
+            }
+        };
+        let done = self.items.pop_front();
+        Some((frame, matches!(done, Some(Item::Finish))))
+    }
+}
+
+fn message_frame(id: u32, message: &Bytes) -> OutFrame {
+    if message.len() <= SHORT {
+        return OutFrame::control(Kind::Message, id, 0, message);
+    }
+    let header = Header { kind: Kind::Message, flags: 0, stream: id, seq: 0, len: message.len() as u64 };
+    OutFrame { head: header.encode().to_vec(), payload: message.clone(), tail: Vec::new() }
+}
+
+/// A piece of a payload: as it is, or encoded where that makes it smaller.
+fn data_frame(
+    id: u32,
+    at: usize,
+    piece: Bytes,
+    dtype: Dtype,
+    encoder: Option<&mut Encoder>,
+    checksums: bool,
+) -> OutFrame {
+    let encoded = encoder.and_then(|encoder| encode(encoder, dtype, &piece));
+    let (payload, flags, before) = match encoded {
+        Some((bytes, before)) => (Bytes::from(bytes), ENCODED, before.to_vec()),
+        None => (piece, 0, Vec::new()),
+    };
+    let tail = if checksums { sum(&before, &payload).to_le_bytes().to_vec() } else { Vec::new() };
+    let flags = if checksums { flags | CHECKED } else { flags };
+    let len = (before.len() + payload.len() + tail.len()) as u64;
+    let header = Header { kind: Kind::Data, flags, stream: id, seq: at as u64, len };
+    let mut head = Vec::with_capacity(HEADER_LEN + before.len());
+    head.extend_from_slice(&header.encode());
+    head.extend_from_slice(&before);
+    OutFrame { head, payload, tail }
+}
+
+/// What an encoded body begins with: the length of what it decodes to, and the codec's width.
+pub(crate) const ENCODED_HEAD: usize = 8;
+
+fn encode(encoder: &mut Encoder, dtype: Dtype, piece: &[u8]) -> Option<(Vec<u8>, [u8; ENCODED_HEAD])> {
+    let width = dtype.bits() as usize / 8;
+    if width == 0 || !piece.len().is_multiple_of(width) {
+        return None;
+    }
+    let mut bytes = Vec::new();
+    let encoded = encoder.encode(dtype, piece, &mut bytes);
+    if encoded.codec == Codec::Raw || encoded.len + ENCODED_HEAD >= piece.len() {
+        return None;
+    }
+    let mut before = [0; ENCODED_HEAD];
+    before[..4].copy_from_slice(&(piece.len() as u32).to_le_bytes());
+    before[4] = encoded.width;
+    Some((bytes, before))
+}
+
+fn sum(before: &[u8], payload: &[u8]) -> u64 {
+    if before.is_empty() {
+        return XxHash3_64::oneshot(payload);
+    }
+    let mut hasher = XxHash3_64::with_seed(0);
+    std::hash::Hasher::write(&mut hasher, before);
+    std::hash::Hasher::write(&mut hasher, payload);
+    std::hash::Hasher::finish(&hasher)
+}

@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Sockets.
+
+use std::fmt;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::net::{TcpListener, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use socket2::{SockRef, TcpKeepalive};
+
+use crate::Error;
+
+/// Where an end of a connection is.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// `HOST:PORT`.
+    Tcp(String),
+    /// `unix:PATH`.
+    Unix(PathBuf),
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => f.write_str(address),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+impl FromStr for Address {
+    type Err = Error;
+
+    /// `HOST:PORT`, `[V6]:PORT` or `unix:PATH`.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        if let Some(path) = text.strip_prefix("unix:").filter(|path| !path.is_empty()) {
+            return Ok(Self::Unix(path.into()));
+        }
+        match text.rsplit_once(':').map(|(host, port)| (host, port.parse::<u16>())) {
+            Some((host, Ok(_))) if !host.is_empty() => Ok(Self::Tcp(text.into())),
+            _ => Err(Error::Misuse(format!("`{text}` is no address: HOST:PORT or unix:PATH are"))),
+        }
+    }
+}
+
+/// What a wait is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Interest {
+    Read,
+    Both,
+}
+
+/// One end of a connection that the system keeps. Its calls never wait but where they say so.
+#[derive(Debug)]
+pub struct Socket {
+    stream: Stream,
+    peer: String,
+}
+
+#[derive(Debug)]
+enum Stream {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+/// How long the system asks a silent machine before it gives it up.
+const KEEPALIVE: Duration = Duration::from_secs(10);
+
+impl Socket {
+    /// Connects. Blocks, at most so long for each of the addresses that a name has.
+    ///
+    /// # Errors
+    /// [`Error::Io`] with what the system says of the last of them.
+    pub fn connect(address: &Address, timeout: Duration) -> Result<Self, Error> {
+        let failed = |error| Error::io(&address.to_string(), "connecting", error);
+        match address {
+            Address::Tcp(name) => {
+                let nobody = || io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+                let mut last = nobody();
+                for target in name.to_socket_addrs().map_err(failed)? {
+                    match TcpStream::connect_timeout(&target, timeout) {
+                        Ok(stream) => return Self::of_tcp(stream, name.clone(), timeout).map_err(failed),
+                        Err(error) => last = error,
+                    }
+                }
+                Err(failed(last))
+            }
+            Address::Unix(path) => {
+                let stream = UnixStream::connect(path).map_err(failed)?;
+                Self::of_unix(stream, address.to_string()).map_err(failed)
+            }
+        }
+    }
+
+    fn of_tcp(stream: TcpStream, peer: String, timeout: Duration) -> io::Result<Self> {
+        stream.set_nodelay(true)?;
+        stream.set_nonblocking(true)?;
+        let socket = SockRef::from(&stream);
+        let every = KEEPALIVE.min(timeout).max(Duration::from_secs(1));
+        socket.set_tcp_keepalive(&TcpKeepalive::new().with_time(every).with_interval(every))?;
+        // What is sent into a cut link is an error as soon as the other end's silence is.
+        #[cfg(target_os = "linux")]
+        socket.set_tcp_user_timeout(Some(timeout))?;
+        Ok(Self { stream: Stream::Tcp(stream), peer })
+    }
+
+    fn of_unix(stream: UnixStream, peer: String) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        Ok(Self { stream: Stream::Unix(stream), peer })
+    }
+
+    /// Who is at the other end.
+    pub fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    pub(crate) fn read(&mut self, into: &mut [IoSliceMut<'_>; 2]) -> io::Result<usize> {
+        let into = if into[0].is_empty() { &mut into[1..] } else { &mut into[..] };
+        match &mut self.stream {
+            Stream::Tcp(stream) => stream.read_vectored(into),
+            Stream::Unix(stream) => stream.read_vectored(into),
+        }
+    }
+
+    pub(crate) fn write(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+        match &mut self.stream {
+            Stream::Tcp(stream) => stream.write_vectored(from),
+            Stream::Unix(stream) => stream.write_vectored(from),
+        }
+    }
+
+    /// Waits until something may be read, or written, at most so long.
+    pub(crate) fn wait(&self, interest: Interest, timeout: Duration) -> Result<(), Error> {
+        let flags = match interest {
+            Interest::Read => PollFlags::IN,
+            Interest::Both => PollFlags::IN | PollFlags::OUT,
+        };
+        match poll(&mut [PollFd::from_borrowed_fd(self.as_fd(), flags)], Some(&timespec(timeout))) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(self.failed("waiting", error.into())),
+        }
+    }
+
+    pub(crate) fn failed(&self, what: &'static str, error: io::Error) -> Error {
+        match error.kind() {
+            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::UnexpectedEof => {
+                Error::Lost { what: format!("to {}, {what}", self.peer) }
+            }
+            _ => Error::io(&self.peer, what, error),
+        }
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.stream {
+            Stream::Tcp(stream) => stream.as_fd(),
+            Stream::Unix(stream) => stream.as_fd(),
+        }
+    }
+}
+
+fn timespec(duration: Duration) -> Timespec {
+    let tv_sec = duration.as_secs().try_into().unwrap_or(i64::MAX);
+    Timespec { tv_sec, tv_nsec: duration.subsec_nanos().into() }
+}
+
+/// Where others connect to. A socket of Unix is removed with it.
+#[derive(Debug)]
+pub struct Listener {
+    listener: Listening,
+    address: Address,
+    timeout: Duration,
+}
+
+#[derive(Debug)]
+enum Listening {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
+impl Listener {
+    /// Listens. Port 0 is one that is free: [`address`](Self::address) says which. Sockets accepted here give up a silent machine
+    /// after `timeout`.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the address is taken, or not this machine's.
+    pub fn bind(address: &Address, timeout: Duration) -> Result<Self, Error> {
+        let failed = |error| Error::io(&address.to_string(), "listening", error);
+        let (listener, address) = match address {
+            Address::Tcp(name) => {
+                let listener = TcpListener::bind(name).map_err(failed)?;
+                let own = listener.local_addr().map_err(failed)?;
+                (Listening::Tcp(listener), Address::Tcp(own.to_string()))
+            }
+            Address::Unix(path) => {
+                (Listening::Unix(UnixListener::bind(path).map_err(failed)?), address.clone())
+            }
+        };
+        Ok(Self { listener, address, timeout })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// The next that connects. Blocks.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn accept(&self) -> Result<Socket, Error> {
+        let failed = |error| Error::io(&self.address.to_string(), "accepting", error);
+        match &self.listener {
+            Listening::Tcp(listener) => {
+                let (stream, peer) = listener.accept().map_err(failed)?;
+                Socket::of_tcp(stream, peer.to_string(), self.timeout).map_err(failed)
+            }
+            Listening::Unix(listener) => {
+                let (stream, _) = listener.accept().map_err(failed)?;
+                Socket::of_unix(stream, self.address.to_string()).map_err(failed)
+            }
+        }
+    }
+
+    /// As [`accept`](Self::accept), at most so long; `None` when nobody came.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn accept_within(&self, timeout: Duration) -> Result<Option<Socket>, Error> {
+        let end = Instant::now() + timeout;
+        let fd = match &self.listener {
+            Listening::Tcp(listener) => listener.as_fd(),
+            Listening::Unix(listener) => listener.as_fd(),
+        };
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            match poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&timespec(left))) {
+                Ok(0) => return Ok(None),
+                Ok(_) => return self.accept().map(Some),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(Error::io(&self.address.to_string(), "waiting", error.into())),
+            }
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Address::Unix(path) = &self.address {
+            // Somebody else may have removed it.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}

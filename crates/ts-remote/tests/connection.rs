@@ -1,0 +1,366 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Two ends without sockets: whatever way their bytes are cut, what was sent arrives, and nobody waits for ever.
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+use std::collections::{HashMap, VecDeque};
+
+use bytes::Bytes;
+use proptest::prelude::*;
+use ts_format::{Codec, Compression, Dtype};
+use ts_remote::{Connection, ConnectionOptions, Error, Event, Role, SendOptions, TensorInfo};
+
+type End = Connection<Vec<u8>>;
+
+/// A stream of bytes from one end to the other.
+#[derive(Default)]
+struct Pipe(VecDeque<u8>);
+
+impl Pipe {
+    /// At most so many bytes of what an end has to write.
+    fn take_from(&mut self, end: &mut End, most: usize) -> usize {
+        if !end.plan_writes() {
+            return 0;
+        }
+        let bytes: Vec<u8> = end.write_slices(16).iter().flat_map(|s| s.iter().copied()).take(most).collect();
+        end.written(bytes.len());
+        self.0.extend(&bytes);
+        bytes.len()
+    }
+
+    /// At most so many bytes to an end.
+    fn give_to(&mut self, end: &mut End, most: usize) -> Result<usize, Error> {
+        let mut len = 0;
+        for target in end.read_targets()? {
+            for byte in target.iter_mut().take(most - len) {
+                let Some(next) = self.0.pop_front() else { break };
+                *byte = next;
+                len += 1;
+            }
+        }
+        if len > 0 { end.filled(len).map(|()| len) } else { Ok(0) }
+    }
+}
+
+/// What was sent on a stream, or what has come.
+#[derive(Debug, Clone, PartialEq)]
+enum Item {
+    Tensor(TensorInfo, Vec<u8>),
+    View(TensorInfo),
+    Message(Vec<u8>),
+    Finished,
+    Cancelled,
+}
+
+struct Both {
+    ends: [End; 2],
+    pipes: [Pipe; 2],
+    /// Streams that announced a tensor that has no memory yet, at either end.
+    announced: [VecDeque<(u32, usize)>; 2],
+    came: [HashMap<u32, Vec<Item>>; 2],
+}
+
+impl Both {
+    fn new(options: [ConnectionOptions; 2]) -> Self {
+        let [first, second] = options;
+        Self {
+            ends: [Connection::new(Role::Connector, first), Connection::new(Role::Acceptor, second)],
+            pipes: Default::default(),
+            announced: Default::default(),
+            came: Default::default(),
+        }
+    }
+
+    fn connect(&mut self) {
+        while !self.ends.iter().all(Connection::is_connected) {
+            assert!(self.run(usize::MAX, true).unwrap() > 0, "they do not come together");
+        }
+    }
+
+    /// Bytes both ways; how many things happened.
+    fn run(&mut self, most: usize, accept: bool) -> Result<usize, Error> {
+        let mut done = 0;
+        for from in 0..2 {
+            done += self.pipes[from].take_from(&mut self.ends[from], most);
+            done += self.pipes[from].give_to(&mut self.ends[1 - from], most)?;
+        }
+        for end in 0..2 {
+            while let Some(event) = self.ends[end].poll() {
+                done += 1;
+                self.hear(end, event);
+            }
+            while accept && let Some((stream, len)) = self.announced[end].pop_front() {
+                done += 1;
+                self.ends[end].accept(stream, vec![0; len])?;
+            }
+        }
+        Ok(done)
+    }
+
+    fn hear(&mut self, end: usize, event: Event<Vec<u8>>) {
+        let (stream, item) = match event {
+            Event::Metadata { stream, info, known } if !known && info.storage_len > 0 => {
+                self.announced[end].push_back((stream, info.storage_len as usize));
+                return;
+            }
+            Event::End { stream, info, sink } => {
+                let empty = info.storage_len == 0;
+                let tensor = match sink {
+                    Some(bytes) => Item::Tensor(*info, bytes),
+                    None if empty => Item::Tensor(*info, Vec::new()),
+                    None => Item::View(*info),
+                };
+                (stream, tensor)
+            }
+            Event::Message { stream, bytes } => (stream, Item::Message(bytes.to_vec())),
+            Event::Finished { stream } => (stream, Item::Finished),
+            Event::Cancelled { stream, .. } => (stream, Item::Cancelled),
+            _ => return,
+        };
+        self.came[end].entry(stream).or_default().push(item);
+    }
+}
+
+fn payload(len: usize, seed: u8) -> Vec<u8> {
+    (0..len).map(|i| ((i / 7) as u8).wrapping_mul(3).wrapping_add(seed)).collect()
+}
+
+fn tensor(name: &str, bytes: &[u8]) -> TensorInfo {
+    TensorInfo::new(name, Dtype::U8, [bytes.len() as u64]).unwrap()
+}
+
+#[derive(Debug, Clone)]
+enum Op {
+    Open { end: usize },
+    Tensor { which: usize, len: usize, codec: usize, checksums: bool },
+    Message { which: usize, len: usize },
+    Finish { which: usize },
+    Run { most: usize, accept: bool },
+}
+
+fn ops() -> impl Strategy<Value = Vec<Op>> {
+    let len = prop_oneof![0usize..300, 3000usize..9000, Just(70_000usize)];
+    let op = prop_oneof![
+        1 => (0usize..2).prop_map(|end| Op::Open { end }),
+        4 => (0usize..8, len.clone(), 0usize..4, any::<bool>())
+            .prop_map(|(which, len, codec, checksums)| Op::Tensor { which, len, codec, checksums }),
+        3 => (0usize..8, 0usize..6000).prop_map(|(which, len)| Op::Message { which, len }),
+        1 => (0usize..8).prop_map(|which| Op::Finish { which }),
+        8 => (prop_oneof![1usize..40, 100usize..5000, Just(1usize << 20)], any::<bool>())
+            .prop_map(|(most, accept)| Op::Run { most, accept }),
+    ];
+    prop::collection::vec(op, 1..60)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_is_sent_arrives_through_any_window_and_in_any_pieces(
+        windows in [prop_oneof![1u64..50, 1000u64..100_000], prop_oneof![1u64..50, 1000u64..100_000]],
+        frame in prop_oneof![1usize..100, 1000usize..100_000], ops in ops(),
+    ) {
+        let options = windows.map(|window_bytes| ConnectionOptions { window_bytes, frame_bytes: frame, ..ConnectionOptions::default() });
+        let mut both = Both::new(options);
+        both.connect();
+        let mut open: Vec<(usize, u32)> = Vec::new();
+        let mut sent: [HashMap<u32, Vec<Item>>; 2] = Default::default();
+        for (number, op) in ops.into_iter().enumerate() {
+            let find = |which: usize, open: &[(usize, u32)]| (!open.is_empty()).then(|| which % open.len());
+            match op {
+                Op::Open { end } => open.push((end, both.ends[end].open_stream().unwrap())),
+                Op::Tensor { which, len, codec, checksums } => {
+                    let Some(at) = find(which, &open) else { continue };
+                    let (end, stream) = open[at];
+                    let bytes = payload(len, number as u8);
+                    let info = tensor(&format!("t{number}"), &bytes);
+                    let codec = [Codec::Raw, Codec::Lz4, Codec::Zstd, Codec::Split][codec];
+                    let options = SendOptions { compression: Compression::By(codec, None), checksums, keep: false };
+                    both.ends[end].send(stream, info.clone(), bytes.clone().into(), options).unwrap();
+                    sent[end].entry(stream).or_default().push(Item::Tensor(info, bytes));
+                }
+                Op::Message { which, len } => {
+                    let Some(at) = find(which, &open) else { continue };
+                    let (end, stream) = open[at];
+                    let bytes = payload(len, number as u8);
+                    both.ends[end].send_message(stream, bytes.clone().into()).unwrap();
+                    sent[end].entry(stream).or_default().push(Item::Message(bytes));
+                }
+                Op::Finish { which } => {
+                    let Some(at) = find(which, &open) else { continue };
+                    let (end, stream) = open.swap_remove(at);
+                    both.ends[end].finish(stream).unwrap();
+                    // A stream of which the other end has never heard ends unheard.
+                    if let Some(items) = sent[end].get_mut(&stream) { items.push(Item::Finished); }
+                }
+                Op::Run { most, accept } => { both.run(most, accept).unwrap(); }
+            }
+        }
+        while both.run(usize::MAX, true).unwrap() > 0 {}
+        for end in 0..2 {
+            prop_assert_eq!(&both.came[1 - end], &sent[end]);
+            prop_assert!(both.ends[end].end_of_input().is_ok());
+        }
+    }
+}
+
+#[test]
+fn who_gives_no_memory_gets_no_more_than_the_window() {
+    let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
+    both.connect();
+    let bytes = payload(3 << 20, 1);
+    let stream = both.ends[0].open_stream().unwrap();
+    both.ends[0].send(stream, tensor("w", &bytes), bytes.clone().into(), SendOptions::default()).unwrap();
+    let before = both.ends[0].stats().sent_bytes;
+    while both.run(usize::MAX, false).unwrap() > 0 {}
+    let sent = both.ends[0].stats().sent_bytes - before;
+    assert!((200 << 10..300 << 10).contains(&sent), "{sent} bytes of a window of 256 KiB");
+    assert!(!both.ends[0].plan_writes() && !both.ends[0].is_sent(stream), "it is paused");
+    while both.run(usize::MAX, true).unwrap() > 0 {}
+    assert_eq!(both.came[1][&stream], [Item::Tensor(tensor("w", &bytes), bytes)]);
+}
+
+#[test]
+fn a_payload_is_read_to_its_memory_and_written_from_it() {
+    let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
+    both.connect();
+    let payload = Bytes::from(payload(5 << 20, 2));
+    let stream = both.ends[0].open_stream().unwrap();
+    let info = tensor("w", &payload);
+    both.ends[0].send(stream, info, payload.clone(), SendOptions::default()).unwrap();
+    let (mut memory, mut within, mut outside) = (0..0, 0, 0);
+    loop {
+        while both.ends[0].plan_writes() {
+            let slices = both.ends[0].write_slices(16);
+            let len = slices.iter().map(|slice| slice.len()).sum();
+            for slice in slices {
+                match payload.as_ptr_range().contains(&slice.as_ptr()) {
+                    true => within += slice.len(),
+                    false => outside += slice.len(),
+                }
+                both.pipes[0].0.extend(&slice[..]);
+            }
+            both.ends[0].written(len);
+        }
+        let [first, _] = both.ends[1].read_targets().unwrap();
+        if first.len() > 1000 && !memory.is_empty() {
+            assert!(memory.contains(&first.as_ptr().addr()), "a payload goes to where it belongs");
+        }
+        let read = both.pipes[0].give_to(&mut both.ends[1], usize::MAX).unwrap();
+        let mut done = read;
+        while let Some(event) = both.ends[1].poll() {
+            done += 1;
+            if let Event::Metadata { stream, info, .. } = event {
+                let bytes = vec![0; info.storage_len as usize];
+                let range = bytes.as_ptr_range();
+                memory = range.start.addr()..range.end.addr();
+                both.ends[1].accept(stream, bytes).unwrap();
+            } else if let Event::End { sink, .. } = event {
+                assert_eq!(sink.unwrap(), payload);
+            }
+        }
+        done += both.pipes[1].take_from(&mut both.ends[1], usize::MAX);
+        done += both.pipes[1].give_to(&mut both.ends[0], usize::MAX).unwrap();
+        if done == 0 {
+            break;
+        }
+    }
+    assert_eq!(within, payload.len(), "written from where it is");
+    assert!(outside < 1000, "{outside} bytes about it");
+    assert_eq!(both.ends[1].stats().copied_bytes, 0);
+}
+
+#[test]
+fn views_of_one_storage_send_its_bytes_once() {
+    let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
+    both.connect();
+    let bytes = payload(4096, 3);
+    let whole = TensorInfo::new("w", Dtype::F32, [1024u64]).unwrap().in_storage(9, 4096, 0, None).unwrap();
+    let part = TensorInfo::new("w.t", Dtype::F32, [16u64, 32]).unwrap();
+    let part = part.in_storage(9, 4096, 64, Some(vec![1, 16])).unwrap();
+    let stream = both.ends[1].open_stream().unwrap();
+    let keep = SendOptions { keep: true, ..SendOptions::default() };
+    both.ends[1].send(stream, whole.clone(), bytes.clone().into(), keep).unwrap();
+    both.ends[1].send_view(stream, part.clone(), false).unwrap();
+    while both.run(usize::MAX, true).unwrap() > 0 {}
+    assert_eq!(both.came[0][&stream], [Item::Tensor(whole, bytes), Item::View(part.clone())]);
+    both.ends[1].send_view(stream, part, false).unwrap();
+    let refused = loop {
+        if let Err(error) = both.run(usize::MAX, true) {
+            break error;
+        }
+    };
+    assert!(refused.to_string().contains("storage 9, which it has not sent"), "{refused}");
+}
+
+#[test]
+fn either_end_may_give_a_stream_up() {
+    for who in 0..2 {
+        let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
+        both.connect();
+        let bytes = payload(1 << 20, 4);
+        let streams = [(); 2].map(|()| both.ends[0].open_stream().unwrap());
+        for stream in streams {
+            both.ends[0]
+                .send(stream, tensor("w", &bytes), bytes.clone().into(), SendOptions::default())
+                .unwrap();
+        }
+        both.run(50_000, false).unwrap();
+        both.run(50_000, false).unwrap();
+        both.ends[who].cancel(streams[0], "no longer wanted");
+        both.announced[1].retain(|&(stream, _)| who == 0 || stream != streams[0]);
+        while both.run(5000, true).is_ok_and(|done| done > 0) {}
+        let came = |end: usize, stream| both.came[end].get(&stream).cloned().unwrap_or_default();
+        assert_eq!(came(1 - who, streams[0]), [Item::Cancelled], "end {who} gave it up");
+        assert_eq!(came(who, streams[0]), []);
+        assert_eq!(came(1, streams[1]), [Item::Tensor(tensor("w", &bytes), bytes)]);
+        assert!(both.ends[0].is_sent(streams[0]));
+    }
+}
+
+#[test]
+fn strangers_are_turned_away_and_told_why() {
+    let with = |token: Option<&str>| ConnectionOptions {
+        token: token.map(Into::into),
+        ..ConnectionOptions::default()
+    };
+    let mut both = Both::new([with(None), with(Some("sesame"))]);
+    let told = loop {
+        if let Err(error) = both.run(7, true) {
+            break error;
+        }
+    };
+    assert!(told.to_string().contains("does not know the token"), "{told}");
+    while both.pipes[1].take_from(&mut both.ends[1], 7) > 0 {}
+    let told = loop {
+        match both.pipes[1].give_to(&mut both.ends[0], 7) {
+            Err(error) => break error,
+            Ok(len) => assert!(len > 0),
+        }
+    };
+    assert!(matches!(&told, Error::Closed { reason } if reason.contains("token")), "{told}");
+    let mut stranger = End::new(Role::Acceptor, with(None));
+    let mut pipe = Pipe(b"GET / HTTP/1.1\r\n\r\n".iter().copied().collect());
+    let told = pipe.give_to(&mut stranger, usize::MAX).unwrap_err();
+    assert!(told.to_string().contains("does not speak this protocol"), "{told}");
+}
+
+#[test]
+fn damage_is_found_and_named() {
+    for codec in [Codec::Raw, Codec::Zstd] {
+        let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
+        both.connect();
+        let bytes = payload(100_000, 5);
+        let stream = both.ends[0].open_stream().unwrap();
+        let options = SendOptions { compression: Compression::By(codec, None), checksums: true, keep: false };
+        both.ends[0].send(stream, tensor("w", &bytes), bytes.into(), options).unwrap();
+        while both.pipes[0].take_from(&mut both.ends[0], usize::MAX) > 0 {}
+        let middle = both.pipes[0].0.len() / 2;
+        both.pipes[0].0[middle] ^= 1;
+        let found = loop {
+            if let Err(error) = both.run(1000, true) {
+                break error;
+            }
+        };
+        assert!(matches!(&found, Error::Damaged { tensor, .. } if tensor == "w"), "{found}");
+    }
+}
