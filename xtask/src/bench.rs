@@ -20,13 +20,13 @@ pub(crate) fn smoke() -> Result<()> {
 
 pub(crate) fn run(what: &str) -> Result<()> {
     match what {
-        "parts" | "memory" | "streams" => run_criterion(what),
+        "parts" | "memory" | "streams" | "wire" => run_criterion(what),
         "codecs" | "exact" | "load" | "peak" | "llama" | "storage" => {
             run_script(&python::prepared()?, what, &[])
         }
         "io" => run_script(&python::prepared()?, "backends", &[]),
         _ => Err(format!(
-            "no benchmark {what}: parts, memory, streams, codecs, exact, io, llama, load, peak or storage"
+            "no benchmark {what}: parts, memory, streams, wire, codecs, exact, io, llama, load, peak or storage"
         )),
     }
 }

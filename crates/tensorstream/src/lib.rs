@@ -61,6 +61,9 @@ pub use {
     ts_format as format, ts_io as io, ts_orchestrator as orchestrator, ts_pool as pool, ts_streams as streams,
 };
 
+#[cfg(feature = "remote")]
+pub use ts_remote as remote;
+
 /// The examples of a page, compiled and run.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/coming-from.md")]

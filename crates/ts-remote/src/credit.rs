@@ -3,8 +3,8 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What a receiver grants if nothing else is said, in bytes.
-pub const DEFAULT_WINDOW: u64 = 256 << 10;
+/// What a [`TensorCreditTracker`] has if nothing else is said, in bytes.
+const DEFAULT_CREDIT: u64 = 256 << 10;
 
 /// An account of bytes that may be under way: for senders of one's own. [`Connection`](crate::Connection) keeps such accounts of
 /// its streams by itself.
@@ -40,7 +40,7 @@ struct State {
 impl Default for TensorCreditTracker {
     /// 256 KiB, to pause when 192 KiB are under way, and to go on when no more than 128 KiB are.
     fn default() -> Self {
-        Self::new(DEFAULT_WINDOW, DEFAULT_WINDOW / 4 * 3, DEFAULT_WINDOW / 2)
+        Self::new(DEFAULT_CREDIT, DEFAULT_CREDIT / 4 * 3, DEFAULT_CREDIT / 2)
     }
 }
 

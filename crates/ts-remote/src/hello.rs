@@ -4,7 +4,6 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::credit::DEFAULT_WINDOW;
 use crate::wire::{FieldWriter, Fields};
 use crate::{Error, Role};
 
@@ -50,11 +49,11 @@ impl fmt::Debug for ConnectionOptions {
 }
 
 impl Default for ConnectionOptions {
-    /// 256 KiB for each of 256 streams, frames of 1 MiB, 30 s, and no token.
+    /// 4 MiB for each of 64 streams, frames of 1 MiB, 30 s, and no token.
     fn default() -> Self {
         Self {
-            window_bytes: DEFAULT_WINDOW,
-            max_streams: 256,
+            window_bytes: 4 << 20,
+            max_streams: 64,
             token: None,
             service: String::new(),
             frame_bytes: 1 << 20,

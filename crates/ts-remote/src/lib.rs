@@ -15,8 +15,9 @@ mod sink;
 mod socket;
 mod wire;
 
+pub use bytes::Bytes;
 pub use connection::{Connection, ConnectionStats, Event, Role};
-pub use credit::{DEFAULT_WINDOW, TensorCreditTracker};
+pub use credit::TensorCreditTracker;
 pub use error::{Error, ErrorKind};
 pub use hello::{ConnectionOptions, VERSION};
 pub use info::TensorInfo;

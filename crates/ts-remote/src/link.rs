@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use crate::socket::{Interest, Socket};
+use crate::socket::{Ready, Socket};
 use crate::{
     Address, Connection, ConnectionOptions, ConnectionStats, Error, Event, Role, SendOptions, Sink,
     TensorInfo,
@@ -24,6 +24,8 @@ pub struct Link<S> {
     /// When the other end was heard of last.
     heard: Instant,
     asked: bool,
+    /// What the socket is ready for, as far as is known.
+    ready: Ready,
 }
 
 /// How often a wait looks whether it is to go on.
@@ -48,7 +50,14 @@ impl<S: Sink> Link<S> {
     pub fn new(socket: Socket, role: Role, options: ConnectionOptions) -> Result<Self, Error> {
         let timeout = options.timeout;
         let connection = Connection::new(role, options);
-        let mut this = Self { connection, socket, timeout, heard: Instant::now(), asked: false };
+        let mut this = Self {
+            connection,
+            socket,
+            timeout,
+            heard: Instant::now(),
+            asked: false,
+            ready: Ready { read: true, write: true },
+        };
         while !this.connection.is_connected() {
             this.step(true)?;
         }
@@ -124,19 +133,16 @@ impl<S: Sink> Link<S> {
     /// # Errors
     /// As [`next_event`](Self::next_event). Blocks as long as the other end gives no credit.
     pub fn flush(&mut self, stream: u32) -> Result<(), Error> {
-        loop {
-            self.write()?;
-            if self.connection.is_sent(stream) {
-                return Ok(());
-            }
+        while !self.connection.is_sent(stream) {
             self.step(true)?;
         }
+        Ok(())
     }
 
-    /// Reads and writes once, as much as goes; waits until something does if `wait` says so.
+    /// Writes or reads something; when there is nothing to, waits until there is, or for a while, if `wait` says so.
     fn step(&mut self, wait: bool) -> Result<(), Error> {
-        let waiting = self.write()?;
-        if self.read()? || !wait {
+        let wrote = self.ready.write && self.write()?;
+        if self.ready.read && self.read()? || wrote || !wait {
             return Ok(());
         }
         let left = self.timeout.saturating_sub(self.heard.elapsed());
@@ -148,16 +154,27 @@ impl<S: Sink> Link<S> {
             self.connection.ping();
             return Ok(());
         }
-        let interest = if waiting { Interest::Both } else { Interest::Read };
-        self.socket.wait(interest, left.min(SLICE))
+        let wanted = Ready { read: true, write: self.connection.plan_writes() };
+        let ready = self.socket.wait(wanted, left.min(SLICE))?;
+        // What was not waited for is as it was.
+        self.ready = Ready { read: ready.read, write: ready.write || !wanted.write };
+        Ok(())
     }
 
-    /// Writes what the socket takes. Whether there is more.
+    /// Writes what the socket takes. Whether it took something.
     fn write(&mut self) -> Result<bool, Error> {
-        while self.connection.plan_writes() {
-            match self.socket.write(&self.connection.write_slices(MAX_SLICES)) {
-                Ok(len) => self.connection.written(len),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(true),
+        let mut wrote = false;
+        while self.ready.write && self.connection.plan_writes() {
+            let slices = self.connection.write_slices(MAX_SLICES);
+            let wanted: usize = slices.iter().map(|slice| slice.len()).sum();
+            match self.socket.write(&slices) {
+                Ok(len) => {
+                    // A socket that takes less is full.
+                    self.ready.write = len == wanted;
+                    self.connection.written(len);
+                    wrote = true;
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.ready.write = false,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // What the other end has said last is of more use than that it is gone.
                 Err(error) => {
@@ -166,19 +183,21 @@ impl<S: Sink> Link<S> {
                 }
             }
         }
-        Ok(false)
+        Ok(wrote)
     }
 
     /// Reads what is there, once. Whether there was something.
     fn read(&mut self) -> Result<bool, Error> {
         let [first, second] = self.connection.read_targets()?;
+        let wanted = first.len() + second.len();
         match self.socket.read(&mut [IoSliceMut::new(first), IoSliceMut::new(second)]) {
-            Ok(0) => Err(self
-                .connection
-                .end_of_input()
-                .err()
-                .unwrap_or(Error::Closed { reason: "it is done".into() })),
+            Ok(0) => {
+                let done = Error::Closed { reason: "it has no more to say".into() };
+                Err(self.connection.end_of_input().err().unwrap_or(done))
+            }
             Ok(len) => {
+                // A socket that gives less is empty.
+                self.ready.read = len == wanted;
                 (self.heard, self.asked) = (Instant::now(), false);
                 if let Err(error) = self.connection.filled(len) {
                     // The other end is told why, if it takes that.
@@ -191,9 +210,11 @@ impl<S: Sink> Link<S> {
                 }
                 Ok(true)
             }
-            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                self.ready.read = false;
                 Ok(false)
             }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(false),
             Err(error) => Err(self.socket.failed("reading", error)),
         }
     }

@@ -48,11 +48,11 @@ impl FromStr for Address {
     }
 }
 
-/// What a wait is for.
+/// For what a socket is ready, or is to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Interest {
-    Read,
-    Both,
+pub(crate) struct Ready {
+    pub(crate) read: bool,
+    pub(crate) write: bool,
 }
 
 /// One end of a connection that the system keeps. Its calls never wait but where they say so.
@@ -134,14 +134,19 @@ impl Socket {
         }
     }
 
-    /// Waits until something may be read, or written, at most so long.
-    pub(crate) fn wait(&self, interest: Interest, timeout: Duration) -> Result<(), Error> {
-        let flags = match interest {
-            Interest::Read => PollFlags::IN,
-            Interest::Both => PollFlags::IN | PollFlags::OUT,
-        };
-        match poll(&mut [PollFd::from_borrowed_fd(self.as_fd(), flags)], Some(&timespec(timeout))) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+    /// Waits until something may be read, or written, at most so long. For what it is ready then.
+    pub(crate) fn wait(&self, wanted: Ready, timeout: Duration) -> Result<Ready, Error> {
+        let mut flags = PollFlags::empty();
+        flags.set(PollFlags::IN, wanted.read);
+        flags.set(PollFlags::OUT, wanted.write);
+        let mut polled = [PollFd::from_borrowed_fd(self.as_fd(), flags)];
+        match poll(&mut polled, Some(&timespec(timeout))) {
+            Ok(_) => {
+                // Who has failed is ready for all: it will say so.
+                let got = |flag| polled[0].revents().intersects(flag | PollFlags::ERR | PollFlags::HUP);
+                Ok(Ready { read: got(PollFlags::IN), write: got(PollFlags::OUT) })
+            }
+            Err(rustix::io::Errno::INTR) => Ok(Ready { read: false, write: false }),
             Err(error) => Err(self.failed("waiting", error.into())),
         }
     }

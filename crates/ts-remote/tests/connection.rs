@@ -205,7 +205,8 @@ proptest! {
 
 #[test]
 fn who_gives_no_memory_gets_no_more_than_the_window() {
-    let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
+    let options = ConnectionOptions { window_bytes: 256 << 10, ..ConnectionOptions::default() };
+    let mut both = Both::new([options.clone(), options]);
     both.connect();
     let bytes = payload(3 << 20, 1);
     let stream = both.ends[0].open_stream().unwrap();

@@ -1,0 +1,315 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tensors between two processes, beside raw sockets: `cargo xtask bench wire`.
+//!
+//! A child has an array and sends tensors of it; this process times from asking for them to the last one in memory that it uses again and again.
+#![allow(missing_docs, clippy::unwrap_used)] // a benchmark that cannot run may panic
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tensorstream::format::Dtype;
+use tensorstream::remote::{
+    Address, Bytes, ConnectionOptions, Event, Link, Listener, Role, SendOptions, TensorInfo,
+};
+
+const MIB: usize = 1 << 20;
+const SIZES: [(usize, usize); 3] = [(MIB, 64), (16 * MIB, 16), (256 * MIB, 4)];
+const PINGS: usize = 500;
+const MESSAGE: usize = 64;
+
+/// What is compared.
+const KINDS: [&str; 7] = [
+    "raw tcp, 1 MiB",
+    "raw tcp, whole",
+    "raw unix, 1 MiB",
+    "raw unix, whole",
+    "link tcp",
+    "link unix",
+    "link tcp, checked",
+];
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    match arguments.iter().position(|a| a == "serve") {
+        Some(at) => serve(&arguments[at + 1], &arguments[at + 2]),
+        None => {
+            // As `cargo bench -- --test` asks: once, to see that it runs.
+            let brief = arguments.iter().any(|a| a == "--test");
+            let only: Vec<_> = arguments.iter().filter(|a| KINDS.contains(&a.as_str())).cloned().collect();
+            measure(if brief { 1 } else { 15 }, brief, &only);
+        }
+    }
+}
+
+/// Something that transports, at the end that asks.
+trait Transport {
+    /// Has so many tensors of so many bytes come.
+    fn receive(&mut self, bytes: usize, count: usize);
+    /// Sends a message and waits for its echo.
+    fn ping(&mut self);
+}
+
+struct Peer {
+    child: Child,
+    transport: Box<dyn Transport>,
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn start(kind: &str) -> Peer {
+    let path = std::env::temp_dir().join(format!(
+        "ts-wire-{}-{}",
+        std::process::id(),
+        kind.replace([' ', ','], "-")
+    ));
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["serve", kind, path.to_str().unwrap()])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = Vec::new();
+    let output = child.stdout.as_mut().unwrap();
+    while !line.ends_with(b"\n") {
+        let mut byte = [0];
+        output.read_exact(&mut byte).unwrap();
+        line.push(byte[0]);
+    }
+    let address = String::from_utf8(line).unwrap().trim().to_string();
+    let most = SIZES.iter().map(|(bytes, _)| *bytes).max().unwrap();
+    let whole = kind.ends_with("whole");
+    let transport: Box<dyn Transport> = match kind {
+        _ if kind.starts_with("raw tcp") => {
+            let socket = TcpStream::connect(&address).unwrap();
+            socket.set_nodelay(true).unwrap();
+            Box::new(Raw { socket, whole, memory: vec![1; most] })
+        }
+        _ if kind.starts_with("raw unix") => {
+            Box::new(Raw { socket: UnixStream::connect(&address).unwrap(), whole, memory: vec![1; most] })
+        }
+        _ => {
+            let address: Address = address.parse().unwrap();
+            let mut link = Link::connect(&address, ConnectionOptions::default()).unwrap();
+            assert!(matches!(link.next_event(), Ok(Event::Connected { .. })));
+            let stream = link.connection().open_stream().unwrap();
+            let memory = SIZES.iter().map(|&(bytes, _)| (bytes, vec![1; bytes])).collect();
+            Box::new(Linked { link, stream, memory })
+        }
+    };
+    Peer { child, transport }
+}
+
+struct Raw<S> {
+    socket: S,
+    whole: bool,
+    memory: Vec<u8>,
+}
+
+impl<S: Read + Write> Transport for Raw<S> {
+    fn receive(&mut self, bytes: usize, count: usize) {
+        self.socket
+            .write_all(&[(bytes as u64).to_le_bytes(), (count as u64).to_le_bytes()].concat())
+            .unwrap();
+        for _ in 0..count {
+            let mut rest = &mut self.memory[..bytes];
+            while !rest.is_empty() {
+                let most = if self.whole { rest.len() } else { rest.len().min(256 << 10) };
+                let len = self.socket.read(&mut rest[..most]).unwrap();
+                rest = &mut rest[len..];
+            }
+            assert_eq!(std::mem::take(&mut self.memory[bytes - 1]), 7);
+        }
+    }
+
+    fn ping(&mut self) {
+        let mut message = [1; MESSAGE];
+        self.socket.write_all(&message).unwrap();
+        self.socket.read_exact(&mut message).unwrap();
+    }
+}
+
+struct Linked {
+    link: Link<Vec<u8>>,
+    stream: u32,
+    memory: BTreeMap<usize, Vec<u8>>,
+}
+
+impl Transport for Linked {
+    fn receive(&mut self, bytes: usize, count: usize) {
+        let order = [(bytes as u64).to_le_bytes(), (count as u64).to_le_bytes()].concat();
+        self.link.send_message(self.stream, order.into()).unwrap();
+        let mut done = 0;
+        while done < count {
+            match self.link.next_event().unwrap() {
+                Event::Metadata { stream, info, .. } => {
+                    let memory = self.memory.remove(&(info.storage_len as usize)).unwrap();
+                    self.link.connection().accept(stream, memory).unwrap();
+                }
+                Event::End { sink, .. } => {
+                    let mut memory = sink.unwrap();
+                    assert_eq!(std::mem::take(&mut memory[bytes - 1]), 7);
+                    self.memory.insert(bytes, memory);
+                    done += 1;
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn ping(&mut self) {
+        self.link.send_message(self.stream, Bytes::from(vec![1; MESSAGE])).unwrap();
+        assert!(matches!(self.link.next_event(), Ok(Event::Message { .. })));
+    }
+}
+
+/// The end that has the array.
+fn serve(kind: &str, path: &str) {
+    let most = SIZES.iter().map(|(bytes, _)| *bytes).max().unwrap();
+    let array = vec![7; most];
+    let say = |address: &str| {
+        println!("{address}");
+        std::io::stdout().flush().unwrap();
+    };
+    if kind.starts_with("raw tcp") {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        say(&listener.local_addr().unwrap().to_string());
+        let (socket, _) = listener.accept().unwrap();
+        socket.set_nodelay(true).unwrap();
+        serve_raw(socket, &array, kind.ends_with("whole"));
+    } else if kind.starts_with("raw unix") {
+        let listener = UnixListener::bind(path).unwrap();
+        say(path);
+        let (socket, _) = listener.accept().unwrap();
+        std::fs::remove_file(path).unwrap();
+        serve_raw(socket, &array, kind.ends_with("whole"));
+    } else {
+        let address = if kind.contains("unix") { format!("unix:{path}") } else { "127.0.0.1:0".into() };
+        let listener = Listener::bind(&address.parse().unwrap(), Duration::from_secs(30)).unwrap();
+        say(&listener.address().to_string());
+        let socket = listener.accept().unwrap();
+        drop(listener);
+        serve_link(socket, array.into(), kind.ends_with("checked"));
+    }
+}
+
+fn serve_raw(mut socket: impl Read + Write, array: &[u8], whole: bool) {
+    let mut order = [0; MESSAGE];
+    loop {
+        let Ok(len) = socket.read(&mut order) else { return };
+        match len {
+            0 => return,
+            16 => {
+                let number = |at: usize| u64::from_le_bytes(order[at..at + 8].try_into().unwrap()) as usize;
+                for _ in 0..number(8) {
+                    let piece = if whole { number(0) } else { MIB };
+                    // The last bytes of the array are in every tensor's last place.
+                    for piece in array[..number(0)].chunks(piece) {
+                        socket.write_all(piece).unwrap();
+                    }
+                }
+            }
+            _ => socket.write_all(&order[..len]).unwrap(),
+        }
+    }
+}
+
+fn serve_link(socket: tensorstream::remote::Socket, array: Bytes, checksums: bool) {
+    let mut link = Link::<Vec<u8>>::new(socket, Role::Acceptor, ConnectionOptions::default()).unwrap();
+    let options = SendOptions { checksums, ..SendOptions::default() };
+    let stream = loop {
+        match link.next_event() {
+            Ok(Event::Connected { .. }) => break link.connection().open_stream().unwrap(),
+            Ok(_) => {}
+            Err(_) => return,
+        }
+    };
+    while let Ok(event) = link.next_event() {
+        let Event::Message { bytes, .. } = event else { continue };
+        if bytes.len() == MESSAGE {
+            link.send_message(stream, bytes).unwrap();
+            continue;
+        }
+        let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()) as usize;
+        for _ in 0..number(8) {
+            let info = TensorInfo::new("w", Dtype::U8, [number(0) as u64]).unwrap();
+            link.send(stream, info, array.slice(..number(0)), options).unwrap();
+        }
+    }
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn measure(rounds: usize, brief: bool, only: &[String]) {
+    let kinds: Vec<_> =
+        KINDS.into_iter().filter(|kind| only.is_empty() || only.iter().any(|o| o == kind)).collect();
+    let mut peers: Vec<Peer> = kinds.iter().map(|kind| start(kind)).collect();
+    let sizes = if brief { &SIZES[..1] } else { &SIZES[..] };
+    let mut rates: BTreeMap<(usize, usize), Vec<f64>> = BTreeMap::new();
+    let mut trips: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
+    for round in 0..=rounds {
+        for (size, &(bytes, count)) in sizes.iter().enumerate() {
+            for (kind, peer) in peers.iter_mut().enumerate() {
+                let begin = Instant::now();
+                peer.transport.receive(bytes, count);
+                let rate = (bytes * count) as f64 / 1e9 / begin.elapsed().as_secs_f64();
+                // The first round warms up.
+                if round > 0 {
+                    rates.entry((kind, size)).or_default().push(rate);
+                }
+            }
+        }
+        for (kind, peer) in peers.iter_mut().enumerate() {
+            let mut times: Vec<f64> = (0..PINGS)
+                .map(|_| {
+                    let begin = Instant::now();
+                    peer.transport.ping();
+                    begin.elapsed().as_secs_f64() * 1e6
+                })
+                .collect();
+            if round > 0 {
+                trips.entry(kind).or_default().push(median(&mut times));
+            }
+        }
+    }
+    let names: Vec<String> = sizes.iter().map(|(bytes, _)| format!("{} MiB, GB/s", bytes / MIB)).collect();
+    println!("| {rounds} rounds, medians | {} | {MESSAGE} bytes and back, us |", names.join(" | "));
+    println!("|---|{}---|", "---|".repeat(sizes.len()));
+    for (kind, name) in kinds.iter().enumerate() {
+        let cells: Vec<String> = (0..sizes.len())
+            .map(|size| format!("{:.2}", median(&mut rates[&(kind, size)].clone())))
+            .collect();
+        println!("| {name} | {} | {:.1} |", cells.join(" | "), median(&mut trips[&kind].clone()));
+    }
+    for (link, raw) in [("link tcp", "raw tcp"), ("link unix", "raw unix")] {
+        let Some(own) = kinds.iter().position(|kind| *kind == link) else { continue };
+        let raws: Vec<_> = (0..kinds.len()).filter(|&kind| kinds[kind].starts_with(raw)).collect();
+        if raws.is_empty() {
+            continue;
+        }
+        let cells: Vec<String> = (0..sizes.len())
+            .map(|size| {
+                // The better of the raw ones, by its median.
+                let best =
+                    raws.iter().map(|&raw| median(&mut rates[&(raw, size)].clone())).fold(0.0, f64::max);
+                format!("{:.2}", median(&mut rates[&(own, size)].clone()) / best)
+            })
+            .collect();
+        let fastest = raws.iter().map(|raw| median(&mut trips[raw].clone())).fold(f64::MAX, f64::min);
+        println!(
+            "| {link}, of the better {raw} | {} | {:.2} |",
+            cells.join(" | "),
+            median(&mut trips[&own].clone()) / fastest
+        );
+    }
+}
