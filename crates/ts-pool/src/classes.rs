@@ -429,6 +429,11 @@ impl<D: Device> PooledBuffer<D> {
         self.len() == 0
     }
 
+    /// What kind of memory its pool is of.
+    pub fn kind(&self) -> MemoryKind {
+        self.shelf.shared.kind
+    }
+
     /// What it takes of the pool, in bytes.
     pub fn block_bytes(&self) -> usize {
         self.block_bytes

@@ -64,3 +64,6 @@ pub use ordered::{
 pub use pool::{BLOCK_ALIGN, HostPool, PoolStats};
 pub use replay::{AllocationLog, LogEvent, Replay};
 pub use tensor_buffer::TensorBuffer;
+pub use transfer::Upload;
+/// The devices whose memory this is.
+pub use ts_streams;

@@ -103,6 +103,14 @@ impl TensorBuffer {
         }
     }
 
+    /// Its bytes, if they are on the host, to write to.
+    pub fn as_mut_slice(&mut self) -> Option<&mut [u8]> {
+        match &mut self.place {
+            Place::Host(bytes) => Some(bytes),
+            Place::Device(_) => None,
+        }
+    }
+
     /// Its memory, if it is on a device.
     pub fn as_device(&self) -> Option<&DeviceBuffer<AnyDevice>> {
         match &self.place {
@@ -164,12 +172,23 @@ impl TensorBuffer {
         if bytes.len() != self.len() {
             return Err(Error::WrongLength { given_bytes: bytes.len(), buffer_bytes: self.len() });
         }
+        self.write(0, bytes)
+    }
+
+    /// Overwrites a part of it.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    ///
+    /// # Panics
+    /// If the bytes are not all inside.
+    pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
         match &mut self.place {
             Place::Host(own) => {
-                own.copy_from_slice(bytes);
+                own[offset..offset + bytes.len()].copy_from_slice(bytes);
                 Ok(())
             }
-            Place::Device(buffer) => buffer.write(0, bytes),
+            Place::Device(buffer) => buffer.write(offset, bytes),
         }
     }
 }

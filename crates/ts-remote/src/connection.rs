@@ -237,6 +237,16 @@ impl<S: Sink> Connection<S> {
         this
     }
 
+    /// An end that knows the other, and is known: neither says who it is.
+    pub(crate) fn introduced(role: Role, options: ConnectionOptions) -> Self {
+        let mut this = Self::new(role, options);
+        this.peer = Some(Hello::of(&this.options, role));
+        (this.connected_told, this.greeted) = (true, true);
+        this.control.clear();
+        this.reader.state = Reading::Header;
+        this
+    }
+
     /// Says who this is, once and first.
     fn greet(&mut self) {
         if !std::mem::replace(&mut self.greeted, true) {

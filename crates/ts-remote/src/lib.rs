@@ -10,7 +10,9 @@ mod hello;
 mod incoming;
 mod info;
 mod link;
+mod memory;
 mod outgoing;
+mod receiver;
 mod sink;
 mod socket;
 mod wire;
@@ -22,6 +24,10 @@ pub use error::{Error, ErrorKind};
 pub use hello::{ConnectionOptions, VERSION};
 pub use info::TensorInfo;
 pub use link::Link;
+pub use memory::{BufferSink, GpuMemory, HostMemory, Memory, PooledMemory, PooledSink};
 pub use outgoing::SendOptions;
+pub use receiver::{
+    GpuReceiverEvent, GpuTensorReceiver, PooledGpuReceiver, ReceiverEvent, TensorReceiver, TensorSender,
+};
 pub use sink::Sink;
 pub use socket::{Address, Listener, Socket};

@@ -5,6 +5,9 @@ use crate::Error;
 
 /// Memory for the payload of a tensor. What arrives is written to where it says, by the socket itself where that can be.
 pub trait Sink {
+    /// What it is when it is full.
+    type Full;
+
     /// Length in bytes.
     fn byte_len(&self) -> u64;
 
@@ -22,17 +25,29 @@ pub trait Sink {
         let _ = (offset, len);
         Ok(())
     }
+
+    /// All bytes have come. May block until they are where they are to stay.
+    ///
+    /// # Errors
+    /// As [`space`](Self::space).
+    fn finish(self) -> Result<Self::Full, Error>;
 }
 
 macro_rules! plain_memory {
     ($($memory:ty),*) => {$(
         impl Sink for $memory {
+            type Full = Self;
+
             fn byte_len(&self) -> u64 {
                 self[..].len() as u64
             }
 
             fn space(&mut self, offset: u64, len: usize) -> Result<&mut [u8], Error> {
                 Ok(&mut self[offset as usize..][..len])
+            }
+
+            fn finish(self) -> Result<Self, Error> {
+                Ok(self)
             }
         }
     )*};

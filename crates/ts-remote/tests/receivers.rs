@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tensors to wherever they are to be, fed and polled.
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+use proptest::prelude::*;
+use ts_format::Dtype;
+use ts_pool::ts_streams::{Device, SimDevice, SimOptions, StreamPriority};
+use ts_pool::{GpuMemoryPool, PinnedMemoryPool, PoolConfig};
+use ts_remote::{
+    ErrorKind, GpuMemory, GpuReceiverEvent, GpuTensorReceiver, HostMemory, Memory, PooledGpuReceiver,
+    PooledMemory, SendOptions, Sink, TensorInfo, TensorReceiver, TensorSender,
+};
+
+fn payload(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i / 5 % 251) as u8).collect()
+}
+
+fn info(name: &str, len: usize) -> TensorInfo {
+    TensorInfo::new(name, Dtype::U8, [len as u64]).unwrap()
+}
+
+/// Carries all there is, in pieces of at most so many bytes.
+fn carry<M: Memory>(sender: &mut TensorSender, receiver: &mut TensorReceiver<M>, most: usize) {
+    loop {
+        let bytes = sender.encode();
+        bytes.chunks(most).for_each(|piece| receiver.feed(piece).unwrap());
+        let replies = receiver.replies();
+        sender.feed(&replies).unwrap();
+        if bytes.is_empty() && replies.is_empty() {
+            return;
+        }
+    }
+}
+
+#[test]
+fn a_tensor_comes_to_a_gpu_or_to_the_host_where_there_is_none() {
+    let bytes = payload(10 << 20);
+    let (mut sender, mut receiver) = (TensorSender::new(), GpuTensorReceiver::new(GpuMemory { ordinal: 0 }));
+    sender.send(info("w", bytes.len()), bytes.clone().into(), SendOptions::default()).unwrap();
+    assert!(sender.encode().len() < 5 << 20, "no more than the window before the receiver is heard of");
+    let mut sender = TensorSender::new();
+    sender.send(info("w", bytes.len()), bytes.clone().into(), SendOptions::default()).unwrap();
+    carry(&mut sender, &mut receiver, 100_000);
+    assert!(sender.is_sent() && receiver.is_complete());
+    assert_eq!(receiver.expected_bytes(), bytes.len() as u64);
+    assert_eq!(receiver.received_bytes(), bytes.len() as u64);
+    assert!(matches!(receiver.poll(), GpuReceiverEvent::Metadata(info) if info.name == "w"));
+    let mut told = 0;
+    loop {
+        match receiver.poll() {
+            GpuReceiverEvent::Data { offset, bytes } => {
+                assert_eq!(offset, told);
+                told += bytes;
+            }
+            GpuReceiverEvent::End => break,
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!((told, receiver.poll()), (bytes.len() as u64, GpuReceiverEvent::NeedMoreData));
+    assert_eq!(receiver.take_tensor().unwrap(), (info("w", bytes.len()), bytes));
+    assert_eq!(receiver.take().unwrap_err().kind(), ErrorKind::Misuse);
+}
+
+#[test]
+fn what_is_too_large_for_its_memory_is_refused_before_it_comes() {
+    let (mut sender, mut receiver) =
+        (TensorSender::new(), TensorReceiver::new(HostMemory { limit_bytes: 1000 }));
+    sender.send(info("w", 1001), payload(1001).into(), SendOptions::default()).unwrap();
+    let refused = receiver.feed(&sender.encode()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Memory);
+    assert!(refused.to_string().contains("`w` of 1001 bytes"), "{refused}");
+}
+
+#[test]
+fn what_is_cancelled_says_why() {
+    let (mut sender, mut receiver) =
+        (TensorSender::new(), TensorReceiver::new(HostMemory { limit_bytes: 1 << 30 }));
+    sender.send(info("w", 8 << 20), payload(8 << 20).into(), SendOptions::default()).unwrap();
+    receiver.feed(&sender.encode()).unwrap();
+    sender.cancel("it was the wrong one");
+    receiver.feed(&sender.encode()).unwrap();
+    let last =
+        std::iter::from_fn(|| Some(receiver.poll()).filter(|event| *event != GpuReceiverEvent::NeedMoreData))
+            .last();
+    assert_eq!(last, Some(GpuReceiverEvent::Cancelled("it was the wrong one".into())));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
+
+    /// The race detector of the simulated device finds a piece that is written to while it is copied, or memory that is let go of too early.
+    #[test]
+    fn blocks_of_a_device_are_filled_by_way_of_two_pieces(seed: u64, sizes in prop::collection::vec(0usize..5 << 20, 1..4), most in 1000usize..3 << 20) {
+        let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
+        let stream = device.create_stream(StreamPriority::Normal).unwrap();
+        let pinned = PinnedMemoryPool::new(device.clone(), PoolConfig::default()).unwrap();
+        let gpu = GpuMemoryPool::new(device.clone(), PoolConfig::default()).unwrap();
+        let memory = PooledMemory::new(pinned, Some((gpu, stream.clone())));
+        let mut receiver = PooledGpuReceiver::new(memory);
+        let mut sender = TensorSender::new();
+        for &len in &sizes {
+            sender.send(info("w", len), payload(len).into(), SendOptions::default()).unwrap();
+        }
+        carry(&mut sender, &mut receiver, most);
+        for &len in &sizes {
+            let (info, block) = receiver.take().unwrap();
+            let mut bytes = vec![0; block.len()];
+            block.read(0, &mut bytes, &stream).unwrap();
+            prop_assert_eq!((info.storage_len as usize, bytes), (len, payload(len)));
+        }
+        prop_assert!(!receiver.is_complete());
+        let stats = receiver.gpu_pool_stats().unwrap();
+        prop_assert_eq!(stats.in_use_bytes, 0);
+        prop_assert_eq!(receiver.pinned_pool_stats().in_use_bytes, 0);
+        // One that is dropped half way gives everything back when the stream is done.
+        let mut sender = TensorSender::new();
+        sender.send(info("w", 9 << 20), payload(9 << 20).into(), SendOptions::default()).unwrap();
+        receiver.feed(&sender.encode()).unwrap();
+        let memory = receiver.into_memory();
+        ts_pool::ts_streams::Stream::synchronize(&stream).unwrap();
+        prop_assert_eq!(memory.gpu_pool_stats().unwrap().in_use_bytes, 0);
+        prop_assert_eq!(memory.pinned_pool_stats().in_use_bytes, 0);
+    }
+}
+
+#[test]
+fn without_a_device_blocks_of_pinned_memory_are_read_to() {
+    let device = SimDevice::new(SimOptions::default());
+    let pinned = PinnedMemoryPool::new(device, PoolConfig::default()).unwrap();
+    let mut memory = PooledMemory::new(pinned, None);
+    let mut sink = memory.allocate(&info("w", 5000)).unwrap();
+    assert_eq!(sink.space(100, 30).unwrap().len(), 30);
+    let mut receiver = PooledGpuReceiver::new(memory);
+    let mut sender = TensorSender::new();
+    sender.send(info("w", 5000), payload(5000).into(), SendOptions::default()).unwrap();
+    carry(&mut sender, &mut receiver, 1 << 20);
+    let (_, block) = receiver.take().unwrap();
+    assert_eq!(block.host_bytes().unwrap(), payload(5000));
+    assert!(receiver.gpu_pool_stats().is_none() && receiver.pinned_pool_stats().hits > 0);
+}
