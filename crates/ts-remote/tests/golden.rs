@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The bytes that PROTOCOL.md says: what one end writes, kept in a file that also is where the fuzzer begins.
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+use ts_format::{Codec, Compression, Dtype};
+use ts_remote::{Connection, ConnectionOptions, Event, Role, SendOptions, TensorInfo};
+
+const CONVERSATION: &[u8] = include_bytes!("../../../fuzz/seeds/wire/conversation");
+
+/// All kinds of frames that an end sends of its own accord.
+fn connector() -> Vec<u8> {
+    let options = ConnectionOptions { token: Some("t".into()), ..ConnectionOptions::default() };
+    let mut ends =
+        [Role::Connector, Role::Acceptor].map(|role| Connection::<Vec<u8>>::new(role, options.clone()));
+    let mut said = Vec::new();
+    let mut step = |ends: &mut [Connection<Vec<u8>>; 2], from: usize| {
+        let mut bytes = Vec::new();
+        while ends[from].plan_writes() {
+            let before = bytes.len();
+            ends[from].write_slices(99).iter().for_each(|slice| bytes.extend_from_slice(slice));
+            ends[from].written(bytes.len() - before);
+        }
+        if from == 0 {
+            said.extend_from_slice(&bytes);
+        }
+        let mut rest = &bytes[..];
+        while !rest.is_empty() {
+            let mut len = 0;
+            for target in ends[1 - from].read_targets().unwrap() {
+                let part = target.len().min(rest.len());
+                target[..part].copy_from_slice(&rest[..part]);
+                rest = &rest[part..];
+                len += part;
+            }
+            ends[1 - from].filled(len).unwrap();
+            while let Some(event) = ends[1 - from].poll() {
+                if let Event::Metadata { stream, info, known: false } = event {
+                    let len = info.storage_len as usize;
+                    if len > 0 {
+                        ends[1 - from].accept(stream, vec![0; len]).unwrap();
+                    }
+                }
+            }
+        }
+    };
+    step(&mut ends, 0);
+    step(&mut ends, 1);
+    let [end, _] = &mut ends;
+    let stream = end.open_stream().unwrap();
+    let whole = TensorInfo::new("w", Dtype::F32, [4u64, 8]).unwrap().in_storage(9, 128, 0, None).unwrap();
+    let keep = SendOptions { keep: true, checksums: true, compression: Compression::None };
+    end.send(stream, whole, (0..128).collect::<Vec<u8>>().into(), keep).unwrap();
+    let mut part = TensorInfo::new("w.t", Dtype::F32, [8u64, 2]).unwrap();
+    part.metadata.insert("layer".into(), "3".into());
+    part.device = "cuda:0".into();
+    let part = part.in_storage(9, 128, 64, Some(vec![1, 8])).unwrap();
+    end.send_view(stream, part, false).unwrap();
+    let encoded =
+        SendOptions { compression: Compression::By(Codec::Lz4, None), checksums: true, keep: false };
+    let long = TensorInfo::new("z", Dtype::U8, [500u64]).unwrap();
+    end.send(stream, long, vec![5; 500].into(), encoded).unwrap();
+    end.send(
+        stream,
+        TensorInfo::new("", Dtype::BF16, [0u64]).unwrap(),
+        Default::default(),
+        SendOptions::default(),
+    )
+    .unwrap();
+    end.send_message(stream, b"tokens"[..].into()).unwrap();
+    end.finish(stream).unwrap();
+    let given_up = end.open_stream().unwrap();
+    end.send_message(given_up, b"wait"[..].into()).unwrap();
+    end.ping();
+    step(&mut ends, 0);
+    ends[0].cancel(given_up, "never mind");
+    step(&mut ends, 0);
+    said
+}
+
+#[test]
+fn the_bytes_are_those_of_version_1() {
+    let said = connector();
+    if std::env::var_os("TS_BLESS").is_some() {
+        std::fs::write(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/wire/conversation"), &said)
+            .unwrap();
+        return;
+    }
+    assert_eq!(&said[..8], b"TSWIRE1\n");
+    // Of a new version of the software, which it names, it is written anew with TS_BLESS=1.
+    assert!(said == CONVERSATION, "what is written is not what version 1 writes: {} bytes", said.len());
+}
