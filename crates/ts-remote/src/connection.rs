@@ -267,6 +267,11 @@ impl<S: Sink> Connection<S> {
         self.stats
     }
 
+    /// Memory of its own that waits for the user, in bytes: never more than the streams' windows, and one message of each.
+    pub fn staged_bytes(&self) -> usize {
+        self.incoming.values().map(Incoming::staged_bytes).sum()
+    }
+
     /// A new stream to send on.
     ///
     /// # Errors
@@ -334,6 +339,11 @@ impl<S: Sink> Connection<S> {
     /// Whether all that was sent on a stream has been handed to the socket, or will not be.
     pub fn is_sent(&self, stream: u32) -> bool {
         self.outgoing.get(&stream).is_none_or(Outgoing::is_empty) && self.queue.is_empty()
+    }
+
+    /// Whether something that was sent on any stream has not been handed to the socket.
+    pub fn has_unsent(&self) -> bool {
+        !self.queue.is_empty() || !self.control.is_empty() || self.outgoing.values().any(|o| !o.is_empty())
     }
 
     /// Gives a stream up, this end's or the other's. What is under way is dropped. Nothing happens if it is over.

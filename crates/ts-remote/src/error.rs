@@ -82,6 +82,14 @@ pub enum Error {
         /** What the system says. */
         source: std::sync::Arc<io::Error>,
     },
+    /// The two ends found no way to trust each other, or somebody changed what was under way.
+    #[error("{peer}: TLS: {source}")]
+    Tls {
+        /** Whom this was about. */
+        peer: String,
+        /** What is wrong. */
+        source: std::sync::Arc<io::Error>,
+    },
     /// There is no memory for a tensor.
     #[error("no memory for tensor `{tensor}` of {bytes} bytes: {source}")]
     Memory {
@@ -109,7 +117,7 @@ impl Error {
     /// Who is to blame.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Self::Protocol { .. } | Self::Damaged { .. } => ErrorKind::Peer,
+            Self::Protocol { .. } | Self::Damaged { .. } | Self::Tls { .. } => ErrorKind::Peer,
             Self::Cancelled { .. } | Self::Closed { .. } => ErrorKind::Refused,
             Self::Lost { .. } | Self::Io { .. } => ErrorKind::Network,
             Self::TimedOut { .. } => ErrorKind::TimedOut,

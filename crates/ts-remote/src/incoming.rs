@@ -127,6 +127,8 @@ impl<S: Sink> Incoming<S> {
             Some(sink) => sink.space(*received, len).map(Some),
             None => {
                 let at = *received as usize;
+                // No more than the window, whatever the tensor's length.
+                staged.reserve_exact((at + len).saturating_sub(staged.len()));
                 staged.resize(at + len, 0);
                 Ok(Some(&mut staged[at..]))
             }
@@ -349,6 +351,17 @@ impl<S: Sink> Incoming<S> {
             _ => 0,
         };
         self.granted.renew(ahead)
+    }
+
+    /// Memory that waits for the user, in bytes.
+    pub(crate) fn staged_bytes(&self) -> usize {
+        let of = |item: &Item<S>| match item {
+            Item::Tensor(tensor) => tensor.staged.capacity() + tensor.cost as usize,
+            Item::Message(bytes) => bytes.len(),
+            Item::Cancelled(reason) => reason.len(),
+            Item::Finished => 0,
+        };
+        self.items.iter().map(of).sum()
     }
 
     /// What the user knows of the tensor that it is to give memory to.

@@ -15,6 +15,8 @@ mod outgoing;
 mod receiver;
 mod sink;
 mod socket;
+#[cfg(feature = "tls")]
+mod tls;
 mod wire;
 
 pub use bytes::Bytes;
@@ -31,3 +33,5 @@ pub use receiver::{
 };
 pub use sink::Sink;
 pub use socket::{Address, Listener, Socket};
+#[cfg(feature = "tls")]
+pub use tls::{Identity, TlsClient, TlsServer};

@@ -58,7 +58,8 @@ impl<S: Sink> Link<S> {
             asked: false,
             ready: Ready { read: true, write: true },
         };
-        while !this.connection.is_connected() {
+        // Who accepts has answered then, too.
+        while !this.connection.is_connected() || this.connection.has_unsent() || this.socket.wants_write() {
             this.step(true)?;
         }
         Ok(this)
@@ -133,44 +134,73 @@ impl<S: Sink> Link<S> {
     /// # Errors
     /// As [`next_event`](Self::next_event). Blocks as long as the other end gives no credit.
     pub fn flush(&mut self, stream: u32) -> Result<(), Error> {
-        while !self.connection.is_sent(stream) {
+        while !self.connection.is_sent(stream) || self.socket.wants_write() {
             self.step(true)?;
         }
         Ok(())
     }
 
+    /// Says that this is the end and why, behind what was sent on all streams. Does not wait for the other end to read it.
+    ///
+    /// # Errors
+    /// As [`next_event`](Self::next_event): what was sent may not have come then. Blocks as long as there is no credit.
+    pub fn close(mut self, reason: &str) -> Result<(), Error> {
+        while self.connection.has_unsent() || self.socket.wants_write() {
+            self.step(true)?;
+        }
+        self.connection.close(reason);
+        while self.connection.plan_writes() || self.socket.wants_write() {
+            self.step(true)?;
+        }
+        self.socket.shutdown().map_err(|error| self.socket.failed("closing", error))
+    }
+
     /// Writes or reads something; when there is nothing to, waits until there is, or for a while, if `wait` says so.
     fn step(&mut self, wait: bool) -> Result<(), Error> {
-        let wrote = self.ready.write && self.write()?;
-        if self.ready.read && self.read()? || wrote || !wait {
+        if self.write_and_read()? {
             return Ok(());
         }
-        let left = self.timeout.saturating_sub(self.heard.elapsed());
-        if left.is_zero() {
+        let mut left = self.timeout.saturating_sub(self.heard.elapsed());
+        if !wait {
+            left = Duration::ZERO;
+        } else if left.is_zero() {
             return Err(Error::TimedOut { peer: self.socket.peer().into(), after: self.timeout });
-        }
-        if !self.asked && self.connection.is_connected() && left < self.timeout / 2 {
+        } else if !self.asked && self.connection.is_connected() && left < self.timeout / 2 {
             self.asked = true;
             self.connection.ping();
-            return Ok(());
         }
-        let wanted = Ready { read: true, write: self.connection.plan_writes() };
-        let ready = self.socket.wait(wanted, left.min(SLICE))?;
+        let pending = self.connection.plan_writes() || self.socket.wants_write();
+        let ready = self.socket.wait(Ready { read: true, write: pending }, left.min(SLICE))?;
         // What was not waited for is as it was.
-        self.ready = Ready { read: ready.read, write: ready.write || !wanted.write };
+        self.ready = Ready { read: ready.read, write: ready.write || !pending };
+        if !wait {
+            self.write_and_read()?;
+        }
         Ok(())
+    }
+
+    /// Writes and reads as far as the socket is known to be ready for it. Whether something went or came.
+    fn write_and_read(&mut self) -> Result<bool, Error> {
+        let wrote = self.ready.write && self.write()?;
+        Ok(self.ready.read && self.read()? || wrote)
     }
 
     /// Writes what the socket takes. Whether it took something.
     fn write(&mut self) -> Result<bool, Error> {
         let mut wrote = false;
+        if self.socket.wants_write() {
+            match self.socket.flush() {
+                Ok(()) => wrote = true,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.ready.write = false,
+                Err(error) => return Err(self.socket.failed("writing", error)),
+            }
+        }
         while self.ready.write && self.connection.plan_writes() {
             let slices = self.connection.write_slices(MAX_SLICES);
             let wanted: usize = slices.iter().map(|slice| slice.len()).sum();
             match self.socket.write(&slices) {
                 Ok(len) => {
-                    // A socket that takes less is full.
-                    self.ready.write = len == wanted;
+                    self.ready.write = self.socket.may_take_more(len, wanted);
                     self.connection.written(len);
                     wrote = true;
                 }
@@ -196,8 +226,7 @@ impl<S: Sink> Link<S> {
                 Err(self.connection.end_of_input().err().unwrap_or(done))
             }
             Ok(len) => {
-                // A socket that gives less is empty.
-                self.ready.read = len == wanted;
+                self.ready.read = self.socket.may_have_more(len, wanted);
                 (self.heard, self.asked) = (Instant::now(), false);
                 if let Err(error) = self.connection.filled(len) {
                     // The other end is told why, if it takes that.

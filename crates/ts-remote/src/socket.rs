@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::net::{TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
@@ -14,6 +14,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use socket2::{SockRef, TcpKeepalive};
 
 use crate::Error;
+#[cfg(feature = "tls")]
+use crate::tls::{TlsClient, TlsServer, TlsStream};
 
 /// Where an end of a connection is.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -66,6 +68,8 @@ pub struct Socket {
 enum Stream {
     Tcp(TcpStream),
     Unix(UnixStream),
+    #[cfg(feature = "tls")]
+    Tls(Box<TlsStream>),
 }
 
 /// How long the system asks a silent machine before it gives it up.
@@ -114,6 +118,28 @@ impl Socket {
         Ok(Self { stream: Stream::Unix(stream), peer })
     }
 
+    /// Goes on under TLS with a server, whose certificate must be of the name or address that was connected to. Does not wait for it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] of a socket that is not one of TCP.
+    #[cfg(feature = "tls")]
+    pub fn into_tls_client(self, client: &TlsClient) -> Result<Self, Error> {
+        let Stream::Tcp(tcp) = self.stream else { return Err(no_tcp(&self.peer)) };
+        let host = self.peer.rsplit_once(':').map_or(&self.peer[..], |(host, _)| host);
+        let name = host.trim_matches(['[', ']']).to_string();
+        Ok(Self { stream: Stream::Tls(Box::new(TlsStream::client(tcp, client, &name)?)), peer: self.peer })
+    }
+
+    /// Goes on under TLS with a client. Does not wait for it.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] of a socket that is not one of TCP.
+    #[cfg(feature = "tls")]
+    pub fn into_tls_server(self, server: &TlsServer) -> Result<Self, Error> {
+        let Stream::Tcp(tcp) = self.stream else { return Err(no_tcp(&self.peer)) };
+        Ok(Self { stream: Stream::Tls(Box::new(TlsStream::server(tcp, server)?)), peer: self.peer })
+    }
+
     /// Who is at the other end.
     pub fn peer(&self) -> &str {
         &self.peer
@@ -124,6 +150,59 @@ impl Socket {
         match &mut self.stream {
             Stream::Tcp(stream) => stream.read_vectored(into),
             Stream::Unix(stream) => stream.read_vectored(into),
+            #[cfg(feature = "tls")]
+            Stream::Tls(stream) => stream.read(into),
+        }
+    }
+
+    /// Whether more may be there after a read of so many bytes of those that were wanted.
+    pub(crate) fn may_have_more(&self, len: usize, wanted: usize) -> bool {
+        match &self.stream {
+            // A socket that gives less is empty.
+            Stream::Tcp(_) | Stream::Unix(_) => len == wanted,
+            // What it has, others may have taken off the socket.
+            #[cfg(feature = "tls")]
+            Stream::Tls(stream) => len == wanted || stream.has_input(),
+        }
+    }
+
+    /// Whether it may take more after a write of so many bytes of those that were wanted.
+    pub(crate) fn may_take_more(&self, len: usize, wanted: usize) -> bool {
+        match &self.stream {
+            // A socket that takes less is full.
+            Stream::Tcp(_) | Stream::Unix(_) => len == wanted,
+            #[cfg(feature = "tls")]
+            Stream::Tls(stream) => !stream.wants_write(),
+        }
+    }
+
+    /// Says that nothing more will be written.
+    pub(crate) fn shutdown(&mut self) -> io::Result<()> {
+        let done = match &mut self.stream {
+            Stream::Tcp(stream) => stream.shutdown(Shutdown::Write),
+            Stream::Unix(stream) => stream.shutdown(Shutdown::Write),
+            #[cfg(feature = "tls")]
+            Stream::Tls(stream) => stream.shutdown(),
+        };
+        // It may be gone already, and knows then.
+        done.or_else(|error| if error.kind() == io::ErrorKind::NotConnected { Ok(()) } else { Err(error) })
+    }
+
+    /// Whether bytes that it took wait for the system.
+    pub(crate) fn wants_write(&self) -> bool {
+        match &self.stream {
+            Stream::Tcp(_) | Stream::Unix(_) => false,
+            #[cfg(feature = "tls")]
+            Stream::Tls(stream) => stream.wants_write(),
+        }
+    }
+
+    /// Hands over what it took, as far as the system takes it.
+    pub(crate) fn flush(&mut self) -> io::Result<()> {
+        match &mut self.stream {
+            Stream::Tcp(_) | Stream::Unix(_) => Ok(()),
+            #[cfg(feature = "tls")]
+            Stream::Tls(stream) => stream.flush(),
         }
     }
 
@@ -131,6 +210,8 @@ impl Socket {
         match &mut self.stream {
             Stream::Tcp(stream) => stream.write_vectored(from),
             Stream::Unix(stream) => stream.write_vectored(from),
+            #[cfg(feature = "tls")]
+            Stream::Tls(stream) => stream.write(from),
         }
     }
 
@@ -156,6 +237,8 @@ impl Socket {
             io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::UnexpectedEof => {
                 Error::Lost { what: format!("to {}, {what}", self.peer) }
             }
+            // Of sockets only TLS has such errors.
+            io::ErrorKind::InvalidData => Error::Tls { peer: self.peer.clone(), source: error.into() },
             _ => Error::io(&self.peer, what, error),
         }
     }
@@ -166,8 +249,15 @@ impl AsFd for Socket {
         match &self.stream {
             Stream::Tcp(stream) => stream.as_fd(),
             Stream::Unix(stream) => stream.as_fd(),
+            #[cfg(feature = "tls")]
+            Stream::Tls(stream) => stream.tcp().as_fd(),
         }
     }
+}
+
+#[cfg(feature = "tls")]
+fn no_tcp(peer: &str) -> Error {
+    Error::Misuse(format!("{peer}: TLS is for TCP, and once"))
 }
 
 fn timespec(duration: Duration) -> Timespec {

@@ -196,10 +196,9 @@ proptest! {
             }
         }
         while both.run(usize::MAX, true).unwrap() > 0 {}
-        for end in 0..2 {
-            prop_assert_eq!(&both.came[1 - end], &sent[end]);
-            prop_assert!(both.ends[end].end_of_input().is_ok());
-        }
+        let [first, second] = sent;
+        prop_assert_eq!(&both.came, &[second, first]);
+        prop_assert!(both.ends.iter().all(|end| end.end_of_input().is_ok()));
     }
 }
 

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Links over sockets of the system's.
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+mod together;
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ts_remote::{Address, ConnectionOptions, Error, ErrorKind, Event, Link, Listener, Role};
+
+use together::{both_ways, options};
+
+fn any_port() -> Address {
+    "127.0.0.1:0".parse().unwrap()
+}
+
+#[test]
+fn both_ends_send_at_once_over_tcp() {
+    both_ways(Listener::bind(&any_port(), options().timeout).unwrap(), Ok, Ok);
+}
+
+#[test]
+fn both_ends_send_at_once_over_a_unix_socket() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let address: Address = format!("unix:{}", path.display()).parse().unwrap();
+    both_ways(Listener::bind(&address, options().timeout).unwrap(), Ok, Ok);
+    assert!(!path.exists(), "who listens no more leaves nothing behind");
+}
+
+#[test]
+fn a_silent_end_is_given_up_in_time_and_a_slow_one_is_not() {
+    let short = ConnectionOptions { timeout: Duration::from_millis(400), ..ConnectionOptions::default() };
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = Address::Tcp(silent.local_addr().unwrap().to_string());
+    let begin = Instant::now();
+    let given_up = Link::<Vec<u8>>::connect(&address, short.clone()).unwrap_err();
+    assert_eq!(given_up.kind(), ErrorKind::TimedOut, "{given_up}");
+    assert!(begin.elapsed() < Duration::from_secs(5));
+
+    let listener = Listener::bind(&any_port(), short.timeout).unwrap();
+    let address = listener.address().clone();
+    let with = short.clone();
+    let other = thread::spawn(move || {
+        let mut link = Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, with).unwrap();
+        // It answers pings and says nothing for longer than the other's timeout.
+        let end = Instant::now() + Duration::from_millis(1200);
+        while Instant::now() < end {
+            let _ = link.poll_event().unwrap();
+            thread::sleep(Duration::from_millis(10));
+        }
+        let stream = link.connection().open_stream().unwrap();
+        link.send_message(stream, b"at last"[..].into()).unwrap();
+        link
+    });
+    let mut link = Link::<Vec<u8>>::connect(&address, short).unwrap();
+    assert!(matches!(link.next_event().unwrap(), Event::Connected { .. }));
+    assert!(matches!(link.next_event().unwrap(), Event::Message { bytes, .. } if bytes == b"at last"[..]));
+    other.join().unwrap();
+}
+
+#[test]
+fn what_is_no_peer_is_an_error_that_says_so() {
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let refused = Link::<Vec<u8>>::connect(&Address::Tcp(nobody.to_string()), options()).unwrap_err();
+    assert!(
+        matches!(&refused, Error::Io { peer, what: "connecting", .. } if *peer == nobody.to_string()),
+        "{refused}"
+    );
+
+    let stranger = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = Address::Tcp(stranger.local_addr().unwrap().to_string());
+    let other = thread::spawn(move || {
+        let (mut socket, _) = stranger.accept().unwrap();
+        socket.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+        let mut rest = Vec::new();
+        socket.read_to_end(&mut rest).unwrap();
+    });
+    let turned_away = Link::<Vec<u8>>::connect(&address, options()).unwrap_err();
+    assert_eq!(turned_away.kind(), ErrorKind::Peer, "{turned_away}");
+    other.join().unwrap();
+
+    for bad in ["", "host", "host:port", ":80", "unix:", "1:2:99999"] {
+        let error = bad.parse::<Address>().unwrap_err();
+        assert!(error.to_string().contains("HOST:PORT or unix:PATH"), "{error}");
+    }
+    for good in ["host:80", "[::1]:80", "unix:/tmp/s"] {
+        assert_eq!(good.parse::<Address>().unwrap().to_string(), good);
+    }
+}
+
+#[test]
+fn an_end_that_dies_is_missed() {
+    let listener = Listener::bind(&any_port(), options().timeout).unwrap();
+    let address = listener.address().clone();
+    let other = thread::spawn(move || {
+        let link = Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options()).unwrap();
+        drop(link);
+    });
+    let mut link = Link::<Vec<u8>>::connect(&address, options()).unwrap();
+    other.join().unwrap();
+    let lost = loop {
+        match link.next_event() {
+            Ok(_) => {}
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(lost.kind(), ErrorKind::Network | ErrorKind::Refused), "{lost}");
+
+    // In the middle of a frame.
+    let listener = Listener::bind(&any_port(), options().timeout).unwrap();
+    let address = listener.address().to_string();
+    let other =
+        thread::spawn(move || Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options()));
+    TcpStream::connect(address).unwrap().write_all(b"TSWIRE1\n\x01\x00").unwrap();
+    let lost = other.join().unwrap().unwrap_err();
+    assert_eq!(lost.kind(), ErrorKind::Network, "{lost}");
+}
