@@ -23,6 +23,7 @@ cargo xtask test critical|fast|all   tests alone: under 30 s, under 5 min, all o
 cargo xtask bench parts              criterion benchmarks of the parts
 cargo xtask bench memory             allocators beside others
 cargo xtask bench streams            how soon urgent work begins, and what streams cost
+cargo xtask bench wire               tensors between two processes, beside raw sockets
 cargo xtask bench exact              a 1.1B model's logits, streamed against in memory
 cargo xtask bench peak               peak memory, streamed against in memory
 cargo xtask bench llama              the same in three rounds

@@ -31,7 +31,9 @@ impl Checkpoint {
     /// does, then its `model.ts`, then a single `.safetensors` or `.ts` file of another name.
     ///
     /// With the feature `object`, a URL as [`Source::open`] takes it names a file or, without such a suffix, what
-    /// stands for a directory: then the first three are looked for.
+    /// stands for a directory: then the first three are looked for. With the feature `remote` so does `ts://HOST:PORT/NAME`, of a
+    /// server of weights; `tss://` is the same under TLS. Such a server is told the token in the environment's `TENSORSTREAM_TOKEN`, and trusted if its certificate
+    /// comes from one in the file `TENSORSTREAM_CA`; `TENSORSTREAM_CERT` and `TENSORSTREAM_KEY` are the client's own.
     ///
     /// # Errors
     /// [`Error::NoCheckpoint`], [`Error::Io`] when a file cannot be opened or read, [`Error::Format`] when
@@ -200,6 +202,15 @@ fn find_in(dir: &Path) -> Result<PathBuf, Error> {
     }
 }
 
+/// A file, an object, or with the feature `remote` a file of a server of weights.
+fn open_source(name: &str) -> Result<Arc<Source>, ts_io::Error> {
+    #[cfg(feature = "remote")]
+    if crate::distant::is_distant(name) {
+        return crate::distant::open(name);
+    }
+    Source::open(name)
+}
+
 /// Files that are open already, by their names.
 type Opened = BTreeMap<String, Arc<Source>>;
 
@@ -210,7 +221,7 @@ fn find_at(url: &str, opened: &mut Opened) -> Result<PathBuf, Error> {
     }
     for name in [SINGLE, INDEX, CONTAINER] {
         let file = format!("{}/{name}", url.trim_end_matches('/'));
-        match Source::open(&file) {
+        match open_source(&file) {
             Ok(source) => {
                 opened.insert(file.clone(), source);
                 return Ok(file.into());
@@ -232,7 +243,7 @@ fn read_catalog(mut reader: CatalogReader, mut opened: Opened) -> Result<Checkpo
         let source = match opened.get(&file) {
             Some(source) => Arc::clone(source),
             None => {
-                let source = Source::open(&file)?;
+                let source = open_source(&file)?;
                 opened.insert(file, Arc::clone(&source));
                 source
             }

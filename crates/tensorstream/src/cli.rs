@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The command line: `tensorstream info|verify|diff|convert|compact|plan|bench|demo`.
+//! The command line: `tensorstream info|verify|diff|convert|compact|plan|serve-weights|bench|demo`.
 //!
 //! Exit status: 0 when all is well, 1 when a file is damaged, two differ or something failed, 2 for wrong arguments, 130 when
 //! interrupted.
 
 mod bench_codec;
 mod bench_io;
+#[cfg(feature = "remote")]
+mod serve;
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -93,6 +95,9 @@ enum Command {
         #[arg(long, default_value_t = 1)]
         max_passes: usize,
     },
+    /// Serves the files below a directory to whoever streams from them: `ts://HOST:PORT/NAME`.
+    #[cfg(feature = "remote")]
+    ServeWeights(serve::Arguments),
     /// Measures what this machine can do.
     #[command(subcommand)]
     Bench(Bench),
@@ -169,6 +174,8 @@ impl Command {
                 let budget = budget.or_else(half_of_available).ok_or(Error::NoBudget)?;
                 planned(&path, budget, max_passes, as_json)
             }
+            #[cfg(feature = "remote")]
+            Command::ServeWeights(arguments) => serve::run(&arguments, as_json, interrupt),
             Command::Bench(Bench::Io(arguments)) => bench_io::run(&arguments, as_json, interrupt),
             Command::Bench(Bench::Codec(arguments)) => bench_codec::run(&arguments, as_json, interrupt),
             Command::Demo { path, budget, passes } => {

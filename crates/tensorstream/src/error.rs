@@ -14,6 +14,10 @@ pub enum Error {
     /// Units could not be held or brought in.
     #[error(transparent)]
     Engine(#[from] ts_orchestrator::Error),
+    /// Another machine, or the way to it, failed.
+    #[cfg(feature = "remote")]
+    #[error(transparent)]
+    Remote(#[from] ts_remote::Error),
     /// A file could not be written. What had its name before still has it.
     #[error("{}: cannot write: {source}", path.display())]
     Write {

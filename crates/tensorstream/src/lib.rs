@@ -21,8 +21,8 @@
 //! ```
 //!
 //! # Features
-//! `cli`, on by default: the program `tensorstream` and [`Bar`]. `object`: checkpoints on object storage and web servers. `cuda`: GPUs
-//! of NVIDIA, by a driver that is loaded when there is one.
+//! `cli`, on by default: the program `tensorstream` and [`Bar`]. `object`: checkpoints on object storage and web servers.
+//! `remote`: tensors over a network, checkpoints on other machines, and their server. `cuda`: GPUs of NVIDIA, by a driver that is loaded when there is one.
 #![forbid(unsafe_code)]
 
 mod atomic;
@@ -34,6 +34,8 @@ pub mod cli;
 mod compact;
 mod convert;
 mod diff;
+#[cfg(feature = "remote")]
+mod distant;
 mod encode;
 mod error;
 mod explain;
@@ -41,6 +43,8 @@ mod load;
 mod memory;
 mod pieces;
 mod read;
+#[cfg(feature = "remote")]
+mod serve;
 mod verify;
 mod write;
 
@@ -62,9 +66,11 @@ pub use {
 };
 
 #[cfg(feature = "remote")]
+pub use serve::{ServeOptions, serve_weights};
+#[cfg(feature = "remote")]
 pub use ts_remote as remote;
 
 /// The examples of a page, compiled and run.
-#[cfg(doctest)]
+#[cfg(all(doctest, feature = "remote"))]
 #[doc = include_str!("../../../docs/coming-from.md")]
 mod coming_from {}

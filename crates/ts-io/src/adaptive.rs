@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `adaptive`: asks the page cache first. What it holds is copied from there; the rest comes straight from the device
 //! past the cache. (Copies can still touch marks that earlier readers left in the cache, at which the system reads ahead.)
-//! Objects come over the network.
+//! Objects, and what others read, come over the network.
 
 use std::sync::{Arc, OnceLock};
 
 use ts_pool::HostPool;
 
 use crate::backend::{Backend, BackendOptions, Capabilities, CompletionSink, ReadRequest, Rejected};
+use crate::distant::DistantProvider;
 use crate::file::Access;
 use crate::join::Joiner;
 #[cfg(feature = "object")]
@@ -47,6 +48,7 @@ impl BackendProvider for AdaptiveProvider {
             #[cfg(target_os = "linux")]
             uring,
             direct: OnceLock::new(),
+            distant: OnceLock::new(),
             #[cfg(feature = "object")]
             object,
             joiner,
@@ -66,6 +68,8 @@ struct AdaptiveBackend {
     uring: Option<Box<dyn Backend>>,
     /// For what the ring does not read; its threads start with the first such request.
     direct: OnceLock<Result<Box<dyn Backend>, Error>>,
+    /// For what somebody else reads; its threads start with the first such request.
+    distant: OnceLock<Result<Box<dyn Backend>, Error>>,
     #[cfg(feature = "object")]
     object: Box<dyn Backend>,
     joiner: Arc<Joiner>,
@@ -81,6 +85,7 @@ impl AdaptiveBackend {
         #[cfg(target_os = "linux")]
         all.extend(self.uring.as_deref());
         all.extend(self.direct.get().and_then(|direct| direct.as_deref().ok()));
+        all.extend(self.distant.get().and_then(|distant| distant.as_deref().ok()));
         #[cfg(feature = "object")]
         all.push(self.object.as_ref());
         all
@@ -103,6 +108,11 @@ impl AdaptiveBackend {
     fn assign(&self, request: &ReadRequest) -> Result<Runs<'_>, Error> {
         request.check_room()?;
         let (source, offset, room) = (&request.source, request.offset, request.room());
+        if source.reader().is_some() {
+            let distant =
+                self.distant.get_or_init(|| DistantProvider.create(&self.options, sink_of(&self.joiner)));
+            return Ok(vec![(distant.as_deref().map_err(Clone::clone)?, room)]);
+        }
         #[cfg(feature = "object")]
         if source.is_remote() {
             return Ok(vec![(self.object.as_ref(), room)]);

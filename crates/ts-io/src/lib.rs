@@ -57,6 +57,7 @@ mod adaptive;
 mod backend;
 pub mod conformance;
 mod direct;
+mod distant;
 mod error;
 pub mod fault;
 mod file;
@@ -84,6 +85,7 @@ pub use backend::{
     Transfer, completion_queue, monotonic_ns,
 };
 pub use direct::DirectReader;
+pub use distant::Distant;
 pub use error::{Error, ErrorKind, SharedIoError};
 #[cfg(target_os = "linux")]
 pub use gds::{GdsMode, gds_mode};

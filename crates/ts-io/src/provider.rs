@@ -3,6 +3,7 @@ use std::sync::Arc;
 
 use crate::adaptive::AdaptiveProvider;
 use crate::backend::{Backend, BackendOptions, CompletionSink};
+use crate::distant::DistantProvider;
 use crate::file::Access;
 #[cfg(target_os = "linux")]
 use crate::gds::GdsProvider;
@@ -60,7 +61,7 @@ impl std::fmt::Debug for Choice {
 }
 
 impl Registry {
-    /// Those of this crate that this build has: `adaptive`, `uring`, `direct`, `object`, `buffered`, `mmap` and `gds`.
+    /// Those of this crate that this build has: `adaptive`, `uring`, `direct`, `object`, `distant`, `buffered`, `mmap` and `gds`.
     pub fn builtin() -> Self {
         let mut this = Self { providers: Vec::new() };
         this.register(Arc::new(AdaptiveProvider));
@@ -69,6 +70,7 @@ impl Registry {
         this.register(Arc::new(Access::Direct));
         #[cfg(feature = "object")]
         this.register(Arc::new(ObjectProvider));
+        this.register(Arc::new(DistantProvider));
         this.register(Arc::new(Access::Buffered));
         #[cfg(target_os = "linux")]
         this.register(Arc::new(Access::Mapped));

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
-#[cfg(feature = "object")]
 use crate::backend::BackendOptions;
+use crate::distant::Distant;
 use crate::fault::Faults;
 use crate::file::Access;
 use crate::memory::{Block, Memory};
@@ -65,6 +65,7 @@ enum Origin {
         quiet: OnceLock<Option<File>>,
     },
     Memory(Held),
+    Distant(Arc<dyn Distant>),
     #[cfg(feature = "object")]
     Object(Remote),
 }
@@ -117,6 +118,19 @@ impl Source {
         Arc::new(Self { path: name.into(), fingerprint, origin: Origin::Memory(Held(Box::new(bytes))) })
     }
 
+    /// A file that somebody else reads, wherever that is; errors call it `name`.
+    pub fn distant(name: impl Into<PathBuf>, fingerprint: Fingerprint, file: Arc<dyn Distant>) -> Arc<Self> {
+        Arc::new(Self { path: name.into(), fingerprint, origin: Origin::Distant(file) })
+    }
+
+    /// Who reads it, if that is somebody else.
+    pub(crate) fn reader(&self) -> Option<&Arc<dyn Distant>> {
+        match &self.origin {
+            Origin::Distant(file) => Some(file),
+            _ => None,
+        }
+    }
+
     /// Whether this text is a URL, and not a path.
     pub fn is_url(text: &str) -> bool {
         text.split_once("://").is_some_and(|(scheme, _)| scheme != "file" && !scheme.contains(['/', '\\']))
@@ -164,7 +178,7 @@ impl Source {
     #[cfg(feature = "object")]
     pub(crate) fn remote(&self) -> Option<&Remote> {
         match &self.origin {
-            Origin::File { .. } | Origin::Memory(_) => None,
+            Origin::File { .. } | Origin::Memory(_) | Origin::Distant(_) => None,
             Origin::Object(remote) => Some(remote),
         }
     }
@@ -210,7 +224,7 @@ impl Source {
                 let there = self.len().saturating_sub(offset);
                 sys::residency(file, offset, usize::try_from(there).unwrap_or(usize::MAX).min(len))
             }
-            Origin::Memory(_) => None,
+            Origin::Memory(_) | Origin::Distant(_) => None,
             #[cfg(feature = "object")]
             Origin::Object(_) => None,
         }
@@ -252,7 +266,7 @@ impl Source {
     pub fn evict(&self) -> Result<(), Error> {
         match &self.origin {
             Origin::File { file, .. } => sys::evict(file).map_err(|e| self.failed(0, 0, e)),
-            Origin::Memory(_) => Ok(()),
+            Origin::Memory(_) | Origin::Distant(_) => Ok(()),
             #[cfg(feature = "object")]
             Origin::Object(_) => Ok(()),
         }
@@ -263,6 +277,9 @@ impl Source {
     /// # Errors
     /// [`Error::Read`]; of an object also [`Error::Changed`] and, after 60 s, [`Error::TimedOut`]. Blocks.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, Error> {
+        if let Origin::Distant(file) = &self.origin {
+            return file.read_at(offset, buffer, BackendOptions::default().deadline());
+        }
         #[cfg(feature = "object")]
         if let Origin::Object(remote) = &self.origin {
             return remote.read_at(offset, buffer, BackendOptions::default().timeout);
@@ -329,7 +346,7 @@ impl Source {
     pub(crate) fn file(&self) -> Option<&File> {
         match &self.origin {
             Origin::File { file, .. } => Some(file),
-            Origin::Memory(_) => None,
+            Origin::Memory(_) | Origin::Distant(_) => None,
             #[cfg(feature = "object")]
             Origin::Object(_) => None,
         }

@@ -3,7 +3,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyType;
-use tensorstream::{Error, format, io, orchestrator};
+use tensorstream::{Error, format, io, orchestrator, remote};
 
 /// The Python exception that says the same.
 pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
@@ -35,6 +35,8 @@ fn class_name(error: &Error) -> &'static str {
             (None, _) => "StorageError",
         },
         Error::Corrupt(_) => "ChecksumError",
+        Error::Remote(e) if e.kind() == remote::ErrorKind::Misuse => "ConfigurationError",
+        Error::Remote(_) => "StorageError",
         Error::Write { source, .. } => match source.kind() {
             std::io::ErrorKind::PermissionDenied => "CheckpointPermissionError",
             _ => "StorageError",

@@ -341,6 +341,16 @@ impl<S: Sink> Connection<S> {
         self.outgoing.get(&stream).is_none_or(Outgoing::is_empty) && self.queue.is_empty()
     }
 
+    /// Bytes of payloads that were sent and have not been handed to the socket.
+    pub fn unsent_bytes(&self) -> usize {
+        self.queued_bytes + self.outgoing.values().map(Outgoing::unsent_bytes).sum::<usize>()
+    }
+
+    /// The memory of tensors that are not complete, when the connection has ended: nothing more can be received.
+    pub fn take_sinks(&mut self) -> Vec<S> {
+        std::mem::take(&mut self.incoming).into_values().flat_map(Incoming::into_sinks).collect()
+    }
+
     /// Whether something that was sent on any stream has not been handed to the socket.
     pub fn has_unsent(&self) -> bool {
         !self.queue.is_empty() || !self.control.is_empty() || self.outgoing.values().any(|o| !o.is_empty())
@@ -416,6 +426,11 @@ impl<S: Sink> Connection<S> {
             _ => "in the middle of a frame, or with something to send".into(),
         };
         Err(Error::Lost { what })
+    }
+
+    /// Whether [`poll`](Self::poll) may have something to tell.
+    pub(crate) fn may_have_events(&self) -> bool {
+        !self.news.is_empty() || !self.cancelled.is_empty() || (!self.connected_told && self.is_connected())
     }
 
     /// What happened, in the order of each stream. `None` when more must be read.

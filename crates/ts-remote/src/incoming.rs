@@ -364,6 +364,14 @@ impl<S: Sink> Incoming<S> {
         self.items.iter().map(of).sum()
     }
 
+    pub(crate) fn into_sinks(self) -> impl Iterator<Item = S> {
+        let of = |item| match item {
+            Item::Tensor(tensor) => tensor.sink,
+            Item::Message(_) | Item::Cancelled(_) | Item::Finished => None,
+        };
+        self.items.into_iter().filter_map(of)
+    }
+
     /// What the user knows of the tensor that it is to give memory to.
     pub(crate) fn announced(&self) -> Option<&TensorInfo> {
         match self.items.front() {

@@ -1,5 +1,59 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors over a network: the wire.
+//! Tensors between processes: the wire.
+//!
+//! | | |
+//! |---|---|
+//! | [`Connection`] | one end of a connection without its socket: streams of tensors and messages, with byte credits |
+//! | [`Link`] | a connection and its socket (TCP, Unix, with the feature `tls` TLS), for callers that may block |
+//! | [`serve`], [`Session`] | many connections on one thread |
+//! | [`RangeClient`], [`RangeSession`] | ranges of files that are elsewhere |
+//! | [`TensorSender`], [`TensorReceiver`] | one stream, for who has a transport of their own; to the host, a GPU, or blocks of pools |
+//! | [`TensorCreditTracker`] | an account of bytes under way, for senders of one's own |
+//!
+//! What travels is in PROTOCOL.md. This crate refuses to know files, models or what tensors are for, starts no thread, and needs no
+//! async runtime.
+//!
+//! ```
+//! use std::thread;
+//! use ts_format::Dtype;
+//! use ts_remote::{ConnectionOptions, Event, Link, Listener, Role, SendOptions, TensorInfo};
+//!
+//! let options = ConnectionOptions::default();
+//! let listener = Listener::bind(&"127.0.0.1:0".parse()?, options.timeout)?;
+//! let address = listener.address().clone();
+//! let sender = thread::spawn(move || {
+//!     let mut link = Link::<Vec<u8>>::connect(&address, ConnectionOptions::default())?;
+//!     let stream = link.connection().open_stream()?;
+//!     let info = TensorInfo::new("embedding", Dtype::F32, [2, 2])?;
+//!     link.send(stream, info, vec![7; 16].into(), SendOptions::default())?;
+//!     link.close("that was all")
+//! });
+//!
+//! let mut link = Link::<Vec<u8>>::new(listener.accept()?, Role::Acceptor, options)?;
+//! loop {
+//!     match link.next_event()? {
+//!         // Memory that there is already is read to by the socket itself.
+//!         Event::Metadata { stream, info, .. } => link.connection().accept(stream, vec![0; info.storage_len as usize])?,
+//!         Event::End { info, sink, .. } => {
+//!             assert_eq!((info.name.as_str(), sink), ("embedding", Some(vec![7; 16])));
+//!             break;
+//!         }
+//!         _ => {}
+//!     }
+//! }
+//! sender.join().expect("it does not panic")?;
+//! # Ok::<(), ts_remote::Error>(())
+//! ```
+//!
+//! # Invariants
+//! - What was sent arrives through any window, however the bytes are cut, or one end has an error that says why.
+//! - A payload is written from the sender's memory and read to the receiver's; no other copy is made in user space, unless it is
+//!   encoded, under TLS, or there was no memory for it when it came.
+//! - A peer has no more memory of a connection's than it was granted.
+//! - No method but those that say so blocks, and those end: with what was asked for, or an error at the timeout.
+//!
+//! # Features
+//! `tls` (off by default): connections under TLS.
 #![forbid(unsafe_code)]
 
 mod connection;
@@ -12,7 +66,9 @@ mod info;
 mod link;
 mod memory;
 mod outgoing;
+mod ranges;
 mod receiver;
+mod serve;
 mod sink;
 mod socket;
 #[cfg(feature = "tls")]
@@ -28,9 +84,11 @@ pub use info::TensorInfo;
 pub use link::Link;
 pub use memory::{BufferSink, GpuMemory, HostMemory, Memory, PooledMemory, PooledSink};
 pub use outgoing::SendOptions;
+pub use ranges::{Files, MAX_RANGE, RANGES, RangeClient, RangeSession, Refusal, RefusalKind, RemoteFile};
 pub use receiver::{
     GpuReceiverEvent, GpuTensorReceiver, PooledGpuReceiver, ReceiverEvent, TensorReceiver, TensorSender,
 };
+pub use serve::{ServerOptions, ServerStats, Session, serve};
 pub use sink::Sink;
 pub use socket::{Address, Listener, Socket};
 #[cfg(feature = "tls")]

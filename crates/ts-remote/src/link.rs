@@ -30,6 +30,8 @@ pub struct Link<S> {
 
 /// How often a wait looks whether it is to go on.
 const SLICE: Duration = Duration::from_millis(100);
+/// The most bytes that are written before something is read, and before others have their turn.
+const TURN: usize = 4 << 20;
 /// The most pieces that one call to the system gets.
 const MAX_SLICES: usize = 16;
 
@@ -48,21 +50,20 @@ impl<S: Sink> Link<S> {
     /// # Errors
     /// As [`connect`](Self::connect). Blocks.
     pub fn new(socket: Socket, role: Role, options: ConnectionOptions) -> Result<Self, Error> {
-        let timeout = options.timeout;
-        let connection = Connection::new(role, options);
-        let mut this = Self {
-            connection,
-            socket,
-            timeout,
-            heard: Instant::now(),
-            asked: false,
-            ready: Ready { read: true, write: true },
-        };
+        let mut this = Self::unmet(socket, role, options);
         // Who accepts has answered then, too.
         while !this.connection.is_connected() || this.connection.has_unsent() || this.socket.wants_write() {
             this.step(true)?;
         }
         Ok(this)
+    }
+
+    /// Goes on with a socket, whose other end is still to say who it is. Does not block.
+    pub fn unmet(socket: Socket, role: Role, options: ConnectionOptions) -> Self {
+        let timeout = options.timeout;
+        let connection = Connection::new(role, options);
+        let ready = Ready { read: true, write: true };
+        Self { connection, socket, timeout, heard: Instant::now(), asked: false, ready }
     }
 
     /// The connection.
@@ -140,6 +141,28 @@ impl<S: Sink> Link<S> {
         Ok(())
     }
 
+    /// Reads and writes what goes without waiting; writes no more than some MiB, so that others have their turn. Whether something went or came.
+    ///
+    /// # Errors
+    /// As [`next_event`](Self::next_event). Does not block.
+    pub fn drive(&mut self) -> Result<bool, Error> {
+        self.ready = Ready { read: true, write: true };
+        self.write_and_read()
+    }
+
+    /// Whether it has something to write, and waits for its socket to take it.
+    pub fn wants_write(&mut self) -> bool {
+        self.connection.plan_writes() || self.socket.wants_write()
+    }
+
+    pub(crate) fn peek(&self) -> &Connection<S> {
+        &self.connection
+    }
+
+    pub(crate) fn socket(&self) -> &Socket {
+        &self.socket
+    }
+
     /// Says that this is the end and why, behind what was sent on all streams. Does not wait for the other end to read it.
     ///
     /// # Errors
@@ -187,7 +210,7 @@ impl<S: Sink> Link<S> {
 
     /// Writes what the socket takes. Whether it took something.
     fn write(&mut self) -> Result<bool, Error> {
-        let mut wrote = false;
+        let (mut wrote, mut left) = (false, TURN);
         if self.socket.wants_write() {
             match self.socket.flush() {
                 Ok(()) => wrote = true,
@@ -195,7 +218,7 @@ impl<S: Sink> Link<S> {
                 Err(error) => return Err(self.socket.failed("writing", error)),
             }
         }
-        while self.ready.write && self.connection.plan_writes() {
+        while self.ready.write && left > 0 && self.connection.plan_writes() {
             let slices = self.connection.write_slices(MAX_SLICES);
             let wanted: usize = slices.iter().map(|slice| slice.len()).sum();
             match self.socket.write(&slices) {
@@ -203,6 +226,7 @@ impl<S: Sink> Link<S> {
                     self.ready.write = self.socket.may_take_more(len, wanted);
                     self.connection.written(len);
                     wrote = true;
+                    left = left.saturating_sub(len);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.ready.write = false,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

@@ -114,6 +114,16 @@ impl Outgoing {
         self.items.is_empty()
     }
 
+    pub(crate) fn unsent_bytes(&self) -> usize {
+        let of = |item: &Item| match item {
+            Item::Payload { payload, at, .. } => payload.len() - at,
+            Item::Message(message) => message.len(),
+            Item::Meta { body } => body.len(),
+            Item::End | Item::Finish => 0,
+        };
+        self.items.iter().map(of).sum()
+    }
+
     /// Whether what comes next is a message, which somebody waits for.
     pub(crate) fn is_urgent(&self) -> bool {
         matches!(self.items.front(), Some(Item::Message(_)))

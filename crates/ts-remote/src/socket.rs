@@ -140,6 +140,11 @@ impl Socket {
         Ok(Self { stream: Stream::Tls(Box::new(TlsStream::server(tcp, server)?)), peer: self.peer })
     }
 
+    #[cfg(feature = "tls")]
+    pub(crate) fn is_tcp(&self) -> bool {
+        matches!(self.stream, Stream::Tcp(_))
+    }
+
     /// Who is at the other end.
     pub fn peer(&self) -> &str {
         &self.peer
@@ -260,7 +265,7 @@ fn no_tcp(peer: &str) -> Error {
     Error::Misuse(format!("{peer}: TLS is for TCP, and once"))
 }
 
-fn timespec(duration: Duration) -> Timespec {
+pub(crate) fn timespec(duration: Duration) -> Timespec {
     let tv_sec = duration.as_secs().try_into().unwrap_or(i64::MAX);
     Timespec { tv_sec, tv_nsec: duration.subsec_nanos().into() }
 }
@@ -300,6 +305,15 @@ impl Listener {
         Ok(Self { listener, address, timeout })
     }
 
+    /// From now on nobody waits in [`accept`](Self::accept).
+    pub(crate) fn set_nonblocking(&self) -> Result<(), Error> {
+        let done = match &self.listener {
+            Listening::Tcp(listener) => listener.set_nonblocking(true),
+            Listening::Unix(listener) => listener.set_nonblocking(true),
+        };
+        done.map_err(|error| Error::io(&self.address.to_string(), "listening", error))
+    }
+
     /// Where it listens.
     pub fn address(&self) -> &Address {
         &self.address
@@ -329,18 +343,23 @@ impl Listener {
     /// [`Error::Io`].
     pub fn accept_within(&self, timeout: Duration) -> Result<Option<Socket>, Error> {
         let end = Instant::now() + timeout;
-        let fd = match &self.listener {
-            Listening::Tcp(listener) => listener.as_fd(),
-            Listening::Unix(listener) => listener.as_fd(),
-        };
         loop {
             let left = end.saturating_duration_since(Instant::now());
-            match poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&timespec(left))) {
+            match poll(&mut [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)], Some(&timespec(left))) {
                 Ok(0) => return Ok(None),
                 Ok(_) => return self.accept().map(Some),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(Error::io(&self.address.to_string(), "waiting", error.into())),
             }
+        }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.listener {
+            Listening::Tcp(listener) => listener.as_fd(),
+            Listening::Unix(listener) => listener.as_fd(),
         }
     }
 }

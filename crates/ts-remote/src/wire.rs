@@ -68,6 +68,10 @@ impl<'a> Fields<'a> {
 }
 
 impl<'a> Field<'a> {
+    pub(crate) fn bytes(&self) -> &'a [u8] {
+        self.value
+    }
+
     pub(crate) fn number(&self) -> Result<u64, Error> {
         let bytes = self.value.try_into().map_err(|_| self.bad("is no number"))?;
         Ok(u64::from_le_bytes(bytes))

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `tensorstream serve-weights`.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+use ts_remote::{Address, ConnectionOptions, Identity, ServerOptions, TlsServer};
+
+use super::{MIB, say};
+use crate::{Error, ServeOptions, serve_weights};
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Arguments {
+    /// The directory. Names of files are relative to it.
+    directory: PathBuf,
+    /// Where to listen: HOST:PORT, or unix:PATH. Port 0 is one that is free.
+    #[arg(long, default_value = "127.0.0.1:7471", value_parser = address)]
+    listen: Address,
+    /// A file with the secret that clients must know: in their environment, as TENSORSTREAM_TOKEN.
+    #[arg(long)]
+    token_file: Option<PathBuf>,
+    /// A certificate (PEM) and those that lead to its issuer, for connections under TLS: tss://HOST:PORT/NAME.
+    #[arg(long, requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// Its key (PEM).
+    #[arg(long, requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// Only clients with a certificate that comes from one of these (PEM) are let in.
+    #[arg(long, requires = "tls_cert")]
+    tls_client_ca: Option<PathBuf>,
+    /// Memory for what was read and is not sent yet, such as 256MiB.
+    #[arg(long, default_value = "256MiB", value_parser = super::budget)]
+    memory: usize,
+    /// Lets everybody read who can reach the address.
+    #[arg(long)]
+    insecure: bool,
+}
+
+fn address(text: &str) -> Result<Address, String> {
+    text.parse().map_err(|error: ts_remote::Error| error.to_string())
+}
+
+impl Arguments {
+    fn options(&self) -> Result<ServeOptions, Error> {
+        let token = self.token_file.as_deref().map(token).transpose()?;
+        let tls = match (&self.tls_cert, &self.tls_key) {
+            (Some(certificates), Some(key)) => {
+                Some(TlsServer::new(Identity { certificates, key }, self.tls_client_ca.as_deref())?)
+            }
+            _ => None,
+        };
+        let usual = ServerOptions::default();
+        let connection = ConnectionOptions { token, ..usual.connection.clone() };
+        let server = ServerOptions { connection, tls, ..usual };
+        Ok(ServeOptions { server, memory_bytes: self.memory, insecure: self.insecure })
+    }
+}
+
+/// The secret in a file: its first line.
+fn token(path: &Path) -> Result<String, Error> {
+    let text = std::fs::read_to_string(path).map_err(|e| crate::checkpoint::open_error(path, e))?;
+    match text.lines().next().map(str::trim).filter(|line| !line.is_empty()) {
+        Some(line) => Ok(line.into()),
+        None => {
+            Err(ts_remote::Error::Misuse(format!("{}: its first line is no secret", path.display())).into())
+        }
+    }
+}
+
+pub(super) fn run(
+    arguments: &Arguments,
+    as_json: bool,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<u8, Error> {
+    let options = arguments.options()?;
+    let scheme = if options.server.tls.is_some() { "tss" } else { "ts" };
+    let began = |address: &Address| match as_json {
+        true => say(json!({ "address": address.to_string(), "url": format!("{scheme}://{address}/") })),
+        false => say(format_args!("{} as {scheme}://{address}/", arguments.directory.display())),
+    };
+    let log = |peer: &str, error: &ts_remote::Error| {
+        if !matches!(error, ts_remote::Error::Closed { .. }) {
+            eprintln!("tensorstream: {peer}: {error}");
+        }
+    };
+    let stats =
+        serve_weights(&arguments.directory, &arguments.listen, &options, &mut || interrupt(), began, log)?;
+    let sent = stats.sent_bytes as f64 / MIB;
+    match as_json {
+        true => say(json!({
+            "accepted": stats.accepted, "strangers": stats.strangers, "failed": stats.failed,
+            "sent_bytes": stats.sent_bytes, "received_bytes": stats.received_bytes,
+        })),
+        false => say(format_args!("{} connections, {sent:.1} MiB sent", stats.accepted)),
+    }
+    Ok(0)
+}

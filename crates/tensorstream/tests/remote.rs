@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Checkpoints that are on another machine: here another thread, and sockets between.
+
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+#[allow(dead_code)] // others use all of it
+mod common;
+
+use std::net::TcpStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use common::{content, plain, quiet, write};
+use tensorstream::io::ErrorKind;
+use tensorstream::orchestrator::{EngineConfig, UnitId, never_interrupt};
+use tensorstream::remote::{Address, ConnectionOptions, ServerOptions, ServerStats};
+use tensorstream::{Checkpoint, Error, LoadOptions, ServeOptions, convert, serve_weights};
+
+/// A server that ends with it.
+struct Server {
+    address: Address,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<ServerStats>>,
+}
+
+impl Server {
+    fn start(directory: &Path, address: &str, options: ServeOptions) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (directory, address, asked) =
+            (directory.to_path_buf(), address.parse().unwrap(), Arc::clone(&stop));
+        let (tell, told) = channel();
+        let thread = std::thread::spawn(move || {
+            let mut stop = || asked.load(Ordering::Relaxed);
+            let began = |address: &Address| tell.send(address.clone()).unwrap();
+            serve_weights(&directory, &address, &options, &mut stop, began, |_, _| {}).unwrap()
+        });
+        Self { address: told.recv().unwrap(), stop, thread: Some(thread) }
+    }
+
+    fn url(&self, name: &str) -> String {
+        format!("ts://{}/{name}", self.address)
+    }
+
+    fn end(mut self) -> ServerStats {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.take().unwrap().join().unwrap()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+const ANY: &str = "127.0.0.1:0";
+const COUNT: usize = 9;
+
+fn directory() -> tempfile::TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    write(&directory.path().join("model.safetensors"), COUNT);
+    directory
+}
+
+fn assert_same(checkpoint: &Checkpoint) {
+    assert_eq!(checkpoint.catalog().tensors().len(), COUNT);
+    for i in 0..COUNT {
+        let entry = checkpoint.catalog().require(&format!("t{i}")).unwrap();
+        let mut bytes = vec![0; content(i).len()];
+        checkpoint.read(&[entry.range()], &mut bytes).unwrap();
+        assert_eq!(bytes, content(i));
+    }
+}
+
+#[test]
+fn a_checkpoint_on_another_machine_is_one_like_any() {
+    let directory = directory();
+    let server = Server::start(directory.path(), ANY, ServeOptions::default());
+    // As a directory and as a file, of both formats, read, loaded, and streamed under a budget.
+    assert_same(&Checkpoint::open(server.url("")).unwrap());
+    convert(server.url("model.safetensors").as_ref(), &directory.path().join("copy.ts"), plain(), &mut quiet)
+        .unwrap();
+    for name in ["model.safetensors", "copy.ts"] {
+        let checkpoint = Checkpoint::open(server.url(name)).unwrap();
+        assert_same(&checkpoint);
+        let loaded = checkpoint.load(LoadOptions::default(), &mut quiet).unwrap();
+        assert_eq!(loaded.len(), COUNT);
+        let units = checkpoint.units_by_module();
+        let engine = checkpoint.engine(units, EngineConfig::with_budget(16 << 20)).unwrap();
+        for unit in 0..engine.unit_count() as u32 {
+            engine.acquire(None, UnitId(unit), never_interrupt()).unwrap();
+        }
+    }
+    let stats = server.end();
+    assert!(stats.accepted > 0 && stats.strangers == 0, "{stats:?}");
+}
+
+#[test]
+fn who_serves_again_is_found_again_and_files_that_changed_are_noticed() {
+    let directory = directory();
+    let server = Server::start(directory.path(), ANY, ServeOptions::default());
+    let checkpoint = Checkpoint::open(server.url("model.safetensors")).unwrap();
+    let address = server.address.to_string();
+    server.end();
+    let server = Server::start(directory.path(), &address, ServeOptions::default());
+    assert_same(&checkpoint);
+    write(&directory.path().join("new.safetensors"), COUNT + 1);
+    std::fs::rename(directory.path().join("new.safetensors"), directory.path().join("model.safetensors"))
+        .unwrap();
+    let entry = checkpoint.catalog().require("t3").unwrap().range();
+    let changed = checkpoint.read(&[entry], &mut vec![0; entry.len as usize]).unwrap_err();
+    assert!(matches!(&changed, Error::Io(error) if error.kind() == ErrorKind::Changed), "{changed}");
+    server.end();
+    let begin = Instant::now();
+    let gone = checkpoint.read(&[entry], &mut vec![0; entry.len as usize]).unwrap_err();
+    assert!(gone.to_string().contains("ts://"), "{gone}");
+    assert!(begin.elapsed() < Duration::from_secs(30));
+}
+
+#[test]
+fn names_stay_below_the_directory_and_secrets_are_asked_for() {
+    let directory = directory();
+    std::fs::create_dir(directory.path().join("inside")).unwrap();
+    let server = Server::start(&directory.path().join("inside"), ANY, ServeOptions::default());
+    for name in ["../model.safetensors", "/etc/passwd", "a/../../model.safetensors", "none.ts"] {
+        let absent = Checkpoint::open(server.url(name)).unwrap_err();
+        assert!(
+            matches!(&absent, Error::Io(error) if error.kind() == ErrorKind::NotFound)
+                || name == "/etc/passwd",
+            "{name}: {absent}"
+        );
+        assert!(!absent.to_string().contains(directory.path().to_str().unwrap()), "{absent}");
+    }
+    for wrong in ["ts://host/x.ts", "ts://:1/x.ts", "ts://127.0.0.1:1"] {
+        assert!(Checkpoint::open(wrong).is_err(), "{wrong}");
+    }
+    let connection =
+        ConnectionOptions { token: Some("sesame".into()), ..ServerOptions::default().connection };
+    let options = ServeOptions {
+        server: ServerOptions { connection, ..ServerOptions::default() },
+        ..ServeOptions::default()
+    };
+    let guarded = Server::start(directory.path(), ANY, options.clone());
+    let refused = Checkpoint::open(guarded.url("model.safetensors")).unwrap_err();
+    assert!(refused.to_string().contains("token"), "{refused}");
+
+    let everywhere = "0.0.0.0:0".parse().unwrap();
+    let open = serve_weights(
+        directory.path(),
+        &everywhere,
+        &ServeOptions::default(),
+        &mut || true,
+        |_| {},
+        |_, _| {},
+    );
+    assert!(open.unwrap_err().to_string().contains("token"));
+    serve_weights(directory.path(), &everywhere, &options, &mut || true, |_| {}, |_, _| {}).unwrap();
+}
+
+#[test]
+fn ten_thousand_strangers_do_not_keep_others_from_being_served() {
+    let directory = directory();
+    let server = Server::start(directory.path(), ANY, ServeOptions::default());
+    let address = server.address.to_string();
+    let checkpoint = Checkpoint::open(server.url("model.safetensors")).unwrap();
+    let mut strangers = Vec::new();
+    for number in 0..10_000 {
+        let mut stranger = TcpStream::connect(&address).unwrap();
+        if number % 2 == 0 {
+            // One byte, and never another.
+            let _ = std::io::Write::write_all(&mut stranger, b"T");
+        }
+        strangers.push(stranger);
+        // This process's own limit of open files.
+        if strangers.len() > 300 {
+            strangers.remove(0);
+        }
+        if number % 1000 == 999 {
+            assert_same(&checkpoint);
+        }
+    }
+    assert_same(&Checkpoint::open(server.url("model.safetensors")).unwrap());
+    let stats = server.end();
+    assert!(stats.accepted >= 10_000, "{stats:?}");
+}

@@ -1,0 +1,350 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Ranges of files that are elsewhere: the service `ranges`, by which checkpoints are read from another machine.
+
+use bytes::Bytes;
+use ts_format::Dtype;
+
+use crate::wire::{FieldWriter, Fields};
+use crate::{
+    Connection, ConnectionOptions, Error, Event, Link, Role, SendOptions, Session, Sink, Socket, TensorInfo,
+};
+
+/// What a connection to such a server asks for.
+pub const RANGES: &str = "ranges";
+/// The longest range that is asked for at once, in bytes.
+pub const MAX_RANGE: u64 = 16 << 20;
+
+const OPEN: u64 = 1;
+const READ: u64 = 2;
+
+const OPERATION: u8 = 0x81;
+const NAME: u8 = 0x82;
+const FILE: u8 = 0x83;
+const OFFSET: u8 = 0x84;
+const LEN: u8 = 0x85;
+const VERSION: u8 = 0x86;
+const REFUSED: u8 = 0x87;
+const REASON: u8 = 0x88;
+
+/// A file of a server's, as it was when it was opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RemoteFile {
+    /// The server's number for it, on this connection.
+    pub id: u64,
+    /// Its length in bytes.
+    pub len: u64,
+    /// What tells this state of it from others.
+    pub version: Vec<u8>,
+}
+
+/// Why a server does not give what it was asked for.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{reason}")]
+pub struct Refusal {
+    /// What kind of reason it is.
+    pub kind: RefusalKind,
+    /// In the server's words.
+    pub reason: String,
+}
+
+/// Kinds of reasons to refuse.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RefusalKind {
+    /// There is no such file.
+    NotFound,
+    /// The file is not what it was when it was opened.
+    Changed,
+    /// The server could not read it.
+    Failed,
+}
+
+impl RefusalKind {
+    const ALL: [Self; 3] = [Self::NotFound, Self::Changed, Self::Failed];
+}
+
+/// Files to serve ranges of.
+pub trait Files {
+    /// Opens a file by the name that clients give it, which may be anything.
+    ///
+    /// # Errors
+    /// Why not.
+    fn open(&mut self, name: &str) -> Result<RemoteFile, Refusal>;
+
+    /// A range of a file that was opened; fewer bytes only at its end. `Ok(None)` when there is no memory for it now.
+    ///
+    /// # Errors
+    /// Why not.
+    fn read(&mut self, file: u64, offset: u64, len: usize) -> Result<Option<Bytes>, Refusal>;
+}
+
+/// Serves ranges of files to one that has connected.
+#[derive(Debug)]
+pub struct RangeSession<F> {
+    files: F,
+    stream: Option<u32>,
+    /// What could not be read for want of memory.
+    waiting: Option<(u64, u64, usize)>,
+}
+
+/// What is given to the socket ahead of what it takes, in bytes.
+const AHEAD: usize = 8 << 20;
+
+impl<F: Files> RangeSession<F> {
+    /// One that has served nothing yet.
+    pub fn new(files: F) -> Self {
+        Self { files, stream: None, waiting: None }
+    }
+
+    fn answer(&mut self, message: &[u8], connection: &mut Connection<Vec<u8>>) -> Result<(), Error> {
+        let request = Request::decode(message)?;
+        match request {
+            Request::Open { name } => {
+                let mut fields = FieldWriter::default();
+                match self.files.open(&name) {
+                    Ok(file) => {
+                        fields.number(FILE, file.id).number(LEN, file.len).field(VERSION, &file.version)
+                    }
+                    Err(refusal) => refuse(&mut fields, &refusal),
+                };
+                self.reply(connection, fields)
+            }
+            Request::Read { file, offset, len } => self.read(file, offset, len, connection),
+        }
+    }
+
+    fn read(
+        &mut self,
+        file: u64,
+        offset: u64,
+        len: usize,
+        connection: &mut Connection<Vec<u8>>,
+    ) -> Result<(), Error> {
+        match self.files.read(file, offset, len) {
+            Ok(Some(bytes)) => {
+                let info = TensorInfo::new("", Dtype::U8, [bytes.len() as u64])?;
+                let stream = self.stream(connection)?;
+                connection.send(stream, info, bytes, SendOptions::default())
+            }
+            Ok(None) => {
+                self.waiting = Some((file, offset, len));
+                Ok(())
+            }
+            Err(refusal) => {
+                let mut fields = FieldWriter::default();
+                refuse(&mut fields, &refusal);
+                self.reply(connection, fields)
+            }
+        }
+    }
+
+    fn reply(&mut self, connection: &mut Connection<Vec<u8>>, fields: FieldWriter) -> Result<(), Error> {
+        let stream = self.stream(connection)?;
+        connection.send_message(stream, fields.finish().into())
+    }
+
+    fn stream(&mut self, connection: &mut Connection<Vec<u8>>) -> Result<u32, Error> {
+        match self.stream {
+            Some(stream) => Ok(stream),
+            None => Ok(*self.stream.insert(connection.open_stream()?)),
+        }
+    }
+}
+
+fn refuse<'a>(fields: &'a mut FieldWriter, refusal: &Refusal) -> &'a mut FieldWriter {
+    let reason = &refusal.reason.as_bytes()[..refusal.reason.len().min(4096)];
+    fields.number(REFUSED, refusal.kind as u64).field(REASON, reason)
+}
+
+impl<F: Files> Session for RangeSession<F> {
+    type Sink = Vec<u8>;
+
+    fn handle(&mut self, event: Event<Vec<u8>>, connection: &mut Connection<Vec<u8>>) -> Result<(), String> {
+        match event {
+            Event::Connected { service, .. } if service != RANGES => {
+                Err(format!("this server serves `{RANGES}`, and not `{service}`"))
+            }
+            Event::Message { bytes, .. } => {
+                self.answer(&bytes, connection).map_err(|error| error.to_string())
+            }
+            Event::Metadata { .. } => Err("this server takes no tensors".into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn is_ready(&mut self, connection: &mut Connection<Vec<u8>>) -> bool {
+        if let Some((file, offset, len)) = self.waiting.take()
+            && self.read(file, offset, len, connection).is_err()
+        {
+            return true;
+        }
+        self.waiting.is_none() && connection.unsent_bytes() < AHEAD
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Request {
+    Open { name: String },
+    Read { file: u64, offset: u64, len: usize },
+}
+
+impl Request {
+    fn encode(&self) -> Bytes {
+        let mut fields = FieldWriter::default();
+        match self {
+            Self::Open { name } => fields.number(OPERATION, OPEN).field(NAME, name.as_bytes()),
+            Self::Read { file, offset, len } => {
+                fields.number(OPERATION, READ).number(FILE, *file).number(OFFSET, *offset);
+                fields.number(LEN, *len as u64)
+            }
+        };
+        fields.finish().into()
+    }
+
+    fn decode(message: &[u8]) -> Result<Self, Error> {
+        let bad = |what: &str| Error::Protocol { stream: 0, what: what.into() };
+        let (mut operation, mut name, mut file, mut offset, mut len) = (0, None, None, None, None);
+        let mut fields = Fields::new(message, 0);
+        while let Some(field) = fields.next()? {
+            match field.tag {
+                OPERATION => operation = field.number()?,
+                NAME => name = Some(field.text()?.to_string()),
+                FILE => file = Some(field.number()?),
+                OFFSET => offset = Some(field.number()?),
+                LEN => len = Some(field.number()?),
+                _ => field.skip()?,
+            }
+        }
+        match (operation, name, file, offset, len) {
+            (OPEN, Some(name), ..) => Ok(Self::Open { name }),
+            (READ, _, Some(file), Some(offset), Some(len)) if (1..=MAX_RANGE).contains(&len) => {
+                Ok(Self::Read { file, offset, len: len as usize })
+            }
+            _ => Err(bad("it asks for nothing that there is")),
+        }
+    }
+}
+
+/// Reads ranges of a server's files, one after the other. Blocks.
+#[derive(Debug)]
+pub struct RangeClient<S> {
+    link: Link<S>,
+    stream: u32,
+}
+
+impl<S: Sink> RangeClient<S> {
+    /// Asks a server for its service.
+    ///
+    /// # Errors
+    /// As [`Link::new`].
+    pub fn new(socket: Socket, options: ConnectionOptions) -> Result<Self, Error> {
+        let options = ConnectionOptions { service: RANGES.into(), ..options };
+        let mut link = Link::new(socket, Role::Connector, options)?;
+        let stream = link.connection().open_stream()?;
+        Ok(Self { link, stream })
+    }
+
+    /// Opens a file.
+    ///
+    /// # Errors
+    /// What ended the connection, or inside of it why the server refuses.
+    pub fn open(&mut self, name: &str) -> Result<Result<RemoteFile, Refusal>, Error> {
+        self.link.send_message(self.stream, Request::Open { name: name.into() }.encode())?;
+        let message = loop {
+            match self.link.next_event()? {
+                Event::Message { bytes, .. } => break bytes,
+                Event::Connected { .. } => {}
+                other => return Err(surprise(&other)),
+            }
+        };
+        let (mut id, mut len, mut version) = (None, None, None);
+        if let Some(refusal) = refusal_of(&message)? {
+            return Ok(Err(refusal));
+        }
+        let mut fields = Fields::new(&message, 0);
+        while let Some(field) = fields.next()? {
+            match field.tag {
+                FILE => id = Some(field.number()?),
+                LEN => len = Some(field.number()?),
+                VERSION => version = Some(field.bytes().to_vec()),
+                _ => field.skip()?,
+            }
+        }
+        match (id, len, version) {
+            (Some(id), Some(len), Some(version)) => Ok(Ok(RemoteFile { id, len, version })),
+            _ => Err(Error::Protocol { stream: 0, what: "a file without a length".into() }),
+        }
+    }
+
+    /// Reads a range, at most [`MAX_RANGE`], to memory of exactly its length, which must all be in the file. The memory is there again afterwards,
+    /// unless the connection ended meanwhile: then [`take_sink`](Self::take_sink) has it.
+    ///
+    /// # Errors
+    /// What ended the connection; inside of that why the server refuses.
+    ///
+    /// # Panics
+    /// If no memory is given.
+    pub fn read(
+        &mut self,
+        file: u64,
+        offset: u64,
+        memory: &mut Option<S>,
+    ) -> Result<Result<(), Refusal>, Error> {
+        let len = memory.as_ref().expect("memory is given").byte_len();
+        let request = Request::Read { file, offset, len: len as usize };
+        self.link.send_message(self.stream, request.encode())?;
+        loop {
+            match self.link.next_event()? {
+                Event::Metadata { stream, info, known: false }
+                    if info.storage_len == len && memory.is_some() =>
+                {
+                    if let Some(sink) = memory.take() {
+                        self.link.connection().accept(stream, sink)?;
+                    }
+                }
+                Event::End { sink: Some(sink), .. } => {
+                    *memory = Some(sink);
+                    return Ok(Ok(()));
+                }
+                Event::Data { .. } | Event::Connected { .. } => {}
+                Event::Message { bytes, .. } => match refusal_of(&bytes)? {
+                    Some(refusal) => return Ok(Err(refusal)),
+                    None => {
+                        return Err(Error::Protocol { stream: 0, what: "an answer to no question".into() });
+                    }
+                },
+                other => return Err(surprise(&other)),
+            }
+        }
+    }
+
+    /// The memory of a range that was not read to its end, when the connection has ended.
+    pub fn take_sink(&mut self) -> Option<S> {
+        self.link.connection().take_sinks().pop()
+    }
+}
+
+fn refusal_of(message: &[u8]) -> Result<Option<Refusal>, Error> {
+    let (mut kind, mut reason) = (None, String::new());
+    let mut fields = Fields::new(message, 0);
+    while let Some(field) = fields.next()? {
+        match field.tag {
+            REFUSED => {
+                let known = RefusalKind::ALL.get(field.number()? as usize).copied();
+                kind = known.or(Some(RefusalKind::Failed));
+            }
+            REASON => reason = String::from_utf8_lossy(field.bytes()).into_owned(),
+            _ => {}
+        }
+    }
+    Ok(kind.map(|kind| Refusal { kind, reason }))
+}
+
+fn surprise<S>(event: &Event<S>) -> Error {
+    let what = match event {
+        Event::Metadata { info, .. } => format!("{} bytes that were not asked for", info.storage_len),
+        Event::Cancelled { reason, .. } => format!("it gives up: {reason}"),
+        _ => "it ends the stream of its answers".into(),
+    };
+    Error::Protocol { stream: 0, what }
+}

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Many connections on one thread.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::socket::timespec;
+#[cfg(feature = "tls")]
+use crate::tls::TlsServer;
+use crate::{Connection, ConnectionOptions, Error, Event, Link, Listener, Role, Sink, Socket};
+
+/// What a server does for one that has connected.
+pub trait Session {
+    /// What payloads are received to.
+    type Sink: Sink;
+
+    /// Something came. What is sent on `connection` goes out when the socket takes it.
+    ///
+    /// # Errors
+    /// Why the connection is to end: the other end is told.
+    fn handle(
+        &mut self,
+        event: Event<Self::Sink>,
+        connection: &mut Connection<Self::Sink>,
+    ) -> Result<(), String>;
+
+    /// Whether it takes more now. What comes meanwhile waits, and credit with it.
+    fn is_ready(&mut self, connection: &mut Connection<Self::Sink>) -> bool {
+        connection.unsent_bytes() == 0
+    }
+}
+
+/// How a server is set up.
+#[derive(Debug, Clone)]
+pub struct ServerOptions {
+    /// Of each connection.
+    pub connection: ConnectionOptions,
+    /// The most connections at a time. Of more those wait that come last.
+    pub max_connections: usize,
+    /// The most that have not said who they are; for another the oldest of them goes.
+    pub max_strangers: usize,
+    /// How long who connects may take to say who it is.
+    pub introduction: Duration,
+    /// Certificates, for connections by TCP.
+    #[cfg(feature = "tls")]
+    pub tls: Option<TlsServer>,
+}
+
+impl Default for ServerOptions {
+    /// 512 connections, 128 of strangers, which have 10 s, and windows of 64 KiB: for who sends little and is sent much.
+    fn default() -> Self {
+        Self {
+            connection: ConnectionOptions {
+                window_bytes: 64 << 10,
+                max_streams: 16,
+                ..ConnectionOptions::default()
+            },
+            max_connections: 512,
+            max_strangers: 128,
+            introduction: Duration::from_secs(10),
+            #[cfg(feature = "tls")]
+            tls: None,
+        }
+    }
+}
+
+/// What a server has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ServerStats {
+    /// Connections that were accepted.
+    pub accepted: u64,
+    /// Of these, those that never said who they were.
+    pub strangers: u64,
+    /// Connections that ended with an error.
+    pub failed: u64,
+    /// Bytes written.
+    pub sent_bytes: u64,
+    /// Bytes read.
+    pub received_bytes: u64,
+}
+
+struct Guest<S: Session> {
+    link: Link<S::Sink>,
+    session: S,
+    since: Instant,
+    met: bool,
+}
+
+/// How often the server looks whether it is to stop, and at what waits for other things than its socket.
+const SLICE: Duration = Duration::from_millis(50);
+
+/// Serves until `stop` says so, which is asked at least every 50 ms. `session` makes what serves one that has connected; `log` hears why connections end. Blocks.
+///
+/// # Errors
+/// [`Error::Io`] when the listener fails for good. No connection's error ends it.
+pub fn serve<S: Session>(
+    listener: &Listener,
+    options: &ServerOptions,
+    stop: &mut dyn FnMut() -> bool,
+    mut session: impl FnMut(&str) -> S,
+    mut log: impl FnMut(&str, &Error),
+) -> Result<ServerStats, Error> {
+    listener.set_nonblocking()?;
+    let mut stats = ServerStats::default();
+    let mut guests: Vec<Guest<S>> = Vec::new();
+    let mut busy = false;
+    while !stop() {
+        let full = guests.len() >= options.max_connections;
+        let ready = wait(listener, &mut guests, full, if busy { Duration::ZERO } else { SLICE })?;
+        if ready[0] && !full {
+            while let Some(socket) = accept(listener)? {
+                stats.accepted += 1;
+                match guest(socket, options, &mut session) {
+                    Ok(guest) => guests.push(guest),
+                    Err(error) => log("a socket", &error),
+                }
+                if guests.len() >= options.max_connections {
+                    break;
+                }
+            }
+            stats.strangers += turn_away(&mut guests, options);
+        }
+        busy = false;
+        let mut number = 0;
+        guests.retain_mut(|guest| {
+            number += 1;
+            let polled = ready.get(number).copied().unwrap_or(true);
+            let kept = polled || guest.waits();
+            let result = if kept { guest.turn() } else { Ok(false) };
+            match result {
+                Ok(went) => {
+                    busy |= went;
+                    let late = !guest.met && guest.since.elapsed() > options.introduction;
+                    stats.strangers += u64::from(late);
+                    !late
+                }
+                Err(error) => {
+                    let after = guest.link.stats();
+                    stats.sent_bytes += after.sent_bytes;
+                    stats.received_bytes += after.received_bytes;
+                    stats.failed += u64::from(!matches!(error, Error::Closed { .. }));
+                    log(guest.link.peer(), &error);
+                    false
+                }
+            }
+        });
+    }
+    for guest in &guests {
+        stats.sent_bytes += guest.link.stats().sent_bytes;
+        stats.received_bytes += guest.link.stats().received_bytes;
+    }
+    Ok(stats)
+}
+
+/// Whether the listener, and each guest in turn, is ready for something.
+fn wait<S: Session>(
+    listener: &Listener,
+    guests: &mut [Guest<S>],
+    full: bool,
+    timeout: Duration,
+) -> Result<Vec<bool>, Error> {
+    let writing: Vec<bool> = guests.iter_mut().map(|guest| guest.link.wants_write()).collect();
+    let mut polled = Vec::with_capacity(guests.len() + 1);
+    let listening = if full { PollFlags::empty() } else { PollFlags::IN };
+    polled.push(PollFd::from_borrowed_fd(listener.as_fd(), listening));
+    for (guest, writing) in guests.iter().zip(writing) {
+        let mut flags = PollFlags::IN;
+        flags.set(PollFlags::OUT, writing);
+        polled.push(PollFd::from_borrowed_fd(guest.link.socket().as_fd(), flags));
+    }
+    match poll(&mut polled, Some(&timespec(timeout))) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => {
+            Ok(polled.iter().map(|fd| !fd.revents().is_empty()).collect())
+        }
+        Err(error) => Err(Error::io(&listener.address().to_string(), "waiting", error.into())),
+    }
+}
+
+/// The next that has connected, if there is one and the system can take it.
+fn accept(listener: &Listener) -> Result<Option<Socket>, Error> {
+    match listener.accept() {
+        Ok(socket) => Ok(Some(socket)),
+        Err(Error::Io { source, what, peer }) => match source.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => {
+                Ok(None)
+            }
+            // No more files may be open: others will end.
+            _ if matches!(source.raw_os_error(), Some(23 | 24 | 12 | 105)) => Ok(None),
+            _ => Err(Error::Io { peer, what, source }),
+        },
+        Err(error) => Err(error),
+    }
+}
+
+fn guest<S: Session>(
+    socket: Socket,
+    options: &ServerOptions,
+    session: &mut impl FnMut(&str) -> S,
+) -> Result<Guest<S>, Error> {
+    #[cfg(feature = "tls")]
+    let socket = match &options.tls {
+        Some(tls) if socket.is_tcp() => socket.into_tls_server(tls)?,
+        _ => socket,
+    };
+    let session = session(socket.peer());
+    let link = Link::unmet(socket, Role::Acceptor, options.connection.clone());
+    Ok(Guest { link, session, since: Instant::now(), met: false })
+}
+
+/// Ends the oldest of those who have not said who they are, if there are too many; how many.
+fn turn_away<S: Session>(guests: &mut Vec<Guest<S>>, options: &ServerOptions) -> u64 {
+    let strangers = guests.iter().filter(|guest| !guest.met).count();
+    let mut surplus = strangers.saturating_sub(options.max_strangers);
+    let gone = surplus as u64;
+    guests.retain(|guest| {
+        let goes = surplus > 0 && !guest.met;
+        surplus -= usize::from(goes);
+        !goes
+    });
+    gone
+}
+
+impl<S: Session> Guest<S> {
+    /// Whether there may be something to do for it that its socket does not tell of.
+    fn waits(&mut self) -> bool {
+        self.link.peek().may_have_events() && self.session.is_ready(self.link.connection())
+    }
+
+    /// Reads, serves and writes, as much as goes; whether something did.
+    fn turn(&mut self) -> Result<bool, Error> {
+        let mut went = self.link.drive()?;
+        self.met |= self.link.peek().is_connected();
+        while self.session.is_ready(self.link.connection())
+            && let Some(event) = self.link.connection().poll()
+        {
+            went = true;
+            if let Err(reason) = self.session.handle(event, self.link.connection()) {
+                self.link.connection().close(&reason);
+                self.link.drive()?;
+                return Err(Error::Misuse(reason));
+            }
+        }
+        Ok(self.link.drive()? || went)
+    }
+}
