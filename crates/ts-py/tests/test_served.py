@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-
 PROGRAM = Path(sys.executable).parent / "tensorstream"
 
 

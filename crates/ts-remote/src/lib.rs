@@ -5,7 +5,7 @@
 //! |---|---|
 //! | [`Connection`] | one end of a connection without its socket: streams of tensors and messages, with byte credits |
 //! | [`Link`] | a connection and its socket (TCP, Unix, with the feature `tls` TLS), for callers that may block |
-//! | [`serve`], [`Session`] | many connections on one thread |
+//! | [`serve()`], [`Session`] | many connections on one thread |
 //! | [`RangeClient`], [`RangeSession`] | ranges of files that are elsewhere |
 //! | [`TensorSender`], [`TensorReceiver`] | one stream, for who has a transport of their own; to the host, a GPU, or blocks of pools |
 //! | [`TensorCreditTracker`] | an account of bytes under way, for senders of one's own |

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use crate::socket::{Ready, Socket};
+use crate::socket::{Ready, SLICE, Socket};
 use crate::{
     Address, Connection, ConnectionOptions, ConnectionStats, Error, Event, Role, SendOptions, Sink,
     TensorInfo,
@@ -28,8 +28,6 @@ pub struct Link<S> {
     ready: Ready,
 }
 
-/// How often a wait looks whether it is to go on.
-const SLICE: Duration = Duration::from_millis(100);
 /// The most bytes that are written before something is read, and before others have their turn.
 const TURN: usize = 4 << 20;
 /// The most pieces that one call to the system gets.
@@ -193,6 +191,10 @@ impl<S: Sink> Link<S> {
             self.connection.ping();
         }
         let pending = self.connection.plan_writes() || self.socket.wants_write();
+        if wait && !pending {
+            // Whoever only waits for bytes does so where they come.
+            return self.read(true).map(drop);
+        }
         let ready = self.socket.wait(Ready { read: true, write: pending }, left.min(SLICE))?;
         // What was not waited for is as it was.
         self.ready = Ready { read: ready.read, write: ready.write || !pending };
@@ -205,7 +207,7 @@ impl<S: Sink> Link<S> {
     /// Writes and reads as far as the socket is known to be ready for it. Whether something went or came.
     fn write_and_read(&mut self) -> Result<bool, Error> {
         let wrote = self.ready.write && self.write()?;
-        Ok(self.ready.read && self.read()? || wrote)
+        Ok(self.ready.read && self.read(false)? || wrote)
     }
 
     /// Writes what the socket takes. Whether it took something.
@@ -232,7 +234,7 @@ impl<S: Sink> Link<S> {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // What the other end has said last is of more use than that it is gone.
                 Err(error) => {
-                    while self.read()? {}
+                    while self.read(false)? {}
                     return Err(self.socket.failed("writing", error));
                 }
             }
@@ -240,11 +242,11 @@ impl<S: Sink> Link<S> {
         Ok(wrote)
     }
 
-    /// Reads what is there, once. Whether there was something.
-    fn read(&mut self) -> Result<bool, Error> {
+    /// Reads what is there, once, or waits for something for a while. Whether there was something.
+    fn read(&mut self, wait: bool) -> Result<bool, Error> {
         let [first, second] = self.connection.read_targets()?;
         let wanted = first.len() + second.len();
-        match self.socket.read(&mut [IoSliceMut::new(first), IoSliceMut::new(second)]) {
+        match self.socket.read(&mut [IoSliceMut::new(first), IoSliceMut::new(second)], wait) {
             Ok(0) => {
                 let done = Error::Closed { reason: "it has no more to say".into() };
                 Err(self.connection.end_of_input().err().unwrap_or(done))

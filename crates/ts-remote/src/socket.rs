@@ -2,7 +2,7 @@
 //! Sockets.
 
 use std::fmt;
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,6 +11,7 @@ use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, recvmsg, sendmsg};
 use socket2::{SockRef, TcpKeepalive};
 
 use crate::Error;
@@ -72,6 +73,8 @@ enum Stream {
     Tls(Box<TlsStream>),
 }
 
+/// How long a read waits at most: so often a wait looks whether it is to go on.
+pub(crate) const SLICE: Duration = Duration::from_millis(100);
 /// How long the system asks a silent machine before it gives it up.
 const KEEPALIVE: Duration = Duration::from_secs(10);
 
@@ -103,7 +106,7 @@ impl Socket {
 
     fn of_tcp(stream: TcpStream, peer: String, timeout: Duration) -> io::Result<Self> {
         stream.set_nodelay(true)?;
-        stream.set_nonblocking(true)?;
+        stream.set_read_timeout(Some(SLICE))?;
         let socket = SockRef::from(&stream);
         let every = KEEPALIVE.min(timeout).max(Duration::from_secs(1));
         socket.set_tcp_keepalive(&TcpKeepalive::new().with_time(every).with_interval(every))?;
@@ -114,7 +117,7 @@ impl Socket {
     }
 
     fn of_unix(stream: UnixStream, peer: String) -> io::Result<Self> {
-        stream.set_nonblocking(true)?;
+        stream.set_read_timeout(Some(SLICE))?;
         Ok(Self { stream: Stream::Unix(stream), peer })
     }
 
@@ -150,21 +153,23 @@ impl Socket {
         &self.peer
     }
 
-    pub(crate) fn read(&mut self, into: &mut [IoSliceMut<'_>; 2]) -> io::Result<usize> {
+    /// Reads what is there; if `wait` says so and nothing is, waits for it, at most [`SLICE`].
+    pub(crate) fn read(&mut self, into: &mut [IoSliceMut<'_>; 2], wait: bool) -> io::Result<usize> {
         let into = if into[0].is_empty() { &mut into[1..] } else { &mut into[..] };
+        let flags = if wait { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
         match &mut self.stream {
-            Stream::Tcp(stream) => stream.read_vectored(into),
-            Stream::Unix(stream) => stream.read_vectored(into),
+            Stream::Tcp(stream) => receive(stream, into, flags),
+            Stream::Unix(stream) => receive(stream, into, flags),
             #[cfg(feature = "tls")]
-            Stream::Tls(stream) => stream.read(into),
+            Stream::Tls(stream) => stream.read(into, flags),
         }
     }
 
     /// Whether more may be there after a read of so many bytes of those that were wanted.
     pub(crate) fn may_have_more(&self, len: usize, wanted: usize) -> bool {
         match &self.stream {
-            // A socket that gives less is empty.
-            Stream::Tcp(_) | Stream::Unix(_) => len == wanted,
+            // A socket that gives less is empty, but while large things come more has come meanwhile.
+            Stream::Tcp(_) | Stream::Unix(_) => len == wanted || len > 4096,
             // What it has, others may have taken off the socket.
             #[cfg(feature = "tls")]
             Stream::Tls(stream) => len == wanted || stream.has_input(),
@@ -213,8 +218,8 @@ impl Socket {
 
     pub(crate) fn write(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         match &mut self.stream {
-            Stream::Tcp(stream) => stream.write_vectored(from),
-            Stream::Unix(stream) => stream.write_vectored(from),
+            Stream::Tcp(stream) => send(stream, from),
+            Stream::Unix(stream) => send(stream, from),
             #[cfg(feature = "tls")]
             Stream::Tls(stream) => stream.write(from),
         }
@@ -258,6 +263,17 @@ impl AsFd for Socket {
             Stream::Tls(stream) => stream.tcp().as_fd(),
         }
     }
+}
+
+/// Reads from a socket.
+pub(crate) fn receive(socket: impl AsFd, into: &mut [IoSliceMut<'_>], flags: RecvFlags) -> io::Result<usize> {
+    Ok(recvmsg(socket, into, &mut RecvAncillaryBuffer::default(), flags)?.bytes)
+}
+
+/// Writes what a socket takes at once.
+pub(crate) fn send(socket: impl AsFd, from: &[IoSlice<'_>]) -> io::Result<usize> {
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    Ok(sendmsg(socket, from, &mut SendAncillaryBuffer::default(), flags)?)
 }
 
 #[cfg(feature = "tls")]

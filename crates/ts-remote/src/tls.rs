@@ -7,12 +7,14 @@ use std::net::{Shutdown, TcpStream};
 use std::path::Path;
 use std::sync::Arc;
 
+use rustix::net::RecvFlags;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection};
 
 use crate::Error;
+use crate::socket::{receive, send};
 
 /// Whom a connecting end trusts, and who it is.
 #[derive(Clone)]
@@ -128,6 +130,23 @@ const INPUT: usize = 256 << 10;
 /// What is encrypted at a time: the other end decrypts it meanwhile. 256 KiB are half as fast.
 const OUTPUT: usize = 32 << 10;
 
+/// A socket that takes what it can take at once.
+struct AtOnce<'a>(&'a TcpStream);
+
+impl Write for AtOnce<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        send(self.0, &[IoSlice::new(bytes)])
+    }
+
+    fn write_vectored(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+        send(self.0, from)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// A TCP connection under TLS.
 pub(crate) struct TlsStream {
     tcp: TcpStream,
@@ -171,7 +190,7 @@ impl TlsStream {
         self.tls.wants_write()
     }
 
-    pub(crate) fn read(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+    pub(crate) fn read(&mut self, into: &mut [IoSliceMut<'_>], flags: RecvFlags) -> io::Result<usize> {
         loop {
             let mut len = 0;
             let mut over = false;
@@ -198,7 +217,7 @@ impl TlsStream {
                 return Ok(len);
             }
             // Nothing is there that is not looked at.
-            match self.tcp.read(&mut self.input)? {
+            match receive(&self.tcp, &mut [IoSliceMut::new(&mut self.input)], flags)? {
                 0 => {
                     self.tls.read_tls(&mut io::empty())?;
                     self.process()?;
@@ -222,7 +241,7 @@ impl TlsStream {
     fn process(&mut self) -> io::Result<()> {
         if let Err(error) = self.tls.process_new_packets() {
             // The other end is told why.
-            let _ = self.tls.write_tls(&mut self.tcp);
+            let _ = self.tls.write_tls(&mut AtOnce(&self.tcp));
             return Err(io::Error::new(io::ErrorKind::InvalidData, error));
         }
         Ok(())
@@ -249,7 +268,7 @@ impl TlsStream {
     /// Writes what is encrypted.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
         while self.tls.wants_write() {
-            self.tls.write_tls(&mut self.tcp)?;
+            self.tls.write_tls(&mut AtOnce(&self.tcp))?;
         }
         Ok(())
     }
