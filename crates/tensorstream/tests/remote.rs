@@ -162,6 +162,20 @@ fn names_stay_below_the_directory_and_secrets_are_asked_for() {
 }
 
 #[test]
+fn a_server_with_little_memory_serves_one_after_the_other() {
+    let directory = directory();
+    let server = Server::start(
+        directory.path(),
+        ANY,
+        ServeOptions { memory_bytes: 4 << 20, ..ServeOptions::default() },
+    );
+    let checkpoint = Checkpoint::open(server.url("model.safetensors")).unwrap();
+    std::thread::scope(|scope| {
+        (0..4).for_each(|_| drop(scope.spawn(|| assert_same(&checkpoint))));
+    });
+}
+
+#[test]
 fn ten_thousand_strangers_do_not_keep_others_from_being_served() {
     let directory = directory();
     let server = Server::start(directory.path(), ANY, ServeOptions::default());

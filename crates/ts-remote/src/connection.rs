@@ -133,6 +133,8 @@ pub struct Connection<S> {
     queued_bytes: usize,
     /// Pings sent and not answered.
     pings: u64,
+    /// The ping that is to be answered.
+    pong: Option<u64>,
     closed: Option<String>,
     failed: bool,
     stats: ConnectionStats,
@@ -225,6 +227,7 @@ impl<S: Sink> Connection<S> {
             queue_offset: 0,
             queued_bytes: 0,
             pings: 0,
+            pong: None,
             closed: None,
             failed: false,
             stats: ConnectionStats::default(),
@@ -353,7 +356,8 @@ impl<S: Sink> Connection<S> {
 
     /// Whether something that was sent on any stream has not been handed to the socket.
     pub fn has_unsent(&self) -> bool {
-        !self.queue.is_empty() || !self.control.is_empty() || self.outgoing.values().any(|o| !o.is_empty())
+        let control = !self.control.is_empty() || self.pong.is_some();
+        !self.queue.is_empty() || control || self.outgoing.values().any(|o| !o.is_empty())
     }
 
     /// Gives a stream up, this end's or the other's. What is under way is dropped. Nothing happens if it is over.
@@ -402,6 +406,7 @@ impl<S: Sink> Connection<S> {
         self.queued_bytes = self.queue.iter().map(OutFrame::len).sum();
         self.outgoing.clear();
         self.control.retain(|frame| frame.head.starts_with(&PREFACE));
+        self.pong = None;
         self.greet();
         self.control.push_back(OutFrame::control(Kind::Close, 0, 0, short(reason)));
     }
@@ -457,7 +462,7 @@ impl<S: Sink> Connection<S> {
         None
     }
 
-    /// Where the next bytes are to be read to: first the one, then the other. The second is never empty.
+    /// Where the next bytes are to be read to: first the one, then the other. They are not both empty.
     ///
     /// # Errors
     /// What the memory of a tensor says.
@@ -678,7 +683,10 @@ impl<S: Sink> Connection<S> {
                 self.closed = Some(reason.clone());
                 return Err(Error::Closed { reason });
             }
-            Kind::Ping => self.control.push_back(OutFrame::control(Kind::Pong, 0, seq, &[])),
+            Kind::Ping => {
+                // One answer is enough for all that wait for one, however many they are.
+                self.pong = Some(seq);
+            }
             Kind::Pong if seq > self.pings => return bad("an answer to no ping"),
             Kind::Pong => {}
             Kind::Credit if !own || stream == 0 => return bad("credit for a stream that it sends itself"),
@@ -808,6 +816,9 @@ impl<S: Sink> Connection<S> {
     fn next_frame(&mut self) -> Option<OutFrame> {
         if let Some(frame) = self.control.pop_front() {
             return Some(frame);
+        }
+        if let Some(seq) = self.pong.take() {
+            return Some(OutFrame::control(Kind::Pong, 0, seq, &[]));
         }
         let after = (std::ops::Bound::Excluded(self.last_served), std::ops::Bound::Unbounded);
         let in_turn = || self.outgoing.range(after).chain(self.outgoing.range(..=self.last_served));

@@ -22,6 +22,9 @@ const CODEC: u8 = 0x8a;
 const KEPT: u8 = 0x8b;
 const KNOWN: u8 = 0x8c;
 
+/// The most metadata that a tensor has.
+const MAX_METADATA: usize = 256;
+
 /// A tensor without its bytes: what it is, and which bytes of a storage are its elements.
 ///
 /// Tensors that share a storage, as views and tied weights do, say so by its number: its bytes travel once.
@@ -104,6 +107,9 @@ impl TensorInfo {
             return Err(format!("it has {} dimensions, of at most {MAX_RANK}", self.meta.shape.len()));
         }
         let bytes = self.meta.byte_len().ok_or("it is no whole number of bytes, or too many")?;
+        if self.metadata.len() > MAX_METADATA {
+            return Err(format!("it has {} metadata, of at most {MAX_METADATA}", self.metadata.len()));
+        }
         if self.storage_len > isize::MAX as u64 {
             return Err(format!("a storage of {} bytes is in no memory", self.storage_len));
         }
@@ -228,6 +234,10 @@ impl Announcement {
                 METADATA => {
                     let (key, value) = field.pair()?;
                     info.metadata.insert(key.into(), value.into());
+                    // Small ones take far more memory than they took on their way.
+                    if info.metadata.len() > MAX_METADATA {
+                        return Err(bad(format!("a tensor with more than {MAX_METADATA} metadata")));
+                    }
                 }
                 CODEC => {
                     let name = field.text()?;

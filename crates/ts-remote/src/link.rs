@@ -84,6 +84,7 @@ impl<S: Sink> Link<S> {
     /// # Errors
     /// What ended the connection; [`Error::TimedOut`] when the other end is silent, also to a ping.
     pub fn next_event(&mut self) -> Result<Event<S>, Error> {
+        self.begin_wait();
         loop {
             if let Some(event) = self.connection.poll() {
                 return Ok(event);
@@ -133,6 +134,7 @@ impl<S: Sink> Link<S> {
     /// # Errors
     /// As [`next_event`](Self::next_event). Blocks as long as the other end gives no credit.
     pub fn flush(&mut self, stream: u32) -> Result<(), Error> {
+        self.begin_wait();
         while !self.connection.is_sent(stream) || self.socket.wants_write() {
             self.step(true)?;
         }
@@ -153,6 +155,11 @@ impl<S: Sink> Link<S> {
         self.connection.plan_writes() || self.socket.wants_write()
     }
 
+    /// Whether there may be more to read than its socket tells of.
+    pub(crate) fn may_read(&self) -> bool {
+        self.ready.read
+    }
+
     pub(crate) fn peek(&self) -> &Connection<S> {
         &self.connection
     }
@@ -166,6 +173,7 @@ impl<S: Sink> Link<S> {
     /// # Errors
     /// As [`next_event`](Self::next_event): what was sent may not have come then. Blocks as long as there is no credit.
     pub fn close(mut self, reason: &str) -> Result<(), Error> {
+        self.begin_wait();
         while self.connection.has_unsent() || self.socket.wants_write() {
             self.step(true)?;
         }
@@ -174,6 +182,11 @@ impl<S: Sink> Link<S> {
             self.step(true)?;
         }
         self.socket.shutdown().map_err(|error| self.socket.failed("closing", error))
+    }
+
+    /// The other end's silence counts from now on: before, nobody has listened.
+    fn begin_wait(&mut self) {
+        (self.heard, self.asked) = (Instant::now(), false);
     }
 
     /// Writes or reads something; when there is nothing to, waits until there is, or for a while, if `wait` says so.

@@ -224,9 +224,13 @@ fn turn_away<S: Session>(guests: &mut Vec<Guest<S>>, options: &ServerOptions) ->
 }
 
 impl<S: Session> Guest<S> {
-    /// Whether there may be something to do for it that its socket does not tell of.
+    /// Whether there may be something to do for it that its socket does not tell of: bytes that TLS has taken off it, events that
+    /// waited, or what it was to be sent and there was no memory for.
     fn waits(&mut self) -> bool {
-        self.link.peek().may_have_events() && self.session.is_ready(self.link.connection())
+        let before = self.link.peek().unsent_bytes();
+        let ready = self.session.is_ready(self.link.connection());
+        let after = self.link.peek().unsent_bytes();
+        self.link.may_read() || after > before || (ready && self.link.peek().may_have_events())
     }
 
     /// Reads, serves and writes, as much as goes; whether something did.

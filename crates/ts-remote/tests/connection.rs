@@ -364,3 +364,15 @@ fn damage_is_found_and_named() {
         assert!(matches!(&found, Error::Damaged { tensor, .. } if tensor == "w"), "{found}");
     }
 }
+
+#[test]
+fn who_asks_for_many_signs_of_life_gets_one() {
+    let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
+    both.connect();
+    (0..10_000).for_each(|_| both.ends[0].ping());
+    while both.pipes[0].take_from(&mut both.ends[0], usize::MAX) > 0 {}
+    while both.pipes[0].give_to(&mut both.ends[1], usize::MAX).unwrap() > 0 {}
+    assert!(both.ends[1].plan_writes());
+    let len: usize = both.ends[1].write_slices(usize::MAX).iter().map(|slice| slice.len()).sum();
+    assert!(len < 100, "{len} bytes of answers");
+}

@@ -58,6 +58,8 @@ fn a_silent_end_is_given_up_in_time_and_a_slow_one_is_not() {
     });
     let mut link = Link::<Vec<u8>>::connect(&address, short).unwrap();
     assert!(matches!(link.next_event().unwrap(), Event::Connected { .. }));
+    // Nobody was waited for meanwhile.
+    thread::sleep(Duration::from_millis(600));
     assert!(matches!(link.next_event().unwrap(), Event::Message { bytes, .. } if bytes == b"at last"[..]));
     other.join().unwrap();
 }

@@ -5,19 +5,24 @@
 mod together;
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
-use ts_remote::{Error, ErrorKind, Identity, Link, Listener, Role, Socket, TlsClient, TlsServer};
+use ts_remote::{
+    Bytes, Error, ErrorKind, Files, Identity, Link, Listener, RangeClient, RangeSession, Refusal,
+    RefusalKind, RemoteFile, Role, ServerOptions, Socket, TlsClient, TlsServer, serve,
+};
 
 use together::{both_ways, options};
 
 /// An authority, and a certificate of its for a name.
-struct Files {
+struct Pem {
     directory: tempfile::TempDir,
 }
 
-impl Files {
+impl Pem {
     fn new(name: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let authority_key = KeyPair::generate().unwrap();
@@ -38,13 +43,13 @@ impl Files {
         self.directory.path().join(name)
     }
 
-    fn server(&self, clients: Option<&Files>) -> TlsServer {
+    fn server(&self, clients: Option<&Pem>) -> TlsServer {
         let (certificates, key) = (self.file("cert.pem"), self.file("key.pem"));
         let clients = clients.map(|files| files.file("ca.pem"));
         TlsServer::new(Identity { certificates: &certificates, key: &key }, clients.as_deref()).unwrap()
     }
 
-    fn client(&self, own: Option<&Files>) -> TlsClient {
+    fn client(&self, own: Option<&Pem>) -> TlsClient {
         let (certificates, key) = own.map(|own| (own.file("cert.pem"), own.file("key.pem"))).unzip();
         let identity = certificates.as_deref().zip(key.as_deref());
         let identity = identity.map(|(certificates, key)| Identity { certificates, key });
@@ -58,7 +63,7 @@ fn listener() -> Listener {
 
 #[test]
 fn both_ends_send_at_once_and_know_each_other() {
-    let (servers, clients) = (Files::new("127.0.0.1"), Files::new("me"));
+    let (servers, clients) = (Pem::new("127.0.0.1"), Pem::new("me"));
     let client = servers.client(Some(&clients));
     let server = servers.server(Some(&clients));
     both_ways(
@@ -84,12 +89,12 @@ fn meet(server: TlsServer, client: &TlsClient) -> [Result<(), Error>; 2] {
 
 #[test]
 fn who_cannot_be_trusted_is_turned_away() {
-    let (servers, clients, others) = (Files::new("127.0.0.1"), Files::new("me"), Files::new("127.0.0.1"));
+    let (servers, clients, others) = (Pem::new("127.0.0.1"), Pem::new("me"), Pem::new("127.0.0.1"));
     let [ours, theirs] = meet(others.server(None), &servers.client(None));
     let ours = ours.unwrap_err();
     assert!(ours.kind() == ErrorKind::Peer && ours.to_string().contains("certificate"), "{ours}");
     assert!(theirs.is_err());
-    let [ours, _] = meet(Files::new("elsewhere").server(None), &servers.client(None));
+    let [ours, _] = meet(Pem::new("elsewhere").server(None), &servers.client(None));
     assert!(ours.is_err());
     for own in [None, Some(&others)] {
         let [ours, theirs] = meet(servers.server(Some(&clients)), &servers.client(own));
@@ -99,9 +104,61 @@ fn who_cannot_be_trusted_is_turned_away() {
     assert!(ours.is_ok() && theirs.is_ok(), "{ours:?}, {theirs:?}");
 }
 
+/// One file in memory.
+struct Held(Bytes);
+
+impl Files for Held {
+    fn open(&mut self, name: &str) -> Result<RemoteFile, Refusal> {
+        let absent = || Refusal { kind: RefusalKind::NotFound, reason: format!("no {name}") };
+        (name == "w")
+            .then(|| RemoteFile { id: 0, len: self.0.len() as u64, version: vec![1] })
+            .ok_or_else(absent)
+    }
+
+    fn read(&mut self, _: u64, offset: u64, len: usize) -> Result<Option<Bytes>, Refusal> {
+        Ok(Some(self.0.slice(offset as usize..offset as usize + len)))
+    }
+}
+
+#[test]
+fn a_server_of_ranges_reads_all_that_tls_has_taken_off_the_socket() {
+    let files = Pem::new("127.0.0.1");
+    let (client, server) = (files.client(None), files.server(None));
+    let listener = listener();
+    let address = listener.address().clone();
+    let held = Bytes::from(together::payload(20 << 20, 3));
+    let (content, stop) = (held.clone(), Arc::new(AtomicBool::new(false)));
+    let asked = Arc::clone(&stop);
+    let other = thread::spawn(move || {
+        let options = ServerOptions { tls: Some(server), ..ServerOptions::default() };
+        let session = |_: &str| RangeSession::new(Held(content.clone()));
+        serve(&listener, &options, &mut || asked.load(Ordering::Relaxed), session, |_, _| {}).unwrap()
+    });
+    let readers = (0..3u64).map(|reader| {
+        let (address, client, held) = (address.clone(), client.clone(), held.clone());
+        thread::spawn(move || {
+            let socket =
+                Socket::connect(&address, options().timeout).unwrap().into_tls_client(&client).unwrap();
+            let mut ranges = RangeClient::<Vec<u8>>::new(socket, options()).unwrap();
+            let file = ranges.open("w").unwrap().unwrap();
+            assert_eq!(ranges.open("v").unwrap().unwrap_err().kind, RefusalKind::NotFound);
+            for number in 0..40 {
+                let (offset, len) = (reader * 777 + number * 99_991, [1, 5000, 3 << 20][number as usize % 3]);
+                let mut memory = Some(vec![0; len]);
+                ranges.read(file.id, offset, &mut memory).unwrap().unwrap();
+                assert!(memory.unwrap() == held[offset as usize..offset as usize + len]);
+            }
+        })
+    });
+    readers.collect::<Vec<_>>().into_iter().for_each(|reader| reader.join().unwrap());
+    stop.store(true, Ordering::Relaxed);
+    let stats = other.join().unwrap();
+    assert!(stats.accepted == 3 && stats.strangers == 0, "{stats:?}");
+}
+
 #[test]
 fn files_that_are_wrong_are_named() {
-    let files = Files::new("127.0.0.1");
+    let files = Pem::new("127.0.0.1");
     let (key, absent) = (files.file("key.pem"), files.file("absent.pem"));
     for wrong in [&key, &absent] {
         let error = TlsClient::new(wrong, None).unwrap_err();
