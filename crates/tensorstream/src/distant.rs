@@ -205,11 +205,15 @@ struct File {
 impl File {
     /// Reads a range, all of which is in the file, to a part of some memory, and gives the memory back.
     fn read_part(&self, offset: u64, room: Room, timeout: Duration) -> (Room, Result<(), ts_io::Error>) {
-        let (len, mut memory) = (room.len, Some(room));
+        let (len, at) = (room.len, room.at);
+        let mut memory = Some(room);
         let read = self.server.converse(timeout, |conversation| {
-            let known = conversation.files.get(&self.name).cloned();
+            let is_same =
+                |file: &RemoteFile| (file.len, &file.version) == (self.opened.len, &self.opened.version);
+            // What this connection has open may be an older file of that name.
+            let known = conversation.files.get(&self.name).filter(|file| is_same(file)).cloned();
             let file = known.map_or_else(|| conversation.open(&self.name), Ok)?;
-            if (file.len, &file.version) != (self.opened.len, &self.opened.version) {
+            if !is_same(&file) {
                 let reason = "it is another version now".into();
                 return Err(Failure::Refused(Refusal { kind: RefusalKind::Changed, reason }));
             }
@@ -220,7 +224,8 @@ impl File {
             done?.map_err(Failure::Refused)
         });
         let result = read.map_err(|failure| self.failed(offset, len, timeout, failure));
-        (memory.expect("who ends a connection gives its memory back"), result)
+        debug_assert!(memory.is_some(), "who ends a connection gives its memory back");
+        (memory.unwrap_or(Room { pieces: Vec::new(), at, len }), result)
     }
 
     fn failed(&self, offset: u64, len: usize, timeout: Duration, failure: Failure) -> ts_io::Error {

@@ -17,7 +17,7 @@ use crate::Error;
 use crate::distant::path_in;
 
 /// The most files that one connection has open.
-const MAX_OPEN: usize = 4096;
+const MAX_OPEN: usize = 512;
 
 /// How weights are served.
 #[derive(Debug, Clone)]
@@ -128,9 +128,21 @@ impl Files for Directory {
         let since = print.modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
         let numbers = [print.identity.0, print.identity.1, since.map_or(0, |since| since.as_nanos() as u64)];
         let version = numbers.into_iter().flat_map(u64::to_le_bytes).collect();
-        let file = RemoteFile { id: self.open.len() as u64, len: source.len(), version };
-        self.open.push(source);
-        Ok(file)
+        // The same file again is the one that is open.
+        let same = |open: &Arc<Source>| open.path() == source.path() && open.fingerprint() == print;
+        let id = self.open.iter().position(same);
+        if id.is_none() && self.open.len() >= MAX_OPEN {
+            return Err(refusal(
+                RefusalKind::Failed,
+                format!("{MAX_OPEN} files are open on this connection"),
+            ));
+        }
+        let len = source.len();
+        let id = id.unwrap_or_else(|| {
+            self.open.push(source);
+            self.open.len() - 1
+        });
+        Ok(RemoteFile { id: id as u64, len, version })
     }
 
     fn read(&mut self, file: u64, offset: u64, len: usize) -> Result<Option<Bytes>, Refusal> {
@@ -138,7 +150,11 @@ impl Files for Directory {
         let Some(source) = source else {
             return Err(refusal(RefusalKind::Failed, format!("no file {file} is open")));
         };
-        let Ok(mut buffer) = self.pool.allocate(len) else { return Ok(None) };
+        let mut buffer = match self.pool.allocate(len) {
+            Ok(buffer) => buffer,
+            Err(error) if error.kind() == ts_pool::ErrorKind::Full => return Ok(None),
+            Err(error) => return Err(refusal(RefusalKind::Failed, error.to_string())),
+        };
         let read = source.read_at(offset, &mut buffer).and_then(|read| source.verify(offset).map(|()| read));
         let read = read.map_err(|error| self.refused(&error))?;
         drop(buffer.split_off(read));

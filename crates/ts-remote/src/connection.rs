@@ -77,6 +77,8 @@ pub enum Event<S> {
         stream: u32,
         /** Why, in its words. */
         reason: String,
+        /** The memory of the tensor that was not complete, if it had some. */
+        sink: Option<S>,
     },
     /// Nothing more comes on a stream.
     Finished {
@@ -445,7 +447,7 @@ impl<S: Sink> Connection<S> {
             return Some(Event::Connected { software: peer.software.clone(), service: peer.service.clone() });
         }
         if let Some((stream, reason)) = self.cancelled.pop_front() {
-            return Some(Event::Cancelled { stream, reason });
+            return Some(Event::Cancelled { stream, reason, sink: None });
         }
         while let Some(stream) = self.news.pop_front() {
             let told = self.incoming.get_mut(&stream).and_then(Incoming::next_event);
@@ -467,6 +469,9 @@ impl<S: Sink> Connection<S> {
     /// # Errors
     /// What the memory of a tensor says.
     pub fn read_targets(&mut self) -> Result<[&mut [u8]; 2], Error> {
+        if self.failed {
+            return Err(Error::Misuse("the connection has ended with an error".into()));
+        }
         let Reader { state, scratch, have, body, body_have, bulk, planned, discarded, .. } = &mut self.reader;
         let rest = &mut scratch[*have..];
         // As much as is looked at next, and no more where that may belong elsewhere.
@@ -608,8 +613,7 @@ impl<S: Sink> Connection<S> {
                     let Some((bytes, _)) = there.split_first_chunk::<8>() else { break };
                     at += 8;
                     let (stream, expected, sum) = (header.stream, u64::from_le_bytes(*bytes), *sum);
-                    let end = header.seq + header.len - 8;
-                    let offset = header.seq;
+                    let (offset, end) = (header.seq, header.seq.saturating_add(header.len - 8));
                     self.reader.state = Reading::Header;
                     if let Some(incoming) = self.incoming.get(&stream)
                         && expected != sum
@@ -716,6 +720,10 @@ impl<S: Sink> Connection<S> {
         let Header { kind, stream, .. } = header;
         let bad = |what: &str| Err(Error::Protocol { stream, what: what.into() });
         let opens = matches!(kind, Kind::Meta | Kind::Message);
+        if self.incoming.get(&stream).is_some_and(Incoming::is_over) {
+            // Two ends may give a stream up at once.
+            return if kind == Kind::Cancel { Ok(()) } else { bad("more of a stream that is over") };
+        }
         if !self.incoming.contains_key(&stream) {
             if stream == 0 || stream % 2 == self.next_stream % 2 {
                 return bad("a stream with a number that is not its to give");
@@ -774,13 +782,14 @@ impl<S: Sink> Connection<S> {
         if self.peer.is_some() {
             return bad("it says again who it is");
         }
-        let peer = Hello::decode(body)?;
+        let mut peer = Hello::decode(body)?;
         if self.role == Role::Acceptor {
             self.greet();
             if !peer.knows(self.options.token.as_deref()) {
                 return bad("it does not know the token");
             }
         }
+        peer.forget_token();
         self.peer = Some(peer);
         Ok(())
     }

@@ -120,6 +120,11 @@ impl Hello {
         }
     }
 
+    /// It has been compared, and is nobody's to see.
+    pub(crate) fn forget_token(&mut self) {
+        self.token = None;
+    }
+
     /// Whether who says this has the secret. How long that takes does not depend on where two secrets differ.
     pub(crate) fn knows(&self, token: Option<&str>) -> bool {
         let Some(token) = token.map(str::as_bytes) else { return true };

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use ts_format::{Scratch, decode_chunk};
 
 use crate::credit::Granted;
-use crate::frame::MAX_PIECE_LEN;
+use crate::frame::{HEADER_LEN, MAX_PIECE_LEN};
 use crate::info::{Announcement, TensorInfo};
 use crate::outgoing::ENCODED_HEAD;
 use crate::{Error, Event, Sink};
@@ -27,6 +27,8 @@ pub(crate) struct Incoming<S> {
     unwanted: bool,
     /// The other end has said that it is over.
     over: bool,
+    /// Memory of a tensor that the other end gave up.
+    spared: Option<S>,
 }
 
 #[derive(Debug)]
@@ -60,12 +62,12 @@ impl<S: Sink> Incoming<S> {
             kept: HashMap::new(),
             unwanted: false,
             over: false,
+            spared: None,
         }
     }
 
     pub(crate) fn begin(&mut self, body: &[u8]) -> Result<(), Error> {
-        let cost = body.len() as u64;
-        self.receive(cost, true)?;
+        let cost = self.receive_whole(body.len() as u64)?;
         if self.unwanted {
             return Ok(());
         }
@@ -220,9 +222,9 @@ impl<S: Sink> Incoming<S> {
     }
 
     pub(crate) fn message(&mut self, body: Vec<u8>) -> Result<(), Error> {
-        self.receive(body.len() as u64, true)?;
+        let cost = self.receive_whole(body.len() as u64)?;
         if self.unwanted {
-            self.granted.consume(body.len() as u64);
+            self.granted.consume(cost);
             return Ok(());
         }
         if self.is_within_tensor() {
@@ -248,8 +250,10 @@ impl<S: Sink> Incoming<S> {
 
     /// The other end gives up: what was not complete is gone.
     pub(crate) fn cancelled(&mut self, reason: String) {
-        if self.is_within_tensor() {
-            self.items.pop_back();
+        if self.is_within_tensor()
+            && let Some(Item::Tensor(tensor)) = self.items.pop_back()
+        {
+            self.spared = tensor.sink;
         }
         self.over = true;
         self.items.push_back(Item::Cancelled(reason));
@@ -283,7 +287,7 @@ impl<S: Sink> Incoming<S> {
                 None => format!("memory of {room} bytes for tensor `{name}`, which has {len}"),
             }));
         }
-        let staged = std::mem::take(&mut tensor.staged);
+        let staged = &tensor.staged;
         let mut at = 0;
         let there = tensor.received as usize;
         while at < there {
@@ -293,7 +297,7 @@ impl<S: Sink> Incoming<S> {
             sink.filled(at as u64, len)?;
             at += len;
         }
-        tensor.sink = Some(sink);
+        (tensor.sink, tensor.staged) = (Some(sink), Vec::new());
         self.granted.consume(there as u64);
         Ok(there as u64)
     }
@@ -328,10 +332,10 @@ impl<S: Sink> Incoming<S> {
                 Event::End { stream, info: Box::new(said.info), sink }
             }
             Item::Message(bytes) => {
-                self.granted.consume(bytes.len() as u64);
+                self.granted.consume((bytes.len() + HEADER_LEN) as u64);
                 Event::Message { stream, bytes }
             }
-            Item::Cancelled(reason) => Event::Cancelled { stream, reason },
+            Item::Cancelled(reason) => Event::Cancelled { stream, reason, sink: self.spared.take() },
             Item::Finished => Event::Finished { stream },
         };
         let over = self.over && self.items.is_empty();
@@ -357,7 +361,7 @@ impl<S: Sink> Incoming<S> {
     pub(crate) fn staged_bytes(&self) -> usize {
         let of = |item: &Item<S>| match item {
             Item::Tensor(tensor) => tensor.staged.capacity() + tensor.cost as usize,
-            Item::Message(bytes) => bytes.len(),
+            Item::Message(bytes) => bytes.len() + HEADER_LEN,
             Item::Cancelled(reason) => reason.len(),
             Item::Finished => 0,
         };
@@ -369,7 +373,7 @@ impl<S: Sink> Incoming<S> {
             Item::Tensor(tensor) => tensor.sink,
             Item::Message(_) | Item::Cancelled(_) | Item::Finished => None,
         };
-        self.items.into_iter().filter_map(of)
+        self.items.into_iter().filter_map(of).chain(self.spared)
     }
 
     /// What the user knows of the tensor that it is to give memory to.
@@ -378,6 +382,12 @@ impl<S: Sink> Incoming<S> {
             Some(Item::Tensor(tensor)) if tensor.told.is_some() => Some(&tensor.said.info),
             _ => None,
         }
+    }
+
+    /// What is never cut takes memory beside its bytes: its header counts too.
+    fn receive_whole(&mut self, bytes: u64) -> Result<u64, Error> {
+        let cost = bytes + HEADER_LEN as u64;
+        self.receive(cost, true).map(|()| cost)
     }
 
     fn receive(&mut self, bytes: u64, whole: bool) -> Result<(), Error> {

@@ -50,7 +50,7 @@
 //! - A payload is written from the sender's memory and read to the receiver's; no other copy is made in user space, unless it is
 //!   encoded, under TLS, or there was no memory for it when it came.
 //! - A peer has no more memory of a connection's than it was granted.
-//! - No method but those that say so blocks, and those end: with what was asked for, or an error at the timeout.
+//! - No method but those that say so blocks, and those end when the other end is silent for the timeout. One that answers and gives no credit is waited for.
 //!
 //! # Features
 //! `tls` (off by default): connections under TLS.

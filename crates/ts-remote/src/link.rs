@@ -14,8 +14,9 @@ use crate::{
 
 /// One end of a connection, and its socket.
 ///
-/// Nothing happens on it but while one of its methods runs; each that waits reads and writes whatever there is, so two ends that
-/// both send never wait for each other.
+/// Nothing happens on it but while one of its methods runs; each that waits reads and writes whatever there is. Two ends that
+/// [`send`](Self::send) each other more than their windows at once wait for each other, for neither hears of what it is to give memory to: they
+/// send by [`connection`](Self::connection) and go on with [`next_event`](Self::next_event), which does both.
 #[derive(Debug)]
 pub struct Link<S> {
     connection: Connection<S>,

@@ -44,18 +44,22 @@ pub struct HostMemory {
     pub limit_bytes: u64,
 }
 
+impl HostMemory {
+    fn never(self, info: &TensorInfo) -> Error {
+        let capacity_bytes = usize::try_from(self.limit_bytes).unwrap_or(usize::MAX);
+        no_memory(info, ts_pool::Error::NeverFits { requested_bytes: len_of(info), capacity_bytes })
+    }
+}
+
 impl Memory for HostMemory {
     type Sink = Vec<u8>;
 
     fn allocate(&mut self, info: &TensorInfo) -> Result<Vec<u8>, Error> {
-        let never = |capacity_bytes| {
-            no_memory(info, ts_pool::Error::NeverFits { requested_bytes: len_of(info), capacity_bytes })
-        };
         if info.storage_len > self.limit_bytes {
-            return Err(never(usize::try_from(self.limit_bytes).unwrap_or(usize::MAX)));
+            return Err(self.never(info));
         }
         let mut bytes = Vec::new();
-        bytes.try_reserve_exact(len_of(info)).map_err(|_| never(isize::MAX as usize))?;
+        bytes.try_reserve_exact(len_of(info)).map_err(|_| self.never(info))?;
         bytes.resize(len_of(info), 0);
         Ok(bytes)
     }
@@ -74,6 +78,18 @@ impl Memory for HostPool {
 pub struct GpuMemory {
     /// Which GPU.
     pub ordinal: usize,
+    /// Longer storages are refused, in bytes.
+    pub limit_bytes: u64,
+}
+
+impl GpuMemory {
+    /// The most that a storage has if nothing else is said: 64 GiB.
+    pub const USUAL_LIMIT: u64 = 64 << 30;
+
+    /// That of this GPU.
+    pub fn new(ordinal: usize) -> Self {
+        Self { ordinal, limit_bytes: Self::USUAL_LIMIT }
+    }
 }
 
 /// A [`TensorBuffer`] that is filled. Bytes for a GPU go by way of the host.
@@ -91,7 +107,14 @@ impl Memory for GpuMemory {
     type Sink = BufferSink;
 
     fn allocate(&mut self, info: &TensorInfo) -> Result<BufferSink, Error> {
-        let buffer = TensorBuffer::try_allocate_gpu(len_of(info), self.ordinal);
+        let host = HostMemory { limit_bytes: self.limit_bytes };
+        if info.storage_len > self.limit_bytes {
+            return Err(host.never(info));
+        }
+        let buffer = match TensorBuffer::allocate_gpu(len_of(info), self.ordinal) {
+            Ok(buffer) => buffer,
+            Err(_) => TensorBuffer::cpu({ host }.allocate(info)?),
+        };
         let staging = if buffer.is_gpu() { vec![0; PIECE.min(buffer.len())] } else { Vec::new() };
         Ok(BufferSink { tensor: info.name.clone(), buffer, staging })
     }

@@ -42,11 +42,17 @@ pub(crate) struct Outgoing {
 }
 
 /// A frame to be written: what it begins with, then bytes that lie elsewhere, then what it ends with.
-#[derive(Debug)]
 pub(crate) struct OutFrame {
     pub(crate) head: Vec<u8>,
     pub(crate) payload: Bytes,
     pub(crate) tail: Vec<u8>,
+}
+
+impl std::fmt::Debug for OutFrame {
+    /// Not what is in it: that may be a secret.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "OutFrame({} bytes)", self.len())
+    }
 }
 
 impl OutFrame {
@@ -151,13 +157,13 @@ impl Outgoing {
         let credit = usize::try_from(self.limit - position.min(self.limit)).unwrap_or(usize::MAX);
         let frame = match self.items.front_mut()? {
             Item::Meta { body } => {
-                self.sent += body.len() as u64;
+                self.sent += (body.len() + HEADER_LEN) as u64;
                 OutFrame::control(Kind::Meta, id, 0, body)
             }
             Item::End => OutFrame::control(Kind::End, id, 0, &[]),
             Item::Finish => OutFrame::control(Kind::Finish, id, 0, &[]),
             Item::Message(message) => {
-                self.sent += message.len() as u64;
+                self.sent += (message.len() + HEADER_LEN) as u64;
                 message_frame(id, message)
             }
             Item::Payload { payload, at, dtype, encoder, checksums } => {

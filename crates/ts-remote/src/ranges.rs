@@ -174,9 +174,9 @@ impl<F: Files> Session for RangeSession<F> {
 
     fn is_ready(&mut self, connection: &mut Connection<Vec<u8>>) -> bool {
         if let Some((file, offset, len)) = self.waiting.take()
-            && self.read(file, offset, len, connection).is_err()
+            && let Err(error) = self.read(file, offset, len, connection)
         {
-            return true;
+            connection.close(&error.to_string());
         }
         self.waiting.is_none() && connection.unsent_bytes() < AHEAD
     }
@@ -313,6 +313,10 @@ impl<S: Sink> RangeClient<S> {
                         return Err(Error::Protocol { stream: 0, what: "an answer to no question".into() });
                     }
                 },
+                Event::Cancelled { reason, sink, .. } => {
+                    *memory = sink.or(memory.take());
+                    return Err(Error::Protocol { stream: 0, what: format!("it gives up: {reason}") });
+                }
                 other => return Err(surprise(&other)),
             }
         }

@@ -92,6 +92,9 @@ struct Guest<S: Session> {
 /// How often the server looks whether it is to stop, and at what waits for other things than its socket.
 const SLICE: Duration = Duration::from_millis(50);
 
+/// How long nobody is let in when the system can take no more.
+const SHORTAGE: Duration = Duration::from_millis(5);
+
 /// Serves until `stop` says so, which is asked at least every 50 ms. `session` makes what serves one that has connected; `log` hears why connections end. Blocks.
 ///
 /// # Errors
@@ -188,8 +191,13 @@ fn accept(listener: &Listener) -> Result<Option<Socket>, Error> {
                 Ok(None)
             }
             // No more files may be open: others will end.
-            _ if matches!(source.raw_os_error(), Some(23 | 24 | 12 | 105)) => Ok(None),
-            _ => Err(Error::Io { peer, what, source }),
+            _ if matches!(source.raw_os_error(), Some(23 | 24 | 12 | 105)) => {
+                std::thread::sleep(SHORTAGE);
+                Ok(None)
+            }
+            io::ErrorKind::InvalidInput => Err(Error::Io { peer, what, source }),
+            // What went wrong went wrong for the one that wanted to connect.
+            _ => Ok(None),
         },
         Err(error) => Err(error),
     }

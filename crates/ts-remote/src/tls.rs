@@ -216,6 +216,8 @@ impl TlsStream {
             if len > 0 || over {
                 return Ok(len);
             }
+            // The other end may wait for what this one has to say to that.
+            self.flush()?;
             // Nothing is there that is not looked at.
             match receive(&self.tcp, &mut [IoSliceMut::new(&mut self.input)], flags)? {
                 0 => {

@@ -376,3 +376,44 @@ fn who_asks_for_many_signs_of_life_gets_one() {
     let len: usize = both.ends[1].write_slices(usize::MAX).iter().map(|slice| slice.len()).sum();
     assert!(len < 100, "{len} bytes of answers");
 }
+
+#[test]
+fn memory_of_a_tensor_that_is_given_up_comes_back() {
+    let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
+    both.connect();
+    let bytes = payload(8 << 20, 6);
+    let stream = both.ends[0].open_stream().unwrap();
+    both.ends[0].send(stream, tensor("w", &bytes), bytes.into(), SendOptions::default()).unwrap();
+    for _ in 0..9 {
+        both.run(100_000, true).unwrap();
+    }
+    both.ends[0].cancel(stream, "never mind");
+    while both.pipes[0].take_from(&mut both.ends[0], usize::MAX) > 0 {}
+    while both.pipes[0].give_to(&mut both.ends[1], usize::MAX).unwrap() > 0 {}
+    let memory = std::iter::from_fn(|| both.ends[1].poll()).find_map(|event| match event {
+        Event::Cancelled { sink, .. } => sink,
+        _ => None,
+    });
+    assert_eq!(memory.map(|memory| memory.len()), Some(8 << 20));
+}
+
+#[test]
+fn a_stream_that_is_over_stays_over() {
+    let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
+    both.connect();
+    let stream = both.ends[0].open_stream().unwrap();
+    both.ends[0].send_message(stream, b"m"[..].into()).unwrap();
+    both.ends[0].finish(stream).unwrap();
+    both.pipes[0].take_from(&mut both.ends[0], usize::MAX);
+    let again = both.pipes[0].0.clone();
+    while both.pipes[0].give_to(&mut both.ends[1], usize::MAX).unwrap() > 0 {}
+    both.pipes[0].0 = again;
+    let refused = loop {
+        match both.pipes[0].give_to(&mut both.ends[1], usize::MAX) {
+            Ok(len) => assert!(len > 0),
+            Err(error) => break error,
+        }
+    };
+    assert!(refused.to_string().contains("stream that is over"), "{refused}");
+    assert!(both.ends[1].read_targets().is_err(), "nothing more can be read");
+}

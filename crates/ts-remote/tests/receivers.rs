@@ -35,7 +35,7 @@ fn carry<M: Memory>(sender: &mut TensorSender, receiver: &mut TensorReceiver<M>,
 #[test]
 fn a_tensor_comes_to_a_gpu_or_to_the_host_where_there_is_none() {
     let bytes = payload(10 << 20);
-    let (mut sender, mut receiver) = (TensorSender::new(), GpuTensorReceiver::new(GpuMemory { ordinal: 0 }));
+    let (mut sender, mut receiver) = (TensorSender::new(), GpuTensorReceiver::new(GpuMemory::new(0)));
     sender.send(info("w", bytes.len()), bytes.clone().into(), SendOptions::default()).unwrap();
     assert!(sender.encode().len() < 5 << 20, "no more than the window before the receiver is heard of");
     let mut sender = TensorSender::new();
