@@ -113,12 +113,11 @@ impl Drop for Crew {
 
 impl Owner for Shared {
     fn wake(&self, stream: StreamId) -> Effects {
-        let mut state = self.lock();
-        let effects = state.queues.proceed(stream);
-        let ends = state.closed && state.queues.streams().is_empty();
-        drop(state);
-        self.notify(effects.ready, ends);
-        effects
+        self.go_on(|queues| queues.proceed(stream))
+    }
+
+    fn dropped(&self, stream: StreamId, outcome: Result<(), String>) -> Effects {
+        self.go_on(|queues| queues.dropped(stream, outcome))
     }
 
     fn drive(&self, _: &mut Vec<*const ()>) -> bool {
@@ -130,6 +129,16 @@ impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing that can panic runs under it.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A stream goes on, perhaps to its end.
+    fn go_on(&self, step: impl FnOnce(&mut Queues) -> Effects) -> Effects {
+        let mut state = self.lock();
+        let effects = step(&mut state.queues);
+        let ends = state.closed && state.queues.streams().is_empty();
+        drop(state);
+        self.notify(effects.ready, ends);
+        effects
     }
 
     /// Tells threads of work, or that there is none any more.

@@ -5,8 +5,10 @@
 //! [`CpuDevice`]: crate::CpuDevice
 //! [`SimDevice`]: crate::SimDevice
 
+use std::any::Any;
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, Weak};
 
@@ -59,6 +61,9 @@ pub(crate) struct Parked {
 pub(crate) trait Owner: std::fmt::Debug + Send + Sync {
     /// A point is reached that this stream waited for. What is left to do then is the caller's.
     fn wake(&self, stream: StreamId) -> Effects;
+
+    /// What was over on this stream is dropped, or panicked; see [`Effects::settle`]. What is left to do then is the caller's.
+    fn dropped(&self, stream: StreamId, outcome: Result<(), String>) -> Effects;
 
     /// Gets on with its work, or with what that waits for, where nobody else does; whether something was done. `asked` are those
     /// that are at it already.
@@ -128,14 +133,7 @@ impl Work {
                 transfer.run();
                 Ok(())
             }
-            Work::HostFn(HostFn { run, .. }) => {
-                let outcome = inside_work(|| std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)));
-                outcome.map_err(|panic| {
-                    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
-                    text.or_else(|| panic.downcast_ref::<String>().cloned())
-                        .unwrap_or_else(|| "a panic".into())
-                })
-            }
+            Work::HostFn(HostFn { run, .. }) => inside_work(run),
         }
     }
 }
@@ -151,7 +149,7 @@ pub(crate) enum Op {
 }
 
 /// What a stream is to drop.
-pub(crate) struct Released(Box<dyn std::any::Any + Send>);
+pub(crate) struct Released(Box<dyn Any + Send>);
 
 impl Released {
     pub(crate) fn new(what: impl Send + 'static) -> Self {
@@ -161,7 +159,7 @@ impl Released {
 
 impl std::fmt::Debug for Released {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Released({:?})", self.0.type_id())
+        write!(f, "Released({:?})", (*self.0).type_id())
     }
 }
 
@@ -176,8 +174,9 @@ pub(crate) enum Fails {
 #[must_use]
 pub(crate) struct Effects {
     woken: Vec<Parked>,
-    /// Over: what it is made of is dropped, the memory that it gives back too.
-    skipped: Vec<Op>,
+    /// Streams with what is over on them: memory that they give back, work that is not run. Whatever it is made of is dropped
+    /// before the stream goes on, so that who waits for the stream finds it gone.
+    over: Vec<(Parked, Vec<Op>)>,
     /// How many streams have work that did not have before.
     pub(crate) ready: usize,
 }
@@ -186,24 +185,31 @@ impl Effects {
     /// With no lock held. Not by recursion: chains of streams that wait for each other can be long.
     pub(crate) fn settle(self) {
         let mut left = vec![self];
-        while let Some(Effects { woken, skipped, .. }) = left.pop() {
+        while let Some(Effects { woken, over, .. }) = left.pop() {
             for Parked { owner, stream } in woken {
                 left.extend(owner.upgrade().map(|owner| owner.wake(stream)));
             }
-            if !skipped.is_empty() {
+            for (Parked { owner, stream }, over) in over {
                 // It is made of anything, the last handle to a device too, and this may be a thread of that device.
-                inside_work(|| drop(skipped));
+                let outcome = inside_work(|| drop(over));
+                left.extend(owner.upgrade().map(|owner| owner.dropped(stream, outcome)));
             }
         }
     }
 }
 
 /// Does something as work of a stream, which does not wait.
-fn inside_work<T>(work: impl FnOnce() -> T) -> T {
+///
+/// # Errors
+/// What its panic said.
+fn inside_work(work: impl FnOnce()) -> Result<(), String> {
     let outer = IN_HOST_FN.with(|inside| inside.replace(true));
-    let result = work();
+    let result = catch_unwind(AssertUnwindSafe(work));
     IN_HOST_FN.with(|inside| inside.set(outer));
-    result
+    result.map_err(|panic| {
+        let text = panic.downcast_ref::<&str>().map(ToString::to_string);
+        text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic".into())
+    })
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -214,6 +220,8 @@ enum State {
     Ready,
     /// Work that was submitted then is being done.
     Running { submitted_ns: u64 },
+    /// What is over is being dropped.
+    Dropping,
 }
 
 #[derive(Debug)]
@@ -306,8 +314,8 @@ impl Queues {
         })
     }
 
-    /// Passes points, up to work that could run or a point that is not reached. Also a stream that failed waits for those, lest what
-    /// comes after it is thought to come after them.
+    /// Passes points, up to work that could run, a point that is not reached, or what is to be dropped first. Also a stream that
+    /// failed waits for those, lest what comes after it is thought to come after them.
     pub(crate) fn proceed(&mut self, stream: StreamId) -> Effects {
         let mut effects = Effects::default();
         let who = Parked { owner: Weak::clone(&self.owner), stream };
@@ -316,9 +324,13 @@ impl Queues {
         if queue.state != State::Still {
             return effects;
         }
+        let mut over = Vec::new();
         while let Some((op, _)) = queue.ops.front() {
             let number = queue.submitted - queue.ops.len() as u64 + 1;
             match op {
+                Op::Release(_) => {}
+                Op::Work(_) if queue.failed.is_some() || number <= queue.skipped_until => {}
+                _ if !over.is_empty() => break,
                 Op::Wait(point, fails) => match (point.outcome_or_park(&who), fails) {
                     (None, _) => return effects,
                     (Some(Ok(at_ns)), _) => queue.at_ns = queue.at_ns.max(at_ns),
@@ -327,27 +339,44 @@ impl Queues {
                     }
                     (Some(Err(_)), _) => {}
                 },
-                Op::Work(_) if queue.failed.is_none() && number > queue.skipped_until => {
+                Op::Work(_) => {
                     queue.state = State::Ready;
                     self.turn += 1;
                     self.ready.insert(Ready { level: queue.level, turn: self.turn, stream });
                     effects.ready += 1;
                     return effects;
                 }
-                Op::Record(_) | Op::Release(_) | Op::Work(_) => {}
+                Op::Record(_) => {}
             }
             let (op, submitted_ns) = queue.ops.pop_front().expect("just seen");
             // Counted before anybody hears of it.
             queue.counters.completed(queue.at_ns.saturating_sub(submitted_ns));
-            if let Op::Record(point) = &op {
-                point.reach(queue.failed.clone().map_or(Ok(queue.at_ns), Err), &mut effects);
+            match op {
+                Op::Record(point) => {
+                    point.reach(queue.failed.clone().map_or(Ok(queue.at_ns), Err), &mut effects);
+                }
+                Op::Wait(..) => {}
+                Op::Release(_) | Op::Work(_) => over.push(op),
             }
-            effects.skipped.push(op);
         }
-        if queue.closed {
+        if !over.is_empty() {
+            queue.state = State::Dropping;
+            effects.over.push((who, over));
+        } else if queue.closed {
             self.queues.remove(&stream);
         }
         effects
+    }
+
+    /// What [`proceed`](Self::proceed) found to be over is dropped.
+    pub(crate) fn dropped(&mut self, stream: StreamId, outcome: Result<(), String>) -> Effects {
+        let queue = self.queue(stream);
+        debug_assert_eq!(queue.state, State::Dropping, "only then is there something to drop");
+        queue.state = State::Still;
+        if let Err(what) = outcome {
+            queue.failed.get_or_insert(Error::Failed { stream, what });
+        }
+        self.proceed(stream)
     }
 
     /// Streams that have work to run, the most urgent first, and when their last operation ended.
@@ -441,6 +470,10 @@ mod models {
             self.0.lock().unwrap().proceed(stream)
         }
 
+        fn dropped(&self, stream: StreamId, outcome: Result<(), String>) -> Effects {
+            self.0.lock().unwrap().dropped(stream, outcome)
+        }
+
         fn drive(&self, _: &mut Vec<*const ()>) -> bool {
             false
         }
@@ -497,6 +530,36 @@ mod models {
             thread.join().unwrap();
             assert_eq!(second.work(), Some(later));
             assert_eq!(second.0.lock().unwrap().status(later), Ok(Status::Ready));
+        });
+    }
+
+    /// One thread finds something over and drops it, without the lock; another comes behind it on the same stream in the
+    /// meantime, and is not told that all is done before it is gone.
+    #[test]
+    fn what_is_over_is_gone_before_who_waits_behind_it_hears() {
+        struct Gone(Arc<loom::sync::atomic::AtomicBool>);
+        impl Drop for Gone {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::Relaxed);
+            }
+        }
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(3);
+        builder.check(|| {
+            let host = host();
+            let stream = host.0.lock().unwrap().open(0).0;
+            let gone = Arc::new(loom::sync::atomic::AtomicBool::new(false));
+            host.submit(stream, work());
+            host.submit(stream, Op::Release(Released::new(Gone(Arc::clone(&gone)))));
+            let worker = Arc::clone(&host);
+            let thread = thread::spawn(move || assert_eq!(worker.work(), Some(stream)));
+            let owner: Weak<dyn Owner> = Arc::downgrade(&host) as Weak<dyn Owner>;
+            let point = Arc::new(Point::new(owner, Clock::new()));
+            host.submit(stream, Op::Record(Arc::clone(&point)));
+            assert_eq!(point.block(), Ok(0));
+            assert!(gone.load(Ordering::Relaxed));
+            thread.join().unwrap();
+            assert_eq!(host.0.lock().unwrap().status(stream), Ok(Status::Ready));
         });
     }
 }

@@ -134,6 +134,10 @@ impl Owner for Shared {
         self.lock().queues.proceed(stream)
     }
 
+    fn dropped(&self, stream: StreamId, outcome: Result<(), String>) -> Effects {
+        self.lock().queues.dropped(stream, outcome)
+    }
+
     fn drive(&self, asked: &mut Vec<*const ()>) -> bool {
         let this = std::ptr::from_ref(self).cast();
         if asked.contains(&this) {
