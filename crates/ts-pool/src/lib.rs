@@ -49,6 +49,8 @@ mod offset;
 mod ordered;
 mod pool;
 mod replay;
+#[cfg(unix)]
+mod shared;
 mod stack;
 mod tensor_buffer;
 mod transfer;
@@ -63,6 +65,8 @@ pub use ordered::{
 };
 pub use pool::{BLOCK_ALIGN, HostPool, PoolStats};
 pub use replay::{AllocationLog, LogEvent, Replay};
+#[cfg(unix)]
+pub use shared::{SharedMemory, SharedView};
 pub use tensor_buffer::TensorBuffer;
 pub use transfer::Upload;
 /// The devices whose memory this is.
