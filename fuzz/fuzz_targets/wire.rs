@@ -3,7 +3,12 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use ts_pool::SharedMemory;
 use ts_remote::{Connection, ConnectionOptions, Error, Event, Role};
+
+thread_local! {
+    static MEMORY: SharedMemory = SharedMemory::create(4096).expect("there is memory");
+}
 
 const WINDOW: u64 = 10_000;
 const STREAMS: u32 = 4;
@@ -16,6 +21,10 @@ fuzz_target!(|input: &[u8]| {
         ConnectionOptions { window_bytes: WINDOW, max_streams: STREAMS, ..ConnectionOptions::default() };
     let mut connection = Connection::<Vec<u8>>::new(Role::Acceptor, options.clone());
     let mut peer = Connection::<Vec<u8>>::new(Role::Connector, options);
+    // Once in a while memory is shared, whatever it is worth.
+    if patience % 2 == 1 && let Ok(descriptor) = MEMORY.with(|memory| memory.descriptor().try_clone_to_owned()) {
+        connection.descriptor_received(descriptor);
+    }
     // It begins well unless the bytes do.
     let mut greeting = Vec::new();
     if !bytes.starts_with(b"TSW") {
@@ -48,7 +57,7 @@ fuzz_target!(|input: &[u8]| {
         }
         while let Some(event) = connection.poll() {
             match event {
-                Event::Metadata { stream, info, known } if !known && info.storage_len > 0 => {
+                Event::Metadata { stream, info, known, .. } if !known && info.storage_len > 0 => {
                     waiting.push((stream, info.storage_len));
                 }
                 Event::End { info, sink, .. } => {

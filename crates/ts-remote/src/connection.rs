@@ -1,20 +1,25 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One end of a connection, without its socket.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::hash::Hasher;
 use std::io::IoSlice;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use bytes::Bytes;
 use ts_format::Scratch;
+use ts_pool::SharedMemory;
 use twox_hash::XxHash3_64;
 
-use crate::frame::{CHECKED, ENCODED, HEADER_LEN, Header, Kind, MAX_CONTROL_LEN, MAX_PIECE_LEN, PREFACE};
+use crate::frame::{
+    CHECKED, ENCODED, HEADER_LEN, Header, Kind, MAX_CONTROL_LEN, MAX_PIECE_LEN, PREFACE, SHARED,
+};
 use crate::hello::Hello;
 use crate::incoming::Incoming;
 use crate::info::TensorInfo;
 use crate::outgoing::{OutFrame, Outgoing};
+use crate::ring::{RingIn, RingOut};
 use crate::{ConnectionOptions, Error, SendOptions, Sink};
 
 /// Which end this is. What one sends has odd numbers of streams, the other's even ones.
@@ -45,6 +50,8 @@ pub enum Event<S> {
         info: TensorInfo,
         /** Its storage came with a tensor before, and does not come again. */
         known: bool,
+        /** Tensors that come later on this stream may have the same storage. */
+        kept: bool,
     },
     /// Bytes of a tensor are where they belong.
     Data {
@@ -102,6 +109,22 @@ pub struct ConnectionStats {
     pub copied_bytes: u64,
 }
 
+/// What a stream has carried.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct StreamStats {
+    /// Tensors that were begun.
+    pub tensors: u64,
+    /// Messages.
+    pub messages: u64,
+    /// Bytes of payloads, as they are when decoded.
+    pub payload_bytes: u64,
+    /// Of payloads that were begun, or wait to be: all their bytes.
+    pub expected_bytes: u64,
+    /// How often it had something to send and no credit.
+    pub pauses: u64,
+}
+
 /// One end of a connection, which is told what came and asked what is to go; it never waits and knows no socket.
 ///
 /// Reading: [`read_targets`](Self::read_targets) says where bytes are to be read to, which may be the memory of a tensor,
@@ -124,6 +147,8 @@ pub struct Connection<S> {
     /// Cancellations of streams that this end sends.
     cancelled: VecDeque<(u32, String)>,
     outgoing: BTreeMap<u32, Outgoing>,
+    /// Streams that this end has ended, and whose end the other has not taken.
+    ending: BTreeSet<u32>,
     /// The stream that was last served, and how many messages went before payloads since.
     last_served: u32,
     urgent_in_row: u32,
@@ -133,10 +158,16 @@ pub struct Connection<S> {
     /// Bytes of the first that are written.
     queue_offset: usize,
     queued_bytes: usize,
+    /// How often something has gone on: frames that bring something have come, or bytes been written that are no signs of life.
+    moves: u64,
     /// Pings sent and not answered.
     pings: u64,
     /// The ping that is to be answered.
     pong: Option<u64>,
+    /// Memory by which this end's payloads go, and the other's come, and a descriptor that came and belongs to a SHARE that did not yet.
+    ring_out: Option<RingOut>,
+    ring_in: Option<RingIn>,
+    descriptor: Option<OwnedFd>,
     closed: Option<String>,
     failed: bool,
     stats: ConnectionStats,
@@ -149,6 +180,8 @@ fn short(reason: &str) -> &[u8] {
 
 /// How much is put together for the socket at a time, in bytes: what else is to be sent comes behind it.
 const LOOKAHEAD: usize = 2 << 20;
+/// The most answers that wait for the other end to read: more than streams that are open can need.
+const MAX_ANSWERS: usize = 4096;
 /// The longest piece while several streams have something to send.
 const SHARED_PIECE: usize = 256 << 10;
 /// So many messages go before a payload that waits.
@@ -221,6 +254,7 @@ impl<S: Sink> Connection<S> {
             greeted: false,
             cancelled: VecDeque::new(),
             outgoing: BTreeMap::new(),
+            ending: BTreeSet::new(),
             last_served: 0,
             urgent_in_row: 0,
             next_stream: if role == Role::Connector { 1 } else { 2 },
@@ -228,8 +262,12 @@ impl<S: Sink> Connection<S> {
             queue: VecDeque::new(),
             queue_offset: 0,
             queued_bytes: 0,
+            moves: 0,
             pings: 0,
             pong: None,
+            ring_out: None,
+            ring_in: None,
+            descriptor: None,
             closed: None,
             failed: false,
             stats: ConnectionStats::default(),
@@ -272,6 +310,12 @@ impl<S: Sink> Connection<S> {
         self.stats
     }
 
+    /// What a stream of either end has carried; `None` of one that is not open, or of which all is said.
+    pub fn stream_stats(&self, stream: u32) -> Option<StreamStats> {
+        let outgoing = self.outgoing.get(&stream).map(Outgoing::stats);
+        outgoing.or_else(|| self.incoming.get(&stream).map(Incoming::stats))
+    }
+
     /// Memory of its own that waits for the user, in bytes: never more than the streams' windows, and one message of each.
     pub fn staged_bytes(&self) -> usize {
         self.incoming.values().map(Incoming::staged_bytes).sum()
@@ -280,11 +324,12 @@ impl<S: Sink> Connection<S> {
     /// A new stream to send on.
     ///
     /// # Errors
-    /// [`Error::Misuse`] before both ends know each other, or when the other takes no more at a time.
+    /// [`Error::Misuse`] before both ends know each other, or when the other takes no more at a time: those count that have not been
+    /// [taken](Self::is_taken).
     pub fn open_stream(&mut self) -> Result<u32, Error> {
         let misuse = |what: &str| Error::Misuse(what.into());
         let peer = self.peer.as_ref().ok_or_else(|| misuse("the other end has not said who it is"))?;
-        if self.outgoing.len() >= peer.max_streams as usize {
+        if self.outgoing.len() + self.ending.len() >= peer.max_streams as usize {
             return Err(Error::Misuse(format!(
                 "{} streams are open, and the other end takes no more",
                 peer.max_streams
@@ -346,6 +391,11 @@ impl<S: Sink> Connection<S> {
         self.outgoing.get(&stream).is_none_or(Outgoing::is_empty) && self.queue.is_empty()
     }
 
+    /// Whether the other end's user has taken all that was sent on a stream that this end has ended; or one end gave it up.
+    pub fn is_taken(&self, stream: u32) -> bool {
+        stream < self.next_stream && !self.outgoing.contains_key(&stream) && !self.ending.contains(&stream)
+    }
+
     /// Bytes of payloads that were sent and have not been handed to the socket.
     pub fn unsent_bytes(&self) -> usize {
         self.queued_bytes + self.outgoing.values().map(Outgoing::unsent_bytes).sum::<usize>()
@@ -362,18 +412,31 @@ impl<S: Sink> Connection<S> {
         !self.queue.is_empty() || control || self.outgoing.values().any(|o| !o.is_empty())
     }
 
+    /// Whether something that the user sent has not been handed to the socket.
+    pub(crate) fn owes(&self) -> bool {
+        self.outgoing.values().any(|outgoing| !outgoing.is_empty())
+            || self.queue.iter().any(OutFrame::is_of_user)
+    }
+
     /// Gives a stream up, this end's or the other's. What is under way is dropped. Nothing happens if it is over.
     pub fn cancel(&mut self, stream: u32, reason: &str) {
         let frame = OutFrame::control(Kind::Cancel, stream, 0, short(reason));
         if self.outgoing.remove(&stream).is_some() {
+            self.ending.insert(stream);
             self.control.push_back(frame);
         } else if let Some(incoming) = self.incoming.get_mut(&stream) {
             if incoming.refuse() {
-                self.incoming.remove(&stream);
+                self.forget(stream);
             } else {
                 self.control.push_back(frame);
             }
         }
+    }
+
+    /// A stream is over, and its user has all of it, or wants none: the other end may open another.
+    fn forget(&mut self, stream: u32) {
+        self.incoming.remove(&stream);
+        self.control.push_back(OutFrame::control(Kind::Finish, stream, 0, &[]));
     }
 
     /// Gives a tensor that was announced its memory, of exactly its storage's length.
@@ -395,6 +458,38 @@ impl<S: Sink> Connection<S> {
         self.incoming.get(&stream)?.announced()
     }
 
+    /// Offers the other end, which is on the same host, memory by which large payloads then go if it takes it. [`Link`](crate::Link) does so
+    /// by itself over Unix sockets.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] before both ends know each other, or when some was offered before.
+    pub fn share(&mut self, memory: SharedMemory) -> Result<(), Error> {
+        if !self.is_connected() || self.ring_out.is_some() {
+            return Err(Error::Misuse("memory is shared once, between ends that know each other".into()));
+        }
+        let frame = OutFrame::control(Kind::Share, 0, memory.len() as u64, &[]);
+        self.control.push_back(OutFrame { has_descriptor: true, ..frame });
+        self.ring_out = Some(RingOut::new(memory));
+        Ok(())
+    }
+
+    /// Whether there is a payload that shared memory would speed up, and none was offered.
+    pub(crate) fn could_share(&self) -> bool {
+        let shareable = || self.outgoing.values().any(|outgoing| outgoing.left_to_share().is_some());
+        self.options.shared_bytes > 0 && self.ring_out.is_none() && self.is_connected() && shareable()
+    }
+
+    /// The descriptor that must go with the first of the bytes that [`write_slices`](Self::write_slices) gives.
+    pub fn descriptor_to_send(&self) -> Option<BorrowedFd<'_>> {
+        let first = self.queue.front().filter(|frame| frame.has_descriptor && self.queue_offset == 0);
+        first.and(self.ring_out.as_ref()).map(|ring| ring.memory().descriptor())
+    }
+
+    /// A descriptor came with the bytes that [`filled`](Self::filled) is told of next.
+    pub fn descriptor_received(&mut self, descriptor: OwnedFd) {
+        self.descriptor = Some(descriptor);
+    }
+
     /// Asks the other end for a sign of life.
     pub fn ping(&mut self) {
         self.pings += 1;
@@ -409,8 +504,11 @@ impl<S: Sink> Connection<S> {
         self.outgoing.clear();
         self.control.retain(|frame| frame.head.starts_with(&PREFACE));
         self.pong = None;
-        self.greet();
-        self.control.push_back(OutFrame::control(Kind::Close, 0, 0, short(reason)));
+        let mut close = OutFrame::control(Kind::Close, 0, 0, short(reason));
+        if !std::mem::replace(&mut self.greeted, true) {
+            close.head.splice(0..0, PREFACE);
+        }
+        self.control.push_back(close);
     }
 
     /// The end of what the other end sends: whether it may end here.
@@ -435,6 +533,16 @@ impl<S: Sink> Connection<S> {
         Err(Error::Lost { what })
     }
 
+    /// A number that grows whenever something goes on.
+    pub(crate) fn moves(&self) -> u64 {
+        self.moves
+    }
+
+    /// Whether something is under way that the other end must do its part for.
+    pub(crate) fn is_under_way(&self) -> bool {
+        self.has_unsent() || self.incoming.values().any(Incoming::is_awaited)
+    }
+
     /// Whether [`poll`](Self::poll) may have something to tell.
     pub(crate) fn may_have_events(&self) -> bool {
         !self.news.is_empty() || !self.cancelled.is_empty() || (!self.connected_told && self.is_connected())
@@ -453,7 +561,7 @@ impl<S: Sink> Connection<S> {
             let told = self.incoming.get_mut(&stream).and_then(Incoming::next_event);
             if let Some((event, over)) = told {
                 if over {
-                    self.incoming.remove(&stream);
+                    self.forget(stream);
                 } else {
                     self.news.push_back(stream);
                     self.renew(stream);
@@ -469,6 +577,9 @@ impl<S: Sink> Connection<S> {
     /// # Errors
     /// What the memory of a tensor says.
     pub fn read_targets(&mut self) -> Result<[&mut [u8]; 2], Error> {
+        if let Some(reason) = &self.closed {
+            return Err(Error::Closed { reason: reason.clone() });
+        }
         if self.failed {
             return Err(Error::Misuse("the connection has ended with an error".into()));
         }
@@ -507,12 +618,13 @@ impl<S: Sink> Connection<S> {
     /// So many bytes were read to what [`read_targets`](Self::read_targets) gave last.
     ///
     /// # Errors
-    /// What the other end did that the protocol forbids; what the memory of a tensor says.
+    /// What the other end did that the protocol forbids, or why it ends the connection; what the memory of a tensor says. What came before
+    /// can still be [polled](Self::poll).
     pub fn filled(&mut self, len: usize) -> Result<(), Error> {
         self.stats.received_bytes += len as u64;
         let first = len.min(self.reader.planned);
         self.reader.have += len - first;
-        let done = self.fill_first(first).and_then(|()| self.look());
+        let done = self.fill_first(first).and_then(|()| self.look()).and_then(|()| self.check_answers());
         if let Err(error) = &done
             && !self.failed
         {
@@ -522,6 +634,15 @@ impl<S: Sink> Connection<S> {
             }
         }
         done
+    }
+
+    /// An end that does not read what it makes this one say is not served on: its answers take memory.
+    fn check_answers(&self) -> Result<(), Error> {
+        if self.control.len() <= MAX_ANSWERS {
+            return Ok(());
+        }
+        let what = format!("it has not read {} answers", self.control.len());
+        Err(Error::Protocol { stream: 0, what })
     }
 
     fn fill_first(&mut self, len: usize) -> Result<(), Error> {
@@ -539,6 +660,7 @@ impl<S: Sink> Connection<S> {
     fn payload_filled(&mut self, len: usize) -> Result<(), Error> {
         let Reading::Payload { header, left, hasher } = &mut self.reader.state else { return Ok(()) };
         let stream = header.stream;
+        self.moves += 1;
         *left -= len;
         if let Some(incoming) = self.incoming.get_mut(&stream) {
             if let Some(hasher) = hasher
@@ -616,6 +738,7 @@ impl<S: Sink> Connection<S> {
                     let (offset, end) = (header.seq, header.seq.saturating_add(header.len - 8));
                     self.reader.state = Reading::Header;
                     if let Some(incoming) = self.incoming.get(&stream)
+                        && !incoming.is_unwanted()
                         && expected != sum
                     {
                         let what = format!("their XXH3 is {sum:016x}, and {expected:016x} was sent");
@@ -632,6 +755,8 @@ impl<S: Sink> Connection<S> {
     /// A frame begins.
     fn begin(&mut self, header: Header) -> Result<(), Error> {
         self.stats.received_frames += 1;
+        let brings = matches!(header.kind, Kind::Hello | Kind::Meta | Kind::Data | Kind::End | Kind::Message);
+        self.moves += u64::from(brings);
         let bad = |what: &str| Err(Error::Protocol { stream: header.stream, what: what.into() });
         if self.peer.is_none() && header.kind != Kind::Hello && header.kind != Kind::Close {
             return bad("it did not say who it is first");
@@ -647,6 +772,14 @@ impl<S: Sink> Connection<S> {
             return bad("a payload on no open stream");
         };
         let sum = if header.flags & CHECKED == 0 { 0 } else { 8 };
+        if header.flags & SHARED != 0 {
+            if header.flags & ENCODED != 0 || header.body_len() != 8 + sum {
+                return bad("a payload in shared memory that is not as it must be");
+            }
+            self.reader.bulk = false;
+            self.begin_body(header);
+            return Ok(());
+        }
         let Some(left) = header.body_len().checked_sub(sum).filter(|&left| left > 0) else {
             return bad("a payload of no bytes");
         };
@@ -693,14 +826,25 @@ impl<S: Sink> Connection<S> {
             }
             Kind::Pong if seq > self.pings => return bad("an answer to no ping"),
             Kind::Pong => {}
-            Kind::Credit if !own || stream == 0 => return bad("credit for a stream that it sends itself"),
+            Kind::Credit if stream == 0 => match &mut self.ring_out {
+                Some(ring) => ring.allow(seq)?,
+                None => return bad("credit for shared memory that was not offered"),
+            },
+            Kind::Share => self.take_shared_memory(stream, seq)?,
+            Kind::Credit if !own => return bad("credit for a stream that it sends itself"),
             Kind::Credit => {
                 // Credit may cross with the end of the stream.
                 if let Some(outgoing) = self.outgoing.get_mut(&stream) {
                     outgoing.allow(seq);
                 }
             }
+            Kind::Finish if own && stream < self.next_stream => {
+                if !self.ending.remove(&stream) {
+                    return bad("the end of a stream that has not ended");
+                }
+            }
             Kind::Cancel if own && stream < self.next_stream => {
+                self.ending.remove(&stream);
                 // Its answer says that nothing more comes.
                 if self.outgoing.remove(&stream).is_some() {
                     self.control.push_back(OutFrame::control(Kind::Cancel, stream, 0, &[]));
@@ -716,6 +860,43 @@ impl<S: Sink> Connection<S> {
         Ok(())
     }
 
+    /// The other end offers memory by which payloads are to come. Who cannot have it says nothing, and they come as they did.
+    fn take_shared_memory(&mut self, stream: u32, len: u64) -> Result<(), Error> {
+        if stream != 0 || self.ring_in.is_some() {
+            return Err(Error::Protocol { stream, what: "it shares memory again, or on a stream".into() });
+        }
+        let descriptor = self.descriptor.take().filter(|_| self.options.shared_bytes > 0);
+        if let Some(ring) = descriptor.and_then(|descriptor| RingIn::open(&descriptor, len)) {
+            self.control.push_back(OutFrame::control(Kind::Credit, 0, ring.limit(), &[]));
+            self.ring_in = Some(ring);
+        }
+        Ok(())
+    }
+
+    /// A piece of a payload is in shared memory.
+    fn take_shared(&mut self, header: Header, body: &[u8]) -> Result<(), Error> {
+        let stream = header.stream;
+        let incoming = self.incoming.get_mut(&stream).expect("it is there");
+        let bad = |what: &str| Error::Protocol { stream, what: what.into() };
+        let (len, sum) = body.split_first_chunk::<8>().ok_or_else(|| bad("a length that is cut off"))?;
+        let len = u64::from_le_bytes(*len);
+        let ring = self.ring_in.as_mut().filter(|ring| ring.holds(len));
+        let ring = ring.ok_or_else(|| bad("a payload in shared memory where there is none"))?;
+        incoming.begin_data(header.seq, Some(len))?;
+        let found = incoming.take_shared(len as usize, ring, !sum.is_empty())?;
+        if let (Some(found), Ok(said)) = (found, sum.try_into().map(u64::from_le_bytes))
+            && found != said
+        {
+            let what = format!("their XXH3 is {found:016x}, and {said:016x} was sent");
+            let (tensor, offset) = (incoming.arriving().0, header.seq);
+            return Err(Error::Damaged { tensor, offset, end: offset + len, what });
+        }
+        if let Some(limit) = ring.renew() {
+            self.control.push_back(OutFrame::control(Kind::Credit, 0, limit, &[]));
+        }
+        Ok(())
+    }
+
     fn incoming_frame(&mut self, header: Header, body: &[u8]) -> Result<(), Error> {
         let Header { kind, stream, .. } = header;
         let bad = |what: &str| Err(Error::Protocol { stream, what: what.into() });
@@ -728,13 +909,13 @@ impl<S: Sink> Connection<S> {
             if stream == 0 || stream % 2 == self.next_stream % 2 {
                 return bad("a stream with a number that is not its to give");
             }
-            // It may have been refused, and its end have crossed with that.
+            // It may end before anything was sent on it.
             if !opens {
-                return if matches!(kind, Kind::Cancel | Kind::Finish) {
-                    Ok(())
-                } else {
-                    bad("it is not open")
-                };
+                if !matches!(kind, Kind::Cancel | Kind::Finish) {
+                    return bad("it is not open");
+                }
+                self.forget(stream);
+                return Ok(());
             }
             if self.incoming.len() >= self.options.max_streams as usize {
                 return bad("more streams than it may have open");
@@ -751,6 +932,7 @@ impl<S: Sink> Connection<S> {
             }
             Kind::Finish => incoming.finish()?,
             Kind::Cancel => incoming.cancelled(String::from_utf8_lossy(body).into_owned()),
+            Kind::Data if header.flags & SHARED != 0 => self.take_shared(header, body)?,
             Kind::Data => {
                 let (body, sum) = match header.flags & CHECKED {
                     0 => (body, None),
@@ -767,6 +949,7 @@ impl<S: Sink> Connection<S> {
             }
             _ => unreachable!("frames of the connection come elsewhere"),
         }
+        let incoming = self.incoming.get(&stream).expect("it is there");
         if incoming.is_over() && incoming.is_unwanted() {
             self.incoming.remove(&stream);
             return Ok(());
@@ -784,10 +967,10 @@ impl<S: Sink> Connection<S> {
         }
         let mut peer = Hello::decode(body)?;
         if self.role == Role::Acceptor {
-            self.greet();
             if !peer.knows(self.options.token.as_deref()) {
                 return bad("it does not know the token");
             }
+            self.greet();
         }
         peer.forget_token();
         self.peer = Some(peer);
@@ -814,10 +997,18 @@ impl<S: Sink> Connection<S> {
     /// Puts together what is to be written next. Whether there is something.
     pub fn plan_writes(&mut self) -> bool {
         while self.queued_bytes < LOOKAHEAD {
-            let Some(frame) = self.next_frame() else { break };
+            let Some(frame) = self.next_frame() else {
+                self.outgoing.values_mut().for_each(Outgoing::note_pause);
+                break;
+            };
             self.stats.sent_frames += 1;
             self.queued_bytes += frame.len();
+            let shared = frame.shared > 0;
             self.queue.push_back(frame);
+            // The other end reads it while the next is written.
+            if shared {
+                break;
+            }
         }
         !self.queue.is_empty()
     }
@@ -831,14 +1022,15 @@ impl<S: Sink> Connection<S> {
         }
         let after = (std::ops::Bound::Excluded(self.last_served), std::ops::Bound::Unbounded);
         let in_turn = || self.outgoing.range(after).chain(self.outgoing.range(..=self.last_served));
-        let mut ready = in_turn().filter(|(_, stream)| stream.is_ready()).map(|(&id, _)| id);
+        let ring = self.ring_out.as_ref().filter(|ring| ring.is_taken());
+        let mut ready = in_turn().filter(|(_, stream)| stream.is_ready(ring)).map(|(&id, _)| id);
         let first = ready.next()?;
         let most = if ready.next().is_some() {
             self.options.frame_bytes.min(SHARED_PIECE)
         } else {
             self.options.frame_bytes.min(MAX_PIECE_LEN)
         };
-        let urgent = in_turn().find(|(_, stream)| stream.is_urgent() && stream.is_ready());
+        let urgent = in_turn().find(|(_, stream)| stream.is_urgent() && stream.is_ready(ring));
         let id = match urgent {
             Some((&id, _)) if self.urgent_in_row < MAX_URGENT => {
                 self.urgent_in_row += 1;
@@ -850,9 +1042,11 @@ impl<S: Sink> Connection<S> {
             }
         };
         self.last_served = id;
-        let (frame, over) = self.outgoing.get_mut(&id)?.next_frame(most.max(1))?;
+        let ring = self.ring_out.as_mut().filter(|ring| ring.is_taken());
+        let (frame, over) = self.outgoing.get_mut(&id)?.next_frame(most.max(1), ring)?;
         if over {
             self.outgoing.remove(&id);
+            self.ending.insert(id);
         }
         Some(frame)
     }
@@ -860,8 +1054,10 @@ impl<S: Sink> Connection<S> {
     /// What is to be written, in this order; at most so many slices.
     pub fn write_slices(&self, most: usize) -> Vec<IoSlice<'_>> {
         let mut skip = self.queue_offset;
-        let parts =
-            self.queue.iter().flat_map(|frame| [&frame.head[..], &frame.payload[..], &frame.tail[..]]);
+        // A descriptor goes with the first byte of a call.
+        let together =
+            self.queue.iter().enumerate().take_while(|(at, frame)| *at == 0 || !frame.has_descriptor);
+        let parts = together.flat_map(|(_, frame)| [&frame.head[..], &frame.payload[..], &frame.tail[..]]);
         let rest = parts.filter_map(|part| {
             let skipped = skip.min(part.len());
             skip -= skipped;
@@ -872,6 +1068,7 @@ impl<S: Sink> Connection<S> {
 
     /// So many bytes of that were written.
     pub fn written(&mut self, len: usize) {
+        self.moves += u64::from(len > 0 && self.queue.front().is_some_and(|frame| !frame.is_sign_of_life()));
         self.stats.sent_bytes += len as u64;
         self.queue_offset += len;
         while let Some(first) = self.queue.front()

@@ -72,6 +72,14 @@ pub enum Error {
         /** How long it was waited for. */
         after: Duration,
     },
+    /// The other end is there, and does not do what is waited for.
+    #[error("{peer} answers, but has neither given nor taken anything for {after:?}")]
+    Stalled {
+        /** Whom this was about. */
+        peer: String,
+        /** How long it was waited for. */
+        after: Duration,
+    },
     /// The network, or the system, refused.
     #[error("{peer}: {what}: {source}")]
     Io {
@@ -120,7 +128,7 @@ impl Error {
             Self::Protocol { .. } | Self::Damaged { .. } | Self::Tls { .. } => ErrorKind::Peer,
             Self::Cancelled { .. } | Self::Closed { .. } => ErrorKind::Refused,
             Self::Lost { .. } | Self::Io { .. } => ErrorKind::Network,
-            Self::TimedOut { .. } => ErrorKind::TimedOut,
+            Self::TimedOut { .. } | Self::Stalled { .. } => ErrorKind::TimedOut,
             Self::Memory { .. } => ErrorKind::Memory,
             Self::Unsendable { .. } | Self::Misuse(_) => ErrorKind::Misuse,
         }

@@ -38,10 +38,12 @@ pub(crate) enum Kind {
     Close = 10,
     /// The stream ends: nothing more comes.
     Finish = 11,
+    /// Memory by which payloads will come, whose descriptor comes with it.
+    Share = 12,
 }
 
 impl Kind {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::Hello,
         Self::Meta,
         Self::Data,
@@ -53,6 +55,7 @@ impl Kind {
         Self::Pong,
         Self::Close,
         Self::Finish,
+        Self::Share,
     ];
 
     fn from_code(code: u8) -> Option<Self> {
@@ -64,7 +67,9 @@ impl Kind {
 pub(crate) const CHECKED: u8 = 1;
 /// The body is encoded, as the tensor's META says, behind 8 bytes that say what it decodes to.
 pub(crate) const ENCODED: u8 = 2;
-const KNOWN_FLAGS: u8 = CHECKED | ENCODED;
+/// The bytes are in shared memory; the body says how many.
+pub(crate) const SHARED: u8 = 4;
+const KNOWN_FLAGS: u8 = CHECKED | ENCODED | SHARED;
 
 /// The beginning of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

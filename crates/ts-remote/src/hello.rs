@@ -30,26 +30,34 @@ pub struct ConnectionOptions {
     pub service: String,
     /// The most bytes of one payload in one frame. Smaller ones let other streams through sooner. 1 byte to 1 MiB.
     pub frame_bytes: usize,
+    /// Memory by which large payloads go to an end on the same host, in bytes; 0 for none, and to take none of the other's. Over Unix
+    /// sockets only; each connection that sends such payloads takes so much.
+    pub shared_bytes: usize,
     /// How long the other end may be silent while it is waited for. It is asked for a sign of life before.
     pub timeout: Duration,
+    /// How long the other end may be there and yet not do what is waited for: give credit, or send the rest of a tensor.
+    pub patience: Duration,
 }
 
 impl fmt::Debug for ConnectionOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { window_bytes, max_streams, token, service, frame_bytes, timeout } = self;
+        let Self { window_bytes, max_streams, token, service, frame_bytes, shared_bytes, timeout, patience } =
+            self;
         f.debug_struct("ConnectionOptions")
             .field("window_bytes", window_bytes)
             .field("max_streams", max_streams)
             .field("token", &token.as_ref().map(|_| "secret"))
             .field("service", service)
             .field("frame_bytes", frame_bytes)
+            .field("shared_bytes", shared_bytes)
             .field("timeout", timeout)
+            .field("patience", patience)
             .finish()
     }
 }
 
 impl Default for ConnectionOptions {
-    /// 4 MiB for each of 64 streams, frames of 1 MiB, 30 s, and no token.
+    /// 4 MiB for each of 64 streams, frames of 1 MiB, 4 MiB of shared memory, 30 s of silence, 5 minutes of patience, and no token.
     fn default() -> Self {
         Self {
             window_bytes: 4 << 20,
@@ -57,7 +65,9 @@ impl Default for ConnectionOptions {
             token: None,
             service: String::new(),
             frame_bytes: 1 << 20,
+            shared_bytes: 4 << 20,
             timeout: Duration::from_secs(30),
+            patience: Duration::from_secs(300),
         }
     }
 }

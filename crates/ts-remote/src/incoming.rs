@@ -2,15 +2,18 @@
 //! A stream, as the end that receives it knows it.
 
 use std::collections::{HashMap, VecDeque};
+use std::hash::Hasher;
 
 use bytes::Bytes;
 use ts_format::{Scratch, decode_chunk};
+use twox_hash::XxHash3_64;
 
 use crate::credit::Granted;
 use crate::frame::{HEADER_LEN, MAX_PIECE_LEN};
 use crate::info::{Announcement, TensorInfo};
 use crate::outgoing::ENCODED_HEAD;
-use crate::{Error, Event, Sink};
+use crate::ring::RingIn;
+use crate::{Error, Event, Sink, StreamStats};
 
 /// The most storages of a stream that later tensors may name.
 const MAX_KEPT: usize = 1 << 16;
@@ -29,6 +32,7 @@ pub(crate) struct Incoming<S> {
     over: bool,
     /// Memory of a tensor that the other end gave up.
     spared: Option<S>,
+    stats: StreamStats,
 }
 
 #[derive(Debug)]
@@ -63,6 +67,7 @@ impl<S: Sink> Incoming<S> {
             unwanted: false,
             over: false,
             spared: None,
+            stats: StreamStats::default(),
         }
     }
 
@@ -90,6 +95,8 @@ impl<S: Sink> Incoming<S> {
         } else {
             self.kept.remove(&id);
         }
+        self.stats.tensors += 1;
+        self.stats.expected_bytes += if *known { 0 } else { len };
         let arriving =
             Arriving { said, cost, sink: None, staged: Vec::new(), received: 0, told: None, ended: false };
         self.items.push_back(Item::Tensor(Box::new(arriving)));
@@ -144,6 +151,7 @@ impl<S: Sink> Incoming<S> {
             return Ok(());
         }
         let Some(Item::Tensor(tensor)) = self.items.back_mut() else { unreachable!("its DATA was begun") };
+        self.stats.payload_bytes += len as u64;
         let at = tensor.received;
         tensor.received += len as u64;
         if let Some(sink) = &mut tensor.sink {
@@ -151,6 +159,35 @@ impl<S: Sink> Incoming<S> {
             self.granted.consume(len as u64);
         }
         Ok(())
+    }
+
+    /// A piece of a payload that is in shared memory, whose DATA was begun. Its checksum, if that is wanted.
+    pub(crate) fn take_shared(
+        &mut self,
+        len: usize,
+        ring: &mut RingIn,
+        sum: bool,
+    ) -> Result<Option<u64>, Error> {
+        let mut hasher = (sum && !self.unwanted).then(|| XxHash3_64::with_seed(0));
+        let mut left = len;
+        while left > 0 {
+            let part = match self.space(left)? {
+                Some(space) => {
+                    ring.take(space);
+                    if let Some(hasher) = &mut hasher {
+                        hasher.write(space);
+                    }
+                    space.len()
+                }
+                None => {
+                    ring.skip(left);
+                    left
+                }
+            };
+            self.filled(part)?;
+            left -= part;
+        }
+        Ok(hasher.map(|hasher| hasher.finish()))
     }
 
     /// A piece that was encoded, whole.
@@ -230,6 +267,7 @@ impl<S: Sink> Incoming<S> {
         if self.is_within_tensor() {
             return Err(self.bad("a message within a tensor".into()));
         }
+        self.stats.messages += 1;
         self.items.push_back(Item::Message(body.into()));
         Ok(())
     }
@@ -237,6 +275,11 @@ impl<S: Sink> Incoming<S> {
     /// Whether bytes of a tensor are still to come.
     pub(crate) fn is_within_tensor(&self) -> bool {
         matches!(self.items.back(), Some(Item::Tensor(last)) if !last.ended)
+    }
+
+    /// Whether bytes of a tensor are still to come that has its memory.
+    pub(crate) fn is_awaited(&self) -> bool {
+        matches!(self.items.front(), Some(Item::Tensor(first)) if !first.ended && first.sink.is_some())
     }
 
     pub(crate) fn finish(&mut self) -> Result<(), Error> {
@@ -257,6 +300,10 @@ impl<S: Sink> Incoming<S> {
         }
         self.over = true;
         self.items.push_back(Item::Cancelled(reason));
+    }
+
+    pub(crate) fn stats(&self) -> StreamStats {
+        self.stats
     }
 
     pub(crate) fn is_over(&self) -> bool {
@@ -311,8 +358,8 @@ impl<S: Sink> Incoming<S> {
                 let Some(told) = told else {
                     *told = Some(0);
                     self.granted.consume(*cost);
-                    let (info, known) = (said.info.clone(), said.known);
-                    return Some((Event::Metadata { stream, info, known }, false));
+                    let (info, known, kept) = (said.info.clone(), said.known, said.kept);
+                    return Some((Event::Metadata { stream, info, known, kept }, false));
                 };
                 let bytes = *received - *told;
                 if sink.is_some() && bytes > 0 {

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`Connection`] | one end of a connection without its socket: streams of tensors and messages, with byte credits |
 //! | [`Link`] | a connection and its socket (TCP, Unix, with the feature `tls` TLS), for callers that may block |
+//! | `AsyncLink` | the same for callers that await, with the feature `tokio` |
 //! | [`serve()`], [`Session`] | many connections on one thread |
 //! | [`RangeClient`], [`RangeSession`] | ranges of files that are elsewhere |
 //! | [`TensorSender`], [`TensorReceiver`] | one stream, for who has a transport of their own; to the host, a GPU, or blocks of pools |
@@ -41,6 +42,7 @@
 //!         _ => {}
 //!     }
 //! }
+//! drop(link);
 //! sender.join().expect("it does not panic")?;
 //! # Ok::<(), ts_remote::Error>(())
 //! ```
@@ -50,14 +52,18 @@
 //! - A payload is written from the sender's memory and read to the receiver's; no other copy is made in user space, unless it is
 //!   encoded, under TLS, or there was no memory for it when it came.
 //! - A peer has no more memory of a connection's than it was granted.
-//! - No method but those that say so blocks, and those end when the other end is silent for the timeout. One that answers and gives no credit is waited for.
+//! - No method but those that say so blocks, and those end when the other end is silent for the timeout, or is there and does nothing of
+//!   what is under way while patience lasts. A wait for something to begin lasts as long as the other end lives.
 //!
 //! # Features
-//! `tls` (off by default): connections under TLS.
+//! `tls` (off by default): connections under TLS. `tokio` (off by default): `AsyncLink`, over whatever tokio reads and writes.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "tokio")]
+mod async_link;
 mod connection;
 mod credit;
+mod delivery;
 mod error;
 mod frame;
 mod hello;
@@ -68,15 +74,19 @@ mod memory;
 mod outgoing;
 mod ranges;
 mod receiver;
+mod ring;
 mod serve;
 mod sink;
 mod socket;
+mod tensor;
 #[cfg(feature = "tls")]
 mod tls;
 mod wire;
 
+#[cfg(feature = "tokio")]
+pub use async_link::AsyncLink;
 pub use bytes::Bytes;
-pub use connection::{Connection, ConnectionStats, Event, Role};
+pub use connection::{Connection, ConnectionStats, Event, Role, StreamStats};
 pub use credit::TensorCreditTracker;
 pub use error::{Error, ErrorKind};
 pub use hello::{ConnectionOptions, VERSION};
@@ -84,12 +94,15 @@ pub use info::TensorInfo;
 pub use link::Link;
 pub use memory::{BufferSink, GpuMemory, HostMemory, Memory, PooledMemory, PooledSink};
 pub use outgoing::SendOptions;
-pub use ranges::{Files, MAX_RANGE, RANGES, RangeClient, RangeSession, Refusal, RefusalKind, RemoteFile};
+pub use ranges::{
+    Files, ListedFile, MAX_RANGE, RANGES, RangeClient, RangeSession, Refusal, RefusalKind, RemoteFile,
+};
 pub use receiver::{
     GpuReceiverEvent, GpuTensorReceiver, PooledGpuReceiver, ReceiverEvent, TensorReceiver, TensorSender,
 };
 pub use serve::{ServerOptions, ServerStats, Session, serve};
 pub use sink::Sink;
 pub use socket::{Address, Listener, Socket};
+pub use tensor::Tensor;
 #[cfg(feature = "tls")]
 pub use tls::{Identity, TlsClient, TlsServer};

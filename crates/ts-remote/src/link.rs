@@ -5,6 +5,7 @@ use std::io::{self, IoSliceMut};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use ts_pool::SharedMemory;
 
 use crate::socket::{Ready, SLICE, Socket};
 use crate::{
@@ -15,22 +16,39 @@ use crate::{
 /// One end of a connection, and its socket.
 ///
 /// Nothing happens on it but while one of its methods runs; each that waits reads and writes whatever there is. Two ends that
-/// [`send`](Self::send) each other more than their windows at once wait for each other, for neither hears of what it is to give memory to: they
-/// send by [`connection`](Self::connection) and go on with [`next_event`](Self::next_event), which does both.
+/// [`send`](Self::send) each other more than their windows at once wait for each other, for neither hears of what it is to give memory to, and
+/// fail when their patience ends: they send by [`connection`](Self::connection) and go on with [`next_event`](Self::next_event), which does both.
 #[derive(Debug)]
 pub struct Link<S> {
     connection: Connection<S>,
     socket: Socket,
     timeout: Duration,
+    patience: Duration,
+    /// When something went on last, and how often it had.
+    moved: (Instant, u64),
     /// When the other end was heard of last.
     heard: Instant,
+    /// When this began.
+    since: Instant,
+    /// When it was listened for last.
+    stepped: Instant,
     asked: bool,
+    /// Bytes of shared memory that are to be offered.
+    to_share: usize,
     /// What the socket is ready for, as far as is known.
     ready: Ready,
+    /// What ended the connection, while events that came before wait to be polled.
+    ended: Option<Error>,
+    /// Why nothing more can be written, while what the other end said before is read.
+    mute: Option<Error>,
 }
 
 /// The most bytes that are written before something is read, and before others have their turn.
 const TURN: usize = 4 << 20;
+/// What is read at a time of what nobody wants, in bytes.
+const DROPPED: usize = 64 << 10;
+/// Who has not called for so long, or for half of the timeout, was busy with other things.
+const AWAY: Duration = Duration::from_secs(1);
 /// The most pieces that one call to the system gets.
 const MAX_SLICES: usize = 16;
 
@@ -50,24 +68,65 @@ impl<S: Sink> Link<S> {
     /// As [`connect`](Self::connect). Blocks.
     pub fn new(socket: Socket, role: Role, options: ConnectionOptions) -> Result<Self, Error> {
         let mut this = Self::unmet(socket, role, options);
-        // Who accepts has answered then, too.
-        while !this.connection.is_connected() || this.connection.has_unsent() || this.socket.wants_write() {
-            this.step(true)?;
-        }
+        while !this.meet_within(SLICE)? {}
         Ok(this)
     }
 
+    /// Waits until both ends know each other, at most so long; whether they do.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect).
+    pub fn meet_within(&mut self, time: Duration) -> Result<bool, Error> {
+        let end = Instant::now() + time;
+        self.begin_wait();
+        // However slowly it says who it is.
+        if self.since.elapsed() > self.timeout && !self.connection.is_connected() {
+            return Err(Error::TimedOut { peer: self.socket.peer().into(), after: self.timeout });
+        }
+        // Who accepts has answered then, too.
+        while !self.connection.is_connected() || self.connection.has_unsent() || self.socket.wants_write() {
+            if Instant::now() >= end {
+                return Ok(false);
+            }
+            self.step(true)?;
+        }
+        // Who was told who this is may want no more of it.
+        self.ended.clone().map_or(Ok(true), Err)
+    }
+
     /// Goes on with a socket, whose other end is still to say who it is. Does not block.
-    pub fn unmet(socket: Socket, role: Role, options: ConnectionOptions) -> Self {
-        let timeout = options.timeout;
+    pub fn unmet(socket: Socket, role: Role, mut options: ConnectionOptions) -> Self {
+        if !socket.takes_descriptors() {
+            options.shared_bytes = 0;
+        }
+        let (timeout, patience, to_share) = (options.timeout, options.patience, options.shared_bytes);
         let connection = Connection::new(role, options);
         let ready = Ready { read: true, write: true };
-        Self { connection, socket, timeout, heard: Instant::now(), asked: false, ready }
+        let now = Instant::now();
+        Self {
+            connection,
+            socket,
+            timeout,
+            patience,
+            moved: (now, 0),
+            heard: now,
+            since: now,
+            stepped: now,
+            asked: false,
+            to_share,
+            ready,
+            ended: None,
+            mute: None,
+        }
     }
 
     /// The connection.
     pub fn connection(&mut self) -> &mut Connection<S> {
         &mut self.connection
+    }
+
+    pub(crate) fn patience(&self) -> Duration {
+        self.patience
     }
 
     /// Who is at the other end.
@@ -83,11 +142,28 @@ impl<S: Sink> Link<S> {
     /// What happens next. Blocks until something does.
     ///
     /// # Errors
-    /// What ended the connection; [`Error::TimedOut`] when the other end is silent, also to a ping.
+    /// What ended the connection; [`Error::TimedOut`] when the other end is silent, also to a ping; [`Error::Stalled`] when it is there, but
+    /// something is under way and does not go on.
     pub fn next_event(&mut self) -> Result<Event<S>, Error> {
         self.begin_wait();
         loop {
             if let Some(event) = self.connection.poll() {
+                return Ok(event);
+            }
+            self.step(true)?;
+        }
+    }
+
+    /// As [`next_event`](Self::next_event), at most so long; `None` when nothing happened.
+    ///
+    /// # Errors
+    /// As [`next_event`](Self::next_event).
+    pub fn next_event_within(&mut self, time: Duration) -> Result<Option<Event<S>>, Error> {
+        let end = Instant::now() + time;
+        self.begin_wait();
+        loop {
+            let event = self.connection.poll();
+            if event.is_some() || Instant::now() >= end {
                 return Ok(event);
             }
             self.step(true)?;
@@ -142,6 +218,38 @@ impl<S: Sink> Link<S> {
         Ok(())
     }
 
+    /// As [`flush`](Self::flush), at most so long; whether the socket has it all.
+    ///
+    /// # Errors
+    /// As [`next_event`](Self::next_event).
+    pub fn flush_within(&mut self, stream: u32, time: Duration) -> Result<bool, Error> {
+        let end = Instant::now() + time;
+        self.begin_wait();
+        while !self.connection.is_sent(stream) || self.socket.wants_write() {
+            if Instant::now() >= end {
+                return Ok(false);
+            }
+            self.step(true)?;
+        }
+        Ok(true)
+    }
+
+    /// Waits until the socket has all that was sent on all streams, and what this end has to say of the other's.
+    ///
+    /// # Errors
+    /// As [`next_event`](Self::next_event). Blocks as long as the other end gives no credit.
+    pub fn flush_all(&mut self) -> Result<(), Error> {
+        self.begin_wait();
+        while self.connection.has_unsent() || self.socket.wants_write() {
+            match self.step(true) {
+                // It has all that was sent to it, and no use for what else there was to say.
+                Err(Error::Closed { .. }) if !self.connection.owes() => break,
+                done => done?,
+            }
+        }
+        Ok(())
+    }
+
     /// Reads and writes what goes without waiting; writes no more than some MiB, so that others have their turn. Whether something went or came.
     ///
     /// # Errors
@@ -169,31 +277,89 @@ impl<S: Sink> Link<S> {
         &self.socket
     }
 
-    /// Says that this is the end and why, behind what was sent on all streams. Does not wait for the other end to read it.
+    /// Says that this is the end and why, behind what was sent on all streams, and waits until the other end's system has that, which may be
+    /// before it is read; where the system (others than Linux) does not tell, until the other end has read it. What comes meanwhile is dropped.
     ///
     /// # Errors
     /// As [`next_event`](Self::next_event): what was sent may not have come then. Blocks as long as there is no credit.
     pub fn close(mut self, reason: &str) -> Result<(), Error> {
-        self.begin_wait();
-        while self.connection.has_unsent() || self.socket.wants_write() {
-            self.step(true)?;
+        self.flush_all()?;
+        if matches!(self.connection.end_of_input(), Err(Error::Closed { .. })) {
+            return Ok(());
         }
         self.connection.close(reason);
         while self.connection.plan_writes() || self.socket.wants_write() {
             self.step(true)?;
         }
-        self.socket.shutdown().map_err(|error| self.socket.failed("closing", error))
+        self.socket.shutdown().map_err(|error| self.socket.failed("closing", error))?;
+        self.drain()
     }
 
-    /// The other end's silence counts from now on: before, nobody has listened.
+    /// Reads on until the other end's system has all that was written: a socket that is closed before, and is sent something then, takes
+    /// back what is still on its way.
+    fn drain(&mut self) -> Result<(), Error> {
+        let (mut dropped, mut nothing) = (vec![0; DROPPED], []);
+        let (mut left, mut since) = (u64::MAX, Instant::now());
+        while since.elapsed() < self.timeout {
+            match self.socket.undelivered() {
+                Some(0) => return Ok(()),
+                Some(now) if now < left => (left, since) = (now, Instant::now()),
+                _ => {}
+            }
+            self.socket.wait(Ready { read: true, write: false }, SLICE / 10)?;
+            match self.socket.read(&mut [IoSliceMut::new(&mut dropped), IoSliceMut::new(&mut nothing)], false)
+            {
+                Ok(0) => return Ok(()),
+                Ok(_) => {}
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => {}
+                    // It is gone, and was the last to speak.
+                    io::ErrorKind::ConnectionReset | io::ErrorKind::UnexpectedEof => return Ok(()),
+                    _ => return Err(self.socket.failed("closing", error)),
+                },
+            }
+        }
+        Err(Error::Stalled { peer: self.socket.peer().into(), after: self.timeout })
+    }
+
+    /// The other end's silence counts from now on, if nobody has listened before.
     fn begin_wait(&mut self) {
-        (self.heard, self.asked) = (Instant::now(), false);
+        if self.stepped.elapsed() > AWAY.min(self.timeout / 2) {
+            (self.heard, self.asked) = (Instant::now(), false);
+            self.moved = (self.heard, self.connection.moves());
+        }
+    }
+
+    /// How long nothing has gone on.
+    pub(crate) fn at_rest(&mut self) -> Duration {
+        let moves = self.connection.moves();
+        if moves != self.moved.1 {
+            self.moved = (Instant::now(), moves);
+        }
+        self.moved.0.elapsed()
+    }
+
+    /// # Errors
+    /// [`Error::Stalled`] when something is under way and the other end has not done its part for longer than is waited for.
+    pub(crate) fn check_progress(&mut self) -> Result<(), Error> {
+        if self.at_rest() < self.patience || !self.connection.is_under_way() {
+            return Ok(());
+        }
+        Err(Error::Stalled { peer: self.socket.peer().into(), after: self.patience })
     }
 
     /// Writes or reads something; when there is nothing to, waits until there is, or for a while, if `wait` says so.
     fn step(&mut self, wait: bool) -> Result<(), Error> {
+        self.stepped = Instant::now();
         if self.write_and_read()? {
             return Ok(());
+        }
+        if let Some(error) = &self.mute {
+            // What was there is read, and there are no events that wait: those are polled before.
+            return Err(error.clone());
+        }
+        if wait {
+            self.check_progress()?;
         }
         let mut left = self.timeout.saturating_sub(self.heard.elapsed());
         if !wait {
@@ -220,8 +386,22 @@ impl<S: Sink> Link<S> {
 
     /// Writes and reads as far as the socket is known to be ready for it. Whether something went or came.
     fn write_and_read(&mut self) -> Result<bool, Error> {
-        let wrote = self.ready.write && self.write()?;
+        if let Some(error) = &self.ended {
+            return Err(error.clone());
+        }
+        let wrote = self.mute.is_none() && self.ready.write && self.write()?;
         Ok(self.ready.read && self.read(false)? || wrote)
+    }
+
+    /// Offers the other end shared memory, once there is something that it would speed up. Without it payloads go by the socket.
+    fn share(&mut self) -> Result<(), Error> {
+        if self.to_share > 0
+            && self.connection.could_share()
+            && let Ok(memory) = SharedMemory::create(std::mem::take(&mut self.to_share))
+        {
+            self.connection.share(memory)?;
+        }
+        Ok(())
     }
 
     /// Writes what the socket takes. Whether it took something.
@@ -234,13 +414,19 @@ impl<S: Sink> Link<S> {
                 Err(error) => return Err(self.socket.failed("writing", error)),
             }
         }
+        self.share()?;
         while self.ready.write && left > 0 && self.connection.plan_writes() {
             let slices = self.connection.write_slices(MAX_SLICES);
             let wanted: usize = slices.iter().map(|slice| slice.len()).sum();
-            match self.socket.write(&slices) {
+            match self.socket.write(&slices, self.connection.descriptor_to_send()) {
                 Ok(len) => {
                     self.ready.write = self.socket.may_take_more(len, wanted);
+                    let before = self.connection.moves();
                     self.connection.written(len);
+                    // A full socket takes more when the other end's has taken some; a ping is no sign of the other's life.
+                    if self.connection.moves() != before {
+                        (self.heard, self.asked) = (Instant::now(), false);
+                    }
                     wrote = true;
                     left = left.saturating_sub(len);
                 }
@@ -248,8 +434,8 @@ impl<S: Sink> Link<S> {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // What the other end has said last is of more use than that it is gone.
                 Err(error) => {
-                    while self.read(false)? {}
-                    return Err(self.socket.failed("writing", error));
+                    self.mute = Some(self.socket.failed("writing", error));
+                    self.ready = Ready { read: true, write: false };
                 }
             }
         }
@@ -268,14 +454,24 @@ impl<S: Sink> Link<S> {
             Ok(len) => {
                 self.ready.read = self.socket.may_have_more(len, wanted);
                 (self.heard, self.asked) = (Instant::now(), false);
+                if let Some(descriptor) = self.socket.take_descriptor() {
+                    self.connection.descriptor_received(descriptor);
+                }
                 if let Err(error) = self.connection.filled(len) {
+                    if matches!(error, Error::Closed { .. }) {
+                        // It waits for that.
+                        let _ = self.socket.shutdown();
+                    }
                     // The other end is told why, if it takes that.
                     while self.connection.plan_writes()
-                        && let Ok(len) = self.socket.write(&self.connection.write_slices(MAX_SLICES))
+                        && let Ok(len) = self.socket.write(&self.connection.write_slices(MAX_SLICES), None)
                     {
                         self.connection.written(len);
                     }
-                    return Err(error);
+                    if !self.connection.may_have_events() {
+                        return Err(error);
+                    }
+                    self.ended = Some(error);
                 }
                 Ok(true)
             }

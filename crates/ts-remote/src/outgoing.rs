@@ -7,9 +7,10 @@ use bytes::Bytes;
 use ts_format::{Codec, Compression, Dtype, Encoder};
 use twox_hash::XxHash3_64;
 
-use crate::Error;
-use crate::frame::{CHECKED, ENCODED, HEADER_LEN, Header, Kind};
+use crate::frame::{CHECKED, ENCODED, HEADER_LEN, Header, Kind, SHARED};
 use crate::info::{Announcement, TensorInfo};
+use crate::ring::{MIN_PAYLOAD, RingOut};
+use crate::{Error, StreamStats};
 
 /// How a payload travels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -39,6 +40,8 @@ pub(crate) struct Outgoing {
     /// What the other end allows, in bytes since the stream began.
     limit: u64,
     sent: u64,
+    stats: StreamStats,
+    paused: bool,
 }
 
 /// A frame to be written: what it begins with, then bytes that lie elsewhere, then what it ends with.
@@ -46,6 +49,10 @@ pub(crate) struct OutFrame {
     pub(crate) head: Vec<u8>,
     pub(crate) payload: Bytes,
     pub(crate) tail: Vec<u8>,
+    /// A descriptor goes with its first byte.
+    pub(crate) has_descriptor: bool,
+    /// Bytes that went to shared memory.
+    pub(crate) shared: usize,
 }
 
 impl std::fmt::Debug for OutFrame {
@@ -58,7 +65,21 @@ impl std::fmt::Debug for OutFrame {
 impl OutFrame {
     pub(crate) fn control(kind: Kind, stream: u32, seq: u64, body: &[u8]) -> Self {
         let header = Header { kind, flags: 0, stream, seq, len: body.len() as u64 };
-        Self { head: [&header.encode()[..], body].concat(), payload: Bytes::new(), tail: Vec::new() }
+        Self::of([&header.encode()[..], body].concat(), Bytes::new(), Vec::new())
+    }
+
+    fn of(head: Vec<u8>, payload: Bytes, tail: Vec<u8>) -> Self {
+        Self { head, payload, tail, has_descriptor: false, shared: 0 }
+    }
+
+    /// Whether it has something that the user sent.
+    pub(crate) fn is_of_user(&self) -> bool {
+        [Kind::Meta, Kind::Data, Kind::End, Kind::Message].iter().any(|&kind| kind as u8 == self.head[0])
+    }
+
+    /// Whether it only says that this end is there.
+    pub(crate) fn is_sign_of_life(&self) -> bool {
+        [Kind::Ping as u8, Kind::Pong as u8].contains(&self.head[0])
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -71,7 +92,14 @@ const SHORT: usize = 4 << 10;
 
 impl Outgoing {
     pub(crate) fn new(id: u32, window: u64) -> Self {
-        Self { id, items: VecDeque::new(), limit: window, sent: 0 }
+        Self {
+            id,
+            items: VecDeque::new(),
+            limit: window,
+            sent: 0,
+            stats: StreamStats::default(),
+            paused: false,
+        }
     }
 
     pub(crate) fn push_tensor(
@@ -100,6 +128,8 @@ impl Outgoing {
         let codec = codec.unwrap_or(Codec::Raw);
         let body = Announcement { info, codec, kept: options.keep, known: payload.is_none() }.encode()?;
         self.items.push_back(Item::Meta { body });
+        self.stats.tensors += 1;
+        self.stats.expected_bytes += payload.as_ref().map_or(0, |payload| payload.len() as u64);
         if let Some(payload) = payload.filter(|payload| !payload.is_empty()) {
             let checksums = options.checksums;
             self.items.push_back(Item::Payload { payload, at: 0, dtype, encoder, checksums });
@@ -109,6 +139,7 @@ impl Outgoing {
     }
 
     pub(crate) fn push_message(&mut self, message: Bytes) {
+        self.stats.messages += 1;
         self.items.push_back(Item::Message(message));
     }
 
@@ -135,25 +166,53 @@ impl Outgoing {
         matches!(self.items.front(), Some(Item::Message(_)))
     }
 
+    pub(crate) fn stats(&self) -> StreamStats {
+        self.stats
+    }
+
+    /// It is looked at while there is room on the wire: whether it has something to send and no credit is counted.
+    pub(crate) fn note_pause(&mut self) {
+        let paused =
+            self.sent >= self.limit && !matches!(self.items.front(), None | Some(Item::End | Item::Finish));
+        self.stats.pauses += u64::from(paused && !self.paused);
+        self.paused = paused;
+    }
+
     pub(crate) fn allow(&mut self, limit: u64) {
         self.limit = self.limit.max(limit);
     }
 
-    /// Whether there is something that may go out.
-    pub(crate) fn is_ready(&self) -> bool {
+    /// What is left of a payload, if that may go by shared memory.
+    pub(crate) fn left_to_share(&self) -> Option<usize> {
         match self.items.front() {
-            None => false,
-            Some(Item::End | Item::Finish) => true,
-            Some(Item::Meta { .. } | Item::Message(_) | Item::Payload { .. }) => self.sent < self.limit,
+            Some(Item::Payload { payload, at, encoder: None, .. }) if payload.len() >= MIN_PAYLOAD => {
+                Some(payload.len() - at)
+            }
+            _ => None,
         }
     }
 
-    /// The next frame, with at most so many bytes of payload. Whether the stream is over with it.
-    pub(crate) fn next_frame(&mut self, most: usize) -> Option<(OutFrame, bool)> {
-        if !self.is_ready() {
+    /// Whether there is something that may go out.
+    pub(crate) fn is_ready(&self, ring: Option<&RingOut>) -> bool {
+        match self.items.front() {
+            None => false,
+            Some(Item::End | Item::Finish) => true,
+            Some(Item::Meta { .. } | Item::Message(_)) => self.sent < self.limit,
+            Some(Item::Payload { .. }) => {
+                let fits = ring.zip(self.left_to_share()).is_none_or(|(ring, left)| ring.room(left) > 0);
+                self.sent < self.limit && fits
+            }
+        }
+    }
+
+    /// The next frame, with at most so many bytes of payload; those of large ones go to `ring`, if there is one. Whether the stream is over
+    /// with it.
+    pub(crate) fn next_frame(&mut self, most: usize, ring: Option<&mut RingOut>) -> Option<(OutFrame, bool)> {
+        if !self.is_ready(ring.as_deref()) {
             return None;
         }
         let (id, position) = (self.id, self.sent);
+        let ring = ring.filter(|_| self.left_to_share().is_some());
         let credit = usize::try_from(self.limit - position.min(self.limit)).unwrap_or(usize::MAX);
         let frame = match self.items.front_mut()? {
             Item::Meta { body } => {
@@ -167,10 +226,16 @@ impl Outgoing {
                 message_frame(id, message)
             }
             Item::Payload { payload, at, dtype, encoder, checksums } => {
-                let piece = payload.slice(*at..payload.len().min(at.saturating_add(most.min(credit))));
-                let frame = data_frame(id, *at, piece.clone(), *dtype, encoder.as_deref_mut(), *checksums);
+                let room = ring.as_ref().map_or(usize::MAX, |ring| ring.room(payload.len() - *at));
+                let most = most.min(credit).min(room);
+                let piece = payload.slice(*at..payload.len().min(at.saturating_add(most)));
+                let frame = match ring {
+                    Some(ring) => shared_frame(id, *at, &piece, ring, *checksums),
+                    None => data_frame(id, *at, piece.clone(), *dtype, encoder.as_deref_mut(), *checksums),
+                };
                 *at += piece.len();
                 self.sent += piece.len() as u64;
+                self.stats.payload_bytes += piece.len() as u64;
                 if *at < payload.len() {
                     return Some((frame, false));
                 }
@@ -187,7 +252,20 @@ fn message_frame(id: u32, message: &Bytes) -> OutFrame {
         return OutFrame::control(Kind::Message, id, 0, message);
     }
     let header = Header { kind: Kind::Message, flags: 0, stream: id, seq: 0, len: message.len() as u64 };
-    OutFrame { head: header.encode().to_vec(), payload: message.clone(), tail: Vec::new() }
+    OutFrame::of(header.encode().to_vec(), message.clone(), Vec::new())
+}
+
+/// A piece of a payload that goes by shared memory.
+fn shared_frame(id: u32, at: usize, piece: &[u8], ring: &mut RingOut, checksums: bool) -> OutFrame {
+    ring.put(piece);
+    let flags = if checksums { SHARED | CHECKED } else { SHARED };
+    let mut body = (piece.len() as u64).to_le_bytes().to_vec();
+    if checksums {
+        body.extend_from_slice(&XxHash3_64::oneshot(piece).to_le_bytes());
+    }
+    let header = Header { kind: Kind::Data, flags, stream: id, seq: at as u64, len: body.len() as u64 };
+    let frame = OutFrame::of([&header.encode()[..], &body].concat(), Bytes::new(), Vec::new());
+    OutFrame { shared: piece.len(), ..frame }
 }
 
 /// A piece of a payload: as it is, or encoded where that makes it smaller.
@@ -211,7 +289,7 @@ fn data_frame(
     let mut head = Vec::with_capacity(HEADER_LEN + before.len());
     head.extend_from_slice(&header.encode());
     head.extend_from_slice(&before);
-    OutFrame { head, payload, tail }
+    OutFrame::of(head, payload, tail)
 }
 
 /// What an encoded body begins with: the length of what it decodes to, and the codec's width.

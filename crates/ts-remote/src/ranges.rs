@@ -14,8 +14,13 @@ pub const RANGES: &str = "ranges";
 /// The longest range that is asked for at once, in bytes.
 pub const MAX_RANGE: u64 = 16 << 20;
 
+/// The most files that are listed.
+const MAX_LISTED: usize = 1 << 16;
+
 const OPEN: u64 = 1;
 const READ: u64 = 2;
+const LIST: u64 = 3;
+const JOIN: u64 = 4;
 
 const OPERATION: u8 = 0x81;
 const NAME: u8 = 0x82;
@@ -25,6 +30,12 @@ const LEN: u8 = 0x85;
 const VERSION: u8 = 0x86;
 const REFUSED: u8 = 0x87;
 const REASON: u8 = 0x88;
+const ENTRY: u8 = 0x89;
+const ADDRESS: u8 = 0x8a;
+const LOST: u8 = 0x8b;
+
+/// The most bytes of names in one answer; the rest is asked for again.
+const PAGE: usize = 32 << 10;
 
 /// A file of a server's, as it was when it was opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,6 +74,15 @@ impl RefusalKind {
     const ALL: [Self; 3] = [Self::NotFound, Self::Changed, Self::Failed];
 }
 
+/// A file that a server has.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ListedFile {
+    /// The name by which it is opened.
+    pub name: String,
+    /// Its length in bytes.
+    pub len: u64,
+}
+
 /// Files to serve ranges of.
 pub trait Files {
     /// Opens a file by the name that clients give it, which may be anything.
@@ -76,6 +96,21 @@ pub trait Files {
     /// # Errors
     /// Why not.
     fn read(&mut self, file: u64, offset: u64, len: usize) -> Result<Option<Bytes>, Refusal>;
+
+    /// The file of this name, or all files below the directory of this name, in the order of their names.
+    ///
+    /// # Errors
+    /// Why not; [`RefusalKind::NotFound`] if nothing is said about it.
+    fn list(&mut self, name: &str) -> Result<Vec<ListedFile>, Refusal> {
+        Err(Refusal { kind: RefusalKind::NotFound, reason: format!("nothing is listed as {name:?}") })
+    }
+
+    /// A client will have what is of this name, and serve it at `address` as it comes: who else does, from whom it is to be had meanwhile. `lost` is
+    /// one who was named before and is gone. `None` for none but this server.
+    fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Option<String> {
+        let _ = (name, address, lost);
+        None
+    }
 }
 
 /// Serves ranges of files to one that has connected.
@@ -110,6 +145,33 @@ impl<F: Files> RangeSession<F> {
                 self.reply(connection, fields)
             }
             Request::Read { file, offset, len } => self.read(file, offset, len, connection),
+            Request::List { name, after } => {
+                let mut fields = FieldWriter::default();
+                match self.files.list(&name) {
+                    Ok(files) => {
+                        let mut left = PAGE;
+                        for file in
+                            files.iter().filter(|file| after.as_ref().is_none_or(|after| file.name > *after))
+                        {
+                            let entry = [&file.len.to_le_bytes()[..], file.name.as_bytes()].concat();
+                            let Some(rest) = left.checked_sub(entry.len()) else { break };
+                            left = rest;
+                            fields.field(ENTRY, &entry);
+                        }
+                    }
+                    Err(refusal) => {
+                        refuse(&mut fields, &refusal);
+                    }
+                }
+                self.reply(connection, fields)
+            }
+            Request::Join { name, address, lost } => {
+                let mut fields = FieldWriter::default();
+                if let Some(from) = self.files.join(&name, &address, lost.as_deref()) {
+                    fields.field(ADDRESS, from.as_bytes());
+                }
+                self.reply(connection, fields)
+            }
         }
     }
 
@@ -186,6 +248,8 @@ impl<F: Files> Session for RangeSession<F> {
 enum Request {
     Open { name: String },
     Read { file: u64, offset: u64, len: usize },
+    List { name: String, after: Option<String> },
+    Join { name: String, address: String, lost: Option<String> },
 }
 
 impl Request {
@@ -197,6 +261,21 @@ impl Request {
                 fields.number(OPERATION, READ).number(FILE, *file).number(OFFSET, *offset);
                 fields.number(LEN, *len as u64)
             }
+            Self::List { name, after } => {
+                fields.number(OPERATION, LIST).field(NAME, name.as_bytes());
+                if let Some(after) = after {
+                    fields.field(LOST, after.as_bytes());
+                }
+                &mut fields
+            }
+            Self::Join { name, address, lost } => {
+                fields.number(OPERATION, JOIN).field(NAME, name.as_bytes());
+                fields.field(ADDRESS, address.as_bytes());
+                if let Some(lost) = lost {
+                    fields.field(LOST, lost.as_bytes());
+                }
+                &mut fields
+            }
         };
         fields.finish().into()
     }
@@ -204,6 +283,7 @@ impl Request {
     fn decode(message: &[u8]) -> Result<Self, Error> {
         let bad = |what: &str| Error::Protocol { stream: 0, what: what.into() };
         let (mut operation, mut name, mut file, mut offset, mut len) = (0, None, None, None, None);
+        let (mut address, mut lost) = (None, None);
         let mut fields = Fields::new(message, 0);
         while let Some(field) = fields.next()? {
             match field.tag {
@@ -212,11 +292,17 @@ impl Request {
                 FILE => file = Some(field.number()?),
                 OFFSET => offset = Some(field.number()?),
                 LEN => len = Some(field.number()?),
+                ADDRESS => address = Some(field.text()?.to_string()),
+                LOST => lost = Some(field.text()?.to_string()),
                 _ => field.skip()?,
             }
         }
         match (operation, name, file, offset, len) {
             (OPEN, Some(name), ..) => Ok(Self::Open { name }),
+            (LIST, Some(name), ..) => Ok(Self::List { name, after: lost }),
+            (JOIN, Some(name), ..) if address.is_some() => {
+                Ok(Self::Join { name, address: address.unwrap_or_default(), lost })
+            }
             (READ, _, Some(file), Some(offset), Some(len)) if (1..=MAX_RANGE).contains(&len) => {
                 Ok(Self::Read { file, offset, len: len as usize })
             }
@@ -249,14 +335,7 @@ impl<S: Sink> RangeClient<S> {
     /// # Errors
     /// What ended the connection, or inside of it why the server refuses.
     pub fn open(&mut self, name: &str) -> Result<Result<RemoteFile, Refusal>, Error> {
-        self.link.send_message(self.stream, Request::Open { name: name.into() }.encode())?;
-        let message = loop {
-            match self.link.next_event()? {
-                Event::Message { bytes, .. } => break bytes,
-                Event::Connected { .. } => {}
-                other => return Err(surprise(&other)),
-            }
-        };
+        let message = self.ask(&Request::Open { name: name.into() })?;
         let (mut id, mut len, mut version) = (None, None, None);
         if let Some(refusal) = refusal_of(&message)? {
             return Ok(Err(refusal));
@@ -294,8 +373,8 @@ impl<S: Sink> RangeClient<S> {
         let request = Request::Read { file, offset, len: len as usize };
         self.link.send_message(self.stream, request.encode())?;
         loop {
-            match self.link.next_event()? {
-                Event::Metadata { stream, info, known: false }
+            match self.answer()? {
+                Event::Metadata { stream, info, known: false, .. }
                     if info.storage_len == len && memory.is_some() =>
                 {
                     if let Some(sink) = memory.take() {
@@ -320,6 +399,76 @@ impl<S: Sink> RangeClient<S> {
                 other => return Err(surprise(&other)),
             }
         }
+    }
+
+    /// The file of this name, or all files below the directory of this name, in the order of their names.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn list(&mut self, name: &str) -> Result<Result<Vec<ListedFile>, Refusal>, Error> {
+        let mut files: Vec<ListedFile> = Vec::new();
+        loop {
+            let after = files.last().map(|file| file.name.clone());
+            let message = self.ask(&Request::List { name: name.into(), after })?;
+            if let Some(refusal) = refusal_of(&message)? {
+                return Ok(Err(refusal));
+            }
+            let before = files.len();
+            let mut fields = Fields::new(&message, 0);
+            while let Some(field) = fields.next()? {
+                if field.tag != ENTRY {
+                    field.skip()?;
+                    continue;
+                }
+                let bad = || Error::Protocol { stream: 0, what: "a file that is listed wrongly".into() };
+                let (len, name) = field.bytes().split_first_chunk::<8>().ok_or_else(bad)?;
+                let name = std::str::from_utf8(name).map_err(|_| bad())?.to_string();
+                // Otherwise it could go on for ever.
+                if files.last().is_some_and(|last| last.name >= name) || files.len() >= MAX_LISTED {
+                    return Err(bad());
+                }
+                files.push(ListedFile { name, len: u64::from_le_bytes(*len) });
+            }
+            if files.len() == before {
+                return Ok(Ok(files));
+            }
+        }
+    }
+
+    /// Says that this end will have what is of this name, and serve it at `address`: the address of one who has it already, or is about to, and from
+    /// whom it is to be read; `None` for the server itself. `lost` is one who was named before and is gone.
+    ///
+    /// # Errors
+    /// What ended the connection.
+    pub fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Result<Option<String>, Error> {
+        let lost = lost.map(Into::into);
+        let message = self.ask(&Request::Join { name: name.into(), address: address.into(), lost })?;
+        let (mut fields, mut from) = (Fields::new(&message, 0), None);
+        while let Some(field) = fields.next()? {
+            match field.tag {
+                ADDRESS => from = Some(field.text()?.to_string()),
+                _ => field.skip()?,
+            }
+        }
+        Ok(from)
+    }
+
+    fn ask(&mut self, request: &Request) -> Result<Bytes, Error> {
+        self.link.send_message(self.stream, request.encode())?;
+        loop {
+            match self.answer()? {
+                Event::Message { bytes, .. } => return Ok(bytes),
+                Event::Connected { .. } => {}
+                other => return Err(surprise(&other)),
+            }
+        }
+    }
+
+    /// What the server says next, which may look for memory first, but not for ever.
+    fn answer(&mut self) -> Result<Event<S>, Error> {
+        let patience = self.link.patience();
+        let stalled = Error::Stalled { peer: self.link.peer().into(), after: patience };
+        self.link.next_event_within(patience)?.ok_or(stalled)
     }
 
     /// The memory of a range that was not read to its end, when the connection has ended.

@@ -9,7 +9,7 @@ use ts_pool::ts_streams::Device;
 use ts_pool::{BlockStats, TensorBuffer};
 
 use crate::memory::{GpuMemory, Memory, PooledMemory};
-use crate::{Connection, ConnectionOptions, Error, Event, Role, SendOptions, Sink, TensorInfo};
+use crate::{Connection, ConnectionOptions, Error, Event, Role, SendOptions, Sink, Tensor, TensorInfo};
 
 /// What a receiver of tensors says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,8 +56,8 @@ pub type PooledGpuReceiver<D> = TensorReceiver<PooledMemory<D>>;
 /// let mut receiver = TensorReceiver::new(HostMemory { limit_bytes: 1 << 30 });
 /// receiver.feed(&sender.encode())?;
 /// while receiver.poll() != ReceiverEvent::End {}
-/// let (info, bytes) = receiver.take()?;
-/// assert_eq!((info.meta.shape, bytes), (vec![2, 2], vec![7; 16]));
+/// let tensor = receiver.take()?;
+/// assert_eq!((tensor.info.meta.shape, tensor.buffer), (vec![2, 2], vec![7; 16]));
 /// # Ok::<(), ts_remote::Error>(())
 /// ```
 #[derive(Debug)]
@@ -123,16 +123,16 @@ impl<M: Memory> TensorReceiver<M> {
     /// # Errors
     /// As [`feed`](Self::feed).
     pub fn filled(&mut self, len: usize) -> Result<(), Error> {
-        self.connection.filled(len)?;
+        let filled = self.connection.filled(len);
         while let Some(event) = self.connection.poll() {
             self.hear(event)?;
         }
-        Ok(())
+        filled
     }
 
     fn hear(&mut self, event: Event<M::Sink>) -> Result<(), Error> {
         match event {
-            Event::Metadata { stream, info, known } => {
+            Event::Metadata { stream, info, known, .. } => {
                 (self.expected, self.received) = (if known { 0 } else { info.storage_len }, 0);
                 if self.expected > 0 {
                     let sink = self.memory.allocate(&info)?;
@@ -178,7 +178,7 @@ impl<M: Memory> TensorReceiver<M> {
     ///
     /// # Errors
     /// [`Error::Misuse`] when none is complete, or it is a view of one that was taken before; what the memory says.
-    pub fn take(&mut self) -> Result<(TensorInfo, <M::Sink as Sink>::Full), Error> {
+    pub fn take(&mut self) -> Result<Tensor<<M::Sink as Sink>::Full>, Error> {
         let none = || Error::Misuse("no tensor is complete".into());
         let (info, sink) = self.complete.pop_front().ok_or_else(none)?;
         let sink = match sink {
@@ -189,7 +189,7 @@ impl<M: Memory> TensorReceiver<M> {
                 return Err(Error::Misuse(what));
             }
         };
-        Ok((info, sink.finish()?))
+        Ok(Tensor { info, buffer: sink.finish()? })
     }
 
     /// Gives the source of its memory back. What was not taken is dropped.
@@ -208,14 +208,14 @@ impl GpuTensorReceiver {
     ///
     /// # Errors
     /// As [`take`](Self::take); [`Error::Memory`] when it cannot be copied.
-    pub fn take_tensor(&mut self) -> Result<(TensorInfo, Vec<u8>), Error> {
-        let (info, buffer) = self.take()?;
+    pub fn take_tensor(&mut self) -> Result<Tensor<Vec<u8>>, Error> {
+        let Tensor { info, buffer } = self.take()?;
         let bytes = TensorBuffer::to_host(&buffer).map_err(|error| Error::Memory {
             tensor: info.name.clone(),
             bytes: info.storage_len,
             source: error.into(),
         })?;
-        Ok((info, bytes))
+        Ok(Tensor { info, buffer: bytes })
     }
 }
 

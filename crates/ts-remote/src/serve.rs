@@ -44,13 +44,15 @@ pub struct ServerOptions {
     pub max_strangers: usize,
     /// How long who connects may take to say who it is.
     pub introduction: Duration,
+    /// How long a connection may be open and nothing be wanted of it. Who wants something later connects again.
+    pub idle: Duration,
     /// Certificates, for connections by TCP.
     #[cfg(feature = "tls")]
     pub tls: Option<TlsServer>,
 }
 
 impl Default for ServerOptions {
-    /// 512 connections, 128 of strangers, which have 10 s, and windows of 64 KiB: for who sends little and is sent much.
+    /// 512 connections, 128 of strangers, which have 10 s, 10 minutes for who wants nothing, and windows of 64 KiB: for who sends little and is sent much.
     fn default() -> Self {
         Self {
             connection: ConnectionOptions {
@@ -61,6 +63,7 @@ impl Default for ServerOptions {
             max_connections: 512,
             max_strangers: 128,
             introduction: Duration::from_secs(10),
+            idle: Duration::from_secs(600),
             #[cfg(feature = "tls")]
             tls: None,
         }
@@ -133,6 +136,7 @@ pub fn serve<S: Session>(
             let polled = ready.get(number).copied().unwrap_or(true);
             let kept = polled || guest.waits();
             let result = if kept { guest.turn() } else { Ok(false) };
+            let result = result.and_then(|went| guest.check(options.idle).map(|()| went));
             match result {
                 Ok(went) => {
                     busy |= went;
@@ -239,6 +243,19 @@ impl<S: Session> Guest<S> {
         let ready = self.session.is_ready(self.link.connection());
         let after = self.link.peek().unsent_bytes();
         self.link.may_read() || after > before || (ready && self.link.peek().may_have_events())
+    }
+
+    /// # Errors
+    /// [`Error::Stalled`] when it does not take what it is sent; [`Error::Closed`] when nothing has been wanted for long.
+    fn check(&mut self, idle: Duration) -> Result<(), Error> {
+        self.link.check_progress()?;
+        if self.link.at_rest() < idle {
+            return Ok(());
+        }
+        let reason = format!("nothing was wanted for {idle:?}");
+        self.link.connection().close(&reason);
+        self.link.drive()?;
+        Err(Error::Closed { reason })
     }
 
     /// Reads, serves and writes, as much as goes; whether something did.

@@ -3,15 +3,19 @@
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
 use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, recvmsg, sendmsg};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
 use socket2::{SockRef, TcpKeepalive};
 
 use crate::Error;
@@ -32,6 +36,19 @@ impl fmt::Display for Address {
         match self {
             Self::Tcp(address) => f.write_str(address),
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+impl Address {
+    /// Whether others than this machine's own programs may reach it. Asks for the addresses of a name, and may block for that.
+    pub fn is_public(&self) -> bool {
+        match self {
+            Self::Unix(_) => false,
+            Self::Tcp(name) => {
+                let mut found = name.to_socket_addrs().into_iter().flatten().peekable();
+                found.peek().is_none() || found.any(|address| !address.ip().is_loopback())
+            }
         }
     }
 }
@@ -68,7 +85,8 @@ pub struct Socket {
 #[derive(Debug)]
 enum Stream {
     Tcp(TcpStream),
-    Unix(UnixStream),
+    /// With the descriptor that came last.
+    Unix(UnixStream, Option<OwnedFd>),
     #[cfg(feature = "tls")]
     Tls(Box<TlsStream>),
 }
@@ -118,7 +136,7 @@ impl Socket {
 
     fn of_unix(stream: UnixStream, peer: String) -> io::Result<Self> {
         stream.set_read_timeout(Some(SLICE))?;
-        Ok(Self { stream: Stream::Unix(stream), peer })
+        Ok(Self { stream: Stream::Unix(stream, None), peer })
     }
 
     /// Goes on under TLS with a server, whose certificate must be of the name or address that was connected to. Does not wait for it.
@@ -159,9 +177,22 @@ impl Socket {
         let flags = if wait { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
         match &mut self.stream {
             Stream::Tcp(stream) => receive(stream, into, flags),
-            Stream::Unix(stream) => receive(stream, into, flags),
+            Stream::Unix(stream, descriptor) => receive_with(stream, into, flags, descriptor),
             #[cfg(feature = "tls")]
             Stream::Tls(stream) => stream.read(into, flags),
+        }
+    }
+
+    /// Whether descriptors travel on it.
+    pub(crate) fn takes_descriptors(&self) -> bool {
+        matches!(self.stream, Stream::Unix(..))
+    }
+
+    /// The descriptor that came with what was read last.
+    pub(crate) fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        match &mut self.stream {
+            Stream::Unix(_, descriptor) => descriptor.take(),
+            _ => None,
         }
     }
 
@@ -169,7 +200,7 @@ impl Socket {
     pub(crate) fn may_have_more(&self, len: usize, wanted: usize) -> bool {
         match &self.stream {
             // A socket that gives less is empty, but while large things come more has come meanwhile.
-            Stream::Tcp(_) | Stream::Unix(_) => len == wanted || len > 4096,
+            Stream::Tcp(_) | Stream::Unix(..) => len == wanted || len > 4096,
             // What it has, others may have taken off the socket.
             #[cfg(feature = "tls")]
             Stream::Tls(stream) => len == wanted || stream.has_input(),
@@ -180,7 +211,7 @@ impl Socket {
     pub(crate) fn may_take_more(&self, len: usize, wanted: usize) -> bool {
         match &self.stream {
             // A socket that takes less is full.
-            Stream::Tcp(_) | Stream::Unix(_) => len == wanted,
+            Stream::Tcp(_) | Stream::Unix(..) => len == wanted,
             #[cfg(feature = "tls")]
             Stream::Tls(stream) => !stream.wants_write(),
         }
@@ -190,7 +221,7 @@ impl Socket {
     pub(crate) fn shutdown(&mut self) -> io::Result<()> {
         let done = match &mut self.stream {
             Stream::Tcp(stream) => stream.shutdown(Shutdown::Write),
-            Stream::Unix(stream) => stream.shutdown(Shutdown::Write),
+            Stream::Unix(stream, _) => stream.shutdown(Shutdown::Write),
             #[cfg(feature = "tls")]
             Stream::Tls(stream) => stream.shutdown(),
         };
@@ -198,10 +229,21 @@ impl Socket {
         done.or_else(|error| if error.kind() == io::ErrorKind::NotConnected { Ok(()) } else { Err(error) })
     }
 
+    /// Bytes that were written and that the other end's system does not have yet; `None` where this one does not say.
+    pub(crate) fn undelivered(&self) -> Option<u64> {
+        match &self.stream {
+            Stream::Tcp(stream) => crate::delivery::undelivered(stream),
+            // There is only one system.
+            Stream::Unix(..) => Some(0),
+            #[cfg(feature = "tls")]
+            Stream::Tls(stream) => crate::delivery::undelivered(stream.tcp()),
+        }
+    }
+
     /// Whether bytes that it took wait for the system.
     pub(crate) fn wants_write(&self) -> bool {
         match &self.stream {
-            Stream::Tcp(_) | Stream::Unix(_) => false,
+            Stream::Tcp(_) | Stream::Unix(..) => false,
             #[cfg(feature = "tls")]
             Stream::Tls(stream) => stream.wants_write(),
         }
@@ -210,16 +252,24 @@ impl Socket {
     /// Hands over what it took, as far as the system takes it.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
         match &mut self.stream {
-            Stream::Tcp(_) | Stream::Unix(_) => Ok(()),
+            Stream::Tcp(_) | Stream::Unix(..) => Ok(()),
             #[cfg(feature = "tls")]
             Stream::Tls(stream) => stream.flush(),
         }
     }
 
-    pub(crate) fn write(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+    /// Writes what it takes at once, a descriptor with the first byte: only to sockets that take such.
+    pub(crate) fn write(
+        &mut self,
+        from: &[IoSlice<'_>],
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> io::Result<usize> {
         match &mut self.stream {
             Stream::Tcp(stream) => send(stream, from),
-            Stream::Unix(stream) => send(stream, from),
+            Stream::Unix(stream, _) => match descriptor {
+                Some(descriptor) => send_with(stream, from, descriptor),
+                None => send(stream, from),
+            },
             #[cfg(feature = "tls")]
             Stream::Tls(stream) => stream.write(from),
         }
@@ -258,7 +308,7 @@ impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.stream {
             Stream::Tcp(stream) => stream.as_fd(),
-            Stream::Unix(stream) => stream.as_fd(),
+            Stream::Unix(stream, _) => stream.as_fd(),
             #[cfg(feature = "tls")]
             Stream::Tls(stream) => stream.tcp().as_fd(),
         }
@@ -268,6 +318,33 @@ impl AsFd for Socket {
 /// Reads from a socket.
 pub(crate) fn receive(socket: impl AsFd, into: &mut [IoSliceMut<'_>], flags: RecvFlags) -> io::Result<usize> {
     Ok(recvmsg(socket, into, &mut RecvAncillaryBuffer::default(), flags)?.bytes)
+}
+
+/// As [`receive`], with a descriptor that comes with it. Of more than one the system drops the rest.
+fn receive_with(
+    socket: impl AsFd,
+    into: &mut [IoSliceMut<'_>],
+    flags: RecvFlags,
+    descriptor: &mut Option<OwnedFd>,
+) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let len = recvmsg(socket, into, &mut ancillary, flags | RecvFlags::CMSG_CLOEXEC)?.bytes;
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(descriptors) = message {
+            descriptors.for_each(|came| *descriptor = Some(came));
+        }
+    }
+    Ok(len)
+}
+
+/// As [`send`], with a descriptor.
+fn send_with(socket: impl AsFd, from: &[IoSlice<'_>], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [descriptor];
+    ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+    Ok(sendmsg(socket, from, &mut ancillary, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?)
 }
 
 /// Writes what a socket takes at once.

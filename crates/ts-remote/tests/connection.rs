@@ -3,17 +3,19 @@
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::collections::{HashMap, VecDeque};
+use std::os::fd::OwnedFd;
 
 use bytes::Bytes;
 use proptest::prelude::*;
 use ts_format::{Codec, Compression, Dtype};
+use ts_pool::SharedMemory;
 use ts_remote::{Connection, ConnectionOptions, Error, Event, Role, SendOptions, TensorInfo};
 
 type End = Connection<Vec<u8>>;
 
-/// A stream of bytes from one end to the other.
+/// A stream of bytes from one end to the other, and descriptors that go with some of them.
 #[derive(Default)]
-struct Pipe(VecDeque<u8>);
+struct Pipe(VecDeque<u8>, VecDeque<(u64, OwnedFd)>, [u64; 2]);
 
 impl Pipe {
     /// At most so many bytes of what an end has to write.
@@ -22,6 +24,10 @@ impl Pipe {
             return 0;
         }
         let bytes: Vec<u8> = end.write_slices(16).iter().flat_map(|s| s.iter().copied()).take(most).collect();
+        if let Some(descriptor) = end.descriptor_to_send().filter(|_| !bytes.is_empty()) {
+            self.1.push_back((self.2[0], descriptor.try_clone_to_owned().unwrap()));
+        }
+        self.2[0] += bytes.len() as u64;
         end.written(bytes.len());
         self.0.extend(&bytes);
         bytes.len()
@@ -30,12 +36,24 @@ impl Pipe {
     /// At most so many bytes to an end.
     fn give_to(&mut self, end: &mut End, most: usize) -> Result<usize, Error> {
         let mut len = 0;
+        let next = |descriptors: &VecDeque<(u64, OwnedFd)>| descriptors.front().map(|(at, _)| *at);
+        // As a socket does: no read goes beyond the first byte of what has another descriptor.
+        let begun = self.2[1];
+        let most = match next(&self.1) {
+            Some(at) if at > begun => most.min((at - begun) as usize),
+            _ => most,
+        };
+        let came = if next(&self.1) == Some(begun) && most > 0 { self.1.pop_front() } else { None };
         for target in end.read_targets()? {
             for byte in target.iter_mut().take(most - len) {
                 let Some(next) = self.0.pop_front() else { break };
                 *byte = next;
                 len += 1;
             }
+        }
+        self.2[1] += len as u64;
+        if let Some((_, descriptor)) = came {
+            end.descriptor_received(descriptor);
         }
         if len > 0 { end.filled(len).map(|()| len) } else { Ok(0) }
     }
@@ -98,7 +116,7 @@ impl Both {
 
     fn hear(&mut self, end: usize, event: Event<Vec<u8>>) {
         let (stream, item) = match event {
-            Event::Metadata { stream, info, known } if !known && info.storage_len > 0 => {
+            Event::Metadata { stream, info, known, .. } if !known && info.storage_len > 0 => {
                 self.announced[end].push_back((stream, info.storage_len as usize));
                 return;
             }
@@ -134,17 +152,20 @@ enum Op {
     Tensor { which: usize, len: usize, codec: usize, checksums: bool },
     Message { which: usize, len: usize },
     Finish { which: usize },
+    Share { end: usize, len: usize },
     Run { most: usize, accept: bool },
 }
 
 fn ops() -> impl Strategy<Value = Vec<Op>> {
-    let len = prop_oneof![0usize..300, 3000usize..9000, Just(70_000usize)];
+    let len =
+        prop_oneof![6 => 0usize..300, 6 => 3000usize..9000, 2 => Just(70_000usize), 1 => Just(200_001usize)];
     let op = prop_oneof![
         1 => (0usize..2).prop_map(|end| Op::Open { end }),
         4 => (0usize..8, len.clone(), 0usize..4, any::<bool>())
             .prop_map(|(which, len, codec, checksums)| Op::Tensor { which, len, codec, checksums }),
         3 => (0usize..8, 0usize..6000).prop_map(|(which, len)| Op::Message { which, len }),
         1 => (0usize..8).prop_map(|which| Op::Finish { which }),
+        1 => (0usize..2, prop_oneof![1usize..50, 5000usize..200_000]).prop_map(|(end, len)| Op::Share { end, len }),
         8 => (prop_oneof![1usize..40, 100usize..5000, Just(1usize << 20)], any::<bool>())
             .prop_map(|(most, accept)| Op::Run { most, accept }),
     ];
@@ -192,6 +213,8 @@ proptest! {
                     // A stream of which the other end has never heard ends unheard.
                     if let Some(items) = sent[end].get_mut(&stream) { items.push(Item::Finished); }
                 }
+                // A second time there is nothing to share.
+                Op::Share { end, len } => { let _ = both.ends[end].share(SharedMemory::create(len).unwrap()); }
                 Op::Run { most, accept } => { both.run(most, accept).unwrap(); }
             }
         }
@@ -339,7 +362,7 @@ fn strangers_are_turned_away_and_told_why() {
     };
     assert!(matches!(&told, Error::Closed { reason } if reason.contains("token")), "{told}");
     let mut stranger = End::new(Role::Acceptor, with(None));
-    let mut pipe = Pipe(b"GET / HTTP/1.1\r\n\r\n".iter().copied().collect());
+    let mut pipe = Pipe(b"GET / HTTP/1.1\r\n\r\n".iter().copied().collect(), VecDeque::new(), [0, 0]);
     let told = pipe.give_to(&mut stranger, usize::MAX).unwrap_err();
     assert!(told.to_string().contains("does not speak this protocol"), "{told}");
 }
@@ -416,4 +439,90 @@ fn a_stream_that_is_over_stays_over() {
     };
     assert!(refused.to_string().contains("stream that is over"), "{refused}");
     assert!(both.ends[1].read_targets().is_err(), "nothing more can be read");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn large_payloads_go_by_shared_memory_where_the_other_end_takes_it() {
+    for taken in [true, false] {
+        let takes = if taken { 1 } else { 0 };
+        let taking = ConnectionOptions { shared_bytes: takes, ..ConnectionOptions::default() };
+        let mut both = Both::new([ConnectionOptions::default(), taking]);
+        both.connect();
+        both.ends[0].share(SharedMemory::create(256 << 10).unwrap()).unwrap();
+        while both.run(usize::MAX, true).unwrap() > 0 {}
+        let bytes = payload(5 << 20, 8);
+        let stream = both.ends[0].open_stream().unwrap();
+        let before = both.ends[0].stats().sent_bytes;
+        let checked = SendOptions { checksums: true, ..SendOptions::default() };
+        both.ends[0].send(stream, tensor("w", &bytes), bytes.clone().into(), checked).unwrap();
+        while both.run(usize::MAX, true).unwrap() > 0 {}
+        let by_socket = both.ends[0].stats().sent_bytes - before;
+        assert_eq!(by_socket < 10_000, taken, "{by_socket} bytes by the socket");
+        assert_eq!(both.came[1][&stream], [Item::Tensor(tensor("w", &bytes), bytes)]);
+    }
+}
+
+#[test]
+fn a_stream_counts_until_the_other_end_has_taken_it() {
+    let few = ConnectionOptions { max_streams: 3, ..ConnectionOptions::default() };
+    let mut both = Both::new([ConnectionOptions::default(), few]);
+    both.connect();
+    let mut opened = Vec::new();
+    for round in 0..200 {
+        while let Ok(stream) = both.ends[0].open_stream() {
+            match round % 4 {
+                0 => {}
+                _ => both.ends[0].send_message(stream, b"m"[..].into()).unwrap(),
+            }
+            match round % 3 {
+                0 => both.ends[0].cancel(stream, "never mind"),
+                _ => both.ends[0].finish(stream).unwrap(),
+            }
+            opened.push(stream);
+        }
+        both.run(50, true).unwrap();
+        if round % 5 == 0
+            && let Some(&stream) = opened.last()
+        {
+            both.ends[1].cancel(stream, "no, thanks");
+        }
+    }
+    while both.run(usize::MAX, true).unwrap() > 0 {}
+    assert!(opened.len() > 100, "{} streams", opened.len());
+    assert!(opened.iter().all(|&stream| both.ends[0].is_taken(stream)));
+}
+
+#[test]
+fn what_is_refused_is_not_compared_with_its_checksum() {
+    let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
+    both.connect();
+    let (bytes, checked) = (payload(1 << 20, 9), SendOptions { checksums: true, ..SendOptions::default() });
+    let streams = [(); 2].map(|()| both.ends[0].open_stream().unwrap());
+    for stream in streams {
+        both.ends[0].send(stream, tensor("w", &bytes), bytes.clone().into(), checked).unwrap();
+    }
+    for _ in 0..3 {
+        both.run(50_000, false).unwrap();
+    }
+    both.ends[1].cancel(streams[0], "no, thanks");
+    both.announced[1].retain(|&(stream, _)| stream != streams[0]);
+    while both.run(50_000, true).unwrap() > 0 {}
+    assert_eq!(both.came[1][&streams[1]], [Item::Tensor(tensor("w", &bytes), bytes)]);
+}
+
+#[test]
+fn who_does_not_read_answers_is_not_answered_for_ever() {
+    let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
+    both.connect();
+    // The end of a stream that was never begun, again and again.
+    let stream = both.ends[0].open_stream().unwrap();
+    both.ends[0].finish(stream).unwrap();
+    both.pipes[0].take_from(&mut both.ends[0], usize::MAX);
+    let again: Vec<u8> = both.pipes[0].0.iter().copied().collect();
+    let refused = (0..100_000).find_map(|_| {
+        both.pipes[0].0.extend(&again);
+        both.pipes[0].give_to(&mut both.ends[1], usize::MAX).err()
+    });
+    assert!(refused.unwrap().to_string().contains("has not read"));
 }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The bytes that PROTOCOL.md says: what one end writes, kept in a file that also is where the fuzzer begins.
+#![cfg(target_os = "linux")] // shared memory
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use ts_format::{Codec, Compression, Dtype};
+use ts_pool::SharedMemory;
 use ts_remote::{Connection, ConnectionOptions, Event, Role, SendOptions, TensorInfo};
 
 const CONVERSATION: &[u8] = include_bytes!("../../../fuzz/seeds/wire/conversation");
@@ -15,13 +17,19 @@ fn connector() -> Vec<u8> {
     let mut said = Vec::new();
     let mut step = |ends: &mut [Connection<Vec<u8>>; 2], from: usize| {
         let mut bytes = Vec::new();
+        let mut descriptor = None;
         while ends[from].plan_writes() {
+            descriptor =
+                ends[from].descriptor_to_send().map(|d| d.try_clone_to_owned().unwrap()).or(descriptor);
             let before = bytes.len();
             ends[from].write_slices(99).iter().for_each(|slice| bytes.extend_from_slice(slice));
             ends[from].written(bytes.len() - before);
         }
         if from == 0 {
             said.extend_from_slice(&bytes);
+        }
+        if let Some(descriptor) = descriptor {
+            ends[1 - from].descriptor_received(descriptor);
         }
         let mut rest = &bytes[..];
         while !rest.is_empty() {
@@ -34,7 +42,7 @@ fn connector() -> Vec<u8> {
             }
             ends[1 - from].filled(len).unwrap();
             while let Some(event) = ends[1 - from].poll() {
-                if let Event::Metadata { stream, info, known: false } = event {
+                if let Event::Metadata { stream, info, known: false, .. } = event {
                     let len = info.storage_len as usize;
                     if len > 0 {
                         ends[1 - from].accept(stream, vec![0; len]).unwrap();
@@ -74,6 +82,17 @@ fn connector() -> Vec<u8> {
     step(&mut ends, 0);
     ends[0].cancel(given_up, "never mind");
     step(&mut ends, 0);
+    ends[0].share(SharedMemory::create(4096).unwrap()).unwrap();
+    step(&mut ends, 0);
+    step(&mut ends, 1);
+    let shared = ends[0].open_stream().unwrap();
+    let large = TensorInfo::new("s", Dtype::U8, [65_536u64]).unwrap();
+    let checked = SendOptions { checksums: true, ..SendOptions::default() };
+    ends[0].send(shared, large, vec![6; 65_536].into(), checked).unwrap();
+    while !ends[0].is_sent(shared) {
+        step(&mut ends, 0);
+        step(&mut ends, 1);
+    }
     said
 }
 

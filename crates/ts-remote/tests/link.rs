@@ -9,9 +9,12 @@ use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ts_remote::{Address, ConnectionOptions, Error, ErrorKind, Event, Link, Listener, Role};
+use ts_format::Dtype;
+use ts_remote::{
+    Address, ConnectionOptions, Error, ErrorKind, Event, Link, Listener, Role, SendOptions, TensorInfo,
+};
 
-use together::{both_ways, options};
+use together::{both_ways, options, payload};
 
 fn any_port() -> Address {
     "127.0.0.1:0".parse().unwrap()
@@ -120,4 +123,125 @@ fn an_end_that_dies_is_missed() {
     TcpStream::connect(address).unwrap().write_all(b"TSWIRE1\n\x01\x00").unwrap();
     let lost = other.join().unwrap().unwrap_err();
     assert_eq!(lost.kind(), ErrorKind::Network, "{lost}");
+}
+
+#[test]
+fn two_ends_that_wait_for_each_other_are_told() {
+    let options = ConnectionOptions { patience: Duration::from_millis(300), ..options() };
+    let listener = Listener::bind(&any_port(), options.timeout).unwrap();
+    let address = listener.address().clone();
+    let send = |mut link: Link<Vec<u8>>| {
+        let stream = link.connection().open_stream().unwrap();
+        let info = TensorInfo::new("w", Dtype::U8, [32u64 << 20]).unwrap();
+        link.send(stream, info, vec![1; 32 << 20].into(), SendOptions::default())
+    };
+    let with = options.clone();
+    let other = thread::spawn(move || {
+        send(Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, with).unwrap())
+    });
+    let ends = [send(Link::connect(&address, options).unwrap()), other.join().unwrap()];
+    assert!(ends.iter().any(|end| matches!(end, Err(Error::Stalled { .. }))), "{ends:?}");
+    assert!(ends.iter().all(Result::is_err), "{ends:?}");
+}
+
+/// Sends a tensor from one end to the other, and says how many bytes its socket carried.
+fn carried(listener: &Listener, address: &Address) -> u64 {
+    let bytes = payload(8 << 20, 3);
+    thread::scope(|scope| {
+        let receiver = scope.spawn(|| {
+            let mut link =
+                Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options()).unwrap();
+            loop {
+                match link.next_event().unwrap() {
+                    Event::Metadata { stream, info, .. } => {
+                        link.connection().accept(stream, vec![0; info.storage_len as usize]).unwrap();
+                    }
+                    Event::End { sink, .. } => {
+                        assert!(sink.unwrap() == payload(8 << 20, 3));
+                        // Its thanks are the other end's sign to go.
+                        let stream = link.connection().open_stream().unwrap();
+                        return link.send_message(stream, b"thanks"[..].into()).unwrap();
+                    }
+                    _ => {}
+                }
+            }
+        });
+        let mut link = Link::<Vec<u8>>::connect(address, options()).unwrap();
+        let stream = link.connection().open_stream().unwrap();
+        let info = TensorInfo::new("w", Dtype::U8, [8u64 << 20]).unwrap();
+        link.send(stream, info, bytes.clone().into(), SendOptions::default()).unwrap();
+        while !matches!(link.next_event().unwrap(), Event::Message { .. }) {}
+        receiver.join().unwrap();
+        link.stats().sent_bytes
+    })
+}
+
+#[test]
+fn on_one_host_payloads_go_by_shared_memory_where_descriptors_get_through() {
+    let directory = tempfile::tempdir().unwrap();
+    let address = |name: &str| -> Address {
+        format!("unix:{}", directory.path().join(name).display()).parse().unwrap()
+    };
+    let listener = Listener::bind(&address("direct"), options().timeout).unwrap();
+    let direct = carried(&listener, listener.address());
+    // What went before the other end had said that it takes it went by the socket.
+    #[cfg(target_os = "linux")]
+    assert!(direct < 6 << 20, "{direct} bytes by the socket");
+
+    // Somebody between them who passes bytes on, as ssh does, and nothing else.
+    let between = std::os::unix::net::UnixListener::bind(directory.path().join("between")).unwrap();
+    let target = directory.path().join("direct");
+    let passing = thread::spawn(move || {
+        let (near, _) = between.accept().unwrap();
+        let far = std::os::unix::net::UnixStream::connect(target).unwrap();
+        let (mut a, mut b) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+        let back = thread::spawn(move || std::io::copy(&mut b, &mut a));
+        let (mut near, mut far) = (near, far);
+        let _ = std::io::copy(&mut near, &mut far);
+        let _ = far.shutdown(std::net::Shutdown::Both);
+        let _ = back.join().unwrap();
+    });
+    let indirect = carried(&listener, &address("between"));
+    assert!(indirect > 8 << 20, "{indirect} bytes by the socket, and {direct} without anybody between");
+    passing.join().unwrap();
+}
+
+#[test]
+fn who_is_there_and_says_nothing_at_all_is_given_up() {
+    let short = ConnectionOptions { timeout: Duration::from_secs(1), ..ConnectionOptions::default() };
+    let listener = Listener::bind(&any_port(), short.timeout).unwrap();
+    let address = listener.address().clone();
+    let with = short.clone();
+    // It takes what it is sent, as the system does for a process that has stopped.
+    let other = thread::spawn(move || {
+        Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, with).unwrap()
+    });
+    let mut link = Link::<Vec<u8>>::connect(&address, short.clone()).unwrap();
+    let stopped = other.join().unwrap();
+    let begin = Instant::now();
+    let given_up = loop {
+        match link.next_event() {
+            Ok(_) => {}
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(given_up.kind(), ErrorKind::TimedOut, "{given_up}");
+    assert!(begin.elapsed() < Duration::from_secs(10));
+    drop(stopped);
+
+    // And one that says who it is, a byte at a time.
+    let listener = Listener::bind(&any_port(), short.timeout).unwrap();
+    let address = listener.address().to_string();
+    let slow = thread::spawn(move || {
+        let mut socket = TcpStream::connect(address).unwrap();
+        for byte in *b"TSWIRE1\n\x01\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0" {
+            if socket.write_all(&[byte]).is_err() {
+                return;
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
+    });
+    let given_up = Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, short).unwrap_err();
+    assert_eq!(given_up.kind(), ErrorKind::TimedOut, "{given_up}");
+    slow.join().unwrap();
 }

@@ -8,7 +8,7 @@ use ts_pool::ts_streams::{Device, SimDevice, SimOptions, StreamPriority};
 use ts_pool::{GpuMemoryPool, PinnedMemoryPool, PoolConfig};
 use ts_remote::{
     ErrorKind, GpuMemory, GpuReceiverEvent, GpuTensorReceiver, HostMemory, Memory, PooledGpuReceiver,
-    PooledMemory, SendOptions, Sink, TensorInfo, TensorReceiver, TensorSender,
+    PooledMemory, SendOptions, Sink, Tensor, TensorInfo, TensorReceiver, TensorSender,
 };
 
 fn payload(len: usize) -> Vec<u8> {
@@ -57,7 +57,8 @@ fn a_tensor_comes_to_a_gpu_or_to_the_host_where_there_is_none() {
         }
     }
     assert_eq!((told, receiver.poll()), (bytes.len() as u64, GpuReceiverEvent::NeedMoreData));
-    assert_eq!(receiver.take_tensor().unwrap(), (info("w", bytes.len()), bytes));
+    let tensor = receiver.take_tensor().unwrap();
+    assert_eq!((tensor.info, tensor.buffer), (info("w", bytes.len()), bytes));
     assert_eq!(receiver.take().unwrap_err().kind(), ErrorKind::Misuse);
 }
 
@@ -103,7 +104,7 @@ proptest! {
         }
         carry(&mut sender, &mut receiver, most);
         for &len in &sizes {
-            let (info, block) = receiver.take().unwrap();
+            let Tensor { info, buffer: block } = receiver.take().unwrap();
             let mut bytes = vec![0; block.len()];
             block.read(0, &mut bytes, &stream).unwrap();
             prop_assert_eq!((info.storage_len as usize, bytes), (len, payload(len)));
@@ -134,7 +135,7 @@ fn without_a_device_blocks_of_pinned_memory_are_read_to() {
     let mut sender = TensorSender::new();
     sender.send(info("w", 5000), payload(5000).into(), SendOptions::default()).unwrap();
     carry(&mut sender, &mut receiver, 1 << 20);
-    let (_, block) = receiver.take().unwrap();
+    let block = receiver.take().unwrap().buffer;
     assert_eq!(block.host_bytes().unwrap(), payload(5000));
     assert!(receiver.gpu_pool_stats().is_none() && receiver.pinned_pool_stats().hits > 0);
 }

@@ -36,9 +36,7 @@ pub(crate) fn exchange(link: &mut Link<Vec<u8>>, sizes: &[usize], seed: u8) -> R
             _ => {}
         }
     }
-    while link.connection().has_unsent() {
-        link.flush(stream)?;
-    }
+    link.flush_all()?;
     Ok(came)
 }
 
@@ -61,7 +59,7 @@ pub(crate) fn both_ways(
     let came = exchange(&mut link, &sizes, 2).unwrap();
     let expected = |seed| sizes.map(|len| payload(len, seed)).to_vec();
     assert!(came == expected(1), "what the acceptor sent");
-    assert!(other.join().unwrap().unwrap() == expected(2), "what the connector sent");
     let ended = link.next_event().unwrap_err();
     assert!(matches!(&ended, Error::Closed { reason } if reason == "all is said"), "{ended}");
+    assert!(other.join().unwrap().unwrap() == expected(2), "what the connector sent");
 }
