@@ -298,7 +298,7 @@ pub(crate) fn partial_of(target: &Path) -> Option<PathBuf> {
 
 /// Whether `path` still names the file that was opened.
 #[cfg(unix)]
-fn is_at(file: &File, path: &Path) -> bool {
+pub(crate) fn is_at(file: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
     let same = |a: &fs::Metadata, b: &fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
     matches!((file.metadata(), fs::metadata(path)), (Ok(a), Ok(b)) if same(&a, &b))
@@ -306,7 +306,7 @@ fn is_at(file: &File, path: &Path) -> bool {
 
 /// Elsewhere a file that is open cannot be renamed or removed.
 #[cfg(not(unix))]
-fn is_at(_: &File, path: &Path) -> bool {
+pub(crate) fn is_at(_: &File, path: &Path) -> bool {
     path.exists()
 }
 

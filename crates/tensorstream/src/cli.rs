@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The command line: `tensorstream info|verify|diff|convert|compact|plan|serve-weights|bench|demo`.
+//! The command line: `tensorstream info|verify|diff|convert|compact|plan|serve-weights|fetch|bench|demo`.
 //!
 //! Exit status: 0 when all is well, 1 when a file is damaged, two differ or something failed, 2 for wrong arguments, 130 when
 //! interrupted.
@@ -98,6 +98,10 @@ enum Command {
     /// Serves the files below a directory to whoever streams from them: `ts://HOST:PORT/NAME`.
     #[cfg(feature = "remote")]
     ServeWeights(serve::Arguments),
+    /// Fetches files of such a server to a directory, and serves them on as they come if it is to listen: so many machines have them in about the
+    /// time of one.
+    #[cfg(feature = "remote")]
+    Fetch(serve::FetchArguments),
     /// Measures what this machine can do.
     #[command(subcommand)]
     Bench(Bench),
@@ -176,6 +180,8 @@ impl Command {
             }
             #[cfg(feature = "remote")]
             Command::ServeWeights(arguments) => serve::run(&arguments, as_json, interrupt),
+            #[cfg(feature = "remote")]
+            Command::Fetch(arguments) => serve::fetched(&arguments, as_json, interrupt),
             Command::Bench(Bench::Io(arguments)) => bench_io::run(&arguments, as_json, interrupt),
             Command::Bench(Bench::Codec(arguments)) => bench_codec::run(&arguments, as_json, interrupt),
             Command::Demo { path, budget, passes } => {

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use ts_io::{Distant, Fingerprint, Source};
 use ts_pool::Buffer;
 use ts_remote::{
-    Address, ConnectionOptions, Identity, MAX_RANGE, RangeClient, Refusal, RefusalKind, RemoteFile, Sink,
-    Socket, TlsClient,
+    Address, ConnectionOptions, Identity, ListedFile, MAX_RANGE, RangeClient, Refusal, RefusalKind,
+    RemoteFile, Sink, Socket, TlsClient,
 };
 
 /// What a URL of such a file begins with, without TLS and with.
@@ -18,6 +18,8 @@ const SCHEMES: [&str; 2] = ["ts://", "tss://"];
 /// How often a range is asked for again when the connection was lost.
 const ATTEMPTS: u32 = 4;
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
+/// The most files that a connection knows to be open: fewer than a server keeps.
+const MAX_KNOWN: usize = 256;
 /// Connections that are kept for the next read.
 const KEPT: usize = 32;
 
@@ -26,12 +28,23 @@ pub(crate) fn is_distant(url: &str) -> bool {
     SCHEMES.iter().any(|scheme| url.starts_with(scheme))
 }
 
+/// A server, and a name of its.
+pub(crate) struct Place {
+    pub(crate) server: Arc<Server>,
+    pub(crate) name: String,
+}
+
+/// What a URL names: `None` where it is none.
+pub(crate) fn place(url: &str) -> Option<Result<Place, ts_remote::Error>> {
+    let scheme = SCHEMES.into_iter().find(|scheme| url.starts_with(scheme))?;
+    let (address, name) = url[scheme.len()..].split_once('/')?;
+    let server = Server::of(address.parse().ok()?, scheme == SCHEMES[1]);
+    Some(server.map(|server| Place { server, name: name.into() }))
+}
+
 /// Opens a file of a server. Blocks, at most 60 s.
 pub(crate) fn open(url: &str) -> Result<Arc<Source>, ts_io::Error> {
-    let refused = |kind, what: String| ts_io::Error::Open {
-        path: url.into(),
-        source: std::io::Error::new(kind, what).into(),
-    };
+    let refused = |kind, what: String| refused(url, kind, what);
     let scheme = SCHEMES.into_iter().find(|scheme| url.starts_with(scheme)).unwrap_or_default();
     let rest = &url[scheme.len()..];
     let invalid =
@@ -41,29 +54,38 @@ pub(crate) fn open(url: &str) -> Result<Arc<Source>, ts_io::Error> {
     let server = Server::of(address, scheme == SCHEMES[1])
         .map_err(|error| refused(kind_of(&error), error.to_string()))?;
     let timeout = ts_io::BackendOptions::default().timeout;
-    let opened = server.open(name, timeout).map_err(|failure| match failure {
-        Failure::Network(error) => refused(kind_of(&error), error.to_string()),
-        Failure::Refused(Refusal { kind: RefusalKind::NotFound, reason }) => {
-            refused(std::io::ErrorKind::NotFound, reason)
-        }
-        Failure::Refused(refusal) => refused(std::io::ErrorKind::Other, refusal.reason),
-    })?;
+    let opened = server.open(name, timeout).map_err(|failure| unreadable(url, failure))?;
     let fingerprint = Fingerprint { identity: (0, 0), len: opened.len, modified: None, etag: None };
     let file = File { server, name: name.into(), url: url.into(), opened };
     Ok(Source::distant(url, fingerprint, Arc::new(file)))
 }
 
+fn refused(url: &str, kind: std::io::ErrorKind, what: String) -> ts_io::Error {
+    ts_io::Error::Open { path: url.into(), source: std::io::Error::new(kind, what).into() }
+}
+
+/// What cannot be had of a server, and why.
+pub(crate) fn unreadable(url: &str, failure: Failure) -> ts_io::Error {
+    match failure {
+        Failure::Network(error) => refused(url, kind_of(&error), error.to_string()),
+        Failure::Refused(Refusal { kind: RefusalKind::NotFound, reason }) => {
+            refused(url, std::io::ErrorKind::NotFound, reason)
+        }
+        Failure::Refused(refusal) => refused(url, std::io::ErrorKind::Other, refusal.reason),
+    }
+}
+
 fn kind_of(error: &ts_remote::Error) -> std::io::ErrorKind {
     match error {
         ts_remote::Error::Io { source, .. } => source.kind(),
-        ts_remote::Error::TimedOut { .. } => std::io::ErrorKind::TimedOut,
+        ts_remote::Error::TimedOut { .. } | ts_remote::Error::Stalled { .. } => std::io::ErrorKind::TimedOut,
         _ => std::io::ErrorKind::Other,
     }
 }
 
 /// A server, and the connections to it that nobody uses now.
 #[derive(Debug)]
-struct Server {
+pub(crate) struct Server {
     address: Address,
     tls: Option<TlsClient>,
     options: ConnectionOptions,
@@ -77,7 +99,8 @@ struct Conversation {
     files: HashMap<String, RemoteFile>,
 }
 
-enum Failure {
+/// Why something was not done.
+pub(crate) enum Failure {
     Network(ts_remote::Error),
     Refused(Refusal),
 }
@@ -121,7 +144,36 @@ impl Server {
         Ok(Conversation { client: RangeClient::new(socket, options)?, files: HashMap::new() })
     }
 
-    fn open(&self, name: &str, timeout: Duration) -> Result<RemoteFile, Failure> {
+    pub(crate) fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Another server, which is spoken to as this one.
+    pub(crate) fn beside(&self, address: Address) -> Arc<Self> {
+        let (tls, options) = (self.tls.clone(), self.options.clone());
+        Arc::new(Self { address, tls, options, idle: Mutex::default() })
+    }
+
+    /// A file of its, as it was opened there or elsewhere.
+    pub(crate) fn file(self: &Arc<Self>, name: &str, url: &str, opened: RemoteFile) -> impl Distant + use<> {
+        File { server: Arc::clone(self), name: name.into(), url: url.into(), opened }
+    }
+
+    pub(crate) fn list(&self, name: &str, timeout: Duration) -> Result<Vec<ListedFile>, Failure> {
+        self.converse(timeout, |conversation| conversation.client.list(name)?.map_err(Failure::Refused))
+    }
+
+    pub(crate) fn join(
+        &self,
+        name: &str,
+        own: &str,
+        lost: Option<&str>,
+        timeout: Duration,
+    ) -> Result<Option<String>, Failure> {
+        self.converse(timeout, |conversation| Ok(conversation.client.join(name, own, lost)?))
+    }
+
+    pub(crate) fn open(&self, name: &str, timeout: Duration) -> Result<RemoteFile, Failure> {
         self.converse(timeout, |conversation| conversation.open(name))
     }
 
@@ -188,6 +240,10 @@ fn tls_of_environment() -> Result<TlsClient, ts_remote::Error> {
 impl Conversation {
     fn open(&mut self, name: &str) -> Result<RemoteFile, Failure> {
         let opened = self.client.open(name)?.map_err(Failure::Refused)?;
+        // The server forgets those that were opened longest ago.
+        if self.files.len() >= MAX_KNOWN {
+            self.files.clear();
+        }
         self.files.insert(name.into(), opened.clone());
         Ok(opened)
     }
@@ -237,7 +293,7 @@ impl File {
             Failure::Refused(refusal) => {
                 ts_io::Error::Read { path, offset, len, source: std::io::Error::other(refusal.reason).into() }
             }
-            Failure::Network(ts_remote::Error::TimedOut { .. }) => {
+            Failure::Network(error) if error.kind() == ts_remote::ErrorKind::TimedOut => {
                 ts_io::Error::TimedOut { path, offset, len, timeout }
             }
             Failure::Network(error) => {

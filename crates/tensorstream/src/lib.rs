@@ -22,7 +22,7 @@
 //!
 //! # Features
 //! `cli`, on by default: the program `tensorstream` and [`Bar`]. `object`: checkpoints on object storage and web servers.
-//! `remote`: tensors over a network, checkpoints on other machines, and their server. `cuda`: GPUs of NVIDIA, by a driver that is loaded when there is one.
+//! `remote`: tensors over a network, checkpoints on other machines, and their server; `tokio`: the same where it is awaited. `cuda`: GPUs of NVIDIA, by a driver that is loaded when there is one.
 #![forbid(unsafe_code)]
 
 mod atomic;
@@ -39,6 +39,8 @@ mod distant;
 mod encode;
 mod error;
 mod explain;
+#[cfg(feature = "remote")]
+mod fetch;
 mod load;
 mod memory;
 mod pieces;
@@ -65,6 +67,8 @@ pub use {
     ts_format as format, ts_io as io, ts_orchestrator as orchestrator, ts_pool as pool, ts_streams as streams,
 };
 
+#[cfg(feature = "remote")]
+pub use fetch::{FetchOptions, Fetched, fetch};
 #[cfg(feature = "remote")]
 pub use serve::{ServeOptions, serve_weights};
 #[cfg(feature = "remote")]

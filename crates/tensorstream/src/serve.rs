@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A server of weights: files of a directory, to whoever streams from them.
 
-use std::net::{IpAddr, ToSocketAddrs};
+use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
 use ts_io::Source;
 use ts_pool::{Budget, HostPool, SharedBuffer};
 use ts_remote::{
-    Address, Bytes, Files, Listener, RangeSession, Refusal, RefusalKind, RemoteFile, ServerOptions,
-    ServerStats, serve,
+    Address, Bytes, Files, ListedFile, Listener, RangeSession, Refusal, RefusalKind, RemoteFile,
+    ServerOptions, ServerStats, serve,
 };
 
 use crate::Error;
@@ -18,6 +18,8 @@ use crate::distant::path_in;
 
 /// The most files that one connection has open.
 const MAX_OPEN: usize = 512;
+/// The most files that are listed.
+const MAX_LISTED: usize = 10_000;
 
 /// How weights are served.
 #[derive(Debug, Clone)]
@@ -34,6 +36,27 @@ impl Default for ServeOptions {
     /// 256 MiB of memory.
     fn default() -> Self {
         Self { server: ServerOptions::default(), memory_bytes: 256 << 20, insecure: false }
+    }
+}
+
+impl ServeOptions {
+    /// # Errors
+    /// [`Error::Remote`] of an address that others could reach who need neither token nor certificate.
+    pub(crate) fn check(&self, address: &Address) -> Result<(), Error> {
+        let open = self.server.connection.token.is_none() && self.server.tls.is_none() && !self.insecure;
+        if open && address.is_public() {
+            return Err(ts_remote::Error::Misuse(format!(
+                "{address} can be reached from elsewhere: give a token or certificates, or say that everybody may read"
+            ))
+            .into());
+        }
+        Ok(())
+    }
+
+    /// Memory for what was read and not sent yet.
+    pub(crate) fn pool(&self) -> Result<HostPool, Error> {
+        let budget = Budget::new(self.memory_bytes);
+        Ok(HostPool::new(&budget, self.memory_bytes).map_err(ts_io::Error::from)?)
     }
 }
 
@@ -57,31 +80,23 @@ pub fn serve_weights(
     if !root.is_dir() {
         return Err(crate::checkpoint::open_error(directory, std::io::ErrorKind::NotADirectory.into()));
     }
-    let connection = &options.server.connection;
-    if connection.token.is_none() && options.server.tls.is_none() && !options.insecure && is_public(address) {
-        return Err(ts_remote::Error::Misuse(format!(
-            "{address} can be reached from elsewhere: give a token or certificates, or say that everybody may read"
-        ))
-        .into());
-    }
-    let budget = Budget::new(options.memory_bytes);
-    let pool = HostPool::new(&budget, options.memory_bytes).map_err(ts_io::Error::from)?;
-    let listener = Listener::bind(address, connection.timeout)?;
+    options.check(address)?;
+    let pool = options.pool()?;
+    let listener = Listener::bind(address, options.server.connection.timeout)?;
     began(listener.address());
-    let session =
-        |_: &str| RangeSession::new(Directory { root: root.clone(), pool: pool.clone(), open: Vec::new() });
+    let chain = Arc::new(Mutex::new(Chain::default()));
+    let session = |_: &str| {
+        let (root, pool, chain) = (root.clone(), pool.clone(), Arc::clone(&chain));
+        RangeSession::new(Directory {
+            root,
+            pool,
+            open: VecDeque::new(),
+            opened: 0,
+            chain,
+            joined: Vec::new(),
+        })
+    };
     Ok(serve(&listener, &options.server, stop, session, log)?)
-}
-
-/// Whether others than this machine's own programs may reach an address.
-fn is_public(address: &Address) -> bool {
-    match address {
-        Address::Unix(_) => false,
-        Address::Tcp(name) => {
-            let local = |ip: IpAddr| ip.is_loopback();
-            name.to_socket_addrs().map_or(true, |found| found.into_iter().any(|a| !local(a.ip())))
-        }
-    }
 }
 
 /// The files of a directory that one connection reads.
@@ -89,7 +104,56 @@ fn is_public(address: &Address) -> bool {
 struct Directory {
     root: PathBuf,
     pool: HostPool,
-    open: Vec<Arc<Source>>,
+    /// By their numbers; last the one that was opened last.
+    open: VecDeque<(u64, Arc<Source>)>,
+    opened: u64,
+    chain: Arc<Mutex<Chain>>,
+    /// What this connection's client fetches, and where it serves that.
+    joined: Vec<(String, String)>,
+}
+
+/// The most names that are kept of those who fetch, and of those who fetch one thing.
+const MAX_FETCHED: usize = 64;
+const MAX_FETCHING: usize = 1024;
+/// The longest address of one who serves on.
+const MAX_ADDRESS: usize = 256;
+
+/// Who fetches what and serves it on: each reads from the one before it, the first from this server.
+#[derive(Debug, Default)]
+struct Chain(BTreeMap<String, Vec<String>>);
+
+impl Chain {
+    fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Option<String> {
+        if !self.0.contains_key(name) && self.0.len() >= MAX_FETCHED {
+            self.0.pop_first();
+        }
+        let links = self.0.entry(name.into()).or_default();
+        links.retain(|link| Some(&link[..]) != lost);
+        // Who joined before reads from who was there before it: nobody reads from who reads from it.
+        let place = links.iter().position(|link| link == address).unwrap_or_else(|| {
+            if links.len() < MAX_FETCHING {
+                links.push(address.into());
+            }
+            links.len().saturating_sub(1)
+        });
+        place.checked_sub(1).map(|before| links[before].clone())
+    }
+
+    fn leave(&mut self, name: &str, address: &str) {
+        if let Some(links) = self.0.get_mut(name) {
+            links.retain(|link| link != address);
+            if links.is_empty() {
+                self.0.remove(name);
+            }
+        }
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let mut chain = self.chain.lock().unwrap_or_else(PoisonError::into_inner);
+        self.joined.iter().for_each(|(name, address)| chain.leave(name, address));
+    }
 }
 
 fn refusal(kind: RefusalKind, reason: impl Into<String>) -> Refusal {
@@ -117,12 +181,6 @@ impl Files for Directory {
                 format!("{name:?} is no name of a file that is served"),
             ));
         };
-        if self.open.len() >= MAX_OPEN {
-            return Err(refusal(
-                RefusalKind::Failed,
-                format!("{MAX_OPEN} files are open on this connection"),
-            ));
-        }
         let source = Source::open(&path).map_err(|error| self.refused(&error))?;
         let print = source.fingerprint();
         let since = print.modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
@@ -130,23 +188,22 @@ impl Files for Directory {
         let version = numbers.into_iter().flat_map(u64::to_le_bytes).collect();
         // The same file again is the one that is open.
         let same = |open: &Arc<Source>| open.path() == source.path() && open.fingerprint() == print;
-        let id = self.open.iter().position(same);
-        if id.is_none() && self.open.len() >= MAX_OPEN {
-            return Err(refusal(
-                RefusalKind::Failed,
-                format!("{MAX_OPEN} files are open on this connection"),
-            ));
-        }
         let len = source.len();
-        let id = id.unwrap_or_else(|| {
-            self.open.push(source);
-            self.open.len() - 1
+        let known = self.open.iter().position(|(_, open)| same(open)).and_then(|at| self.open.remove(at));
+        let (id, source) = known.unwrap_or_else(|| {
+            self.opened += 1;
+            (self.opened, source)
         });
-        Ok(RemoteFile { id: id as u64, len, version })
+        // The one that was asked for longest ago makes room: a client opens it again.
+        if self.open.len() >= MAX_OPEN {
+            self.open.pop_front();
+        }
+        self.open.push_back((id, source));
+        Ok(RemoteFile { id, len, version })
     }
 
     fn read(&mut self, file: u64, offset: u64, len: usize) -> Result<Option<Bytes>, Refusal> {
-        let source = usize::try_from(file).ok().and_then(|file| self.open.get(file));
+        let source = self.open.iter().rev().find(|(id, _)| *id == file).map(|(_, source)| source);
         let Some(source) = source else {
             return Err(refusal(RefusalKind::Failed, format!("no file {file} is open")));
         };
@@ -160,10 +217,59 @@ impl Files for Directory {
         drop(buffer.split_off(read));
         Ok(Some(Bytes::from_owner(Sent(buffer.freeze()))))
     }
+
+    fn list(&mut self, name: &str) -> Result<Vec<ListedFile>, Refusal> {
+        let path = if name.is_empty() { Some(self.root.clone()) } else { path_in(&self.root, name) };
+        let nothing =
+            || refusal(RefusalKind::NotFound, format!("{name:?} is no name of a file that is served"));
+        let path = path.filter(|path| path.exists()).ok_or_else(nothing)?;
+        let mut files = Vec::new();
+        let mut left = vec![(path, name.trim_end_matches('/').to_string())];
+        while let Some((path, name)) = left.pop() {
+            // What a link names, or was removed meanwhile, may not be there.
+            let Ok(meta) = std::fs::metadata(&path) else { continue };
+            if meta.is_file() {
+                files.push(ListedFile { name, len: meta.len() });
+                continue;
+            }
+            let Ok(entries) = std::fs::read_dir(&path) else { continue };
+            for entry in entries.flatten() {
+                let is_link = entry.file_type().is_ok_and(|kind| kind.is_symlink() && entry.path().is_dir());
+                // Hidden and unfinished files are nobody's business, and links to directories may go in circles.
+                let hidden = |own: &str| own.starts_with('.') || own.ends_with(".partial");
+                if let Some(own) = entry.file_name().to_str().filter(|own| !hidden(own) && !is_link) {
+                    let below = if name.is_empty() { own.to_string() } else { format!("{name}/{own}") };
+                    left.push((entry.path(), below));
+                }
+                if files.len() + left.len() > MAX_LISTED {
+                    return Err(refusal(
+                        RefusalKind::Failed,
+                        format!("more than {MAX_LISTED} files in {name:?}"),
+                    ));
+                }
+            }
+        }
+        files.sort();
+        Ok(files)
+    }
+
+    fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Option<String> {
+        // Only what is served, by whom others can reach: it is kept until the connection ends.
+        let path = if name.is_empty() { Some(self.root.clone()) } else { path_in(&self.root, name) };
+        let sound = address.len() <= MAX_ADDRESS && matches!(address.parse(), Ok(Address::Tcp(_)));
+        if !sound || !path.is_some_and(|path| path.exists()) {
+            return None;
+        }
+        let own = (name.to_string(), address.to_string());
+        if !self.joined.contains(&own) && self.joined.len() < MAX_FETCHED {
+            self.joined.push(own);
+        }
+        self.chain.lock().unwrap_or_else(PoisonError::into_inner).join(name, address, lost)
+    }
 }
 
 /// Memory of the pool, until it is sent.
-struct Sent(SharedBuffer);
+pub(crate) struct Sent(pub(crate) SharedBuffer);
 
 impl AsRef<[u8]> for Sent {
     fn as_ref(&self) -> &[u8] {

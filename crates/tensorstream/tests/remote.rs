@@ -18,7 +18,9 @@ use common::{content, plain, quiet, write};
 use tensorstream::io::ErrorKind;
 use tensorstream::orchestrator::{EngineConfig, UnitId, never_interrupt};
 use tensorstream::remote::{Address, ConnectionOptions, ServerOptions, ServerStats};
-use tensorstream::{Checkpoint, Error, LoadOptions, ServeOptions, convert, serve_weights};
+use tensorstream::{
+    Checkpoint, Error, FetchOptions, LoadOptions, ServeOptions, convert, fetch, serve_weights,
+};
 
 /// A server that ends with it.
 struct Server {
@@ -200,4 +202,90 @@ fn ten_thousand_strangers_do_not_keep_others_from_being_served() {
     assert_same(&Checkpoint::open(server.url("model.safetensors")).unwrap());
     let stats = server.end();
     assert!(stats.accepted >= 10_000, "{stats:?}");
+}
+
+#[test]
+fn who_fetches_serves_on_and_the_server_sends_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let large: Vec<u8> = (0..60_000_000u32).map(|i| (i / 1000) as u8).collect();
+    std::fs::create_dir(directory.path().join("sub")).unwrap();
+    std::fs::write(directory.path().join("sub/large"), &large).unwrap();
+    std::fs::write(directory.path().join("empty"), b"").unwrap();
+    std::fs::write(directory.path().join(".hidden"), b"secret").unwrap();
+    // What is written there now, and a link to nothing.
+    std::fs::write(directory.path().join("empty.partial"), b"not yet").unwrap();
+    std::os::unix::fs::symlink("nothing", directory.path().join("dangling")).unwrap();
+    write(&directory.path().join("model.safetensors"), COUNT);
+    let server = Server::start(directory.path(), ANY, ServeOptions::default());
+    let url = server.url("");
+    let fetching: Vec<_> = (0..4)
+        .map(|_| {
+            let url = url.clone();
+            std::thread::spawn(move || {
+                let to = tempfile::tempdir().unwrap();
+                let options = FetchOptions { serve: Some((ANY.parse().unwrap(), ServeOptions::default())) };
+                let fetched = fetch(&url, to.path(), &options, &mut quiet).unwrap();
+                (to, fetched)
+            })
+        })
+        .collect();
+    let done: Vec<_> = fetching.into_iter().map(|thread| thread.join().unwrap()).collect();
+    for (to, fetched) in &done {
+        assert_eq!(fetched.files, 3);
+        assert_eq!(std::fs::read(to.path().join("sub/large")).unwrap(), large);
+        assert_eq!(std::fs::read(to.path().join("empty")).unwrap(), b"");
+        assert!(!to.path().join(".hidden").exists());
+        assert_same(&Checkpoint::open(to.path()).unwrap());
+        let left = std::fs::read_dir(to.path()).unwrap().flatten();
+        assert!(left.map(|entry| entry.file_name()).all(|name| !name.to_string_lossy().contains("partial")));
+    }
+    assert_eq!(
+        done.iter().filter(|(_, fetched)| fetched.from.is_none()).count(),
+        1,
+        "one reads from the server"
+    );
+    drop(done);
+    let sent = server.end().sent_bytes;
+    assert!(sent < 80_000_000, "{sent} bytes sent by the server, of 60 MB for each of four");
+}
+
+#[test]
+fn who_reads_from_somebody_who_goes_has_it_all_the_same() {
+    let directory = tempfile::tempdir().unwrap();
+    let large: Vec<u8> = (0..100_000_000u32).map(|i| (i / 777) as u8).collect();
+    std::fs::write(directory.path().join("large"), &large).unwrap();
+    let server = Server::start(directory.path(), ANY, ServeOptions::default());
+    let url = server.url("large");
+    let serve = || FetchOptions { serve: Some((ANY.parse().unwrap(), ServeOptions::default())) };
+    let (begun, has_begun) = channel();
+    let first = std::thread::spawn({
+        let (url, options) = (url.clone(), serve());
+        move || {
+            let to = tempfile::tempdir().unwrap();
+            // It gives up when it has some, and the next has begun.
+            let mut told = false;
+            fetch(&url, to.path(), &options, &mut |progress| {
+                if progress.done > 0 && !std::mem::replace(&mut told, true) {
+                    begun.send(()).unwrap();
+                }
+                std::thread::sleep(Duration::from_millis(5));
+                progress.done > progress.total / 4
+            })
+        }
+    });
+    has_begun.recv().unwrap();
+    let to = tempfile::tempdir().unwrap();
+    let fetched = fetch(&url, to.path(), &serve(), &mut quiet).unwrap();
+    assert_eq!(std::fs::read(to.path().join("large")).unwrap(), large);
+    assert_eq!(fetched.from, None, "in the end it read from the server");
+    // Whether the first was fast enough to have it all is chance.
+    let _ = first.join().unwrap();
+
+    let missing = fetch(&server.url("nothing"), to.path(), &serve(), &mut quiet).unwrap_err();
+    assert!(matches!(&missing, Error::Io(error) if error.kind() == ErrorKind::NotFound), "{missing}");
+    let stopped = fetch(&url, to.path(), &FetchOptions::default(), &mut |_| true).unwrap_err();
+    assert!(matches!(stopped, Error::Interrupted), "{stopped}");
+    assert_eq!(std::fs::read_dir(to.path()).unwrap().count(), 1, "nothing is left of what was not finished");
+    let public = FetchOptions { serve: Some(("0.0.0.0:0".parse().unwrap(), ServeOptions::default())) };
+    assert!(fetch(&url, to.path(), &public, &mut quiet).unwrap_err().to_string().contains("from elsewhere"));
 }

@@ -7,7 +7,7 @@ use serde_json::json;
 use ts_remote::{Address, ConnectionOptions, Identity, ServerOptions, TlsServer};
 
 use super::{MIB, say};
-use crate::{Error, ServeOptions, serve_weights};
+use crate::{Bar, Error, FetchOptions, ServeOptions, fetch, serve_weights};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -16,6 +16,27 @@ pub(super) struct Arguments {
     /// Where to listen: HOST:PORT, or unix:PATH. Port 0 is one that is free.
     #[arg(long, default_value = "127.0.0.1:7471", value_parser = address)]
     listen: Address,
+    #[command(flatten)]
+    how: How,
+}
+
+#[derive(Debug, clap::Args)]
+pub(super) struct FetchArguments {
+    /// What: ts://HOST:PORT/NAME, of a file or a directory, or all that is served without a name. A token and certificates are read from the
+    /// environment: TENSORSTREAM_TOKEN, TENSORSTREAM_CA, TENSORSTREAM_CERT, TENSORSTREAM_KEY.
+    url: String,
+    /// Where to.
+    directory: PathBuf,
+    /// Where to serve what has come to others who fetch the same: HOST:PORT, which they must reach. Goes on until it is interrupted.
+    #[arg(long, value_parser = address)]
+    listen: Option<Address>,
+    #[command(flatten)]
+    how: How,
+}
+
+/// How files are served.
+#[derive(Debug, clap::Args)]
+struct How {
     /// A file with the secret that clients must know: in their environment, as TENSORSTREAM_TOKEN.
     #[arg(long)]
     token_file: Option<PathBuf>,
@@ -40,7 +61,7 @@ fn address(text: &str) -> Result<Address, String> {
     text.parse().map_err(|error: ts_remote::Error| error.to_string())
 }
 
-impl Arguments {
+impl How {
     fn options(&self) -> Result<ServeOptions, Error> {
         let token = self.token_file.as_deref().map(token).transpose()?;
         let tls = match (&self.tls_cert, &self.tls_key) {
@@ -72,7 +93,7 @@ pub(super) fn run(
     as_json: bool,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
-    let options = arguments.options()?;
+    let options = arguments.how.options()?;
     let scheme = if options.server.tls.is_some() { "tss" } else { "ts" };
     let began = |address: &Address| match as_json {
         true => say(json!({ "address": address.to_string(), "url": format!("{scheme}://{address}/") })),
@@ -92,6 +113,39 @@ pub(super) fn run(
             "sent_bytes": stats.sent_bytes, "received_bytes": stats.received_bytes,
         })),
         false => say(format_args!("{} connections, {sent:.1} MiB sent", stats.accepted)),
+    }
+    Ok(0)
+}
+
+pub(super) fn fetched(
+    arguments: &FetchArguments,
+    as_json: bool,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<u8, Error> {
+    let how = arguments.how.options()?;
+    let options = FetchOptions { serve: arguments.listen.clone().map(|address| (address, how)) };
+    let bar = Bar::new("fetch");
+    let begin = std::time::Instant::now();
+    let done = fetch(&arguments.url, &arguments.directory, &options, &mut |progress| {
+        bar.show(progress);
+        interrupt()
+    })?;
+    drop(bar);
+    let (seconds, from) = (begin.elapsed().as_secs_f64(), done.from.as_deref());
+    match as_json {
+        true => say(json!({
+            "files": done.files, "bytes": done.bytes, "seconds": seconds, "from": from,
+            "address": done.address().map(ToString::to_string),
+        })),
+        false => say(format_args!(
+            "{} files, {:.1} MiB in {seconds:.1} s{}",
+            done.files,
+            done.bytes as f64 / MIB,
+            from.map(|from| format!(", by way of {from}")).unwrap_or_default()
+        )),
+    }
+    while done.address().is_some() && !interrupt() {
+        std::thread::sleep(std::time::Duration::from_millis(20));
     }
     Ok(0)
 }
