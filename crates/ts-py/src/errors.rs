@@ -3,17 +3,47 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyType;
-use tensorstream::{Error, format, io, orchestrator, remote};
+use tensorstream::{Error, format, io, orchestrator, pool, remote};
 
 /// The Python exception that says the same.
 pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
-    let name = class_name(error);
+    exception(py, class_name(error), &error.to_string())
+}
+
+/// What is wrong between two processes.
+pub(crate) fn of_wire(py: Python<'_>, error: &remote::Error) -> PyErr {
+    let name = match (error, error.kind()) {
+        (remote::Error::Damaged { .. }, _) => "ChecksumError",
+        (_, remote::ErrorKind::Network | remote::ErrorKind::Refused) => "ConnectionLost",
+        (_, remote::ErrorKind::TimedOut) => "ConnectionTimeout",
+        (_, remote::ErrorKind::Memory) => "OutOfMemoryError",
+        (_, remote::ErrorKind::Misuse) => "ConfigurationError",
+        _ => "ProtocolError",
+    };
+    exception(py, name, &error.to_string())
+}
+
+/// What is wrong with memory.
+pub(crate) fn of_pool(py: Python<'_>, error: &pool::Error) -> PyErr {
+    let name = match error.kind() {
+        pool::ErrorKind::Misuse => "ConfigurationError",
+        _ => "OutOfMemoryError",
+    };
+    exception(py, name, &error.to_string())
+}
+
+/// What a caller has asked for makes no sense.
+pub(crate) fn misuse(py: Python<'_>, message: &str) -> PyErr {
+    exception(py, "ConfigurationError", message)
+}
+
+fn exception(py: Python<'_>, name: &str, message: &str) -> PyErr {
     let class = py
         .import("tensorstream.errors")
         .and_then(|errors| errors.getattr(name))
         .and_then(|class| Ok(class.cast_into::<PyType>()?));
     match class {
-        Ok(class) => PyErr::from_type(class, (error.to_string(),)),
+        Ok(class) => PyErr::from_type(class, (message.to_string(),)),
         Err(missing) => missing,
     }
 }

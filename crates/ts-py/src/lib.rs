@@ -9,6 +9,9 @@ mod dlpack;
 mod engine;
 mod errors;
 mod files;
+mod memory;
+mod tensor;
+mod wire;
 
 use pyo3::prelude::*;
 use tensorstream::{available_bytes, parse_bytes as parse};
@@ -53,6 +56,16 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<files::FileWriter>()?;
     m.add_class::<files::Fingerprint>()?;
     m.add_class::<files::Progress>()?;
+    m.add_class::<tensor::PyDtype>()?;
+    m.add_class::<tensor::PyGpuStatus>()?;
+    m.add_class::<tensor::PyPoolConfig>()?;
+    m.add_class::<tensor::PyTensor>()?;
+    m.add_class::<tensor::PyTensorBuffer>()?;
+    m.add_class::<tensor::PyTensorMeta>()?;
+    m.add_class::<wire::PyConnection>()?;
+    m.add_class::<wire::PyListener>()?;
+    m.add_function(wrap_pyfunction!(wire::connect, m)?)?;
+    m.add_function(wrap_pyfunction!(wire::listen, m)?)?;
     m.add_function(wrap_pyfunction!(files::compact, m)?)?;
     m.add_function(wrap_pyfunction!(files::convert, m)?)?;
     m.add_function(wrap_pyfunction!(files::main, m)?)?;

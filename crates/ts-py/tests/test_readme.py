@@ -42,6 +42,13 @@ def test_every_python_block_runs(llama: Llama, monkeypatch: pytest.MonkeyPatch, 
     assert names["tensors"]
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_every_python_block_of_the_guides_runs(page: Path) -> None:
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
+
+
 def without_numbers(text: str) -> list[str]:
     # Which way bytes come is the file system's and the page cache's.
     text = re.sub(r"\((?:buffered|direct)[^)]*\)", "(by some path)", text)

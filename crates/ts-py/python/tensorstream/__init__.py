@@ -8,7 +8,16 @@ model = ts.from_pretrained("path/to/checkpoint", budget="600MiB")
 
 from typing import TYPE_CHECKING, Any
 
-from ._native import __version__, backends
+from ._native import (
+    DType,
+    GpuStatus,
+    PoolConfig,
+    Tensor,
+    TensorBuffer,
+    TensorMeta,
+    __version__,
+    backends,
+)
 
 if TYPE_CHECKING:
     from ._convert import compact, convert
@@ -16,6 +25,7 @@ if TYPE_CHECKING:
     from ._offload import offload, restore, stats
     from ._plan import Plan, plan
     from ._transformers import from_pretrained
+    from ._wire import Connection, Listener, connect, listen
     from .config import BackendType, Config, MemoryMode, PrefetchStrategy
     from .errors import (
         BudgetError,
@@ -25,9 +35,13 @@ if TYPE_CHECKING:
         CheckpointPermissionError,
         ChecksumError,
         ConfigurationError,
+        ConnectionLost,
+        ConnectionTimeout,
         MissingTensorError,
         ModelError,
         NotBuiltWarning,
+        OutOfMemoryError,
+        ProtocolError,
         StorageError,
         TensorStreamError,
         UnitReferencedError,
@@ -43,13 +57,25 @@ __all__ = [
     "ChecksumError",
     "Config",
     "ConfigurationError",
+    "Connection",
+    "ConnectionLost",
+    "ConnectionTimeout",
+    "DType",
+    "GpuStatus",
+    "Listener",
     "MemoryMode",
     "MissingTensorError",
     "ModelError",
     "NotBuiltWarning",
+    "OutOfMemoryError",
     "Plan",
+    "PoolConfig",
     "PrefetchStrategy",
+    "ProtocolError",
     "StorageError",
+    "Tensor",
+    "TensorBuffer",
+    "TensorMeta",
     "TensorSlice",
     "TensorStreamError",
     "UnitReferencedError",
@@ -57,8 +83,10 @@ __all__ = [
     "append_file",
     "backends",
     "compact",
+    "connect",
     "convert",
     "from_pretrained",
+    "listen",
     "load",
     "load_file",
     "load_into",
@@ -78,6 +106,7 @@ _HOMES = {
     "_offload": ("offload", "restore", "stats"),
     "_plan": ("Plan", "plan"),
     "_transformers": ("from_pretrained",),
+    "_wire": ("Connection", "Listener", "connect", "listen"),
     "config": ("BackendType", "Config", "MemoryMode", "PrefetchStrategy"),
 }
 

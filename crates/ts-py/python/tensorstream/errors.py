@@ -11,9 +11,13 @@ __all__ = [
     "CheckpointPermissionError",
     "ChecksumError",
     "ConfigurationError",
+    "ConnectionLost",
+    "ConnectionTimeout",
     "MissingTensorError",
     "ModelError",
     "NotBuiltWarning",
+    "OutOfMemoryError",
+    "ProtocolError",
     "StorageError",
     "TensorStreamError",
     "UnitReferencedError",
@@ -73,3 +77,19 @@ class NotBuiltWarning(UserWarning):
 
 class ModelError(TensorStreamError, TypeError):
     """The model, or what is done with it, cannot be streamed."""
+
+
+class ConnectionLost(TensorStreamError, ConnectionError, RuntimeError):
+    """The other end is gone, or wants no more: names it, and says what was under way."""
+
+
+class ConnectionTimeout(TensorStreamError, TimeoutError, RuntimeError):
+    """The other end has been silent, or has done nothing of what was waited for, for too long."""
+
+
+class ProtocolError(TensorStreamError, RuntimeError):
+    """The other end said what makes no sense, or cannot be trusted."""
+
+
+class OutOfMemoryError(TensorStreamError, MemoryError):
+    """There is no memory for a tensor: says how much it needs, and of which."""

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Tensors that other libraries use where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstream as ts
+import torch
+
+
+def address(array: Any) -> int:
+    if isinstance(array, torch.Tensor):
+        return array.data_ptr()
+    if isinstance(array, np.ndarray):
+        return int(array.ctypes.data)
+    return int(array.unsafe_buffer_pointer())
+
+
+NUMPY = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
+NUMPY += ["float16", "float32", "float64", "complex64"]
+
+
+@pytest.mark.critical
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_numpy_both_ways_without_a_copy(dtype: str) -> None:
+    given = np.arange(24).reshape(2, 3, 4).astype(dtype)
+    for array in (given, given[:, ::2], given.T, given[1:, 2], given[..., :0], np.array(7).astype(dtype)):
+        tensor = ts.Tensor.from_dlpack(array, name="w")
+        assert (tensor.shape, tensor.dtype, tensor.name) == (array.shape, ts.DType.of(dtype), "w")
+        back = tensor.to_numpy()
+        np.testing.assert_array_equal(back, array)
+        assert back.dtype == array.dtype
+        if array.size:
+            assert address(back) == address(array)
+            assert np.from_dlpack(tensor).ctypes.data == address(array)
+        again = ts.Tensor.from_dlpack(tensor.to_dlpack())
+        np.testing.assert_array_equal(again.to_numpy(), array)
+    backwards = ts.Tensor.from_dlpack(given[::-1, :, ::-1])
+    assert backwards.strides == (-12, 4, -1)
+    np.testing.assert_array_equal(np.asarray(memoryview(backwards)), given[::-1, :, ::-1])
+
+
+TORCH = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32]
+TORCH += [torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", TORCH, ids=str)
+def test_torch_both_ways_without_a_copy(dtype: torch.dtype) -> None:
+    given = torch.arange(24).reshape(4, 6).to(dtype)
+    for view in (given, given.t(), given[1::2, 2:], given[:0]):
+        tensor = ts.Tensor.from_dlpack(view)
+        assert (tensor.shape, tensor.strides[:1]) == (tuple(view.shape), tuple(view.stride())[:1]) or not view.numel()
+        back = tensor.to_torch()
+        assert back.dtype == dtype
+        assert torch.equal(back.view(torch.uint8) if dtype.itemsize == 1 else back, _comparable(view))
+        if view.numel():
+            assert back.data_ptr() == view.data_ptr()
+
+
+def _comparable(view: torch.Tensor) -> torch.Tensor:
+    return view.view(torch.uint8) if view.dtype.itemsize == 1 else view
+
+
+def test_jax_both_ways_without_a_copy() -> None:
+    given = jnp.arange(24, dtype=jnp.float32).reshape(4, 6)
+    tensor = ts.Tensor.from_dlpack(given)
+    assert tensor.to_numpy().ctypes.data == address(given)
+    back = jnp.from_dlpack(tensor)
+    np.testing.assert_array_equal(np.asarray(back), np.asarray(given))
+    own = ts.Tensor.zeros([64, 64], "float32")
+    theirs = jnp.from_dlpack(own)
+    assert address(theirs) == own.to_numpy().ctypes.data
+    assert float(theirs.sum()) == 0
+
+
+def test_lifetimes_in_every_order() -> None:
+    """Whoever is dropped last, the memory is there until then, and gone afterwards."""
+    for order in range(6):
+        array = np.arange(1000, dtype=np.int64)
+        gone = weakref.ref(array)
+        tensor = ts.Tensor.from_dlpack(array)
+        holders = [array, tensor, tensor.to_torch(), tensor.to_numpy(), tensor.to_dlpack(), memoryview(tensor)]
+        del array, tensor
+        holders = holders[order:] + holders[:order]
+        while holders:
+            last = holders.pop()
+            if isinstance(last, torch.Tensor | np.ndarray):
+                assert int(last.sum()) == 499500
+            del last
+            gc.collect()
+        assert gone() is None
+
+
+def test_deleters_run_on_any_thread() -> None:
+    for _ in range(50):
+        made = [ts.Tensor.zeros([1000], "float32").to_torch() for _ in range(4)]
+        threads = [threading.Thread(target=lambda part: part.clear(), args=([tensor],)) for tensor in made]
+        del made
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def test_writes_are_seen_by_all_and_read_only_is_kept() -> None:
+    tensor = ts.Tensor.zeros([2, 3], ts.DType.float32())
+    tensor.to_torch()[1, 2] = 7
+    assert tensor.to_numpy()[1, 2] == 7
+    tensor.to_numpy()[0, 0] = 5
+    assert memoryview(tensor)[0, 0] == 5
+    assert torch.from_dlpack(tensor.to_dlpack()).sum() == 12
+
+    fixed = np.arange(3.0)
+    fixed.flags.writeable = False
+    tensor = ts.Tensor.from_dlpack(fixed)
+    assert tensor.read_only
+    assert memoryview(tensor).readonly
+    assert not np.from_dlpack(tensor).flags.writeable
+    with pytest.raises(BufferError, match="read-only"):
+        tensor.to_dlpack()
+    copy = ts.Tensor.from_dlpack(tensor.__dlpack__(max_version=(1, 0), copy=True))
+    assert not copy.read_only
+    assert copy.to_numpy().ctypes.data != fixed.ctypes.data
+
+
+def test_what_consumers_ask_for_is_honoured_or_refused() -> None:
+    tensor = ts.Tensor.zeros([4], "float32")
+    assert tensor.__dlpack_device__() == (1, 0)
+    assert "versioned" in repr(tensor.__dlpack__(max_version=(1, 0)))
+    assert "versioned" not in repr(tensor.__dlpack__(max_version=(0, 8)))
+    for refused in ({"stream": 1}, {"dl_device": (2, 0)}):
+        with pytest.raises(BufferError):
+            tensor.__dlpack__(**refused)
+    capsule = tensor.to_dlpack()
+    torch.from_dlpack(capsule)
+    with pytest.raises(TypeError, match="nobody has taken"):
+        ts.Tensor.from_dlpack(capsule)
+    for nothing in (3, "text", b"bytes", None):
+        with pytest.raises(TypeError):
+            ts.Tensor.from_dlpack(nothing)
+    half = ts.Tensor.from_dlpack(torch.zeros(3, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="to_torch"):
+        half.to_numpy()
+    with pytest.raises(BufferError, match="format"):
+        memoryview(half)
+    across = ts.Tensor.from_dlpack(np.zeros((4, 4))[:, 1])
+    assert bytes(memoryview(across)) == bytes(32)
+    any_contiguous = ctypes.create_string_buffer(256)
+    ask = ctypes.pythonapi.PyObject_GetBuffer
+    ask.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.c_int]
+    with pytest.raises(BufferError, match="contiguous"):
+        ask(across, any_contiguous, 0x98)  # PyBUF_ANY_CONTIGUOUS
+    with pytest.raises(BufferError, match="contiguous"):
+        across.tobytes()
+
+
+def test_buffers_and_status_and_sizes() -> None:
+    status = ts.GpuStatus.detect()
+    assert status.is_available() == (status.device_count() > 0) == (status.kind == "Available")
+    meta = ts.TensorMeta([2, 3], ts.DType.float32())
+    buffer = meta.allocate_buffer()
+    assert (len(buffer), buffer.is_cpu() or status.is_available()) == (24, True)
+    buffer.copy_from(bytes(range(24)))
+    assert buffer.to_host() == bytes(range(24))
+    with pytest.raises(ts.ConfigurationError):
+        buffer.copy_from(b"short")
+    assert ts.TensorBuffer.cpu_zeros(5).to_host() == bytes(5)
+    assert ts.PoolConfig.low_memory().pool_bytes < ts.PoolConfig.default().pool_bytes
+    assert ts.PoolConfig(pool_bytes=1 << 20) != ts.PoolConfig()
+    with pytest.raises(ValueError, match="blocks"):
+        ts.PoolConfig(min_block_bytes=0)
+    with pytest.raises(ts.ConfigurationError, match="cuda:N"):
+        ts.Tensor.zeros([1], "float32", device="tpu")
+    if not status.is_available():
+        with pytest.raises(ts.OutOfMemoryError, match=r"GPU|CUDA"):
+            ts.Tensor.zeros([1], "float32", device="cuda:0")
+    with pytest.raises((ts.ConfigurationError, ts.ProtocolError)):
+        ts.Tensor.zeros([1 << 62, 8], "float32")
+    with pytest.raises(TypeError, match="no dtype"):
+        ts.Tensor.zeros([1], "quaternion")
+    assert (
+        ts.DType.of(torch.float32)
+        == ts.DType.of(np.float32)
+        == ts.DType.of(np.dtype("float32"))
+        == ts.DType.of("F32")
+    )
+    tensor = ts.Tensor.zeros([2, 3], ts.DType.float32(), name="w")
+    assert repr(tensor) == 'Tensor("w", [2, 3], float32, cpu)'
+    assert tensor.cuda_array_interface is None
+    assert not hasattr(tensor, "__cuda_array_interface__")
