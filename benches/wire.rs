@@ -27,7 +27,7 @@ const PINGS: usize = 500;
 const MESSAGE: usize = 64;
 
 /// What is compared.
-const KINDS: [&str; 9] = [
+const KINDS: [&str; 10] = [
     "raw tcp, 1 MiB",
     "raw tcp, whole",
     "raw unix, 1 MiB",
@@ -35,6 +35,7 @@ const KINDS: [&str; 9] = [
     "raw tls",
     "link tcp",
     "link unix",
+    "link shared memory",
     "link tls",
     "link tcp, checked",
 ];
@@ -42,11 +43,15 @@ const KINDS: [&str; 9] = [
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
     match arguments.iter().position(|a| a == "serve") {
-        Some(at) => serve(&arguments[at + 1], &arguments[at + 2]),
+        Some(at) => {
+            pin(1);
+            serve(&arguments[at + 1], &arguments[at + 2]);
+        }
         None => {
             // As `cargo bench -- --test` asks: once, to see that it runs.
             let brief = arguments.iter().any(|a| a == "--test");
             let only: Vec<_> = arguments.iter().filter(|a| KINDS.contains(&a.as_str())).cloned().collect();
+            pin(0);
             measure(if brief { 1 } else { 15 }, brief, &only);
         }
     }
@@ -125,7 +130,7 @@ fn start(kind: &str) -> Peer {
                 let client = TlsClient::new(&path.join("ca.pem"), None).unwrap();
                 socket = socket.into_tls_client(&client).unwrap();
             }
-            let mut link = Link::new(socket, Role::Connector, ConnectionOptions::default()).unwrap();
+            let mut link = Link::new(socket, Role::Connector, options(kind)).unwrap();
             assert!(matches!(link.next_event(), Ok(Event::Connected { .. })));
             let stream = link.connection().open_stream().unwrap();
             let memory = SIZES.iter().map(|&(bytes, _)| (bytes, vec![1; bytes])).collect();
@@ -133,6 +138,19 @@ fn start(kind: &str) -> Peer {
         }
     };
     Peer { child, transport }
+}
+
+fn options(kind: &str) -> ConnectionOptions {
+    let usual = ConnectionOptions::default();
+    ConnectionOptions { shared_bytes: if kind.contains("shared") { usual.shared_bytes } else { 0 }, ..usual }
+}
+
+/// Keeps this process on one core: who shares one with the other end is chance otherwise, and a matter of half the rate.
+fn pin(core: usize) {
+    let mut cores = rustix::thread::CpuSet::new();
+    cores.set(core);
+    // Where there is no such core, or no leave, chance stays.
+    let _ = rustix::thread::sched_setaffinity(None, &cores);
 }
 
 /// An authority and a certificate of its, for both to read.
@@ -256,7 +274,11 @@ fn serve(kind: &str, path: &str) {
         let tls = rustls::ServerConnection::new(config.into()).unwrap();
         serve_raw(rustls::StreamOwned::new(tls, socket), &array, false);
     } else {
-        let address = if kind.contains("unix") { format!("unix:{path}") } else { "127.0.0.1:0".into() };
+        let address = if kind.contains("unix") || kind.contains("shared") {
+            format!("unix:{path}")
+        } else {
+            "127.0.0.1:0".into()
+        };
         let listener = Listener::bind(&address.parse().unwrap(), Duration::from_secs(30)).unwrap();
         say(&listener.address().to_string());
         let mut socket = listener.accept().unwrap();
@@ -266,7 +288,7 @@ fn serve(kind: &str, path: &str) {
             let server = TlsServer::new(Identity { certificates: &certificates, key: &key }, None).unwrap();
             socket = socket.into_tls_server(&server).unwrap();
         }
-        serve_link(socket, &array.into(), kind.ends_with("checked"));
+        serve_link(socket, &array.into(), kind);
     }
 }
 
@@ -291,9 +313,9 @@ fn serve_raw(mut socket: impl Read + Write, array: &[u8], whole: bool) {
     }
 }
 
-fn serve_link(socket: Socket, array: &Bytes, checksums: bool) {
-    let mut link = Link::<Vec<u8>>::new(socket, Role::Acceptor, ConnectionOptions::default()).unwrap();
-    let options = SendOptions { checksums, ..SendOptions::default() };
+fn serve_link(socket: Socket, array: &Bytes, kind: &str) {
+    let mut link = Link::<Vec<u8>>::new(socket, Role::Acceptor, options(kind)).unwrap();
+    let options = SendOptions { checksums: kind.ends_with("checked"), ..SendOptions::default() };
     let stream = loop {
         match link.next_event() {
             Ok(Event::Connected { .. }) => break link.connection().open_stream().unwrap(),
@@ -320,18 +342,13 @@ fn median(values: &mut [f64]) -> f64 {
     values[values.len() / 2]
 }
 
-/// Beside the median, for whether both ends share a core is chance, and a matter of 16 or 80 us.
-fn least(values: &[f64]) -> f64 {
-    values.iter().copied().fold(f64::MAX, f64::min)
-}
-
 fn measure(rounds: usize, brief: bool, only: &[String]) {
     let kinds: Vec<_> =
         KINDS.into_iter().filter(|kind| only.is_empty() || only.iter().any(|o| o == kind)).collect();
     let mut peers: Vec<Peer> = kinds.iter().map(|kind| start(kind)).collect();
     let sizes = if brief { &SIZES[..1] } else { &SIZES[..] };
     let mut rates: BTreeMap<(usize, usize), Vec<f64>> = BTreeMap::new();
-    let mut trips: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
+    let mut trips: BTreeMap<(usize, usize), Vec<f64>> = BTreeMap::new();
     for round in 0..=rounds {
         for (size, &(bytes, count)) in sizes.iter().enumerate() {
             for (kind, peer) in peers.iter_mut().enumerate() {
@@ -344,22 +361,27 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
                 }
             }
         }
-        for (kind, peer) in peers.iter_mut().enumerate() {
-            let mut times: Vec<f64> = (0..PINGS)
-                .map(|_| {
-                    let begin = Instant::now();
-                    peer.transport.ping();
-                    begin.elapsed().as_secs_f64() * 1e6
-                })
-                .collect();
-            if round > 0 {
-                trips.entry(kind).or_default().push(median(&mut times));
+        // The other ends are on core 1.
+        for place in [0, 1] {
+            pin(place);
+            for (kind, peer) in peers.iter_mut().enumerate() {
+                let mut times: Vec<f64> = (0..PINGS)
+                    .map(|_| {
+                        let begin = Instant::now();
+                        peer.transport.ping();
+                        begin.elapsed().as_secs_f64() * 1e6
+                    })
+                    .collect();
+                if round > 0 {
+                    trips.entry((kind, place)).or_default().push(median(&mut times));
+                }
             }
         }
+        pin(0);
     }
     let names: Vec<String> = sizes.iter().map(|(bytes, _)| format!("{} MiB, GB/s", bytes / MIB)).collect();
     println!(
-        "| {rounds} rounds, medians | {} | {MESSAGE} bytes and back, us: median, best round |",
+        "| {rounds} rounds, medians | {} | {MESSAGE} bytes and back, us: from core to core, on one core |",
         names.join(" | ")
     );
     println!("|---|{}---|", "---|".repeat(sizes.len()));
@@ -367,15 +389,15 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
         let cells: Vec<String> = (0..sizes.len())
             .map(|size| format!("{:.2}", median(&mut rates[&(kind, size)].clone())))
             .collect();
-        let trips = &trips[&kind];
-        println!(
-            "| {name} | {} | {:.1}, {:.1} |",
-            cells.join(" | "),
-            median(&mut trips.clone()),
-            least(trips)
-        );
+        let trip = |place| median(&mut trips[&(kind, place)].clone());
+        println!("| {name} | {} | {:.1}, {:.1} |", cells.join(" | "), trip(0), trip(1));
     }
-    for (link, raw) in [("link tcp", "raw tcp"), ("link unix", "raw unix"), ("link tls", "raw tls")] {
+    for (link, raw) in [
+        ("link tcp", "raw tcp"),
+        ("link unix", "raw unix"),
+        ("link shared memory", "raw tcp"),
+        ("link tls", "raw tls"),
+    ] {
         let Some(own) = kinds.iter().position(|kind| *kind == link) else { continue };
         let raws: Vec<_> = (0..kinds.len()).filter(|&kind| kinds[kind].starts_with(raw)).collect();
         if raws.is_empty() {
@@ -389,10 +411,11 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
                 format!("{:.2}", median(&mut rates[&(own, size)].clone()) / best)
             })
             .collect();
-        let ratio = |of: fn(&[f64]) -> f64| {
-            of(&trips[&own]) / raws.iter().map(|raw| of(&trips[raw])).fold(f64::MAX, f64::min)
+        let ratio = |place| {
+            let trip = |kind| median(&mut trips[&(kind, place)].clone());
+            trip(own) / raws.iter().map(|&raw| trip(raw)).fold(f64::MAX, f64::min)
         };
-        let (usual, best) = (ratio(|values| median(&mut values.to_vec())), ratio(least));
-        println!("| {link}, of the better {raw} | {} | {usual:.2}, {best:.2} |", cells.join(" | "));
+        let (apart, together) = (ratio(0), ratio(1));
+        println!("| {link}, of the better {raw} | {} | {apart:.2}, {together:.2} |", cells.join(" | "));
     }
 }

@@ -25,8 +25,15 @@ pub(crate) fn run(what: &str) -> Result<()> {
             run_script(&python::prepared()?, what, &[])
         }
         "io" => run_script(&python::prepared()?, "backends", &[]),
+        "wire-peers" => {
+            // Nobody else's dependencies.
+            let venv = python::prepared()?;
+            run::run(venv.python().args(["-m", "pip", "install", "--quiet", "pyarrow", "grpcio", "pyzmq"]))?;
+            run_script(&venv, "wire", &[])
+        }
+        "broadcast" => run_script(&python::prepared()?, "broadcast", &[]),
         _ => Err(format!(
-            "no benchmark {what}: parts, memory, streams, wire, codecs, exact, io, llama, load, peak or storage"
+            "no benchmark {what}: parts, memory, streams, wire, wire-peers, broadcast, codecs, exact, io, llama, load, peak or storage"
         )),
     }
 }
