@@ -42,7 +42,7 @@ with ts.listen("10.77.0.1:7000", insecure=True, timeout={TIMEOUT_S}, patience={T
 
 RECEIVE = f"""
 import sys, time
-import tensorstream as ts
+import tensorstream as ts, torch  # Loading PyTorch may take longer than the other end waits.
 count = int(sys.argv[1])
 connection = ts.connect("10.77.0.1:7000", timeout={TIMEOUT_S}, patience={TIMEOUT_S})
 print("connected", flush=True)
