@@ -3,11 +3,11 @@
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use crate::watch::Watch;
 use crate::{
     Connection, ConnectionOptions, ConnectionStats, Error, Event, Role, SendOptions, Sink, TensorInfo,
 };
@@ -25,11 +25,7 @@ pub struct AsyncLink<S, T> {
     connection: Connection<S>,
     io: T,
     peer: String,
-    timeout: Duration,
-    patience: Duration,
-    heard: Instant,
-    /// When something went on last, and how often it had.
-    moved: (Instant, u64),
+    watch: Watch,
     /// Why nothing more can be written, while what the other end said before is read.
     mute: Option<Error>,
     /// What ended the connection, while events that came before wait.
@@ -47,26 +43,12 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         options: ConnectionOptions,
         peer: impl Into<String>,
     ) -> Result<Self, Error> {
-        let (timeout, patience) = (options.timeout, options.patience);
+        let watch = Watch::new(&options);
         let connection = Connection::new(role, ConnectionOptions { shared_bytes: 0, ..options });
-        let now = Instant::now();
-        let peer = peer.into();
-        let mut this = Self {
-            connection,
-            io,
-            peer,
-            timeout,
-            patience,
-            heard: now,
-            moved: (now, 0),
-            mute: None,
-            ended: None,
-        };
+        let mut this = Self { connection, io, peer: peer.into(), watch, mute: None, ended: None };
         while !this.connection.is_connected() || this.connection.has_unsent() {
             this.step().await?;
-            if now.elapsed() > timeout && !this.connection.is_connected() {
-                return Err(Error::TimedOut { peer: this.peer, after: timeout });
-            }
+            this.watch.check_introduction(&this.connection, &this.peer)?;
         }
         // Who was told who this is may want no more of it.
         this.ended.clone().map_or(Ok(this), Err)
@@ -92,7 +74,7 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
     /// # Errors
     /// As [`Link::next_event`](crate::Link::next_event).
     pub async fn next_event(&mut self) -> Result<Event<S>, Error> {
-        self.listen();
+        self.watch.begin(&self.connection);
         loop {
             if let Some(event) = self.connection.poll() {
                 return Ok(event);
@@ -130,7 +112,7 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
     /// # Errors
     /// As [`next_event`](Self::next_event).
     pub async fn flush(&mut self, stream: u32) -> Result<(), Error> {
-        self.listen();
+        self.watch.begin(&self.connection);
         while !self.connection.is_sent(stream) {
             self.step().await?;
         }
@@ -146,7 +128,7 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
     /// # Errors
     /// As [`next_event`](Self::next_event): what was sent may not have come then.
     pub async fn close(mut self, reason: &str) -> Result<(), Error> {
-        self.listen();
+        self.watch.begin(&self.connection);
         while self.connection.has_unsent() {
             match self.step().await {
                 Err(Error::Closed { .. }) if !self.connection.owes() => return Ok(()),
@@ -172,14 +154,9 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
                 }
             }
         };
-        let stalled = |_| Error::Stalled { peer: self.peer.clone(), after: self.timeout };
-        tokio::time::timeout(self.timeout, drain).await.map_err(stalled)
-    }
-
-    /// The other end's silence counts from now on: before, nobody has listened.
-    fn listen(&mut self) {
-        self.heard = Instant::now();
-        self.moved = (self.heard, self.connection.moves());
+        let timeout = self.watch.timeout();
+        let stalled = |_| Error::Stalled { peer: self.peer.clone(), after: timeout };
+        tokio::time::timeout(timeout, drain).await.map_err(stalled)
     }
 
     /// Writes or reads something, or waits for a while.
@@ -187,22 +164,14 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         if let Some(error) = &self.ended {
             return Err(error.clone());
         }
-        let most = self.timeout / 2;
-        if let Ok(done) = tokio::time::timeout(most, std::future::poll_fn(|cx| self.poll_io(cx))).await {
-            done?;
-            let moves = self.connection.moves();
-            if moves != self.moved.1 {
-                self.moved = (Instant::now(), moves);
-            }
-        } else if self.heard.elapsed() >= self.timeout {
-            return Err(Error::TimedOut { peer: self.peer.clone(), after: self.timeout });
-        } else if self.connection.is_connected() {
-            self.connection.ping();
-        }
-        if self.moved.0.elapsed() >= self.patience && self.connection.is_under_way() {
-            return Err(Error::Stalled { peer: self.peer.clone(), after: self.patience });
-        }
-        Ok(())
+        self.watch.step();
+        self.watch.check_progress(&self.connection, &self.peer)?;
+        let left = self.watch.check_life(&mut self.connection, &self.peer)?;
+        // Halfway through the other end's time it is asked for a sign of life.
+        let most = left.min(self.watch.timeout() / 2);
+        let went = tokio::time::timeout(most, std::future::poll_fn(|cx| self.poll_io(cx))).await;
+        self.watch.look();
+        went.unwrap_or(Ok(()))
     }
 
     /// Writes and reads what goes at once: ready when something did.
@@ -228,7 +197,7 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
                     self.connection.written(len);
                     // A ping is no sign of the other's life.
                     if self.connection.moves() != before {
-                        self.heard = Instant::now();
+                        self.watch.hear();
                     }
                     wrote = true;
                 }
@@ -255,17 +224,18 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
                     let done = Error::Closed { reason: "it has no more to say".into() };
                     return Err(self.connection.end_of_input().err().unwrap_or(done));
                 }
-                self.heard = Instant::now();
+                self.watch.look();
+                self.watch.hear();
                 if let Err(error) = self.connection.filled(len) {
                     // The other end is told why, if it takes that at once, or waits for the end of what this one says.
                     self.poll_write(cx);
                     if matches!(error, Error::Closed { .. }) {
                         let _ = Pin::new(&mut self.io).poll_shutdown(cx);
                     }
+                    self.ended = Some(error.clone());
                     if !self.connection.may_have_events() {
                         return Err(error);
                     }
-                    self.ended = Some(error);
                 }
                 Ok(true)
             }

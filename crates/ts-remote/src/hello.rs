@@ -57,11 +57,11 @@ impl fmt::Debug for ConnectionOptions {
 }
 
 impl Default for ConnectionOptions {
-    /// 4 MiB for each of 64 streams, frames of 1 MiB, 4 MiB of shared memory, 30 s of silence, 5 minutes of patience, and no token.
+    /// 16 MiB for each of 16 streams, frames of 1 MiB, 4 MiB of shared memory, 30 s of silence, 5 minutes of patience, and no token.
     fn default() -> Self {
         Self {
-            window_bytes: 4 << 20,
-            max_streams: 64,
+            window_bytes: 16 << 20,
+            max_streams: 16,
             token: None,
             service: String::new(),
             frame_bytes: 1 << 20,

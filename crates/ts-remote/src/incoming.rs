@@ -125,6 +125,11 @@ impl<S: Sink> Incoming<S> {
         len.map_or(Ok(()), |len| self.receive(len, false))
     }
 
+    /// Whether nothing of the tensor is left behind so many bytes more.
+    pub(crate) fn is_last(&self, len: u64) -> bool {
+        matches!(self.items.back(), Some(Item::Tensor(last)) if last.received + len == last.said.info.storage_len)
+    }
+
     /// Memory for the next bytes of a payload that is not encoded; at most `len`, and fewer perhaps. `None` where they are unwanted.
     pub(crate) fn space(&mut self, len: usize) -> Result<Option<&mut [u8]>, Error> {
         if self.unwanted {

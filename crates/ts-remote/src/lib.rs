@@ -50,7 +50,7 @@
 //! # Invariants
 //! - What was sent arrives through any window, however the bytes are cut, or one end has an error that says why.
 //! - A payload is written from the sender's memory and read to the receiver's; no other copy is made in user space, unless it is
-//!   encoded, under TLS, or there was no memory for it when it came.
+//!   encoded, under TLS, or there was no memory for it when it came. Headers are read ahead: a few of its bytes may come with them.
 //! - A peer has no more memory of a connection's than it was granted.
 //! - No method but those that say so blocks, and those end when the other end is silent for the timeout, or is there and does nothing of
 //!   what is under way while patience lasts. A wait for something to begin lasts as long as the other end lives.
@@ -70,6 +70,7 @@ mod hello;
 mod incoming;
 mod info;
 mod link;
+mod lobby;
 mod memory;
 mod outgoing;
 mod ranges;
@@ -81,6 +82,7 @@ mod socket;
 mod tensor;
 #[cfg(feature = "tls")]
 mod tls;
+mod watch;
 mod wire;
 
 #[cfg(feature = "tokio")]
@@ -92,6 +94,7 @@ pub use error::{Error, ErrorKind};
 pub use hello::{ConnectionOptions, VERSION};
 pub use info::TensorInfo;
 pub use link::Link;
+pub use lobby::Lobby;
 pub use memory::{BufferSink, GpuMemory, HostMemory, Memory, PooledMemory, PooledSink};
 pub use outgoing::SendOptions;
 pub use ranges::{

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use ts_pool::SharedMemory;
 
 use crate::socket::{Ready, SLICE, Socket};
+use crate::watch::Watch;
 use crate::{
     Address, Connection, ConnectionOptions, ConnectionStats, Error, Event, Role, SendOptions, Sink,
     TensorInfo,
@@ -22,17 +23,7 @@ use crate::{
 pub struct Link<S> {
     connection: Connection<S>,
     socket: Socket,
-    timeout: Duration,
-    patience: Duration,
-    /// When something went on last, and how often it had.
-    moved: (Instant, u64),
-    /// When the other end was heard of last.
-    heard: Instant,
-    /// When this began.
-    since: Instant,
-    /// When it was listened for last.
-    stepped: Instant,
-    asked: bool,
+    watch: Watch,
     /// Bytes of shared memory that are to be offered.
     to_share: usize,
     /// What the socket is ready for, as far as is known.
@@ -47,8 +38,6 @@ pub struct Link<S> {
 const TURN: usize = 4 << 20;
 /// What is read at a time of what nobody wants, in bytes.
 const DROPPED: usize = 64 << 10;
-/// Who has not called for so long, or for half of the timeout, was busy with other things.
-const AWAY: Duration = Duration::from_secs(1);
 /// The most pieces that one call to the system gets.
 const MAX_SLICES: usize = 16;
 
@@ -78,11 +67,8 @@ impl<S: Sink> Link<S> {
     /// As [`connect`](Self::connect).
     pub fn meet_within(&mut self, time: Duration) -> Result<bool, Error> {
         let end = Instant::now() + time;
-        self.begin_wait();
-        // However slowly it says who it is.
-        if self.since.elapsed() > self.timeout && !self.connection.is_connected() {
-            return Err(Error::TimedOut { peer: self.socket.peer().into(), after: self.timeout });
-        }
+        self.watch.begin(&self.connection);
+        self.watch.check_introduction(&self.connection, self.socket.peer())?;
         // Who accepts has answered then, too.
         while !self.connection.is_connected() || self.connection.has_unsent() || self.socket.wants_write() {
             if Instant::now() >= end {
@@ -95,29 +81,17 @@ impl<S: Sink> Link<S> {
     }
 
     /// Goes on with a socket, whose other end is still to say who it is. Does not block.
-    pub fn unmet(socket: Socket, role: Role, mut options: ConnectionOptions) -> Self {
+    pub fn unmet(mut socket: Socket, role: Role, mut options: ConnectionOptions) -> Self {
         if !socket.takes_descriptors() {
             options.shared_bytes = 0;
         }
-        let (timeout, patience, to_share) = (options.timeout, options.patience, options.shared_bytes);
+        if options.shared_bytes == 0 {
+            socket.refuse_descriptors();
+        }
+        let (watch, to_share) = (Watch::new(&options), options.shared_bytes);
         let connection = Connection::new(role, options);
         let ready = Ready { read: true, write: true };
-        let now = Instant::now();
-        Self {
-            connection,
-            socket,
-            timeout,
-            patience,
-            moved: (now, 0),
-            heard: now,
-            since: now,
-            stepped: now,
-            asked: false,
-            to_share,
-            ready,
-            ended: None,
-            mute: None,
-        }
+        Self { connection, socket, watch, to_share, ready, ended: None, mute: None }
     }
 
     /// The connection.
@@ -126,7 +100,7 @@ impl<S: Sink> Link<S> {
     }
 
     pub(crate) fn patience(&self) -> Duration {
-        self.patience
+        self.watch.patience()
     }
 
     /// Who is at the other end.
@@ -145,7 +119,7 @@ impl<S: Sink> Link<S> {
     /// What ended the connection; [`Error::TimedOut`] when the other end is silent, also to a ping; [`Error::Stalled`] when it is there, but
     /// something is under way and does not go on.
     pub fn next_event(&mut self) -> Result<Event<S>, Error> {
-        self.begin_wait();
+        self.watch.begin(&self.connection);
         loop {
             if let Some(event) = self.connection.poll() {
                 return Ok(event);
@@ -160,7 +134,7 @@ impl<S: Sink> Link<S> {
     /// As [`next_event`](Self::next_event).
     pub fn next_event_within(&mut self, time: Duration) -> Result<Option<Event<S>>, Error> {
         let end = Instant::now() + time;
-        self.begin_wait();
+        self.watch.begin(&self.connection);
         loop {
             let event = self.connection.poll();
             if event.is_some() || Instant::now() >= end {
@@ -211,7 +185,7 @@ impl<S: Sink> Link<S> {
     /// # Errors
     /// As [`next_event`](Self::next_event). Blocks as long as the other end gives no credit.
     pub fn flush(&mut self, stream: u32) -> Result<(), Error> {
-        self.begin_wait();
+        self.watch.begin(&self.connection);
         while !self.connection.is_sent(stream) || self.socket.wants_write() {
             self.step(true)?;
         }
@@ -224,7 +198,7 @@ impl<S: Sink> Link<S> {
     /// As [`next_event`](Self::next_event).
     pub fn flush_within(&mut self, stream: u32, time: Duration) -> Result<bool, Error> {
         let end = Instant::now() + time;
-        self.begin_wait();
+        self.watch.begin(&self.connection);
         while !self.connection.is_sent(stream) || self.socket.wants_write() {
             if Instant::now() >= end {
                 return Ok(false);
@@ -239,7 +213,7 @@ impl<S: Sink> Link<S> {
     /// # Errors
     /// As [`next_event`](Self::next_event). Blocks as long as the other end gives no credit.
     pub fn flush_all(&mut self) -> Result<(), Error> {
-        self.begin_wait();
+        self.watch.begin(&self.connection);
         while self.connection.has_unsent() || self.socket.wants_write() {
             match self.step(true) {
                 // It has all that was sent to it, and no use for what else there was to say.
@@ -256,6 +230,7 @@ impl<S: Sink> Link<S> {
     /// As [`next_event`](Self::next_event). Does not block.
     pub fn drive(&mut self) -> Result<bool, Error> {
         self.ready = Ready { read: true, write: true };
+        self.watch.look();
         self.write_and_read()
     }
 
@@ -300,7 +275,7 @@ impl<S: Sink> Link<S> {
     fn drain(&mut self) -> Result<(), Error> {
         let (mut dropped, mut nothing) = (vec![0; DROPPED], []);
         let (mut left, mut since) = (u64::MAX, Instant::now());
-        while since.elapsed() < self.timeout {
+        while since.elapsed() < self.watch.timeout() {
             match self.socket.undelivered() {
                 Some(0) => return Ok(()),
                 Some(now) if now < left => (left, since) = (now, Instant::now()),
@@ -319,38 +294,32 @@ impl<S: Sink> Link<S> {
                 },
             }
         }
-        Err(Error::Stalled { peer: self.socket.peer().into(), after: self.timeout })
-    }
-
-    /// The other end's silence counts from now on, if nobody has listened before.
-    fn begin_wait(&mut self) {
-        if self.stepped.elapsed() > AWAY.min(self.timeout / 2) {
-            (self.heard, self.asked) = (Instant::now(), false);
-            self.moved = (self.heard, self.connection.moves());
-        }
+        Err(Error::Stalled { peer: self.socket.peer().into(), after: self.watch.timeout() })
     }
 
     /// How long nothing has gone on.
     pub(crate) fn at_rest(&mut self) -> Duration {
-        let moves = self.connection.moves();
-        if moves != self.moved.1 {
-            self.moved = (Instant::now(), moves);
-        }
-        self.moved.0.elapsed()
+        self.watch.look();
+        self.watch.at_rest(&self.connection)
     }
 
     /// # Errors
     /// [`Error::Stalled`] when something is under way and the other end has not done its part for longer than is waited for.
     pub(crate) fn check_progress(&mut self) -> Result<(), Error> {
-        if self.at_rest() < self.patience || !self.connection.is_under_way() {
-            return Ok(());
-        }
-        Err(Error::Stalled { peer: self.socket.peer().into(), after: self.patience })
+        self.watch.check_progress(&self.connection, self.socket.peer())
     }
 
     /// Writes or reads something; when there is nothing to, waits until there is, or for a while, if `wait` says so.
     fn step(&mut self, wait: bool) -> Result<(), Error> {
-        self.stepped = Instant::now();
+        self.watch.step();
+        // Before what there is to send is put into frames for the socket.
+        self.share()?;
+        if wait && self.ended.is_none() && self.mute.is_none() && !self.wants_write() {
+            self.check_progress()?;
+            self.watch.check_life(&mut self.connection, self.socket.peer())?;
+            // Whoever only waits for bytes does so where they come.
+            return self.read(true).map(drop);
+        }
         if self.write_and_read()? {
             return Ok(());
         }
@@ -358,24 +327,15 @@ impl<S: Sink> Link<S> {
             // What was there is read, and there are no events that wait: those are polled before.
             return Err(error.clone());
         }
-        if wait {
+        let left = if wait {
             self.check_progress()?;
-        }
-        let mut left = self.timeout.saturating_sub(self.heard.elapsed());
-        if !wait {
-            left = Duration::ZERO;
-        } else if left.is_zero() {
-            return Err(Error::TimedOut { peer: self.socket.peer().into(), after: self.timeout });
-        } else if !self.asked && self.connection.is_connected() && left < self.timeout / 2 {
-            self.asked = true;
-            self.connection.ping();
-        }
-        let pending = self.connection.plan_writes() || self.socket.wants_write();
-        if wait && !pending {
-            // Whoever only waits for bytes does so where they come.
-            return self.read(true).map(drop);
-        }
+            self.watch.check_life(&mut self.connection, self.socket.peer())?
+        } else {
+            Duration::ZERO
+        };
+        let pending = self.wants_write();
         let ready = self.socket.wait(Ready { read: true, write: pending }, left.min(SLICE))?;
+        self.watch.look();
         // What was not waited for is as it was.
         self.ready = Ready { read: ready.read, write: ready.write || !pending };
         if !wait {
@@ -388,6 +348,10 @@ impl<S: Sink> Link<S> {
     fn write_and_read(&mut self) -> Result<bool, Error> {
         if let Some(error) = &self.ended {
             return Err(error.clone());
+        }
+        if self.connection.is_short_of_credit() {
+            // What has come is worth a look before a payload is cut where its credit ends.
+            self.read(false)?;
         }
         let wrote = self.mute.is_none() && self.ready.write && self.write()?;
         Ok(self.ready.read && self.read(false)? || wrote)
@@ -425,7 +389,7 @@ impl<S: Sink> Link<S> {
                     self.connection.written(len);
                     // A full socket takes more when the other end's has taken some; a ping is no sign of the other's life.
                     if self.connection.moves() != before {
-                        (self.heard, self.asked) = (Instant::now(), false);
+                        self.watch.hear();
                     }
                     wrote = true;
                     left = left.saturating_sub(len);
@@ -446,16 +410,22 @@ impl<S: Sink> Link<S> {
     fn read(&mut self, wait: bool) -> Result<bool, Error> {
         let [first, second] = self.connection.read_targets()?;
         let wanted = first.len() + second.len();
-        match self.socket.read(&mut [IoSliceMut::new(first), IoSliceMut::new(second)], wait) {
+        let read = self.socket.read(&mut [IoSliceMut::new(first), IoSliceMut::new(second)], wait);
+        if wait {
+            self.watch.look();
+        }
+        match read {
             Ok(0) => {
                 let done = Error::Closed { reason: "it has no more to say".into() };
                 Err(self.connection.end_of_input().err().unwrap_or(done))
             }
             Ok(len) => {
                 self.ready.read = self.socket.may_have_more(len, wanted);
-                (self.heard, self.asked) = (Instant::now(), false);
+                self.watch.hear();
                 if let Some(descriptor) = self.socket.take_descriptor() {
                     self.connection.descriptor_received(descriptor);
+                    // One is all that a connection has use for.
+                    self.socket.refuse_descriptors();
                 }
                 if let Err(error) = self.connection.filled(len) {
                     if matches!(error, Error::Closed { .. }) {
@@ -468,10 +438,11 @@ impl<S: Sink> Link<S> {
                     {
                         self.connection.written(len);
                     }
+                    // That is what ended it, also for who asks again and cannot write any more.
+                    self.ended = Some(error.clone());
                     if !self.connection.may_have_events() {
                         return Err(error);
                     }
-                    self.ended = Some(error);
                 }
                 Ok(true)
             }

@@ -33,6 +33,17 @@ enum Item {
     Finish,
 }
 
+impl Item {
+    fn left_to_share(&self) -> Option<usize> {
+        match self {
+            Self::Payload { payload, at, encoder: None, .. } if payload.len() >= MIN_PAYLOAD => {
+                Some(payload.len() - at)
+            }
+            _ => None,
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     id: u32,
@@ -182,14 +193,32 @@ impl Outgoing {
         self.limit = self.limit.max(limit);
     }
 
-    /// What is left of a payload, if that may go by shared memory.
-    pub(crate) fn left_to_share(&self) -> Option<usize> {
-        match self.items.front() {
-            Some(Item::Payload { payload, at, encoder: None, .. }) if payload.len() >= MIN_PAYLOAD => {
-                Some(payload.len() - at)
+    /// Whether there is a payload that may go by shared memory.
+    pub(crate) fn has_to_share(&self) -> bool {
+        self.items.iter().any(|item| item.left_to_share().is_some())
+    }
+
+    /// What is left of a payload that is next, if that may go by shared memory.
+    fn left_to_share(&self) -> Option<usize> {
+        self.items.front().and_then(Item::left_to_share)
+    }
+
+    /// Whether there is credit for a part of the next payload's first frame, which has at most so many bytes.
+    pub(crate) fn is_cut_short(&self, most: usize) -> bool {
+        let credit = self.limit.saturating_sub(self.sent);
+        let mut needed = 0;
+        for item in &self.items {
+            match item {
+                Item::Meta { body } => needed += (body.len() + HEADER_LEN) as u64,
+                Item::Payload { payload, at, .. } => {
+                    needed += (payload.len() - at).min(most) as u64;
+                    return 0 < credit && credit < needed;
+                }
+                Item::End => {}
+                Item::Message(_) | Item::Finish => return false,
             }
-            _ => None,
         }
+        false
     }
 
     /// Whether there is something that may go out.

@@ -13,7 +13,7 @@ pub(crate) const MIN_PAYLOAD: usize = 64 << 10;
 /// The longest ring that is mapped for another end: what is read of it takes this host's memory.
 const MAX_RING: u64 = 64 << 20;
 /// The most bytes of one piece: while one is read the next is written.
-const PIECE: usize = 512 << 10;
+const PIECE: usize = 256 << 10;
 
 /// The end that writes.
 #[derive(Debug)]

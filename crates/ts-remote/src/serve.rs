@@ -1,13 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Many connections on one thread.
 
-use std::io;
-use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
-
-use crate::socket::timespec;
+use crate::lobby::{accept, wait};
 #[cfg(feature = "tls")]
 use crate::tls::TlsServer;
 use crate::{Connection, ConnectionOptions, Error, Event, Link, Listener, Role, Sink, Socket};
@@ -95,9 +91,6 @@ struct Guest<S: Session> {
 /// How often the server looks whether it is to stop, and at what waits for other things than its socket.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// How long nobody is let in when the system can take no more.
-const SHORTAGE: Duration = Duration::from_millis(5);
-
 /// Serves until `stop` says so, which is asked at least every 50 ms. `session` makes what serves one that has connected; `log` hears why connections end. Blocks.
 ///
 /// # Errors
@@ -115,7 +108,8 @@ pub fn serve<S: Session>(
     let mut busy = false;
     while !stop() {
         let full = guests.len() >= options.max_connections;
-        let ready = wait(listener, &mut guests, full, if busy { Duration::ZERO } else { SLICE })?;
+        let links = guests.iter_mut().map(|guest| &mut guest.link).collect();
+        let ready = wait(listener, !full, links, if busy { Duration::ZERO } else { SLICE })?;
         if ready[0] && !full {
             while let Some(socket) = accept(listener)? {
                 stats.accepted += 1;
@@ -162,61 +156,13 @@ pub fn serve<S: Session>(
     Ok(stats)
 }
 
-/// Whether the listener, and each guest in turn, is ready for something.
-fn wait<S: Session>(
-    listener: &Listener,
-    guests: &mut [Guest<S>],
-    full: bool,
-    timeout: Duration,
-) -> Result<Vec<bool>, Error> {
-    let writing: Vec<bool> = guests.iter_mut().map(|guest| guest.link.wants_write()).collect();
-    let mut polled = Vec::with_capacity(guests.len() + 1);
-    let listening = if full { PollFlags::empty() } else { PollFlags::IN };
-    polled.push(PollFd::from_borrowed_fd(listener.as_fd(), listening));
-    for (guest, writing) in guests.iter().zip(writing) {
-        let mut flags = PollFlags::IN;
-        flags.set(PollFlags::OUT, writing);
-        polled.push(PollFd::from_borrowed_fd(guest.link.socket().as_fd(), flags));
-    }
-    match poll(&mut polled, Some(&timespec(timeout))) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => {
-            Ok(polled.iter().map(|fd| !fd.revents().is_empty()).collect())
-        }
-        Err(error) => Err(Error::io(&listener.address().to_string(), "waiting", error.into())),
-    }
-}
-
-/// The next that has connected, if there is one and the system can take it.
-fn accept(listener: &Listener) -> Result<Option<Socket>, Error> {
-    match listener.accept() {
-        Ok(socket) => Ok(Some(socket)),
-        Err(Error::Io { source, what, peer }) => match source.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => {
-                Ok(None)
-            }
-            // No more files may be open: others will end.
-            _ if matches!(source.raw_os_error(), Some(23 | 24 | 12 | 105)) => {
-                std::thread::sleep(SHORTAGE);
-                Ok(None)
-            }
-            io::ErrorKind::InvalidInput => Err(Error::Io { peer, what, source }),
-            // What went wrong went wrong for the one that wanted to connect.
-            _ => Ok(None),
-        },
-        Err(error) => Err(error),
-    }
-}
-
 fn guest<S: Session>(
     socket: Socket,
     options: &ServerOptions,
     session: &mut impl FnMut(&str) -> S,
 ) -> Result<Guest<S>, Error> {
     #[cfg(feature = "tls")]
-    let socket = match &options.tls {
-        Some(tls) if socket.is_tcp() => socket.into_tls_server(tls)?,
-        _ => socket,
-    };
+    let socket = socket.into_tls_if_asked(options.tls.as_ref())?;
     let session = session(socket.peer());
     let link = Link::unmet(socket, Role::Acceptor, options.connection.clone());
     Ok(Guest { link, session, since: Instant::now(), met: false })

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
+    SendFlags, recv, recvmsg, sendmsg,
 };
 use socket2::{SockRef, TcpKeepalive};
 
@@ -85,12 +85,22 @@ pub struct Socket {
 #[derive(Debug)]
 enum Stream {
     Tcp(TcpStream),
-    /// With the descriptor that came last.
-    Unix(UnixStream, Option<OwnedFd>),
+    Unix(UnixStream, Descriptors),
     #[cfg(feature = "tls")]
     Tls(Box<TlsStream>),
 }
 
+/// What comes beside bytes.
+#[derive(Debug)]
+struct Descriptors {
+    /// Whether they are looked for, which takes time. Those that nobody looks for the system drops.
+    wanted: bool,
+    /// The one that came last.
+    last: Option<OwnedFd>,
+}
+
+/// What a read from TCP gets at most, in bytes: the other end is told of room only between reads.
+const PIECE: usize = 64 << 10;
 /// How long a read waits at most: so often a wait looks whether it is to go on.
 pub(crate) const SLICE: Duration = Duration::from_millis(100);
 /// How long the system asks a silent machine before it gives it up.
@@ -136,7 +146,7 @@ impl Socket {
 
     fn of_unix(stream: UnixStream, peer: String) -> io::Result<Self> {
         stream.set_read_timeout(Some(SLICE))?;
-        Ok(Self { stream: Stream::Unix(stream, None), peer })
+        Ok(Self { stream: Stream::Unix(stream, Descriptors { wanted: true, last: None }), peer })
     }
 
     /// Goes on under TLS with a server, whose certificate must be of the name or address that was connected to. Does not wait for it.
@@ -161,9 +171,13 @@ impl Socket {
         Ok(Self { stream: Stream::Tls(Box::new(TlsStream::server(tcp, server)?)), peer: self.peer })
     }
 
+    /// Goes on under TLS with a client, if that is asked for and it is a socket of TCP: others are on this host, and go on as they are.
     #[cfg(feature = "tls")]
-    pub(crate) fn is_tcp(&self) -> bool {
-        matches!(self.stream, Stream::Tcp(_))
+    pub(crate) fn into_tls_if_asked(self, server: Option<&TlsServer>) -> Result<Self, Error> {
+        match server {
+            Some(server) if matches!(self.stream, Stream::Tcp(_)) => self.into_tls_server(server),
+            _ => Ok(self),
+        }
     }
 
     /// Who is at the other end.
@@ -176,8 +190,16 @@ impl Socket {
         let into = if into[0].is_empty() { &mut into[1..] } else { &mut into[..] };
         let flags = if wait { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
         match &mut self.stream {
-            Stream::Tcp(stream) => receive(stream, into, flags),
-            Stream::Unix(stream, descriptor) => receive_with(stream, into, flags, descriptor),
+            Stream::Tcp(stream) => match &mut *into {
+                [large, ..] if large.len() > PIECE => {
+                    receive(stream, &mut [IoSliceMut::new(&mut large[..PIECE])], flags)
+                }
+                _ => receive(stream, into, flags),
+            },
+            Stream::Unix(stream, descriptors) if descriptors.wanted => {
+                receive_with(stream, into, flags, &mut descriptors.last)
+            }
+            Stream::Unix(stream, _) => receive(stream, into, flags),
             #[cfg(feature = "tls")]
             Stream::Tls(stream) => stream.read(into, flags),
         }
@@ -191,16 +213,24 @@ impl Socket {
     /// The descriptor that came with what was read last.
     pub(crate) fn take_descriptor(&mut self) -> Option<OwnedFd> {
         match &mut self.stream {
-            Stream::Unix(_, descriptor) => descriptor.take(),
+            Stream::Unix(_, descriptors) => descriptors.last.take(),
             _ => None,
+        }
+    }
+
+    /// No descriptor that comes is of use from now on.
+    pub(crate) fn refuse_descriptors(&mut self) {
+        if let Stream::Unix(_, descriptors) = &mut self.stream {
+            descriptors.wanted = false;
         }
     }
 
     /// Whether more may be there after a read of so many bytes of those that were wanted.
     pub(crate) fn may_have_more(&self, len: usize, wanted: usize) -> bool {
         match &self.stream {
-            // A socket that gives less is empty, but while large things come more has come meanwhile.
-            Stream::Tcp(_) | Stream::Unix(..) => len == wanted || len > 4096,
+            // A socket that gives less than it was asked for is empty.
+            Stream::Tcp(_) => len == wanted || len == PIECE,
+            Stream::Unix(..) => len == wanted,
             // What it has, others may have taken off the socket.
             #[cfg(feature = "tls")]
             Stream::Tls(stream) => len == wanted || stream.has_input(),
@@ -317,7 +347,10 @@ impl AsFd for Socket {
 
 /// Reads from a socket.
 pub(crate) fn receive(socket: impl AsFd, into: &mut [IoSliceMut<'_>], flags: RecvFlags) -> io::Result<usize> {
-    Ok(recvmsg(socket, into, &mut RecvAncillaryBuffer::default(), flags)?.bytes)
+    match into {
+        [one] => Ok(recv(socket, &mut **one, flags)?.0),
+        _ => Ok(recvmsg(socket, into, &mut RecvAncillaryBuffer::default(), flags)?.bytes),
+    }
 }
 
 /// As [`receive`], with a descriptor that comes with it. Of more than one the system drops the rest.
@@ -350,7 +383,10 @@ fn send_with(socket: impl AsFd, from: &[IoSlice<'_>], descriptor: BorrowedFd<'_>
 /// Writes what a socket takes at once.
 pub(crate) fn send(socket: impl AsFd, from: &[IoSlice<'_>]) -> io::Result<usize> {
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-    Ok(sendmsg(socket, from, &mut SendAncillaryBuffer::default(), flags)?)
+    match from {
+        [one] => Ok(rustix::net::send(socket, one, flags)?),
+        _ => Ok(sendmsg(socket, from, &mut SendAncillaryBuffer::default(), flags)?),
+    }
 }
 
 #[cfg(feature = "tls")]

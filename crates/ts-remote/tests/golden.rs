@@ -11,7 +11,12 @@ const CONVERSATION: &[u8] = include_bytes!("../../../fuzz/seeds/wire/conversatio
 
 /// All kinds of frames that an end sends of its own accord.
 fn connector() -> Vec<u8> {
-    let options = ConnectionOptions { token: Some("t".into()), ..ConnectionOptions::default() };
+    let options = ConnectionOptions {
+        token: Some("t".into()),
+        window_bytes: 4 << 20,
+        max_streams: 64,
+        ..ConnectionOptions::default()
+    };
     let mut ends =
         [Role::Connector, Role::Acceptor].map(|role| Connection::<Vec<u8>>::new(role, options.clone()));
     let mut said = Vec::new();

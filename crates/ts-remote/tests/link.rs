@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use ts_format::Dtype;
 use ts_remote::{
-    Address, ConnectionOptions, Error, ErrorKind, Event, Link, Listener, Role, SendOptions, TensorInfo,
+    Address, ConnectionOptions, Error, ErrorKind, Event, Link, Listener, Lobby, Role, SendOptions, TensorInfo,
 };
 
 use together::{both_ways, options, payload};
@@ -32,6 +32,71 @@ fn both_ends_send_at_once_over_a_unix_socket() {
     let address: Address = format!("unix:{}", path.display()).parse().unwrap();
     both_ways(Listener::bind(&address, options().timeout).unwrap(), Ok, Ok);
     assert!(!path.exists(), "who listens no more leaves nothing behind");
+}
+
+/// Of those who connect some say nothing, some something else, and one who it is: that one is let in, and the others wait or are sent away.
+#[test]
+fn strangers_keep_nobody_waiting() {
+    let with = ConnectionOptions { token: Some("sesame".into()), ..options() };
+    let listener = Listener::bind(&any_port(), with.timeout).unwrap();
+    let Address::Tcp(address) = listener.address().clone() else { unreachable!("it was asked for TCP") };
+    let mut lobby = Lobby::<Vec<u8>>::new(with.clone());
+    let (mut silent, mut sent_away) = (Vec::new(), Vec::new());
+    let mut log = |_: &str, error: &Error| sent_away.push(error.to_string());
+    // No more at a time than the system lets wait.
+    for _ in 0..2 {
+        silent.extend((0..100).map(|_| TcpStream::connect(&address).unwrap()));
+        assert!(lobby.accept_within(&listener, Duration::from_millis(100), &mut log).unwrap().is_none());
+    }
+    let mut other = TcpStream::connect(&address).unwrap();
+    other.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+    let to = listener.address().clone();
+    let known = thread::spawn(move || Link::<Vec<u8>>::connect(&to, with).unwrap());
+    let link = lobby.accept_within(&listener, Duration::from_secs(20), &mut log).unwrap();
+    assert_eq!(link.unwrap().peer().split(':').next(), Some("127.0.0.1"));
+    known.join().unwrap();
+    let of = |what: &str| sent_away.iter().filter(|reason| reason.contains(what)).count();
+    assert_eq!(of("does not speak this protocol"), 1, "{sent_away:?}");
+    // As many as there is room for are still there, one of them perhaps gone for the one that said something or was let in.
+    assert!((72..=74).contains(&of("it had said nothing")), "{sent_away:?}");
+    drop((silent, other));
+}
+
+/// Tensors that each fit what is put together for the socket at a time go by shared memory too, once the other end has taken it.
+#[test]
+fn tensors_of_a_mebibyte_go_by_shared_memory() {
+    const LEN: usize = 1 << 20;
+    let directory = tempfile::tempdir().unwrap();
+    let address: Address = format!("unix:{}", directory.path().join("socket").display()).parse().unwrap();
+    let listener = Listener::bind(&address, options().timeout).unwrap();
+    let sender = thread::spawn(move || {
+        let mut link = Link::<Vec<u8>>::connect(&address, options()).unwrap();
+        let stream = link.connection().open_stream().unwrap();
+        for seed in 0..32 {
+            let info = TensorInfo::new("w", Dtype::U8, [LEN as u64]).unwrap();
+            link.send(stream, info, payload(LEN, seed).into(), SendOptions::default()).unwrap();
+        }
+        let sent = link.stats().sent_bytes;
+        link.close("that was all").unwrap();
+        sent
+    });
+    let mut link = Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options()).unwrap();
+    let mut seed = 0;
+    let ended = loop {
+        match link.next_event() {
+            Ok(Event::Metadata { stream, .. }) => link.connection().accept(stream, vec![0; LEN]).unwrap(),
+            Ok(Event::End { sink, .. }) => {
+                assert!(sink.unwrap() == payload(LEN, seed), "tensor {seed}");
+                seed += 1;
+            }
+            Ok(_) => {}
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(&ended, Error::Closed { reason } if reason == "that was all"), "{ended}");
+    assert_eq!(seed, 32);
+    let sent = sender.join().unwrap();
+    assert!(sent < 8 * LEN as u64, "{sent} bytes went by the socket");
 }
 
 #[test]
