@@ -11,8 +11,8 @@ use pyo3::types::{PyBytes, PyDict};
 use tensorstream::format::{Codec, Compression};
 use tensorstream::pool::{self, PinnedMemoryPool};
 use tensorstream::remote::{
-    Address, Bytes, ConnectionOptions, Error, Event, Identity, Link, Listener, Role, SendOptions, Socket,
-    TensorInfo, TlsClient, TlsServer,
+    Address, Bytes, ConnectionOptions, Error, Event, Identity, Link, Listener, Lobby, Role, SendOptions,
+    Socket, TensorInfo, TlsClient, TlsServer,
 };
 use tensorstream::streams::{AnyDevice, CpuDevice};
 
@@ -179,9 +179,7 @@ fn meet(py: Python<'_>, link: Link<Target>, settings: &Settings) -> PyResult<PyC
 /// Where others connect to.
 #[pyclass(frozen, module = "tensorstream", name = "Listener")]
 pub(crate) struct PyListener {
-    listener: Mutex<Option<Listener>>,
-    tls: Option<TlsServer>,
-    options: ConnectionOptions,
+    listener: Mutex<Option<(Listener, Lobby<Target>)>>,
     settings: Settings,
     address: String,
 }
@@ -210,7 +208,11 @@ pub(crate) fn listen(
     }
     let listener = Listener::bind(&at, options.timeout).map_err(|error| of_wire(py, &error))?;
     let address = listener.address().to_string();
-    Ok(PyListener { listener: Mutex::new(Some(listener)), tls, options, settings, address })
+    let mut lobby = Lobby::new(options);
+    if let Some(tls) = tls {
+        lobby = lobby.with_tls(tls);
+    }
+    Ok(PyListener { listener: Mutex::new(Some((listener, lobby))), settings, address })
 }
 
 #[pymethods]
@@ -221,32 +223,37 @@ impl PyListener {
         &self.address
     }
 
-    /// The next that connects, when both ends know each other; None if nobody does so within `timeout` seconds.
-    #[pyo3(signature = (timeout=None))]
-    fn accept(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<PyConnection>> {
+    /// The next that connects, when both ends know each other; None if nobody does so within `timeout` seconds. `log` hears who was sent away
+    /// and why.
+    #[pyo3(signature = (timeout=None, log=None))]
+    fn accept(
+        &self,
+        py: Python<'_>,
+        timeout: Option<f64>,
+        log: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<PyConnection>> {
         let end = deadline(timeout);
-        let socket = {
-            let listener = held(py, self.listener.try_lock())?;
-            let listener = listener.as_ref().ok_or_else(|| misuse(py, "the listener is closed"))?;
-            loop {
-                let left = slice(end);
-                if let Some(socket) =
-                    py.detach(|| listener.accept_within(left)).map_err(|error| of_wire(py, &error))?
-                {
-                    break socket;
-                }
-                py.check_signals()?;
-                if end.is_some_and(|end| Instant::now() >= end) {
-                    return Ok(None);
+        let mut listener = held(py, self.listener.try_lock())?;
+        let (listener, lobby) = listener.as_mut().ok_or_else(|| misuse(py, "the listener is closed"))?;
+        loop {
+            let (left, mut sent_away) = (slice(end), Vec::new());
+            let known = py.detach(|| {
+                let note = |peer: &str, error: &Error| sent_away.push((peer.to_string(), error.to_string()));
+                lobby.accept_within(listener, left, note)
+            });
+            if let Some(log) = log {
+                for (peer, reason) in sent_away {
+                    log.call1((peer, reason))?;
                 }
             }
-        };
-        let socket = match &self.tls {
-            Some(tls) => socket.into_tls_server(tls).map_err(|error| of_wire(py, &error))?,
-            None => socket,
-        };
-        let link = Link::unmet(socket, Role::Acceptor, self.options.clone());
-        meet(py, link, &self.settings).map(Some)
+            if let Some(link) = known.map_err(|error| of_wire(py, &error))? {
+                return connection(py, link, &self.settings).map(Some);
+            }
+            py.check_signals()?;
+            if end.is_some_and(|end| Instant::now() >= end) {
+                return Ok(None);
+            }
+        }
     }
 
     /// Listens no more. Connections go on.

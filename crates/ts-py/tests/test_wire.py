@@ -150,7 +150,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_tls_and_tokens(tmp_path: Path) -> None:
+def test_tls_and_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trusted = _certificates(tmp_path)
     far = {"cert": trusted["cert"], "key": trusted["key"], "token": "sesame"}
     near = {"ca": trusted["ca"], "token": "sesame"}
@@ -161,15 +161,21 @@ def test_tls_and_tokens(tmp_path: Path) -> None:
         assert isinstance(came, ts.Tensor)
         assert torch.equal(came.to_torch(), torch.arange(1_000_000))
     with ts.listen("127.0.0.1:0", token="sesame") as listener:
-
-        def refuse() -> None:
-            with pytest.raises(ts.ProtocolError, match="token"):
-                listener.accept(timeout=20)
-
-        refusing = beside(refuse)
+        accepted: list[ts.Connection | None] = []
+        accepting = beside(lambda: accepted.append(listener.accept(timeout=20)))
+        host, port = listener.address.rsplit(":", 1)
+        # Who says nothing keeps nobody waiting, and who is refused is not the last.
+        silent = [socket.create_connection((host, int(port))) for _ in range(3)]
         with pytest.raises(ts.ConnectionLost, match="token"):
             ts.connect(listener.address, token="another")
-        refusing.join()
+        known = ts.connect(listener.address, token="sesame")
+        accepting.join()
+        known.close()
+        assert isinstance(accepted[0], ts.Connection)
+        assert "was sent away" in caplog.text
+        assert "token" in caplog.text
+        for stranger in silent:
+            stranger.close()
     with pytest.raises(ts.ConfigurationError, match="can be reached from elsewhere"):
         ts.listen("0.0.0.0:0")
     with pytest.raises(ts.ConfigurationError, match="whom to trust"):

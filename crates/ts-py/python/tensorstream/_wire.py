@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from types import TracebackType
@@ -193,10 +194,11 @@ class Listener:
         return self._native.address
 
     def accept(self, *, timeout: float | None = None) -> Connection | None:
-        """The next that connects. None if nobody does so within timeout seconds. ``ProtocolError`` for who speaks
-        something else.
+        """The next that connects and says who it is. None if nobody does so within timeout seconds. Who says
+        nothing, does not know the token or speaks something else keeps nobody waiting, and is told to the logger
+        "tensorstream".
         """
-        native = self._native.accept(timeout)
+        native = self._native.accept(timeout, _sent_away)
         return None if native is None else Connection(native)
 
     def close(self) -> None:
@@ -208,6 +210,10 @@ class Listener:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _sent_away(peer: str, reason: str) -> None:
+    logging.getLogger("tensorstream").warning("%s was sent away: %s", peer, reason)
 
 
 def _plain(tensor: Any) -> Any:
