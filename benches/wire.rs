@@ -22,12 +22,14 @@ use tensorstream::remote::{
 };
 
 const MIB: usize = 1 << 20;
-const SIZES: [(usize, usize); 3] = [(MIB, 64), (16 * MIB, 16), (256 * MIB, 4)];
-const PINGS: usize = 500;
+/// Of each so many that a round takes long enough to be timed.
+const SIZES: [(usize, usize); 3] = [(MIB, 256), (16 * MIB, 16), (256 * MIB, 4)];
+const PINGS: usize = 2000;
 const MESSAGE: usize = 64;
 
 /// What is compared.
-const KINDS: [&str; 10] = [
+const KINDS: [&str; 11] = [
+    "raw tcp, 64 KiB reads",
     "raw tcp, 1 MiB",
     "raw tcp, whole",
     "raw unix, 1 MiB",
@@ -100,15 +102,20 @@ fn start(kind: &str) -> Peer {
     }
     let address = String::from_utf8(line).unwrap().trim().to_string();
     let most = SIZES.iter().map(|(bytes, _)| *bytes).max().unwrap();
-    let whole = kind.ends_with("whole");
+    // What a raw socket is asked for at a time.
+    let piece = match kind {
+        _ if kind.ends_with("whole") => usize::MAX,
+        _ if kind.ends_with("64 KiB reads") => 64 << 10,
+        _ => 256 << 10,
+    };
     let transport: Box<dyn Transport> = match kind {
         _ if kind.starts_with("raw tcp") => {
             let socket = TcpStream::connect(&address).unwrap();
             socket.set_nodelay(true).unwrap();
-            Box::new(Raw { socket, whole, memory: vec![1; most] })
+            Box::new(Raw { socket, piece, memory: vec![1; most] })
         }
         _ if kind.starts_with("raw unix") => {
-            Box::new(Raw { socket: UnixStream::connect(&address).unwrap(), whole, memory: vec![1; most] })
+            Box::new(Raw { socket: UnixStream::connect(&address).unwrap(), piece, memory: vec![1; most] })
         }
         "raw tls" => {
             let socket = TcpStream::connect(&address).unwrap();
@@ -121,7 +128,7 @@ fn start(kind: &str) -> Peer {
                 .with_root_certificates(roots)
                 .with_no_client_auth();
             let tls = rustls::ClientConnection::new(config.into(), "127.0.0.1".try_into().unwrap()).unwrap();
-            Box::new(Raw { socket: rustls::StreamOwned::new(tls, socket), whole, memory: vec![1; most] })
+            Box::new(Raw { socket: rustls::StreamOwned::new(tls, socket), piece, memory: vec![1; most] })
         }
         _ => {
             let address: Address = address.parse().unwrap();
@@ -176,7 +183,7 @@ fn provider() -> Arc<rustls::crypto::CryptoProvider> {
 
 struct Raw<S> {
     socket: S,
-    whole: bool,
+    piece: usize,
     memory: Vec<u8>,
 }
 
@@ -188,7 +195,7 @@ impl<S: Read + Write> Transport for Raw<S> {
         for _ in 0..count {
             let mut rest = &mut self.memory[..bytes];
             while !rest.is_empty() {
-                let most = if self.whole { rest.len() } else { rest.len().min(256 << 10) };
+                let most = rest.len().min(self.piece);
                 let len = self.socket.read(&mut rest[..most]).unwrap();
                 rest = &mut rest[len..];
             }

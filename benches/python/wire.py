@@ -30,7 +30,7 @@ import numpy as np
 
 MIB = 1 << 20
 TOP = 256 * MIB
-SIZES = {"1 MiB": (MIB, 64), "16 MiB": (16 * MIB, 16), "256 MiB": (TOP, 4)}
+SIZES = {"1 MiB": (MIB, 256), "16 MiB": (16 * MIB, 16), "256 MiB": (TOP, 4)}
 ROUNDS, PINGS, MESSAGE = 10, 300, bytes(64)
 OURS = ("ours, TCP", "ours, TLS", "ours, shared memory")
 KINDS = (*OURS, "raw TCP", "raw TCP, whole", "Python TLS", "shared memory", "Arrow Flight", "gRPC", "ZeroMQ")
@@ -239,6 +239,11 @@ def connect(
 
 
 def pin(core: int) -> None:
+    """Keeps an end on a core of its own: who shares one is chance otherwise. Those that have threads lose more by
+    it, so ``--unpinned`` leaves it to chance.
+    """
+    if "--unpinned" in sys.argv:
+        return
     os.sched_setaffinity(0, {core} & os.sched_getaffinity(0) or os.sched_getaffinity(0))
 
 
@@ -251,7 +256,7 @@ def main() -> int:
         certificate(directory)
         peers: dict[str, tuple[Any, Any, Arrays, Any]] = {}
         segment = SharedMemory(create=True, size=2 * TOP)
-        for kind in sys.argv[1:] or KINDS:
+        for kind in [kind for kind in sys.argv[1:] if kind in KINDS] or KINDS:
             near, far = multiprocessing.Pipe()
             shared = segment if kind == "shared memory" else None
             arguments = (kind, far, directory, shared and shared.name)

@@ -29,7 +29,9 @@ pub(crate) fn run(what: &str) -> Result<()> {
             // Nobody else's dependencies.
             let venv = python::prepared()?;
             run::run(venv.python().args(["-m", "pip", "install", "--quiet", "pyarrow", "grpcio", "pyzmq"]))?;
-            run_script(&venv, "wire", &[])
+            run_script(&venv, "wire", &[])?;
+            println!("\nneither end kept on a core:");
+            run_script(&venv, "wire", &["--unpinned"])
         }
         "broadcast" => run_script(&python::prepared()?, "broadcast", &[]),
         _ => Err(format!(
