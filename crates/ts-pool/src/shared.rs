@@ -101,6 +101,55 @@ impl SharedView {
         // SAFETY: as in `write`; that the other process may write at the same time changes which bytes these are, and nothing else.
         unsafe { from.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) };
     }
+
+    /// As [`read`](Self::read), by stores that go past the caches, where the processor has such (x86-64): for parts of what is longer than a cache,
+    /// whose memory is otherwise read before it is written.
+    ///
+    /// # Panics
+    /// If it has not so many.
+    pub fn read_non_temporal(&self, offset: usize, into: &mut [u8]) {
+        let from = at(&self.mapping, offset, into.len());
+        // SAFETY: as in `read`.
+        unsafe { copy_non_temporal(from, into) };
+    }
+}
+
+/// # Safety
+/// So many bytes can be read at `from` as `into` has, and are no part of it.
+#[cfg(target_arch = "x86_64")]
+unsafe fn copy_non_temporal(from: *const u8, into: &mut [u8]) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+
+    /// What goes to memory at a time.
+    #[repr(align(64))]
+    struct Line([__m128i; 4]);
+
+    // SAFETY: any bytes are a valid line, and nobody else has these.
+    let (head, lines, tail) = unsafe { into.align_to_mut::<Line>() };
+    // SAFETY: the three parts are the whole of `into`, in order, and as long as `from` is promised to be. Lines are aligned, as stores
+    // past the caches must be; the fence orders them before whatever tells others that they are there.
+    unsafe {
+        from.copy_to_nonoverlapping(head.as_mut_ptr(), head.len());
+        let mut from = from.add(head.len());
+        for Line(line) in lines {
+            let parts =
+                std::array::from_fn::<_, 4, _>(|part| _mm_loadu_si128(from.cast::<__m128i>().add(part)));
+            for (to, part) in line.iter_mut().zip(parts) {
+                _mm_stream_si128(to, part);
+            }
+            from = from.add(size_of::<Line>());
+        }
+        _mm_sfence();
+        from.copy_to_nonoverlapping(tail.as_mut_ptr(), tail.len());
+    }
+}
+
+/// # Safety
+/// As above.
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn copy_non_temporal(from: *const u8, into: &mut [u8]) {
+    // SAFETY: that is what it promises.
+    unsafe { from.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) };
 }
 
 fn at(mapping: &MmapRaw, offset: usize, len: usize) -> *mut u8 {
@@ -162,6 +211,12 @@ mod tests {
         assert_eq!(read, bytes);
         view.read(0, &mut read);
         assert_eq!(read, [0; 5000]);
+        for (from, to) in [(5000, 10_000), (5001, 9990), (5090, 5091), (5007, 5013), (10_000, 10_000)] {
+            let mut read = vec![1; to - from + 2];
+            view.read_non_temporal(from, &mut read[1..=to - from]);
+            assert_eq!(read[1..=to - from], bytes[from - 5000..to - 5000]);
+            assert_eq!((read[0], read[to - from + 1]), (1, 1), "what is beside it stays");
+        }
     }
 
     #[test]
