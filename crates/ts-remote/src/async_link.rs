@@ -213,6 +213,9 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
     }
 
     fn poll_read(&mut self, cx: &mut Context<'_>) -> Result<bool, Error> {
+        if let Err(error) = self.connection.settle() {
+            return self.end(cx, error).map(|()| true);
+        }
         let [first, second] = self.connection.read_targets()?;
         let mut into = ReadBuf::new(if first.is_empty() { second } else { first });
         match Pin::new(&mut self.io).poll_read(cx, &mut into) {
@@ -226,20 +229,21 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
                 }
                 self.watch.look();
                 self.watch.hear();
-                if let Err(error) = self.connection.filled(len) {
-                    // The other end is told why, if it takes that at once, or waits for the end of what this one says.
-                    self.poll_write(cx);
-                    if matches!(error, Error::Closed { .. }) {
-                        let _ = Pin::new(&mut self.io).poll_shutdown(cx);
-                    }
-                    self.ended = Some(error.clone());
-                    if !self.connection.may_have_events() {
-                        return Err(error);
-                    }
-                }
+                self.connection.filled(len).or_else(|error| self.end(cx, error))?;
                 Ok(true)
             }
         }
+    }
+
+    /// What came has ended the connection. An error, unless there are events that came before.
+    fn end(&mut self, cx: &mut Context<'_>, error: Error) -> Result<(), Error> {
+        // The other end is told why, if it takes that at once, or waits for the end of what this one says.
+        self.poll_write(cx);
+        if matches!(error, Error::Closed { .. }) {
+            let _ = Pin::new(&mut self.io).poll_shutdown(cx);
+        }
+        self.ended = Some(error.clone());
+        if self.connection.may_have_events() { Ok(()) } else { Err(error) }
     }
 
     fn failed(&self, what: &'static str, error: std::io::Error) -> Error {

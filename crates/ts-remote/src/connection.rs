@@ -159,6 +159,8 @@ pub struct Connection<S> {
     descriptor: Option<OwnedFd>,
     closed: Option<String>,
     failed: bool,
+    /// What was wrong with bytes that were held back, until it is told where errors are.
+    late: Option<Error>,
     stats: ConnectionStats,
 }
 
@@ -190,6 +192,7 @@ impl<S: Sink> Connection<S> {
             descriptor: None,
             closed: None,
             failed: false,
+            late: None,
             stats: ConnectionStats::default(),
             options,
         };
@@ -461,11 +464,23 @@ impl<S: Sink> Connection<S> {
 
     /// Whether [`poll`](Self::poll) may have something to tell.
     pub(crate) fn may_have_events(&self) -> bool {
-        !self.news.is_empty() || !self.cancelled.is_empty() || (!self.connected_told && self.is_connected())
+        let told = self.news.is_empty() && self.cancelled.is_empty() && !self.reader.is_held();
+        !told || (!self.connected_told && self.is_connected())
     }
 
-    /// What happened, in the order of each stream. `None` when more must be read.
+    /// What happened, in the order of each stream. `None` when more must be read. Who gives an announced tensor its memory before the next call
+    /// has what came with the announcement put there at once.
     pub fn poll(&mut self) -> Option<Event<S>> {
+        loop {
+            let event = self.next_event();
+            if event.is_some() || !self.reader.is_held() {
+                return event;
+            }
+            self.late = self.go_on().err();
+        }
+    }
+
+    fn next_event(&mut self) -> Option<Event<S>> {
         if let (false, Some(peer)) = (self.connected_told, &self.peer) {
             self.connected_told = true;
             return Some(Event::Connected { software: peer.software.clone(), service: peer.service.clone() });

@@ -17,6 +17,8 @@ use crate::{Error, Event, Sink, StreamStats};
 
 /// The most storages of a stream that later tensors may name.
 const MAX_KEPT: usize = 1 << 16;
+/// From here on a tensor is longer than a core's own cache, in bytes.
+const UNCACHED: u64 = 4 << 20;
 
 #[derive(Debug)]
 pub(crate) struct Incoming<S> {
@@ -125,6 +127,11 @@ impl<S: Sink> Incoming<S> {
         len.map_or(Ok(()), |len| self.receive(len, false))
     }
 
+    /// Whether the user has not been told of the tensor that arrives, and could not give it memory yet.
+    pub(crate) fn is_untold(&self) -> bool {
+        matches!(self.items.back(), Some(Item::Tensor(last)) if last.told.is_none())
+    }
+
     /// Whether nothing of the tensor is left behind so many bytes more.
     pub(crate) fn is_last(&self, len: u64) -> bool {
         matches!(self.items.back(), Some(Item::Tensor(last)) if last.received + len == last.said.info.storage_len)
@@ -174,11 +181,14 @@ impl<S: Sink> Incoming<S> {
         sum: bool,
     ) -> Result<Option<u64>, Error> {
         let mut hasher = (sum && !self.unwanted).then(|| XxHash3_64::with_seed(0));
+        // What is read again at once is not to be fetched from memory.
+        let non_temporal = !sum
+            && matches!(self.items.back(), Some(Item::Tensor(last)) if last.said.info.storage_len >= UNCACHED);
         let mut left = len;
         while left > 0 {
             let part = match self.space(left)? {
                 Some(space) => {
-                    ring.take(space);
+                    ring.take(space, non_temporal);
                     if let Some(hasher) = &mut hasher {
                         hasher.write(space);
                     }

@@ -354,7 +354,9 @@ impl<S: Sink> Link<S> {
             self.read(false)?;
         }
         let wrote = self.mute.is_none() && self.ready.write && self.write()?;
-        Ok(self.ready.read && self.read(false)? || wrote)
+        // Who cannot write looks for the last time for what the other end has said.
+        let reads = self.ready.read || self.mute.is_some();
+        Ok(reads && self.read(false)? || wrote)
     }
 
     /// Offers the other end shared memory, once there is something that it would speed up. Without it payloads go by the socket.
@@ -408,6 +410,9 @@ impl<S: Sink> Link<S> {
 
     /// Reads what is there, once, or waits for something for a while. Whether there was something.
     fn read(&mut self, wait: bool) -> Result<bool, Error> {
+        if let Err(error) = self.connection.settle() {
+            return self.end(error).map(|()| true);
+        }
         let [first, second] = self.connection.read_targets()?;
         let wanted = first.len() + second.len();
         let read = self.socket.read(&mut [IoSliceMut::new(first), IoSliceMut::new(second)], wait);
@@ -427,23 +432,7 @@ impl<S: Sink> Link<S> {
                     // One is all that a connection has use for.
                     self.socket.refuse_descriptors();
                 }
-                if let Err(error) = self.connection.filled(len) {
-                    if matches!(error, Error::Closed { .. }) {
-                        // It waits for that.
-                        let _ = self.socket.shutdown();
-                    }
-                    // The other end is told why, if it takes that.
-                    while self.connection.plan_writes()
-                        && let Ok(len) = self.socket.write(&self.connection.write_slices(MAX_SLICES), None)
-                    {
-                        self.connection.written(len);
-                    }
-                    // That is what ended it, also for who asks again and cannot write any more.
-                    self.ended = Some(error.clone());
-                    if !self.connection.may_have_events() {
-                        return Err(error);
-                    }
-                }
+                self.connection.filled(len).or_else(|error| self.end(error))?;
                 Ok(true)
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -453,5 +442,22 @@ impl<S: Sink> Link<S> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(false),
             Err(error) => Err(self.socket.failed("reading", error)),
         }
+    }
+
+    /// What came has ended the connection. An error, unless there are events that came before.
+    fn end(&mut self, error: Error) -> Result<(), Error> {
+        if matches!(error, Error::Closed { .. }) {
+            // It waits for that.
+            let _ = self.socket.shutdown();
+        }
+        // The other end is told why, if it takes that.
+        while self.connection.plan_writes()
+            && let Ok(len) = self.socket.write(&self.connection.write_slices(MAX_SLICES), None)
+        {
+            self.connection.written(len);
+        }
+        // That is what ended it, also for who asks again and cannot write any more.
+        self.ended = Some(error.clone());
+        if self.connection.may_have_events() { Ok(()) } else { Err(error) }
     }
 }

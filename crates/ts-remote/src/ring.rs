@@ -96,9 +96,14 @@ impl RingIn {
             && self.read % len_of + len <= len_of
     }
 
-    /// Copies what comes next.
-    pub(crate) fn take(&mut self, into: &mut [u8]) {
-        self.view.read((self.read % self.view.len() as u64) as usize, into);
+    /// Copies what comes next; past the caches, if that is said.
+    pub(crate) fn take(&mut self, into: &mut [u8], non_temporal: bool) {
+        let at = (self.read % self.view.len() as u64) as usize;
+        if non_temporal {
+            self.view.read_non_temporal(at, into);
+        } else {
+            self.view.read(at, into);
+        }
         self.skip(into.len());
     }
 

@@ -463,6 +463,44 @@ fn large_payloads_go_by_shared_memory_where_the_other_end_takes_it() {
     }
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn what_comes_with_its_announcement_waits_until_its_user_was_told() {
+    let sharing = ConnectionOptions { shared_bytes: 4 << 20, ..ConnectionOptions::default() };
+    let mut both = Both::new([ConnectionOptions::default(), sharing]);
+    both.connect();
+    both.ends[0].share(SharedMemory::create(4 << 20).unwrap()).unwrap();
+    while both.run(usize::MAX, true).unwrap() > 0 {}
+    let stream = both.ends[0].open_stream().unwrap();
+    let sent: Vec<_> =
+        (0..8).map(|number| payload(if number % 2 == 0 { 300 << 10 } else { 50 }, number)).collect();
+    for bytes in &sent {
+        both.ends[0].send(stream, tensor("w", bytes), bytes.clone().into(), SendOptions::default()).unwrap();
+    }
+    while both.pipes[0].take_from(&mut both.ends[0], usize::MAX) > 0 {}
+    // Some more bytes that are nothing.
+    both.pipes[0].0.extend([0xff; 64]);
+    let mut came = Vec::new();
+    let error = loop {
+        if let Err(error) = both.pipes[0].give_to(&mut both.ends[1], usize::MAX) {
+            break error;
+        }
+        while let Some(event) = both.ends[1].poll() {
+            match event {
+                Event::Metadata { info, .. } => {
+                    both.ends[1].accept(stream, vec![0; info.storage_len as usize]).unwrap();
+                }
+                Event::End { sink, .. } => came.push(sink.unwrap()),
+                _ => {}
+            }
+        }
+    };
+    assert!(came == sent, "{} of {} tensors", came.len(), sent.len());
+    let copied = both.ends[1].stats().copied_bytes;
+    assert!(copied <= 4 * 50, "{copied} bytes were copied twice");
+    assert!(matches!(error, Error::Protocol { .. }), "{error}");
+}
+
 #[test]
 fn a_stream_counts_until_the_other_end_has_taken_it() {
     let few = ConnectionOptions { max_streams: 3, ..ConnectionOptions::default() };

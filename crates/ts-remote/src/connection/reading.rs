@@ -26,6 +26,8 @@ pub(super) struct Reader {
     /// What has been read and not looked at: `scratch[..have]`.
     scratch: Box<[u8; SCRATCH]>,
     have: usize,
+    /// What is next in `scratch` belongs to a tensor of which the user has not been told: it may have its memory when it has.
+    held: bool,
     /// The body of a frame that is no payload, or of an encoded one, and how much of it has come.
     body: Vec<u8>,
     body_have: usize,
@@ -47,6 +49,7 @@ impl Default for Reader {
             state: Reading::Preface,
             scratch: Box::new([0; SCRATCH]),
             have: 0,
+            held: false,
             body: Vec::new(),
             body_have: 0,
             decoder: Scratch::default(),
@@ -92,6 +95,10 @@ impl Reader {
         matches!(self.state, Reading::Header) && self.have == 0
     }
 
+    pub(super) fn is_held(&self) -> bool {
+        self.held
+    }
+
     /// What comes between a frame of this kind and the next payload: nothing but that one's header, or, behind `last` bytes of a tensor, its END and
     /// the next one's META too. Where something else comes, or that is shorter, a few bytes of a payload are copied; a call to the system is
     /// saved for each header otherwise.
@@ -111,6 +118,7 @@ impl<S: Sink> Connection<S> {
     /// # Errors
     /// What the memory of a tensor says.
     pub fn read_targets(&mut self) -> Result<[&mut [u8]; 2], Error> {
+        self.settle()?;
         if let Some(reason) = &self.closed {
             return Err(Error::Closed { reason: reason.clone() });
         }
@@ -160,7 +168,35 @@ impl<S: Sink> Connection<S> {
         self.stats.received_bytes += len as u64;
         let first = len.min(self.reader.planned);
         self.reader.have += len - first;
-        let done = self.fill_first(first).and_then(|()| self.look()).and_then(|()| self.check_answers());
+        let done = self.fill_first(first).and_then(|()| self.look());
+        self.checked(done)
+    }
+
+    /// Goes on with what was held back, whether or not there is memory for it now.
+    ///
+    /// # Errors
+    /// As [`filled`](Self::filled).
+    pub(super) fn go_on(&mut self) -> Result<(), Error> {
+        let done = self.look();
+        self.checked(done)
+    }
+
+    /// Goes on until nothing is held back.
+    ///
+    /// # Errors
+    /// As [`filled`](Self::filled), also of what [`poll`](Self::poll) has gone on with.
+    pub(crate) fn settle(&mut self) -> Result<(), Error> {
+        if let Some(error) = self.late.take() {
+            return Err(error);
+        }
+        while self.reader.held {
+            self.go_on()?;
+        }
+        Ok(())
+    }
+
+    fn checked(&mut self, done: Result<(), Error>) -> Result<(), Error> {
+        let done = done.and_then(|()| self.check_answers());
         if let Err(error) = &done
             && !self.failed
         {
@@ -186,7 +222,7 @@ impl<S: Sink> Connection<S> {
         match &mut self.reader.state {
             Reading::Body(_) => {
                 self.reader.body_have += len;
-                if self.reader.body_have == self.reader.body.len() { self.end_body() } else { Ok(()) }
+                Ok(())
             }
             Reading::Payload { .. } if len > 0 => self.payload_filled(len),
             _ => Ok(()),
@@ -221,6 +257,7 @@ impl<S: Sink> Connection<S> {
     /// Looks at what is in `scratch`, as far as that goes.
     fn look(&mut self) -> Result<(), Error> {
         let mut at = 0;
+        let mut go_on = std::mem::take(&mut self.reader.held);
         loop {
             let there = &self.reader.scratch[at..self.reader.have];
             match &mut self.reader.state {
@@ -242,13 +279,19 @@ impl<S: Sink> Connection<S> {
                     at += HEADER_LEN;
                     self.begin(header)?;
                 }
-                Reading::Body(_) => {
+                Reading::Body(header) => {
+                    let header = *header;
                     let rest = &mut self.reader.body[self.reader.body_have..];
                     let len = rest.len().min(there.len());
                     rest[..len].copy_from_slice(&there[..len]);
                     at += len;
                     self.reader.body_have += len;
                     if self.reader.body_have < self.reader.body.len() {
+                        break;
+                    }
+                    let shared = header.flags & SHARED != 0;
+                    if shared && !std::mem::take(&mut go_on) && self.is_untold(header.stream) {
+                        self.reader.held = true;
                         break;
                     }
                     self.end_body()?;
@@ -258,7 +301,12 @@ impl<S: Sink> Connection<S> {
                     if len == 0 {
                         break;
                     }
-                    let incoming = self.incoming.get_mut(&header.stream);
+                    let stream = header.stream;
+                    if !std::mem::take(&mut go_on) && self.is_untold(stream) {
+                        self.reader.held = true;
+                        break;
+                    }
+                    let incoming = self.incoming.get_mut(&stream);
                     let space = incoming.map_or(Ok(None), |incoming| incoming.space(len))?;
                     let len = space.as_ref().map_or(len, |space| space.len());
                     if let Some(space) = space {
@@ -287,6 +335,10 @@ impl<S: Sink> Connection<S> {
         self.reader.scratch.copy_within(at..self.reader.have, 0);
         self.reader.have -= at;
         Ok(())
+    }
+
+    fn is_untold(&self, stream: u32) -> bool {
+        self.incoming.get(&stream).is_some_and(Incoming::is_untold)
     }
 
     /// A frame begins.
