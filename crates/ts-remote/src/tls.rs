@@ -128,7 +128,7 @@ impl Identity<'_> {
 /// What is read from the socket at a time: rustls itself reads 4 KiB.
 const INPUT: usize = 256 << 10;
 /// What is encrypted at a time: the other end decrypts it meanwhile. 256 KiB are half as fast.
-const OUTPUT: usize = 32 << 10;
+const OUTPUT: usize = 64 << 10;
 
 /// A socket that takes what it can take at once.
 struct AtOnce<'a>(&'a TcpStream);
