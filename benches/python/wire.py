@@ -79,7 +79,8 @@ def serve(kind: str, control: Any, directory: str, segment: str | None) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(f"{directory}/cert.pem", f"{directory}/key.pem")
         connection = context.wrap_socket(connection, server_side=True)
-    two = slots(SharedMemory(segment)) if segment else None
+    own = SharedMemory(segment) if segment else None
+    two = slots(own) if own else None
     echoed = memoryview(bytearray(64))
 
     def send(n: int, number: int) -> None:

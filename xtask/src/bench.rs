@@ -21,7 +21,7 @@ pub(crate) fn smoke() -> Result<()> {
 pub(crate) fn run(what: &str) -> Result<()> {
     match what {
         "parts" | "memory" | "streams" | "wire" => run_criterion(what),
-        "codecs" | "exact" | "load" | "peak" | "llama" | "storage" => {
+        "broadcast" | "codecs" | "exact" | "load" | "peak" | "llama" | "serve" | "storage" => {
             run_script(&python::prepared()?, what, &[])
         }
         "io" => run_script(&python::prepared()?, "backends", &[]),
@@ -33,9 +33,8 @@ pub(crate) fn run(what: &str) -> Result<()> {
             println!("\nneither end kept on a core:");
             run_script(&venv, "wire", &["--unpinned"])
         }
-        "broadcast" => run_script(&python::prepared()?, "broadcast", &[]),
         _ => Err(format!(
-            "no benchmark {what}: parts, memory, streams, wire, wire-peers, broadcast, codecs, exact, io, llama, load, peak or storage"
+            "no benchmark {what}: parts, memory, streams, wire, wire-peers, serve, broadcast, codecs, exact, io, llama, load, peak or storage"
         )),
     }
 }

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""A checkpoint loaded from a server on this machine: `cargo xtask bench serve`.
+
+``tensorstream serve-weights`` has it in its page cache, as a server on another machine would. Beside it, to memory
+that is new each time as a loader's is: the file's bytes by a raw socket (``sendfile``), and the file itself.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import tensorstream as ts
+import torch
+from safetensors.torch import save_file
+
+TENSORS, BYTES, ROUNDS = 64, 16 << 20, 9
+
+
+def send(file: Path, port: multiprocessing.connection.Connection) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port.send(listener.getsockname())
+    while True:
+        connection = listener.accept()[0]
+        with connection, file.open("rb") as opened:
+            connection.sendfile(opened)
+
+
+def by_socket(address: tuple[str, int], size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    array = np.empty(size, np.uint8)
+    rest = memoryview(array)
+    with socket.create_connection(address) as connection:
+        while rest:
+            rest = rest[connection.recv_into(rest, min(len(rest), 256 << 10)) :]
+    return array
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "model.safetensors"
+        save_file({f"t{n}": torch.full((BYTES // 2,), n, dtype=torch.float16) for n in range(TENSORS)}, file)
+        program = Path(sys.executable).parent / "tensorstream"
+        command = [program, "--json", "serve-weights", directory, "--insecure", "--listen", "127.0.0.1:0"]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        near, far = multiprocessing.Pipe()
+        sender = multiprocessing.Process(target=send, args=(file, far), daemon=True)
+        sender.start()
+        address = near.recv()
+        size = file.stat().st_size
+        kinds: dict[str, Callable[[], object]] = {
+            "load_file, ts://": lambda: ts.load_file(f"{url}model.safetensors"),
+            "raw socket, sendfile": lambda: by_socket(address, size),
+            "load_file, the file": lambda: ts.load_file(file),
+        }
+        rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for turn in range(ROUNDS + 1):  # the first warms up
+            for kind, load in kinds.items():
+                began = time.perf_counter()
+                loaded = load()
+                if turn:
+                    rates[kind].append(size / 1e9 / (time.perf_counter() - began))
+                if isinstance(loaded, dict):
+                    assert all(bool((loaded[f"t{n}"][::4096] == n).all()) for n in range(TENSORS))
+                del loaded
+        sender.kill()
+        server.terminate()
+        server.wait()
+    print(f"| {size / 1e9:.2f} GB in {TENSORS} tensors, {ROUNDS} rounds | GB/s |\n|---|---|")
+    for kind, those in rates.items():
+        print(f"| {kind} | {statistics.median(those):.2f} |")
+    ours, raw = rates["load_file, ts://"], rates["raw socket, sendfile"]
+    print(f"| ts://, of the raw socket | {statistics.median(a / b for a, b in zip(ours, raw, strict=True)):.2f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
