@@ -51,31 +51,32 @@ def main() -> int:
         program = Path(sys.executable).parent / "tensorstream"
         command = [program, "--json", "serve-weights", directory, "--insecure", "--listen", "127.0.0.1:0"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
-        near, far = multiprocessing.Pipe()
-        sender = multiprocessing.Process(target=send, args=(file, far), daemon=True)
-        sender.start()
-        address = near.recv()
-        size = file.stat().st_size
-        kinds: dict[str, Callable[[], object]] = {
-            "load_file, ts://": lambda: ts.load_file(f"{url}model.safetensors"),
-            "raw socket, sendfile": lambda: by_socket(address, size),
-            "load_file, the file": lambda: ts.load_file(file),
-        }
-        rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for turn in range(ROUNDS + 1):  # the first warms up
-            for kind, load in kinds.items():
-                began = time.perf_counter()
-                loaded = load()
-                if turn:
-                    rates[kind].append(size / 1e9 / (time.perf_counter() - began))
-                if isinstance(loaded, dict):
-                    assert all(bool((loaded[f"t{n}"][::4096] == n).all()) for n in range(TENSORS))
-                del loaded
-        sender.kill()
-        server.terminate()
-        server.wait()
+        try:
+            assert server.stdout is not None
+            url = json.loads(server.stdout.readline())["url"]
+            near, far = multiprocessing.Pipe()
+            sender = multiprocessing.Process(target=send, args=(file, far), daemon=True)
+            sender.start()
+            address = near.recv()
+            size = file.stat().st_size
+            kinds: dict[str, Callable[[], object]] = {
+                "load_file, ts://": lambda: ts.load_file(f"{url}model.safetensors"),
+                "raw socket, sendfile": lambda: by_socket(address, size),
+                "load_file, the file": lambda: ts.load_file(file),
+            }
+            rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+            for turn in range(ROUNDS + 1):  # the first warms up
+                for kind, load in kinds.items():
+                    began = time.perf_counter()
+                    loaded = load()
+                    if turn:
+                        rates[kind].append(size / 1e9 / (time.perf_counter() - began))
+                    if isinstance(loaded, dict):
+                        assert all(bool((loaded[f"t{n}"][::4096] == n).all()) for n in range(TENSORS))
+                    del loaded
+        finally:
+            server.terminate()
+            server.wait()
     print(f"| {size / 1e9:.2f} GB in {TENSORS} tensors, {ROUNDS} rounds | GB/s |\n|---|---|")
     for kind, those in rates.items():
         print(f"| {kind} | {statistics.median(those):.2f} |")

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,11 +25,18 @@ PROGRAM = Path(sys.executable).parent / "tensorstream"
 @contextmanager
 def served(directory: Path, *arguments: str) -> Iterator[str]:
     """The URL of a server, which ends with an interruption as a person's would."""
+    with serving(directory, *arguments) as (url, _):
+        yield url
+
+
+@contextmanager
+def serving(directory: Path, *arguments: str) -> Iterator[tuple[str, int]]:
+    """The same, and its process."""
     command = [PROGRAM, "--json", "serve-weights", directory]
     server = subprocess.Popen([*command, "--listen", "127.0.0.1:0", *arguments], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
-        yield json.loads(server.stdout.readline())["url"]
+        yield json.loads(server.stdout.readline())["url"], server.pid
     finally:
         server.send_signal(signal.SIGINT)
         rest, _ = server.communicate(timeout=20)
@@ -104,3 +113,34 @@ def test_a_server_that_is_gone_is_an_error_that_names_it(tmp_path: Path) -> None
         ts.load_file(url + "a.safetensors")
     with pytest.raises(OSError, match="ts://127"):
         ts.load_file(url + "a.safetensors")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ten_thousand_who_say_nothing_take_little_memory(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1 << 20)}
+    save_file(state, tmp_path / "model.safetensors")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # As many at once as this process may have, if ten thousand are too many.
+    many = 10_000 if hard == resource.RLIM_INFINITY else min(10_000, hard - 200)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, many + 200), hard))
+    silent: list[socket.socket] = []
+    try:
+        with serving(tmp_path, "--insecure") as (url, process):
+            host, port = url.removeprefix("ts://").strip("/").split(":")
+
+            def resident() -> int:
+                status = Path(f"/proc/{process}/status").read_text()
+                return 1024 * int(next(line for line in status.splitlines() if "VmRSS" in line).split()[1])
+
+            assert torch.equal(ts.load_file(f"{url}model.safetensors")["w"], state["w"])
+            before = resident()
+            for number in range(many):
+                silent.append(socket.create_connection((host, int(port))))
+                if number % 1000 == 999:
+                    assert torch.equal(ts.load_file(f"{url}model.safetensors")["w"], state["w"])
+            assert resident() - before < 32 << 20
+            assert len(list(Path(f"/proc/{process}/fd").iterdir())) < 300
+    finally:
+        for one in silent:
+            one.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

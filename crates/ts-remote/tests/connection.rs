@@ -225,6 +225,81 @@ proptest! {
     }
 }
 
+/// What becomes of bytes on their way.
+#[derive(Debug, Clone, Copy)]
+enum Harm {
+    /// Nothing comes any more.
+    Cut,
+    /// Some are missing.
+    Drop,
+    /// Some come before others.
+    Swap,
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_connection_that_is_cut_or_harmed_ends_with_what_was_sent_or_an_error(
+        window in prop_oneof![1u64..50, 1000u64..100_000], most in prop_oneof![1usize..40, 100usize..5000],
+        lens in prop::collection::vec(0usize..6000, 1..6), split in any::<bool>(),
+        harm in prop_oneof![Just(Harm::Cut), Just(Harm::Drop), Just(Harm::Swap)],
+        when in 0usize..60, at in any::<prop::sample::Index>(), len in 1usize..600,
+    ) {
+        let options = ConnectionOptions { window_bytes: window, ..ConnectionOptions::default() };
+        let mut both = Both::new([options.clone(), options]);
+        both.connect();
+        let stream = both.ends[0].open_stream().unwrap();
+        let codec = if split { Codec::Split } else { Codec::Raw };
+        let checked = SendOptions { compression: Compression::By(codec, None), checksums: true, keep: false };
+        let mut sent = Vec::new();
+        for (number, &len) in lens.iter().enumerate() {
+            let bytes = payload(len, number as u8);
+            let info = tensor(&format!("t{number}"), &bytes);
+            both.ends[0].send(stream, info.clone(), bytes.clone().into(), checked).unwrap();
+            sent.push(Item::Tensor(info, bytes));
+        }
+        let mut ended = Ok(1);
+        for round in 0.. {
+            let idle = matches!(ended, Ok(0));
+            if round > when && (idle || ended.is_err()) {
+                break;
+            }
+            if round == when {
+                both.pipes[0].take_from(&mut both.ends[0], usize::MAX);
+                let bytes = both.pipes[0].0.make_contiguous();
+                if !bytes.is_empty() {
+                    let at = at.index(bytes.len());
+                    let len = len.min(bytes.len() - at);
+                    match harm {
+                        Harm::Cut => both.pipes[0].0.truncate(at),
+                        Harm::Drop => drop(both.pipes[0].0.drain(at..at + len)),
+                        Harm::Swap => bytes[at..at + len].rotate_left(len / 2),
+                    }
+                }
+            }
+            if round > when && matches!(harm, Harm::Cut) {
+                // Nothing more is taken from who sends.
+                ended = both.pipes[0].give_to(&mut both.ends[1], most);
+                while let Some(event) = both.ends[1].poll() {
+                    both.hear(1, event);
+                }
+                while let Some((stream, len)) = both.announced[1].pop_front() {
+                    both.ends[1].accept(stream, vec![0; len]).unwrap();
+                }
+            } else if ended.is_ok() {
+                ended = both.run(most, true);
+            }
+        }
+        let none = Vec::new();
+        let came = both.came[1].get(&stream).unwrap_or(&none);
+        prop_assert!(sent.starts_with(came), "{} tensors, of {}", came.len(), sent.len());
+        // Whoever has a part of a tensor is told that the rest is missing.
+        let whole = both.ends[1].announced(stream).is_none();
+        prop_assert!(whole || ended.is_err() || both.ends[1].end_of_input().is_err());
+    }
+}
+
 #[test]
 fn who_gives_no_memory_gets_no_more_than_the_window() {
     let options = ConnectionOptions { window_bytes: 256 << 10, ..ConnectionOptions::default() };
