@@ -9,9 +9,10 @@
 //! | [`serve()`], [`Session`] | many connections on one thread |
 //! | [`RangeClient`], [`RangeSession`] | ranges of files that are elsewhere |
 //! | [`TensorSender`], [`TensorReceiver`] | one stream, for who has a transport of their own; to the host, a GPU, or blocks of pools |
+//! | [`exec`] | operators on tensors that are elsewhere |
 //! | [`TensorCreditTracker`] | an account of bytes under way, for senders of one's own |
 //!
-//! What travels is in PROTOCOL.md. This crate refuses to know files, models or what tensors are for, starts no thread, and needs no
+//! What travels is in PROTOCOL.md. This crate refuses to know files, models or what tensors are for, starts no thread but where it says so, and needs no
 //! async runtime.
 //!
 //! ```
@@ -65,6 +66,7 @@ mod connection;
 mod credit;
 mod delivery;
 mod error;
+pub mod exec;
 mod frame;
 mod hello;
 mod incoming;

@@ -74,7 +74,7 @@ impl<S: Sink> Link<S> {
             if Instant::now() >= end {
                 return Ok(false);
             }
-            self.step(true)?;
+            self.step(SLICE)?;
         }
         // Who was told who this is may want no more of it.
         self.ended.clone().map_or(Ok(true), Err)
@@ -124,7 +124,7 @@ impl<S: Sink> Link<S> {
             if let Some(event) = self.connection.poll() {
                 return Ok(event);
             }
-            self.step(true)?;
+            self.step(SLICE)?;
         }
     }
 
@@ -137,10 +137,11 @@ impl<S: Sink> Link<S> {
         self.watch.begin(&self.connection);
         loop {
             let event = self.connection.poll();
-            if event.is_some() || Instant::now() >= end {
+            let left = end.saturating_duration_since(Instant::now());
+            if event.is_some() || left.is_zero() {
                 return Ok(event);
             }
-            self.step(true)?;
+            self.step(left)?;
         }
     }
 
@@ -151,7 +152,7 @@ impl<S: Sink> Link<S> {
     pub fn poll_event(&mut self) -> Result<Option<Event<S>>, Error> {
         let event = self.connection.poll();
         if event.is_none() {
-            self.step(false)?;
+            self.step(Duration::ZERO)?;
         }
         Ok(event.or_else(|| self.connection.poll()))
     }
@@ -187,7 +188,7 @@ impl<S: Sink> Link<S> {
     pub fn flush(&mut self, stream: u32) -> Result<(), Error> {
         self.watch.begin(&self.connection);
         while !self.connection.is_sent(stream) || self.socket.wants_write() {
-            self.step(true)?;
+            self.step(SLICE)?;
         }
         Ok(())
     }
@@ -203,7 +204,7 @@ impl<S: Sink> Link<S> {
             if Instant::now() >= end {
                 return Ok(false);
             }
-            self.step(true)?;
+            self.step(SLICE)?;
         }
         Ok(true)
     }
@@ -215,7 +216,7 @@ impl<S: Sink> Link<S> {
     pub fn flush_all(&mut self) -> Result<(), Error> {
         self.watch.begin(&self.connection);
         while self.connection.has_unsent() || self.socket.wants_write() {
-            match self.step(true) {
+            match self.step(SLICE) {
                 // It has all that was sent to it, and no use for what else there was to say.
                 Err(Error::Closed { .. }) if !self.connection.owes() => break,
                 done => done?,
@@ -264,7 +265,7 @@ impl<S: Sink> Link<S> {
         }
         self.connection.close(reason);
         while self.connection.plan_writes() || self.socket.wants_write() {
-            self.step(true)?;
+            self.step(SLICE)?;
         }
         self.socket.shutdown().map_err(|error| self.socket.failed("closing", error))?;
         self.drain()
@@ -309,12 +310,13 @@ impl<S: Sink> Link<S> {
         self.watch.check_progress(&self.connection, self.socket.peer())
     }
 
-    /// Writes or reads something; when there is nothing to, waits until there is, or for a while, if `wait` says so.
-    fn step(&mut self, wait: bool) -> Result<(), Error> {
+    /// Writes or reads something; when there is nothing to, waits until there is, at most about so long, or [`SLICE`].
+    fn step(&mut self, longest: Duration) -> Result<(), Error> {
+        let wait = !longest.is_zero();
         self.watch.step();
         // Before what there is to send is put into frames for the socket.
         self.share()?;
-        if wait && self.ended.is_none() && self.mute.is_none() && !self.wants_write() {
+        if longest > SLICE / 2 && self.ended.is_none() && self.mute.is_none() && !self.wants_write() {
             self.check_progress()?;
             self.watch.check_life(&mut self.connection, self.socket.peer())?;
             // Whoever only waits for bytes does so where they come.
@@ -334,7 +336,7 @@ impl<S: Sink> Link<S> {
             Duration::ZERO
         };
         let pending = self.wants_write();
-        let ready = self.socket.wait(Ready { read: true, write: pending }, left.min(SLICE))?;
+        let ready = self.socket.wait(Ready { read: true, write: pending }, left.min(longest).min(SLICE))?;
         self.watch.look();
         // What was not waited for is as it was.
         self.ready = Ready { read: ready.read, write: ready.write || !pending };

@@ -1,0 +1,672 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A session with a machine that has the tensors.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use ts_format::Dtype;
+
+use super::channel::{Channel, Greeting, Incoming};
+use super::reply::Reply;
+use super::value::Decoder;
+use super::{Failure, Request, TensorRef, Value};
+use crate::{Error, ErrorKind, Link, Sink, TensorInfo};
+
+/// A batch goes when it has so many requests,
+const BATCH: usize = 64;
+/// or so many bytes,
+const BATCH_BYTES: usize = 56 << 10;
+/// or when its first request has waited so long.
+const FLUSH: Duration = Duration::from_millis(1);
+/// How long whoever flushes stays awake for more, in turns of [`FLUSH`].
+const AWAKE: u32 = 20;
+/// How often a session that is not used is looked at.
+const KEEP: Duration = Duration::from_millis(500);
+/// How long a wait lasts before others have their turn.
+const TURN: Duration = Duration::from_millis(100);
+/// The same while others have something to send.
+const SHORT_TURN: Duration = Duration::from_millis(1);
+/// How long a machine may take to end a session.
+const GOODBYE: Duration = Duration::from_secs(5);
+/// Uploads up to this go in batches.
+const MAX_INLINE: usize = 16 << 10;
+/// Longer ones go in pieces.
+const PIECE: usize = 8 << 20;
+/// The most bytes that wait for the other end to have them while the program goes on.
+const MAX_UNACKED: usize = 64 << 20;
+
+/// How a session is set up.
+pub struct ClientOptions<S> {
+    /// Connects to the machine: at first, and when the link was lost.
+    pub dial: Dial<S>,
+    /// How long a link that was lost is tried to be made again.
+    pub retry: Duration,
+}
+
+/// Makes a link.
+pub type Dial<S> = Box<dyn Fn() -> Result<Link<S>, Error> + Send + Sync>;
+
+/// A session with a machine: what is asked is done there in its order, while the program goes on here. For many threads at once.
+///
+/// What is asked goes in batches: of 64 requests, or of what is there after 1 ms, or when somebody waits. What fails is told at the next wait.
+pub struct Client<S: Sink + Send + 'static> {
+    shared: Arc<Shared<S>>,
+}
+
+/// Why a wait ended without what was waited for.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum Fault {
+    /// The session is over.
+    #[error(transparent)]
+    Lost(#[from] Error),
+    /// A request was not done: this one, or another before it, of which nobody has heard yet.
+    #[error("{failure}")]
+    Failed {
+        /** Which, in the order in which they were asked, from 1 on. */
+        request: u64,
+        /** Why. */
+        failure: Failure,
+        /** How many more have failed since the last wait. */
+        others: usize,
+    },
+}
+
+/// What was waited for.
+#[derive(Debug)]
+pub enum Answer<S> {
+    /// What an operator gave.
+    Values(Vec<Value>),
+    /// The elements of a tensor.
+    Bytes(Vec<u8>),
+    /// They are in the memory that was given.
+    Memory(S),
+}
+
+/// What a session has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ClientStats {
+    /// Requests.
+    pub requests: u64,
+    /// Batches they went in.
+    pub batches: u64,
+    /// Waits for an answer.
+    pub waits: u64,
+    /// Links that were made again.
+    pub reconnects: u64,
+    /// Bytes of tensors to the machine.
+    pub uploaded_bytes: u64,
+    /// Bytes of tensors from there.
+    pub downloaded_bytes: u64,
+}
+
+struct Shared<S: Sink + Send> {
+    queue: Mutex<Queue>,
+    line: Mutex<Line<S>>,
+    replies: AtomicU64,
+    waits: AtomicU64,
+    /// Whoever flushes sleeps until it is woken.
+    asleep: AtomicBool,
+    closing: AtomicBool,
+    /// Somebody has something to send while another has the line.
+    crowd: AtomicBool,
+    options: ClientOptions<S>,
+    session: [u8; 16],
+}
+
+/// What is to be sent.
+#[derive(Default)]
+struct Queue {
+    batch: Vec<u8>,
+    in_batch: usize,
+    sealed: VecDeque<Piece>,
+    sealed_bytes: usize,
+    requests: u64,
+    batches: u64,
+    uploaded_bytes: u64,
+    ops: HashMap<String, u32>,
+    flusher: Option<Thread>,
+    over: Option<Error>,
+}
+
+enum Piece {
+    Batch(Vec<u8>),
+    Payload(Bytes),
+}
+
+struct Line<S> {
+    channel: Channel<S>,
+    answers: HashMap<u64, Result<Answer<S>, (u64, Failure)>>,
+    /// Memory that answers go to.
+    sinks: HashMap<u64, S>,
+    /// The answer whose elements come next.
+    arriving: Option<u64>,
+    failures: VecDeque<(u64, Failure)>,
+    over: Option<Error>,
+    reconnects: u64,
+    downloaded_bytes: u64,
+}
+
+impl<S: Sink + Send + 'static> Client<S> {
+    /// Connects, and begins a session. Starts a thread, which sends what has waited for 1 ms and gives signs of life. Blocks.
+    ///
+    /// `session` names it: 16 bytes that nobody else guesses.
+    ///
+    /// # Errors
+    /// As [`Link::connect`].
+    pub fn connect(options: ClientOptions<S>, session: [u8; 16]) -> Result<Self, Error> {
+        let mut line = Line {
+            channel: Channel::new(),
+            answers: HashMap::new(),
+            sinks: HashMap::new(),
+            arriving: None,
+            failures: VecDeque::new(),
+            over: None,
+            reconnects: 0,
+            downloaded_bytes: 0,
+        };
+        line.connect(&options, session)?;
+        let shared = Arc::new(Shared {
+            queue: Mutex::default(),
+            line: Mutex::new(line),
+            replies: AtomicU64::new(1),
+            waits: AtomicU64::new(0),
+            asleep: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            crowd: AtomicBool::new(false),
+            options,
+            session,
+        });
+        let flusher = Arc::downgrade(&shared);
+        let mut idle = 0;
+        let run = move || {
+            loop {
+                let Some(shared) = flusher.upgrade() else { return };
+                if shared.closing.load(Ordering::Relaxed) {
+                    return;
+                }
+                let sent = shared.tick();
+                idle = if sent { 0 } else { idle + 1 };
+                let asleep = idle > AWAKE;
+                shared.asleep.store(asleep, Ordering::SeqCst);
+                // What came in between would wait for nobody.
+                let asleep = asleep && shared.queue().is_empty();
+                drop(shared);
+                thread::park_timeout(if asleep { KEEP } else { FLUSH });
+            }
+        };
+        let thread = thread::Builder::new().name("tensorstream-flush".into()).spawn(run);
+        let thread = thread.map_err(|source| Error::io("this process", "starting a thread", source))?;
+        shared.queue().flusher = Some(thread.thread().clone());
+        Ok(Self { shared })
+    }
+
+    /// The number of an operator, such as `aten::add.Tensor`, which the machine is told at its first use.
+    ///
+    /// # Errors
+    /// What ended the session.
+    pub fn op(&self, name: &str) -> Result<u32, Error> {
+        let mut queue = self.shared.queue();
+        if let Some(&op) = queue.ops.get(name) {
+            return Ok(op);
+        }
+        let op = queue.ops.len() as u32;
+        queue.push(|batch| Request::Define { op, name: name.into() }.encode(batch))?;
+        queue.ops.insert(name.into(), op);
+        Ok(op)
+    }
+
+    /// Asks for something, and goes on. The number of the request. Blocks only while more waits to be sent than may.
+    ///
+    /// # Errors
+    /// What ended the session.
+    pub fn ask(&self, request: &Request) -> Result<u64, Error> {
+        self.ask_with(|batch| request.encode(batch))
+    }
+
+    /// As [`ask`](Self::ask): `encode` appends one request to the batch.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn ask_with(&self, encode: impl FnOnce(&mut Vec<u8>)) -> Result<u64, Error> {
+        let shared = &*self.shared;
+        let mut queue = shared.queue();
+        let number = queue.push(encode)?;
+        let full = queue.is_full();
+        if full {
+            queue.seal();
+        }
+        let clogged = queue.sealed_bytes > MAX_UNACKED;
+        drop(queue);
+        shared.wake();
+        if full {
+            shared.pump(clogged)?;
+        }
+        Ok(number)
+    }
+
+    /// Says that nobody has a view of a storage any more. Never blocks, and may be called by whatever drops things.
+    pub fn free(&self, storage: u64) {
+        // A session that is over has no storages.
+        let _ = self.shared.queue().push(|batch| Request::Free { storage }.encode(batch));
+        self.shared.wake();
+    }
+
+    /// A number for an answer.
+    pub fn reply(&self) -> u64 {
+        self.shared.replies.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Asks for the elements of a tensor: a number to [`wait`](Self::wait) for. They go to `memory`, which is as long as they are, or to new memory.
+    ///
+    /// # Errors
+    /// What ended the session.
+    pub fn read(&self, tensor: TensorRef, memory: S) -> Result<u64, Error> {
+        let reply = self.reply();
+        self.shared.line().sinks.insert(reply, memory);
+        self.ask(&Request::Read { reply, tensor })?;
+        Ok(reply)
+    }
+
+    /// Writes bytes to a storage. A few are copied; of many, `bytes` is kept until the other end has them. The number of the piece that
+    /// is the last, for [`is_taken`](Self::is_taken): until then what `bytes` is made of may not change.
+    ///
+    /// # Errors
+    /// What ended the session. Blocks as long as too much waits to be sent.
+    pub fn write(&self, storage: u64, offset: u64, bytes: Bytes) -> Result<(), Error> {
+        if bytes.len() <= MAX_INLINE {
+            self.shared.queue().uploaded_bytes += bytes.len() as u64;
+            return self.ask(&Request::Write { storage, offset, bytes: bytes.into() }).map(drop);
+        }
+        for at in (0..bytes.len()).step_by(PIECE) {
+            let piece = bytes.slice(at..bytes.len().min(at + PIECE));
+            let mut queue = self.shared.queue();
+            let request = Request::Receive { storage, offset: offset + at as u64, bytes: piece.len() as u64 };
+            queue.push(|batch| request.encode(batch))?;
+            queue.seal();
+            queue.uploaded_bytes += piece.len() as u64;
+            queue.sealed_bytes += piece.len();
+            queue.sealed.push_back(Piece::Payload(piece));
+            let clogged = queue.sealed_bytes > 2 * PIECE;
+            drop(queue);
+            self.shared.pump(clogged)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the other end has all that was asked and written, done or not, at most so long: whether it has.
+    ///
+    /// # Errors
+    /// What ended the session.
+    pub fn delivered_within(&self, time: Duration) -> Result<bool, Error> {
+        let end = Instant::now() + time;
+        loop {
+            let mut line = self.shared.line();
+            self.shared.send(&mut line, true)?;
+            if line.channel.is_acked() {
+                return Ok(true);
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            self.shared.listen(&mut line, left.min(TURN))?;
+        }
+    }
+
+    /// Waits for an answer, at most so long; `None` when it has not come. A wait is the time at which failures are told.
+    ///
+    /// # Errors
+    /// [`Fault`]. The answer is of no more use then, if it was this one that failed, and is still to come if not.
+    pub fn wait(&self, reply: u64, time: Duration) -> Result<Option<Answer<S>>, Fault> {
+        let shared = &*self.shared;
+        let end = Instant::now() + time;
+        loop {
+            let mut line = shared.line();
+            shared.send(&mut line, true)?;
+            if let Some(answer) = line.answer(reply) {
+                shared.waits.fetch_add(1, Ordering::Relaxed);
+                return answer.map(Some);
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let crowd = shared.crowd.swap(false, Ordering::Relaxed);
+            shared.listen(&mut line, left.min(if crowd { SHORT_TURN } else { TURN }))?;
+        }
+    }
+
+    /// Sends what waits to be sent, as far as that goes without waiting.
+    ///
+    /// # Errors
+    /// What ended the session.
+    pub fn flush(&self) -> Result<(), Error> {
+        self.shared.queue().seal();
+        self.shared.pump(false)
+    }
+
+    /// What it has done.
+    pub fn stats(&self) -> ClientStats {
+        let (requests, batches, uploaded_bytes) = {
+            let queue = self.shared.queue();
+            (queue.requests, queue.batches, queue.uploaded_bytes)
+        };
+        let line = self.shared.line();
+        ClientStats {
+            requests,
+            batches,
+            waits: self.shared.waits.load(Ordering::Relaxed),
+            reconnects: line.reconnects,
+            uploaded_bytes,
+            downloaded_bytes: line.downloaded_bytes,
+        }
+    }
+
+    /// Ends the session: what was asked is done, and then all storages are gone. Blocks until the machine has heard of it.
+    ///
+    /// # Errors
+    /// What ended the session before.
+    pub fn close(&self) -> Result<(), Error> {
+        if self.shared.closing.swap(true, Ordering::SeqCst) {
+            return Ok(());
+        }
+        self.shared.wake();
+        let mut line = self.shared.line();
+        let sent = self.shared.send(&mut line, true).and_then(|()| line.channel.finish());
+        let end = Instant::now() + GOODBYE;
+        while sent.is_ok() && Instant::now() < end {
+            match line.channel.next_within(TURN) {
+                Ok(Some(Incoming::Finished)) | Err(_) => break,
+                Ok(_) => {}
+            }
+        }
+        self.shared.end(&mut line, &Error::Closed { reason: "the session was ended here".into() });
+        sent
+    }
+}
+
+impl<S: Sink + Send> Shared<S> {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn line(&self) -> MutexGuard<'_, Line<S>> {
+        match self.line.try_lock() {
+            Ok(line) => line,
+            Err(TryLockError::Poisoned(poison)) => poison.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                self.crowd.store(true, Ordering::Relaxed);
+                self.line.lock().unwrap_or_else(PoisonError::into_inner)
+            }
+        }
+    }
+
+    /// Wakes whoever flushes, if it sleeps.
+    fn wake(&self) {
+        if self.asleep.load(Ordering::SeqCst)
+            && self.asleep.swap(false, Ordering::SeqCst)
+            && let Some(thread) = &self.queue().flusher
+        {
+            thread.unpark();
+        }
+    }
+
+    /// Sends what has waited. Whether there was something.
+    fn tick(&self) -> bool {
+        let mut queue = self.queue();
+        let waits = !queue.is_empty();
+        queue.seal();
+        drop(queue);
+        // Whoever has the line sends it.
+        if let Ok(mut line) = self.line.try_lock() {
+            let _ = self.send(&mut line, false).and_then(|()| self.listen(&mut line, Duration::ZERO));
+        } else if waits {
+            self.crowd.store(true, Ordering::Relaxed);
+        }
+        waits
+    }
+
+    /// Sends what was sealed, unless somebody else has the line, who does it then; with `clogged`, until little of it is left.
+    fn pump(&self, clogged: bool) -> Result<(), Error> {
+        if clogged {
+            loop {
+                let mut line = self.line();
+                self.send(&mut line, false)?;
+                if line.channel.unsent_bytes() < 2 * PIECE && line.channel.unacked_bytes() < MAX_UNACKED {
+                    return Ok(());
+                }
+                self.listen(&mut line, SHORT_TURN)?;
+            }
+        }
+        match self.line.try_lock() {
+            Ok(mut line) => self.send(&mut line, false),
+            Err(TryLockError::Poisoned(poison)) => self.send(&mut poison.into_inner(), false),
+            Err(TryLockError::WouldBlock) => {
+                self.crowd.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+        }
+    }
+
+    /// Hands what is sealed to the socket, and before that, if `all` says so, seals what is there.
+    fn send(&self, line: &mut Line<S>, all: bool) -> Result<(), Error> {
+        if let Some(error) = &line.over {
+            return Err(error.clone());
+        }
+        let pieces = {
+            let mut queue = self.queue();
+            if all {
+                queue.seal();
+            }
+            queue.sealed_bytes = 0;
+            std::mem::take(&mut queue.sealed)
+        };
+        if pieces.is_empty() {
+            return Ok(());
+        }
+        let mut sent = Ok(());
+        for piece in pieces {
+            // What cannot be sent now is sent with the next link.
+            let put = match piece {
+                Piece::Batch(batch) => line.channel.send_message(&batch),
+                Piece::Payload(bytes) => TensorInfo::new("", Dtype::U8, [bytes.len() as u64])
+                    .and_then(|info| line.channel.send_tensor(info, bytes)),
+            };
+            sent = sent.and(put);
+        }
+        sent.and_then(|()| line.channel.drive()).or_else(|error| self.mend(line, error))
+    }
+
+    /// Hears what comes, at most so long.
+    fn listen(&self, line: &mut Line<S>, time: Duration) -> Result<(), Error> {
+        if let Some(error) = &line.over {
+            return Err(error.clone());
+        }
+        let item = if time.is_zero() { line.channel.poll() } else { line.channel.next_within(time) };
+        let heard = item.and_then(|item| match item {
+            Some(item) => line.hear(item),
+            None => line.channel.acknowledge().and_then(|()| line.channel.drive()),
+        });
+        heard.or_else(|error| self.mend(line, error))
+    }
+
+    /// Makes the link again if it was lost; else the session is over.
+    fn mend(&self, line: &mut Line<S>, error: Error) -> Result<(), Error> {
+        let mut error = error;
+        // Who said why it ends the connection means it.
+        let meant = line.channel.was_closed();
+        if matches!(error.kind(), ErrorKind::Network | ErrorKind::TimedOut | ErrorKind::Refused) && !meant {
+            let end = Instant::now() + self.options.retry;
+            let mut pause = Duration::from_millis(10);
+            line.channel.detach();
+            while !self.closing.load(Ordering::Relaxed) && Instant::now() < end {
+                match line.connect(&self.options, self.session) {
+                    Ok(()) => {
+                        line.reconnects += 1;
+                        return Ok(());
+                    }
+                    // It is there, and knows nothing of this session.
+                    Err(refused @ Error::Closed { .. }) => {
+                        error = refused;
+                        break;
+                    }
+                    Err(_) => thread::sleep(pause),
+                }
+                pause = (pause * 2).min(Duration::from_secs(1));
+            }
+        }
+        self.end(line, &error);
+        Err(error)
+    }
+
+    fn end(&self, line: &mut Line<S>, error: &Error) {
+        line.channel.detach();
+        line.over.get_or_insert_with(|| error.clone());
+        let mut queue = self.queue();
+        queue.over.get_or_insert_with(|| error.clone());
+        (queue.batch, queue.sealed) = Default::default();
+    }
+}
+
+impl Queue {
+    fn push(&mut self, encode: impl FnOnce(&mut Vec<u8>)) -> Result<u64, Error> {
+        if let Some(error) = &self.over {
+            return Err(error.clone());
+        }
+        encode(&mut self.batch);
+        self.in_batch += 1;
+        self.requests += 1;
+        Ok(self.requests)
+    }
+
+    fn is_empty(&self) -> bool {
+        self.batch.is_empty() && self.sealed.is_empty()
+    }
+
+    fn is_full(&self) -> bool {
+        self.in_batch >= BATCH || self.batch.len() >= BATCH_BYTES
+    }
+
+    fn seal(&mut self) {
+        if !self.batch.is_empty() {
+            self.in_batch = 0;
+            self.batches += 1;
+            self.sealed_bytes += self.batch.len();
+            let capacity = self.batch.capacity().min(BATCH_BYTES);
+            let batch = std::mem::replace(&mut self.batch, Vec::with_capacity(capacity));
+            self.sealed.push_back(Piece::Batch(batch));
+        }
+    }
+}
+
+impl<S: Sink + Send> Line<S> {
+    fn connect(&mut self, options: &ClientOptions<S>, session: [u8; 16]) -> Result<(), Error> {
+        let mut link = (options.dial)()?;
+        let own = Greeting { session, received: self.channel.received() };
+        let (stream, theirs) = Channel::greet(&mut link, own)?;
+        self.channel.attach(link, stream, theirs.received)
+    }
+
+    fn hear(&mut self, item: Incoming<S>) -> Result<(), Error> {
+        let bad = |what: &str| Error::Protocol { stream: 0, what: what.into() };
+        match item {
+            Incoming::Message(bytes) => {
+                let mut from = Decoder::new(&bytes, 0);
+                while !from.is_empty() {
+                    self.reply(Reply::decode(&mut from)?)?;
+                }
+                Ok(())
+            }
+            Incoming::Announced(info) => {
+                let reply = self.arriving.ok_or_else(|| bad("elements of which nothing was said"))?;
+                let sink = self.sinks.remove(&reply).ok_or_else(|| bad("elements that nobody asked for"))?;
+                if sink.byte_len() != info.storage_len {
+                    return Err(bad("more or fewer elements than were asked for"));
+                }
+                self.channel.accept(sink)
+            }
+            Incoming::Tensor(info, sink) => {
+                let reply = self.arriving.take().ok_or_else(|| bad("elements of which nothing was said"))?;
+                let sink = sink.ok_or_else(|| bad("no elements"))?;
+                self.downloaded_bytes += info.storage_len;
+                self.answers.insert(reply, Ok(Answer::Memory(sink)));
+                Ok(())
+            }
+            Incoming::Finished => Err(Error::Closed { reason: "the machine has ended the session".into() }),
+        }
+    }
+
+    fn reply(&mut self, reply: Reply) -> Result<(), Error> {
+        let (reply, answer) = match reply {
+            Reply::Answer { reply, values } => (reply, Ok(Answer::Values(values))),
+            Reply::Bytes { reply, bytes } => {
+                self.downloaded_bytes += bytes.len() as u64;
+                let answer = match self.sinks.remove(&reply) {
+                    Some(mut sink) => {
+                        let mut at = 0;
+                        while at < bytes.len() {
+                            let space = sink.space(at as u64, bytes.len() - at)?;
+                            let len = space.len();
+                            space.copy_from_slice(&bytes[at..at + len]);
+                            sink.filled(at as u64, len)?;
+                            at += len;
+                        }
+                        Answer::Memory(sink)
+                    }
+                    None => Answer::Bytes(bytes),
+                };
+                (reply, Ok(answer))
+            }
+            Reply::Tensor { reply } => {
+                self.arriving = Some(reply);
+                return Ok(());
+            }
+            Reply::Failed { request, failure } => {
+                self.failures.push_back((request, failure));
+                return Ok(());
+            }
+            Reply::Refused { reply, request, failure } => {
+                self.sinks.remove(&reply);
+                (reply, Err((request, failure)))
+            }
+        };
+        self.answers.insert(reply, answer);
+        Ok(())
+    }
+
+    /// The answer, if it has come, or what has failed before it and was not told.
+    fn answer(&mut self, reply: u64) -> Option<Result<Answer<S>, Fault>> {
+        if !self.answers.contains_key(&reply) {
+            return None;
+        }
+        let others = self.failures.len().saturating_sub(1);
+        if let Some((request, failure)) = self.failures.pop_front() {
+            self.failures.clear();
+            // The answer itself is kept, unless it is that this has failed.
+            if self.answers.get(&reply).is_some_and(Result::is_err) {
+                self.answers.remove(&reply);
+            }
+            return Some(Err(Fault::Failed { request, failure, others }));
+        }
+        let answer = self.answers.remove(&reply)?;
+        Some(answer.map_err(|(request, failure)| Fault::Failed { request, failure, others: 0 }))
+    }
+}
+
+impl<S: Sink + Send + 'static> Drop for Client<S> {
+    fn drop(&mut self) {
+        self.shared.closing.store(true, Ordering::SeqCst);
+        self.shared.wake();
+    }
+}
+
+impl<S: Sink + Send + 'static> fmt::Debug for Client<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Client").field("stats", &self.stats()).finish_non_exhaustive()
+    }
+}

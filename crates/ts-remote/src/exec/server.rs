@@ -1,0 +1,493 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Sessions of clients whose tensors are here.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use ts_format::Dtype;
+
+use super::channel::{Channel, Greeting, Incoming, lost};
+use super::reply::Reply;
+use super::{Call, Executor, Failure, FailureKind, Output, Request, Requests};
+use crate::{Error, ErrorKind, Link, Sink, TensorInfo};
+
+/// The service that a client asks for.
+pub const EXEC: &str = "exec";
+
+/// How often a wait looks whether it is to end.
+const SLICE: Duration = Duration::from_millis(100);
+/// How often somebody else answers for a thread that has been running operators.
+const KEEP: Duration = Duration::from_millis(500);
+/// The most bytes of answers that wait for their client while more is done.
+const MAX_UNSENT: usize = 32 << 20;
+/// Answers up to this are messages.
+const MAX_INLINE: usize = 32 << 10;
+
+/// Sessions, each with an [`Executor`]. A session outlives its link for a while: a client that comes back finds its tensors, and what was
+/// under way is done once.
+pub struct Sessions<E: Executor> {
+    linger: Duration,
+    held: Mutex<HashMap<[u8; 16], Slot<E>>>,
+    changed: Condvar,
+}
+
+enum Slot<E: Executor> {
+    /// It has a link. Told to let it go when its client has come by another.
+    Busy(Arc<AtomicBool>),
+    /// Its link was lost.
+    Waiting(Box<State<E>>, Instant),
+}
+
+/// What of a session outlives its links.
+struct State<E: Executor> {
+    executor: E,
+    channel: Channel<Landing<E::Sink>>,
+    /// Requests so far.
+    requests: u64,
+    /// What is wrong with each operator that was defined.
+    ops: Vec<Option<Failure>>,
+    /// Storages whose elements were never computed, and for want of which request.
+    poisoned: HashMap<u64, (u64, Failure)>,
+    /// Bytes that come next: of which request, and where they go.
+    receiving: Option<Receiving>,
+}
+
+#[derive(Debug)]
+struct Receiving {
+    request: u64,
+    storage: u64,
+    offset: u64,
+    bytes: u64,
+}
+
+/// Where a payload is received to.
+#[derive(Debug)]
+pub enum Landing<S> {
+    /// The storage it is for.
+    Memory(S),
+    /// Nowhere: it was not wanted, and comes all the same.
+    Nowhere {
+        /** How long it is. */
+        bytes: u64,
+        /** Memory for some of it. */
+        scratch: Vec<u8>,
+    },
+}
+
+impl<S: Sink> Sink for Landing<S> {
+    type Full = Option<S::Full>;
+
+    fn byte_len(&self) -> u64 {
+        match self {
+            Self::Memory(sink) => sink.byte_len(),
+            Self::Nowhere { bytes, .. } => *bytes,
+        }
+    }
+
+    fn space(&mut self, offset: u64, len: usize) -> Result<&mut [u8], Error> {
+        match self {
+            Self::Memory(sink) => sink.space(offset, len),
+            Self::Nowhere { scratch, .. } => {
+                let len = len.min(scratch.len());
+                Ok(&mut scratch[..len])
+            }
+        }
+    }
+
+    fn filled(&mut self, offset: u64, len: usize) -> Result<(), Error> {
+        match self {
+            Self::Memory(sink) => sink.filled(offset, len),
+            Self::Nowhere { .. } => Ok(()),
+        }
+    }
+
+    fn finish(self) -> Result<Self::Full, Error> {
+        match self {
+            Self::Memory(sink) => sink.finish().map(Some),
+            Self::Nowhere { .. } => Ok(None),
+        }
+    }
+}
+
+impl<E: Executor> fmt::Debug for Sessions<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sessions").field("linger", &self.linger).finish_non_exhaustive()
+    }
+}
+
+impl<E: Executor + Send> Sessions<E> {
+    /// None yet. Each outlives its link for `linger`.
+    pub fn new(linger: Duration) -> Self {
+        Self { linger, held: Mutex::default(), changed: Condvar::new() }
+    }
+
+    /// How many there are, with and without a link.
+    pub fn count(&self) -> usize {
+        self.held().len()
+    }
+
+    /// Ends those that have been without a link for too long.
+    pub fn sweep(&self) {
+        let linger = self.linger;
+        let mut held = self.held();
+        let over: Vec<_> = held
+            .extract_if(|_, slot| matches!(slot, Slot::Waiting(_, since) if since.elapsed() >= linger))
+            .collect();
+        // What an executor has is given back without others waiting for that.
+        drop(held);
+        drop(over);
+    }
+
+    /// Serves a client that has connected, until it goes or `stop` is set. `make` makes what runs its operators, if it is new here. Blocks, and starts a
+    /// thread that answers for this one while operators run.
+    ///
+    /// # Errors
+    /// What ended the link. If it was lost the session goes on, for its client to come back to.
+    pub fn serve(
+        &self,
+        mut link: Link<Landing<E::Sink>>,
+        make: impl FnOnce() -> E,
+        stop: &AtomicBool,
+    ) -> Result<(), Error> {
+        let theirs = Channel::hear_hello(&mut link)?;
+        self.sweep();
+        let let_go = Arc::new(AtomicBool::new(false));
+        let mut state = match self.take(theirs.session, &let_go)? {
+            Some(state) => state,
+            None if theirs.received > 0 => {
+                self.held().remove(&theirs.session);
+                let reason = "there is no such session, or no more: its tensors are gone";
+                link.connection().close(reason);
+                let _ = link.flush_all();
+                return Err(Error::Closed { reason: reason.into() });
+            }
+            None => Box::new(State {
+                executor: make(),
+                channel: Channel::new(),
+                requests: 0,
+                ops: Vec::new(),
+                poisoned: HashMap::new(),
+                receiving: None,
+            }),
+        };
+        let ended = state.run(link, theirs, &let_go, stop);
+        state.channel.detach();
+        let mut held = self.held();
+        match &ended {
+            Err(error) if error.kind() != ErrorKind::Peer => {
+                held.insert(theirs.session, Slot::Waiting(state, Instant::now()));
+            }
+            _ => drop(held.remove(&theirs.session)),
+        }
+        drop(held);
+        self.changed.notify_all();
+        ended
+    }
+
+    /// A session that there is, once nobody else serves it.
+    fn take(&self, session: [u8; 16], let_go: &Arc<AtomicBool>) -> Result<Option<Box<State<E>>>, Error> {
+        let end = Instant::now() + self.linger;
+        let mut held = self.held();
+        while let Some(Slot::Busy(other)) = held.get(&session) {
+            other.store(true, Ordering::Relaxed);
+            if Instant::now() >= end {
+                return Err(Error::Misuse("the session has another link, and is busy with it".into()));
+            }
+            held = self
+                .changed
+                .wait_timeout(held, SLICE)
+                .map_or_else(|poison| poison.into_inner().0, |(held, _)| held);
+        }
+        match held.insert(session, Slot::Busy(let_go.clone())) {
+            Some(Slot::Waiting(state, _)) => Ok(Some(state)),
+            _ => Ok(None),
+        }
+    }
+
+    fn held(&self) -> MutexGuard<'_, HashMap<[u8; 16], Slot<E>>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+type Line<E> = Mutex<Channel<Landing<<E as Executor>::Sink>>>;
+
+fn locked<T>(line: &Mutex<T>) -> MutexGuard<'_, T> {
+    line.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<E: Executor + Send> State<E> {
+    fn run(
+        &mut self,
+        mut link: Link<Landing<E::Sink>>,
+        theirs: Greeting,
+        let_go: &AtomicBool,
+        stop: &AtomicBool,
+    ) -> Result<(), Error> {
+        let stream = link.connection().open_stream()?;
+        let own = Greeting { session: theirs.session, received: self.channel.received() };
+        Channel::say_hello(&mut link, stream, own)?;
+        self.channel.attach(link, stream, theirs.received)?;
+        let line = Mutex::new(std::mem::replace(&mut self.channel, Channel::new()));
+        let over = AtomicBool::new(false);
+        let ended = thread::scope(|scope| {
+            // Signs of life are given, and answers sent, while operators run.
+            let keeper = thread::Builder::new().name("tensorstream-keep".into()).spawn_scoped(scope, || {
+                while !over.load(Ordering::Relaxed) {
+                    thread::park_timeout(KEEP);
+                    if let Ok(mut line) = line.try_lock() {
+                        // Whoever waits next hears of what is wrong.
+                        let _ = line.drive();
+                    }
+                }
+            });
+            let ended = match &keeper {
+                Ok(_) => self.go_on(&line, let_go, stop),
+                Err(error) => Err(Error::Misuse(format!("no thread could be started: {error}"))),
+            };
+            over.store(true, Ordering::Relaxed);
+            keeper.iter().for_each(|keeper| keeper.thread().unpark());
+            ended
+        });
+        self.channel = line.into_inner().unwrap_or_else(PoisonError::into_inner);
+        ended
+    }
+
+    fn go_on(&mut self, line: &Line<E>, let_go: &AtomicBool, stop: &AtomicBool) -> Result<(), Error> {
+        loop {
+            let item = locked(line).next_within(SLICE)?;
+            match item {
+                Some(Incoming::Message(batch)) => self.batch(&batch, line)?,
+                Some(Incoming::Announced(info)) => {
+                    let sink = self.landing(&info, line)?;
+                    locked(line).accept(sink)?;
+                }
+                Some(Incoming::Tensor(_, sink)) => self.landed(sink, line)?,
+                Some(Incoming::Finished) => {
+                    // Whether the client hears of it or not, that is its end.
+                    let _ = locked(line).finish();
+                    return Ok(());
+                }
+                None if let_go.load(Ordering::Relaxed) => return Err(lost()),
+                None if stop.load(Ordering::Relaxed) => {
+                    let mut line = locked(line);
+                    if let Some(link) = line.link() {
+                        link.connection().close("the server was stopped");
+                        let _ = link.flush_all();
+                    }
+                    return Ok(());
+                }
+                None => locked(line).acknowledge()?,
+            }
+        }
+    }
+
+    /// Does what is asked, in its order.
+    fn batch(&mut self, batch: &Bytes, line: &Line<E>) -> Result<(), Error> {
+        let (mut rest, mut replied) = (Requests::new(batch, 0), false);
+        let mut ended = Ok(true);
+        while matches!(ended, Ok(true)) {
+            let Self { executor, requests, ops, poisoned, receiving, .. } = self;
+            executor.batch(&mut |executor| {
+                let mut doing = Doing { executor, line, ops, poisoned, receiving, replied: false, number: 0 };
+                ended = Ok(false);
+                for request in &mut rest {
+                    *requests += 1;
+                    doing.number = *requests;
+                    ended = request.and_then(|request| doing.request(request));
+                    if !matches!(ended, Ok(false)) {
+                        break;
+                    }
+                }
+                replied |= doing.replied;
+            });
+            // A client that takes no answers is not worked for.
+            while matches!(ended, Ok(true)) && locked(line).unsent_bytes() > MAX_UNSENT {
+                locked(line).flush_within(SLICE)?;
+            }
+        }
+        ended?;
+        if replied {
+            let mut line = locked(line);
+            line.acknowledge()?;
+            line.drive()?;
+        }
+        Ok(())
+    }
+
+    /// Where the payload goes that was announced.
+    fn landing(&mut self, info: &TensorInfo, line: &Line<E>) -> Result<Landing<E::Sink>, Error> {
+        let Some(to) = &self.receiving else {
+            return Err(Error::Protocol { stream: 0, what: "bytes that no request has announced".into() });
+        };
+        if to.bytes != info.storage_len {
+            let what = format!("{} bytes, where {} were announced", info.storage_len, to.bytes);
+            return Err(Error::Protocol { stream: 0, what });
+        }
+        let mut sink = Err(Failure::new(FailureKind::Refused, ""));
+        let (storage, offset, bytes, request) = (to.storage, to.offset, to.bytes, to.request);
+        self.executor.batch(&mut |executor| sink = executor.sink(storage, offset, bytes));
+        Ok(match sink {
+            Ok(sink) => Landing::Memory(sink),
+            Err(failure) => {
+                self.not_received(request, storage, failure, line)?;
+                Landing::Nowhere { bytes, scratch: vec![0; (bytes as usize).min(64 << 10)] }
+            }
+        })
+    }
+
+    /// A payload has come.
+    fn landed(&mut self, sink: Option<Landing<E::Sink>>, line: &Line<E>) -> Result<(), Error> {
+        let full = sink.map(Sink::finish).transpose()?.flatten();
+        let Some((to, full)) = self.receiving.take().zip(full) else { return Ok(()) };
+        let (mut full, mut done) = (Some(full), Ok(()));
+        self.executor.batch(&mut |executor| {
+            if let Some(full) = full.take() {
+                done = executor.received(to.storage, to.offset, full);
+            }
+        });
+        done.or_else(|failure| self.not_received(to.request, to.storage, failure, line))
+    }
+
+    fn not_received(
+        &mut self,
+        request: u64,
+        storage: u64,
+        failure: Failure,
+        line: &Line<E>,
+    ) -> Result<(), Error> {
+        self.poisoned.insert(storage, (request, failure.clone()));
+        let mut failed = Vec::new();
+        Reply::Failed { request, failure }.encode(&mut failed);
+        locked(line).send_message(&failed)
+    }
+}
+
+/// A batch that is being done.
+struct Doing<'a, E: Executor> {
+    executor: &'a mut E,
+    line: &'a Line<E>,
+    ops: &'a mut Vec<Option<Failure>>,
+    poisoned: &'a mut HashMap<u64, (u64, Failure)>,
+    receiving: &'a mut Option<Receiving>,
+    replied: bool,
+    number: u64,
+}
+
+impl<E: Executor> Doing<'_, E> {
+    /// Does it. Whether answers are to go before more is done.
+    fn request(&mut self, request: Request) -> Result<bool, Error> {
+        self.done(request)?;
+        Ok(self.replied && locked(self.line).unsent_bytes() > MAX_UNSENT)
+    }
+
+    fn done(&mut self, request: Request) -> Result<(), Error> {
+        if self.receiving.is_some() {
+            return Err(Error::Protocol { stream: 0, what: "a request where bytes were announced".into() });
+        }
+        let (done, storage) = match request {
+            Request::Call(call) => return self.call(&call),
+            Request::Define { op, name } => {
+                if op as usize != self.ops.len() {
+                    let what = format!("operator {op}, where {} is the next", self.ops.len());
+                    return Err(Error::Protocol { stream: 0, what });
+                }
+                // Who calls it hears of it.
+                self.ops.push(self.executor.define(op, &name).err());
+                return Ok(());
+            }
+            Request::Free { storage } => {
+                self.poisoned.remove(&storage);
+                self.executor.free(storage);
+                return Ok(());
+            }
+            Request::Sync { reply } => return self.say(&Reply::Answer { reply, values: Vec::new() }),
+            Request::Read { reply, tensor } => {
+                if let Some((request, failure)) = self.poisoned.get(&tensor.storage).cloned() {
+                    return self.say(&Reply::Refused { reply, request, failure });
+                }
+                return match self.executor.read(&tensor) {
+                    Ok(bytes) => self.say_bytes(reply, bytes),
+                    Err(failure) => self.say(&Reply::Refused { reply, request: self.number, failure }),
+                };
+            }
+            Request::Receive { storage, offset, bytes } => {
+                *self.receiving = Some(Receiving { request: self.number, storage, offset, bytes });
+                return Ok(());
+            }
+            Request::Create { storage, bytes, device } => {
+                (self.executor.create(storage, bytes, device), storage)
+            }
+            Request::Resize { storage, bytes } => (self.executor.resize(storage, bytes), storage),
+            Request::Write { storage, offset, bytes } => {
+                (self.executor.write(storage, offset, &bytes), storage)
+            }
+        };
+        done.or_else(|failure| self.fail(failure, &[storage]))
+    }
+
+    fn call(&mut self, call: &Call) -> Result<(), Error> {
+        let cause = if self.poisoned.is_empty() {
+            None
+        } else {
+            call.tensors().find_map(|tensor| self.poisoned.get(&tensor.storage)).cloned()
+        };
+        let refused = match (cause, self.ops.get(call.op as usize)) {
+            // It was told of when it happened.
+            (Some((request, failure)), _) => (request, failure),
+            (None, Some(None)) => match self.executor.call(call) {
+                Ok(values) => match call.reply {
+                    Some(reply) => return self.say(&Reply::Answer { reply, values }),
+                    None => return Ok(()),
+                },
+                Err(failure) => (self.number, failure),
+            },
+            (None, Some(Some(failure))) => (self.number, failure.clone()),
+            (None, None) => {
+                let what = format!("operator {}, which was not defined", call.op);
+                return Err(Error::Protocol { stream: 0, what });
+            }
+        };
+        let (request, failure) = refused;
+        let outputs = call.outputs.iter().filter_map(|output| match output {
+            Output::Known => None,
+            Output::New { tensor, .. } => Some(tensor.storage),
+            Output::Asked { storage } => Some(*storage),
+        });
+        for storage in outputs.chain(self.executor.writes(call)) {
+            self.poisoned.entry(storage).or_insert_with(|| (request, failure.clone()));
+        }
+        match call.reply {
+            Some(reply) => self.say(&Reply::Refused { reply, request, failure }),
+            None if request == self.number => self.say(&Reply::Failed { request, failure }),
+            None => Ok(()),
+        }
+    }
+
+    fn fail(&mut self, failure: Failure, storages: &[u64]) -> Result<(), Error> {
+        for &storage in storages {
+            self.poisoned.insert(storage, (self.number, failure.clone()));
+        }
+        self.say(&Reply::Failed { request: self.number, failure })
+    }
+
+    fn say(&mut self, reply: &Reply) -> Result<(), Error> {
+        self.replied = true;
+        let mut bytes = Vec::new();
+        reply.encode(&mut bytes);
+        locked(self.line).send_message(&bytes)
+    }
+
+    fn say_bytes(&mut self, reply: u64, bytes: Bytes) -> Result<(), Error> {
+        if bytes.len() <= MAX_INLINE {
+            return self.say(&Reply::Bytes { reply, bytes: bytes.into() });
+        }
+        self.say(&Reply::Tensor { reply })?;
+        let info = TensorInfo::new("", Dtype::U8, [bytes.len() as u64])?;
+        locked(self.line).send_tensor(info, bytes)
+    }
+}
