@@ -6,6 +6,7 @@
 //! | [`Client`] | a session with a machine: asks, goes on, and waits only for values |
 //! | [`Request`], [`Call`], [`Value`] | what is asked |
 //! | [`Sessions`], [`Executor`] | the machine: sessions, and what runs their operators |
+//! | [`Signature`], [`SignatureCache`] | what a call gives, known by what its arguments are like |
 //! | [`HostExecutor`] | a small one, of f32 on this CPU |
 //!
 //! Nothing here knows what an operator does: it has a name, [arguments](Value) and [outputs](Output). A client numbers its storages itself, so
@@ -19,6 +20,7 @@ mod host;
 mod reply;
 mod request;
 mod server;
+mod signature;
 mod value;
 
 pub use client::{Answer, Client, ClientOptions, ClientStats, Dial, Fault};
@@ -27,4 +29,5 @@ pub use host::HostExecutor;
 pub use reply::{Failure, FailureKind};
 pub use request::{Call, Output, Request, Requests};
 pub use server::{EXEC, Landing, Sessions};
+pub use signature::{CacheStats, Scalars, Signature, SignatureCache};
 pub use value::{MAX_DEPTH, MAX_DIMS, ScalarType, TensorRef, Value, View};

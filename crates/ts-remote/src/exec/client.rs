@@ -233,20 +233,37 @@ impl<S: Sink + Send + 'static> Client<S> {
     /// # Errors
     /// As [`ask`](Self::ask).
     pub fn ask_with(&self, encode: impl FnOnce(&mut Vec<u8>)) -> Result<u64, Error> {
-        let shared = &*self.shared;
-        let mut queue = shared.queue();
+        let (number, full) = self.post(encode)?;
+        if full {
+            self.settle()?;
+        }
+        Ok(number)
+    }
+
+    /// The first half of [`ask_with`](Self::ask_with), which never blocks: the number of the request, and whether the second,
+    /// [`settle`](Self::settle), is due.
+    ///
+    /// # Errors
+    /// What ended the session.
+    pub fn post(&self, encode: impl FnOnce(&mut Vec<u8>)) -> Result<(u64, bool), Error> {
+        let mut queue = self.shared.queue();
         let number = queue.push(encode)?;
         let full = queue.is_full();
         if full {
             queue.seal();
         }
-        let clogged = queue.sealed_bytes > MAX_UNACKED;
         drop(queue);
-        shared.wake();
-        if full {
-            shared.pump(clogged)?;
-        }
-        Ok(number)
+        self.shared.wake();
+        Ok((number, full))
+    }
+
+    /// Sends what is due. Blocks only while more waits to be sent than may.
+    ///
+    /// # Errors
+    /// What ended the session.
+    pub fn settle(&self) -> Result<(), Error> {
+        let clogged = self.shared.queue().sealed_bytes > MAX_UNACKED;
+        self.shared.pump(clogged)
     }
 
     /// Says that nobody has a view of a storage any more. Never blocks, and may be called by whatever drops things.
@@ -272,8 +289,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         Ok(reply)
     }
 
-    /// Writes bytes to a storage. A few are copied; of many, `bytes` is kept until the other end has them. The number of the piece that
-    /// is the last, for [`is_taken`](Self::is_taken): until then what `bytes` is made of may not change.
+    /// Writes bytes to a storage. A few are copied; of many, `bytes` is kept until the other end has them: until it is [delivered](Self::delivered_within), what it
+    /// is made of may not change.
     ///
     /// # Errors
     /// What ended the session. Blocks as long as too much waits to be sent.
