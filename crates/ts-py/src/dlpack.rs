@@ -22,6 +22,7 @@ pub(crate) const VERSION: (u32, u32) = (1, 1);
 pub(crate) const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
 const CUDA_HOST: i32 = 3;
+const EXTENSION: i32 = 12;
 
 const READ_ONLY: u64 = 1;
 const IS_COPIED: u64 = 2;
@@ -157,6 +158,36 @@ pub(crate) fn versioned<'py>(py: Python<'py>, exported: Exported) -> PyResult<Bo
     });
     // SAFETY: as above.
     unsafe { new_capsule(py, managed, VERSIONED_NAME, drop_unconsumed_versioned) }
+}
+
+/// A capsule of what is on a device that DLPack does not know, and no memory: `address` is only a number, and nobody may follow it. `dtype` is
+/// DLPack's code and bits; `keep` is dropped with PyTorch's storage.
+pub(crate) fn extension<'py>(
+    py: Python<'py>,
+    (address, ordinal): (u64, u32),
+    (code, bits): (u8, u8),
+    shape: Vec<i64>,
+    strides: Vec<i64>,
+    keep: Box<dyn Any + Send>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let exported = Exported {
+        data: std::ptr::without_provenance_mut(address as usize),
+        device: (EXTENSION, ordinal as i32),
+        // Not looked at.
+        dtype: Dtype::U8,
+        shape,
+        strides,
+        read_only: false,
+        copied: false,
+        keep,
+    };
+    let managed = owner(exported, DataType { code, bits, lanes: 1 }, |tensor, _, context| ManagedTensor {
+        tensor,
+        context,
+        deleter: Some(delete::<ManagedTensor>),
+    });
+    // SAFETY: as in `unversioned`.
+    unsafe { new_capsule(py, managed, NAME, drop_unconsumed) }
 }
 
 fn no_code(dtype: Dtype) -> PyErr {

@@ -3,6 +3,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyType;
+use tensorstream::remote::exec::FailureKind;
 use tensorstream::{Error, format, io, orchestrator, pool, remote};
 
 /// The Python exception that says the same.
@@ -10,8 +11,28 @@ pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     exception(py, class_name(error), &error.to_string())
 }
 
+/// What a machine did not do, of which `text` says what it was.
+pub(crate) fn of_failure(py: Python<'_>, kind: FailureKind, text: &str) -> PyErr {
+    let name = match kind {
+        FailureKind::OutOfMemory => "RemoteOutOfMemoryError",
+        FailureKind::Stale => "StaleReferenceError",
+        _ => "RemoteTensorError",
+    };
+    exception(py, name, text)
+}
+
+/// Tensors of two machines where they must be of one.
+pub(crate) fn of_machines(py: Python<'_>, text: &str) -> PyErr {
+    exception(py, "CrossMachineError", text)
+}
+
 /// What is wrong between two processes.
 pub(crate) fn of_wire(py: Python<'_>, error: &remote::Error) -> PyErr {
+    of_wire_at(py, error, "")
+}
+
+/// As [`of_wire`]; `place` goes before it.
+pub(crate) fn of_wire_at(py: Python<'_>, error: &remote::Error, place: &str) -> PyErr {
     let name = match (error, error.kind()) {
         (remote::Error::Damaged { .. }, _) => "ChecksumError",
         (_, remote::ErrorKind::Network | remote::ErrorKind::Refused) => "ConnectionLost",
@@ -20,7 +41,7 @@ pub(crate) fn of_wire(py: Python<'_>, error: &remote::Error) -> PyErr {
         (_, remote::ErrorKind::Misuse) => "ConfigurationError",
         _ => "ProtocolError",
     };
-    exception(py, name, &error.to_string())
+    exception(py, name, &format!("{place}{error}"))
 }
 
 /// What is wrong with memory.

@@ -10,6 +10,7 @@ mod engine;
 mod errors;
 mod files;
 mod memory;
+mod remote;
 mod tensor;
 mod wire;
 
@@ -74,6 +75,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(backends, m)?)?;
     m.add_function(wrap_pyfunction!(smallest_budget, m)?)?;
     m.add_function(wrap_pyfunction!(engine::plan, m)?)?;
+    remote::register(m)?;
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     Ok(())
 }

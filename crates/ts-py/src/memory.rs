@@ -8,7 +8,7 @@ use std::alloc::Layout;
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::Arc;
 
-use pyo3::exceptions::PyBufferError;
+use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use tensorstream::format::Dtype;
@@ -111,6 +111,21 @@ impl Memory {
         Self { data, len, device, read_only, owner: Owner::Imported { _tensor: tensor } }
     }
 
+    /// That of a DLPack capsule's tensor, whose elements are contiguous and on the host.
+    ///
+    /// # Errors
+    /// TypeError of another.
+    pub(crate) fn of_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Arc<Self>> {
+        let imported = Imported::from_capsule(capsule)?;
+        let layout = imported.layout()?;
+        if layout.strides.is_some() || layout.device.0 != CPU {
+            return Err(PyTypeError::new_err("needs a DLPack capsule of contiguous elements on the host"));
+        }
+        let len = layout.shape.iter().product::<u64>() as usize * layout.dtype.bits() as usize / 8;
+        // SAFETY: the elements are contiguous, and belong to what was imported.
+        Ok(Arc::new(unsafe { Self::of_import(imported, layout.data, len, layout.device, layout.read_only) }))
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.len
     }
@@ -171,6 +186,14 @@ impl Target {
     pub(crate) fn new(memory: Arc<Memory>, offset: usize, len: usize) -> Option<Self> {
         let fits = offset.checked_add(len).is_some_and(|end| end <= memory.len);
         (fits && !memory.read_only && memory.device.0 == CPU).then_some(Self { memory, offset, len })
+    }
+
+    /// Fills its first bytes, of which there are as many.
+    pub(crate) fn put(&mut self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.len, "{} bytes to {}", bytes.len(), self.len);
+        // SAFETY: as in `space`, below.
+        let own = unsafe { std::slice::from_raw_parts_mut(self.memory.data.add(self.offset), bytes.len()) };
+        own.copy_from_slice(bytes);
     }
 
     pub(crate) fn into_memory(self) -> Arc<Memory> {

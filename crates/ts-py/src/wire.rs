@@ -72,7 +72,7 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    fn options(&self, py: Python<'_>) -> PyResult<ConnectionOptions> {
+    pub(crate) fn options(&self, py: Python<'_>) -> PyResult<ConnectionOptions> {
         let time = |name: &str, value: f64| {
             Duration::try_from_secs_f64(value)
                 .ok()

@@ -93,3 +93,19 @@ class ProtocolError(TensorStreamError, RuntimeError):
 
 class OutOfMemoryError(TensorStreamError, MemoryError):
     """There is no memory for a tensor: says how much it needs, and of which."""
+
+
+class RemoteTensorError(TensorStreamError, RuntimeError):
+    """An operator failed on its machine: says which, on what, and why. What it would have given is not there."""
+
+
+class RemoteOutOfMemoryError(RemoteTensorError, OutOfMemoryError):
+    """A machine had no memory for what an operator would have given."""
+
+
+class StaleReferenceError(RemoteTensorError):
+    """Something was asked of a tensor that its machine does not have, or no more."""
+
+
+class CrossMachineError(TensorStreamError, RuntimeError):
+    """Tensors of two machines, where they must be of one: names both."""

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The device ``ts`` as PyTorch knows it: its module, and what of PyTorch takes it for one of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import types
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from .. import _native
+from . import _infer, _kernels
+from ._dtypes import DTYPES
+
+#: Sessions by the index of their first device.
+SESSIONS: dict[int, Any] = {}
+COUNT = 0
+_current = threading.local()
+
+
+def count() -> int:
+    return COUNT
+
+
+def current_device() -> int:
+    return getattr(_current, "index", 0)
+
+
+def set_device(device: Any) -> None:
+    index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
+    if index is not None and index >= 0:
+        _current.index = index
+
+
+def sessions() -> list[Any]:
+    return list(SESSIONS.values())
+
+
+class _On:
+    """``with torch.ts.device(index)``."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = current_device()
+        set_device(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        _current.index = self._before
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seeds the generator of every machine."""
+    for index in SESSIONS:
+        _kernels.SEED(_anchor(index), int(seed))
+
+
+def manual_seed(seed: int) -> None:
+    _kernels.SEED(_anchor(current_device()), int(seed))
+
+
+def _index(device: Any) -> int:
+    index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
+    return current_device() if index is None else index
+
+
+def get_rng_state(device: Any = "ts") -> torch.Tensor:
+    """The state of a machine's generator, as its PyTorch has it: on the host."""
+    return _kernels.RNG_STATE(_anchor(_index(device))).cpu()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = "ts") -> None:
+    index = _index(device)
+    _kernels.SET_RNG_STATE(_anchor(index), state.to(torch.device("ts", index)))
+
+
+def _anchor(index: int) -> torch.Tensor:
+    """A tensor by which a call without one knows its device."""
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
+
+
+def synchronize(device: Any = None) -> None:
+    """Waits until all that was asked is done."""
+    for session in sessions():
+        session.synchronize()
+
+
+def _module() -> types.ModuleType:
+    module = types.ModuleType("torch.ts", "Tensors that are elsewhere: tensorstream.remote.")
+    module.device_count = count  # type: ignore[attr-defined]
+    module.is_available = lambda: COUNT > 0  # type: ignore[attr-defined]
+    module.is_initialized = lambda: True  # type: ignore[attr-defined]
+    module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
+    module._lazy_init = lambda: None  # type: ignore[attr-defined]
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # type: ignore[attr-defined]
+    module.device = _On  # type: ignore[attr-defined]
+    for function in (
+        current_device, set_device, manual_seed, manual_seed_all, get_rng_state, set_rng_state, synchronize,
+    ):  # fmt: skip
+        setattr(module, function.__name__, function)
+    return module
+
+
+def _single_threaded_backward() -> None:
+    """The autograd engine takes the device for one with a single index, and starts threads for no more: it is run on the thread that
+    calls it."""
+    import torch.autograd.graph as graph
+
+    run = graph._engine_run_backward
+
+    @functools.wraps(run)
+    def backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(output, torch.Tensor) and _infer.is_ours(output) for output in outputs):
+            with torch.autograd.set_multithreading_enabled(False):
+                return run(outputs, *args, **kwargs)
+        return run(outputs, *args, **kwargs)
+
+    graph._engine_run_backward = torch.autograd._engine_run_backward = backward  # type: ignore[attr-defined]
+
+
+def _storages() -> None:
+    """PyTorch makes storages of the device by an allocator, which there is none of: they are those of empty tensors."""
+    make = torch.UntypedStorage.__new__
+
+    def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is not None and torch.device(device).type == "ts":
+            size = args[0] if args else kwargs.get("size", 0)
+            if not isinstance(size, int):
+                return torch.tensor(list(size), dtype=torch.uint8).to(device).untyped_storage()
+            return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        if device is not None:
+            kwargs["device"] = device
+        return make(cls, *args, **kwargs)
+
+    torch.UntypedStorage.__new__ = new  # type: ignore[method-assign]
+
+
+def _set_up() -> None:
+    _setup_privateuseone_for_python_backend("ts", backend_module=_module())
+    _infer.current_device = current_device
+    scalar = torch.zeros
+    _native.remote_setup({
+        "tensor": torch.Tensor,
+        "parameter": torch.nn.Parameter,
+        "device": torch.device,
+        "dtype": torch.dtype,
+        "generator": torch.Generator,
+        "memory_format": torch.memory_format,
+        "layout": torch.layout,
+        "dtypes": DTYPES,
+        "from_dlpack": torch._C._from_dlpack,
+        "infer": _infer,
+        "as_strided": _infer.as_strided,
+        "module": torch,
+        "narrow": [scalar((), dtype=torch.float32), scalar((), dtype=torch.uint8), scalar((), dtype=torch.complex64)],
+    })  # fmt: skip
+    _kernels.register()
+    _single_threaded_backward()
+    _storages()
+    os.register_at_fork(after_in_child=_native.remote_forked)
+
+
+_set_up()

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Kernels of the device: of each of PyTorch's operators that has one for the CPU, and those that are not simply asked of the machine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _native
+from ._infer import META, as_strided, is_ours, replace, reshape
+
+aten = torch.ops.aten
+
+#: PyTorch forgets kernels with the library that they are of.
+_LIBRARIES: list[torch.library.Library] = []
+
+#: Operators of which an argument may be on the host: indices.
+_TAKES_HOST = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index.Tensor", "aten::index_put",
+               "aten::index.Tensor_out", "aten::_unsafe_index_put"}  # fmt: skip
+
+#: Composite operators that go to the machine whole: what they are made of differs from device to device.
+_WHOLE = ["aten::convolution", "aten::convolution_backward", "aten::_convolution"]
+
+
+def _returns(op: torch._ops.OpOverload) -> list[Any]:
+    kinds: list[Any] = []
+    tensors = [a for a in op._schema.arguments if str(a.type) == "Tensor"]
+    for given in op._schema.returns:
+        alias = given.alias_info
+        if alias is not None and alias.is_write:
+            written = [
+                at for at, a in enumerate(tensors)
+                if a.alias_info is not None and a.alias_info.before_set == alias.before_set
+            ]  # fmt: skip
+            if written:
+                kinds.append(written[0])
+                continue
+        kind = str(given.type)
+        kinds.append("tensor" if kind in ("Tensor", "Optional[Tensor]") else "tensors" if kind == "List[Tensor]" else "other")
+    return kinds
+
+
+def kernel(op: torch._ops.OpOverload) -> _native.RemoteKernel:
+    """What PyTorch is to call for an operator."""
+    name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
+    kinds = [str(argument.type) for argument in op._schema.arguments]
+    without = not any("Tensor" in kind for kind in kinds)
+    return _native.RemoteKernel(name, op, without, name in _TAKES_HOST, _returns(op))
+
+
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    returns = op._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _overload(name: str) -> torch._ops.OpOverload | None:
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    packet = getattr(aten, base, None)
+    return getattr(packet, overload or "default", None) if packet is not None else None
+
+
+# What is not simply asked.
+
+
+def _contiguous(sizes: Any) -> list[int]:
+    strides, step = [0] * len(sizes), 1
+    for at in range(len(sizes) - 1, -1, -1):
+        strides[at] = step
+        step *= max(sizes[at], 1)
+    return strides
+
+
+def _device(device: Any) -> int:
+    from ._device import current_device
+
+    return current_device() if device is None or device.index is None else device.index
+
+
+def _empty(
+    size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
+    memory_format: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    if layout not in (None, torch.strided):
+        raise RuntimeError(f"tensors of layout {layout} cannot be on a device of tensorstream")
+    if memory_format in (None, torch.contiguous_format):
+        strides: Any = _contiguous(size)
+    else:
+        strides = torch.empty(size, device="meta", memory_format=memory_format).stride()
+    return _native.remote_empty(_device(device), size, strides, dtype or torch.get_default_dtype())
+
+
+def _empty_strided(
+    size: Any, stride: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> torch.Tensor:
+    return _native.remote_empty(_device(device), size, stride, dtype or torch.get_default_dtype())
+
+
+def _as_strided(tensor: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+    return as_strided(tensor, size, stride, tensor.storage_offset() if storage_offset is None else storage_offset)
+
+
+def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
+    if tuple(tensor.shape) != tuple(size):
+        meta = torch.empty(size, dtype=tensor.dtype, device="meta", memory_format=memory_format or torch.contiguous_format)
+        offset = tensor.storage_offset()
+        nbytes = meta.untyped_storage().nbytes() + offset * tensor.element_size() if meta.numel() else 0
+        reshape(tensor, meta.shape, meta.stride(), offset, nbytes)
+    return tensor
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    """A capsule of a tensor's bytes: contiguous, on the host."""
+    return torch.utils.dlpack.to_dlpack(tensor.detach().reshape(-1).view(torch.uint8))
+
+
+def upload(source: torch.Tensor, to: torch.Tensor) -> None:
+    """The elements of a tensor of the host go to one of the device that is like it and contiguous."""
+    if source.numel():
+        _native.remote_upload(to, _bytes(source.resolve_conj().resolve_neg().contiguous()))
+
+
+def download(source: torch.Tensor, to: torch.Tensor) -> None:
+    """The elements of a tensor of the device come to one of the host that is like it and contiguous."""
+    if source.numel():
+        _native.remote_download(_plain(source), _bytes(to))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as they are in memory: what PyTorch only notes - that they are conjugate, or negative - is done."""
+    if tensor.is_conj():
+        tensor = aten.conj_physical.default(tensor.conj())
+    if tensor.is_neg():
+        tensor = aten.neg.default(tensor._neg_view())
+    return tensor
+
+
+def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if source.shape != to.shape:
+        source = source.expand(to.shape)
+    if is_ours(source) and is_ours(to):
+        source = _plain(source)
+        if source.device == to.device:
+            if to.is_neg() or to.is_conj():
+                return _copy_noted(source, to)
+            _COPY(to, source)
+        else:
+            host = torch.empty(source.shape, dtype=source.dtype)
+            download(source, host)
+            _copy_from(host, to)
+        return to
+    if is_ours(to):
+        if to.is_neg() or to.is_conj():
+            return _copy_noted(source.to(to.device), to)
+        if source.dtype == to.dtype and to.is_contiguous():
+            upload(source.cpu(), to)
+            return to
+        # What is narrower travels.
+        source = source.to(to.dtype) if source.element_size() > to.element_size() else source
+        there = _native.remote_empty(to.device.index, source.shape, _contiguous(source.shape), source.dtype)
+        upload(source.cpu(), there)
+        _COPY(to, there)
+        return to
+    direct = to.device.type == "cpu" and source.dtype == to.dtype and to.is_contiguous()
+    host = to if direct and not to.is_conj() and not to.is_neg() else torch.empty(source.shape, dtype=source.dtype)
+    download(source, host)
+    if host is not to:
+        to.copy_(host)
+    return to
+
+
+def _copy_noted(source: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """Copies to a tensor of which PyTorch only notes that its elements are conjugate, or negative."""
+    if to.is_conj():
+        source, to_plain = aten.conj_physical.default(source), to.conj()
+    else:
+        source, to_plain = aten.neg.default(source), to._neg_view()
+    _copy_from(source, to_plain)
+    return to
+
+
+def _copy_from_and_resize(source: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    if source.shape != to.shape:
+        to.resize_(source.shape)
+    return _copy_from(source, to)
+
+
+def _local_scalar_dense(tensor: torch.Tensor) -> Any:
+    value = torch.frombuffer(bytearray(_native.remote_scalar(_plain(tensor))), dtype=tensor.dtype)
+    return value[0].item()
+
+
+def _set_empty(tensor: torch.Tensor) -> torch.Tensor:
+    replace(tensor, _native.remote_empty(tensor.device.index, [0], [1], tensor.dtype))
+    return tensor
+
+
+def _view_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    like = aten.view.dtype(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), dtype)
+    old, new = tensor.element_size(), like.element_size()
+    whole = _native.remote_whole(tensor, dtype)
+    return as_strided(whole, like.shape, like.stride(), tensor.storage_offset() * old // new)
+
+
+def _clone(tensor: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
+    return _CLONE(_plain(tensor), **({} if memory_format is None else {"memory_format": memory_format}))
+
+
+def _record_stream(tensor: torch.Tensor, stream: Any) -> None:
+    raise RuntimeError("a device of tensorstream has no streams: operators are done in the order in which they are called")
+
+
+_MANUAL: dict[str, Callable[..., Any]] = {
+    "aten::empty.memory_format": _empty,
+    "aten::empty_strided": _empty_strided,
+    "aten::as_strided": _as_strided,
+    "aten::resize_": _resize,
+    "aten::_copy_from": _copy_from,
+    "aten::_copy_from_and_resize": _copy_from_and_resize,
+    "aten::_local_scalar_dense": _local_scalar_dense,
+    "aten::set_": _set_empty,
+    "aten::set_.source_Tensor": functools.partial(aten.set_.source_Tensor.redispatch, META),
+    "aten::set_.source_Storage": functools.partial(aten.set_.source_Storage.redispatch, META),
+    "aten::set_.source_Storage_storage_offset": functools.partial(aten.set_.source_Storage_storage_offset.redispatch, META),
+    "aten::view.dtype": _view_dtype,
+    "aten::clone": _clone,
+    "aten::record_stream": _record_stream,
+}
+
+#: Asked of the machine by kernels above.
+_COPY = kernel(aten.copy_.default)
+_CLONE = kernel(aten.clone.default)
+
+# Operators of the machine's own, which PyTorch knows nothing of.
+_OWN = torch.library.Library("tensorstream", "DEF")
+_OWN.define("manual_seed(Tensor anchor, int seed) -> ()")
+_OWN.define("rng_state(Tensor anchor) -> Tensor")
+_OWN.define("set_rng_state(Tensor anchor, Tensor state) -> ()")
+_OWN.impl("manual_seed", lambda anchor, seed: None, "Meta")
+_OWN.impl("set_rng_state", lambda anchor, state: None, "Meta")
+SEED = kernel(torch.ops.tensorstream.manual_seed.default)
+RNG_STATE = kernel(torch.ops.tensorstream.rng_state.default)
+SET_RNG_STATE = kernel(torch.ops.tensorstream.set_rng_state.default)
+
+
+@functools.cache
+def _other(op: torch._ops.OpOverload) -> _native.RemoteKernel:
+    return kernel(op)
+
+
+def _fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Operators of other libraries, and those that have no kernel for the CPU."""
+    return _other(op)(*args, **kwargs)
+
+
+def register() -> None:
+    """Tells PyTorch of all kernels."""
+    own = torch.library.Library("aten", "IMPL")
+    names = [name for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU") if name.startswith("aten::")]
+    for name in {*names, *_WHOLE, *_MANUAL}:
+        op = _overload(name)
+        if op is None:
+            continue
+        if name in _MANUAL:
+            run = _MANUAL[name]
+        elif torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+            continue
+        elif _is_view(op):
+            run = functools.partial(op.redispatch, META)
+        else:
+            run = kernel(op)
+        own.impl(name.removeprefix("aten::"), run, "PrivateUse1")
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(_fallback, "PrivateUse1")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    _LIBRARIES.extend([own, others, _OWN])

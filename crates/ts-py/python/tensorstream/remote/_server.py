@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The machine that has the tensors: PyTorch's operators by their names, for clients that ask. ``tensorstream serve``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _native
+from .._wire import _settings
+from ._dtypes import DTYPES
+
+_log = logging.getLogger("tensorstream.remote")
+
+#: Namespaces whose operators may be asked for.
+NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized", "tensorstream"})
+#: Operators that reach beyond tensors: files, and other processes' memory.
+REFUSED = frozenset({"from_file", "_share_memory", "_new_shared_filename_cpu", "save", "load"})
+
+_LIMIT_BYTES = 64 << 30
+#: PyTorch has one default generator for all sessions.
+_default_generator = threading.Lock()
+
+# Of numbers that take a tensor's place only PyTorch itself makes tensors, for operators of some names.
+_NUMBERS = torch.library.Library("tensorstream_numbers", "DEF")
+_NUMBERS.define("add(Tensor(a) number) -> Tensor(a)")
+_NUMBERS.impl("add", lambda number: number, "CompositeExplicitAutograd")
+
+
+class Session:
+    """What operators of one client have in common: generators."""
+
+    def __init__(self) -> None:
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device]
+
+    def define(self, name: str) -> tuple[Callable[..., Any], list[int], list[str]]:
+        """What is called for an operator, and which of its arguments it writes to, by place and by name."""
+        namespace, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        if namespace not in NAMESPACES or base in REFUSED:
+            raise PermissionError("this machine does not run it")
+        if namespace == "tensorstream":
+            return getattr(self, "_" + base), [], []
+        packet = getattr(getattr(torch.ops, namespace), base, None)
+        op = getattr(packet, overload or "default", None)
+        if op is None:
+            raise LookupError(f"PyTorch {torch.__version__} of this machine has no such operator")
+        arguments = op._schema.arguments
+        written = [(at, a) for at, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        places = [at for at, a in written if not a.kwarg_only]
+        return self._call(op), places, [a.name for _, a in written if a.kwarg_only]
+
+    def _call(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+        call: Callable[..., Any] = op._op
+        if any(a.name == "generator" for a in op._schema.arguments):
+
+            @functools.wraps(call)
+            def drawn(*args: Any, **kwargs: Any) -> Any:
+                return call(*args, **{**kwargs, "generator": self._generator(_device_of(args, kwargs))})
+
+            return drawn
+        if torch.Tag.nondeterministic_seeded in op.tags:
+
+            def seeded(*args: Any, **kwargs: Any) -> Any:
+                device = _device_of(args, kwargs)
+                own, shared = self._generator(device), _default(device)
+                with _default_generator:
+                    before = shared.get_state()
+                    shared.set_state(own.get_state())
+                    try:
+                        return call(*args, **kwargs)
+                    finally:
+                        own.set_state(shared.get_state())
+                        shared.set_state(before)
+
+            return seeded
+        return call
+
+    def _manual_seed(self, anchor: torch.Tensor, seed: int) -> None:
+        self._generator(anchor.device).manual_seed(seed)
+
+    def _rng_state(self, anchor: torch.Tensor) -> torch.Tensor:
+        return self._generator(anchor.device).get_state().to(anchor.device)
+
+    def _set_rng_state(self, anchor: torch.Tensor, state: torch.Tensor) -> None:
+        self._generator(anchor.device).set_state(state.cpu())
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.device
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+            return value[0].device
+    return torch.device("cpu")
+
+
+def _default(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def _realise(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+
+
+def _view(storage: torch.UntypedStorage, dtype: torch.dtype, sizes: Any, strides: Any, offset: int) -> torch.Tensor:
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    reach = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    if 0 not in sizes and (min(strides, default=0) < 0 or (reach + 1) * empty.element_size() > storage.nbytes()):
+        raise ValueError(f"sizes {sizes}, strides {strides}, offset {offset} of {dtype}: not within {storage.nbytes()} bytes")
+    return empty.set_(storage, offset, sizes, strides)
+
+
+def _settled(given: torch.Tensor, dtype: torch.dtype, sizes: Any, strides: Any, offset: int, nbytes: int) -> torch.Tensor:
+    there = _view(_realise(nbytes, given.device), dtype, sizes, strides, offset)
+    return there.copy_(given)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scalar(dtype: torch.dtype, wrapped: bool, element: bytes) -> torch.Tensor:
+    tensor = torch.frombuffer(bytearray(element), dtype=dtype).reshape(())
+    if not wrapped:
+        return tensor.clone()
+    return torch.ops.tensorstream_numbers.add(tensor.item())
+
+
+def _named(name: str) -> Any:
+    found = getattr(torch, name, None)
+    if not isinstance(found, (torch.memory_format, torch.layout)):
+        raise LookupError(f"PyTorch has no memory format and no layout {name}")
+    return found
+
+
+def _host(tensor: torch.Tensor) -> Any:
+    # What is read is as it is now, whatever is done to it while it is on its way.
+    host = tensor.contiguous() if tensor.device.type == "cpu" else tensor.cpu().contiguous()
+    if host.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        host = host.clone()
+    return torch.utils.dlpack.to_dlpack(host.detach().reshape(-1).view(torch.uint8))
+
+
+def _part(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Any:
+    if storage.device.type != "cpu":
+        raise TypeError("it is not on the host")
+    return torch.utils.dlpack.to_dlpack(torch.empty(0, dtype=torch.uint8).set_(storage, offset, (nbytes,)))
+
+
+def server(
+    listen: str, *, devices: list[torch.device], token: str | None = None, insecure: bool = False,
+    cert: Any = None, key: Any = None, ca: Any = None, timeout: float = 30.0, patience: float = 300.0,
+) -> _native.RemoteServer:  # fmt: skip
+    """A server that runs operators on these devices, and listens at "HOST:PORT" or "unix:PATH"."""
+    objects = {
+        "session": Session, "dtypes": DTYPES, "realise": _realise, "view": _view, "settled": _settled,
+        "scalar": _scalar, "named": _named, "host": _host, "part": _part, "tensor": torch.Tensor,
+        "guard": torch._C._AutoDispatchBelowAutograd, "devices": devices,
+    }  # fmt: skip
+    settings = _settings(token, timeout, patience, True, None, _LIMIT_BYTES)
+    return _native.RemoteServer(listen, objects, settings, insecure, cert, key, ca)
+
+
+def devices_of(kind: str) -> list[torch.device]:
+    """All devices of a kind: of "cpu" as many as are asked for stand for the one there is."""
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise SystemExit("tensorstream serve: --device cuda, and PyTorch finds no GPU here")
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("cpu")] * 8
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """``tensorstream serve``."""
+    parser = argparse.ArgumentParser(prog="tensorstream serve", description=__doc__)
+    parser.add_argument("--listen", default="127.0.0.1:7470", help="HOST:PORT (port 0: one that is free), or unix:PATH")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--token-file", help="a file with the secret that clients must know")
+    parser.add_argument("--tls-cert", help="a certificate (PEM), for connections under TLS")
+    parser.add_argument("--tls-key", help="its key (PEM)")
+    parser.add_argument("--tls-client-ca", help="only clients with a certificate of one of these (PEM) are let in")
+    parser.add_argument("--threads", type=int, help="threads of PyTorch's for one operator")
+    parser.add_argument("--insecure", action="store_true", help="everybody who can reach the address may use the machine")
+    parser.add_argument("--with-parent", action="store_true", help="ends when its standard input does")
+    options = parser.parse_args(arguments)
+    token = None
+    if options.token_file:
+        try:
+            with open(options.token_file, encoding="utf-8") as file:
+                token = file.read().strip()
+        except OSError as error:
+            parser.error(f"--token-file: {error}")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    try:
+        served = server(
+            options.listen, devices=devices_of(options.device), token=token, insecure=options.insecure,
+            cert=options.tls_cert, key=options.tls_key, ca=options.tls_client_ca,
+        )  # fmt: skip
+    except Exception as error:
+        print(f"tensorstream serve: {error}", file=sys.stderr)
+        return 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: served.stop())
+    if options.with_parent:
+
+        def watch() -> None:
+            while os.read(0, 1):
+                pass
+            served.stop()
+
+        threading.Thread(target=watch, daemon=True).start()
+    print(f"listening at {served.address}", flush=True)
+    served.run(lambda peer, reason: _log.info("%s: %s", peer, reason))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tensors that are elsewhere, for PyTorch: machines, the kernels of their device, and the server that runs them.
+
+mod executor;
+mod kernel;
+mod machine;
+mod torch;
+
+use pyo3::prelude::*;
+
+pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<kernel::Kernel>()?;
+    m.add_class::<machine::Machine>()?;
+    m.add_class::<executor::RemoteServer>()?;
+    m.add_function(wrap_pyfunction!(torch::remote_setup, m)?)?;
+    m.add_function(wrap_pyfunction!(torch::remote_forked, m)?)?;
+    m.add_function(wrap_pyfunction!(kernel::remote_cache_stats, m)?)?;
+    m.add_function(wrap_pyfunction!(machine::remote_empty, m)?)?;
+    m.add_function(wrap_pyfunction!(machine::remote_whole, m)?)?;
+    m.add_function(wrap_pyfunction!(machine::remote_storage, m)?)?;
+    m.add_function(wrap_pyfunction!(machine::remote_scalar, m)?)?;
+    m.add_function(wrap_pyfunction!(machine::remote_upload, m)?)?;
+    m.add_function(wrap_pyfunction!(machine::remote_download, m)?)?;
+    Ok(())
+}

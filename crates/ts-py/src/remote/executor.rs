@@ -1,0 +1,657 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The machine: operators of PyTorch's, run by their names.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
+use pyo3::{IntoPyObjectExt, intern};
+use tensorstream::remote::exec::{
+    Call, EXEC, Executor, Failure, FailureKind, Landing, Output, ScalarType, Sessions, TensorRef, Value, View,
+};
+use tensorstream::remote::{Bytes, Identity, Listener, Lobby, TlsServer};
+
+use super::torch::integer;
+use crate::errors::{misuse, of_wire};
+use crate::memory::{Memory, Shared, Target};
+use crate::wire::Settings;
+
+/// The most views of a storage that are kept for the next operator that asks for them.
+const MAX_VIEWS: usize = 8;
+/// How long a session outlives its link.
+const LINGER: Duration = Duration::from_secs(60);
+
+/// Objects of PyTorch's and of the Python side of the server.
+struct Server {
+    /// `session()`: what operators of one client have in common, and its `define(name)`: what is called for an operator, and which of its arguments
+    /// it writes to.
+    session: Py<PyAny>,
+    /// By PyTorch's number: the dtype, and the bytes of an element.
+    dtypes: Vec<Option<(Py<PyAny>, u64)>>,
+    /// `realise(bytes, device)`: an untyped storage of zeros.
+    realise: Py<PyAny>,
+    /// `view(storage, dtype, sizes, strides, offset)`: a tensor.
+    view: Py<PyAny>,
+    /// `settled(tensor, dtype, sizes, strides, offset, bytes)`: the same elements, as they are to lie.
+    settled: Py<PyAny>,
+    /// `scalar(dtype, wrapped, bytes)`: a tensor without dimensions.
+    scalar: Py<PyAny>,
+    /// `named(name)`: a memory format or a layout.
+    named: Py<PyAny>,
+    /// `host(tensor)`: a capsule of its elements, contiguous and on the host.
+    host: Py<PyAny>,
+    /// `part(storage, offset, bytes)`: a capsule of a part of a storage on the host; None of one that is not.
+    part: Py<PyAny>,
+    /// `guard()`: a context in which operators are run.
+    guard: Py<PyAny>,
+    tensor: Py<PyAny>,
+    devices: Vec<Py<PyAny>>,
+}
+
+struct Operator {
+    call: Py<PyAny>,
+    /// Which arguments it writes to, by place and by name.
+    writes: Vec<usize>,
+    writes_named: Vec<String>,
+}
+
+struct Held {
+    bytes: u64,
+    device: u32,
+    /// Once something was written to it.
+    storage: Option<Py<PyAny>>,
+    views: Vec<(View, Py<PyAny>)>,
+}
+
+/// A client's storages, and operators on them.
+struct TorchExecutor {
+    server: Arc<Server>,
+    session: Option<Py<PyAny>>,
+    ops: Vec<Option<Operator>>,
+    storages: HashMap<u64, Held>,
+}
+
+fn refused(what: impl Into<String>) -> Failure {
+    Failure::new(FailureKind::Refused, what)
+}
+
+/// What PyTorch says went wrong.
+fn raised(py: Python<'_>, what: &str, error: &PyErr) -> Failure {
+    let text = error.value(py).str().map_or_else(|_| "?".into(), |text| text.to_string());
+    let kind = error.get_type(py).name().map_or_else(|_| "?".into(), |name| name.to_string());
+    let memory =
+        kind == "OutOfMemoryError" || kind == "MemoryError" || text.contains("can't allocate memory");
+    let kind_of = if memory { FailureKind::OutOfMemory } else { FailureKind::Raised };
+    let kind = if kind == "RuntimeError" { String::new() } else { format!("{kind}: ") };
+    Failure::new(kind_of, format!("{what}: {kind}{text}"))
+}
+
+impl Server {
+    fn element(&self, dtype: ScalarType) -> Result<&(Py<PyAny>, u64), Failure> {
+        let element = self.dtypes.get(usize::from(dtype.0)).and_then(Option::as_ref);
+        element.ok_or_else(|| refused(format!("there is no dtype {}", dtype.0)))
+    }
+
+    /// A dtype's number.
+    fn number(&self, dtype: &Bound<'_, PyAny>) -> Option<ScalarType> {
+        let is = |element: &Option<(Py<PyAny>, u64)>| {
+            element.as_ref().is_some_and(|(object, _)| object.as_ptr() == dtype.as_ptr())
+        };
+        self.dtypes.iter().position(is).map(|at| ScalarType(at as u8))
+    }
+}
+
+/// How a tensor lies in its storage.
+fn view_of(server: &Server, tensor: &Bound<'_, PyAny>) -> PyResult<View> {
+    let py = tensor.py();
+    let dtype = tensor.getattr(intern!(py, "dtype"))?;
+    let unknown = || misuse(py, &format!("an operator has given a tensor of {dtype}, which does not travel"));
+    Ok(View {
+        dtype: server.number(&dtype).ok_or_else(unknown)?,
+        sizes: tensor.getattr(intern!(py, "shape"))?.extract()?,
+        strides: tensor.call_method0(intern!(py, "stride"))?.extract()?,
+        offset: tensor.call_method0(intern!(py, "storage_offset"))?.extract()?,
+    })
+}
+
+impl TorchExecutor {
+    fn session<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        if self.session.is_none() {
+            self.session = Some(self.server.session.call0(py)?);
+        }
+        Ok(self.session.as_ref().expect("it was just made").bind(py).clone())
+    }
+
+    fn held(&mut self, storage: u64) -> Result<&mut Held, Failure> {
+        let stale =
+            || Failure::new(FailureKind::Stale, format!("storage {storage} is not there, or no more"));
+        self.storages.get_mut(&storage).ok_or_else(stale)
+    }
+
+    /// A storage, with its memory.
+    fn storage(&mut self, py: Python<'_>, storage: u64) -> Result<Py<PyAny>, Failure> {
+        let server = self.server.clone();
+        let held = self.held(storage)?;
+        if held.storage.is_none() {
+            let device = &server.devices[held.device as usize];
+            let made = server.realise.call1(py, (held.bytes, device));
+            held.storage = Some(made.map_err(|error| raised(py, &format!("{} bytes", held.bytes), &error))?);
+        }
+        Ok(held.storage.as_ref().expect("it was just made").clone_ref(py))
+    }
+
+    fn tensor(&mut self, py: Python<'_>, tensor: &TensorRef) -> Result<Py<PyAny>, Failure> {
+        let held = self.held(tensor.storage)?;
+        if let Some((_, known)) = held.views.iter().find(|(view, _)| *view == tensor.view) {
+            return Ok(known.clone_ref(py));
+        }
+        let storage = self.storage(py, tensor.storage)?;
+        let server = self.server.clone();
+        let (dtype, _) = server.element(tensor.view.dtype)?;
+        let View { sizes, strides, offset, .. } = &tensor.view;
+        let made = server.view.call1(py, (storage, dtype, sizes, strides, offset));
+        let made =
+            made.map_err(|error| raised(py, &format!("a view of storage {}", tensor.storage), &error))?;
+        self.keep(py, tensor, &made)?;
+        Ok(made)
+    }
+
+    /// Keeps a view for the next that asks for it.
+    fn keep(&mut self, py: Python<'_>, tensor: &TensorRef, object: &Py<PyAny>) -> Result<(), Failure> {
+        let views = &mut self.held(tensor.storage)?.views;
+        if views.len() >= MAX_VIEWS {
+            views.remove(0);
+        }
+        views.push((tensor.view.clone(), object.clone_ref(py)));
+        Ok(())
+    }
+
+    fn argument(&mut self, py: Python<'_>, value: &Value) -> Result<Py<PyAny>, Failure> {
+        let server = self.server.clone();
+        let object = |made: PyResult<Py<PyAny>>| made.map_err(|error| raised(py, "an argument", &error));
+        Ok(match value {
+            Value::None => py.None(),
+            Value::Bool(value) => PyBool::new(py, *value).to_owned().into_any().unbind(),
+            Value::Int(value) => object(value.into_py_any(py))?,
+            Value::Float(value) => PyFloat::new(py, *value).into_any().unbind(),
+            Value::Complex(real, imaginary) => {
+                PyComplex::from_doubles(py, *real, *imaginary).into_any().unbind()
+            }
+            Value::Text(text) => PyString::new(py, text).into_any().unbind(),
+            Value::Dtype(dtype) => server.element(*dtype)?.0.clone_ref(py),
+            Value::Device(ordinal) => {
+                let device = server.devices.get(*ordinal as usize);
+                device.ok_or_else(|| refused(format!("there is no device {ordinal}")))?.clone_ref(py)
+            }
+            Value::Name(name) => object(server.named.call1(py, (name,)))?,
+            Value::Tensor(tensor) => self.tensor(py, tensor)?,
+            Value::Scalar { dtype, wrapped, bytes } => {
+                let (object_of, size) = server.element(*dtype)?;
+                let bytes = &bytes[..(*size as usize).min(16)];
+                object(server.scalar.call1(py, (object_of, *wrapped, bytes)))?
+            }
+            Value::List(values) => {
+                let values =
+                    values.iter().map(|value| self.argument(py, value)).collect::<Result<Vec<_>, _>>()?;
+                object(PyList::new(py, values).map(|list| list.into_any().unbind()))?
+            }
+            other => return Err(refused(format!("an argument of no known kind: {other:?}"))),
+        })
+    }
+
+    fn run(&mut self, py: Python<'_>, call: &Call) -> Result<Vec<Value>, Failure> {
+        let server = self.server.clone();
+        let args = call.args.iter().map(|value| self.argument(py, value)).collect::<Result<Vec<_>, _>>()?;
+        let kwargs = PyDict::new(py);
+        let failed = |error: PyErr| raised(py, "it", &error);
+        for (name, value) in &call.kwargs {
+            kwargs.set_item(name, self.argument(py, value)?).map_err(failed)?;
+        }
+        let args = PyTuple::new(py, args).map_err(failed)?;
+        let op = self.ops.get(call.op as usize).and_then(Option::as_ref);
+        let op = op.ok_or_else(|| refused("an operator that was not defined"))?;
+        let kwargs = (!kwargs.is_empty()).then_some(&kwargs);
+        let result = op.call.bind(py).call(args, kwargs).map_err(|error| Failure {
+            message: error.value(py).str().map_or_else(|_| "?".into(), |text| text.to_string()),
+            ..raised(py, "", &error)
+        })?;
+        let mut outputs = call.outputs.iter();
+        let mut values = Vec::new();
+        let returns: Vec<Bound<'_, PyAny>> = match result.cast::<PyTuple>() {
+            Ok(tuple) => tuple.iter().collect(),
+            Err(_) => vec![result],
+        };
+        for returned in returns {
+            let list = returned.cast::<PyList>().ok();
+            let value = match (list, outputs.clone().next()) {
+                (Some(list), Some(Output::Asked { storage })) => {
+                    outputs.next();
+                    let bound = |(at, tensor)| self.bind_asked(py, &server, storage + at as u64, &tensor);
+                    Value::List(list.iter().enumerate().map(bound).collect::<Result<_, _>>()?)
+                }
+                (Some(list), _) => {
+                    for tensor in list.iter() {
+                        self.bind(py, &server, outputs.next(), &tensor)?;
+                    }
+                    Value::None
+                }
+                (None, Some(Output::Asked { storage })) => {
+                    outputs.next();
+                    self.bind_asked(py, &server, *storage, &returned)?
+                }
+                (None, _) => {
+                    self.bind(py, &server, outputs.next(), &returned)?;
+                    if call.reply.is_some() { number(&server, &returned) } else { Value::None }
+                }
+            };
+            values.push(value);
+        }
+        Ok(values)
+    }
+
+    /// What an operator gave is what the client said it would be, and where.
+    fn bind(
+        &mut self,
+        py: Python<'_>,
+        server: &Server,
+        output: Option<&Output>,
+        given: &Bound<'_, PyAny>,
+    ) -> Result<(), Failure> {
+        let Some(Output::New { tensor, bytes }) = output else { return Ok(()) };
+        let failed = |error: PyErr| raised(py, "what it gave", &error);
+        if self.storages.contains_key(&tensor.storage) {
+            // Another output of the same call began it: the elements go there.
+            let there = self.tensor(py, tensor)?;
+            there.call_method1(py, intern!(py, "copy_"), (given,)).map_err(failed)?;
+            return Ok(());
+        }
+        let view = view_of(server, given).map_err(failed)?;
+        if view.sizes != tensor.view.sizes || view.dtype != tensor.view.dtype {
+            let what = format!(
+                "it gave a tensor of shape {:?} and dtype {}, where {:?} and {} were expected",
+                view.sizes, view.dtype.0, tensor.view.sizes, tensor.view.dtype.0
+            );
+            return Err(Failure::new(FailureKind::Raised, what));
+        }
+        let settled = if view == tensor.view {
+            given.clone()
+        } else {
+            let (dtype, _) = server.element(tensor.view.dtype)?;
+            let View { sizes, strides, offset, .. } = &tensor.view;
+            let settled = server.settled.bind(py).call1((given, dtype, sizes, strides, offset, bytes));
+            settled.map_err(failed)?
+        };
+        let storage = settled.call_method0(intern!(py, "untyped_storage")).map_err(failed)?.unbind();
+        let device = self.device_of(call_device(&settled));
+        let views = vec![(tensor.view.clone(), settled.unbind())];
+        self.storages.insert(tensor.storage, Held { bytes: *bytes, device, storage: Some(storage), views });
+        Ok(())
+    }
+
+    /// What an operator gave begins a storage.
+    fn bind_asked(
+        &mut self,
+        py: Python<'_>,
+        server: &Server,
+        storage: u64,
+        given: &Bound<'_, PyAny>,
+    ) -> Result<Value, Failure> {
+        if given.is_none() {
+            return Ok(Value::None);
+        }
+        let failed = |error: PyErr| raised(py, "what it gave", &error);
+        if !given.is_instance(server.tensor.bind(py)).map_err(failed)? {
+            return Ok(number(server, given));
+        }
+        let view = view_of(server, given).map_err(failed)?;
+        let own = given.call_method0(intern!(py, "untyped_storage")).map_err(failed)?;
+        let bytes: u64 =
+            own.call_method0(intern!(py, "nbytes")).and_then(|bytes| bytes.extract()).map_err(failed)?;
+        let device = self.device_of(call_device(given));
+        let views = vec![(view.clone(), given.clone().unbind())];
+        self.storages.insert(storage, Held { bytes, device, storage: Some(own.unbind()), views });
+        Ok(Value::List(vec![Value::Tensor(TensorRef { storage, view }), Value::Int(bytes as i64)]))
+    }
+
+    /// Which of the machine's devices this is.
+    fn device_of(&self, index: Option<u32>) -> u32 {
+        index.filter(|&index| (index as usize) < self.server.devices.len()).unwrap_or(0)
+    }
+
+    /// A part of a storage that is on the host, to read and write.
+    fn part(
+        &mut self,
+        py: Python<'_>,
+        storage: u64,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<Arc<Memory>, Failure> {
+        let server = self.server.clone();
+        let object = self.storage(py, storage)?;
+        let there = self.held(storage)?.bytes;
+        if offset.checked_add(bytes).is_none_or(|end| end > there) {
+            return Err(refused(format!(
+                "{bytes} bytes at {offset} of storage {storage}, which has {there}"
+            )));
+        }
+        let failed =
+            |error: PyErr| raised(py, &format!("{bytes} bytes at {offset} of storage {storage}"), &error);
+        let capsule = server.part.bind(py).call1((object, offset, bytes)).map_err(failed)?;
+        Memory::of_capsule(&capsule).map_err(failed)
+    }
+}
+
+fn call_device(tensor: &Bound<'_, PyAny>) -> Option<u32> {
+    let py = tensor.py();
+    tensor.getattr(intern!(py, "device")).ok()?.getattr(intern!(py, "index")).ok()?.extract().ok()
+}
+
+/// A value that is no tensor.
+fn number(server: &Server, object: &Bound<'_, PyAny>) -> Value {
+    if let Ok(value) = object.cast_exact::<PyBool>() {
+        return Value::Bool(value.is_true());
+    }
+    if let Some(value) = integer(object) {
+        return Value::Int(value);
+    }
+    if let Ok(value) = object.cast::<PyFloat>() {
+        return Value::Float(value.value());
+    }
+    if let Ok(value) = object.cast::<PyComplex>() {
+        return Value::Complex(value.real(), value.imag());
+    }
+    if let Ok(text) = object.extract::<String>() {
+        return Value::Text(text);
+    }
+    server.number(object).map_or(Value::None, Value::Dtype)
+}
+
+impl Executor for TorchExecutor {
+    type Sink = Target;
+
+    fn batch(&mut self, run: &mut dyn FnMut(&mut Self)) {
+        Python::attach(|py| {
+            let server = self.server.clone();
+            // Operators are run as they are below autograd, which the client has seen to.
+            let guard = server.guard.call0(py);
+            run(self);
+            drop(guard);
+        });
+    }
+
+    fn define(&mut self, _: u32, name: &str) -> Result<(), Failure> {
+        Python::attach(|py| {
+            let found = self
+                .session(py)
+                .and_then(|session| session.call_method1(intern!(py, "define"), (name,))?.extract());
+            let op = match found {
+                Ok((call, writes, writes_named)) => Ok(Operator { call, writes, writes_named }),
+                Err(error) => Err(Failure { kind: FailureKind::Refused, ..raised(py, name, &error) }),
+            };
+            let (op, failure) = match op {
+                Ok(op) => (Some(op), Ok(())),
+                Err(failure) => (None, Err(failure)),
+            };
+            self.ops.push(op);
+            failure
+        })
+    }
+
+    fn create(&mut self, storage: u64, bytes: u64, device: u32) -> Result<(), Failure> {
+        if device as usize >= self.server.devices.len() {
+            return Err(refused(format!("there is no device {device}")));
+        }
+        if self.storages.contains_key(&storage) {
+            return Err(refused(format!("there is a storage {storage}")));
+        }
+        self.storages.insert(storage, Held { bytes, device, storage: None, views: Vec::new() });
+        Ok(())
+    }
+
+    fn resize(&mut self, storage: u64, bytes: u64) -> Result<(), Failure> {
+        Python::attach(|py| {
+            let object = self.storage(py, storage)?;
+            let resized = object.call_method1(py, intern!(py, "resize_"), (bytes,));
+            resized.map_err(|error| raised(py, &format!("resizing a storage to {bytes} bytes"), &error))?;
+            let held = self.held(storage)?;
+            held.bytes = bytes;
+            held.views.clear();
+            Ok(())
+        })
+    }
+
+    fn free(&mut self, storage: u64) {
+        // Its objects are dropped with the interpreter at hand.
+        Python::attach(|_| drop(self.storages.remove(&storage)));
+    }
+
+    fn write(&mut self, storage: u64, offset: u64, bytes: &[u8]) -> Result<(), Failure> {
+        Python::attach(|py| {
+            let part = self.part(py, storage, offset, bytes.len() as u64)?;
+            let mut target =
+                Target::new(part, 0, bytes.len()).ok_or_else(|| refused("it is not on the host"))?;
+            target.put(bytes);
+            Ok(())
+        })
+    }
+
+    fn sink(&mut self, storage: u64, offset: u64, bytes: u64) -> Result<Target, Failure> {
+        Python::attach(|py| {
+            let part = self.part(py, storage, offset, bytes)?;
+            Target::new(part, 0, bytes as usize).ok_or_else(|| refused("it is not on the host"))
+        })
+    }
+
+    fn received(&mut self, _: u64, _: u64, _: Target) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, Failure> {
+        Python::attach(|py| {
+            let object = self.tensor(py, tensor)?;
+            let capsule =
+                self.server.host.bind(py).call1((object,)).and_then(|capsule| Memory::of_capsule(&capsule));
+            let memory = capsule.map_err(|error| raised(py, "reading a tensor", &error))?;
+            Ok(Bytes::from_owner(Shared(memory)))
+        })
+    }
+
+    fn call(&mut self, call: &Call) -> Result<Vec<Value>, Failure> {
+        let done = Python::attach(|py| self.run(py, call));
+        done.map_err(|failure| {
+            let arguments: Vec<String> = call.args.iter().map(describe).collect();
+            Failure {
+                message: format!("{}\n  in an operator on ({})", failure.message, arguments.join(", ")),
+                ..failure
+            }
+        })
+    }
+
+    fn writes(&self, call: &Call) -> Vec<u64> {
+        let Some(Some(op)) = self.ops.get(call.op as usize) else { return Vec::new() };
+        let unnamed = op.writes.iter().filter_map(|&at| call.args.get(at));
+        let named =
+            call.kwargs.iter().filter(|(name, _)| op.writes_named.contains(name)).map(|(_, value)| value);
+        let mut storages = Vec::new();
+        let mut rest: Vec<&Value> = unnamed.chain(named).collect();
+        while let Some(value) = rest.pop() {
+            match value {
+                Value::Tensor(tensor) => storages.push(tensor.storage),
+                Value::List(values) => rest.extend(values),
+                _ => {}
+            }
+        }
+        storages
+    }
+}
+
+/// An argument, for who reads of an error.
+fn describe(value: &Value) -> String {
+    match value {
+        Value::Tensor(tensor) => format!("tensor{:?}", tensor.view.sizes),
+        Value::List(values) => format!("[{}]", values.iter().map(describe).collect::<Vec<_>>().join(", ")),
+        Value::Int(value) => value.to_string(),
+        Value::Float(value) => value.to_string(),
+        Value::Bool(value) => value.to_string(),
+        Value::None => "None".into(),
+        Value::Text(text) | Value::Name(text) => text.clone(),
+        other => format!("{other:?}"),
+    }
+}
+
+/// A server of operators, for Python.
+#[pyclass(frozen, module = "tensorstream", name = "RemoteServer")]
+pub(crate) struct RemoteServer {
+    listener: Mutex<Option<(Listener, Lobby<Landing<Target>>)>>,
+    server: Arc<Server>,
+    sessions: Arc<Sessions<TorchExecutor>>,
+    stop: Arc<AtomicBool>,
+    serving: Arc<AtomicUsize>,
+    address: String,
+}
+
+#[pymethods]
+impl RemoteServer {
+    /// Listens.
+    #[new]
+    #[pyo3(signature = (at, objects, settings, insecure, cert=None, key=None, ca=None))]
+    #[allow(clippy::too_many_arguments)] // a call of Python's, by name
+    fn new(
+        py: Python<'_>,
+        at: &str,
+        objects: &Bound<'_, PyDict>,
+        settings: Settings,
+        insecure: bool,
+        cert: Option<PathBuf>,
+        key: Option<PathBuf>,
+        ca: Option<PathBuf>,
+    ) -> PyResult<Self> {
+        let get = |name: &str| {
+            let missing = || misuse(py, &format!("{name} is missing"));
+            objects.get_item(name)?.ok_or_else(missing)
+        };
+        let function = |name: &str| get(name).map(Bound::unbind);
+        let mut dtypes: Vec<Option<(Py<PyAny>, u64)>> = Vec::new();
+        for (object, number, bytes, _) in get("dtypes")?.extract::<Vec<(Py<PyAny>, u8, u64, (u8, u8))>>()? {
+            if dtypes.len() <= usize::from(number) {
+                dtypes.resize_with(usize::from(number) + 1, || None);
+            }
+            dtypes[usize::from(number)] = Some((object, bytes));
+        }
+        let server = Server {
+            session: function("session")?,
+            dtypes,
+            realise: function("realise")?,
+            view: function("view")?,
+            settled: function("settled")?,
+            scalar: function("scalar")?,
+            named: function("named")?,
+            host: function("host")?,
+            part: function("part")?,
+            guard: function("guard")?,
+            tensor: function("tensor")?,
+            devices: get("devices")?.extract()?,
+        };
+        let at: tensorstream::remote::Address = at.parse().map_err(|error| of_wire(py, &error))?;
+        let mut options = settings.options(py)?;
+        options.service = EXEC.into();
+        let identity = match (&cert, &key) {
+            (Some(certificates), Some(key)) => Some(Identity { certificates, key }),
+            (None, None) => None,
+            _ => return Err(misuse(py, "a certificate (cert) and its key are given together")),
+        };
+        let tls = match identity {
+            Some(own) => Some(TlsServer::new(own, ca.as_deref()).map_err(|error| of_wire(py, &error))?),
+            None => None,
+        };
+        if options.token.is_none() && tls.is_none() && !insecure && at.is_public() {
+            let what =
+                format!("{at} can be reached from elsewhere: give a token or certificates, or say insecure");
+            return Err(misuse(py, &what));
+        }
+        let listener = Listener::bind(&at, options.timeout).map_err(|error| of_wire(py, &error))?;
+        let address = listener.address().to_string();
+        let mut lobby = Lobby::new(options);
+        if let Some(tls) = tls {
+            lobby = lobby.with_tls(tls);
+        }
+        Ok(Self {
+            listener: Mutex::new(Some((listener, lobby))),
+            server: Arc::new(server),
+            sessions: Arc::new(Sessions::new(LINGER)),
+            stop: Arc::default(),
+            serving: Arc::default(),
+            address,
+        })
+    }
+
+    /// Where it listens: with the port that was free, if 0 was asked for.
+    #[getter]
+    fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// How many sessions it has.
+    #[getter]
+    fn sessions(&self) -> usize {
+        self.sessions.count()
+    }
+
+    /// Serves until :meth:`stop` is called, each client on a thread of its own. `log` hears of who was sent away or lost, and why. Blocks.
+    #[pyo3(signature = (log=None))]
+    fn run(&self, py: Python<'_>, log: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let taken = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let (listener, mut lobby) =
+            taken.ok_or_else(|| misuse(py, "the server is running, or was stopped"))?;
+        let ended = Arc::new(Mutex::new(Vec::new()));
+        while !self.stop.load(Ordering::Relaxed) {
+            let mut away = Vec::new();
+            let met = py.detach(|| {
+                let note = |peer: &str, error: &tensorstream::remote::Error| {
+                    away.push((peer.to_string(), error.to_string()))
+                };
+                lobby.accept_within(&listener, Duration::from_millis(100), note)
+            });
+            self.sessions.sweep();
+            away.append(&mut ended.lock().unwrap_or_else(PoisonError::into_inner));
+            if let Some(log) = log {
+                for (peer, reason) in away {
+                    log.call1((peer, reason))?;
+                }
+            }
+            py.check_signals()?;
+            let Some(link) = met.map_err(|error| of_wire(py, &error))? else { continue };
+            let (server, sessions, stop) = (self.server.clone(), self.sessions.clone(), self.stop.clone());
+            let (serving, ended, peer) = (self.serving.clone(), ended.clone(), link.peer().to_string());
+            serving.fetch_add(1, Ordering::Relaxed);
+            let serve = move || {
+                let make =
+                    || TorchExecutor { server, session: None, ops: Vec::new(), storages: HashMap::new() };
+                if let Err(error) = sessions.serve(link, make, &stop) {
+                    ended.lock().unwrap_or_else(PoisonError::into_inner).push((peer, error.to_string()));
+                }
+                serving.fetch_sub(1, Ordering::Relaxed);
+            };
+            let started = thread::Builder::new().name("tensorstream-serve".into()).spawn(serve);
+            if let Err(error) = started {
+                self.serving.fetch_sub(1, Ordering::Relaxed);
+                return Err(error.into());
+            }
+        }
+        // They hear of it in a while, and use the interpreter until then.
+        while self.serving.load(Ordering::Relaxed) > 0 {
+            py.detach(|| thread::sleep(Duration::from_millis(10)));
+        }
+        Ok(())
+    }
+
+    /// Ends all sessions, and :meth:`run`. Does not block.
+    fn stop(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,468 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What PyTorch calls for an operator of the device: puts its arguments into a request, and makes its outputs, as they are known to be.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
+use tensorstream::remote::exec::{
+    Answer, Call, Output, Request, Scalars, Signature, SignatureCache, TensorRef, Value, View,
+};
+
+use super::machine::{Seat, new_storages, new_tensor, plain, same_machine, seat};
+use super::torch::{Torch, integer, torch};
+use crate::errors::of_machines;
+
+/// As many calls of each operator are known at least, if they were made last.
+const KNOWN: usize = 2048;
+/// A list of tensors of which nobody knows how many it will have gets so many numbers for storages.
+const MANY: u64 = 1 << 16;
+
+static HITS: AtomicU64 = AtomicU64::new(0);
+static MISSES: AtomicU64 = AtomicU64::new(0);
+
+/// An operator of the device.
+#[pyclass(frozen, module = "tensorstream", name = "RemoteKernel")]
+pub(crate) struct Kernel {
+    /// Namespace, name and overload.
+    name: String,
+    op: Py<PyAny>,
+    scalars: Scalars,
+    /// Tensors on the host are taken to the device: indices.
+    takes_host: bool,
+    returns: Vec<Return>,
+    known: Mutex<SignatureCache<Box<[u8]>, Arc<Plan>>>,
+}
+
+/// What an operator's schema says of what it returns.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Return {
+    Tensor,
+    Tensors,
+    Other,
+    /// An argument, which it writes to: by its place among the tensors.
+    Written(usize),
+}
+
+/// What a call gives.
+struct Plan {
+    returns: Vec<Given>,
+}
+
+enum Given {
+    One(Option<Leaf>),
+    Many(Vec<Option<Leaf>>),
+}
+
+/// A tensor that a call gives. None where it gives none.
+#[derive(FromPyObject)]
+enum Leaf {
+    /// The tensor argument of this place.
+    #[pyo3(transparent)]
+    Argument(usize),
+    /// A view of the tensor argument of this place: sizes, strides, offset.
+    #[pyo3(transparent)]
+    View((usize, Vec<u64>, Vec<i64>, u64)),
+    /// New: dtype, sizes, strides, offset, bytes of its storage, and which of the call's new storages that is.
+    #[pyo3(transparent)]
+    New((u8, Vec<u64>, Vec<i64>, u64, u64, usize)),
+}
+
+/// The arguments of a call.
+struct Arguments<'a, 'py> {
+    torch: &'a Torch,
+    kernel: &'a Kernel,
+    /// The device's index.
+    index: Option<u32>,
+    tensors: Vec<Bound<'py, PyAny>>,
+    seat: Option<Seat>,
+}
+
+impl<'py> Arguments<'_, 'py> {
+    fn value(&mut self, object: &Bound<'py, PyAny>) -> PyResult<Value> {
+        let py = object.py();
+        if object.is_none() {
+            return Ok(Value::None);
+        }
+        if self.torch.is_tensor(object)? {
+            return self.tensor(object);
+        }
+        if let Ok(value) = object.cast_exact::<PyBool>() {
+            return Ok(Value::Bool(value.is_true()));
+        }
+        if let Some(value) = integer(object) {
+            return Ok(Value::Int(value));
+        }
+        if let Ok(value) = object.cast::<PyFloat>() {
+            return Ok(Value::Float(value.value()));
+        }
+        if let Ok(list) = object.cast::<PyList>() {
+            return Ok(Value::List(list.iter().map(|value| self.value(&value)).collect::<PyResult<_>>()?));
+        }
+        if let Ok(tuple) = object.cast::<PyTuple>() {
+            return Ok(Value::List(tuple.iter().map(|value| self.value(&value)).collect::<PyResult<_>>()?));
+        }
+        if object.is_instance(self.torch.dtype.bind(py))? {
+            return Ok(Value::Dtype(self.torch.scalar_type(object)?));
+        }
+        if object.is_instance(self.torch.device.bind(py))? {
+            return self.device(object);
+        }
+        if let Ok(text) = object.cast::<PyString>() {
+            return Ok(Value::Text(text.to_str()?.into()));
+        }
+        if let Ok(number) = object.cast::<PyComplex>() {
+            return Ok(Value::Complex(number.real(), number.imag()));
+        }
+        for class in &self.torch.named {
+            if object.is_instance(class.bind(py))? {
+                let name = object.str()?.to_str()?.to_string();
+                return Ok(Value::Name(name.trim_start_matches("torch.").into()));
+            }
+        }
+        let what = if object.is_instance(self.torch.generator.bind(py))? {
+            "a generator, which is not on the device: torch.manual_seed() seeds the device's own".into()
+        } else {
+            format!("{}, which cannot be sent to a machine", object.get_type())
+        };
+        Err(PyTypeError::new_err(format!("{} was called with {what}", self.kernel.name)))
+    }
+
+    fn device(&mut self, device: &Bound<'py, PyAny>) -> PyResult<Value> {
+        let py = device.py();
+        let kind = device.getattr(intern!(py, "type"))?;
+        if kind.cast::<PyString>()?.to_str()? != "ts" {
+            let what = format!("{} makes nothing on {device} of tensors that are on ts", self.kernel.name);
+            return Err(PyRuntimeError::new_err(what));
+        }
+        let index: Option<u32> = device.getattr(intern!(py, "index"))?.extract()?;
+        let index = match index {
+            Some(index) => index,
+            None => self.torch.infer.bind(py).call_method0(intern!(py, "current_device"))?.extract()?,
+        };
+        self.on(py, index)?;
+        Ok(Value::Device(self.seat.as_ref().map_or(0, |seat| seat.ordinal)))
+    }
+
+    /// Something is on this device.
+    fn on(&mut self, py: Python<'py>, index: u32) -> PyResult<()> {
+        match self.index {
+            Some(known) if known == index => Ok(()),
+            None => {
+                self.seat = Some(seat(py, index)?);
+                self.index = Some(index);
+                Ok(())
+            }
+            Some(known) => {
+                let (one, other) = (seat(py, known)?, seat(py, index)?);
+                let name = &self.kernel.name;
+                if same_machine(&one, &other) {
+                    let what = format!(
+                        "Expected all tensors to be on the same device, but {name} was called with tensors on ts:{known} and ts:{index}"
+                    );
+                    return Err(PyRuntimeError::new_err(what));
+                }
+                let what = format!(
+                    "{name} was called with tensors of two machines: {} (ts:{known}) and {} (ts:{index}); .to() takes a tensor from one to the other",
+                    one.machine.name, other.machine.name
+                );
+                Err(of_machines(py, &what))
+            }
+        }
+    }
+
+    fn tensor(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<Value> {
+        let py = tensor.py();
+        if let Some((index, described)) = self.torch.describe(tensor)? {
+            self.on(py, index)?;
+            self.tensors.push(tensor.clone());
+            return Ok(Value::Tensor(described));
+        }
+        let dims: usize = tensor.call_method0(intern!(py, "dim"))?.extract()?;
+        if dims == 0 && tensor.getattr(intern!(py, "is_cpu"))?.extract()? {
+            let dtype = self.torch.scalar_type(&tensor.getattr(intern!(py, "dtype"))?)?;
+            let wrapped = self.torch.is_wrapped(tensor, dtype)?;
+            let raw: Vec<u8> =
+                self.torch.infer.bind(py).call_method1(intern!(py, "element"), (tensor,))?.extract()?;
+            let mut bytes = [0; 16];
+            bytes[..raw.len()].copy_from_slice(&raw);
+            return Ok(Value::Scalar { dtype, wrapped, bytes });
+        }
+        if let (true, Some(index)) = (self.kernel.takes_host, self.index) {
+            let there = self.torch.infer.bind(py).call_method1(intern!(py, "to_device"), (tensor, index))?;
+            return self.tensor(&there);
+        }
+        let device = tensor.getattr(intern!(py, "device"))?;
+        let what = format!(
+            "Expected all tensors to be on the same device, but {} was called with one on {device} and one on ts",
+            self.kernel.name
+        );
+        Err(PyRuntimeError::new_err(what))
+    }
+}
+
+#[pymethods]
+impl Kernel {
+    /// returns: for each return "tensor", "tensors", "other", or the place of the tensor argument that it is.
+    #[new]
+    fn new(
+        name: String,
+        op: Py<PyAny>,
+        by_value: bool,
+        takes_host: bool,
+        returns: Vec<Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let kind = |given: Bound<'_, PyAny>| match given.extract::<usize>() {
+            Ok(place) => Ok(Return::Written(place)),
+            Err(_) => match given.extract::<String>()?.as_str() {
+                "tensor" => Ok(Return::Tensor),
+                "tensors" => Ok(Return::Tensors),
+                "other" => Ok(Return::Other),
+                other => Err(PyValueError::new_err(format!("a return of kind {other}"))),
+            },
+        };
+        let returns = returns.into_iter().map(kind).collect::<PyResult<_>>()?;
+        let scalars = if by_value { Scalars::ByValue } else { Scalars::ByKind };
+        Ok(Self { name, op, scalars, takes_host, returns, known: Mutex::new(SignatureCache::new(KNOWN)) })
+    }
+
+    #[pyo3(signature = (*args, **kwargs))]
+    fn __call__<'py>(
+        &self,
+        py: Python<'py>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let torch = torch(py)?;
+        // Whoever infers may find that an argument is to have another shape first.
+        for _ in 0..4 {
+            let mut arguments =
+                Arguments { torch, kernel: self, index: None, tensors: Vec::new(), seat: None };
+            let values = args.iter().map(|value| arguments.value(&value)).collect::<PyResult<Vec<_>>>()?;
+            let mut named = Vec::new();
+            for (name, value) in kwargs.into_iter().flatten() {
+                named.push((name.extract::<String>()?, arguments.value(&value)?));
+            }
+            let mut call = Call { op: 0, args: values, kwargs: named, outputs: Vec::new(), reply: None };
+            let Some((index, there)) = arguments.index.zip(arguments.seat.as_ref()) else {
+                let what = format!("{} was called without a tensor of a device of tensorstream", self.name);
+                return Err(PyRuntimeError::new_err(what));
+            };
+            let mut signature = Signature::default();
+            let (unnamed, named) = (call.args.iter(), call.kwargs.iter());
+            let all = unnamed.map(|value| ("", value)).chain(named.map(|(name, value)| (&name[..], value)));
+            let key = signature.of(all, self.scalars);
+            let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(key);
+            let plan = if let Some(plan) = known {
+                HITS.fetch_add(1, Ordering::Relaxed);
+                plan
+            } else {
+                MISSES.fetch_add(1, Ordering::Relaxed);
+                let infer = torch.infer.bind(py);
+                let found = infer.call_method1(intern!(py, "infer"), (&self.op, args, kwargs))?;
+                if found.is_none() {
+                    return self.asked(py, call, &arguments, index, there);
+                }
+                if let Ok(returns) = found.cast::<PyList>() {
+                    let plan = Arc::new(Plan {
+                        returns: returns.iter().map(|of| given(&of)).collect::<PyResult<_>>()?,
+                    });
+                    self.known.lock().unwrap_or_else(PoisonError::into_inner).put(key.into(), plan.clone());
+                    plan
+                } else {
+                    // It was resized.
+                    continue;
+                }
+            };
+            return self.run(py, &mut call, &plan, &arguments, index, there);
+        }
+        Err(PyRuntimeError::new_err(format!(
+            "{}: what it writes to has not the shape that it needs",
+            self.name
+        )))
+    }
+
+    /// Namespace, name and overload.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    #[getter]
+    fn __name__(&self) -> &str {
+        &self.name
+    }
+}
+
+fn given(of: &Bound<'_, PyAny>) -> PyResult<Given> {
+    match of.cast::<PyList>() {
+        Ok(list) => Ok(Given::Many(list.iter().map(|leaf| leaf.extract()).collect::<PyResult<_>>()?)),
+        Err(_) => Ok(Given::One(of.extract()?)),
+    }
+}
+
+impl Kernel {
+    /// Asks for it, and gives what it will give.
+    fn run<'py>(
+        &self,
+        py: Python<'py>,
+        call: &mut Call,
+        plan: &Plan,
+        arguments: &Arguments<'_, 'py>,
+        index: u32,
+        seat: &Seat,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let session = &seat.machine;
+        let leaves = || {
+            plan.returns.iter().flat_map(|given| match given {
+                Given::One(leaf) => std::slice::from_ref(leaf),
+                Given::Many(leaves) => leaves,
+            })
+        };
+        let count = leaves()
+            .filter_map(|leaf| if let Some(Leaf::New(new)) = leaf { Some(new.5 + 1) } else { None })
+            .max();
+        let first = new_storages(count.unwrap_or(0) as u64);
+        let new = |(dtype, sizes, strides, offset, _, group): &(u8, Vec<u64>, Vec<i64>, u64, u64, usize)| {
+            TensorRef {
+                storage: first + *group as u64,
+                view: View {
+                    dtype: tensorstream::remote::exec::ScalarType(*dtype),
+                    sizes: sizes.clone(),
+                    strides: strides.clone(),
+                    offset: *offset,
+                },
+            }
+        };
+        call.op = session.client.op(&self.name).map_err(|error| session.lost(py, &error))?;
+        call.outputs = leaves()
+            .map(|leaf| match leaf {
+                Some(Leaf::New(leaf)) => Output::New { tensor: new(leaf), bytes: leaf.4 },
+                _ => Output::Known,
+            })
+            .collect();
+        let request = Request::Call(std::mem::replace(
+            call,
+            Call { op: 0, args: Vec::new(), kwargs: Vec::new(), outputs: Vec::new(), reply: None },
+        ));
+        session.ask(py, &request)?;
+        // What stands for storages that more than one output has is made once.
+        let mut made: Vec<(usize, Bound<'py, PyAny>)> = Vec::new();
+        let mut tensor = |leaf: &Option<Leaf>| -> PyResult<Bound<'py, PyAny>> {
+            let Some(leaf) = leaf else { return Ok(py.None().into_bound(py)) };
+            match leaf {
+                Leaf::Argument(at) => Ok(argument(arguments, *at)?.clone()),
+                Leaf::View((at, sizes, strides, offset)) => arguments.torch.as_strided.bind(py).call1((
+                    argument(arguments, *at)?,
+                    sizes,
+                    strides,
+                    offset,
+                )),
+                Leaf::New(leaf) => {
+                    if let Some((_, other)) = made.iter().find(|(group, _)| *group == leaf.5) {
+                        return arguments.torch.as_strided.bind(py).call1((other, &leaf.1, &leaf.2, leaf.3));
+                    }
+                    let tensor = new_tensor(py, arguments.torch, seat, index, &new(leaf), leaf.4)?;
+                    made.push((leaf.5, tensor.clone()));
+                    Ok(tensor)
+                }
+            }
+        };
+        let mut results = Vec::with_capacity(plan.returns.len());
+        for given in &plan.returns {
+            results.push(match given {
+                Given::One(leaf) => tensor(leaf)?,
+                Given::Many(leaves) => {
+                    PyList::new(py, leaves.iter().map(&mut tensor).collect::<PyResult<Vec<_>>>()?)?.into_any()
+                }
+            });
+        }
+        together(py, results)
+    }
+
+    /// Asks what it gives, and waits for that.
+    fn asked<'py>(
+        &self,
+        py: Python<'py>,
+        mut call: Call,
+        arguments: &Arguments<'_, 'py>,
+        index: u32,
+        seat: &Seat,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let session = &seat.machine;
+        call.op = session.client.op(&self.name).map_err(|error| session.lost(py, &error))?;
+        let output = |kind: &Return| match kind {
+            Return::Tensor => Output::Asked { storage: new_storages(1) },
+            Return::Tensors => Output::Asked { storage: new_storages(MANY) },
+            Return::Other | Return::Written(_) => Output::Known,
+        };
+        call.outputs = self.returns.iter().map(output).collect();
+        let reply = session.client.reply();
+        call.reply = Some(reply);
+        session.ask(py, &Request::Call(call))?;
+        let Answer::Values(values) = session.wait(py, reply)? else {
+            return Err(PyRuntimeError::new_err("an answer that is not that to the question"));
+        };
+        if values.len() != self.returns.len() {
+            let what =
+                format!("{} gave {} values, and its schema {}", self.name, values.len(), self.returns.len());
+            return Err(PyRuntimeError::new_err(what));
+        }
+        let mut results = Vec::new();
+        for (kind, value) in self.returns.iter().zip(&values) {
+            results.push(match (kind, value) {
+                (Return::Written(at), _) => argument(arguments, *at)?.clone(),
+                (Return::Tensors, Value::List(list)) => {
+                    let tensors = list.iter().map(|value| told(py, arguments.torch, seat, index, value));
+                    PyList::new(py, tensors.collect::<PyResult<Vec<_>>>()?)?.into_any()
+                }
+                (Return::Tensor, value) => told(py, arguments.torch, seat, index, value)?,
+                (_, value) => plain(py, value)?.into_bound(py),
+            });
+        }
+        together(py, results)
+    }
+}
+
+fn argument<'a, 'py>(arguments: &'a Arguments<'_, 'py>, at: usize) -> PyResult<&'a Bound<'py, PyAny>> {
+    let missing = || PyRuntimeError::new_err(format!("{}: there is no tensor {at}", arguments.kernel.name));
+    arguments.tensors.get(at).ok_or_else(missing)
+}
+
+/// A tensor of which the machine has said what it is.
+fn told<'py>(
+    py: Python<'py>,
+    torch: &Torch,
+    seat: &Seat,
+    index: u32,
+    value: &Value,
+) -> PyResult<Bound<'py, PyAny>> {
+    match value {
+        Value::None => Ok(py.None().into_bound(py)),
+        Value::List(pair) => match &pair[..] {
+            [Value::Tensor(tensor), Value::Int(bytes)] => {
+                new_tensor(py, torch, seat, index, tensor, *bytes as u64)
+            }
+            _ => Err(PyRuntimeError::new_err("an answer that is no tensor")),
+        },
+        _ => Err(PyRuntimeError::new_err("an answer that is no tensor")),
+    }
+}
+
+/// As an operator returns it: nothing, one thing, or a tuple.
+fn together<'py>(py: Python<'py>, mut results: Vec<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
+    match results.len() {
+        0 => Ok(py.None().into_bound(py)),
+        1 => Ok(results.remove(0)),
+        _ => Ok(PyTuple::new(py, results)?.into_any()),
+    }
+}
+
+/// Hits and misses of all kernels.
+#[pyfunction]
+pub(crate) fn remote_cache_stats() -> (u64, u64) {
+    (HITS.load(Ordering::Relaxed), MISSES.load(Ordering::Relaxed))
+}
