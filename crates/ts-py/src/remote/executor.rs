@@ -39,7 +39,7 @@ struct Server {
     view: Py<PyAny>,
     /// `settled(tensor, dtype, sizes, strides, offset, bytes)`: the same elements, as they are to lie.
     settled: Py<PyAny>,
-    /// `scalar(dtype, wrapped, bytes)`: a tensor without dimensions.
+    /// `scalar(dtype, bytes)`: a tensor without dimensions.
     scalar: Py<PyAny>,
     /// `named(name)`: a memory format or a layout.
     named: Py<PyAny>,
@@ -190,10 +190,10 @@ impl TorchExecutor {
             }
             Value::Name(name) => object(server.named.call1(py, (name,)))?,
             Value::Tensor(tensor) => self.tensor(py, tensor)?,
-            Value::Scalar { dtype, wrapped, bytes } => {
+            Value::Scalar { dtype, bytes } => {
                 let (object_of, size) = server.element(*dtype)?;
                 let bytes = &bytes[..(*size as usize).min(16)];
-                object(server.scalar.call1(py, (object_of, *wrapped, bytes)))?
+                object(server.scalar.call1(py, (object_of, bytes)))?
             }
             Value::List(values) => {
                 let values =

@@ -9,7 +9,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
 use tensorstream::remote::exec::{
-    Answer, Call, Output, Request, Scalars, Signature, SignatureCache, TensorRef, Value, View,
+    Answer, Call, Output, Request, ScalarType, Scalars, Signature, SignatureCache, TensorRef, Value, View,
 };
 
 use super::machine::{Seat, new_storages, new_tensor, plain, same_machine, seat};
@@ -33,6 +33,11 @@ pub(crate) struct Kernel {
     scalars: Scalars,
     /// Tensors on the host are taken to the device: indices.
     takes_host: bool,
+    /// The name by which an overload for numbers is found, and places of arguments that are tensors and may be numbers.
+    for_numbers: String,
+    tensors: Vec<usize>,
+    /// What it gives is asked for once for each signature.
+    learned: bool,
     returns: Vec<Return>,
     known: Mutex<SignatureCache<Box<[u8]>, Arc<Plan>>>,
 }
@@ -178,18 +183,23 @@ impl<'py> Arguments<'_, 'py> {
         let py = tensor.py();
         if let Some((index, described)) = self.torch.describe(tensor)? {
             self.on(py, index)?;
+            let complex = matches!(described.view.dtype.0, 8..=10);
+            if complex && tensor.call_method0(intern!(py, "is_conj"))?.extract()? {
+                // That its elements are conjugate is only noted here, and not known there.
+                let plain = self.torch.infer.bind(py).call_method1(intern!(py, "plain"), (tensor,))?;
+                return self.tensor(&plain);
+            }
             self.tensors.push(tensor.clone());
             return Ok(Value::Tensor(described));
         }
         let dims: usize = tensor.call_method0(intern!(py, "dim"))?.extract()?;
         if dims == 0 && tensor.getattr(intern!(py, "is_cpu"))?.extract()? {
             let dtype = self.torch.scalar_type(&tensor.getattr(intern!(py, "dtype"))?)?;
-            let wrapped = self.torch.is_wrapped(tensor, dtype)?;
             let raw: Vec<u8> =
                 self.torch.infer.bind(py).call_method1(intern!(py, "element"), (tensor,))?.extract()?;
             let mut bytes = [0; 16];
             bytes[..raw.len()].copy_from_slice(&raw);
-            return Ok(Value::Scalar { dtype, wrapped, bytes });
+            return Ok(Value::Scalar { dtype, bytes });
         }
         if let (true, Some(index)) = (self.kernel.takes_host, self.index) {
             let there = self.torch.infer.bind(py).call_method1(intern!(py, "to_device"), (tensor, index))?;
@@ -208,11 +218,14 @@ impl<'py> Arguments<'_, 'py> {
 impl Kernel {
     /// returns: for each return "tensor", "tensors", "other", or the place of the tensor argument that it is.
     #[new]
+    #[allow(clippy::too_many_arguments)] // a call of Python's
     fn new(
         name: String,
         op: Py<PyAny>,
         by_value: bool,
         takes_host: bool,
+        learned: bool,
+        tensors: Vec<usize>,
         returns: Vec<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let kind = |given: Bound<'_, PyAny>| match given.extract::<usize>() {
@@ -226,7 +239,19 @@ impl Kernel {
         };
         let returns = returns.into_iter().map(kind).collect::<PyResult<_>>()?;
         let scalars = if by_value { Scalars::ByValue } else { Scalars::ByKind };
-        Ok(Self { name, op, scalars, takes_host, returns, known: Mutex::new(SignatureCache::new(KNOWN)) })
+        let base = name.split('.').next().unwrap_or(&name);
+        let for_numbers = format!("{base}.*");
+        Ok(Self {
+            name,
+            for_numbers,
+            op,
+            scalars,
+            takes_host,
+            learned,
+            tensors,
+            returns,
+            known: Mutex::new(SignatureCache::new(KNOWN)),
+        })
     }
 
     #[pyo3(signature = (*args, **kwargs))]
@@ -242,6 +267,13 @@ impl Kernel {
             let mut arguments =
                 Arguments { torch, kernel: self, index: None, tensors: Vec::new(), seat: None };
             let values = args.iter().map(|value| arguments.value(&value)).collect::<PyResult<Vec<_>>>()?;
+            let number = |place: &usize| {
+                matches!(
+                    values.get(*place),
+                    Some(Value::Int(_) | Value::Float(_) | Value::Bool(_) | Value::Complex(..))
+                )
+            };
+            let called = if self.tensors.iter().any(number) { &self.for_numbers } else { &self.name };
             let mut named = Vec::new();
             for (name, value) in kwargs.into_iter().flatten() {
                 named.push((name.extract::<String>()?, arguments.value(&value)?));
@@ -261,23 +293,31 @@ impl Kernel {
                 plan
             } else {
                 MISSES.fetch_add(1, Ordering::Relaxed);
+                let key: Box<[u8]> = key.into();
                 let infer = torch.infer.bind(py);
-                let found = infer.call_method1(intern!(py, "infer"), (&self.op, args, kwargs))?;
+                let found = if self.learned {
+                    py.None().into_bound(py)
+                } else {
+                    infer.call_method1(intern!(py, "infer"), (&self.op, args, kwargs))?
+                };
                 if found.is_none() {
-                    return self.asked(py, call, &arguments, index, there);
+                    return self.asked(py, called, call, &arguments, index, there, key);
+                }
+                if let Ok(done) = found.cast::<PyTuple>() {
+                    return done.get_item(0);
                 }
                 if let Ok(returns) = found.cast::<PyList>() {
                     let plan = Arc::new(Plan {
                         returns: returns.iter().map(|of| given(&of)).collect::<PyResult<_>>()?,
                     });
-                    self.known.lock().unwrap_or_else(PoisonError::into_inner).put(key.into(), plan.clone());
+                    self.known.lock().unwrap_or_else(PoisonError::into_inner).put(key, plan.clone());
                     plan
                 } else {
                     // It was resized.
                     continue;
                 }
             };
-            return self.run(py, &mut call, &plan, &arguments, index, there);
+            return self.run(py, called, &mut call, &plan, &arguments, index, there);
         }
         Err(PyRuntimeError::new_err(format!(
             "{}: what it writes to has not the shape that it needs",
@@ -309,6 +349,7 @@ impl Kernel {
     fn run<'py>(
         &self,
         py: Python<'py>,
+        name: &str,
         call: &mut Call,
         plan: &Plan,
         arguments: &Arguments<'_, 'py>,
@@ -330,14 +371,14 @@ impl Kernel {
             TensorRef {
                 storage: first + *group as u64,
                 view: View {
-                    dtype: tensorstream::remote::exec::ScalarType(*dtype),
+                    dtype: ScalarType(*dtype),
                     sizes: sizes.clone(),
                     strides: strides.clone(),
                     offset: *offset,
                 },
             }
         };
-        call.op = session.client.op(&self.name).map_err(|error| session.lost(py, &error))?;
+        call.op = session.client.op(name).map_err(|error| session.lost(py, &error))?;
         call.outputs = leaves()
             .map(|leaf| match leaf {
                 Some(Leaf::New(leaf)) => Output::New { tensor: new(leaf), bytes: leaf.4 },
@@ -387,13 +428,15 @@ impl Kernel {
     fn asked<'py>(
         &self,
         py: Python<'py>,
+        name: &str,
         mut call: Call,
         arguments: &Arguments<'_, 'py>,
         index: u32,
         seat: &Seat,
+        key: Box<[u8]>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let session = &seat.machine;
-        call.op = session.client.op(&self.name).map_err(|error| session.lost(py, &error))?;
+        call.op = session.client.op(name).map_err(|error| session.lost(py, &error))?;
         let output = |kind: &Return| match kind {
             Return::Tensor => Output::Asked { storage: new_storages(1) },
             Return::Tensors => Output::Asked { storage: new_storages(MANY) },
@@ -406,10 +449,15 @@ impl Kernel {
         let Answer::Values(values) = session.wait(py, reply)? else {
             return Err(PyRuntimeError::new_err("an answer that is not that to the question"));
         };
-        if values.len() != self.returns.len() {
+        if values.len() != self.returns.len() && !self.returns.is_empty() {
             let what =
                 format!("{} gave {} values, and its schema {}", self.name, values.len(), self.returns.len());
             return Err(PyRuntimeError::new_err(what));
+        }
+        if self.learned {
+            let leaves = values.iter().enumerate().map(|(group, value)| Given::One(leaf_of(value, group)));
+            let plan = Arc::new(Plan { returns: leaves.collect() });
+            self.known.lock().unwrap_or_else(PoisonError::into_inner).put(key, plan);
         }
         let mut results = Vec::new();
         for (kind, value) in self.returns.iter().zip(&values) {
@@ -425,6 +473,20 @@ impl Kernel {
         }
         together(py, results)
     }
+}
+
+/// The next tensor that is as this one, which an operator gave.
+fn leaf_of(value: &Value, group: usize) -> Option<Leaf> {
+    let Value::List(pair) = value else { return None };
+    let [Value::Tensor(TensorRef { view, .. }), Value::Int(bytes)] = &pair[..] else { return None };
+    Some(Leaf::New((
+        view.dtype.0,
+        view.sizes.clone(),
+        view.strides.clone(),
+        view.offset,
+        *bytes as u64,
+        group,
+    )))
 }
 
 fn argument<'a, 'py>(arguments: &'a Arguments<'_, 'py>, at: usize) -> PyResult<&'a Bound<'py, PyAny>> {

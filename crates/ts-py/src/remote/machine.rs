@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorstream::remote::exec::{
@@ -16,7 +15,7 @@ use tensorstream::remote::exec::{
 };
 use tensorstream::remote::{Address, Bytes, Error, Identity, Link, Role, Socket, TlsClient};
 
-use super::torch::{Torch, address_of, is_forked, torch};
+use super::torch::{Torch, address_of, is_forked, storage_at, torch};
 use crate::dlpack;
 use crate::errors::{misuse, of_failure, of_wire, of_wire_at};
 use crate::memory::{Memory, Shared, Target};
@@ -305,28 +304,24 @@ pub(crate) fn remote_storage(py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyRes
     Ok(torch(py)?.describe(tensor)?.map(|(_, tensor)| tensor.storage))
 }
 
-/// Another tensor of the same storage, all of it and in one dimension: of this dtype, and with so many bytes from now on, if that is said.
+/// Another tensor of a storage, all of it and in one dimension: by the device's index, what stands for the storage's address, and its bytes; which
+/// it has from now on, if `resized` says so.
 #[pyfunction]
-#[pyo3(signature = (tensor, dtype, bytes=None))]
+#[pyo3(signature = (index, address, bytes, dtype, resized=false))]
 pub(crate) fn remote_whole<'py>(
     py: Python<'py>,
-    tensor: &Bound<'py, PyAny>,
+    index: u32,
+    address: u64,
+    bytes: u64,
     dtype: &Bound<'py, PyAny>,
-    bytes: Option<u64>,
+    resized: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let torch = torch(py)?;
-    let (index, TensorRef { storage, .. }) = torch.describe(tensor)?.ok_or_else(|| elsewhere(tensor))?;
-    let seat = seat(py, index)?;
-    let bytes = match bytes {
-        Some(bytes) => {
-            seat.machine.ask(py, &Request::Resize { storage, bytes })?;
-            bytes
-        }
-        None => {
-            let own = tensor.call_method0(intern!(py, "untyped_storage"))?;
-            own.call_method0(intern!(py, "nbytes"))?.extract()?
-        }
-    };
+    let (torch, seat) = (torch(py)?, seat(py, index)?);
+    let storage = storage_at(address)
+        .ok_or_else(|| PyTypeError::new_err("needs a storage of a device of tensorstream"))?;
+    if resized {
+        seat.machine.ask(py, &Request::Resize { storage, bytes })?;
+    }
     {
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         *shared.get_or_insert_default().entry(storage).or_default() += 1;

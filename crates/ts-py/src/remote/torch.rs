@@ -26,10 +26,6 @@ pub(crate) struct Torch {
     pub(super) infer: Py<PyAny>,
     /// A view of a tensor: of it, sizes, strides and offset.
     pub(super) as_strided: Py<PyAny>,
-    /// `torch` itself.
-    pub(super) module: Py<PyAny>,
-    /// A float32, a uint8 and a complex64 without dimensions, to tell numbers from tensors by.
-    narrow: [Py<PyAny>; 3],
 }
 
 /// A dtype.
@@ -69,8 +65,6 @@ pub(crate) fn remote_setup(py: Python<'_>, objects: &Bound<'_, PyDict>) -> PyRes
         from_dlpack: get("from_dlpack")?.unbind(),
         infer: get("infer")?.unbind(),
         as_strided: get("as_strided")?.unbind(),
-        module: get("module")?.unbind(),
-        narrow: get("narrow")?.extract()?,
     };
     let _ = TORCH.set(py, torch);
     Ok(())
@@ -103,7 +97,7 @@ pub(super) fn address_of(storage: u64) -> u64 {
 }
 
 /// The storage whose first byte has this address.
-fn storage_at(address: u64) -> Option<u64> {
+pub(super) fn storage_at(address: u64) -> Option<u64> {
     (address & MARK != 0 && address >> 63 == 0).then_some((address & !MARK) >> STEP)
 }
 
@@ -151,20 +145,6 @@ impl Torch {
         };
         let Some(storage) = storage_at(address) else { return Ok(None) };
         Ok(Some((index, TensorRef { storage, view: View { dtype, sizes, strides, offset } })))
-    }
-
-    /// Whether a tensor without dimensions on the host stands for a number of the program's.
-    pub(super) fn is_wrapped(&self, tensor: &Bound<'_, PyAny>, dtype: ScalarType) -> PyResult<bool> {
-        let py = tensor.py();
-        // It gives way to a narrower dtype of its kind, which no tensor does.
-        let narrow = match dtype.0 {
-            7 => &self.narrow[0],
-            4 => &self.narrow[1],
-            10 => &self.narrow[2],
-            _ => return Ok(false),
-        };
-        let result = self.module.bind(py).call_method1(intern!(py, "result_type"), (tensor, narrow))?;
-        Ok(self.scalar_type(&result)? != dtype)
     }
 }
 

@@ -62,8 +62,8 @@ impl Signature {
             }
             Value::Float(_) if scalars == Scalars::ByKind => self.bytes.push(b'f'),
             Value::Complex(..) if scalars == Scalars::ByKind => self.bytes.push(b'c'),
-            Value::Scalar { dtype, wrapped, .. } if scalars == Scalars::ByKind => {
-                self.bytes.extend_from_slice(&[b's', dtype.0, u8::from(*wrapped)]);
+            Value::Scalar { dtype, .. } if scalars == Scalars::ByKind => {
+                self.bytes.extend_from_slice(&[b's', dtype.0]);
             }
             value => {
                 self.bytes.push(b'v');

@@ -62,13 +62,10 @@ pub enum Value {
     Name(String),
     /// A tensor.
     Tensor(TensorRef),
-    /// A tensor without dimensions, by its one element: at most 16 bytes, little-endian. `wrapped` if it is a number that only takes a tensor's
-    /// place, and gives way to the dtypes of others.
+    /// A tensor without dimensions, by its one element: at most 16 bytes, little-endian.
     Scalar {
         /** What it is. */
         dtype: ScalarType,
-        /** Whether it stands for a number of the program's. */
-        wrapped: bool,
         /** Its element, and zeros. */
         bytes: [u8; 16],
     },
@@ -89,7 +86,6 @@ const NAME: u8 = 9;
 const TENSOR: u8 = 10;
 const LIST: u8 = 11;
 const SCALAR: u8 = 12;
-const WRAPPED: u8 = 13;
 
 impl View {
     /// One that has its elements in order, from the storage's first byte on.
@@ -189,8 +185,8 @@ impl Value {
                 into.push(TENSOR);
                 tensor.encode(into);
             }
-            Self::Scalar { dtype, wrapped, bytes } => {
-                into.extend_from_slice(&[if *wrapped { WRAPPED } else { SCALAR }, dtype.0]);
+            Self::Scalar { dtype, bytes } => {
+                into.extend_from_slice(&[SCALAR, dtype.0]);
                 into.extend_from_slice(bytes);
             }
             Self::List(values) => {
@@ -221,11 +217,7 @@ impl Value {
             }
             NAME => Self::Name(from.text()?.into()),
             TENSOR => Self::Tensor(TensorRef::decode(from)?),
-            tag @ (SCALAR | WRAPPED) => Self::Scalar {
-                dtype: ScalarType(from.byte()?),
-                wrapped: tag == WRAPPED,
-                bytes: from.array()?,
-            },
+            SCALAR => Self::Scalar { dtype: ScalarType(from.byte()?), bytes: from.array()? },
             LIST => {
                 let inner =
                     depth.checked_sub(1).ok_or_else(|| from.bad(format!("lists {MAX_DEPTH} deep")))?;
@@ -373,9 +365,8 @@ pub(super) mod tests {
             any::<u32>().prop_map(Value::Device),
             "[a-z_]+".prop_map(Value::Name),
             tensors().prop_map(Value::Tensor),
-            (any::<u8>(), any::<bool>(), any::<[u8; 16]>()).prop_map(|(dtype, wrapped, bytes)| {
-                Value::Scalar { dtype: ScalarType(dtype), wrapped, bytes }
-            }),
+            (any::<u8>(), any::<[u8; 16]>())
+                .prop_map(|(dtype, bytes)| { Value::Scalar { dtype: ScalarType(dtype), bytes } }),
         ];
         leaf.prop_recursive(MAX_DEPTH as u32, 40, 6, |inner| {
             prop::collection::vec(inner, 0..6).prop_map(Value::List)

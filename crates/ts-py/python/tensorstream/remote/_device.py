@@ -57,11 +57,16 @@ class _On:
 def manual_seed_all(seed: int) -> None:
     """Seeds the generator of every machine."""
     for index in SESSIONS:
-        _kernels.SEED(_anchor(index), int(seed))
+        seed_of(index, seed)
 
 
 def manual_seed(seed: int) -> None:
-    _kernels.SEED(_anchor(current_device()), int(seed))
+    seed_of(current_device(), seed)
+
+
+def seed_of(index: int, seed: int) -> None:
+    """Seeds the generator of a device. PyTorch's seeds have 64 bits, with or without a sign."""
+    _kernels.SEED(_anchor(index), (int(seed) + 2**63) % 2**64 - 2**63)
 
 
 def _index(device: Any) -> int:
@@ -143,7 +148,6 @@ def _storages() -> None:
 def _set_up() -> None:
     _setup_privateuseone_for_python_backend("ts", backend_module=_module())
     _infer.current_device = current_device
-    scalar = torch.zeros
     _native.remote_setup({
         "tensor": torch.Tensor,
         "parameter": torch.nn.Parameter,
@@ -156,8 +160,6 @@ def _set_up() -> None:
         "from_dlpack": torch._C._from_dlpack,
         "infer": _infer,
         "as_strided": _infer.as_strided,
-        "module": torch,
-        "narrow": [scalar((), dtype=torch.float32), scalar((), dtype=torch.uint8), scalar((), dtype=torch.complex64)],
     })  # fmt: skip
     _kernels.register()
     _single_threaded_backward()

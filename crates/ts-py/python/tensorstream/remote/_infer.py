@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import _native
-from ._dtypes import NUMBERS
+from ._dtypes import NUMBERS, TAKES_NUMBERS
 
 META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 _as_strided = torch.ops.aten.as_strided.default
@@ -30,12 +30,17 @@ def replace(tensor: torch.Tensor, other: torch.Tensor) -> None:
     tensor.data = other
 
 
+def whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """Another tensor of a storage: all of it, in one dimension."""
+    return _native.remote_whole(storage.device.index, storage.data_ptr(), storage.nbytes(), dtype)
+
+
 def reshape(tensor: torch.Tensor, sizes: Any, strides: Any, offset: int, nbytes: int) -> None:
     """Gives a tensor another shape within its storage, which grows to ``nbytes`` if it has fewer."""
-    whole = tensor
-    if nbytes > tensor.untyped_storage().nbytes():
-        whole = _native.remote_whole(tensor, tensor.dtype, nbytes)
-    replace(tensor, as_strided(whole, sizes, strides, offset))
+    storage, there = tensor.untyped_storage(), tensor
+    if nbytes > storage.nbytes():
+        there = _native.remote_whole(tensor.device.index, storage.data_ptr(), nbytes, tensor.dtype, True)
+    replace(tensor, as_strided(there, sizes, strides, offset))
 
 
 class _Metas:
@@ -85,9 +90,16 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     metas = _Metas()
     margs = [metas.of(value) for value in args]
     mkwargs = {name: metas.of(value) for name, value in (kwargs or {}).items()}
+    call: Any = op
+    if has_numbers(op, margs):
+        call = op.overloadpacket
     try:
-        result = op(*margs, **mkwargs)
+        result = call(*margs, **mkwargs)
     except NotImplementedError:
+        return _by_others(op, args, kwargs or {})
+    except RuntimeError as error:
+        if "a meta tensor" not in str(error):
+            raise
         return _by_others(op, args, kwargs or {})
     resized = False
     for tensor, meta in zip(metas.tensors, metas.metas, strict=True):
@@ -137,7 +149,7 @@ def _by_others(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     functional = _functional(op)
     if functional is None:
         return None
-    given = functional(*args, **{name: value for name, value in kwargs.items() if name not in outs})
+    given = kernel_of(functional)(*args, **{name: value for name, value in kwargs.items() if name not in outs})
     results = given if isinstance(given, tuple) else (given,)
     for name, result in zip(outs, results, strict=True):
         out = kwargs[name]
@@ -146,6 +158,19 @@ def _by_others(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
         out.copy_(result)
     targets = tuple(kwargs[name] for name in outs)
     return (targets if len(targets) > 1 else targets[0],)
+
+
+def has_numbers(op: torch._ops.OpOverload, args: Any) -> bool:
+    """Whether a number is in a tensor's place, of an operator that must not be called so."""
+    return any(at < len(args) and isinstance(args[at], (bool, int, float, complex)) for at in tensor_places(op))
+
+
+@functools.cache
+def tensor_places(op: torch._ops.OpOverload) -> list[int]:
+    """Places of arguments that are tensors, and may be numbers that PyTorch has not made tensors of, which must be known."""
+    if op._schema.name.partition("::")[2] in TAKES_NUMBERS:
+        return []
+    return [at for at, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
 
 
 @functools.cache
@@ -171,3 +196,5 @@ def to_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
 
 
 current_device: Callable[[], int]
+plain: Callable[[torch.Tensor], torch.Tensor]
+kernel_of: Callable[[torch._ops.OpOverload], Callable[..., Any]]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import _native
+from . import _infer
 from ._infer import META, as_strided, is_ours, replace, reshape
 
 aten = torch.ops.aten
@@ -20,6 +21,11 @@ _LIBRARIES: list[torch.library.Library] = []
 #: Operators of which an argument may be on the host: indices.
 _TAKES_HOST = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index.Tensor", "aten::index_put",
                "aten::index.Tensor_out", "aten::_unsafe_index_put"}  # fmt: skip
+
+#: Operators that give something else on a CPU than on meta tensors, which depends on their arguments' shapes alone: what they gave is known
+#: the next time.
+_LEARNED = {"native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
+            "_batch_norm_with_update", "_batch_norm_no_update", "_embedding_bag", "_embedding_bag_forward_only"}  # fmt: skip
 
 #: Composite operators that go to the machine whole: what they are made of differs from device to device.
 _WHOLE = ["aten::convolution", "aten::convolution_backward", "aten::_convolution"]
@@ -48,7 +54,9 @@ def kernel(op: torch._ops.OpOverload) -> _native.RemoteKernel:
     name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
     kinds = [str(argument.type) for argument in op._schema.arguments]
     without = not any("Tensor" in kind for kind in kinds)
-    return _native.RemoteKernel(name, op, without, name in _TAKES_HOST, _returns(op))
+    learned = op._schema.name.removeprefix("aten::") in _LEARNED
+    tensors = _infer.tensor_places(op)
+    return _native.RemoteKernel(name, op, without, name in _TAKES_HOST, learned, tensors, _returns(op))
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
@@ -113,7 +121,8 @@ def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> to
 
 def _bytes(tensor: torch.Tensor) -> Any:
     """A capsule of a tensor's bytes: contiguous, on the host."""
-    return torch.utils.dlpack.to_dlpack(tensor.detach().reshape(-1).view(torch.uint8))
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return torch.utils.dlpack.to_dlpack(flat.view(torch.uint8))
 
 
 def upload(source: torch.Tensor, to: torch.Tensor) -> None:
@@ -197,15 +206,42 @@ def _set_empty(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _set_storage(tensor: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:
+    replace(tensor, _infer.whole(source, tensor.dtype))
+    return tensor
+
+
+def _set_storage_offset(
+    tensor: torch.Tensor, source: torch.UntypedStorage, storage_offset: int, size: Any, stride: Any = ()
+) -> torch.Tensor:
+    strides = list(stride) or _contiguous(size)
+    reach = storage_offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) + 1
+    there = _infer.whole(source, tensor.dtype)
+    if 0 not in size and reach > there.numel():
+        needed = reach * tensor.element_size()
+        there = _native.remote_whole(source.device.index, source.data_ptr(), needed, tensor.dtype, True)
+    replace(tensor, as_strided(there, size, strides, storage_offset))
+    return tensor
+
+
+def _set_tensor(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    replace(tensor, as_strided(source, source.shape, source.stride(), source.storage_offset()))
+    return tensor
+
+
 def _view_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     like = aten.view.dtype(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), dtype)
     old, new = tensor.element_size(), like.element_size()
-    whole = _native.remote_whole(tensor, dtype)
-    return as_strided(whole, like.shape, like.stride(), tensor.storage_offset() * old // new)
+    there = _infer.whole(tensor.untyped_storage(), dtype)
+    return as_strided(there, like.shape, like.stride(), tensor.storage_offset() * old // new)
 
 
 def _clone(tensor: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     return _CLONE(_plain(tensor), **({} if memory_format is None else {"memory_format": memory_format}))
+
+
+def _efficientzerotensor(size: Any, **options: Any) -> torch.Tensor:
+    return _empty(size, **options)
 
 
 def _record_stream(tensor: torch.Tensor, stream: Any) -> None:
@@ -221,12 +257,13 @@ _MANUAL: dict[str, Callable[..., Any]] = {
     "aten::_copy_from_and_resize": _copy_from_and_resize,
     "aten::_local_scalar_dense": _local_scalar_dense,
     "aten::set_": _set_empty,
-    "aten::set_.source_Tensor": functools.partial(aten.set_.source_Tensor.redispatch, META),
-    "aten::set_.source_Storage": functools.partial(aten.set_.source_Storage.redispatch, META),
-    "aten::set_.source_Storage_storage_offset": functools.partial(aten.set_.source_Storage_storage_offset.redispatch, META),
+    "aten::set_.source_Tensor": _set_tensor,
+    "aten::set_.source_Storage": _set_storage,
+    "aten::set_.source_Storage_storage_offset": _set_storage_offset,
     "aten::view.dtype": _view_dtype,
     "aten::clone": _clone,
     "aten::record_stream": _record_stream,
+    "aten::_efficientzerotensor": _efficientzerotensor,
 }
 
 #: Asked of the machine by kernels above.
@@ -276,3 +313,4 @@ def register() -> None:
     others.fallback(_fallback, "PrivateUse1")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _LIBRARIES.extend([own, others, _OWN])
+    _infer.kernel_of, _infer.plain = _other, _plain

@@ -89,7 +89,7 @@ class RemoteMachine:
         first = self._session.first
         _device.SESSIONS[first] = self._session
         _device.COUNT = max(_device.COUNT, first + self.gpu_count)
-        _device._kernels.SEED(_device._anchor(first), torch.initial_seed())
+        _device.seed_of(first, torch.initial_seed())
         return self
 
     def _start_thread(self, address: str) -> None:

@@ -30,11 +30,6 @@ _LIMIT_BYTES = 64 << 30
 #: PyTorch has one default generator for all sessions.
 _default_generator = threading.Lock()
 
-# Of numbers that take a tensor's place only PyTorch itself makes tensors, for operators of some names.
-_NUMBERS = torch.library.Library("tensorstream_numbers", "DEF")
-_NUMBERS.define("add(Tensor(a) number) -> Tensor(a)")
-_NUMBERS.impl("add", lambda number: number, "CompositeExplicitAutograd")
-
 
 class Session:
     """What operators of one client have in common: generators."""
@@ -56,6 +51,9 @@ class Session:
         if namespace == "tensorstream":
             return getattr(self, "_" + base), [], []
         packet = getattr(getattr(torch.ops, namespace), base, None)
+        if overload == "*":
+            # That which is for the arguments: numbers in tensors' places have overloads of their own.
+            return packet, [0] if base.endswith("_") else [], ["out"]
         op = getattr(packet, overload or "default", None)
         if op is None:
             raise LookupError(f"PyTorch {torch.__version__} of this machine has no such operator")
@@ -132,12 +130,8 @@ def _settled(given: torch.Tensor, dtype: torch.dtype, sizes: Any, strides: Any, 
     return there.copy_(given)
 
 
-@functools.lru_cache(maxsize=4096)
-def _scalar(dtype: torch.dtype, wrapped: bool, element: bytes) -> torch.Tensor:
-    tensor = torch.frombuffer(bytearray(element), dtype=dtype).reshape(())
-    if not wrapped:
-        return tensor.clone()
-    return torch.ops.tensorstream_numbers.add(tensor.item())
+def _scalar(dtype: torch.dtype, element: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(element), dtype=dtype).reshape(())
 
 
 def _named(name: str) -> Any:
@@ -152,7 +146,8 @@ def _host(tensor: torch.Tensor) -> Any:
     host = tensor.contiguous() if tensor.device.type == "cpu" else tensor.cpu().contiguous()
     if host.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         host = host.clone()
-    return torch.utils.dlpack.to_dlpack(host.detach().reshape(-1).view(torch.uint8))
+    flat = host.detach().as_strided((host.numel(),), (1,))
+    return torch.utils.dlpack.to_dlpack(flat.view(torch.uint8))
 
 
 def _part(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Any:
