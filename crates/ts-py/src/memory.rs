@@ -164,6 +164,18 @@ impl Memory {
     }
 }
 
+/// A copy of bytes on the host.
+///
+/// # Safety
+/// So many bytes are there, and nobody writes to them meanwhile.
+pub(crate) unsafe fn copied(address: usize, len: usize) -> Vec<u8> {
+    if len == 0 {
+        return Vec::new();
+    }
+    // SAFETY: this function's contract.
+    unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<u8>(address), len) }.to_vec()
+}
+
 /// The bytes as what is sent: they stay where they are.
 impl AsRef<[u8]> for Shared {
     fn as_ref(&self) -> &[u8] {

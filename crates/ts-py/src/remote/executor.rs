@@ -18,11 +18,13 @@ use tensorstream::remote::{Bytes, Identity, Listener, Lobby, TlsServer};
 
 use super::torch::integer;
 use crate::errors::{misuse, of_wire};
-use crate::memory::{Memory, Shared, Target};
+use crate::memory::{Memory, Shared, Target, copied};
 use crate::wire::Settings;
 
 /// The most views of a storage that are kept for the next operator that asks for them.
 const MAX_VIEWS: usize = 8;
+/// Reads up to so many bytes are copied at once.
+const SMALL: u64 = 4096;
 /// How long a session outlives its link.
 const LINGER: Duration = Duration::from_secs(60);
 
@@ -51,6 +53,8 @@ struct Server {
     guard: Py<PyAny>,
     tensor: Py<PyAny>,
     devices: Vec<Py<PyAny>>,
+    /// Whether they are the host.
+    on_host: bool,
 }
 
 struct Operator {
@@ -323,6 +327,30 @@ impl TorchExecutor {
         index.filter(|&index| (index as usize) < self.server.devices.len()).unwrap_or(0)
     }
 
+    /// The elements of a tensor of few, where they are at hand: for who waits for a number.
+    fn small(&mut self, py: Python<'_>, tensor: &TensorRef) -> Result<Option<Vec<u8>>, Failure> {
+        let (server, view) = (self.server.clone(), &tensor.view);
+        let (_, element) = server.element(view.dtype)?;
+        let Some(count) = view.elements().filter(|&count| count * element <= SMALL) else { return Ok(None) };
+        if !server.on_host || view.strides != View::contiguous(view.dtype, view.sizes.clone()).strides {
+            return Ok(None);
+        }
+        let storage = self.storage(py, tensor.storage)?;
+        let numbers = |name| storage.call_method0(py, name)?.extract::<u64>(py);
+        let failed = |error: PyErr| raised(py, "a storage", &error);
+        let bytes = numbers(intern!(py, "nbytes")).map_err(failed)?;
+        let end = view.offset.checked_add(count).and_then(|end| end.checked_mul(*element));
+        if end.is_none_or(|end| end > bytes) {
+            return Err(refused(format!(
+                "a tensor that is not within the {bytes} bytes of storage {}",
+                tensor.storage
+            )));
+        }
+        let address = numbers(intern!(py, "data_ptr")).map_err(failed)? + view.offset * element;
+        // SAFETY: they are within the storage, which is on the host and held; what writes to it runs on this thread.
+        Ok(Some(unsafe { copied(address as usize, (count * element) as usize) }))
+    }
+
     /// A part of a storage that is on the host, to read and write.
     fn part(
         &mut self,
@@ -453,6 +481,9 @@ impl Executor for TorchExecutor {
 
     fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, Failure> {
         Python::attach(|py| {
+            if let Some(bytes) = self.small(py, tensor)? {
+                return Ok(bytes.into());
+            }
             let object = self.tensor(py, tensor)?;
             let capsule =
                 self.server.host.bind(py).call1((object,)).and_then(|capsule| Memory::of_capsule(&capsule));
@@ -543,7 +574,7 @@ impl RemoteServer {
             }
             dtypes[usize::from(number)] = Some((object, bytes));
         }
-        let server = Server {
+        let mut server = Server {
             session: function("session")?,
             dtypes,
             realise: function("realise")?,
@@ -556,7 +587,10 @@ impl RemoteServer {
             guard: function("guard")?,
             tensor: function("tensor")?,
             devices: get("devices")?.extract()?,
+            on_host: false,
         };
+        let first = server.devices.first().ok_or_else(|| misuse(py, "a machine has at least one device"))?;
+        server.on_host = first.bind(py).getattr("type")?.extract::<String>()? == "cpu";
         let at: tensorstream::remote::Address = at.parse().map_err(|error| of_wire(py, &error))?;
         let mut options = settings.options(py)?;
         options.service = EXEC.into();
@@ -632,7 +666,9 @@ impl RemoteServer {
             let serve = move || {
                 let make =
                     || TorchExecutor { server, session: None, ops: Vec::new(), storages: HashMap::new() };
-                if let Err(error) = sessions.serve(link, make, &stop) {
+                // What the interpreter has for a thread is kept for the next batch.
+                let served = Python::attach(|py| py.detach(|| sessions.serve(link, make, &stop)));
+                if let Err(error) = served {
                     ended.lock().unwrap_or_else(PoisonError::into_inner).push((peer, error.to_string()));
                 }
                 serving.fetch_sub(1, Ordering::Relaxed);

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat};
 use tensorstream::remote::exec::{
     Answer, Client, ClientOptions, EXEC, Fault, Request, TensorRef, Value, View,
 };
@@ -338,21 +338,32 @@ fn elsewhere(tensor: &Bound<'_, PyAny>) -> PyErr {
     PyTypeError::new_err(format!("needs a tensor of a device of tensorstream, and this is on {device}"))
 }
 
-/// The elements of a tensor, as bytes: of a few, of one.
+/// The value of a tensor of one element; its bytes, where Python has no such numbers.
 #[pyfunction]
-pub(crate) fn remote_scalar<'py>(
-    py: Python<'py>,
-    tensor: &Bound<'py, PyAny>,
-) -> PyResult<Bound<'py, pyo3::types::PyBytes>> {
+pub(crate) fn remote_scalar<'py>(py: Python<'py>, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let torch = torch(py)?;
     let (index, from) = torch.describe(tensor)?.ok_or_else(|| elsewhere(tensor))?;
-    let seat = seat(py, index)?;
+    let (seat, dtype) = (seat(py, index)?, from.view.dtype);
     let reply = seat.machine.client.reply();
     seat.machine.ask(py, &Request::Read { reply, tensor: from })?;
-    match seat.machine.wait(py, reply)? {
-        Answer::Bytes(bytes) => Ok(pyo3::types::PyBytes::new(py, &bytes)),
-        _ => Err(PyRuntimeError::new_err("an answer that is not that to the question")),
-    }
+    let Answer::Bytes(bytes) = seat.machine.wait(py, reply)? else {
+        return Err(PyRuntimeError::new_err("an answer that is not that to the question"));
+    };
+    Ok(match (dtype.0, &bytes[..]) {
+        (0, &[a]) => a.into_pyobject(py)?.into_any(),
+        (1, &[a]) => (a as i8).into_pyobject(py)?.into_any(),
+        (2, &[a, b]) => i16::from_le_bytes([a, b]).into_pyobject(py)?.into_any(),
+        (3, &[a, b, c, d]) => i32::from_le_bytes([a, b, c, d]).into_pyobject(py)?.into_any(),
+        (4, &[a, b, c, d, e, f, g, h]) => {
+            i64::from_le_bytes([a, b, c, d, e, f, g, h]).into_pyobject(py)?.into_any()
+        }
+        (6, &[a, b, c, d]) => PyFloat::new(py, f64::from(f32::from_le_bytes([a, b, c, d]))).into_any(),
+        (7, &[a, b, c, d, e, f, g, h]) => {
+            PyFloat::new(py, f64::from_le_bytes([a, b, c, d, e, f, g, h])).into_any()
+        }
+        (11, &[a]) => PyBool::new(py, a != 0).to_owned().into_any(),
+        (_, bytes) => PyBytes::new(py, bytes).into_any(),
+    })
 }
 
 /// Sends the bytes of a capsule - contiguous, on the host - to a tensor's elements, which are contiguous too.
@@ -408,9 +419,7 @@ pub(super) fn plain(py: Python<'_>, value: &Value) -> PyResult<Py<PyAny>> {
         Value::Bool(value) => value.into_pyobject(py)?.to_owned().into_any().unbind(),
         Value::Int(value) => value.into_pyobject(py)?.into_any().unbind(),
         Value::Float(value) => value.into_pyobject(py)?.into_any().unbind(),
-        Value::Complex(real, imaginary) => {
-            pyo3::types::PyComplex::from_doubles(py, *real, *imaginary).into_any().unbind()
-        }
+        Value::Complex(real, imaginary) => PyComplex::from_doubles(py, *real, *imaginary).into_any().unbind(),
         Value::Text(text) => text.into_pyobject(py)?.into_any().unbind(),
         other => return Err(PyRuntimeError::new_err(format!("an answer of no known kind: {other:?}"))),
     })

@@ -197,8 +197,10 @@ def _copy_from_and_resize(source: torch.Tensor, to: torch.Tensor) -> torch.Tenso
 
 
 def _local_scalar_dense(tensor: torch.Tensor) -> Any:
-    value = torch.frombuffer(bytearray(_native.remote_scalar(_plain(tensor))), dtype=tensor.dtype)
-    return value[0].item()
+    value = _native.remote_scalar(_plain(tensor))
+    if isinstance(value, bytes):
+        return torch.frombuffer(bytearray(value), dtype=tensor.dtype)[0].item()
+    return value
 
 
 def _set_empty(tensor: torch.Tensor) -> torch.Tensor:
