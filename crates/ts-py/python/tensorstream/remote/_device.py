@@ -69,6 +69,11 @@ def seed_of(index: int, seed: int) -> None:
     _kernels.SEED(_anchor(index), (int(seed) + 2**63) % 2**64 - 2**63)
 
 
+def kind_of(index: int) -> str:
+    """What a machine runs operators on: "cpu" or "cuda"."""
+    return _kernels.KIND(_anchor(index))
+
+
 def _index(device: Any) -> int:
     index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
     return current_device() if index is None else index

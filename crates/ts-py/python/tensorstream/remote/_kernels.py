@@ -11,6 +11,7 @@ import torch
 
 from .. import _native
 from . import _infer
+from ._composites import COMPOSITES
 from ._infer import META, as_strided, is_ours, replace, reshape
 
 aten = torch.ops.aten
@@ -25,7 +26,8 @@ _TAKES_HOST = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_
 #: Operators that give something else on a CPU than on meta tensors, which depends on their arguments' shapes alone: what they gave is known
 #: the next time.
 _LEARNED = {"native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
-            "_batch_norm_with_update", "_batch_norm_no_update", "_embedding_bag", "_embedding_bag_forward_only"}  # fmt: skip
+            "_batch_norm_with_update", "_batch_norm_no_update", "_embedding_bag", "_embedding_bag_forward_only",
+            "mkldnn_rnn_layer"}  # fmt: skip
 
 #: Composite operators that go to the machine whole: what they are made of differs from device to device.
 _WHOLE = ["aten::convolution", "aten::convolution_backward", "aten::_convolution"]
@@ -277,8 +279,10 @@ _OWN = torch.library.Library("tensorstream", "DEF")
 _OWN.define("manual_seed(Tensor anchor, int seed) -> ()")
 _OWN.define("rng_state(Tensor anchor) -> Tensor")
 _OWN.define("set_rng_state(Tensor anchor, Tensor state) -> ()")
+_OWN.define("kind(Tensor anchor) -> str")
 _OWN.impl("manual_seed", lambda anchor, seed: None, "Meta")
 _OWN.impl("set_rng_state", lambda anchor, state: None, "Meta")
+KIND = kernel(torch.ops.tensorstream.kind.default)
 SEED = kernel(torch.ops.tensorstream.manual_seed.default)
 RNG_STATE = kernel(torch.ops.tensorstream.rng_state.default)
 SET_RNG_STATE = kernel(torch.ops.tensorstream.set_rng_state.default)
@@ -311,6 +315,9 @@ def register() -> None:
         else:
             run = kernel(op)
         own.impl(name.removeprefix("aten::"), run, "PrivateUse1")
+    for name, run in COMPOSITES.items():
+        own.impl(name, run, "PrivateUse1")
+        own.impl(name, run, "AutogradPrivateUse1")
     others = torch.library.Library("_", "IMPL")
     others.fallback(_fallback, "PrivateUse1")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

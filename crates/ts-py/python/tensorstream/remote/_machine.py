@@ -17,7 +17,7 @@ import torch
 from .. import _native
 from .._wire import _settings
 from ..errors import ConfigurationError, ConnectionLost
-from . import _device
+from . import _composites, _device
 
 Kind = Literal["mock", "local", "tcp"]
 
@@ -89,6 +89,8 @@ class RemoteMachine:
         first = self._session.first
         _device.SESSIONS[first] = self._session
         _device.COUNT = max(_device.COUNT, first + self.gpu_count)
+        kind = _device.kind_of(first)
+        _composites.KINDS.update({first + index: kind for index in range(self.gpu_count)})
         _device.seed_of(first, torch.initial_seed())
         return self
 

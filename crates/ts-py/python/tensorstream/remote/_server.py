@@ -91,6 +91,9 @@ class Session:
     def _manual_seed(self, anchor: torch.Tensor, seed: int) -> None:
         self._generator(anchor.device).manual_seed(seed)
 
+    def _kind(self, anchor: torch.Tensor) -> str:
+        return anchor.device.type
+
     def _rng_state(self, anchor: torch.Tensor) -> torch.Tensor:
         return self._generator(anchor.device).get_state().to(anchor.device)
 
