@@ -3,9 +3,9 @@
 
 usage: opdb.py [--only NAME ...] [--samples 6] [--jobs 2] [--json] [--verbose]
 
-For each entry, its samples of one dtype (float32 if it has that, else the first that it has) run on the CPU and on the device,
-and what they give is compared: forward, and backward for what is differentiable. Each entry runs in a worker process that others
-share, so that one that crashes is counted and the rest go on.
+For each entry its samples of one dtype (float32 if it has that, else the first that it has) are made on the device,
+run there and on the CPU, and what they give is compared: forward, and backward for what is differentiable. A process
+that crashes is counted, and another goes on.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import multiprocessing as mp
-import os
-import signal
 import sys
-import time
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 PASS, SKIP = "pass", "none"
@@ -91,7 +90,7 @@ def _compare(name: str, expected: Any, given: Any) -> None:
     elif isinstance(expected, dict):
         _compare(name, list(expected.values()), list(given.values()))
     elif isinstance(expected, float):
-        assert given == expected or abs(given - expected) < 1e-5 or (given != given and expected != expected)
+        assert given == expected or abs(given - expected) < 1e-5 or (math.isnan(given) and math.isnan(expected))
     elif isinstance(expected, torch.storage.UntypedStorage | torch.storage.TypedStorage):
         pass
     elif expected is not None and not isinstance(expected, torch.device):
@@ -176,78 +175,70 @@ def _attempt(run: Any, *arguments: Any) -> tuple[str, str]:
     return (PASS if count else SKIP), ""
 
 
-def _worker(numbers: Any, results: Any, most: int) -> None:
+def _worker(pipe: Any, most: int) -> None:
+    """Tries entries whose numbers come, until none does."""
     warnings.simplefilter("ignore")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
-
     from tensorstream.remote import RemoteMachine
 
     torch.set_num_threads(1)
     table = _table()
     with RemoteMachine("local", threads=1) as machine:
         device = machine.device()
-        while (number := numbers.get()) is not None:
+        while (number := pipe.recv()) is not None:
             info = table[number]
-            results.put((number, "begins", None, None))
-            signal.alarm(LIMIT)
             forward = _attempt(_forward, info, device, most)
             backward = _attempt(_backward, info, device, most) if info.supports_autograd else (SKIP, "")
-            signal.alarm(0)
             try:
                 machine.synchronize()
             except RuntimeError as error:
-                if forward[0] == PASS:
-                    forward = "fail", f"later: {error}"
-            results.put((number, "ends", forward, backward))
+                forward = "fail", f"later: {error}"
+            pipe.send((forward, backward))
+
+
+class _Worker:
+    """A process that tries entries, and another when that has crashed."""
+
+    def __init__(self, most: int) -> None:
+        self._context, self._most = mp.get_context("spawn"), most
+        self._process: Any = None
+
+    def attempt(self, number: int) -> tuple[Any, Any]:
+        if self._process is None:
+            self._pipe, theirs = self._context.Pipe()
+            self._process = self._context.Process(target=_worker, args=(theirs, self._most))
+            self._process.start()
+            theirs.close()
+        try:
+            self._pipe.send(number)
+            if self._pipe.poll(LIMIT):
+                return self._pipe.recv()
+            why = f"nothing came in {LIMIT} s"
+        except (EOFError, OSError):
+            why = "the process ended"
+        self._process.kill()
+        self._process.join()
+        why, self._process = f"{why}: exit code {self._process.exitcode}", None
+        return ("crash", why), (SKIP, "")
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._pipe.send(None)
+            self._process.join(20)
 
 
 def _sweep(most: int, jobs: int, wanted: list[int]) -> dict[int, tuple[Any, Any]]:
-    context = mp.get_context("spawn")
-    done: dict[int, tuple[Any, Any]] = {}
-    left = list(wanted)
-    while left:
-        numbers, results = context.Queue(), context.Queue()
-        workers = [context.Process(target=_worker, args=(numbers, results, most)) for _ in range(jobs)]
-        for worker in workers:
-            worker.start()
+    left, done = iter(wanted), {}
+
+    def work() -> None:
+        worker = _Worker(most)
         for number in left:
-            numbers.put(number)
-        for _ in workers:
-            numbers.put(None)
-        begun: set[int] = set()
-        since = time.monotonic()
-        while len(done) < len(wanted) and any(worker.is_alive() for worker in workers):
-            try:
-                number, what, forward, backward = results.get(timeout=1)
-            except Exception:
-                if time.monotonic() - since > LIMIT + 60:
-                    break
-                if any(worker.exitcode not in (None, 0) for worker in workers):
-                    break
-                continue
-            since = time.monotonic()
-            if what == "begins":
-                begun.add(number)
-            else:
-                begun.discard(number)
-                done[number] = (forward, backward)
-        for worker in workers:
-            if worker.is_alive() and len(done) < len(wanted):
-                worker.terminate()
-            worker.join(20)
-        codes = [worker.exitcode for worker in workers]
-        if not begun and len(done) < len(wanted) and 1 in codes:
-            raise SystemExit(f"opdb: a worker ended before it had begun: exit codes {codes}")
-        if len(done) < len(wanted) and begun:
-            # Of those that were under way one has ended its process: each is tried by itself.
-            if len(begun) == 1 or jobs == 1:
-                for number in begun:
-                    done[number] = (("crash", f"exit codes {codes}"), (SKIP, ""))
-            else:
-                for number in begun:
-                    done.update(_sweep(most, 1, [number]))
-        left = [number for number in wanted if number not in done]
+            done[number] = worker.attempt(number)
+        worker.end()
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for job in [pool.submit(work) for _ in range(jobs)]:
+            job.result()
     return done
 
 
@@ -261,7 +252,11 @@ def main() -> int:
     options = parser.parse_args()
     table = _table()
     names = [info.formatted_name for info in table]
-    wanted = [at for at, info in enumerate(table) if not options.only or info.name in options.only or names[at] in options.only]
+    wanted = [
+        at
+        for at, info in enumerate(table)
+        if not options.only or info.name in options.only or names[at] in options.only
+    ]
     done = _sweep(options.samples, options.jobs, wanted)
     forward = [at for at in wanted if done[at][0][0] == PASS]
     crashed = [at for at in wanted if done[at][0][0] == "crash"]
@@ -274,11 +269,15 @@ def main() -> int:
         for which, (how, why) in zip(("forward", "backward"), done[at], strict=True):
             if how != PASS and (which, how) != ("backward", SKIP):
                 short, _, trace = why.partition("\n@@")
-                print(f"{names[at]} ({which}): {how}: {short if options.verbose else short.splitlines()[0] if short else ''}")
+                first = short if options.verbose else short.partition("\n")[0]
+                print(f"{names[at]} ({which}): {how}: {first}")
                 if options.verbose:
                     print(trace)
     rate = 100 * len(backward) / max(len(tried), 1)
-    print(f"forward: {len(forward)} of {len(wanted)}; backward: {len(backward)} of {len(tried)} ({rate:.1f}%); crashes: {len(crashed)}")
+    print(
+        f"forward: {len(forward)} of {len(wanted)}; backward: {len(backward)} of {len(tried)} ({rate:.1f}%); "
+        f"crashes: {len(crashed)}"
+    )
     return 0
 
 

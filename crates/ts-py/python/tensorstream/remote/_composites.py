@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Operators that PyTorch makes of others, and of other ones on a CPU than elsewhere: on a machine that is one they are made as there, so that
-the same elements come out."""
+"""Operators that PyTorch makes of others, and of other ones on a CPU than elsewhere: on a machine that is one they
+are made as there, so that the same elements come out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def _on_cpu(tensor: torch.Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _choice(layouts: tuple[Any, ...], dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool) -> int:
+def _choice(
+    layouts: tuple[Any, ...], dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> int:
     def like(layout: Any) -> torch.Tensor | None:
         if layout is None:
             return None
@@ -43,7 +45,9 @@ def _attention(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """As a CPU chooses, by shapes alone; with a GPU by what every one can."""
-    by_others = functools.partial(aten.scaled_dot_product_attention.default.decompose, scale=scale, enable_gqa=enable_gqa)
+    by_others = functools.partial(
+        aten.scaled_dot_product_attention.default.decompose, scale=scale, enable_gqa=enable_gqa
+    )
     if not _on_cpu(query):
         return by_others(query, key, value, attn_mask, dropout_p, is_causal)
     layouts = tuple(
@@ -54,8 +58,14 @@ def _attention(
         return by_others(query, key, value, attn_mask, dropout_p, is_causal)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    batched = query.dim() == 3
+    if batched:
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        while attn_mask is not None and attn_mask.dim() < 4:
+            attn_mask = attn_mask.unsqueeze(0)
     flash = aten._scaled_dot_product_flash_attention_for_cpu.default
-    return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    output = flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return output.squeeze(0) if batched else output
 
 
 # Recurrent networks.

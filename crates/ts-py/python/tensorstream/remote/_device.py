@@ -117,9 +117,9 @@ def _module() -> types.ModuleType:
 
 
 def _single_threaded_backward() -> None:
-    """The autograd engine takes the device for one with a single index, and starts threads for no more: it is run on the thread that
-    calls it."""
-    import torch.autograd.graph as graph
+    """The autograd engine takes the device for one with a single index, and starts threads for no more: it is run on
+    the thread that calls it."""
+    from torch.autograd import graph
 
     run = graph._engine_run_backward
 
@@ -130,11 +130,11 @@ def _single_threaded_backward() -> None:
                 return run(outputs, *args, **kwargs)
         return run(outputs, *args, **kwargs)
 
-    graph._engine_run_backward = torch.autograd._engine_run_backward = backward  # type: ignore[attr-defined]
+    graph._engine_run_backward = torch.autograd._engine_run_backward = backward  # type: ignore[assignment,attr-defined]
 
 
 def _storages() -> None:
-    """PyTorch makes storages of the device by an allocator, which there is none of: they are those of empty tensors."""
+    """PyTorch makes storages by a device's allocator, which this has not: they are those of empty tensors."""
     make = torch.UntypedStorage.__new__
 
     def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -152,7 +152,6 @@ def _storages() -> None:
 
 def _set_up() -> None:
     _setup_privateuseone_for_python_backend("ts", backend_module=_module())
-    _infer.current_device = current_device
     _native.remote_setup({
         "tensor": torch.Tensor,
         "parameter": torch.nn.Parameter,
@@ -163,7 +162,10 @@ def _set_up() -> None:
         "layout": torch.layout,
         "dtypes": DTYPES,
         "from_dlpack": torch._C._from_dlpack,
-        "infer": _infer,
+        "infer": types.SimpleNamespace(
+            infer=_infer.infer, element=_infer.element, to_device=_infer.to_device, plain=_kernels.plain,
+            current_device=current_device,
+        ),
         "as_strided": _infer.as_strided,
     })  # fmt: skip
     _kernels.register()

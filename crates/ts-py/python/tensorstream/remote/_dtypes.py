@@ -35,7 +35,7 @@ _TABLE = [
 DTYPES = [(getattr(torch, name), *rest) for name, *rest in _TABLE if hasattr(torch, name)]
 NUMBERS = {dtype: number for dtype, number, *_ in DTYPES}
 
-#: Operators that PyTorch lets be called with a number in a tensor's place. Of others there is an overload for numbers.
+#: Operators that may be called with a number in a tensor's place. Of others there is an overload for numbers.
 TAKES_NUMBERS = frozenset(
     name + suffix
     for name in ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "floor_divide", "copy")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 _as_strided = torch.ops.aten.as_strided.default
 
 
-def as_strided(tensor: torch.Tensor, sizes: Any, strides: Any, offset: int) -> torch.Tensor:
+def as_strided(tensor: torch.Tensor, sizes: Any, strides: Any, offset: Any) -> torch.Tensor:
     """A view of a tensor of the device, below autograd."""
     return _as_strided.redispatch(META, tensor, sizes, strides, offset)
 
@@ -35,7 +34,7 @@ def whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
     return _native.remote_whole(storage.device.index, storage.data_ptr(), storage.nbytes(), dtype)
 
 
-def reshape(tensor: torch.Tensor, sizes: Any, strides: Any, offset: int, nbytes: int) -> None:
+def reshape(tensor: torch.Tensor, sizes: Any, strides: Any, offset: Any, nbytes: Any) -> None:
     """Gives a tensor another shape within its storage, which grows to ``nbytes`` if it has fewer."""
     storage, there = tensor.untyped_storage(), tensor
     if nbytes > storage.nbytes():
@@ -83,8 +82,9 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """What each of an operator's returns will be, as a list for the kernel; None if only its elements say; True if arguments were given another
-    shape, and it is to be asked again; a tuple of one thing, the result, if the operator was made of others.
+    """What each of an operator's returns will be, as a list for the kernel; None if only its elements say; True if
+    arguments were given another shape, and it is to be asked again; a tuple of one thing, the result, if the operator
+    was made of others.
 
     Raises what the operator raises for such arguments."""
     metas = _Metas()
@@ -104,7 +104,8 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     resized = False
     for tensor, meta in zip(metas.tensors, metas.metas, strict=True):
         if is_ours(tensor) and _layout(tensor) != _layout(meta):
-            reshape(tensor, *_layout(meta), meta.untyped_storage().nbytes())
+            shape, strides, offset = _layout(meta)
+            reshape(tensor, shape, strides, offset, meta.untyped_storage().nbytes())
             resized = True
     if resized:
         return True
@@ -149,6 +150,8 @@ def _by_others(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     functional = _functional(op)
     if functional is None:
         return None
+    from ._kernels import kernel_of
+
     given = kernel_of(functional)(*args, **{name: value for name, value in kwargs.items() if name not in outs})
     results = given if isinstance(given, tuple) else (given,)
     for name, result in zip(outs, results, strict=True):
@@ -167,7 +170,7 @@ def has_numbers(op: torch._ops.OpOverload, args: Any) -> bool:
 
 @functools.cache
 def tensor_places(op: torch._ops.OpOverload) -> list[int]:
-    """Places of arguments that are tensors, and may be numbers that PyTorch has not made tensors of, which must be known."""
+    """Places of arguments that are tensors, where a number must be known."""
     if op._schema.name.partition("::")[2] in TAKES_NUMBERS:
         return []
     return [at for at, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
@@ -193,8 +196,3 @@ def element(tensor: torch.Tensor) -> bytes:
 def to_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
     """A copy of a tensor of the host."""
     return tensor.to(torch.device("ts", index))
-
-
-current_device: Callable[[], int]
-plain: Callable[[torch.Tensor], torch.Tensor]
-kernel_of: Callable[[torch._ops.OpOverload], Callable[..., Any]]

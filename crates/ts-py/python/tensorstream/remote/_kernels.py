@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Kernels of the device: of each of PyTorch's operators that has one for the CPU, and those that are not simply asked of the machine."""
+"""Kernels of the device: of each of PyTorch's operators that has one for the CPU; and those that are not simply asked
+of the machine."""
 
 from __future__ import annotations
 
@@ -20,14 +21,21 @@ aten = torch.ops.aten
 _LIBRARIES: list[torch.library.Library] = []
 
 #: Operators of which an argument may be on the host: indices.
-_TAKES_HOST = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index.Tensor", "aten::index_put",
-               "aten::index.Tensor_out", "aten::_unsafe_index_put"}  # fmt: skip
+_TAKES_HOST = {
+    f"aten::{name}"
+    for name in (
+        "index.Tensor", "index.Tensor_out", "_unsafe_index.Tensor", "index_put", "index_put_", "_index_put_impl_",
+        "_unsafe_index_put",
+    )
+}  # fmt: skip
 
-#: Operators that give something else on a CPU than on meta tensors, which depends on their arguments' shapes alone: what they gave is known
-#: the next time.
-_LEARNED = {"native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
-            "_batch_norm_with_update", "_batch_norm_no_update", "_embedding_bag", "_embedding_bag_forward_only",
-            "mkldnn_rnn_layer"}  # fmt: skip
+#: Operators that give something else on a CPU than on meta tensors, which depends on their arguments' shapes alone:
+#: what they gave is known the next time.
+_LEARNED = {
+    "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
+    "_batch_norm_with_update", "_batch_norm_no_update", "_embedding_bag", "_embedding_bag_forward_only",
+    "mkldnn_rnn_layer",
+}  # fmt: skip
 
 #: Composite operators that go to the machine whole: what they are made of differs from device to device.
 _WHOLE = ["aten::convolution", "aten::convolution_backward", "aten::_convolution"]
@@ -47,7 +55,9 @@ def _returns(op: torch._ops.OpOverload) -> list[Any]:
                 kinds.append(written[0])
                 continue
         kind = str(given.type)
-        kinds.append("tensor" if kind in ("Tensor", "Optional[Tensor]") else "tensors" if kind == "List[Tensor]" else "other")
+        kinds.append(
+            "tensor" if kind in ("Tensor", "Optional[Tensor]") else "tensors" if kind == "List[Tensor]" else "other"
+        )
     return kinds
 
 
@@ -114,7 +124,9 @@ def _as_strided(tensor: torch.Tensor, size: Any, stride: Any, storage_offset: in
 
 def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
     if tuple(tensor.shape) != tuple(size):
-        meta = torch.empty(size, dtype=tensor.dtype, device="meta", memory_format=memory_format or torch.contiguous_format)
+        meta = torch.empty(
+            size, dtype=tensor.dtype, device="meta", memory_format=memory_format or torch.contiguous_format
+        )
         offset = tensor.storage_offset()
         nbytes = meta.untyped_storage().nbytes() + offset * tensor.element_size() if meta.numel() else 0
         reshape(tensor, meta.shape, meta.stride(), offset, nbytes)
@@ -124,7 +136,7 @@ def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> to
 def _bytes(tensor: torch.Tensor) -> Any:
     """A capsule of a tensor's bytes: contiguous, on the host."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return torch.utils.dlpack.to_dlpack(flat.view(torch.uint8))
+    return torch._C._to_dlpack(flat.view(torch.uint8))
 
 
 def upload(source: torch.Tensor, to: torch.Tensor) -> None:
@@ -136,11 +148,11 @@ def upload(source: torch.Tensor, to: torch.Tensor) -> None:
 def download(source: torch.Tensor, to: torch.Tensor) -> None:
     """The elements of a tensor of the device come to one of the host that is like it and contiguous."""
     if source.numel():
-        _native.remote_download(_plain(source), _bytes(to))
+        _native.remote_download(plain(source), _bytes(to))
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as they are in memory: what PyTorch only notes - that they are conjugate, or negative - is done."""
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, as they are: what is only noted - that they are conjugate, or negative - is done."""
     if tensor.is_conj():
         tensor = aten.conj_physical.default(tensor.conj())
     if tensor.is_neg():
@@ -152,7 +164,7 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
     if source.shape != to.shape:
         source = source.expand(to.shape)
     if is_ours(source) and is_ours(to):
-        source = _plain(source)
+        source = plain(source)
         if source.device == to.device:
             if to.is_neg() or to.is_conj():
                 return _copy_noted(source, to)
@@ -199,7 +211,7 @@ def _copy_from_and_resize(source: torch.Tensor, to: torch.Tensor) -> torch.Tenso
 
 
 def _local_scalar_dense(tensor: torch.Tensor) -> Any:
-    value = _native.remote_scalar(_plain(tensor))
+    value = _native.remote_scalar(plain(tensor))
     if isinstance(value, bytes):
         return torch.frombuffer(bytearray(value), dtype=tensor.dtype)[0].item()
     return value
@@ -234,14 +246,16 @@ def _set_tensor(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _view_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    like = aten.view.dtype(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), dtype)
+    like = aten.view.dtype(
+        torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), dtype
+    )
     old, new = tensor.element_size(), like.element_size()
     there = _infer.whole(tensor.untyped_storage(), dtype)
     return as_strided(there, like.shape, like.stride(), tensor.storage_offset() * old // new)
 
 
 def _clone(tensor: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
-    return _CLONE(_plain(tensor), **({} if memory_format is None else {"memory_format": memory_format}))
+    return _CLONE(plain(tensor), **({} if memory_format is None else {"memory_format": memory_format}))
 
 
 def _efficientzerotensor(size: Any, **options: Any) -> torch.Tensor:
@@ -249,7 +263,9 @@ def _efficientzerotensor(size: Any, **options: Any) -> torch.Tensor:
 
 
 def _record_stream(tensor: torch.Tensor, stream: Any) -> None:
-    raise RuntimeError("a device of tensorstream has no streams: operators are done in the order in which they are called")
+    raise RuntimeError(
+        "a device of tensorstream has no streams: operators are done in the order in which they are called"
+    )
 
 
 _MANUAL: dict[str, Callable[..., Any]] = {
@@ -289,19 +305,22 @@ SET_RNG_STATE = kernel(torch.ops.tensorstream.set_rng_state.default)
 
 
 @functools.cache
-def _other(op: torch._ops.OpOverload) -> _native.RemoteKernel:
+def kernel_of(op: torch._ops.OpOverload) -> _native.RemoteKernel:
+    """As :func:`kernel`, once for each."""
     return kernel(op)
 
 
 def _fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Operators of other libraries, and those that have no kernel for the CPU."""
-    return _other(op)(*args, **kwargs)
+    return kernel_of(op)(*args, **kwargs)
 
 
 def register() -> None:
     """Tells PyTorch of all kernels."""
     own = torch.library.Library("aten", "IMPL")
-    names = [name for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU") if name.startswith("aten::")]
+    names = [
+        name for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU") if name.startswith("aten::")
+    ]
     for name in {*names, *_WHOLE, *_MANUAL}:
         op = _overload(name)
         if op is None:
@@ -322,4 +341,3 @@ def register() -> None:
     others.fallback(_fallback, "PrivateUse1")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _LIBRARIES.extend([own, others, _OWN])
-    _infer.kernel_of, _infer.plain = _other, _plain

@@ -27,12 +27,14 @@ _LIMIT_BYTES = 64 << 30
 class RemoteMachine:
     """A machine that has tensors, and runs operators on them.
 
-    kind: "mock" is a thread of this process, "local" a process of this computer's, both by a Unix socket; "tcp" is whoever listens at
-    ``address``: ``tensorstream serve``. gpu_type: "cpu" or "cuda", what a machine that is started here runs operators on. gpu_count: how many
-    devices it has. token, ca, cert, key: as of :func:`tensorstream.connect`. retry: seconds for which a link that was lost is made again,
-    while nothing is lost. threads: of PyTorch's for one operator, on a machine that is started here.
+    kind: "mock" is a thread of this process, "local" a process of this computer's, both by a Unix socket; "tcp" is
+    whoever listens at ``address``: ``tensorstream serve``. gpu_type: "cpu" or "cuda", what a machine that is started
+    here runs operators on. gpu_count: how many devices it has. token, ca, cert, key: as of
+    :func:`tensorstream.connect`. retry: seconds for which a link that was lost is made again, while nothing is lost.
+    threads: of PyTorch's for one operator, on a machine that is started here.
 
-    It is started at once, or by :meth:`start` if ``start=False``. At the end of a ``with`` it is stopped: its tensors are gone.
+    It is started at once, or by :meth:`start` if ``start=False``. At the end of a ``with`` it is stopped: its tensors
+    are gone.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class RemoteMachine:
         """Starts the machine, or connects to it. Blocks until it is there. Nothing happens if it is."""
         if self._session is not None:
             return self
-        address = self.address
+        address = self.address or ""
         if self.kind != "tcp":
             self._directory = tempfile.mkdtemp(prefix="tensorstream-")
             address = f"unix:{self._directory}/socket"
@@ -102,7 +104,15 @@ class RemoteMachine:
         self._thread.start()
 
     def _start_process(self, address: str) -> None:
-        command = [sys.executable, "-m", "tensorstream.remote._server", "--listen", address, "--device", self.gpu_type]
+        command = [
+            sys.executable,
+            "-m",
+            "tensorstream.remote._server",
+            "--listen",
+            address,
+            "--device",
+            self.gpu_type,
+        ]
         threads = self._threads or torch.get_num_threads()
         self._server = subprocess.Popen(
             [*command, "--threads", str(threads), "--with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -116,6 +126,7 @@ class RemoteMachine:
 
     def _end_server(self) -> None:
         if isinstance(self._server, subprocess.Popen):
+            assert self._server.stdin is not None and self._server.stdout is not None
             self._server.stdin.close()
             try:
                 self._server.wait(10)
@@ -150,7 +161,7 @@ class RemoteMachine:
         return self._session.stats()
 
     def stop(self) -> None:
-        """Ends the session, and the machine if it was started here. Its tensors are gone. Nothing happens if that is so already."""
+        """Ends the session, and the machine if it was started here. Its tensors are gone. May be called again."""
         session, self._session = self._session, None
         if session is None:
             return
@@ -167,9 +178,12 @@ class RemoteMachine:
     def __enter__(self) -> RemoteMachine:
         return self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def __repr__(self) -> str:
         state = "stopped" if self._session is None else f"ts:{self._session.first}"
-        return f"RemoteMachine({self.kind!r}, name={self.name!r}, gpu_type={self.gpu_type!r}, gpu_count={self.gpu_count}, {state})"
+        devices = f"gpu_type={self.gpu_type!r}, gpu_count={self.gpu_count}"
+        return f"RemoteMachine({self.kind!r}, name={self.name!r}, {devices}, {state})"

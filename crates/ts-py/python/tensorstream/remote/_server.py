@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The machine that has the tensors: PyTorch's operators by their names, for clients that ask. ``tensorstream serve``."""
+"""The machine that has the tensors: PyTorch's operators by their names, for who asks. ``tensorstream serve``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Session:
             raise PermissionError("this machine does not run it")
         if namespace == "tensorstream":
             return getattr(self, "_" + base), [], []
-        packet = getattr(getattr(torch.ops, namespace), base, None)
+        packet: Any = getattr(getattr(torch.ops, namespace), base, None)
         if overload == "*":
             # That which is for the arguments: numbers in tensors' places have overloads of their own.
             return packet, [0] if base.endswith("_") else [], ["out"]
@@ -124,11 +124,15 @@ def _view(storage: torch.UntypedStorage, dtype: torch.dtype, sizes: Any, strides
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     reach = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     if 0 not in sizes and (min(strides, default=0) < 0 or (reach + 1) * empty.element_size() > storage.nbytes()):
-        raise ValueError(f"sizes {sizes}, strides {strides}, offset {offset} of {dtype}: not within {storage.nbytes()} bytes")
+        raise ValueError(
+            f"sizes {sizes}, strides {strides}, offset {offset} of {dtype}: not within {storage.nbytes()} bytes"
+        )
     return empty.set_(storage, offset, sizes, strides)
 
 
-def _settled(given: torch.Tensor, dtype: torch.dtype, sizes: Any, strides: Any, offset: int, nbytes: int) -> torch.Tensor:
+def _settled(
+    given: torch.Tensor, dtype: torch.dtype, sizes: Any, strides: Any, offset: int, nbytes: int
+) -> torch.Tensor:
     there = _view(_realise(nbytes, given.device), dtype, sizes, strides, offset)
     return there.copy_(given)
 
@@ -150,13 +154,13 @@ def _host(tensor: torch.Tensor) -> Any:
     if host.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         host = host.clone()
     flat = host.detach().as_strided((host.numel(),), (1,))
-    return torch.utils.dlpack.to_dlpack(flat.view(torch.uint8))
+    return torch._C._to_dlpack(flat.view(torch.uint8))
 
 
 def _part(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Any:
     if storage.device.type != "cpu":
         raise TypeError("it is not on the host")
-    return torch.utils.dlpack.to_dlpack(torch.empty(0, dtype=torch.uint8).set_(storage, offset, (nbytes,)))
+    return torch._C._to_dlpack(torch.empty(0, dtype=torch.uint8).set_(storage, offset, (nbytes,), (1,)))
 
 
 def server(
@@ -185,14 +189,18 @@ def devices_of(kind: str) -> list[torch.device]:
 def main(arguments: list[str] | None = None) -> int:
     """``tensorstream serve``."""
     parser = argparse.ArgumentParser(prog="tensorstream serve", description=__doc__)
-    parser.add_argument("--listen", default="127.0.0.1:7470", help="HOST:PORT (port 0: one that is free), or unix:PATH")
+    parser.add_argument(
+        "--listen", default="127.0.0.1:7470", help="HOST:PORT (port 0: one that is free), or unix:PATH"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--token-file", help="a file with the secret that clients must know")
     parser.add_argument("--tls-cert", help="a certificate (PEM), for connections under TLS")
     parser.add_argument("--tls-key", help="its key (PEM)")
     parser.add_argument("--tls-client-ca", help="only clients with a certificate of one of these (PEM) are let in")
     parser.add_argument("--threads", type=int, help="threads of PyTorch's for one operator")
-    parser.add_argument("--insecure", action="store_true", help="everybody who can reach the address may use the machine")
+    parser.add_argument(
+        "--insecure", action="store_true", help="everybody who can reach the address may use the machine"
+    )
     parser.add_argument("--with-parent", action="store_true", help="ends when its standard input does")
     options = parser.parse_args(arguments)
     token = None
