@@ -33,6 +33,7 @@ cargo xtask bench llama              the same in three rounds
 cargo xtask big-endian               the container's tests on an emulated s390x, in a Debian made for it (root)
 cargo xtask gpu-bundle               target/gpu-bundle: tests, wheel and run.sh for a machine with a GPU and no Rust
 cargo xtask valgrind                 tests of streams and pools under valgrind's memcheck
+cargo xtask opdb                     PyTorch's table of operators on the device ts, against the CPU
 cargo xtask fuzz [SECONDS]           every parser, fuzzed for 60 s or as long as said
 cargo xtask bench io                 every I/O backend against fio, memcpy and curl
 cargo xtask bench codecs             lossless compression beside ZipNN
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
         ["big-endian"] => big_endian::test(),
         ["gpu-bundle"] => gpu_bundle::make(),
         ["valgrind"] => valgrind::memcheck(),
+        ["opdb"] => python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &[])),
         ["fuzz"] => fuzz::all(60),
         ["fuzz", seconds] => {
             seconds.parse().map_err(|_| format!("{seconds} is no number of seconds")).and_then(fuzz::all)

@@ -1,134 +1,350 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Weights that are not on this machine: a real S3 server on loopback, moto's of PyPI."""
+"""PyTorch's device ``ts``: the same as on a CPU, elsewhere."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import copy
 import os
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tensorstream as ts
 import torch
-from moto.server import ThreadedMotoServer
-from safetensors.torch import save_file
+from tensorstream.errors import ConfigurationError
+from tensorstream.remote import (
+    ConnectionLost,
+    CrossMachineError,
+    RemoteMachine,
+    RemoteOutOfMemoryError,
+    RemoteTensorError,
+)
 from torch import nn
-
-BUCKET = "models"
-
-
-class Bucket:
-    """One bucket of the server, under its two names."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
-        self.s3 = f"s3://{BUCKET}"
-        self.http = f"{endpoint}/{BUCKET}"
-
-    def put(self, name: str, content: bytes) -> None:
-        request = urllib.request.Request(f"{self.http}/{name}" if name else self.http, data=content, method="PUT")
-        request.add_header("x-amz-acl", "public-read")
-        request.add_header("Content-Type", "application/octet-stream")
-        urllib.request.urlopen(request).close()
 
 
 @pytest.fixture(scope="module")
-def bucket() -> Iterator[Bucket]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    patch = pytest.MonkeyPatch()
-    patch.setenv("AWS_ENDPOINT_URL", endpoint)
-    patch.setenv("AWS_ACCESS_KEY_ID", "test")
-    patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    patch.setenv("AWS_REGION", "us-east-1")
-    bucket = Bucket(endpoint)
-    bucket.put("", b"")
-    yield bucket
-    patch.undo()
-    server.stop()
+def machine() -> Iterator[RemoteMachine]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with RemoteMachine("local", threads=1) as machine:
+        yield machine
+    torch.set_num_threads(before)
 
 
-def layers() -> nn.Sequential:
+@pytest.fixture
+def device(machine: RemoteMachine) -> torch.device:
+    return machine.device()
+
+
+def test_tensors_are_there_and_their_values_come_back(machine: RemoteMachine, device: torch.device) -> None:
+    x = torch.arange(12.0).reshape(3, 4).to(device)
+    assert (x.device, x.shape, x.stride()) == (device, (3, 4), (4, 1))
+    assert torch.equal((x @ x.T).cpu(), x.cpu() @ x.cpu().T)
+    assert "device='ts:" in repr(x)
+    before = machine.stats()["waits"]
+    y = ((x + 1) * x).sum()
+    assert machine.stats()["waits"] == before
+    assert (y.item(), machine.stats()["waits"]) == (572.0, before + 1)
+
+
+@pytest.mark.critical
+def test_a_machine_in_this_process() -> None:
+    with RemoteMachine("mock") as machine:
+        x = torch.ones(3, device=machine.device())
+        assert (x + x).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_views_share_what_they_are_views_of(device: torch.device) -> None:
+    x = torch.zeros(4, 6, device=device)
+    view = x[1:3, ::2]
+    view.add_(1)
+    assert view._base is x and view.stride() == (6, 2)
+    x[:, 0] = 7
+    expected = torch.zeros(4, 6)
+    expected[1:3, ::2] += 1
+    expected[:, 0] = 7
+    assert torch.equal(x.cpu(), expected)
+    assert torch.equal(x.t().contiguous().cpu(), expected.t())
+    assert torch.equal(x.view(torch.int32).cpu(), expected.view(torch.int32))
+
+
+def test_shapes_that_only_elements_say(machine: RemoteMachine, device: torch.device) -> None:
+    host = torch.tensor([[0, 3, 0], [5, 0, 3]])
+    x = host.to(device)
+    before = machine.stats()["waits"]
+    assert x.nonzero().shape == (3, 2)
+    assert machine.stats()["waits"] == before + 1
+    assert torch.equal(x.unique().cpu(), host.unique())
+    assert torch.equal(x[x > 0].cpu(), host[host > 0])
+    assert torch.equal(x.repeat_interleave(torch.tensor([1, 2], device=device), 0).cpu(), host[[0, 1, 1]])
+
+
+def test_storages_grow_under_views_and_outputs(device: torch.device) -> None:
+    x = torch.arange(4.0).to(device)
+    view = x[:2]
+    x.resize_(8)
+    x[:] = 5
+    assert view.tolist() == [5.0, 5.0], "it has the same storage"
+    out = torch.empty(0, device=device)
+    given = torch.add(x, 1, out=out)
+    assert given is out and out.tolist() == [6.0] * 8
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    torch.nonzero(x > 0, out=nothing)
+    assert nothing.flatten().tolist() == list(range(8))
+
+
+def test_what_was_never_written_is_zero(device: torch.device) -> None:
+    assert torch.empty(3, device=device).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_random_numbers_are_those_of_the_machines_pytorch(device: torch.device) -> None:
+    torch.manual_seed(5)
+    host = torch.randn(7), torch.rand(3), nn.functional.dropout(torch.ones(50), 0.5)
+    torch.manual_seed(5)
+    there = (
+        torch.randn(7, device=device),
+        torch.rand(3, device=device),
+        nn.functional.dropout(torch.ones(50, device=device), 0.5),
+    )
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(host, there, strict=True))
+    state = torch.ts.get_rng_state(device)
+    first = torch.randn(4, device=device)
+    torch.ts.set_rng_state(state, device)
+    assert torch.equal(first.cpu(), torch.randn(4, device=device).cpu())
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 16, 2, batch_first=True)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.lstm(x)[0][:, -1])
+
+
+class _Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+        self.out = nn.Linear(32, 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layer(self.embedding(x)))
+
+
+def _perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 3))
+
+
+def _convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 3)
+    )
+
+
+def _train(
+    model: nn.Module, batches: list[Any], device: Any, waits: Callable[[], int]
+) -> tuple[list[float], list[int]]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    torch.manual_seed(3)
+    losses, waited = [], []
+    for inputs, labels in batches:
+        before = waits()
+        optimizer.zero_grad()
+        outputs = model(inputs.to(device))
+        loss = nn.functional.cross_entropy(outputs.flatten(0, -2), labels.to(device).flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        waited.append(waits() - before)
+    return losses, waited
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "classes"),
+    [
+        (_perceptron, lambda: torch.randn(16, 20), 3),
+        (_convolutional, lambda: torch.randn(8, 3, 16, 16), 3),
+        (_Recurrent, lambda: torch.randn(8, 5, 8), 3),
+        (_Transformer, lambda: torch.randint(0, 50, (4, 7)), 50),
+    ],
+)
+def test_models_train_as_on_a_cpu_and_wait_once_a_step(
+    machine: RemoteMachine, device: torch.device, make: Any, inputs: Any, classes: int
+) -> None:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    host = make()
+    there = copy.deepcopy(host).to(device)
+    batches = []
+    for _ in range(50):
+        batch = inputs()
+        labels = batch.shape if batch.dtype == torch.int64 else batch.shape[:1]
+        batches.append((batch, torch.randint(0, classes, labels)))
+    expected, _ = _train(host, batches, "cpu", lambda: 0)
+    before = machine.stats()
+    given, waited = _train(there, batches, device, lambda: machine.stats()["waits"])
+    after = machine.stats()
+    assert given == expected
+    # What an operator gives is found out once, and of some by asking.
+    assert max(waited[2:]) <= 1
+    assert after["requests"] - before["requests"] >= 10 * (after["batches"] - before["batches"])
+    for one, other in zip(host.parameters(), there.parameters(), strict=True):
+        assert torch.equal(one, other.cpu())
 
 
-def upload(bucket: Bucket, directory: str, model: nn.Module, tmp_path: Path) -> None:
-    """As transformers writes them: two shards and an index."""
-    state = model.state_dict()
-    names = list(state)
-    shards = {"model-1.safetensors": names[: len(names) // 2], "model-2.safetensors": names[len(names) // 2 :]}
-    for file, part in shards.items():
-        save_file({name: state[name] for name in part}, tmp_path / file)
-        bucket.put(f"{directory}/{file}", (tmp_path / file).read_bytes())
-    index = {"metadata": {}, "weight_map": {name: file for file, part in shards.items() for name in part}}
-    bucket.put(f"{directory}/model.safetensors.index.json", json.dumps(index).encode())
+def test_language_models_generate_as_on_a_cpu(machine: RemoteMachine, device: torch.device) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    # With a pad_token_id transformers looks at the tokens of each step a second time.
+    ends = {"bos_token_id": 0, "eos_token_id": 99}
+    llama = transformers.LlamaConfig(**shape, intermediate_size=128, num_key_value_heads=2, **ends)
+    gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, **ends)
+    tokens = torch.randint(2, 100, (2, 7))
+    mask = torch.ones_like(tokens)
+    for model in (transformers.GPT2LMHeadModel(gpt2), transformers.LlamaForCausalLM(llama)):
+        there = copy.deepcopy(model).eval().to(device)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(tokens).logits, there(tokens.to(device)).logits.cpu())
+            settings = {"max_new_tokens": 20, "do_sample": False}
+            expected = model.generate(tokens, attention_mask=mask, **settings)
+            before = machine.stats()["waits"]
+            given = there.generate(tokens.to(device), attention_mask=mask.to(device), **settings)
+            assert torch.equal(expected, given.cpu())
+            # One a token, and some before the first.
+            assert machine.stats()["waits"] - before <= given.shape[1] - tokens.shape[1] + 8
 
 
-@pytest.mark.parametrize("scheme", ["s3", "http"])
-def test_a_model_streams_from_object_storage(bucket: Bucket, tmp_path: Path, scheme: str) -> None:
-    reference = layers()
-    upload(bucket, "sharded", reference, tmp_path)
-    with torch.device("meta"):
-        model = layers()
-    model = ts.offload(model, ts.Config(budget="96KiB"), checkpoint=f"{getattr(bucket, scheme)}/sharded")
-    x = torch.randn(3, 64)
-    for _ in range(3):
-        assert torch.equal(model(x), reference(x))
-    stats = ts.stats(model)
-    assert stats["read_bytes_by_path"]["network"] > 0
-    assert stats["reserved_high_water_bytes"] <= 96 * 1024
+def test_an_operator_that_fails_is_told_of_once_and_the_rest_goes_on(
+    machine: RemoteMachine, device: torch.device
+) -> None:
+    x = torch.arange(4.0).to(device)
+    bad = x.index_select(0, torch.tensor([9], device=device))
+    worse = bad + 1
+    good = [x + n for n in range(70)]
+    with pytest.raises(RemoteTensorError, match="index"):
+        good[0].tolist()
+    assert [one[1].item() for one in good[:3]] == [1.0, 2.0, 3.0]
+    machine.synchronize()
+    with pytest.raises(RemoteTensorError):
+        worse.tolist()
+    # What is known to be wrong here is said here.
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        torch.ones(2, 3, device=device) @ torch.ones(2, 3, device=device)
 
 
-def test_another_version_of_an_object_is_an_error(bucket: Bucket, tmp_path: Path) -> None:
-    reference = layers()
-    save_file(reference.state_dict(), tmp_path / "whole.safetensors")
-    content = (tmp_path / "whole.safetensors").read_bytes()
-    bucket.put("whole.safetensors", content)
-    with torch.device("meta"):
-        model = layers()
-    # One layer fits, so each use reads.
-    model = ts.offload(model, ts.Config(budget="40KiB"), checkpoint=f"{bucket.s3}/whole.safetensors")
-    x = torch.randn(3, 64)
-    assert torch.equal(model(x), reference(x))
-    bucket.put("whole.safetensors", content[:-1] + b"x")
-    with pytest.raises(ts.TensorStreamError, match=r"s3://models/whole\.safetensors: changed while it was in use"):
-        model(x)
-    bucket.put("whole.safetensors", content)
-    # What went wrong while layers were read ahead is told once, to whoever wants them.
-    for _ in range(7):
-        with contextlib.suppress(ts.TensorStreamError):
-            model(x)
-    assert torch.equal(model(x), reference(x)), "the same version is there again"
+def test_no_memory_is_said_so(device: torch.device) -> None:
+    x = torch.ones(8, device=device).expand(1 << 40, 8)
+    with pytest.raises(RemoteOutOfMemoryError):
+        x.contiguous()[0, 0].item()
+    assert torch.ones(2, device=device).tolist() == [1.0, 1.0]
 
 
-def test_what_is_not_there_is_named(bucket: Bucket) -> None:
-    with torch.device("meta"):
-        model = layers()
-    for url in (f"{bucket.s3}/nowhere/model.safetensors", f"{bucket.http}/nowhere"):
-        with pytest.raises(ts.TensorStreamError, match=f"{bucket.s3}/nowhere|{bucket.http}/nowhere"):
-            ts.offload(model, ts.Config(budget="1MiB"), checkpoint=url)
+def test_tensors_of_the_host_and_of_other_machines_do_not_mix(machine: RemoteMachine, device: torch.device) -> None:
+    x = torch.ones(3, device=device)
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.ones(3)
+    assert (x * torch.tensor(2.0)).tolist() == [2.0, 2.0, 2.0]
+    with RemoteMachine("mock", name="other") as other:
+        y = torch.ones(3, device=other.device())
+        with pytest.raises(CrossMachineError, match="other"):
+            x + y
+        assert (x + (y * 2).to(device)).tolist() == [3.0, 3.0, 3.0]
+    with pytest.raises(ConfigurationError, match="no device"):
+        y + y
 
 
-def test_the_command_line_reads_urls(bucket: Bucket, tmp_path: Path) -> None:
-    upload(bucket, "listed", layers(), tmp_path)
+def test_four_machines_in_one_process() -> None:
+    machines = [RemoteMachine("mock") for _ in range(4)]
+    try:
+        sums = [torch.full((5,), float(at), device=m.device()).sum() for at, m in enumerate(machines)]
+        assert [one.item() for one in sums] == [0.0, 5.0, 10.0, 15.0]
+    finally:
+        for one in machines:
+            one.stop()
 
-    def run(*arguments: str) -> Any:
-        command = [Path(sys.executable).parent / "tensorstream", *arguments, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
 
-    listed = run("info", f"{bucket.s3}/listed")
-    assert [Path(file["path"]).name for file in listed["files"]] == ["model-1.safetensors", "model-2.safetensors"]
-    bench = run("bench", "io", f"{bucket.s3}/listed/model-1.safetensors", "--rounds", "1")
-    assert {(row["backend"], row["state"]) for row in bench["rows"]} == {("adaptive", "remote"), ("object", "remote")}
-    assert all(row["bytes"] == {"network": bench["bytes"]} for row in bench["rows"])
+def test_sixteen_threads_share_a_machine(device: torch.device) -> None:
+    results: dict[int, float] = {}
+
+    def work(number: int) -> None:
+        x = torch.full((8,), float(number), device=device)
+        total = torch.zeros(8, device=device)
+        for _ in range(100):
+            total = total + x
+        results[number] = total.sum().item()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: 800.0 * number for number in range(16)}
+
+
+def _resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_nothing_of_a_tensor_stays_here_and_its_memory_there_is_given_back(
+    machine: RemoteMachine, device: torch.device
+) -> None:
+    torch.ones(4, device=device).sum().item()
+    here, there = _resident(os.getpid()), _resident(machine._server.pid)
+    held = [torch.zeros(1 << 28, device=device) for _ in range(10)]
+    held = [one[:10].sum() + one[-1] for one in held]
+    assert sum(one.item() for one in held) == 0
+    assert _resident(os.getpid()) - here < 20 << 20
+    # 40 tensors of 64 MiB, written to, of which there is never more than one.
+    for _ in range(40):
+        torch.ones(1 << 24, device=device).mul_(2)
+    machine.synchronize()
+    assert _resident(machine._server.pid) - there < 600 << 20
+
+
+def test_a_fork_is_told_that_it_cannot(device: torch.device) -> None:
+    x = torch.ones(2, device=device)
+    child = os.fork()
+    if child == 0:
+        try:
+            x + x
+        except RuntimeError as error:
+            os._exit(7 if "fork" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert (x + x).tolist() == [2.0, 2.0]
+
+
+def test_a_machine_that_dies_is_an_error_and_no_hang() -> None:
+    machine = RemoteMachine("local", retry=0.5)
+    x = torch.ones(3, device=machine.device())
+    x.sum().item()
+    machine._server.kill()
+    with pytest.raises(ConnectionLost):
+        for _ in range(1000):
+            (x + x).sum().item()
+    machine.stop()
+
+
+def test_serve_wants_a_secret_and_others_are_sent_away(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("let me in\n", encoding="utf-8")
+    command = [sys.executable, "-m", "tensorstream.remote._server"]
+    refused = subprocess.run([*command, "--listen", "0.0.0.0:0"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "token" in refused.stderr
+    options = ["--listen", "127.0.0.1:0", "--token-file", str(secret)]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().removeprefix("listening at ").strip()
+        with pytest.raises((ConnectionLost, RuntimeError)):
+            RemoteMachine("tcp", address, token="guess", retry=0.1)
+        with RemoteMachine("tcp", address, token="let me in") as machine:
+            x = torch.randn(300, 300)
+            assert torch.equal(x.to(machine.device()).cpu(), x)
+        server.terminate()
+    assert server.returncode == 0

@@ -647,7 +647,7 @@ impl RemoteServer {
             let mut away = Vec::new();
             let met = py.detach(|| {
                 let note = |peer: &str, error: &tensorstream::remote::Error| {
-                    away.push((peer.to_string(), error.to_string()))
+                    away.push((peer.to_string(), error.to_string()));
                 };
                 lobby.accept_within(&listener, Duration::from_millis(100), note)
             });

@@ -52,6 +52,12 @@ enum Return {
     Written(usize),
 }
 
+/// Where a call runs: the device's index here, and what it is of its machine.
+struct Place {
+    index: u32,
+    seat: Seat,
+}
+
 /// What a call gives.
 struct Plan {
     returns: Vec<Given>,
@@ -279,10 +285,11 @@ impl Kernel {
                 named.push((name.extract::<String>()?, arguments.value(&value)?));
             }
             let mut call = Call { op: 0, args: values, kwargs: named, outputs: Vec::new(), reply: None };
-            let Some((index, there)) = arguments.index.zip(arguments.seat.as_ref()) else {
+            let Some((index, seat)) = arguments.index.zip(arguments.seat.clone()) else {
                 let what = format!("{} was called without a tensor of a device of tensorstream", self.name);
                 return Err(PyRuntimeError::new_err(what));
             };
+            let place = Place { index, seat };
             let mut signature = Signature::default();
             let (unnamed, named) = (call.args.iter(), call.kwargs.iter());
             let all = unnamed.map(|value| ("", value)).chain(named.map(|(name, value)| (&name[..], value)));
@@ -301,7 +308,7 @@ impl Kernel {
                     infer.call_method1(intern!(py, "infer"), (&self.op, args, kwargs))?
                 };
                 if found.is_none() {
-                    return self.asked(py, called, call, &arguments, index, there, key);
+                    return self.asked(called, call, key, &arguments, &place, py);
                 }
                 if let Ok(done) = found.cast::<PyTuple>() {
                     return done.get_item(0);
@@ -317,7 +324,7 @@ impl Kernel {
                     continue;
                 }
             };
-            return self.run(py, called, &mut call, &plan, &arguments, index, there);
+            return self.run(called, &mut call, &plan, &arguments, &place, py);
         }
         Err(PyRuntimeError::new_err(format!(
             "{}: what it writes to has not the shape that it needs",
@@ -348,13 +355,12 @@ impl Kernel {
     /// Asks for it, and gives what it will give.
     fn run<'py>(
         &self,
-        py: Python<'py>,
         name: &str,
         call: &mut Call,
         plan: &Plan,
         arguments: &Arguments<'_, 'py>,
-        index: u32,
-        seat: &Seat,
+        Place { index, seat }: &Place,
+        py: Python<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let session = &seat.machine;
         let leaves = || {
@@ -406,7 +412,7 @@ impl Kernel {
                     if let Some((_, other)) = made.iter().find(|(group, _)| *group == leaf.5) {
                         return arguments.torch.as_strided.bind(py).call1((other, &leaf.1, &leaf.2, leaf.3));
                     }
-                    let tensor = new_tensor(py, arguments.torch, seat, index, &new(leaf), leaf.4)?;
+                    let tensor = new_tensor(py, arguments.torch, seat, *index, &new(leaf), leaf.4)?;
                     made.push((leaf.5, tensor.clone()));
                     Ok(tensor)
                 }
@@ -427,13 +433,12 @@ impl Kernel {
     /// Asks what it gives, and waits for that.
     fn asked<'py>(
         &self,
-        py: Python<'py>,
         name: &str,
         mut call: Call,
-        arguments: &Arguments<'_, 'py>,
-        index: u32,
-        seat: &Seat,
         key: Box<[u8]>,
+        arguments: &Arguments<'_, 'py>,
+        Place { index, seat }: &Place,
+        py: Python<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let session = &seat.machine;
         call.op = session.client.op(name).map_err(|error| session.lost(py, &error))?;
@@ -464,10 +469,10 @@ impl Kernel {
             results.push(match (kind, value) {
                 (Return::Written(at), _) => argument(arguments, *at)?.clone(),
                 (Return::Tensors, Value::List(list)) => {
-                    let tensors = list.iter().map(|value| told(py, arguments.torch, seat, index, value));
+                    let tensors = list.iter().map(|value| told(py, arguments.torch, seat, *index, value));
                     PyList::new(py, tensors.collect::<PyResult<Vec<_>>>()?)?.into_any()
                 }
-                (Return::Tensor, value) => told(py, arguments.torch, seat, index, value)?,
+                (Return::Tensor, value) => told(py, arguments.torch, seat, *index, value)?,
                 (_, value) => plain(py, value)?.into_bound(py),
             });
         }
