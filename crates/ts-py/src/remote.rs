@@ -17,7 +17,8 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(kernel::remote_cache_stats, m)?)?;
     m.add_function(wrap_pyfunction!(machine::remote_empty, m)?)?;
     m.add_function(wrap_pyfunction!(machine::remote_whole, m)?)?;
-    m.add_function(wrap_pyfunction!(machine::remote_storage, m)?)?;
+    m.add_function(wrap_pyfunction!(machine::remote_names, m)?)?;
+    m.add_function(wrap_pyfunction!(machine::remote_trace, m)?)?;
     m.add_function(wrap_pyfunction!(machine::remote_scalar, m)?)?;
     m.add_function(wrap_pyfunction!(machine::remote_upload, m)?)?;
     m.add_function(wrap_pyfunction!(machine::remote_download, m)?)?;

@@ -21,6 +21,9 @@ from tensorstream.remote import (
     RemoteMachine,
     RemoteOutOfMemoryError,
     RemoteTensorError,
+    metadata_hash,
+    storage_id,
+    trace,
 )
 from torch import nn
 
@@ -236,6 +239,100 @@ def test_an_operator_that_fails_is_told_of_once_and_the_rest_goes_on(
     # What is known to be wrong here is said here.
     with pytest.raises(RuntimeError, match="reduction dim"):
         torch.ones(2, 3, device=device) @ torch.ones(2, 3, device=device)
+
+
+def test_errors_and_waits_name_the_line(machine: RemoteMachine, device: torch.device) -> None:
+    x = torch.arange(4.0).to(device)
+    bad = x.index_select(0, torch.tensor([9], device=device))  # the line
+    with pytest.raises(
+        RemoteTensorError, match=r"test_remote.py:\d+ in test_errors_and_waits_name_the_line"
+    ) as caught:
+        nn.functional.relu(bad).sum().item()
+    asked = str(caught.value).partition("test_remote.py:")[2].partition(" ")[0]
+    assert Path(__file__).read_text(encoding="utf-8").splitlines()[int(asked) - 1].endswith("# the line")
+    with trace() as traced:
+        nn.Linear(4, 2).to(device)(x).sum().item()
+    assert [event.what for event in traced.waits] == ["item"]
+    assert "aten::addmm" in [event.what for event in traced.events]
+    assert all("test_errors_and_waits_name_the_line" in event.place for event in traced.events)
+    assert "1 waits" in str(traced)
+    assert any("test_errors_and_waits_name_the_line" in place for place, _, _ in machine.waits())
+
+
+def test_names_of_tensors(device: torch.device) -> None:
+    x = torch.ones(3, 4, device=device)
+    assert storage_id(x) == storage_id(x[1:]) != storage_id(x.clone())
+    assert metadata_hash(x) == metadata_hash(x.view(3, 4)) != metadata_hash(x[1:])
+    with pytest.raises(TypeError, match="cpu"):
+        storage_id(torch.ones(1))
+
+
+def test_autocast_has_the_lists_of_cuda(device: torch.device) -> None:
+    x = torch.randn(4, 4, device=device)
+    with torch.autocast("ts", dtype=torch.bfloat16):
+        product = x @ x
+        assert (product.dtype, torch.softmax(product, -1).dtype, (product + x).dtype) == (
+            torch.bfloat16, torch.float32, torch.float32,
+        )  # fmt: skip
+        assert nn.Linear(4, 4).to(device)(x).dtype == torch.bfloat16
+        assert (x.double() @ x.double()).dtype == torch.float64
+    assert (x @ x).dtype == torch.float32
+
+
+def test_a_generator_of_the_hosts_draws_as_there(device: torch.device) -> None:
+    host, there = torch.Generator().manual_seed(9), torch.Generator().manual_seed(9)
+    torch.manual_seed(1)
+    for _ in range(2):
+        assert torch.equal(torch.randn(5, generator=host), torch.randn(5, device=device, generator=there).cpu())
+    assert torch.equal(host.get_state(), there.get_state())
+    torch.manual_seed(1)
+    first = torch.rand(3, device=device)
+    torch.manual_seed(1)
+    torch.rand(3, device=device, generator=there)
+    assert torch.equal(first.cpu(), torch.rand(3, device=device).cpu()), "the device's own is as it was"
+
+
+def test_modules_that_move_keep_what_is_tied_and_optimisers(device: torch.device) -> None:
+    model = nn.ModuleDict({"one": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
+    model["other"].weight = model["one"].weight
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    weight = model["one"].weight
+    model.to(device)
+    assert model["other"].weight is model["one"].weight is weight
+    assert weight.device == device
+    before = weight.detach().cpu()
+    model["one"](torch.ones(2, 3, device=device)).sum().backward()
+    optimizer.step()
+    assert torch.equal(weight.detach().cpu(), before - 2)
+    assert model.cpu()["one"].weight is weight
+
+
+def test_tensors_are_saved_and_loaded_with_what_they_share(device: torch.device, tmp_path: Path) -> None:
+    x = torch.randn(3, 4, device=device)
+    torch.save({"x": x, "row": x[1]}, tmp_path / "tensors.pt")
+    loaded = torch.load(tmp_path / "tensors.pt")
+    assert loaded["x"].device == device
+    loaded["x"].zero_()
+    assert loaded["row"].tolist() == [0.0] * 4
+    host = torch.load(tmp_path / "tensors.pt", map_location="cpu")
+    assert torch.equal(host["x"], x.cpu())
+    copied = copy.deepcopy([x, x[0]])
+    copied[0].zero_()
+    assert copied[1].tolist() == [0.0] * 4
+    assert x.to("cpu", non_blocking=True).device.type == "cpu"
+
+
+def test_workers_of_a_data_loader_are_forks_that_need_no_machine(device: torch.device) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    batches = [batch.to(device).sum().item() for (batch,) in torch.utils.data.DataLoader(data, 4, num_workers=1)]
+    assert batches == [6.0, 22.0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_run_there(device: torch.device, backend: str) -> None:
+    x = torch.randn(3, 3, device=device)
+    compiled = torch.compile(lambda value: (value @ value).relu().sum(), backend=backend)
+    assert compiled(x).item() == (x @ x).relu().sum().item()
 
 
 def test_no_memory_is_said_so(device: torch.device) -> None:

@@ -113,6 +113,13 @@ impl Server {
 /// How a tensor lies in its storage.
 fn view_of(server: &Server, tensor: &Bound<'_, PyAny>) -> PyResult<View> {
     let py = tensor.py();
+    let layout = tensor.getattr(intern!(py, "layout"))?.str()?;
+    if layout.to_str()? != "torch.strided" {
+        return Err(misuse(
+            py,
+            &format!("it gave a tensor of layout {layout}, which no device of tensorstream has"),
+        ));
+    }
     let dtype = tensor.getattr(intern!(py, "dtype"))?;
     let unknown = || misuse(py, &format!("an operator has given a tensor of {dtype}, which does not travel"));
     Ok(View {

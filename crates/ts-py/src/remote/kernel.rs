@@ -134,12 +134,10 @@ impl<'py> Arguments<'_, 'py> {
                 return Ok(Value::Name(name.trim_start_matches("torch.").into()));
             }
         }
-        let what = if object.is_instance(self.torch.generator.bind(py))? {
-            "a generator, which is not on the device: torch.manual_seed() seeds the device's own".into()
-        } else {
-            format!("{}, which cannot be sent to a machine", object.get_type())
-        };
-        Err(PyTypeError::new_err(format!("{} was called with {what}", self.kernel.name)))
+        let (name, class) = (&self.kernel.name, object.get_type());
+        Err(PyTypeError::new_err(format!(
+            "{name} was called with {class}, which cannot be sent to a machine"
+        )))
     }
 
     fn device(&mut self, device: &Bound<'py, PyAny>) -> PyResult<Value> {
@@ -268,6 +266,12 @@ impl Kernel {
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let torch = torch(py)?;
+        if let Some(kwargs) = kwargs
+            && let Some(generator) = kwargs.get_item(intern!(py, "generator"))?
+            && !generator.is_none()
+        {
+            return torch.infer.bind(py).call_method1(intern!(py, "drawn"), (&self.op, args, kwargs));
+        }
         // Whoever infers may find that an argument is to have another shape first.
         for _ in 0..4 {
             let mut arguments =
@@ -395,7 +399,8 @@ impl Kernel {
             call,
             Call { op: 0, args: Vec::new(), kwargs: Vec::new(), outputs: Vec::new(), reply: None },
         ));
-        session.ask(py, &request)?;
+        let number = session.ask(py, &request)?;
+        session.note(py, number, &self.name)?;
         // What stands for storages that more than one output has is made once.
         let mut made: Vec<(usize, Bound<'py, PyAny>)> = Vec::new();
         let mut tensor = |leaf: &Option<Leaf>| -> PyResult<Bound<'py, PyAny>> {
@@ -450,8 +455,9 @@ impl Kernel {
         call.outputs = self.returns.iter().map(output).collect();
         let reply = session.client.reply();
         call.reply = Some(reply);
-        session.ask(py, &Request::Call(call))?;
-        let Answer::Values(values) = session.wait(py, reply)? else {
+        let number = session.ask(py, &Request::Call(call))?;
+        session.note(py, number, &self.name)?;
+        let Answer::Values(values) = session.wait(py, reply, &self.name)? else {
             return Err(PyRuntimeError::new_err("an answer that is not that to the question"));
         };
         if values.len() != self.returns.len() && !self.returns.is_empty() {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Machines that this process has sessions with, and storages there.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
@@ -15,7 +15,7 @@ use tensorstream::remote::exec::{
 };
 use tensorstream::remote::{Address, Bytes, Error, Identity, Link, Role, Socket, TlsClient};
 
-use super::torch::{Torch, address_of, is_forked, storage_at, torch};
+use super::torch::{Line, Torch, address_of, is_forked, storage_at, torch};
 use crate::dlpack;
 use crate::errors::{misuse, of_failure, of_wire, of_wire_at};
 use crate::memory::{Memory, Shared, Target};
@@ -38,6 +38,34 @@ pub(super) struct Seat {
 pub(crate) struct Session {
     pub(super) client: Client<Target>,
     pub(super) name: String,
+    /// The user's lines that asked last, by the requests' numbers.
+    lines: Mutex<VecDeque<(u64, Line)>>,
+    /// Waits by line: how many, and how long.
+    waits: Mutex<HashMap<(usize, i32), Waited>>,
+}
+
+/// Waits at one line of the user's.
+struct Waited {
+    line: Line,
+    count: u64,
+    time: Duration,
+}
+
+/// What happens while somebody traces: what it was, the line, and for how long it was waited.
+type Traced = (String, Line, Option<Duration>);
+
+/// As many of the user's lines are known.
+const MAX_LINES: usize = 64 << 10;
+
+static TRACING: AtomicBool = AtomicBool::new(false);
+static TRACE: Mutex<Vec<Traced>> = Mutex::new(Vec::new());
+
+/// Something has happened, if somebody wants to know.
+fn trace(py: Python<'_>, what: &str, line: &Line, waited: Option<Duration>) {
+    if TRACING.load(Ordering::Relaxed) {
+        let traced = (what.to_string(), line.clone_ref(py), waited);
+        TRACE.lock().unwrap_or_else(PoisonError::into_inner).push(traced);
+    }
 }
 
 static SEATS: RwLock<Vec<Option<Seat>>> = RwLock::new(Vec::new());
@@ -133,16 +161,47 @@ fn extent(view: &View) -> u64 {
 }
 
 impl Session {
-    /// Waits for an answer, as long as it takes.
-    pub(super) fn wait(&self, py: Python<'_>, reply: u64) -> PyResult<Answer<Target>> {
-        loop {
-            let answer =
-                py.detach(|| self.client.wait(reply, SLICE)).map_err(|fault| self.raise(py, &fault))?;
-            if let Some(answer) = answer {
-                return Ok(answer);
+    /// Waits for an answer, as long as it takes: of `what`.
+    pub(super) fn wait(&self, py: Python<'_>, reply: u64, what: &str) -> PyResult<Answer<Target>> {
+        let since = Instant::now();
+        let answer = loop {
+            let answer = py.detach(|| self.client.wait(reply, SLICE));
+            if let Some(answer) = answer.map_err(|fault| self.raise(py, &fault))? {
+                break answer;
             }
             py.check_signals()?;
+        };
+        let time = since.elapsed();
+        if let Some(line) = torch(py)?.line(py) {
+            trace(py, what, &line, Some(time));
+            let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+            let key = (line.code.as_ptr() as usize, line.instruction);
+            let waited = waits.entry(key).or_insert_with(|| Waited { line, count: 0, time: Duration::ZERO });
+            waited.count += 1;
+            waited.time += time;
         }
+        Ok(answer)
+    }
+
+    /// A request with this number was asked: of `what`, by the line that is under way.
+    pub(super) fn note(&self, py: Python<'_>, number: u64, what: &str) -> PyResult<()> {
+        let Some(line) = torch(py)?.line(py) else { return Ok(()) };
+        trace(py, what, &line, None);
+        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        if lines.len() >= MAX_LINES {
+            lines.pop_front();
+        }
+        lines.push_back((number, line));
+        Ok(())
+    }
+
+    /// Where a request was asked.
+    fn place(&self, py: Python<'_>, request: u64) -> Option<String> {
+        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        // Threads may have noted theirs in another order than they asked.
+        let line = lines.iter().rev().find(|(number, _)| *number == request)?.1.clone_ref(py);
+        drop(lines);
+        Some(line.place(py))
     }
 
     /// What is due to be sent is.
@@ -166,13 +225,15 @@ impl Session {
     pub(super) fn raise(&self, py: Python<'_>, fault: &Fault) -> PyErr {
         match fault {
             Fault::Lost(error) => self.lost(py, error),
-            Fault::Failed { failure, others, .. } => {
+            Fault::Failed { request, failure, others } => {
+                let asked =
+                    self.place(py, *request).map_or_else(String::new, |at| format!("\n  asked at {at}"));
                 let more = match others {
                     0 => String::new(),
                     1 => "\n(another operator failed after it)".into(),
                     _ => format!("\n({others} more operators failed after it)"),
                 };
-                let text = format!("machine {}: {}{more}", self.name, failure.message);
+                let text = format!("machine {}: {}{asked}{more}", self.name, failure.message);
                 of_failure(py, failure.kind, &text)
             }
         }
@@ -228,7 +289,7 @@ impl Machine {
         let random = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
         let options = ClientOptions { dial: Box::new(dial), retry };
         let client = py.detach(|| Client::connect(options, random)).map_err(|error| of_wire(py, &error))?;
-        let session = Arc::new(Session { client, name });
+        let session = Arc::new(Session { client, name, lines: Mutex::default(), waits: Mutex::default() });
         let mut seats = SEATS.write().unwrap_or_else(PoisonError::into_inner);
         let first = seats.len() as u32;
         seats.extend((0..count).map(|ordinal| Some(Seat { machine: session.clone(), ordinal })));
@@ -254,11 +315,25 @@ impl Machine {
         Ok(dict.unbind())
     }
 
+    /// Where the program has waited: place, how often, and for how many seconds; longest first.
+    fn waits(&self, py: Python<'_>) -> Vec<(String, u64, f64)> {
+        let waits = self.session.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines: Vec<_> =
+            waits.values().map(|waited| (waited.line.clone_ref(py), waited.count, waited.time)).collect();
+        drop(waits);
+        let mut told: Vec<_> = lines
+            .into_iter()
+            .map(|(line, count, time)| (line.place(py), count, time.as_secs_f64()))
+            .collect();
+        told.sort_by(|one, other| other.2.total_cmp(&one.2));
+        told
+    }
+
     /// Waits until all that was asked is done.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         let reply = self.session.client.reply();
         self.session.ask(py, &Request::Sync { reply })?;
-        self.session.wait(py, reply).map(drop)
+        self.session.wait(py, reply, "synchronize").map(drop)
     }
 
     /// Sends what waits to be sent.
@@ -296,12 +371,6 @@ pub(crate) fn remote_empty<'py>(
     let storage = new_storages(1);
     seat.machine.ask(py, &Request::Create { storage, bytes, device: seat.ordinal })?;
     new_tensor(py, torch, &seat, index, &TensorRef { storage, view }, bytes)
-}
-
-/// The number of a tensor's storage, and of the first byte of its elements there; None of one that is elsewhere.
-#[pyfunction]
-pub(crate) fn remote_storage(py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
-    Ok(torch(py)?.describe(tensor)?.map(|(_, tensor)| tensor.storage))
 }
 
 /// Another tensor of a storage, all of it and in one dimension: by the device's index, what stands for the storage's address, and its bytes; which
@@ -345,8 +414,9 @@ pub(crate) fn remote_scalar<'py>(py: Python<'py>, tensor: &Bound<'py, PyAny>) ->
     let (index, from) = torch.describe(tensor)?.ok_or_else(|| elsewhere(tensor))?;
     let (seat, dtype) = (seat(py, index)?, from.view.dtype);
     let reply = seat.machine.client.reply();
-    seat.machine.ask(py, &Request::Read { reply, tensor: from })?;
-    let Answer::Bytes(bytes) = seat.machine.wait(py, reply)? else {
+    let number = seat.machine.ask(py, &Request::Read { reply, tensor: from })?;
+    seat.machine.note(py, number, "item")?;
+    let Answer::Bytes(bytes) = seat.machine.wait(py, reply, "item")? else {
         return Err(PyRuntimeError::new_err("an answer that is not that to the question"));
     };
     Ok(match (dtype.0, &bytes[..]) {
@@ -409,7 +479,22 @@ pub(crate) fn remote_download(
         .ok_or_else(|| PyTypeError::new_err("needs memory on the host that may be written to"))?;
     let session = &seat.machine;
     let reply = py.detach(|| session.client.read(from, target)).map_err(|error| session.lost(py, &error))?;
-    session.wait(py, reply).map(drop)
+    session.wait(py, reply, "copy to the host").map(drop)
+}
+
+/// What a call tells of a tensor: the number of its storage, and that by which logs name it. None of one that is elsewhere.
+#[pyfunction]
+pub(crate) fn remote_names(py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<Option<(u64, u64)>> {
+    Ok(torch(py)?.describe(tensor)?.map(|(_, tensor)| (tensor.storage, tensor.metadata_hash())))
+}
+
+/// Begins a trace, or ends it and gives what has happened: what it was, where, and the seconds that were waited for it.
+#[pyfunction]
+pub(crate) fn remote_trace(py: Python<'_>, on: bool) -> Vec<(String, String, Option<f64>)> {
+    TRACING.store(on, Ordering::Relaxed);
+    let traced = std::mem::take(&mut *TRACE.lock().unwrap_or_else(PoisonError::into_inner));
+    let told = |(what, line, time): Traced| (what, line.place(py), time.map(|time| time.as_secs_f64()));
+    traced.into_iter().map(told).collect()
 }
 
 /// What an operator gave that is no tensor.

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What is used of PyTorch, and tensors of the device as it sees them.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
@@ -10,13 +12,15 @@ use pyo3::types::{PyDict, PyTuple, PyType};
 use pyo3::{ffi, intern};
 use tensorstream::remote::exec::{ScalarType, TensorRef, View};
 
+/// Of so many functions it is known at most whether they are the user's.
+const MAX_KNOWN: usize = 16 << 10;
+
 /// Objects of PyTorch's and of the Python side of this package, found once.
 pub(crate) struct Torch {
     tensor: Py<PyType>,
     parameter: Py<PyType>,
     pub(super) device: Py<PyType>,
     pub(super) dtype: Py<PyType>,
-    pub(super) generator: Py<PyType>,
     /// Memory formats and layouts, which are told by their names.
     pub(super) named: [Py<PyType>; 2],
     /// By PyTorch's number, where there is one.
@@ -26,6 +30,12 @@ pub(crate) struct Torch {
     pub(super) infer: Py<PyAny>,
     /// A view of a tensor: of it, sizes, strides and offset.
     pub(super) as_strided: Py<PyAny>,
+    /// The frame of the function that calls.
+    frame: Py<PyAny>,
+    /// Directories whose functions are not the user's.
+    libraries: Vec<String>,
+    /// Whether functions are the user's, by the address of their code, which is kept.
+    known: Mutex<HashMap<usize, (Py<PyAny>, bool)>>,
 }
 
 /// A dtype.
@@ -59,12 +69,14 @@ pub(crate) fn remote_setup(py: Python<'_>, objects: &Bound<'_, PyDict>) -> PyRes
         parameter: class("parameter")?,
         device: class("device")?,
         dtype: class("dtype")?,
-        generator: class("generator")?,
         named: [class("memory_format")?, class("layout")?],
         dtypes,
         from_dlpack: get("from_dlpack")?.unbind(),
         infer: get("infer")?.unbind(),
         as_strided: get("as_strided")?.unbind(),
+        frame: get("frame")?.unbind(),
+        libraries: get("libraries")?.extract()?,
+        known: Mutex::default(),
     };
     let _ = TORCH.set(py, torch);
     Ok(())
@@ -101,7 +113,58 @@ pub(super) fn storage_at(address: u64) -> Option<u64> {
     (address & MARK != 0 && address >> 63 == 0).then_some((address & !MARK) >> STEP)
 }
 
+/// A line of the user's program: the function's code, and where in it.
+pub(super) struct Line {
+    pub(super) code: Py<PyAny>,
+    pub(super) instruction: i32,
+}
+
+impl Line {
+    pub(super) fn clone_ref(&self, py: Python<'_>) -> Self {
+        Self { code: self.code.clone_ref(py), instruction: self.instruction }
+    }
+
+    /// File, line and function.
+    pub(super) fn place(&self, py: Python<'_>) -> String {
+        let told = torch(py).and_then(|torch| {
+            torch.infer.call_method1(py, intern!(py, "place"), (&self.code, self.instruction))?.extract(py)
+        });
+        told.unwrap_or_else(|_| "?".into())
+    }
+}
+
 impl Torch {
+    /// The line of the user's that is under way: the innermost that is neither PyTorch's nor this package's.
+    pub(super) fn line(&self, py: Python<'_>) -> Option<Line> {
+        let mut frame = self.frame.bind(py).call0().ok()?;
+        loop {
+            let code = frame.getattr(intern!(py, "f_code")).ok()?;
+            let at = code.as_ptr() as usize;
+            let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+            let users = match known.get(&at) {
+                Some((_, users)) => *users,
+                None => {
+                    let file: String = code.getattr(intern!(py, "co_filename")).ok()?.extract().ok()?;
+                    let users = !self.libraries.iter().any(|library| file.starts_with(library));
+                    if known.len() >= MAX_KNOWN {
+                        known.clear();
+                    }
+                    known.insert(at, (code.clone().unbind(), users));
+                    users
+                }
+            };
+            drop(known);
+            if users {
+                let instruction = frame.getattr(intern!(py, "f_lasti")).ok()?.extract().ok()?;
+                return Some(Line { code: code.unbind(), instruction });
+            }
+            frame = frame.getattr(intern!(py, "f_back")).ok()?;
+            if frame.is_none() {
+                return None;
+            }
+        }
+    }
+
     pub(super) fn is_tensor(&self, object: &Bound<'_, PyAny>) -> PyResult<bool> {
         let class = object.get_type_ptr();
         if class == self.tensor.as_ptr().cast() || class == self.parameter.as_ptr().cast() {

@@ -141,6 +141,17 @@ fn contiguous(sizes: &[u64]) -> Vec<i64> {
 }
 
 impl TensorRef {
+    /// A number by which logs name it: FNV-1a, 64 bits, over its sizes, strides, dtype, offset and storage, each number as 8 bytes, little-endian.
+    /// <http://www.isthe.com/chongo/tech/comp/fnv/>
+    pub fn metadata_hash(&self) -> u64 {
+        let View { dtype, sizes, strides, offset } = &self.view;
+        let strides = strides.iter().map(|&stride| stride as u64);
+        let numbers = sizes.iter().copied().chain(strides).chain([u64::from(dtype.0), *offset, self.storage]);
+        numbers
+            .flat_map(u64::to_le_bytes)
+            .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+    }
+
     pub(crate) fn encode(&self, into: &mut Vec<u8>) {
         put_number(into, self.storage);
         self.view.encode(into);

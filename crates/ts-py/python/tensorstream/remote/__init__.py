@@ -18,13 +18,19 @@ from ..errors import (
     StaleReferenceError,
 )
 from ._machine import RemoteMachine
+from ._trace import Event, Trace, metadata_hash, storage_id, trace
 
 __all__ = [
     "ConnectionLost",
     "CrossMachineError",
+    "Event",
     "ProtocolError",
     "RemoteMachine",
     "RemoteOutOfMemoryError",
     "RemoteTensorError",
     "StaleReferenceError",
+    "Trace",
+    "metadata_hash",
+    "storage_id",
+    "trace",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import types
 from typing import Any
@@ -13,13 +14,14 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from .. import _native
-from . import _infer, _kernels
+from . import _infer, _kernels, _trace
 from ._dtypes import DTYPES
 
 #: Sessions by the index of their first device.
 SESSIONS: dict[int, Any] = {}
 COUNT = 0
 _current = threading.local()
+_process = types.SimpleNamespace(forked=False)
 
 
 def count() -> int:
@@ -105,7 +107,7 @@ def _module() -> types.ModuleType:
     module.device_count = count  # type: ignore[attr-defined]
     module.is_available = lambda: COUNT > 0  # type: ignore[attr-defined]
     module.is_initialized = lambda: True  # type: ignore[attr-defined]
-    module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
+    module._is_in_bad_fork = lambda: _process.forked  # type: ignore[attr-defined]
     module._lazy_init = lambda: None  # type: ignore[attr-defined]
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # type: ignore[attr-defined]
     module.device = _On  # type: ignore[attr-defined]
@@ -150,6 +152,54 @@ def _storages() -> None:
     torch.UntypedStorage.__new__ = new  # type: ignore[method-assign]
 
 
+def _synchronize() -> None:
+    """PyTorch asks devices' own code, in C++, to wait: of this device it asks ours."""
+    wait = torch.accelerator.synchronize
+
+    @functools.wraps(wait)
+    def accelerator_synchronize(device: Any = None, /) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and accelerator.type == "ts":
+            synchronize(device)
+        else:
+            wait(device)
+
+    torch.accelerator.synchronize = accelerator_synchronize
+
+
+def _tied() -> None:
+    """A module that goes to the device, or comes from there, has new parameters, each by itself: they are put where
+    the old ones were, so that those which are one stay one, and optimisers know them."""
+    for name in ("to", "cpu"):
+        move = getattr(torch.nn.Module, name)
+
+        @functools.wraps(move)
+        def moved(self: torch.nn.Module, *args: Any, _move: Any = move, **kwargs: Any) -> torch.nn.Module:
+            future = torch.__future__
+            ours = any(_infer.is_ours(parameter) for parameter in self.parameters())
+            goes = any(
+                torch.device(value).type == "ts" for value in (*args, *kwargs.values()) if _names_device(value)
+            )
+            if not (ours or goes) or future.get_swap_module_params_on_conversion():
+                return _move(self, *args, **kwargs)
+            future.set_swap_module_params_on_conversion(True)
+            try:
+                return _move(self, *args, **kwargs)
+            finally:
+                future.set_swap_module_params_on_conversion(False)
+
+        setattr(torch.nn.Module, name, moved)
+
+
+def _names_device(value: Any) -> bool:
+    return isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "ts")
+
+
+def _after_fork() -> None:
+    _process.forked = True
+    _native.remote_forked()
+
+
 def _set_up() -> None:
     _setup_privateuseone_for_python_backend("ts", backend_module=_module())
     _native.remote_setup({
@@ -157,21 +207,24 @@ def _set_up() -> None:
         "parameter": torch.nn.Parameter,
         "device": torch.device,
         "dtype": torch.dtype,
-        "generator": torch.Generator,
         "memory_format": torch.memory_format,
         "layout": torch.layout,
         "dtypes": DTYPES,
         "from_dlpack": torch._C._from_dlpack,
         "infer": types.SimpleNamespace(
             infer=_infer.infer, element=_infer.element, to_device=_infer.to_device, plain=_kernels.plain,
-            current_device=current_device,
+            current_device=current_device, drawn=_kernels.drawn, place=_trace.place,
         ),
         "as_strided": _infer.as_strided,
+        "frame": sys._getframe,
+        "libraries": [os.path.dirname(torch.__file__) + os.sep, os.path.dirname(_native.__file__) + os.sep],
     })  # fmt: skip
     _kernels.register()
     _single_threaded_backward()
     _storages()
-    os.register_at_fork(after_in_child=_native.remote_forked)
+    _synchronize()
+    _tied()
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 _set_up()

@@ -5,14 +5,15 @@ of the machine."""
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import _native
-from . import _infer
-from ._composites import COMPOSITES
+from . import _autocast, _infer
+from ._composites import COMPOSITES, KINDS
 from ._infer import META, as_strided, is_ours, replace, reshape
 
 aten = torch.ops.aten
@@ -254,6 +255,18 @@ def _view_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return as_strided(there, like.shape, like.stride(), tensor.storage_offset() * old // new)
 
 
+def _to_copy(
+    tensor: torch.Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
+    non_blocking: bool = False, memory_format: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    # Whether it is waited for is not the caller's to say: memory of the host is filled when this returns.
+    if device is None:
+        device = tensor.device
+    format_of = torch.preserve_format if memory_format is None else memory_format
+    copied = torch.empty_like(tensor, dtype=dtype, device=device, memory_format=format_of)
+    return copied.copy_(tensor)
+
+
 def _clone(tensor: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     return _CLONE(plain(tensor), **({} if memory_format is None else {"memory_format": memory_format}))
 
@@ -282,6 +295,7 @@ _MANUAL: dict[str, Callable[..., Any]] = {
     "aten::set_.source_Storage_storage_offset": _set_storage_offset,
     "aten::view.dtype": _view_dtype,
     "aten::clone": _clone,
+    "aten::_to_copy": _to_copy,
     "aten::record_stream": _record_stream,
     "aten::_efficientzerotensor": _efficientzerotensor,
 }
@@ -315,6 +329,29 @@ def _fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     return kernel_of(op)(*args, **kwargs)
 
 
+_drawing = threading.Lock()
+
+
+def drawn(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator that draws from a generator of the host's: the machine draws from one that is in its state, and
+    what state that is in then is waited for."""
+    generator = kwargs["generator"]
+    tensor = next(value for value in args if isinstance(value, torch.Tensor) and is_ours(value))
+    if KINDS.get(tensor.device.index, "cpu") != generator.device.type:
+        raise RuntimeError(
+            f"{op}: a generator of {generator.device}, and a machine that draws as {KINDS[tensor.device.index]} does"
+        )
+    anchor = tensor.new_empty(0, dtype=torch.uint8)
+    with _drawing:
+        own = RNG_STATE(anchor)
+        SET_RNG_STATE(anchor, generator.get_state().to(tensor.device))
+        given = kernel_of(op)(*args, **{name: value for name, value in kwargs.items() if name != "generator"})
+        state = RNG_STATE(anchor)
+        SET_RNG_STATE(anchor, own)
+        generator.set_state(state.cpu())
+    return given
+
+
 def register() -> None:
     """Tells PyTorch of all kernels."""
     own = torch.library.Library("aten", "IMPL")
@@ -337,6 +374,7 @@ def register() -> None:
     for name, run in COMPOSITES.items():
         own.impl(name, run, "PrivateUse1")
         own.impl(name, run, "AutogradPrivateUse1")
+    _autocast.register(own)
     others = torch.library.Library("_", "IMPL")
     others.fallback(_fallback, "PrivateUse1")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

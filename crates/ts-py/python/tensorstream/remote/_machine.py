@@ -160,6 +160,12 @@ class RemoteMachine:
             raise ConfigurationError(f"machine {self.name} was not started, or was stopped")
         return self._session.stats()
 
+    def waits(self) -> list[tuple[str, int, float]]:
+        """Where the program has waited: place, how often, and for how many seconds; longest first."""
+        if self._session is None:
+            raise ConfigurationError(f"machine {self.name} was not started, or was stopped")
+        return self._session.waits()
+
     def stop(self) -> None:
         """Ends the session, and the machine if it was started here. Its tensors are gone. May be called again."""
         session, self._session = self._session, None

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What ``torch.autocast("ts")`` does: as PyTorch does it for CUDA, by the same lists (ATen/autocast_mode.h)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_LOWER = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input
+convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul
+linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention"""
+
+_FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
+nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
+kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
+upsample_bicubic2d norm.Scalar norm.ScalarOpt_dim"""
+
+_FP32_SUMS = """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+linalg_matrix_norm.str_ord sum sum.dim_IntList"""
+
+_WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+
+_WITHOUT = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        eligible = value.is_floating_point() and value.dtype != torch.float64 and value.device.type == "ts"
+        return value.to(dtype) if eligible else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(_tensors(value))
+    return found
+
+
+def _run(op: torch._ops.OpOverload, dtype: torch.dtype, args: Any, kwargs: dict[str, Any]) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_WITHOUT):
+        return op(*(_cast(value, dtype) for value in args), **{name: _cast(v, dtype) for name, v in kwargs.items()})
+
+
+def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    return _run(op, torch.get_autocast_dtype("ts"), args, kwargs)
+
+
+def _fp32(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    return _run(op, torch.float32, args, kwargs)
+
+
+def _fp32_sum(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    if args[0].dtype in _NARROW and kwargs.get("dtype") is None:
+        names = [argument.name for argument in op._schema.arguments]
+        at = names.index("dtype")
+        if len(args) > at:
+            args = (*args[:at], args[at] or torch.float32, *args[at + 1 :])
+        else:
+            kwargs = {**kwargs, "dtype": torch.float32}
+    with torch._C._ExcludeDispatchKeyGuard(_WITHOUT):
+        return op(*args, **kwargs)
+
+
+def _widest(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    dtypes = {tensor.dtype for tensor in _tensors((*args, *kwargs.values())) if tensor.is_floating_point()}
+    wide = torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("ts")
+    return _run(op, wide, args, kwargs)
+
+
+def register(library: torch.library.Library) -> None:
+    """Tells PyTorch of what becomes of arguments."""
+    policies: list[tuple[str, Callable[..., Any]]] = [
+        (_LOWER, _lower), (_FP32, _fp32), (_FP32_SUMS, _fp32_sum), (_WIDEST, _widest)
+    ]  # fmt: skip
+    for names, policy in policies:
+        for name in names.split():
+            base, _, overload = name.partition(".")
+            op = getattr(getattr(aten, base), overload or "default")
+            library.impl(name, functools.partial(policy, op), "AutocastPrivateUse1")
