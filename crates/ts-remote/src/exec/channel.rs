@@ -324,6 +324,20 @@ impl<S: Sink> Channel<S> {
         if self.owed.0 >= ACK_EVERY || self.owed.1 >= ACK_BYTES { self.acknowledge() } else { Ok(()) }
     }
 
+    /// What was sent and may have to be sent again is the channel's own from now on.
+    pub(super) fn copy_unacked(&mut self) {
+        for item in &mut self.unacked {
+            if let Outgoing::Tensor(_, bytes) = item {
+                *bytes = Bytes::copy_from_slice(bytes);
+            }
+        }
+    }
+
+    /// Whether something waits for the socket.
+    pub(super) fn wants_write(&mut self) -> bool {
+        self.link.as_mut().is_some_and(Link::wants_write)
+    }
+
     /// Says how much has come, if that was not said.
     pub(super) fn acknowledge(&mut self) -> Result<(), Error> {
         if self.owed.0 > 0

@@ -506,7 +506,10 @@ impl<S: Sink + Send> Shared<S> {
         }
         let item = if time.is_zero() { line.channel.poll() } else { line.channel.next_within(time) };
         let heard = item.and_then(|item| match item {
-            Some(item) => line.hear(item),
+            // What the other end waits for to be acknowledged is.
+            Some(item) => line
+                .hear(item)
+                .and_then(|()| if line.channel.wants_write() { line.channel.drive() } else { Ok(()) }),
             None => line.channel.acknowledge().and_then(|()| line.channel.drive()),
         });
         heard.or_else(|error| self.mend(line, error))

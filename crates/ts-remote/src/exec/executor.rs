@@ -62,7 +62,8 @@ pub trait Executor {
         full: <Self::Sink as Sink>::Full,
     ) -> Result<(), Failure>;
 
-    /// The elements of a tensor, in order, as they are now.
+    /// The elements of a tensor, in order, as they are now. They may be in the storage's own memory: nothing is written to it before the client has them, or
+    /// what is left of a link has.
     ///
     /// # Errors
     /// The tensor is not within its storage.

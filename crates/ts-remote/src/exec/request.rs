@@ -239,6 +239,11 @@ impl<'a> Requests<'a> {
     pub fn new(batch: &'a [u8], stream: u32) -> Self {
         Self { from: Decoder::new(batch, stream) }
     }
+
+    /// Bytes of the batch that are still to be read.
+    pub fn left(&self) -> usize {
+        self.from.left()
+    }
 }
 
 impl Iterator for Requests<'_> {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Sessions of clients whose tensors are here.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -55,6 +55,12 @@ struct State<E: Executor> {
     poisoned: HashMap<u64, (u64, Failure)>,
     /// Bytes that come next: of which request, and where they go.
     receiving: Option<Receiving>,
+    /// Requests that have come and are still to be done.
+    rest: Bytes,
+    /// What has come behind them.
+    behind: VecDeque<Incoming<Landing<E::Sink>>>,
+    /// An answer is the executor's own memory: nothing is done before the client has it.
+    lent: bool,
 }
 
 #[derive(Debug)]
@@ -173,6 +179,9 @@ impl<E: Executor + Send> Sessions<E> {
                 ops: Vec::new(),
                 poisoned: HashMap::new(),
                 receiving: None,
+                rest: Bytes::new(),
+                behind: VecDeque::new(),
+                lent: false,
             }),
         };
         let ended = state.run(link, theirs, &let_go, stop);
@@ -259,9 +268,18 @@ impl<E: Executor + Send> State<E> {
 
     fn go_on(&mut self, line: &Line<E>, let_go: &AtomicBool, stop: &AtomicBool) -> Result<(), Error> {
         loop {
-            let item = locked(line).next_within(SLICE)?;
+            self.work(line)?;
+            let item = if self.lent {
+                self.lend(line)?;
+                None
+            } else {
+                match self.behind.pop_front() {
+                    Some(item) => Some(item),
+                    None => locked(line).next_within(SLICE)?,
+                }
+            };
             match item {
-                Some(Incoming::Message(batch)) => self.batch(&batch, line)?,
+                Some(Incoming::Message(batch)) => self.rest = batch,
                 Some(Incoming::Announced(info)) => {
                     let sink = self.landing(&info, line)?;
                     locked(line).accept(sink)?;
@@ -286,35 +304,59 @@ impl<E: Executor + Send> State<E> {
         }
     }
 
-    /// Does what is asked, in its order.
-    fn batch(&mut self, batch: &Bytes, line: &Line<E>) -> Result<(), Error> {
-        let (mut rest, mut replied) = (Requests::new(batch, 0), false);
-        let mut ended = Ok(true);
-        while matches!(ended, Ok(true)) {
-            let Self { executor, requests, ops, poisoned, receiving, .. } = self;
+    /// Does what was asked, in its order, as far as that may be done now.
+    fn work(&mut self, line: &Line<E>) -> Result<(), Error> {
+        let mut replied = false;
+        while !self.rest.is_empty() && !self.lent {
+            let batch = self.rest.clone();
+            let mut requests = Requests::new(&batch, 0);
+            let mut ended = Ok(());
+            let Self { executor, requests: count, ops, poisoned, receiving, lent, .. } = self;
             executor.batch(&mut |executor| {
-                let mut doing = Doing { executor, line, ops, poisoned, receiving, replied: false, number: 0 };
-                ended = Ok(false);
-                for request in &mut rest {
-                    *requests += 1;
-                    doing.number = *requests;
-                    ended = request.and_then(|request| doing.request(request));
-                    if !matches!(ended, Ok(false)) {
-                        break;
+                let mut doing = Doing { executor, line, ops, poisoned, receiving, lent, replied, number: 0 };
+                let mut clogged = false;
+                while !clogged && let Some(request) = requests.next() {
+                    *count += 1;
+                    doing.number = *count;
+                    match request.and_then(|request| doing.request(request)) {
+                        Ok(full) => clogged = full,
+                        Err(error) => {
+                            ended = Err(error);
+                            break;
+                        }
                     }
                 }
-                replied |= doing.replied;
+                replied = doing.replied;
             });
+            self.rest = batch.slice(batch.len() - requests.left()..);
+            ended?;
             // A client that takes no answers is not worked for.
-            while matches!(ended, Ok(true)) && locked(line).unsent_bytes() > MAX_UNSENT {
+            while locked(line).unsent_bytes() > MAX_UNSENT && !self.lent {
                 locked(line).flush_within(SLICE)?;
             }
         }
-        ended?;
         if replied {
             let mut line = locked(line);
             line.acknowledge()?;
             line.drive()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for a while until the client has what was lent to the connection. What comes meanwhile is seen to when it has.
+    fn lend(&mut self, line: &Line<E>) -> Result<(), Error> {
+        let mut line = locked(line);
+        if line.unsent_bytes() > 0 {
+            line.flush_within(SLICE)?;
+        } else if line.is_acked() {
+            self.lent = false;
+        } else if let Some(item) = line.next_within(SLICE)? {
+            if matches!(item, Incoming::Announced(_)) {
+                // What the client says of the answer may come behind that. For a link that is lost there is a copy.
+                line.copy_unacked();
+                self.lent = false;
+            }
+            self.behind.push_back(item);
         }
         Ok(())
     }
@@ -374,6 +416,7 @@ struct Doing<'a, E: Executor> {
     ops: &'a mut Vec<Option<Failure>>,
     poisoned: &'a mut HashMap<u64, (u64, Failure)>,
     receiving: &'a mut Option<Receiving>,
+    lent: &'a mut bool,
     replied: bool,
     number: u64,
 }
@@ -382,7 +425,7 @@ impl<E: Executor> Doing<'_, E> {
     /// Does it. Whether answers are to go before more is done.
     fn request(&mut self, request: Request) -> Result<bool, Error> {
         self.done(request)?;
-        Ok(self.replied && locked(self.line).unsent_bytes() > MAX_UNSENT)
+        Ok(*self.lent || self.replied && locked(self.line).unsent_bytes() > MAX_UNSENT)
     }
 
     fn done(&mut self, request: Request) -> Result<(), Error> {
@@ -488,6 +531,7 @@ impl<E: Executor> Doing<'_, E> {
         }
         self.say(&Reply::Tensor { reply })?;
         let info = TensorInfo::new("", Dtype::U8, [bytes.len() as u64])?;
+        *self.lent = true;
         locked(self.line).send_tensor(info, bytes)
     }
 }

@@ -277,6 +277,10 @@ impl<'a> Decoder<'a> {
         self.rest.is_empty()
     }
 
+    pub(crate) fn left(&self) -> usize {
+        self.rest.len()
+    }
+
     pub(crate) fn byte(&mut self) -> Result<u8, Error> {
         let (&byte, rest) = self.rest.split_first().ok_or_else(|| self.cut())?;
         self.rest = rest;
