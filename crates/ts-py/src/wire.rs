@@ -12,7 +12,7 @@ use tensorstream::format::{Codec, Compression};
 use tensorstream::pool::{self, PinnedMemoryPool};
 use tensorstream::remote::{
     Address, Bytes, ConnectionOptions, Error, Event, Identity, Link, Listener, Lobby, Role, SendOptions,
-    Socket, TensorInfo, TlsClient, TlsServer,
+    Sink, Socket, TensorInfo, TlsClient, TlsServer,
 };
 use tensorstream::streams::{AnyDevice, CpuDevice};
 
@@ -134,6 +134,50 @@ fn identity<'a>(
     }
 }
 
+/// TLS of who connects, if there is one to trust.
+pub(crate) fn tls_client(
+    py: Python<'_>,
+    ca: Option<&PathBuf>,
+    certificates: Option<&PathBuf>,
+    key: Option<&PathBuf>,
+) -> PyResult<Option<TlsClient>> {
+    let own = identity(py, certificates, key)?;
+    match ca {
+        Some(ca) => TlsClient::new(ca, own).map(Some).map_err(|error| of_wire(py, &error)),
+        None if own.is_none() => Ok(None),
+        None => Err(misuse(py, "TLS needs to know whom to trust: ca names a file of certificates (PEM)")),
+    }
+}
+
+/// Listens where whoever may reach it must know a secret, or has certificates, or it is said that none is needed. With the address, in which
+/// the port is that which was free.
+pub(crate) fn lobby<S: Sink>(
+    py: Python<'_>,
+    at: &str,
+    options: ConnectionOptions,
+    tls: [Option<&PathBuf>; 3],
+    insecure: bool,
+) -> PyResult<(Listener, Lobby<S>, String)> {
+    let (at, [ca, certificates, key]) = (address(py, at)?, tls);
+    let tls = match identity(py, certificates, key)? {
+        Some(own) => {
+            let ca = ca.map(PathBuf::as_path);
+            Some(TlsServer::new(own, ca).map_err(|error| of_wire(py, &error))?)
+        }
+        None if ca.is_none() => None,
+        None => return Err(misuse(py, "clients' certificates (ca) need one of this end: cert and key")),
+    };
+    if options.token.is_none() && tls.is_none() && !insecure && at.is_public() {
+        let what =
+            format!("{at} can be reached from elsewhere: give a token or certificates, or say insecure=True");
+        return Err(misuse(py, &what));
+    }
+    let listener = Listener::bind(&at, options.timeout).map_err(|error| of_wire(py, &error))?;
+    let address = listener.address().to_string();
+    let lobby = Lobby::new(options);
+    Ok((listener, if let Some(tls) = tls { lobby.with_tls(tls) } else { lobby }, address))
+}
+
 /// Connects, and waits until both ends know each other.
 #[pyfunction]
 pub(crate) fn connect(
@@ -145,14 +189,7 @@ pub(crate) fn connect(
     key: Option<PathBuf>,
 ) -> PyResult<PyConnection> {
     let (to, options) = (address(py, to)?, settings.options(py)?);
-    let own = identity(py, cert.as_ref(), key.as_ref())?;
-    let tls = match &ca {
-        Some(ca) => Some(TlsClient::new(ca, own).map_err(|error| of_wire(py, &error))?),
-        None if own.is_none() => None,
-        None => {
-            return Err(misuse(py, "TLS needs to know whom to trust: ca names a file of certificates (PEM)"));
-        }
-    };
+    let tls = tls_client(py, ca.as_ref(), cert.as_ref(), key.as_ref())?;
     let link = py.detach(|| {
         let mut socket = Socket::connect(&to, options.timeout)?;
         if let Some(tls) = &tls {
@@ -195,23 +232,9 @@ pub(crate) fn listen(
     key: Option<PathBuf>,
     insecure: bool,
 ) -> PyResult<PyListener> {
-    let (at, options) = (address(py, at)?, settings.options(py)?);
-    let tls = match identity(py, cert.as_ref(), key.as_ref())? {
-        Some(own) => Some(TlsServer::new(own, ca.as_deref()).map_err(|error| of_wire(py, &error))?),
-        None if ca.is_none() => None,
-        None => return Err(misuse(py, "clients' certificates (ca) need one of this end: cert and key")),
-    };
-    if options.token.is_none() && tls.is_none() && !insecure && at.is_public() {
-        let what =
-            format!("{at} can be reached from elsewhere: give a token or certificates, or say insecure=True");
-        return Err(misuse(py, &what));
-    }
-    let listener = Listener::bind(&at, options.timeout).map_err(|error| of_wire(py, &error))?;
-    let address = listener.address().to_string();
-    let mut lobby = Lobby::new(options);
-    if let Some(tls) = tls {
-        lobby = lobby.with_tls(tls);
-    }
+    let options = settings.options(py)?;
+    let tls = [ca.as_ref(), cert.as_ref(), key.as_ref()];
+    let (listener, lobby, address) = lobby(py, at, options, tls, insecure)?;
     Ok(PyListener { listener: Mutex::new(Some((listener, lobby))), settings, address })
 }
 

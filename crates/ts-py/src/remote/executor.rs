@@ -14,12 +14,12 @@ use pyo3::{IntoPyObjectExt, intern};
 use tensorstream::remote::exec::{
     Call, EXEC, Executor, Failure, FailureKind, Landing, Output, ScalarType, Sessions, TensorRef, Value, View,
 };
-use tensorstream::remote::{Bytes, Identity, Listener, Lobby, TlsServer};
+use tensorstream::remote::{Bytes, ConnectionOptions, Listener, Lobby};
 
 use super::torch::integer;
 use crate::errors::{misuse, of_wire};
 use crate::memory::{Memory, Shared, Target, copied};
-use crate::wire::Settings;
+use crate::wire::{Settings, lobby};
 
 /// The most views of a storage that are kept for the next operator that asks for them.
 const MAX_VIEWS: usize = 8;
@@ -598,29 +598,9 @@ impl RemoteServer {
         };
         let first = server.devices.first().ok_or_else(|| misuse(py, "a machine has at least one device"))?;
         server.on_host = first.bind(py).getattr("type")?.extract::<String>()? == "cpu";
-        let at: tensorstream::remote::Address = at.parse().map_err(|error| of_wire(py, &error))?;
-        let mut options = settings.options(py)?;
-        options.service = EXEC.into();
-        let identity = match (&cert, &key) {
-            (Some(certificates), Some(key)) => Some(Identity { certificates, key }),
-            (None, None) => None,
-            _ => return Err(misuse(py, "a certificate (cert) and its key are given together")),
-        };
-        let tls = match identity {
-            Some(own) => Some(TlsServer::new(own, ca.as_deref()).map_err(|error| of_wire(py, &error))?),
-            None => None,
-        };
-        if options.token.is_none() && tls.is_none() && !insecure && at.is_public() {
-            let what =
-                format!("{at} can be reached from elsewhere: give a token or certificates, or say insecure");
-            return Err(misuse(py, &what));
-        }
-        let listener = Listener::bind(&at, options.timeout).map_err(|error| of_wire(py, &error))?;
-        let address = listener.address().to_string();
-        let mut lobby = Lobby::new(options);
-        if let Some(tls) = tls {
-            lobby = lobby.with_tls(tls);
-        }
+        let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
+        let tls = [ca.as_ref(), cert.as_ref(), key.as_ref()];
+        let (listener, lobby, address) = lobby(py, at, options, tls, insecure)?;
         Ok(Self {
             listener: Mutex::new(Some((listener, lobby))),
             server: Arc::new(server),

@@ -13,13 +13,13 @@ use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat};
 use tensorstream::remote::exec::{
     Answer, Client, ClientOptions, EXEC, Fault, Request, TensorRef, Value, View,
 };
-use tensorstream::remote::{Address, Bytes, Error, Identity, Link, Role, Socket, TlsClient};
+use tensorstream::remote::{Address, Bytes, ConnectionOptions, Error, Link, Role, Socket};
 
 use super::torch::{Line, Torch, address_of, is_forked, storage_at, torch};
 use crate::dlpack;
 use crate::errors::{misuse, of_failure, of_wire, of_wire_at};
 use crate::memory::{Memory, Shared, Target};
-use crate::wire::Settings;
+use crate::wire::{Settings, tls_client};
 
 /// How long something waits before it looks for a signal.
 const SLICE: Duration = Duration::from_millis(100);
@@ -266,17 +266,8 @@ impl Machine {
         key: Option<PathBuf>,
     ) -> PyResult<Self> {
         let to: Address = address.parse().map_err(|error| of_wire(py, &error))?;
-        let mut options = settings.options(py)?;
-        options.service = EXEC.into();
-        let identity = match (&cert, &key) {
-            (Some(certificates), Some(key)) => Some(Identity { certificates, key }),
-            (None, None) => None,
-            _ => return Err(misuse(py, "a certificate (cert) and its key are given together")),
-        };
-        let tls = match &ca {
-            Some(ca) => Some(TlsClient::new(ca, identity).map_err(|error| of_wire(py, &error))?),
-            None => None,
-        };
+        let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
+        let tls = tls_client(py, ca.as_ref(), cert.as_ref(), key.as_ref())?;
         let retry = Duration::try_from_secs_f64(retry)
             .map_err(|_| misuse(py, &format!("retry={retry}: 0 seconds or more are")))?;
         let dial = move || {
