@@ -3,8 +3,8 @@
 
 usage: remote.py [--rounds 9] [--ops 2048] [--mib 256]
 
-The bare server is a Python process that runs operators by name on tensors it holds, in marshalled batches of 64: no shapes are known
-at its client, nothing is acknowledged and nothing is freed. rpc is torch.distributed.rpc, ray an actor (both if they are there).
+The bare server is a Python process that runs operators by name on tensors it holds, in marshalled batches of 64: no
+shapes are known at its client, nothing is acknowledged and nothing is freed.
 """
 
 from __future__ import annotations
@@ -162,9 +162,7 @@ def _overhead(machine: RemoteMachine) -> None:
         uncached.append(_seconds(lambda args=args: kernel(*args)))
         inferred.append(_seconds(lambda args=args: _infer.infer(op, args, None)))
     uncached_us, inferred_us = 1e6 * statistics.median(uncached), 1e6 * statistics.median(inferred)
-    print(
-        f"\nadd of two tensors, one thread, median: {cached:.2f} us with its shape cached, {uncached_us:.1f} us without:"
-    )
+    print(f"\nadd of two tensors, one thread, median: {cached:.2f} us cached, {uncached_us:.1f} us not:")
     print(f"{uncached_us / inferred_us:.2f} of meta inference alone ({inferred_us:.1f} us)")
 
 
@@ -230,9 +228,7 @@ def _copies(machine: RemoteMachine, directory: str, rounds: int, mib: int) -> No
         "up": {"ours": ours_up, "raw socket": raw_up, "torch.save, load": saved_up},
         "down": {"ours": lambda: here.copy_(there), "raw socket": raw_down, "torch.save, load": saved_down},
     }
-    print(
-        f"\n{mib} MiB by a Unix socket, GB/s\n\n| | ours | raw socket | torch.save, load | ours of raw | ours of saved |"
-    )
+    print(f"\n{mib} MiB by a Unix socket, GB/s\n\n| | ours | raw socket | torch.save, load | of raw | of saved |")
     print("|---|---|---|---|---|---|")
     for way, peers in runs.items():
         seen: dict[str, list[float]] = {name: [] for name in peers}
