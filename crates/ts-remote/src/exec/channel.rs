@@ -242,14 +242,12 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    /// What comes next, at most so long.
+    /// What comes next, at most so long; `None` also when it was an acknowledgement.
     pub(super) fn next_within(&mut self, time: Duration) -> Result<Option<Incoming<S>>, Error> {
-        loop {
-            let link = self.link.as_mut().ok_or_else(lost)?;
-            let Some(event) = link.next_event_within(time)? else { return Ok(None) };
-            if let Some(item) = self.hear(event)? {
-                return Ok(Some(item));
-            }
+        let link = self.link.as_mut().ok_or_else(lost)?;
+        match link.next_event_within(time)? {
+            Some(event) => self.hear(event),
+            None => Ok(None),
         }
     }
 
