@@ -21,7 +21,7 @@ pub(crate) fn smoke() -> Result<()> {
 pub(crate) fn run(what: &str) -> Result<()> {
     match what {
         "parts" | "memory" | "streams" | "wire" => run_criterion(what),
-        "broadcast" | "codecs" | "exact" | "load" | "peak" | "llama" | "serve" | "storage" => {
+        "broadcast" | "codecs" | "exact" | "load" | "peak" | "llama" | "remote" | "serve" | "storage" => {
             run_script(&python::prepared()?, what, &[])
         }
         "io" => run_script(&python::prepared()?, "backends", &[]),
@@ -34,7 +34,7 @@ pub(crate) fn run(what: &str) -> Result<()> {
             run_script(&venv, "wire", &["--unpinned"])
         }
         _ => Err(format!(
-            "no benchmark {what}: parts, memory, streams, wire, wire-peers, serve, broadcast, codecs, exact, io, llama, load, peak or storage"
+            "no benchmark {what}: parts, memory, streams, wire, wire-peers, serve, broadcast, codecs, exact, io, llama, load, peak, remote or storage"
         )),
     }
 }

@@ -338,7 +338,7 @@ impl<S: Sink + Send + 'static> Client<S> {
     /// Waits for an answer, at most so long; `None` when it has not come. A wait is the time at which failures are told.
     ///
     /// # Errors
-    /// [`Fault`]. The answer is of no more use then, if it was this one that failed, and is still to come if not.
+    /// [`Fault`]. The answer, if there was one, is gone then.
     pub fn wait(&self, reply: u64, time: Duration) -> Result<Option<Answer<S>>, Fault> {
         let shared = &*self.shared;
         let end = Instant::now() + time;
@@ -667,10 +667,7 @@ impl<S: Sink + Send> Line<S> {
         let others = self.failures.len().saturating_sub(1);
         if let Some((request, failure)) = self.failures.pop_front() {
             self.failures.clear();
-            // The answer itself is kept, unless it is that this has failed.
-            if self.answers.get(&reply).is_some_and(Result::is_err) {
-                self.answers.remove(&reply);
-            }
+            self.answers.remove(&reply);
             return Some(Err(Fault::Failed { request, failure, others }));
         }
         let answer = self.answers.remove(&reply)?;

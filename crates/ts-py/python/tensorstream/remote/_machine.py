@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import subprocess
@@ -94,6 +95,8 @@ class RemoteMachine:
         kind = _device.kind_of(first)
         _composites.KINDS.update({first + index: kind for index in range(self.gpu_count)})
         _device.seed_of(first, torch.initial_seed())
+        # A machine that hears nothing of the end keeps the tensors for a while.
+        atexit.register(self.stop)
         return self
 
     def _start_thread(self, address: str) -> None:
@@ -171,6 +174,7 @@ class RemoteMachine:
         session, self._session = self._session, None
         if session is None:
             return
+        atexit.unregister(self.stop)
         _device.SESSIONS.pop(session.first, None)
         try:
             session.close()
