@@ -189,13 +189,10 @@ def test_models_train_as_on_a_cpu_and_wait_once_a_step(
         labels = batch.shape if batch.dtype == torch.int64 else batch.shape[:1]
         batches.append((batch, torch.randint(0, classes, labels)))
     expected, _ = _train(host, batches, "cpu", lambda: 0)
-    before = machine.stats()
     given, waited = _train(there, batches, device, lambda: machine.stats()["waits"])
-    after = machine.stats()
     assert given == expected
     # What an operator gives is found out once, and of some by asking.
     assert max(waited[2:]) <= 1
-    assert after["requests"] - before["requests"] >= 10 * (after["batches"] - before["batches"])
     for one, other in zip(host.parameters(), there.parameters(), strict=True):
         assert torch.equal(one, other.cpu())
 
