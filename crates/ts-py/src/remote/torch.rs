@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyTuple, PyType};
-use pyo3::{ffi, intern};
+use pyo3::types::{PyDict, PyInt, PyTuple, PyType};
 use tensorstream::remote::exec::{ScalarType, TensorRef, View};
 
 /// Of so many functions it is known at most whether they are the user's.
@@ -221,7 +221,5 @@ fn numbers(tuple: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
 
 /// An integer, if that is what it is.
 pub(super) fn integer(object: &Bound<'_, PyAny>) -> Option<i64> {
-    // SAFETY: a type check of an object that is alive.
-    let is = unsafe { ffi::PyLong_Check(object.as_ptr()) != 0 };
-    if is { object.extract().ok() } else { None }
+    object.cast::<PyInt>().ok()?.extract().ok()
 }

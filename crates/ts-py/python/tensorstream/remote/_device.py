@@ -104,13 +104,17 @@ def synchronize(device: Any = None) -> None:
 
 def _module() -> types.ModuleType:
     module = types.ModuleType("torch.ts", "Tensors that are elsewhere: tensorstream.remote.")
-    module.device_count = count  # type: ignore[attr-defined]
-    module.is_available = lambda: COUNT > 0  # type: ignore[attr-defined]
-    module.is_initialized = lambda: True  # type: ignore[attr-defined]
-    module._is_in_bad_fork = lambda: _process.forked  # type: ignore[attr-defined]
-    module._lazy_init = lambda: None  # type: ignore[attr-defined]
-    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # type: ignore[attr-defined]
-    module.device = _On  # type: ignore[attr-defined]
+    attributes = {
+        "device_count": count,
+        "is_available": lambda: COUNT > 0,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: _process.forked,
+        "_lazy_init": lambda: None,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "device": _On,
+    }
+    for name, value in attributes.items():
+        setattr(module, name, value)
     for function in (
         current_device, set_device, manual_seed, manual_seed_all, get_rng_state, set_rng_state, synchronize,
     ):  # fmt: skip

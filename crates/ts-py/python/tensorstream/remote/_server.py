@@ -156,7 +156,7 @@ def _host(tensor: torch.Tensor) -> Any:
 
 def _part(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Any:
     if storage.device.type != "cpu":
-        raise TypeError("it is not on the host")
+        raise NotImplementedError("tensors cannot be sent to a GPU of a machine yet: make them there")
     return torch._C._to_dlpack(torch.empty(0, dtype=torch.uint8).set_(storage, offset, (nbytes,), (1,)))
 
 
