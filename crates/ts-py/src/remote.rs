@@ -4,6 +4,7 @@
 mod executor;
 mod kernel;
 mod machine;
+mod scalars;
 mod torch;
 
 use pyo3::prelude::*;

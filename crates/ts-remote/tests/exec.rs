@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use proptest::prelude::*;
 use ts_remote::exec::{
     Answer, Call, Client, ClientOptions, EXEC, FailureKind, Fault, HostExecutor, Landing, Output, Request,
     ScalarType, Sessions, TensorRef, Value, View,
@@ -321,6 +322,43 @@ fn a_session_goes_on_over_links_that_are_lost_and_everything_is_done_once() {
     assert!(ended, "{} sessions are left", machine.sessions.count());
 }
 
+#[test]
+fn an_answer_that_is_cut_off_comes_again() {
+    const COUNT: u64 = 300_000;
+    let machine = Machine::start();
+    for seed in 0..8usize {
+        let cutter = Cutter::start(&machine.address, vec![3_000 + seed * 150_000, 1_000_000 - seed * 90_000]);
+        let client = client_of(&cutter.address);
+        let large = tensor(1, &[COUNT]);
+        create(&client, &large, 3.0);
+        for _ in 0..3 {
+            assert_eq!(read(&client, &large).unwrap(), vec![3.0; COUNT as usize], "seed {seed}");
+        }
+        assert_eq!(client.stats().reconnects, 2, "seed {seed}");
+        client.close().unwrap();
+    }
+}
+
+#[test]
+fn a_machine_tells_what_storages_it_has() {
+    let machine = Machine::start();
+    let client = machine.client();
+    let [written, never, bad] = [1, 2, 3].map(|storage| tensor(storage, &[4]));
+    create(&client, &written, 1.0);
+    for tensor in [&never, &bad] {
+        client.ask(&Request::Create { storage: tensor.storage, bytes: 16, device: 0 }).unwrap();
+    }
+    call(&client, "aten::copy_", &[&bad, &tensor(9, &[4])], vec![], Output::Known);
+    assert!(matches!(sync(&client), Err(Fault::Failed { .. })));
+    let reply = client.reply();
+    client.ask(&Request::List { reply }).unwrap();
+    let Ok(Some(Answer::Values(values))) = client.wait(reply, PATIENT) else { panic!("no answer") };
+    let mut told: Vec<_> = values.as_chunks::<4>().0.iter().map(|told| format!("{told:?}")).collect();
+    told.sort();
+    let told: Vec<_> = told.iter().map(|told| told.replace("Int(", "").replace(')', "")).collect();
+    assert_eq!(told, ["[1, 16, 0, 1]", "[2, 16, 0, 0]", "[3, 16, 0, 2]"]);
+}
+
 fn floats_of(value: f32, count: usize) -> Vec<u8> {
     (0..count).flat_map(|_| value.to_le_bytes()).collect()
 }
@@ -357,4 +395,52 @@ fn a_session_that_there_is_no_more_is_not_begun_again() {
         ended = ended.and_then(|()| sync(&client));
     }
     assert!(matches!(ended, Err(Fault::Lost(_))), "{ended:?}");
+}
+
+/// Greets as a machine does, and then says this.
+fn say(listener: &Listener, messages: &[Vec<u8>]) -> Result<(), Error> {
+    let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
+    let mut lobby = Lobby::<Vec<u8>>::new(options);
+    let mut link = loop {
+        if let Some(link) = lobby.accept_within(listener, PATIENT, |_, _| {})? {
+            break link;
+        }
+    };
+    let stream = link.connection().open_stream()?;
+    let mut hello = vec![2];
+    hello.extend([7; 16]);
+    hello.push(0);
+    link.send_message(stream, hello.into())?;
+    for message in messages {
+        link.send_message(stream, message.clone().into())?;
+    }
+    link.close("that was all")
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(150))]
+    #[test]
+    fn a_machine_that_says_anything_is_an_error_and_nothing_worse(
+        said in prop::collection::vec((0u8..4, 0u8..7, prop::collection::vec(any::<u8>(), 0..40)), 0..6),
+    ) {
+        let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap(), PATIENT).unwrap();
+        let address = listener.address().clone();
+        // What they are, in the channel and among replies, is mostly something that there is.
+        let messages: Vec<_> =
+            said.into_iter().map(|(kind, reply, rest)| [vec![kind, reply], rest].concat()).collect();
+        let machine = thread::spawn(move || say(&listener, &messages));
+        let dial = move || {
+            let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
+            Link::connect(&address, options)
+        };
+        let client = Client::<Vec<u8>>::connect(ClientOptions { dial: Box::new(dial), retry: Duration::ZERO }, [7; 16]);
+        if let Ok(client) = client {
+            let (sum, forgotten) = (client.read(tensor(1, &[2]), vec![0; 8]), client.reply());
+            client.forget(forgotten);
+            if let Ok(reply) = sum {
+                prop_assert!(matches!(client.wait(reply, PATIENT), Err(_) | Ok(Some(_))));
+            }
+        }
+        let _ = machine.join().unwrap();
+    }
 }

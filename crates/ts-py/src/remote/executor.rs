@@ -25,6 +25,10 @@ use crate::wire::{Settings, lobby};
 const MAX_VIEWS: usize = 8;
 /// Reads up to so many bytes are copied at once.
 const SMALL: u64 = 4096;
+/// The operator that says what dtype numbers become that have none.
+const DEFAULT_DTYPE: &str = "tensorstream::default_dtype";
+/// How many sessions have said so.
+static ODD: AtomicUsize = AtomicUsize::new(0);
 /// How long a session outlives its link.
 const LINGER: Duration = Duration::from_secs(60);
 
@@ -47,18 +51,28 @@ struct Server {
     named: Py<PyAny>,
     /// `host(tensor)`: a capsule of its elements, contiguous and on the host.
     host: Py<PyAny>,
-    /// `part(storage, offset, bytes)`: a capsule of a part of a storage on the host; None of one that is not.
+    /// `part(storage, offset, bytes)`: a capsule of a part of a storage that is on the host.
     part: Py<PyAny>,
+    /// `stage(storage, bytes)`: memory on the host for so many bytes that are to go to a storage elsewhere: a tensor, and a capsule of it.
+    stage: Py<PyAny>,
+    /// `land(storage, offset, tensor)`: copies such a tensor there.
+    land: Py<PyAny>,
+    /// What numbers become where a session has not said so.
+    default_dtype: Py<PyAny>,
+    /// `with_default(dtype, operator, args, kwargs)`: runs an operator while numbers become this.
+    with_default: Py<PyAny>,
     /// `guard()`: a context in which operators are run.
     guard: Py<PyAny>,
     tensor: Py<PyAny>,
     devices: Vec<Py<PyAny>>,
-    /// Whether they are the host.
+    /// Whether their memory is the host's.
     on_host: bool,
 }
 
 struct Operator {
-    call: Py<PyAny>,
+    name: String,
+    /// None of that which says what dtype numbers become.
+    call: Option<Py<PyAny>>,
     /// Which arguments it writes to, by place and by name.
     writes: Vec<usize>,
     writes_named: Vec<String>,
@@ -78,6 +92,18 @@ struct TorchExecutor {
     session: Option<Py<PyAny>>,
     ops: Vec<Option<Operator>>,
     storages: HashMap<u64, Held>,
+    /// What is received before it goes to a storage that is not on the host.
+    staged: Option<Py<PyAny>>,
+    /// What numbers become, once the client has said so.
+    default_dtype: Option<Py<PyAny>>,
+}
+
+impl Drop for TorchExecutor {
+    fn drop(&mut self) {
+        if self.default_dtype.is_some() {
+            ODD.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
 }
 
 fn refused(what: impl Into<String>) -> Failure {
@@ -227,7 +253,21 @@ impl TorchExecutor {
         let op = self.ops.get(call.op as usize).and_then(Option::as_ref);
         let op = op.ok_or_else(|| refused("an operator that was not defined"))?;
         let kwargs = (!kwargs.is_empty()).then_some(&kwargs);
-        let result = op.call.bind(py).call(args, kwargs).map_err(|error| Failure {
+        let Some(callable) = &op.call else {
+            if self.default_dtype.is_none() {
+                ODD.fetch_add(1, Ordering::Relaxed);
+            }
+            self.default_dtype = Some(args.get_item(0).map_err(failed)?.unbind());
+            return Ok(Vec::new());
+        };
+        let result = if ODD.load(Ordering::Relaxed) > 0 {
+            // PyTorch has one for all sessions.
+            let own = self.default_dtype.as_ref().unwrap_or(&server.default_dtype);
+            server.with_default.bind(py).call1((own, callable, args, kwargs))
+        } else {
+            callable.bind(py).call(args, kwargs)
+        };
+        let result = result.map_err(|error| Failure {
             message: error.value(py).str().map_or_else(|_| "?".into(), |text| text.to_string()),
             ..raised(py, "", &error)
         })?;
@@ -329,6 +369,29 @@ impl TorchExecutor {
         Ok(Value::List(vec![Value::Tensor(TensorRef { storage, view }), Value::Int(bytes as i64)]))
     }
 
+    /// An argument, for who reads of an error.
+    fn describe(&self, value: &Value) -> String {
+        let dtype = |dtype: ScalarType| {
+            let name = self.server.element(dtype).map(|(object, _)| object.to_string());
+            name.map_or_else(|_| "?".into(), |name| name.trim_start_matches("torch.").to_string())
+        };
+        match value {
+            Value::Tensor(TensorRef { view, .. }) => format!("{}{:?}", dtype(view.dtype), view.sizes),
+            Value::Scalar { dtype: of, .. } => format!("{}[]", dtype(*of)),
+            Value::Dtype(of) => dtype(*of),
+            Value::List(values) => {
+                let values: Vec<String> = values.iter().map(|value| self.describe(value)).collect();
+                format!("[{}]", values.join(", "))
+            }
+            Value::Int(value) => value.to_string(),
+            Value::Float(value) => value.to_string(),
+            Value::Bool(value) => value.to_string(),
+            Value::None => "None".into(),
+            Value::Text(text) | Value::Name(text) => text.clone(),
+            other => format!("{other:?}"),
+        }
+    }
+
     /// Which of the machine's devices this is.
     fn device_of(&self, index: Option<u32>) -> u32 {
         index.filter(|&index| (index as usize) < self.server.devices.len()).unwrap_or(0)
@@ -358,7 +421,7 @@ impl TorchExecutor {
         Ok(Some(unsafe { copied(address as usize, (count * element) as usize) }))
     }
 
-    /// A part of a storage that is on the host, to read and write.
+    /// A part of a storage to write to, or memory on the host in its place, which then is staged.
     fn part(
         &mut self,
         py: Python<'_>,
@@ -376,8 +439,24 @@ impl TorchExecutor {
         }
         let failed =
             |error: PyErr| raised(py, &format!("{bytes} bytes at {offset} of storage {storage}"), &error);
-        let capsule = server.part.bind(py).call1((object, offset, bytes)).map_err(failed)?;
+        let capsule = if server.on_host {
+            server.part.bind(py).call1((object, offset, bytes)).map_err(failed)?
+        } else {
+            let staged = server.stage.bind(py).call1((object, bytes));
+            let (tensor, capsule) = staged.and_then(|staged| staged.extract()).map_err(failed)?;
+            self.staged = Some(tensor);
+            capsule
+        };
         Memory::of_capsule(&capsule).map_err(failed)
+    }
+
+    /// What was staged goes to its storage.
+    fn land(&mut self, py: Python<'_>, storage: u64, offset: u64) -> Result<(), Failure> {
+        let Some(staged) = self.staged.take() else { return Ok(()) };
+        let server = self.server.clone();
+        let object = self.storage(py, storage)?;
+        let landed = server.land.call1(py, (object, offset, staged));
+        landed.map(drop).map_err(|error| raised(py, &format!("writing to storage {storage}"), &error))
     }
 }
 
@@ -425,7 +504,10 @@ impl Executor for TorchExecutor {
                 .session(py)
                 .and_then(|session| session.call_method1(intern!(py, "define"), (name,))?.extract());
             let op = match found {
-                Ok((call, writes, writes_named)) => Ok(Operator { call, writes, writes_named }),
+                Ok((call, writes, writes_named)) => {
+                    let call = (name != DEFAULT_DTYPE).then_some(call);
+                    Ok(Operator { name: name.into(), call, writes, writes_named })
+                }
                 Err(error) => Err(Failure { kind: FailureKind::Refused, ..raised(py, name, &error) }),
             };
             let (op, failure) = match op {
@@ -471,7 +553,7 @@ impl Executor for TorchExecutor {
             let mut target =
                 Target::new(part, 0, bytes.len()).ok_or_else(|| refused("it is not on the host"))?;
             target.put(bytes);
-            Ok(())
+            self.land(py, storage, offset)
         })
     }
 
@@ -482,8 +564,8 @@ impl Executor for TorchExecutor {
         })
     }
 
-    fn received(&mut self, _: u64, _: u64, _: Target) -> Result<(), Failure> {
-        Ok(())
+    fn received(&mut self, storage: u64, offset: u64, _: Target) -> Result<(), Failure> {
+        Python::attach(|py| self.land(py, storage, offset))
     }
 
     fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, Failure> {
@@ -502,12 +584,20 @@ impl Executor for TorchExecutor {
     fn call(&mut self, call: &Call) -> Result<Vec<Value>, Failure> {
         let done = Python::attach(|py| self.run(py, call));
         done.map_err(|failure| {
-            let arguments: Vec<String> = call.args.iter().map(describe).collect();
-            Failure {
-                message: format!("{}\n  in an operator on ({})", failure.message, arguments.join(", ")),
-                ..failure
-            }
+            let op = self.ops.get(call.op as usize).and_then(Option::as_ref);
+            let op = op.map_or("an operator", |op| &op.name);
+            let named = call.kwargs.iter().map(|(name, value)| format!("{name}={}", self.describe(value)));
+            let arguments: Vec<String> =
+                call.args.iter().map(|value| self.describe(value)).chain(named).collect();
+            let message = format!("{}\n  in {op}({})", failure.message, arguments.join(", "));
+            Failure { message, ..failure }
         })
+    }
+
+    fn storages(&self) -> Vec<(u64, u64, u32, bool)> {
+        let told =
+            |(&storage, held): (&u64, &Held)| (storage, held.bytes, held.device, held.storage.is_some());
+        self.storages.iter().map(told).collect()
     }
 
     fn writes(&self, call: &Call) -> Vec<u64> {
@@ -525,20 +615,6 @@ impl Executor for TorchExecutor {
             }
         }
         storages
-    }
-}
-
-/// An argument, for who reads of an error.
-fn describe(value: &Value) -> String {
-    match value {
-        Value::Tensor(tensor) => format!("tensor{:?}", tensor.view.sizes),
-        Value::List(values) => format!("[{}]", values.iter().map(describe).collect::<Vec<_>>().join(", ")),
-        Value::Int(value) => value.to_string(),
-        Value::Float(value) => value.to_string(),
-        Value::Bool(value) => value.to_string(),
-        Value::None => "None".into(),
-        Value::Text(text) | Value::Name(text) => text.clone(),
-        other => format!("{other:?}"),
     }
 }
 
@@ -581,7 +657,7 @@ impl RemoteServer {
             }
             dtypes[usize::from(number)] = Some((object, bytes));
         }
-        let mut server = Server {
+        let server = Server {
             session: function("session")?,
             dtypes,
             realise: function("realise")?,
@@ -591,13 +667,18 @@ impl RemoteServer {
             named: function("named")?,
             host: function("host")?,
             part: function("part")?,
+            stage: function("stage")?,
+            land: function("land")?,
+            default_dtype: function("default_dtype")?,
+            with_default: function("with_default")?,
             guard: function("guard")?,
             tensor: function("tensor")?,
             devices: get("devices")?.extract()?,
-            on_host: false,
+            on_host: get("on_host")?.extract()?,
         };
-        let first = server.devices.first().ok_or_else(|| misuse(py, "a machine has at least one device"))?;
-        server.on_host = first.bind(py).getattr("type")?.extract::<String>()? == "cpu";
+        if server.devices.is_empty() {
+            return Err(misuse(py, "a machine has at least one device"));
+        }
         let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
         let tls = [ca.as_ref(), cert.as_ref(), key.as_ref()];
         let (listener, lobby, address) = lobby(py, at, options, tls, insecure)?;
@@ -651,8 +732,14 @@ impl RemoteServer {
             let (serving, ended, peer) = (self.serving.clone(), ended.clone(), link.peer().to_string());
             serving.fetch_add(1, Ordering::Relaxed);
             let serve = move || {
-                let make =
-                    || TorchExecutor { server, session: None, ops: Vec::new(), storages: HashMap::new() };
+                let make = || TorchExecutor {
+                    server,
+                    session: None,
+                    ops: Vec::new(),
+                    storages: HashMap::new(),
+                    staged: None,
+                    default_dtype: None,
+                };
                 // What the interpreter has for a thread is kept for the next batch.
                 let served = Python::attach(|py| py.detach(|| sessions.serve(link, make, &stop)));
                 if let Err(error) = served {

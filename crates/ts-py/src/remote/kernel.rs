@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What PyTorch calls for an operator of the device: puts its arguments into a request, and makes its outputs, as they are known to be.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::intern;
@@ -12,21 +12,29 @@ use tensorstream::remote::exec::{
     Answer, Call, Output, Request, ScalarType, Scalars, Signature, SignatureCache, TensorRef, Value, View,
 };
 
-use super::machine::{Seat, new_storages, new_tensor, plain, same_machine, seat};
+use super::machine::{Seat, Session, new_storages, new_tensor, plain, same_machine, seat};
 use super::torch::{Torch, integer, torch};
 use crate::errors::of_machines;
 
-/// As many calls of each operator are known at least, if they were made last.
-const KNOWN: usize = 2048;
+/// As many calls are known at least, if they were made last.
+const KNOWN: usize = 32 << 10;
 /// A list of tensors of which nobody knows how many it will have gets so many numbers for storages.
 const MANY: u64 = 1 << 16;
 
-static HITS: AtomicU64 = AtomicU64::new(0);
-static MISSES: AtomicU64 = AtomicU64::new(0);
+/// What calls give, by operator and signature.
+static PLANS: LazyLock<Mutex<Plans>> = LazyLock::new(|| Mutex::new(SignatureCache::new(KNOWN)));
+static KERNELS: AtomicU32 = AtomicU32::new(0);
+
+type Plans = SignatureCache<Box<[u8]>, Arc<Plan>>;
+
+fn plans() -> MutexGuard<'static, Plans> {
+    PLANS.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// An operator of the device.
 #[pyclass(frozen, module = "tensorstream", name = "RemoteKernel")]
 pub(crate) struct Kernel {
+    number: u32,
     /// Namespace, name and overload.
     name: String,
     op: Py<PyAny>,
@@ -38,8 +46,9 @@ pub(crate) struct Kernel {
     tensors: Vec<usize>,
     /// What it gives is asked for once for each signature.
     learned: bool,
+    /// It may write to arguments.
+    writes: bool,
     returns: Vec<Return>,
-    known: Mutex<SignatureCache<Box<[u8]>, Arc<Plan>>>,
 }
 
 /// What an operator's schema says of what it returns.
@@ -168,6 +177,9 @@ impl<'py> Arguments<'_, 'py> {
             Some(known) => {
                 let (one, other) = (seat(py, known)?, seat(py, index)?);
                 let name = &self.kernel.name;
+                if same_machine(&one, &other) && self.kernel.name == "aten::copy_" {
+                    return Ok(());
+                }
                 if same_machine(&one, &other) {
                     let what = format!(
                         "Expected all tensors to be on the same device, but {name} was called with tensors on ts:{known} and ts:{index}"
@@ -229,6 +241,7 @@ impl Kernel {
         by_value: bool,
         takes_host: bool,
         learned: bool,
+        writes: bool,
         tensors: Vec<usize>,
         returns: Vec<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
@@ -245,17 +258,8 @@ impl Kernel {
         let scalars = if by_value { Scalars::ByValue } else { Scalars::ByKind };
         let base = name.split('.').next().unwrap_or(&name);
         let for_numbers = format!("{base}.*");
-        Ok(Self {
-            name,
-            for_numbers,
-            op,
-            scalars,
-            takes_host,
-            learned,
-            tensors,
-            returns,
-            known: Mutex::new(SignatureCache::new(KNOWN)),
-        })
+        let number = KERNELS.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { number, name, for_numbers, op, scalars, takes_host, learned, writes, tensors, returns })
     }
 
     #[pyo3(signature = (*args, **kwargs))]
@@ -294,16 +298,18 @@ impl Kernel {
                 return Err(PyRuntimeError::new_err(what));
             };
             let place = Place { index, seat };
-            let mut signature = Signature::default();
+            // What numbers become, and of some what the machine is.
+            let default = torch.default_dtype(py)?;
+            place.seat.machine.tell_default_dtype(py, default)?;
+            let whose = if self.learned { place.seat.machine.number + 1 } else { 0 };
+            let mut signature = Signature::within([self.number, u32::from(default.0), whose]);
             let (unnamed, named) = (call.args.iter(), call.kwargs.iter());
             let all = unnamed.map(|value| ("", value)).chain(named.map(|(name, value)| (&name[..], value)));
             let key = signature.of(all, self.scalars);
-            let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(key);
+            let known = plans().get(key);
             let plan = if let Some(plan) = known {
-                HITS.fetch_add(1, Ordering::Relaxed);
                 plan
             } else {
-                MISSES.fetch_add(1, Ordering::Relaxed);
                 let key: Box<[u8]> = key.into();
                 let infer = torch.infer.bind(py);
                 let found = if self.learned {
@@ -321,7 +327,7 @@ impl Kernel {
                     let plan = Arc::new(Plan {
                         returns: returns.iter().map(|of| given(&of)).collect::<PyResult<_>>()?,
                     });
-                    self.known.lock().unwrap_or_else(PoisonError::into_inner).put(key, plan.clone());
+                    plans().put(key, plan.clone());
                     plan
                 } else {
                     // It was resized.
@@ -388,19 +394,28 @@ impl Kernel {
                 },
             }
         };
-        call.op = session.client.op(name).map_err(|error| session.lost(py, &error))?;
+        call.op = session.client(py)?.op(name).map_err(|error| session.lost(py, &error))?;
         call.outputs = leaves()
             .map(|leaf| match leaf {
                 Some(Leaf::New(leaf)) => Output::New { tensor: new(leaf), bytes: leaf.4 },
                 _ => Output::Known,
             })
             .collect();
-        let request = Request::Call(std::mem::replace(
-            call,
-            Call { op: 0, args: Vec::new(), kwargs: Vec::new(), outputs: Vec::new(), reply: None },
-        ));
+        let none = Call { op: 0, args: Vec::new(), kwargs: Vec::new(), outputs: Vec::new(), reply: None };
+        let request = Request::Call(std::mem::replace(call, none));
         let number = session.ask(py, &request)?;
-        session.note(py, number, &self.name)?;
+        let line = session.note(py, number, &self.name)?;
+        if let Request::Call(call) = &request {
+            self.asked_for(py, session, call)?;
+            for (at, output) in call.outputs.iter().enumerate() {
+                if let (Some(line), Output::New { tensor, bytes }) = (line, output)
+                    && *bytes <= 16
+                    && tensor.view.elements() == Some(1)
+                {
+                    session.made(py, tensor, line, self.number, at)?;
+                }
+            }
+        }
         // What stands for storages that more than one output has is made once.
         let mut made: Vec<(usize, Bound<'py, PyAny>)> = Vec::new();
         let mut tensor = |leaf: &Option<Leaf>| -> PyResult<Bound<'py, PyAny>> {
@@ -435,6 +450,15 @@ impl Kernel {
         together(py, results)
     }
 
+    /// What a call means for others, now that it was asked for.
+    fn asked_for(&self, py: Python<'_>, session: &Session, call: &Call) -> PyResult<()> {
+        session.operators.fetch_add(1, Ordering::Relaxed);
+        if self.writes {
+            session.written(call.tensors().map(|tensor| tensor.storage));
+        }
+        torch(py)?.log(py, &self.name, call)
+    }
+
     /// Asks what it gives, and waits for that.
     fn asked<'py>(
         &self,
@@ -446,17 +470,21 @@ impl Kernel {
         py: Python<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let session = &seat.machine;
-        call.op = session.client.op(name).map_err(|error| session.lost(py, &error))?;
+        call.op = session.client(py)?.op(name).map_err(|error| session.lost(py, &error))?;
         let output = |kind: &Return| match kind {
             Return::Tensor => Output::Asked { storage: new_storages(1) },
             Return::Tensors => Output::Asked { storage: new_storages(MANY) },
             Return::Other | Return::Written(_) => Output::Known,
         };
         call.outputs = self.returns.iter().map(output).collect();
-        let reply = session.client.reply();
+        let reply = session.client(py)?.reply();
         call.reply = Some(reply);
-        let number = session.ask(py, &Request::Call(call))?;
+        let request = Request::Call(call);
+        let number = session.ask(py, &request)?;
         session.note(py, number, &self.name)?;
+        if let Request::Call(call) = &request {
+            self.asked_for(py, session, call)?;
+        }
         let Answer::Values(values) = session.wait(py, reply, &self.name)? else {
             return Err(PyRuntimeError::new_err("an answer that is not that to the question"));
         };
@@ -468,7 +496,7 @@ impl Kernel {
         if self.learned {
             let leaves = values.iter().enumerate().map(|(group, value)| Given::One(leaf_of(value, group)));
             let plan = Arc::new(Plan { returns: leaves.collect() });
-            self.known.lock().unwrap_or_else(PoisonError::into_inner).put(key, plan);
+            plans().put(key, plan);
         }
         let mut results = Vec::new();
         for (kind, value) in self.returns.iter().zip(&values) {
@@ -534,8 +562,9 @@ fn together<'py>(py: Python<'py>, mut results: Vec<Bound<'py, PyAny>>) -> PyResu
     }
 }
 
-/// Hits and misses of all kernels.
+/// Of calls whose outputs were known, of those whose outputs were not, and how many are known.
 #[pyfunction]
-pub(crate) fn remote_cache_stats() -> (u64, u64) {
-    (HITS.load(Ordering::Relaxed), MISSES.load(Ordering::Relaxed))
+pub(crate) fn remote_cache_stats() -> (u64, u64, usize) {
+    let stats = plans().stats();
+    (stats.hits, stats.misses, stats.entries)
 }

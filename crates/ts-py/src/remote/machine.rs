@@ -3,18 +3,20 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat};
+use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyList};
 use tensorstream::remote::exec::{
-    Answer, Client, ClientOptions, EXEC, Fault, Request, TensorRef, Value, View,
+    Answer, Call, Client, ClientOptions, ClientStats, Dial, EXEC, Fault, Request, ScalarType, TensorRef,
+    Value, View,
 };
 use tensorstream::remote::{Address, Bytes, ConnectionOptions, Error, Link, Role, Socket};
 
+use super::scalars::{Look, Scalars};
 use super::torch::{Line, Torch, address_of, is_forked, storage_at, torch};
 use crate::dlpack;
 use crate::errors::{misuse, of_failure, of_wire, of_wire_at};
@@ -34,10 +36,22 @@ pub(super) struct Seat {
     pub(super) ordinal: u32,
 }
 
-/// A session with a machine.
+/// A session with a machine, or, while that is paused, what is to go on.
 pub(crate) struct Session {
-    pub(super) client: Client<Target>,
+    client: RwLock<Option<Arc<Client<Target>>>>,
     pub(super) name: String,
+    pub(super) scalars: Mutex<Scalars>,
+    pub(super) operators: AtomicU64,
+    /// Which of this process's it is.
+    pub(super) number: u32,
+    /// What the machine was told that numbers become.
+    default_dtype: AtomicU8,
+    /// The thread that pauses it or has it go on, or 0: others are refused meanwhile.
+    paused_by: AtomicU64,
+    /// What was done before it was paused.
+    past: Mutex<ClientStats>,
+    /// Storages that were given up while it pauses, until it has gone on.
+    freed: Mutex<Option<Vec<u64>>>,
     /// The user's lines that asked last, by the requests' numbers.
     lines: Mutex<VecDeque<(u64, Line)>>,
     /// Waits by line: how many, and how long.
@@ -54,6 +68,10 @@ struct Waited {
 /// What happens while somebody traces: what it was, the line, and for how long it was waited.
 type Traced = (String, Line, Option<Duration>);
 
+/// PyTorch's number for bytes.
+const BYTES: ScalarType = ScalarType(0);
+/// That for float32, which numbers become where nobody has said otherwise.
+const FLOAT: u8 = 6;
 /// As many of the user's lines are known.
 const MAX_LINES: usize = 64 << 10;
 
@@ -70,6 +88,7 @@ fn trace(py: Python<'_>, what: &str, line: &Line, waited: Option<Duration>) {
 
 static SEATS: RwLock<Vec<Option<Seat>>> = RwLock::new(Vec::new());
 static STORAGES: AtomicU64 = AtomicU64::new(1);
+static SESSIONS: AtomicU32 = AtomicU32::new(0);
 /// Storages that more than one of PyTorch's stand for, and how many more.
 static SHARED: Mutex<Option<HashMap<u64, usize>>> = Mutex::new(None);
 static ANY_SHARED: AtomicBool = AtomicBool::new(false);
@@ -118,7 +137,7 @@ impl Drop for Handle {
                 return;
             }
         }
-        self.machine.client.free(self.storage);
+        self.machine.free(self.storage);
     }
 }
 
@@ -161,15 +180,107 @@ fn extent(view: &View) -> u64 {
 }
 
 impl Session {
+    pub(super) fn client(&self, py: Python<'_>) -> PyResult<Arc<Client<Target>>> {
+        let by = self.paused_by.load(Ordering::Relaxed);
+        if by != 0 && by != this_thread() {
+            let what = format!("machine {} is just being paused, or resumed, by another thread", self.name);
+            return Err(misuse(py, &what));
+        }
+        let client = self.client.read().unwrap_or_else(PoisonError::into_inner).clone();
+        client.ok_or_else(|| misuse(py, &format!("machine {} is paused: resume() it first", self.name)))
+    }
+
+    /// The machine knows what numbers become that have no dtype: as PyTorch has it here.
+    pub(super) fn tell_default_dtype(&self, py: Python<'_>, now: ScalarType) -> PyResult<()> {
+        if self.default_dtype.swap(now.0, Ordering::Relaxed) == now.0 {
+            return Ok(());
+        }
+        let op = self.client(py)?.op("tensorstream::default_dtype").map_err(|error| self.lost(py, &error))?;
+        let args = vec![Value::Dtype(now)];
+        let call = Call { op, args, kwargs: Vec::new(), outputs: Vec::new(), reply: None };
+        self.ask(py, &Request::Call(call)).map(drop)
+    }
+
+    fn numbers(&self) -> MutexGuard<'_, Scalars> {
+        self.scalars.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Nobody has a view of a storage any more.
+    fn free(&self, storage: u64) {
+        let unwanted = self.numbers().gone(storage);
+        if let Some(freed) = &mut *self.freed.lock().unwrap_or_else(PoisonError::into_inner) {
+            freed.push(storage);
+            return;
+        }
+        if let Some(client) = &*self.client.read().unwrap_or_else(PoisonError::into_inner) {
+            unwanted.into_iter().for_each(|reply| client.forget(reply));
+            client.free(storage);
+        }
+    }
+
+    /// Something was asked that writes to these storages.
+    pub(super) fn written(&self, storages: impl Iterator<Item = u64>) {
+        for storage in storages {
+            let unwanted = self.numbers().written(storage);
+            if let (Some(reply), Some(client)) =
+                (unwanted, &*self.client.read().unwrap_or_else(PoisonError::into_inner))
+            {
+                client.forget(reply);
+            }
+        }
+    }
+
+    /// A storage of one element was made at this line, by this output of an operator: if the program looks at such it is asked for now.
+    pub(super) fn made(
+        &self,
+        py: Python<'_>,
+        tensor: &TensorRef,
+        line: (usize, i32),
+        op: u32,
+        output: usize,
+    ) -> PyResult<()> {
+        if self.numbers().made(tensor.storage, (line.0, line.1, op, output)) {
+            let reply = self.client(py)?.reply();
+            self.numbers().ask_early(tensor.storage, tensor.view.clone(), reply);
+            self.ask(py, &Request::Read { reply, tensor: tensor.clone() })?;
+        }
+        Ok(())
+    }
+
+    /// The bytes of a tensor of one element, which is waited for if it is not known.
+    fn number(&self, py: Python<'_>, tensor: TensorRef) -> PyResult<Vec<u8>> {
+        let mut reply = self.client(py)?.reply();
+        let storage = tensor.storage;
+        let look = self.numbers().look(storage, &tensor.view, reply);
+        match look {
+            Look::Known(bytes) => return Ok(bytes),
+            Look::Early(early) => reply = early,
+            Look::Unknown => {
+                let number = self.ask(py, &Request::Read { reply, tensor })?;
+                self.note(py, number, "item")?;
+            }
+        }
+        let answer = self.wait(py, reply, "item");
+        let bytes = match &answer {
+            Ok(Answer::Bytes(bytes)) => Some(&bytes[..]),
+            _ => None,
+        };
+        self.numbers().answered(storage, reply, bytes);
+        match answer? {
+            Answer::Bytes(bytes) => Ok(bytes),
+            _ => Err(PyRuntimeError::new_err("an answer that is not that to the question")),
+        }
+    }
+
     /// Waits for an answer, as long as it takes: of `what`.
     pub(super) fn wait(&self, py: Python<'_>, reply: u64, what: &str) -> PyResult<Answer<Target>> {
-        let since = Instant::now();
+        let (since, client) = (Instant::now(), self.client(py)?);
         let answer = loop {
-            let answer = py.detach(|| self.client.wait(reply, SLICE));
+            let answer = py.detach(|| client.wait(reply, SLICE));
             if let Some(answer) = answer.map_err(|fault| self.raise(py, &fault))? {
                 break answer;
             }
-            py.check_signals()?;
+            py.check_signals().inspect_err(|_| client.forget(reply))?;
         };
         let time = since.elapsed();
         if let Some(line) = torch(py)?.line(py) {
@@ -184,15 +295,18 @@ impl Session {
     }
 
     /// A request with this number was asked: of `what`, by the line that is under way.
-    pub(super) fn note(&self, py: Python<'_>, number: u64, what: &str) -> PyResult<()> {
-        let Some(line) = torch(py)?.line(py) else { return Ok(()) };
+    /// The line: its function's code, and the instruction.
+    pub(super) fn note(&self, py: Python<'_>, number: u64, what: &str) -> PyResult<Option<(usize, i32)>> {
+        let Some(line) = torch(py)?.line(py) else { return Ok(None) };
         trace(py, what, &line, None);
+        let at = (line.code.as_ptr() as usize, line.instruction);
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        if lines.len() >= MAX_LINES {
-            lines.pop_front();
-        }
+        let oldest = if lines.len() >= MAX_LINES { lines.pop_front() } else { None };
         lines.push_back((number, line));
-        Ok(())
+        drop(lines);
+        // Code that is gone with its line may have had tensors.
+        drop(oldest);
+        Ok(Some(at))
     }
 
     /// Where a request was asked.
@@ -205,15 +319,16 @@ impl Session {
     }
 
     /// What is due to be sent is.
-    pub(super) fn settle(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.client.settle()).map_err(|error| self.lost(py, &error))
+    fn settle(&self, py: Python<'_>, client: &Client<Target>) -> PyResult<()> {
+        py.detach(|| client.settle()).map_err(|error| self.lost(py, &error))
     }
 
     pub(super) fn ask(&self, py: Python<'_>, request: &Request) -> PyResult<u64> {
+        let client = self.client(py)?;
         let (number, due) =
-            self.client.post(|batch| request.encode(batch)).map_err(|error| self.lost(py, &error))?;
+            client.post(|batch| request.encode(batch)).map_err(|error| self.lost(py, &error))?;
         if due {
-            self.settle(py)?;
+            self.settle(py, &client)?;
         }
         Ok(number)
     }
@@ -246,6 +361,33 @@ pub(crate) struct Machine {
     session: Arc<Session>,
     first: u32,
     count: u32,
+    way: Way,
+}
+
+/// How a machine is reached, wherever it listens.
+struct Way {
+    settings: Settings,
+    retry: Duration,
+    tls: [Option<PathBuf>; 3],
+}
+
+impl Way {
+    fn connect(&self, py: Python<'_>, address: &str) -> PyResult<Client<Target>> {
+        let to: Address = address.parse().map_err(|error| of_wire(py, &error))?;
+        let options = ConnectionOptions { service: EXEC.into(), ..self.settings.options(py)? };
+        let [ca, cert, key] = &self.tls;
+        let tls = tls_client(py, ca.as_ref(), cert.as_ref(), key.as_ref())?;
+        let dial: Dial<Target> = Box::new(move || {
+            let mut socket = Socket::connect(&to, options.timeout)?;
+            if let Some(tls) = &tls {
+                socket = socket.into_tls_client(tls)?;
+            }
+            Link::new(socket, Role::Connector, options.clone())
+        });
+        let random = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
+        let options = ClientOptions { dial, retry: self.retry };
+        py.detach(|| Client::connect(options, random)).map_err(|error| of_wire(py, &error))
+    }
 }
 
 #[pymethods]
@@ -265,26 +407,26 @@ impl Machine {
         cert: Option<PathBuf>,
         key: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let to: Address = address.parse().map_err(|error| of_wire(py, &error))?;
-        let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
-        let tls = tls_client(py, ca.as_ref(), cert.as_ref(), key.as_ref())?;
         let retry = Duration::try_from_secs_f64(retry)
             .map_err(|_| misuse(py, &format!("retry={retry}: 0 seconds or more are")))?;
-        let dial = move || {
-            let mut socket = Socket::connect(&to, options.timeout)?;
-            if let Some(tls) = &tls {
-                socket = socket.into_tls_client(tls)?;
-            }
-            Link::new(socket, Role::Connector, options.clone())
-        };
-        let random = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
-        let options = ClientOptions { dial: Box::new(dial), retry };
-        let client = py.detach(|| Client::connect(options, random)).map_err(|error| of_wire(py, &error))?;
-        let session = Arc::new(Session { client, name, lines: Mutex::default(), waits: Mutex::default() });
+        let way = Way { settings, retry, tls: [ca, cert, key] };
+        let session = Arc::new(Session {
+            client: RwLock::new(Some(Arc::new(way.connect(py, address)?))),
+            name,
+            scalars: Mutex::default(),
+            operators: AtomicU64::new(0),
+            number: SESSIONS.fetch_add(1, Ordering::Relaxed),
+            default_dtype: AtomicU8::new(FLOAT),
+            paused_by: AtomicU64::new(0),
+            past: Mutex::default(),
+            freed: Mutex::default(),
+            lines: Mutex::default(),
+            waits: Mutex::default(),
+        });
         let mut seats = SEATS.write().unwrap_or_else(PoisonError::into_inner);
         let first = seats.len() as u32;
         seats.extend((0..count).map(|ordinal| Some(Seat { machine: session.clone(), ordinal })));
-        Ok(Self { session, first, count })
+        Ok(Self { session, first, count, way })
     }
 
     /// Index of its first device in this process.
@@ -295,14 +437,21 @@ impl Machine {
 
     /// Numbers of what was done.
     fn stats(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
-        let stats = py.detach(|| self.session.client.stats());
+        let session = &self.session;
+        let client = session.client.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let now = py.detach(|| client.map(|client| client.stats())).unwrap_or_default();
+        let stats = sum(*session.past.lock().unwrap_or_else(PoisonError::into_inner), now);
         let dict = PyDict::new(py);
+        dict.set_item("operators", session.operators.load(Ordering::Relaxed))?;
         dict.set_item("requests", stats.requests)?;
         dict.set_item("batches", stats.batches)?;
         dict.set_item("waits", stats.waits)?;
         dict.set_item("reconnects", stats.reconnects)?;
         dict.set_item("uploaded_bytes", stats.uploaded_bytes)?;
         dict.set_item("downloaded_bytes", stats.downloaded_bytes)?;
+        let numbers = session.numbers();
+        dict.set_item("cached_scalars", numbers.cached)?;
+        dict.set_item("early_scalars", numbers.early)?;
         Ok(dict.unbind())
     }
 
@@ -322,19 +471,89 @@ impl Machine {
 
     /// Waits until all that was asked is done.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
-        let reply = self.session.client.reply();
+        let reply = self.session.client(py)?.reply();
         self.session.ask(py, &Request::Sync { reply })?;
         self.session.wait(py, reply, "synchronize").map(drop)
     }
 
     /// Sends what waits to be sent.
     fn flush(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.session.client.flush()).map_err(|error| self.session.lost(py, &error))
+        let client = self.session.client(py)?;
+        py.detach(|| client.flush()).map_err(|error| self.session.lost(py, &error))
     }
 
-    /// Ends the session: its tensors are gone.
+    /// Begins or ends a pause or what ends it, on this thread, while others are refused. Storages that are given up from its beginning on are not
+    /// there any more when the machine has gone on: until then (`end_freed`) they are noted.
+    #[pyo3(signature = (begins, end_freed=false))]
+    fn pausing(&self, begins: bool, end_freed: bool) {
+        self.session.paused_by.store(if begins { this_thread() } else { 0 }, Ordering::Relaxed);
+        let freed = {
+            let mut freed = self.session.freed.lock().unwrap_or_else(PoisonError::into_inner);
+            if begins {
+                freed.get_or_insert_default();
+            }
+            if end_freed { freed.take().unwrap_or_default() } else { Vec::new() }
+        };
+        freed.into_iter().for_each(|storage| self.session.free(storage));
+    }
+
+    /// What storages the machine has: of each its number, bytes, device, and 0 if nothing was written to it, 1, or 2 if that failed.
+    fn storages(&self, py: Python<'_>) -> PyResult<Vec<(u64, u64, u32, u8)>> {
+        let reply = self.session.client(py)?.reply();
+        self.session.ask(py, &Request::List { reply })?;
+        let Answer::Values(values) = self.session.wait(py, reply, "pause")? else {
+            return Err(PyRuntimeError::new_err("an answer that is not that to the question"));
+        };
+        let number = |value: &Value| if let Value::Int(number) = value { *number as u64 } else { 0 };
+        let told = values.as_chunks::<4>().0.iter().map(|of| of.each_ref().map(number));
+        Ok(told.map(|[storage, bytes, device, state]| (storage, bytes, device as u32, state as u8)).collect())
+    }
+
+    /// Ends the session, which may go on with :meth:`resume`; or, without a pause, its tensors are gone.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.session.client.close()).map_err(|error| self.session.lost(py, &error))
+        let session = &self.session;
+        let client = session.client.write().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(client) = client else { return Ok(()) };
+        session.numbers().clear();
+        session.default_dtype.store(FLOAT, Ordering::Relaxed);
+        // Requests are counted anew by whoever goes on.
+        let lines = std::mem::take(&mut *session.lines.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(lines);
+        let (closed, stats) = py.detach(|| (client.close(), client.stats()));
+        let mut past = session.past.lock().unwrap_or_else(PoisonError::into_inner);
+        *past = sum(*past, stats);
+        closed.map_err(|error| session.lost(py, &error))
+    }
+
+    /// Goes on with a new session: connects.
+    fn resume(&self, py: Python<'_>, address: &str) -> PyResult<()> {
+        let client = self.way.connect(py, address)?;
+        *self.session.client.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(client));
+        Ok(())
+    }
+
+    /// Whether a storage was given up since the pause began.
+    fn was_freed(&self, storage: u64) -> bool {
+        let freed = self.session.freed.lock().unwrap_or_else(PoisonError::into_inner);
+        freed.as_ref().is_some_and(|freed| freed.contains(&storage))
+    }
+
+    /// A storage of so many bytes begins again on one of the machine's devices.
+    fn create(&self, py: Python<'_>, storage: u64, bytes: u64, ordinal: u32) -> PyResult<()> {
+        self.session.ask(py, &Request::Create { storage, bytes, device: ordinal }).map(drop)
+    }
+
+    /// Receives bytes of a storage from `offset` on, as many as a capsule has. Blocks.
+    fn read(&self, py: Python<'_>, storage: u64, offset: u64, capsule: &Bound<'_, PyAny>) -> PyResult<()> {
+        let memory = Memory::of_capsule(capsule)?;
+        let mut view = View::contiguous(BYTES, vec![memory.len() as u64]);
+        view.offset = offset;
+        download(py, &self.session, TensorRef { storage, view }, memory)
+    }
+
+    /// Sends a capsule's bytes to a storage, from `offset` on.
+    fn write(&self, py: Python<'_>, storage: u64, offset: u64, capsule: &Bound<'_, PyAny>) -> PyResult<()> {
+        upload(py, &self.session, storage, offset, Memory::of_capsule(capsule)?)
     }
 
     /// Its devices' indices mean nothing any more.
@@ -343,6 +562,24 @@ impl Machine {
         for at in self.first..self.first + self.count {
             seats[at as usize] = None;
         }
+    }
+}
+
+/// A number for this thread, which is not 0.
+fn this_thread() -> u64 {
+    static THREADS: AtomicU64 = AtomicU64::new(1);
+    thread_local!(static NUMBER: u64 = THREADS.fetch_add(1, Ordering::Relaxed));
+    NUMBER.with(|number| *number)
+}
+
+fn sum(one: ClientStats, other: ClientStats) -> ClientStats {
+    ClientStats {
+        requests: one.requests + other.requests,
+        batches: one.batches + other.batches,
+        waits: one.waits + other.waits,
+        reconnects: one.reconnects + other.reconnects,
+        uploaded_bytes: one.uploaded_bytes + other.uploaded_bytes,
+        downloaded_bytes: one.downloaded_bytes + other.downloaded_bytes,
     }
 }
 
@@ -381,6 +618,7 @@ pub(crate) fn remote_whole<'py>(
         .ok_or_else(|| PyTypeError::new_err("needs a storage of a device of tensorstream"))?;
     if resized {
         seat.machine.ask(py, &Request::Resize { storage, bytes })?;
+        seat.machine.written([storage].into_iter());
     }
     {
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -404,12 +642,7 @@ pub(crate) fn remote_scalar<'py>(py: Python<'py>, tensor: &Bound<'py, PyAny>) ->
     let torch = torch(py)?;
     let (index, from) = torch.describe(tensor)?.ok_or_else(|| elsewhere(tensor))?;
     let (seat, dtype) = (seat(py, index)?, from.view.dtype);
-    let reply = seat.machine.client.reply();
-    let number = seat.machine.ask(py, &Request::Read { reply, tensor: from })?;
-    seat.machine.note(py, number, "item")?;
-    let Answer::Bytes(bytes) = seat.machine.wait(py, reply, "item")? else {
-        return Err(PyRuntimeError::new_err("an answer that is not that to the question"));
-    };
+    let bytes = seat.machine.number(py, from)?;
     Ok(match (dtype.0, &bytes[..]) {
         (0, &[a]) => a.into_pyobject(py)?.into_any(),
         (1, &[a]) => (a as i8).into_pyobject(py)?.into_any(),
@@ -438,18 +671,21 @@ pub(crate) fn remote_upload(
     let (index, to) = torch.describe(tensor)?.ok_or_else(|| elsewhere(tensor))?;
     let (seat, memory) = (seat(py, index)?, Memory::of_capsule(capsule)?);
     let offset = to.view.offset * torch.element(to.view.dtype)?.bytes;
-    let session = &seat.machine;
+    upload(py, &seat.machine, to.storage, offset, memory)
+}
+
+fn upload(py: Python<'_>, session: &Session, storage: u64, offset: u64, memory: Arc<Memory>) -> PyResult<()> {
+    let client = session.client(py)?;
     let long = memory.len() > MAX_COPY;
     let bytes = if long {
         Bytes::from_owner(Shared(memory))
     } else {
         Bytes::copy_from_slice(memory.bytes().unwrap_or_default())
     };
-    py.detach(|| session.client.write(to.storage, offset, bytes))
-        .map_err(|error| session.lost(py, &error))?;
-    while long
-        && !py.detach(|| session.client.delivered_within(SLICE)).map_err(|error| session.lost(py, &error))?
-    {
+    let written = py.detach(|| client.write(storage, offset, bytes));
+    session.written([storage].into_iter());
+    written.map_err(|error| session.lost(py, &error))?;
+    while long && !py.detach(|| client.delivered_within(SLICE)).map_err(|error| session.lost(py, &error))? {
         py.check_signals()?;
     }
     Ok(())
@@ -465,11 +701,15 @@ pub(crate) fn remote_download(
     let torch = torch(py)?;
     let (index, from) = torch.describe(tensor)?.ok_or_else(|| elsewhere(tensor))?;
     let (seat, memory) = (seat(py, index)?, Memory::of_capsule(capsule)?);
+    download(py, &seat.machine, from, memory)
+}
+
+fn download(py: Python<'_>, session: &Session, from: TensorRef, memory: Arc<Memory>) -> PyResult<()> {
     let len = memory.len();
     let target = Target::new(memory, 0, len)
         .ok_or_else(|| PyTypeError::new_err("needs memory on the host that may be written to"))?;
-    let session = &seat.machine;
-    let reply = py.detach(|| session.client.read(from, target)).map_err(|error| session.lost(py, &error))?;
+    let client = session.client(py)?;
+    let reply = py.detach(|| client.read(from, target)).map_err(|error| session.lost(py, &error))?;
     session.wait(py, reply, "copy to the host").map(drop)
 }
 
@@ -497,6 +737,10 @@ pub(super) fn plain(py: Python<'_>, value: &Value) -> PyResult<Py<PyAny>> {
         Value::Float(value) => value.into_pyobject(py)?.into_any().unbind(),
         Value::Complex(real, imaginary) => PyComplex::from_doubles(py, *real, *imaginary).into_any().unbind(),
         Value::Text(text) => text.into_pyobject(py)?.into_any().unbind(),
+        Value::List(values) => {
+            let values = values.iter().map(|value| plain(py, value)).collect::<PyResult<Vec<_>>>()?;
+            PyList::new(py, values)?.into_any().unbind()
+        }
         other => return Err(PyRuntimeError::new_err(format!("an answer of no known kind: {other:?}"))),
     })
 }

@@ -10,7 +10,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyInt, PyTuple, PyType};
-use tensorstream::remote::exec::{ScalarType, TensorRef, View};
+use tensorstream::remote::exec::{Call, Output, ScalarType, TensorRef, View};
 
 /// Of so many functions it is known at most whether they are the user's.
 const MAX_KNOWN: usize = 16 << 10;
@@ -32,6 +32,10 @@ pub(crate) struct Torch {
     pub(super) as_strided: Py<PyAny>,
     /// The frame of the function that calls.
     frame: Py<PyAny>,
+    /// What numbers become that have no dtype: a function.
+    default_dtype: Py<PyAny>,
+    /// Whether there is a log of a level.
+    logs: Py<PyAny>,
     /// Directories whose functions are not the user's.
     libraries: Vec<String>,
     /// Whether functions are the user's, by the address of their code, which is kept.
@@ -75,6 +79,8 @@ pub(crate) fn remote_setup(py: Python<'_>, objects: &Bound<'_, PyDict>) -> PyRes
         infer: get("infer")?.unbind(),
         as_strided: get("as_strided")?.unbind(),
         frame: get("frame")?.unbind(),
+        default_dtype: get("default_dtype")?.unbind(),
+        logs: get("logs")?.unbind(),
         libraries: get("libraries")?.extract()?,
         known: Mutex::default(),
     };
@@ -163,6 +169,28 @@ impl Torch {
                 return None;
             }
         }
+    }
+
+    /// Notes an operator in the log, if there is one of everything: its name, and tensors by their hashes.
+    pub(super) fn log(&self, py: Python<'_>, name: &str, call: &Call) -> PyResult<()> {
+        /// `logging.DEBUG`.
+        const EVERYTHING: u8 = 10;
+        if !self.logs.bind(py).call1((EVERYTHING,))?.extract::<bool>()? {
+            return Ok(());
+        }
+        let hash = |tensor: &TensorRef| format!("{:016x}", tensor.metadata_hash());
+        let given: Vec<String> = call.tensors().map(hash).collect();
+        let made = call.outputs.iter().filter_map(|output| match output {
+            Output::New { tensor, .. } => Some(hash(tensor)),
+            _ => None,
+        });
+        let made: Vec<String> = made.collect();
+        self.infer.bind(py).call_method1(intern!(py, "log"), (name, given, made)).map(drop)
+    }
+
+    /// What numbers become that have no dtype.
+    pub(super) fn default_dtype(&self, py: Python<'_>) -> PyResult<ScalarType> {
+        self.scalar_type(&self.default_dtype.bind(py).call0()?)
     }
 
     pub(super) fn is_tensor(&self, object: &Bound<'_, PyAny>) -> PyResult<bool> {

@@ -5,7 +5,8 @@
 //! has not is sent again. A tensor that was cut off is sent again from its beginning.
 
 use std::collections::VecDeque;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
@@ -22,6 +23,9 @@ const PART: u8 = 3;
 const MAX_PART: usize = 60 << 10;
 /// The longest that parts may make.
 const MAX_MESSAGE: usize = 64 << 20;
+
+/// How long whoever waits looks again and again before it sleeps.
+const AWAKE: Duration = Duration::from_micros(50);
 
 /// What is received until that is said, in things and in bytes.
 const ACK_EVERY: u64 = 16;
@@ -242,13 +246,36 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    /// What comes next, at most so long; `None` also when it was an acknowledgement.
+    /// What comes next, at most so long; or `None`, and that too when there were acknowledgements alone, which end the wait.
     pub(super) fn next_within(&mut self, time: Duration) -> Result<Option<Incoming<S>>, Error> {
-        let link = self.link.as_mut().ok_or_else(lost)?;
-        match link.next_event_within(time)? {
-            Some(event) => self.hear(event),
-            None => Ok(None),
+        // Those that came with what was heard last end nothing.
+        if let Some(item) = self.next_heard()? {
+            return Ok(Some(item));
         }
+        let link = self.link.as_mut().ok_or_else(lost)?;
+        // Falling asleep and being woken takes longer than most operators.
+        let (since, awake) = (Instant::now(), AWAKE.min(time));
+        let mut event = None;
+        while event.is_none() && since.elapsed() < awake {
+            thread::yield_now();
+            link.drive()?;
+            event = link.connection().poll();
+        }
+        let event = match event {
+            None => link.next_event_within(time.saturating_sub(awake))?,
+            some => some,
+        };
+        event.map_or(Ok(None), |event| self.hear(event))
+    }
+
+    /// What has come and was not looked at yet, without a look at the socket.
+    pub(super) fn next_heard(&mut self) -> Result<Option<Incoming<S>>, Error> {
+        while let Some(event) = self.link.as_mut().ok_or_else(lost)?.connection().poll() {
+            if let Some(item) = self.hear(event)? {
+                return Ok(Some(item));
+            }
+        }
+        Ok(None)
     }
 
     /// What has come, if something has.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A session with a machine that has the tensors.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -114,6 +114,8 @@ struct Shared<S: Sink + Send> {
     closing: AtomicBool,
     /// Somebody has something to send while another has the line.
     crowd: AtomicBool,
+    /// Answers that nobody will wait for.
+    unwanted: Mutex<HashSet<u64>>,
     options: ClientOptions<S>,
     session: [u8; 16],
 }
@@ -178,6 +180,7 @@ impl<S: Sink + Send + 'static> Client<S> {
             asleep: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             crowd: AtomicBool::new(false),
+            unwanted: Mutex::default(),
             options,
             session,
         });
@@ -271,6 +274,11 @@ impl<S: Sink + Send + 'static> Client<S> {
         // A session that is over has no storages.
         let _ = self.shared.queue().push(|batch| Request::Free { storage }.encode(batch));
         self.shared.wake();
+    }
+
+    /// Nobody will wait for this answer: it is dropped when it is there. Never blocks.
+    pub fn forget(&self, reply: u64) {
+        self.shared.unwanted.lock().unwrap_or_else(PoisonError::into_inner).insert(reply);
     }
 
     /// A number for an answer.
@@ -507,12 +515,20 @@ impl<S: Sink + Send> Shared<S> {
         let item = if time.is_zero() { line.channel.poll() } else { line.channel.next_within(time) };
         let heard = item.and_then(|item| match item {
             // What the other end waits for to be acknowledged is.
-            Some(item) => line
-                .hear(item)
-                .and_then(|()| if line.channel.wants_write() { line.channel.drive() } else { Ok(()) }),
+            Some(item) => line.hear(item).and_then(|()| {
+                self.drop_unwanted(line);
+                if line.channel.wants_write() { line.channel.drive() } else { Ok(()) }
+            }),
             None => line.channel.acknowledge().and_then(|()| line.channel.drive()),
         });
         heard.or_else(|error| self.mend(line, error))
+    }
+
+    fn drop_unwanted(&self, line: &mut Line<S>) {
+        let mut unwanted = self.unwanted.lock().unwrap_or_else(PoisonError::into_inner);
+        if !unwanted.is_empty() {
+            unwanted.retain(|reply| line.answers.remove(reply).is_none());
+        }
     }
 
     /// Makes the link again if it was lost; else the session is over.
@@ -523,7 +539,7 @@ impl<S: Sink + Send> Shared<S> {
         if matches!(error.kind(), ErrorKind::Network | ErrorKind::TimedOut | ErrorKind::Refused) && !meant {
             let end = Instant::now() + self.options.retry;
             let mut pause = Duration::from_millis(10);
-            line.channel.detach();
+            line.detach();
             while !self.closing.load(Ordering::Relaxed) && Instant::now() < end {
                 match line.connect(&self.options, self.session) {
                     Ok(()) => {
@@ -549,7 +565,10 @@ impl<S: Sink + Send> Shared<S> {
         line.over.get_or_insert_with(|| error.clone());
         let mut queue = self.queue();
         queue.over.get_or_insert_with(|| error.clone());
-        (queue.batch, queue.sealed) = Default::default();
+        let left = (std::mem::take(&mut queue.batch), std::mem::take(&mut queue.sealed));
+        drop(queue);
+        // Memory may want more than this thread has while others have to wait for the queue.
+        drop(left);
     }
 }
 
@@ -590,6 +609,19 @@ impl<S: Sink + Send> Line<S> {
         let own = Greeting { session, received: self.channel.received() };
         let (stream, theirs) = Channel::greet(&mut link, own)?;
         self.channel.attach(link, stream, theirs.received)
+    }
+
+    /// Gives the link up. What has come by it counts, and memory for an answer that was under way is kept for when it comes again.
+    fn detach(&mut self) {
+        while let Ok(Some(item)) = self.channel.next_heard() {
+            if self.hear(item).is_err() {
+                break;
+            }
+        }
+        let Some(mut link) = self.channel.detach() else { return };
+        if let (Some(reply), Some(sink)) = (self.arriving, link.connection().take_sinks().pop()) {
+            self.sinks.insert(reply, sink);
+        }
     }
 
     fn hear(&mut self, item: Incoming<S>) -> Result<(), Error> {

@@ -76,6 +76,9 @@ pub trait Executor {
     /// What went wrong. Nothing that it would have given is there then.
     fn call(&mut self, call: &Call) -> Result<Vec<Value>, Failure>;
 
+    /// The storages there are: of each its number, bytes, device, and whether something was written to it.
+    fn storages(&self) -> Vec<(u64, u64, u32, bool)>;
+
     /// The storages to which an operator would write, beside new ones.
     fn writes(&self, call: &Call) -> Vec<u64>;
 }

@@ -241,6 +241,11 @@ impl Executor for HostExecutor {
         Ok(Vec::new())
     }
 
+    fn storages(&self) -> Vec<(u64, u64, u32, bool)> {
+        let told = |(&storage, (len, bytes)): (&u64, &(u64, Vec<u8>))| (storage, *len, 0, !bytes.is_empty());
+        self.storages.iter().map(told).collect()
+    }
+
     fn sink(&mut self, storage: u64, offset: u64, bytes: u64) -> Result<Vec<u8>, Failure> {
         Ok(vec![0; self.part(storage, offset, bytes)?.len()])
     }

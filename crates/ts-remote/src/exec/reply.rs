@@ -164,5 +164,16 @@ mod tests {
                 prop_assert!(Reply::decode(&mut Decoder::new(&bytes[..cut], 1)).is_err());
             }
         }
+
+        #[test]
+        fn whatever_comes_is_a_reply_or_an_error(kind in 0u8..7, rest in prop::collection::vec(any::<u8>(), 0..60)) {
+            let bytes = [vec![kind], rest].concat();
+            let mut from = Decoder::new(&bytes, 1);
+            if let Ok(reply) = Reply::decode(&mut from) {
+                let mut again = Vec::new();
+                reply.encode(&mut again);
+                prop_assert!(again.len() <= bytes.len());
+            }
+        }
     }
 }

@@ -66,6 +66,12 @@ pub enum Request {
         /** What the answer is known by. */
         reply: u64,
     },
+    /// Tells what storages there are: of each four numbers, its own, its bytes, its device, and 0 if nothing was ever written to it, 1, or 2 if it was
+    /// to be written to by a request that was not done.
+    List {
+        /** What the answer is known by. */
+        reply: u64,
+    },
     /// Runs an operator.
     Call(Call),
 }
@@ -114,6 +120,7 @@ const READ: u8 = 6;
 const CALL: u8 = 7;
 const RECEIVE: u8 = 8;
 const SYNC: u8 = 9;
+const LIST: u8 = 10;
 
 const KNOWN: u8 = 0;
 const NEW: u8 = 1;
@@ -142,6 +149,7 @@ impl Request {
             }
             Self::Receive { storage, offset, bytes } => numbers(RECEIVE, &[*storage, *offset, *bytes]),
             Self::Sync { reply } => numbers(SYNC, &[*reply]),
+            Self::List { reply } => numbers(LIST, &[*reply]),
             Self::Read { reply, tensor } => {
                 numbers(READ, &[*reply]);
                 tensor.encode(into);
@@ -175,6 +183,7 @@ impl Request {
                 Self::Receive { storage: from.number()?, offset: from.number()?, bytes: from.number()? }
             }
             SYNC => Self::Sync { reply: from.number()? },
+            LIST => Self::List { reply: from.number()? },
             READ => Self::Read { reply: from.number()?, tensor: TensorRef::decode(from)? },
             CALL => {
                 let op = small(from)?;
@@ -299,6 +308,7 @@ mod tests {
                 bytes
             }),
             any::<u64>().prop_map(|reply| Request::Sync { reply }),
+            any::<u64>().prop_map(|reply| Request::List { reply }),
             (any::<u64>(), tensors()).prop_map(|(reply, tensor)| Request::Read { reply, tensor }),
             call.prop_map(|(op, args, kwargs, outputs, reply)| {
                 Request::Call(Call { op, args, kwargs, outputs, reply })

@@ -13,7 +13,7 @@ use ts_format::Dtype;
 
 use super::channel::{Channel, Greeting, Incoming, lost};
 use super::reply::Reply;
-use super::{Call, Executor, Failure, FailureKind, Output, Request, Requests};
+use super::{Call, Executor, Failure, FailureKind, Output, Request, Requests, Value};
 use crate::{Error, ErrorKind, Link, Sink, TensorInfo};
 
 /// The service that a client asks for.
@@ -449,6 +449,14 @@ impl<E: Executor> Doing<'_, E> {
                 return Ok(());
             }
             Request::Sync { reply } => return self.say(&Reply::Answer { reply, values: Vec::new() }),
+            Request::List { reply } => {
+                let told = |(storage, bytes, device, written): (u64, u64, u32, bool)| {
+                    let state = if self.poisoned.contains_key(&storage) { 2 } else { i64::from(written) };
+                    [storage as i64, bytes as i64, i64::from(device), state].map(Value::Int)
+                };
+                let values = self.executor.storages().into_iter().flat_map(told).collect();
+                return self.say(&Reply::Answer { reply, values });
+            }
             Request::Read { reply, tensor } => {
                 if let Some((request, failure)) = self.poisoned.get(&tensor.storage).cloned() {
                     return self.say(&Reply::Refused { reply, request, failure });

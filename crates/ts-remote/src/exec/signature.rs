@@ -22,11 +22,17 @@ pub enum Scalars {
 /// so that an operator that writes to an argument it also reads is not taken for one that does not.
 #[derive(Debug, Default)]
 pub struct Signature {
+    context: [u32; 3],
     bytes: Vec<u8>,
     storages: Vec<u64>,
 }
 
 impl Signature {
+    /// Of calls with this in common, whatever the numbers mean to who asks: the operator, and what else its outputs depend on.
+    pub fn within(context: [u32; 3]) -> Self {
+        Self { context, ..Self::default() }
+    }
+
     /// The signature of arguments, in their order, with their names where they have some.
     pub fn of<'a>(
         &mut self,
@@ -34,6 +40,7 @@ impl Signature {
         scalars: Scalars,
     ) -> &[u8] {
         self.bytes.clear();
+        self.context.iter().for_each(|number| self.bytes.extend_from_slice(&number.to_le_bytes()));
         self.storages.clear();
         for (name, value) in arguments {
             self.bytes.extend_from_slice(name.as_bytes());

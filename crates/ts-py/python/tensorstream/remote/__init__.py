@@ -17,7 +17,7 @@ from ..errors import (
     RemoteTensorError,
     StaleReferenceError,
 )
-from ._machine import RemoteMachine
+from ._machine import RemoteMachine, create_local_machine, create_mock_machine, create_tcp_machine
 from ._trace import Event, Trace, metadata_hash, storage_id, trace
 
 __all__ = [
@@ -30,6 +30,9 @@ __all__ = [
     "RemoteTensorError",
     "StaleReferenceError",
     "Trace",
+    "create_local_machine",
+    "create_mock_machine",
+    "create_tcp_machine",
     "metadata_hash",
     "storage_id",
     "trace",

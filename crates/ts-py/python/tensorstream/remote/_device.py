@@ -20,6 +20,9 @@ from ._dtypes import DTYPES
 #: Sessions by the index of their first device.
 SESSIONS: dict[int, Any] = {}
 COUNT = 0
+#: Machines that are paused, by the index of their first device: the seed that they are to have when they go on, if
+#: they were given one.
+PAUSED: dict[int, int | None] = {}
 _current = threading.local()
 _process = types.SimpleNamespace(forked=False)
 
@@ -39,7 +42,8 @@ def set_device(device: Any) -> None:
 
 
 def sessions() -> list[Any]:
-    return list(SESSIONS.values())
+    """Those that are not paused."""
+    return [session for first, session in SESSIONS.items() if first not in PAUSED]
 
 
 class _On:
@@ -57,8 +61,9 @@ class _On:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seeds the generator of every machine."""
-    for index in SESSIONS:
+    """Seeds the generators of every device."""
+    PAUSED.update(dict.fromkeys(PAUSED, seed))
+    for index in _kernels.PLACES:
         seed_of(index, seed)
 
 
@@ -102,6 +107,18 @@ def synchronize(device: Any = None) -> None:
         session.synchronize()
 
 
+class _NoInductor:
+    """Asked for by PyTorch's inductor, which makes kernels itself."""
+
+    supports_caching = False
+
+    def __init__(self, *_: object) -> None:
+        raise NotImplementedError(
+            "inductor makes kernels for this computer, and the tensors are elsewhere: "
+            'torch.compile(..., backend="aot_eager") runs there'
+        )
+
+
 def _module() -> types.ModuleType:
     module = types.ModuleType("torch.ts", "Tensors that are elsewhere: tensorstream.remote.")
     attributes = {
@@ -112,6 +129,9 @@ def _module() -> types.ModuleType:
         "_lazy_init": lambda: None,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "device": _On,
+        "Scheduling": _NoInductor,
+        "PythonWrapperCodegen": _NoInductor,
+        "CppWrapperCodegen": _NoInductor,
     }
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -217,10 +237,12 @@ def _set_up() -> None:
         "from_dlpack": torch._C._from_dlpack,
         "infer": types.SimpleNamespace(
             infer=_infer.infer, element=_infer.element, to_device=_infer.to_device, plain=_kernels.plain,
-            current_device=current_device, drawn=_kernels.drawn, place=_trace.place,
+            current_device=current_device, drawn=_kernels.drawn, place=_trace.place, log=_trace.log,
         ),
         "as_strided": _infer.as_strided,
         "frame": sys._getframe,
+        "logs": _trace.LOG.isEnabledFor,
+        "default_dtype": torch.get_default_dtype,
         "libraries": [os.path.dirname(torch.__file__) + os.sep, os.path.dirname(_native.__file__) + os.sep],
     })  # fmt: skip
     _kernels.register()

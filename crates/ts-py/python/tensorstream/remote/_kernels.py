@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from .. import _native
 from . import _autocast, _infer
 from ._composites import COMPOSITES, KINDS
 from ._infer import META, as_strided, is_ours, replace, reshape
+from ._trace import LOG
 
 aten = torch.ops.aten
 
@@ -69,7 +71,9 @@ def kernel(op: torch._ops.OpOverload) -> _native.RemoteKernel:
     without = not any("Tensor" in kind for kind in kinds)
     learned = op._schema.name.removeprefix("aten::") in _LEARNED
     tensors = _infer.tensor_places(op)
-    return _native.RemoteKernel(name, op, without, name in _TAKES_HOST, learned, tensors, _returns(op))
+    # Some that are learned write to arguments of which their schemas do not say so.
+    writes = learned or op._schema.is_mutable
+    return _native.RemoteKernel(name, op, without, name in _TAKES_HOST, learned, writes, tensors, _returns(op))
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
@@ -166,11 +170,12 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
         source = source.expand(to.shape)
     if is_ours(source) and is_ours(to):
         source = plain(source)
-        if source.device == to.device:
-            if to.is_neg() or to.is_conj():
-                return _copy_noted(source, to)
+        if to.is_neg() or to.is_conj():
+            return _copy_noted(source, to)
+        one, other = PLACES.get(source.device.index), PLACES.get(to.device.index)
+        if one is None or other is None or one[0] == other[0]:
             _COPY(to, source)
-        else:
+        elif not _fetched(source, to, one[1], other[1]):
             host = torch.empty(source.shape, dtype=source.dtype)
             download(source, host)
             _copy_from(host, to)
@@ -193,6 +198,28 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
     if host is not to:
         to.copy_(host)
     return to
+
+
+#: Of each device that is there: the index of its machine's first one, and where the machine listens.
+PLACES: dict[int, tuple[int, str]] = {}
+#: Pairs of addresses of which the second could not fetch from the first, and when that is tried again.
+_APART: dict[tuple[str, str], float] = {}
+_APART_SECONDS = 60.0
+
+
+def _fetched(source: torch.Tensor, to: torch.Tensor, one: str, other: str) -> bool:
+    """Copies from one machine to another without a way through this process. Whether that could be done."""
+    if _APART.get((one, other), 0.0) > time.monotonic() or not source.numel():
+        return False
+    ticket = _OFFER(source)
+    try:
+        why = _FETCH(to, one, ticket)
+    finally:
+        _WITHDRAW(source, ticket)
+    if why:
+        _APART[one, other] = time.monotonic() + _APART_SECONDS
+        LOG.info("copies from %s to %s go by way of this process: %s", one, other, why)
+    return not why
 
 
 def _copy_noted(source: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
@@ -310,9 +337,18 @@ _OWN.define("manual_seed(Tensor anchor, int seed) -> ()")
 _OWN.define("rng_state(Tensor anchor) -> Tensor")
 _OWN.define("set_rng_state(Tensor anchor, Tensor state) -> ()")
 _OWN.define("kind(Tensor anchor) -> str")
+_OWN.define("offer(Tensor tensor) -> str")
+_OWN.define("withdraw(Tensor anchor, str ticket) -> ()")
+_OWN.define("claim(Tensor anchor, str ticket) -> Tensor")
+_OWN.define("fetch(Tensor(a!) into, str address, str ticket) -> str")
+_OWN.impl("withdraw", lambda anchor, ticket: None, "Meta")
 _OWN.impl("manual_seed", lambda anchor, seed: None, "Meta")
 _OWN.impl("set_rng_state", lambda anchor, state: None, "Meta")
 KIND = kernel(torch.ops.tensorstream.kind.default)
+CLAIM = kernel(torch.ops.tensorstream.claim.default)
+_OFFER = kernel(torch.ops.tensorstream.offer.default)
+_WITHDRAW = kernel(torch.ops.tensorstream.withdraw.default)
+_FETCH = kernel(torch.ops.tensorstream.fetch.default)
 SEED = kernel(torch.ops.tensorstream.manual_seed.default)
 RNG_STATE = kernel(torch.ops.tensorstream.rng_state.default)
 SET_RNG_STATE = kernel(torch.ops.tensorstream.set_rng_state.default)
@@ -336,18 +372,22 @@ def drawn(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     """An operator that draws from a generator of the host's: the machine draws from one that is in its state, and
     what state that is in then is waited for."""
     generator = kwargs["generator"]
-    tensor = next(value for value in args if isinstance(value, torch.Tensor) and is_ours(value))
-    if KINDS.get(tensor.device.index, "cpu") != generator.device.type:
+    values = (*args, *kwargs.values())
+    tensor = next((value for value in values if isinstance(value, torch.Tensor) and is_ours(value)), None)
+    index = _device(kwargs.get("device")) if tensor is None else tensor.device.index
+    if KINDS.get(index, "cpu") != generator.device.type:
         raise RuntimeError(
-            f"{op}: a generator of {generator.device}, and a machine that draws as {KINDS[tensor.device.index]} does"
+            f"{op}: a generator of {generator.device}, and a machine that draws as {KINDS.get(index)} does"
         )
-    anchor = tensor.new_empty(0, dtype=torch.uint8)
+    anchor = torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
     with _drawing:
         own = RNG_STATE(anchor)
-        SET_RNG_STATE(anchor, generator.get_state().to(tensor.device))
-        given = kernel_of(op)(*args, **{name: value for name, value in kwargs.items() if name != "generator"})
-        state = RNG_STATE(anchor)
-        SET_RNG_STATE(anchor, own)
+        SET_RNG_STATE(anchor, generator.get_state().to(anchor.device))
+        try:
+            given = kernel_of(op)(*args, **{**kwargs, "generator": None})
+            state = RNG_STATE(anchor)
+        finally:
+            SET_RNG_STATE(anchor, own)
         generator.set_state(state.cpu())
     return given
 

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -17,12 +20,58 @@ import torch
 
 from .. import _native
 from .._wire import _settings
-from ..errors import ConfigurationError, ConnectionLost
-from . import _composites, _device
+from ..errors import ConfigurationError, ConnectionLost, ProtocolError
+from . import _composites, _device, _kernels
+from ._trace import LOG
 
 Kind = Literal["mock", "local", "tcp"]
 
 _LIMIT_BYTES = 64 << 30
+#: Storages are saved and restored in pieces.
+_PIECE_BYTES = 16 << 20
+
+
+class _Saved:
+    """Storages of a machine that is paused, in files of a directory: one each, of its bytes."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="tensorstream-paused-", dir=directory))
+        self.nbytes = 0
+        self._storages: list[tuple[int, int, int, bool]] = []
+        self._memory = bytearray(_PIECE_BYTES)
+
+    def _pieces(self, nbytes: int) -> Iterator[tuple[int, memoryview, Any]]:
+        """Where a piece is, memory for it, and a capsule of that."""
+        for offset in range(0, nbytes, _PIECE_BYTES):
+            count = min(_PIECE_BYTES, nbytes - offset)
+            tensor = torch.frombuffer(self._memory, dtype=torch.uint8, count=count)
+            yield offset, memoryview(self._memory)[:count], torch._C._to_dlpack(tensor)
+
+    def save(self, session: _native.RemoteSession, storage: int, nbytes: int, ordinal: int, state: int) -> None:
+        # What was never computed (2) is not there when it goes on, which who looks at it is told.
+        if state == 1 and nbytes:
+            with (self.directory / str(storage)).open("wb") as file:
+                for offset, piece, capsule in self._pieces(nbytes):
+                    session.read(storage, offset, capsule)
+                    file.write(piece)
+        if state != 2:
+            self._storages.append((storage, nbytes, ordinal, state == 1))
+            self.nbytes += nbytes
+
+    def restore(self, session: _native.RemoteSession) -> None:
+        for storage, nbytes, ordinal, written in self._storages:
+            if session.was_freed(storage):
+                continue
+            session.create(storage, nbytes, ordinal)
+            if written and nbytes:
+                with (self.directory / str(storage)).open("rb") as file:
+                    for offset, piece, capsule in self._pieces(nbytes):
+                        if file.readinto(piece) != len(piece):
+                            raise ProtocolError(f"{file.name} was cut off: the tensor in it cannot be restored")
+                        session.write(storage, offset, capsule)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class RemoteMachine:
@@ -67,6 +116,7 @@ class RemoteMachine:
         self._settings = _settings(token, timeout, patience, True, None, _LIMIT_BYTES)
         self._tls = {"ca": ca, "cert": cert, "key": key}
         self._session: _native.RemoteSession | None = None
+        self._paused: tuple[_Saved, list[torch.Tensor]] | None = None
         self._server: Any = None
         self._directory: str | None = None
         self.name = name or (address or f"{kind}-{id(self):x}")
@@ -74,14 +124,13 @@ class RemoteMachine:
             self.start()
 
     def start(self) -> RemoteMachine:
-        """Starts the machine, or connects to it. Blocks until it is there. Nothing happens if it is."""
+        """Starts the machine, or connects to it; goes on where :meth:`pause` has left off. Blocks until it is there.
+        Nothing happens if it is."""
+        if self._paused is not None:
+            self.resume()
         if self._session is not None:
             return self
-        address = self.address or ""
-        if self.kind != "tcp":
-            self._directory = tempfile.mkdtemp(prefix="tensorstream-")
-            address = f"unix:{self._directory}/socket"
-            (self._start_thread if self.kind == "mock" else self._start_process)(address)
+        address = self._listen()
         try:
             self._session = _native.RemoteSession(
                 address, self.name, self.gpu_count, self._settings, self._retry, **self._tls
@@ -92,12 +141,33 @@ class RemoteMachine:
         first = self._session.first
         _device.SESSIONS[first] = self._session
         _device.COUNT = max(_device.COUNT, first + self.gpu_count)
+        self._is_at(address)
         kind = _device.kind_of(first)
         _composites.KINDS.update({first + index: kind for index in range(self.gpu_count)})
-        _device.seed_of(first, torch.initial_seed())
+        for index in range(self.gpu_count):
+            _device.seed_of(first + index, torch.initial_seed())
         # A machine that hears nothing of the end keeps the tensors for a while.
         atexit.register(self.stop)
+        LOG.info("%s: %s at %s, ts:%d", self.name, self.kind, address, first)
         return self
+
+    def _is_at(self, address: str | None) -> None:
+        """Where others find it from now on; None when it is not there any more."""
+        first = self._there().first
+        for index in range(first, first + self.gpu_count):
+            if address is None:
+                _kernels.PLACES.pop(index, None)
+            else:
+                _kernels.PLACES[index] = first, address
+
+    def _listen(self) -> str:
+        """Starts what is started here. Where it listens."""
+        if self.kind == "tcp":
+            return self.address or ""
+        self._directory = tempfile.mkdtemp(prefix="tensorstream-")
+        address = f"unix:{self._directory}/socket"
+        (self._start_thread if self.kind == "mock" else self._start_process)(address)
+        return address
 
     def _start_thread(self, address: str) -> None:
         from ._server import devices_of, server
@@ -118,7 +188,8 @@ class RemoteMachine:
         ]
         threads = self._threads or torch.get_num_threads()
         self._server = subprocess.Popen(
-            [*command, "--threads", str(threads), "--with-parent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [*command, "--threads", str(threads), "--peer", "any", "--with-parent"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         assert self._server.stdout is not None
@@ -146,11 +217,10 @@ class RemoteMachine:
 
     def device(self, index: int = 0) -> torch.device:
         """One of its devices: ``torch.device("ts", ...)``, whose index is this process's."""
-        if self._session is None:
-            raise ConfigurationError(f"machine {self.name} was not started, or was stopped")
+        session = self._there()
         if not 0 <= index < self.gpu_count:
             raise ConfigurationError(f"machine {self.name} has devices 0 to {self.gpu_count - 1}, and no {index}")
-        return torch.device("ts", self._session.first + index)
+        return torch.device("ts", session.first + index)
 
     def synchronize(self) -> None:
         """Waits until all that was asked is done; what has failed meanwhile is raised."""
@@ -158,22 +228,95 @@ class RemoteMachine:
             self._session.synchronize()
 
     def stats(self) -> dict[str, int]:
-        """What the session has done: requests, batches, waits, reconnects, uploaded_bytes, downloaded_bytes."""
-        if self._session is None:
-            raise ConfigurationError(f"machine {self.name} was not started, or was stopped")
-        return self._session.stats()
+        """What was done, in numbers: operators, requests (those, and all else that was asked), batches that they went
+        in, waits, reconnects, uploaded_bytes, downloaded_bytes; cached_scalars and early_scalars: numbers that were
+        looked at without a wait, and such as were asked for before; and, of all machines together, signature_hits,
+        signature_misses and signatures of the cache that knows what operators give."""
+        names = ("signature_hits", "signature_misses", "signatures")
+        return self._there().stats() | dict(zip(names, _native.remote_cache_stats(), strict=True))
 
     def waits(self) -> list[tuple[str, int, float]]:
         """Where the program has waited: place, how often, and for how many seconds; longest first."""
+        return self._there().waits()
+
+    def _there(self) -> _native.RemoteSession:
         if self._session is None:
             raise ConfigurationError(f"machine {self.name} was not started, or was stopped")
-        return self._session.waits()
+        return self._session
+
+    def pause(self, directory: str | os.PathLike[str] | None = None) -> None:
+        """Gives up the machine and its memory until :meth:`resume`: its tensors go to files in ``directory``, or a
+        temporary one, and a machine that was started here ends. Blocks; what has failed before is raised first.
+
+        Tensors, their devices and the generators' states are as before when it goes on; an operator in between is a
+        ConfigurationError. Memory here is taken for 16 MiB, whatever the tensors'."""
+        session = self._there()
+        if self._paused is not None:
+            return
+        saved = _Saved(directory)
+        session.pausing(True)
+        try:
+            session.synchronize()
+            states = [_device.get_rng_state(session.first + index) for index in range(self.gpu_count)]
+            for storage in session.storages():
+                saved.save(session, *storage)
+        except BaseException:
+            session.pausing(False, True)
+            saved.remove()
+            raise
+        self._paused = saved, states
+        self._is_at(None)
+        _device.PAUSED[session.first] = None
+        try:
+            session.close()
+        except RuntimeError as error:
+            LOG.warning("%s was paused, and did not hear of it: %s", self.name, error)
+        session.pausing(False)
+        self._end_server()
+        LOG.info("%s: paused, %d bytes in %s", self.name, saved.nbytes, saved.directory)
+
+    def resume(self) -> None:
+        """Goes on after :meth:`pause`: starts the machine, or connects to it, and gives it the tensors. Blocks.
+        Nothing happens without a pause. If it fails it can be tried again."""
+        if self._paused is None:
+            return
+        session, (saved, states) = self._there(), self._paused
+        session.pausing(True)
+        try:
+            address = self._listen()
+            session.resume(address)
+            saved.restore(session)
+            self._is_at(address)
+            for index, state in enumerate(states):
+                _device.set_rng_state(state, session.first + index)
+            session.synchronize()
+        except BaseException:
+            self._is_at(None)
+            with contextlib.suppress(RuntimeError):
+                session.close()
+            session.pausing(False)
+            self._end_server()
+            raise
+        self._paused = None
+        session.pausing(False, True)
+        saved.remove()
+        seed = _device.PAUSED.pop(session.first)
+        if seed is not None:
+            for index in range(self.gpu_count):
+                _device.seed_of(session.first + index, seed)
+        LOG.info("%s: resumed at %s", self.name, address)
 
     def stop(self) -> None:
         """Ends the session, and the machine if it was started here. Its tensors are gone. May be called again."""
-        session, self._session = self._session, None
+        session = self._session
         if session is None:
             return
+        self._is_at(None)
+        self._session = None
+        if self._paused is not None:
+            self._paused[0].remove()
+            self._paused = None
+            _device.PAUSED.pop(session.first, None)
         atexit.unregister(self.stop)
         _device.SESSIONS.pop(session.first, None)
         try:
@@ -195,5 +338,21 @@ class RemoteMachine:
 
     def __repr__(self) -> str:
         state = "stopped" if self._session is None else f"ts:{self._session.first}"
+        state += ", paused" if self._paused is not None else ""
         devices = f"gpu_type={self.gpu_type!r}, gpu_count={self.gpu_count}"
         return f"RemoteMachine({self.kind!r}, name={self.name!r}, {devices}, {state})"
+
+
+def create_mock_machine(gpu_type: str = "cpu", gpu_count: int = 1, **options: Any) -> RemoteMachine:
+    """``RemoteMachine("mock", ...)``."""
+    return RemoteMachine("mock", gpu_type=gpu_type, gpu_count=gpu_count, **options)
+
+
+def create_local_machine(gpu_type: str = "cpu", gpu_count: int = 1, **options: Any) -> RemoteMachine:
+    """``RemoteMachine("local", ...)``."""
+    return RemoteMachine("local", gpu_type=gpu_type, gpu_count=gpu_count, **options)
+
+
+def create_tcp_machine(address: str, gpu_type: str = "cpu", gpu_count: int = 1, **options: Any) -> RemoteMachine:
+    """``RemoteMachine("tcp", address, ...)``."""
+    return RemoteMachine("tcp", address, gpu_type=gpu_type, gpu_count=gpu_count, **options)

@@ -7,6 +7,7 @@ import argparse
 import functools
 import logging
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -27,15 +28,60 @@ NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized
 REFUSED = frozenset({"from_file", "_share_memory", "_new_shared_filename_cpu", "save", "load"})
 
 _LIMIT_BYTES = 64 << 30
-#: PyTorch has one default generator for all sessions.
+#: Tensors that another machine may fetch, by what it must know to.
+_OFFERED: dict[str, torch.Tensor] = {}
+#: How long another machine may take to be reached, in seconds.
+_REACH = 5.0
+#: PyTorch has one default generator for all sessions,
 _default_generator = threading.Lock()
+#: and one dtype that numbers become.
+_default_dtype = threading.Lock()
+
+
+class _Peers:
+    """Other machines, from which tensors are fetched without their going by way of the client.
+
+    allowed: their addresses; "any" is one that stands for all. token: the secret that they ask for, if they do."""
+
+    def __init__(self, allowed: tuple[str, ...] = (), token: str | None = None) -> None:
+        self._allowed, self._token = allowed, token
+        self._machines: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
+        """Copies a tensor that is offered there. Why not, if that cannot be."""
+        from . import _device, _kernels
+
+        if address not in self._allowed and "any" not in self._allowed:
+            return f"this machine fetches nothing from {address}"
+        with self._lock:
+            try:
+                machine = self._reached(address)
+                into.copy_(_kernels.CLAIM(_device._anchor(machine.device().index), ticket))
+            except RuntimeError as error:
+                self._machines.pop(address).stop() if address in self._machines else None
+                return str(error)
+        return ""
+
+    def _reached(self, address: str) -> Any:
+        from ._machine import RemoteMachine
+
+        if address not in self._machines:
+            self._machines[address] = RemoteMachine("tcp", address, token=self._token, timeout=_REACH, retry=0.0)
+        return self._machines[address]
 
 
 class Session:
-    """What operators of one client have in common: generators."""
+    """What operators of one client have in common: generators, and what was offered to other machines."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: _Peers | None = None) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._peers = peers or _Peers()
+        self._tickets: set[str] = set()
+
+    def __del__(self) -> None:
+        for ticket in self._tickets:
+            _OFFERED.pop(ticket, None)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
@@ -49,7 +95,7 @@ class Session:
         if namespace not in NAMESPACES or base in REFUSED:
             raise PermissionError("this machine does not run it")
         if namespace == "tensorstream":
-            return getattr(self, "_" + base), [], []
+            return getattr(self, "_" + base), [0] if base == "fetch" else [], []
         packet: Any = getattr(getattr(torch.ops, namespace), base, None)
         if overload == "*":
             # That which is for the arguments: numbers in tensors' places have overloads of their own.
@@ -91,6 +137,27 @@ class Session:
     def _manual_seed(self, anchor: torch.Tensor, seed: int) -> None:
         self._generator(anchor.device).manual_seed(seed)
 
+    def _offer(self, tensor: torch.Tensor) -> str:
+        ticket = secrets.token_hex(16)
+        self._tickets.add(ticket)
+        _OFFERED[ticket] = tensor
+        return ticket
+
+    def _withdraw(self, anchor: torch.Tensor, ticket: str) -> None:
+        self._tickets.discard(ticket)
+        _OFFERED.pop(ticket, None)
+
+    def _claim(self, anchor: torch.Tensor, ticket: str) -> torch.Tensor:
+        if ticket not in _OFFERED:
+            raise LookupError("no such tensor is offered here")
+        return _OFFERED[ticket]
+
+    def _fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
+        return self._peers.fetch(into, address, ticket)
+
+    def _default_dtype(self, dtype: torch.dtype) -> None:
+        """Noted by who runs operators."""
+
     def _kind(self, anchor: torch.Tensor) -> str:
         return anchor.device.type
 
@@ -114,6 +181,20 @@ def _default(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
+
+
+def _with_default(
+    dtype: torch.dtype, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    if torch.get_default_dtype() == dtype and not _default_dtype.locked():
+        return call(*args, **(kwargs or {}))
+    with _default_dtype:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return call(*args, **(kwargs or {}))
+        finally:
+            torch.set_default_dtype(before)
 
 
 def _realise(nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -154,21 +235,40 @@ def _host(tensor: torch.Tensor) -> Any:
     return torch._C._to_dlpack(flat.view(torch.uint8))
 
 
+def _bytes_of(storage: torch.UntypedStorage, offset: int, nbytes: int) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (nbytes,), (1,))
+
+
 def _part(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Any:
-    if storage.device.type != "cpu":
-        raise NotImplementedError("tensors cannot be sent to a GPU of a machine yet: make them there")
-    return torch._C._to_dlpack(torch.empty(0, dtype=torch.uint8).set_(storage, offset, (nbytes,), (1,)))
+    return torch._C._to_dlpack(_bytes_of(storage, offset, nbytes))
+
+
+def _stage(storage: torch.UntypedStorage, nbytes: int) -> tuple[torch.Tensor, Any]:
+    """Memory that a GPU copies from by itself, where there is one."""
+    staged = torch.empty(nbytes, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    return staged, torch._C._to_dlpack(staged)
+
+
+def _land(storage: torch.UntypedStorage, offset: int, staged: torch.Tensor) -> None:
+    # PyTorch keeps pinned memory from being used again before it was copied.
+    _bytes_of(storage, offset, staged.numel()).copy_(staged, non_blocking=True)
 
 
 def server(
     listen: str, *, devices: list[torch.device], token: str | None = None, insecure: bool = False,
     cert: Any = None, key: Any = None, ca: Any = None, timeout: float = 30.0, patience: float = 300.0,
+    staged: bool = False, peers: tuple[str, ...] = (),
 ) -> _native.RemoteServer:  # fmt: skip
-    """A server that runs operators on these devices, and listens at "HOST:PORT" or "unix:PATH"."""
+    """A server that runs operators on these devices, and listens at "HOST:PORT" or "unix:PATH". staged: what comes is
+    received beside the memory it is for, as where that is not the host's. peers: addresses of machines from which
+    tensors are fetched directly, or "any"."""
     objects = {
-        "session": Session, "dtypes": DTYPES, "realise": _realise, "view": _view, "settled": _settled,
-        "scalar": _scalar, "named": _named, "host": _host, "part": _part, "tensor": torch.Tensor,
-        "guard": torch._C._AutoDispatchBelowAutograd, "devices": devices,
+        "session": functools.partial(Session, _Peers(peers, token)),
+        "dtypes": DTYPES, "realise": _realise, "view": _view, "settled": _settled,
+        "scalar": _scalar, "named": _named, "host": _host, "part": _part, "stage": _stage, "land": _land,
+        "default_dtype": torch.float32, "with_default": _with_default,
+        "tensor": torch.Tensor, "guard": torch._C._AutoDispatchBelowAutograd, "devices": devices,
+        "on_host": not staged and all(device.type == "cpu" for device in devices),
     }  # fmt: skip
     settings = _settings(token, timeout, patience, True, None, _LIMIT_BYTES)
     return _native.RemoteServer(listen, objects, settings, insecure, cert, key, ca)
@@ -198,6 +298,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--insecure", action="store_true", help="everybody who can reach the address may use the machine"
     )
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="ADDRESS",
+        help="a machine with the same token, from which tensors that clients copy may be fetched directly",
+    )  # fmt: skip
     parser.add_argument("--with-parent", action="store_true", help="ends when its standard input does")
     options = parser.parse_args(arguments)
     token = None
@@ -213,7 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         served = server(
             options.listen, devices=devices_of(options.device), token=token, insecure=options.insecure,
-            cert=options.tls_cert, key=options.tls_key, ca=options.tls_client_ca,
+            cert=options.tls_cert, key=options.tls_key, ca=options.tls_client_ca, peers=tuple(options.peer),
         )  # fmt: skip
     except Exception as error:
         print(f"tensorstream serve: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,6 +12,14 @@ from types import TracebackType
 import torch
 
 from .. import _native
+
+#: At DEBUG it has every operator, with tensors by their :func:`metadata_hash`.
+LOG = logging.getLogger("tensorstream.remote")
+
+
+def log(name: str, given: list[str], made: list[str]) -> None:
+    """Notes an operator, by the hashes of its arguments and of what it gives."""
+    LOG.debug("%s(%s)%s", name, ", ".join(given), f" -> {', '.join(made)}" if made else "")
 
 
 def place(code: types.CodeType, instruction: int) -> str:
