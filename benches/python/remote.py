@@ -1,153 +1,178 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """What the device ``ts`` costs, beside others, in one run of interleaved rounds; medians.
 
-usage: remote.py [--rounds 9] [--ops 2048] [--mib 256]
+usage: remote.py [--rounds 9] [--ops 2048] [--mib 256] [--steps 50] [--peers]
 
-The bare server is a Python process that runs operators by name on tensors it holds, in marshalled batches of 64: no
-shapes are known at its client, nothing is acknowledged and nothing is freed.
+--peers: beside torch.distributed.rpc, Ray and mycelya-torch as well, where they can be imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import io
-import marshal
 import multiprocessing as mp
 import os
 import socket
 import statistics
 import struct
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import torch
+from remote_peers import Bare, Mycelya, Ray, Rpc, Tensors, exact, measure, median_us, seconds
 from tensorstream.remote import RemoteMachine, _infer, _kernels
-
-BATCH = 64
-
-
-def _exact(sock: socket.socket, size: int, into: bytearray | None = None) -> bytearray:
-    into = bytearray(size) if into is None else into
-    view, at = memoryview(into)[:size], 0
-    while at < size:
-        got = sock.recv_into(view[at:], min(size - at, 1 << 20))
-        if not got:
-            sys.exit()
-        at += got
-    return into
-
-
-def _put(sock: socket.socket, what: Any) -> None:
-    body = marshal.dumps(what)
-    sock.sendall(struct.pack("I", len(body)) + body)
-
-
-def _get(sock: socket.socket) -> Any:
-    return marshal.loads(bytes(_exact(sock, struct.unpack("I", _exact(sock, 4))[0])))
-
-
-def _bare_server(path: str, ready: Any) -> None:
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    operators = {"add": torch.add, "ones": lambda size: torch.ones(int(size), int(size))}
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen(1)
-    ready.set()
-    sock, held = listener.accept()[0], {}
-    while True:
-        batch, wanted = _get(sock)
-        for name, out, inputs, constants in batch:
-            held[out] = operators[name](*(held[i] for i in inputs), *constants)
-        if wanted is not None:
-            _put(sock, held[wanted].flatten()[:1].tolist())
-
-
-class Bare:
-    """A client of the bare server."""
-
-    def __init__(self, directory: str) -> None:
-        ready = mp.Event()
-        self._process = mp.Process(target=_bare_server, args=(f"{directory}/bare", ready), daemon=True)
-        self._process.start()
-        ready.wait()
-        self._sock = socket.socket(socket.AF_UNIX)
-        self._sock.connect(f"{directory}/bare")
-        _put(self._sock, ([("ones", 0, (), (1.0,))], None))
-
-    def chain(self, count: int) -> int:
-        for start in range(0, count, BATCH):
-            batch = [("add", i + 1, (i,), (1.0,)) for i in range(start, min(start + BATCH, count))]
-            _put(self._sock, (batch, None))
-        return count
-
-    def value(self, number: int) -> float:
-        _put(self._sock, ([], number))
-        return _get(self._sock)[0]
-
-    def one(self) -> float:
-        _put(self._sock, ([("add", 1, (0,), (1.0,))], 1))
-        return _get(self._sock)[0]
-
-
-class Ours:
-    """The device."""
-
-    def __init__(self, machine: RemoteMachine) -> None:
-        self._one = torch.ones(1, 1, device=machine.device())
-
-    def chain(self, count: int) -> torch.Tensor:
-        value = self._one
-        for _ in range(count):
-            value = value + 1.0
-        return value
-
-    def value(self, tensor: torch.Tensor) -> float:
-        return tensor.item()
-
-    def one(self) -> float:
-        return (self._one + 1.0).item()
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    since = time.perf_counter()
-    run()
-    return time.perf_counter() - since
-
-
-def _median_us(run: Callable[[], object], count: int = 300) -> float:
-    return 1e6 * statistics.median(_seconds(run) for _ in range(count))
+from torch import nn
 
 
 def _rates(peers: dict[str, Any], rounds: int, count: int) -> None:
     seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in peers}
     for turn in range(-1, rounds):
         for name, peer in peers.items():
-            since = time.perf_counter()
-            last = peer.chain(count)
-            issued = time.perf_counter() - since
-            assert peer.value(last) == count + 1.0
-            total = time.perf_counter() - since
+            measured = measure(peer, count)
             if turn >= 0:
-                seen[name].append((_median_us(peer.one, 100), 1e6 * issued / count, count / total))
-    print("| | operator and wait, us | issued, us | operators/s | of the bare server |\n|---|---|---|---|---|")
-    bare = seen["bare server"]
+                seen[name].append(measured)
+    print("| | operator and wait, us | of the bare server | issued, us | operators/s | of the bare server |")
+    print("|---|---|---|---|---|---|")
+    bare = seen["bare server, Unix"]
     for name, rows in seen.items():
-        sync, issued, rate = (statistics.median(column) for column in zip(*rows, strict=True))
-        shares = [one[2] / other[2] for one, other in zip(rows, bare, strict=True)]
-        waits = [one[0] / other[0] for one, other in zip(rows, bare, strict=True)]
-        share = f"{statistics.median(shares):.2f} of its rate, {statistics.median(waits):.2f} of its wait"
-        print(f"| {name} | {sync:.1f} | {issued:.2f} | {rate:,.0f} | {share} |")
+        wait, issued, rate = (statistics.median(column) for column in zip(*rows, strict=True))
+        waits = statistics.median(one[0] / other[0] for one, other in zip(rows, bare, strict=True))
+        share = statistics.median(one[2] / other[2] for one, other in zip(rows, bare, strict=True))
+        print(f"| {name} | {wait:.1f} | {waits:.2f} | {issued:.2f} | {rate:,.0f} | {share:.3f} |")
+
+
+def _beside(ours: Tensors, rounds: int, count: int) -> None:
+    """Each of those that can be imported, alone with ours: some keep a core busy when they have nothing to do."""
+    makes: dict[str, Callable[[], Any]] = {
+        "mycelya-torch, mock": Mycelya,
+        "Ray, one a call": lambda: Ray(1),
+        "Ray, 64 a call": lambda: Ray(64),
+        "torch rpc": Rpc,
+    }
+    print("\n| | operator and wait, us | ours beside it | operators/s | ours beside it | times |")
+    print("|---|---|---|---|---|---|")
+    for name, make in makes.items():
+        try:
+            peer = make()
+        except ImportError as error:
+            print(f"| {name} | left out: {error} |")
+            continue
+        pairs = [(measure(peer, count), measure(ours, count)) for _ in range(rounds + 1)][1:]
+        peer.end()
+        wait, beside = (statistics.median(pair[at][0] for pair in pairs) for at in (0, 1))
+        rate, rate_beside = (statistics.median(pair[at][2] for pair in pairs) for at in (0, 1))
+        times = statistics.median(other[2] / one[2] for one, other in pairs)
+        print(f"| {name} | {wait:.0f} | {beside:.0f} | {rate:,.0f} | {rate_beside:,.0f} | {times:.1f} |")
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(8, 16, 2, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.lstm(x)[0][:, -1])
+
+
+def _models() -> dict[str, tuple[nn.Module, torch.Tensor, torch.Tensor]]:
+    """Each with inputs and labels."""
+    perceptron = nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 3))
+    convolutional = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 3)
+    )
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+    transformer = nn.Sequential(nn.Embedding(50, 32), layer, nn.Linear(32, 50))
+    return {
+        "perceptron": (perceptron, torch.randn(16, 20), torch.randint(0, 3, (16,))),
+        "CNN": (convolutional, torch.randn(8, 3, 16, 16), torch.randint(0, 3, (8,))),
+        "LSTM": (_Recurrent(), torch.randn(8, 5, 8), torch.randint(0, 3, (8,))),
+        "transformer": (transformer, torch.randint(0, 50, (4, 7)), torch.randint(0, 50, (4, 7))),
+    }
+
+
+def _train(
+    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, device: Any, steps: int, waits: Callable[[], int]
+) -> tuple[list[float], list[int], list[float]]:
+    """Losses, waits and milliseconds of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    torch.manual_seed(3)
+    losses, waited, times = [], [], []
+    for _ in range(steps):
+        before, since = waits(), time.perf_counter()
+        optimizer.zero_grad()
+        outputs = model(inputs.to(device))
+        loss = nn.functional.cross_entropy(outputs.flatten(0, -2), labels.to(device).flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        waited.append(waits() - before)
+        times.append(1e3 * (time.perf_counter() - since))
+    return losses, waited, times
+
+
+def _steps(machine: RemoteMachine, steps: int) -> None:
+    def waits() -> int:
+        return machine.stats()["waits"]
+
+    print(f"\n{steps} steps of training, AdamW\n")
+    print("| | losses as on a CPU | waits a step (first) | operators a batch | ms a step | on the CPU |")
+    print("|---|---|---|---|---|---|")
+    torch.manual_seed(0)
+    with torch.enable_grad():
+        for name, (model, inputs, labels) in _models().items():
+            there = copy.deepcopy(model).to(machine.device())
+            losses, _, here_ms = _train(model, inputs, labels, "cpu", steps, lambda: 0)
+            before = machine.stats()
+            given, waited, there_ms = _train(there, inputs, labels, machine.device(), steps, waits)
+            operators, batches = (machine.stats()[name] - before[name] for name in ("operators", "batches"))
+            equal = sum(one == other for one, other in zip(losses, given, strict=True))
+            numbers = f"{max(waited[2:])} ({waited[0]}) | {operators / batches:.1f}"
+            medians = f"{statistics.median(there_ms):.1f} | {statistics.median(here_ms):.1f}"
+            print(f"| {name} | {equal} of {steps} | {numbers} | {medians} |")
+    _decode(machine, waits)
+
+
+def _decode(machine: RemoteMachine, waits: Callable[[], int]) -> None:
+    import transformers
+
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    ends = {"bos_token_id": 0, "eos_token_id": 99}
+    llama = transformers.LlamaConfig(**shape, intermediate_size=128, num_key_value_heads=2, **ends)
+    gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, **ends)
+    models = {"GPT-2": transformers.GPT2LMHeadModel(gpt2), "Llama": transformers.LlamaForCausalLM(llama)}
+    tokens = torch.randint(2, 99, (2, 7))
+    mask = torch.ones_like(tokens)
+    print("\ngreedy decode, tiny models\n")
+    print("| | tokens as on a CPU | waits a token | before the first |\n|---|---|---|---|")
+    for name, model in models.items():
+        there = copy.deepcopy(model).eval().to(machine.device())
+
+        def generate(count: int, there: Any = there) -> tuple[torch.Tensor, int]:
+            inputs, before = tokens.to(machine.device()), waits()
+            settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+            given = there.generate(inputs, attention_mask=mask.to(machine.device()), **settings)
+            return given.cpu(), waits() - before
+
+        settings = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+        expected = model.eval().generate(tokens, attention_mask=mask, **settings)
+        generate(3)
+        (_, few), (given, many) = generate(20), generate(40)
+        each = (many - few) / 20
+        print(f"| {name} | {torch.equal(expected, given)} | {each:.2f} | {many - 40 * each:.0f} |")
 
 
 def _overhead(machine: RemoteMachine) -> None:
     x, y = torch.ones(8, 8, device=machine.device()), torch.ones(8, 8, device=machine.device())
-    cached = _median_us(lambda: x + y, 20_000)
+    cached = median_us(lambda: x + y, 20_000)
     machine.synchronize()
     op, sizes = torch.ops.aten.add.Tensor, iter(range(1, 10**9))
     kernel = _kernels.kernel_of(op)
@@ -159,29 +184,29 @@ def _overhead(machine: RemoteMachine) -> None:
     uncached, inferred = [], []
     for _ in range(2000):
         args = pair()
-        uncached.append(_seconds(lambda args=args: kernel(*args)))
-        inferred.append(_seconds(lambda args=args: _infer.infer(op, args, None)))
+        uncached.append(seconds(lambda args=args: kernel(*args)))
+        inferred.append(seconds(lambda args=args: _infer.infer(op, args, None)))
     uncached_us, inferred_us = 1e6 * statistics.median(uncached), 1e6 * statistics.median(inferred)
     print(f"\nadd of two tensors, one thread, median: {cached:.2f} us cached, {uncached_us:.1f} us not:")
     print(f"{uncached_us / inferred_us:.2f} of meta inference alone ({inferred_us:.1f} us)")
 
 
-def _raw_server(path: str, ready: Any, size: int) -> None:
+def _raw_server(address: Any, bound: Any, size: int) -> None:
     torch.set_num_threads(1)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
+    listener = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    listener.bind(address)
     listener.listen(1)
-    ready.set()
+    bound.send(listener.getsockname())
     sock, buffer = listener.accept()[0], bytearray(size)
     while True:
-        kind = bytes(_exact(sock, 1))
+        kind = bytes(exact(sock, 1))
         if kind == b"u":
-            _exact(sock, size, buffer)
+            exact(sock, size, buffer)
             sock.sendall(b"k")
         elif kind == b"d":
             sock.sendall(buffer)
         elif kind == b"U":
-            body = _exact(sock, struct.unpack("Q", _exact(sock, 8))[0])
+            body = exact(sock, struct.unpack("Q", exact(sock, 8))[0])
             held = torch.load(io.BytesIO(body))
             sock.sendall(b"k")
         else:
@@ -190,13 +215,25 @@ def _raw_server(path: str, ready: Any, size: int) -> None:
             sock.sendall(struct.pack("Q", out.tell()) + out.getbuffer())
 
 
-def _copies(machine: RemoteMachine, directory: str, rounds: int, mib: int) -> None:
-    size, ready = mib << 20, mp.Event()
-    process = mp.Process(target=_raw_server, args=(f"{directory}/raw", ready, size), daemon=True)
-    process.start()
-    ready.wait()
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(f"{directory}/raw")
+@contextlib.contextmanager
+def _served() -> Iterator[RemoteMachine]:
+    """A machine that is reached by TCP, as others are."""
+    command = [sys.executable, "-m", "tensorstream.remote._server", "--listen", "127.0.0.1:0", "--threads", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            with RemoteMachine("tcp", process.stdout.readline().removeprefix("listening at ").strip()) as machine:
+                yield machine
+        finally:
+            process.terminate()
+
+
+def _copies(machine: RemoteMachine, address: Any, rounds: int, mib: int) -> None:
+    """Beside a raw socket at an address of the same kind."""
+    size, (ours, theirs) = mib << 20, mp.Pipe()
+    mp.Process(target=_raw_server, args=(address, theirs, size), daemon=True).start()
+    sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    sock.connect(ours.recv())
     host, back = torch.randn(size // 4), bytearray(size)
     there = torch.empty(size // 4, device=machine.device())
     here = torch.empty(size // 4)
@@ -204,21 +241,21 @@ def _copies(machine: RemoteMachine, directory: str, rounds: int, mib: int) -> No
     def raw_up() -> None:
         sock.sendall(b"u")
         sock.sendall(memoryview(host.numpy()).cast("B"))
-        _exact(sock, 1)
+        exact(sock, 1)
 
     def raw_down() -> None:
         sock.sendall(b"d")
-        _exact(sock, size, back)
+        exact(sock, size, back)
 
     def saved_up() -> None:
         out = io.BytesIO()
         torch.save(host, out)
         sock.sendall(b"U" + struct.pack("Q", out.tell()) + out.getbuffer())
-        _exact(sock, 1)
+        exact(sock, 1)
 
     def saved_down() -> None:
         sock.sendall(b"D")
-        torch.load(io.BytesIO(_exact(sock, struct.unpack("Q", _exact(sock, 8))[0])))
+        torch.load(io.BytesIO(exact(sock, struct.unpack("Q", exact(sock, 8))[0])))
 
     def ours_up() -> None:
         there.copy_(host)
@@ -228,15 +265,16 @@ def _copies(machine: RemoteMachine, directory: str, rounds: int, mib: int) -> No
         "up": {"ours": ours_up, "raw socket": raw_up, "torch.save, load": saved_up},
         "down": {"ours": lambda: here.copy_(there), "raw socket": raw_down, "torch.save, load": saved_down},
     }
-    print(f"\n{mib} MiB by a Unix socket, GB/s\n\n| | ours | raw socket | torch.save, load | of raw | of saved |")
+    by = "a Unix socket" if isinstance(address, str) else "TCP"
+    print(f"\n{mib} MiB by {by}, GB/s\n\n| | ours | raw socket | torch.save, load | of raw | of saved |")
     print("|---|---|---|---|---|---|")
     for way, peers in runs.items():
         seen: dict[str, list[float]] = {name: [] for name in peers}
         for turn in range(-1, rounds):
             for name, run in peers.items():
-                seconds = _seconds(run)
+                time_of = seconds(run)
                 if turn >= 0:
-                    seen[name].append(size / seconds / 1e9)
+                    seen[name].append(size / time_of / 1e9)
         assert torch.equal(here, host) or way == "up"
         shares = [
             statistics.median(one / other for one, other in zip(seen["ours"], seen[peer], strict=True))
@@ -251,14 +289,31 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ops", type=int, default=2048)
     parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--peers", action="store_true")
     options = parser.parse_args()
     mp.set_start_method("spawn")
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    with tempfile.TemporaryDirectory() as directory, RemoteMachine("local", threads=1) as machine:
-        _rates({"bare server": Bare(directory), "ts, local": Ours(machine)}, options.rounds, options.ops)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        RemoteMachine("local", threads=1) as machine,
+        RemoteMachine("mock") as mock,
+    ):
+        ours = {"ts, local": machine, "ts, mock": mock}
+        peers: dict[str, Any] = {
+            "bare server, Unix": Bare(f"{directory}/bare"),
+            "bare server, TCP": Bare(("127.0.0.1", 0)),
+            **{name: Tensors(torch.ones(1, 1, device=one.device())) for name, one in ours.items()},
+        }
+        _rates(peers, options.rounds, options.ops)
         _overhead(machine)
-        _copies(machine, directory, options.rounds, options.mib)
+        _copies(machine, f"{directory}/raw", options.rounds, options.mib)
+        with _served() as served:
+            _copies(served, ("127.0.0.1", 0), options.rounds, options.mib)
+        _steps(machine, options.steps)
+        if options.peers:
+            _beside(peers["ts, local"], options.rounds, options.ops)
     return 0
 
 

@@ -21,10 +21,16 @@ pub(crate) fn smoke() -> Result<()> {
 pub(crate) fn run(what: &str) -> Result<()> {
     match what {
         "parts" | "memory" | "streams" | "wire" => run_criterion(what),
-        "broadcast" | "codecs" | "exact" | "load" | "peak" | "llama" | "remote" | "serve" | "storage" => {
+        "broadcast" | "codecs" | "exact" | "load" | "peak" | "llama" | "serve" | "storage" => {
             run_script(&python::prepared()?, what, &[])
         }
         "io" => run_script(&python::prepared()?, "backends", &[]),
+        "remote" => {
+            let venv = python::prepared()?;
+            run::run(venv.python().args(["-m", "pip", "install", "--quiet", "ray"]))?;
+            // mycelya-torch is measured where somebody has built it (pip install --no-build-isolation mycelya-torch).
+            run_script(&venv, "remote", &["--peers"])
+        }
         "wire-peers" => {
             // Nobody else's dependencies.
             let venv = python::prepared()?;

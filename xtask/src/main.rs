@@ -34,6 +34,7 @@ cargo xtask bench llama              the same in three rounds
 cargo xtask big-endian               the container's tests on an emulated s390x, in a Debian made for it (root)
 cargo xtask gpu-bundle               target/gpu-bundle: tests, wheel and run.sh for a machine with a GPU and no Rust
 cargo xtask valgrind                 tests of streams and pools under valgrind's memcheck
+cargo xtask oldest-torch             the device's tests on PyTorch 2.10, the oldest it works with (another 6 GB, in target)
 cargo xtask opdb                     PyTorch's table of operators on the device ts, against the CPU
 cargo xtask fuzz [SECONDS]           every parser, fuzzed for 60 s or as long as said
 cargo xtask bench io                 every I/O backend against fio, memcpy and curl
@@ -56,6 +57,7 @@ fn main() -> ExitCode {
         ["gpu-bundle"] => gpu_bundle::make(),
         ["valgrind"] => valgrind::memcheck(),
         ["opdb"] => python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &[])),
+        ["oldest-torch"] => oldest_torch(),
         ["fuzz"] => fuzz::all(60),
         ["fuzz", seconds] => {
             seconds.parse().map_err(|_| format!("{seconds} is no number of seconds")).and_then(fuzz::all)
@@ -122,6 +124,12 @@ fn ci() -> Result<()> {
     step("peak memory of the process", || bench::run_script(&venv, "peak", &["minilm"]))?;
     println!("\nci took {:.0} s", began.elapsed().as_secs_f64());
     println!("{counts}");
+    Ok(())
+}
+
+fn oldest_torch() -> Result<()> {
+    let venv = python::prepared_oldest()?;
+    println!("{}", python::test(&venv, &["tests/test_remote.py"])?);
     Ok(())
 }
 

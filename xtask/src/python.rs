@@ -2,7 +2,7 @@
 //! The repository's own Python environment, in .venv.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::run::{Counts, Result, listen, number_before, output, root, run};
@@ -29,15 +29,34 @@ impl Venv {
 
 /// The environment, made if it is not there yet, with the present sources' wheel in it.
 pub(crate) fn prepared() -> Result<Venv> {
-    let dir = root().join(".venv");
+    let wanted = fs::read_to_string(root().join("requirements-dev.txt")).map_err(|e| e.to_string())?;
+    made(&root().join(".venv"), &wanted)
+}
+
+/// The oldest PyTorch that the device `ts` works with.
+pub(crate) const OLDEST_TORCH: &str = "2.10";
+
+/// The same with [`OLDEST_TORCH`], in target.
+pub(crate) fn prepared_oldest() -> Result<Venv> {
+    let newest = fs::read_to_string(root().join("requirements-dev.txt")).map_err(|e| e.to_string())?;
+    let others = newest.lines().filter(|line| !line.starts_with("torch>"));
+    let wanted: Vec<String> =
+        others.map(String::from).chain([format!("torch=={OLDEST_TORCH}.*"), String::new()]).collect();
+    made(&root().join("target").join(format!("torch-{OLDEST_TORCH}")), &wanted.join("\n"))
+}
+
+fn made(dir: &Path, wanted: &str) -> Result<Venv> {
     let venv = Venv { bin: dir.join(if cfg!(windows) { "Scripts" } else { "bin" }) };
     let stamp = dir.join("requirements.stamp");
-    let wanted = fs::read_to_string(root().join("requirements-dev.txt")).map_err(|e| e.to_string())?;
-    if fs::read_to_string(&stamp).ok().as_ref() != Some(&wanted) {
-        println!("installing PyTorch and the tools of requirements-dev.txt into .venv (about 6 GB)");
-        run(interpreter()?.args(["-m", "venv"]).arg(&dir))?;
-        let mut pip = venv.python();
-        run(pip.args(["-m", "pip", "install", "--quiet", "-r", "requirements-dev.txt"]))?;
+    if fs::read_to_string(&stamp).ok().as_deref() != Some(wanted) {
+        println!(
+            "installing PyTorch and the tools of requirements-dev.txt into {} (about 6 GB)",
+            dir.display()
+        );
+        run(interpreter()?.args(["-m", "venv"]).arg(dir))?;
+        let list = dir.join("requirements.txt");
+        fs::write(&list, wanted).map_err(|e| e.to_string())?;
+        run(venv.python().args(["-m", "pip", "install", "--quiet", "-r"]).arg(&list))?;
         fs::write(&stamp, wanted).map_err(|e| e.to_string())?;
     }
     install_wheel(&venv)?;
