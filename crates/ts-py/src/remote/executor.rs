@@ -25,7 +25,9 @@ use crate::wire::{Settings, lobby};
 const MAX_VIEWS: usize = 8;
 /// Reads up to so many bytes are copied at once.
 const SMALL: u64 = 4096;
-/// The operator that says what dtype numbers become that have none.
+/// Operators that are a machine's own.
+const OWN: &str = "tensorstream::";
+/// That which says what dtype numbers become that have none.
 const DEFAULT_DTYPE: &str = "tensorstream::default_dtype";
 /// How many sessions have said so.
 static ODD: AtomicUsize = AtomicUsize::new(0);
@@ -260,8 +262,8 @@ impl TorchExecutor {
             self.default_dtype = Some(args.get_item(0).map_err(failed)?.unbind());
             return Ok(Vec::new());
         };
-        let result = if ODD.load(Ordering::Relaxed) > 0 {
-            // PyTorch has one for all sessions.
+        // PyTorch has one for all sessions. What a machine has of its own may wait for another machine, and makes no numbers.
+        let result = if ODD.load(Ordering::Relaxed) > 0 && !op.name.starts_with(OWN) {
             let own = self.default_dtype.as_ref().unwrap_or(&server.default_dtype);
             server.with_default.bind(py).call1((own, callable, args, kwargs))
         } else {

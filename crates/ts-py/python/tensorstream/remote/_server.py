@@ -186,8 +186,6 @@ def _default(device: torch.device) -> torch.Generator:
 def _with_default(
     dtype: torch.dtype, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Any:
-    if torch.get_default_dtype() == dtype and not _default_dtype.locked():
-        return call(*args, **(kwargs or {}))
     with _default_dtype:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
