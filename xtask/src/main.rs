@@ -26,7 +26,7 @@ cargo xtask bench streams            how soon urgent work begins, and what strea
 cargo xtask bench wire               tensors between two processes, beside raw sockets
 cargo xtask bench wire-peers         the same in Python, beside Arrow Flight, gRPC, ZeroMQ and others
 cargo xtask bench serve              a checkpoint loaded from a server, beside a raw socket and the file
-cargo xtask bench remote             the device ts beside a bare server of operators, raw sockets and torch.save
+cargo xtask bench remote             the device ts beside a bare server of operators, raw sockets, torch.save, rpc and Ray
 cargo xtask bench broadcast          a checkpoint to one machine and to four, on links of a rate
 cargo xtask bench exact              a 1.1B model's logits, streamed against in memory
 cargo xtask bench peak               peak memory, streamed against in memory

@@ -192,13 +192,16 @@ impl Session {
 
     /// The machine knows what numbers become that have no dtype: as PyTorch has it here.
     pub(super) fn tell_default_dtype(&self, py: Python<'_>, now: ScalarType) -> PyResult<()> {
-        if self.default_dtype.swap(now.0, Ordering::Relaxed) == now.0 {
+        if self.default_dtype.load(Ordering::Relaxed) == now.0 {
             return Ok(());
         }
         let op = self.client(py)?.op("tensorstream::default_dtype").map_err(|error| self.lost(py, &error))?;
         let args = vec![Value::Dtype(now)];
         let call = Call { op, args, kwargs: Vec::new(), outputs: Vec::new(), reply: None };
-        self.ask(py, &Request::Call(call)).map(drop)
+        self.ask(py, &Request::Call(call))?;
+        // Not before: others would ask as if it was told.
+        self.default_dtype.store(now.0, Ordering::Relaxed);
+        Ok(())
     }
 
     fn numbers(&self) -> MutexGuard<'_, Scalars> {

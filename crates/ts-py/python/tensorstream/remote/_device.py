@@ -132,6 +132,7 @@ def _module() -> types.ModuleType:
         "Scheduling": _NoInductor,
         "PythonWrapperCodegen": _NoInductor,
         "CppWrapperCodegen": _NoInductor,
+        "WrapperFxCodegen": _NoInductor,
     }
     for name, value in attributes.items():
         setattr(module, name, value)
