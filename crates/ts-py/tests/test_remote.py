@@ -207,19 +207,77 @@ def test_language_models_generate_as_on_a_cpu(machine: RemoteMachine, device: to
     ends = {"bos_token_id": 0, "eos_token_id": 99}
     llama = transformers.LlamaConfig(**shape, intermediate_size=128, num_key_value_heads=2, **ends)
     gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, **ends)
-    tokens = torch.randint(2, 100, (2, 7))
+    bert = transformers.BertConfig(**shape, intermediate_size=128, is_decoder=True, **ends)
+    tokens = torch.randint(2, 99, (2, 7))
     mask = torch.ones_like(tokens)
-    for model in (transformers.GPT2LMHeadModel(gpt2), transformers.LlamaForCausalLM(llama)):
+    models = (
+        transformers.GPT2LMHeadModel(gpt2), transformers.LlamaForCausalLM(llama), transformers.BertLMHeadModel(bert)
+    )  # fmt: skip
+    for model in models:
         there = copy.deepcopy(model).eval().to(device)
         with torch.no_grad():
             assert torch.equal(model.eval()(tokens).logits, there(tokens.to(device)).logits.cpu())
-            settings = {"max_new_tokens": 20, "do_sample": False}
+        for sample in (False, True):
+            settings = {"max_new_tokens": 20, "do_sample": sample}
+            torch.manual_seed(5)
             expected = model.generate(tokens, attention_mask=mask, **settings)
+            torch.manual_seed(5)
             before = machine.stats()["waits"]
             given = there.generate(tokens.to(device), attention_mask=mask.to(device), **settings)
             assert torch.equal(expected, given.cpu())
             # One a token, and some before the first.
             assert machine.stats()["waits"] - before <= given.shape[1] - tokens.shape[1] + 8
+
+
+def test_encoders_give_what_they_give_on_a_cpu(machine: RemoteMachine, device: torch.device) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    tokens = torch.randint(0, 100, (2, 7))
+    mask = torch.ones_like(tokens)
+    mask[1, 5:] = 0
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**shape, vocab_size=100))
+    vit = transformers.ViTForImageClassification(transformers.ViTConfig(**shape, image_size=32, patch_size=8))
+    inputs = ({"input_ids": tokens, "attention_mask": mask}, {"pixel_values": torch.randn(2, 3, 32, 32)})
+    for model, given in zip((bert, vit), inputs, strict=True):
+        there = copy.deepcopy(model).eval().to(device)
+        with torch.no_grad():
+            before = machine.stats()["waits"]
+            logits = there(**{name: value.to(device) for name, value in given.items()}).logits.cpu()
+            # BERT looks whether its mask hides something.
+            assert machine.stats()["waits"] - before <= 2
+            assert torch.equal(model.eval()(**given).logits, logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"foreach": True, "momentum": 0.9}),
+        ("SGD", {"fused": True}),
+        ("Adam", {"foreach": True, "amsgrad": True}),
+        ("Adam", {"foreach": False, "amsgrad": True}),
+        ("AdamW", {"fused": True}),
+        ("Adagrad", {"fused": True}),
+        ("RMSprop", {"foreach": True}),
+        ("NAdam", {"foreach": True}),
+        ("Muon", {}),
+    ],
+)
+def test_optimisers_step_as_on_a_cpu(device: torch.device, name: str, options: dict[str, Any]) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this PyTorch has no {name}")
+    torch.manual_seed(1)
+    host = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 3, bias=False))
+    there = copy.deepcopy(host).to(device)
+    x = torch.randn(4, 8)
+    for model, to in ((host, torch.device("cpu")), (there, device)):
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x.to(to)).pow(2).sum().backward()
+            optimizer.step()
+    for one, other in zip(host.parameters(), there.parameters(), strict=True):
+        assert torch.equal(one, other.cpu())
 
 
 def test_an_operator_that_fails_is_told_of_once_and_the_rest_goes_on(
