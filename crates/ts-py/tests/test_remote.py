@@ -7,10 +7,12 @@ import copy
 import gc
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -491,23 +493,33 @@ def test_a_machine_that_dies_is_an_error_and_no_hang() -> None:
     machine.stop()
 
 
+_SERVE = [sys.executable, "-m", "tensorstream.remote._server"]
+
+
+@contextmanager
+def _serve(options: dict[str, Any]) -> Iterator[str]:
+    """``tensorstream serve``, and its address."""
+    command = [*_SERVE, "--listen", "127.0.0.1:0", *(str(part) for option in options.items() for part in option)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().removeprefix("listening at ").strip()
+        finally:
+            server.terminate()
+    assert server.returncode == 0
+
+
 def test_serve_wants_a_secret_and_others_are_sent_away(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("let me in\n", encoding="utf-8")
-    command = [sys.executable, "-m", "tensorstream.remote._server"]
-    refused = subprocess.run([*command, "--listen", "0.0.0.0:0"], capture_output=True, text=True, check=False)
+    refused = subprocess.run([*_SERVE, "--listen", "0.0.0.0:0"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "token" in refused.stderr
-    options = ["--listen", "127.0.0.1:0", "--token-file", str(secret)]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        address = server.stdout.readline().removeprefix("listening at ").strip()
+    with _serve({"--token-file": secret}) as address:
         with pytest.raises((ConnectionLost, RuntimeError)):
             RemoteMachine("tcp", address, token="guess", retry=0.1)
         with RemoteMachine("tcp", address, token="let me in") as machine:
             x = torch.randn(300, 300)
             assert torch.equal(x.to(machine.device()).cpu(), x)
-        server.terminate()
-    assert server.returncode == 0
 
 
 def test_numbers_that_nothing_has_written_to_are_known(machine: RemoteMachine, device: torch.device) -> None:
@@ -597,7 +609,7 @@ def test_a_machine_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_what_is_received_can_be_staged(tmp_path: Path) -> None:
     from tensorstream.remote._server import devices_of, server
 
-    served = server(f"unix:{tmp_path}/socket", devices=devices_of("cpu"), staged=True)
+    served = server(f"unix:{tmp_path}/socket", devices=devices_of("cpu"), staged=True, shared=True)
     thread = threading.Thread(target=served.run)
     thread.start()
     try:
@@ -611,6 +623,50 @@ def test_what_is_received_can_be_staged(tmp_path: Path) -> None:
     finally:
         served.stop()
         thread.join()
+
+
+def test_machines_under_tls_fetch_under_tls(trusted: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("sesame", encoding="utf-8")
+    options = {"--token-file": tmp_path / "token", "--tls-cert": trusted["cert"], "--tls-key": trusted["key"]}
+    x = torch.randn(1000)
+    with (
+        _serve(options) as first,
+        _serve(options | {"--peer": first}) as second,
+        _serve(options | {"--peer": first, "--peer-ca": trusted["ca"]}) as third,
+        RemoteMachine("tcp", first, token="sesame", ca=trusted["ca"]) as machine,
+    ):
+        there = x.to(machine.device())
+        for address, by_way_of_here in ((second, True), (third, False)):
+            before = machine.stats()["downloaded_bytes"]
+            with RemoteMachine("tcp", address, token="sesame", ca=trusted["ca"]) as other:
+                assert torch.equal(there.to(other.device()).cpu(), x)
+            assert (machine.stats()["downloaded_bytes"] > before) == by_way_of_here
+
+
+def test_the_token_is_not_told_in_the_clear(trusted: dict[str, Path]) -> None:
+    from tensorstream.remote._server import _Peers
+
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        peers = _Peers((address,), "sesame", {"cert": trusted["cert"], "key": trusted["key"], "ca": None})
+        assert "--peer-ca" in peers.fetch(torch.ones(1), address, "ticket")
+        nobody.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            nobody.accept()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten::__setattr__.*", "aten::add.overloads", "aten::add.__class__", "aten::_dir.*",
+        "tensorstream::_setattr__", "tensorstream::generator", "aten::from_file", "os::system", "aten::none_such", "",
+    ],
+)  # fmt: skip
+def test_what_is_no_operator_is_refused(name: str) -> None:
+    from tensorstream.remote._server import Session
+
+    with pytest.raises((LookupError, PermissionError)):
+        Session().define(name)
 
 
 def test_logs_name_tensors_by_their_hashes(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
@@ -764,6 +820,79 @@ def test_a_draw_that_fails_leaves_the_devices_own_generator_as_it_was(device: to
     assert torch.equal(torch.rand(3, device=device).cpu(), expected)
     host = torch.Generator().manual_seed(8)
     assert torch.equal(torch.randperm(5, device=device, generator=generator).cpu(), torch.randperm(5, generator=host))
+
+
+def test_others_draw_as_if_nobody_had_given_a_generator(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorstream.remote import _kernels
+
+    asked, others = _kernels._GIVEN, []
+
+    def between(anchor: torch.Tensor) -> torch.Tensor:
+        # What another thread might do before the state is known.
+        others.append(torch.rand(3, device=device))
+        return asked(anchor)
+
+    monkeypatch.setattr(_kernels, "_GIVEN", between)
+    torch.manual_seed(3)
+    expected = [torch.rand(3) for _ in range(2)]
+    torch.manual_seed(3)
+    generator, host = torch.Generator().manual_seed(8), torch.Generator().manual_seed(8)
+    for _ in range(2):
+        drawn = torch.rand(4, device=device, generator=generator)
+        assert torch.equal(drawn.cpu(), torch.rand(4, generator=host))
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(expected, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x, generator: x.clone().normal_(generator=generator),
+        lambda x, generator: x.clone().uniform_(generator=generator),
+        lambda x, generator: x.clone().random_(0, 9, generator=generator),
+        lambda x, generator: x.clone().exponential_(generator=generator),
+        lambda x, generator: x.clone().geometric_(0.5, generator=generator),
+        lambda x, generator: x.clone().cauchy_(generator=generator),
+        lambda x, generator: x.clone().log_normal_(generator=generator),
+        lambda x, generator: torch.bernoulli(x, generator=generator),
+        lambda x, generator: torch.bernoulli(x, 0.3, generator=generator),
+        lambda x, generator: torch.multinomial(x, 3, generator=generator),
+        lambda x, generator: torch.poisson(x, generator=generator),
+        lambda x, generator: torch.binomial(x * 8, x, generator=generator),
+        lambda x, generator: torch.normal(x, x, generator=generator),
+        lambda x, generator: torch.normal(x, 2.0, generator=generator),
+        lambda x, generator: torch.normal(0.5, x, generator=generator),
+        lambda x, generator: torch.randint(9, (4,), device=x.device, generator=generator),
+        lambda x, generator: torch.randperm(9, device=x.device, generator=generator),
+    ],
+)
+def test_every_draw_takes_a_generator(device: torch.device, draw: Any) -> None:
+    x = torch.full((2, 8), 0.5)
+    one, other = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    for _ in range(2):
+        assert torch.equal(draw(x, one), draw(x.to(device), other).cpu())
+    assert torch.equal(one.get_state(), other.get_state())
+
+
+def test_pauses_from_two_threads_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorstream.remote._machine import _Saved
+
+    save, threads = _Saved.save, []
+
+    def saves(self: _Saved, session: Any, *storage: Any) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=machine.pause))
+            threads[0].start()
+        save(self, session, *storage)
+
+    with RemoteMachine("mock") as machine:
+        kept = torch.arange(5, device=machine.device())
+        monkeypatch.setattr(_Saved, "save", saves)
+        machine.pause()
+        threads[0].join()
+        machine.resume()
+        assert kept.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_two_sessions_with_one_machine_are_two(machine: RemoteMachine, device: torch.device) -> None:

@@ -150,8 +150,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_tls_and_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trusted = _certificates(tmp_path)
+def test_tls_and_tokens(trusted: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     far = {"cert": trusted["cert"], "key": trusted["key"], "token": "sesame"}
     near = {"ca": trusted["ca"], "token": "sesame"}
     with pair(near=near, far=far) as (first, second):
@@ -182,39 +181,6 @@ def test_tls_and_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
         ts.connect("127.0.0.1:1", cert=trusted["cert"], key=trusted["key"])
     with pytest.raises(ts.ConfigurationError, match="protects nothing"):
         ts.listen("127.0.0.1:0", token="")
-
-
-def _certificates(directory: Path) -> dict[str, Path]:
-    """An authority and a certificate of its for 127.0.0.1."""
-    import datetime
-    import ipaddress
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("ca", "leaf")}
-    authority = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "authority")])
-    now = datetime.datetime.now(datetime.UTC)
-
-    def certificate(name: x509.Name, key: str, extension: x509.ExtensionType) -> bytes:
-        builder = x509.CertificateBuilder().subject_name(name).issuer_name(authority)
-        builder = builder.public_key(keys[key].public_key()).serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
-        builder = builder.add_extension(extension, critical=True)
-        return builder.sign(keys["ca"], hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
-    leaf = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    texts = {
-        "ca": certificate(authority, "ca", x509.BasicConstraints(ca=True, path_length=None)),
-        "cert": certificate(x509.Name([]), "leaf", leaf),
-        "key": keys["leaf"].private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        ),
-    }
-    for name, text in texts.items():
-        (directory / f"{name}.pem").write_bytes(text)
-    return {name: directory / f"{name}.pem" for name in texts}
 
 
 def test_errors_say_what_where_and_what_to_do() -> None:

@@ -383,6 +383,7 @@ class RemoteKernel:
         takes_host: bool,
         learned: bool,
         writes: bool,
+        generator: int | None,
         tensors: Sequence[int],
         returns: Sequence[Any],
     ) -> RemoteKernel: ...

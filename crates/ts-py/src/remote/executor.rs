@@ -31,6 +31,8 @@ const OWN: &str = "tensorstream::";
 const DEFAULT_DTYPE: &str = "tensorstream::default_dtype";
 /// How many sessions have said so.
 static ODD: AtomicUsize = AtomicUsize::new(0);
+/// How many operators are under way that began when none had.
+static LOOSE: AtomicUsize = AtomicUsize::new(0);
 /// How long a session outlives its link.
 const LINGER: Duration = Duration::from_secs(60);
 
@@ -98,6 +100,23 @@ struct TorchExecutor {
     staged: Option<Py<PyAny>>,
     /// What numbers become, once the client has said so.
     default_dtype: Option<Py<PyAny>>,
+}
+
+/// An operator that is under way as if nobody had a default dtype of its own.
+struct Loose;
+
+impl Loose {
+    fn unless_odd() -> Option<Self> {
+        LOOSE.fetch_add(1, Ordering::SeqCst);
+        let loose = Self;
+        (ODD.load(Ordering::SeqCst) == 0).then_some(loose)
+    }
+}
+
+impl Drop for Loose {
+    fn drop(&mut self) {
+        LOOSE.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl Drop for TorchExecutor {
@@ -256,18 +275,29 @@ impl TorchExecutor {
         let op = op.ok_or_else(|| refused("an operator that was not defined"))?;
         let kwargs = (!kwargs.is_empty()).then_some(&kwargs);
         let Some(callable) = &op.call else {
-            if self.default_dtype.is_none() {
-                ODD.fetch_add(1, Ordering::Relaxed);
+            let dtype = args.get_item(0).map_err(failed)?;
+            if !dtype.get_type().is(server.default_dtype.bind(py).get_type()) {
+                return Err(refused(format!("{DEFAULT_DTYPE} of {dtype}, which is no dtype")));
             }
-            self.default_dtype = Some(args.get_item(0).map_err(failed)?.unbind());
+            if self.default_dtype.replace(dtype.unbind()).is_none() {
+                ODD.fetch_add(1, Ordering::SeqCst);
+                // Those that began before are to end as they began.
+                py.detach(|| {
+                    while LOOSE.load(Ordering::SeqCst) > 0 {
+                        thread::sleep(Duration::from_micros(100));
+                    }
+                });
+            }
             return Ok(Vec::new());
         };
         // PyTorch has one for all sessions. What a machine has of its own may wait for another machine, and makes no numbers.
-        let result = if ODD.load(Ordering::Relaxed) > 0 && !op.name.starts_with(OWN) {
+        let result = if op.name.starts_with(OWN) {
+            callable.bind(py).call(args, kwargs)
+        } else if let Some(_loose) = Loose::unless_odd() {
+            callable.bind(py).call(args, kwargs)
+        } else {
             let own = self.default_dtype.as_ref().unwrap_or(&server.default_dtype);
             server.with_default.bind(py).call1((own, callable, args, kwargs))
-        } else {
-            callable.bind(py).call(args, kwargs)
         };
         let result = result.map_err(|error| Failure {
             message: error.value(py).str().map_or_else(|_| "?".into(), |text| text.to_string()),

@@ -48,6 +48,8 @@ pub(crate) struct Kernel {
     learned: bool,
     /// It may write to arguments.
     writes: bool,
+    /// The place of a generator among arguments without names.
+    generator: Option<usize>,
     returns: Vec<Return>,
 }
 
@@ -242,6 +244,7 @@ impl Kernel {
         takes_host: bool,
         learned: bool,
         writes: bool,
+        generator: Option<usize>,
         tensors: Vec<usize>,
         returns: Vec<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
@@ -259,7 +262,19 @@ impl Kernel {
         let base = name.split('.').next().unwrap_or(&name);
         let for_numbers = format!("{base}.*");
         let number = KERNELS.fetch_add(1, Ordering::Relaxed);
-        Ok(Self { number, name, for_numbers, op, scalars, takes_host, learned, writes, tensors, returns })
+        Ok(Self {
+            number,
+            name,
+            for_numbers,
+            op,
+            scalars,
+            takes_host,
+            learned,
+            writes,
+            generator,
+            tensors,
+            returns,
+        })
     }
 
     #[pyo3(signature = (*args, **kwargs))]
@@ -270,11 +285,18 @@ impl Kernel {
         kwargs: Option<&Bound<'py, PyDict>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let torch = torch(py)?;
-        if let Some(kwargs) = kwargs
-            && let Some(generator) = kwargs.get_item(intern!(py, "generator"))?
-            && !generator.is_none()
-        {
-            return torch.infer.bind(py).call_method1(intern!(py, "drawn"), (&self.op, args, kwargs));
+        let generator = match (kwargs, self.generator) {
+            (Some(kwargs), _) if kwargs.contains(intern!(py, "generator"))? => {
+                kwargs.get_item("generator")?
+            }
+            (_, Some(place)) if place < args.len() => Some(args.get_item(place)?),
+            _ => None,
+        };
+        if generator.is_some_and(|of| !of.is_none() && !of.is_instance_of::<PyString>()) {
+            return torch.infer.bind(py).call_method1(
+                intern!(py, "drawn"),
+                (&self.op, args, kwargs.map_or_else(|| PyDict::new(py), Clone::clone)),
+            );
         }
         // Whoever infers may find that an argument is to have another shape first.
         for _ in 0..4 {

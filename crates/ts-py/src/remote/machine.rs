@@ -5,6 +5,7 @@ use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
@@ -48,6 +49,8 @@ pub(crate) struct Session {
     default_dtype: AtomicU8,
     /// The thread that pauses it or has it go on, or 0: others are refused meanwhile.
     paused_by: AtomicU64,
+    /// How many uploads are under way.
+    uploads: AtomicU64,
     /// What was done before it was paused.
     past: Mutex<ClientStats>,
     /// Storages that were given up while it pauses, until it has gone on.
@@ -181,7 +184,7 @@ fn extent(view: &View) -> u64 {
 
 impl Session {
     pub(super) fn client(&self, py: Python<'_>) -> PyResult<Arc<Client<Target>>> {
-        let by = self.paused_by.load(Ordering::Relaxed);
+        let by = self.paused_by.load(Ordering::SeqCst);
         if by != 0 && by != this_thread() {
             let what = format!("machine {} is just being paused, or resumed, by another thread", self.name);
             return Err(misuse(py, &what));
@@ -421,6 +424,7 @@ impl Machine {
             number: SESSIONS.fetch_add(1, Ordering::Relaxed),
             default_dtype: AtomicU8::new(FLOAT),
             paused_by: AtomicU64::new(0),
+            uploads: AtomicU64::new(0),
             past: Mutex::default(),
             freed: Mutex::default(),
             lines: Mutex::default(),
@@ -488,8 +492,14 @@ impl Machine {
     /// Begins or ends a pause or what ends it, on this thread, while others are refused. Storages that are given up from its beginning on are not
     /// there any more when the machine has gone on: until then (`end_freed`) they are noted.
     #[pyo3(signature = (begins, end_freed=false))]
-    fn pausing(&self, begins: bool, end_freed: bool) {
-        self.session.paused_by.store(if begins { this_thread() } else { 0 }, Ordering::Relaxed);
+    fn pausing(&self, py: Python<'_>, begins: bool, end_freed: bool) {
+        self.session.paused_by.store(if begins { this_thread() } else { 0 }, Ordering::SeqCst);
+        // What has begun to go there is to be there whole.
+        py.detach(|| {
+            while begins && self.session.uploads.load(Ordering::SeqCst) > 0 {
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
         let freed = {
             let mut freed = self.session.freed.lock().unwrap_or_else(PoisonError::into_inner);
             if begins {
@@ -677,7 +687,24 @@ pub(crate) fn remote_upload(
     upload(py, &seat.machine, to.storage, offset, memory)
 }
 
+/// An upload that is under way.
+struct Under<'a>(&'a AtomicU64);
+
+impl<'a> Under<'a> {
+    fn way(count: &'a AtomicU64) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(count)
+    }
+}
+
+impl Drop for Under<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 fn upload(py: Python<'_>, session: &Session, storage: u64, offset: u64, memory: Arc<Memory>) -> PyResult<()> {
+    let _under = Under::way(&session.uploads);
     let client = session.client(py)?;
     let long = memory.len() > MAX_COPY;
     let bytes = if long {

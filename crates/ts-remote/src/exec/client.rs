@@ -526,9 +526,14 @@ impl<S: Sink + Send> Shared<S> {
 
     fn drop_unwanted(&self, line: &mut Line<S>) {
         let mut unwanted = self.unwanted.lock().unwrap_or_else(PoisonError::into_inner);
-        if !unwanted.is_empty() {
-            unwanted.retain(|reply| line.answers.remove(reply).is_none());
+        if unwanted.is_empty() {
+            return;
         }
+        let there: Vec<_> = unwanted.iter().filter_map(|reply| line.answers.remove_entry(reply)).collect();
+        unwanted.retain(|reply| there.iter().all(|(found, _)| found != reply));
+        drop(unwanted);
+        // Memory may want more than this thread has while others have to wait.
+        drop(there);
     }
 
     /// Makes the link again if it was lost; else the session is over.

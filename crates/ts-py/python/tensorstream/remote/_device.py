@@ -63,7 +63,7 @@ class _On:
 def manual_seed_all(seed: int) -> None:
     """Seeds the generators of every device."""
     PAUSED.update(dict.fromkeys(PAUSED, seed))
-    for index in _kernels.PLACES:
+    for index in list(_kernels.PLACES):
         seed_of(index, seed)
 
 

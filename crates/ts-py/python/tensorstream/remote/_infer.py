@@ -89,7 +89,8 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     Raises what the operator raises for such arguments."""
     metas = _Metas()
     margs = [metas.of(value) for value in args]
-    mkwargs = {name: metas.of(value) for name, value in (kwargs or {}).items()}
+    # A generator is the machine's.
+    mkwargs = {name: None if name == "generator" else metas.of(value) for name, value in (kwargs or {}).items()}
     call: Any = op
     if has_numbers(op, margs):
         call = op.overloadpacket

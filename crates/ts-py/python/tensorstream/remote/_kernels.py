@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,10 @@ def kernel(op: torch._ops.OpOverload) -> _native.RemoteKernel:
     tensors = _infer.tensor_places(op)
     # Some that are learned write to arguments of which their schemas do not say so.
     writes = learned or op._schema.is_mutable
-    return _native.RemoteKernel(name, op, without, name in _TAKES_HOST, learned, writes, tensors, _returns(op))
+    unnamed = [a.name for a in op._schema.arguments if not a.kwarg_only]
+    generator = unnamed.index("generator") if "generator" in unnamed else None
+    takes_host = name in _TAKES_HOST
+    return _native.RemoteKernel(name, op, without, takes_host, learned, writes, generator, tensors, _returns(op))
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
@@ -336,6 +339,8 @@ _OWN = torch.library.Library("tensorstream", "DEF")
 _OWN.define("manual_seed(Tensor anchor, int seed) -> ()")
 _OWN.define("rng_state(Tensor anchor) -> Tensor")
 _OWN.define("set_rng_state(Tensor anchor, Tensor state) -> ()")
+_OWN.define("give_generator(Tensor anchor, Tensor state) -> ()")
+_OWN.define("given_generator(Tensor anchor) -> Tensor")
 _OWN.define("kind(Tensor anchor) -> str")
 _OWN.define("offer(Tensor tensor) -> str")
 _OWN.define("withdraw(Tensor anchor, str ticket) -> ()")
@@ -344,6 +349,7 @@ _OWN.define("fetch(Tensor(a!) into, str address, str ticket) -> str")
 _OWN.impl("withdraw", lambda anchor, ticket: None, "Meta")
 _OWN.impl("manual_seed", lambda anchor, seed: None, "Meta")
 _OWN.impl("set_rng_state", lambda anchor, state: None, "Meta")
+_OWN.impl("give_generator", lambda anchor, state: None, "Meta")
 KIND = kernel(torch.ops.tensorstream.kind.default)
 CLAIM = kernel(torch.ops.tensorstream.claim.default)
 _OFFER = kernel(torch.ops.tensorstream.offer.default)
@@ -352,6 +358,8 @@ _FETCH = kernel(torch.ops.tensorstream.fetch.default)
 SEED = kernel(torch.ops.tensorstream.manual_seed.default)
 RNG_STATE = kernel(torch.ops.tensorstream.rng_state.default)
 SET_RNG_STATE = kernel(torch.ops.tensorstream.set_rng_state.default)
+_GIVE = kernel(torch.ops.tensorstream.give_generator.default)
+_GIVEN = kernel(torch.ops.tensorstream.given_generator.default)
 
 
 @functools.cache
@@ -368,9 +376,12 @@ def _fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 _drawing = threading.Lock()
 
 
-def drawn(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def drawn(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator that draws from a generator of the host's: the machine draws from one that is in its state, and
     what state that is in then is waited for."""
+    if "generator" not in kwargs:
+        # It is the last of them where it has no name.
+        *args, kwargs = *args[:-1], {**kwargs, "generator": args[-1]}
     generator = kwargs["generator"]
     values = (*args, *kwargs.values())
     tensor = next((value for value in values if isinstance(value, torch.Tensor) and is_ours(value)), None)
@@ -381,14 +392,9 @@ def drawn(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         )
     anchor = torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
     with _drawing:
-        own = RNG_STATE(anchor)
-        SET_RNG_STATE(anchor, generator.get_state().to(anchor.device))
-        try:
-            given = kernel_of(op)(*args, **{**kwargs, "generator": None})
-            state = RNG_STATE(anchor)
-        finally:
-            SET_RNG_STATE(anchor, own)
-        generator.set_state(state.cpu())
+        _GIVE(anchor, generator.get_state().to(anchor.device))
+        given = kernel_of(op)(*args, **{**kwargs, "generator": "given"})
+        generator.set_state(_GIVEN(anchor).cpu())
     return given
 
 

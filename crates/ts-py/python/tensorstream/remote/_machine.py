@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -25,6 +26,8 @@ from . import _composites, _device, _kernels
 from ._trace import LOG
 
 Kind = Literal["mock", "local", "tcp"]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LIMIT_BYTES = 64 << 30
 #: Storages are saved and restored in pieces.
@@ -74,6 +77,19 @@ class _Saved:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+def _alone(
+    method: Callable[Concatenate[RemoteMachine, P], R],
+) -> Callable[Concatenate[RemoteMachine, P], R]:
+    """Of methods so marked a machine does one at a time, whichever threads call them."""
+
+    @functools.wraps(method)
+    def call(self: RemoteMachine, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class RemoteMachine:
     """A machine that has tensors, and runs operators on them.
 
@@ -119,10 +135,12 @@ class RemoteMachine:
         self._paused: tuple[_Saved, list[torch.Tensor]] | None = None
         self._server: Any = None
         self._directory: str | None = None
+        self._turn = threading.RLock()
         self.name = name or (address or f"{kind}-{id(self):x}")
         if start:
             self.start()
 
+    @_alone
     def start(self) -> RemoteMachine:
         """Starts the machine, or connects to it; goes on where :meth:`pause` has left off. Blocks until it is there.
         Nothing happens if it is."""
@@ -139,13 +157,17 @@ class RemoteMachine:
             self._end_server()
             raise
         first = self._session.first
-        _device.SESSIONS[first] = self._session
-        _device.COUNT = max(_device.COUNT, first + self.gpu_count)
-        self._is_at(address)
-        kind = _device.kind_of(first)
-        _composites.KINDS.update({first + index: kind for index in range(self.gpu_count)})
-        for index in range(self.gpu_count):
-            _device.seed_of(first + index, torch.initial_seed())
+        try:
+            _device.SESSIONS[first] = self._session
+            _device.COUNT = max(_device.COUNT, first + self.gpu_count)
+            self._is_at(address)
+            kind = _device.kind_of(first)
+            _composites.KINDS.update({first + index: kind for index in range(self.gpu_count)})
+            for index in range(self.gpu_count):
+                _device.seed_of(first + index, torch.initial_seed())
+        except BaseException:
+            self.stop()
+            raise
         # A machine that hears nothing of the end keeps the tensors for a while.
         atexit.register(self.stop)
         LOG.info("%s: %s at %s, ts:%d", self.name, self.kind, address, first)
@@ -172,7 +194,7 @@ class RemoteMachine:
     def _start_thread(self, address: str) -> None:
         from ._server import devices_of, server
 
-        self._server = server(address, devices=devices_of(self.gpu_type))
+        self._server = server(address, devices=devices_of(self.gpu_type), shared=True)
         self._thread = threading.Thread(target=self._server.run, name="tensorstream-mock", daemon=True)
         self._thread.start()
 
@@ -244,6 +266,7 @@ class RemoteMachine:
             raise ConfigurationError(f"machine {self.name} was not started, or was stopped")
         return self._session
 
+    @_alone
     def pause(self, directory: str | os.PathLike[str] | None = None) -> None:
         """Gives up the machine and its memory until :meth:`resume`: its tensors go to files in ``directory``, or a
         temporary one, and a machine that was started here ends. Blocks; what has failed before is raised first.
@@ -264,17 +287,19 @@ class RemoteMachine:
             session.pausing(False, True)
             saved.remove()
             raise
+        _device.PAUSED[session.first] = None
         self._paused = saved, states
         self._is_at(None)
-        _device.PAUSED[session.first] = None
         try:
             session.close()
         except RuntimeError as error:
             LOG.warning("%s was paused, and did not hear of it: %s", self.name, error)
-        session.pausing(False)
-        self._end_server()
+        finally:
+            session.pausing(False)
+            self._end_server()
         LOG.info("%s: paused, %d bytes in %s", self.name, saved.nbytes, saved.directory)
 
+    @_alone
     def resume(self) -> None:
         """Goes on after :meth:`pause`: starts the machine, or connects to it, and gives it the tensors. Blocks.
         Nothing happens without a pause. If it fails it can be tried again."""
@@ -306,6 +331,7 @@ class RemoteMachine:
                 _device.seed_of(session.first + index, seed)
         LOG.info("%s: resumed at %s", self.name, address)
 
+    @_alone
     def stop(self) -> None:
         """Ends the session, and the machine if it was started here. Its tensors are gone. May be called again."""
         session = self._session

@@ -24,6 +24,11 @@ _log = logging.getLogger("tensorstream.remote")
 
 #: Namespaces whose operators may be asked for.
 NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized", "tensorstream"})
+#: Those of a machine's own.
+OWN = frozenset({
+    "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator", "default_dtype", "kind",
+    "offer", "withdraw", "claim", "fetch",
+})  # fmt: skip
 #: Operators that reach beyond tensors: files, and other processes' memory.
 REFUSED = frozenset({"from_file", "_share_memory", "_new_shared_filename_cpu", "save", "load"})
 
@@ -41,10 +46,15 @@ _default_dtype = threading.Lock()
 class _Peers:
     """Other machines, from which tensors are fetched without their going by way of the client.
 
-    allowed: their addresses; "any" is one that stands for all. token: the secret that they ask for, if they do."""
+    allowed: their addresses; "any" is one that stands for all. token: the secret that they ask for, if they do. tls:
+    what they are reached with, by :class:`RemoteMachine`'s names; of a machine that is under TLS itself no other is
+    reached without."""
 
-    def __init__(self, allowed: tuple[str, ...] = (), token: str | None = None) -> None:
+    def __init__(
+        self, allowed: tuple[str, ...] = (), token: str | None = None, tls: dict[str, Any] | None = None
+    ) -> None:
         self._allowed, self._token = allowed, token
+        self._tls = {name: value for name, value in (tls or {}).items() if value is not None}
         self._machines: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -54,6 +64,9 @@ class _Peers:
 
         if address not in self._allowed and "any" not in self._allowed:
             return f"this machine fetches nothing from {address}"
+        if self._tls and "ca" not in self._tls and not address.startswith("unix:"):
+            # The token is not for everybody on the way.
+            return "this machine is under TLS, and was not told whose certificates others have (--peer-ca)"
         with self._lock:
             try:
                 machine = self._reached(address)
@@ -67,7 +80,10 @@ class _Peers:
         from ._machine import RemoteMachine
 
         if address not in self._machines:
-            self._machines[address] = RemoteMachine("tcp", address, token=self._token, timeout=_REACH, retry=0.0)
+            tls = {} if address.startswith("unix:") else self._tls
+            self._machines[address] = RemoteMachine(
+                "tcp", address, token=self._token, timeout=_REACH, retry=0.0, **tls
+            )
         return self._machines[address]
 
 
@@ -76,6 +92,8 @@ class Session:
 
     def __init__(self, peers: _Peers | None = None) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
+        #: Those that stand for one of the client's while it draws from it.
+        self._given: dict[torch.device, torch.Generator] = {}
         self._peers = peers or _Peers()
         self._tickets: set[str] = set()
 
@@ -83,10 +101,11 @@ class Session:
         for ticket in self._tickets:
             _OFFERED.pop(ticket, None)
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
-        return self._generators[device]
+    def _generator(self, device: torch.device, given: bool = False) -> torch.Generator:
+        generators = self._given if given else self._generators
+        if device not in generators:
+            generators[device] = torch.Generator(device)
+        return generators[device]
 
     def define(self, name: str) -> tuple[Callable[..., Any], list[int], list[str]]:
         """What is called for an operator, and which of its arguments it writes to, by place and by name."""
@@ -95,14 +114,18 @@ class Session:
         if namespace not in NAMESPACES or base in REFUSED:
             raise PermissionError("this machine does not run it")
         if namespace == "tensorstream":
+            if base not in OWN:
+                raise LookupError("this machine has no such operator of its own")
             return getattr(self, "_" + base), [0] if base == "fetch" else [], []
         packet: Any = getattr(getattr(torch.ops, namespace), base, None)
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            raise LookupError(f"PyTorch {torch.__version__} of this machine has no such operator")
         if overload == "*":
             # That which is for the arguments: numbers in tensors' places have overloads of their own.
             return packet, [0] if base.endswith("_") else [], ["out"]
         op = getattr(packet, overload or "default", None)
-        if op is None:
-            raise LookupError(f"PyTorch {torch.__version__} of this machine has no such operator")
+        if not isinstance(op, torch._ops.OpOverload):
+            raise LookupError(f"PyTorch {torch.__version__} of this machine has no such overload")
         arguments = op._schema.arguments
         written = [(at, a) for at, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
         places = [at for at, a in written if not a.kwarg_only]
@@ -114,7 +137,8 @@ class Session:
 
             @functools.wraps(call)
             def drawn(*args: Any, **kwargs: Any) -> Any:
-                return call(*args, **{**kwargs, "generator": self._generator(_device_of(args, kwargs))})
+                generator = self._generator(_device_of(args, kwargs), kwargs.get("generator") == "given")
+                return call(*args, **{**kwargs, "generator": generator})
 
             return drawn
         if torch.Tag.nondeterministic_seeded in op.tags:
@@ -136,6 +160,12 @@ class Session:
 
     def _manual_seed(self, anchor: torch.Tensor, seed: int) -> None:
         self._generator(anchor.device).manual_seed(seed)
+
+    def _give_generator(self, anchor: torch.Tensor, state: torch.Tensor) -> None:
+        self._generator(anchor.device, True).set_state(state.cpu())
+
+    def _given_generator(self, anchor: torch.Tensor) -> torch.Tensor:
+        return self._generator(anchor.device, True).get_state().to(anchor.device)
 
     def _offer(self, tensor: torch.Tensor) -> str:
         ticket = secrets.token_hex(16)
@@ -193,6 +223,12 @@ def _with_default(
             return call(*args, **(kwargs or {}))
         finally:
             torch.set_default_dtype(before)
+
+
+def _as_it_is(
+    dtype: torch.dtype, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    return call(*args, **(kwargs or {}))
 
 
 def _realise(nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -255,16 +291,17 @@ def _land(storage: torch.UntypedStorage, offset: int, staged: torch.Tensor) -> N
 def server(
     listen: str, *, devices: list[torch.device], token: str | None = None, insecure: bool = False,
     cert: Any = None, key: Any = None, ca: Any = None, timeout: float = 30.0, patience: float = 300.0,
-    staged: bool = False, peers: tuple[str, ...] = (),
+    staged: bool = False, peers: tuple[str, ...] = (), peer_ca: Any = None, shared: bool = False,
 ) -> _native.RemoteServer:  # fmt: skip
     """A server that runs operators on these devices, and listens at "HOST:PORT" or "unix:PATH". staged: what comes is
     received beside the memory it is for, as where that is not the host's. peers: addresses of machines from which
-    tensors are fetched directly, or "any"."""
+    tensors are fetched directly, or "any"; peer_ca: whose certificates they have. shared: the process is a client's
+    too, for which PyTorch's settings are."""
     objects = {
-        "session": functools.partial(Session, _Peers(peers, token)),
+        "session": functools.partial(Session, _Peers(peers, token, {"ca": peer_ca, "cert": cert, "key": key})),
         "dtypes": DTYPES, "realise": _realise, "view": _view, "settled": _settled,
         "scalar": _scalar, "named": _named, "host": _host, "part": _part, "stage": _stage, "land": _land,
-        "default_dtype": torch.float32, "with_default": _with_default,
+        "default_dtype": torch.float32, "with_default": _as_it_is if shared else _with_default,
         "tensor": torch.Tensor, "guard": torch._C._AutoDispatchBelowAutograd, "devices": devices,
         "on_host": not staged and all(device.type == "cpu" for device in devices),
     }  # fmt: skip
@@ -300,6 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--peer", action="append", default=[], metavar="ADDRESS",
         help="a machine with the same token, from which tensors that clients copy may be fetched directly",
     )  # fmt: skip
+    parser.add_argument("--peer-ca", help="whose certificates (PEM) such machines have, for connections under TLS")
     parser.add_argument("--with-parent", action="store_true", help="ends when its standard input does")
     options = parser.parse_args(arguments)
     token = None
@@ -316,6 +354,7 @@ def main(arguments: list[str] | None = None) -> int:
         served = server(
             options.listen, devices=devices_of(options.device), token=token, insecure=options.insecure,
             cert=options.tls_cert, key=options.tls_key, ca=options.tls_client_ca, peers=tuple(options.peer),
+            peer_ca=options.peer_ca,
         )  # fmt: skip
     except Exception as error:
         print(f"tensorstream serve: {error}", file=sys.stderr)
