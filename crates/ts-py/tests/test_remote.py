@@ -7,21 +7,14 @@ import copy
 import gc
 import logging
 import os
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensorstream.errors import ConfigurationError
 from tensorstream.remote import (
-    ConnectionLost,
-    CrossMachineError,
     RemoteMachine,
     RemoteOutOfMemoryError,
     RemoteTensorError,
@@ -30,20 +23,6 @@ from tensorstream.remote import (
     trace,
 )
 from torch import nn
-
-
-@pytest.fixture(scope="module")
-def machine() -> Iterator[RemoteMachine]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with RemoteMachine("local", threads=1) as machine:
-        yield machine
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def device(machine: RemoteMachine) -> torch.device:
-    return machine.device()
 
 
 def test_tensors_are_there_and_their_values_come_back(machine: RemoteMachine, device: torch.device) -> None:
@@ -55,13 +34,6 @@ def test_tensors_are_there_and_their_values_come_back(machine: RemoteMachine, de
     y = ((x + 1) * x).sum()
     assert machine.stats()["waits"] == before
     assert (y.item(), machine.stats()["waits"]) == (572.0, before + 1)
-
-
-@pytest.mark.critical
-def test_a_machine_in_this_process() -> None:
-    with RemoteMachine("mock") as machine:
-        x = torch.ones(3, device=machine.device())
-        assert (x + x).tolist() == [2.0, 2.0, 2.0]
 
 
 def test_views_share_what_they_are_views_of(device: torch.device) -> None:
@@ -407,30 +379,6 @@ def test_no_memory_is_said_so(device: torch.device) -> None:
     assert torch.ones(2, device=device).tolist() == [1.0, 1.0]
 
 
-def test_tensors_of_the_host_and_of_other_machines_do_not_mix(machine: RemoteMachine, device: torch.device) -> None:
-    x = torch.ones(3, device=device)
-    with pytest.raises(RuntimeError, match="same device"):
-        x + torch.ones(3)
-    assert (x * torch.tensor(2.0)).tolist() == [2.0, 2.0, 2.0]
-    with RemoteMachine("mock", name="other") as other:
-        y = torch.ones(3, device=other.device())
-        with pytest.raises(CrossMachineError, match="other"):
-            x + y
-        assert (x + (y * 2).to(device)).tolist() == [3.0, 3.0, 3.0]
-    with pytest.raises(ConfigurationError, match="no device"):
-        y + y
-
-
-def test_four_machines_in_one_process() -> None:
-    machines = [RemoteMachine("mock") for _ in range(4)]
-    try:
-        sums = [torch.full((5,), float(at), device=m.device()).sum() for at, m in enumerate(machines)]
-        assert [one.item() for one in sums] == [0.0, 5.0, 10.0, 15.0]
-    finally:
-        for one in machines:
-            one.stop()
-
-
 def test_sixteen_threads_share_a_machine(device: torch.device) -> None:
     results: dict[int, float] = {}
 
@@ -467,59 +415,6 @@ def test_nothing_of_a_tensor_stays_here_and_its_memory_there_is_given_back(
         torch.ones(1 << 24, device=device).mul_(2)
     machine.synchronize()
     assert _resident(machine._server.pid) - there < 600 << 20
-
-
-def test_a_fork_is_told_that_it_cannot(device: torch.device) -> None:
-    x = torch.ones(2, device=device)
-    child = os.fork()
-    if child == 0:
-        try:
-            x + x
-        except RuntimeError as error:
-            os._exit(7 if "fork" in str(error) else 8)
-        os._exit(9)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert (x + x).tolist() == [2.0, 2.0]
-
-
-def test_a_machine_that_dies_is_an_error_and_no_hang() -> None:
-    machine = RemoteMachine("local", retry=0.5)
-    x = torch.ones(3, device=machine.device())
-    x.sum().item()
-    machine._server.kill()
-    with pytest.raises(ConnectionLost):
-        for _ in range(1000):
-            (x + x).sum().item()
-    machine.stop()
-
-
-_SERVE = [sys.executable, "-m", "tensorstream.remote._server"]
-
-
-@contextmanager
-def _serve(options: dict[str, Any]) -> Iterator[str]:
-    """``tensorstream serve``, and its address."""
-    command = [*_SERVE, "--listen", "127.0.0.1:0", *(str(part) for option in options.items() for part in option)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            yield server.stdout.readline().removeprefix("listening at ").strip()
-        finally:
-            server.terminate()
-    assert server.returncode == 0
-
-
-def test_serve_wants_a_secret_and_others_are_sent_away(tmp_path: Path) -> None:
-    secret = tmp_path / "token"
-    secret.write_text("let me in\n", encoding="utf-8")
-    refused = subprocess.run([*_SERVE, "--listen", "0.0.0.0:0"], capture_output=True, text=True, check=False)
-    assert refused.returncode == 2 and "token" in refused.stderr
-    with _serve({"--token-file": secret}) as address:
-        with pytest.raises((ConnectionLost, RuntimeError)):
-            RemoteMachine("tcp", address, token="guess", retry=0.1)
-        with RemoteMachine("tcp", address, token="let me in") as machine:
-            x = torch.randn(300, 300)
-            assert torch.equal(x.to(machine.device()).cpu(), x)
 
 
 def test_numbers_that_nothing_has_written_to_are_known(machine: RemoteMachine, device: torch.device) -> None:
@@ -565,110 +460,6 @@ def test_numbers_at_which_a_loop_looks_are_asked_for_early(machine: RemoteMachin
     assert after["waits"] - before["waits"] == 12
 
 
-def test_a_machine_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
-    torch.manual_seed(4)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 2))
-    there = copy.deepcopy(model)
-    with RemoteMachine("local", gpu_count=2, threads=1) as machine:
-        device = machine.device()
-        there.to(device)
-        optimizer = torch.optim.Adam(there.parameters())
-        big = torch.arange(5_000_000, device=device)
-        other = torch.full((3,), 2.0, device=machine.device(1))
-        never, failed = torch.empty(10, device=device), torch.arange(3.0, device=device).index_select(
-            0, torch.tensor([9], device=device)
-        )  # fmt: skip
-        with pytest.raises(RemoteTensorError):
-            machine.pause(tmp_path)
-        loose = torch.ones(3, device=device)
-        torch.manual_seed(7)
-        process = machine._server.pid
-        machine.pause(tmp_path)
-        assert not Path(f"/proc/{process}").exists()
-        with pytest.raises(ConfigurationError, match=r"paused: resume\(\) it"):
-            big + 1
-        del loose
-        machine.pause()
-        machine.resume()
-        assert list(tmp_path.iterdir()) == []
-        torch_now = torch.randn(3, device=device).cpu()
-        torch.manual_seed(7)
-        assert torch.equal(torch_now, torch.randn(3)), "its generators go on too"
-        assert torch.equal(big.cpu(), torch.arange(5_000_000))
-        assert (never.tolist(), other.tolist(), other.device) == ([0.0] * 10, [2.0] * 3, machine.device(1))
-        with pytest.raises(RuntimeError, match="storage"):
-            failed.tolist()
-        there(torch.ones(4, 6, device=device)).sum().backward()
-        optimizer.step()
-        machine.synchronize()
-        machine.pause()
-    with pytest.raises(ConfigurationError, match="stopped"):
-        machine.resume() or machine.stats()
-
-
-def test_what_is_received_can_be_staged(tmp_path: Path) -> None:
-    from tensorstream.remote._server import devices_of, server
-
-    served = server(f"unix:{tmp_path}/socket", devices=devices_of("cpu"), staged=True, shared=True)
-    thread = threading.Thread(target=served.run)
-    thread.start()
-    try:
-        with RemoteMachine("tcp", f"unix:{tmp_path}/socket") as machine:
-            for count in (3, 5_000, 9_000_000):
-                x = torch.randn(count)
-                there = x.to(machine.device())
-                assert torch.equal(there.cpu(), x)
-                there[1:].copy_(x[:-1])
-                assert torch.equal(there[1:].cpu(), x[:-1])
-    finally:
-        served.stop()
-        thread.join()
-
-
-def test_machines_under_tls_fetch_under_tls(trusted: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("sesame", encoding="utf-8")
-    options = {"--token-file": tmp_path / "token", "--tls-cert": trusted["cert"], "--tls-key": trusted["key"]}
-    x = torch.randn(1000)
-    with (
-        _serve(options) as first,
-        _serve(options | {"--peer": first}) as second,
-        _serve(options | {"--peer": first, "--peer-ca": trusted["ca"]}) as third,
-        RemoteMachine("tcp", first, token="sesame", ca=trusted["ca"]) as machine,
-    ):
-        there = x.to(machine.device())
-        for address, by_way_of_here in ((second, True), (third, False)):
-            before = machine.stats()["downloaded_bytes"]
-            with RemoteMachine("tcp", address, token="sesame", ca=trusted["ca"]) as other:
-                assert torch.equal(there.to(other.device()).cpu(), x)
-            assert (machine.stats()["downloaded_bytes"] > before) == by_way_of_here
-
-
-def test_the_token_is_not_told_in_the_clear(trusted: dict[str, Path]) -> None:
-    from tensorstream.remote._server import _Peers
-
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        address = f"127.0.0.1:{nobody.getsockname()[1]}"
-        peers = _Peers((address,), "sesame", {"cert": trusted["cert"], "key": trusted["key"], "ca": None})
-        assert "--peer-ca" in peers.fetch(torch.ones(1), address, "ticket")
-        nobody.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            nobody.accept()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "aten::__setattr__.*", "aten::add.overloads", "aten::add.__class__", "aten::_dir.*",
-        "tensorstream::_setattr__", "tensorstream::generator", "aten::from_file", "os::system", "aten::none_such", "",
-    ],
-)  # fmt: skip
-def test_what_is_no_operator_is_refused(name: str) -> None:
-    from tensorstream.remote._server import Session
-
-    with pytest.raises((LookupError, PermissionError)):
-        Session().define(name)
-
-
 def test_logs_name_tensors_by_their_hashes(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     x = torch.ones(3, device=device)
     x + x
@@ -697,116 +488,6 @@ def test_storages_are_freed_in_order_with_what_uses_them(machine: RemoteMachine,
     del results
     gc.collect()
     assert held() <= before
-
-
-def test_copies_between_machines_do_not_come_by_here(machine: RemoteMachine, device: torch.device) -> None:
-    with RemoteMachine("local", threads=1, gpu_count=2) as other, RemoteMachine("mock") as third:
-        x = torch.randn(300, 200).to(device)
-        down, up = machine.stats()["downloaded_bytes"], other.stats()["uploaded_bytes"]
-        there = x.to(other.device())
-        narrow = x.t().to(other.device(), torch.float16)
-        assert (machine.stats()["downloaded_bytes"], other.stats()["uploaded_bytes"]) == (down, up)
-        assert torch.equal(there.cpu(), x.cpu()) and torch.equal(narrow.cpu(), x.cpu().t().half())
-        # From one device of a machine to another nothing is waited for.
-        waits = other.stats()["waits"]
-        beside = there.to(other.device(1))
-        assert (other.stats()["waits"], beside.device) == (waits, other.device(1))
-        # Who fetches nothing is sent it.
-        assert torch.equal(beside.to(third.device()).cpu(), x.cpu())
-        assert third.stats()["uploaded_bytes"] == x.nbytes
-        bad = x.index_select(0, torch.tensor([999], device=device))
-        with pytest.raises(RemoteTensorError, match="index"):
-            bad.to(other.device())
-
-
-def test_who_knows_no_ticket_fetches_nothing(machine: RemoteMachine, device: torch.device) -> None:
-    from tensorstream.remote import _kernels
-
-    with pytest.raises(RemoteTensorError, match="no such tensor is offered"):
-        _kernels.CLAIM(torch.empty(0, dtype=torch.uint8, device=device), "guess")
-    offered = torch.ones(2, device=device)
-    ticket = _kernels._OFFER(offered)
-    assert _kernels.CLAIM(offered, ticket).tolist() == [1.0, 1.0]
-    _kernels._WITHDRAW(offered, ticket)
-    with pytest.raises(RemoteTensorError, match="no such tensor is offered"):
-        _kernels.CLAIM(offered, ticket)
-
-
-def test_a_pause_loses_nothing_and_makes_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorstream.remote._machine import _Saved
-
-    with RemoteMachine("local", threads=1, retry=0.0) as machine:
-        device = machine.device()
-        good, dropped = torch.ones(3, device=device), [torch.ones(1 << 20, device=device)]
-        failed = good.index_select(0, torch.tensor([9], device=device))
-        copied = torch.empty(3, device=device)
-        copied.copy_(failed.expand(3))
-        with pytest.raises(RemoteTensorError, match="index"):
-            machine.synchronize()
-        # Somebody else's error is told, and the pause can be tried again.
-        save = _Saved.save
-
-        def fails(self: _Saved, session: Any, *storage: Any) -> None:
-            good.index_select(0, torch.tensor([9], device=device))
-            save(self, session, *storage)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(_Saved, "save", fails)
-            with pytest.raises(RemoteTensorError, match="index"):
-                machine.pause()
-        number = storage_id(dropped[0])
-        restore, refused = _Saved.restore, []
-
-        def restored(self: _Saved, session: Any) -> None:
-            # What is given up meanwhile is not made again, and nobody else makes anything.
-            dropped.clear()
-
-            def other() -> None:
-                with pytest.raises(ConfigurationError, match="by another thread"):
-                    good + 1
-                refused.append(True)
-
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
-            restore(self, session)
-
-        monkeypatch.setattr(_Saved, "restore", restored)
-        machine.pause()
-        # Others go on meanwhile, and a seed is for those that are paused too.
-        torch.manual_seed(11)
-        torch.accelerator.synchronize()
-        machine.resume()
-        assert refused == [True]
-        assert number not in {storage for storage, *_ in machine._there().storages()}
-        assert good.tolist() == [1.0] * 3
-        with pytest.raises(RuntimeError, match="not there"):
-            copied.tolist()
-        given = torch.rand(3, device=device).cpu()
-        torch.manual_seed(11)
-        assert torch.equal(given, torch.rand(3))
-
-
-def test_a_machine_that_dies_when_all_is_saved_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorstream.remote._machine import _Saved
-
-    save = _Saved.save
-    with RemoteMachine("local", threads=1, retry=0.0) as machine:
-        kept = torch.ones(3, device=machine.device())
-
-        def last(self: _Saved, session: Any, *storage: Any) -> None:
-            save(self, session, *storage)
-            seen.append(storage[0])
-            if len(seen) == len(session.storages()):
-                machine._server.kill()
-                machine._server.wait()
-
-        seen: list[int] = []
-        monkeypatch.setattr(_Saved, "save", last)
-        machine.pause()
-        assert machine._server is None and "paused" in repr(machine)
-        machine.resume()
-        assert kept.tolist() == [1.0] * 3
 
 
 def test_a_draw_that_fails_leaves_the_devices_own_generator_as_it_was(device: torch.device) -> None:
@@ -873,41 +554,6 @@ def test_every_draw_takes_a_generator(device: torch.device, draw: Any) -> None:
     for _ in range(2):
         assert torch.equal(draw(x, one), draw(x.to(device), other).cpu())
     assert torch.equal(one.get_state(), other.get_state())
-
-
-def test_pauses_from_two_threads_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorstream.remote._machine import _Saved
-
-    save, threads = _Saved.save, []
-
-    def saves(self: _Saved, session: Any, *storage: Any) -> None:
-        if not threads:
-            threads.append(threading.Thread(target=machine.pause))
-            threads[0].start()
-        save(self, session, *storage)
-
-    with RemoteMachine("mock") as machine:
-        kept = torch.arange(5, device=machine.device())
-        monkeypatch.setattr(_Saved, "save", saves)
-        machine.pause()
-        threads[0].join()
-        machine.resume()
-        assert kept.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_two_sessions_with_one_machine_are_two(machine: RemoteMachine, device: torch.device) -> None:
-    from tensorstream.remote import _kernels
-
-    x = torch.ones(3, device=device)
-    with RemoteMachine("tcp", _kernels.PLACES[device.index][1]) as other:
-        assert x.to(other.device()).tolist() == [1.0] * 3
-        bad = torch.ones(2, device=other.device()).index_select(0, torch.tensor([5], device=other.device()))
-        offered = {storage for storage, *_ in machine._there().storages()}
-        with pytest.raises(RemoteTensorError, match="index"):
-            x.to(other.device())
-        del bad
-        # Nothing stays offered.
-        assert {storage for storage, *_ in machine._there().storages()} <= offered
 
 
 def test_what_numbers_become_is_as_here(device: torch.device) -> None:
