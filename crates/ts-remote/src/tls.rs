@@ -216,8 +216,11 @@ impl TlsStream {
             if len > 0 || over {
                 return Ok(len);
             }
-            // The other end may wait for what this one has to say to that.
-            self.flush()?;
+            // The other end may wait for what this one has to say to that. If it takes nothing now it may be because nobody here reads.
+            match self.flush() {
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
+                _ => {}
+            }
             // Nothing is there that is not looked at.
             match receive(&self.tcp, &mut [IoSliceMut::new(&mut self.input)], flags)? {
                 0 => {
