@@ -238,8 +238,6 @@ def test_encoders_give_what_they_give_on_a_cpu(machine: RemoteMachine, device: t
     ],
 )
 def test_optimisers_step_as_on_a_cpu(device: torch.device, name: str, options: dict[str, Any]) -> None:
-    if not hasattr(torch.optim, name):
-        pytest.skip(f"this PyTorch has no {name}")
     torch.manual_seed(1)
     host = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 3, bias=False))
     there = copy.deepcopy(host).to(device)
