@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
+use std::ops::Range;
+
 use ts_streams::StreamId;
 
 /// Who is to blame.
@@ -35,16 +37,16 @@ pub enum Error {
         /** The pool's size. */
         capacity_bytes: usize,
     },
-    /// The request exceeds the whole pool.
-    #[error("{requested_bytes} bytes wanted, the pool holds {capacity_bytes} in all")]
+    /// The request exceeds the whole pool, or what one allocation may have.
+    #[error("{requested_bytes} bytes wanted, the pool can never give more than {capacity_bytes}")]
     NeverFits {
         /** Bytes asked for. */
         requested_bytes: usize,
-        /** The pool's size. */
+        /** The most that the pool gives to one allocation when it is empty. */
         capacity_bytes: usize,
     },
     /// A reservation would exceed the budget.
-    #[error("{requested_bytes} bytes wanted, {used_bytes} of the budget's {limit_bytes} are reserved")]
+    #[error("{requested_bytes} bytes wanted, {used_bytes} are reserved{}", of_budget(*limit_bytes))]
     OverBudget {
         /** Bytes asked for. */
         requested_bytes: usize,
@@ -55,9 +57,9 @@ pub enum Error {
     },
     /// A device has no more memory for this pool, or the pool's limit is reached.
     #[error(
-        "out of memory on {device}: {requested_bytes} bytes wanted; the pool has {capacity_bytes} of at most {limit_bytes}, \
-         {in_use_bytes} in use, {pending_bytes} freed but used by other streams; largest free block {largest_free_bytes}{}",
-        by_stream(free_bytes)
+        "out of memory on {device}: {requested_bytes} bytes wanted; the pool has {capacity_bytes}{}, {in_use_bytes} in use, \
+         {pending_bytes} freed but used by other streams; largest free block {largest_free_bytes}{}",
+        at_most(*limit_bytes), by_stream(free_bytes)
     )]
     OutOfMemory {
         /** The device. */
@@ -66,7 +68,7 @@ pub enum Error {
         requested_bytes: usize,
         /** What the pool has taken from the device. */
         capacity_bytes: usize,
-        /** What it may take. */
+        /** What it may take; [`usize::MAX`] for any amount. */
         limit_bytes: usize,
         /** What is in use of it. */
         in_use_bytes: usize,
@@ -84,6 +86,16 @@ pub enum Error {
         given_bytes: usize,
         /** Length of the buffer. */
         buffer_bytes: usize,
+    },
+    /// Bytes that are not all inside a buffer.
+    #[error("{len} bytes at offset {offset} are not inside the buffer of {size_bytes} bytes")]
+    OutOfRange {
+        /** Where they begin in the buffer. */
+        offset: usize,
+        /** How many they are. */
+        len: usize,
+        /** The buffer's size. */
+        size_bytes: usize,
     },
     /// The memory was freed for its stream, and may be another's.
     #[error("this memory was freed with all of its stream's")]
@@ -122,6 +134,25 @@ pub enum Error {
     },
 }
 
+/// The limit of a pool, if it has one.
+fn at_most(limit_bytes: usize) -> String {
+    if limit_bytes == usize::MAX { String::new() } else { format!(" of at most {limit_bytes}") }
+}
+
+/// The same of a budget.
+fn of_budget(limit_bytes: usize) -> String {
+    match limit_bytes {
+        usize::MAX => " and both together are more than can be counted".into(),
+        limit_bytes => format!(" of the budget's {limit_bytes}"),
+    }
+}
+
+/// Where bytes lie in a buffer of this size.
+pub(crate) fn range_in(size_bytes: usize, offset: usize, len: usize) -> Result<Range<usize>, Error> {
+    let end = offset.checked_add(len).filter(|&end| end <= size_bytes);
+    end.map(|end| offset..end).ok_or(Error::OutOfRange { offset, len, size_bytes })
+}
+
 fn by_stream(free_bytes: &[(StreamId, usize)]) -> String {
     free_bytes.iter().map(|(stream, bytes)| format!(", {bytes} free of stream {stream}")).collect()
 }
@@ -132,6 +163,7 @@ impl Error {
         match self {
             Error::Full { .. } | Error::OutOfMemory { .. } => ErrorKind::Full,
             Error::WrongLength { .. }
+            | Error::OutOfRange { .. }
             | Error::Stale
             | Error::BadAlignment { .. }
             | Error::TooManyStreams

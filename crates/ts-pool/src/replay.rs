@@ -88,8 +88,10 @@ impl AllocationLog {
             };
             if event.allocates {
                 let layout = std::alloc::Layout::from_size_align(event.bytes, 1);
-                let layout = layout
-                    .map_err(|_| Error::NeverFits { requested_bytes: event.bytes, capacity_bytes: 0 })?;
+                let layout = layout.map_err(|_| Error::NeverFits {
+                    requested_bytes: event.bytes,
+                    capacity_bytes: isize::MAX as usize,
+                })?;
                 match pool.allocate(layout, stream) {
                     Ok(buffer) => {
                         bytes += buffer.len();

@@ -6,6 +6,7 @@ use std::sync::{Mutex, Once, PoisonError};
 
 use ts_streams::{AnyDevice, AnyStream, Device, DeviceRegistry, GpuStatus, StreamPriority};
 
+use crate::error::range_in;
 use crate::{DeviceBuffer, Error, OrderedOptions, StreamOrderedPool};
 
 /// The bytes of a tensor, on the host or on a device. Not `Clone`: copies are asked for.
@@ -178,14 +179,12 @@ impl TensorBuffer {
     /// Overwrites a part of it.
     ///
     /// # Errors
-    /// [`Error::Device`].
-    ///
-    /// # Panics
-    /// If the bytes are not all inside.
+    /// [`Error::OutOfRange`] when the bytes are not all inside; [`Error::Device`].
     pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
         match &mut self.place {
             Place::Host(own) => {
-                own[offset..offset + bytes.len()].copy_from_slice(bytes);
+                let part = range_in(own.len(), offset, bytes.len())?;
+                own[part].copy_from_slice(bytes);
                 Ok(())
             }
             Place::Device(buffer) => buffer.write(offset, bytes),

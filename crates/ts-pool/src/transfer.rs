@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use ts_streams::{Device, Event, MemoryKind, MemoryRange, Stream, may_wait};
 
+use crate::error::range_in;
 use crate::{DeviceBuffer, Error, PinnedMemoryPool, PooledBuffer};
 
 impl<D: Device> DeviceBuffer<D> {
@@ -12,10 +13,8 @@ impl<D: Device> DeviceBuffer<D> {
     /// Blocks until that is done.
     ///
     /// # Errors
-    /// [`Error::Stale`]; [`Error::Device`] with what failed on the stream, or when work of a stream calls this.
-    ///
-    /// # Panics
-    /// If they are not all inside.
+    /// [`Error::OutOfRange`] when they are not all inside; [`Error::Stale`]; [`Error::Device`] with what failed on the stream, or when
+    /// work of a stream calls this.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
         let (part, from) =
             (self.part(offset, bytes.len())?, MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len()));
@@ -31,9 +30,6 @@ impl<D: Device> DeviceBuffer<D> {
     ///
     /// # Errors
     /// As [`write`](Self::write).
-    ///
-    /// # Panics
-    /// If they are not all inside.
     pub fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Error> {
         let (part, to) = (self.part(offset, bytes.len())?, MemoryRange::of(bytes));
         self.transfer(|stream, range| {
@@ -67,10 +63,9 @@ impl<D: Device> DeviceBuffer<D> {
 
     /// Some of its bytes, for who may wait: asked first, for once a copy is submitted nothing may keep this from waiting for it.
     fn part(&self, offset: usize, len: usize) -> Result<Range<usize>, Error> {
-        let inside = offset.checked_add(len).is_some_and(|end| end <= self.len());
-        assert!(inside, "{len} bytes at {offset} of {}", self.len());
+        let part = range_in(self.len(), offset, len)?;
         may_wait()?;
-        Ok(offset..offset + len)
+        Ok(part)
     }
 }
 
@@ -98,15 +93,14 @@ impl<D: Device> PooledBuffer<D> {
     /// streams that uses the buffer is the caller's to wait for.
     ///
     /// # Errors
-    /// [`Error::Device`] with what failed on the stream, or when work of a stream calls this.
-    ///
-    /// # Panics
-    /// If they are not all inside.
+    /// [`Error::OutOfRange`] when they are not all inside; [`Error::Device`] with what failed on the stream, or when work of a stream
+    /// calls this.
     pub fn write(&mut self, offset: usize, bytes: &[u8], stream: &D::Stream) -> Result<(), Error> {
+        let part = range_in(self.range().len(), offset, bytes.len())?;
         may_wait()?;
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
         // SAFETY: `bytes` are borrowed, and only read, and the buffer is this one's, until this has waited.
-        unsafe { stream.copy(self.range().slice(offset..offset + bytes.len()), from) }?;
+        unsafe { stream.copy(self.range().slice(part), from) }?;
         Ok(stream.synchronize()?)
     }
 
@@ -114,12 +108,10 @@ impl<D: Device> PooledBuffer<D> {
     ///
     /// # Errors
     /// As [`write`](Self::write).
-    ///
-    /// # Panics
-    /// If they are not all inside.
     pub fn read(&self, offset: usize, bytes: &mut [u8], stream: &D::Stream) -> Result<(), Error> {
+        let part = range_in(self.range().len(), offset, bytes.len())?;
         may_wait()?;
-        let from = self.range().slice(offset..offset + bytes.len());
+        let from = self.range().slice(part);
         // SAFETY: as in `write`, with `bytes` borrowed for as long to be written.
         unsafe { stream.copy(MemoryRange::of(bytes), from) }?;
         Ok(stream.synchronize()?)

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use ts_pool::{
-    Backing, DeviceBuffer, Error, ErrorKind, OrderedOptions, StreamOrderedAllocator, StreamOrderedPool,
+    Backing, BlockPool, DeviceBuffer, Error, ErrorKind, OrderedOptions, PoolConfig, StreamOrderedAllocator,
+    StreamOrderedPool, TensorBuffer,
 };
 use ts_streams::{
     CpuDevice, Device, HostFn, RawMemory, SimDevice, SimOptions, Status, Stream, StreamPriority,
@@ -515,4 +516,56 @@ fn threads_share_a_pool() {
     });
     device.synchronize().unwrap();
     assert_eq!(pool.stats().in_use_bytes, 0);
+}
+
+#[test]
+fn a_pool_without_a_limit_names_the_limit_there_is() {
+    let device = SimDevice::new(SimOptions { total_bytes: 1 << 20, ..SimOptions::default() });
+    let pool = StreamOrderedPool::new(device.clone(), OrderedOptions::default());
+    let stream = device.create_stream(StreamPriority::Normal).unwrap();
+    let granule_bytes = OrderedOptions::default().granule_bytes;
+    let never = pool.allocate_for_stream(usize::MAX, &stream).unwrap_err();
+    let most = granule_bytes * u32::MAX as usize;
+    assert_eq!(
+        never.to_string(),
+        format!("{} bytes wanted, the pool can never give more than {most}", usize::MAX)
+    );
+    let full = pool.allocate_for_stream(1 << 30, &stream).unwrap_err();
+    assert_eq!(full.kind(), ErrorKind::Full);
+    assert!(full.to_string().contains("the pool has 0, 0 in use"), "{full}");
+    let limited = StreamOrderedPool::new(device, options(4096, 8192));
+    let full = limited.allocate_for_stream(1 << 14, &stream).unwrap_err();
+    assert!(full.to_string().contains("0 of at most 8192"), "{full}");
+}
+
+#[test]
+fn bytes_outside_a_buffer_are_refused_and_nothing_is_copied() {
+    let device = CpuDevice::new().unwrap();
+    let pool = StreamOrderedPool::new(device.clone(), OrderedOptions::default());
+    let stream = device.create_stream(StreamPriority::Normal).unwrap();
+    let mut buffer = pool.allocate_for_stream(8, &stream).unwrap();
+    buffer.write(0, &[7; 8]).unwrap();
+    let mut read = [0; 4];
+    for (offset, refused) in [
+        (5, buffer.write(5, &[1; 4])),
+        (5, buffer.read(5, &mut read)),
+        (usize::MAX, buffer.write(usize::MAX, &[1; 4])),
+    ] {
+        let error = refused.unwrap_err();
+        assert!(matches!(error, Error::OutOfRange { offset: at, len: 4, size_bytes: 8 } if at == offset));
+        assert_eq!(error.kind(), ErrorKind::Misuse);
+        assert!(error.to_string().ends_with("not inside the buffer of 8 bytes"), "{error}");
+    }
+    assert_eq!(read, [0; 4]);
+    let mut all = [0; 8];
+    buffer.read(0, &mut all).unwrap();
+    buffer.read(8, &mut []).unwrap();
+    assert_eq!(all, [7; 8]);
+    // The same of blocks of pools, and of buffers of the host.
+    let blocks = BlockPool::new(device, PoolConfig::low_memory()).unwrap();
+    let mut block = blocks.acquire(8).unwrap();
+    assert!(matches!(block.write(7, &[1; 2], &stream), Err(Error::OutOfRange { offset: 7, .. })));
+    assert!(matches!(block.read(9, &mut [], &stream), Err(Error::OutOfRange { offset: 9, .. })));
+    let host = TensorBuffer::cpu_zeros(3).write(2, &[1; 2]);
+    assert!(matches!(host, Err(Error::OutOfRange { offset: 2, len: 2, size_bytes: 3 })));
 }

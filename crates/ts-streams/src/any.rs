@@ -135,6 +135,16 @@ impl Device for AnyDevice {
     type Event = AnyEvent;
     type Memory = AnyMemory;
 
+    fn owns(&self, stream: &AnyStream) -> bool {
+        match (self, stream) {
+            (AnyDevice::Cpu(device), AnyStream::Cpu(stream)) => device.owns(stream),
+            (AnyDevice::Sim(device), AnyStream::Sim(stream)) => device.owns(stream),
+            #[cfg(feature = "cuda")]
+            (AnyDevice::Cuda(device), AnyStream::Cuda(stream)) => device.owns(stream),
+            _ => false,
+        }
+    }
+
     fn info(&self) -> &DeviceInfo {
         each!(AnyDevice, self, device => device.info())
     }

@@ -36,8 +36,12 @@ impl<D: Device> MultiStreamCoordinator<D> {
     /// before cannot close a circle, however often streams wait for each other.
     ///
     /// # Errors
-    /// That of work on one of them.
+    /// That of work on one of them; [`Error::ForeignStream`] when one is not of the coordinator's device. Nothing has happened then.
     pub fn order(&self, later: &D::Stream, earlier: &D::Stream) -> Result<(), Error> {
+        if let Some(foreign) = [later, earlier].into_iter().find(|stream| !self.device.owns(stream)) {
+            let device = self.device.info().name.clone();
+            return Err(Error::ForeignStream { stream: foreign.id(), device });
+        }
         later.wait(&self.mark(earlier)?)
     }
 

@@ -227,6 +227,10 @@ impl Device for CpuDevice {
     type Event = CpuEvent;
     type Memory = CpuMemory;
 
+    fn owns(&self, stream: &CpuStream) -> bool {
+        Arc::ptr_eq(&self.crew, &stream.handle.crew)
+    }
+
     fn info(&self) -> &DeviceInfo {
         &self.crew.shared.info
     }

@@ -88,6 +88,9 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// [`Error::Thread`], [`Error::Driver`].
     fn create_stream(&self, priority: StreamPriority) -> Result<Self::Stream, Error>;
 
+    /// Whether a stream was created from this handle or a clone of it.
+    fn owns(&self, stream: &Self::Stream) -> bool;
+
     /// A new event, which nothing has been recorded in: to wait for it is to wait for nothing.
     ///
     /// # Errors

@@ -65,6 +65,16 @@ pub enum Error {
         /** The kind of what was given. */
         with: DeviceKind,
     },
+    /// A stream of another device, or of the same one opened separately.
+    #[error(
+        "stream {stream} belongs to another device: expected a stream of {device}, created from the same handle or a clone of it"
+    )]
+    ForeignStream {
+        /** The stream. */
+        stream: StreamId,
+        /** The device that it must be of. */
+        device: String,
+    },
     /// The device has not so much memory left.
     #[error("out of memory: {requested_bytes} bytes wanted of {device}")]
     OutOfMemory {
@@ -149,6 +159,7 @@ impl Error {
             Error::OutOfMemory { .. } => ErrorKind::Full,
             Error::UnknownDevice { .. }
             | Error::MixedDevices { .. }
+            | Error::ForeignStream { .. }
             | Error::BadCopy { .. }
             | Error::WaitInHostFn
             | Error::Race(_)

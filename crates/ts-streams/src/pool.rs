@@ -239,19 +239,28 @@ impl<D: Device> StreamPool<D> {
         self.ready().is_some()
     }
 
-    /// A stream that has nothing to do; waits for one. Blocks.
+    /// A stream that has nothing to do; waits for one. Blocks. `None` when none was ready within the timeout.
     ///
     /// # Errors
-    /// [`Error::TimedOut`].
-    pub fn wait_any_ready(&self, timeout: Duration) -> Result<&D::Stream, Error> {
+    /// That of work on a stream, when all streams failed: none of them becomes ready.
+    pub fn wait_any_ready(&self, timeout: Duration) -> Result<Option<&D::Stream>, Error> {
         let deadline = Instant::now().checked_add(timeout);
         let mut pause = Duration::from_micros(5);
         loop {
-            if let Some(stream) = self.ready() {
-                return Ok(stream);
+            let mut failed = None;
+            let mut busy = false;
+            for stream in self.streams() {
+                match stream.query() {
+                    Ok(Status::Ready) => return Ok(Some(stream)),
+                    Ok(Status::Pending) => busy = true,
+                    Err(error) => failed = failed.or(Some(error)),
+                }
+            }
+            if let Some(error) = failed.filter(|_| !busy) {
+                return Err(error);
             }
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return Err(Error::TimedOut { timeout });
+                return Ok(None);
             }
             // A device that runs only when it is asked is asked again at once.
             if self.device.info().runs_by_itself {

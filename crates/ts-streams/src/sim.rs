@@ -275,6 +275,10 @@ impl Device for SimDevice {
     type Event = SimEvent;
     type Memory = SimMemory;
 
+    fn owns(&self, stream: &SimStream) -> bool {
+        Arc::ptr_eq(&self.shared, &stream.handle.shared)
+    }
+
     fn info(&self) -> &DeviceInfo {
         &self.shared.info
     }

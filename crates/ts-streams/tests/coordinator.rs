@@ -304,7 +304,7 @@ fn a_pool_knows_who_has_nothing_to_do() {
         let _ = stream;
     }
     drop(gates);
-    pool.wait_any_ready(Duration::from_secs(10)).unwrap();
+    assert!(pool.wait_any_ready(Duration::from_secs(10)).unwrap().is_some());
     let (open, gate) = mpsc::channel::<()>();
     let gate = Arc::new(Mutex::new(gate));
     for stream in pool.streams() {
@@ -315,8 +315,40 @@ fn a_pool_knows_who_has_nothing_to_do() {
             }))
             .unwrap();
     }
-    let refused = pool.wait_any_ready(Duration::from_millis(20)).unwrap_err();
-    assert_eq!(refused.kind(), ErrorKind::TimedOut);
+    assert!(pool.wait_any_ready(Duration::from_millis(20)).unwrap().is_none());
     drop(open);
-    pool.wait_any_ready(Duration::from_secs(10)).unwrap();
+    assert!(pool.wait_any_ready(Duration::from_secs(10)).unwrap().is_some());
+}
+
+#[test]
+fn a_pool_whose_streams_all_failed_is_not_waited_for() {
+    let pool = StreamPool::new(CpuDevice::new().unwrap(), 2, AllocationStrategy::RoundRobin).unwrap();
+    for stream in pool.streams() {
+        stream.launch_host_fn(HostFn::new(|| panic!("on purpose"))).unwrap();
+    }
+    let failed = pool.wait_any_ready(Duration::from_secs(60)).unwrap_err();
+    assert_eq!(failed.kind(), ErrorKind::Failed);
+    pool.streams().next().unwrap().take_error().unwrap();
+    assert!(pool.wait_any_ready(Duration::from_secs(60)).unwrap().is_some());
+}
+
+#[test]
+fn streams_of_another_device_are_not_ordered() {
+    let (own, other) = (SimDevice::new(SimOptions::default()), SimDevice::new(SimOptions::default()));
+    let coordinator = coordinator(&own, 1);
+    let [stream] = coordinator.streams() else { panic!() };
+    let foreign = other.create_stream(StreamPriority::Normal).unwrap();
+    let before = (stream.metrics(), foreign.metrics());
+    for (later, earlier) in [(stream, &foreign), (&foreign, stream)] {
+        let refused = coordinator.order(later, earlier).unwrap_err();
+        assert!(
+            matches!(refused, Error::ForeignStream { stream, .. } if stream == foreign.id()),
+            "{refused}"
+        );
+        assert_eq!(refused.kind(), ErrorKind::Misuse);
+    }
+    assert_eq!((stream.metrics(), foreign.metrics()), before);
+    // Another handle to the same device is the same device.
+    let same = own.clone().create_stream(StreamPriority::Normal).unwrap();
+    coordinator.order(stream, &same).unwrap();
 }

@@ -391,7 +391,9 @@ impl<D: Device> Shared<D> {
         // A division would be a good part of all the work.
         let begun = usize::from(bytes & (self.options.granule_bytes - 1) != 0);
         let granules = ((bytes >> self.granule_shift) + begun).max(1);
-        let capacity_bytes = self.options.limit_bytes;
+        // Granules are counted in 32 bits.
+        let countable_bytes = self.options.granule_bytes.saturating_mul(u32::MAX as usize);
+        let capacity_bytes = self.options.limit_bytes.min(countable_bytes);
         u32::try_from(granules).map_err(|_| Error::NeverFits { requested_bytes: bytes, capacity_bytes })
     }
 

@@ -131,6 +131,10 @@ impl Device for CudaDevice {
     type Event = CudaEvent;
     type Memory = CudaMemory;
 
+    fn owns(&self, stream: &CudaStream) -> bool {
+        Arc::ptr_eq(&self.shared, &stream.handle.shared)
+    }
+
     fn info(&self) -> &DeviceInfo {
         &self.shared.info
     }
