@@ -271,6 +271,15 @@ impl ContainerWriter {
         Ok(())
     }
 
+    /// Drops the tensor whose bytes are coming, if there is one, so that a [`checkpoint`](Self::checkpoint) can be made of
+    /// those before it.
+    pub fn drop_incomplete(&mut self) {
+        let incomplete = |open: &mut Open| open.len != Some(open.fed);
+        if let Some(open) = self.open.take_if(incomplete) {
+            self.names.remove(&open.name);
+        }
+    }
+
     /// Takes a tensor of another file as it is kept there, and returns its bytes' way: where they are there, and go here.
     ///
     /// # Errors

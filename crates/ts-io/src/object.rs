@@ -239,7 +239,7 @@ fn fingerprint(meta: &ObjectMeta) -> Fingerprint {
     // Servers that do not say when it was written are given the time of the epoch by the library.
     let modified = SystemTime::from(meta.last_modified);
     let modified = (modified > SystemTime::UNIX_EPOCH).then_some(modified);
-    Fingerprint { identity: (0, 0), len: meta.size, modified, etag: meta.e_tag.clone() }
+    Fingerprint { identity: (0, 0), len: meta.size, modified, changed: None, etag: meta.e_tag.clone() }
 }
 
 fn io_error(error: object_store::Error) -> io::Error {

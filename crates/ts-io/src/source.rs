@@ -24,6 +24,9 @@ pub struct Fingerprint {
     pub len: u64,
     /// When the content was last written.
     pub modified: Option<SystemTime>,
+    /// When content or attributes last changed, in nanoseconds since 1970, and the attributes: links, mode, owner, group.
+    /// Unlike the time of the last write no program can put this one back. `None` where the system has no such time.
+    pub changed: Option<(i128, [u64; 4])>,
     /// What the server of an object calls this version of it.
     pub etag: Option<String>,
 }
@@ -31,7 +34,7 @@ pub struct Fingerprint {
 impl Fingerprint {
     fn of(metadata: &Metadata) -> Self {
         let (identity, modified) = (sys::identity(metadata), metadata.modified().ok());
-        Self { identity, len: metadata.len(), modified, etag: None }
+        Self { identity, len: metadata.len(), modified, changed: sys::changed(metadata), etag: None }
     }
 
     /// What differs between `self`, the state then, and `now`.
@@ -42,8 +45,19 @@ impl Fingerprint {
             Some(format!("it had {} bytes and has {}", self.len, now.len))
         } else if self.modified != now.modified {
             Some("it was written to".into())
+        } else if self.is_changed(now) {
+            Some("it was written to or renamed, and its modification time is the old one".into())
         } else {
             None
+        }
+    }
+
+    /// Whether the time of the last change is another, and no attribute explains that: a file that is removed, or another
+    /// takes its name, has a link less and keeps its content.
+    fn is_changed(&self, now: &Self) -> bool {
+        match (self.changed, now.changed) {
+            (Some((then, had)), Some((now, has))) => then != now && had == has,
+            _ => false,
         }
     }
 }
@@ -114,7 +128,7 @@ impl Source {
     /// memory, refuse it.
     pub fn in_memory(name: impl Into<PathBuf>, bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> Arc<Self> {
         let len = bytes.as_ref().len() as u64;
-        let fingerprint = Fingerprint { identity: (0, 0), len, modified: None, etag: None };
+        let fingerprint = Fingerprint { identity: (0, 0), len, modified: None, changed: None, etag: None };
         Arc::new(Self { path: name.into(), fingerprint, origin: Origin::Memory(Held(Box::new(bytes))) })
     }
 

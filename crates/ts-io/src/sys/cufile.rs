@@ -6,6 +6,7 @@ use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
+use std::path::Path;
 use std::sync::OnceLock;
 
 /// Raw symbols.
@@ -66,6 +67,8 @@ impl CuFile {
     }
 
     fn open() -> Result<Self, String> {
+        // Without a driver cuFileDriverOpen never returns.
+        driver_below(Path::new("/"))?;
         // SAFETY: the names are C strings; a library that is found is never closed. Its initialisers are NVIDIA's.
         let library = unsafe { libc::dlopen(c"libcufile.so.0".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if library.is_null() {
@@ -107,6 +110,17 @@ impl CuFile {
         (self.properties.major_version, self.properties.minor_version) != (0, 0)
             || self.properties.status_flags & raw::NVME_P2P != 0
     }
+}
+
+/// Whether NVIDIA's driver is loaded: the system below `root` shows it in at least one of these places.
+fn driver_below(root: &Path) -> Result<(), String> {
+    const PLACES: [&str; 2] = ["proc/driver/nvidia/version", "dev/nvidiactl"];
+    if PLACES.iter().any(|place| root.join(place).exists()) {
+        return Ok(());
+    }
+    let reason = "cuFile (GPUDirect Storage) needs NVIDIA's driver, which is not loaded: neither \
+                  /proc/driver/nvidia/version nor /dev/nvidiactl exists";
+    Err(reason.into())
 }
 
 /// A file as the library knows it. It knows each descriptor once, so there is one for all threads.
@@ -173,5 +187,20 @@ fn check(call: &str, status: raw::Status) -> Result<(), String> {
         raw::Status { cufile, cuda } => Err(format!(
             "{call} failed with cuFile error {cufile}, CUDA error {cuda}: is there a GPU and its driver?"
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_is_found_where_the_system_shows_it() {
+        let root = tempfile::tempdir().expect("a directory");
+        let missing = driver_below(root.path()).expect_err("there is none yet");
+        assert!(missing.contains("NVIDIA's driver, which is not loaded"), "{missing}");
+        std::fs::create_dir(root.path().join("dev")).expect("a directory");
+        std::fs::write(root.path().join("dev/nvidiactl"), "").expect("a file");
+        assert_eq!(driver_below(root.path()), Ok(()));
     }
 }

@@ -18,6 +18,11 @@ pub(crate) fn identity(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
+pub(crate) fn changed(metadata: &Metadata) -> Option<(i128, [u64; 4])> {
+    let at = i128::from(metadata.ctime()) * 1_000_000_000 + i128::from(metadata.ctime_nsec());
+    Some((at, [metadata.nlink(), metadata.mode().into(), metadata.uid().into(), metadata.gid().into()]))
+}
+
 /// Reads into the slices, one after the other, at least a byte unless the file ends at `offset`.
 pub(crate) fn read_vectored_at(file: &File, slices: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
     if let [slice] = slices {

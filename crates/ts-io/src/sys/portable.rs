@@ -12,6 +12,18 @@ pub(crate) fn identity(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
+#[cfg(unix)]
+pub(crate) fn changed(metadata: &Metadata) -> Option<(i128, [u64; 4])> {
+    use std::os::unix::fs::MetadataExt;
+    let at = i128::from(metadata.ctime()) * 1_000_000_000 + i128::from(metadata.ctime_nsec());
+    Some((at, [metadata.nlink(), metadata.mode().into(), metadata.uid().into(), metadata.gid().into()]))
+}
+
+#[cfg(not(unix))]
+pub(crate) fn changed(_: &Metadata) -> Option<(i128, [u64; 4])> {
+    None
+}
+
 #[cfg(not(unix))]
 pub(crate) fn identity(_: &Metadata) -> (u64, u64) {
     (0, 0)
