@@ -46,7 +46,7 @@ impl Design {
     ) -> Result<Self, Error> {
         let order = config.order.clone();
         let order = order.unwrap_or_else(|| (0..units.len() as u32).map(UnitId).collect());
-        check(&units, &order, sources.len())?;
+        check(&units, order.iter().chain(config.together.iter().flatten()), sources.len())?;
         let alignment = sources.iter().filter_map(|s| s.direct_alignment().ok()).max().unwrap_or(PHASE_ALIGN);
         let alignment = alignment.max(PHASE_ALIGN);
         let units: Vec<Prepared> = units.into_iter().map(|unit| prepare(unit, alignment)).collect();
@@ -69,6 +69,7 @@ impl Design {
             let request = PlanRequest {
                 units: &demands,
                 order: &order,
+                together: &config.together,
                 budget_bytes: slot_budget,
                 max_passes: config.max_passes,
                 rates: config.rates,
@@ -96,8 +97,8 @@ impl Design {
     }
 }
 
-fn check(units: &[Unit], order: &[UnitId], sources: usize) -> Result<(), Error> {
-    if let Some(&UnitId(unit)) = order.iter().find(|id| id.index() >= units.len()) {
+fn check<'a>(units: &[Unit], mut ids: impl Iterator<Item = &'a UnitId>, sources: usize) -> Result<(), Error> {
+    if let Some(&UnitId(unit)) = ids.find(|id| id.index() >= units.len()) {
         return Err(Error::NoSuchUnit { unit, count: units.len() });
     }
     for tensor in units.iter().flat_map(|unit| &unit.tensors) {

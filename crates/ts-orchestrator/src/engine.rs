@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+use std::collections::BTreeSet;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, ThreadId};
@@ -13,7 +14,7 @@ use crate::design::Design;
 use crate::lease::Lease;
 use crate::load::Event;
 use crate::pass::PassId;
-use crate::plan::{Plan, PlanRequest, Rates, Residency, plan, predict};
+use crate::plan::{NeverFits, Plan, PlanRequest, Rates, Residency, plan, predict};
 use crate::populate::Populating;
 use crate::prefetch::Prefetch;
 use crate::slot::{Slot, Slots, device_error};
@@ -57,6 +58,8 @@ pub struct EngineConfig {
     pub max_passes: usize,
     /// The visits that a pass is expected to make; `None` for all units in their order. Learned as passes run.
     pub order: Option<Vec<UnitId>>,
+    /// Sets of units that one operation needs at the same time, as far as they are known; others are learned.
+    pub together: Vec<Vec<UnitId>>,
     /// Name of the I/O backend; `None` for the best that is available.
     pub backend: Option<String>,
     /// The backends to choose from.
@@ -100,6 +103,7 @@ impl EngineConfig {
             staging_units: 2,
             max_passes: 1,
             order: None,
+            together: Vec::new(),
             backend: None,
             registry: Registry::builtin(),
             io: BackendOptions::default(),
@@ -139,6 +143,7 @@ pub(crate) struct Shared<D: Device> {
     slot_budget: usize,
     rates: Rates,
     clock: Clock,
+    process: u32,
 }
 
 impl Engine {
@@ -221,7 +226,7 @@ impl<D: Device> Engine<D> {
         let workers = workers.transpose()?;
         let timeout = config.io.timeout;
         let fixed = Fixed { units, sources, slots, bounces, cut, prefetch, verify, timeout, events };
-        let state = State::new(&fixed, order, plan, backend, workers);
+        let state = State::new(&fixed, order, &config.together, plan, backend, workers);
         let shared = Arc::new(Shared {
             fixed,
             state: Mutex::new(state),
@@ -233,6 +238,7 @@ impl<D: Device> Engine<D> {
             slot_budget,
             rates: config.rates,
             clock: config.clock,
+            process: std::process::id(),
         });
         let loader = spawn_loader(Arc::clone(&shared), inbox)?;
         Ok(Self { shared, loader: Some(loader), populating: Some(populating) })
@@ -265,6 +271,7 @@ impl<D: Device> Engine<D> {
         let believed = state.believed.clone();
         match state.passes.end(pass, &believed) {
             Some(true) => self.shared.propose_plan(&mut state),
+            Some(false) if state.outgrown => self.shared.propose_plan(&mut state),
             // The order that the plan in force was made for is back.
             Some(false) => state.pending_plan = None,
             None => {}
@@ -313,11 +320,27 @@ impl<D: Device> Engine<D> {
         unit: UnitId,
         interrupt: Interrupt<'_>,
     ) -> Result<Lease<D>, Error> {
+        let mut leases = self.acquire_all(pass, &[unit], interrupt)?;
+        Ok(leases.pop().expect("a lease for each unit"))
+    }
+
+    /// Gives the right to use several units at the same time, in their order: what one operation needs. Waits until all
+    /// are in memory. The engine learns the set, and plans for it.
+    ///
+    /// # Errors
+    /// As [`acquire`](Self::acquire); [`Error::NeverFits`] when the units are larger than the budget together: nothing is
+    /// read then.
+    pub fn acquire_all(
+        &self,
+        pass: Option<PassId>,
+        units: &[UnitId],
+        interrupt: Interrupt<'_>,
+    ) -> Result<Vec<Lease<D>>, Error> {
         let count = self.shared.fixed.units.len();
-        if unit.index() >= count {
+        if let Some(unit) = units.iter().find(|unit| unit.index() >= count) {
             return Err(Error::NoSuchUnit { unit: unit.0, count });
         }
-        self.shared.acquire(pass, unit, interrupt)
+        self.shared.acquire(pass, units, interrupt)
     }
 
     /// Gives a unit up because foreign code has written to its bytes: the next use reads it anew. Tensors that
@@ -348,10 +371,22 @@ impl<D: Device> Engine<D> {
     pub fn stats(&self) -> EngineStats {
         self.shared.stats()
     }
+
+    /// Whether this process was forked from the one that made the engine: its threads and its memory are not here, and
+    /// nothing may be asked of it. Dropping it does nothing.
+    pub fn is_foreign(&self) -> bool {
+        self.shared.is_foreign()
+    }
 }
 
 impl<D: Device> Drop for Engine<D> {
     fn drop(&mut self) {
+        if self.shared.is_foreign() {
+            // The threads are the parent's, and whoever holds a lock now is not in this process.
+            std::mem::forget((self.populating.take(), self.loader.take()));
+            std::mem::forget(Arc::clone(&self.shared));
+            return;
+        }
         drop(self.populating.take());
         // The backend first: what it still holds comes back to the loader, whose inbox ends with Stop.
         let backend = self.shared.lock().backend.take();
@@ -381,7 +416,21 @@ impl<D: Device> Shared<D> {
         self.lock().discard(unit);
     }
 
+    /// How many references to a unit's slot are the engine's own and those of leases.
+    pub(crate) fn owner_count(&self, unit: UnitId) -> usize {
+        let state = self.lock();
+        let unit = &state.units[unit.index()];
+        unit.users.len() + usize::from(matches!(unit.residence, Residence::Present(_)))
+    }
+
+    pub(crate) fn is_foreign(&self) -> bool {
+        self.process != std::process::id()
+    }
+
     pub(crate) fn release(&self, unit: UnitId, user: ThreadId, acquired_ns: u64) {
+        if self.is_foreign() {
+            return;
+        }
         let used_ns = (self.clock)().saturating_sub(acquired_ns);
         let event = Event::Released { unit, user, used_ns };
         // Work of a stream may run under this very lock, wherever streams are asked for memory.
@@ -403,53 +452,84 @@ impl<D: Device> Shared<D> {
     fn acquire(
         self: &Arc<Self>,
         pass: Option<PassId>,
-        unit: UnitId,
+        units: &[UnitId],
         interrupt: Interrupt<'_>,
-    ) -> Result<Lease<D>, Error> {
+    ) -> Result<Vec<Lease<D>>, Error> {
+        self.refuse_what_never_fits(units)?;
         let asked_ns = (self.clock)();
         let mut state = self.lock();
-        state.passes.visit(pass, unit);
-        state.want(unit);
-        let (mut state, result) = self.wait_for_unit(state, unit, interrupt);
-        state.unwant(unit);
+        state.note_together(units);
+        for &unit in units {
+            state.passes.visit(pass, unit);
+            state.want(unit);
+        }
+        let (mut state, result) = self.wait_for_units(state, units, interrupt);
+        for &unit in units {
+            state.unwant(unit);
+        }
         let now_ns = (self.clock)();
         state.advance(&self.fixed, now_ns);
-        let (slot, waited) = result?;
+        let (slots, waited) = result?;
         if waited {
-            let stats = &mut state.units[unit.index()].stats;
-            stats.stalls += 1;
-            stats.stall_ns += now_ns - asked_ns;
+            for &unit in units {
+                let stats = &mut state.units[unit.index()].stats;
+                stats.stalls += 1;
+                stats.stall_ns += now_ns - asked_ns;
+            }
         }
         drop(state);
-        Ok(Lease::new(slot, Arc::clone(self), unit, now_ns))
+        let lease = |(slot, &unit)| Lease::new(slot, Arc::clone(self), unit, now_ns);
+        let leases: Vec<_> = slots.into_iter().zip(units).map(lease).collect();
+        for lease in &leases {
+            lease.check_seal()?;
+        }
+        Ok(leases)
     }
 
-    /// The slot of a unit once it is present, and whether that took a wait.
-    fn wait_for_unit<'a>(
+    /// Several units at a time may be more than there can ever be room for.
+    fn refuse_what_never_fits(&self, units: &[UnitId]) -> Result<(), Error> {
+        let [_, _, ..] = units else { return Ok(()) };
+        let distinct: BTreeSet<UnitId> = units.iter().copied().collect();
+        let needed: usize = distinct.iter().map(|&unit| self.unit(unit).slot_bytes).sum();
+        if needed <= self.fixed.slots.capacity_bytes() {
+            return Ok(());
+        }
+        let budget_bytes = self.budget.limit_bytes();
+        Err(Error::NeverFits(NeverFits {
+            budget_bytes,
+            largest_unit: self.names(units),
+            largest_bytes: needed,
+            smallest_budget_bytes: needed + (budget_bytes - self.slot_budget),
+        }))
+    }
+
+    /// The slots of units once all are present, and whether that took a wait.
+    fn wait_for_units<'a>(
         &'a self,
         mut state: MutexGuard<'a, State<D>>,
-        unit: UnitId,
+        units: &[UnitId],
         interrupt: Interrupt<'_>,
     ) -> (MutexGuard<'a, State<D>>, Result<Found<D>, Error>) {
         let (mut waited, mut tries, mut waiting) = (false, 0, Waiting::new());
         loop {
-            if let Some(slot) = state.take_slot(unit) {
-                return (state, Ok((slot, waited)));
+            if let Some(slots) = state.take_slots(units) {
+                return (state, Ok((slots, waited)));
             }
-            if let Some(failure) = state.units[unit.index()].failure.take() {
+            let failures = units.iter().filter_map(|unit| state.units[unit.index()].failure.take());
+            if let Some(failure) = failures.last() {
                 return (state, Err(failure));
             }
-            if matches!(state.units[unit.index()].residence, Residence::Absent)
-                && let Err(error) = self.start(&mut state, unit, &mut tries)
-            {
-                return (state, Err(error));
-            }
-            // A unit without bytes is there as soon as it has a slot.
-            if matches!(state.units[unit.index()].residence, Residence::Present(_)) {
-                continue;
+            if state.is_any_absent(units) {
+                if let Err(error) = self.start(&mut state, units, &mut tries) {
+                    return (state, Err(error));
+                }
+                // A unit without bytes is there as soon as it has a slot.
+                if state.are_all_present(units) {
+                    continue;
+                }
             }
             waited = true;
-            let what = || format!("unit `{}`", self.unit(unit).unit.name);
+            let what = || format!("unit `{}`", self.names(units));
             state = match self.wait(state, &mut waiting, interrupt, what) {
                 Ok(state) => state,
                 Err(error) => return (self.lock(), Err(error)),
@@ -457,25 +537,32 @@ impl<D: Device> Shared<D> {
         }
     }
 
-    /// Begins to read a unit that is wanted now, or notes that this thread waits for memory.
-    fn start(&self, state: &mut State<D>, unit: UnitId, tries: &mut u32) -> Result<(), Error> {
+    fn names(&self, units: &[UnitId]) -> String {
+        let distinct: BTreeSet<UnitId> = units.iter().copied().collect();
+        let names: Vec<&str> = distinct.iter().map(|&unit| self.unit(unit).unit.name.as_str()).collect();
+        names.join("` + `")
+    }
+
+    /// Begins to read the absent ones of units that are wanted now, or notes that this thread waits for memory.
+    fn start(&self, state: &mut State<D>, units: &[UnitId], tries: &mut u32) -> Result<(), Error> {
         let this_thread = std::thread::current().id();
-        let prepared = self.unit(unit);
-        let (name, needed_bytes) = (prepared.unit.name.clone(), prepared.slot_bytes);
-        match state.demand(&self.fixed, unit, (self.clock)()) {
+        let absent = state.absent(units);
+        let needed_bytes = absent.iter().map(|&unit| self.unit(unit).slot_bytes).sum();
+        match state.demand(&self.fixed, units, (self.clock)()) {
             Ok(()) => {
                 state.starving.remove(&this_thread);
                 Ok(())
             }
             // The last owner may just be letting go on another thread: look again before it is an error.
             Err(Shortage::Stuck { holders }) if *tries >= SHORTAGE_TRIES => {
-                Err(Error::Stuck { unit: name, needed_bytes, holders: holders.join(", ") })
+                Err(Error::Stuck { unit: self.names(&absent), needed_bytes, holders: holders.join(", ") })
             }
             Err(Shortage::Lingering { bytes, holders }) if *tries >= SHORTAGE_TRIES => {
                 let (held_bytes, holders) = (bytes, holders.join(", "));
-                Err(Error::StillReferenced { unit: name, needed_bytes, held_bytes, holders })
+                let unit = self.names(&absent);
+                Err(Error::StillReferenced { unit, needed_bytes, held_bytes, holders })
             }
-            Err(Shortage::Device(error)) => Err(device_error(&name, error)),
+            Err(Shortage::Device(error)) => Err(device_error(&self.names(&absent), error)),
             Err(shortage) => {
                 if !matches!(shortage, Shortage::Passing) {
                     *tries += 1;
@@ -512,24 +599,30 @@ impl<D: Device> Shared<D> {
     fn propose_plan(&self, state: &mut State<D>) {
         let demands = state.demands(&self.fixed);
         let order = state.passes.order().to_vec();
+        let least = self.fixed.prefetch.least_ring_bytes(self.slot_budget);
         let request = PlanRequest {
             units: &demands,
             order: &order,
+            together: &state.together,
             budget_bytes: self.slot_budget,
             max_passes: self.max_passes,
             rates: self.measured_rates(state),
-            least_ring_bytes: self.fixed.prefetch.least_ring_bytes(self.slot_budget),
+            // What was needed at once is needed again.
+            least_ring_bytes: least.max(state.streamed_high_water),
         };
         let Ok(better) = plan(&request) else { return };
-        let Some(kept) = predict(&request, &state.plan.residency) else { return };
+        let kept = predict(&request, &state.residency());
         // What is kept is read anew under a new plan; that must pay within a few passes. And the arena has the
         // size of the first plan's peak.
         let fresh_start_s = better.resident_bytes as f64 / request.rates.read_bytes_per_s;
-        let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
-        let fits = better.peak_bytes() <= self.fixed.slots.capacity_bytes();
-        if fits && gain_s > REPLAN_GAIN * kept.predicted_pass_s && gain_s * REPLAN_PASSES > fresh_start_s {
+        let pays = kept.as_ref().is_none_or(|kept| {
+            let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
+            gain_s > REPLAN_GAIN * kept.predicted_pass_s && gain_s * REPLAN_PASSES > fresh_start_s
+        });
+        state.outgrown = false;
+        if pays && better.peak_bytes() <= self.fixed.slots.capacity_bytes() {
             state.pending_plan = Some(better);
-        } else {
+        } else if let Some(kept) = kept {
             state.plan = kept;
             state.believed = order;
             state.pending_plan = None;
@@ -608,8 +701,8 @@ impl Waiting {
     }
 }
 
-/// A unit's slot, and whether it had to be waited for.
-type Found<D> = (Arc<Slot<D>>, bool);
+/// Units' slots, and whether they had to be waited for.
+type Found<D> = (Vec<Arc<Slot<D>>>, bool);
 
 fn spawn_loader<D: Device>(
     shared: Arc<Shared<D>>,

@@ -20,6 +20,8 @@ pub enum ErrorKind {
     Device,
     /// The caller asked for what there is not.
     Misuse,
+    /// The caller wrote to a unit's bytes.
+    Written,
     /// The caller interrupted a wait.
     Interrupted,
 }
@@ -86,6 +88,14 @@ pub enum Error {
         /** The units whose tensors are held, with their number. */
         holders: String,
     },
+    /// Somebody wrote to a unit's bytes through a tensor that outlived its lease.
+    #[error(
+        "unit `{unit}` was written to through a tensor that outlived its use; the next use reads it again"
+    )]
+    Written {
+        /** The unit. */
+        unit: String,
+    },
     /// Passes wait for each other's memory, and no one can go on.
     #[error(
         "unit `{unit}` needs {needed_bytes} bytes while {holders} are in use by passes that wait as well; \
@@ -146,6 +156,7 @@ impl Error {
             Error::NoSuchUnit { .. } | Error::NoSuchFile { .. } | Error::WrongChunks { .. } => {
                 ErrorKind::Misuse
             }
+            Error::Written { .. } => ErrorKind::Written,
             Error::Interrupted { .. } => ErrorKind::Interrupted,
         }
     }

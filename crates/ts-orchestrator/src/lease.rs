@@ -47,6 +47,34 @@ impl<D: Device> Lease<D> {
         self.shared.discard(self.unit);
     }
 
+    /// Whether tensors of the unit live that were taken from this lease or another. Ask when those that are known of are
+    /// dropped.
+    pub fn is_shared(&self) -> bool {
+        let owners = Arc::strong_count(&self.slot);
+        owners > 2 && owners > self.shared.owner_count(self.unit)
+    }
+
+    /// Has the engine compare the unit's bytes with what they are now whenever it is leased again from the same memory:
+    /// for a unit that [is shared](Self::is_shared), whose tensors somebody may write to. Reads all of the bytes.
+    pub fn seal(&self) {
+        self.slot.seal();
+    }
+
+    /// # Errors
+    /// [`Error::Written`]; the next lease reads the unit anew.
+    pub(crate) fn check_seal(&self) -> Result<(), Error> {
+        if self.slot.is_intact() {
+            return Ok(());
+        }
+        self.shared.discard(self.unit);
+        Err(Error::Written { unit: self.shared.unit(self.unit).unit.name.clone() })
+    }
+
+    /// As [`discard`](Self::discard), while the lease goes on.
+    pub fn spoil(&self) {
+        self.shared.discard(self.unit);
+    }
+
     /// Number of tensors of the unit.
     pub fn tensor_count(&self) -> usize {
         self.shared.unit(self.unit).layout.tensors.len()

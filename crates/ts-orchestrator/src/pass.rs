@@ -76,6 +76,10 @@ impl Passes {
             return;
         };
         self.lead = pass;
+        // One operation after the other on the same unit is one visit.
+        if progress.visits.last() == Some(&unit) {
+            return;
+        }
         progress.visits.push(unit);
         let found = distance(&self.order, progress.position, unit);
         if progress.alone {
@@ -181,6 +185,13 @@ mod tests {
         let believed = ids(&[0, 1, 2]);
         assert_eq!((passes.end(a, &believed), passes.end(b, &believed)), (None, None));
         assert_eq!(passes.order(), believed);
+    }
+
+    #[test]
+    fn uses_of_a_unit_in_a_row_are_one_visit() {
+        let mut passes = Passes::new(ids(&[0, 1]));
+        assert_eq!(run(&mut passes, &[0, 0, 0, 1, 1, 0]), Some(true));
+        assert_eq!(passes.order(), ids(&[0, 1, 0]));
     }
 
     #[test]

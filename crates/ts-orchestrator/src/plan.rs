@@ -45,6 +45,9 @@ pub struct PlanRequest<'a> {
     pub units: &'a [UnitDemand],
     /// The visits of one pass, in order; a unit may come more than once or not at all.
     pub order: &'a [UnitId],
+    /// Sets of units that are in memory at the same time, because one operation needs them all. A unit in no set is
+    /// needed alone.
+    pub together: &'a [Vec<UnitId>],
     /// Memory for slots, in bytes.
     pub budget_bytes: usize,
     /// Passes that may run at once, at least 1.
@@ -115,36 +118,92 @@ impl Plan {
 /// No plan exists: the units can never run under this budget.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "a budget of {budget_bytes} bytes can never work: the largest unit is `{largest_unit}` with {largest_bytes} \
-     bytes; the smallest budget that would do is {smallest_budget_bytes} bytes"
+    "a budget of {budget_bytes} bytes is too small: `{largest_unit}` needs {largest_bytes} bytes at once; the \
+     smallest budget that works is {smallest_budget_bytes} bytes"
 )]
 pub struct NeverFits {
     /// The budget that was asked for.
     pub budget_bytes: usize,
-    /// The unit that needs the most memory.
+    /// The unit, or the units of one operation, that need the most memory.
     pub largest_unit: String,
-    /// Its slot, in bytes.
+    /// Their slots, in bytes.
     pub largest_bytes: usize,
-    /// The smallest budget that would do.
+    /// The smallest budget that works.
     pub smallest_budget_bytes: usize,
 }
 
-/// The smallest budget, in bytes, under which `max_passes` passes can run at once: each pass needs a slot for
-/// the unit it is at, and keeping the largest units for good can be cheaper than a slot of their size per pass.
-pub fn smallest_budget(units: &[UnitDemand], max_passes: usize) -> usize {
-    smallest(units, max_passes).0
+/// The smallest budget, in bytes, under which `max_passes` passes can run at once. Each pass needs slots for what it
+/// visits: one unit, or a set of `together`. Keeping the largest units can be cheaper than their slots for each pass.
+pub fn smallest_budget(units: &[UnitDemand], together: &[Vec<UnitId>], max_passes: usize) -> usize {
+    smallest(&Visits::new(units, together, max_passes)).0
+}
+
+/// What is needed at once: each set of `together`, and each unit alone.
+struct Visits<'a> {
+    units: &'a [UnitDemand],
+    sets: Vec<Vec<usize>>,
+    max_passes: usize,
+}
+
+impl<'a> Visits<'a> {
+    fn new(units: &'a [UnitDemand], together: &[Vec<UnitId>], max_passes: usize) -> Self {
+        let distinct = |set: &Vec<UnitId>| {
+            let mut set: Vec<usize> = set.iter().map(|id| id.index()).collect();
+            set.sort_unstable();
+            set.dedup();
+            set
+        };
+        let sets = together.iter().map(distinct).chain((0..units.len()).map(|i| vec![i])).collect();
+        Self { units, sets, max_passes: max_passes.max(1) }
+    }
+
+    /// Memory for the members of a set that are `streamed`, in each pass.
+    fn slots(&self, set: &[usize], streamed: impl Fn(usize) -> bool) -> usize {
+        let sizes = set.iter().filter(|&&i| streamed(i)).map(|&i| self.units[i].slot_bytes);
+        sizes.fold(0, usize::saturating_add).saturating_mul(self.max_passes)
+    }
+
+    /// The smallest ring that holds every visit to units that are `streamed`.
+    fn ring(&self, streamed: impl Fn(usize) -> bool + Copy) -> usize {
+        self.sets.iter().map(|set| self.slots(set, streamed)).max().unwrap_or(0)
+    }
+
+    /// The largest set: the names of its units, and their bytes.
+    fn largest(&self) -> (String, usize) {
+        let bytes = |set: &[usize]| set.iter().map(|&i| self.units[i].slot_bytes).sum::<usize>();
+        let Some(largest) = self.sets.iter().max_by_key(|set| bytes(set)) else { return Default::default() };
+        let names: Vec<&str> = largest.iter().map(|&i| self.units[i].name.as_str()).collect();
+        (names.join("` + `"), bytes(largest))
+    }
 }
 
 /// The smallest budget, and the ring that goes with it.
-fn smallest(units: &[UnitDemand], max_passes: usize) -> (usize, usize) {
-    let mut sizes: Vec<usize> = units.iter().map(|u| u.slot_bytes).collect();
-    sizes.sort_unstable_by(|a, b| b.cmp(a));
-    let mut kept = 0usize;
-    let mut best = (sizes.iter().fold(0, |sum: usize, &size| sum.saturating_add(size)), 0);
-    for &size in &sizes {
-        let ring = size.saturating_mul(max_passes.max(1));
-        best = best.min((kept.saturating_add(ring), ring));
-        kept = kept.saturating_add(size);
+fn smallest(visits: &Visits<'_>) -> (usize, usize) {
+    let size = |i: usize| visits.units[i].slot_bytes;
+    let total = (0..visits.units.len()).map(size).fold(0, usize::saturating_add);
+    let mut kept = vec![false; visits.units.len()];
+    let mut best = (total, 0).min((visits.ring(|_| true), visits.ring(|_| true)));
+    // Keeping a unit costs its size and saves at most that in each pass, so that one pass keeps nothing.
+    if visits.max_passes == 1 {
+        return best;
+    }
+    // The set that needs the most is worth keeping first.
+    let mut order: Vec<&Vec<usize>> = visits.sets.iter().collect();
+    order.sort_by_key(|set| std::cmp::Reverse(visits.slots(set, |_| true)));
+    let mut kept_bytes = 0usize;
+    for (place, set) in order.iter().enumerate() {
+        for &i in set.iter().filter(|&&i| !std::mem::replace(&mut kept[i], true)) {
+            kept_bytes = kept_bytes.saturating_add(size(i));
+        }
+        let mut ring = 0;
+        for set in &order[place + 1..] {
+            if visits.slots(set, |_| true) <= ring {
+                break;
+            }
+            // A set that overlaps what is kept needs less than its whole size.
+            ring = ring.max(visits.slots(set, |i| !kept[i]));
+        }
+        best = best.min((kept_bytes.saturating_add(ring), ring));
     }
     best
 }
@@ -154,17 +213,14 @@ fn smallest(units: &[UnitDemand], max_passes: usize) -> (usize, usize) {
 /// # Errors
 /// [`NeverFits`] when no assignment works under the budget.
 pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
-    let (smallest, ring) = smallest(request.units, request.max_passes);
+    let visits = Visits::new(request.units, request.together, request.max_passes);
+    let (smallest, ring) = smallest(&visits);
     if smallest > request.budget_bytes {
-        let largest = request.units.iter().max_by_key(|u| u.slot_bytes).expect("no units need no budget");
-        return Err(NeverFits {
-            budget_bytes: request.budget_bytes,
-            largest_unit: largest.name.clone(),
-            largest_bytes: largest.slot_bytes,
-            smallest_budget_bytes: smallest,
-        });
+        let (largest_unit, largest_bytes) = visits.largest();
+        let budget_bytes = request.budget_bytes;
+        return Err(NeverFits { budget_bytes, largest_unit, largest_bytes, smallest_budget_bytes: smallest });
     }
-    let planner = Planner::new(request, smallest);
+    let planner = Planner::new(request, visits, smallest);
     let rings = planner.ring_candidates().into_iter().chain([ring]);
     let candidates: Vec<Plan> = rings.filter_map(|ring| planner.try_ring(ring)).collect();
     let cheaper = |a: &&Plan, b: &&Plan| a.cost().total_cmp(&b.cost());
@@ -176,7 +232,9 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
 
 /// What a pass would cost if `residency` were kept, in seconds; `None` when it breaks the budget.
 pub fn predict(request: &PlanRequest<'_>, residency: &[Residency]) -> Option<Plan> {
-    let planner = Planner::new(request, smallest_budget(request.units, request.max_passes));
+    let visits = Visits::new(request.units, request.together, request.max_passes);
+    let smallest = smallest(&visits).0;
+    let planner = Planner::new(request, visits, smallest);
     let resident: usize = (0..residency.len())
         .filter(|&i| residency[i] == Residency::Resident)
         .map(|i| request.units[i].slot_bytes)
@@ -187,6 +245,7 @@ pub fn predict(request: &PlanRequest<'_>, residency: &[Residency]) -> Option<Pla
 
 struct Planner<'a> {
     request: &'a PlanRequest<'a>,
+    needed: Visits<'a>,
     /// How often a pass visits each unit.
     visits: Vec<u32>,
     smallest: usize,
@@ -200,28 +259,23 @@ impl Plan {
 }
 
 impl<'a> Planner<'a> {
-    fn new(request: &'a PlanRequest<'a>, smallest: usize) -> Self {
+    fn new(request: &'a PlanRequest<'a>, needed: Visits<'a>, smallest: usize) -> Self {
         let mut visits = vec![0; request.units.len()];
         for unit in request.order {
             visits[unit.index()] += 1;
         }
-        Self { request, visits, smallest }
+        Self { request, needed, visits, smallest }
     }
 
     fn size(&self, i: usize) -> usize {
         self.request.units[i].slot_bytes
     }
 
-    /// Memory for a unit in each pass that may be at it.
-    fn slots(&self, i: usize) -> usize {
-        self.size(i).saturating_mul(self.request.max_passes.max(1))
-    }
-
-    /// Ring sizes worth trying: none, and from each unit's size upwards in steps of a quarter.
+    /// Ring sizes worth trying: none, and from the size of each visit upwards in steps of a quarter.
     fn ring_candidates(&self) -> Vec<usize> {
         let budget = self.request.budget_bytes;
-        let mut sizes: Vec<usize> =
-            (0..self.request.units.len()).map(|i| self.slots(i)).filter(|&s| s <= budget).collect();
+        let slots = self.needed.sets.iter().map(|set| self.needed.slots(set, |_| true));
+        let mut sizes: Vec<usize> = slots.filter(|&s| s <= budget).collect();
         sizes.sort_unstable();
         sizes.dedup();
         let mut rings = vec![0];
@@ -249,10 +303,16 @@ impl<'a> Planner<'a> {
             }
             fits
         };
-        // What the ring cannot hold must stay.
-        for i in 0..residency.len() {
-            if self.slots(i) > ring && !keep(i, &mut residency) {
-                return None;
+        // What the ring cannot hold must stay: of a set the largest units, until the others fit.
+        for set in &self.needed.sets {
+            let mut largest_first = set.clone();
+            largest_first.sort_by_key(|&i| std::cmp::Reverse(self.size(i)));
+            let mut members = largest_first.into_iter();
+            while self.needed.slots(set, |i| residency[i] == Residency::Streamed) > ring {
+                let next = members.find(|&i| residency[i] == Residency::Streamed)?;
+                if !keep(next, &mut residency) {
+                    return None;
+                }
             }
         }
         // Then what saves most time for its memory. Units that save about the same, as the layers of a model
@@ -291,7 +351,7 @@ impl<'a> Planner<'a> {
     fn evaluate(&self, residency: Vec<Residency>, ring: usize) -> Option<Plan> {
         let streamed = |i: &usize| residency[*i] == Residency::Streamed;
         let all = 0..residency.len();
-        if all.clone().filter(streamed).any(|i| self.slots(i) > ring) {
+        if self.needed.ring(|i| streamed(&i)) > ring {
             return None;
         }
         let largest = all.clone().filter(streamed).map(|i| self.size(i)).max().unwrap_or(0);
@@ -374,7 +434,15 @@ mod tests {
 
     fn request<'a>(units: &'a [UnitDemand], order: &'a [UnitId], budget: usize) -> PlanRequest<'a> {
         let rates = Rates::default();
-        PlanRequest { units, order, budget_bytes: budget, max_passes: 1, rates, least_ring_bytes: 0 }
+        PlanRequest {
+            units,
+            order,
+            together: &[],
+            budget_bytes: budget,
+            max_passes: 1,
+            rates,
+            least_ring_bytes: 0,
+        }
     }
 
     #[test]
@@ -398,9 +466,21 @@ mod tests {
     #[test]
     fn several_passes_need_a_slot_each_or_their_largest_units_kept() {
         let units = units(&[100, 10, 10]);
-        assert_eq!(smallest_budget(&units, 1), 100);
-        assert_eq!(smallest_budget(&units, 2), 120);
-        assert_eq!(smallest_budget(&[], 2), 0);
+        assert_eq!(smallest_budget(&units, &[], 1), 100);
+        assert_eq!(smallest_budget(&units, &[], 2), 120);
+        assert_eq!(smallest_budget(&[], &[], 2), 0);
+    }
+
+    #[test]
+    fn what_one_operation_needs_is_in_the_smallest_budget() {
+        let units = units(&[10, 50, 30, 20]);
+        let together = [vec![UnitId(0), UnitId(2), UnitId(3)]];
+        assert_eq!(smallest_budget(&units, &together, 1), 60);
+        let order = order(4);
+        let error = plan(&PlanRequest { together: &together, ..request(&units, &order, 59) }).unwrap_err();
+        assert_eq!((error.largest_unit.as_str(), error.largest_bytes), ("u0` + `u2` + `u3", 60));
+        let plan = plan(&PlanRequest { together: &together, ..request(&units, &order, 60) }).unwrap();
+        assert!(plan.ring_bytes >= 50 && plan.peak_bytes() <= 60);
     }
 
     #[test]
@@ -454,16 +534,26 @@ mod tests {
             visits in prop::collection::vec(any::<prop::sample::Index>(), 0..60),
             spare in prop_oneof![Just(0), 0usize..20_000],
             max_passes in prop_oneof![1usize..4, Just(usize::MAX)],
+            sets in prop::collection::vec(prop::collection::vec(any::<prop::sample::Index>(), 1..7), 0..8),
         ) {
             let units = units(&sizes);
-            let least = smallest_budget(&units, max_passes);
-            let less = PlanRequest { max_passes, ..request(&units, &[], least - 1) };
+            let id = |v: &prop::sample::Index| UnitId(v.index(sizes.len()) as u32);
+            let together: Vec<Vec<UnitId>> = sets.iter().map(|set| set.iter().map(id).collect()).collect();
+            let together = &together[..];
+            let least = smallest_budget(&units, together, max_passes);
+            let less = PlanRequest { max_passes, together, ..request(&units, &[], least - 1) };
             prop_assert!(plan(&less).is_err());
             let budget = least + spare;
-            let order: Vec<_> = visits.iter().map(|v| UnitId(v.index(sizes.len()) as u32)).collect();
-            let request = PlanRequest { max_passes, ..request(&units, &order, budget) };
+            let order: Vec<_> = visits.iter().map(id).collect();
+            let request = PlanRequest { max_passes, together, ..request(&units, &order, budget) };
             let plan = plan(&request).unwrap();
             prop_assert!(plan.peak_bytes() <= budget);
+            for set in together {
+                let distinct: std::collections::BTreeSet<_> = set.iter().collect();
+                let streamed = distinct.iter().filter(|id| plan.residency[id.index()] == Residency::Streamed);
+                let bytes: usize = streamed.map(|id| units[id.index()].slot_bytes).sum();
+                prop_assert!(bytes.saturating_mul(max_passes) <= budget - plan.resident_bytes);
+            }
             prop_assert!(plan.largest_streamed_bytes.saturating_mul(max_passes) <= budget - plan.resident_bytes);
             prop_assert!(plan.predicted_pass_s.is_finite() && plan.predicted_pass_s >= 0.0);
             let again = predict(&request, &plan.residency).unwrap();

@@ -7,6 +7,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use ts_format::Digest;
 use ts_pool::{
     BLOCK_ALIGN, Backing, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation, SharedBuffer,
     StreamOrderedAllocator, StreamOrderedPool,
@@ -142,7 +143,7 @@ impl<D: Device> Slots<D> {
             (Home::Device(buffer), Some(on)) => Bytes::Device { buffer, pool: on.pool.clone() },
             (Home::Device(_), None) => unreachable!("it is of these slots"),
         };
-        Slot { bytes: Some(bytes), wake }
+        Slot { bytes: Some(bytes), wake, seal: Mutex::new(None), process: std::process::id() }
     }
 
     /// Whether memory comes back when streams are done.
@@ -249,6 +250,9 @@ pub(crate) struct Slot<D: Device> {
     bytes: Option<Bytes<D>>,
     /// Told when the memory is free again.
     wake: Sender<Event<D>>,
+    /// The checksums of the bytes, of a slot whose tensors outlived their leases: whoever has them could write to them.
+    seal: Mutex<Option<Digest>>,
+    process: u32,
 }
 
 #[derive(Debug)]
@@ -287,6 +291,20 @@ impl<D: Device> Slot<D> {
         }
     }
 
+    /// Notes what the bytes are now, to find out later whether somebody wrote to them.
+    pub(crate) fn seal(&self) {
+        *self.seal.lock().unwrap_or_else(PoisonError::into_inner) = self.on_host().map(Digest::of);
+    }
+
+    /// Whether the bytes are what they were when they were sealed, if they were.
+    pub(crate) fn is_intact(&self) -> bool {
+        let seal = self.seal.lock().unwrap_or_else(PoisonError::into_inner);
+        match (&*seal, self.on_host()) {
+            (Some(digest), Some(bytes)) => digest.mismatch(0, bytes).is_none(),
+            _ => true,
+        }
+    }
+
     /// Has the memory, once this is dropped, not be another's before a stream is done with it.
     pub(crate) fn use_on(&self, stream: &D::Stream) -> Result<(), ts_pool::Error> {
         match self.bytes() {
@@ -305,6 +323,11 @@ impl<D: Device> Slot<D> {
 impl<D: Device> Drop for Slot<D> {
     /// Runs on any thread, the deleters of foreign tensors included: it takes no lock of the engine's.
     fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // In a child: the memory is not there, and the pool's locks may be held by threads that are not.
+            std::mem::forget(self.bytes.take());
+            return;
+        }
         if let Some(Bytes::Host { buffer, users, held_by_streams }) = self.bytes.take() {
             for (_, stream) in users.into_inner().unwrap_or_else(PoisonError::into_inner) {
                 let held = HeldByStream::new(buffer.clone(), self.wake.clone(), &held_by_streams);

@@ -2,6 +2,8 @@
 //! What the engine knows at a moment, and the steps between such moments. Everything here runs under the
 //! engine's one lock and never blocks.
 
+mod demand;
+
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::mpsc::Sender;
@@ -59,6 +61,8 @@ pub(crate) struct Fixed<D: Device> {
     pub(crate) events: Sender<Event<D>>,
 }
 
+pub(crate) use demand::Shortage;
+
 pub(crate) struct State<D: Device> {
     pub(crate) units: Vec<UnitState<D>>,
     pub(crate) passes: Passes,
@@ -67,6 +71,12 @@ pub(crate) struct State<D: Device> {
     pub(crate) plan: Plan,
     /// A better plan, to be put in force when nothing is in use.
     pub(crate) pending_plan: Option<Plan>,
+    /// Sets of units that operations need at the same time; none is part of another.
+    pub(crate) together: Vec<Vec<UnitId>>,
+    /// Units that the plan keeps had to be let go: it does not suit what is done.
+    pub(crate) outgrown: bool,
+    /// The most that streamed units ever needed at once when that happened, in bytes.
+    pub(crate) streamed_high_water: usize,
     /// Nothing is read ahead, so that what is on its way runs out.
     pub(crate) paused: bool,
     pub(crate) counts: Counts,
@@ -105,7 +115,7 @@ pub(crate) struct UnitState<D: Device> {
     /// How many calls wait for it.
     wanted: usize,
     /// Slots the engine let go that tensors still hold.
-    lingering: Vec<Weak<Slot<D>>>,
+    lingering: Vec<Lingering<D>>,
     /// Why its last load failed; reported to the next who wants it.
     pub(crate) failure: Option<Error>,
     used_since_load: bool,
@@ -114,6 +124,13 @@ pub(crate) struct UnitState<D: Device> {
     /// Its fastest use but the first, which warms up more than the unit.
     fastest_use_ns: Option<u64>,
     pub(crate) stats: UnitStats,
+}
+
+#[derive(Debug)]
+struct Lingering<D: Device> {
+    slot: Weak<Slot<D>>,
+    /// Its bytes were written to: it is never leased again.
+    spoiled: bool,
 }
 
 #[derive(Debug, Default)]
@@ -134,23 +151,11 @@ pub(crate) struct Counts {
     pub(crate) busy_ns: u64,
 }
 
-/// Why a unit's load did not start.
-#[derive(Debug)]
-pub(crate) enum Shortage {
-    /// Reads under way, streams, or users that are not waiting themselves, will free memory.
-    Passing,
-    /// Only tensors that outlived their lease hold memory.
-    Lingering { bytes: usize, holders: Vec<String> },
-    /// All users of memory wait for memory.
-    Stuck { holders: Vec<String> },
-    /// The device refused.
-    Device(ts_pool::Error),
-}
-
 impl<D: Device> State<D> {
     pub(crate) fn new(
         fixed: &Fixed<D>,
         order: Vec<UnitId>,
+        together: &[Vec<UnitId>],
         plan: Plan,
         backend: Box<dyn Backend>,
         workers: Option<Workers<D>>,
@@ -162,6 +167,9 @@ impl<D: Device> State<D> {
             believed: order,
             plan,
             pending_plan: None,
+            together: Vec::new(),
+            outgrown: false,
+            streamed_high_water: 0,
             paused: false,
             counts: Counts::default(),
             starving: HashSet::new(),
@@ -178,8 +186,30 @@ impl<D: Device> State<D> {
             backend: Some(backend),
             workers,
         };
+        together.iter().for_each(|set| this.note_together(set));
+        this.outgrown = false;
         this.reserve_residents(fixed);
         this
+    }
+
+    /// Notes that an operation needs these units at the same time.
+    pub(crate) fn note_together(&mut self, units: &[UnitId]) {
+        let [_, _, ..] = units else { return };
+        let set: Vec<UnitId> = BTreeSet::from_iter(units.iter().copied()).into_iter().collect();
+        let includes = |larger: &[UnitId], smaller: &[UnitId]| smaller.iter().all(|id| larger.contains(id));
+        if set.len() < 2 || self.together.iter().any(|known| includes(known, &set)) {
+            return;
+        }
+        self.together.retain(|known| !includes(&set, known));
+        self.together.push(set);
+        self.outgrown = true;
+    }
+
+    /// How each unit is held now, which may be less than the plan says.
+    pub(crate) fn residency(&self) -> Vec<Residency> {
+        let held =
+            |unit: &UnitState<D>| if unit.resident { Residency::Resident } else { Residency::Streamed };
+        self.units.iter().map(held).collect()
     }
 
     /// Sets memory aside for what the plan keeps, before anything else is in the pool, so that it lies together
@@ -244,14 +274,51 @@ impl<D: Device> State<D> {
         fixed.units.iter().zip(&self.units).map(demand).collect()
     }
 
-    /// The slot of a present unit, now in use by this thread.
-    pub(crate) fn take_slot(&mut self, id: UnitId) -> Option<Arc<Slot<D>>> {
+    /// The slots of units that are all present, now in use by this thread.
+    pub(crate) fn take_slots(&mut self, ids: &[UnitId]) -> Option<Vec<Arc<Slot<D>>>> {
+        ids.iter().for_each(|&id| self.revive(id));
+        if !self.are_all_present(ids) {
+            return None;
+        }
+        let take = |&id: &UnitId| {
+            let unit = &mut self.units[id.index()];
+            let Residence::Present(slot) = &unit.residence else { unreachable!("just checked") };
+            unit.users.push(std::thread::current().id());
+            unit.used_since_load = true;
+            Arc::clone(slot)
+        };
+        Some(ids.iter().map(take).collect())
+    }
+
+    pub(crate) fn are_all_present(&self, ids: &[UnitId]) -> bool {
+        ids.iter().all(|id| matches!(self.units[id.index()].residence, Residence::Present(_)))
+    }
+
+    fn is_absent(&self, id: UnitId) -> bool {
+        matches!(self.units[id.index()].residence, Residence::Absent)
+    }
+
+    pub(crate) fn is_any_absent(&self, ids: &[UnitId]) -> bool {
+        ids.iter().any(|&id| self.is_absent(id))
+    }
+
+    /// Those of some units that are neither present nor on their way, once each.
+    pub(crate) fn absent(&self, ids: &[UnitId]) -> Vec<UnitId> {
+        BTreeSet::from_iter(ids.iter().copied().filter(|&id| self.is_absent(id))).into_iter().collect()
+    }
+
+    /// Has a unit that was let go be present again, from the memory in which tensors still hold its bytes.
+    fn revive(&mut self, id: UnitId) {
         let unit = &mut self.units[id.index()];
-        let Residence::Present(slot) = &unit.residence else { return None };
-        let slot = Arc::clone(slot);
-        unit.users.push(std::thread::current().id());
-        unit.used_since_load = true;
-        Some(slot)
+        if !matches!(unit.residence, Residence::Absent) {
+            return;
+        }
+        let held = unit.lingering.iter().rposition(|held| !held.spoiled && held.slot.strong_count() > 0);
+        let Some(slot) = held.and_then(|at| unit.lingering.remove(at).slot.upgrade()) else { return };
+        // Memory that was set aside for it is not needed.
+        unit.reserved = None;
+        unit.residence = Residence::Present(slot);
+        self.note_idle(id);
     }
 
     /// Ends one use of a unit by `user`. What the plan does not keep goes, unless it is expected again sooner
@@ -298,9 +365,12 @@ impl<D: Device> State<D> {
     pub(crate) fn discard(&mut self, id: UnitId) {
         if matches!(self.units[id.index()].residence, Residence::Present(_)) {
             self.evict(id);
+            let unit = &mut self.units[id.index()];
             // Its place among those that are kept is gone with its bytes.
-            self.units[id.index()].resident = false;
+            unit.resident = false;
+            unit.stats.resident = false;
         }
+        self.units[id.index()].lingering.iter_mut().for_each(|held| held.spoiled = true);
     }
 
     /// Lets go of an idle unit; its memory is free when its last tensor is.
@@ -312,36 +382,7 @@ impl<D: Device> State<D> {
                 self.counts.wasted_loads += 1;
             }
             if Arc::strong_count(&slot) > 1 {
-                unit.lingering.push(Arc::downgrade(&slot));
-            }
-        }
-    }
-
-    /// Begins to read a unit that is wanted now, ahead of everything that was only expected.
-    pub(crate) fn demand(&mut self, fixed: &Fixed<D>, id: UnitId, now_ns: u64) -> Result<(), Shortage> {
-        loop {
-            match self.room(fixed, id) {
-                Ok(room) => {
-                    let reads = self.start(fixed, id, room, now_ns);
-                    reads.into_iter().rev().for_each(|read| self.queue.push_front(read));
-                    self.pump(fixed, now_ns);
-                    return Ok(());
-                }
-                Err(NoRoom::Slots) => {}
-                // Uploads under way end, whatever becomes of them.
-                Err(NoRoom::Staging | NoRoom::Device(_)) if self.is_loading() => {
-                    return Err(Shortage::Passing);
-                }
-                Err(NoRoom::Staging) => {
-                    let holders = vec!["reads that the system has not let go of".into()];
-                    return Err(Shortage::Stuck { holders });
-                }
-                Err(NoRoom::Device(error)) => return Err(Shortage::Device(error)),
-            }
-            // Of what nobody uses, the one that is needed last goes first.
-            match self.idle.iter().copied().max_by_key(|&unit| self.passes.next_use(unit)) {
-                Some(victim) => self.evict(victim),
-                None => return Err(self.shortage(fixed)),
+                unit.lingering.push(Lingering { slot: Arc::downgrade(&slot), spoiled: false });
             }
         }
     }
@@ -352,6 +393,7 @@ impl<D: Device> State<D> {
             let ahead: Vec<UnitId> = self.passes.ahead().take(fixed.prefetch.reach()).collect();
             self.horizon = ahead.len();
             for (distance, &id) in ahead.iter().enumerate() {
+                self.revive(id);
                 let unit = &self.units[id.index()];
                 if !matches!(unit.residence, Residence::Absent) || unit.failure.is_some() {
                     continue;
@@ -627,41 +669,6 @@ impl<D: Device> State<D> {
         (unit.used_since_load, unit.verified) = (false, fixed.verify != Verify::Never);
         self.note_idle(id);
     }
-
-    /// What stands in the way when no idle unit can go.
-    fn shortage(&mut self, fixed: &Fixed<D>) -> Shortage {
-        let this_thread = std::thread::current().id();
-        let waiting = |user: &ThreadId| {
-            *user == this_thread || self.starving.contains(user) || self.queued.contains(user)
-        };
-        // Read for another call, which is about to take it.
-        let awaited = |unit: &UnitState<D>| {
-            unit.wanted > 0 && unit.users.is_empty() && matches!(unit.residence, Residence::Present(_))
-        };
-        let in_use = |unit: &&UnitState<D>| !unit.resident && !unit.users.is_empty();
-        let can_end = |unit: &UnitState<D>| unit.users.iter().any(|user| !waiting(user));
-        if self.is_loading()
-            || fixed.slots.waits_for_streams()
-            || self.units.iter().any(awaited)
-            || self.units.iter().filter(in_use).any(can_end)
-        {
-            return Shortage::Passing;
-        }
-        let in_use: Vec<String> = self.units.iter().filter(in_use).map(|u| u.stats.name.clone()).collect();
-        let (mut bytes, mut holders) = (0, Vec::new());
-        for (unit, prepared) in self.units.iter_mut().zip(&fixed.units) {
-            let count = unit.lingering_count();
-            if count > 0 {
-                bytes += count * prepared.slot_bytes;
-                holders.push(format!("`{}` x{count}", unit.stats.name));
-            }
-        }
-        if holders.is_empty() {
-            Shortage::Stuck { holders: in_use }
-        } else {
-            Shortage::Lingering { bytes, holders }
-        }
-    }
 }
 
 impl<D: Device> UnitState<D> {
@@ -690,7 +697,7 @@ impl<D: Device> UnitState<D> {
     }
 
     fn lingering_count(&mut self) -> usize {
-        self.lingering.retain(|slot| slot.strong_count() > 0);
+        self.lingering.retain(|held| held.slot.strong_count() > 0);
         self.lingering.len()
     }
 }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
@@ -255,6 +256,26 @@ fn a_file_replaced_while_it_is_streamed_is_an_error() {
         .find_map(|unit| acquire_tensor(&engine, unit as u32).err())
         .expect("the change is seen");
     assert!(error.to_string().contains("another file has taken its place"), "{error}");
+}
+
+#[test]
+fn a_file_written_to_whose_modification_time_was_put_back_is_an_error() {
+    let model = Model::new(&[200 * KIB; 6]);
+    let engine = model.engine(config(450 * KIB)).unwrap();
+    model.pass(&engine, &[0, 1, 2, 3, 4, 5]);
+    let before = fs::metadata(&model.path).unwrap().modified().unwrap();
+    // Longer than the clock of a file system ticks.
+    std::thread::sleep(Duration::from_millis(20));
+    let file = fs::OpenOptions::new().write(true).open(&model.path).unwrap();
+    std::io::Write::write_all(&mut &file, &vec![0; model.content.len()]).unwrap();
+    file.set_modified(before).unwrap();
+    drop(file);
+    let streamed = engine.stats().units.iter().position(|u| !u.resident).unwrap();
+    let error = (0..6)
+        .chain([streamed])
+        .find_map(|unit| acquire_tensor(&engine, unit as u32).err())
+        .expect("the change is seen");
+    assert!(error.to_string().contains("modification time is the old one"), "{error}");
 }
 
 #[test]
@@ -563,12 +584,14 @@ fn what_is_verified_once_is_trusted_when_it_is_read_again() {
         let engine = model.engine(config()).unwrap();
         visit(&engine, 0).unwrap();
         visit(&engine, 1).unwrap();
-        // A bit that turned by itself: the file is as old as it was.
+        // A bit that turned by itself: the file is as old as it was, and another mode explains the time of its change.
         let modified = fs::metadata(&model.path).unwrap().modified().unwrap();
         let turn = |content: &[u8]| {
             let file = fs::File::options().write(true).open(&model.path).unwrap();
             std::os::unix::fs::FileExt::write_all_at(&file, content, 0).unwrap();
             file.set_modified(modified).unwrap();
+            let mode = file.metadata().unwrap().permissions().mode();
+            file.set_permissions(fs::Permissions::from_mode(mode ^ 0o040)).unwrap();
         };
         let mut harmed = model.content.clone();
         harmed[8 + (1 << 20)] ^= 1;
@@ -609,4 +632,83 @@ fn prefetch_reads_as_far_ahead_as_it_says() {
             _ => assert!(most >= most_ahead, "{most} units ahead"),
         }
     }
+}
+
+#[test]
+fn what_one_operation_needs_is_leased_together_at_the_smallest_budget() {
+    let model = Model::new(&[100 * KIB, 20 * KIB, 60 * KIB, 200 * KIB, 40 * KIB, 300 * KIB, 30 * KIB]);
+    let sets = [vec![0, 1, 2, 3], vec![5, 6], vec![2, 4, 5]];
+    let ids = |set: &[u32]| set.iter().copied().map(UnitId).collect::<Vec<_>>();
+    let together: Vec<_> = sets.iter().map(|set| ids(set)).collect();
+    let with = |budget| model.engine(EngineConfig { together: together.clone(), ..config(budget) });
+    let smallest = match with(4 * KIB) {
+        Err(Error::NeverFits(refusal)) => refusal.smallest_budget_bytes,
+        other => panic!("{:?}", other.err()),
+    };
+    assert!(with(smallest - 1).is_err());
+    let engine = with(smallest).unwrap();
+    for round in 0..20 {
+        let pass = engine.begin_pass(never_interrupt()).unwrap();
+        for step in 0..sets.len() {
+            let set = &sets[(step * (round % 2 + 1) + round) % sets.len()];
+            let leases = engine.acquire_all(Some(pass), &ids(set), &mut patience()).unwrap();
+            for (lease, &unit) in leases.iter().zip(set) {
+                model.check(unit as usize, &lease.tensor(0));
+            }
+            drop(leases);
+            let alone = (round * 5 + step) as u32 % 7;
+            let lease = engine.acquire(Some(pass), UnitId(alone), &mut patience()).unwrap();
+            model.check(alone as usize, &lease.tensor(0));
+        }
+        engine.end_pass(pass);
+    }
+    assert!(engine.stats().in_use_high_water_bytes <= smallest);
+    let all = ids(&[0, 1, 2, 3, 4, 5, 6]);
+    let refused = engine.acquire_all(None, &all, &mut patience()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::NeverFits, "{refused}");
+}
+
+#[test]
+fn a_set_that_was_not_known_takes_the_memory_of_what_the_plan_keeps_and_is_planned_for() {
+    let model = Model::new(&[64 * KIB; 12]);
+    let engine = model.engine(config(600 * KIB)).unwrap();
+    let set: Vec<_> = (2..9).map(UnitId).collect();
+    for _ in 0..6 {
+        let pass = engine.begin_pass(never_interrupt()).unwrap();
+        for unit in 0..12 {
+            let lease = engine.acquire(Some(pass), UnitId(unit), &mut patience()).unwrap();
+            model.check(unit as usize, &lease.tensor(0));
+        }
+        let leases = engine.acquire_all(Some(pass), &set, &mut patience()).unwrap();
+        for (lease, unit) in leases.iter().zip(2..) {
+            model.check(unit, &lease.tensor(0));
+        }
+        drop(leases);
+        if engine.end_pass(pass) {
+            engine.replan(never_interrupt()).unwrap();
+        }
+    }
+    let plan = engine.stats().plan;
+    assert!(plan.smallest_budget_bytes >= 7 * 64 * KIB, "{plan:?}");
+}
+
+#[test]
+fn bytes_that_are_still_in_memory_are_leased_again_and_not_read_twice() {
+    let model = Model::new(&[300 * KIB; 4]);
+    let smallest = 300 * KIB + 16 * KIB;
+    let engine = model.engine(config(smallest)).unwrap();
+    let kept = acquire_tensor(&engine, 1).unwrap();
+    for _ in 0..3 {
+        let lease = engine.acquire(None, UnitId(1), &mut patience()).unwrap();
+        assert_eq!(lease.tensor(0).as_ptr(), kept.as_ptr(), "it is the same memory");
+    }
+    assert_eq!(engine.stats().units[1].loads, 1);
+    let error = engine.acquire(None, UnitId(2), &mut patience()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Full, "{error}");
+    let again = acquire_tensor(&engine, 1).unwrap();
+    assert_eq!(again.as_ptr(), kept.as_ptr());
+    engine.discard(UnitId(1)).unwrap();
+    assert!(engine.acquire(None, UnitId(1), &mut patience()).is_err(), "what was spoiled is not leased");
+    drop((kept, again));
+    model.check(1, &acquire_tensor(&engine, 1).unwrap());
 }
