@@ -137,7 +137,11 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         }
         self.connection.close(reason);
         while self.connection.plan_writes() {
-            self.step().await?;
+            match self.step().await {
+                // Only this end's own farewell has not arrived.
+                Err(Error::Closed { .. }) => return Ok(()),
+                done => done?,
+            }
         }
         let failed = |peer: &str, error| Error::io(peer, "closing", error);
         std::future::poll_fn(|cx| Pin::new(&mut self.io).poll_shutdown(cx))

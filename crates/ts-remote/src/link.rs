@@ -257,12 +257,22 @@ impl<S: Sink> Link<S> {
     /// before it is read; where the system (others than Linux) does not tell, until the other end has read it. What comes meanwhile is dropped.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event): what was sent may not have come then. Blocks as long as there is no credit.
+    /// As [`next_event`](Self::next_event): what was sent may not have come then. It is no error that the other end closes first, once
+    /// the socket has all that was sent. Blocks as long as there is no credit.
     pub fn close(mut self, reason: &str) -> Result<(), Error> {
         self.flush_all()?;
         if matches!(self.connection.end_of_input(), Err(Error::Closed { .. })) {
             return Ok(());
         }
+        match self.say_last(reason) {
+            // Only this end's own farewell has not arrived.
+            Err(Error::Closed { .. }) => Ok(()),
+            done => done,
+        }
+    }
+
+    /// Says why it ends, and waits until the other end's system has all.
+    fn say_last(&mut self, reason: &str) -> Result<(), Error> {
         self.connection.close(reason);
         while self.connection.plan_writes() || self.socket.wants_write() {
             self.step(SLICE)?;

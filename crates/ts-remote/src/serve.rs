@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use crate::lobby::{accept, wait};
 #[cfg(feature = "tls")]
 use crate::tls::TlsServer;
-use crate::{Connection, ConnectionOptions, Error, Event, Link, Listener, Role, Sink, Socket};
+use crate::{
+    Connection, ConnectionOptions, ConnectionStats, Error, Event, Link, Listener, Role, Sink, Socket,
+};
 
 /// What a server does for one that has connected.
 pub trait Session {
@@ -42,13 +44,17 @@ pub struct ServerOptions {
     pub introduction: Duration,
     /// How long a connection may be open and nothing be wanted of it. Who wants something later connects again.
     pub idle: Duration,
+    /// How long transfers that are under way may take to end after the server was stopped. A connection counts as idle
+    /// when nothing has been sent or requested for half a second.
+    pub grace: Duration,
     /// Certificates, for connections by TCP.
     #[cfg(feature = "tls")]
     pub tls: Option<TlsServer>,
 }
 
 impl Default for ServerOptions {
-    /// 512 connections, 128 of strangers, which have 10 s, 10 minutes for who wants nothing, and windows of 64 KiB: for who sends little and is sent much.
+    /// 512 connections, 128 of them without an introduction, for which there are 10 s; 10 minutes for idle ones; a grace
+    /// period of 10 s; windows of 64 KiB, for clients that send little and receive much.
     fn default() -> Self {
         Self {
             connection: ConnectionOptions {
@@ -60,6 +66,7 @@ impl Default for ServerOptions {
             max_strangers: 128,
             introduction: Duration::from_secs(10),
             idle: Duration::from_secs(600),
+            grace: Duration::from_secs(10),
             #[cfg(feature = "tls")]
             tls: None,
         }
@@ -81,6 +88,13 @@ pub struct ServerStats {
     pub received_bytes: u64,
 }
 
+impl ServerStats {
+    fn count(&mut self, connection: &ConnectionStats) {
+        self.sent_bytes += connection.sent_bytes;
+        self.received_bytes += connection.received_bytes;
+    }
+}
+
 struct Guest<S: Session> {
     link: Link<S::Sink>,
     session: S,
@@ -91,7 +105,15 @@ struct Guest<S: Session> {
 /// How often the server looks whether it is to stop, and at what waits for other things than its socket.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// Serves until `stop` says so, which is asked at least every 50 ms. `session` makes what serves one that has connected; `log` hears why connections end. Blocks.
+/// How long a connection must be idle before a server that was stopped closes it: longer than most round trips, after which a
+/// client requests the next part of what it reads.
+const QUIET: Duration = Duration::from_millis(500);
+/// What clients are told then.
+const STOPPED: &str = "the server was stopped";
+
+/// Serves until `stop` returns true, which is asked at least every 50 ms. Then no connection is accepted, and those that are
+/// open go on until they are idle, at most [`ServerOptions::grace`]. `session` makes what serves one that has connected; `log`
+/// hears why connections end. Blocks.
 ///
 /// # Errors
 /// [`Error::Io`] when the listener fails for good. No connection's error ends it.
@@ -106,11 +128,30 @@ pub fn serve<S: Session>(
     let mut stats = ServerStats::default();
     let mut guests: Vec<Guest<S>> = Vec::new();
     let mut busy = false;
-    while !stop() {
-        let full = guests.len() >= options.max_connections;
+    let mut end: Option<Instant> = None;
+    loop {
+        // Also afterwards: who is asked may see that the process is to end at once.
+        if stop() && end.is_none() {
+            end = Some(Instant::now() + options.grace);
+        }
+        if let Some(end) = end {
+            let late = Instant::now() >= end;
+            guests.retain_mut(|guest| {
+                let goes = late || guest.is_quiet();
+                if goes {
+                    guest.dismiss();
+                    stats.count(&guest.link.stats());
+                }
+                !goes
+            });
+            if guests.is_empty() {
+                return Ok(stats);
+            }
+        }
+        let accepting = end.is_none() && guests.len() < options.max_connections;
         let links = guests.iter_mut().map(|guest| &mut guest.link).collect();
-        let ready = wait(listener, !full, links, if busy { Duration::ZERO } else { SLICE })?;
-        if ready[0] && !full {
+        let ready = wait(listener, accepting, links, if busy { Duration::ZERO } else { SLICE })?;
+        if ready[0] && accepting {
             while let Some(socket) = accept(listener)? {
                 stats.accepted += 1;
                 match guest(socket, options, &mut session) {
@@ -139,9 +180,7 @@ pub fn serve<S: Session>(
                     !late
                 }
                 Err(error) => {
-                    let after = guest.link.stats();
-                    stats.sent_bytes += after.sent_bytes;
-                    stats.received_bytes += after.received_bytes;
+                    stats.count(&guest.link.stats());
                     stats.failed += u64::from(!matches!(error, Error::Closed { .. }));
                     log(guest.link.peer(), &error);
                     false
@@ -149,11 +188,6 @@ pub fn serve<S: Session>(
             }
         });
     }
-    for guest in &guests {
-        stats.sent_bytes += guest.link.stats().sent_bytes;
-        stats.received_bytes += guest.link.stats().received_bytes;
-    }
-    Ok(stats)
 }
 
 fn guest<S: Session>(
@@ -202,6 +236,17 @@ impl<S: Session> Guest<S> {
         self.link.connection().close(&reason);
         self.link.drive()?;
         Err(Error::Closed { reason })
+    }
+
+    /// Whether it can be closed without cutting a transfer.
+    fn is_quiet(&mut self) -> bool {
+        !self.met || (!self.link.wants_write() && self.link.at_rest() >= QUIET)
+    }
+
+    /// Tells the other end that the server was stopped, if it takes that.
+    fn dismiss(&mut self) {
+        self.link.connection().close(STOPPED);
+        let _ = self.link.drive();
     }
 
     /// Reads, serves and writes, as much as goes; whether something did.

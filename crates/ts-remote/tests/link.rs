@@ -310,3 +310,69 @@ fn who_is_there_and_says_nothing_at_all_is_given_up() {
     assert_eq!(given_up.kind(), ErrorKind::TimedOut, "{given_up}");
     slow.join().unwrap();
 }
+
+/// Two links that know each other, over a socket of this kind.
+fn pair(at: &Address) -> [Link<Vec<u8>>; 2] {
+    let listener = Listener::bind(at, options().timeout).unwrap();
+    let address = listener.address().clone();
+    let near = thread::spawn(move || Link::<Vec<u8>>::connect(&address, options()).unwrap());
+    let far = Link::new(listener.accept().unwrap(), Role::Acceptor, options()).unwrap();
+    [near.join().unwrap(), far]
+}
+
+/// Receives one tensor.
+fn receive(link: &mut Link<Vec<u8>>, len: usize) {
+    loop {
+        match link.next_event().unwrap() {
+            Event::Metadata { stream, .. } => link.connection().accept(stream, vec![0; len]).unwrap(),
+            Event::End { .. } => return,
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn closing_after_the_other_end_has_closed_is_no_error_when_all_has_arrived() {
+    const LEN: usize = 100_000;
+    let directory = tempfile::tempdir().unwrap();
+    let unix: Address = format!("unix:{}", directory.path().join("socket").display()).parse().unwrap();
+    for at in [&any_port(), &unix] {
+        for round in 0..20 {
+            let [mut near, mut far] = pair(at);
+            let stream = near.connection().open_stream().unwrap();
+            let far = thread::spawn(move || {
+                receive(&mut far, LEN);
+                match round % 3 {
+                    0 | 1 => far.close("that was all").unwrap(),
+                    // It ends without a word.
+                    _ => drop(far),
+                }
+            });
+            let info = TensorInfo::new("w", Dtype::U8, [LEN as u64]).unwrap();
+            near.send(stream, info, payload(LEN, 1).into(), SendOptions::default()).unwrap();
+            if round % 2 == 0 {
+                far.join().unwrap();
+                thread::sleep(Duration::from_millis(5));
+            }
+            if round % 3 == 1 {
+                // What this end has to say otherwise reaches nobody any more.
+                near.connection().ping();
+                let _ = near.drive();
+                thread::sleep(Duration::from_millis(5));
+            }
+            near.close("so it was").unwrap_or_else(|error| panic!("{at}, round {round}: {error}"));
+        }
+    }
+}
+
+#[test]
+fn closing_is_an_error_when_the_other_end_has_closed_before_all_has_arrived() {
+    const LEN: usize = 64 << 20;
+    let [mut near, far] = pair(&any_port());
+    let stream = near.connection().open_stream().unwrap();
+    let info = TensorInfo::new("w", Dtype::U8, [LEN as u64]).unwrap();
+    near.connection().send(stream, info, payload(LEN, 1).into(), SendOptions::default()).unwrap();
+    far.close("no more of it").unwrap();
+    let error = near.close("all of it").unwrap_err();
+    assert!(matches!(&error, Error::Closed { reason } if reason == "no more of it"), "{error}");
+}
