@@ -18,6 +18,11 @@ impl Bar {
         Self { bar }
     }
 
+    /// A bar that shows nothing.
+    pub fn hidden() -> Self {
+        Self { bar: ProgressBar::hidden() }
+    }
+
     /// Shows how far the job is.
     pub fn show(&self, progress: Progress) {
         self.bar.set_length(progress.total);

@@ -9,8 +9,8 @@ use ts_orchestrator::{Engine, EngineConfig, Phase, Unit, UnitTensor};
 use ts_pool::Budget;
 use ts_streams::Device;
 
-use crate::Error;
 use crate::read::Reader;
+use crate::{Error, foreign};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
@@ -36,8 +36,8 @@ impl Checkpoint {
     /// comes from one in the file `TENSORSTREAM_CA`; `TENSORSTREAM_CERT` and `TENSORSTREAM_KEY` are the client's own.
     ///
     /// # Errors
-    /// [`Error::NoCheckpoint`], [`Error::Io`] when a file cannot be opened or read, [`Error::Format`] when
-    /// one is not what it should be.
+    /// [`Error::NoCheckpoint`], [`Error::Io`] when a file cannot be opened or read, [`Error::ForeignFormat`] for GGUF files and
+    /// pickles, [`Error::Format`] when a file is not what it should be.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         Self::open_as(path.as_ref(), |reader| reader)
     }
@@ -198,6 +198,10 @@ fn find_in(dir: &Path) -> Result<PathBuf, Error> {
         files.filter(|p| p.extension().is_some_and(|e| e == "safetensors" || e == "ts")).collect();
     match files.len() {
         1 => Ok(files.remove(0)),
+        0 => {
+            Err(foreign::recognised_in(dir)
+                .unwrap_or_else(|| Error::NoCheckpoint { path: dir.into(), found: 0 }))
+        }
         found => Err(Error::NoCheckpoint { path: dir.into(), found }),
     }
 }
@@ -252,7 +256,8 @@ fn read_catalog(mut reader: CatalogReader, mut opened: Opened) -> Result<Checkpo
         let mut bytes = vec![0; end.saturating_sub(offset) as usize];
         let got = source.read_at(offset, &mut bytes)?;
         bytes.truncate(got);
-        reader.feed(&bytes, source.len())?;
+        let fed = reader.feed(&bytes, source.len());
+        fed.map_err(|error| foreign::recognised(&source).unwrap_or_else(|| error.into()))?;
     }
     let catalog = reader.finish()?;
     let sources = catalog.files().iter().map(|file| Arc::clone(&opened[&file.name])).collect();

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The command line: `tensorstream info|verify|diff|convert|compact|plan|serve-weights|fetch|bench|demo`.
+//! The command line:
+//! `tensorstream info|verify|diff|convert|compact|plan|serve-weights|fetch|bench|demo|completion`.
 //!
 //! Exit status: 0 when all is well, 1 when a file is damaged, two differ or something failed, 2 for wrong arguments, 130 when
-//! interrupted.
+//! interrupted (the program gives 143 after SIGTERM). With `--json` an error is
+//! `{"error": {"kind": ..., "message": ...}}` on standard output.
 
 mod bench_codec;
 mod bench_io;
+mod console;
 #[cfg(feature = "remote")]
 mod serve;
 
@@ -13,15 +16,16 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use serde_json::{Value, json};
 use ts_format::{Codec, Compression, Tensor};
 use ts_orchestrator::{EngineConfig, UnitId};
 
+use self::console::{Console, described, say};
 use crate::write::unfinished;
 use crate::{
-    Bar, Checkpoint, Compacted, Converted, Error, FileWriter, NewTensor, Progress, WriteOptions,
-    available_bytes, compact, convert, diff, parse_bytes, verify,
+    Checkpoint, Compacted, Converted, Error, FileWriter, NewTensor, Progress, WriteOptions, available_bytes,
+    compact, convert, diff, parse_bytes, verify,
 };
 
 const MIB: f64 = 1048576.0;
@@ -32,9 +36,8 @@ const MIB: f64 = 1048576.0;
 struct Arguments {
     #[command(subcommand)]
     command: Command,
-    /// Prints one JSON value to standard output instead of text.
-    #[arg(long, global = true)]
-    json: bool,
+    #[command(flatten)]
+    console: Console,
 }
 
 #[derive(Debug, Subcommand)]
@@ -62,7 +65,8 @@ enum Command {
         #[arg(long, default_value_t = 0, hide_default_value = true)]
         jobs: usize,
     },
-    /// Writes a checkpoint into one file, bit for bit and with its metadata. Goes on where it was interrupted.
+    /// Writes a checkpoint into one file, bit for bit and with its metadata. After an interrupt the same command resumes a
+    /// .ts file after its last complete tensor; a .safetensors file begins again.
     Convert {
         /// What to read: a .safetensors or .ts file, a shard index, or a directory with one of them.
         from: PathBuf,
@@ -92,7 +96,7 @@ enum Command {
         #[arg(long, value_parser = budget)]
         budget: Option<usize>,
         /// Forward passes that may run at once.
-        #[arg(long, default_value_t = 1)]
+        #[arg(long, default_value_t = 1, value_parser = at_least_one)]
         max_passes: usize,
     },
     /// Serves the files below a directory to whoever streams from them: `ts://HOST:PORT/NAME`.
@@ -113,8 +117,13 @@ enum Command {
         #[arg(long, value_parser = budget)]
         budget: Option<usize>,
         /// Passes over all units.
-        #[arg(long, default_value_t = 5)]
+        #[arg(long, default_value_t = 5, value_parser = at_least_one)]
         passes: usize,
+    },
+    /// Writes a shell's completion script to standard output: `source <(tensorstream completion bash)`.
+    Completion {
+        /// The shell.
+        shell: clap_complete::Shell,
     },
 }
 
@@ -132,6 +141,10 @@ fn budget(text: &str) -> Result<usize, String> {
     usize::try_from(bytes).ok().filter(|&bytes| bytes > 0).ok_or_else(|| format!("{text} is no budget"))
 }
 
+fn at_least_one(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&count| count > 0).ok_or_else(|| "expected a whole number, at least 1".into())
+}
+
 /// Runs a command line, the program's name first, and returns the exit status.
 ///
 /// `interrupt` is asked at least every 16 MiB of work and every 20 ms of a wait; true ends the work.
@@ -139,18 +152,24 @@ pub fn run(
     arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> u8 {
-    let arguments = match Arguments::try_parse_from(arguments) {
-        Ok(arguments) => arguments,
+    let arguments: Vec<OsString> = arguments.into_iter().map(Into::into).collect();
+    let parsed = match Arguments::try_parse_from(&arguments) {
+        Ok(parsed) => parsed,
         Err(refusal) => {
             // Help and version come this way too, with status 0.
-            let _ = refusal.print();
+            if refusal.exit_code() != 0 && arguments.iter().any(|argument| argument == "--json") {
+                say(described("usage", &refusal.to_string()));
+            } else {
+                let _ = refusal.print();
+            }
             return refusal.exit_code() as u8;
         }
     };
-    match arguments.command.run(arguments.json, interrupt) {
+    let (console, began) = (parsed.console, Instant::now());
+    let status = match parsed.command.run(console, interrupt) {
         Ok(status) => status,
         Err(error) => {
-            eprintln!("tensorstream: {error}");
+            console.failed(&error);
             let interrupted = match &error {
                 Error::Interrupted => true,
                 Error::Engine(e) => e.kind() == ts_orchestrator::ErrorKind::Interrupted,
@@ -158,56 +177,58 @@ pub fn run(
             };
             if interrupted { 130 } else { 1 }
         }
-    }
+    };
+    console.detail(format_args!("status {status} after {:.3} s", began.elapsed().as_secs_f64()));
+    status
 }
 
 impl Command {
-    fn run(self, as_json: bool, interrupt: &mut dyn FnMut() -> bool) -> Result<u8, Error> {
+    fn run(self, console: Console, interrupt: &mut dyn FnMut() -> bool) -> Result<u8, Error> {
         match self {
-            Command::Info { path } => info(&path, as_json),
-            Command::Verify { path, jobs } => verified(&path, jobs, as_json, interrupt),
-            Command::Diff { first, second, jobs } => differing(&first, &second, jobs, as_json, interrupt),
-            Command::Compact { path } => compacted(&path, as_json, interrupt),
+            Command::Info { path } => info(&path, console),
+            Command::Verify { path, jobs } => verified(&path, jobs, console, interrupt),
+            Command::Diff { first, second, jobs } => differing(&first, &second, jobs, console, interrupt),
+            Command::Compact { path } => compacted(&path, console, interrupt),
             Command::Convert { from, to, codec, level, jobs } => {
                 let compression = Compression::named(&codec, level)
                     .map_err(|reason| Error::Compression { path: to.clone(), reason })?;
                 let options = WriteOptions { compression, jobs, ..WriteOptions::default() };
-                converted(&from, &to, options, as_json, interrupt)
+                converted(&from, &to, options, console, interrupt)
             }
             Command::Plan { path, budget, max_passes } => {
                 let budget = budget.or_else(half_of_available).ok_or(Error::NoBudget)?;
-                planned(&path, budget, max_passes, as_json)
+                planned(&path, budget, max_passes, console)
             }
             #[cfg(feature = "remote")]
-            Command::ServeWeights(arguments) => serve::run(&arguments, as_json, interrupt),
+            Command::ServeWeights(arguments) => serve::run(&arguments, console, interrupt),
             #[cfg(feature = "remote")]
-            Command::Fetch(arguments) => serve::fetched(&arguments, as_json, interrupt),
-            Command::Bench(Bench::Io(arguments)) => bench_io::run(&arguments, as_json, interrupt),
-            Command::Bench(Bench::Codec(arguments)) => bench_codec::run(&arguments, as_json, interrupt),
+            Command::Fetch(arguments) => serve::fetched(&arguments, console, interrupt),
+            Command::Bench(Bench::Io(arguments)) => bench_io::run(&arguments, console, interrupt),
+            Command::Bench(Bench::Codec(arguments)) => bench_codec::run(&arguments, console, interrupt),
             Command::Demo { path, budget, passes } => {
-                demo(path.as_deref(), budget, passes, as_json, interrupt)
+                demo(path.as_deref(), budget, passes, console, interrupt)
+            }
+            Command::Completion { shell } => {
+                let mut script = Vec::new();
+                clap_complete::generate(shell, &mut Arguments::command(), "tensorstream", &mut script);
+                say(String::from_utf8_lossy(&script).trim_end());
+                Ok(0)
             }
         }
     }
-}
-
-/// Writes to standard output; a reader that has gone away is no error of ours.
-fn say(text: impl std::fmt::Display) {
-    use std::io::Write;
-    let _ = writeln!(std::io::stdout(), "{text}");
 }
 
 fn half_of_available() -> Option<usize> {
     Some((available_bytes()? / 2) as usize)
 }
 
-fn info(path: &Path, as_json: bool) -> Result<u8, Error> {
+fn info(path: &Path, console: Console) -> Result<u8, Error> {
     let checkpoint = Checkpoint::open(path)?;
     let catalog = checkpoint.catalog();
     let total: u64 = catalog.tensors().map(|tensor| tensor.range().len).sum();
     let stored: u64 = catalog.tensors().map(|tensor| tensor.stored_bytes()).sum();
     let files = catalog.files().iter().zip(checkpoint.sources());
-    if as_json {
+    if console.json {
         let files = files.map(
             |(file, source)| json!({ "path": source.path(), "bytes": file.len, "metadata": file.metadata }),
         );
@@ -253,11 +274,12 @@ fn codec(tensor: Tensor<'_>) -> Codec {
 
 /// A job that shows how far it is and can be interrupted.
 fn watched<T>(
+    console: Console,
     label: &str,
     interrupt: &mut dyn FnMut() -> bool,
     job: impl FnOnce(&mut crate::Watch<'_>) -> Result<T, Error>,
 ) -> Result<(T, f64), Error> {
-    let bar = Bar::new(label);
+    let bar = console.bar(label);
     let began = Instant::now();
     let done = job(&mut |progress: Progress| {
         bar.show(progress);
@@ -269,11 +291,11 @@ fn watched<T>(
 fn verified(
     path: &Path,
     jobs: usize,
-    as_json: bool,
+    console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
-    let (found, seconds) = watched("verifying", interrupt, |watch| verify(path, jobs, watch))?;
-    if as_json {
+    let (found, seconds) = watched(console, "verifying", interrupt, |watch| verify(path, jobs, watch))?;
+    if console.json {
         let damaged = found
             .damaged
             .iter()
@@ -302,11 +324,12 @@ fn differing(
     first: &Path,
     second: &Path,
     jobs: usize,
-    as_json: bool,
+    console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
-    let (found, seconds) = watched("comparing", interrupt, |watch| diff(first, second, jobs, watch))?;
-    if as_json {
+    let (found, seconds) =
+        watched(console, "comparing", interrupt, |watch| diff(first, second, jobs, watch))?;
+    if console.json {
         let tensors =
             found.tensors.iter().map(|(name, difference)| (name.clone(), difference.to_string().into()));
         let tensors: serde_json::Map<_, _> = tensors.collect();
@@ -325,11 +348,11 @@ fn differing(
     Ok(u8::from(!found.is_empty()))
 }
 
-fn compacted(path: &Path, as_json: bool, interrupt: &mut dyn FnMut() -> bool) -> Result<u8, Error> {
+fn compacted(path: &Path, console: Console, interrupt: &mut dyn FnMut() -> bool) -> Result<u8, Error> {
     let none = ts_io::fault::WriteFaults::default();
-    let (done, seconds) = watched("compacting", interrupt, |watch| compact(path, &none, watch))?;
+    let (done, seconds) = watched(console, "compacting", interrupt, |watch| compact(path, &none, watch))?;
     let Compacted { bytes_before, bytes } = done;
-    if as_json {
+    if console.json {
         say(json!({ "path": path, "bytes_before": bytes_before, "bytes": bytes, "seconds": seconds }));
     } else {
         let (before, after) = (bytes_before as f64 / MIB, bytes as f64 / MIB);
@@ -342,16 +365,17 @@ fn converted(
     from: &Path,
     to: &Path,
     options: WriteOptions,
-    as_json: bool,
+    console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
-    let converted = watched("converting", interrupt, |watch| convert(from, to, options, watch));
+    let converted = watched(console, "converting", interrupt, |watch| convert(from, to, options, watch));
     if let (Err(_), Some(partial)) = (&converted, unfinished(to)) {
-        eprintln!("tensorstream: {} has what is done: the same command goes on with it", partial.display());
+        console
+            .note(format_args!("{} keeps what is done; run the same command to resume", partial.display()));
     }
     let (done, seconds) = converted?;
     let Converted { tensors, bytes, file_bytes } = done;
-    if as_json {
+    if console.json {
         say(json!({
             "path": to, "tensors": tensors, "bytes": bytes, "file_bytes": file_bytes, "seconds": seconds,
         }));
@@ -365,10 +389,10 @@ fn converted(
     Ok(0)
 }
 
-fn planned(path: &Path, budget: usize, max_passes: usize, as_json: bool) -> Result<u8, Error> {
+fn planned(path: &Path, budget: usize, max_passes: usize, console: Console) -> Result<u8, Error> {
     let config = EngineConfig { max_passes, ..EngineConfig::with_budget(budget) };
     let explanation = Checkpoint::open(path)?.explain(&config)?;
-    if !as_json {
+    if !console.json {
         say(explanation);
         return Ok(0);
     }
@@ -391,7 +415,7 @@ fn demo(
     path: Option<&Path>,
     budget: Option<usize>,
     passes: usize,
-    as_json: bool,
+    console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
     let made = match path {
@@ -428,7 +452,7 @@ fn demo(
     let (stats, seconds) = (engine.stats(), began.elapsed().as_secs_f64());
     let read = stats.total_read_bytes();
     let paths: Vec<_> = stats.read_bytes.iter().filter(|(_, bytes)| *bytes > 0).collect();
-    if as_json {
+    if console.json {
         let paths: serde_json::Map<_, _> = paths.iter().map(|(p, b)| (p.name().into(), json!(b))).collect();
         say(json!({
             "weight_bytes": weights, "budget_bytes": budget, "passes": passes, "seconds": seconds,

@@ -49,9 +49,10 @@ const INDEX_SUFFIX: &str = ".safetensors.index.json";
 /// A safetensors file that its library wrote comes back byte for byte from a `.ts` made of it. Where shards
 /// disagree on a key of their metadata, each value is kept as `key@file`.
 ///
-/// After every [`WriteOptions::checkpoint_bytes`] of tensors, what has been written to a `.ts` file is made durable. If the
-/// conversion ends before its time, however it does, `NAME.partial` keeps that, and the next conversion of the same files in
-/// the same way goes on behind it. The file is in the end the same, byte for byte.
+/// A conversion to a `.ts` file can be resumed: the next conversion of the same files with the same options goes on after the
+/// last tensor that `NAME.partial` keeps, and the finished file is the same, byte for byte. An interrupt or a failed read
+/// keeps every complete tensor. A process that is killed keeps what was made durable last, which happens after every
+/// [`WriteOptions::checkpoint_bytes`] of tensors. Conversions to safetensors files begin again.
 ///
 /// # Errors
 /// As [`Checkpoint::open`] and [`FileWriter`]; [`Error::Corrupt`]; [`Error::Interrupted`]. `to` is then as it was,
@@ -105,13 +106,18 @@ impl Copier<'_, '_> {
         let order = writer.order().to_vec();
         let (done, left) = order.split_at(writer.complete());
         self.progress.done += done.iter().map(|&index| tensors[index].range().len).sum::<u64>();
-        let mut safe = self.progress.done;
+        let (mut safe, mut kept) = (self.progress.done, writer.complete());
         for &index in left {
             if self.progress.done - safe >= checkpoint_bytes {
                 writer.checkpoint(&origin)?;
-                safe = self.progress.done;
+                (safe, kept) = (self.progress.done, writer.complete());
             }
-            self.copy(tensors[index], &mut writer)?;
+            let copied = self.copy(tensors[index], &mut writer);
+            if copied.is_err() && writer.complete() > kept {
+                // The error that ended the conversion says more than one of keeping what is done.
+                let _ = writer.checkpoint(&origin);
+            }
+            copied?;
         }
         writer.commit()?;
         Ok(std::fs::metadata(to).map_or(0, |metadata| metadata.len()))
@@ -167,7 +173,8 @@ impl Copier<'_, '_> {
         for begin in (0..len).step_by(PIECE_BYTES as usize) {
             let bytes = &mut self.buffer[..PIECE_BYTES.min(len - begin) as usize];
             self.reader.read_checked(self.checkpoint, tensor, begin, bytes)?;
-            writer.write(bytes)?;
+            let progress = self.progress;
+            writer.write_watched(bytes, &mut || (self.watch)(progress))?;
             self.progress.done += bytes.len() as u64;
             if (self.watch)(self.progress) {
                 return Err(Error::Interrupted);

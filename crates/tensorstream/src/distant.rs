@@ -55,7 +55,8 @@ pub(crate) fn open(url: &str) -> Result<Arc<Source>, ts_io::Error> {
         .map_err(|error| refused(kind_of(&error), error.to_string()))?;
     let timeout = ts_io::BackendOptions::default().timeout;
     let opened = server.open(name, timeout).map_err(|failure| unreadable(url, failure))?;
-    let fingerprint = Fingerprint { identity: (0, 0), len: opened.len, modified: None, etag: None };
+    let fingerprint =
+        Fingerprint { identity: (0, 0), len: opened.len, modified: None, changed: None, etag: None };
     let file = File { server, name: name.into(), url: url.into(), opened };
     Ok(Source::distant(url, fingerprint, Arc::new(file)))
 }

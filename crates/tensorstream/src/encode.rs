@@ -31,29 +31,59 @@ impl Encoders {
         self.codec
     }
 
-    /// Encodes up to [`BATCH`] chunks, in order.
-    pub(crate) fn encode(&mut self, dtype: Dtype, raw: &[u8]) -> Vec<Ready> {
+    /// Encodes up to [`BATCH`] chunks, in order. `interrupt` is asked before each chunk that this thread encodes; when it
+    /// returns true, no other chunk is begun and the answer is `None`.
+    pub(crate) fn encode(
+        &mut self,
+        dtype: Dtype,
+        raw: &[u8],
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Option<Vec<Ready>> {
         let chunks: Vec<&[u8]> = raw.chunks(CHUNK_LEN as usize).collect();
         let ready: Vec<Mutex<Option<Ready>>> = chunks.iter().map(|_| Mutex::default()).collect();
         let next = AtomicUsize::new(0);
-        let work = |encoder: &mut Encoder| {
-            let take = || next.fetch_add(1, Ordering::Relaxed);
-            let mut index = take();
-            while let Some(chunk) = chunks.get(index) {
+        let work = |encoder: &mut Encoder, interrupted: &mut dyn FnMut() -> bool| {
+            loop {
+                if interrupted() {
+                    // Nothing is left to take, for any thread.
+                    next.store(chunks.len(), Ordering::Relaxed);
+                }
+                let index = next.fetch_add(1, Ordering::Relaxed);
+                let Some(chunk) = chunks.get(index) else { return };
                 let mut out = Vec::new();
                 let encoded = encoder.encode(dtype, chunk, &mut out);
                 *ready[index].lock().expect("nobody panics with it") = Some((encoded, out));
-                index = take();
             }
         };
         let (first, others) = self.encoders.split_first_mut().expect("there is at least one");
         std::thread::scope(|scope| {
             for encoder in others.iter_mut().take(chunks.len().saturating_sub(1)) {
-                scope.spawn(|| work(encoder));
+                scope.spawn(|| work(encoder, &mut || false));
             }
-            work(first);
+            work(first, interrupt);
         });
-        let done = ready.into_iter().map(|ready| ready.into_inner().expect("nobody panics with it"));
-        done.map(|ready| ready.expect("every chunk was taken by somebody")).collect()
+        // A chunk that nobody has encoded is one that an interrupt left.
+        ready.into_iter().map(|ready| ready.into_inner().expect("nobody panics with it")).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_interrupt_ends_compression_before_the_next_chunk() {
+        let raw = vec![7; 5 * CHUNK_LEN as usize];
+        for jobs in [1, 3] {
+            let mut encoders = Encoders::new(Codec::Zstd, Some(1), jobs).expect("a level of zstd");
+            let mut asked = 0;
+            let done = encoders.encode(Dtype::U8, &raw, &mut || {
+                asked += 1;
+                true
+            });
+            assert!(done.is_none() && asked == 1, "{jobs} jobs: asked {asked} times");
+            let done = encoders.encode(Dtype::U8, &raw, &mut || false);
+            assert_eq!(done.map(|ready| ready.len()), Some(5), "{jobs} jobs");
+        }
     }
 }

@@ -49,6 +49,16 @@ pub enum Error {
     /// The caller wanted no more of it.
     #[error("interrupted")]
     Interrupted,
+    /// A file is of a format that is not read.
+    #[error("{}: cannot open the checkpoint: it is {found}, expected safetensors or .ts; {remedy}", path.display())]
+    ForeignFormat {
+        /// The file.
+        path: PathBuf,
+        /// What it is.
+        found: &'static str,
+        /// What to do.
+        remedy: &'static str,
+    },
     /// A directory has no checkpoint in it.
     #[error(
         "{}: no checkpoint: neither model.safetensors nor model.safetensors.index.json nor model.ts, and {found} other \

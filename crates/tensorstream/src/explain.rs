@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use ts_orchestrator::{Engine, EngineConfig, Plan, UnitStats};
+use ts_orchestrator::{Engine, EngineConfig, Plan, Unit, UnitStats};
 
 use crate::{Checkpoint, Error};
 
@@ -26,6 +26,25 @@ impl Checkpoint {
     pub fn explain(&self, config: &EngineConfig) -> Result<Explanation, Error> {
         let (plan, units) = Engine::preview(self.units_by_module(), self.sources(), config)?;
         Ok(Explanation { budget_bytes: config.budget_bytes, plan, units })
+    }
+}
+
+impl Checkpoint {
+    /// The smallest budget under which units of this checkpoint can run, whatever the configuration's, and the one under
+    /// which none is streamed, in bytes. Reads nothing.
+    ///
+    /// # Errors
+    /// As [`Engine::preview`], but for budgets.
+    pub fn requirement(&self, units: Vec<Unit>, mut config: EngineConfig) -> Result<(usize, usize), Error> {
+        config.budget_bytes = 0;
+        let smallest = match Engine::preview(units.clone(), self.sources(), &config) {
+            Err(ts_orchestrator::Error::NeverFits(refusal)) => refusal.smallest_budget_bytes,
+            // Units without bytes need none.
+            other => other.map(|_| 0)?,
+        };
+        config.budget_bytes = usize::MAX >> 1;
+        let (plan, _) = Engine::preview(units, self.sources(), &config)?;
+        Ok((smallest, plan.peak_bytes().max(smallest)))
     }
 }
 

@@ -41,6 +41,7 @@ mod error;
 mod explain;
 #[cfg(feature = "remote")]
 mod fetch;
+mod foreign;
 mod load;
 mod memory;
 mod pieces;
@@ -76,5 +77,5 @@ pub use ts_remote as remote;
 
 /// The examples of a page, compiled and run.
 #[cfg(all(doctest, feature = "remote"))]
-#[doc = include_str!("../../../docs/coming-from.md")]
-mod coming_from {}
+#[doc = include_str!("../../../docs/migrating.md")]
+mod migrating {}

@@ -4,5 +4,56 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    ExitCode::from(tensorstream::cli::run(std::env::args_os(), &mut || false))
+    let signals = Signals::catch();
+    let status = tensorstream::cli::run(std::env::args_os(), &mut || signals.received().is_some());
+    // By convention a process that a signal ended exits with 128 plus the signal's number.
+    match signals.received() {
+        Some(signal) if status == 130 => ExitCode::from(128 + signal),
+        _ => ExitCode::from(status),
+    }
+}
+
+/// SIGINT and SIGTERM end the command in good order; a second one ends the process at once.
+struct Signals {
+    #[cfg(unix)]
+    received: std::sync::Arc<std::sync::atomic::AtomicUsize>,
+}
+
+#[cfg(unix)]
+impl Signals {
+    fn catch() -> Self {
+        use std::sync::Arc;
+        use std::sync::atomic::{AtomicBool, AtomicUsize};
+
+        use signal_hook::consts::{SIGINT, SIGTERM};
+        use signal_hook::flag;
+
+        let (received, again) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        for signal in [SIGINT, SIGTERM] {
+            // The order counts: the first signal sets the flag after the check. One that cannot be caught keeps its
+            // usual effect.
+            let _ = flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&again))
+                .and_then(|_| flag::register(signal, Arc::clone(&again)))
+                .and_then(|_| flag::register_usize(signal, Arc::clone(&received), signal as usize));
+        }
+        Self { received }
+    }
+
+    /// The number of the signal that came last.
+    fn received(&self) -> Option<u8> {
+        let signal = self.received.load(std::sync::atomic::Ordering::Relaxed);
+        (signal > 0).then_some(signal as u8)
+    }
+}
+
+/// On other systems Ctrl-C ends the process.
+#[cfg(not(unix))]
+impl Signals {
+    fn catch() -> Self {
+        Self {}
+    }
+
+    fn received(&self) -> Option<u8> {
+        None
+    }
 }

@@ -4,12 +4,16 @@
 use std::fs;
 use std::path::Path;
 
-/// Memory that this process could still take without swapping, in bytes: what the system calls available, or
-/// what its memory cgroup leaves if that is less. `None` where neither can be read.
+/// Memory that this process could still take without swapping and without giving up pages that it uses, in bytes: what the
+/// system calls available, or what its memory cgroup or any above that leaves, if that is less. `None` where none of
+/// them can be read.
+///
+/// Page cache counts as available, but not the pages of it that programs have mapped: those are code and data in use, and a
+/// process whose code is read from disk again and again makes no progress.
 pub fn available_bytes() -> Option<u64> {
     let system = meminfo_available(&fs::read_to_string("/proc/meminfo").ok()?);
     let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let group = cgroups.lines().filter_map(cgroup_left).min();
+    let group = cgroups.lines().filter_map(|line| hierarchy_left(line, Path::new("/sys/fs/cgroup"))).min();
     [system, group].into_iter().flatten().min()
 }
 
@@ -18,20 +22,64 @@ fn meminfo_available(meminfo: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// What the group of one line of /proc/self/cgroup leaves: `id:controllers:path`, no controllers for version 2.
-fn cgroup_left(line: &str) -> Option<u64> {
+/// The files of a version of the memory controller: limits, usage, and the lines of the statistics for cached and mapped pages.
+struct Controller {
+    root: &'static str,
+    limits: &'static [&'static str],
+    usage: &'static str,
+    cached: [&'static str; 2],
+    mapped: &'static str,
+}
+
+const V1: Controller = Controller {
+    root: "memory",
+    limits: &["memory.limit_in_bytes"],
+    usage: "memory.usage_in_bytes",
+    cached: ["total_inactive_file", "total_active_file"],
+    mapped: "total_mapped_file",
+};
+const V2: Controller = Controller {
+    root: "",
+    limits: &["memory.max", "memory.high"],
+    usage: "memory.current",
+    cached: ["inactive_file", "active_file"],
+    mapped: "file_mapped",
+};
+
+/// What the group of one line of /proc/self/cgroup leaves, or the one of its ancestors that leaves less. The line is
+/// `id:controllers:path`, without controllers for version 2.
+fn hierarchy_left(line: &str, mount: &Path) -> Option<u64> {
     let mut fields = line.splitn(3, ':').skip(1);
     let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
-    let (root, limit, usage) = match controllers {
-        "" => ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        "memory" => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    let controller = match controllers {
+        "" => V2,
+        _ if controllers.split(',').any(|name| name == "memory") => V1,
         _ => return None,
     };
-    let read = |name| -> Option<u64> {
-        fs::read_to_string(Path::new(root).join(path).join(name)).ok()?.trim().parse().ok()
-    };
-    // The page cache counts as usage and can be reclaimed, so this errs on the side of less.
-    Some(read(limit)?.saturating_sub(read(usage)?))
+    let root = mount.join(controller.root);
+    // In a container the path may be the host's: then the root is the container's own group.
+    root.join(path)
+        .ancestors()
+        .take_while(|group| group.starts_with(&root))
+        .filter_map(|group| controller.left(group))
+        .min()
+}
+
+impl Controller {
+    /// What one group leaves.
+    fn left(&self, group: &Path) -> Option<u64> {
+        let read = |name: &str| fs::read_to_string(group.join(name)).ok();
+        let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
+        let limit = self.limits.iter().filter_map(|name| number(name)).min()?;
+        let stat = read("memory.stat").unwrap_or_default();
+        let line = |name: &str| -> u64 {
+            let value = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+            value.and_then(|value| value.trim().parse().ok()).unwrap_or(0)
+        };
+        let cached = self.cached.iter().map(|name| line(name)).sum::<u64>();
+        let used = number(self.usage)?.saturating_sub(cached.saturating_sub(line(self.mapped)));
+        Some(limit.saturating_sub(used))
+    }
 }
 
 /// A size that could not be read.
@@ -91,6 +139,48 @@ mod tests {
     fn available_memory_is_read_from_meminfo() {
         assert_eq!(meminfo_available("MemTotal: 9 kB\nMemAvailable:   5 kB\n"), Some(5120));
         assert_eq!(meminfo_available("MemTotal: 9 kB\n"), None);
-        assert_eq!(cgroup_left("3:cpu:/x"), None);
+    }
+
+    #[test]
+    fn the_group_that_leaves_least_counts_without_what_can_be_reclaimed() {
+        let mount = tempfile::tempdir().unwrap();
+        let write = |path: &str, files: &[(&str, &str)]| {
+            let group = mount.path().join(path);
+            fs::create_dir_all(&group).unwrap();
+            files.iter().for_each(|(name, text)| fs::write(group.join(name), text).unwrap());
+        };
+        let stat = "total_inactive_file 300\ntotal_active_file 200\ntotal_mapped_file 100\n";
+        write(
+            "memory",
+            &[("memory.limit_in_bytes", "9223372036854771712"), ("memory.usage_in_bytes", "5000")],
+        );
+        write(
+            "memory/a",
+            &[("memory.limit_in_bytes", "1000\n"), ("memory.usage_in_bytes", "900\n"), ("memory.stat", stat)],
+        );
+        write("memory/a/b", &[("memory.limit_in_bytes", "2000"), ("memory.usage_in_bytes", "600")]);
+        assert_eq!(
+            hierarchy_left("4:memory:/a/b", mount.path()),
+            Some(500),
+            "the parent's limit is what binds"
+        );
+        assert_eq!(
+            hierarchy_left("4:memory:/a", mount.path()),
+            Some(500),
+            "its page cache is free, but for what is mapped"
+        );
+        let anywhere = hierarchy_left("4:cpuset,memory:/the/host/knows", mount.path()).unwrap();
+        assert!(anywhere > 1 << 40);
+        write(
+            "x",
+            &[
+                ("memory.max", "max"),
+                ("memory.high", "700"),
+                ("memory.current", "200"),
+                ("memory.stat", "file_mapped 5\n"),
+            ],
+        );
+        assert_eq!(hierarchy_left("0::/x", mount.path()), Some(500));
+        assert_eq!(hierarchy_left("3:cpu:/x", mount.path()), None);
     }
 }

@@ -234,17 +234,27 @@ impl FileWriter {
         fingerprint: Option<u128>,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Option<Self>, Error> {
-        let written = |tensors: &[NewTensor]| {
-            // Whatever is wrong with a file that is there, it is written anew.
-            Checkpoint::open(path).is_ok_and(|there| holds(&there, tensors, metadata, fingerprint))
+        // Whatever is wrong with a file that is there, it is written again.
+        let written = |tensors: &[NewTensor], interrupt: &mut dyn FnMut() -> bool| {
+            let there = Checkpoint::open(path);
+            if !there.is_ok_and(|there| holds(&there, tensors, metadata, fingerprint)) {
+                return Ok(false);
+            }
+            // Who has the content, and so its fingerprint, may give it up once it is in the file.
+            let found = fingerprint.map(|_| crate::verify(path, 0, &mut |_| interrupt())).transpose();
+            match found {
+                Ok(found) => Ok(found.is_none_or(|found| found.damaged.is_empty())),
+                Err(Error::Interrupted) => Err(Error::Interrupted),
+                Err(_) => Ok(false),
+            }
         };
-        if written(&tensors) {
+        if written(&tensors, interrupt)? {
             return Ok(None);
         }
         let encoders = encoders(path, &tensors, &options)?;
         let claim = Claim::new(path, &options.faults, interrupt)?;
         // It may have been written while this waited for its turn.
-        if written(&tensors) {
+        if written(&tensors, interrupt)? {
             return Ok(None);
         }
         Self::begin_file(Some(claim), path, tensors, metadata.clone(), options, encoders).map(Some)
@@ -334,12 +344,14 @@ impl FileWriter {
         Self::begin_file(Some(claim), path, tensors, metadata, options, encoders)
     }
 
-    /// Makes what is complete so far durable, so that [`resume`](Self::resume) goes on behind it. Does nothing for
-    /// safetensors files.
+    /// Makes the complete tensors durable, so that [`resume`](Self::resume) goes on after them. Does nothing for
+    /// safetensors files, and after a failed write.
     pub(crate) fn checkpoint(&mut self, origin: &str) -> Result<(), Error> {
-        let (Some(container), Target::File(file)) = (&mut self.container, &mut self.file) else {
+        let (Some(container), Target::File(file), false) = (&mut self.container, &mut self.file, self.failed)
+        else {
             return Ok(());
         };
+        container.drop_incomplete();
         let journal = journal(&self.tensors, origin, &self.options);
         let named = self.tensors.iter().map(|tensor| (tensor.name.as_str(), &tensor.meta));
         let room = container.room(named);
@@ -371,7 +383,8 @@ impl FileWriter {
             let (tensor, reason) = (String::new(), "an earlier call failed".into());
             return Err(FormatError::Unwritable { tensor, reason }.into());
         }
-        act(self).inspect_err(|_| self.failed = true)
+        // An interrupt comes before anything is written: what is complete can still be kept.
+        act(self).inspect_err(|error| self.failed = !matches!(error, Error::Interrupted))
     }
 
     fn declare(&mut self, tensor: NewTensor) -> Result<(), Error> {
@@ -418,10 +431,22 @@ impl FileWriter {
     /// [`Error::Write`], and [`Error::Format`] when the tensors have no more bytes. After an error, of this or another call,
     /// the file is given up: every call is an error.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        self.unless_failed(|this| this.take(bytes))
+        self.write_watched(bytes, &mut || false)
     }
 
-    fn take(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
+    /// As [`write`](Self::write), but `interrupt` is asked before each mebibyte that is compressed.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] when it returned true. Then only [`checkpoint`](Self::checkpoint) may follow.
+    pub(crate) fn write_watched(
+        &mut self,
+        bytes: &[u8],
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<(), Error> {
+        self.unless_failed(|this| this.take(bytes, interrupt))
+    }
+
+    fn take(&mut self, mut bytes: &[u8], interrupt: &mut dyn FnMut() -> bool) -> Result<(), Error> {
         while !bytes.is_empty() {
             self.advance()?;
             let Some(missing) = self.missing else {
@@ -442,7 +467,7 @@ impl FileWriter {
             self.missing = Some(missing);
             bytes = later;
             if self.way != Way::AsItIs && (missing == 0 || now == room) {
-                self.write_batch()?;
+                self.write_batch(interrupt)?;
             }
             if missing == 0 {
                 self.end_tensor();
@@ -540,7 +565,7 @@ impl FileWriter {
     /// Ends the tensor that grows, if there is one.
     fn end_growing(&mut self) -> Result<(), Error> {
         if self.growing {
-            self.write_batch()?;
+            self.write_batch(&mut || false)?;
             self.growing = false;
             self.end_tensor();
         }
@@ -567,12 +592,13 @@ impl FileWriter {
     }
 
     /// Compresses what has gathered and writes it; or decides by it that the tensor stays as it is.
-    fn write_batch(&mut self) -> Result<(), Error> {
+    fn write_batch(&mut self, interrupt: &mut dyn FnMut() -> bool) -> Result<(), Error> {
         let batch = std::mem::take(&mut self.batch);
         let (Way::Compressed(codec) | Way::Undecided(codec)) = self.way else { return Ok(()) };
         let dtype = self.tensors[self.order[self.at]].meta.dtype;
         let encoders = self.encoders.iter_mut().find(|encoders| encoders.codec() == codec);
-        let ready = encoders.expect("there are those of every codec in use").encode(dtype, &batch);
+        let encoders = encoders.expect("there are those of every codec in use");
+        let ready = encoders.encode(dtype, &batch, interrupt).ok_or(Error::Interrupted)?;
         if matches!(self.way, Way::Undecided(_)) {
             let stored = ready.iter().map(|(encoded, _)| encoded.len as u64).sum();
             if self.options.compression.is_worth(batch.len() as u64, stored) {

@@ -273,7 +273,7 @@ fn a_call_that_fails_is_a_typed_error_and_the_old_file_stays() {
     }
 }
 
-/// How far a conversion of [`source`] is when it first says so, if it begins at the beginning.
+/// How far a conversion of [`source`] is at most when it first says so, if it begins at the beginning.
 const FIRST: u64 = 200_000;
 
 fn source(directory: &Path) -> PathBuf {
@@ -358,7 +358,7 @@ fn what_a_dead_conversion_left_is_gone_on_with_only_if_it_is_of_the_same() {
     left();
     let later = std::fs::File::options().write(true).open(&from).unwrap();
     later.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(9)).unwrap();
-    assert_eq!(first_progress(options(&none)), FIRST);
+    assert!(first_progress(options(&none)) <= FIRST);
 }
 
 #[test]
@@ -405,4 +405,60 @@ fn a_conversion_that_goes_on_loses_nothing_of_what_was_safe() {
         }
         std::fs::remove_file(&partial).unwrap();
     }
+}
+
+#[test]
+fn an_interrupted_conversion_keeps_every_complete_tensor_however_few_bytes_they_are() {
+    let directory = tempfile::tempdir().unwrap();
+    let from = source(directory.path());
+    let (to, partial) = (directory.path().join("to.ts"), directory.path().join("to.ts.partial"));
+    let usual = || WriteOptions { checkpoint_bytes: 1 << 30, ..options(&WriteFaults::default()) };
+    let interrupted = convert(&from, &to, usual(), &mut |progress| progress.done > 700_000).unwrap_err();
+    assert!(matches!(interrupted, Error::Interrupted), "{interrupted}");
+    // Of 0, 200,000, 400,000 and 0, 200,000, 400,000 bytes the last did not end.
+    let kept = Checkpoint::open(&partial).unwrap();
+    let bytes: u64 = kept.catalog().tensors().map(|tensor| tensor.range().len).sum();
+    assert_eq!(bytes, 800_000);
+    let mut first = None;
+    convert(&from, &to, usual(), &mut |progress| *first.get_or_insert(progress.done) == u64::MAX).unwrap();
+    assert!(first >= Some(800_000), "went on from {first:?}");
+    assert!(!partial.exists());
+    // With nothing complete there is nothing to keep.
+    let other = directory.path().join("other.ts");
+    convert(&from, &other, usual(), &mut |_| true).unwrap_err();
+    assert!(!directory.path().join("other.ts.partial").exists());
+}
+
+#[test]
+fn an_interrupt_within_a_tensor_that_is_compressed_keeps_those_before_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let (from, to) = (directory.path().join("a.safetensors"), directory.path().join("to.ts"));
+    let new = |name: &str, len| NewTensor {
+        name: name.into(),
+        meta: TensorMeta { dtype: Dtype::U8, shape: vec![len] },
+        phase: None,
+    };
+    let tensors = vec![new("a", 3 << 20), new("b", 20 << 20)];
+    let mut writer =
+        FileWriter::create(&from, tensors, BTreeMap::new(), WriteOptions::default(), &mut never).unwrap();
+    writer.write(&vec![1; 23 << 20]).unwrap();
+    writer.commit().unwrap();
+    let compressed = || WriteOptions {
+        compression: Compression::By(Codec::Zstd, Some(1)),
+        jobs: 1,
+        ..WriteOptions::default()
+    };
+    let mut asked = 0;
+    let interrupted = convert(&from, &to, compressed(), &mut |progress| {
+        // In the second tensor, before its first piece is complete.
+        asked += u32::from(progress.done == 3 << 20);
+        asked == 5
+    });
+    assert!(matches!(interrupted, Err(Error::Interrupted)) && asked == 5);
+    let kept = Checkpoint::open(directory.path().join("to.ts.partial")).unwrap();
+    assert_eq!(kept.catalog().tensors().map(|tensor| tensor.name().to_string()).collect::<Vec<_>>(), ["a"]);
+    convert(&from, &to, compressed(), &mut |_| false).unwrap();
+    let (resumed, whole) = (std::fs::read(&to).unwrap(), directory.path().join("whole.ts"));
+    convert(&from, &whole, compressed(), &mut |_| false).unwrap();
+    assert!(resumed == std::fs::read(&whole).unwrap(), "not the same bytes");
 }

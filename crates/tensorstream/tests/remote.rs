@@ -17,7 +17,9 @@ use std::time::{Duration, Instant};
 use common::{content, plain, quiet, write};
 use tensorstream::io::ErrorKind;
 use tensorstream::orchestrator::{EngineConfig, UnitId, never_interrupt};
-use tensorstream::remote::{Address, ConnectionOptions, ServerOptions, ServerStats};
+use tensorstream::remote::{
+    Address, ConnectionOptions, RangeClient, RemoteFile, ServerOptions, ServerStats, Socket,
+};
 use tensorstream::{
     Checkpoint, Error, FetchOptions, LoadOptions, ServeOptions, convert, fetch, serve_weights,
 };
@@ -56,6 +58,26 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A client that reads one file, range after range.
+struct Reader {
+    client: RangeClient<Vec<u8>>,
+    file: RemoteFile,
+}
+
+impl Reader {
+    fn of(server: &Server, name: &str) -> Self {
+        let socket = Socket::connect(&server.address, Duration::from_secs(10)).unwrap();
+        let mut client = RangeClient::new(socket, ConnectionOptions::default()).unwrap();
+        let file = client.open(name).unwrap().unwrap();
+        Self { client, file }
+    }
+
+    fn read(&mut self) -> Result<(), tensorstream::remote::Error> {
+        let mut memory = Some(vec![0; self.file.len.min(1 << 20) as usize]);
+        self.client.read(self.file.id, 0, &mut memory).map(|read| read.unwrap())
     }
 }
 
@@ -288,4 +310,47 @@ fn who_reads_from_somebody_who_goes_has_it_all_the_same() {
     assert_eq!(std::fs::read_dir(to.path()).unwrap().count(), 1, "nothing is left of what was not finished");
     let public = FetchOptions { serve: Some(("0.0.0.0:0".parse().unwrap(), ServeOptions::default())) };
     assert!(fetch(&url, to.path(), &public, &mut quiet).unwrap_err().to_string().contains("from elsewhere"));
+}
+
+#[test]
+fn a_server_that_is_stopped_lets_transfers_end_and_accepts_no_more() {
+    let directory = directory();
+    let server = Server::start(directory.path(), ANY, ServeOptions::default());
+    let (mut reader, mut idle) =
+        (Reader::of(&server, "model.safetensors"), Reader::of(&server, "model.safetensors"));
+    idle.read().unwrap();
+    server.stop.store(true, Ordering::Relaxed);
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_millis(1500) {
+        reader.read().unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let late = Socket::connect(&server.address, Duration::from_secs(1))
+        .and_then(|socket| RangeClient::<Vec<u8>>::new(socket, quick()).map(drop));
+    assert!(late.is_err(), "a connection was accepted after the stop");
+    drop(reader);
+    // Then nothing is under way, long before the grace period is over.
+    assert!(server.end().sent_bytes > 0);
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+    let closed = idle.read().unwrap_err();
+    assert!(closed.to_string().contains("the server was stopped"), "{closed}");
+}
+
+fn quick() -> ConnectionOptions {
+    ConnectionOptions { timeout: Duration::from_millis(300), ..ConnectionOptions::default() }
+}
+
+#[test]
+fn transfers_that_do_not_end_are_cut_after_the_grace_period() {
+    let directory = directory();
+    let server = ServerOptions { grace: Duration::from_millis(700), ..ServerOptions::default() };
+    let server = Server::start(directory.path(), ANY, ServeOptions { server, ..ServeOptions::default() });
+    let mut reader = Reader::of(&server, "model.safetensors");
+    server.stop.store(true, Ordering::Relaxed);
+    let began = Instant::now();
+    while reader.read().is_ok() {
+        assert!(began.elapsed() < Duration::from_secs(10), "it goes on for ever");
+    }
+    assert!(began.elapsed() > Duration::from_millis(600), "{:?}", began.elapsed());
+    server.end();
 }

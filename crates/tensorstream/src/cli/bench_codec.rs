@@ -9,7 +9,7 @@ use serde_json::json;
 use ts_format::{CHUNK_LEN, Codec, Compression, Encoded, Encoder, Scratch, Tensor, decode_chunk};
 use ts_pool::{BLOCK_ALIGN, Budget, HostPool};
 
-use super::say;
+use super::console::{Console, say};
 use crate::{Checkpoint, Error};
 
 /// What to measure.
@@ -24,7 +24,7 @@ pub(super) struct Arguments {
     #[arg(long, value_parser = super::budget, default_value = "64MiB")]
     bytes: usize,
     /// Measurements of each, of which the median is told.
-    #[arg(long, default_value_t = 9)]
+    #[arg(long, default_value_t = 9, value_parser = super::at_least_one)]
     rounds: usize,
 }
 
@@ -36,7 +36,7 @@ struct Piece {
 
 pub(super) fn run(
     arguments: &Arguments,
-    as_json: bool,
+    console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
     let refuse = |reason| Error::Compression { path: arguments.path.clone(), reason };
@@ -70,7 +70,7 @@ pub(super) fn run(
     target.fill(1);
 
     let (mut pieces, mut rates): (Vec<Piece>, [Vec<f64>; 4]) = (Vec::new(), Default::default());
-    for _ in 0..arguments.rounds.max(1) {
+    for _ in 0..arguments.rounds {
         let [encode, decode, two, copy] = &mut rates;
         let began = Instant::now();
         pieces = encode_all(&tensors, &raw, compression, &arguments.path)?;
@@ -97,7 +97,7 @@ pub(super) fn run(
     let stored: usize = pieces.iter().map(|piece| piece.stored.len()).sum();
     let ratio = total as f64 / stored as f64;
     let [encode, decode, two, copy] = rates.map(median);
-    if as_json {
+    if console.json {
         say(json!({
             "path": arguments.path, "codec": arguments.codec, "bytes": total, "stored_bytes": stored, "ratio": ratio,
             "encode_gb_per_s": encode, "decode_gb_per_s": decode, "decode_two_threads_gb_per_s": two,

@@ -16,7 +16,8 @@ use ts_io::{
 
 use ts_pool::{BLOCK_ALIGN, Budget, HostPool};
 
-use super::{budget, say};
+use super::console::{Console, say};
+use super::{at_least_one, budget};
 use crate::Error;
 
 /// Rows that are no backends.
@@ -30,10 +31,10 @@ pub(super) struct Arguments {
     /// The file to read. A model's weights are a good one.
     path: PathBuf,
     /// Measurements of each backend and state, of which the median counts.
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = at_least_one)]
     rounds: usize,
     /// How often to read it in each measurement.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     passes: usize,
     /// Backends, separated by commas; all if not given. With `memcpy`, what a warm file is compared with, and `views`,
     /// what mapping it costs.
@@ -87,9 +88,14 @@ impl std::fmt::Display for State {
 
 pub(super) fn run(
     arguments: &Arguments,
-    as_json: bool,
+    console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
+    if arguments.path.is_dir() {
+        let reason = "it is a directory; name one file in it, such as model.safetensors";
+        let error = std::io::Error::new(std::io::ErrorKind::IsADirectory, reason);
+        return Err(crate::checkpoint::open_error(&arguments.path, error));
+    }
     let source = Source::open(&arguments.path)?;
     let registry = Registry::builtin();
     let chosen = registry.choose(None, std::slice::from_ref(&source))?.provider.name();
@@ -118,7 +124,7 @@ pub(super) fn run(
     };
     let workload = Workload {
         ranges: ranges(source.len().min(arguments.bytes as u64), arguments.random_units)
-            .repeat(arguments.passes.max(1)),
+            .repeat(arguments.passes),
         request_bytes: tuning.request_bytes,
         options: BackendOptions { in_flight: tuning.in_flight, ..BackendOptions::default() },
         limit: None,
@@ -133,7 +139,7 @@ pub(super) fn run(
     let end = source.len().min(arguments.bytes as u64);
     // Nothing of an object is in the page cache.
     let states = if source.is_remote() { &[State::Remote][..] } else { &arguments.states[..] };
-    for _ in 0..arguments.rounds.max(1) {
+    for _ in 0..arguments.rounds {
         for &state in states {
             for (index, provider) in providers.iter().enumerate() {
                 prepare(&source, &workload, state, arguments.stretch, interrupt)?;
@@ -158,7 +164,7 @@ pub(super) fn run(
     }
     let rows: Vec<Row> =
         rows.into_iter().map(|((state, _, name), runs)| Row::new(name, state, &runs)).collect();
-    if as_json {
+    if console.json {
         print_json(arguments, &workload, &rows, &absent, chosen);
     } else {
         print_text(arguments, &workload, &rows, &absent, chosen);
@@ -285,7 +291,7 @@ fn print_json(
         "bytes": workload.ranges.iter().map(|range| range.1).sum::<u64>(),
         "request_bytes": workload.request_bytes,
         "in_flight": workload.options.in_flight,
-        "rounds": arguments.rounds.max(1),
+        "rounds": arguments.rounds,
         "chosen": chosen,
         "rows": rows,
         "unavailable": absent.iter().map(|(name, reason)| (*name, reason)).collect::<BTreeMap<_, _>>(),
@@ -306,7 +312,7 @@ fn print_text(
         bytes as f64 / super::MIB,
         workload.request_bytes as f64 / super::MIB,
         workload.options.in_flight,
-        arguments.rounds.max(1),
+        arguments.rounds,
     ));
     say("state  backend      GiB/s   lowest-highest  CPU s/GiB  in flight  by");
     for row in rows {

@@ -2,12 +2,14 @@
 //! `tensorstream serve-weights`.
 
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 use ts_remote::{Address, ConnectionOptions, Identity, ServerOptions, TlsServer};
 
-use super::{MIB, say};
-use crate::{Bar, Error, FetchOptions, ServeOptions, fetch, serve_weights};
+use super::MIB;
+use super::console::{Console, say};
+use crate::{Error, FetchOptions, ServeOptions, fetch, serve_weights};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -37,7 +39,7 @@ pub(super) struct FetchArguments {
 /// How files are served.
 #[derive(Debug, clap::Args)]
 struct How {
-    /// A file with the secret that clients must know: in their environment, as TENSORSTREAM_TOKEN.
+    /// A file whose first line is the secret that clients must know: in their environment, as TENSORSTREAM_TOKEN.
     #[arg(long)]
     token_file: Option<PathBuf>,
     /// A certificate (PEM) and those that lead to its issuer, for connections under TLS: tss://HOST:PORT/NAME.
@@ -55,6 +57,9 @@ struct How {
     /// Lets everybody read who can reach the address.
     #[arg(long)]
     insecure: bool,
+    /// Seconds that transfers under way may take to end after Ctrl-C or SIGTERM. A second signal ends them at once.
+    #[arg(long, default_value_t = 10)]
+    grace: u64,
 }
 
 fn address(text: &str) -> Result<Address, String> {
@@ -72,7 +77,8 @@ impl How {
         };
         let usual = ServerOptions::default();
         let connection = ConnectionOptions { token, ..usual.connection.clone() };
-        let server = ServerOptions { connection, tls, ..usual };
+        let grace = Duration::from_secs(self.grace);
+        let server = ServerOptions { connection, tls, grace, ..usual };
         Ok(ServeOptions { server, memory_bytes: self.memory, insecure: self.insecure })
     }
 }
@@ -83,31 +89,31 @@ fn token(path: &Path) -> Result<String, Error> {
     match text.lines().next().map(str::trim).filter(|line| !line.is_empty()) {
         Some(line) => Ok(line.into()),
         None => {
-            Err(ts_remote::Error::Misuse(format!("{}: its first line is no secret", path.display())).into())
+            let reason = format!("{}: no token: its first line is empty", path.display());
+            Err(ts_remote::Error::Misuse(reason).into())
         }
     }
 }
 
 pub(super) fn run(
     arguments: &Arguments,
-    as_json: bool,
+    console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
     let options = arguments.how.options()?;
     let scheme = if options.server.tls.is_some() { "tss" } else { "ts" };
-    let began = |address: &Address| match as_json {
+    let began = |address: &Address| match console.json {
         true => say(json!({ "address": address.to_string(), "url": format!("{scheme}://{address}/") })),
         false => say(format_args!("{} as {scheme}://{address}/", arguments.directory.display())),
     };
-    let log = |peer: &str, error: &ts_remote::Error| {
-        if !matches!(error, ts_remote::Error::Closed { .. }) {
-            eprintln!("tensorstream: {peer}: {error}");
-        }
+    let log = |peer: &str, error: &ts_remote::Error| match error {
+        ts_remote::Error::Closed { .. } => console.detail(format_args!("{peer}: {error}")),
+        error => console.note(format_args!("{peer}: {error}")),
     };
     let stats =
         serve_weights(&arguments.directory, &arguments.listen, &options, &mut || interrupt(), began, log)?;
     let sent = stats.sent_bytes as f64 / MIB;
-    match as_json {
+    match console.json {
         true => say(json!({
             "accepted": stats.accepted, "strangers": stats.strangers, "failed": stats.failed,
             "sent_bytes": stats.sent_bytes, "received_bytes": stats.received_bytes,
@@ -119,20 +125,20 @@ pub(super) fn run(
 
 pub(super) fn fetched(
     arguments: &FetchArguments,
-    as_json: bool,
+    console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
     let how = arguments.how.options()?;
     let options = FetchOptions { serve: arguments.listen.clone().map(|address| (address, how)) };
-    let bar = Bar::new("fetch");
-    let begin = std::time::Instant::now();
+    let bar = console.bar("fetch");
+    let begin = Instant::now();
     let done = fetch(&arguments.url, &arguments.directory, &options, &mut |progress| {
         bar.show(progress);
         interrupt()
     })?;
     drop(bar);
     let (seconds, from) = (begin.elapsed().as_secs_f64(), done.from.as_deref());
-    match as_json {
+    match console.json {
         true => say(json!({
             "files": done.files, "bytes": done.bytes, "seconds": seconds, "from": from,
             "address": done.address().map(ToString::to_string),
@@ -145,7 +151,7 @@ pub(super) fn fetched(
         )),
     }
     while done.address().is_some() && !interrupt() {
-        std::thread::sleep(std::time::Duration::from_millis(20));
+        std::thread::sleep(Duration::from_millis(20));
     }
     Ok(0)
 }

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The program, as a shell runs it.
+
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
+#[allow(dead_code)] // others use all of it
+mod common;
+
+use std::process::{Command, Output};
+#[cfg(unix)]
+use std::{
+    path::Path,
+    process::{Child, Stdio},
+    time::{Duration, Instant},
+};
+
+use common::write;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_tensorstream");
+
+fn run(arguments: &[&str]) -> Output {
+    Command::new(PROGRAM).args(arguments).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+#[test]
+fn errors_are_json_where_json_is_asked_for() {
+    let directory = tempfile::tempdir().unwrap();
+    let none = directory.path().join("none.ts");
+    for (arguments, status, kind) in [
+        (vec!["--json", "info", none.to_str().unwrap()], 1, "not_found"),
+        (vec!["info", "--json"], 2, "usage"),
+        (vec!["convert", "a.ts", "b.ts", "--codec", "best", "--json"], 1, "misuse"),
+    ] {
+        let done = run(&arguments);
+        let said = text(&done.stdout);
+        assert_eq!(done.status.code(), Some(status), "{said}");
+        assert!(said.starts_with(r#"{"error":{"kind":""#) && said.contains(kind), "{said}");
+        assert!(said.contains(r#""message":""#) && said.lines().count() == 1, "{said}");
+        assert_eq!(text(&done.stderr), "");
+    }
+    // Help is no error, and text.
+    assert!(text(&run(&["--json", "--help"]).stdout).contains("Usage:"));
+}
+
+#[test]
+fn counts_of_zero_and_directories_are_refused_before_anything_happens() {
+    let directory = tempfile::tempdir().unwrap();
+    for arguments in [&["demo", "--passes", "0"][..], &["bench", "io", "x", "--rounds", "0"]] {
+        let refused = run(arguments);
+        assert_eq!(refused.status.code(), Some(2));
+        assert!(text(&refused.stderr).contains("expected a whole number, at least 1"));
+    }
+    let refused = run(&["bench", "io", directory.path().to_str().unwrap()]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(text(&refused.stderr).contains("name one file in it"), "{}", text(&refused.stderr));
+}
+
+#[test]
+fn quiet_and_verbose_say_less_and_more_and_exclude_each_other() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("model.safetensors");
+    write(&path, 2);
+    let path = path.to_str().unwrap();
+    assert_eq!(text(&run(&["-q", "verify", path]).stderr), "");
+    assert!(text(&run(&["verify", path, "-v"]).stderr).contains("status 0 after"));
+    assert_eq!(run(&["-q", "-v", "verify", path]).status.code(), Some(2));
+}
+
+#[test]
+fn every_shell_gets_a_completion_script() {
+    for shell in ["bash", "zsh", "fish"] {
+        let done = run(&["completion", shell]);
+        assert_eq!(done.status.code(), Some(0));
+        let script = text(&done.stdout);
+        assert!(script.contains("convert") && script.contains("--codec") || shell == "fish", "{script}");
+        assert!(script.contains("tensorstream"));
+    }
+    assert_eq!(run(&["completion", "tcsh"]).status.code(), Some(2));
+}
+
+#[cfg(unix)]
+fn signal(child: &Child, signal: &str) {
+    let sent = Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
+    assert!(sent.success());
+}
+
+#[cfg(unix)]
+fn ends_within(mut child: Child, time: Duration) -> Output {
+    let end = Instant::now() + time;
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > end {
+            child.kill().unwrap();
+            panic!("it does not end within {time:?}");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    child.wait_with_output().unwrap()
+}
+
+#[cfg(unix)]
+fn start(arguments: &[&str]) -> Child {
+    Command::new(PROGRAM).args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// Tensors of different bytes, which a high level of zstd takes long for.
+#[cfg(unix)]
+fn large(path: &Path) {
+    use tensorstream::format::{Dtype, TensorMeta};
+    use tensorstream::{FileWriter, NewTensor, WriteOptions};
+
+    let new = |i: u32| NewTensor {
+        name: format!("t{i}"),
+        meta: TensorMeta { dtype: Dtype::U8, shape: vec![1 << 20] },
+        phase: None,
+    };
+    let tensors = (0..64).map(new).collect();
+    let options = WriteOptions::default();
+    let mut writer = FileWriter::create(path, tensors, Default::default(), options, &mut || false).unwrap();
+    let mut state = 1u32;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 24) as u8 & 0x1f
+    };
+    let bytes: Vec<u8> = (0..64 << 20).map(|_| next()).collect();
+    writer.write(&bytes).unwrap();
+    writer.commit().unwrap();
+}
+
+#[cfg(unix)]
+#[test]
+fn a_signal_ends_a_conversion_at_once_and_the_same_command_resumes_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let (from, to) = (directory.path().join("a.ts"), directory.path().join("b.ts"));
+    large(&from);
+    let arguments = ["convert", from.to_str().unwrap(), to.to_str().unwrap(), "--jobs", "1"];
+    let slow = [&arguments[..], &["--codec", "zstd", "--level", "19"]].concat();
+    let partial = directory.path().join("b.ts.partial");
+    let written = || std::fs::metadata(&partial).map_or(0, |metadata| metadata.len());
+    for (name, status) in [("-INT", 130), ("-TERM", 143)] {
+        let running = start(&slow);
+        let begin = Instant::now();
+        // Until some tensors are complete: the second time they are from the beginning.
+        while written() < 2 << 20 && begin.elapsed() < Duration::from_secs(120) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        std::thread::sleep(Duration::from_secs(1));
+        signal(&running, name);
+        let done = ends_within(running, Duration::from_secs(4));
+        let said = text(&done.stderr);
+        assert_eq!(done.status.code(), Some(status), "{said}");
+        assert!(said.contains("run the same command to resume"), "{said}");
+        assert!(partial.exists());
+    }
+}
+
+#[cfg(all(unix, feature = "remote"))]
+#[test]
+fn a_signal_ends_a_server_of_weights_in_good_order() {
+    use std::io::{BufRead, BufReader, Read};
+
+    let directory = tempfile::tempdir().unwrap();
+    write(&directory.path().join("model.safetensors"), 2);
+    for name in ["-INT", "-TERM"] {
+        let path = directory.path().to_str().unwrap();
+        let mut running = start(&["serve-weights", path, "--listen", "127.0.0.1:0"]);
+        let mut output = BufReader::new(running.stdout.take().unwrap());
+        output.read_line(&mut String::new()).unwrap();
+        signal(&running, name);
+        let done = ends_within(running, Duration::from_secs(5));
+        assert_eq!(done.status.code(), Some(0), "{}", text(&done.stderr));
+        let mut rest = String::new();
+        output.read_to_string(&mut rest).unwrap();
+        assert!(rest.contains("connections"), "{rest}");
+    }
+}
+
+#[test]
+fn files_of_other_formats_are_named_and_never_unpickled() {
+    let directory = tempfile::tempdir().unwrap();
+    let files: [(&str, &[u8], &str); 4] = [
+        ("m.gguf", b"GGUF\x03\0\0\0\0\0\0\0\0\0\0\0", "GGUF"),
+        ("m.pt", b"PK\x03\x04\0\0\x08\x08\0\0\0\0\0\0\0\0", "torch.save"),
+        ("m.bin", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02", "torch.save"),
+        // Its name says something else.
+        ("m.safetensors", b"GGUF\x03\0\0\0\0\0\0\0\0\0\0\0", "GGUF"),
+    ];
+    for (name, bytes, found) in files {
+        let own = directory.path().join(name.replace('.', "-"));
+        std::fs::create_dir(&own).unwrap();
+        std::fs::write(own.join(name), bytes).unwrap();
+        // The file, and the directory that it is alone in.
+        for path in [own.join(name), own] {
+            let refused = run(&["info", path.to_str().unwrap()]);
+            let said = text(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(1), "{said}");
+            assert!(said.contains(found) && said.contains("convert it to safetensors"), "{said}");
+        }
+    }
+}
