@@ -118,6 +118,11 @@ pub(crate) fn capsule<'py>(
     unversioned(py, exported)
 }
 
+/// Whether torch takes this dtype by DLPack; others go as bytes.
+pub(crate) fn has_code(dtype: Dtype) -> bool {
+    data_type(dtype).is_some()
+}
+
 /// Strides of a tensor of this shape that is row-major and without gaps, in elements.
 pub(crate) fn contiguous(shape: &[i64]) -> Vec<i64> {
     let mut strides = vec![1i64; shape.len()];

@@ -1,158 +1,70 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-use std::sync::{Arc, Mutex};
-
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use tensorstream::Error;
-use tensorstream::format::TensorMeta;
 use tensorstream::io::{BackendOptions, Tuner};
 use tensorstream::orchestrator::{
-    self as orchestrator, EngineConfig, EngineStats, PassId, Phase, Plan, Prefetch, Unit, UnitId, UnitStats,
+    self as orchestrator, EngineConfig, EngineStats, Phase, Plan, Prefetch, Unit, UnitId, UnitStats,
     UnitTensor, Verify,
 };
 
 use crate::checkpoint::{Checkpoint, Part};
-use crate::dlpack;
 use crate::errors::to_python;
 
 /// A tensor of a unit: name, dtype, shape, parts, and its address modulo 64 or None for that of a mapping.
-type TensorSpec = (String, String, Vec<u64>, Vec<Part>, Option<u8>);
+pub(crate) type TensorSpec = (String, String, Vec<u64>, Vec<Part>, Option<u8>);
 
-/// Streams units of a checkpoint's tensors.
-#[pyclass(frozen, module = "tensorstream._native")]
-pub(crate) struct Engine {
-    inner: Arc<orchestrator::Engine>,
-    /// What each unit's tensors are, for the capsules.
-    metas: Vec<Vec<TensorMeta>>,
+/// Makes an engine, and again in a child process.
+pub(crate) type Recipe = Box<dyn Fn(Python<'_>) -> PyResult<orchestrator::Engine> + Send + Sync>;
+
+/// The units of a model, and how an engine over them is made.
+pub(crate) fn build(
+    py: Python<'_>,
+    checkpoint: &Checkpoint,
+    units: Vec<(String, Vec<TensorSpec>)>,
+    budget: usize,
+    together: Vec<Vec<u32>>,
+    settings: Option<Settings>,
+) -> PyResult<(Vec<Unit>, Recipe)> {
+    let units = units.into_iter().map(|(name, specs)| unit(py, checkpoint, name, specs));
+    let units = units.collect::<PyResult<Vec<_>>>()?;
+    let tuner = match &settings {
+        Some(Settings { in_flight: None, .. }) => Tuner::default(),
+        _ => Tuner::off(),
+    };
+    let first = config(budget, settings.as_ref())?;
+    let tuned = interruptible(py, |interrupt| checkpoint.inner.tuned(first, &tuner, interrupt))?;
+    let (request_bytes, io) = (tuned.request_bytes, tuned.io);
+    let ids = |set: &Vec<u32>| set.iter().copied().map(UnitId).collect();
+    let together: Vec<Vec<UnitId>> = together.iter().map(ids).collect();
+    let (checkpoint, again) = (checkpoint.inner.clone(), units.clone());
+    let recipe = move |py: Python<'_>| {
+        let config = config(budget, settings.as_ref())?;
+        let together = together.clone();
+        let config = EngineConfig { request_bytes, io: io.clone(), together, ..config };
+        py.detach(|| checkpoint.engine(again.clone(), config)).map_err(|e| to_python(py, &e))
+    };
+    Ok((units, Box::new(recipe)))
 }
 
-/// A pass that has begun. It ends at the latest when it is collected, so that an exception at any moment, a
-/// KeyboardInterrupt too, cannot leave it behind.
-#[pyclass(frozen, module = "tensorstream._native")]
-pub(crate) struct Pass {
-    engine: Arc<orchestrator::Engine>,
-    id: PassId,
-}
-
-#[pymethods]
-impl Pass {
-    /// Ends it. True when `replan` should be called. Does nothing the second time.
-    fn end(&self) -> bool {
-        self.engine.end_pass(self.id)
-    }
-}
-
-impl Drop for Pass {
-    fn drop(&mut self) {
-        self.engine.end_pass(self.id);
-    }
-}
-
-/// The right to use a unit.
-#[pyclass(frozen, module = "tensorstream._native")]
-pub(crate) struct Lease {
-    /// Taken when it is released.
-    inner: Mutex<Option<orchestrator::Lease>>,
-    metas: Vec<TensorMeta>,
-    #[pyo3(get)]
-    resident: bool,
-}
-
-#[pymethods]
-impl Engine {
-    #[new]
-    #[pyo3(signature = (checkpoint, units, *, budget, settings=None))]
-    fn new(
-        py: Python<'_>,
-        checkpoint: &Checkpoint,
-        units: Vec<(String, Vec<TensorSpec>)>,
-        budget: usize,
-        settings: Option<Settings>,
-    ) -> PyResult<Self> {
-        let units = units.into_iter().map(|(name, specs)| unit(py, checkpoint, name, specs));
-        let units = units.collect::<PyResult<Vec<_>>>()?;
-        let metas = units.iter().map(|u| u.tensors.iter().map(|t| t.entry.meta.clone()).collect()).collect();
-        let tuner = match &settings {
-            Some(Settings { in_flight: None, .. }) => Tuner::default(),
-            _ => Tuner::off(),
-        };
-        let config = config(budget, settings)?;
-        let config = interruptible(py, |interrupt| checkpoint.inner.tuned(config, &tuner, interrupt))?;
-        let inner = py.detach(|| checkpoint.inner.engine(units, config)).map_err(|e| to_python(py, &e))?;
-        Ok(Self { inner: Arc::new(inner), metas })
-    }
-
-    /// Begins a pass, waiting while max_passes others run.
-    fn begin_pass(&self, py: Python<'_>) -> PyResult<Pass> {
-        let id = interruptible(py, |interrupt| self.inner.begin_pass(interrupt))?;
-        Ok(Pass { engine: Arc::clone(&self.inner), id })
-    }
-
-    /// Puts a better plan in force; True when it is. Drop resident tensors first.
-    fn replan(&self, py: Python<'_>) -> PyResult<bool> {
-        interruptible(py, |interrupt| self.inner.replan(interrupt))
-    }
-
-    /// Waits until a unit is in memory.
-    #[pyo3(signature = (unit, in_pass=None))]
-    fn acquire(&self, py: Python<'_>, unit: u32, in_pass: Option<&Pass>) -> PyResult<Lease> {
-        let acquire = || {
-            interruptible(py, |interrupt| {
-                self.inner.acquire(in_pass.map(|pass| pass.id), UnitId(unit), interrupt)
-            })
-        };
-        // Memory may be held by garbage that only the cycle collector finds.
-        let referenced = |error: &PyErr| -> PyResult<bool> {
-            Ok(error.matches(py, py.import("tensorstream.errors")?.getattr("UnitReferencedError")?)?)
-        };
-        let lease = match acquire() {
-            Err(e) if referenced(&e)? => {
-                py.import("gc")?.call_method0("collect")?;
-                acquire()?
-            }
-            other => other?,
-        };
-        let resident = lease.is_resident();
-        let metas = self.metas[unit as usize].clone();
-        Ok(Lease { inner: Mutex::new(Some(lease)), metas, resident })
-    }
-
-    /// Gives a unit up whose bytes were written to; the next use reads it anew.
-    fn discard(&self, py: Python<'_>, unit: u32) -> PyResult<()> {
-        self.inner.discard(UnitId(unit)).map_err(|e| to_python(py, &e.into()))
-    }
-
-    /// Everything measured so far.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        stats_dict(py, &self.inner.stats())
-    }
-}
-
-#[pymethods]
-impl Lease {
-    /// A DLPack capsule for each tensor. Each keeps its bytes alive on its own.
-    fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let lease = self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let lease = lease.as_ref().ok_or_else(|| PyRuntimeError::new_err("the lease was released"))?;
-        let capsules = self.metas.iter().enumerate();
-        let capsules = capsules.map(|(i, meta)| dlpack::capsule(py, lease.tensor(i), meta));
-        PyList::new(py, capsules.collect::<PyResult<Vec<_>>>()?)
-    }
-
-    /// Ends the use; the unit's bytes were written to and are read anew next time.
-    fn discard(&self) {
-        let lease = self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-        if let Some(lease) = lease {
-            lease.discard();
-        }
-    }
-
-    /// Ends the use. Tensors stay valid. Does nothing the second time.
-    fn release(&self) {
-        let lease = self.inner.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-        drop(lease);
-    }
+/// The smallest budget under which units can run, and the one under which nothing is streamed, in bytes.
+#[pyfunction]
+#[pyo3(signature = (checkpoint, units, *, together, settings))]
+pub(crate) fn requirement(
+    py: Python<'_>,
+    checkpoint: &Checkpoint,
+    units: Vec<(String, Vec<TensorSpec>)>,
+    together: Vec<Vec<u32>>,
+    settings: Settings,
+) -> PyResult<(usize, usize)> {
+    let units = units.into_iter().map(|(name, specs)| unit(py, checkpoint, name, specs));
+    let units = units.collect::<PyResult<Vec<_>>>()?;
+    let ids = |set: Vec<u32>| set.into_iter().map(UnitId).collect();
+    let together: Vec<Vec<UnitId>> = together.into_iter().map(ids).collect();
+    let config = EngineConfig { together, ..config(0, Some(&settings))? };
+    let engine = checkpoint.inner.requirement(units, config);
+    engine.map_err(|e| to_python(py, &e))
 }
 
 /// Plans a checkpoint by its tensors' names, reading headers alone.
@@ -164,7 +76,7 @@ pub(crate) fn plan<'py>(
     budget: usize,
     settings: Option<Settings>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let config = config(budget, settings)?;
+    let config = config(budget, settings.as_ref())?;
     let explanation = checkpoint.inner.explain(&config).map_err(|e| to_python(py, &e))?;
     let dict = PyDict::new(py);
     dict.set_item("plan", plan_dict(py, &explanation.plan)?)?;
@@ -185,11 +97,12 @@ pub(crate) struct Settings {
     verify: String,
 }
 
-fn config(budget: usize, settings: Option<Settings>) -> PyResult<EngineConfig> {
+fn config(budget: usize, settings: Option<&Settings>) -> PyResult<EngineConfig> {
     let config = EngineConfig::with_budget(budget);
     let Some(Settings { max_passes, backend, in_flight, prefetch, verify }) = settings else {
         return Ok(config);
     };
+    let (max_passes, backend) = (*max_passes, backend.clone());
     let prefetch = match prefetch.as_str() {
         "none" => Prefetch::None,
         "next_layer" => Prefetch::NextLayer,
@@ -218,7 +131,7 @@ fn unit(py: Python<'_>, checkpoint: &Checkpoint, name: String, specs: Vec<Tensor
 }
 
 /// Runs a waiting call with the interpreter let go; a signal's exception ends the wait and is raised.
-fn interruptible<T: Send, E: Into<Error> + Send>(
+pub(crate) fn interruptible<T: Send, E: Into<Error> + Send>(
     py: Python<'_>,
     call: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, E> + Send,
 ) -> PyResult<T> {
@@ -230,13 +143,14 @@ fn interruptible<T: Send, E: Into<Error> + Send>(
         })
     });
     match (result, signal) {
-        (Ok(value), _) => Ok(value),
-        (Err(_), Some(signal)) => Err(signal),
+        // A signal is reported once: one that was seen must not be lost.
+        (_, Some(signal)) => Err(signal),
+        (Ok(value), None) => Ok(value),
         (Err(error), None) => Err(to_python(py, &error.into())),
     }
 }
 
-fn stats_dict<'py>(py: Python<'py>, stats: &EngineStats) -> PyResult<Bound<'py, PyDict>> {
+pub(crate) fn stats_dict<'py>(py: Python<'py>, stats: &EngineStats) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("budget_bytes", stats.budget_bytes)?;
     dict.set_item("reserved_high_water_bytes", stats.reserved_high_water_bytes)?;

@@ -82,6 +82,7 @@ fn class_name(error: &Error) -> &'static str {
             (None, orchestrator::ErrorKind::NeverFits) => "BudgetError",
             (None, orchestrator::ErrorKind::Full) => "UnitReferencedError",
             (None, orchestrator::ErrorKind::Corrupt) => "ChecksumError",
+            (None, orchestrator::ErrorKind::Written) => "ModelError",
             (None, orchestrator::ErrorKind::Misuse) => "ConfigurationError",
             (None, _) => "StorageError",
         },
@@ -93,6 +94,7 @@ fn class_name(error: &Error) -> &'static str {
             _ => "StorageError",
         },
         Error::UnknownSuffix { .. } | Error::Compression { .. } => "ConfigurationError",
+        Error::ForeignFormat { .. } => "CheckpointError",
         Error::NoCheckpoint { .. } => "CheckpointNotFoundError",
         _ => "TensorStreamError",
     }

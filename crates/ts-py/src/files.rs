@@ -266,7 +266,10 @@ pub(crate) fn main(py: Python<'_>, arguments: Vec<String>) -> PyResult<u8> {
     let mut signal = None;
     let status = py.detach(|| {
         tensorstream::cli::run(arguments, &mut || {
-            signal = Python::attach(|py| py.check_signals().err());
+            // Once a signal came the answer stays: Python reports it once, and the command may ask again. Handlers of
+            // later signals run all the same.
+            let now = Python::attach(|py| py.check_signals().err());
+            signal = signal.take().or(now);
             signal.is_some()
         })
     });
@@ -289,13 +292,14 @@ pub(crate) fn watched<T: Send>(
             if let Some(bar) = &bar {
                 bar.show(progress);
             }
-            signal = Python::attach(|py| py.check_signals().err());
+            signal = signal.take().or_else(|| Python::attach(|py| py.check_signals().err()));
             signal.is_some()
         })
     });
     match (result, signal) {
-        (Err(Error::Interrupted), Some(signal)) => Err(signal),
-        (result, _) => result.map_err(|error| to_python(py, &error)),
+        // A signal is reported once: one that was seen must not be lost, also where the job was done by then.
+        (_, Some(signal)) => Err(signal),
+        (result, None) => result.map_err(|error| to_python(py, &error)),
     }
 }
 

@@ -11,6 +11,7 @@ mod errors;
 mod files;
 mod memory;
 mod remote;
+mod streamer;
 mod tensor;
 mod wire;
 
@@ -29,9 +30,9 @@ fn available_memory() -> Option<u64> {
     available_bytes()
 }
 
-/// The smallest budget under which units of these sizes can run, in bytes.
+/// The smallest budget under which units of these sizes can run, in bytes, where sets of them are needed together.
 #[pyfunction]
-fn smallest_budget(sizes: Vec<usize>, max_passes: usize) -> usize {
+fn smallest_budget(sizes: Vec<usize>, together: Vec<Vec<u32>>, max_passes: usize) -> usize {
     let demand = |&slot_bytes: &usize| tensorstream::orchestrator::UnitDemand {
         name: String::new(),
         slot_bytes,
@@ -39,7 +40,9 @@ fn smallest_budget(sizes: Vec<usize>, max_passes: usize) -> usize {
         compute_s: 0.0,
     };
     let units: Vec<_> = sizes.iter().map(demand).collect();
-    tensorstream::orchestrator::smallest_budget(&units, max_passes)
+    let ids = |set: Vec<u32>| set.into_iter().map(tensorstream::orchestrator::UnitId).collect();
+    let together: Vec<_> = together.into_iter().map(ids).collect();
+    tensorstream::orchestrator::smallest_budget(&units, &together, max_passes)
 }
 
 /// Names of the I/O backends, the one preferred first.
@@ -51,9 +54,10 @@ fn backends() -> Vec<&'static str> {
 #[pymodule]
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<checkpoint::Checkpoint>()?;
-    m.add_class::<engine::Engine>()?;
-    m.add_class::<engine::Pass>()?;
-    m.add_class::<engine::Lease>()?;
+    m.add_class::<streamer::Streamer>()?;
+    m.add_class::<streamer::Pass>()?;
+    m.add_class::<streamer::Recurrent>()?;
+    m.add_class::<streamer::Use>()?;
     m.add_class::<files::FileWriter>()?;
     m.add_class::<files::Fingerprint>()?;
     m.add_class::<files::Progress>()?;
@@ -75,6 +79,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(backends, m)?)?;
     m.add_function(wrap_pyfunction!(smallest_budget, m)?)?;
     m.add_function(wrap_pyfunction!(engine::plan, m)?)?;
+    m.add_function(wrap_pyfunction!(engine::requirement, m)?)?;
     remote::register(m)?;
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     Ok(())

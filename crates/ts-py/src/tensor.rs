@@ -148,12 +148,27 @@ impl PyGpuStatus {
         }
     }
 
+    /// Whether there is at least one.
+    #[getter]
     fn is_available(&self) -> bool {
         self.0.is_available()
     }
 
+    /// How many there are.
+    #[getter]
     fn device_count(&self) -> usize {
         self.0.device_count()
+    }
+
+    /// Whether this build has support for GPUs.
+    #[getter]
+    fn cuda_compiled(&self) -> bool {
+        self.0 != streams::GpuStatus::NotCompiled
+    }
+
+    /// What there is, or why there is nothing: the same as `str(status)`.
+    fn message(&self) -> String {
+        self.0.to_string()
     }
 
     fn __str__(&self) -> String {
@@ -304,24 +319,57 @@ impl PyTensorBuffer {
         Self(TensorBuffer::cpu(data))
     }
 
+    /// The same as `cpu`.
     #[staticmethod]
-    fn cpu_zeros(len: usize) -> Self {
-        Self(TensorBuffer::cpu_zeros(len))
+    fn from_bytes(data: Vec<u8>) -> Self {
+        Self::cpu(data)
+    }
+
+    /// So many zeros, on the host.
+    #[staticmethod]
+    fn cpu_zeros(size: usize) -> Self {
+        Self(TensorBuffer::cpu_zeros(size))
     }
 
     /// So many bytes on the GPU of this number, or zeros on the host where there is none.
     #[staticmethod]
-    #[pyo3(signature = (len, device=0))]
-    fn try_allocate_gpu(len: usize, device: usize) -> Self {
-        Self(TensorBuffer::try_allocate_gpu(len, device))
+    #[pyo3(signature = (size, device_id=0))]
+    fn try_allocate_gpu(size: usize, device_id: usize) -> Self {
+        Self(TensorBuffer::try_allocate_gpu(size, device_id))
     }
 
+    /// Its size in bytes.
+    #[getter]
+    fn size(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether it is on the host.
+    #[getter]
     fn is_cpu(&self) -> bool {
         self.0.is_cpu()
     }
 
+    /// Whether it is on a GPU.
+    #[getter]
     fn is_gpu(&self) -> bool {
         self.0.is_gpu()
+    }
+
+    /// A copy of it on the host.
+    fn to_cpu(&self, py: Python<'_>) -> PyResult<Self> {
+        py.detach(|| self.0.to_cpu()).map(Self).map_err(|error| of_pool(py, &error))
+    }
+
+    /// A copy of it on the GPU of this number.
+    #[pyo3(signature = (device_id=0))]
+    fn to_gpu(&self, py: Python<'_>, device_id: usize) -> PyResult<Self> {
+        py.detach(|| self.0.to_gpu(device_id)).map(Self).map_err(|error| of_pool(py, &error))
+    }
+
+    /// A copy of its bytes: the same as `to_host`.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        self.to_host(py)
     }
 
     /// A copy of its bytes.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .config import BackendType, Config, MemoryMode, PrefetchStrategy
     from .errors import (
         BudgetError,
+        BudgetWarning,
         CheckpointChangedError,
         CheckpointError,
         CheckpointNotFoundError,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackendType",
     "BudgetError",
+    "BudgetWarning",
     "CheckpointChangedError",
     "CheckpointError",
     "CheckpointNotFoundError",

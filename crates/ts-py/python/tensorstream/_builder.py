@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from . import _native
 from ._lend import lent
-from ._streamed_tensor import TORCH_DTYPES, Derived, Source, StreamedTensor
+from ._symbolic_tensor import TORCH_DTYPES, Derived, Source, SymbolicTensor
 from .errors import ModelError
 
 aten = torch.ops.aten
@@ -24,12 +24,10 @@ PIECE_BYTES = 4 << 20
 class Builder:
     """Stand-ins for a checkpoint's tensors. Operations on them are recorded; what must run reads what it needs."""
 
-    symbolic = True
-
     def __init__(self, checkpoint: _native.Checkpoint) -> None:
         self.checkpoint = checkpoint
 
-    def stand_in(self, name: str) -> StreamedTensor:
+    def stand_in(self, name: str) -> SymbolicTensor:
         """The tensor of this name.
 
         Raises:
@@ -40,23 +38,20 @@ class Builder:
         torch_dtype = TORCH_DTYPES.get(dtype)
         if torch_dtype is None:
             raise ModelError(f"tensor `{name}` is {dtype}, which torch does not have")
-        return StreamedTensor(shape, torch_dtype, Source(name, tuple(parts)), self)
+        return SymbolicTensor(shape, torch_dtype, Source(name, tuple(parts)), self)
 
-    def materialize(self, tensor: StreamedTensor) -> torch.Tensor:
+    def materialize(self, tensor: SymbolicTensor) -> torch.Tensor:
         """The tensor itself, in memory of its own."""
         source = tensor.source
         if isinstance(source, Source):
             return self._read(source.parts).view(tensor.dtype).view(tensor.shape)
-        args, kwargs = tree_map_only(StreamedTensor, self.materialize, (source.args, source.kwargs))
+        args, kwargs = tree_map_only(SymbolicTensor, self.materialize, (source.args, source.kwargs))
         result: Any = source.func(*args, **kwargs)
         chosen: torch.Tensor = result if source.index is None else result[source.index]
         # A stand-in has no mark that its bytes are to be read conjugated or negated.
         return chosen.resolve_conj().resolve_neg()
 
-    def discard(self, tensor: StreamedTensor) -> None:
-        """What :meth:`materialize` gives is the caller's own."""
-
-    def pieces(self, tensor: StreamedTensor, budget_bytes: int) -> Iterator[torch.Tensor]:
+    def pieces(self, tensor: SymbolicTensor, budget_bytes: int) -> Iterator[torch.Tensor]:
         """The tensor's elements in order, flat, in runs that take little memory wherever that is possible."""
         source = tensor.source
         if isinstance(source, Source):
@@ -75,13 +70,13 @@ class Builder:
         else:
             yield self.materialize(tensor).contiguous().view(-1)
 
-    def needed_bytes(self, tensor: StreamedTensor) -> int:
+    def needed_bytes(self, tensor: SymbolicTensor) -> int:
         """Memory that :meth:`pieces` takes at most, but for pieces themselves: what is computed is there whole, with
         all that it is computed from."""
         source = tensor.source
         if isinstance(source, Source):
             return 0
-        inputs = [leaf for leaf in tree_flatten((source.args, source.kwargs))[0] if isinstance(leaf, StreamedTensor)]
+        inputs = [leaf for leaf in tree_flatten((source.args, source.kwargs))[0] if isinstance(leaf, SymbolicTensor)]
         if _casts(source) or _joins_first_dimension(tensor):
             return max((self.needed_bytes(each) for each in inputs), default=0)
         return tensor.nbytes + sum(max(each.nbytes, self.needed_bytes(each)) for each in inputs)
@@ -96,10 +91,10 @@ def _casts(source: Derived) -> bool:
     return source.func is aten._to_copy.default and source.args[0].is_contiguous()
 
 
-def _joins_first_dimension(tensor: StreamedTensor) -> bool:
+def _joins_first_dimension(tensor: SymbolicTensor) -> bool:
     source: Any = tensor.source
     if source.func not in (aten.cat.default, aten.stack.default):
         return False
     tensors, dim = source.args[0], source.args[1] if len(source.args) > 1 else 0
-    plain = (isinstance(t, StreamedTensor) and t.is_contiguous() and t.dtype == tensor.dtype for t in tensors)
+    plain = (isinstance(t, SymbolicTensor) and t.is_contiguous() and t.dtype == tensor.dtype for t in tensors)
     return dim == 0 and all(plain)

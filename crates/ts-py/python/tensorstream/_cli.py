@@ -1,15 +1,45 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The console script: the same code as the program that `cargo install` gives, and what needs PyTorch."""
 
+import os
+import signal
 import sys
+from types import FrameType
 
 from ._native import main as run
 
+#: What `run` returns when it was interrupted.
+_INTERRUPTED = 130
+
+
+class _Signals:
+    """Ends the command in good order at the first SIGINT or SIGTERM, and the process at the second."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+        raise KeyboardInterrupt
+
 
 def main() -> int:
-    """Runs the command line of this process; the exit status."""
+    """Runs the command line of this process.
+
+    Returns:
+        The exit status: by convention 128 plus the signal's number when a signal ended the command.
+    """
     if sys.argv[1:2] == ["serve"]:
         from .remote._server import main as serve
 
         return serve(sys.argv[2:])
-    return run(["tensorstream", *sys.argv[1:]])
+    signals = _Signals()
+    try:
+        status = run(["tensorstream", *sys.argv[1:]])
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    return 128 + signals.received if status == _INTERRUPTED and signals.received else status

@@ -13,7 +13,7 @@ import torch
 from . import _native
 from ._lend import NewTensor, as_tensor, dtype_name, lent, write_all, write_then
 from ._mapped import MappedFiles
-from ._streamed_tensor import TORCH_DTYPES
+from ._symbolic_tensor import TORCH_DTYPES
 from .config import Codec
 from .errors import ConfigurationError, ModelError
 

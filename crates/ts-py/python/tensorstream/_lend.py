@@ -10,7 +10,7 @@ import torch
 from torch.utils import dlpack
 
 from . import _native
-from ._streamed_tensor import SAFETENSORS_DTYPES
+from ._symbolic_tensor import SAFETENSORS_DTYPES
 from .errors import ConfigurationError
 
 T = TypeVar("T")

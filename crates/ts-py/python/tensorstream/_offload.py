@@ -13,19 +13,26 @@ from torch import nn
 
 from . import _native
 from ._builder import Builder
+from ._guards import guard
 from ._interrupts import deferred
-from ._store import Orders, derived_of, store_derived, store_live
-from ._streamed_tensor import SAFETENSORS_DTYPES, TORCH_DTYPES, Source, StreamedTensor
+from ._store import FUSED, Orders, derived_of, store_derived, store_live
+from ._streamed_tensor import StreamedTensor, StreamedWeight
 from ._streaming import (
-    Site,
-    Streamer,
+    Forward,
+    Parameters,
+    Pass,
     Streaming,
     Weight,
-    refresh_flat_weights,
+    Weights,
+    put_back,
+    recurrent,
     streaming_of,
-    unwrap_forward,
 )
-from .config import Config
+from ._streaming import (
+    replace as replace_method,
+)
+from ._symbolic_tensor import SAFETENSORS_DTYPES, TORCH_DTYPES, Source, SymbolicTensor
+from .config import Config, expanded
 from .errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
 
 Path = str | os.PathLike[str]
@@ -60,10 +67,10 @@ def offload(
         ConfigurationError: Neither a checkpoint nor a storage path is given, or the budget is given twice.
         MissingTensorError: The checkpoint lacks a parameter.
         CheckpointError: A tensor has another shape or dtype than the parameter, or a file is damaged.
-        BudgetError: The budget can never work.
+        BudgetError: The budget is too small; the message gives the smallest that works.
         ModelError: The model has what cannot be streamed.
     """
-    config = config or Config()
+    config = checked(config)
     if budget is not None:
         if config.budget is not None or config.vram_budget_gb is not None:
             raise ConfigurationError("the budget is given twice: as `budget` and in `config`")
@@ -73,49 +80,87 @@ def offload(
         raise ConfigurationError(
             "no checkpoint: give `checkpoint` to stream from, or Config.storage_path for a model's own weights"
         )
+    for name, module in model.named_modules():
+        _refuse_what_is_not_python(name, module)
     if "_tensorstream" in model.__dict__:
         raise ModelError(f"this {type(model).__name__} is offloaded already; restore(model) first")
-    config = replace(config, budget=config.budget_bytes(), vram_budget_gb=None)
     if checkpoint is None and not any(p.is_meta for p in model.parameters()):
-        return attach(model, config, *store_live(model, config))
+        freed = sum(parameter.nbytes for parameter in model.parameters())
+        return attach(model, config, *store_live(model, config), freed_bytes=freed)
     if checkpoint is None and not all(p.is_meta for p in model.parameters()):
         raise ModelError(
             "some parameters are on the meta device and some hold weights: give a `checkpoint` that has them all"
         )
-    return attach(model, config, _native.Checkpoint(path))
+    freed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    return attach(model, config, _native.Checkpoint(expanded(path)), freed_bytes=freed)
 
 
-def attach(model: M, config: Config, checkpoint: _native.Checkpoint, orders: Orders | None = None) -> M:
-    """As :func:`offload`, for a checkpoint that is open. The model is changed only once nothing can fail."""
-    budget = config.budget_bytes()
+def checked(config: Config | None) -> Config:
+    """The configuration that a caller gave, or the default."""
+    if config is None:
+        return Config()
+    if isinstance(config, Config):
+        return config
+    what = type(config).__name__
+    advice = "write Config(**settings)" if isinstance(config, dict) else "give a tensorstream.Config"
+    if hasattr(config, "model_type"):
+        advice = "give transformers' configuration as `model_config`"
+    raise ConfigurationError(f"config is a {what}, expected a tensorstream.Config: {advice}")
+
+
+def attach(
+    model: M,
+    config: Config,
+    checkpoint: _native.Checkpoint,
+    orders: Orders | None = None,
+    *,
+    freed_bytes: int = 0,
+) -> M:
+    """As :func:`offload`, for a checkpoint that is open. The model is changed only once nothing can fail.
+
+    ``freed_bytes`` of memory are given back when it streams.
+    """
     derived = derived_of(model)
     if derived:
-        checkpoint = store_derived(derived, Builder(checkpoint), config, budget)
+        checkpoint = store_derived(derived, Builder(checkpoint), config, config.working_bytes())
     placed = {
         id(tensor): Source(name, tuple(checkpoint.entry(name)[2]), tensor.source.phase)
         for name, tensor in derived.items()
     }
     survey = _Survey(model, checkpoint, placed, orders or {})
-    engine = _native.Engine(checkpoint, survey.units, budget=budget, settings=config.settings())
-    streamer = Streamer(engine, survey.weights)
+    together, settings = survey.together(), config.settings()
+    smallest, whole = _native.requirement(checkpoint, survey.units, together=together, settings=settings)
+    budget = config.fitted_bytes(smallest, whole, freed_bytes)
+    streamer = _native.Streamer(
+        checkpoint,
+        survey.units,
+        [weight.spec() for weight in survey.weights],
+        budget=budget,
+        together=together,
+        weight_class=StreamedWeight,
+        settings=settings,
+    )
+    weights = Weights(streamer, survey.weights, budget)
     buffers = survey.read_buffers()
-    stand_ins = [survey.stand_in(key).bound(streamer, key) for key in range(len(survey.weights))]
+    stand_ins = [weights.stand_ins(key) for key in range(len(survey.weights))]
+    streaming = Streaming(checkpoint, survey.units, weights, config.passed_over())
+    owned = []
+    for module, keys in survey.modules:
+        parameters = Parameters(module._parameters, weights)
+        for name, key in keys.items():
+            parameters.bind(name, *stand_ins[key])
+        owned.append((module, parameters))
     with deferred():
         for module, name, value in buffers:
             module._buffers[name] = value
-        for module, keys in survey.modules:
-            for name, key in keys.items():
-                module._parameters[name] = stand_ins[key]  # type: ignore[assignment]  # a parameter by _is_param
-            refresh_flat_weights(module)
-        sites = []
-        for module, unit, keys in survey.leaves():
-            sites.append(Site(module, streamer, unit, keys))
-            sites[-1].wrap(module)
-        streaming = Streaming(checkpoint, survey.units, streamer, sites, config.passed_over())
-        streaming.wrap(model)
+        for module, parameters in owned:
+            module.__dict__["_parameters"] = parameters
+            recurrent(module)
+        for module, unit in survey.leaves():
+            replace_method(module, Forward(module, weights, unit))
+        replace_method(model, Pass(model, weights))
+        guard(model)
         model.__dict__["_tensorstream"] = streaming
-        if hasattr(model, "save_pretrained"):
-            model.__dict__["save_pretrained"] = _refuse_to_save
     return model
 
 
@@ -131,7 +176,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
         ModelError: The model is not offloaded.
     """
     streaming = streaming_of(model)
-    stats = streaming.streamer.engine.stats()
+    stats = streaming.weights.streamer.stats()
     return {**stats, "passed_over": [*streaming.passed_over, *stats["passed_over"]]}
 
 
@@ -145,52 +190,50 @@ def restore(model: M) -> M:
         StorageError: Reading failed.
     """
     streaming = streaming_of(model)
-    if any(site.in_use for site in streaming.sites):
+    if streaming.weights.streamer.in_use():
         raise ModelError("the model is in use: restore(model) when no forward runs")
-    tensors = _read_all(streaming.checkpoint, streaming.units, streaming.streamer.weights)
+    tensors = _read_all(streaming.checkpoint, streaming.units, streaming.weights.specs)
     parameters = [
-        nn.Parameter(tensor.detach(), requires_grad=weight.requires_grad)
-        for tensor, weight in zip(tensors, streaming.streamer.weights, strict=True)
+        nn.Parameter(tensor.detach(), requires_grad=streaming.weights.learns(key))
+        for key, tensor in enumerate(tensors)
     ]
     with deferred():
         del model.__dict__["_tensorstream"]
-        model.__dict__.pop("save_pretrained", None)
-        for site in streaming.sites:
-            site.let_go()
         for module in model.modules():
-            unwrap_forward(module)
-            for name, parameter in module._parameters.items():
-                if isinstance(parameter, StreamedTensor):
-                    module._parameters[name] = parameters[parameter.key]
-            refresh_flat_weights(module)
+            put_back(module)
+            own = module.__dict__["_parameters"]
+            if isinstance(own, Parameters) and own.weights is streaming.weights:
+                keys = {name: stand_in.key for name in own if (stand_in := own.stand_in(name)) is not None}
+                restored = {name: parameters[keys[name]] if name in keys else dict.get(own, name) for name in own}
+                module.__dict__["_parameters"] = restored
+                recurrent(module)
     return model
-
-
-def _refuse_to_save(*_: object, **__: object) -> None:
-    """Stands in for ``save_pretrained``, which asks tensors for the address of their memory."""
-    raise ModelError(
-        "a streamed model cannot save_pretrained: restore(model) first, or write its weights one after the other "
-        "with tensorstream.save_file(model.state_dict(), path)"
-    )
 
 
 def _read_all(checkpoint: _native.Checkpoint, units: list[Any], weights: list[Weight]) -> list[torch.Tensor]:
     """All weights at once, each at its phase; the memory lives as long as they do."""
     total = sum(part[2] + 2 * 4096 for _, tensors in units for tensor in tensors for part in tensor[3])
-    # An engine that may keep everything is the reader; slots outlive it.
-    engine = _native.Engine(checkpoint, units, budget=2 * total + (16 << 20))
-    streamer = Streamer(engine, weights)
-    in_pass = streamer.thread.in_pass = engine.begin_pass()
+    # One that may keep everything is the reader; slots outlive it.
+    streamer = _native.Streamer(
+        checkpoint,
+        units,
+        [weight.spec() for weight in weights],
+        budget=2 * total + (16 << 20),
+        together=[],
+        weight_class=StreamedWeight,
+    )
+    in_pass = streamer.begin_pass()
     bar = _native.Progress("restoring", total)
-    tensors = []
+    tensors: dict[tuple[int, int], torch.Tensor] = {}
     try:
-        for key in range(len(weights)):
-            tensors.append(streamer.read(key))
-            bar.advance(tensors[-1].nbytes)
+        for unit in range(len(units)):
+            for index, tensor in enumerate(streamer.take(unit)):
+                tensors[unit, index] = tensor
+                bar.advance(tensor.nbytes)
     finally:
         bar.close()
         in_pass.end()
-    return tensors
+    return [tensors[weight.unit, weight.index] for weight in weights]
 
 
 class _Survey:
@@ -200,6 +243,7 @@ class _Survey:
         self, model: nn.Module, checkpoint: _native.Checkpoint, placed: dict[int, Source], orders: Orders
     ) -> None:
         self.checkpoint = checkpoint
+        self._model = model
         #: Of the parameters that the checkpoint has with their dimensions in another order.
         self._orders = orders
         #: Where those parameters lie, by identity, that had to be computed.
@@ -217,7 +261,7 @@ class _Survey:
             (module, f"{prefix}.{name}".lstrip("."), name, buffer)
             for prefix, module in model.named_modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and (isinstance(buffer, StreamedTensor) or buffer.is_meta)
+            if buffer is not None and (isinstance(buffer, SymbolicTensor) or buffer.is_meta)
         ]
         for prefix, module in model.named_modules():
             self._add_module(prefix, module)
@@ -245,7 +289,6 @@ class _Survey:
     def _weight(self, parameter: torch.Tensor, name: str, index: int) -> Weight:
         """The parameter as one of the unit that is being made."""
         order = self._orders.get(name)
-        row_major = torch.empty(parameter.shape, device="meta").stride()
         return Weight(
             name,
             parameter.dtype,
@@ -253,24 +296,30 @@ class _Survey:
             len(self.units),
             index,
             parameter.requires_grad,
-            None if parameter.stride() == row_major else tuple(parameter.stride()),
+            tuple(parameter.stride()),
             [parameter.shape[dim] for dim in order] if order else list(parameter.shape),
         )
 
-    def leaves(self) -> Iterator[tuple[nn.Module, int, dict[str, int]]]:
-        """Modules whose parameters are held while their forward runs, with unit and weights: those of one unit,
-        with no module below them that has parameters too. The others' parameters come in for each operation on
-        them, so that no unit is held while another is needed."""
+    def leaves(self) -> Iterator[tuple[nn.Module, int]]:
+        """Modules whose parameters are lent to them while their forward runs, with the unit: those of one unit, with
+        no module below them that has parameters too. The others' weights are leased for each operation, so that
+        no unit is held while another is needed."""
         owners = {id(module) for module, _ in self.modules}
         for module, keys in self.modules:
             below = any(id(child) in owners for child in module.modules() if child is not module)
             units = {self.weights[key].unit for key in keys.values()}
             if not below and len(units) == 1:
-                yield module, units.pop(), keys
+                yield module, units.pop()
 
-    def stand_in(self, key: int) -> StreamedTensor:
-        weight = self.weights[key]
-        return StreamedTensor(weight.shape, weight.dtype, self._sources[key], self.builder, strides=weight.strides)
+    def together(self) -> list[list[int]]:
+        """Sets of units that one operation needs: PyTorch's fast path of attention takes all weights of a layer."""
+        units = {id(module): {self.weights[key].unit for key in keys.values()} for module, keys in self.modules}
+        sets = [
+            set().union(*(units.get(id(each), set()) for each in module.modules()))
+            for module in self._model.modules()
+            if isinstance(module, FUSED)
+        ]
+        return [sorted(each) for each in sets if len(each) > 1]
 
     def read_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """The buffers that are not in memory yet, read from the checkpoint."""
@@ -280,7 +329,7 @@ class _Survey:
         ]
 
     def _read_buffer(self, module: nn.Module, qualified: str, buffer: torch.Tensor) -> torch.Tensor:
-        if isinstance(buffer, StreamedTensor):
+        if isinstance(buffer, SymbolicTensor):
             return buffer.materialize()
         if qualified not in self.known:
             raise ModelError(
@@ -293,8 +342,8 @@ class _Survey:
     def _source(self, parameter: torch.Tensor) -> Source:
         names = self._names[id(parameter)]
         if isinstance(parameter, StreamedTensor):
-            if not parameter.provider.symbolic:
-                raise ModelError(f"parameter `{names[0]}` is streamed already: restore(...) what it belongs to first")
+            raise ModelError(f"parameter `{names[0]}` is streamed already: restore(...) what it belongs to first")
+        if isinstance(parameter, SymbolicTensor):
             return parameter.source if isinstance(parameter.source, Source) else self._placed[id(parameter)]
         if type(parameter) not in (nn.Parameter, torch.Tensor):
             raise ModelError(f"parameter `{names[0]}` is a {type(parameter).__name__}: it cannot be streamed")
@@ -328,6 +377,15 @@ class _Survey:
             )
         phase = None if tensor.is_meta else tensor.data_ptr() % 64
         return Source(name, tuple(parts), phase)
+
+
+def _refuse_what_is_not_python(name: str, module: nn.Module) -> None:
+    """A forward that is compiled cannot be replaced by one that brings weights in."""
+    if isinstance(module, torch.jit.ScriptModule):
+        what = f"module `{name}`" if name else "the model"
+        raise ModelError(
+            f"{what} is a {type(module).__name__}: TorchScript cannot be streamed; offload the Python module instead"
+        )
 
 
 def _qualified_names(model: nn.Module) -> dict[int, list[str]]:

@@ -42,10 +42,10 @@ def plan(
     a running engine measures.
 
     Raises:
-        BudgetError: The budget can never work; the message names the smallest that would do.
+        BudgetError: The budget is too small; the message gives the smallest that works.
     """
     config = Config(budget=budget, max_passes=max_passes)
-    budget_bytes = config.budget_bytes()
+    budget_bytes = config.working_bytes()
     planned = _native.plan(_native.Checkpoint(checkpoint), budget=budget_bytes, settings=config.settings())
     units = tuple((unit["name"], unit["slot_bytes"], unit["resident"]) for unit in planned["units"])
     return Plan(budget_bytes=budget_bytes, units=units, text=planned["text"], **planned["plan"])

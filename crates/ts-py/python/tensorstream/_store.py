@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,14 @@ from torch import nn
 from . import _native
 from ._builder import Builder
 from ._lend import NewTensor, dtype_name, lent, write_all
-from ._streamed_tensor import Derived, Source, StreamedTensor
+from ._symbolic_tensor import Derived, Source, SymbolicTensor
 from .config import Config, invalid
 from .errors import BudgetError, CheckpointPermissionError, ModelError, StorageError
 
+#: Modules that hand the weights of all modules below them to one operation.
+FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+#: What memory is given out in, in bytes.
+BLOCK = 4096
 #: By a parameter's name: its dimensions from the widest stride to the narrowest.
 Orders = dict[str, tuple[int, ...]]
 
@@ -59,7 +63,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def store_derived(
-    wanted: dict[str, StreamedTensor], builder: Builder, config: Config, budget_bytes: int
+    wanted: dict[str, SymbolicTensor], builder: Builder, config: Config, budget_bytes: int
 ) -> _native.Checkpoint:
     """Computes tensors of a model, by the model's names, and writes them to a file of their own, unless they are
     there. The result is the builder's checkpoint with them in it.
@@ -73,8 +77,8 @@ def store_derived(
         needed = builder.needed_bytes(tensor)
         if needed > budget_bytes:
             raise BudgetError(
-                f"a budget of {budget_bytes} bytes can never work: `{name}` has to be computed from the checkpoint, "
-                f"which takes {needed} bytes; that is the smallest budget that would do"
+                f"a budget of {budget_bytes} bytes is too small: `{name}` has to be computed from the checkpoint, "
+                f"which needs {needed} bytes; the smallest budget that works is {needed} bytes or more"
             )
         specs.append((name, dtype_name(name, tensor), list(tensor.shape), tensor.source.phase))
     directory = _directory(config.conversion_directory())
@@ -98,7 +102,7 @@ def _suffix(config: Config) -> str:
     return f"-{config.codec()}{config.level() or ''}.ts"
 
 
-def _pieces(wanted: dict[str, StreamedTensor], builder: Builder, budget_bytes: int) -> Iterator[torch.Tensor]:
+def _pieces(wanted: dict[str, SymbolicTensor], builder: Builder, budget_bytes: int) -> Iterator[torch.Tensor]:
     for tensor in wanted.values():
         yield from builder.pieces(tensor, budget_bytes)
 
@@ -120,16 +124,28 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _refuse_what_never_fits(model: nn.Module, config: Config) -> None:
     """Says so before the weights are written and not after."""
-    sizes: dict[str, int] = {}
+    sizes: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():  # each once, under the module that has it first
-        unit = name.rpartition(".")[0] or type(model).__name__
-        sizes[unit] = sizes.get(unit, 0) + parameter.nbytes
-    budget, smallest = config.budget_bytes(), _native.smallest_budget(list(sizes.values()), config.max_passes)
-    if smallest > budget:
-        largest = max(sizes, key=sizes.__getitem__)
+        sizes.setdefault(name.rpartition(".")[0] or type(model).__name__, []).append(parameter.nbytes)
+    names = list(sizes)
+    together = [
+        [i for i, unit in enumerate(names) if f"{unit}.".startswith(f"{prefix}." if prefix else "")]
+        for prefix, module in model.named_modules()
+        if isinstance(module, FUSED)
+    ]
+
+    def smallest(bytes_of: Callable[[list[int]], int]) -> int:
+        units = [bytes_of(each) for each in sizes.values()]
+        return _native.smallest_budget(units, together, config.max_passes)
+
+    budget = config.asked_bytes()
+    if budget is not None and smallest(sum) > budget:
+        largest = max(sizes, key=lambda name: sum(sizes[name]))
+        # Where the tensors will lie in the file is not settled: as much as they can take in memory.
+        enough = smallest(lambda unit: (sum(unit) + 64 * len(unit) + 3 * BLOCK) // BLOCK * BLOCK)
         raise BudgetError(
-            f"a budget of {budget} bytes can never work: the largest unit is `{largest}` with {sizes[largest]} "
-            f"bytes; the smallest budget that would do is about {smallest} bytes"
+            f"a budget of {budget} bytes is too small: the largest unit is `{largest}` with {sum(sizes[largest])} "
+            f"bytes; the smallest budget that works is at most {enough} bytes"
         )
 
 
@@ -146,7 +162,7 @@ def _directory(path: Path) -> Path:
     return path
 
 
-def _key(wanted: dict[str, StreamedTensor], builder: Builder) -> str:
+def _key(wanted: dict[str, SymbolicTensor], builder: Builder) -> str:
     """Names what is computed: from which state of which files, and how."""
     key = hashlib.blake2b(digest_size=16)
     for path, _, _ in builder.checkpoint.files():
@@ -161,11 +177,12 @@ def _key(wanted: dict[str, StreamedTensor], builder: Builder) -> str:
 
 def _described(value: Any) -> Any:
     """An origin without the objects in it, equal for equal ones."""
-    if isinstance(value, StreamedTensor):
+    if isinstance(value, SymbolicTensor):
         source = value.source
         if isinstance(source, Source):
             return (source.parts, value.dtype, tuple(value.shape), value.stride())
-        return (str(source.func), _described(source.args), _described(source.kwargs), source.index)
+        called = source.func if isinstance(source.func, torch._ops.OpOverload) else source.func.__qualname__
+        return (str(called), _described(source.args), _described(source.kwargs), source.index)
     if isinstance(value, torch.Tensor):
         content = _native.Fingerprint()
         content.add("-", dtype_name("-", value), list(value.shape), lent(value.contiguous()))
@@ -177,10 +194,10 @@ def _described(value: Any) -> Any:
     return repr(value)
 
 
-def derived_of(model: nn.Module) -> dict[str, StreamedTensor]:
+def derived_of(model: nn.Module) -> dict[str, SymbolicTensor]:
     """A model's distinct parameters whose bytes lie in no file."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if isinstance(parameter, StreamedTensor) and isinstance(parameter.source, Derived)
+        if isinstance(parameter, SymbolicTensor) and isinstance(parameter.source, Derived)
     }

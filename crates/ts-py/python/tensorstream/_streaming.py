@@ -1,29 +1,31 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What joins a model's modules to the engine: leases in, parameters swapped, leases out.
+"""What joins a model's modules to the engine: forwards that lease units, and dictionaries that hand weights out.
 
-Nothing here refers back to a module but by its ``_parameters`` dictionary, so a model that is deleted frees
-its engine at once, without the cycle collector.
+Nothing here refers back to a module but weakly, so a model that is deleted frees its engine at once, without the
+cycle collector. Leases are objects of the native module that end when they are lost, and nothing that must stay
+consistent is changed by bytecode: a signal's exception can arrive between any two instructions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from . import _native
-from ._lend import as_tensor
-from ._streamed_tensor import StreamedTensor
+from ._streamed_tensor import FIRST, StreamedTensor, StreamedWeight, is_same, stand_in, unlent
 from .errors import ModelError
 
-UNCHANGEABLE = "a streamed weight cannot be changed; restore(model) first"
+_raw = dict.__getitem__
+_is_grad_enabled = torch.is_grad_enabled
 
 
 @dataclass(frozen=True)
@@ -36,213 +38,280 @@ class Weight:
     unit: int
     index: int
     requires_grad: bool
-    #: Where they are not those of a row-major tensor.
-    strides: tuple[int, ...] | None
+    strides: tuple[int, ...]
     #: The shape in which its bytes are row-major: another order of its dimensions, for some strides.
     stored_shape: list[int]
 
-
-class _Thread(threading.local):
-    """What runs on this thread."""
-
-    in_pass: _native.Pass | None = None
-
-
-class Streamer:
-    """Gives the tensors of units, to whoever asks on whatever thread."""
-
-    symbolic = False
-
-    def __init__(self, engine: _native.Engine, weights: list[Weight]) -> None:
-        self.engine = engine
-        self.weights = weights
-        self.thread = _Thread()
-
-    def acquire(self, unit: int) -> _native.Lease:
-        """Waits until a unit is in memory."""
-        return self.engine.acquire(unit, self.thread.in_pass)
-
-    def materialize(self, tensor: StreamedTensor) -> torch.Tensor:
-        """A stand-in's weight, for a use outside its module's forward. It stays valid while it is referenced."""
-        return self.read(tensor.key)
-
-    def discard(self, tensor: StreamedTensor) -> None:
-        """The weight was written to: its unit is read anew for the next use."""
-        self.engine.discard(self.weights[tensor.key].unit)
-
-    def read(self, key: int) -> torch.Tensor:
-        """One weight."""
-        weight = self.weights[key]
-        lease = self.acquire(weight.unit)
-        try:
-            return as_parameter(lease.tensors()[weight.index], weight)
-        finally:
-            lease.release()
+    def spec(self) -> Any:
+        """What the native module is told."""
+        row_major = torch.empty(self.stored_shape, device="meta").stride()
+        plain = list(self.shape) == self.stored_shape and self.strides == row_major
+        strided = None if plain else (list(self.shape), list(self.strides))
+        return self.unit, self.index, strided, self.requires_grad, self.name, self.dtype
 
 
-def as_parameter(capsule: object, weight: Weight) -> nn.Parameter:
-    """The parameter whose bytes a capsule of the engine holds."""
-    requires_grad = asks_for_grad(weight)
-    with torch.inference_mode(False):
-        tensor = as_tensor(capsule, weight.dtype, weight.stored_shape)
-        if weight.strides is not None:
-            tensor = tensor.as_strided(weight.shape, weight.strides)
-        return nn.Parameter(tensor, requires_grad=requires_grad)
+class Weights:
+    """The streamed weights of a model, and the native object that leases them."""
+
+    def __init__(self, streamer: _native.Streamer, specs: list[Weight], budget_bytes: int) -> None:
+        self.streamer = streamer
+        self.specs = specs
+        self.budget_bytes = budget_bytes
+        self._frozen: set[int] = set()
+
+    def learns(self, key: int) -> bool:
+        """Whether the model's own parameter requires gradients."""
+        return self.specs[key].requires_grad and key not in self._frozen
+
+    def freeze(self, key: int) -> None:
+        """Notes that a parameter requires no gradients any more."""
+        if self.learns(key):
+            self._frozen.add(key)
+            self.streamer.freeze(key)
+
+    def elements(self, key: int, dtype: torch.dtype) -> int:
+        """How many elements of a dtype a weight's memory has."""
+        spec = self.specs[key]
+        count = 1
+        for n in spec.shape:
+            count *= n
+        return count * spec.dtype.itemsize // dtype.itemsize
+
+    def stand_ins(self, key: int) -> tuple[StreamedTensor, StreamedTensor | None]:
+        """A weight's stand-ins: one that requires no gradient, and one that does if the model's own did."""
+        spec = self.specs[key]
+
+        def make(requires_grad: bool) -> StreamedTensor:
+            made = stand_in(self, key, spec.dtype, spec.shape, spec.strides, requires_grad=requires_grad)
+            made._is_param = True
+            return made
+
+        return make(False), make(True) if spec.requires_grad else None
 
 
-def asks_for_grad(weight: Weight) -> bool:
-    """Whether a weight says now that it requires a gradient.
+class Parameters(dict[str, Any]):
+    """A module's parameters. A streamed one is the weight itself while the module's forward runs on this thread, and
+    a stand-in at other times.
 
-    Where gradients are recorded it is frozen: nothing could keep what it learns. Where none are it says what the
-    model's own did, because torch asks: matmul folds a batch, and so rounds otherwise, for an operand that does.
+    Where gradients are recorded neither requires one: nothing could keep what it learns. Where none are they say
+    what the model's own did, because PyTorch asks: matmul folds a batch, and so rounds otherwise, for an operand
+    that requires a gradient.
     """
-    return weight.requires_grad and not torch.is_grad_enabled()
+
+    __slots__ = ("__weakref__", "free", "weights")
+
+    def __init__(self, own: dict[str, Any], weights: Weights) -> None:
+        super().__init__(own)
+        self.weights = weights
+        #: By name, the stand-ins that require gradients.
+        self.free: dict[str, StreamedTensor] = {}
+
+    def bind(self, name: str, frozen: StreamedTensor, free: StreamedTensor | None) -> None:
+        """Puts a weight's stand-ins in a parameter's place."""
+        dict.__setitem__(self, name, frozen)
+        if free is not None:
+            self.free[name] = free
+
+    def stand_in(self, name: str) -> StreamedTensor | None:
+        """The stand-in of a streamed parameter, else ``None``."""
+        frozen = dict.get(self, name)
+        return frozen if type(frozen) is StreamedTensor and frozen.weights is self.weights else None
+
+    def __getitem__(self, name: str) -> Any:
+        frozen = _raw(self, name)
+        if type(frozen) is not StreamedTensor:
+            return frozen
+        grad = _is_grad_enabled()
+        lent = self.weights.streamer.current(frozen.key, grad)
+        if lent is not None:
+            return lent
+        return self.free.get(name, frozen) if not grad and self.weights.learns(frozen.key) else frozen
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        own = self.stand_in(name)
+        if own is None:
+            dict.__setitem__(self, name, value)
+        elif not (is_same(own, value) or (type(value) is StreamedWeight and value is self[name])):
+            raise ModelError(f"`{own.name}` cannot be replaced: {FIRST}")
+
+    def __delitem__(self, name: str) -> None:
+        own = self.stand_in(name)
+        if own is not None:
+            raise ModelError(f"`{own.name}` cannot be removed: {FIRST}")
+        dict.__delitem__(self, name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name in self:
+            value = self[name]
+            del self[name]
+            return value
+        return dict.pop(self, name, *default)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def clear(self) -> None:
+        for name in list(self):
+            del self[name]
+
+    def popitem(self) -> Any:
+        name = next(reversed(self))
+        return name, self.pop(name)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self.items()),)
 
 
-class Site:
-    """A module whose own parameters are one unit: there while its forward runs."""
-
-    def __init__(self, module: nn.Module, streamer: Streamer, unit: int, keys: dict[str, int]) -> None:
-        self._parameters = module._parameters
-        self._stand_ins = {name: module._parameters[name] for name in keys}
-        # Recurrent modules keep a list of their parameters beside the dictionary.
-        self._recurrent = weakref.ref(module) if hasattr(module, "_flat_weights_names") else None
-        self._streamer = streamer
-        self._unit = unit
-        self._keys = keys
-        self._lock = threading.RLock()
-        self._leases: dict[object, _native.Lease] = {}
-        self._tensors: dict[str, nn.Parameter] | None = None
-        self._resident = False
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a forward runs."""
-        return bool(self._leases)
-
-    def enter(self, use: object) -> None:
-        """Brings the parameters in, for ``use``.
-
-        Raises:
-            ModelError: A parameter was replaced: its value would be lost.
-        """
-        with self._lock:
-            self._check_own()
-            lease = self._leases[use] = self._streamer.acquire(self._unit)
-            if self._tensors is None:
-                capsules, weights = lease.tensors(), self._streamer.weights
-                tensors = {
-                    name: as_parameter(capsules[weights[key].index], weights[key]) for name, key in self._keys.items()
-                }
-                self._resident, self._tensors = lease.resident, tensors
-                self._swap(tensors)
-            elif len(self._leases) == 1 or torch.is_grad_enabled():
-                for name, tensor in self._tensors.items():
-                    tensor.requires_grad = asks_for_grad(self._streamer.weights[self._keys[name]])
-
-    def exit(self, use: object) -> None:
-        """Ends ``use``, if it began; the last one lets the parameters go unless the plan keeps them.
-
-        Raises:
-            ModelError: A parameter was written to. Its bytes are read anew for the next use.
-        """
-        with self._lock:
-            lease = self._leases.pop(use, None)
-            if lease is None:
-                return
-            written = self._written()
-            if written is not None:
-                lease.discard()
-            lease.release()
-            if written is not None or not (self._leases or self._resident):
-                self.let_go()
-        if written is not None:
-            raise ModelError(f"`{written}` was written to in place: {UNCHANGEABLE}")
-
-    def let_go(self) -> None:
-        """Puts the stand-ins back."""
-        with self._lock:
-            self._swap(self._stand_ins)
-            self._tensors = None
-
-    def _swap(self, parameters: Mapping[str, Any]) -> None:
-        self._parameters.update(parameters)
-        module = self._recurrent() if self._recurrent is not None else None
-        if module is not None:
-            refresh_flat_weights(module)
-
-    def _check_own(self) -> None:
-        own: Mapping[str, Any] = self._stand_ins if self._tensors is None else self._tensors
-        for name, key in self._keys.items():
-            if self._parameters.get(name) is not own[name]:
-                raise ModelError(f"`{self._streamer.weights[key].name}` was replaced: {UNCHANGEABLE}")
-
-    def _written(self) -> str | None:
-        for name, tensor in (self._tensors or {}).items():
-            if tensor._version != 0:
-                return self._streamer.weights[self._keys[name]].name
-        return None
-
-    def wrap(self, module: nn.Module) -> None:
-        """Makes the module's forward bring its parameters in."""
-
-        def around(call: Callable[[], Any]) -> Any:
-            use = object()
-            try:
-                self.enter(use)
-                return call()
-            finally:
-                self.exit(use)
-
-        wrap_forward(module, around)
+def streamed_of(module: nn.Module) -> Iterator[tuple[str, StreamedTensor]]:
+    """The names and stand-ins of a module's own streamed parameters."""
+    parameters = module.__dict__.get("_parameters")
+    if isinstance(parameters, Parameters):
+        for name in parameters:
+            stand_in = parameters.stand_in(name)
+            if stand_in is not None:
+                yield name, stand_in
 
 
-def refresh_flat_weights(module: nn.Module) -> None:
-    """Points a recurrent module's own list of parameters at its present ones."""
-    names = getattr(module, "_flat_weights_names", None)
-    if names is not None:
-        module.__dict__["_flat_weights"] = [module._parameters.get(name) for name in names]
+class _NotAFunction(ModelError, AttributeError):
+    """A replaced method lacks what functions have."""
 
 
-class Forward:
-    """Stands in for a module's ``forward`` and runs it inside ``around``.
+class Replaced:
+    """Stands in for a method of one module.
 
     A replaced method and no hook, because hooks that always run do not when the exception is a
     KeyboardInterrupt.
     """
 
-    def __init__(self, module: nn.Module, around: Callable[[Callable[[], Any]], Any]) -> None:
-        self.before = module.__dict__.get("forward")
-        self._method = type(module).forward
-        self._module = weakref.ref(module)
-        self._around = around
-        self.__signature__ = inspect.signature(module.forward)
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.before = module.__dict__.get(name)
+        self._method = getattr(type(module), name)
+        self.module = weakref.ref(module)
+        with contextlib.suppress(ValueError):  # a method that is not Python's
+            self.__signature__ = inspect.signature(getattr(module, name))
         self.__doc__ = self._method.__doc__
-        self.__name__ = "forward"
+        self.__name__ = name
+
+    def original(self) -> Callable[..., Any]:
+        """What it stands in for."""
+        if self.before is not None:
+            before: Callable[..., Any] = self.before
+            return before
+        return functools.partial(self._method, self.module())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.before is not None:
-            return self._around(functools.partial(self.before, *args, **kwargs))
-        return self._around(functools.partial(self._method, self._module(), *args, **kwargs))
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NotAFunction(
+            f"an offloaded model's {self.__dict__.get('__name__', 'method')} has no `{name}`: it cannot be scripted "
+            "or exported; restore(model) first"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(
-            f"an offloaded {type(self._module()).__name__} cannot be copied or pickled: the copy would stream into "
+            f"an offloaded {type(self.module()).__name__} cannot be copied or pickled: the copy would stream into "
             "the original; restore(model) first, or save its state_dict()"
         )
 
 
-def wrap_forward(module: nn.Module, around: Callable[[Callable[[], Any]], Any]) -> None:
-    """Replaces ``module.forward`` by one that runs inside ``around``."""
-    module.__dict__["forward"] = Forward(module, around)
+def replace(module: nn.Module, replaced: Replaced) -> None:
+    """Puts a replacement of one of the module's methods in its place."""
+    module.__dict__[replaced.__name__] = replaced
 
 
-def unwrap_forward(module: nn.Module) -> None:
-    """Undoes every :func:`wrap_forward` of a module."""
-    while isinstance(forward := module.__dict__.get("forward"), Forward):
-        del module.__dict__["forward"]
-        if forward.before is not None:
-            module.__dict__["forward"] = forward.before
+def put_back(module: nn.Module) -> None:
+    """Undoes every :func:`replace` of a module."""
+    for name in list(module.__dict__):
+        while isinstance(replaced := module.__dict__.get(name), Replaced):
+            del module.__dict__[name]
+            if replaced.before is not None:
+                module.__dict__[name] = replaced.before
+
+
+class Forward(Replaced):
+    """The forward of a module whose parameters are one unit: the unit is in memory while it runs."""
+
+    def __init__(self, module: nn.Module, weights: Weights, unit: int) -> None:
+        super().__init__(module, "forward")
+        self._weights = weights
+        self._unit = unit
+        self._recurrent = recurrent(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A graph that holds the weights would hold their memory until backward; one of stand-ins leases them again.
+        lend = not (_is_grad_enabled() and self._learns(args, kwargs))
+        use = self._weights.streamer.enter(self._unit, lend, self._recurrent)
+        try:
+            result = self.original()(*args, **kwargs)
+        except BaseException:
+            use.close()
+            raise
+        if use.exit():
+            result = unlent(result, self._weights, use)
+            use.close()
+        return result
+
+    def _learns(self, args: Any, kwargs: Any) -> bool:
+        inputs: Any = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in inputs):
+            return True
+        module: Any = self.module()
+        return any(type(p) is not StreamedTensor and p.requires_grad for p in module.parameters())
+
+
+def recurrent(module: nn.Module) -> _native.Recurrent | None:
+    """What the native module has to know of a recurrent module, which keeps a list of its parameters beside the
+    dictionary."""
+    names = getattr(module, "_flat_weights_names", None)
+    if names is None:
+        return None
+    stand_ins: list[Any] = [module._parameters.get(name) for name in names]
+    keys: list[int | None] = [each.key if type(each) is StreamedTensor else None for each in stand_ins]
+    module.__dict__["_flat_weights"] = stand_ins
+    return _native.Recurrent(weakref.ref(module), stand_ins, keys)
+
+
+class Pass(Replaced):
+    """The forward of the whole model: the outermost one is a pass."""
+
+    def __init__(self, module: nn.Module, weights: Weights) -> None:
+        super().__init__(module, "forward")
+        self._weights = weights
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        streamer = self._weights.streamer
+        in_pass = streamer.begin_pass()
+        try:
+            result = self.original()(*args, **kwargs)
+        except BaseException:
+            in_pass.end()
+            raise
+        proposed = in_pass.end()
+        streamer.forget_casts()
+        if proposed and not streamer.in_use():
+            streamer.replan()
+        return result
 
 
 class Streaming:
@@ -252,50 +321,19 @@ class Streaming:
         self,
         checkpoint: _native.Checkpoint,
         units: list[Any],
-        streamer: Streamer,
-        sites: list[Site],
+        weights: Weights,
         passed_over: list[tuple[str, str]],
     ) -> None:
         self.checkpoint = checkpoint
         self.units = units
-        self.streamer = streamer
-        self.sites = sites
+        self.weights = weights
         #: Backends that were asked for and are not built, and why.
         self.passed_over = passed_over
-
-    def wrap(self, model: nn.Module) -> None:
-        """Makes each outermost forward of the model a pass."""
-
-        streamer = self.streamer
-
-        def around(call: Callable[[], Any]) -> Any:
-            thread, in_pass, proposed = streamer.thread, None, False
-            if thread.in_pass is not None:
-                return call()
-            try:
-                thread.in_pass = in_pass = streamer.engine.begin_pass()
-                result = call()
-            finally:
-                thread.in_pass = None
-                if in_pass is not None:
-                    proposed = in_pass.end()
-            if proposed:
-                self.replan()
-            return result
-
-        wrap_forward(model, around)
-
-    def replan(self) -> None:
-        """Lets all kept parameters go and puts the engine's better plan in force, if nothing is in use."""
-        if not any(site.in_use for site in self.sites):
-            for site in self.sites:
-                site.let_go()
-            self.streamer.engine.replan()
 
 
 def streaming_of(model: nn.Module) -> Streaming:
     """The streaming of an offloaded model."""
-    streaming = model.__dict__.get("_tensorstream")
+    streaming = model.__dict__.get("_tensorstream") if isinstance(model, nn.Module) else None
     if not isinstance(streaming, Streaming):
         raise ModelError(f"this {type(model).__name__} is not offloaded")
     return streaming

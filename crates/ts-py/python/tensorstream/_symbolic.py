@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ._streamed_tensor import Derived, Source, StreamedTensor
+from ._symbolic_tensor import Derived, Source, SymbolicTensor, written_through
 from .errors import ModelError
 
 aten = torch.ops.aten
@@ -48,13 +48,38 @@ VIEWS = {
 }
 
 
+#: Operations whose results have the shape of their operand and nothing of its values.
+NEW = {
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.ones_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.zeros_like.default,
+}
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A real tensor: what is written to it is nobody's weight yet."""
+
+    def shaped(leaf: Any) -> Any:
+        if isinstance(leaf, SymbolicTensor):
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+        return leaf
+
+    return func(*tree_map(shaped, args), **tree_map(shaped, kwargs))
+
+
 def without_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result as stand-ins; ``None`` where the operation has to run."""
-    streamed = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, StreamedTensor)]
-    if not all(tensor.provider.symbolic for tensor in streamed):
-        return _unchanged(func, args, kwargs)
+    streamed = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, SymbolicTensor)]
     written = _written(func, args, kwargs)
-    if any(isinstance(tensor, StreamedTensor) for tensor in written):
+    if any(isinstance(tensor, SymbolicTensor) for tensor in written):
         return _write(func, args, kwargs, written)
     if written:
         return None  # to a tensor that has bytes
@@ -62,6 +87,8 @@ def without_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     device = torch.device(kwargs.get("device") or "cpu")
     if device.type != "cpu":
         raise ModelError(f"tensor `{name}` is wanted on {device}: only the CPU is built yet")
+    if func in NEW:
+        return _new(func, args, kwargs)
     if func is aten.as_strided.default:
         raise ModelError(f"{func} of `{name}`, a tensor that is streamed, is not built: it asks where memory lies")
     outcome = _trial(func, args, kwargs)
@@ -80,32 +107,14 @@ def _trial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
 
 
-def _unchanged(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamedTensor | None:
-    """A model's own parameter once more, where an operation changes nothing about it."""
-    tensor = args[0] if args else None
-    if not isinstance(tensor, StreamedTensor) or tensor.provider.symbolic:
-        return None
-    same = func in (aten.detach.default, aten.alias.default)
-    if func is aten.slice.Tensor:
-        same = _takes_all(*args, **kwargs)
-    return tensor.again() if same else None
-
-
-def _takes_all(
-    tensor: StreamedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> bool:
-    size = tensor.shape[dim]
-    return slice(start, end, step).indices(size) == (0, size, 1)
-
-
 def _describe(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    streamed: Sequence[StreamedTensor],
+    streamed: Sequence[SymbolicTensor],
     outcome: torch.Tensor,
     index: int | None,
-) -> StreamedTensor:
+) -> SymbolicTensor:
     """One result of an operation, whose shape is known from a trial on the meta device."""
     first = streamed[0]
     if func in (aten.detach.default, aten.alias.default):
@@ -118,14 +127,14 @@ def _describe(
         begin = _first_byte(outcome) if look else 0
         phase = ((first.source.phase or 0) + begin) % 64 if look else 0
         source = Derived(first.source.name, func, _snapshot(args), _snapshot(kwargs), index, phase)
-    aliases = first.aliases if look else None
-    return StreamedTensor(
-        outcome.shape, outcome.dtype, source, first.provider, strides=outcome.stride(), aliases=aliases
-    )
+    if not look:
+        return SymbolicTensor(outcome.shape, outcome.dtype, source, first.provider, outcome.stride())
+    steps = (*first.steps, (func, args[1:], kwargs, index))
+    return SymbolicTensor(outcome.shape, outcome.dtype, source, first.provider, outcome.stride(), first.memory, steps)
 
 
 def _placed(
-    func: Any, args: tuple[Any, ...], streamed: Sequence[StreamedTensor], outcome: torch.Tensor, look: bool
+    func: Any, args: tuple[Any, ...], streamed: Sequence[SymbolicTensor], outcome: torch.Tensor, look: bool
 ) -> Source | None:
     """Where the bytes of a contiguous result lie; ``None`` where they must be computed."""
     if not all(isinstance(t.source, Source) and t.is_contiguous() and t.dtype == outcome.dtype for t in streamed):
@@ -147,7 +156,7 @@ def _placed(
 
 
 def _interleaved(
-    streamed: Sequence[StreamedTensor], tensors: Sequence[object], outcome: torch.Tensor, dim: int
+    streamed: Sequence[SymbolicTensor], tensors: Sequence[object], outcome: torch.Tensor, dim: int
 ) -> tuple[Part, ...] | None:
     """The bytes of ``tensors`` joined along ``dim``: runs of each in turn."""
     if len(streamed) != len(tensors):
@@ -188,27 +197,38 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     return tree_flatten([args[i] if i < len(args) else kwargs.get(formal.name) for i, formal in formals])[0]
 
 
-def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]) -> StreamedTensor:
-    """Writing to a stand-in gives it another origin: what it was, and then the operation."""
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]) -> SymbolicTensor:
+    """Writing to a tensor gives its memory another origin: what it was, and then the operation."""
     tensor = args[0] if args else None
-    if len(written) != 1 or written[0] is not tensor or not isinstance(tensor, StreamedTensor):
+    if len(written) != 1 or written[0] is not tensor or not isinstance(tensor, SymbolicTensor):
         raise ModelError(f"{func} writes to tensors that are streamed: this is not built")
-    if tensor.is_aliased():
-        raise ModelError(f"{func} writes to `{tensor.source.name}`, which other tensors look at: this is not built")
     outcome = func(*_on_meta(args), **_on_meta(kwargs))
     if (outcome.shape, outcome.stride(), outcome.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
         raise ModelError(f"{func} would change the shape of `{tensor.source.name}` in place: this is not built")
-    source = tensor.source
-    tensor.source = Derived(source.name, func, _snapshot(args), _snapshot(kwargs), None, source.phase or 0)
+    memory, source = tensor.memory, tensor.memory.source
+    phase = _phase(source)
+    if tensor.steps:
+        whole = SymbolicTensor(memory.shape, memory.dtype, source, tensor.provider, memory.strides)
+        rest = _snapshot(args[1:]), _snapshot(kwargs)
+        memory.write(Derived(source.name, written_through, (whole, tensor.steps, func, *rest), {}, None, phase))
+    else:
+        memory.write(Derived(source.name, func, _snapshot(args), _snapshot(kwargs), None, phase))
     return tensor
+
+
+def _phase(source: Source | Derived) -> int:
+    """The address modulo 64 at which the reference has what it writes to in place."""
+    if source.phase is None and isinstance(source, Source) and source.parts:
+        return source.parts[0][1] % 64
+    return source.phase or 0
 
 
 def _snapshot(arguments: Any) -> Any:
     """Arguments as they are now: what is written to them later is not meant."""
 
     def keep(leaf: Any) -> Any:
-        if isinstance(leaf, StreamedTensor):
-            return StreamedTensor(leaf.shape, leaf.dtype, leaf.source, leaf.provider, strides=leaf.stride())
+        if isinstance(leaf, SymbolicTensor):
+            return SymbolicTensor(leaf.shape, leaf.dtype, leaf.source, leaf.provider, strides=leaf.stride())
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
     return tree_map(keep, arguments)

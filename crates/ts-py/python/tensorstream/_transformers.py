@@ -9,14 +9,17 @@ what no checkpoint has, and the reference's choice between mapping and copying a
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import sys
 from typing import Any
 
 from . import _native
 from ._builder import Builder
-from ._offload import Path, attach
-from .config import Config
-from .errors import CheckpointError, ConfigurationError, MissingTensorError
+from ._offload import Path, attach, checked
+from .config import HEADROOM, Config, expanded
+from .errors import BudgetError, CheckpointError, ConfigurationError, MissingTensorError
+
+#: Memory that importing transformers and building a model take at least.
+TRANSFORMERS_BYTES = 96 << 20
 
 
 def from_pretrained(
@@ -42,20 +45,22 @@ def from_pretrained(
     Raises:
         CheckpointNotFoundError: ``path`` holds no checkpoint.
         MissingTensorError, CheckpointError: The checkpoint does not fit the model.
-        BudgetError: The budget can never work.
+        BudgetError: The budget is too small, or there is too little memory.
         ConfigurationError: A setting is wrong, or transformers is not installed.
     """
+    if budget is not None and config is not None:
+        raise ConfigurationError("give the budget in `config`, or `budget` alone")
+    settings = Config(budget=budget) if config is None else checked(config)
+    path = expanded(path)
+    checkpoint = _native.Checkpoint(path)
+    if "dtype" not in kwargs and "torch_dtype" not in kwargs:
+        _refuse_at_once(checkpoint)
     try:
         import transformers
     except ImportError as error:
         raise ConfigurationError(
             "from_pretrained needs transformers 5: pip install 'tensorstream[transformers]'"
         ) from error
-    if budget is not None and config is not None:
-        raise ConfigurationError("give the budget in `config`, or `budget` alone")
-    settings = config or Config(budget=budget)
-    settings = replace(settings, budget=settings.budget_bytes(), vram_budget_gb=None)
-    checkpoint = _native.Checkpoint(path)
     builder = Builder(checkpoint)
     path = os.fspath(path)
     model_config = kwargs.pop("model_config", None) or transformers.AutoConfig.from_pretrained(path)
@@ -76,6 +81,24 @@ def from_pretrained(
             model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
     model.name_or_path = model.config._name_or_path = path
     return attach(model, settings, checkpoint)
+
+
+def _refuse_at_once(checkpoint: _native.Checkpoint) -> None:
+    """Refuses where there is no memory for the largest tensor, before transformers and the model take theirs."""
+
+    def size(name: str) -> int:
+        return sum(length for _, _, length in checkpoint.entry(name)[2])
+
+    largest = max(checkpoint.names(), key=size, default=None)
+    if largest is None:
+        return
+    needed, available = size(largest), _native.available_memory()
+    rest = HEADROOM // 2 + (0 if "transformers" in sys.modules else TRANSFORMERS_BYTES)
+    if available is not None and available < needed + rest:
+        raise BudgetError(
+            f"{available >> 20} MiB of memory are available; tensor `{largest}` alone needs {needed >> 20} MiB, and "
+            f"the rest of the process {rest >> 20} MiB more; raise the memory limit of this process"
+        )
 
 
 def _named_class(transformers: Any, model_config: Any, path: str) -> Any:

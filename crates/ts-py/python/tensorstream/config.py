@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import enum
+import functools
 import os
 import sys
 import warnings
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
 from . import _native
-from .errors import ConfigurationError, NotBuiltWarning
+from .errors import BudgetError, BudgetWarning, ConfigurationError, NotBuiltWarning
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -77,6 +80,8 @@ PREFETCH = {
     MemoryMode.CONSERVATIVE: PrefetchStrategy.NEXT_LAYER,
 }
 VERIFY: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
+#: Memory that is left to activations, page tables and code where the budget would take all, in bytes.
+HEADROOM = 64 << 20
 #: What reads in place of a backend that is not built yet, and why.
 FALLBACKS: dict[str, tuple[str | None, str]] = {
     "cuda": (None, "CUDA devices are not built yet; weights stream into memory of the CPU"),
@@ -134,8 +139,10 @@ class Config:
             parse_budget(self.budget)
         if self.vram_budget_gb is not None:
             self._check_vram_budget()
-        if self.storage_path is not None and not isinstance(self.storage_path, str | os.PathLike):
-            raise invalid("storage_path", self.storage_path, "a path")
+        if self.storage_path is not None:
+            if not isinstance(self.storage_path, str | os.PathLike):
+                raise invalid("storage_path", self.storage_path, "a path")
+            object.__setattr__(self, "storage_path", expanded(self.storage_path))
         _check_int("max_passes", self.max_passes, 1, 64)
         if self.num_io_threads is not None:
             _check_int("num_io_threads", self.num_io_threads, 1, 256)
@@ -155,6 +162,8 @@ class Config:
             not_built(f"BackendType.{backend.upper()}", FALLBACKS[backend.lower()][1])
         if self.compression_level is not None:
             _check_int("compression_level", self.compression_level, 1, 22)
+            if not self.compression_enabled:
+                raise invalid("compression_level", self.compression_level, "None unless compression_enabled is True")
 
     def _check_vram_budget(self) -> None:
         gigabytes: Any = self.vram_budget_gb
@@ -163,22 +172,67 @@ class Config:
         if self.budget is not None:
             raise ConfigurationError("the budget is given twice: as Config.budget and as Config.vram_budget_gb")
 
-    def budget_bytes(self) -> int:
-        """The budget in bytes; detected, and printed to standard error, when none was given."""
+    def asked_bytes(self) -> int | None:
+        """The budget in bytes, if one was given."""
         if self.budget is not None:
             return parse_budget(self.budget)
         if self.vram_budget_gb is not None:
             return max(1, int(self.vram_budget_gb * 1e9))
+        return None
+
+    def share_bytes(self, freed_bytes: int = 0) -> int:
+        """What ``memory_mode`` takes of the memory that is available, once ``freed_bytes`` more are."""
+        return int(self._available_bytes(freed_bytes) * SHARES[MemoryMode(self.memory_mode)])
+
+    def working_bytes(self) -> int:
+        """Memory for what is done before the model streams."""
+        asked = self.asked_bytes()
+        return self.share_bytes() if asked is None else asked
+
+    def _available_bytes(self, freed_bytes: int) -> int:
         available = _native.available_memory()
         if available is None:
             raise invalid("budget", None, "a size, because the available memory cannot be detected here")
-        share = SHARES[MemoryMode(self.memory_mode)]
-        budget = int(available * share)
-        print(
-            f"tensorstream: budget {budget / 2**20:.0f} MiB, {share:.0%} of {available / 2**20:.0f} MiB available",
-            file=sys.stderr,
-        )
-        return budget
+        return available + freed_bytes
+
+    def fitted_bytes(self, smallest: int, whole: int, freed_bytes: int = 0) -> int:
+        """The budget for a model that needs at least ``smallest`` bytes and at most ``whole``: the one that was
+        given, or what ``memory_mode`` says and is printed to standard error; less where there is less memory.
+
+        Raises:
+            BudgetError: There is less memory than the model needs.
+
+        Warns:
+            BudgetWarning: There is less memory than was asked for.
+        """
+        asked = self.asked_bytes()
+        if asked is not None and (asked < smallest or _native.available_memory() is None):
+            return asked  # refused by the engine, with the smallest that works
+        available = self._available_bytes(freed_bytes)
+        # For activations, page tables, and the pages of code that are not mapped yet.
+        room = available - available // 16 - HEADROOM
+        wanted = self.share_bytes(freed_bytes) if asked is None else asked
+        if smallest > available - HEADROOM // 2:
+            raise BudgetError(
+                f"{_mib(available)} MiB of memory are available, and the model needs at least {_mib(smallest)} MiB "
+                f"for weights and {_mib(HEADROOM // 2)} MiB for the rest; raise the memory limit of this process"
+            )
+        budget = max(smallest, min(wanted, room))
+        if asked is None:
+            share = SHARES[MemoryMode(self.memory_mode)]
+            what = (
+                f"{share:.0%} of" if budget == wanted else "the smallest that works, of" if budget > wanted else "of"
+            )
+            print(f"tensorstream: budget {_mib(budget)} MiB, {what} {_mib(available)} MiB available", file=sys.stderr)
+        elif min(asked, whole) > budget:
+            warnings.warn(
+                f"a budget of {_mib(asked)} MiB is more than there is: {_mib(available)} MiB of memory are available "
+                f"within the limits of this process; {_mib(budget)} MiB are used",
+                BudgetWarning,
+                stacklevel=4,
+            )
+            return budget
+        return budget if asked is None else asked
 
     def codec(self) -> Codec:
         """How weights are written."""
@@ -216,6 +270,50 @@ class Config:
             return Path(self.storage_path)
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return Path(cache) / "tensorstream"
+
+
+#: Settings of the older TensorStream that this one does not have, and what takes their place.
+OLDER = {
+    "cache_size_layers": "the plan decides how many layers stay; give `budget`",
+    "cache_size_gb": "give `budget`",
+    "chunk_size_mb": "reads are sized to suit the storage; give `num_io_threads` for their number",
+    "pin_memory": "there is no copy to a GPU to pin memory for",
+    "temp_dir": "give `storage_path`",
+    "enable_profiling": "tensorstream.stats(model) is always measured",
+    "debug_mode": "every error names the file, the tensor and the offset",
+    "dtype": "give it to from_pretrained, or convert the model",
+    "memory_pressure_mode": "the budget is always strict",
+    "device": "models stream into memory of the CPU",
+    "metadata": "give it to tensorstream.save_file",
+}
+
+_make = Config.__init__
+
+
+@functools.wraps(_make)
+def _checked(self: Config, *args: Any, **fields: Any) -> None:
+    known = [field.name for field in dataclasses.fields(Config)]
+    if args:
+        raise ConfigurationError(f"Config takes fields by name, such as Config(budget={args[0]!r})")
+    for name in fields:
+        if name not in known:
+            instead = OLDER.get(name)
+            close = difflib.get_close_matches(name, known, n=1)
+            advice = instead or (f"did you mean `{close[0]}`?" if close else "it has " + ", ".join(known))
+            raise ConfigurationError(f"Config has no field `{name}`: {advice}")
+    _make(self, **fields)
+
+
+Config.__init__ = _checked  # type: ignore[method-assign]  # the generated one knows no error of ours
+
+
+def expanded(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """A path whose ``~`` is the user's home directory."""
+    return os.path.expanduser(path) if str(os.fspath(path)).startswith("~") else path
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.0f}"
 
 
 def parse_budget(budget: int | str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = [
     "BudgetError",
+    "BudgetWarning",
     "CheckpointChangedError",
     "CheckpointError",
     "CheckpointNotFoundError",
@@ -64,7 +65,7 @@ class CheckpointChangedError(StorageError):
 
 
 class BudgetError(TensorStreamError, MemoryError):
-    """The budget can never work: names the largest unit and the smallest budget that would do."""
+    """The budget is too small, or there is less memory than the smallest that works: the message gives both."""
 
 
 class UnitReferencedError(TensorStreamError, RuntimeError):
@@ -73,6 +74,10 @@ class UnitReferencedError(TensorStreamError, RuntimeError):
 
 class NotBuiltWarning(UserWarning):
     """A setting asks for what is not built yet: says what happens instead."""
+
+
+class BudgetWarning(UserWarning):
+    """The budget is more memory than there is: says how much there is, and what is used instead."""
 
 
 class ModelError(TensorStreamError, TypeError):

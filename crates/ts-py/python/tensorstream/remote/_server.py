@@ -318,6 +318,23 @@ def devices_of(kind: str) -> list[torch.device]:
     return [torch.device("cpu")] * 8
 
 
+def token_in(path: str) -> str:
+    """Reads the secret in a file, as ``tensorstream serve-weights`` does.
+
+    Returns:
+        Its first line, without spaces around it.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the line is empty or not UTF-8.
+    """
+    with open(path, encoding="utf-8") as file:
+        token = file.readline().strip()
+    if not token:
+        raise ValueError(f"{path}: no token: its first line is empty")
+    return token
+
+
 def main(arguments: list[str] | None = None) -> int:
     """``tensorstream serve``."""
     parser = argparse.ArgumentParser(prog="tensorstream serve", description=__doc__)
@@ -325,7 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--listen", default="127.0.0.1:7470", help="HOST:PORT (port 0: one that is free), or unix:PATH"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--token-file", help="a file with the secret that clients must know")
+    parser.add_argument("--token-file", help="a file whose first line is the secret that clients must know")
     parser.add_argument("--tls-cert", help="a certificate (PEM), for connections under TLS")
     parser.add_argument("--tls-key", help="its key (PEM)")
     parser.add_argument("--tls-client-ca", help="only clients with a certificate of one of these (PEM) are let in")
@@ -343,9 +360,8 @@ def main(arguments: list[str] | None = None) -> int:
     token = None
     if options.token_file:
         try:
-            with open(options.token_file, encoding="utf-8") as file:
-                token = file.read().strip()
-        except OSError as error:
+            token = token_in(options.token_file)
+        except (OSError, ValueError) as error:
             parser.error(f"--token-file: {error}")
     if options.threads:
         torch.set_num_threads(options.threads)
