@@ -4,11 +4,13 @@ certificates; a machine that has a device."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -21,6 +23,25 @@ from transformers import LlamaConfig, LlamaForCausalLM
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Llama = Callable[..., Path]
+
+
+def leased(parameter: Any) -> torch.Tensor:
+    """A streamed parameter's weight, where it is in memory; another's is the parameter itself."""
+    weights = getattr(parameter, "weights", None)
+    if weights is None:
+        return parameter  # type: ignore[no-any-return]
+    unit = weights.specs[parameter.key].unit
+    real: torch.Tensor = weights.streamer.hold([unit]).weight(weights.streamer, parameter.key, True)
+    return real
+
+
+@pytest.fixture
+def no_collector_callbacks() -> Iterator[None]:
+    """Python drops an exception raised in a callback of its collector, and jax has such a callback."""
+    callbacks = gc.callbacks[:]
+    gc.callbacks.clear()
+    yield
+    gc.callbacks[:] = callbacks
 
 
 @pytest.fixture

@@ -83,6 +83,34 @@ VISION: dict[str, Any] = {
     "patch_size": 8,
 }
 
+
+def depth() -> dict[str, Any]:
+    backbone = hf.Dinov2Config(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        image_size=28,
+        patch_size=7,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+        reshape_hidden_states=False,
+    )
+    return {
+        "backbone_config": backbone,
+        "reassemble_hidden_size": 32,
+        "patch_size": 7,
+        "neck_hidden_sizes": [16, 16, 32, 32],
+        "fusion_hidden_size": 16,
+        "head_hidden_size": 8,
+        "head_in_index": -1,
+        "reassemble_factors": [4, 2, 1, 0.5],
+    }
+
+
+def seeing(batch: int) -> torch.Tensor:
+    """Tokens that begin with four places of an image."""
+    return torch.cat([torch.full((batch, 4), 121), ids(batch, 5)], dim=1)
+
+
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -321,4 +349,94 @@ FAMILIES: dict[str, Family] = {
         lambda: hf.EncodecConfig(hidden_size=32, num_filters=4, codebook_size=32, upsampling_ratios=[4, 2]),
         lambda batch: {"input_values": wave(batch)["input_values"].unsqueeze(1)},
     ),
+    # Poolers that use another module's weights, views that are kept, assignments while loading.
+    "siglip": Family("SiglipModel", lambda: hf.SiglipConfig(text_config=BASE, vision_config=VISION), clip),
+    "siglip_vision": Family("SiglipVisionModel", lambda: hf.SiglipVisionConfig(**VISION), image()),
+    "chinese_clip": Family(
+        "ChineseCLIPModel",
+        lambda: hf.ChineseCLIPConfig(
+            text_config={**BASE, "pad_token_id": 0}, vision_config=VISION, projection_dim=32
+        ),
+        clip,
+    ),
+    "yolos": Family(
+        "YolosForObjectDetection",
+        lambda: hf.YolosConfig(**{**VISION, "image_size": [32, 32]}, num_detection_tokens=5),
+        image(),
+    ),
+    "funnel": Family(
+        "FunnelModel",
+        lambda: hf.FunnelConfig(
+            vocab_size=128, d_model=64, n_head=4, d_head=16, d_inner=112, block_sizes=[1, 2], num_decoder_layers=1
+        ),
+        text,
+    ),
+    "bridgetower": Family(
+        "BridgeTowerModel",
+        lambda: hf.BridgeTowerConfig(
+            hidden_size=64,
+            intermediate_size=112,
+            num_attention_heads=4,
+            num_hidden_layers=3,
+            text_config=BASE,
+            vision_config={"hidden_size": 64, "num_hidden_layers": 3, "patch_size": 8, "image_size": 32},
+        ),
+        lambda batch: {
+            **clip(batch),
+            "attention_mask": torch.ones(batch, 9, dtype=torch.long),
+            "pixel_mask": torch.ones(batch, 32, 32, dtype=torch.long),
+        },
+    ),
+    "depth_anything": Family("DepthAnythingForDepthEstimation", lambda: hf.DepthAnythingConfig(**depth()), image(28)),
+    "prompt_depth_anything": Family(
+        "PromptDepthAnythingForDepthEstimation", lambda: hf.PromptDepthAnythingConfig(**depth()), image(28)
+    ),
+    "idefics2": Family(
+        "Idefics2Model",
+        lambda: hf.Idefics2Config(
+            text_config={"model_type": "mistral", **LM},
+            vision_config=VISION,
+            perceiver_config={
+                "hidden_size": 64,
+                "resampler_n_latents": 4,
+                "resampler_depth": 2,
+                "resampler_n_heads": 4,
+                "num_key_value_heads": 2,
+                "resampler_head_dim": 16,
+            },
+            image_token_id=121,
+        ),
+        lambda batch: {"input_ids": seeing(batch), "pixel_values": image()(batch)["pixel_values"].unsqueeze(1)},
+    ),
+    "cohere2_vision": Family(
+        "Cohere2VisionForConditionalGeneration",
+        lambda: hf.Cohere2VisionConfig(
+            text_config={"model_type": "cohere2", **LM},
+            vision_config={"model_type": "siglip_vision_model", **VISION, "vision_use_head": False},
+            downsample_factor=2,
+            alignment_intermediate_size=64,
+            image_token_id=121,
+        ),
+        lambda batch: {"input_ids": seeing(batch), **image()(batch)},
+    ),
+    "switch_transformers": Family(
+        "SwitchTransformersForConditionalGeneration",
+        lambda: hf.SwitchTransformersConfig(
+            vocab_size=128,
+            d_model=64,
+            d_kv=16,
+            d_ff=112,
+            num_layers=2,
+            num_sparse_encoder_layers=1,
+            num_decoder_layers=2,
+            num_sparse_decoder_layers=1,
+            num_heads=4,
+            num_experts=4,
+            expert_capacity=64,
+            decoder_start_token_id=0,
+        ),
+        pair,
+    ),
+    "zaya": Family("ZayaForCausalLM", lambda: hf.ZayaConfig(**LM, num_experts=4, moe_intermediate_size=32), text),
+    "hy_v4": Family("HYV4ForCausalLM", lambda: hf.HYV4Config(**LM, num_experts=4, moe_intermediate_size=32), text),
 }

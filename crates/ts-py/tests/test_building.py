@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import tensorstream as ts
 import torch
+from conftest import leased
 from tensorstream._builder import Builder
 from tensorstream._offload import attach
-from tensorstream._streamed_tensor import Source, StreamedTensor
+from tensorstream._symbolic_tensor import Source, SymbolicTensor
 from torch import nn
 
 Real = dict[str, torch.Tensor]
@@ -48,7 +49,7 @@ class Streamed(dict[str, Any]):
         super().__init__()
         self.builder = builder
 
-    def __missing__(self, name: str) -> StreamedTensor:
+    def __missing__(self, name: str) -> SymbolicTensor:
         self[name] = self.builder.stand_in(name)
         return self[name]
 
@@ -58,10 +59,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def check(builder: Builder, program: Program) -> StreamedTensor:
+def check(builder: Builder, program: Program) -> SymbolicTensor:
     """The bytes of a program's result, whole and in pieces of a small and a large budget."""
     expected, result = program(weights()), program(Streamed(builder))
-    assert isinstance(result, StreamedTensor)
+    assert isinstance(result, SymbolicTensor)
     assert (result.shape, result.dtype, result.stride()) == (expected.shape, expected.dtype, expected.stride())
     assert same(builder.materialize(result), expected)
     for budget in (1, 1 << 30):
@@ -158,12 +159,39 @@ def test_operands_are_taken_as_they_were(builder: Builder) -> None:
     assert same(builder.materialize(plus), weights()["small"] + 1)
 
 
-REFUSED: dict[str, Program] = {
+WRITES: dict[str, Program] = {
     "through a slice": lambda w: w["a"][:2].zero_(),
     "through a row": lambda w: w["a"].__setitem__(0, 0.0),
+    "through a column of a transposed slice": lambda w: w["a"].mT[1:, 1:2, 0].fill_(3),
+    "through one of a split": lambda w: w["small"].split(1)[1].mul_(2),
     "through detach": lambda w: w["a"].detach().zero_(),
     "through data": lambda w: w["a"].data.mul_(2),
     "with a view about": lambda w: (w["a"][0], w["a"].zero_())[1],
+    "twice": lambda w: (w["a"][0].fill_(2), w["a"].add_(1), w["a"][:, 1].copy_(w["a"][:, 0]))[1],
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_through_views_reach_all_that_look_at_the_same_bytes(builder: Builder, name: str) -> None:
+    w, real = Streamed(builder), weights()
+    looks = {key: [w[key][1:], w[key].mT, w[key].detach()] for key in ("a", "small")}
+    WRITES[name](w)
+    WRITES[name](real)  # type: ignore[arg-type]  # tensors as well
+    for key, views in looks.items():
+        assert same(builder.materialize(w[key]), real[key])
+        for view, expected in zip(views, [real[key][1:], real[key].mT, real[key]], strict=True):
+            assert same(builder.materialize(view), expected)  # type: ignore[arg-type]
+
+
+def test_what_only_has_a_tensor_s_shape_is_an_ordinary_tensor(builder: Builder) -> None:
+    w = Streamed(builder)
+    made = torch.zeros_like(w["a"])
+    made[:, 1] = 4.0
+    assert type(made) is torch.Tensor
+    assert type(torch.ones_like(w["half"])) is torch.Tensor
+
+
+REFUSED: dict[str, Program] = {
     "into out": lambda w: torch.add(w["a"], w["b"], out=w["b"]),
     "for each": lambda w: torch._foreach_mul_([w["a"], w["b"]], 2),
     "transposed in place": lambda w: w["small"].t_(),
@@ -233,7 +261,7 @@ def test_a_slice_of_a_checked_tensor_is_no_damage(tmp_path: Path) -> None:
     module = nn.Linear(3, 4, bias=False, device="meta")
     module.weight = nn.Parameter(Builder(checkpoint).stand_in("a").chunk(2)[0], requires_grad=False)
     attach(module, ts.Config(budget="1MiB"), checkpoint)
-    assert same(module.weight.materialize(), ts.load_file(tmp_path)["a"][:4])  # type: ignore[operator]
+    assert same(leased(module.weight), ts.load_file(tmp_path)["a"][:4])
 
 
 def test_a_part_of_a_computed_tensor_keeps_its_phase(tmp_path: Path) -> None:
@@ -243,7 +271,7 @@ def test_a_part_of_a_computed_tensor_keeps_its_phase(tmp_path: Path) -> None:
     module = nn.Linear(3, 4, bias=False, device="meta")
     module.weight = nn.Parameter(second, requires_grad=False)
     attach(module, ts.Config(budget="1MiB", storage_path=tmp_path / "c"), checkpoint)
-    assert module.weight.materialize().data_ptr() % 64 == 48  # type: ignore[operator]
+    assert leased(module.weight).data_ptr() % 64 == 48
 
 
 # --- weights in use: what torch is told about them ---

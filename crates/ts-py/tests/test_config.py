@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,27 @@ def test_a_backend_that_is_not_built_falls_back_and_says_why(linear: Any, backen
     assert [name for name, _ in stats["passed_over"]] == [backend.lower()]
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a driver of NVIDIA's")
+def test_gds_without_a_driver_is_refused_at_once(linear: Any) -> None:
+    # pip's nvidia-cufile, whose cuFileDriverOpen never returns without a driver; found once it is loaded.
+    library = next((Path(torch.__file__).parents[1] / "nvidia").glob("*/lib/libcufile.so.0"), None)
+    if library is None:
+        pytest.skip("nvidia-cufile is not installed")
+    code = """if True:
+        import ctypes, sys
+        import tensorstream as ts, torch
+        ctypes.CDLL(sys.argv[1])
+        try:
+            config = ts.Config(budget="1MiB", backend="gds")
+            ts.offload(torch.nn.Linear(64, 32, device="meta"), config, checkpoint=sys.argv[2])
+        except ts.ConfigurationError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", code, str(library), str(linear[1])]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "NVIDIA's driver, which is not loaded" in refused.stdout
+
+
 @pytest.mark.parametrize("level", [None, 9])
 def test_weights_are_stored_compressed_and_streamed_from_that(tmp_path: Path, level: int | None) -> None:
     torch.manual_seed(0)
@@ -126,7 +149,7 @@ def test_checksums_are_compared_as_often_as_was_asked() -> None:
 
 
 def test_other_spellings_of_the_budget() -> None:
-    assert ts.Config(vram_budget_gb=1.5).budget_bytes() == 1_500_000_000
+    assert ts.Config(vram_budget_gb=1.5).asked_bytes() == 1_500_000_000
     with pytest.raises(ts.ConfigurationError, match="given twice"):
         ts.Config(vram_budget_gb=1.5, budget="1GB")
 
@@ -135,7 +158,7 @@ def test_memory_modes_are_presets(capsys: pytest.CaptureFixture[str]) -> None:
     budgets = {}
     for mode in ts.MemoryMode:
         config = ts.Config(memory_mode=mode)
-        budgets[mode] = config.budget_bytes()
+        budgets[mode] = config.fitted_bytes(smallest=1, whole=1 << 40)
     assert budgets[ts.MemoryMode.AGGRESSIVE] > budgets[ts.MemoryMode.BALANCED] > budgets[ts.MemoryMode.CONSERVATIVE]
     assert "80% of" in capsys.readouterr().err
     assert ts.Config(memory_mode="conservative").prefetch_strategy is ts.PrefetchStrategy.NEXT_LAYER
@@ -160,8 +183,8 @@ def test_prefetch_strategies_read_the_same_and_are_felt(strategy: ts.PrefetchStr
     if strategy is ts.PrefetchStrategy.NONE:
         assert all(unit["stalls"] == unit["uses"] for unit in streamed), "each use waits"
     if strategy is ts.PrefetchStrategy.AGGRESSIVE:
-        assert stats["plan"]["ring_bytes"] >= config.budget_bytes() // 2
-    assert stats["reserved_high_water_bytes"] <= config.budget_bytes()
+        assert stats["plan"]["ring_bytes"] >= (config.asked_bytes() or 0) // 2
+    assert stats["reserved_high_water_bytes"] <= (config.asked_bytes() or 0)
 
 
 def test_contradictions_are_refused(linear: Any) -> None:

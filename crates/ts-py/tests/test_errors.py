@@ -41,7 +41,7 @@ def test_a_budget_that_can_never_work_is_refused_before_the_first_read(minilm: P
     assert isinstance(caught.value, MemoryError)
     text = str(caught.value)
     assert "embeddings.word_embeddings" in text
-    smallest = int(text.split("smallest budget that would do is ")[1].split(" ", maxsplit=1)[0])
+    smallest = int(text.split("smallest budget that works is ")[1].split(" ", maxsplit=1)[0])
     with pytest.raises(ts.BudgetError):
         ts.from_pretrained(minilm, budget=smallest - 1)
     model = ts.from_pretrained(minilm, budget=smallest)

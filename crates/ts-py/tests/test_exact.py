@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tensorstream as ts
 import torch
-from conftest import Llama
+from conftest import Llama, leased
 from transformers import AutoTokenizer, BertModel, LlamaForCausalLM
 
 SENTENCES = ["A cat sat on the mat.", "Rust is a systems programming language with a strict compiler.", "Hm."]
@@ -134,7 +134,7 @@ def test_every_weight_stands_at_its_reference_s_phase(llama: Llama) -> None:
     path = llama()
     reference, streamed = LlamaForCausalLM.from_pretrained(path), ts.from_pretrained(path, budget="300KiB")
     for name, parameter in streamed.named_parameters():
-        here, there = parameter.materialize(), reference.get_parameter(name)
+        here, there = leased(parameter), reference.get_parameter(name)
         assert here.data_ptr() % 64 == there.data_ptr() % 64, name
         assert torch.equal(here, there)
         del here

@@ -23,7 +23,7 @@ import tensorstream as ts
 import tensorstream.numpy
 import torch
 from conftest import Llama
-from tensorstream._streamed_tensor import SAFETENSORS_DTYPES
+from tensorstream._symbolic_tensor import SAFETENSORS_DTYPES
 from tensorstream.config import Codec
 
 FORMATS = ["ts", "safetensors"]
@@ -237,6 +237,7 @@ SURVIVES = CONVERTS.replace(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_collector_callbacks")
 def test_interrupted_loads_and_saves_free_everything(tmp_path: Path) -> None:
     path = tmp_path / "a.ts"
     tensors = {f"t{i}": torch.randn(1 << 18) for i in range(16)}

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import tensorstream as ts
 import torch
+from conftest import leased
 from torch import nn
 
 
@@ -83,7 +84,7 @@ def test_every_kind_of_module(tmp_path: Path) -> None:
             assert torch.equal(model(x), expected)
     for name, phase in phases.items():
         parameter: Any = model.get_parameter(name)
-        assert getattr(parameter, "materialize", lambda p=parameter: p)().data_ptr() % 64 == phase
+        assert leased(parameter).data_ptr() % 64 == phase
     assert {name: p.stride() for name, p in model.named_parameters(remove_duplicate=False)} == strides
     ts.restore(model)
     assert {name: p.stride() for name, p in model.named_parameters(remove_duplicate=False)} == strides
@@ -253,7 +254,7 @@ def test_what_cannot_be_stored_is_refused_and_the_model_left_alone(tmp_path: Pat
     cases: list[tuple[nn.Module, Any, type[Exception], str]] = [
         (mlp(), {"storage_path": file, "budget": "1MiB"}, ts.ConfigurationError, "storage_path.*a directory"),
         (mlp(), {"storage_path": file / "x", "budget": "1MiB"}, ts.StorageError, "cannot make the directory"),
-        (mlp(), {"storage_path": tmp_path / "d", "budget": "1KiB"}, ts.BudgetError, "smallest budget that would do"),
+        (mlp(), {"storage_path": tmp_path / "d", "budget": "1KiB"}, ts.BudgetError, "smallest budget that works"),
         (half_meta, {"storage_path": tmp_path / "d", "budget": "1MiB"}, ts.ModelError, "some hold weights"),
         (
             nn.Bilinear(2, 2, 2).to(torch.complex128),
@@ -345,6 +346,7 @@ def test_scattered_parameters_are_refused(tmp_path: Path) -> None:
         ts.offload(model, checkpoint=tmp_path, budget="1MiB")
 
 
+@pytest.mark.usefixtures("no_collector_callbacks")
 def test_ctrl_c_at_any_moment_leaves_a_model_that_works(tmp_path: Path) -> None:
     """Offload and restore are done or not done, and the weights are never lost."""
     model = mlp(layers=40)

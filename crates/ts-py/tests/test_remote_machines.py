@@ -100,7 +100,12 @@ def _serve(options: dict[str, Any]) -> Iterator[str]:
 
 def test_serve_wants_a_secret_and_others_are_sent_away(tmp_path: Path) -> None:
     secret = tmp_path / "token"
-    secret.write_text("let me in\n", encoding="utf-8")
+    # As `serve-weights`: the first line counts, and spaces around it do not.
+    secret.write_text(" let me in \nrotated last week\n", encoding="utf-8")
+    (tmp_path / "empty").write_text("\nlet me in\n", encoding="utf-8")
+    empty = [*_SERVE, "--token-file", str(tmp_path / "empty")]
+    refused = subprocess.run(empty, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "its first line is empty" in refused.stderr
     refused = subprocess.run([*_SERVE, "--listen", "0.0.0.0:0"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "token" in refused.stderr
     with _serve({"--token-file": secret}) as address:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,6 +99,33 @@ def test_a_secret_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             ts.load_file(url + "a.safetensors")
         monkeypatch.setenv("TENSORSTREAM_TOKEN", "sesame")
         assert torch.equal(ts.load_file(url + "a.safetensors")["a"], torch.ones(3))
+
+
+def test_a_server_that_is_terminated_ends_in_good_order(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    command = [PROGRAM, "--json", "serve-weights", tmp_path, "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        ts.load_file(json.loads(server.stdout.readline())["url"] + "a.safetensors")
+        server.terminate()
+        rest, _ = server.communicate(timeout=20)
+    assert server.returncode == 0
+    assert json.loads(rest)["sent_bytes"] > 0
+
+
+def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1 << 16)}, tmp_path / "a.safetensors")
+    command = [PROGRAM, "--json", "serve-weights", tmp_path, "--listen", "127.0.0.1:0", "--grace", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        for _ in range(2):
+            # A client that goes on keeps it from ending by itself.
+            for _ in range(10):
+                ts.load_file(url + "a.safetensors")
+            server.terminate()
+            time.sleep(0.2)
+        assert server.wait(timeout=10) == 128 + signal.SIGTERM
 
 
 def test_what_others_can_reach_is_not_served_to_everybody(tmp_path: Path) -> None:

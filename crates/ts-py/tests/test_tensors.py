@@ -164,12 +164,17 @@ def test_what_consumers_ask_for_is_honoured_or_refused() -> None:
 
 def test_buffers_and_status_and_sizes() -> None:
     status = ts.GpuStatus.detect()
-    assert status.is_available() == (status.device_count() > 0) == (status.kind == "Available")
+    assert status.is_available == (status.device_count > 0) == (status.kind == "Available")
+    assert status.cuda_compiled == (status.kind != "NotCompiled")
+    assert status.message() == str(status)
     meta = ts.TensorMeta([2, 3], ts.DType.float32())
     buffer = meta.allocate_buffer()
-    assert (len(buffer), buffer.is_cpu() or status.is_available()) == (24, True)
+    assert (len(buffer), buffer.size, buffer.is_cpu or status.is_available) == (24, 24, True)
     buffer.copy_from(bytes(range(24)))
-    assert buffer.to_host() == bytes(range(24))
+    assert buffer.to_host() == buffer.to_bytes() == buffer.to_cpu().to_bytes() == bytes(range(24))
+    assert buffer.is_gpu != buffer.is_cpu
+    assert ts.TensorBuffer.from_bytes(b"abc").to_bytes() == b"abc"
+    assert ts.TensorBuffer.try_allocate_gpu(size=8, device_id=0).size == 8
     with pytest.raises(ts.ConfigurationError):
         buffer.copy_from(b"short")
     assert ts.TensorBuffer.cpu_zeros(5).to_host() == bytes(5)
@@ -179,7 +184,9 @@ def test_buffers_and_status_and_sizes() -> None:
         ts.PoolConfig(min_block_bytes=0)
     with pytest.raises(ts.ConfigurationError, match="cuda:N"):
         ts.Tensor.zeros([1], "float32", device="tpu")
-    if not status.is_available():
+    if not status.is_available:
+        with pytest.raises(ts.OutOfMemoryError, match=r"GPU|CUDA"):
+            buffer.to_gpu(0)
         with pytest.raises(ts.OutOfMemoryError, match=r"GPU|CUDA"):
             ts.Tensor.zeros([1], "float32", device="cuda:0")
     with pytest.raises((ts.ConfigurationError, ts.ProtocolError)):

@@ -229,6 +229,16 @@ def test_errors_say_what_where_and_what_to_do() -> None:
             near.send(torch.zeros(1))
 
 
+def test_closing_after_the_other_end_has_closed_is_no_error() -> None:
+    for looks in (False, True):
+        with pair() as (near, far):
+            thread = beside(lambda far=far: (far.recv(timeout=20), far.close("that was all")))
+            near.send(torch.ones(1000))
+            thread.join()
+            assert not looks or near.recv(timeout=20) is None
+            near.close()
+
+
 def test_two_that_send_at_once_and_do_not_listen_are_told() -> None:
     patience = {"patience": 0.5}
     with pair(near=patience, far=patience) as (near, far):

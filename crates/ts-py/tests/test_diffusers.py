@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Diffusion transformers, which keep views of their own tables across their children, at the smallest budget."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import tensorstream as ts
+import torch
+from test_random_models import smallest_of
+from torch.utils._pytree import tree_leaves
+
+Made = tuple[Any, dict[str, Any]]
+
+
+def ltx2() -> Made:
+    model = diffusers.LTX2VideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        patch_size=1,
+        patch_size_t=1,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        cross_attention_dim=16,
+        audio_in_channels=4,
+        audio_out_channels=4,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=4,
+        audio_cross_attention_dim=8,
+        num_layers=2,
+        caption_channels=16,
+        rope_double_precision=False,
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 32, 4),
+        "audio_hidden_states": torch.randn(2, 9, 4),
+        "encoder_hidden_states": torch.randn(2, 16, 16),
+        "audio_encoder_hidden_states": torch.randn(2, 16, 16),
+        "timestep": torch.tensor([500.0, 500.0]),
+        "encoder_attention_mask": torch.ones(2, 16).bool(),
+        "audio_encoder_attention_mask": torch.ones(2, 16).bool(),
+        "num_frames": 2,
+        "height": 4,
+        "width": 4,
+        "fps": 25.0,
+        "audio_num_frames": 9,
+    }
+    return model, inputs
+
+
+def flux() -> Made:
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 16, 4),
+        "encoder_hidden_states": torch.randn(1, 8, 32),
+        "pooled_projections": torch.randn(1, 32),
+        "txt_ids": torch.randn(8, 3),
+        "img_ids": torch.randn(16, 3),
+        "timestep": torch.tensor([1.0]),
+    }
+    return model, inputs
+
+
+def pixart() -> Made:
+    model = diffusers.PixArtTransformer2DModel(
+        sample_size=8,
+        num_layers=2,
+        patch_size=2,
+        attention_head_dim=8,
+        num_attention_heads=3,
+        caption_channels=32,
+        in_channels=4,
+        cross_attention_dim=24,
+        out_channels=8,
+        attention_bias=True,
+        norm_type="ada_norm_single",
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 8, 32),
+        "timestep": torch.tensor([1.0, 1.0]),
+        "added_cond_kwargs": {"aspect_ratio": None, "resolution": None},
+    }
+    return model, inputs
+
+
+def same() -> Made:
+    model = diffusers.AutoencoderSAME(
+        patch_size=16,
+        encoder_channels=16,
+        encoder_c_mults=(2,),
+        encoder_strides=(4,),
+        encoder_transformer_depths=(2,),
+        latent_dim=8,
+        dim_heads=8,
+    )
+    return model, {"sample": torch.randn(1, 2, 512)}
+
+
+def stable_audio3() -> Made:
+    model = diffusers.StableAudio3DiTModel(
+        io_channels=8,
+        embed_dim=32,
+        depth=3,
+        num_heads=2,
+        cond_token_dim=16,
+        global_cond_dim=16,
+        local_add_cond_dim=5,
+        timestep_features_dim=16,
+        num_memory_tokens=4,
+    )
+    inputs = {
+        "hidden_states": torch.randn(1, 8, 16),
+        "timestep": torch.tensor([0.5]),
+        "encoder_hidden_states": torch.randn(1, 5, 16),
+        "global_hidden_states": torch.randn(1, 16),
+    }
+    return model, inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [ltx2, flux, pixart, same, stable_audio3])
+@pytest.mark.parametrize("times", [1, 3])
+def test_bit_identical_at_the_smallest_budget(make: Callable[[], Made], times: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = make()
+    model.eval()
+    reference = copy.deepcopy(model)
+    ts.offload(copy.deepcopy(model), ts.Config(storage_path=tmp_path, budget="1GiB"))
+    smallest = smallest_of(model, tmp_path)
+    assert 3 * smallest < sum(parameter.nbytes for parameter in model.parameters())
+    ts.offload(model, ts.Config(storage_path=tmp_path, budget=times * smallest))
+    for mode in (torch.no_grad, torch.inference_mode):
+        for _ in range(10):
+            with mode(), torch.random.fork_rng():
+                torch.manual_seed(1)
+                expected = tree_leaves(reference(**inputs))
+                torch.manual_seed(1)
+                got = tree_leaves(model(**inputs))
+            assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))

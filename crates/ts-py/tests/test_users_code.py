@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What users' code does to a model: writes, moves, ties, signals, forks, other libraries.
+
+The model gives what it gave in memory, or says in words that it cannot, and is right afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstream as ts
+import torch
+from torch import nn
+from torch.nn import functional
+
+WIDTH = 128
+UNIT = 69632  # a Linear(128, 128) in memory
+X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+#: Three units at a time, and all of them.
+BUDGETS = [3 * UNIT, 1 << 22]
+
+
+def layers(count: int = 8, make: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(make() for _ in range(count)))
+
+
+def streamed(model: nn.Module, path: Path, budget: int) -> Any:
+    return ts.offload(copy.deepcopy(model), ts.Config(storage_path=path, budget=budget))
+
+
+def require_right(model: nn.Module, reference: nn.Module, passes: int = 3) -> None:
+    with torch.no_grad():
+        expected = reference(X)
+        for _ in range(passes):
+            assert torch.equal(model(X), expected)
+
+
+class Writes(nn.Linear):
+    """Changes its own weight in its forward."""
+
+    how = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            match self.how:
+                case "data.mul_":
+                    self.weight.data.mul_(0.9)
+                case "data =":
+                    self.weight.data = functional.normalize(self.weight.data)
+                case "data.copy_":
+                    self.weight.data.copy_(self.weight.data * 0.9)
+                case "data[0] =":
+                    self.weight.data[0] = self.weight.data[0] * 0.5
+                case "detach().add_":
+                    self.weight.detach().add_(1)
+                case "numpy":
+                    self.weight.detach().numpy()[:] *= 0.9
+                case "data.numpy":
+                    self.weight.data.numpy()[0] = 0
+                case "a view's numpy":
+                    self.weight.detach()[0].numpy()[:] = 7
+                case "a transposed view's numpy":
+                    self.weight.data.t().view(WIDTH, 2, -1)[1].numpy().__imul__(2)
+        return super().forward(x)
+
+
+WRITES = [
+    "data.mul_",
+    "data =",
+    "data.copy_",
+    "data[0] =",
+    "detach().add_",
+    "numpy",
+    "data.numpy",
+    "a view's numpy",
+    "a transposed view's numpy",
+]
+
+
+@pytest.mark.parametrize(("how", "budget"), itertools.product(WRITES, BUDGETS))
+def test_a_write_in_a_forward_is_refused_and_the_weights_stay(how: str, budget: int, tmp_path: Path) -> None:
+    reference = layers(make=lambda: Writes(WIDTH, WIDTH))
+    model = streamed(reference, tmp_path, budget)
+    model[5].how = how
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises((ts.ModelError, ValueError), match=r"cannot be changed|read-only"):
+                model(X)
+    model[5].how = ""
+    require_right(model, reference)
+    require_right(ts.restore(model), reference)
+
+
+OUTSIDE: dict[str, Callable[[Any], Any]] = {
+    "data.mul_": lambda m: [p.data.mul_(0.5) for p in m.parameters()],
+    "data =": lambda m: [setattr(p, "data", p.data * 0.5) for p in m.parameters()],
+    "data +=": lambda m: [setattr(layer.weight, "data", layer.weight.data + 0.1) for layer in m],
+    "half": lambda m: m.half(),
+    "double": lambda m: m.double(),
+    "bfloat16": lambda m: m.to(torch.bfloat16),
+    "to meta": lambda m: m.to("meta"),
+    "to_empty": lambda m: m.to_empty(device="cpu"),
+    "share_memory": lambda m: m.share_memory(),
+    "a part": lambda m: m[3].half(),
+    "numpy": lambda m: [p.detach().numpy().__imul__(0.5) for p in m.parameters()],
+    "foreach": lambda m: torch._foreach_mul_(list(m.parameters()), 0.5),
+    "init": lambda m: m.apply(lambda part: nn.init.zeros_(part.weight) if isinstance(part, nn.Linear) else None),
+    "assignment": lambda m: setattr(m[2], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
+    "load_state_dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
+    "requires_grad_": lambda m: m.requires_grad_(True),
+    "functional_call": lambda m: torch.func.functional_call(m, {"0.weight": torch.zeros(WIDTH, WIDTH)}, (X,)),
+    "parametrization": lambda m: nn.utils.parametrize.register_parametrization(m[0], "weight", nn.Identity()),
+    "state_dict by safetensors": lambda m: __import__("safetensors.torch").torch.save_file(m.state_dict(), "x"),
+    "deepcopy": copy.deepcopy,
+    "twice": lambda m: ts.offload(m, ts.Config(budget="1MiB", storage_path="x")),
+    "script": torch.jit.script,
+    "export": lambda m: torch.export.export(m, (X,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(("what", "budget"), itertools.product(OUTSIDE, BUDGETS))
+def test_what_would_change_weights_is_refused_before_anything_changes(what: str, budget: int, tmp_path: Path) -> None:
+    reference = layers()
+    reference.register_buffer("own", torch.ones(3))
+    model = streamed(reference, tmp_path, budget)
+    for _ in range(2):
+        with pytest.raises((ts.ModelError, ValueError)) as caught:
+            OUTSIDE[what](model)
+        assert isinstance(caught.value, ts.TensorStreamError) or "read-only" in str(caught.value)
+        assert model.own.dtype == torch.float32 and model.own.device.type == "cpu"
+        require_right(model, reference)
+    require_right(ts.restore(model), reference)
+
+
+def test_libraries_that_move_weights_are_refused_in_our_words(tmp_path: Path) -> None:
+    import accelerate
+    from accelerate.utils import set_module_tensor_to_device
+
+    reference = layers()
+    model = streamed(reference, tmp_path, BUDGETS[0])
+    for call in (
+        lambda: accelerate.cpu_offload(model),
+        lambda: set_module_tensor_to_device(model, "0.weight", "cpu", value=torch.zeros(WIDTH, WIDTH)),
+        lambda: set_module_tensor_to_device(model, "0.weight", "meta"),
+    ):
+        with pytest.raises(ts.ModelError):
+            call()
+        require_right(model, reference)
+    require_right(accelerate.Accelerator(cpu=True).prepare(model), reference)
+
+
+NOTHING: dict[str, Callable[[Any], Any]] = {
+    "to cpu": lambda m: m.to("cpu"),
+    "cpu": lambda m: m.cpu(),
+    "to device": lambda m: m.to(next(m.parameters()).device),
+    "float": lambda m: m.float(),
+    "to float32": lambda m: m.to(torch.float32),
+    "train": lambda m: m.train(),
+    "zero_grad": lambda m: m.zero_grad(),
+    "requires_grad_(False)": lambda m: m.requires_grad_(False),
+    "own state": lambda m: m.load_state_dict(m.state_dict()),
+    "own weight": lambda m: setattr(m[2], "weight", m[2].weight),
+}
+
+
+@pytest.mark.parametrize(("what", "grad"), itertools.product(NOTHING, [True, False]))
+def test_moves_that_change_nothing_do_nothing(what: str, grad: bool, tmp_path: Path) -> None:
+    model = ts.offload(
+        nn.Sequential(*layers(4), nn.LayerNorm(WIDTH)), ts.Config(storage_path=tmp_path, budget=BUDGETS[0])
+    )
+    plain = nn.Sequential(*layers(4), nn.LayerNorm(WIDTH))
+    with torch.set_grad_enabled(grad):
+        NOTHING[what](model)
+        NOTHING[what](plain)
+    require_right(model, plain)
+    recurrent = streamed(nn.LSTM(WIDTH, WIDTH), tmp_path, 1 << 20)
+    with torch.set_grad_enabled(grad):
+        recurrent.to("cpu")
+    assert recurrent(X)[0].shape == (3, WIDTH)
+
+
+def test_tied_weights_stay_one_object(tmp_path: Path) -> None:
+    model = layers(5)
+    model[4].weight = model[1].weight
+    streamed_model = streamed(model, tmp_path, BUDGETS[0])
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            for _ in range(3):
+                assert len(list(streamed_model.named_parameters())) == len(list(model.named_parameters())) == 9
+                assert streamed_model[4].weight is streamed_model[1].weight
+                streamed_model(X)
+    assert sum(p.numel() for p in streamed_model.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("budget", [2 * UNIT, *BUDGETS])
+def test_autocast_keeps_no_weights(budget: int, tmp_path: Path) -> None:
+    reference = layers(12)
+    model = streamed(reference, tmp_path, budget)
+    for mode, enabled in itertools.product((torch.no_grad, torch.inference_mode), (True, False)):
+        with mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=enabled):
+            expected = reference(X)
+            for _ in range(3):
+                assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("share", [0.15, 0.4, 1.3])
+def test_adapters_train_over_a_model_that_does_not_fit(share: float, tmp_path: Path) -> None:
+    """Low-rank updates beside frozen weights: no graph holds a weight."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base = base
+            torch.manual_seed(3)
+            self.down = nn.ParameterList(nn.Parameter(torch.randn(4, WIDTH)) for _ in range(12))
+            self.up = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, 4)) for _ in range(12))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer, down, up in zip(self.base, self.down, self.up, strict=True):  # type: ignore[call-overload]
+                x = torch.tanh(layer(x) + x @ down.t() @ up.t())
+            return x
+
+    base = layers(12).requires_grad_(False)
+    total = sum(p.nbytes for p in base.parameters())
+    expected, got = Adapted(copy.deepcopy(base)), Adapted(streamed(base, tmp_path, int(total * share) + 4096))
+    for model in (expected, got):
+        for _ in range(2):
+            model(X).square().mean().backward()
+    for a, b in zip([*expected.down, *expected.up], [*got.down, *got.up], strict=True):
+        assert a.grad is not None and b.grad is not None
+        assert torch.equal(a.grad, b.grad) and a.grad.any()
+
+
+def test_a_damaged_file_does_not_cost_a_model_its_weights(tmp_path: Path) -> None:
+    reference = layers()
+    streamed(reference, tmp_path, BUDGETS[0])
+    (file,) = tmp_path.iterdir()
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        opened.write(b"\xff\x00\xff\x00")
+    model = streamed(reference, tmp_path, BUDGETS[0])
+    require_right(model, reference)
+    require_right(ts.restore(model), reference)
+
+
+def test_a_scripted_model_is_refused_and_still_works(tmp_path: Path) -> None:
+    reference = layers()
+    for compiled in (torch.jit.script(copy.deepcopy(reference)), torch.jit.trace(copy.deepcopy(reference), X)):
+        for model in (compiled, nn.Sequential(nn.Linear(WIDTH, WIDTH), compiled)):
+            with pytest.raises(ts.ModelError, match="TorchScript cannot be streamed"):
+                ts.offload(model, ts.Config(storage_path=tmp_path, budget=BUDGETS[0]))
+        require_right(compiled, reference)
+
+
+@pytest.mark.usefixtures("no_collector_callbacks")
+def test_a_hundred_interrupted_forwards_leave_a_model_that_works(tmp_path: Path) -> None:
+    reference = layers(12)
+    with torch.no_grad():
+        expected = reference(X)
+    model = streamed(reference, tmp_path, BUDGETS[0])
+    generator = random.Random(1)
+    interrupted = 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while interrupted < 100:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + generator.random() * 0.004)
+                with torch.no_grad():
+                    for _ in range(50):
+                        model(X)
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            with torch.no_grad():
+                assert torch.equal(model(X), expected), f"after interrupt {interrupted}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    require_right(ts.restore(model), reference)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """OpenMP's own threads do not outlive a fork."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("used", "budget"), itertools.product([False, True], BUDGETS))
+def test_a_forked_child_runs_the_model_and_ends(used: bool, budget: int, tmp_path: Path) -> None:
+    reference = layers()
+    with torch.no_grad():
+        expected = reference(X)
+        model = streamed(reference, tmp_path, budget)
+        if used:
+            model(X)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with torch.no_grad():
+                said = "equal" if all(torch.equal(model(X), expected) for _ in range(2)) else "wrong"
+        except BaseException as error:
+            said = repr(error)
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    ready = select.select([reading], [], [], 30)[0]
+    said = os.read(reading, 999).decode() if ready else "nothing"
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    assert (said, os.waitpid(child, 0)[1]) == ("equal", 0)
+    require_right(model, reference)
+
+
+EXITS = {
+    "streams": "m(x)",
+    # A daemon thread in the middle of a forward is not among them: PyTorch alone aborts then.
+    "after another thread": "t = threading.Thread(target=lambda: [m(x) for _ in range(9)]); t.start(); t.join()",
+    "a child that only exits": "m(x); pid = os.fork(); sys.exit(0) if pid == 0 else print(os.waitpid(pid, 0)[1])",
+    "restored": "m(x); ts.restore(m)",
+}
+
+
+@pytest.mark.parametrize("state", EXITS)
+def test_a_program_ends_in_every_state_without_a_word(state: str, tmp_path: Path) -> None:
+    program = f"""
+import os, sys, threading, time, torch, tensorstream as ts
+torch.set_num_threads(1); torch.set_grad_enabled(False)
+m = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(8)]); x = torch.ones(1, 128)
+ts.offload(m, ts.Config(storage_path={str(tmp_path)!r}, budget={3 * UNIT}))
+{EXITS[state]}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    said = (done.returncode, done.stdout.strip(), done.stderr)
+    assert said == (0, "0" if "fork" in EXITS[state] else "", "")
+
+
+def test_settings_that_are_none_are_refused_in_words(tmp_path: Path) -> None:
+    import transformers
+
+    linear = nn.Linear(4, 4)
+    for config, words in (
+        ("1MiB", "config is a str"),
+        ({"budget": "1MiB"}, r"write Config\(\*\*settings\)"),
+        (transformers.LlamaConfig(), "model_config"),
+    ):
+        with pytest.raises(ts.ConfigurationError, match=words):
+            ts.offload(linear, config)  # type: ignore[arg-type]
+    for fields, words in (
+        ({"cache_size_layers": 3}, "give `budget`"),
+        ({"chunk_size_mb": 4}, "num_io_threads"),
+        ({"bugdet": 3}, "did you mean `budget`"),
+        ({"compression_level": 3}, "compression_enabled"),
+    ):
+        with pytest.raises(ts.ConfigurationError, match=words):
+            ts.Config(**fields)  # type: ignore[arg-type]
+    with pytest.raises(ts.ConfigurationError, match="by name"):
+        ts.Config("600MiB")  # type: ignore[misc]
+    assert ts.Config(storage_path="~/weights").storage_path == str(Path.home() / "weights")
+
+
+def test_a_budget_is_fitted_to_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    mib = 1 << 20
+    monkeypatch.setattr(ts._native, "available_memory", lambda: 350 * mib)
+    fitted = lambda budget, smallest=125: ts.Config(budget=budget).fitted_bytes(smallest * mib, 2000 * mib)  # noqa: E731
+    assert fitted(250 * mib) == 250 * mib
+    with pytest.warns(ts.BudgetWarning, match="400 MiB is more than there is: 350 MiB"):
+        assert 250 * mib < fitted(400 * mib) < 290 * mib
+    with pytest.warns(ts.BudgetWarning):
+        assert fitted(300 * mib) == fitted(1500 * mib), "no cliff"
+    assert ts.Config(budget="3000MiB").fitted_bytes(mib, 200 * mib) == 3000 * mib, "the model needs less"
+    assert fitted(None) == 175 * mib
+    assert fitted(None, smallest=200) == 200 * mib, "what works, where a half would not"
+    for budget in (None, 400 * mib):
+        with pytest.raises(ts.BudgetError, match="350 MiB of memory are available, and the model needs at least 340"):
+            fitted(budget, smallest=340)
