@@ -51,6 +51,7 @@ fn planner(c: &mut Criterion) {
         let request = PlanRequest {
             units: &units,
             order: &order,
+            together: &[],
             budget_bytes: 1 << 30,
             max_passes: 1,
             rates: Rates::default(),

@@ -176,7 +176,7 @@ def read_into_memory(path: Path) -> dict[str, Any]:
     """Every tensor of a checkpoint in memory of its own, read and not mapped."""
     import tensorstream as ts
     import torch
-    from tensorstream._streamed_tensor import TORCH_DTYPES
+    from tensorstream._symbolic_tensor import TORCH_DTYPES
 
     checkpoint = ts._native.Checkpoint(path)
     handles = [os.open(file, os.O_RDONLY) for file, _, _ in checkpoint.files()]

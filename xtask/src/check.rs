@@ -128,7 +128,7 @@ fn duplicates() -> Result<Vec<String>> {
 fn minimal() -> Result<Vec<String>> {
     let arguments = ["tree", "--package", "tensorstream", "--no-default-features", "--edges", "normal"];
     let tree = output(cargo().args(arguments).args(["--prefix", "none", "--locked"]))?;
-    let unwanted = ["clap ", "indicatif ", "object_store ", "tokio "];
+    let unwanted = ["clap ", "clap_complete ", "indicatif ", "object_store ", "signal-hook ", "tokio "];
     let found = tree.lines().filter(|line| unwanted.iter().any(|name| line.starts_with(name)));
     Ok(found.map(|line| format!("tensorstream without features depends on {line}")).collect())
 }

@@ -29,6 +29,8 @@ cargo xtask bench serve              a checkpoint loaded from a server, beside a
 cargo xtask bench remote             the device ts beside a bare server of operators, raw sockets, torch.save, rpc and Ray
 cargo xtask bench broadcast          a checkpoint to one machine and to four, on links of a rate
 cargo xtask bench exact              a 1.1B model's logits, streamed against in memory
+cargo xtask bench caps               a 1.1B model under memory limits and budgets: runs, or is refused in words (root)
+cargo xtask bench overhead           what streaming costs where everything is resident
 cargo xtask bench peak               peak memory, streamed against in memory
 cargo xtask bench llama              the same in three rounds
 cargo xtask big-endian               the container's tests on an emulated s390x, in a Debian made for it (root)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What streaming costs where everything is resident: forwards of small models, offloaded against in memory.
+
+`cargo xtask bench overhead`. Rounds are interleaved; medians and minima.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorstream as ts
+import torch
+from models import MIB
+from torch import nn
+
+ROUNDS = 40
+
+
+def interleaved(calls: list[Callable[[], Any]], rounds: int = ROUNDS) -> list[list[float]]:
+    """Milliseconds of each call, round by round."""
+    for _ in range(5):
+        for call in calls:
+            call()
+    taken: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for times, call in zip(taken, calls, strict=True):
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e3)
+    return taken
+
+
+def show(name: str, uses: int, memory: list[float], offloaded: list[float]) -> None:
+    a, b = statistics.median(memory), statistics.median(offloaded)
+    least = min(offloaded) / min(memory)
+    each = (min(offloaded) - min(memory)) / uses * 1e3
+    print(f"{name:34} {a:8.3f} ms, offloaded {b:8.3f} ms: {b / a:.2f} (minima {least:.2f}), {each:5.1f} us a use")
+
+
+class Own(nn.Module):
+    """A matrix of its own beside a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.child = nn.Parameter(torch.randn(64, 64)), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.child(x @ self.own)
+        return result
+
+
+def offloaded(model: nn.Module) -> nn.Module:
+    size = 3 * sum(parameter.nbytes for parameter in model.parameters()) + 8 * MIB
+    return ts.offload(copy.deepcopy(model), ts.Config(storage_path=tempfile.mkdtemp(), budget=size))
+
+
+def main() -> None:
+    import transformers as hf
+
+    with torch.inference_mode():
+        for name, hidden, count in (("tiny", 64, 4), ("small", 256, 8), ("larger", 512, 12)):
+            torch.manual_seed(0)
+            shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": count}
+            config = hf.LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
+            model = hf.LlamaForCausalLM(config).eval()
+            streamed: Any = offloaded(model)
+            units = len(ts.stats(streamed)["units"])
+            for tokens in (1, 128):
+                ids = torch.arange(tokens)[None] % 1000
+                assert torch.equal(streamed(ids).logits, model(ids).logits)
+                calls: list[Any] = [functools.partial(each, ids) for each in (model, streamed)]
+                show(f"{name} Llama, {tokens} tokens", units, *interleaved(calls))
+        x = torch.randn(4, 64)
+        for name, layers in (
+            ("50 Linear(64, 64)", nn.Sequential(*(nn.Linear(64, 64) for _ in range(50)))),
+            ("25 times own matrix and Linear", nn.Sequential(*(Own() for _ in range(25)))),
+        ):
+            streamed = offloaded(layers)
+            calls = [functools.partial(each, x) for each in (layers, streamed)]
+            show(name, 50, *interleaved(calls, 10 * ROUNDS))
+
+
+if __name__ == "__main__":
+    main()
