@@ -54,6 +54,8 @@ mod shared;
 mod stack;
 mod tensor_buffer;
 mod transfer;
+#[cfg_attr(not(target_os = "linux"), path = "watch_portable.rs")]
+mod watch;
 
 pub use budget::{Budget, Reservation};
 pub use buffer::{Buffer, SharedBuffer};
@@ -71,3 +73,4 @@ pub use tensor_buffer::TensorBuffer;
 pub use transfer::Upload;
 /// The devices whose memory this is.
 pub use ts_streams;
+pub use watch::{Watched, WriteWatch};
