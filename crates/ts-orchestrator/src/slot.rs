@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use ts_format::Digest;
 use ts_pool::{
     BLOCK_ALIGN, Backing, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation, SharedBuffer,
-    StreamOrderedAllocator, StreamOrderedPool,
+    StreamOrderedAllocator, StreamOrderedPool, Watched, WriteWatch,
 };
 use ts_streams::{Device, HostFn, MemoryKind, MemoryRange, Stream, StreamId, StreamPriority, may_wait};
 
@@ -23,6 +23,8 @@ pub(crate) struct Slots<D: Device> {
     /// What units are read to: where they stay, or by way of which they go to the device.
     pub(crate) host: HostPool,
     device: Option<OnDevice<D>>,
+    /// Finds writes to units that stay.
+    watch: Option<Arc<WriteWatch>>,
     /// Slots of the host's that the engine has let go of and streams have not.
     held_by_streams: Arc<AtomicUsize>,
 }
@@ -62,9 +64,11 @@ pub(crate) enum NoRoom {
 }
 
 impl<D: Device> Slots<D> {
-    /// Memory of the host.
-    pub(crate) fn on_host(budget: &Budget, bytes: usize) -> Result<Self, ts_pool::Error> {
-        Ok(Self { host: HostPool::new(budget, bytes)?, device: None, held_by_streams: Arc::default() })
+    /// Memory of the host, which may be watched for writes.
+    pub(crate) fn on_host(budget: &Budget, bytes: usize, watch: bool) -> Result<Self, ts_pool::Error> {
+        let host = HostPool::new(budget, bytes)?;
+        let watch = watch.then(|| WriteWatch::new(&host)).flatten().map(Arc::new);
+        Ok(Self { host, device: None, watch, held_by_streams: Arc::default() })
     }
 
     /// Memory of a device, all of it taken at once, and `staging_bytes` of the host's to get there.
@@ -89,7 +93,7 @@ impl<D: Device> Slots<D> {
         pool.prime(bytes, &stream)?;
         let uploads = Uploads::new(stream, events)?;
         let device = Some(OnDevice { pool, uploads, _reservation: reservation });
-        Ok(Self { host, device, held_by_streams: Arc::default() })
+        Ok(Self { host, device, watch: None, held_by_streams: Arc::default() })
     }
 
     /// Has what is free be in as few pieces as it can.
@@ -133,17 +137,28 @@ impl<D: Device> Slots<D> {
         uploads.submit(Upload { load, staging, home });
     }
 
-    /// A unit that is where it stays.
-    pub(crate) fn slot(&self, home: Home<D>, wake: Sender<Event<D>>) -> Slot<D> {
+    /// A unit that is where it stays; `keep`: for longer than a visit.
+    pub(crate) fn slot(&self, home: Home<D>, keep: bool, wake: Sender<Event<D>>) -> Slot<D> {
+        let mut watched = None;
         let bytes = match (home, &self.device) {
             (Home::Host(buffer), _) => {
+                let buffer = buffer.freeze();
+                // What is read again soon is not worth the marks.
+                if let Some(watch) = self.watch.as_ref().filter(|_| keep) {
+                    watched = watch.watch(buffer.clone()).ok().map(Arc::new);
+                }
                 let held_by_streams = Arc::clone(&self.held_by_streams);
-                Bytes::Host { buffer: buffer.freeze(), users: Mutex::default(), held_by_streams }
+                Bytes::Host { buffer, users: Mutex::default(), held_by_streams }
             }
             (Home::Device(buffer), Some(on)) => Bytes::Device { buffer, pool: on.pool.clone() },
             (Home::Device(_), None) => unreachable!("it is of these slots"),
         };
-        Slot { bytes: Some(bytes), wake, seal: Mutex::new(None), process: std::process::id() }
+        Slot { watched, bytes: Some(bytes), wake, seal: Mutex::new(None), process: std::process::id() }
+    }
+
+    /// Whether writes to units that stay are found.
+    pub(crate) fn are_watched(&self) -> bool {
+        self.watch.is_some()
     }
 
     /// Whether memory comes back when streams are done.
@@ -246,6 +261,7 @@ impl<D: Device> Drop for Uploads<D> {
 /// A unit's bytes in memory. Whoever holds a clone of its `Arc` keeps them there.
 #[derive(Debug)]
 pub(crate) struct Slot<D: Device> {
+    watched: Option<Arc<Watched>>,
     /// `None` only while dropping.
     bytes: Option<Bytes<D>>,
     /// Told when the memory is free again.
@@ -291,6 +307,11 @@ impl<D: Device> Slot<D> {
         }
     }
 
+    /// What finds writes to the bytes, where they are watched.
+    pub(crate) fn watched(&self) -> Option<&Arc<Watched>> {
+        self.watched.as_ref()
+    }
+
     /// Notes what the bytes are now, to find out later whether somebody wrote to them.
     pub(crate) fn seal(&self) {
         *self.seal.lock().unwrap_or_else(PoisonError::into_inner) = self.on_host().map(Digest::of);
@@ -325,9 +346,10 @@ impl<D: Device> Drop for Slot<D> {
     fn drop(&mut self) {
         if self.process != std::process::id() {
             // In a child: the memory is not there, and the pool's locks may be held by threads that are not.
-            std::mem::forget(self.bytes.take());
+            std::mem::forget((self.bytes.take(), self.watched.take()));
             return;
         }
+        drop(self.watched.take());
         if let Some(Bytes::Host { buffer, users, held_by_streams }) = self.bytes.take() {
             for (_, stream) in users.into_inner().unwrap_or_else(PoisonError::into_inner) {
                 let held = HeldByStream::new(buffer.clone(), self.wake.clone(), &held_by_streams);

@@ -12,7 +12,7 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use ts_io::{Backend, Completion, ReadPath, ReadRequest, Source};
-use ts_pool::{Buffer, HostPool};
+use ts_pool::{Buffer, HostPool, Watched};
 use ts_streams::Device;
 
 use crate::Error;
@@ -290,6 +290,15 @@ impl<D: Device> State<D> {
         Some(ids.iter().map(take).collect())
     }
 
+    /// The units in memory to which writes are found.
+    pub(crate) fn watched(&self) -> Vec<(UnitId, Arc<Watched>)> {
+        let watched = |(i, unit): (usize, &UnitState<D>)| match &unit.residence {
+            Residence::Present(slot) => Some((UnitId(i as u32), Arc::clone(slot.watched()?))),
+            _ => None,
+        };
+        self.units.iter().enumerate().filter_map(watched).collect()
+    }
+
     pub(crate) fn are_all_present(&self, ids: &[UnitId]) -> bool {
         ids.iter().all(|id| matches!(self.units[id.index()].residence, Residence::Present(_)))
     }
@@ -362,13 +371,16 @@ impl<D: Device> State<D> {
     }
 
     /// Lets go of a unit whose bytes are no longer its own, in use or not, kept by the plan or not.
-    pub(crate) fn discard(&mut self, id: UnitId) {
+    pub(crate) fn discard(&mut self, fixed: &Fixed<D>, id: UnitId) {
         if matches!(self.units[id.index()].residence, Residence::Present(_)) {
             self.evict(id);
             let unit = &mut self.units[id.index()];
-            // Its place among those that are kept is gone with its bytes.
-            unit.resident = false;
-            unit.stats.resident = false;
+            // Its place among those that are kept is gone while tensors hold it.
+            if unit.resident && unit.lingering_count() == 0 {
+                unit.reserved = fixed.slots.home(fixed.units[id.index()].layout.len).ok();
+            }
+            unit.resident &= unit.reserved.is_some();
+            unit.stats.resident = unit.resident;
         }
         self.units[id.index()].lingering.iter_mut().for_each(|held| held.spoiled = true);
     }
@@ -664,7 +676,8 @@ impl<D: Device> State<D> {
             return;
         }
         let home = home.expect("a read that timed out is an error");
-        let slot = fixed.slots.slot(home, fixed.events.clone());
+        let keep = self.plan.residency[id.index()] == Residency::Resident;
+        let slot = fixed.slots.slot(home, keep, fixed.events.clone());
         unit.residence = Residence::Present(Arc::new(slot));
         (unit.used_since_load, unit.verified) = (false, fixed.verify != Verify::Never);
         self.note_idle(id);

@@ -45,6 +45,8 @@ pub struct EngineStats {
     pub backend: &'static str,
     /// Name and reason.
     pub passed_over: Vec<(&'static str, String)>,
+    /// Whether writes to units that the plan keeps [are found](crate::Engine::written).
+    pub watches_writes: bool,
     /// Passes begun.
     pub passes: u64,
     /// Bytes read by each path.

@@ -202,6 +202,34 @@ fn a_discarded_unit_is_read_anew_also_when_it_was_to_be_kept() {
 }
 
 #[test]
+fn a_write_to_a_kept_unit_is_found_and_the_unit_stays_kept() {
+    let model = Model::new(&[200 * KIB; 8]);
+    for budget in [700 * KIB, 4 << 20] {
+        let engine = model.engine(EngineConfig { watch_writes: true, ..config(budget) }).unwrap();
+        if !engine.stats().watches_writes {
+            eprintln!("nothing to test: this system does not tell who writes to memory");
+            return;
+        }
+        let order: Vec<usize> = (0..8).collect();
+        for _ in 0..3 {
+            model.pass(&engine, &order);
+            assert_eq!(engine.written(), [], "reading from storage is no write to what was read");
+            let kept = engine.stats().units.iter().rposition(|unit| unit.resident).expect("some are kept");
+            let tensor = acquire_tensor(&engine, kept as u32).unwrap();
+            let address = tensor.range().as_ptr();
+            // SAFETY: as foreign code does it: inside the tensor, which nobody else reads now.
+            unsafe { address.add(100 * KIB).write_volatile(!address.add(100 * KIB).read_volatile()) };
+            drop(tensor);
+            assert_eq!(engine.written(), [(UnitId(kept as u32), vec![0])]);
+            engine.discard(UnitId(kept as u32)).unwrap();
+            assert_eq!(engine.written(), []);
+            assert!(engine.stats().units[kept].resident, "its memory was free");
+        }
+        model.pass(&engine, &order);
+    }
+}
+
+#[test]
 fn tensors_outlive_the_engine() {
     let model = Model::new(&[200 * KIB; 3]);
     let engine = model.engine(config(420 * KIB)).unwrap();
