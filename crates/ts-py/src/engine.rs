@@ -118,7 +118,7 @@ fn config(budget: usize, settings: Option<&Settings>) -> PyResult<EngineConfig> 
     };
     let mut io = BackendOptions::default();
     io.in_flight = in_flight.unwrap_or(io.in_flight);
-    Ok(EngineConfig { max_passes, backend, io, prefetch, verify, ..config })
+    Ok(EngineConfig { max_passes, backend, io, prefetch, verify, watch_writes: true, ..config })
 }
 
 fn unit(py: Python<'_>, checkpoint: &Checkpoint, name: String, specs: Vec<TensorSpec>) -> PyResult<Unit> {
@@ -158,6 +158,7 @@ pub(crate) fn stats_dict<'py>(py: Python<'py>, stats: &EngineStats) -> PyResult<
     dict.set_item("in_use_bytes", stats.in_use_bytes)?;
     dict.set_item("backend", stats.backend)?;
     dict.set_item("passed_over", stats.passed_over.clone())?;
+    dict.set_item("watches_writes", stats.watches_writes)?;
     dict.set_item("passes", stats.passes)?;
     let paths = PyDict::new(py);
     for (path, bytes) in &stats.read_bytes {

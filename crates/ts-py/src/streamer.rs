@@ -5,36 +5,23 @@
 //! All state changes happen in native calls that run no bytecode, so that a signal's exception arrives before or after
 //! them and never in between. Whoever loses a [`Use`] ends it.
 
+mod weights;
+
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use tensorstream::format::TensorMeta;
-use tensorstream::orchestrator::{self as orchestrator, PassId, TensorBytes, UnitId};
+use tensorstream::orchestrator::{self as orchestrator, PassId, UnitId};
 
 use crate::checkpoint::Checkpoint;
-use crate::dlpack;
 use crate::engine::{Settings, TensorSpec, build, interruptible, stats_dict};
-
-/// A parameter of the model: its unit and its place there, shape and strides where those of its bytes are others,
-/// whether it requires gradients, and its name and torch dtype.
-type WeightSpec = (u32, usize, Option<(Vec<i64>, Vec<i64>)>, bool, String, Py<PyAny>);
-
-struct Weight {
-    unit: usize,
-    index: usize,
-    /// Shape and strides, where they are not those of its bytes.
-    strided: Option<(Vec<i64>, Vec<i64>)>,
-    requires_grad: AtomicBool,
-    name: String,
-    dtype: Py<PyAny>,
-}
+use weights::{Live, Place, Torch, Weight, WeightSpec};
 
 /// Streams the weights of a model.
 #[pyclass(frozen, module = "tensorstream._native")]
@@ -47,102 +34,10 @@ struct Inner {
     /// a fork, so that no child finds it locked.
     engine: Mutex<Arc<orchestrator::Engine>>,
     recipe: Box<dyn Fn(Python<'_>) -> PyResult<orchestrator::Engine> + Send + Sync>,
-    metas: Vec<Vec<TensorMeta>>,
     weights: Vec<Weight>,
     /// By unit.
     places: Vec<Mutex<Place>>,
     torch: Torch,
-}
-
-/// What is asked of PyTorch.
-struct Torch {
-    from_dlpack: Py<PyAny>,
-    as_subclass: Py<PyAny>,
-    inference_guard: Py<PyAny>,
-    is_inference: Py<PyAny>,
-    is_grad_enabled: Py<PyAny>,
-    is_any_autocast: Py<PyAny>,
-    clear_autocast: Py<PyAny>,
-    storage_use_count: Py<PyAny>,
-    /// The class of weights that are handed out.
-    weight_class: Py<PyAny>,
-}
-
-impl Torch {
-    fn new(py: Python<'_>, weight_class: Py<PyAny>) -> PyResult<Self> {
-        let torch = py.import("torch")?;
-        let native = torch.getattr("_C")?;
-        Ok(Self {
-            from_dlpack: native.getattr("_from_dlpack")?.unbind(),
-            as_subclass: torch.getattr("Tensor")?.getattr("_make_subclass")?.unbind(),
-            inference_guard: native.getattr("_InferenceMode")?.unbind(),
-            is_inference: torch.getattr("is_inference_mode_enabled")?.unbind(),
-            is_grad_enabled: torch.getattr("is_grad_enabled")?.unbind(),
-            is_any_autocast: native.getattr("_is_any_autocast_enabled")?.unbind(),
-            clear_autocast: torch.getattr("clear_autocast_cache")?.unbind(),
-            storage_use_count: native.getattr("_storage_Use_Count")?.unbind(),
-            weight_class,
-        })
-    }
-
-    /// How many tensors and other objects own some memory of PyTorch's.
-    fn owners(&self, py: Python<'_>, storage: usize) -> PyResult<usize> {
-        self.storage_use_count.bind(py).call1((storage,))?.extract()
-    }
-
-    fn asks(py: Python<'_>, question: &Py<PyAny>) -> PyResult<bool> {
-        question.bind(py).call0()?.is_truthy()
-    }
-
-    /// Autocast keeps what it casts of weights that require gradients, with a graph that holds the weights; its cache is
-    /// made for weights that stay.
-    fn forget_casts(&self, py: Python<'_>) -> PyResult<()> {
-        if Self::asks(py, &self.is_any_autocast)? && !Self::asks(py, &self.is_grad_enabled)? {
-            self.clear_autocast.bind(py).call0()?;
-        }
-        Ok(())
-    }
-}
-
-/// A unit that is in memory because something uses it, and the tensors made of it so far.
-struct Live {
-    unit: usize,
-    state: Mutex<LiveState>,
-}
-
-/// Where a unit's users find what they share.
-#[derive(Default)]
-struct Place {
-    live: Weak<Live>,
-    /// Of a unit that the plan keeps: its tensors, which are used again. Given up when memory is short.
-    kept: Option<Arc<Live>>,
-}
-
-#[derive(Default)]
-struct LiveState {
-    /// While something uses it.
-    lease: Option<orchestrator::Lease>,
-    /// Where its first tensor lies.
-    address: usize,
-    tensors: Vec<Views>,
-    /// Threads that run the forward of the module that owns it, once for each such call.
-    lent_to: Vec<ThreadId>,
-    /// The weight that was written to.
-    written: Option<String>,
-}
-
-/// A tensor of a unit, and the parameters over the same bytes and with the same version counter.
-#[derive(Default)]
-struct Views {
-    base: Option<Py<PyAny>>,
-    /// PyTorch's address of what owns the base's memory, by which its owners are counted; and how many there were at first.
-    storage: usize,
-    owners: usize,
-    /// While gradients are recorded: it requires none, for nothing could keep what it learns.
-    frozen: Option<Py<PyAny>>,
-    /// While none are: it says what the model's own did. matmul folds a batch, and so rounds otherwise, for an operand
-    /// that requires a gradient.
-    free: Option<Py<PyAny>>,
 }
 
 /// The right to use units until it is closed or lost.
@@ -196,22 +91,58 @@ thread_local! {
 /// A pass that has begun on this thread; it does nothing where one ran already. It ends at the latest when it is lost.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Pass {
-    begun: Option<(Arc<orchestrator::Engine>, PassId, Arc<AtomicBool>)>,
+    begun: Option<Begun>,
+}
+
+struct Begun {
+    inner: Arc<Inner>,
+    engine: Arc<orchestrator::Engine>,
+    id: PassId,
+    ended: Arc<AtomicBool>,
 }
 
 #[pymethods]
 impl Pass {
     /// Ends it. True when `replan` should be called. Does nothing the second time.
-    fn end(&self) -> bool {
-        let Some((engine, id, ended)) = &self.begun else { return false };
-        !ended.swap(true, Ordering::AcqRel) && !engine.is_foreign() && engine.end_pass(*id)
+    ///
+    /// Raises ModelError when a weight was written to past PyTorch; its unit is read again for the next use.
+    fn end(&self, py: Python<'_>) -> PyResult<bool> {
+        let (proposed, written) = self.finish(py);
+        match written {
+            Some(names) => Err(written_to(py, &names)?),
+            None => Ok(proposed),
+        }
+    }
+
+    /// Ends it after an exception.
+    fn close(&self, py: Python<'_>) {
+        self.finish(py);
+    }
+}
+
+impl Pass {
+    /// Whether to plan anew, and which weights were written to.
+    fn finish(&self, py: Python<'_>) -> (bool, Option<String>) {
+        let Some(Begun { inner, engine, id, ended }) = &self.begun else { return (false, None) };
+        if ended.swap(true, Ordering::AcqRel) || engine.is_foreign() {
+            return (false, None);
+        }
+        (engine.end_pass(*id), inner.written_past_pytorch(py, engine))
     }
 }
 
 impl Drop for Pass {
     fn drop(&mut self) {
-        self.end();
+        Python::attach(|py| self.close(py));
     }
+}
+
+/// The exception for weights that were written to.
+fn written_to(py: Python<'_>, names: &str) -> PyResult<PyErr> {
+    let error = py.import("tensorstream.errors")?.getattr("ModelError")?;
+    let text =
+        format!("{names} was written to in place: a streamed weight cannot be changed; restore(model) first");
+    Ok(PyErr::from_value(error.call1((text,))?))
 }
 
 #[pymethods]
@@ -230,20 +161,13 @@ impl Streamer {
         settings: Option<Settings>,
     ) -> PyResult<Self> {
         let (units, recipe) = build(py, checkpoint, units, budget, together, settings)?;
-        let metas: Vec<Vec<_>> =
-            units.iter().map(|u| u.tensors.iter().map(|t| t.entry.meta.clone()).collect()).collect();
-        let weight = |(unit, index, strided, requires_grad, name, dtype): WeightSpec| {
-            let unit = unit as usize;
-            let known = metas.get(unit).is_some_and(|unit| index < unit.len());
-            known
-                .then(|| Weight { unit, index, strided, requires_grad: requires_grad.into(), name, dtype })
-                .ok_or_else(|| PyIndexError::new_err("a weight is in no unit"))
-        };
+        let weight =
+            |spec| Weight::new(spec, &units).ok_or_else(|| PyIndexError::new_err("a weight is in no unit"));
         let weights = weights.into_iter().map(weight).collect::<PyResult<_>>()?;
         let engine = Mutex::new(Arc::new(recipe(py)?));
-        let places = metas.iter().map(|_| Mutex::default()).collect();
+        let places = units.iter().map(|_| Mutex::default()).collect();
         let torch = Torch::new(py, weight_class)?;
-        Ok(Self { inner: Arc::new(Inner { engine, recipe, metas, weights, places, torch }) })
+        Ok(Self { inner: Arc::new(Inner { engine, recipe, weights, places, torch }) })
     }
 
     /// Begins a pass, waiting while max_passes others run.
@@ -254,7 +178,8 @@ impl Streamer {
         }
         let id = interruptible(py, |interrupt| engine.begin_pass(interrupt))?;
         let ended = Arc::new(AtomicBool::new(false));
-        let pass = Pass { begun: Some((engine, id, Arc::clone(&ended))) };
+        let inner = Arc::clone(&self.inner);
+        let pass = Pass { begun: Some(Begun { inner, engine, id, ended: Arc::clone(&ended) }) };
         PASSES.with_borrow_mut(|passes| {
             passes.retain(|_, (_, ended)| !ended.load(Ordering::Acquire));
             passes.insert(self.inner.id(), (id, ended));
@@ -347,7 +272,7 @@ impl Streamer {
         let mut weights: Vec<&Weight> =
             self.inner.weights.iter().filter(|weight| weight.unit == unit).collect();
         weights.sort_by_key(|weight| weight.index);
-        let tensor = |weight: &Weight| self.inner.base(py, leases[0].tensor(weight.index), weight);
+        let tensor = |weight: &Weight| self.inner.torch.base(py, leases[0].tensor(weight.index), weight);
         weights.into_iter().map(tensor).collect()
     }
 
@@ -470,123 +395,33 @@ impl Inner {
                 return (live, None);
             }
         }
-        let tensors = self.metas[unit].iter().map(|_| Views::default()).collect();
-        let state = Mutex::new(LiveState { lease: Some(lease), address, tensors, ..LiveState::default() });
-        let live = Arc::new(Live { unit, state });
+        let live = Arc::new(Live::new(unit, lease, address));
         let before = std::mem::replace(&mut *place, Place { live: Arc::downgrade(&live), kept: None });
         drop(place);
         drop(before);
         (live, None)
     }
 
-    /// A weight's tensor over its bytes.
-    fn base(&self, py: Python<'_>, bytes: TensorBytes, weight: &Weight) -> PyResult<Py<PyAny>> {
-        // An inference tensor could not be saved for backward; these can, whatever mode the caller is in.
-        let guard = match Torch::asks(py, &self.torch.is_inference)? {
-            true => Some(self.torch.inference_guard.bind(py).call1((false,))?),
-            false => None,
-        };
-        if let Some(guard) = &guard {
-            guard.call_method0(intern!(py, "__enter__"))?;
+    /// The weights whose bytes were written to by other means than PyTorch's, as far as the engine finds it out.
+    fn written_past_pytorch(&self, py: Python<'_>, engine: &orchestrator::Engine) -> Option<String> {
+        let found = py.detach(|| engine.written());
+        let mut names = Vec::new();
+        for (id, tensors) in found {
+            let unit = id.0 as usize;
+            // Who enters next begins with other bytes.
+            let before = std::mem::take(&mut *self.place(unit));
+            drop(before);
+            engine.discard(id).expect("it is of this engine");
+            let written = |weight: &&Weight| weight.unit == unit && tensors.contains(&weight.index);
+            names.extend(self.weights.iter().filter(written).map(|weight| format!("`{}`", weight.name)));
         }
-        let made = self.make_base(py, bytes, weight);
-        if let Some(guard) = &guard {
-            guard.call_method1(intern!(py, "__exit__"), (py.None(), py.None(), py.None()))?;
-        }
-        made
-    }
-
-    fn make_base(&self, py: Python<'_>, bytes: TensorBytes, weight: &Weight) -> PyResult<Py<PyAny>> {
-        let meta = &self.metas[weight.unit][weight.index];
-        let capsule = dlpack::capsule(py, bytes, meta)?;
-        let mut tensor = self.torch.from_dlpack.bind(py).call1((capsule,))?;
-        if !dlpack::has_code(meta.dtype) {
-            let shape: Vec<i64> = meta.shape.iter().map(|&n| n as i64).collect();
-            tensor = tensor.call_method1(intern!(py, "view"), (weight.dtype.bind(py),))?;
-            tensor = tensor.call_method1(intern!(py, "view"), (shape,))?;
-        }
-        if let Some((shape, strides)) = &weight.strided {
-            tensor = tensor.call_method1(intern!(py, "as_strided"), (shape.clone(), strides.clone()))?;
-        }
-        Ok(tensor.unbind())
+        // Small ones share a page, and it is not known which of them it was.
+        (!names.is_empty()).then(|| names.join(" or "))
     }
 }
 
 fn is_referenced(py: Python<'_>, error: &PyErr) -> PyResult<bool> {
     Ok(error.matches(py, py.import("tensorstream.errors")?.getattr("UnitReferencedError")?)?)
-}
-
-impl Live {
-    fn lock(&self) -> MutexGuard<'_, LiveState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The parameter over a weight's bytes, for a caller that records gradients or not.
-    fn view(&self, py: Python<'_>, inner: &Inner, weight: &Weight, grad: bool) -> PyResult<Py<PyAny>> {
-        let free = weight.requires_grad.load(Ordering::Relaxed) && !grad;
-        // No lock is held while tensors are made: the cycle collector may run then, and end other uses.
-        let (base, bytes) = {
-            let state = self.lock();
-            let views = &state.tensors[weight.index];
-            if let Some(known) = if free { &views.free } else { &views.frozen } {
-                return Ok(known.clone_ref(py));
-            }
-            let lease = state.lease.as_ref().expect("it is in use");
-            (views.base.as_ref().map(|base| base.clone_ref(py)), lease.tensor(weight.index))
-        };
-        let base = match base {
-            Some(base) => base,
-            None => {
-                let made = inner.base(py, bytes, weight)?;
-                let storage = made.bind(py).call_method0(intern!(py, "untyped_storage"))?;
-                let storage: usize = storage.getattr(intern!(py, "_cdata"))?.extract()?;
-                let owners = inner.torch.owners(py, storage)?;
-                let mut state = self.lock();
-                let views = &mut state.tensors[weight.index];
-                (views.storage, views.owners) = (storage, owners);
-                views.base.get_or_insert(made).clone_ref(py)
-            }
-        };
-        let torch = &inner.torch;
-        let made = torch.as_subclass.bind(py).call1((&torch.weight_class, &base, free))?.unbind();
-        let mut state = self.lock();
-        let views = &mut state.tensors[weight.index];
-        let place = if free { &mut views.free } else { &mut views.frozen };
-        Ok(place.get_or_insert(made).clone_ref(py))
-    }
-
-    /// Whether something else than the tensors that are kept here refers to their memory.
-    fn is_shared(&self, py: Python<'_>, inner: &Inner) -> bool {
-        let state = self.lock();
-        state.tensors.iter().filter(|views| views.base.is_some()).any(|views| {
-            let made = usize::from(views.frozen.is_some()) + usize::from(views.free.is_some());
-            inner.torch.owners(py, views.storage).is_ok_and(|owners| owners > views.owners + made)
-        })
-    }
-
-    /// The weight that was written to, if one was. The engine gives its unit up then.
-    fn written(&self, py: Python<'_>, inner: &Inner) -> Option<String> {
-        let mut state = self.lock();
-        if state.written.is_none() {
-            let changed = |views: &Views| {
-                let base = views.base.as_ref()?.bind(py);
-                let version: u64 = base.getattr(intern!(py, "_version")).ok()?.extract().ok()?;
-                (version != 0).then_some(())
-            };
-            let index = state.tensors.iter().position(|views| changed(views).is_some());
-            if let Some(index) = index {
-                let mut weights = inner.weights.iter();
-                let weight = weights.find(|weight| weight.unit == self.unit && weight.index == index);
-                state.written = Some(weight.map_or_else(String::new, |weight| weight.name.clone()));
-                // Who enters next begins with other bytes.
-                *inner.place(self.unit) = Place::default();
-                if let Some(lease) = &state.lease {
-                    lease.spoil();
-                }
-            }
-        }
-        state.written.clone()
-    }
 }
 
 #[pymethods]
@@ -605,14 +440,10 @@ impl Use {
     /// Raises ModelError when a weight was written to; its unit is read again for the next use.
     fn exit(&self, py: Python<'_>) -> PyResult<bool> {
         let written = self.end(py);
-        if let Some(name) = written {
-            let error = py.import("tensorstream.errors")?.getattr("ModelError")?;
-            let text = format!(
-                "`{name}` was written to in place: a streamed weight cannot be changed; restore(model) first"
-            );
-            return Err(PyErr::from_value(error.call1((text,))?));
+        match written {
+            Some(name) => Err(written_to(py, &format!("`{name}`"))?),
+            None => Ok(!self.lock().leaked.is_empty()),
         }
-        Ok(!self.lock().leaked.is_empty())
     }
 
     /// For each weight of the units whose memory something still refers to: its key, address and length in bytes.

@@ -146,6 +146,7 @@ class Recurrent:
 @final
 class Pass:
     def end(self) -> bool: ...
+    def close(self) -> None: ...
 
 @final
 class FileWriter:

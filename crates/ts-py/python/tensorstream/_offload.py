@@ -170,7 +170,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
     Bytes are bytes and times seconds: ``budget_bytes``, ``reserved_high_water_bytes`` (never above the budget),
     ``in_use_high_water_bytes``, ``read_bytes``, ``read_bytes_by_path``, ``stalls`` and ``stall_s`` (uses that
     waited for a unit, and how long), ``passes``, ``backend`` and why others were ``passed_over``, the ``plan``
-    in force and, under ``units``, the same for each unit. Does not wait for I/O.
+    in force and, under ``units``, the same for each unit. ``watches_writes`` says whether writes past PyTorch to
+    weights that stay in memory are found (Linux since 6.7, where userfaultfd is allowed). Does not wait for I/O.
 
     Raises:
         ModelError: The model is not offloaded.
@@ -232,7 +233,7 @@ def _read_all(checkpoint: _native.Checkpoint, units: list[Any], weights: list[We
                 bar.advance(tensor.nbytes)
     finally:
         bar.close()
-        in_pass.end()
+        in_pass.close()
     return [tensors[weight.unit, weight.index] for weight in weights]
 
 

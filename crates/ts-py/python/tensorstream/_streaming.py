@@ -305,7 +305,7 @@ class Pass(Replaced):
         try:
             result = self.original()(*args, **kwargs)
         except BaseException:
-            in_pass.end()
+            in_pass.close()
             raise
         proposed = in_pass.end()
         streamer.forget_casts()
