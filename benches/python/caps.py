@@ -2,7 +2,8 @@
 """A 1.1B Llama in bf16 under memory limits and budgets: seconds per token, or the words of a refusal.
 
 `cargo xtask bench caps`. Limits of the process's own group and of a parent's, with an empty and a full page cache.
-A process of its own for each pair; the checkpoint is read past the page cache or through it, as the engine decides.
+A process for each run; under each limit all budgets run in turn, several times, and a budget's figure is the median. The
+checkpoint is read past the page cache or through it, as the engine decides.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from models import MIB, decode, drop_caches, llama_1b
 CAPS_MB = (500, 800, 1100, 1500)
 BUDGETS: tuple[str, ...] = ("100MiB", "200MiB", "300MiB", "500MiB", "1000MiB", "1500MiB", "none")
 FEWER: tuple[str, ...] = ("200MiB", "1500MiB", "none")
+ROUNDS = 5
 TOKENS = 4
 GROUPS = Path("/sys/fs/cgroup/memory")
 #: A process that has said nothing for so long is stuck.
@@ -78,13 +81,34 @@ def run(cap_mb: int, budget: str, parent: bool, fill: str) -> dict[str, Any]:
                 each.rmdir()
 
 
-def described(result: dict[str, Any]) -> str:
-    if "refused" in result:
-        return f"refused after {result['after']:.1f} s: {result['refused']}"
-    if "seconds" in result:
-        less = ", warned" if result["warned"] else ""
-        return f"{result['seconds']:.2f} s/token with {result['budget'] / MIB:.0f} MiB{less}"
-    return f"FAILED: {result}"
+def described(results: list[dict[str, Any]]) -> str:
+    """What one pair's runs came to."""
+    for result in results:
+        if not {"refused", "seconds"} & result.keys():
+            return f"FAILED: {result}"
+    refused = [result for result in results if "refused" in result]
+    if refused:
+        after = max(result["after"] for result in refused)
+        return f"{len(refused)} of {len(results)} refused, after {after:.1f} s at most: {refused[0]['refused']}"
+    seconds = [result["seconds"] for result in results]
+    budget = statistics.median(result["budget"] for result in results) / MIB
+    less = ", warned" if results[0]["warned"] else ""
+    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f}) s/token with {budget:.0f} MiB{less}"
+
+
+def slowest_step(rounds: list[dict[str, dict[str, Any]]]) -> str:
+    """The most that a larger budget took of the time of the next smaller one, in the same round: its median."""
+    steps = []
+    given = [budget for budget in rounds[0] if budget != "none"]
+    for smaller, larger in pairwise(given):
+        ratios = [
+            each[larger]["seconds"] / each[smaller]["seconds"]
+            for each in rounds
+            if "seconds" in each[smaller] and "seconds" in each[larger]
+        ]
+        if ratios:
+            steps.append((statistics.median(ratios), f"{larger} took {statistics.median(ratios):.2f} of {smaller}"))
+    return max(steps)[1] if steps else "no two budgets run"
 
 
 def main() -> int:
@@ -96,14 +120,14 @@ def main() -> int:
     failed = 0
     for parent, fill, budgets in ((False, "empty", BUDGETS), (True, "empty", FEWER), (False, "full", FEWER)):
         for cap in CAPS_MB:
+            rounds = [{budget: run(cap, budget, parent, fill) for budget in budgets} for _ in range(ROUNDS)]
+            whose = "a parent's" if parent else "its own"
             for budget in budgets:
-                result = run(cap, budget, parent, fill)
-                failed += not {"refused", "seconds"} & result.keys()
-                whose = "a parent's" if parent else "its own"
-                print(
-                    f"{whose} limit of {cap} MB, {fill} page cache, budget {budget}: {described(result)}", flush=True
-                )
-    print(f"{failed} of them were killed or stuck")
+                results = [each[budget] for each in rounds]
+                failed += sum(not {"refused", "seconds"} & result.keys() for result in results)
+                print(f"{whose} limit of {cap} MB, {fill} page cache, budget {budget}: {described(results)}")
+            print(f"  at worst {slowest_step(rounds)}", flush=True)
+    print(f"{failed} runs were killed or stuck")
     return int(failed > 0)
 
 
