@@ -7,7 +7,7 @@ use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use ts_io::{BackendOptions, Choice, ReadPath, Registry, Source};
-use ts_pool::{Budget, HostPool, Reservation};
+use ts_pool::{Budget, HostPool, Reservation, WriteWatch};
 use ts_streams::{CpuDevice, Device};
 
 use crate::Error;
@@ -367,11 +367,14 @@ impl<D: Device> Engine<D> {
 
     /// Units that the plan keeps whose bytes were written to since they were read, where [they are
     /// watched](EngineConfig::watch_writes); each with its tensors that lie on a page that was written to. Whoever finds one
-    /// drops its tensors and [gives it up](Self::discard). Takes a microsecond a unit, and less than a thousandth of the time
-    /// to read its bytes.
+    /// drops its tensors and [gives it up](Self::discard). Takes some microseconds, and less than a thousandth of the time to
+    /// read the units' bytes.
     pub fn written(&self) -> Vec<(UnitId, Vec<usize>)> {
         // No lock is held while the system looks.
         let watched = self.shared.lock().watched();
+        if !WriteWatch::any_written(watched.iter().map(|(_, bytes)| &**bytes)) {
+            return Vec::new();
+        }
         let tensors = |id: UnitId, written: &[Range<usize>]| {
             let touched = |at: &usize| {
                 let place = self.shared.unit(id).layout.tensors[*at];

@@ -82,6 +82,17 @@ impl WriteWatch {
         Ok(Watched { watch: Arc::clone(self), buffer })
     }
 
+    /// Whether any of some buffers may have been written to since they are watched. Those that lie side by side are looked at together: takes
+    /// half a microsecond a run of them, and what [`Watched::written`] takes for its pages.
+    pub fn any_written<'a>(watched: impl IntoIterator<Item = &'a Watched>) -> bool {
+        let mut pages: Vec<_> = watched.into_iter().map(|one| (pages_of(&one.buffer), &one.watch)).collect();
+        pages.sort_unstable_by_key(|(pages, _)| pages.start);
+        let runs = pages.chunk_by(|(one, of), (next, other)| one.end == next.start && Arc::ptr_eq(of, other));
+        runs.filter_map(|run| run.first().zip(run.last())).any(|((first, watch), (last, _))| {
+            watch.scan(first.start..last.end).is_ok_and(|found| !found.is_empty())
+        })
+    }
+
     fn mark(&self, buffer: &SharedBuffer, protect: bool) -> Result<(), Errno> {
         let pages = pages_of(buffer);
         let span = Span { start: pages.start as u64, len: pages.len() as u64 };
@@ -305,11 +316,27 @@ mod tests {
         let watched = watch.watch(first.freeze()).unwrap();
         second.fill(3);
         assert_eq!(watched.written(), []);
+        assert!(!WriteWatch::any_written([&watched]));
         drop(watched);
         let mut again = pool.allocate(5000).unwrap();
         again.fill(4);
         let watched = watch.watch(again.freeze()).unwrap();
         assert_eq!(watched.written(), []);
+    }
+
+    #[test]
+    fn buffers_side_by_side_are_looked_at_together() {
+        let (pool, watch) = pool_of(4 * MIB);
+        let Some(watch) = watch else { return };
+        let buffers = (0..8).map(|_| pool.allocate(5000).unwrap().freeze());
+        let mut watched: Vec<_> = buffers.map(|buffer| watch.watch(buffer).unwrap()).collect();
+        // A gap that anybody may write to.
+        drop(watched.remove(3));
+        pool.allocate(5000).unwrap().fill(9);
+        assert!(!WriteWatch::any_written(&watched));
+        write(watched[5].buffer(), 4999);
+        assert!(WriteWatch::any_written(&watched));
+        assert!(!WriteWatch::any_written(&watched[..5]));
     }
 
     #[test]

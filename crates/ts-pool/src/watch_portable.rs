@@ -22,6 +22,11 @@ impl WriteWatch {
         None
     }
 
+    /// Whether any of some buffers may have been written to.
+    pub fn any_written<'a>(watched: impl IntoIterator<Item = &'a Watched>) -> bool {
+        watched.into_iter().next().is_some()
+    }
+
     /// Watches a buffer of this pool, from now on.
     ///
     /// # Errors
