@@ -2,7 +2,7 @@
 """A 1.1B Llama in bf16 under memory limits and budgets: seconds per token, or the words of a refusal.
 
 `cargo xtask bench caps`. Limits of the process's own group and of a parent's, with an empty and a full page cache.
-A process for each run; under each limit all budgets run in turn, several times, and a budget's figure is the median. The
+A process for each run. Under each limit all budgets run in turn, several times; a budget's figure is the median. The
 checkpoint is read past the page cache or through it, as the engine decides.
 """
 
@@ -93,7 +93,8 @@ def described(results: list[dict[str, Any]]) -> str:
     seconds = [result["seconds"] for result in results]
     budget = statistics.median(result["budget"] for result in results) / MIB
     less = ", warned" if results[0]["warned"] else ""
-    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f}) s/token with {budget:.0f} MiB{less}"
+    figure = f"{statistics.median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f}) s/token"
+    return f"{figure} with {budget:.0f} MiB{less}"
 
 
 def slowest_step(rounds: list[dict[str, dict[str, Any]]]) -> str:
