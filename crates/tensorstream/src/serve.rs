@@ -30,12 +30,15 @@ pub struct ServeOptions {
     pub memory_bytes: usize,
     /// Whether an address that others can reach needs neither token nor TLS.
     pub insecure: bool,
+    /// Whether files are served that symbolic links lead to outside of the directory.
+    pub follow_symlinks: bool,
 }
 
 impl Default for ServeOptions {
-    /// 256 MiB of memory.
+    /// 256 MiB of memory; an address that only this computer reaches, or a token; no links to elsewhere.
     fn default() -> Self {
-        Self { server: ServerOptions::default(), memory_bytes: 256 << 20, insecure: false }
+        let server = ServerOptions::default();
+        Self { server, memory_bytes: 256 << 20, insecure: false, follow_symlinks: false }
     }
 }
 
@@ -63,7 +66,8 @@ impl ServeOptions {
 /// Serves the files below a directory, to be read as `ts://HOST:PORT/NAME`, until `stop` says so, which is asked at least every 50 ms.
 /// `began` is told the address; `log` hears why connections end. Blocks.
 ///
-/// Symbolic links are followed wherever they lead: only names must stay below the directory.
+/// Not served are names with a part that begins with a dot, unfinished files (`.partial`), and what symbolic links lead to outside of
+/// the directory, unless [`ServeOptions::follow_symlinks`] says so.
 ///
 /// # Errors
 /// [`Error::Remote`] when it cannot listen there, or when others could reach the address and it asks for neither token nor
@@ -89,6 +93,7 @@ pub fn serve_weights(
         let (root, pool, chain) = (root.clone(), pool.clone(), Arc::clone(&chain));
         RangeSession::new(Directory {
             root,
+            follow_symlinks: options.follow_symlinks,
             pool,
             open: VecDeque::new(),
             opened: 0,
@@ -102,7 +107,9 @@ pub fn serve_weights(
 /// The files of a directory that one connection reads.
 #[derive(Debug)]
 struct Directory {
+    /// Without links.
     root: PathBuf,
+    follow_symlinks: bool,
     pool: HostPool,
     /// By their numbers; last the one that was opened last.
     open: VecDeque<(u64, Arc<Source>)>,
@@ -160,7 +167,35 @@ fn refusal(kind: RefusalKind, reason: impl Into<String>) -> Refusal {
     Refusal { kind, reason: reason.into() }
 }
 
+/// Whether a name in the directory is nobody's business: of a hidden or unfinished file.
+fn is_private(name: &str) -> bool {
+    name.starts_with('.') || name.ends_with(".partial")
+}
+
 impl Directory {
+    /// Where the file or directory of a name is. No name is the whole directory's.
+    fn served(&self, name: &str) -> Result<PathBuf, Refusal> {
+        let unknown =
+            || refusal(RefusalKind::NotFound, format!("{name:?} is no name of a file that is served"));
+        if name.is_empty() {
+            return Ok(self.root.clone());
+        }
+        if name.split('/').any(is_private) {
+            return Err(unknown());
+        }
+        let path = path_in(&self.root, name).ok_or_else(unknown)?;
+        if self.leads_out(&path) {
+            let why = "a link that leads out of the directory; serve-weights --follow-symlinks serves it";
+            return Err(refusal(RefusalKind::NotFound, format!("{name:?}: {why}")));
+        }
+        Ok(path)
+    }
+
+    /// Whether links on the way to a file lead to where nothing is to be served from. What is not there leads nowhere.
+    fn leads_out(&self, path: &Path) -> bool {
+        !self.follow_symlinks && std::fs::canonicalize(path).is_ok_and(|real| !real.starts_with(&self.root))
+    }
+
     /// What a client may know of an error: no paths of this machine.
     fn refused(&self, error: &ts_io::Error) -> Refusal {
         let kind = match error.kind() {
@@ -175,12 +210,7 @@ impl Directory {
 
 impl Files for Directory {
     fn open(&mut self, name: &str) -> Result<RemoteFile, Refusal> {
-        let Some(path) = path_in(&self.root, name) else {
-            return Err(refusal(
-                RefusalKind::NotFound,
-                format!("{name:?} is no name of a file that is served"),
-            ));
-        };
+        let path = self.served(name)?;
         let source = Source::open(&path).map_err(|error| self.refused(&error))?;
         let print = source.fingerprint();
         let since = print.modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
@@ -219,10 +249,10 @@ impl Files for Directory {
     }
 
     fn list(&mut self, name: &str) -> Result<Vec<ListedFile>, Refusal> {
-        let path = if name.is_empty() { Some(self.root.clone()) } else { path_in(&self.root, name) };
-        let nothing =
-            || refusal(RefusalKind::NotFound, format!("{name:?} is no name of a file that is served"));
-        let path = path.filter(|path| path.exists()).ok_or_else(nothing)?;
+        let path = self.served(name)?;
+        if !path.exists() {
+            return Err(refusal(RefusalKind::NotFound, format!("{name:?} is not there")));
+        }
         let mut files = Vec::new();
         let mut left = vec![(path, name.trim_end_matches('/').to_string())];
         while let Some((path, name)) = left.pop() {
@@ -235,9 +265,9 @@ impl Files for Directory {
             let Ok(entries) = std::fs::read_dir(&path) else { continue };
             for entry in entries.flatten() {
                 let is_link = entry.file_type().is_ok_and(|kind| kind.is_symlink() && entry.path().is_dir());
-                // Hidden and unfinished files are nobody's business, and links to directories may go in circles.
-                let hidden = |own: &str| own.starts_with('.') || own.ends_with(".partial");
-                if let Some(own) = entry.file_name().to_str().filter(|own| !hidden(own) && !is_link) {
+                // Links to directories may go in circles.
+                let listed = |own: &&str| !is_private(own) && !is_link && !self.leads_out(&entry.path());
+                if let Some(own) = entry.file_name().to_str().filter(listed) {
                     let below = if name.is_empty() { own.to_string() } else { format!("{name}/{own}") };
                     left.push((entry.path(), below));
                 }
@@ -255,7 +285,7 @@ impl Files for Directory {
 
     fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Option<String> {
         // Only what is served, by whom others can reach: it is kept until the connection ends.
-        let path = if name.is_empty() { Some(self.root.clone()) } else { path_in(&self.root, name) };
+        let path = self.served(name).ok();
         let sound = address.len() <= MAX_ADDRESS && matches!(address.parse(), Ok(Address::Tcp(_)));
         if !sound || !path.is_some_and(|path| path.exists()) {
             return None;

@@ -7,7 +7,7 @@
 mod common;
 
 use std::net::TcpStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
@@ -224,6 +224,59 @@ fn ten_thousand_strangers_do_not_keep_others_from_being_served() {
     assert_same(&Checkpoint::open(server.url("model.safetensors")).unwrap());
     let stats = server.end();
     assert!(stats.accepted >= 10_000, "{stats:?}");
+}
+
+/// Why a name is not served; None if it is.
+fn refusal(server: &Server, name: &str) -> Option<String> {
+    Checkpoint::open(server.url(name)).err().map(|error| error.to_string())
+}
+
+#[test]
+fn hidden_and_unfinished_files_and_links_that_lead_out_are_not_served() {
+    let outside = tempfile::tempdir().unwrap();
+    write(&outside.path().join("secret.safetensors"), 3);
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    for name in ["model.safetensors", ".hidden", "b.safetensors.partial", ".git/x", "sub/.x"] {
+        std::fs::create_dir_all(at(name).parent().unwrap()).unwrap();
+        write(&at(name), 3);
+    }
+    for (target, name) in [
+        (outside.path().join("secret.safetensors"), "link.safetensors"),
+        (outside.path().to_path_buf(), "dir"),
+        (PathBuf::from("model.safetensors"), "own.safetensors"),
+    ] {
+        std::os::unix::fs::symlink(target, at(name)).unwrap();
+    }
+    let server = Server::start(directory.path(), ANY, ServeOptions::default());
+    for name in ["model.safetensors", "own.safetensors"] {
+        assert_eq!(refusal(&server, name), None);
+    }
+    for name in [".hidden", "b.safetensors.partial", ".git/x", "sub/.x"] {
+        let why = refusal(&server, name).unwrap_or_else(|| panic!("{name} is served"));
+        assert!(why.contains("is no name of a file that is served"), "{why}");
+    }
+    for name in ["link.safetensors", "dir/secret.safetensors"] {
+        let why = refusal(&server, name).unwrap_or_else(|| panic!("{name} is served"));
+        assert!(
+            why.contains("leads out of the directory; serve-weights --follow-symlinks serves it"),
+            "{why}"
+        );
+        assert!(!why.contains(&*outside.path().to_string_lossy()), "{why}");
+    }
+    let fetched = tempfile::tempdir().unwrap();
+    let done = fetch(&server.url(""), fetched.path(), &FetchOptions::default(), &mut quiet).unwrap();
+    assert_eq!(done.files, 2);
+    drop(done);
+    server.end();
+
+    let follows = ServeOptions { follow_symlinks: true, ..ServeOptions::default() };
+    let server = Server::start(directory.path(), ANY, follows);
+    for name in ["link.safetensors", "dir/secret.safetensors"] {
+        assert_eq!(refusal(&server, name), None);
+    }
+    assert!(refusal(&server, ".hidden").is_some());
+    server.end();
 }
 
 #[test]

@@ -18,6 +18,9 @@ pub(super) struct Arguments {
     /// Where to listen: HOST:PORT, or unix:PATH. Port 0 is one that is free.
     #[arg(long, default_value = "127.0.0.1:7471", value_parser = address)]
     listen: Address,
+    /// Serves also what symbolic links lead to outside of the directory, as those of a Hugging Face cache do.
+    #[arg(long)]
+    follow_symlinks: bool,
     #[command(flatten)]
     how: How,
 }
@@ -79,7 +82,12 @@ impl How {
         let connection = ConnectionOptions { token, ..usual.connection.clone() };
         let grace = Duration::from_secs(self.grace);
         let server = ServerOptions { connection, tls, grace, ..usual };
-        Ok(ServeOptions { server, memory_bytes: self.memory, insecure: self.insecure })
+        Ok(ServeOptions {
+            server,
+            memory_bytes: self.memory,
+            insecure: self.insecure,
+            ..ServeOptions::default()
+        })
     }
 }
 
@@ -100,7 +108,8 @@ pub(super) fn run(
     console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
-    let options = arguments.how.options()?;
+    let follow_symlinks = arguments.follow_symlinks;
+    let options = ServeOptions { follow_symlinks, ..arguments.how.options()? };
     let scheme = if options.server.tls.is_some() { "tss" } else { "ts" };
     let began = |address: &Address| match console.json {
         true => say(json!({ "address": address.to_string(), "url": format!("{scheme}://{address}/") })),
