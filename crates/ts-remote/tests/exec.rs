@@ -67,7 +67,7 @@ fn client_of(address: &Address) -> Client<Vec<u8>> {
         let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
         Link::connect(&address, options)
     };
-    let options = ClientOptions { dial: Box::new(dial), retry: PATIENT };
+    let options = ClientOptions { dial: Box::new(dial), retry: PATIENT, returns: true };
     let number = NUMBER.fetch_add(1, Ordering::Relaxed) as u128;
     Client::connect(options, number.to_le_bytes()).unwrap()
 }
@@ -368,7 +368,7 @@ fn a_machine_that_is_gone_ends_the_session_and_nobody_waits_for_ever() {
     let machine = Machine::start();
     let address = machine.address.clone();
     let dial = move || Link::connect(&address, ConnectionOptions::default());
-    let options = ClientOptions { dial: Box::new(dial), retry: Duration::from_millis(300) };
+    let options = ClientOptions { dial: Box::new(dial), retry: Duration::from_millis(300), returns: true };
     let client: Client<Vec<u8>> = Client::connect(options, [200; 16]).unwrap();
     create(&client, &tensor(1, &[2]), 1.0);
     sync(&client).unwrap();
@@ -389,7 +389,11 @@ fn a_session_that_there_is_no_more_is_not_begun_again() {
     drop(machine);
     // Another machine at the same place would have none of its tensors; here there is nobody.
     let mut ended = Ok(());
-    let options = || ClientOptions { dial: Box::new(|| Err(Error::Misuse("no".into()))), retry: PATIENT };
+    let options = || ClientOptions {
+        dial: Box::new(|| Err(Error::Misuse("no".into()))),
+        retry: PATIENT,
+        returns: true,
+    };
     assert!(Client::<Vec<u8>>::connect(options(), [3; 16]).is_err());
     for _ in 0..100 {
         ended = ended.and_then(|()| sync(&client));
@@ -397,15 +401,20 @@ fn a_session_that_there_is_no_more_is_not_begun_again() {
     assert!(matches!(ended, Err(Fault::Lost(_))), "{ended:?}");
 }
 
-/// Greets as a machine does, and then says this.
-fn say(listener: &Listener, messages: &[Vec<u8>]) -> Result<(), Error> {
+/// One that connects, before either end has greeted.
+fn accept(listener: &Listener) -> Result<Link<Vec<u8>>, Error> {
     let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
     let mut lobby = Lobby::<Vec<u8>>::new(options);
-    let mut link = loop {
+    loop {
         if let Some(link) = lobby.accept_within(listener, PATIENT, |_, _| {})? {
-            break link;
+            return Ok(link);
         }
-    };
+    }
+}
+
+/// Greets as a machine does, and then says this.
+fn greet(listener: &Listener, messages: &[Vec<u8>]) -> Result<Link<Vec<u8>>, Error> {
+    let mut link = accept(listener)?;
     let stream = link.connection().open_stream()?;
     let mut hello = vec![2];
     hello.extend([7; 16]);
@@ -414,7 +423,77 @@ fn say(listener: &Listener, messages: &[Vec<u8>]) -> Result<(), Error> {
     for message in messages {
         link.send_message(stream, message.clone().into())?;
     }
-    link.close("that was all")
+    Ok(link)
+}
+
+fn say(listener: &Listener, messages: &[Vec<u8>]) -> Result<(), Error> {
+    greet(listener, messages)?.close("that was all")
+}
+
+#[test]
+fn an_end_before_the_greeting_is_that_of_a_link_and_not_of_the_session() {
+    let machine = Machine::start();
+    let cutter = Cutter::start(&machine.address, vec![2000]);
+    let mute = Listener::bind(&"127.0.0.1:0".parse().unwrap(), PATIENT).unwrap();
+    let (first, second, third) = (cutter.address.clone(), mute.address().clone(), machine.address.clone());
+    // It hears who is there, and ends in good order without a word.
+    let ended = thread::spawn(move || accept(&mute).map(drop));
+    let dials = Arc::new(AtomicUsize::new(0));
+    let dialled = dials.clone();
+    let dial = move || {
+        let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
+        let to = [&first, &second, &third][dialled.fetch_add(1, Ordering::Relaxed).min(2)];
+        Link::connect(to, options)
+    };
+    let options = ClientOptions { dial: Box::new(dial), retry: PATIENT, returns: true };
+    let client = Client::<Vec<u8>>::connect(options, [91; 16]).unwrap();
+    let one = tensor(1, &[16]);
+    create(&client, &one, 1.0);
+    for _ in 0..100 {
+        sync(&client).unwrap();
+    }
+    assert_eq!(read(&client, &one).unwrap(), [1.0; 16]);
+    assert!(dials.load(Ordering::Relaxed) >= 3, "the second link ended before it greeted");
+    ended.join().unwrap().unwrap();
+    client.close().unwrap();
+}
+
+#[test]
+fn an_answer_that_is_lost_ends_the_session_when_the_next_one_comes() {
+    let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap(), PATIENT).unwrap();
+    let address = listener.address().clone();
+    // Answers to the second question and none to the first: what the client asks when it begins to doubt.
+    let machine = thread::spawn(move || {
+        let mut link = greet(&listener, &[vec![0, 1, 2, 0]])?;
+        while link.next_event().is_ok() {}
+        Ok::<_, Error>(())
+    });
+    let dial = move || {
+        let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
+        Link::connect(&address, options)
+    };
+    let options = ClientOptions { dial: Box::new(dial), retry: PATIENT, returns: true };
+    let client = Client::<Vec<u8>>::connect(options, [92; 16]).unwrap();
+    let reply = client.read(tensor(1, &[2]), vec![0; 8]).unwrap();
+    let lost = client.wait(reply, PATIENT);
+    assert!(matches!(&lost, Err(Fault::Lost(Error::Protocol { .. }))), "{lost:?}");
+    machine.join().unwrap().unwrap();
+}
+
+#[test]
+fn whoever_never_listens_again_is_not_waited_for() {
+    let machine = Machine::start();
+    let address = machine.address.clone();
+    let dial = move || {
+        let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
+        Link::connect(&address, options)
+    };
+    let options = ClientOptions { dial: Box::new(dial), retry: Duration::from_secs(600), returns: false };
+    let client = Client::<Vec<u8>>::connect(options, [93; 16]).unwrap();
+    sync(&client).unwrap();
+    drop(machine);
+    assert!(matches!(sync(&client), Err(Fault::Lost(_))));
+    assert!(client.is_over());
 }
 
 proptest! {
@@ -433,7 +512,7 @@ proptest! {
             let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
             Link::connect(&address, options)
         };
-        let client = Client::<Vec<u8>>::connect(ClientOptions { dial: Box::new(dial), retry: Duration::ZERO }, [7; 16]);
+        let client = Client::<Vec<u8>>::connect(ClientOptions { dial: Box::new(dial), retry: Duration::ZERO, returns: true }, [7; 16]);
         if let Ok(client) = client {
             let (sum, forgotten) = (client.read(tensor(1, &[2]), vec![0; 8]), client.reply());
             client.forget(forgotten);

@@ -132,9 +132,7 @@ impl<S: Sink> Channel<S> {
 
     /// Whether the other end has said why it ended the connection.
     pub(super) fn was_closed(&mut self) -> bool {
-        let closed =
-            |link: &mut Link<S>| matches!(link.connection().end_of_input(), Err(Error::Closed { .. }));
-        self.link.as_mut().is_some_and(closed)
+        self.link.as_mut().is_some_and(was_told_why)
     }
 
     /// Gives the link up; what was sent is kept.
@@ -145,8 +143,15 @@ impl<S: Sink> Channel<S> {
     /// Says who this is on a new link, and hears who that is. Blocks.
     pub(super) fn greet(link: &mut Link<S>, own: Greeting) -> Result<(u32, Greeting), Error> {
         let stream = link.connection().open_stream()?;
-        Self::say_hello(link, stream, own)?;
-        Ok((stream, Self::hear_hello(link)?))
+        let said = Self::say_hello(link, stream, own);
+        let heard = said.and_then(|()| Self::hear_hello(link)).map_err(|error| match error {
+            // Who refuses says so; an end without a word is that of the link alone.
+            Error::Closed { reason } if !was_told_why(link) => {
+                Error::Lost { what: format!("before it greeted: {reason}") }
+            }
+            other => other,
+        })?;
+        Ok((stream, heard))
     }
 
     /// Says who this is.
@@ -382,6 +387,11 @@ impl<S: Sink> Channel<S> {
         link.connection().finish(self.stream)?;
         link.flush_all()
     }
+}
+
+/// Whether the other end has said why it ended the connection.
+fn was_told_why<S: Sink>(link: &mut Link<S>) -> bool {
+    matches!(link.connection().end_of_input(), Err(Error::Closed { .. }))
 }
 
 pub(super) fn lost() -> Error {

@@ -2,11 +2,11 @@
 //! A session with a machine that has the tensors.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
+use std::{fmt, io};
 
 use bytes::Bytes;
 use ts_format::Dtype;
@@ -31,6 +31,8 @@ const KEEP: Duration = Duration::from_millis(500);
 const TURN: Duration = Duration::from_millis(100);
 /// The same while others have something to send.
 const SHORT_TURN: Duration = Duration::from_millis(1);
+/// How long an answer may take until the machine is asked whether it has given it.
+const DOUBT: Duration = Duration::from_secs(1);
 /// How long a machine may take to end a session.
 const GOODBYE: Duration = Duration::from_secs(5);
 /// Uploads up to this go in batches.
@@ -46,6 +48,8 @@ pub struct ClientOptions<S> {
     pub dial: Dial<S>,
     /// How long a link that was lost is tried to be made again.
     pub retry: Duration,
+    /// Whether an address at which nobody listens is tried again: not where whoever listened there was made for this session.
+    pub returns: bool,
 }
 
 /// Makes a link.
@@ -140,8 +144,17 @@ enum Piece {
     Payload(Bytes),
 }
 
+/// A wait that takes long.
+struct Doubt {
+    since: Instant,
+    /// What was asked behind the answer that is waited for: it comes first if that is lost.
+    probe: Option<u64>,
+}
+
 struct Line<S> {
     channel: Channel<S>,
+    /// By the answer that is waited for.
+    doubts: HashMap<u64, Doubt>,
     answers: HashMap<u64, Result<Answer<S>, (u64, Failure)>>,
     /// Memory that answers go to.
     sinks: HashMap<u64, S>,
@@ -163,6 +176,7 @@ impl<S: Sink + Send + 'static> Client<S> {
     pub fn connect(options: ClientOptions<S>, session: [u8; 16]) -> Result<Self, Error> {
         let mut line = Line {
             channel: Channel::new(),
+            doubts: HashMap::new(),
             answers: HashMap::new(),
             sinks: HashMap::new(),
             arriving: None,
@@ -355,14 +369,38 @@ impl<S: Sink + Send + 'static> Client<S> {
             shared.send(&mut line, true)?;
             if let Some(answer) = line.answer(reply) {
                 shared.waits.fetch_add(1, Ordering::Relaxed);
+                if let Some(probe) = line.doubts.remove(&reply).and_then(|doubt| doubt.probe) {
+                    self.forget(probe);
+                }
                 return answer.map(Some);
             }
+            self.doubt(&mut line, reply)?;
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Ok(None);
             }
             let crowd = shared.crowd.swap(false, Ordering::Relaxed);
             shared.listen(&mut line, left.min(if crowd { SHORT_TURN } else { TURN }))?;
+        }
+    }
+
+    /// Asks, of an answer that takes long, for another behind it. When that one is there, the first is lost.
+    fn doubt(&self, line: &mut Line<S>, reply: u64) -> Result<(), Error> {
+        let doubt = line.doubts.entry(reply).or_insert_with(|| Doubt { since: Instant::now(), probe: None });
+        match doubt.probe {
+            None if doubt.since.elapsed() >= DOUBT => {
+                let probe = self.reply();
+                doubt.probe = Some(probe);
+                self.post(|batch| Request::Sync { reply: probe }.encode(batch))?;
+                self.shared.send(line, true)
+            }
+            Some(probe) if line.answers.contains_key(&probe) => {
+                let what = "an answer that was asked for did not come, and the next one did".into();
+                let error = Error::Protocol { stream: 0, what };
+                self.shared.end(line, &error);
+                Err(error)
+            }
+            _ => Ok(()),
         }
     }
 
@@ -373,6 +411,16 @@ impl<S: Sink + Send + 'static> Client<S> {
     pub fn flush(&self) -> Result<(), Error> {
         self.shared.queue().seal();
         self.shared.pump(false)
+    }
+
+    /// Takes what has failed and nobody was told of, if anything did: as a wait would tell it. For who ends a session.
+    pub fn take_failed(&self) -> Option<Fault> {
+        self.shared.line().failed()
+    }
+
+    /// Whether the session is over: what is asked from now on is an error.
+    pub fn is_over(&self) -> bool {
+        self.shared.queue().over.is_some()
     }
 
     /// What it has done.
@@ -407,7 +455,13 @@ impl<S: Sink + Send + 'static> Client<S> {
         while sent.is_ok() && Instant::now() < end {
             match line.channel.next_within(TURN) {
                 Ok(Some(Incoming::Finished)) | Err(_) => break,
-                Ok(_) => {}
+                // Failures that come last are still told.
+                Ok(Some(item)) => {
+                    if line.hear(item).is_err() {
+                        break;
+                    }
+                }
+                Ok(None) => {}
             }
         }
         self.shared.end(&mut line, &Error::Closed { reason: "the session was ended here".into() });
@@ -531,6 +585,9 @@ impl<S: Sink + Send> Shared<S> {
         }
         let there: Vec<_> = unwanted.iter().filter_map(|reply| line.answers.remove_entry(reply)).collect();
         unwanted.retain(|reply| there.iter().all(|(found, _)| found != reply));
+        for (reply, _) in &there {
+            line.doubts.remove(reply);
+        }
         drop(unwanted);
         // Memory may want more than this thread has while others have to wait.
         drop(there);
@@ -556,6 +613,8 @@ impl<S: Sink + Send> Shared<S> {
                         error = refused;
                         break;
                     }
+                    // It is not there, and nobody comes in its place.
+                    Err(Error::Io { source, .. }) if !self.options.returns && is_gone(&source) => break,
                     Err(_) => thread::sleep(pause),
                 }
                 pause = (pause * 2).min(Duration::from_secs(1));
@@ -575,6 +634,11 @@ impl<S: Sink + Send> Shared<S> {
         // Memory may want more than this thread has while others have to wait for the queue.
         drop(left);
     }
+}
+
+/// Whether nobody listens at an address.
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound)
 }
 
 impl Queue {
@@ -696,16 +760,22 @@ impl<S: Sink + Send> Line<S> {
         Ok(())
     }
 
+    /// The first that has failed and was not told.
+    fn failed(&mut self) -> Option<Fault> {
+        let others = self.failures.len().saturating_sub(1);
+        let (request, failure) = self.failures.pop_front()?;
+        self.failures.clear();
+        Some(Fault::Failed { request, failure, others })
+    }
+
     /// The answer, if it has come, or what has failed before it and was not told.
     fn answer(&mut self, reply: u64) -> Option<Result<Answer<S>, Fault>> {
         if !self.answers.contains_key(&reply) {
             return None;
         }
-        let others = self.failures.len().saturating_sub(1);
-        if let Some((request, failure)) = self.failures.pop_front() {
-            self.failures.clear();
+        if let Some(fault) = self.failed() {
             self.answers.remove(&reply);
-            return Some(Err(Fault::Failed { request, failure, others }));
+            return Some(Err(fault));
         }
         let answer = self.answers.remove(&reply)?;
         Some(answer.map_err(|(request, failure)| Fault::Failed { request, failure, others: 0 }))

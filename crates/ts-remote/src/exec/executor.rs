@@ -102,7 +102,7 @@ impl Call {
                     None => values.next()?,
                 };
                 match value {
-                    Value::Tensor(tensor) => return Some(tensor),
+                    Value::Tensor(tensor) | Value::Conjugate(tensor) => return Some(tensor),
                     Value::List(values) => rest.push(values.iter()),
                     _ => {}
                 }

@@ -52,13 +52,13 @@ impl Signature {
 
     fn add(&mut self, value: &Value, scalars: Scalars) {
         match value {
-            Value::Tensor(tensor) => {
+            Value::Tensor(tensor) | Value::Conjugate(tensor) => {
                 let known = self.storages.iter().position(|&storage| storage == tensor.storage);
                 let storage = known.unwrap_or_else(|| {
                     self.storages.push(tensor.storage);
                     self.storages.len() - 1
                 });
-                self.bytes.push(b'T');
+                self.bytes.push(if matches!(value, Value::Conjugate(_)) { b'C' } else { b'T' });
                 self.bytes.extend_from_slice(&(storage as u32).to_le_bytes());
                 tensor.view.encode(&mut self.bytes);
             }

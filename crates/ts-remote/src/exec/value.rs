@@ -62,6 +62,8 @@ pub enum Value {
     Name(String),
     /// A tensor.
     Tensor(TensorRef),
+    /// The conjugate of a tensor, whose elements are as they lie there: some operators read it so.
+    Conjugate(TensorRef),
     /// A tensor without dimensions, by its one element: at most 16 bytes, little-endian.
     Scalar {
         /** What it is. */
@@ -86,12 +88,19 @@ const NAME: u8 = 9;
 const TENSOR: u8 = 10;
 const LIST: u8 = 11;
 const SCALAR: u8 = 12;
+const CONJUGATE: u8 = 13;
 
 impl View {
     /// One that has its elements in order, from the storage's first byte on.
     pub fn contiguous(dtype: ScalarType, sizes: Vec<u64>) -> Self {
         let strides = contiguous(&sizes);
         Self { dtype, sizes, strides, offset: 0 }
+    }
+
+    /// Whether its elements are complex numbers.
+    pub fn is_complex(&self) -> bool {
+        // PyTorch's numbers for those of 4, 8 and 16 bytes.
+        matches!(self.dtype.0, 8..=10)
     }
 
     /// How many elements it has; `None` if that is beyond 64 bits.
@@ -196,6 +205,10 @@ impl Value {
                 into.push(TENSOR);
                 tensor.encode(into);
             }
+            Self::Conjugate(tensor) => {
+                into.push(CONJUGATE);
+                tensor.encode(into);
+            }
             Self::Scalar { dtype, bytes } => {
                 into.extend_from_slice(&[SCALAR, dtype.0]);
                 into.extend_from_slice(bytes);
@@ -228,6 +241,7 @@ impl Value {
             }
             NAME => Self::Name(from.text()?.into()),
             TENSOR => Self::Tensor(TensorRef::decode(from)?),
+            CONJUGATE => Self::Conjugate(TensorRef::decode(from)?),
             SCALAR => Self::Scalar { dtype: ScalarType(from.byte()?), bytes: from.array()? },
             LIST => {
                 let inner =
@@ -380,6 +394,7 @@ pub(super) mod tests {
             any::<u32>().prop_map(Value::Device),
             "[a-z_]+".prop_map(Value::Name),
             tensors().prop_map(Value::Tensor),
+            tensors().prop_map(Value::Conjugate),
             (any::<u8>(), any::<[u8; 16]>())
                 .prop_map(|(dtype, bytes)| { Value::Scalar { dtype: ScalarType(dtype), bytes } }),
         ];
