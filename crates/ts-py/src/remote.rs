@@ -5,14 +5,16 @@ mod executor;
 mod kernel;
 mod machine;
 mod scalars;
+mod server;
 mod torch;
+mod way;
 
 use pyo3::prelude::*;
 
 pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<kernel::Kernel>()?;
     m.add_class::<machine::Machine>()?;
-    m.add_class::<executor::RemoteServer>()?;
+    m.add_class::<server::RemoteServer>()?;
     m.add_function(wrap_pyfunction!(torch::remote_setup, m)?)?;
     m.add_function(wrap_pyfunction!(torch::remote_forked, m)?)?;
     m.add_function(wrap_pyfunction!(kernel::remote_cache_stats, m)?)?;

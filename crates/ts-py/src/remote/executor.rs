@@ -1,25 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The machine: operators of PyTorch's, run by their names.
 
-use std::collections::HashMap;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
 use pyo3::{IntoPyObjectExt, intern};
+use tensorstream::remote::Bytes;
 use tensorstream::remote::exec::{
-    Call, EXEC, Executor, Failure, FailureKind, Landing, Output, ScalarType, Sessions, TensorRef, Value, View,
+    Call, Executor, Failure, FailureKind, Output, ScalarType, TensorRef, Value, View,
 };
-use tensorstream::remote::{Bytes, ConnectionOptions, Listener, Lobby};
 
 use super::torch::integer;
-use crate::errors::{misuse, of_wire};
+use crate::errors::misuse;
 use crate::memory::{Memory, Shared, Target, copied};
-use crate::wire::{Settings, lobby};
 
 /// The most views of a storage that are kept for the next operator that asks for them.
 const MAX_VIEWS: usize = 8;
@@ -33,11 +31,9 @@ const DEFAULT_DTYPE: &str = "tensorstream::default_dtype";
 static ODD: AtomicUsize = AtomicUsize::new(0);
 /// How many operators are under way that began when none had.
 static LOOSE: AtomicUsize = AtomicUsize::new(0);
-/// How long a session outlives its link.
-const LINGER: Duration = Duration::from_secs(60);
 
 /// Objects of PyTorch's and of the Python side of the server.
-struct Server {
+pub(super) struct Server {
     /// `session()`: what operators of one client have in common, and its `define(name)`: what is called for an operator, and which of its arguments
     /// it writes to.
     session: Py<PyAny>,
@@ -91,11 +87,13 @@ struct Held {
 }
 
 /// A client's storages, and operators on them.
-struct TorchExecutor {
+pub(super) struct TorchExecutor {
     server: Arc<Server>,
     session: Option<Py<PyAny>>,
     ops: Vec<Option<Operator>>,
     storages: HashMap<u64, Held>,
+    /// Which of PyTorch's storages have a number: each has one.
+    numbered: HashSet<usize>,
     /// What is received before it goes to a storage that is not on the host.
     staged: Option<Py<PyAny>>,
     /// What numbers become, once the client has said so.
@@ -143,6 +141,45 @@ fn raised(py: Python<'_>, what: &str, error: &PyErr) -> Failure {
 }
 
 impl Server {
+    /// Of the objects by these names.
+    pub(super) fn new(py: Python<'_>, objects: &Bound<'_, PyDict>) -> PyResult<Self> {
+        let get = |name: &str| {
+            let missing = || misuse(py, &format!("{name} is missing"));
+            objects.get_item(name)?.ok_or_else(missing)
+        };
+        let function = |name: &str| get(name).map(Bound::unbind);
+        let mut dtypes: Vec<Option<(Py<PyAny>, u64)>> = Vec::new();
+        for (object, number, bytes, _) in get("dtypes")?.extract::<Vec<(Py<PyAny>, u8, u64, (u8, u8))>>()? {
+            if dtypes.len() <= usize::from(number) {
+                dtypes.resize_with(usize::from(number) + 1, || None);
+            }
+            dtypes[usize::from(number)] = Some((object, bytes));
+        }
+        let server = Self {
+            session: function("session")?,
+            dtypes,
+            realise: function("realise")?,
+            view: function("view")?,
+            settled: function("settled")?,
+            scalar: function("scalar")?,
+            named: function("named")?,
+            host: function("host")?,
+            part: function("part")?,
+            stage: function("stage")?,
+            land: function("land")?,
+            default_dtype: function("default_dtype")?,
+            with_default: function("with_default")?,
+            guard: function("guard")?,
+            tensor: function("tensor")?,
+            devices: get("devices")?.extract()?,
+            on_host: get("on_host")?.extract()?,
+        };
+        if server.devices.is_empty() {
+            return Err(misuse(py, "a machine has at least one device"));
+        }
+        Ok(server)
+    }
+
     fn element(&self, dtype: ScalarType) -> Result<&(Py<PyAny>, u64), Failure> {
         let element = self.dtypes.get(usize::from(dtype.0)).and_then(Option::as_ref);
         element.ok_or_else(|| refused(format!("there is no dtype {}", dtype.0)))
@@ -178,6 +215,19 @@ fn view_of(server: &Server, tensor: &Bound<'_, PyAny>) -> PyResult<View> {
 }
 
 impl TorchExecutor {
+    /// Of a client that has no tensors yet.
+    pub(super) fn new(server: Arc<Server>) -> Self {
+        Self {
+            server,
+            session: None,
+            ops: Vec::new(),
+            storages: HashMap::new(),
+            numbered: HashSet::new(),
+            staged: None,
+            default_dtype: None,
+        }
+    }
+
     fn session<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         if self.session.is_none() {
             self.session = Some(self.server.session.call0(py)?);
@@ -198,8 +248,12 @@ impl TorchExecutor {
         if held.storage.is_none() {
             let device = &server.devices[held.device as usize];
             let made = server.realise.call1(py, (held.bytes, device));
-            held.storage = Some(made.map_err(|error| raised(py, &format!("{} bytes", held.bytes), &error))?);
+            let made = made.map_err(|error| raised(py, &format!("{} bytes", held.bytes), &error))?;
+            let own = identity(made.bind(py)).map_err(|error| raised(py, "a storage", &error))?;
+            held.storage = Some(made);
+            self.numbered.insert(own);
         }
+        let held = self.held(storage)?;
         Ok(held.storage.as_ref().expect("it was just made").clone_ref(py))
     }
 
@@ -248,6 +302,9 @@ impl TorchExecutor {
             }
             Value::Name(name) => object(server.named.call1(py, (name,)))?,
             Value::Tensor(tensor) => self.tensor(py, tensor)?,
+            Value::Conjugate(tensor) => {
+                object(self.tensor(py, tensor)?.call_method0(py, intern!(py, "conj")))?
+            }
             Value::Scalar { dtype, bytes } => {
                 let (object_of, size) = server.element(*dtype)?;
                 let bytes = &bytes[..(*size as usize).min(16)];
@@ -337,6 +394,47 @@ impl TorchExecutor {
         Ok(values)
     }
 
+    /// What an operator gave, as it can begin a storage: on a device of the machine, with memory that is no other storage's, and
+    /// with elements that are as they lie there. And how it lies, and that storage.
+    fn as_new<'py>(
+        &self,
+        server: &Server,
+        given: &Bound<'py, PyAny>,
+    ) -> Result<(Bound<'py, PyAny>, View, Bound<'py, PyAny>), Failure> {
+        let py = given.py();
+        let failed = |error: PyErr| raised(py, "what it gave", &error);
+        let call = |of: &Bound<'py, PyAny>, method| of.call_method0(method).map_err(failed);
+        let device = given.getattr(intern!(py, "device")).map_err(failed)?;
+        let ours = |own: &Py<PyAny>| device.eq(own.bind(py)).unwrap_or(false);
+        if !server.devices.iter().any(ours) {
+            return Err(refused(format!("it gave a tensor on {device}, which is no device of this machine")));
+        }
+        let mut given = given.clone();
+        let mut view = view_of(server, &given).map_err(failed)?;
+        if view.is_complex() {
+            // What PyTorch only notes of its elements is done.
+            given = call(&call(&given, intern!(py, "resolve_conj"))?, intern!(py, "resolve_neg"))?;
+            view = view_of(server, &given).map_err(failed)?;
+        }
+        let mut storage = call(&given, intern!(py, "untyped_storage"))?;
+        if self.numbered.contains(&identity(&storage).map_err(failed)?) {
+            given = call(&given, intern!(py, "clone"))?;
+            view = view_of(server, &given).map_err(failed)?;
+            storage = call(&given, intern!(py, "untyped_storage"))?;
+        }
+        Ok((given, view, storage))
+    }
+
+    /// Gives a storage a number.
+    fn hold(&mut self, py: Python<'_>, number: u64, held: Held) -> Result<(), Failure> {
+        if let Some(storage) = &held.storage {
+            let identity = identity(storage.bind(py)).map_err(|error| raised(py, "a storage", &error))?;
+            self.numbered.insert(identity);
+        }
+        self.storages.insert(number, held);
+        Ok(())
+    }
+
     /// What an operator gave is what the client said it would be, and where.
     fn bind(
         &mut self,
@@ -353,7 +451,7 @@ impl TorchExecutor {
             there.call_method1(py, intern!(py, "copy_"), (given,)).map_err(failed)?;
             return Ok(());
         }
-        let view = view_of(server, given).map_err(failed)?;
+        let (given, view, mut storage) = self.as_new(server, given)?;
         if view.sizes != tensor.view.sizes || view.dtype != tensor.view.dtype {
             let what = format!(
                 "it gave a tensor of shape {:?} and dtype {}, where {:?} and {} were expected",
@@ -362,18 +460,19 @@ impl TorchExecutor {
             return Err(Failure::new(FailureKind::Raised, what));
         }
         let settled = if view == tensor.view {
-            given.clone()
+            given
         } else {
             let (dtype, _) = server.element(tensor.view.dtype)?;
             let View { sizes, strides, offset, .. } = &tensor.view;
             let settled = server.settled.bind(py).call1((given, dtype, sizes, strides, offset, bytes));
-            settled.map_err(failed)?
+            let settled = settled.map_err(failed)?;
+            storage = settled.call_method0(intern!(py, "untyped_storage")).map_err(failed)?;
+            settled
         };
-        let storage = settled.call_method0(intern!(py, "untyped_storage")).map_err(failed)?.unbind();
+        let storage = storage.unbind();
         let device = self.device_of(call_device(&settled));
         let views = vec![(tensor.view.clone(), settled.unbind())];
-        self.storages.insert(tensor.storage, Held { bytes: *bytes, device, storage: Some(storage), views });
-        Ok(())
+        self.hold(py, tensor.storage, Held { bytes: *bytes, device, storage: Some(storage), views })
     }
 
     /// What an operator gave begins a storage.
@@ -391,13 +490,15 @@ impl TorchExecutor {
         if !given.is_instance(server.tensor.bind(py)).map_err(failed)? {
             return Ok(number(server, given));
         }
-        let view = view_of(server, given).map_err(failed)?;
-        let own = given.call_method0(intern!(py, "untyped_storage")).map_err(failed)?;
+        if self.storages.contains_key(&storage) {
+            return Err(refused(format!("there is a storage {storage}")));
+        }
+        let (given, view, own) = self.as_new(server, given)?;
         let bytes: u64 =
             own.call_method0(intern!(py, "nbytes")).and_then(|bytes| bytes.extract()).map_err(failed)?;
-        let device = self.device_of(call_device(given));
-        let views = vec![(view.clone(), given.clone().unbind())];
-        self.storages.insert(storage, Held { bytes, device, storage: Some(own.unbind()), views });
+        let device = self.device_of(call_device(&given));
+        let views = vec![(view.clone(), given.unbind())];
+        self.hold(py, storage, Held { bytes, device, storage: Some(own.unbind()), views })?;
         Ok(Value::List(vec![Value::Tensor(TensorRef { storage, view }), Value::Int(bytes as i64)]))
     }
 
@@ -408,7 +509,9 @@ impl TorchExecutor {
             name.map_or_else(|_| "?".into(), |name| name.trim_start_matches("torch.").to_string())
         };
         match value {
-            Value::Tensor(TensorRef { view, .. }) => format!("{}{:?}", dtype(view.dtype), view.sizes),
+            Value::Tensor(TensorRef { view, .. }) | Value::Conjugate(TensorRef { view, .. }) => {
+                format!("{}{:?}", dtype(view.dtype), view.sizes)
+            }
             Value::Scalar { dtype: of, .. } => format!("{}[]", dtype(*of)),
             Value::Dtype(of) => dtype(*of),
             Value::List(values) => {
@@ -448,7 +551,11 @@ impl TorchExecutor {
                 tensor.storage
             )));
         }
-        let address = numbers(intern!(py, "data_ptr")).map_err(failed)? + view.offset * element;
+        let first = numbers(intern!(py, "data_ptr")).map_err(failed)?;
+        if first == 0 {
+            return Err(refused(format!("storage {} has no memory", tensor.storage)));
+        }
+        let address = first + view.offset * element;
         // SAFETY: they are within the storage, which is on the host and held; what writes to it runs on this thread.
         Ok(Some(unsafe { copied(address as usize, (count * element) as usize) }))
     }
@@ -490,6 +597,11 @@ impl TorchExecutor {
         let landed = server.land.call1(py, (object, offset, staged));
         landed.map(drop).map_err(|error| raised(py, &format!("writing to storage {storage}"), &error))
     }
+}
+
+/// What tells one of PyTorch's storages from others.
+fn identity(storage: &Bound<'_, PyAny>) -> PyResult<usize> {
+    storage.getattr(intern!(storage.py(), "_cdata"))?.extract()
 }
 
 fn call_device(tensor: &Bound<'_, PyAny>) -> Option<u32> {
@@ -576,7 +688,12 @@ impl Executor for TorchExecutor {
 
     fn free(&mut self, storage: u64) {
         // Its objects are dropped with the interpreter at hand.
-        Python::attach(|_| drop(self.storages.remove(&storage)));
+        Python::attach(|py| {
+            let held = self.storages.remove(&storage).and_then(|held| held.storage);
+            if let Some(identity) = held.and_then(|held| identity(held.bind(py)).ok()) {
+                self.numbered.remove(&identity);
+            }
+        });
     }
 
     fn write(&mut self, storage: u64, offset: u64, bytes: &[u8]) -> Result<(), Failure> {
@@ -641,159 +758,11 @@ impl Executor for TorchExecutor {
         let mut rest: Vec<&Value> = unnamed.chain(named).collect();
         while let Some(value) = rest.pop() {
             match value {
-                Value::Tensor(tensor) => storages.push(tensor.storage),
+                Value::Tensor(tensor) | Value::Conjugate(tensor) => storages.push(tensor.storage),
                 Value::List(values) => rest.extend(values),
                 _ => {}
             }
         }
         storages
-    }
-}
-
-/// A server of operators, for Python.
-#[pyclass(frozen, module = "tensorstream", name = "RemoteServer")]
-pub(crate) struct RemoteServer {
-    listener: Mutex<Option<(Listener, Lobby<Landing<Target>>)>>,
-    server: Arc<Server>,
-    sessions: Arc<Sessions<TorchExecutor>>,
-    stop: Arc<AtomicBool>,
-    serving: Arc<AtomicUsize>,
-    address: String,
-}
-
-#[pymethods]
-impl RemoteServer {
-    /// Listens.
-    #[new]
-    #[pyo3(signature = (at, objects, settings, insecure, cert=None, key=None, ca=None))]
-    #[allow(clippy::too_many_arguments)] // a call of Python's, by name
-    fn new(
-        py: Python<'_>,
-        at: &str,
-        objects: &Bound<'_, PyDict>,
-        settings: Settings,
-        insecure: bool,
-        cert: Option<PathBuf>,
-        key: Option<PathBuf>,
-        ca: Option<PathBuf>,
-    ) -> PyResult<Self> {
-        let get = |name: &str| {
-            let missing = || misuse(py, &format!("{name} is missing"));
-            objects.get_item(name)?.ok_or_else(missing)
-        };
-        let function = |name: &str| get(name).map(Bound::unbind);
-        let mut dtypes: Vec<Option<(Py<PyAny>, u64)>> = Vec::new();
-        for (object, number, bytes, _) in get("dtypes")?.extract::<Vec<(Py<PyAny>, u8, u64, (u8, u8))>>()? {
-            if dtypes.len() <= usize::from(number) {
-                dtypes.resize_with(usize::from(number) + 1, || None);
-            }
-            dtypes[usize::from(number)] = Some((object, bytes));
-        }
-        let server = Server {
-            session: function("session")?,
-            dtypes,
-            realise: function("realise")?,
-            view: function("view")?,
-            settled: function("settled")?,
-            scalar: function("scalar")?,
-            named: function("named")?,
-            host: function("host")?,
-            part: function("part")?,
-            stage: function("stage")?,
-            land: function("land")?,
-            default_dtype: function("default_dtype")?,
-            with_default: function("with_default")?,
-            guard: function("guard")?,
-            tensor: function("tensor")?,
-            devices: get("devices")?.extract()?,
-            on_host: get("on_host")?.extract()?,
-        };
-        if server.devices.is_empty() {
-            return Err(misuse(py, "a machine has at least one device"));
-        }
-        let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
-        let tls = [ca.as_ref(), cert.as_ref(), key.as_ref()];
-        let (listener, lobby, address) = lobby(py, at, options, tls, insecure)?;
-        Ok(Self {
-            listener: Mutex::new(Some((listener, lobby))),
-            server: Arc::new(server),
-            sessions: Arc::new(Sessions::new(LINGER)),
-            stop: Arc::default(),
-            serving: Arc::default(),
-            address,
-        })
-    }
-
-    /// Where it listens: with the port that was free, if 0 was asked for.
-    #[getter]
-    fn address(&self) -> &str {
-        &self.address
-    }
-
-    /// How many sessions it has.
-    #[getter]
-    fn sessions(&self) -> usize {
-        self.sessions.count()
-    }
-
-    /// Serves until :meth:`stop` is called, each client on a thread of its own. `log` hears of who was sent away or lost, and why. Blocks.
-    #[pyo3(signature = (log=None))]
-    fn run(&self, py: Python<'_>, log: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let taken = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let (listener, mut lobby) =
-            taken.ok_or_else(|| misuse(py, "the server is running, or was stopped"))?;
-        let ended = Arc::new(Mutex::new(Vec::new()));
-        while !self.stop.load(Ordering::Relaxed) {
-            let mut away = Vec::new();
-            let met = py.detach(|| {
-                let note = |peer: &str, error: &tensorstream::remote::Error| {
-                    away.push((peer.to_string(), error.to_string()));
-                };
-                lobby.accept_within(&listener, Duration::from_millis(100), note)
-            });
-            self.sessions.sweep();
-            away.append(&mut ended.lock().unwrap_or_else(PoisonError::into_inner));
-            if let Some(log) = log {
-                for (peer, reason) in away {
-                    log.call1((peer, reason))?;
-                }
-            }
-            py.check_signals()?;
-            let Some(link) = met.map_err(|error| of_wire(py, &error))? else { continue };
-            let (server, sessions, stop) = (self.server.clone(), self.sessions.clone(), self.stop.clone());
-            let (serving, ended, peer) = (self.serving.clone(), ended.clone(), link.peer().to_string());
-            serving.fetch_add(1, Ordering::Relaxed);
-            let serve = move || {
-                let make = || TorchExecutor {
-                    server,
-                    session: None,
-                    ops: Vec::new(),
-                    storages: HashMap::new(),
-                    staged: None,
-                    default_dtype: None,
-                };
-                // What the interpreter has for a thread is kept for the next batch.
-                let served = Python::attach(|py| py.detach(|| sessions.serve(link, make, &stop)));
-                if let Err(error) = served {
-                    ended.lock().unwrap_or_else(PoisonError::into_inner).push((peer, error.to_string()));
-                }
-                serving.fetch_sub(1, Ordering::Relaxed);
-            };
-            let started = thread::Builder::new().name("tensorstream-serve".into()).spawn(serve);
-            if let Err(error) = started {
-                self.serving.fetch_sub(1, Ordering::Relaxed);
-                return Err(error.into());
-            }
-        }
-        // They hear of it in a while, and use the interpreter until then.
-        while self.serving.load(Ordering::Relaxed) > 0 {
-            py.detach(|| thread::sleep(Duration::from_millis(10)));
-        }
-        Ok(())
-    }
-
-    /// Ends all sessions, and :meth:`run`. Does not block.
-    fn stop(&self) {
-        self.stop.store(true, Ordering::Relaxed);
     }
 }

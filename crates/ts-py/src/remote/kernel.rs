@@ -201,13 +201,10 @@ impl<'py> Arguments<'_, 'py> {
         let py = tensor.py();
         if let Some((index, described)) = self.torch.describe(tensor)? {
             self.on(py, index)?;
-            let complex = matches!(described.view.dtype.0, 8..=10);
-            if complex && tensor.call_method0(intern!(py, "is_conj"))?.extract()? {
-                // That its elements are conjugate is only noted here, and not known there.
-                let plain = self.torch.infer.bind(py).call_method1(intern!(py, "plain"), (tensor,))?;
-                return self.tensor(&plain);
-            }
             self.tensors.push(tensor.clone());
+            if described.view.is_complex() && tensor.call_method0(intern!(py, "is_conj"))?.extract()? {
+                return Ok(Value::Conjugate(described));
+            }
             return Ok(Value::Tensor(described));
         }
         let dims: usize = tensor.call_method0(intern!(py, "dim"))?.extract()?;

@@ -12,17 +12,17 @@ use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyList};
 use tensorstream::remote::exec::{
-    Answer, Call, Client, ClientOptions, ClientStats, Dial, EXEC, Fault, Request, ScalarType, TensorRef,
-    Value, View,
+    Answer, Call, Client, ClientStats, Fault, Request, ScalarType, TensorRef, Value, View,
 };
-use tensorstream::remote::{Address, Bytes, ConnectionOptions, Error, Link, Role, Socket};
+use tensorstream::remote::{Bytes, Error};
 
 use super::scalars::{Look, Scalars};
 use super::torch::{Line, Torch, address_of, is_forked, storage_at, torch};
+use super::way::Way;
 use crate::dlpack;
-use crate::errors::{misuse, of_failure, of_wire, of_wire_at};
+use crate::errors::{misuse, of_failure, of_wire_at};
 use crate::memory::{Memory, Shared, Target};
-use crate::wire::{Settings, tls_client};
+use crate::wire::Settings;
 
 /// How long something waits before it looks for a signal.
 const SLICE: Duration = Duration::from_millis(100);
@@ -370,37 +370,12 @@ pub(crate) struct Machine {
     way: Way,
 }
 
-/// How a machine is reached, wherever it listens.
-struct Way {
-    settings: Settings,
-    retry: Duration,
-    tls: [Option<PathBuf>; 3],
-}
-
-impl Way {
-    fn connect(&self, py: Python<'_>, address: &str) -> PyResult<Client<Target>> {
-        let to: Address = address.parse().map_err(|error| of_wire(py, &error))?;
-        let options = ConnectionOptions { service: EXEC.into(), ..self.settings.options(py)? };
-        let [ca, cert, key] = &self.tls;
-        let tls = tls_client(py, ca.as_ref(), cert.as_ref(), key.as_ref())?;
-        let dial: Dial<Target> = Box::new(move || {
-            let mut socket = Socket::connect(&to, options.timeout)?;
-            if let Some(tls) = &tls {
-                socket = socket.into_tls_client(tls)?;
-            }
-            Link::new(socket, Role::Connector, options.clone())
-        });
-        let random = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
-        let options = ClientOptions { dial, retry: self.retry };
-        py.detach(|| Client::connect(options, random)).map_err(|error| of_wire(py, &error))
-    }
-}
-
 #[pymethods]
 impl Machine {
-    /// Connects, and gives `count` devices of the machine the next indices.
+    /// Connects, and gives `count` devices of the machine indices that are free, from `first` on if those are. returns: whether
+    /// somebody may come to listen at the address where nobody does any more.
     #[new]
-    #[pyo3(signature = (address, name, count, settings, retry, ca=None, cert=None, key=None))]
+    #[pyo3(signature = (address, name, count, settings, retry, *, first=None, returns=true, ca=None, cert=None, key=None))]
     #[allow(clippy::too_many_arguments)] // a call of Python's, by name
     fn new(
         py: Python<'_>,
@@ -409,13 +384,15 @@ impl Machine {
         count: u32,
         settings: Settings,
         retry: f64,
+        first: Option<u32>,
+        returns: bool,
         ca: Option<PathBuf>,
         cert: Option<PathBuf>,
         key: Option<PathBuf>,
     ) -> PyResult<Self> {
         let retry = Duration::try_from_secs_f64(retry)
             .map_err(|_| misuse(py, &format!("retry={retry}: 0 seconds or more are")))?;
-        let way = Way { settings, retry, tls: [ca, cert, key] };
+        let way = Way { settings, retry, returns, tls: [ca, cert, key] };
         let session = Arc::new(Session {
             client: RwLock::new(Some(Arc::new(way.connect(py, address)?))),
             name,
@@ -431,9 +408,27 @@ impl Machine {
             waits: Mutex::default(),
         });
         let mut seats = SEATS.write().unwrap_or_else(PoisonError::into_inner);
-        let first = seats.len() as u32;
-        seats.extend((0..count).map(|ordinal| Some(Seat { machine: session.clone(), ordinal })));
-        Ok(Self { session, first, count, way })
+        let Some(first) = free_indices(&seats, count as usize, first) else {
+            let what = format!(
+                "machine {} has {count} devices, and PyTorch counts those of all machines up to {MAX_DEVICES}: stop() others",
+                session.name
+            );
+            return Err(misuse(py, &what));
+        };
+        let end = first + count as usize;
+        if seats.len() < end {
+            seats.resize(end, None);
+        }
+        for (ordinal, seat) in seats[first..end].iter_mut().enumerate() {
+            *seat = Some(Seat { machine: session.clone(), ordinal: ordinal as u32 });
+        }
+        Ok(Self { session, first: first as u32, count, way })
+    }
+
+    /// Whether the session is over, and nothing can be asked any more. Not while it is paused.
+    fn is_over(&self) -> bool {
+        let client = self.session.client.read().unwrap_or_else(PoisonError::into_inner);
+        client.as_ref().is_some_and(|client| client.is_over())
     }
 
     /// Index of its first device in this process.
@@ -522,20 +517,22 @@ impl Machine {
         Ok(told.map(|[storage, bytes, device, state]| (storage, bytes, device as u32, state as u8)).collect())
     }
 
-    /// Ends the session, which may go on with :meth:`resume`; or, without a pause, its tensors are gone.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
+    /// Ends the session, which may go on with :meth:`resume`; or, without a pause, its tensors are gone. What has failed and nobody
+    /// was told of, as an exception, or None.
+    fn close(&self, py: Python<'_>) -> PyResult<Option<PyErr>> {
         let session = &self.session;
         let client = session.client.write().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(client) = client else { return Ok(()) };
+        let Some(client) = client else { return Ok(None) };
         session.numbers().clear();
         session.default_dtype.store(FLOAT, Ordering::Relaxed);
+        let (closed, stats, failed) = py.detach(|| (client.close(), client.stats(), client.take_failed()));
+        let failed = failed.map(|fault| session.raise(py, &fault));
         // Requests are counted anew by whoever goes on.
         let lines = std::mem::take(&mut *session.lines.lock().unwrap_or_else(PoisonError::into_inner));
         drop(lines);
-        let (closed, stats) = py.detach(|| (client.close(), client.stats()));
         let mut past = session.past.lock().unwrap_or_else(PoisonError::into_inner);
         *past = sum(*past, stats);
-        closed.map_err(|error| session.lost(py, &error))
+        closed.map(|()| failed).map_err(|error| session.lost(py, &error))
     }
 
     /// Goes on with a new session: connects.
@@ -576,6 +573,17 @@ impl Machine {
             seats[at as usize] = None;
         }
     }
+}
+
+/// As many devices PyTorch can tell from each other.
+const MAX_DEVICES: usize = 127;
+
+/// So many indices in a row that no machine has: those from `wanted` on, or the first.
+fn free_indices(seats: &[Option<Seat>], count: usize, wanted: Option<u32>) -> Option<usize> {
+    let free = |first: &usize| (*first..first + count).all(|at| seats.get(at).is_none_or(Option::is_none));
+    let last = MAX_DEVICES.checked_sub(count)?;
+    let wanted = wanted.map(|wanted| wanted as usize).filter(|&wanted| wanted <= last);
+    wanted.into_iter().chain(0..=last).find(free)
 }
 
 /// A number for this thread, which is not 0.

@@ -5,9 +5,12 @@ are made as there, so that the same elements come out."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ._recurrent import RECURRENT
 
 aten = torch.ops.aten
 
@@ -68,65 +71,52 @@ def _attention(
     return output.squeeze(0) if batched else output
 
 
-# Recurrent networks.
+# Dropout, and recurrent networks.
 
 
-def _onednn_lstm(
-    input: torch.Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
-    bidirectional: bool, batch_first: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Layer by layer, as PyTorch does it on a CPU (aten/src/ATen/native/mkldnn/RNN.cpp)."""
-    directions, each = 2 if bidirectional else 1, 4 if has_biases else 2
-    steps = (input.transpose(0, 1) if batch_first else input).contiguous()
-    hidden, cell = hx[0].contiguous(), hx[1].contiguous()
-    hy, cy = [], []
-    for layer in range(num_layers):
-        outputs = []
-        for direction in range(directions):
-            at = layer * directions + direction
-            weights = list(params[at * each : (at + 1) * each])
-            if not has_biases:
-                weights += [torch.zeros_like(weights[0]), torch.zeros_like(weights[1])]
-            output, h, c, _ = aten.mkldnn_rnn_layer.default(
-                steps, *weights, hidden[at], cell[at], direction > 0, [], 2, hidden.size(2), num_layers, has_biases,
-                bidirectional, False, train,
-            )  # fmt: skip
-            outputs.append(output)
-            hy.append(h)
-            cy.append(c)
-        steps = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if dropout and train and layer < num_layers - 1:
-            steps = torch.dropout(steps, dropout, True)
-    output = steps.transpose(0, 1) if batch_first else steps
-    return output, torch.stack(hy, 0), torch.stack(cy, 0)
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """As a CPU does it (aten/src/ATen/native/Dropout.cpp): elsewhere it has one kernel, which rounds otherwise."""
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if p == 0 or not train or not input.numel():
+        return input
+    if p == 1:
+        return input * torch.zeros((), dtype=input.dtype, device=input.device)
+    noise = aten.div_(aten.bernoulli_(aten.empty_like(input), 1 - p), 1 - p)
+    return input * noise
 
 
-def _lstm(input: torch.Tensor, hx: Any, params: Any, *rest: Any) -> Any:
-    from torch._decomp.decompositions import lstm_impl
-
-    if not _on_cpu(input):
-        return aten.lstm.input.decompose(input, hx, params, *rest)
-    projected = hx[0].size(2) != hx[1].size(2)
-    narrow = input.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if torch._C._get_mkldnn_enabled() and narrow and input.numel() and not projected:
-        return _onednn_lstm(input, hx, params, *rest)
-    return lstm_impl(input, hx, params, *rest)
+def _dropout_(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if p == 0 or not train or not input.numel():
+        return input
+    if p == 1:
+        return input.mul_(torch.zeros((), dtype=input.dtype, device=input.device))
+    return input.mul_(aten.div_(aten.bernoulli_(aten.empty_like(input), 1 - p), 1 - p))
 
 
-def _decomposed(op: torch._ops.OpOverload, name: str) -> Any:
-    def run(*args: Any) -> Any:
-        from torch._decomp import decompositions
+def _where_cpu(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator made as a CPU makes it, of machines that are one; of others as PyTorch makes it elsewhere."""
 
-        return getattr(decompositions, name)(*args) if _on_cpu(args[0]) else op.decompose(*args)
+    @functools.wraps(run)
+    def made(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return run(input, *args, **kwargs) if _on_cpu(input) else op.decompose(input, *args, **kwargs)
 
-    return run
+    return made
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    base, _, overload = name.partition(".")
+    found: torch._ops.OpOverload = getattr(getattr(aten, base), overload or "default")
+    return found
 
 
 #: Those that autograd is to see made of others, by operator.
 COMPOSITES = {
     "scaled_dot_product_attention": _attention,
-    "lstm.input": _lstm,
-    "lstm.data": _decomposed(aten.lstm.data, "lstm_data_impl"),
-    "gru.input": _decomposed(aten.gru.input, "gru_impl"),
-    "gru.data": _decomposed(aten.gru.data, "gru_impl_data"),
+    **{
+        name: _where_cpu(_overload(name), run)
+        for name, run in {"dropout": _dropout, "dropout_": _dropout_, **RECURRENT}.items()
+    },
 }

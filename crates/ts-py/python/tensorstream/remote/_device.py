@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from .. import _native
-from . import _infer, _kernels, _trace
+from ..errors import ConfigurationError
+from . import _accelerator, _infer, _kernels, _trace
+from ._composites import KINDS
 from ._dtypes import DTYPES
 
 #: Sessions by the index of their first device.
@@ -76,9 +80,10 @@ def seed_of(index: int, seed: int) -> None:
     _kernels.SEED(_anchor(index), (int(seed) + 2**63) % 2**64 - 2**63)
 
 
-def kind_of(index: int) -> str:
-    """What a machine runs operators on: "cpu" or "cuda"."""
-    return _kernels.KIND(_anchor(index))
+def kind_of(index: int) -> tuple[str, int]:
+    """What a machine runs operators on, "cpu" or "cuda", and how many such devices it has."""
+    anchor = _anchor(index)
+    return _kernels.KIND(anchor), _kernels.DEVICES(anchor)
 
 
 def _index(device: Any) -> int:
@@ -107,20 +112,40 @@ def synchronize(device: Any = None) -> None:
         session.synchronize()
 
 
+def _no_inductor(*_: object) -> Any:
+    raise NotImplementedError(
+        "inductor makes kernels for this computer, and the tensors are elsewhere: "
+        'torch.compile(..., backend="aot_eager") runs there'
+    )
+
+
 class _NoInductor:
     """Asked for by PyTorch's inductor, which makes kernels itself."""
 
     supports_caching = False
+    __init__ = _no_inductor
+    create = staticmethod(_no_inductor)
 
-    def __init__(self, *_: object) -> None:
-        raise NotImplementedError(
-            "inductor makes kernels for this computer, and the tensors are elsewhere: "
-            'torch.compile(..., backend="aot_eager") runs there'
-        )
+
+class _NoOverrides:
+    """The same, of what inductor writes into its programs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _no_inductor
+
+
+class _Module(types.ModuleType):
+    @property
+    def Scheduling(self) -> type:
+        """Asked for when inductor begins: the time to tell it the rest."""
+        from torch._inductor.codegen import common
+
+        common.register_device_op_overrides("ts", _NoOverrides())  # type: ignore[arg-type]
+        return _NoInductor
 
 
 def _module() -> types.ModuleType:
-    module = types.ModuleType("torch.ts", "Tensors that are elsewhere: tensorstream.remote.")
+    module = _Module("torch.ts", "Tensors that are elsewhere: tensorstream.remote.")
     attributes = {
         "device_count": count,
         "is_available": lambda: COUNT > 0,
@@ -129,7 +154,6 @@ def _module() -> types.ModuleType:
         "_lazy_init": lambda: None,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "device": _On,
-        "Scheduling": _NoInductor,
         "PythonWrapperCodegen": _NoInductor,
         "CppWrapperCodegen": _NoInductor,
         "WrapperFxCodegen": _NoInductor,
@@ -177,21 +201,6 @@ def _storages() -> None:
     torch.UntypedStorage.__new__ = new  # type: ignore[method-assign]
 
 
-def _synchronize() -> None:
-    """PyTorch asks devices' own code, in C++, to wait: of this device it asks ours."""
-    wait = torch.accelerator.synchronize
-
-    @functools.wraps(wait)
-    def accelerator_synchronize(device: Any = None, /) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and accelerator.type == "ts":
-            synchronize(device)
-        else:
-            wait(device)
-
-    torch.accelerator.synchronize = accelerator_synchronize
-
-
 def _tied() -> None:
     """A module that goes to the device, or comes from there, has new parameters, each by itself: they are put where
     the old ones were, so that those which are one stay one, and optimisers know them."""
@@ -201,23 +210,85 @@ def _tied() -> None:
         @functools.wraps(move)
         def moved(self: torch.nn.Module, *args: Any, _move: Any = move, **kwargs: Any) -> torch.nn.Module:
             future = torch.__future__
-            ours = any(_infer.is_ours(parameter) for parameter in self.parameters())
-            goes = any(
-                torch.device(value).type == "ts" for value in (*args, *kwargs.values()) if _names_device(value)
-            )
-            if not (ours or goes) or future.get_swap_module_params_on_conversion():
+            at = next((p.device for p in self.parameters() if _infer.is_ours(p)), None)
+            devices = {torch.device(value) for value in (*args, *kwargs.values()) if _names_device(value)}
+            goes = any(device.type == "ts" for device in devices)
+            if at is not None and devices and not goes:
+                _refuse_trainers(type(self).__name__, at)
+            if (at is None and not goes) or future.get_swap_module_params_on_conversion():
                 return _move(self, *args, **kwargs)
             future.set_swap_module_params_on_conversion(True)
             try:
-                return _move(self, *args, **kwargs)
+                dtype = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), None)
+                with _without_lazy(self, next(iter(devices), None), dtype):
+                    return _move(self, *args, **kwargs)
             finally:
                 future.set_swap_module_params_on_conversion(False)
 
         setattr(torch.nn.Module, name, moved)
 
 
+def _accumulation() -> None:
+    """``linear_cross_entropy`` accumulates by the kind of device: on a machine that is a CPU as on a CPU."""
+    try:
+        from torch.nn.modules import linear_cross_entropy_options as options
+    except ImportError:  # PyTorch before 2.15
+        return
+    policy = options._auto_acc_policy
+
+    @functools.wraps(policy)
+    def as_there(device_type: str | None, dtype: torch.dtype) -> str:
+        on_cpu = device_type == "ts" and set(KINDS.values()) == {"cpu"}
+        return policy("cpu" if on_cpu else device_type, dtype)
+
+    options._auto_acc_policy = as_there
+
+
+@contextlib.contextmanager
+def _without_lazy(module: torch.nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Iterator[None]:
+    """Parameters and buffers that have no shape yet cannot be moved: they are made again behind the move."""
+    held = [
+        (names, name, value)
+        for each in module.modules()
+        for names in (each._parameters, each._buffers)
+        for name, value in names.items()
+        if value is not None and torch.nn.parameter.is_lazy(value)
+    ]
+    for names, name, _ in held:
+        names[name] = None
+    try:
+        yield
+    finally:
+        for names, name, value in held:
+            at: Any = device or value.device
+            make: Any = type(value)
+            names[name] = make(requires_grad=value.requires_grad, device=at, dtype=dtype or value.dtype)
+
+
 def _names_device(value: Any) -> bool:
-    return isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "ts")
+    return isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in _DEVICES)
+
+
+#: Kinds of devices that a model may be moved to by their names.
+_DEVICES = ("ts", "cpu", "cuda", "mps", "xpu", "meta")
+
+#: Modules that move a model to the device that they found, without being asked to.
+_TRAINERS = ("accelerate.accelerator", "transformers.trainer")
+
+
+def _refuse_trainers(model: str, at: torch.device) -> None:
+    """Refuses what would train a model elsewhere than where it was put."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name in _TRAINERS:
+            library = name.partition(".")[0]
+            raise ConfigurationError(
+                f"{library} would move {model} from {at} to this computer and train it here: set the environment "
+                f'variable ACCELERATE_TORCH_DEVICE="{at}" before it chooses a device, which is when the first '
+                "Accelerator or TrainingArguments is made"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def _after_fork() -> None:
@@ -225,8 +296,33 @@ def _after_fork() -> None:
     _native.remote_forked()
 
 
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    """What PyTorch asks in C++."""
+
+    def is_available(self) -> bool:
+        return COUNT > 0
+
+    def has_primary_context(self, index: int) -> bool:
+        return index < COUNT
+
+    def is_built(self) -> bool:
+        return True
+
+
+_setting_up = threading.Lock()
+
+
+def set_up() -> None:
+    """Tells PyTorch of the device, which a process that has no machine does not see. Does nothing the second time."""
+    with _setting_up:
+        _set_up()
+
+
+@functools.cache
 def _set_up() -> None:
-    _setup_privateuseone_for_python_backend("ts", backend_module=_module())
+    own = _accelerator.own()
+    _setup_privateuseone_for_python_backend("ts", backend_module=_module(), hook=_Hooks())
+    _accelerator.keep(own)
     _native.remote_setup({
         "tensor": torch.Tensor,
         "parameter": torch.nn.Parameter,
@@ -237,7 +333,7 @@ def _set_up() -> None:
         "dtypes": DTYPES,
         "from_dlpack": torch._C._from_dlpack,
         "infer": types.SimpleNamespace(
-            infer=_infer.infer, element=_infer.element, to_device=_infer.to_device, plain=_kernels.plain,
+            infer=_infer.infer, element=_infer.element, to_device=_infer.to_device,
             current_device=current_device, drawn=_kernels.drawn, place=_trace.place, log=_trace.log,
         ),
         "as_strided": _infer.as_strided,
@@ -249,9 +345,6 @@ def _set_up() -> None:
     _kernels.register()
     _single_threaded_backward()
     _storages()
-    _synchronize()
+    _accumulation()
     _tied()
     os.register_at_fork(after_in_child=_after_fork)
-
-
-_set_up()

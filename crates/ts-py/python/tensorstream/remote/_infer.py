@@ -72,6 +72,8 @@ class _Metas:
                 self._storages[key] = torch.UntypedStorage(storage.nbytes(), device="meta")
             meta = torch.empty(0, dtype=tensor.dtype, device="meta")
             meta.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+            if tensor.is_conj():
+                meta = meta.conj()
         self.tensors.append(tensor)
         self.metas.append(meta)
         return meta

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from .. import _native
 from . import _autocast, _infer
@@ -37,7 +38,8 @@ _TAKES_HOST = {
 _LEARNED = {
     "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
     "_batch_norm_with_update", "_batch_norm_no_update", "_embedding_bag", "_embedding_bag_forward_only",
-    "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer", "multilabel_margin_loss_forward", "native_layer_norm", "native_layer_norm_backward",
+    "native_batch_norm_backward", "batch_norm_backward",
 }  # fmt: skip
 
 #: Composite operators that go to the machine whole: what they are made of differs from device to device.
@@ -160,12 +162,18 @@ def download(source: torch.Tensor, to: torch.Tensor) -> None:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, as they are: what is only noted - that they are conjugate, or negative - is done."""
+    """The same elements, as they are: what is only noted - that they are conjugate, or negative - is done.
+
+    They lie as a CPU has them then, for some operators round otherwise where they lie otherwise.
+    """
+    if not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    memory_format = suggest_memory_format(tensor)
     if tensor.is_conj():
         tensor = aten.conj_physical.default(tensor.conj())
     if tensor.is_neg():
         tensor = aten.neg.default(tensor._neg_view())
-    return tensor
+    return tensor.contiguous(memory_format=memory_format)
 
 
 def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -342,6 +350,7 @@ _OWN.define("set_rng_state(Tensor anchor, Tensor state) -> ()")
 _OWN.define("give_generator(Tensor anchor, Tensor state) -> ()")
 _OWN.define("given_generator(Tensor anchor) -> Tensor")
 _OWN.define("kind(Tensor anchor) -> str")
+_OWN.define("devices(Tensor anchor) -> int")
 _OWN.define("offer(Tensor tensor) -> str")
 _OWN.define("withdraw(Tensor anchor, str ticket) -> ()")
 _OWN.define("claim(Tensor anchor, str ticket) -> Tensor")
@@ -351,6 +360,7 @@ _OWN.impl("manual_seed", lambda anchor, seed: None, "Meta")
 _OWN.impl("set_rng_state", lambda anchor, state: None, "Meta")
 _OWN.impl("give_generator", lambda anchor, state: None, "Meta")
 KIND = kernel(torch.ops.tensorstream.kind.default)
+DEVICES = kernel(torch.ops.tensorstream.devices.default)
 CLAIM = kernel(torch.ops.tensorstream.claim.default)
 _OFFER = kernel(torch.ops.tensorstream.offer.default)
 _WITHDRAW = kernel(torch.ops.tensorstream.withdraw.default)
@@ -410,8 +420,6 @@ def register() -> None:
             continue
         if name in _MANUAL:
             run = _MANUAL[name]
-        elif torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
-            continue
         elif _is_view(op):
             run = functools.partial(op.redispatch, META)
         else:

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import IO, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -30,8 +31,34 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LIMIT_BYTES = 64 << 30
+#: As many devices PyTorch can tell from each other.
+_MAX_DEVICES = 127
+#: Seconds after which a process that is starting says so.
+_SLOW_START = 2.0
 #: Storages are saved and restored in pieces.
 _PIECE_BYTES = 16 << 20
+
+
+class _Said:
+    """What a process writes to its standard error, which goes to this one's."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._lines: deque[str] = deque(maxlen=20)
+        self._pipe = pipe
+        self._thread = threading.Thread(target=self._read, name="tensorstream-said", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._pipe, contextlib.suppress(ValueError, OSError):
+            for line in self._pipe:
+                text = line.decode(errors="replace").rstrip()
+                self._lines.append(text)
+                print(text, file=sys.stderr, flush=True)
+
+    def last(self) -> str:
+        """What it said last, of a process that has ended."""
+        self._thread.join(2.0)
+        return "\n".join(self._lines) or "it said nothing"
 
 
 class _Saved:
@@ -123,15 +150,26 @@ class RemoteMachine:
     ) -> None:
         if kind not in ("mock", "local", "tcp"):
             raise ConfigurationError(f"a machine of kind {kind!r}: there are mock, local and tcp")
-        if (kind == "tcp") != (address is not None):
-            raise ConfigurationError("address says where a machine of kind tcp listens, and no other")
-        if gpu_count < 1 or gpu_type.lower() not in ("cpu", "cuda"):
-            raise ConfigurationError(f"gpu_type={gpu_type!r}, gpu_count={gpu_count}: cpu or cuda, and at least one")
+        if kind != "tcp" and address is not None:
+            raise ConfigurationError(
+                f"address={address!r}: a machine of kind {kind} is started here, and only one of kind tcp has an "
+                "address; what it runs operators on is gpu_type, cpu or cuda"
+            )
+        if kind == "tcp" and address is None:
+            raise ConfigurationError('a machine of kind tcp needs the address at which it listens: "HOST:7470"')
+        if gpu_type.lower() not in ("cpu", "cuda"):
+            raise ConfigurationError(
+                f"gpu_type={gpu_type!r}: a machine runs operators on its cpu, or on its GPUs, which are cuda"
+            )
+        if not 1 <= gpu_count <= _MAX_DEVICES:
+            raise ConfigurationError(f"gpu_count={gpu_count}: a machine has 1 to {_MAX_DEVICES} devices")
         self.kind, self.address, self.gpu_type, self.gpu_count = kind, address, gpu_type.lower(), gpu_count
         self._threads, self._retry = threads, retry
         self._settings = _settings(token, timeout, patience, True, None, _LIMIT_BYTES)
         self._tls = {"ca": ca, "cert": cert, "key": key}
         self._session: _native.RemoteSession | None = None
+        #: The index of its first device, which it has again when it is started again.
+        self._first: int | None = None
         self._paused: tuple[_Saved, list[torch.Tensor]] | None = None
         self._server: Any = None
         self._directory: str | None = None
@@ -143,25 +181,34 @@ class RemoteMachine:
     @_alone
     def start(self) -> RemoteMachine:
         """Starts the machine, or connects to it; goes on where :meth:`pause` has left off. Blocks until it is there.
-        Nothing happens if it is."""
+        Nothing happens if it is. One whose link was lost for good begins again, without its tensors and with the same
+        devices."""
         if self._paused is not None:
             self.resume()
+        if self._session is not None and self._session.is_over():
+            self.stop()
         if self._session is not None:
             return self
+        _device.set_up()
         address = self._listen()
         try:
             self._session = _native.RemoteSession(
-                address, self.name, self.gpu_count, self._settings, self._retry, **self._tls
-            )
+                address, self.name, self.gpu_count, self._settings, self._retry,
+                first=self._first, returns=self.kind == "tcp", **self._tls,
+            )  # fmt: skip
         except BaseException:
             self._end_server()
             raise
-        first = self._session.first
+        self._first = first = self._session.first
         try:
             _device.SESSIONS[first] = self._session
             _device.COUNT = max(_device.COUNT, first + self.gpu_count)
             self._is_at(address)
-            kind = _device.kind_of(first)
+            kind, count = _device.kind_of(first)
+            if self.kind == "tcp" and self.gpu_type == "cuda" != kind:
+                raise ConfigurationError(f"gpu_type='cuda': machine {self.name} runs operators on its {kind}")
+            if self.gpu_count > count:
+                raise ConfigurationError(f"gpu_count={self.gpu_count}: machine {self.name} has {count} devices")
             _composites.KINDS.update({first + index: kind for index in range(self.gpu_count)})
             for index in range(self.gpu_count):
                 _device.seed_of(first + index, torch.initial_seed())
@@ -194,7 +241,7 @@ class RemoteMachine:
     def _start_thread(self, address: str) -> None:
         from ._server import devices_of, server
 
-        self._server = server(address, devices=devices_of(self.gpu_type), shared=True)
+        self._server = server(address, devices=devices_of(self.gpu_type, self.gpu_count), shared=True)
         self._thread = threading.Thread(target=self._server.run, name="tensorstream-mock", daemon=True)
         self._thread.start()
 
@@ -207,18 +254,27 @@ class RemoteMachine:
             address,
             "--device",
             self.gpu_type,
+            "--devices",
+            str(self.gpu_count),
         ]
         threads = self._threads or torch.get_num_threads()
         self._server = subprocess.Popen(
             [*command, "--threads", str(threads), "--peer", "any", "--with-parent"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
-        assert self._server.stdout is not None
-        line = self._server.stdout.readline()
+        assert self._server.stdout is not None and self._server.stderr is not None
+        said = _Said(self._server.stderr)
+        tell = threading.Timer(_SLOW_START, LOG.warning, ("%s: it starts, and imports PyTorch", self.name))
+        tell.daemon = True
+        tell.start()
+        try:
+            line = self._server.stdout.readline()
+        finally:
+            tell.cancel()
         if not line.startswith(b"listening"):
             self._end_server()
-            raise ConnectionLost(f"machine {self.name}: the process for it did not start; what it said is above")
+            raise ConnectionLost(f"machine {self.name}: the process for it did not start: {said.last()}")
 
     def _end_server(self) -> None:
         if isinstance(self._server, subprocess.Popen):
@@ -237,9 +293,18 @@ class RemoteMachine:
             shutil.rmtree(self._directory, ignore_errors=True)
         self._server = self._directory = None
 
-    def device(self, index: int = 0) -> torch.device:
-        """One of its devices: ``torch.device("ts", ...)``, whose index is this process's."""
+    def device(self, index: int | str = 0, of_kind: int | None = None) -> torch.device:
+        """One of its devices: ``torch.device("ts", ...)``, whose index is this process's. ``device("cuda", 1)`` is
+        ``device(1)`` of a machine with GPUs."""
         session = self._there()
+        kind = None
+        if isinstance(index, str):
+            kind, _, number = index.partition(":")
+            index = of_kind if of_kind is not None else int(number) if number.isdecimal() else 0
+        elif of_kind is not None:
+            raise ConfigurationError(f"device({index!r}, {of_kind!r}): an index, or a kind and an index")
+        if kind not in (None, "ts", runs_on := _composites.KINDS[session.first]):
+            raise ConfigurationError(f"machine {self.name} runs operators on its {runs_on}, and has no {kind}")
         if not 0 <= index < self.gpu_count:
             raise ConfigurationError(f"machine {self.name} has devices 0 to {self.gpu_count - 1}, and no {index}")
         return torch.device("ts", session.first + index)
@@ -346,7 +411,9 @@ class RemoteMachine:
         atexit.unregister(self.stop)
         _device.SESSIONS.pop(session.first, None)
         try:
-            session.close()
+            failed = session.close()
+            if failed is not None:
+                LOG.warning("%s was stopped, and nobody had looked at what failed: %s", self.name, failed)
         except RuntimeError:
             # It was lost before, which whoever waited for it was told.
             pass

@@ -18,6 +18,7 @@ import torch
 
 from .. import _native
 from .._wire import _settings
+from ..errors import ConfigurationError
 from ._dtypes import DTYPES
 
 _log = logging.getLogger("tensorstream.remote")
@@ -27,10 +28,15 @@ NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized
 #: Those of a machine's own.
 OWN = frozenset({
     "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator", "default_dtype", "kind",
-    "offer", "withdraw", "claim", "fetch",
+    "devices", "offer", "withdraw", "claim", "fetch",
 })  # fmt: skip
-#: Operators that reach beyond tensors: files, and other processes' memory.
-REFUSED = frozenset({"from_file", "_share_memory", "_new_shared_filename_cpu", "save", "load"})
+#: Operators that reach beyond tensors - files, and other processes' memory - and one whose tensors have no memory.
+REFUSED = frozenset({
+    "from_file", "_share_memory", "_new_shared_filename_cpu", "save", "load", "_efficientzerotensor",
+})  # fmt: skip
+#: Operators that give a tensor another shape or storage, as those do whose tag says so: a client does that by itself,
+#: and what the machine keeps of a storage would be wrong.
+RESHAPING = frozenset({"set_", "set", "set_data", "resize", "_resize_output", "_resize_output_", "resize_as_sparse_"})
 
 _LIMIT_BYTES = 64 << 30
 #: Tensors that another machine may fetch, by what it must know to.
@@ -90,7 +96,8 @@ class _Peers:
 class Session:
     """What operators of one client have in common: generators, and what was offered to other machines."""
 
-    def __init__(self, peers: _Peers | None = None) -> None:
+    def __init__(self, peers: _Peers | None = None, devices: int = 1) -> None:
+        self._device_count = devices
         self._generators: dict[torch.device, torch.Generator] = {}
         #: Those that stand for one of the client's while it draws from it.
         self._given: dict[torch.device, torch.Generator] = {}
@@ -111,7 +118,7 @@ class Session:
         """What is called for an operator, and which of its arguments it writes to, by place and by name."""
         namespace, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
-        if namespace not in NAMESPACES or base in REFUSED:
+        if namespace not in NAMESPACES or base in REFUSED or base in RESHAPING:
             raise PermissionError("this machine does not run it")
         if namespace == "tensorstream":
             if base not in OWN:
@@ -120,6 +127,9 @@ class Session:
         packet: Any = getattr(getattr(torch.ops, namespace), base, None)
         if not isinstance(packet, torch._ops.OpOverloadPacket):
             raise LookupError(f"PyTorch {torch.__version__} of this machine has no such operator")
+        overloads = [getattr(packet, name) for name in packet.overloads()]
+        if any(torch.Tag.inplace_view in each.tags for each in overloads):
+            raise PermissionError("a client does it by itself: this machine does not run it")
         if overload == "*":
             # That which is for the arguments: numbers in tensors' places have overloads of their own.
             return packet, [0] if base.endswith("_") else [], ["out"]
@@ -180,7 +190,8 @@ class Session:
     def _claim(self, anchor: torch.Tensor, ticket: str) -> torch.Tensor:
         if ticket not in _OFFERED:
             raise LookupError("no such tensor is offered here")
-        return _OFFERED[ticket]
+        # Not the tensor itself: its session may give it up, or another size.
+        return _OFFERED[ticket].clone()
 
     def _fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
         return self._peers.fetch(into, address, ticket)
@@ -190,6 +201,9 @@ class Session:
 
     def _kind(self, anchor: torch.Tensor) -> str:
         return anchor.device.type
+
+    def _devices(self, anchor: torch.Tensor) -> int:
+        return self._device_count
 
     def _rng_state(self, anchor: torch.Tensor) -> torch.Tensor:
         return self._generator(anchor.device).get_state().to(anchor.device)
@@ -298,7 +312,9 @@ def server(
     tensors are fetched directly, or "any"; peer_ca: whose certificates they have. shared: the process is a client's
     too, for which PyTorch's settings are."""
     objects = {
-        "session": functools.partial(Session, _Peers(peers, token, {"ca": peer_ca, "cert": cert, "key": key})),
+        "session": functools.partial(
+            Session, _Peers(peers, token, {"ca": peer_ca, "cert": cert, "key": key}), len(devices)
+        ),
         "dtypes": DTYPES, "realise": _realise, "view": _view, "settled": _settled,
         "scalar": _scalar, "named": _named, "host": _host, "part": _part, "stage": _stage, "land": _land,
         "default_dtype": torch.float32, "with_default": _as_it_is if shared else _with_default,
@@ -309,13 +325,18 @@ def server(
     return _native.RemoteServer(listen, objects, settings, insecure, cert, key, ca)
 
 
-def devices_of(kind: str) -> list[torch.device]:
-    """All devices of a kind: of "cpu" as many as are asked for stand for the one there is."""
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise SystemExit("tensorstream serve: --device cuda, and PyTorch finds no GPU here")
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [torch.device("cpu")] * 8
+def devices_of(kind: str, count: int | None = None) -> list[torch.device]:
+    """Devices of a kind, all or as many: of "cpu" any number stands for the one there is, and 8 if none is given.
+
+    Raises:
+        ConfigurationError: PyTorch finds no GPU, or fewer.
+    """
+    if kind == "cpu":
+        return [torch.device("cpu")] * (8 if count is None else count)
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if there < (count or 1):
+        raise ConfigurationError(f"{count or 1} GPUs are needed, and PyTorch finds {there} on this computer")
+    return [torch.device("cuda", index) for index in range(there if count is None else count)]
 
 
 def token_in(path: str) -> str:
@@ -342,6 +363,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--listen", default="127.0.0.1:7470", help="HOST:PORT (port 0: one that is free), or unix:PATH"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--devices", type=int, help="how many; all GPUs, or 8 that stand for the CPU, if none is given"
+    )
     parser.add_argument("--token-file", help="a file whose first line is the secret that clients must know")
     parser.add_argument("--tls-cert", help="a certificate (PEM), for connections under TLS")
     parser.add_argument("--tls-key", help="its key (PEM)")
@@ -368,7 +392,8 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         served = server(
-            options.listen, devices=devices_of(options.device), token=token, insecure=options.insecure,
+            options.listen, token=token, insecure=options.insecure,
+            devices=devices_of(options.device, options.devices),
             cert=options.tls_cert, key=options.tls_key, ca=options.tls_client_ca, peers=tuple(options.peer),
             peer_ca=options.peer_ca,
         )  # fmt: skip

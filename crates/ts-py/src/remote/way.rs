@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! How a machine is reached.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use tensorstream::remote::exec::{Client, ClientOptions, Dial, EXEC};
+use tensorstream::remote::{Address, ConnectionOptions, Link, Role, Socket};
+
+use crate::errors::of_wire;
+use crate::memory::Target;
+use crate::wire::{Settings, tls_client};
+
+/// How a machine is reached, wherever it listens.
+pub(super) struct Way {
+    pub(super) settings: Settings,
+    pub(super) retry: Duration,
+    /// Whether somebody may come to listen where nobody does now.
+    pub(super) returns: bool,
+    pub(super) tls: [Option<PathBuf>; 3],
+}
+
+impl Way {
+    /// Begins a session. Blocks.
+    pub(super) fn connect(&self, py: Python<'_>, address: &str) -> PyResult<Client<Target>> {
+        let to: Address = address.parse().map_err(|error| of_wire(py, &error))?;
+        let options = ConnectionOptions { service: EXEC.into(), ..self.settings.options(py)? };
+        let [ca, cert, key] = &self.tls;
+        let tls = tls_client(py, ca.as_ref(), cert.as_ref(), key.as_ref())?;
+        let dial: Dial<Target> = Box::new(move || {
+            let mut socket = Socket::connect(&to, options.timeout)?;
+            if let Some(tls) = &tls {
+                socket = socket.into_tls_client(tls)?;
+            }
+            Link::new(socket, Role::Connector, options.clone())
+        });
+        let random = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
+        let options = ClientOptions { dial, retry: self.retry, returns: self.returns };
+        py.detach(|| Client::connect(options, random)).map_err(|error| of_wire(py, &error))
+    }
+}
