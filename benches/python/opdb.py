@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""PyTorch's own table of operators (op_db) on the device ``ts``, against the CPU.
+"""PyTorch's own tables of operators (op_db) and modules (module_db) on the device ``ts``, against the CPU.
 
-usage: opdb.py [--only NAME ...] [--samples 6] [--jobs 2] [--json] [--verbose]
+usage: opdb.py [--only NAME ...] [--modules] [--every] [--samples 6] [--jobs 2] [--json] [--verbose]
 
 For each entry its samples of one dtype (float32 if it has that, else the first that it has) are made on the device,
-run there and on the CPU, and what they give is compared: forward, and backward for what is differentiable. A process
-that crashes is counted, and another goes on.
+run there and on the CPU, and what they give is compared bit for bit: forward, and backward for what is
+differentiable. --modules: the table of modules, in training and in evaluation. --every: each of seven dtypes, and
+each set of inputs that require gradients. What the CPU refuses does not count. A process that crashes is counted,
+and another goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import multiprocessing as mp
@@ -26,7 +29,17 @@ PASS, SKIP = "pass", "none"
 LIMIT = 120
 
 
-def _table() -> list[Any]:
+#: Of --every, by name.
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64")
+#: Of --every, the most inputs of which all sets are tried.
+MOST_GRADS = 4
+
+
+def _table(modules: bool) -> list[Any]:
+    if modules:
+        from torch.testing._internal.common_modules import module_db
+
+        return list(module_db)
     from torch.testing._internal.common_methods_invocations import op_db
 
     return list(op_db)
@@ -82,7 +95,10 @@ def _compare(name: str, expected: Any, given: Any) -> None:
             f"{given.dtype} {tuple(given.shape)}, where {expected.dtype} {tuple(expected.shape)} was expected"
         )
         if name not in _UNDEFINED:
-            torch.testing.assert_close(given.detach().cpu(), expected.detach(), equal_nan=True, check_stride=False)
+            given = given.detach().cpu()
+            if not _same(expected.detach(), given):
+                torch.testing.assert_close(given, expected.detach(), equal_nan=True, check_stride=False)
+                raise AssertionError("it rounds otherwise")
     elif isinstance(expected, (list, tuple)):
         assert len(expected) == len(given), f"{len(given)} results, where {len(expected)} were expected"
         for one, other in zip(expected, given, strict=True):
@@ -95,6 +111,22 @@ def _compare(name: str, expected: Any, given: Any) -> None:
         pass
     elif expected is not None and not isinstance(expected, torch.device):
         assert given == expected, f"{given}, where {expected} was expected"
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Bit for bit, but for what a NaN says besides that it is none."""
+    import torch
+
+    if one.is_quantized or one.layout != torch.strided:
+        return torch.equal(one.to_dense() if not one.is_quantized else one, other)
+    if one.is_complex():
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+    if one.is_floating_point():
+        both = one.isnan() & other.isnan()
+        one, other = one.masked_fill(both, 0), other.masked_fill(both, 0)
+        # 0 and -0 are not the same.
+        return torch.equal(one.signbit(), other.signbit()) and torch.equal(one, other)
+    return torch.equal(one, other)
 
 
 def _samples(info: Any, device: Any, dtype: Any, grad: bool, most: int) -> list[Any]:
@@ -166,6 +198,139 @@ def _backward(info: Any, device: Any, most: int) -> int:
     return count
 
 
+def _moved(value: Any, to: Any) -> Any:
+    """The same arguments elsewhere: tensors that are one stay one."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    known: dict[int, Any] = {}
+
+    def move(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            if id(item) not in known:
+                known[id(item)] = item.detach().clone().to(to).requires_grad_(item.requires_grad)
+            return known[id(item)]
+        if isinstance(item, torch.device) or item == "cpu":
+            return to
+        return item
+
+    return tree_map(move, value)
+
+
+def _gradients(run: Any, values: Any) -> tuple[Any, Any]:
+    """What a call gives, and the gradients of its inputs for given ones of its outputs."""
+    import torch
+
+    torch.manual_seed(3)
+    result = run(*values)
+    outputs = [leaf for leaf in _leaves(result) if leaf.requires_grad]
+    inputs = [leaf for leaf in _leaves(values) if leaf.requires_grad]
+    if not outputs or not inputs:
+        return result, ()
+    torch.manual_seed(7)
+    seeds = [torch.randn(leaf.shape, dtype=leaf.dtype).to(leaf.device) for leaf in outputs]
+    return result, torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
+
+
+def _both(name: str, run: Any, here: Any, device: Any) -> int:
+    """Runs a call on both, and compares what both give."""
+    there = _moved(here, device)
+    try:
+        expected = _gradients(run, here)
+    except Exception:
+        return 0
+    _compare(name, expected, _gradients(run, there))
+    return 1
+
+
+def _every(info: Any, device: Any, most: int) -> int:
+    import torch
+    from torch.utils._pytree import tree_map
+
+    count, failed = 0, []
+    for dtype_name in DTYPES:
+        dtype = getattr(torch, dtype_name)
+        if dtype not in info.dtypes:
+            continue
+        learns = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+        for sample in _samples(info, "cpu", dtype, False, most):
+            values = (sample.input, tuple(sample.args), dict(sample.kwargs))
+            leaves = list(
+                {id(leaf): leaf for leaf in _leaves(values) if leaf.dtype.is_floating_point or leaf.is_complex()}
+            )
+            sets: Any = [()]
+            if learns:
+                most_of = min(len(leaves), MOST_GRADS)
+                sets = itertools.chain.from_iterable(itertools.combinations(leaves, n) for n in range(most_of + 1))
+            for chosen in sets:
+
+                def with_grads(item: Any, chosen: Any = chosen) -> Any:
+                    return (
+                        item.detach().clone().requires_grad_(id(item) in chosen)
+                        if isinstance(item, torch.Tensor)
+                        else item
+                    )
+
+                here = tree_map(with_grads, values)
+                try:
+                    count += _both(info.name, lambda i, a, k: info.op(i, *a, **k), here, device)
+                except Exception as error:
+                    which = [leaves.index(one) for one in chosen]
+                    failed.append(
+                        f"{dtype_name}, gradients of {which}: {type(error).__name__}: {str(error).splitlines()[0]}"
+                    )
+    if failed:
+        raise AssertionError(f"{len(failed)} of {count + len(failed)}: " + "\n".join(dict.fromkeys(failed)))
+    return count
+
+
+def _module(info: Any, device: Any, training: bool) -> int:
+    import torch
+
+    dtype = torch.float32 if torch.float32 in info.dtypes else info.dtypes[0]
+    count = 0
+    for sample in info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training):
+        if sample.forward_input is None:
+            continue
+        torch.manual_seed(1)
+        made, forward = sample.constructor_input, sample.forward_input
+        try:
+            here = info.module_cls(*made.args, **made.kwargs).to(dtype).train(training)
+        except Exception:
+            continue
+        there = copy.deepcopy(here).to(device)
+
+        def given(module: Any, values: Any) -> Any:
+            torch.manual_seed(3)
+            result = module(*values[0], **values[1])
+            outputs = [leaf for leaf in _leaves(result) if leaf.requires_grad]
+            inputs = [leaf for leaf in (*_leaves(values), *module.parameters()) if leaf.requires_grad]
+            if not outputs:
+                return result, ()
+            torch.manual_seed(7)
+            seeds = [torch.randn(leaf.shape, dtype=leaf.dtype).to(leaf.device) for leaf in outputs]
+            found = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
+            return result, found, list(module.buffers())
+
+        values = (tuple(forward.args), dict(forward.kwargs))
+        elsewhere = _moved(values, device)
+        try:
+            expected = given(here, values)
+        except Exception:
+            continue
+        _compare(info.name, expected, given(there, elsewhere))
+        count += 1
+    return count
+
+
+def _training(info: Any, device: Any, most: int) -> int:
+    return _module(info, device, True)
+
+
+def _evaluation(info: Any, device: Any, most: int) -> int:
+    return _module(info, device, False)
+
+
 def _attempt(run: Any, *arguments: Any) -> tuple[str, str]:
     try:
         count = run(*arguments)
@@ -175,51 +340,62 @@ def _attempt(run: Any, *arguments: Any) -> tuple[str, str]:
     return (PASS if count else SKIP), ""
 
 
-def _worker(pipe: Any, most: int) -> None:
+#: What is tried of an entry.
+_PARTS = {
+    "operators": {"forward": _forward, "backward": _backward},
+    "every": {"every dtype": _every},
+    "modules": {"training": _training, "evaluation": _evaluation},
+}
+
+
+def _worker(pipe: Any, most: int, what: str) -> None:
     """Tries entries whose numbers come, until none does."""
     warnings.simplefilter("ignore")
     import torch
     from tensorstream.remote import RemoteMachine
 
     torch.set_num_threads(1)
-    table = _table()
+    table = _table(what == "modules")
     with RemoteMachine("local", threads=1) as machine:
         device = machine.device()
         while (number := pipe.recv()) is not None:
             info = table[number]
-            forward = _attempt(_forward, info, device, most)
-            backward = _attempt(_backward, info, device, most) if info.supports_autograd else (SKIP, "")
-            try:
-                machine.synchronize()
-            except RuntimeError as error:
-                forward = "fail", f"later: {error}"
-            pipe.send((forward, backward))
+            done = {}
+            for part, run in _PARTS[what].items():
+                differentiable = part != "backward" or info.supports_autograd
+                done[part] = _attempt(run, info, device, most) if differentiable else (SKIP, "")
+                try:
+                    machine.synchronize()
+                except RuntimeError as error:
+                    done[part] = "fail", f"later: {error}"
+            pipe.send(done)
 
 
 class _Worker:
     """A process that tries entries, and another when that has crashed."""
 
-    def __init__(self, most: int) -> None:
-        self._context, self._most = mp.get_context("spawn"), most
+    def __init__(self, most: int, what: str) -> None:
+        self._context, self._most, self._what = mp.get_context("spawn"), most, what
         self._process: Any = None
 
-    def attempt(self, number: int) -> tuple[Any, Any]:
+    def attempt(self, number: int) -> dict[str, tuple[str, str]]:
         if self._process is None:
             self._pipe, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=_worker, args=(theirs, self._most))
+            self._process = self._context.Process(target=_worker, args=(theirs, self._most, self._what))
             self._process.start()
             theirs.close()
         try:
             self._pipe.send(number)
             if self._pipe.poll(LIMIT):
-                return self._pipe.recv()
+                done: dict[str, tuple[str, str]] = self._pipe.recv()
+                return done
             why = f"nothing came in {LIMIT} s"
         except (EOFError, OSError):
             why = "the process ended"
         self._process.kill()
         self._process.join()
         why, self._process = f"{why}: exit code {self._process.exitcode}", None
-        return ("crash", why), (SKIP, "")
+        return dict.fromkeys(_PARTS[self._what], ("crash", why))
 
     def end(self) -> None:
         if self._process is not None:
@@ -227,11 +403,11 @@ class _Worker:
             self._process.join(20)
 
 
-def _sweep(most: int, jobs: int, wanted: list[int]) -> dict[int, tuple[Any, Any]]:
+def _sweep(most: int, jobs: int, wanted: list[int], what: str) -> dict[int, dict[str, tuple[str, str]]]:
     left, done = iter(wanted), {}
 
     def work() -> None:
-        worker = _Worker(most)
+        worker = _Worker(most, what)
         for number in left:
             done[number] = worker.attempt(number)
         worker.end()
@@ -247,37 +423,35 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--samples", type=int, default=6, help="of each entry")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--modules", action="store_true")
+    parser.add_argument(
+        "--every", action="store_true", help="every dtype, every set of inputs that require gradients"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
-    table = _table()
+    what = "modules" if options.modules else "every" if options.every else "operators"
+    table = _table(options.modules)
     names = [info.formatted_name for info in table]
     wanted = [
         at
         for at, info in enumerate(table)
         if not options.only or info.name in options.only or names[at] in options.only
     ]
-    done = _sweep(options.samples, options.jobs, wanted)
-    forward = [at for at in wanted if done[at][0][0] == PASS]
-    crashed = [at for at in wanted if done[at][0][0] == "crash"]
-    tried = [at for at in wanted if done[at][1][0] != SKIP]
-    backward = [at for at in tried if done[at][1][0] == PASS]
+    done = _sweep(options.samples, options.jobs, wanted, what)
     if options.json:
-        print(json.dumps({names[at]: copy.copy(done[at]) for at in wanted}))
+        print(json.dumps({names[at]: done[at] for at in wanted}))
         return 0
     for at in wanted:
-        for which, (how, why) in zip(("forward", "backward"), done[at], strict=True):
-            if how != PASS and (which, how) != ("backward", SKIP):
+        for part, (how, why) in done[at].items():
+            if how not in (PASS, SKIP):
                 short, _, trace = why.partition("\n@@")
-                first = short if options.verbose else short.partition("\n")[0]
-                print(f"{names[at]} ({which}): {how}: {first}")
+                print(f"{names[at]} ({part}): {how}: {short if options.verbose else short.partition(chr(10))[0]}")
                 if options.verbose:
                     print(trace)
-    rate = 100 * len(backward) / max(len(tried), 1)
-    print(
-        f"forward: {len(forward)} of {len(wanted)}; backward: {len(backward)} of {len(tried)} ({rate:.1f}%); "
-        f"crashes: {len(crashed)}"
-    )
+    for part in _PARTS[what]:
+        tried = [done[at][part][0] for at in wanted if done[at][part][0] != SKIP]
+        print(f"{part}: {tried.count(PASS)} of {len(tried)} the same; crashes: {tried.count('crash')}")
     return 0
 
 

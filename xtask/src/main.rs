@@ -37,7 +37,8 @@ cargo xtask big-endian               the container's tests on an emulated s390x,
 cargo xtask gpu-bundle               target/gpu-bundle: tests, wheel and run.sh for a machine with a GPU and no Rust
 cargo xtask valgrind                 tests of streams and pools under valgrind's memcheck
 cargo xtask oldest-torch             the device's tests on PyTorch 2.10, the oldest it works with (another 6 GB, in target)
-cargo xtask opdb                     PyTorch's table of operators on the device ts, against the CPU
+cargo xtask opdb [modules|every]     PyTorch's table of operators on the device ts, against the CPU, bit for bit; that of
+                                     modules; every dtype and every set of inputs with gradients
 cargo xtask fuzz [SECONDS]           every parser, fuzzed for 60 s or as long as said
 cargo xtask bench io                 every I/O backend against fio, memcpy and curl
 cargo xtask bench codecs             lossless compression beside ZipNN
@@ -59,6 +60,12 @@ fn main() -> ExitCode {
         ["gpu-bundle"] => gpu_bundle::make(),
         ["valgrind"] => valgrind::memcheck(),
         ["opdb"] => python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &[])),
+        ["opdb", "modules"] => {
+            python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &["--modules"]))
+        }
+        ["opdb", "every"] => {
+            python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &["--every"]))
+        }
         ["oldest-torch"] => oldest_torch(),
         ["fuzz"] => fuzz::all(60),
         ["fuzz", seconds] => {

@@ -370,6 +370,21 @@ def test_inductor_says_that_it_cannot(device: torch.device) -> None:
         compiled(torch.randn(3, 3, device=device))
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_inductor_says_that_it_cannot_of_modules_too(device: torch.device, train: bool) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).to(device))
+    with torch.set_grad_enabled(train), pytest.raises(Exception, match="aot_eager"):
+        compiled(torch.ones(1, 2, device=device))
+
+
+def test_what_failed_and_nobody_looked_at_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with RemoteMachine("mock") as machine:
+        x = torch.ones(3, device=machine.device())
+        x.index_select(0, torch.tensor([9], device=machine.device()))
+    assert "nobody had looked at what failed" in caplog.text and "index" in caplog.text
+
+
 def test_no_memory_is_said_so(device: torch.device) -> None:
     x = torch.ones(8, device=device).expand(1 << 40, 8)
     with pytest.raises(RemoteOutOfMemoryError):

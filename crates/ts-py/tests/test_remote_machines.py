@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from tensorstream.remote import (
     CrossMachineError,
     RemoteMachine,
     RemoteTensorError,
+    StaleReferenceError,
     storage_id,
 )
 from torch import nn
@@ -296,7 +298,7 @@ def test_a_pause_loses_nothing_and_makes_nothing_up(monkeypatch: pytest.MonkeyPa
         machine.pause()
         # Others go on meanwhile, and a seed is for those that are paused too.
         torch.manual_seed(11)
-        torch.accelerator.synchronize()
+        torch.ts.synchronize()  # type: ignore[attr-defined]
         machine.resume()
         assert refused == [True]
         assert number not in {storage for storage, *_ in machine._there().storages()}
@@ -363,3 +365,146 @@ def test_two_sessions_with_one_machine_are_two(machine: RemoteMachine, device: t
         del bad
         # Nothing stays offered.
         assert {storage for storage, *_ in machine._there().storages()} <= offered
+
+
+SHOWS = """
+import json, sys, warnings
+import torch
+from torch.utils.data import DataLoader
+warnings.simplefilter("ignore")
+QUESTIONS = {
+    name: getattr(torch.accelerator, name)
+    for name in ("current_accelerator", "is_available", "device_count", "current_device_index", "empty_cache",
+                 "memory_allocated", "synchronize")
+}
+QUESTIONS["pin_memory"] = lambda: torch.ones(2).pin_memory().is_pinned()
+QUESTIONS["is_pinned"] = lambda: torch.ones(2).is_pinned()
+QUESTIONS["DataLoader"] = lambda: [batch.tolist() for batch in DataLoader(torch.arange(4.0), 2, pin_memory=True)]
+def shown():
+    said = {}
+    for name, question in QUESTIONS.items():
+        try:
+            said[name] = repr(question())
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {str(error)[:60]}"
+    return said
+before = shown()
+import tensorstream.remote
+assert shown() == before, (before, shown())
+assert not hasattr(torch, "ts")
+from tensorstream.remote import RemoteMachine
+with RemoteMachine("mock") as machine:
+    x = torch.ones(3, device=machine.device())
+    assert x.sum().item() == 3.0
+    assert shown() == before, (before, shown())
+assert shown() == before, (before, shown())
+"""
+
+
+def test_a_process_sees_no_device_before_a_machine_starts_and_its_own_accelerator_afterwards() -> None:
+    done = subprocess.run([sys.executable, "-c", SHOWS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+TRAINS = """
+import os, sys, warnings
+os.environ["HF_HUB_OFFLINE"] = "1"
+warnings.simplefilter("ignore")
+import torch
+from tensorstream.errors import ConfigurationError
+from tensorstream.remote import RemoteMachine
+machine = RemoteMachine("mock")
+where = sys.argv[1]
+if where == "there":
+    os.environ["ACCELERATE_TORCH_DEVICE"] = str(machine.device())
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+torch.manual_seed(0)
+model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=1))
+ids = torch.randint(0, 50, (4, 12))
+data = [{"input_ids": row, "labels": row} for row in ids]
+def trainer(model):
+    arguments = TrainingArguments(sys.argv[2], max_steps=2, per_device_train_batch_size=2, report_to=[],
+                                  save_strategy="no", disable_tqdm=True)
+    return Trainer(model, arguments, train_dataset=data)
+if where == "refused":
+    from accelerate import Accelerator
+    there = model.to(machine.device())
+    for moves in (lambda: trainer(there), lambda: Accelerator().prepare(there)):
+        try:
+            moves()
+            raise SystemExit("it was moved without a word")
+        except ConfigurationError as error:
+            assert "ACCELERATE_TORCH_DEVICE" in str(error), error
+    assert {p.device for p in there.parameters()} == {machine.device()}
+    assert there.to("cpu").lm_head.weight.device.type == "cpu"  # who asks for it gets it
+else:
+    trainer(model).train()
+    kind = "ts" if where == "there" else "cpu"
+    assert {p.device.type for p in model.parameters()} == {kind}
+machine.stop()
+"""
+
+
+@pytest.mark.parametrize("where", ["here", "refused", "there"])
+def test_trainers_train_where_they_are_told_and_never_silently_here(where: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRAINS, where, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_machine_that_died_starts_again_with_the_same_device() -> None:
+    with RemoteMachine("local", threads=1) as machine:
+        device = machine.device()
+        kept = torch.ones(3, device=device)
+        kept.sum().item()
+        machine._server.kill()
+        since = time.monotonic()
+        with pytest.raises(ConnectionLost):
+            for _ in range(1000):
+                (kept + kept).sum().item()
+        assert time.monotonic() - since < 10, "who was started here and is gone does not come back"
+        machine.start()
+        assert machine.device() == device
+        assert torch.ones(4, device=device).sum().item() == 4.0
+        with pytest.raises(StaleReferenceError):
+            kept.tolist()
+        machine.stop()
+        machine.start()
+        assert machine.device() == device
+
+
+def test_indices_of_machines_that_were_stopped_are_used_again() -> None:
+    with RemoteMachine("mock") as first:
+        for _ in range(300):
+            with RemoteMachine("mock") as machine:
+                assert torch.ones(3, device=machine.device()).sum().item() == 3.0
+                assert machine.device().index < 8
+        assert torch.ones(3, device=first.device()).sum().item() == 3.0
+    with RemoteMachine("mock", gpu_count=100), pytest.raises(ConfigurationError, match="up to 127"):
+        RemoteMachine("mock", gpu_count=100)
+
+
+def test_what_a_machine_is_asked_for_is_there_or_refused_at_once(tmp_path: Path) -> None:
+    for wrong, why in [
+        ({"address": "A100"}, "only one of kind tcp has an address"),
+        ({"gpu_type": "A100"}, "cpu or cuda"),
+        ({"gpu_count": 0}, "1 to 127 devices"),
+    ]:
+        with pytest.raises(ConfigurationError, match=why):
+            RemoteMachine("mock", **wrong)
+    with RemoteMachine("mock", gpu_count=16) as machine:
+        assert torch.ones(2, device=machine.device(15)).sum().item() == 2.0
+        assert machine.device("cpu", 3) == machine.device(3) == machine.device("cpu:3") == machine.device("ts", 3)
+        for wrong_device, why in [((16,), "0 to 15"), (("cuda", 1), "has no cuda"), ((1, 1), "an index")]:
+            with pytest.raises(ConfigurationError, match=why):
+                machine.device(*wrong_device)
+    with _serve({}) as address:
+        with pytest.raises(ConfigurationError, match="has 8 devices"):
+            RemoteMachine("tcp", address, gpu_count=9)
+        if not torch.cuda.is_available():
+            with pytest.raises(ConfigurationError, match="on its cpu"):
+                RemoteMachine("tcp", address, gpu_type="cuda")
+    if not torch.cuda.is_available():
+        for kind in ("mock", "local"):
+            with pytest.raises((ConfigurationError, ConnectionLost), match="GPU"):
+                RemoteMachine(kind, gpu_type="cuda")

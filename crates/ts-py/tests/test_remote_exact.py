@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The device ``ts`` gives bit for bit what a CPU gives: in every dtype, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def _there(module: nn.Module, device: torch.device) -> nn.Module:
+    return copy.deepcopy(module).to(device)
+
+
+def _exact(module: nn.Module, device: torch.device, *inputs: Any) -> None:
+    """A module gives the same on the device, forward and backward, whichever inputs require gradients."""
+    for chosen in itertools.product([True, False], repeat=len(inputs)):
+        here, there = copy.deepcopy(module), _there(module, device)
+        own = [x.detach().clone().requires_grad_(grad) for x, grad in zip(inputs, chosen, strict=True)]
+        theirs = [x.detach().to(device).requires_grad_(grad) for x, grad in zip(inputs, chosen, strict=True)]
+        for each in (here, there):
+            torch.manual_seed(5)
+            arguments = own if each is here else theirs
+            given = each(*arguments)
+            given = given[0] if isinstance(given, tuple) else given
+            given = given.data if isinstance(given, nn.utils.rnn.PackedSequence) else given
+            if given.requires_grad:
+                given.float().pow(2).sum().backward()
+            results = [given, *(p.grad for p in each.parameters()), *(x.grad for x in arguments)]
+            if each is here:
+                expected = results
+        for one, other in zip(expected, results, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other.cpu()), (module, one.dtype, chosen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_modules_are_exact_in_every_dtype(device: torch.device, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    rows, images = torch.randn(4, 8).to(dtype), torch.randn(2, 3, 8, 8).to(dtype)
+    for module, given in [
+        (nn.LayerNorm(8), rows),
+        (nn.LayerNorm(8, elementwise_affine=False), rows),
+        (nn.RMSNorm(8), rows),
+        (nn.GroupNorm(1, 3), images),
+        (nn.BatchNorm1d(8), rows),
+        (nn.BatchNorm2d(3), images),
+        (nn.InstanceNorm2d(3), images),
+        (nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8), nn.Mish(), nn.Linear(8, 2)), rows),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.MaxPool2d(2)), images),
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 3, 8).to(dtype)),
+        *((nn.Dropout(p), rows) for p in (0.0, 0.15, 0.45, 0.5, 1.0)),
+    ]:
+        _exact(module.to(dtype), device, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_networks_are_exact(device: torch.device, kind: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    given = torch.randn(3, 4, 6).to(dtype)
+    lengths = torch.tensor([5, 3, 3, 1])
+    padded = torch.randn(5, 4, 6).to(dtype)
+
+    class Packs(nn.Module):
+        def __init__(self, of: nn.Module) -> None:
+            super().__init__()
+            self.of = of
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.of(nn.utils.rnn.pack_padded_sequence(x, lengths))
+
+    for bidirectional, bias, batch_first in itertools.product([True, False], repeat=3):
+        network = kind(6, 5, 2, bidirectional=bidirectional, bias=bias, batch_first=batch_first, dropout=0.3).to(
+            dtype
+        )
+        _exact(network, device, given)
+        _exact(Packs(network.train(False)), device, padded)
+    if kind is nn.LSTM:
+        _exact(nn.LSTM(6, 5, proj_size=2).to(dtype), device, given)
+    if kind is nn.RNN:
+        _exact(nn.RNN(6, 5, nonlinearity="relu").to(dtype), device, given)
+    cell = {nn.RNN: nn.RNNCell, nn.GRU: nn.GRUCell, nn.LSTM: nn.LSTMCell}[kind]
+    _exact(cell(6, 5).to(dtype), device, given[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_language_models_in_half_precision_are_exact(device: torch.device, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=99)
+    here = GPT2LMHeadModel(config).eval().to(dtype)
+    there = _there(here, device)
+    ids = torch.randint(1, 98, (2, 6))
+    with torch.no_grad():
+        assert torch.equal(there(ids.to(device)).logits.cpu(), here(ids).logits)
+    for draws in (False, True):
+        options = {"max_new_tokens": 8, "do_sample": draws, "pad_token_id": 99}
+        torch.manual_seed(1)
+        expected = here.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        torch.manual_seed(1)
+        mask = torch.ones_like(ids).to(device)
+        assert torch.equal(there.generate(ids.to(device), attention_mask=mask, **options).cpu(), expected)
+
+
+def test_networks_with_silu_and_gru_train_as_on_a_cpu(device: torch.device) -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Embedding(50, 16), nn.Linear(48, 5)
+            self.network = nn.GRU(16, 24, batch_first=True, bidirectional=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            tags: torch.Tensor = self.out(self.network(self.embed(x))[0])
+            return tags.transpose(1, 2)
+
+    def conv() -> nn.Module:
+        first = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2), nn.Dropout(0.15))
+        return nn.Sequential(*first, nn.Flatten(), nn.Linear(8 * 64, 4))
+
+    images, classes = torch.randn(16, 3, 16, 16), torch.randint(4, (16,))
+    words, tags = torch.randint(50, (8, 12)), torch.randint(5, (8, 12))
+    for make, x, y, optimizer in [
+        (conv, images, classes, functools.partial(torch.optim.AdamW, lr=1e-2)),
+        (Tagger, words, tags, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
+    ]:
+        losses: list[list[float]] = []
+        for at in (torch.device("cpu"), device):
+            torch.manual_seed(3)
+            model = make().to(at)
+            torch.manual_seed(4)
+            steps, own = optimizer(model.parameters()), []
+            for _ in range(25):
+                steps.zero_grad()
+                loss = nn.functional.cross_entropy(model(x.to(at)), y.to(at))
+                loss.backward()
+                steps.step()
+                own.append(loss.item())
+            losses.append(own)
+        assert losses[0] == losses[1]
+
+
+def test_complex_numbers_that_are_noted_as_conjugate_are_so_there(device: torch.device) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(4, 4, dtype=torch.complex64), torch.randn(4, 3, dtype=torch.complex64)
+    for run in (
+        lambda a, b: a.mH @ b,
+        lambda a, b: torch.linalg.solve(a.mH, b),
+        lambda a, b: torch.linalg.solve_triangular(a.mH.tril(), b, upper=False),
+        lambda a, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), b.mT, left=False, adjoint=True),
+        lambda a, b: (a.conj().imag + 1, a.conj() * b[:, :1]),
+    ):
+        expected, given = run(a, b), run(a.to(device), b.to(device))
+        pairs = zip(expected, given, strict=True) if isinstance(expected, tuple) else [(expected, given)]
+        assert all(torch.equal(one, other.cpu()) for one, other in pairs)
+
+
+def test_modules_without_a_shape_yet_go_to_the_device(device: torch.device) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(3)).to(device)
+    x = torch.randn(2, 3, 6, 6)
+    assert module(x.to(device)).shape == (2, 3)
+    assert torch.equal(module.eval()(x.to(device)).cpu(), copy.deepcopy(module).cpu()(x))
