@@ -237,9 +237,11 @@ fn hidden_and_unfinished_files_and_links_that_lead_out_are_not_served() {
     write(&outside.path().join("secret.safetensors"), 3);
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
-    for name in ["model.safetensors", ".hidden", "b.safetensors.partial", ".git/x", "sub/.x"] {
+    write(&at("model.safetensors"), 3);
+    for name in [".hidden.safetensors", ".git/x.safetensors", "sub/.x.safetensors", "b.partial/x.safetensors"]
+    {
         std::fs::create_dir_all(at(name).parent().unwrap()).unwrap();
-        write(&at(name), 3);
+        std::fs::copy(at("model.safetensors"), at(name)).unwrap();
     }
     for (target, name) in [
         (outside.path().join("secret.safetensors"), "link.safetensors"),
@@ -252,7 +254,8 @@ fn hidden_and_unfinished_files_and_links_that_lead_out_are_not_served() {
     for name in ["model.safetensors", "own.safetensors"] {
         assert_eq!(refusal(&server, name), None);
     }
-    for name in [".hidden", "b.safetensors.partial", ".git/x", "sub/.x"] {
+    for name in [".hidden.safetensors", ".git/x.safetensors", "sub/.x.safetensors", "b.partial/x.safetensors"]
+    {
         let why = refusal(&server, name).unwrap_or_else(|| panic!("{name} is served"));
         assert!(why.contains("is no name of a file that is served"), "{why}");
     }
@@ -275,7 +278,7 @@ fn hidden_and_unfinished_files_and_links_that_lead_out_are_not_served() {
     for name in ["link.safetensors", "dir/secret.safetensors"] {
         assert_eq!(refusal(&server, name), None);
     }
-    assert!(refusal(&server, ".hidden").is_some());
+    assert!(refusal(&server, ".hidden.safetensors").is_some());
     server.end();
 }
 
