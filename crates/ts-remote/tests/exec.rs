@@ -481,6 +481,31 @@ fn an_answer_that_is_lost_ends_the_session_when_the_next_one_comes() {
 }
 
 #[test]
+fn few_sessions_are_kept_without_a_link() {
+    let machine = Machine::start();
+    for number in 0..100u128 {
+        let address = machine.address.clone();
+        let dialled = AtomicBool::new(false);
+        let dial = move || {
+            if dialled.swap(true, Ordering::Relaxed) {
+                return Err(Error::Misuse("once is enough".into()));
+            }
+            let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
+            // What is sent behind the greeting is cut off.
+            Link::connect(&Cutter::start(&address, vec![1500]).address, options)
+        };
+        let options = ClientOptions { dial: Box::new(dial), retry: Duration::ZERO, returns: true };
+        let client = Client::<Vec<u8>>::connect(options, (number + 5000).to_le_bytes()).unwrap();
+        while sync(&client).is_ok() {}
+    }
+    let end = std::time::Instant::now() + PATIENT;
+    while machine.sessions.count() > 64 && std::time::Instant::now() < end {
+        thread::sleep(Duration::from_millis(10));
+    }
+    assert!((2..=64).contains(&machine.sessions.count()), "{} sessions", machine.sessions.count());
+}
+
+#[test]
 fn whoever_never_listens_again_is_not_waited_for() {
     let machine = Machine::start();
     let address = machine.address.clone();

@@ -21,6 +21,10 @@ use crate::memory::{Memory, Shared, Target, copied};
 
 /// The most views of a storage that are kept for the next operator that asks for them.
 const MAX_VIEWS: usize = 8;
+/// As many of a list's values are told of to who reads of an error.
+const MAX_TOLD: usize = 32;
+/// The most storages of a client.
+const MAX_STORAGES: usize = 1 << 20;
 /// Reads up to so many bytes are copied at once.
 const SMALL: u64 = 4096;
 /// Operators that are a machine's own.
@@ -425,8 +429,19 @@ impl TorchExecutor {
         Ok((given, view, storage))
     }
 
+    fn refuse_too_many(&self) -> Result<(), Failure> {
+        if self.storages.len() < MAX_STORAGES {
+            return Ok(());
+        }
+        Err(Failure::new(
+            FailureKind::OutOfMemory,
+            format!("a machine keeps {MAX_STORAGES} storages of a client"),
+        ))
+    }
+
     /// Gives a storage a number.
     fn hold(&mut self, py: Python<'_>, number: u64, held: Held) -> Result<(), Failure> {
+        self.refuse_too_many()?;
         if let Some(storage) = &held.storage {
             let identity = identity(storage.bind(py)).map_err(|error| raised(py, "a storage", &error))?;
             self.numbered.insert(identity);
@@ -515,8 +530,9 @@ impl TorchExecutor {
             Value::Scalar { dtype: of, .. } => format!("{}[]", dtype(*of)),
             Value::Dtype(of) => dtype(*of),
             Value::List(values) => {
-                let values: Vec<String> = values.iter().map(|value| self.describe(value)).collect();
-                format!("[{}]", values.join(", "))
+                let told = values.iter().take(MAX_TOLD).map(|value| self.describe(value));
+                let more = (values.len() > MAX_TOLD).then(|| format!("{} more", values.len() - MAX_TOLD));
+                format!("[{}]", told.chain(more).collect::<Vec<_>>().join(", "))
             }
             Value::Int(value) => value.to_string(),
             Value::Float(value) => value.to_string(),
@@ -670,6 +686,7 @@ impl Executor for TorchExecutor {
         if self.storages.contains_key(&storage) {
             return Err(refused(format!("there is a storage {storage}")));
         }
+        self.refuse_too_many()?;
         self.storages.insert(storage, Held { bytes, device, storage: None, views: Vec::new() });
         Ok(())
     }

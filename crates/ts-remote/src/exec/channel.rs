@@ -60,6 +60,17 @@ pub(super) enum Incoming<S> {
     Finished,
 }
 
+impl<S> Incoming<S> {
+    /// Bytes that it takes while it waits.
+    pub(super) fn byte_len(&self) -> usize {
+        match self {
+            Self::Message(bytes) => bytes.len(),
+            Self::Tensor(info, _) => info.storage_len as usize,
+            Self::Announced(_) | Self::Finished => 0,
+        }
+    }
+}
+
 /// One end of it.
 #[derive(Debug)]
 pub(super) struct Channel<S> {
@@ -109,6 +120,15 @@ impl<S: Sink> Channel<S> {
     /// Bytes that were sent, and may have to be sent again.
     pub(super) fn unacked_bytes(&self) -> usize {
         self.unacked_bytes
+    }
+
+    /// # Errors
+    /// [`Error::Protocol`] when the other end owes acknowledgements of more bytes, or of more things, than these.
+    pub(super) fn refuse_debts(&self, (bytes, things): (usize, usize)) -> Result<(), Error> {
+        if self.unacked_bytes <= bytes && self.unacked.len() <= things {
+            return Ok(());
+        }
+        Err(Error::Protocol { stream: self.stream, what: "nothing that was sent is acknowledged".into() })
     }
 
     /// Whether the other end has all.

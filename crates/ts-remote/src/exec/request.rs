@@ -122,6 +122,9 @@ const RECEIVE: u8 = 8;
 const SYNC: u8 = 9;
 const LIST: u8 = 10;
 
+/// The most memory that a request may take when it is decoded.
+const MAX_DECODED: usize = 64 << 20;
+
 const KNOWN: u8 = 0;
 const NEW: u8 = 1;
 const ASKED: u8 = 2;
@@ -171,6 +174,7 @@ impl Request {
     }
 
     fn decode(from: &mut Decoder<'_>) -> Result<Self, Error> {
+        from.allow(MAX_DECODED);
         Ok(match from.byte()? {
             DEFINE => Self::Define { op: small(from)?, name: from.text()?.into() },
             CREATE => Self::Create { storage: from.number()?, bytes: from.number()?, device: small(from)? },
@@ -234,7 +238,11 @@ fn many<T>(
     one: impl Fn(&mut Decoder<'_>) -> Result<T, Error>,
 ) -> Result<Vec<T>, Error> {
     let len = from.len()?;
-    (0..len).map(|_| one(from)).collect()
+    let one = |_| {
+        from.charge(size_of::<T>())?;
+        one(from)
+    };
+    (0..len).map(one).collect()
 }
 
 /// The requests of a batch, in their order. It ends with the first that is none.
@@ -331,6 +339,28 @@ mod tests {
             let errors = read.iter().filter(|request| request.is_err()).count();
             prop_assert!(errors <= 1 && (errors == 0 || read.last().unwrap().is_err()));
         }
+    }
+
+    #[test]
+    fn a_request_takes_a_bounded_amount_of_memory_whatever_it_says() {
+        let call = |args| {
+            let call = Call { op: 7, args, kwargs: Vec::new(), outputs: Vec::new(), reply: None };
+            let mut batch = Vec::new();
+            Request::Call(call).encode(&mut batch);
+            batch
+        };
+        let of = |storage| {
+            Value::Tensor(TensorRef { storage, view: View::contiguous(ScalarType(6), vec![1000; 4]) })
+        };
+        let foreach = call(vec![Value::List((0..50_000).map(of).collect())]);
+        assert!(Requests::new(&foreach, 1).all(|request| request.is_ok()), "an optimiser's step is one");
+        // A byte each, and as large as any value when they are decoded.
+        let nothing = call(vec![Value::List(vec![Value::None; 2_000_000])]);
+        let read: Vec<_> = Requests::new(&nothing, 1).collect();
+        assert!(matches!(&read[..], [Err(Error::Protocol { .. })]), "{} requests", read.len());
+        // Each request by itself.
+        let many = [foreach.clone(), foreach.clone(), foreach].concat();
+        assert_eq!(Requests::new(&many, 1).filter(Result::is_ok).count(), 3);
     }
 
     #[test]

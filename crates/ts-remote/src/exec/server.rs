@@ -25,6 +25,13 @@ const SLICE: Duration = Duration::from_millis(100);
 const KEEP: Duration = Duration::from_millis(500);
 /// The most bytes of answers that wait for their client while more is done.
 const MAX_UNSENT: usize = 32 << 20;
+/// The most bytes, and things, that a client has not acknowledged, or that wait until it has. One of ours acknowledges
+/// every 256 KiB.
+const MAX_OWED: (usize, usize) = (256 << 20, 1 << 16);
+/// The most operators that a client defines, and the most storages that it keeps which were never computed.
+const MAX_DEFINED: usize = 1 << 16;
+/// The most sessions that are kept without a link. For another the one goes that has been so for longest.
+const MAX_WAITING: usize = 64;
 /// Answers up to this are messages.
 const MAX_INLINE: usize = 32 << 10;
 
@@ -193,7 +200,9 @@ impl<E: Executor + Send> Sessions<E> {
             }
             _ => drop(held.remove(&theirs.session)),
         }
+        let surplus = oldest_waiting(&mut held);
         drop(held);
+        drop(surplus);
         self.changed.notify_all();
         ended
     }
@@ -221,6 +230,17 @@ impl<E: Executor + Send> Sessions<E> {
     fn held(&self) -> MutexGuard<'_, HashMap<[u8; 16], Slot<E>>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The session that has been without a link for longest, if there are too many of them.
+fn oldest_waiting<E: Executor>(held: &mut HashMap<[u8; 16], Slot<E>>) -> Option<Slot<E>> {
+    let waiting = held.iter().filter_map(|(session, slot)| match slot {
+        Slot::Waiting(_, since) => Some((*since, *session)),
+        Slot::Busy(_) => None,
+    });
+    let waiting: Vec<_> = waiting.collect();
+    let (_, oldest) = waiting.iter().filter(|_| waiting.len() > MAX_WAITING).min()?;
+    held.remove(oldest)
 }
 
 type Line<E> = Mutex<Channel<Landing<<E as Executor>::Sink>>>;
@@ -337,6 +357,7 @@ impl<E: Executor + Send> State<E> {
         }
         if replied {
             let mut line = locked(line);
+            line.refuse_debts(MAX_OWED)?;
             line.acknowledge()?;
             line.drive()?;
         }
@@ -357,6 +378,11 @@ impl<E: Executor + Send> State<E> {
                 self.lent = false;
             }
             self.behind.push_back(item);
+            let bytes: usize = self.behind.iter().map(Incoming::byte_len).sum();
+            if bytes > MAX_OWED.0 || self.behind.len() > MAX_OWED.1 {
+                let what = "requests without end, and an answer that is not acknowledged".into();
+                return Err(Error::Protocol { stream: 0, what });
+            }
         }
         Ok(())
     }
@@ -432,11 +458,19 @@ impl<E: Executor> Doing<'_, E> {
         if self.receiving.is_some() {
             return Err(Error::Protocol { stream: 0, what: "a request where bytes were announced".into() });
         }
+        if self.poisoned.len() > MAX_DEFINED {
+            let what = format!("more than {MAX_DEFINED} storages that were never computed");
+            return Err(Error::Protocol { stream: 0, what });
+        }
         let (done, storage) = match request {
             Request::Call(call) => return self.call(&call),
             Request::Define { op, name } => {
                 if op as usize != self.ops.len() {
                     let what = format!("operator {op}, where {} is the next", self.ops.len());
+                    return Err(Error::Protocol { stream: 0, what });
+                }
+                if self.ops.len() >= MAX_DEFINED {
+                    let what = format!("more than {MAX_DEFINED} operators");
                     return Err(Error::Protocol { stream: 0, what });
                 }
                 // Who calls it hears of it.

@@ -128,6 +128,7 @@ impl View {
         let head = from.number()?;
         let dims = usize::try_from(head >> 2).ok().filter(|&dims| dims <= MAX_DIMS);
         let dims = dims.ok_or_else(|| from.bad(format!("a tensor of {} dimensions", head >> 2)))?;
+        from.charge(dims * (size_of::<u64>() + size_of::<i64>()))?;
         let sizes: Vec<u64> = (0..dims).map(|_| from.number()).collect::<Result<_, _>>()?;
         let strides = if head & 2 == 0 {
             contiguous(&sizes)
@@ -226,6 +227,7 @@ impl Value {
     }
 
     fn decode_within(from: &mut Decoder<'_>, depth: usize) -> Result<Self, Error> {
+        from.charge(size_of::<Self>())?;
         Ok(match from.byte()? {
             NONE => Self::None,
             FALSE => Self::Bool(false),
@@ -280,11 +282,25 @@ pub(crate) fn put_text(into: &mut Vec<u8>, text: &str) {
 pub(crate) struct Decoder<'a> {
     rest: &'a [u8],
     stream: u32,
+    /// Memory that what is decoded may still take: more than its bytes, for a value of one byte is as large as any here.
+    room: usize,
 }
 
 impl<'a> Decoder<'a> {
     pub(crate) fn new(bytes: &'a [u8], stream: u32) -> Self {
-        Self { rest: bytes, stream }
+        Self { rest: bytes, stream, room: usize::MAX }
+    }
+
+    /// What is decoded from now on may take so many bytes of memory.
+    pub(crate) fn allow(&mut self, bytes: usize) {
+        self.room = bytes;
+    }
+
+    /// Something takes so many bytes of memory.
+    pub(crate) fn charge(&mut self, bytes: usize) -> Result<(), Error> {
+        let left = self.room.checked_sub(bytes);
+        self.room = left.ok_or_else(|| self.bad("an operator that takes too much memory".into()))?;
+        Ok(())
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -341,6 +357,7 @@ impl<'a> Decoder<'a> {
     /// Bytes with their length before them.
     pub(crate) fn bytes(&mut self) -> Result<&'a [u8], Error> {
         let len = self.len()?;
+        self.charge(len)?;
         let (bytes, rest) = self.rest.split_at(len);
         self.rest = rest;
         Ok(bytes)
