@@ -370,6 +370,32 @@ def test_inductor_says_that_it_cannot(device: torch.device) -> None:
         compiled(torch.randn(3, 3, device=device))
 
 
+def test_kinds_of_tensors_that_a_machine_has_not_are_refused_by_name(device: torch.device) -> None:
+    def train() -> None:
+        embedding = nn.Embedding(10, 4, sparse=True).to(device)
+        embedding(torch.tensor([1, 2], device=device)).sum().backward()
+
+    def nest() -> torch.Tensor:
+        nested: torch.Tensor = torch.nested.nested_tensor(
+            [torch.ones(2, device=device), torch.ones(3, device=device)]
+        )
+        return nested * 2
+
+    for run, why in [
+        (train, r"no sparse tensors; gradients are dense with nn.Embedding\(sparse=False\)"),
+        (lambda: torch.eye(3).to_sparse().to(device), "no sparse tensors"),
+        (lambda: repr(torch.eye(3).to_sparse_csr().to(device)), "no sparse tensors"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8).to(device), "no quantized tensors"),
+        (nest, "no nested tensors of strided layout; those of layout=torch.jagged"),
+    ]:
+        with pytest.raises(NotImplementedError, match=why):
+            run()
+    jagged = torch.nested.nested_tensor(
+        [torch.ones(2, device=device), torch.ones(3, device=device)], layout=torch.jagged
+    )
+    assert (jagged * 2).values().tolist() == [2.0] * 5
+
+
 @pytest.mark.parametrize("train", [True, False])
 def test_inductor_says_that_it_cannot_of_modules_too(device: torch.device, train: bool) -> None:
     torch._dynamo.reset()

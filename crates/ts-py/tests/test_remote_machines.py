@@ -508,3 +508,51 @@ def test_what_a_machine_is_asked_for_is_there_or_refused_at_once(tmp_path: Path)
         for kind in ("mock", "local"):
             with pytest.raises((ConfigurationError, ConnectionLost), match="GPU"):
                 RemoteMachine(kind, gpu_type="cuda")
+
+
+def test_what_an_operator_gives_is_a_tensor_of_the_machine_and_no_other_ones(device: torch.device) -> None:
+    from tensorstream import _native
+    from tensorstream.remote._kernels import kernel
+
+    x = torch.arange(4.0, device=device)
+    elsewhere = kernel(torch.ops.aten.empty_like.default)(x, device="meta")
+    with pytest.raises(RemoteTensorError, match="a tensor on meta, which is no device of this machine"):
+        elsewhere.tolist()
+    # One whose outputs are asked for has them in storages of their own.
+    aliased = _native.RemoteKernel(
+        "aten::alias", torch.ops.aten.alias.default, False, False, True, False, None, [0], ["tensor"]
+    )(x)
+    x.fill_(7.0)
+    assert aliased.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_server_runs_no_operator_that_reaches_beyond_its_tensors() -> None:
+    from tensorstream.remote._server import Session
+
+    session = Session(checked=True)
+    for name in (
+        "aten::from_file", "aten::_efficientzerotensor", "aten::set_.source_Tensor", "aten::resize_", "aten::t_",
+        "aten::as_strided_.*", "aten::manual_seed", "aten::set_grad_enabled", "aten::_print", "prim::Print",
+        "aten::_convert_indices_from_csr_to_coo", "aten::segment_reduce.*", "image::read_file",
+    ):  # fmt: skip
+        with pytest.raises((PermissionError, LookupError)):
+            session.define(name)
+
+    def call(name: str, *args: Any, **kwargs: Any) -> Any:
+        return session.define(name)[0](*args, **kwargs)
+
+    x, far = torch.ones(1, 4, 4), torch.full((1, 1, 1), 1 << 40)
+    pooled, at = call("aten::max_pool2d_with_indices", x, [4, 4])
+    backward = ("aten::max_pool2d_with_indices_backward", pooled, x, [4, 4], [4, 4], [0, 0], [1, 1], False)
+    assert call(*backward, at).sum() == 1.0
+    one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    bags = ("aten::_embedding_bag_dense_backward", torch.ones(1, 4))
+    for run in (
+        lambda: call(*backward, far),
+        lambda: call(*bags, far.reshape(1), zero, one, zero, 4, False, 0, None, -1),
+        lambda: call(*bags, zero, far.reshape(1), one, zero, 4, False, 0, None, -1),
+        lambda: call("aten::segment_reduce", x.reshape(16), "sum", offsets=torch.tensor([0, 1 << 16]), unsafe=True),
+        lambda: call("aten::segment_reduce", x.reshape(16), "sum", lengths=torch.tensor([9, 9]), unsafe=True),
+    ):
+        with pytest.raises(IndexError):
+            run()

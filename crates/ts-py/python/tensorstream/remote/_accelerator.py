@@ -91,18 +91,20 @@ def _generators(own: torch.device) -> None:
 
 
 def _pinned(method: Callable[..., Any], own: torch.device | None) -> Callable[..., Any]:
-    """A method that asks for pinned memory, which is that of the accelerator unless the caller names a device."""
-    kind = None if own is None else own.type
+    """A method about pinned memory, which is that of the accelerator unless the caller names a device."""
+    without = _refuse if method.__name__ == "pin_memory" else _no
 
     @functools.wraps(method)
     def asked(self: torch.Tensor, device: Any = None) -> Any:
-        if device is not None or self.device.type != "cpu":
-            return method(self, *(() if device is None else (device,)))
-        if kind is None:
-            return method.__name__ == "pin_memory" and _refuse()
+        if device is not None:
+            return method(self, device)
+        if self.device.type != "cpu":
+            return method(self)
+        if own is None:
+            return without()
         with warnings.catch_warnings():
             # Naming it is deprecated where there is only one.
             warnings.simplefilter("ignore", DeprecationWarning)
-            return method(self, kind)
+            return method(self, own.type)
 
     return asked

@@ -383,6 +383,22 @@ def _fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     return kernel_of(op)(*args, **kwargs)
 
 
+#: Kinds of tensors that a machine does not have, by the key under which PyTorch asks for them; and what does instead.
+_ABSENT = {
+    "SparsePrivateUse1": ("sparse tensors", "gradients are dense with nn.Embedding(sparse=False)"),
+    "SparseCsrPrivateUse1": ("sparse tensors", "to_dense() makes one that can be there"),
+    "NestedTensorPrivateUse1": ("nested tensors of strided layout", "those of layout=torch.jagged can be there"),
+    "QuantizedPrivateUse1": ("quantized tensors", "dequantize() makes one that can be there"),
+}
+
+
+def _absent(what: str, instead: str) -> Callable[..., Any]:
+    def refuse(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{op}: a device of tensorstream has no {what}; {instead}")
+
+    return refuse
+
+
 _drawing = threading.Lock()
 
 
@@ -432,4 +448,6 @@ def register() -> None:
     others = torch.library.Library("_", "IMPL")
     others.fallback(_fallback, "PrivateUse1")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for key, (what, instead) in _ABSENT.items():
+        others.fallback(_absent(what, instead), key)
     _LIBRARIES.extend([own, others, _OWN])

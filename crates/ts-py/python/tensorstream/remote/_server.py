@@ -19,6 +19,7 @@ import torch
 from .. import _native
 from .._wire import _settings
 from ..errors import ConfigurationError
+from . import _bounds
 from ._dtypes import DTYPES
 
 _log = logging.getLogger("tensorstream.remote")
@@ -96,8 +97,9 @@ class _Peers:
 class Session:
     """What operators of one client have in common: generators, and what was offered to other machines."""
 
-    def __init__(self, peers: _Peers | None = None, devices: int = 1) -> None:
+    def __init__(self, peers: _Peers | None = None, devices: int = 1, checked: bool = False) -> None:
         self._device_count = devices
+        self._checked = checked
         self._generators: dict[torch.device, torch.Generator] = {}
         #: Those that stand for one of the client's while it draws from it.
         self._given: dict[torch.device, torch.Generator] = {}
@@ -118,7 +120,7 @@ class Session:
         """What is called for an operator, and which of its arguments it writes to, by place and by name."""
         namespace, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
-        if namespace not in NAMESPACES or base in REFUSED or base in RESHAPING:
+        if namespace not in NAMESPACES or base in REFUSED | RESHAPING | _bounds.SPARSE:
             raise PermissionError("this machine does not run it")
         if namespace == "tensorstream":
             if base not in OWN:
@@ -130,8 +132,14 @@ class Session:
         overloads = [getattr(packet, name) for name in packet.overloads()]
         if any(torch.Tag.inplace_view in each.tags for each in overloads):
             raise PermissionError("a client does it by itself: this machine does not run it")
+        if not any(
+            "Tensor" in str(a.type) for each in overloads for a in (*each._schema.arguments, *each._schema.returns)
+        ):
+            raise PermissionError("it neither takes nor gives tensors: this machine does not run it")
         if overload == "*":
             # That which is for the arguments: numbers in tensors' places have overloads of their own.
+            if base in _bounds.CHECKS:
+                raise PermissionError("it takes no numbers for tensors")
             return packet, [0] if base.endswith("_") else [], ["out"]
         op = getattr(packet, overload or "default", None)
         if not isinstance(op, torch._ops.OpOverload):
@@ -139,7 +147,25 @@ class Session:
         arguments = op._schema.arguments
         written = [(at, a) for at, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
         places = [at for at, a in written if not a.kwarg_only]
-        return self._call(op), places, [a.name for _, a in written if a.kwarg_only]
+        call = self._call(op)
+        return (
+            self._within_bounds(base, call) if self._checked else call,
+            places,
+            [a.name for _, a in written if a.kwarg_only],
+        )
+
+    def _within_bounds(self, base: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """An operator whose indices are looked at first, if PyTorch does not do that."""
+        check = _bounds.CHECKS.get(base)
+        if check is None:
+            return call
+
+        @functools.wraps(call)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            check(*args, **kwargs)
+            return call(*args, **kwargs)
+
+        return checked
 
     def _call(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
         call: Callable[..., Any] = op._op
@@ -306,14 +332,15 @@ def server(
     listen: str, *, devices: list[torch.device], token: str | None = None, insecure: bool = False,
     cert: Any = None, key: Any = None, ca: Any = None, timeout: float = 30.0, patience: float = 300.0,
     staged: bool = False, peers: tuple[str, ...] = (), peer_ca: Any = None, shared: bool = False,
+    checked: bool = False,
 ) -> _native.RemoteServer:  # fmt: skip
     """A server that runs operators on these devices, and listens at "HOST:PORT" or "unix:PATH". staged: what comes is
     received beside the memory it is for, as where that is not the host's. peers: addresses of machines from which
     tensors are fetched directly, or "any"; peer_ca: whose certificates they have. shared: the process is a client's
-    too, for which PyTorch's settings are."""
+    too, for which PyTorch's settings are. checked: clients may not be who started it, and indices are looked at."""
     objects = {
         "session": functools.partial(
-            Session, _Peers(peers, token, {"ca": peer_ca, "cert": cert, "key": key}), len(devices)
+            Session, _Peers(peers, token, {"ca": peer_ca, "cert": cert, "key": key}), len(devices), checked
         ),
         "dtypes": DTYPES, "realise": _realise, "view": _view, "settled": _settled,
         "scalar": _scalar, "named": _named, "host": _host, "part": _part, "stage": _stage, "land": _land,
@@ -395,7 +422,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.listen, token=token, insecure=options.insecure,
             devices=devices_of(options.device, options.devices),
             cert=options.tls_cert, key=options.tls_key, ca=options.tls_client_ca, peers=tuple(options.peer),
-            peer_ca=options.peer_ca,
+            peer_ca=options.peer_ca, checked=not options.with_parent,
         )  # fmt: skip
     except Exception as error:
         print(f"tensorstream serve: {error}", file=sys.stderr)
