@@ -213,7 +213,7 @@ fn a_write_to_a_kept_unit_is_found_and_the_unit_stays_kept() {
         let order: Vec<usize> = (0..8).collect();
         for _ in 0..3 {
             model.pass(&engine, &order);
-            assert_eq!(engine.written(), [], "reading from storage is no write to what was read");
+            assert!(engine.written().is_empty(), "reading from storage is no write to what was read");
             let kept = engine.stats().units.iter().rposition(|unit| unit.resident).expect("some are kept");
             let tensor = acquire_tensor(&engine, kept as u32).unwrap();
             let address = tensor.range().as_ptr();
@@ -222,7 +222,7 @@ fn a_write_to_a_kept_unit_is_found_and_the_unit_stays_kept() {
             drop(tensor);
             assert_eq!(engine.written(), [(UnitId(kept as u32), vec![0])]);
             engine.discard(UnitId(kept as u32)).unwrap();
-            assert_eq!(engine.written(), []);
+            assert!(engine.written().is_empty());
             assert!(engine.stats().units[kept].resident, "its memory was free");
         }
         model.pass(&engine, &order);

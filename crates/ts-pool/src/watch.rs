@@ -288,7 +288,7 @@ mod tests {
         buffer.fill(1);
         let watched = watch.watch(buffer.freeze()).unwrap();
         assert!(watched.buffer().iter().all(|&byte| byte == 1), "reading is no writing");
-        assert_eq!(watched.written(), []);
+        assert!(watched.written().is_empty());
         for at in [0, 5 * MIB + 1, 9 * MIB + 4] {
             write(watched.buffer(), at);
         }
@@ -315,13 +315,13 @@ mod tests {
         let (first, mut second) = (pool.allocate(5000).unwrap(), pool.allocate(5000).unwrap());
         let watched = watch.watch(first.freeze()).unwrap();
         second.fill(3);
-        assert_eq!(watched.written(), []);
+        assert!(watched.written().is_empty());
         assert!(!WriteWatch::any_written([&watched]));
         drop(watched);
         let mut again = pool.allocate(5000).unwrap();
         again.fill(4);
         let watched = watch.watch(again.freeze()).unwrap();
-        assert_eq!(watched.written(), []);
+        assert!(watched.written().is_empty());
     }
 
     #[test]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -231,17 +232,21 @@ def _tied() -> None:
 def _accumulation() -> None:
     """``linear_cross_entropy`` accumulates by the kind of device: on a machine that is a CPU as on a CPU."""
     try:
-        from torch.nn.modules import linear_cross_entropy_options as options
+        from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions as Options
     except ImportError:  # PyTorch before 2.15
         return
-    policy = options._auto_acc_policy
+    adjust = Options._adjust
+    signature = inspect.signature(adjust)
 
-    @functools.wraps(policy)
-    def as_there(device_type: str | None, dtype: torch.dtype) -> str:
-        on_cpu = device_type == "ts" and set(KINDS.values()) == {"cpu"}
-        return policy("cpu" if on_cpu else device_type, dtype)
+    @functools.wraps(adjust)
+    def as_there(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        device = bound.arguments.get("device")
+        if device is not None and device.type == "ts" and KINDS.get(device.index, "cpu") == "cpu":
+            bound.arguments["device"] = torch.device("cpu")
+        return adjust(*bound.args, **bound.kwargs)
 
-    options._auto_acc_policy = as_there
+    Options._adjust = as_there  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
