@@ -158,9 +158,7 @@ class RemoteMachine:
         if kind == "tcp" and address is None:
             raise ConfigurationError('a machine of kind tcp needs the address at which it listens: "HOST:7470"')
         if gpu_type.lower() not in ("cpu", "cuda"):
-            raise ConfigurationError(
-                f"gpu_type={gpu_type!r}: a machine runs operators on its cpu, or on its GPUs, which are cuda"
-            )
+            raise ConfigurationError(f"gpu_type={gpu_type!r}: cpu or cuda, which is what a machine runs operators on")
         if not 1 <= gpu_count <= _MAX_DEVICES:
             raise ConfigurationError(f"gpu_count={gpu_count}: a machine has 1 to {_MAX_DEVICES} devices")
         self.kind, self.address, self.gpu_type, self.gpu_count = kind, address, gpu_type.lower(), gpu_count
