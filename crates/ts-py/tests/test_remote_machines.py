@@ -556,3 +556,28 @@ def test_a_server_runs_no_operator_that_reaches_beyond_its_tensors() -> None:
     ):
         with pytest.raises(IndexError):
             run()
+
+
+FORKS = """
+import os, signal, sys
+import torch
+from tensorstream.remote import RemoteMachine
+machine = RemoteMachine(sys.argv[1], **({"threads": 1} if sys.argv[1] == "local" else {}))
+x = torch.ones(4, device=machine.device())
+for _ in range(5):
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        sys.exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child hung"
+    assert (x + x).sum().item() == 8.0, "the session is the parent's"
+"""
+
+
+@pytest.mark.parametrize("kind", ["local", "mock"])
+def test_a_forked_child_that_exits_neither_hangs_nor_ends_the_session(kind: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, kind], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

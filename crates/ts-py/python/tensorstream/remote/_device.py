@@ -296,6 +296,12 @@ def _refuse_trainers(model: str, at: torch.device) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+def is_forked() -> bool:
+    """Whether this process is a child of the one that has the sessions."""
+    forked: bool = _process.forked
+    return forked
+
+
 def _after_fork() -> None:
     _process.forked = True
     _native.remote_forked()

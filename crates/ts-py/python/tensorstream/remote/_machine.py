@@ -107,10 +107,15 @@ class _Saved:
 def _alone(
     method: Callable[Concatenate[RemoteMachine, P], R],
 ) -> Callable[Concatenate[RemoteMachine, P], R]:
-    """Of methods so marked a machine does one at a time, whichever threads call them."""
+    """Of methods so marked a machine does one at a time, whichever threads call them; and none in a child process,
+    whose parent's the session is."""
 
     @functools.wraps(method)
     def call(self: RemoteMachine, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if _device.is_forked():
+            raise ConfigurationError(
+                f"machine {self.name} is the parent's of this forked process: start processes by spawn or forkserver"
+            )
         with self._turn:
             return method(self, *args, **kwargs)
 
@@ -394,9 +399,15 @@ class RemoteMachine:
                 _device.seed_of(session.first + index, seed)
         LOG.info("%s: resumed at %s", self.name, address)
 
-    @_alone
     def stop(self) -> None:
-        """Ends the session, and the machine if it was started here. Its tensors are gone. May be called again."""
+        """Ends the session, and the machine if it was started here. Its tensors are gone. May be called again.
+
+        In a child process that was forked it does nothing: the machine is the parent's."""
+        if not _device.is_forked():
+            self._stop()
+
+    @_alone
+    def _stop(self) -> None:
         session = self._session
         if session is None:
             return
