@@ -71,6 +71,8 @@ pub(super) struct Server {
     devices: Vec<Py<PyAny>>,
     /// Whether their memory is the host's.
     on_host: bool,
+    /// Whether they all stand for the CPU.
+    on_cpu: bool,
 }
 
 struct Operator {
@@ -85,6 +87,8 @@ struct Operator {
 struct Held {
     bytes: u64,
     device: u32,
+    /// Of its storage, once it has one.
+    identity: usize,
     /// Once something was written to it.
     storage: Option<Py<PyAny>>,
     views: Vec<(View, Py<PyAny>)>,
@@ -175,6 +179,9 @@ impl Server {
             with_default: function("with_default")?,
             guard: function("guard")?,
             tensor: function("tensor")?,
+            on_cpu: get("devices")?
+                .try_iter()?
+                .all(|device| device.and_then(|device| device.str()).is_ok_and(|name| name == "cpu")),
             devices: get("devices")?.extract()?,
             on_host: get("on_host")?.extract()?,
         };
@@ -254,7 +261,7 @@ impl TorchExecutor {
             let made = server.realise.call1(py, (held.bytes, device));
             let made = made.map_err(|error| raised(py, &format!("{} bytes", held.bytes), &error))?;
             let own = identity(made.bind(py)).map_err(|error| raised(py, "a storage", &error))?;
-            held.storage = Some(made);
+            (held.storage, held.identity) = (Some(made), own);
             self.numbered.insert(own);
         }
         let held = self.held(storage)?;
@@ -399,19 +406,24 @@ impl TorchExecutor {
     }
 
     /// What an operator gave, as it can begin a storage: on a device of the machine, with memory that is no other storage's, and
-    /// with elements that are as they lie there. And how it lies, and that storage.
+    /// with elements that are as they lie there. And how it lies, that storage, and what tells it from others.
     fn as_new<'py>(
         &self,
         server: &Server,
         given: &Bound<'py, PyAny>,
-    ) -> Result<(Bound<'py, PyAny>, View, Bound<'py, PyAny>), Failure> {
+    ) -> Result<(Bound<'py, PyAny>, View, Bound<'py, PyAny>, usize), Failure> {
         let py = given.py();
         let failed = |error: PyErr| raised(py, "what it gave", &error);
         let call = |of: &Bound<'py, PyAny>, method| of.call_method0(method).map_err(failed);
-        let device = given.getattr(intern!(py, "device")).map_err(failed)?;
-        let ours = |own: &Py<PyAny>| device.eq(own.bind(py)).unwrap_or(false);
-        if !server.devices.iter().any(ours) {
-            return Err(refused(format!("it gave a tensor on {device}, which is no device of this machine")));
+        if !server.on_cpu
+            || !given.getattr(intern!(py, "is_cpu")).and_then(|is| is.is_truthy()).map_err(failed)?
+        {
+            let device = given.getattr(intern!(py, "device")).map_err(failed)?;
+            let ours = |own: &Py<PyAny>| device.eq(own.bind(py)).unwrap_or(false);
+            if !server.devices.iter().any(ours) {
+                let what = format!("it gave a tensor on {device}, which is no device of this machine");
+                return Err(refused(what));
+            }
         }
         let mut given = given.clone();
         let mut view = view_of(server, &given).map_err(failed)?;
@@ -421,12 +433,14 @@ impl TorchExecutor {
             view = view_of(server, &given).map_err(failed)?;
         }
         let mut storage = call(&given, intern!(py, "untyped_storage"))?;
-        if self.numbered.contains(&identity(&storage).map_err(failed)?) {
+        let mut own = identity(&storage).map_err(failed)?;
+        if self.numbered.contains(&own) {
             given = call(&given, intern!(py, "clone"))?;
             view = view_of(server, &given).map_err(failed)?;
             storage = call(&given, intern!(py, "untyped_storage"))?;
+            own = identity(&storage).map_err(failed)?;
         }
-        Ok((given, view, storage))
+        Ok((given, view, storage, own))
     }
 
     fn refuse_too_many(&self) -> Result<(), Failure> {
@@ -440,12 +454,9 @@ impl TorchExecutor {
     }
 
     /// Gives a storage a number.
-    fn hold(&mut self, py: Python<'_>, number: u64, held: Held) -> Result<(), Failure> {
+    fn hold(&mut self, number: u64, held: Held) -> Result<(), Failure> {
         self.refuse_too_many()?;
-        if let Some(storage) = &held.storage {
-            let identity = identity(storage.bind(py)).map_err(|error| raised(py, "a storage", &error))?;
-            self.numbered.insert(identity);
-        }
+        self.numbered.insert(held.identity);
         self.storages.insert(number, held);
         Ok(())
     }
@@ -466,7 +477,7 @@ impl TorchExecutor {
             there.call_method1(py, intern!(py, "copy_"), (given,)).map_err(failed)?;
             return Ok(());
         }
-        let (given, view, mut storage) = self.as_new(server, given)?;
+        let (given, view, mut storage, mut own) = self.as_new(server, given)?;
         if view.sizes != tensor.view.sizes || view.dtype != tensor.view.dtype {
             let what = format!(
                 "it gave a tensor of shape {:?} and dtype {}, where {:?} and {} were expected",
@@ -482,12 +493,16 @@ impl TorchExecutor {
             let settled = server.settled.bind(py).call1((given, dtype, sizes, strides, offset, bytes));
             let settled = settled.map_err(failed)?;
             storage = settled.call_method0(intern!(py, "untyped_storage")).map_err(failed)?;
+            own = identity(&storage).map_err(failed)?;
             settled
         };
         let storage = storage.unbind();
         let device = self.device_of(call_device(&settled));
         let views = vec![(tensor.view.clone(), settled.unbind())];
-        self.hold(py, tensor.storage, Held { bytes: *bytes, device, storage: Some(storage), views })
+        self.hold(
+            tensor.storage,
+            Held { bytes: *bytes, device, identity: own, storage: Some(storage), views },
+        )
     }
 
     /// What an operator gave begins a storage.
@@ -508,12 +523,12 @@ impl TorchExecutor {
         if self.storages.contains_key(&storage) {
             return Err(refused(format!("there is a storage {storage}")));
         }
-        let (given, view, own) = self.as_new(server, given)?;
+        let (given, view, own, identity) = self.as_new(server, given)?;
         let bytes: u64 =
             own.call_method0(intern!(py, "nbytes")).and_then(|bytes| bytes.extract()).map_err(failed)?;
         let device = self.device_of(call_device(&given));
         let views = vec![(view.clone(), given.unbind())];
-        self.hold(py, storage, Held { bytes, device, storage: Some(own.unbind()), views })?;
+        self.hold(storage, Held { bytes, device, identity, storage: Some(own.unbind()), views })?;
         Ok(Value::List(vec![Value::Tensor(TensorRef { storage, view }), Value::Int(bytes as i64)]))
     }
 
@@ -687,7 +702,7 @@ impl Executor for TorchExecutor {
             return Err(refused(format!("there is a storage {storage}")));
         }
         self.refuse_too_many()?;
-        self.storages.insert(storage, Held { bytes, device, storage: None, views: Vec::new() });
+        self.storages.insert(storage, Held { bytes, device, identity: 0, storage: None, views: Vec::new() });
         Ok(())
     }
 
@@ -705,10 +720,9 @@ impl Executor for TorchExecutor {
 
     fn free(&mut self, storage: u64) {
         // Its objects are dropped with the interpreter at hand.
-        Python::attach(|py| {
-            let held = self.storages.remove(&storage).and_then(|held| held.storage);
-            if let Some(identity) = held.and_then(|held| identity(held.bind(py)).ok()) {
-                self.numbered.remove(&identity);
+        Python::attach(|_| {
+            if let Some(held) = self.storages.remove(&storage).filter(|held| held.storage.is_some()) {
+                self.numbered.remove(&held.identity);
             }
         });
     }
