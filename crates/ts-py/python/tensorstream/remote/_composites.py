@@ -74,26 +74,20 @@ def _attention(
 # Dropout, and recurrent networks.
 
 
-def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """As a CPU does it (aten/src/ATen/native/Dropout.cpp): elsewhere it has one kernel, which rounds otherwise."""
-    if not 0 <= p <= 1:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if p == 0 or not train or not input.numel():
-        return input
-    if p == 1:
-        return input * torch.zeros((), dtype=input.dtype, device=input.device)
-    noise = aten.div_(aten.bernoulli_(aten.empty_like(input), 1 - p), 1 - p)
-    return input * noise
+def _dropout_by(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Dropout as a CPU does it (aten/src/ATen/native/Dropout.cpp). Other devices have one kernel for it, which rounds
+    differently."""
 
+    def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if not 0 <= p <= 1:
+            raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if p == 0 or not train or not input.numel():
+            return input
+        if p == 1:
+            return multiply(input, torch.zeros((), dtype=input.dtype, device=input.device))
+        return multiply(input, aten.div_(aten.bernoulli_(aten.empty_like(input), 1 - p), 1 - p))
 
-def _dropout_(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    if not 0 <= p <= 1:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if p == 0 or not train or not input.numel():
-        return input
-    if p == 1:
-        return input.mul_(torch.zeros((), dtype=input.dtype, device=input.device))
-    return input.mul_(aten.div_(aten.bernoulli_(aten.empty_like(input), 1 - p), 1 - p))
+    return dropout
 
 
 def _where_cpu(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,6 +111,6 @@ COMPOSITES = {
     "scaled_dot_product_attention": _attention,
     **{
         name: _where_cpu(_overload(name), run)
-        for name, run in {"dropout": _dropout, "dropout_": _dropout_, **RECURRENT}.items()
+        for name, run in {"dropout": _dropout_by(aten.mul), "dropout_": _dropout_by(aten.mul_), **RECURRENT}.items()
     },
 }

@@ -141,7 +141,7 @@ class _Module(types.ModuleType):
         """Asked for when inductor begins: the time to tell it the rest."""
         from torch._inductor.codegen import common
 
-        common.register_device_op_overrides("ts", _NoOverrides())  # type: ignore[arg-type]
+        common.register_device_op_overrides("ts", _NoOverrides())  # type: ignore[arg-type]  # it has every name
         return _NoInductor
 
 
@@ -246,7 +246,7 @@ def _accumulation() -> None:
             bound.arguments["device"] = torch.device("cpu")
         return adjust(*bound.args, **bound.kwargs)
 
-    Options._adjust = as_there  # type: ignore[method-assign]
+    Options._adjust = as_there  # type: ignore[method-assign]  # replaced on purpose
 
 
 @contextlib.contextmanager
@@ -293,7 +293,7 @@ def _refuse_trainers(model: str, at: torch.device) -> None:
                 f'variable ACCELERATE_TORCH_DEVICE="{at}" before it chooses a device, which is when the first '
                 "Accelerator or TrainingArguments is made"
             )
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
 
 
 def is_forked() -> bool:
