@@ -135,7 +135,7 @@ pub struct NeverFits {
 /// The smallest budget, in bytes, under which `max_passes` passes can run at once. Each pass needs slots for what it
 /// visits: one unit, or a set of `together`. Keeping the largest units can be cheaper than their slots for each pass.
 pub fn smallest_budget(units: &[UnitDemand], together: &[Vec<UnitId>], max_passes: usize) -> usize {
-    smallest(&Visits::new(units, together, max_passes)).0
+    smallest(&Visits::new(units, together, max_passes)).budget_bytes
 }
 
 /// What is needed at once: each set of `together`, and each unit alone.
@@ -177,21 +177,27 @@ impl<'a> Visits<'a> {
     }
 }
 
-/// The smallest budget, and the ring that goes with it.
-fn smallest(visits: &Visits<'_>) -> (usize, usize) {
+/// The smallest budget, and how units are held under it.
+struct Smallest {
+    budget_bytes: usize,
+    ring_bytes: usize,
+    residency: Vec<Residency>,
+}
+
+fn smallest(visits: &Visits<'_>) -> Smallest {
     let size = |i: usize| visits.units[i].slot_bytes;
-    let total = (0..visits.units.len()).map(size).fold(0, usize::saturating_add);
-    let mut kept = vec![false; visits.units.len()];
-    let mut best = (total, 0).min((visits.ring(|_| true), visits.ring(|_| true)));
-    // Keeping a unit costs its size and saves at most that in each pass, so that one pass keeps nothing.
-    if visits.max_passes == 1 {
-        return best;
-    }
-    // The set that needs the most is worth keeping first.
+    let count = visits.units.len();
+    // The sets that need the most are worth keeping first.
     let mut order: Vec<&Vec<usize>> = visits.sets.iter().collect();
     order.sort_by_key(|set| std::cmp::Reverse(visits.slots(set, |_| true)));
+    // How many of them are kept: keeping a unit costs its size and saves at most that in each pass, so that one pass
+    // keeps none.
+    let sets_to_try = if visits.max_passes == 1 { 0 } else { order.len() };
+    let ring = visits.ring(|_| true);
+    let mut best = (ring, ring, 0);
+    let mut kept = vec![false; count];
     let mut kept_bytes = 0usize;
-    for (place, set) in order.iter().enumerate() {
+    for (place, set) in order[..sets_to_try].iter().enumerate() {
         for &i in set.iter().filter(|&&i| !std::mem::replace(&mut kept[i], true)) {
             kept_bytes = kept_bytes.saturating_add(size(i));
         }
@@ -203,9 +209,14 @@ fn smallest(visits: &Visits<'_>) -> (usize, usize) {
             // A set that overlaps what is kept needs less than its whole size.
             ring = ring.max(visits.slots(set, |i| !kept[i]));
         }
-        best = best.min((kept_bytes.saturating_add(ring), ring));
+        best = best.min((kept_bytes.saturating_add(ring), ring, place + 1));
     }
-    best
+    let (budget_bytes, ring_bytes, sets_kept) = best;
+    let mut residency = vec![Residency::Streamed; count];
+    for &i in order[..sets_kept].iter().copied().flatten() {
+        residency[i] = Residency::Resident;
+    }
+    Smallest { budget_bytes, ring_bytes, residency }
 }
 
 /// Decides how each unit is held.
@@ -214,32 +225,31 @@ fn smallest(visits: &Visits<'_>) -> (usize, usize) {
 /// [`NeverFits`] when no assignment works under the budget.
 pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
     let visits = Visits::new(request.units, request.together, request.max_passes);
-    let (smallest, ring) = smallest(&visits);
-    if smallest > request.budget_bytes {
+    let smallest = smallest(&visits);
+    if smallest.budget_bytes > request.budget_bytes {
         let (largest_unit, largest_bytes) = visits.largest();
         let budget_bytes = request.budget_bytes;
-        return Err(NeverFits { budget_bytes, largest_unit, largest_bytes, smallest_budget_bytes: smallest });
+        let smallest_budget_bytes = smallest.budget_bytes;
+        return Err(NeverFits { budget_bytes, largest_unit, largest_bytes, smallest_budget_bytes });
     }
-    let planner = Planner::new(request, visits, smallest);
-    let rings = planner.ring_candidates().into_iter().chain([ring]);
-    let candidates: Vec<Plan> = rings.filter_map(|ring| planner.try_ring(ring)).collect();
+    let planner = Planner::new(request, visits, smallest.budget_bytes);
+    let rings = planner.ring_candidates();
+    let mut candidates: Vec<Plan> = rings.into_iter().filter_map(|ring| planner.try_ring(ring)).collect();
+    // What the smallest budget keeps works under every budget; the greedy choice of `try_ring` may miss it.
+    candidates.extend(planner.fill(smallest.residency, smallest.ring_bytes));
     let cheaper = |a: &&Plan, b: &&Plan| a.cost().total_cmp(&b.cost());
     let wide = |p: &&Plan| p.streamed_bytes_per_pass == 0 || p.ring_bytes >= request.least_ring_bytes;
     let best = candidates.iter().filter(wide).min_by(cheaper);
     let best = best.or_else(|| candidates.iter().min_by(cheaper));
-    Ok(best.expect("the ring of the smallest budget is a candidate").clone())
+    Ok(best.expect("the plan of the smallest budget is a candidate").clone())
 }
 
 /// What a pass would cost if `residency` were kept, in seconds; `None` when it breaks the budget.
 pub fn predict(request: &PlanRequest<'_>, residency: &[Residency]) -> Option<Plan> {
     let visits = Visits::new(request.units, request.together, request.max_passes);
-    let smallest = smallest(&visits).0;
+    let smallest = smallest(&visits).budget_bytes;
     let planner = Planner::new(request, visits, smallest);
-    let resident: usize = (0..residency.len())
-        .filter(|&i| residency[i] == Residency::Resident)
-        .map(|i| request.units[i].slot_bytes)
-        .sum();
-    let ring = request.budget_bytes.checked_sub(resident)?;
+    let ring = request.budget_bytes.checked_sub(planner.resident_bytes(residency))?;
     planner.evaluate(residency.to_vec(), ring)
 }
 
@@ -291,39 +301,45 @@ impl<'a> Planner<'a> {
         rings
     }
 
-    /// The best plan with about this ring: keeps what the rest of the budget holds.
+    /// The best plan with about this ring: keeps what the ring cannot hold, then what the rest of the budget holds.
     fn try_ring(&self, ring: usize) -> Option<Plan> {
         let mut residency = vec![Residency::Streamed; self.request.units.len()];
         let mut room = self.request.budget_bytes - ring;
-        let mut keep = |i: usize, residency: &mut Vec<Residency>| {
-            let fits = residency[i] == Residency::Streamed && self.size(i) <= room;
-            if fits {
-                residency[i] = Residency::Resident;
-                room -= self.size(i);
-            }
-            fits
-        };
-        // What the ring cannot hold must stay: of a set the largest units, until the others fit.
+        // Of a set the largest units stay, until the others fit.
         for set in &self.needed.sets {
             let mut largest_first = set.clone();
             largest_first.sort_by_key(|&i| std::cmp::Reverse(self.size(i)));
             let mut members = largest_first.into_iter();
             while self.needed.slots(set, |i| residency[i] == Residency::Streamed) > ring {
                 let next = members.find(|&i| residency[i] == Residency::Streamed)?;
-                if !keep(next, &mut residency) {
-                    return None;
-                }
+                room = room.checked_sub(self.size(next))?;
+                residency[next] = Residency::Resident;
             }
         }
-        // Then what saves most time for its memory. Units that save about the same, as the layers of a model
+        self.fill(residency, ring)
+    }
+
+    /// Keeps more units, where the budget has room beside the ring and what `residency` keeps.
+    fn fill(&self, mut residency: Vec<Residency>, ring: usize) -> Option<Plan> {
+        let mut room = (self.request.budget_bytes - ring).checked_sub(self.resident_bytes(&residency))?;
+        // What saves most time for its memory comes first. Units that save about the same, as the layers of a model
         // do, are taken evenly over the pass: reading ahead works best when kept and streamed ones alternate.
-        let mut order: Vec<usize> = (0..residency.len()).filter(|&i| self.visits[i] > 0).collect();
+        let streamed = |i: &usize| residency[*i] == Residency::Streamed && self.visits[*i] > 0;
+        let mut order: Vec<usize> = (0..residency.len()).filter(streamed).collect();
         let spread = self.spread();
         order.sort_by_key(|&i| (std::cmp::Reverse(self.worth(i)), spread[i]));
         for i in order {
-            keep(i, &mut residency);
+            if let Some(left) = room.checked_sub(self.size(i)) {
+                residency[i] = Residency::Resident;
+                room = left;
+            }
         }
         self.evaluate(residency, ring)
+    }
+
+    fn resident_bytes(&self, residency: &[Residency]) -> usize {
+        let kept = |i: &usize| residency[*i] == Residency::Resident;
+        (0..residency.len()).filter(kept).map(|i| self.size(i)).sum()
     }
 
     /// Time saved per byte by keeping a unit, as a logarithmic class: differences under a fifth are none.
@@ -355,7 +371,7 @@ impl<'a> Planner<'a> {
             return None;
         }
         let largest = all.clone().filter(streamed).map(|i| self.size(i)).max().unwrap_or(0);
-        let resident_bytes = all.clone().filter(|i| !streamed(i)).map(|i| self.size(i)).sum::<usize>();
+        let resident_bytes = self.resident_bytes(&residency);
         let streamed_bytes = all.clone().filter(streamed).map(|i| self.size(i)).sum::<usize>();
         // Memory that no kept unit took is the ring's too.
         let ring_bytes = (self.request.budget_bytes - resident_bytes).min(streamed_bytes);
@@ -481,6 +497,18 @@ mod tests {
         assert_eq!((error.largest_unit.as_str(), error.largest_bytes), ("u0` + `u2` + `u3", 60));
         let plan = plan(&PlanRequest { together: &together, ..request(&units, &order, 60) }).unwrap();
         assert!(plan.ring_bytes >= 50 && plan.peak_bytes() <= 60);
+    }
+
+    #[test]
+    fn the_smallest_budget_works_where_keeping_the_largest_of_each_set_does_not() {
+        // Two passes need 9 bytes: 4 + 1 kept, and a ring for 2 in each. With that ring, keeping only the largest unit
+        // of each set keeps 4 + 2, which is 10 bytes.
+        let units = units(&[2, 4, 2, 1, 1]);
+        let together = [vec![UnitId(4), UnitId(1)], vec![UnitId(2), UnitId(4)]];
+        let order = order(5);
+        let least = smallest_budget(&units, &together, 2);
+        let request = PlanRequest { max_passes: 2, together: &together, ..request(&units, &order, least) };
+        assert_eq!(plan(&request).unwrap().peak_bytes(), least);
     }
 
     #[test]
