@@ -459,7 +459,8 @@ impl<S: Sink> Connection<S> {
 
     /// Whether something is under way that the other end must do its part for.
     pub(crate) fn is_under_way(&self) -> bool {
-        self.has_unsent() || self.incoming.values().any(Incoming::is_awaited)
+        // Signs of life that arrive as bytes of an incomplete frame are none.
+        self.has_unsent() || self.incoming.values().any(Incoming::is_awaited) || self.reader.is_within_body()
     }
 
     /// Whether [`poll`](Self::poll) may have something to tell.

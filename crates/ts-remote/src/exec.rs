@@ -28,6 +28,6 @@ pub use executor::Executor;
 pub use host::HostExecutor;
 pub use reply::{Failure, FailureKind};
 pub use request::{Call, Output, Request, Requests};
-pub use server::{EXEC, Landing, Sessions};
+pub use server::{EXEC, Landing, Sessions, service_of};
 pub use signature::{CacheStats, Scalars, Signature, SignatureCache};
 pub use value::{MAX_DEPTH, MAX_DIMS, ScalarType, TensorRef, Value, View};

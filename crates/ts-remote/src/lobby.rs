@@ -64,16 +64,11 @@ impl<S: Sink> Lobby<S> {
             let slice = if busy { Duration::ZERO } else { left.min(SLICE) };
             let links = self.strangers.iter_mut().collect();
             if wait(listener, true, links, slice)?[0] {
-                while let Some(socket) = accept(listener)? {
-                    match self.receive(socket) {
-                        Ok(link) => self.strangers.push(link),
-                        Err(error) => log("a socket", &error),
-                    }
-                    if self.strangers.len() > MAX_STRANGERS {
-                        let oldest = self.strangers.remove(0);
-                        log(oldest.peer(), &Error::Misuse("others came, and it had said nothing".into()));
-                    }
-                }
+                let mut strangers = std::mem::take(&mut self.strangers);
+                let accepted =
+                    accept_all(listener, &mut strangers, |socket| self.receive(socket), Link::peer, &mut log);
+                self.strangers = strangers;
+                accepted?;
             }
             let mut at = 0;
             while let Some(stranger) = self.strangers.get_mut(at) {
@@ -97,6 +92,27 @@ impl<S: Sink> Lobby<S> {
         let socket = socket.into_tls_if_asked(self.tls.as_ref())?;
         Ok(Link::unmet(socket, Role::Acceptor, self.options.clone()))
     }
+}
+
+/// Accepts all waiting connections. Drops the oldest pending ones if there are too many.
+pub(crate) fn accept_all<P>(
+    listener: &Listener,
+    pending: &mut Vec<P>,
+    receive: impl Fn(Socket) -> Result<P, Error>,
+    peer: impl Fn(&P) -> &str,
+    log: &mut impl FnMut(&str, &Error),
+) -> Result<(), Error> {
+    while let Some(socket) = accept(listener)? {
+        match receive(socket) {
+            Ok(received) => pending.push(received),
+            Err(error) => log("a socket", &error),
+        }
+        if pending.len() > MAX_STRANGERS {
+            let oldest = pending.remove(0);
+            log(peer(&oldest), &Error::Misuse("others came, and it had said nothing".into()));
+        }
+    }
+    Ok(())
 }
 
 /// The next that has connected, if there is one and the system can take it.

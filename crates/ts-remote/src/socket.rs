@@ -13,12 +13,13 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recv, recvmsg, sendmsg,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recv, recvmsg, sendmsg,
 };
 use socket2::{SockRef, TcpKeepalive};
 
 use crate::Error;
+use crate::handoff::MAX_PEER;
 #[cfg(feature = "tls")]
 use crate::tls::{TlsClient, TlsServer, TlsStream};
 
@@ -144,7 +145,7 @@ impl Socket {
         Ok(Self { stream: Stream::Tcp(stream), peer })
     }
 
-    fn of_unix(stream: UnixStream, peer: String) -> io::Result<Self> {
+    pub(crate) fn of_unix(stream: UnixStream, peer: String) -> io::Result<Self> {
         stream.set_read_timeout(Some(SLICE))?;
         Ok(Self { stream: Stream::Unix(stream, Descriptors { wanted: true, last: None }), peer })
     }
@@ -175,7 +176,7 @@ impl Socket {
     #[cfg(feature = "tls")]
     pub(crate) fn into_tls_if_asked(self, server: Option<&TlsServer>) -> Result<Self, Error> {
         match server {
-            Some(server) if matches!(self.stream, Stream::Tcp(_)) => self.into_tls_server(server),
+            Some(server) if self.is_tcp() => self.into_tls_server(server),
             _ => Ok(self),
         }
     }
@@ -205,9 +206,15 @@ impl Socket {
         }
     }
 
+    /// Whether it is one of TCP, without TLS.
+    #[cfg(feature = "tls")]
+    pub(crate) fn is_tcp(&self) -> bool {
+        matches!(self.stream, Stream::Tcp(_))
+    }
+
     /// Whether descriptors travel on it.
     pub(crate) fn takes_descriptors(&self) -> bool {
-        matches!(self.stream, Stream::Unix(..))
+        matches!(&self.stream, Stream::Unix(_, descriptors) if descriptors.wanted)
     }
 
     /// The descriptor that came with what was read last.
@@ -372,7 +379,11 @@ fn receive_with(
 }
 
 /// As [`send`], with a descriptor.
-fn send_with(socket: impl AsFd, from: &[IoSlice<'_>], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
+pub(crate) fn send_with(
+    socket: impl AsFd,
+    from: &[IoSlice<'_>],
+    descriptor: BorrowedFd<'_>,
+) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     let descriptors = [descriptor];
@@ -411,6 +422,7 @@ pub struct Listener {
 enum Listening {
     Tcp(TcpListener),
     Unix(UnixListener),
+    Handoffs(OwnedFd),
 }
 
 impl Listener {
@@ -434,11 +446,20 @@ impl Listener {
         Ok(Self { listener, address, timeout })
     }
 
+    /// Receives connections that another process has accepted and [passes on](crate::Handoff::send_to) over `channel`, a Unix socket of
+    /// type `SOCK_SEQPACKET`. A connection ends when its peer's machine has been silent for `timeout`.
+    /// [`accept`](Self::accept) returns [`Error::Closed`] once that process has ended.
+    pub fn from_handoffs(channel: OwnedFd, timeout: Duration) -> Self {
+        let address = Address::Unix("(another process's)".into());
+        Self { listener: Listening::Handoffs(channel), address, timeout }
+    }
+
     /// From now on nobody waits in [`accept`](Self::accept).
     pub(crate) fn set_nonblocking(&self) -> Result<(), Error> {
         let done = match &self.listener {
             Listening::Tcp(listener) => listener.set_nonblocking(true),
             Listening::Unix(listener) => listener.set_nonblocking(true),
+            Listening::Handoffs(channel) => rustix::io::ioctl_fionbio(channel, true).map_err(Into::into),
         };
         done.map_err(|error| Error::io(&self.address.to_string(), "listening", error))
     }
@@ -463,7 +484,30 @@ impl Listener {
                 let (stream, _) = listener.accept().map_err(failed)?;
                 Socket::of_unix(stream, self.address.to_string()).map_err(failed)
             }
+            Listening::Handoffs(channel) => self.receive_handoff(channel).map_err(failed)?,
         }
+    }
+
+    /// Receives the next socket from the process that accepts connections.
+    fn receive_handoff(&self, channel: &OwnedFd) -> io::Result<Result<Socket, Error>> {
+        let (mut peer, mut relayed, mut passed) = ([0; 4 * MAX_PEER], [0], None);
+        let mut into = [IoSliceMut::new(&mut relayed), IoSliceMut::new(&mut peer)];
+        let len = receive_with(channel, &mut into, RecvFlags::empty(), &mut passed)?;
+        let Some(passed) = passed else {
+            let ended = Error::Closed { reason: "the process that accepts connections has ended".into() };
+            return if len == 0 { Ok(Err(ended)) } else { Err(io::ErrorKind::InvalidData.into()) };
+        };
+        let peer = String::from_utf8_lossy(&peer[..len - 1]).into_owned();
+        let socket = if rustix::net::sockopt::socket_domain(&passed)? == AddressFamily::UNIX {
+            let mut socket = Socket::of_unix(passed.into(), peer)?;
+            if relayed != [0] {
+                socket.refuse_descriptors();
+            }
+            socket
+        } else {
+            Socket::of_tcp(passed.into(), peer, self.timeout)?
+        };
+        Ok(Ok(socket))
     }
 
     /// As [`accept`](Self::accept), at most so long; `None` when nobody came.
@@ -489,13 +533,14 @@ impl AsFd for Listener {
         match &self.listener {
             Listening::Tcp(listener) => listener.as_fd(),
             Listening::Unix(listener) => listener.as_fd(),
+            Listening::Handoffs(channel) => channel.as_fd(),
         }
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Address::Unix(path) = &self.address {
+        if let (Listening::Unix(_), Address::Unix(path)) = (&self.listener, &self.address) {
             // Somebody else may have removed it.
             let _ = std::fs::remove_file(path);
         }

@@ -79,7 +79,7 @@ async fn it_talks_to_links_that_block() {
     assert_eq!(blocking.join().unwrap().unwrap(), sizes.map(|len| payload(len, 2)));
     // Also the other way round, where all of `together` is used.
     let listener = ts_remote::Listener::bind(&"127.0.0.1:0".parse().unwrap(), options().timeout).unwrap();
-    tokio::task::spawn_blocking(move || both_ways(listener, Ok, Ok)).await.unwrap();
+    tokio::task::spawn_blocking(move || both_ways(listener, Ok, ts_remote::Listener::accept)).await.unwrap();
 }
 
 #[tokio::test]

@@ -22,7 +22,7 @@ fn any_port() -> Address {
 
 #[test]
 fn both_ends_send_at_once_over_tcp() {
-    both_ways(Listener::bind(&any_port(), options().timeout).unwrap(), Ok, Ok);
+    both_ways(Listener::bind(&any_port(), options().timeout).unwrap(), Ok, Listener::accept);
 }
 
 #[test]
@@ -30,7 +30,7 @@ fn both_ends_send_at_once_over_a_unix_socket() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("socket");
     let address: Address = format!("unix:{}", path.display()).parse().unwrap();
-    both_ways(Listener::bind(&address, options().timeout).unwrap(), Ok, Ok);
+    both_ways(Listener::bind(&address, options().timeout).unwrap(), Ok, Listener::accept);
     assert!(!path.exists(), "who listens no more leaves nothing behind");
 }
 
@@ -375,4 +375,40 @@ fn closing_is_an_error_when_the_other_end_has_closed_before_all_has_arrived() {
     far.close("no more of it").unwrap();
     let error = near.close("all of it").unwrap_err();
     assert!(matches!(&error, Error::Closed { reason } if reason == "no more of it"), "{error}");
+}
+
+#[test]
+fn a_frame_that_never_ends_is_a_stall_though_bytes_arrive() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = Address::Tcp(listener.local_addr().unwrap().to_string());
+    let server = thread::spawn(move || {
+        let (mut socket, _) = listener.accept().unwrap();
+        let mut hello = vec![0; 4096];
+        let len = socket.read(&mut hello).unwrap();
+        // A client's HELLO is also a valid one of a server.
+        socket.write_all(&hello[..len]).unwrap();
+        let frame = |kind: u8, stream: u8, len: u64| {
+            let mut header = [0; 24];
+            (header[0], header[4]) = (kind, stream);
+            header[16..].copy_from_slice(&len.to_le_bytes());
+            header
+        };
+        // The length of this message is wrong, so that PONGs become parts of it.
+        socket.write_all(&frame(7, 2, 60_000)).unwrap();
+        while socket.write_all(&frame(9, 0, 0)).is_ok() {
+            thread::sleep(Duration::from_millis(100));
+        }
+    });
+    let patience = Duration::from_secs(1);
+    let with = ConnectionOptions { timeout: Duration::from_millis(500), patience, ..options() };
+    let since = Instant::now();
+    let ended = Link::<Vec<u8>>::connect(&address, with).and_then(|mut link| {
+        loop {
+            link.next_event()?;
+        }
+    });
+    let Err(error): Result<(), Error> = ended else { unreachable!("only an error ends that") };
+    assert!(matches!(error, Error::Stalled { .. }), "{error}");
+    assert!(since.elapsed() < Duration::from_secs(10));
+    server.join().unwrap();
 }

@@ -2,20 +2,23 @@
 //! Links under TLS: what is sent arrives, and only those are let in who may be.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
+mod dispatched;
 mod together;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use ts_remote::{
-    Bytes, Error, ErrorKind, Files, Identity, Link, Listener, RangeClient, RangeSession, Refusal,
-    RefusalKind, RemoteFile, Role, ServerOptions, Socket, TlsClient, TlsServer, serve,
+    Bytes, ConnectionOptions, Dispatcher, Error, ErrorKind, Files, Identity, Link, Listener, RangeClient,
+    RangeSession, Refusal, RefusalKind, RemoteFile, Role, ServerOptions, Socket, TlsClient, TlsServer, serve,
 };
 
-use together::{both_ways, options};
+use dispatched::dispatch;
+use together::{both_ways, options, payload};
 
 /// An authority, and a certificate of its for a name.
 struct Pem {
@@ -69,8 +72,49 @@ fn both_ends_send_at_once_and_know_each_other() {
     both_ways(
         listener(),
         |socket| socket.into_tls_client(&client),
-        move |socket| socket.into_tls_server(&server),
+        move |listener| listener.accept()?.into_tls_server(&server),
     );
+}
+
+#[test]
+fn a_dispatcher_relays_decrypted_connections() {
+    let files = Pem::new("127.0.0.1");
+    let (client, server) = (files.client(None), files.server(None));
+    let dispatcher = Dispatcher::new(options()).with_tls(server);
+    let accept = move |listener: &Listener| dispatch(dispatcher, listener);
+    both_ways(listener(), |socket| socket.into_tls_client(&client), accept);
+}
+
+/// The threads of this process that relay.
+fn relays() -> usize {
+    let threads = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("comm")).ok());
+    names.filter(|name| name.starts_with("tensorstream-re")).count()
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_client_that_stays_connected_keeps_no_relay_after_it_was_dropped() {
+    let files = Pem::new("127.0.0.1");
+    let listener = listener();
+    let ts_remote::Address::Tcp(address) = listener.address().clone() else { unreachable!() };
+    let short = ConnectionOptions { timeout: Duration::from_millis(300), ..options() };
+    let mut dispatcher = Dispatcher::new(short).with_tls(files.server(None));
+    let connect =
+        move || (0..300).map(|_| std::net::TcpStream::connect(&address).unwrap()).collect::<Vec<_>>();
+    let silent = thread::spawn(connect);
+    let since = Instant::now();
+    let mut failed = 0;
+    while failed < 300 && since.elapsed() < Duration::from_secs(20) {
+        let none =
+            dispatcher.accept_within(&listener, Duration::from_millis(50), |_, _| failed += 1).unwrap();
+        assert!(none.is_none());
+    }
+    let silent = silent.join().unwrap();
+    while relays() > 0 && since.elapsed() < Duration::from_secs(20) {
+        thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!((failed, relays()), (silent.len(), 0));
 }
 
 /// What either end says of the other.
@@ -126,7 +170,7 @@ fn a_server_of_ranges_reads_all_that_tls_has_taken_off_the_socket() {
     let (client, server) = (files.client(None), files.server(None));
     let listener = listener();
     let address = listener.address().clone();
-    let held = Bytes::from(together::payload(20 << 20, 3));
+    let held = Bytes::from(payload(20 << 20, 3));
     let (content, stop) = (held.clone(), Arc::new(AtomicBool::new(false)));
     let asked = Arc::clone(&stop);
     let other = thread::spawn(move || {

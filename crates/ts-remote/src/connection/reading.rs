@@ -95,6 +95,10 @@ impl Reader {
         matches!(self.state, Reading::Header) && self.have == 0
     }
 
+    pub(super) fn is_within_body(&self) -> bool {
+        matches!(self.state, Reading::Body(_)) && !self.held
+    }
+
     pub(super) fn is_held(&self) -> bool {
         self.held
     }
@@ -345,7 +349,7 @@ impl<S: Sink> Connection<S> {
     fn begin(&mut self, header: Header) -> Result<(), Error> {
         self.stats.received_frames += 1;
         let brings = matches!(header.kind, Kind::Hello | Kind::Meta | Kind::Data | Kind::End | Kind::Message);
-        self.moves += u64::from(brings);
+        self.moves += u64::from(brings || header.len > 0);
         let bad = |what: &str| Err(Error::Protocol { stream: header.stream, what: what.into() });
         if self.peer.is_none() && header.kind != Kind::Hello && header.kind != Kind::Close {
             return bad("it did not say who it is first");

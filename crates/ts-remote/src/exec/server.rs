@@ -16,8 +16,14 @@ use super::reply::Reply;
 use super::{Call, Executor, Failure, FailureKind, Output, Request, Requests, Value};
 use crate::{Error, ErrorKind, Link, Sink, TensorInfo};
 
-/// The service that a client asks for.
+/// The service of sessions.
 pub const EXEC: &str = "exec";
+
+/// Returns the service that names a session in a client's HELLO, so that a [`Dispatcher`](crate::Dispatcher) can pass the client's
+/// connections to the process that has the session.
+pub fn service_of(session: [u8; 16]) -> String {
+    format!("{EXEC}/{:032x}", u128::from_be_bytes(session))
+}
 
 /// How often a wait looks whether it is to end.
 const SLICE: Duration = Duration::from_millis(100);
@@ -44,10 +50,19 @@ pub struct Sessions<E: Executor> {
 }
 
 enum Slot<E: Executor> {
-    /// It has a link. Told to let it go when its client has come by another.
-    Busy(Arc<AtomicBool>),
+    /// It is served.
+    Busy(Arc<Service>),
     /// Its link was lost.
     Waiting(Box<State<E>>, Instant),
+}
+
+/// What others know of a session that is served.
+#[derive(Default)]
+struct Service {
+    /// It is to let its link go: its client has come by another.
+    let_go: AtomicBool,
+    /// Since when the link has been lost, while an operator runs.
+    lost: Mutex<Option<Instant>>,
 }
 
 /// What of a session outlives its links.
@@ -144,6 +159,15 @@ impl<E: Executor + Send> Sessions<E> {
         self.held().len()
     }
 
+    /// Whether an operator is still running although its client has been disconnected for the linger time. An operator cannot be
+    /// interrupted; only ending the process stops it.
+    pub fn is_stuck(&self) -> bool {
+        self.held().values().any(|slot| match slot {
+            Slot::Busy(service) => locked(&service.lost).is_some_and(|since| since.elapsed() >= self.linger),
+            Slot::Waiting(..) => false,
+        })
+    }
+
     /// Ends those that have been without a link for too long.
     pub fn sweep(&self) {
         let linger = self.linger;
@@ -169,8 +193,8 @@ impl<E: Executor + Send> Sessions<E> {
     ) -> Result<(), Error> {
         let theirs = Channel::hear_hello(&mut link)?;
         self.sweep();
-        let let_go = Arc::new(AtomicBool::new(false));
-        let mut state = match self.take(theirs.session, &let_go)? {
+        let service = Arc::new(Service::default());
+        let mut state = match self.take(theirs.session, &service)? {
             Some(state) => state,
             None if theirs.received > 0 => {
                 self.held().remove(&theirs.session);
@@ -191,8 +215,13 @@ impl<E: Executor + Send> Sessions<E> {
                 lent: false,
             }),
         };
-        let ended = state.run(link, theirs, &let_go, stop);
-        state.channel.detach();
+        let ended = state.run(link, theirs, &service, stop);
+        let link = state.channel.detach();
+        if let (Err(error @ Error::Protocol { .. }), Some(mut link)) = (&ended, link) {
+            // A connection that has ended by itself has said why.
+            link.connection().close(&error.to_string());
+            let _ = link.drive();
+        }
         let mut held = self.held();
         match &ended {
             Err(error) if error.kind() != ErrorKind::Peer => {
@@ -208,11 +237,11 @@ impl<E: Executor + Send> Sessions<E> {
     }
 
     /// A session that there is, once nobody else serves it.
-    fn take(&self, session: [u8; 16], let_go: &Arc<AtomicBool>) -> Result<Option<Box<State<E>>>, Error> {
+    fn take(&self, session: [u8; 16], service: &Arc<Service>) -> Result<Option<Box<State<E>>>, Error> {
         let end = Instant::now() + self.linger;
         let mut held = self.held();
         while let Some(Slot::Busy(other)) = held.get(&session) {
-            other.store(true, Ordering::Relaxed);
+            other.let_go.store(true, Ordering::Relaxed);
             if Instant::now() >= end {
                 return Err(Error::Misuse("the session has another link, and is busy with it".into()));
             }
@@ -221,7 +250,7 @@ impl<E: Executor + Send> Sessions<E> {
                 .wait_timeout(held, SLICE)
                 .map_or_else(|poison| poison.into_inner().0, |(held, _)| held);
         }
-        match held.insert(session, Slot::Busy(let_go.clone())) {
+        match held.insert(session, Slot::Busy(service.clone())) {
             Some(Slot::Waiting(state, _)) => Ok(Some(state)),
             _ => Ok(None),
         }
@@ -254,7 +283,7 @@ impl<E: Executor + Send> State<E> {
         &mut self,
         mut link: Link<Landing<E::Sink>>,
         theirs: Greeting,
-        let_go: &AtomicBool,
+        service: &Service,
         stop: &AtomicBool,
     ) -> Result<(), Error> {
         let stream = link.connection().open_stream()?;
@@ -268,14 +297,16 @@ impl<E: Executor + Send> State<E> {
             let keeper = thread::Builder::new().name("tensorstream-keep".into()).spawn_scoped(scope, || {
                 while !over.load(Ordering::Relaxed) {
                     thread::park_timeout(KEEP);
-                    if let Ok(mut line) = line.try_lock() {
-                        // Whoever waits next hears of what is wrong.
-                        let _ = line.drive();
+                    // Whoever waits next hears of what is wrong.
+                    if let Ok(mut line) = line.try_lock()
+                        && line.drive().is_err()
+                    {
+                        locked(&service.lost).get_or_insert_with(Instant::now);
                     }
                 }
             });
             let ended = match &keeper {
-                Ok(_) => self.go_on(&line, let_go, stop),
+                Ok(_) => self.go_on(&line, &service.let_go, stop),
                 Err(error) => Err(Error::Misuse(format!("no thread could be started: {error}"))),
             };
             over.store(true, Ordering::Relaxed);

@@ -44,13 +44,12 @@ pub(crate) fn exchange(link: &mut Link<Vec<u8>>, sizes: &[usize], seed: u8) -> R
 pub(crate) fn both_ways(
     listener: Listener,
     client: impl FnOnce(Socket) -> Result<Socket, Error>,
-    server: impl FnOnce(Socket) -> Result<Socket, Error> + Send + 'static,
+    server: impl FnOnce(&Listener) -> Result<Socket, Error> + Send + 'static,
 ) {
     let sizes = [5usize, 0, 3 << 20, 70_000, 20 << 20];
     let address = listener.address().clone();
     let other = thread::spawn(move || {
-        let socket = server(listener.accept()?)?;
-        let mut link = Link::<Vec<u8>>::new(socket, Role::Acceptor, options())?;
+        let mut link = Link::<Vec<u8>>::new(server(&listener)?, Role::Acceptor, options())?;
         let came = exchange(&mut link, &sizes, 1)?;
         link.close("all is said").map(|()| came)
     });
