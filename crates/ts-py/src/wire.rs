@@ -158,6 +158,20 @@ pub(crate) fn lobby<S: Sink>(
     tls: [Option<&PathBuf>; 3],
     insecure: bool,
 ) -> PyResult<(Listener, Lobby<S>, String)> {
+    let (listener, tls) = listener(py, at, &options, tls, insecure)?;
+    let address = listener.address().to_string();
+    let lobby = Lobby::new(options);
+    Ok((listener, if let Some(tls) = tls { lobby.with_tls(tls) } else { lobby }, address))
+}
+
+/// Listens, where not everybody is let in, and with what certificates.
+pub(crate) fn listener(
+    py: Python<'_>,
+    at: &str,
+    options: &ConnectionOptions,
+    tls: [Option<&PathBuf>; 3],
+    insecure: bool,
+) -> PyResult<(Listener, Option<TlsServer>)> {
     let (at, [ca, certificates, key]) = (address(py, at)?, tls);
     let tls = match identity(py, certificates, key)? {
         Some(own) => {
@@ -172,10 +186,7 @@ pub(crate) fn lobby<S: Sink>(
             format!("{at} can be reached from elsewhere: give a token or certificates, or say insecure=True");
         return Err(misuse(py, &what));
     }
-    let listener = Listener::bind(&at, options.timeout).map_err(|error| of_wire(py, &error))?;
-    let address = listener.address().to_string();
-    let lobby = Lobby::new(options);
-    Ok((listener, if let Some(tls) = tls { lobby.with_tls(tls) } else { lobby }, address))
+    Ok((Listener::bind(&at, options.timeout).map_err(|error| of_wire(py, &error))?, tls))
 }
 
 /// Connects, and waits until both ends know each other.

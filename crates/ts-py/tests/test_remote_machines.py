@@ -10,13 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from serving import SERVE, Serving
 from tensorstream.errors import ConfigurationError
 from tensorstream.remote import (
     ConnectionLost,
@@ -84,36 +83,20 @@ def test_a_machine_that_dies_is_an_error_and_no_hang() -> None:
     machine.stop()
 
 
-_SERVE = [sys.executable, "-m", "tensorstream.remote._server"]
-
-
-@contextmanager
-def _serve(options: dict[str, Any]) -> Iterator[str]:
-    """``tensorstream serve``, and its address."""
-    command = [*_SERVE, "--listen", "127.0.0.1:0", *(str(part) for option in options.items() for part in option)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            yield server.stdout.readline().removeprefix("listening at ").strip()
-        finally:
-            server.terminate()
-    assert server.returncode == 0
-
-
 def test_serve_wants_a_secret_and_others_are_sent_away(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     # As `serve-weights`: the first line counts, and spaces around it do not.
     secret.write_text(" let me in \nrotated last week\n", encoding="utf-8")
     (tmp_path / "empty").write_text("\nlet me in\n", encoding="utf-8")
-    empty = [*_SERVE, "--token-file", str(tmp_path / "empty")]
+    empty = [*SERVE, "--token-file", str(tmp_path / "empty")]
     refused = subprocess.run(empty, capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "its first line is empty" in refused.stderr
-    refused = subprocess.run([*_SERVE, "--listen", "0.0.0.0:0"], capture_output=True, text=True, check=False)
+    refused = subprocess.run([*SERVE, "--listen", "0.0.0.0:0"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "token" in refused.stderr
-    with _serve({"--token-file": secret}) as address:
+    with Serving({"--token-file": secret}) as served:
         with pytest.raises((ConnectionLost, RuntimeError)):
-            RemoteMachine("tcp", address, token="guess", retry=0.1)
-        with RemoteMachine("tcp", address, token="let me in") as machine:
+            RemoteMachine("tcp", served.address, token="guess", retry=0.1)
+        with RemoteMachine("tcp", served.address, token="let me in") as machine:
             x = torch.randn(300, 300)
             assert torch.equal(x.to(machine.device()).cpu(), x)
 
@@ -183,13 +166,13 @@ def test_machines_under_tls_fetch_under_tls(trusted: dict[str, Path], tmp_path: 
     options = {"--token-file": tmp_path / "token", "--tls-cert": trusted["cert"], "--tls-key": trusted["key"]}
     x = torch.randn(1000)
     with (
-        _serve(options) as first,
-        _serve(options | {"--peer": first}) as second,
-        _serve(options | {"--peer": first, "--peer-ca": trusted["ca"]}) as third,
-        RemoteMachine("tcp", first, token="sesame", ca=trusted["ca"]) as machine,
+        Serving(options) as first,
+        Serving(options | {"--peer": first.address}) as second,
+        Serving(options | {"--peer": first.address, "--peer-ca": trusted["ca"]}) as third,
+        RemoteMachine("tcp", first.address, token="sesame", ca=trusted["ca"]) as machine,
     ):
         there = x.to(machine.device())
-        for address, by_way_of_here in ((second, True), (third, False)):
+        for address, by_way_of_here in ((second.address, True), (third.address, False)):
             before = machine.stats()["downloaded_bytes"]
             with RemoteMachine("tcp", address, token="sesame", ca=trusted["ca"]) as other:
                 assert torch.equal(there.to(other.device()).cpu(), x)
@@ -197,12 +180,12 @@ def test_machines_under_tls_fetch_under_tls(trusted: dict[str, Path], tmp_path: 
 
 
 def test_the_token_is_not_told_in_the_clear(trusted: dict[str, Path]) -> None:
-    from tensorstream.remote._server import _Peers
+    from tensorstream.remote._exchange import LocalExchange, Peers
 
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
-        peers = _Peers((address,), "sesame", {"cert": trusted["cert"], "key": trusted["key"], "ca": None})
-        assert "--peer-ca" in peers.fetch(torch.ones(1), address, "ticket")
+        peers = Peers((address,), "sesame", {"cert": trusted["cert"], "key": trusted["key"], "ca": None})
+        assert "--peer-ca" in LocalExchange(peers).fetch(torch.ones(1), address, "ticket")
         nobody.settimeout(0.2)
         with pytest.raises(TimeoutError):
             nobody.accept()
@@ -245,13 +228,13 @@ def test_copies_between_machines_do_not_come_by_here(machine: RemoteMachine, dev
 def test_who_knows_no_ticket_fetches_nothing(machine: RemoteMachine, device: torch.device) -> None:
     from tensorstream.remote import _kernels
 
-    with pytest.raises(RemoteTensorError, match="no such tensor is offered"):
+    with pytest.raises(RemoteTensorError, match="no session offers this tensor"):
         _kernels.CLAIM(torch.empty(0, dtype=torch.uint8, device=device), "guess")
     offered = torch.ones(2, device=device)
     ticket = _kernels._OFFER(offered)
     assert _kernels.CLAIM(offered, ticket).tolist() == [1.0, 1.0]
     _kernels._WITHDRAW(offered, ticket)
-    with pytest.raises(RemoteTensorError, match="no such tensor is offered"):
+    with pytest.raises(RemoteTensorError, match="no session offers this tensor"):
         _kernels.CLAIM(offered, ticket)
 
 
@@ -498,12 +481,12 @@ def test_what_a_machine_is_asked_for_is_there_or_refused_at_once(tmp_path: Path)
         for wrong_device, why in [((16,), "0 to 15"), (("cuda", 1), "has no cuda"), ((1, 1), "an index")]:
             with pytest.raises(ConfigurationError, match=why):
                 machine.device(*wrong_device)
-    with _serve({}) as address:
+    with Serving() as served:
         with pytest.raises(ConfigurationError, match="has 8 devices"):
-            RemoteMachine("tcp", address, gpu_count=9)
+            RemoteMachine("tcp", served.address, gpu_count=9)
         if not torch.cuda.is_available():
             with pytest.raises(ConfigurationError, match="on its cpu"):
-                RemoteMachine("tcp", address, gpu_type="cuda")
+                RemoteMachine("tcp", served.address, gpu_type="cuda")
     if not torch.cuda.is_available():
         for kind in ("mock", "local"):
             with pytest.raises((ConfigurationError, ConnectionLost), match="GPU"):

@@ -11,9 +11,11 @@ __all__ = [
     "Checkpoint",
     "Connection",
     "DType",
+    "Dispatcher",
     "FileWriter",
     "Fingerprint",
     "GpuStatus",
+    "Handoff",
     "Listener",
     "Pass",
     "PoolConfig",
@@ -48,6 +50,7 @@ __all__ = [
     "remote_upload",
     "remote_whole",
     "requirement",
+    "sandbox",
     "smallest_budget",
 ]
 
@@ -479,5 +482,27 @@ class RemoteServer:
     def address(self) -> str: ...
     @property
     def sessions(self) -> int: ...
-    def run(self, log: Callable[[str, str], object] | None = None) -> None: ...
+    @staticmethod
+    def from_handoffs(channel: int, objects: dict[str, Any], settings: dict[str, Any]) -> RemoteServer: ...
+    def run(self, log: Callable[[str, str], object] | None = None, once: bool = False) -> None: ...
     def stop(self) -> None: ...
+
+@final
+class Dispatcher:
+    def __new__(
+        cls, at: str, settings: dict[str, Any], insecure: bool, cert: Any = None, key: Any = None, ca: Any = None
+    ) -> Dispatcher: ...
+    @property
+    def address(self) -> str: ...
+    def next(self, seconds: float, log: Callable[[str, str], object]) -> Handoff | None: ...
+
+@final
+class Handoff:
+    @property
+    def service(self) -> str: ...
+    @property
+    def peer(self) -> str: ...
+    def send_to(self, channel: int) -> None: ...
+    def refuse(self, reason: str) -> None: ...
+
+def sandbox(gpu: bool = False) -> list[str]: ...

@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A server of operators: it listens, and serves each client on a thread of its own.
 
+use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorstream::remote::exec::{EXEC, Landing, Sessions};
-use tensorstream::remote::{ConnectionOptions, Listener, Lobby};
+use tensorstream::remote::{ConnectionOptions, Error, Listener, Lobby};
 
+use super::dispatcher::owned;
 use super::executor::{Server, TorchExecutor};
 use crate::errors::{misuse, of_wire};
 use crate::memory::Target;
@@ -19,6 +21,11 @@ use crate::wire::{Settings, lobby};
 
 /// How long a session outlives its link.
 const LINGER: Duration = Duration::from_secs(60);
+
+/// How long a server of one session waits for its client to hear of the end.
+const FAREWELL: Duration = Duration::from_secs(3);
+/// How long a server of one session waits for its first connection.
+const ALONE: Duration = Duration::from_secs(5);
 
 /// A server of operators, for Python.
 #[pyclass(frozen, module = "tensorstream", name = "RemoteServer")]
@@ -29,6 +36,22 @@ pub(crate) struct RemoteServer {
     stop: Arc<AtomicBool>,
     serving: Arc<AtomicUsize>,
     address: String,
+}
+
+/// Counts a thread while it serves, also if it panics.
+struct Serving(Arc<AtomicUsize>);
+
+impl Serving {
+    fn new(count: Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 #[pymethods]
@@ -51,14 +74,22 @@ impl RemoteServer {
         let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
         let tls = [ca.as_ref(), cert.as_ref(), key.as_ref()];
         let (listener, lobby, address) = lobby(py, at, options, tls, insecure)?;
-        Ok(Self {
-            listener: Mutex::new(Some((listener, lobby))),
-            server: Arc::new(server),
-            sessions: Arc::new(Sessions::new(LINGER)),
-            stop: Arc::default(),
-            serving: Arc::default(),
-            address,
-        })
+        Ok(Self::of(server, listener, lobby, address))
+    }
+
+    /// Serves connections that another process passes over this socket, and takes ownership of the socket.
+    #[staticmethod]
+    fn from_handoffs(
+        py: Python<'_>,
+        channel: RawFd,
+        objects: &Bound<'_, PyDict>,
+        settings: Settings,
+    ) -> PyResult<Self> {
+        let server = Server::new(py, objects)?;
+        let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
+        let listener = Listener::from_handoffs(owned(channel), options.timeout);
+        let address = listener.address().to_string();
+        Ok(Self::of(server, listener, Lobby::new(options), address))
     }
 
     /// Where it listens: with the port that was free, if 0 was asked for.
@@ -73,17 +104,27 @@ impl RemoteServer {
         self.sessions.count()
     }
 
-    /// Serves until :meth:`stop` is called, each client on a thread of its own. `log` hears of who was sent away or lost, and why. Blocks.
-    #[pyo3(signature = (log=None))]
-    fn run(&self, py: Python<'_>, log: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    /// Serves until :meth:`stop` is called, or with `once` until the last session has ended. Each client has its own thread. Calls `log` with the peer and
+    /// the reason when a connection fails or ends. Blocks.
+    #[pyo3(signature = (log=None, once=false))]
+    fn run(&self, py: Python<'_>, log: Option<&Bound<'_, PyAny>>, once: bool) -> PyResult<()> {
         let taken = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();
         let (listener, mut lobby) =
             taken.ok_or_else(|| misuse(py, "the server is running, or was stopped"))?;
         let ended = Arc::new(Mutex::new(Vec::new()));
+        let (began, mut served) = (Instant::now(), false);
         while !self.stop.load(Ordering::Relaxed) {
+            if once && self.sessions.is_stuck() {
+                return Err(misuse(py, "an operator is still running after its client disconnected"));
+            }
+            // The first connection may have failed.
+            let alone = self.serving.load(Ordering::Relaxed) == 0 && self.sessions.count() == 0;
+            if once && alone && (served || began.elapsed() > ALONE) {
+                break;
+            }
             let mut away = Vec::new();
             let met = py.detach(|| {
-                let note = |peer: &str, error: &tensorstream::remote::Error| {
+                let note = |peer: &str, error: &Error| {
                     away.push((peer.to_string(), error.to_string()));
                 };
                 lobby.accept_within(&listener, Duration::from_millis(100), note)
@@ -96,10 +137,20 @@ impl RemoteServer {
                 }
             }
             py.check_signals()?;
-            let Some(link) = met.map_err(|error| of_wire(py, &error))? else { continue };
+            let link = match met {
+                Ok(Some(link)) => link,
+                Ok(None) => continue,
+                // The process that accepts connections has ended.
+                Err(Error::Closed { .. }) => {
+                    self.stop();
+                    continue;
+                }
+                Err(error) => return Err(of_wire(py, &error)),
+            };
             let (server, sessions, stop) = (self.server.clone(), self.sessions.clone(), self.stop.clone());
             let (serving, ended, peer) = (self.serving.clone(), ended.clone(), link.peer().to_string());
-            serving.fetch_add(1, Ordering::Relaxed);
+            let serving = Serving::new(serving);
+            served = true;
             let serve = move || {
                 let make = || TorchExecutor::new(server);
                 // What the interpreter has for a thread is kept for the next batch.
@@ -107,16 +158,14 @@ impl RemoteServer {
                 if let Err(error) = served {
                     ended.lock().unwrap_or_else(PoisonError::into_inner).push((peer, error.to_string()));
                 }
-                serving.fetch_sub(1, Ordering::Relaxed);
+                drop(serving);
             };
             let started = thread::Builder::new().name("tensorstream-serve".into()).spawn(serve);
-            if let Err(error) = started {
-                self.serving.fetch_sub(1, Ordering::Relaxed);
-                return Err(error.into());
-            }
+            started?;
         }
-        // They hear of it in a while, and use the interpreter until then.
-        while self.serving.load(Ordering::Relaxed) > 0 {
+        // The threads notice within a while, and use the interpreter until then. The process of a session does not wait for a stuck operator.
+        let stopped = Instant::now();
+        while self.serving.load(Ordering::Relaxed) > 0 && !(once && stopped.elapsed() > FAREWELL) {
             py.detach(|| thread::sleep(Duration::from_millis(10)));
         }
         Ok(())
@@ -125,5 +174,18 @@ impl RemoteServer {
     /// Ends all sessions, and :meth:`run`. Does not block.
     fn stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+impl RemoteServer {
+    fn of(server: Server, listener: Listener, lobby: Lobby<Landing<Target>>, address: String) -> Self {
+        Self {
+            listener: Mutex::new(Some((listener, lobby))),
+            server: Arc::new(server),
+            sessions: Arc::new(Sessions::new(LINGER)),
+            stop: Arc::default(),
+            serving: Arc::default(),
+            address,
+        }
     }
 }

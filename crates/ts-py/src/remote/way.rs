@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use tensorstream::remote::exec::{Client, ClientOptions, Dial, EXEC};
+use tensorstream::remote::exec::{Client, ClientOptions, Dial, service_of};
 use tensorstream::remote::{Address, ConnectionOptions, Link, Role, Socket};
 
 use crate::errors::of_wire;
@@ -25,7 +25,8 @@ impl Way {
     /// Begins a session. Blocks.
     pub(super) fn connect(&self, py: Python<'_>, address: &str) -> PyResult<Client<Target>> {
         let to: Address = address.parse().map_err(|error| of_wire(py, &error))?;
-        let options = ConnectionOptions { service: EXEC.into(), ..self.settings.options(py)? };
+        let session = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
+        let options = ConnectionOptions { service: service_of(session), ..self.settings.options(py)? };
         let [ca, cert, key] = &self.tls;
         let tls = tls_client(py, ca.as_ref(), cert.as_ref(), key.as_ref())?;
         let dial: Dial<Target> = Box::new(move || {
@@ -35,8 +36,7 @@ impl Way {
             }
             Link::new(socket, Role::Connector, options.clone())
         });
-        let random = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
         let options = ClientOptions { dial, retry: self.retry, returns: self.returns };
-        py.detach(|| Client::connect(options, random)).map_err(|error| of_wire(py, &error))
+        py.detach(|| Client::connect(options, session)).map_err(|error| of_wire(py, &error))
     }
 }

@@ -17,7 +17,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from .. import _native
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, ConnectionLost
 from . import _accelerator, _infer, _kernels, _trace
 from ._composites import KINDS
 from ._dtypes import DTYPES
@@ -69,7 +69,9 @@ def manual_seed_all(seed: int) -> None:
     """Seeds the generators of every device."""
     PAUSED.update(dict.fromkeys(PAUSED, seed))
     for index in list(_kernels.PLACES):
-        seed_of(index, seed)
+        # A lost machine is seeded when it starts again. The others must not fail because of it.
+        with contextlib.suppress(ConnectionLost):
+            seed_of(index, seed)
 
 
 def manual_seed(seed: int) -> None:

@@ -21,7 +21,7 @@ from typing import IO, Any, Concatenate, Literal, ParamSpec, TypeVar
 import torch
 
 from .. import _native
-from .._wire import _settings
+from .._wire import LIMIT_BYTES, _settings
 from ..errors import ConfigurationError, ConnectionLost, ProtocolError
 from . import _composites, _device, _kernels
 from ._trace import LOG
@@ -30,7 +30,6 @@ Kind = Literal["mock", "local", "tcp"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_LIMIT_BYTES = 64 << 30
 #: As many devices PyTorch can tell from each other.
 _MAX_DEVICES = 127
 #: Seconds after which a process that is starting says so.
@@ -168,7 +167,7 @@ class RemoteMachine:
             raise ConfigurationError(f"gpu_count={gpu_count}: a machine has 1 to {_MAX_DEVICES} devices")
         self.kind, self.address, self.gpu_type, self.gpu_count = kind, address, gpu_type.lower(), gpu_count
         self._threads, self._retry = threads, retry
-        self._settings = _settings(token, timeout, patience, True, None, _LIMIT_BYTES)
+        self._settings = _settings(token, timeout, patience, True, None, LIMIT_BYTES)
         self._tls = {"ca": ca, "cert": cert, "key": key}
         self._session: _native.RemoteSession | None = None
         #: The index of its first device, which it has again when it is started again.
@@ -249,20 +248,12 @@ class RemoteMachine:
         self._thread.start()
 
     def _start_process(self, address: str) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "tensorstream.remote._server",
-            "--listen",
-            address,
-            "--device",
-            self.gpu_type,
-            "--devices",
-            str(self.gpu_count),
-        ]
         threads = self._threads or torch.get_num_threads()
         self._server = subprocess.Popen(
-            [*command, "--threads", str(threads), "--peer", "any", "--with-parent"],
+            [
+                sys.executable, "-m", "tensorstream.remote._local",
+                address, self.gpu_type, str(self.gpu_count), str(threads),
+            ],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The machine that has the tensors: PyTorch's operators by their names, for who asks. ``tensorstream serve``."""
+"""The machine that has the tensors: PyTorch's operators by their names, for who asks."""
 
 from __future__ import annotations
 
-import argparse
 import functools
-import logging
-import os
-import secrets
-import signal
-import sys
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +12,11 @@ from typing import Any
 import torch
 
 from .. import _native
-from .._wire import _settings
+from .._wire import LIMIT_BYTES, _settings
 from ..errors import ConfigurationError
 from . import _bounds
 from ._dtypes import DTYPES
-
-_log = logging.getLogger("tensorstream.remote")
+from ._exchange import Exchange, LocalExchange, Peers
 
 #: Namespaces whose operators may be asked for.
 NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized", "tensorstream"})
@@ -39,76 +33,27 @@ REFUSED = frozenset({
 #: and what the machine keeps of a storage would be wrong.
 RESHAPING = frozenset({"set_", "set", "set_data", "resize", "_resize_output", "_resize_output_", "resize_as_sparse_"})
 
-_LIMIT_BYTES = 64 << 30
-#: Tensors that another machine may fetch, by what it must know to.
-_OFFERED: dict[str, torch.Tensor] = {}
-#: How long another machine may take to be reached, in seconds.
-_REACH = 5.0
 #: PyTorch has one default generator for all sessions,
 _default_generator = threading.Lock()
 #: and one dtype that numbers become.
 _default_dtype = threading.Lock()
 
 
-class _Peers:
-    """Other machines, from which tensors are fetched without their going by way of the client.
-
-    allowed: their addresses; "any" is one that stands for all. token: the secret that they ask for, if they do. tls:
-    what they are reached with, by :class:`RemoteMachine`'s names; of a machine that is under TLS itself no other is
-    reached without."""
-
-    def __init__(
-        self, allowed: tuple[str, ...] = (), token: str | None = None, tls: dict[str, Any] | None = None
-    ) -> None:
-        self._allowed, self._token = allowed, token
-        self._tls = {name: value for name, value in (tls or {}).items() if value is not None}
-        self._machines: dict[str, Any] = {}
-        self._lock = threading.Lock()
-
-    def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
-        """Copies a tensor that is offered there. Why not, if that cannot be."""
-        from . import _device, _kernels
-
-        if address not in self._allowed and "any" not in self._allowed:
-            return f"this machine fetches nothing from {address}"
-        if self._tls and "ca" not in self._tls and not address.startswith("unix:"):
-            # The token is not for everybody on the way.
-            return "this machine is under TLS, and was not told whose certificates others have (--peer-ca)"
-        with self._lock:
-            try:
-                machine = self._reached(address)
-                into.copy_(_kernels.CLAIM(_device._anchor(machine.device().index), ticket))
-            except RuntimeError as error:
-                self._machines.pop(address).stop() if address in self._machines else None
-                return str(error)
-        return ""
-
-    def _reached(self, address: str) -> Any:
-        from ._machine import RemoteMachine
-
-        if address not in self._machines:
-            tls = {} if address.startswith("unix:") else self._tls
-            self._machines[address] = RemoteMachine(
-                "tcp", address, token=self._token, timeout=_REACH, retry=0.0, **tls
-            )
-        return self._machines[address]
-
-
 class Session:
     """What operators of one client have in common: generators, and what was offered to other machines."""
 
-    def __init__(self, peers: _Peers | None = None, devices: int = 1, checked: bool = False) -> None:
+    def __init__(self, exchange: Exchange | None = None, devices: int = 1, checked: bool = False) -> None:
         self._device_count = devices
         self._checked = checked
         self._generators: dict[torch.device, torch.Generator] = {}
         #: Those that stand for one of the client's while it draws from it.
         self._given: dict[torch.device, torch.Generator] = {}
-        self._peers = peers or _Peers()
+        self._exchange = exchange or LocalExchange(Peers())
         self._tickets: set[str] = set()
 
     def __del__(self) -> None:
         for ticket in self._tickets:
-            _OFFERED.pop(ticket, None)
+            self._exchange.withdraw(ticket)
 
     def _generator(self, device: torch.device, given: bool = False) -> torch.Generator:
         generators = self._given if given else self._generators
@@ -204,23 +149,20 @@ class Session:
         return self._generator(anchor.device, True).get_state().to(anchor.device)
 
     def _offer(self, tensor: torch.Tensor) -> str:
-        ticket = secrets.token_hex(16)
+        ticket = self._exchange.offer(tensor)
         self._tickets.add(ticket)
-        _OFFERED[ticket] = tensor
         return ticket
 
     def _withdraw(self, anchor: torch.Tensor, ticket: str) -> None:
-        self._tickets.discard(ticket)
-        _OFFERED.pop(ticket, None)
+        if ticket in self._tickets:
+            self._tickets.discard(ticket)
+            self._exchange.withdraw(ticket)
 
     def _claim(self, anchor: torch.Tensor, ticket: str) -> torch.Tensor:
-        if ticket not in _OFFERED:
-            raise LookupError("no such tensor is offered here")
-        # Not the tensor itself: its session may give it up, or another size.
-        return _OFFERED[ticket].clone()
+        return self._exchange.claim(ticket).to(anchor.device)
 
     def _fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
-        return self._peers.fetch(into, address, ticket)
+        return self._exchange.fetch(into, address, ticket)
 
     def _default_dtype(self, dtype: torch.dtype) -> None:
         """Noted by who runs operators."""
@@ -328,28 +270,53 @@ def _land(storage: torch.UntypedStorage, offset: int, staged: torch.Tensor) -> N
     _bytes_of(storage, offset, staged.numel()).copy_(staged, non_blocking=True)
 
 
-def server(
-    listen: str, *, devices: list[torch.device], token: str | None = None, insecure: bool = False,
-    cert: Any = None, key: Any = None, ca: Any = None, timeout: float = 30.0, patience: float = 300.0,
-    staged: bool = False, peers: tuple[str, ...] = (), peer_ca: Any = None, shared: bool = False,
+def _objects(
+    devices: list[torch.device],
+    exchange: Exchange,
+    *,
+    staged: bool = False,
+    shared: bool = False,
     checked: bool = False,
-) -> _native.RemoteServer:  # fmt: skip
-    """A server that runs operators on these devices, and listens at "HOST:PORT" or "unix:PATH". staged: what comes is
-    received beside the memory it is for, as where that is not the host's. peers: addresses of machines from which
-    tensors are fetched directly, or "any"; peer_ca: whose certificates they have. shared: the process is a client's
-    too, for which PyTorch's settings are. checked: clients may not be who started it, and indices are looked at."""
-    objects = {
-        "session": functools.partial(
-            Session, _Peers(peers, token, {"ca": peer_ca, "cert": cert, "key": key}), len(devices), checked
-        ),
+) -> dict[str, Any]:
+    """Returns the Python objects that the native server uses, by name."""
+    return {
+        "session": functools.partial(Session, exchange, len(devices), checked),
         "dtypes": DTYPES, "realise": _realise, "view": _view, "settled": _settled,
         "scalar": _scalar, "named": _named, "host": _host, "part": _part, "stage": _stage, "land": _land,
         "default_dtype": torch.float32, "with_default": _as_it_is if shared else _with_default,
         "tensor": torch.Tensor, "guard": torch._C._AutoDispatchBelowAutograd, "devices": devices,
         "on_host": not staged and all(device.type == "cpu" for device in devices),
     }  # fmt: skip
-    settings = _settings(token, timeout, patience, True, None, _LIMIT_BYTES)
+
+
+def server(
+    listen: str, *, devices: list[torch.device], token: str | None = None, insecure: bool = False,
+    cert: Any = None, key: Any = None, ca: Any = None, timeout: float = 30.0, patience: float = 300.0,
+    staged: bool = False, peers: Peers | None = None, shared: bool = False,
+) -> _native.RemoteServer:  # fmt: skip
+    """Creates a server that runs operators in this process, and listens at "HOST:PORT" or "unix:PATH".
+
+    Args:
+        staged: Receive payloads into separate memory, as for devices without host memory.
+        peers: The machines from which sessions may fetch tensors; none by default.
+        shared: The process is also a client, whose default dtype operators use.
+    """
+    objects = _objects(devices, LocalExchange(peers or Peers()), staged=staged, shared=shared)
+    settings = _settings(token, timeout, patience, True, None, LIMIT_BYTES)
     return _native.RemoteServer(listen, objects, settings, insecure, cert, key, ca)
+
+
+def session_server(
+    handoffs: socket.socket,
+    exchange: Exchange,
+    devices: list[torch.device],
+    timeout: float = 30.0,
+    patience: float = 300.0,
+) -> _native.RemoteServer:
+    """Creates a server of one session, whose connections another process passes over ``handoffs``. Takes ownership of
+    ``handoffs``. Checks the indices of operators that PyTorch does not check."""
+    settings = _settings(None, timeout, patience, True, None, LIMIT_BYTES)
+    return _native.RemoteServer.from_handoffs(handoffs.detach(), _objects(devices, exchange, checked=True), settings)
 
 
 def devices_of(kind: str, count: int | None = None) -> list[torch.device]:
@@ -364,83 +331,3 @@ def devices_of(kind: str, count: int | None = None) -> list[torch.device]:
     if there < (count or 1):
         raise ConfigurationError(f"{count or 1} GPUs are needed, and PyTorch finds {there} on this computer")
     return [torch.device("cuda", index) for index in range(there if count is None else count)]
-
-
-def token_in(path: str) -> str:
-    """Reads the secret in a file, as ``tensorstream serve-weights`` does.
-
-    Returns:
-        Its first line, without spaces around it.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If the line is empty or not UTF-8.
-    """
-    with open(path, encoding="utf-8") as file:
-        token = file.readline().strip()
-    if not token:
-        raise ValueError(f"{path}: no token: its first line is empty")
-    return token
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """``tensorstream serve``."""
-    parser = argparse.ArgumentParser(prog="tensorstream serve", description=__doc__)
-    parser.add_argument(
-        "--listen", default="127.0.0.1:7470", help="HOST:PORT (port 0: one that is free), or unix:PATH"
-    )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--devices", type=int, help="how many; all GPUs, or 8 that stand for the CPU, if none is given"
-    )
-    parser.add_argument("--token-file", help="a file whose first line is the secret that clients must know")
-    parser.add_argument("--tls-cert", help="a certificate (PEM), for connections under TLS")
-    parser.add_argument("--tls-key", help="its key (PEM)")
-    parser.add_argument("--tls-client-ca", help="only clients with a certificate of one of these (PEM) are let in")
-    parser.add_argument("--threads", type=int, help="threads of PyTorch's for one operator")
-    parser.add_argument(
-        "--insecure", action="store_true", help="everybody who can reach the address may use the machine"
-    )
-    parser.add_argument(
-        "--peer", action="append", default=[], metavar="ADDRESS",
-        help="a machine with the same token, from which tensors that clients copy may be fetched directly",
-    )  # fmt: skip
-    parser.add_argument("--peer-ca", help="whose certificates (PEM) such machines have, for connections under TLS")
-    parser.add_argument("--with-parent", action="store_true", help="ends when its standard input does")
-    options = parser.parse_args(arguments)
-    token = None
-    if options.token_file:
-        try:
-            token = token_in(options.token_file)
-        except (OSError, ValueError) as error:
-            parser.error(f"--token-file: {error}")
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    try:
-        served = server(
-            options.listen, token=token, insecure=options.insecure,
-            devices=devices_of(options.device, options.devices),
-            cert=options.tls_cert, key=options.tls_key, ca=options.tls_client_ca, peers=tuple(options.peer),
-            peer_ca=options.peer_ca, checked=not options.with_parent,
-        )  # fmt: skip
-    except Exception as error:
-        print(f"tensorstream serve: {error}", file=sys.stderr)
-        return 2
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: served.stop())
-    if options.with_parent:
-
-        def watch() -> None:
-            while os.read(0, 1):
-                pass
-            served.stop()
-
-        threading.Thread(target=watch, daemon=True).start()
-    print(f"listening at {served.address}", flush=True)
-    served.run(lambda peer, reason: _log.info("%s: %s", peer, reason))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Messages between the processes of ``tensorstream serve``: JSON and descriptors over ``SOCK_SEQPACKET`` sockets.
+
+A session's process may be under its client's control, so its messages are data only: strings,
+numbers, and descriptors of sealed memory.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import json
+import os
+import socket
+from typing import Any
+
+#: The longest message, in bytes.
+MAX_MESSAGE = 32 << 10
+#: The seals of memory that can no longer change. Only Linux has them.
+SEALS = sum(getattr(fcntl, f"F_SEAL_{name}", 0) for name in ("WRITE", "SHRINK", "GROW", "SEAL"))
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Creates two connected sockets for messages."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(channel: socket.socket, message: dict[str, Any], *descriptors: int | None, wait: bool = True) -> None:
+    """Sends a message with descriptors, which stay open in this process. With ``wait``, blocks while it is full.
+
+    Raises:
+        OSError: The other end has closed, or the channel is full.
+    """
+    given = array.array("i", [each for each in descriptors if each is not None])
+    attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, given)] if given else []
+    # `socket.send_fds` ignores its flags.
+    channel.sendmsg([json.dumps(message).encode()], attached, 0 if wait else socket.MSG_DONTWAIT)
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, Any], int | None] | None:
+    """Receives a message. Blocks.
+
+    Returns:
+        The message and its first descriptor, which the caller owns; None if the other end has closed or has sent
+        something else.
+    """
+    try:
+        text, descriptors, flags, _ = socket.recv_fds(channel, MAX_MESSAGE, 4)
+    except OSError:
+        return None
+    for surplus in descriptors[1:]:
+        os.close(surplus)
+    descriptor = descriptors[0] if descriptors else None
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict) or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
+    return message, descriptor
+
+
+def is_sealed(descriptor: int) -> bool:
+    """Checks that a descriptor is of memory that can no longer change."""
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:
+        return False

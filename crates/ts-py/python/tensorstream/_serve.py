@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""``tensorstream serve``: runs PyTorch operators for remote clients, each session in its own process."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import resource
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from . import _native
+from ._broker import Broker
+from ._wire import LIMIT_BYTES, _settings
+
+if TYPE_CHECKING:
+    from .remote._exchange import Peers
+
+_log = logging.getLogger("tensorstream.remote")
+
+
+def token_in(path: str) -> str:
+    """Reads the secret in a file, as ``tensorstream serve-weights`` does.
+
+    Returns:
+        Its first line, without spaces around it.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the line is empty or not UTF-8.
+    """
+    with open(path, encoding="utf-8") as file:
+        token = file.readline().strip()
+    if not token:
+        raise ValueError(f"{path}: no token: its first line is empty")
+    return token
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tensorstream serve", description=__doc__)
+    parser.add_argument(
+        "--listen", default="127.0.0.1:7470", help="HOST:PORT (port 0: one that is free), or unix:PATH"
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--devices", type=int, help="how many; all GPUs, or 8 that stand for the CPU, if none is given"
+    )
+    parser.add_argument("--token-file", help="a file whose first line is the secret that clients must know")
+    parser.add_argument("--tls-cert", help="a certificate (PEM), for connections under TLS")
+    parser.add_argument("--tls-key", help="its key (PEM)")
+    parser.add_argument("--tls-client-ca", help="only clients with a certificate of one of these (PEM) are let in")
+    parser.add_argument("--threads", type=int, help="threads of PyTorch's for one operator")
+    parser.add_argument(
+        "--insecure", action="store_true", help="everybody who can reach the address may use the machine"
+    )
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="ADDRESS",
+        help="a machine with the same token, from which tensors that clients copy may be fetched directly",
+    )  # fmt: skip
+    parser.add_argument("--peer-ca", help="whose certificates (PEM) such machines have, for connections under TLS")
+    parser.add_argument(
+        "--max-sessions", type=int, default=256,
+        help="the most sessions at a time (default: 256)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--session-memory", metavar="SIZE", help='the most memory of one session, such as "4GiB" (default: unlimited)'
+    )
+    parser.add_argument("--no-sandbox", action="store_true", help="do not restrict the processes of sessions")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """``tensorstream serve``."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if sys.platform != "linux":
+        parser.error(f"the processes of sessions need Linux, and this is {sys.platform}")
+    token = None
+    if options.token_file:
+        try:
+            token = token_in(options.token_file)
+        except (OSError, ValueError) as error:
+            parser.error(f"--token-file: {error}")
+    if options.max_sessions < 1:
+        parser.error(f"--max-sessions {options.max_sessions}: at least one")
+    try:
+        memory = _native.parse_bytes(options.session_memory) if options.session_memory else None
+    except ValueError as error:
+        parser.error(f"--session-memory: {error}")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    tls = {"cert": options.tls_cert, "key": options.tls_key}
+
+    @functools.cache
+    def peers() -> Peers:
+        from .remote._exchange import Peers
+
+        return Peers(tuple(options.peer), token, {"ca": options.peer_ca, **tls})
+
+    try:
+        settings = _settings(token, 30.0, 300.0, True, None, LIMIT_BYTES)
+        dispatcher = _native.Dispatcher(options.listen, settings, options.insecure, ca=options.tls_client_ca, **tls)
+        sessions = {
+            "device": options.device, "devices": options.devices, "threads": options.threads, "memory": memory,
+            "sandbox": not options.no_sandbox,
+        }  # fmt: skip
+        served = Broker(dispatcher, peers, sessions, options.max_sessions)
+    except (RuntimeError, OSError, ValueError) as error:
+        print(f"tensorstream serve: {error}", file=sys.stderr)
+        return 2
+    # Sessions and the tensors that they offer take descriptors.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: served.stop())
+    if options.no_sandbox:
+        _log.warning("--no-sandbox: a malicious client can read this user's files")
+    elif len(served.restrictions) < 2:
+        prevented = ", ".join(served.restrictions) or "nothing"
+        _log.warning("this system lacks Landlock or seccomp: the sandbox of sessions prevents only %s", prevented)
+    elif options.device == "cuda":
+        _log.warning("sessions on GPUs can open files, which their drivers need")
+    print(f"listening at {dispatcher.address}", flush=True)
+    served.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

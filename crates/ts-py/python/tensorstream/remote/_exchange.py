@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Direct copies of tensors between sessions and between machines, without a round trip through the client.
+
+A session offers a tensor under a ticket, a random secret. Any session of the same machine can claim
+the tensor with the ticket, and another machine fetches it by connecting and claiming it. Where each
+session has its own process, tensors travel as descriptors of memory via the broker
+(:mod:`tensorstream._broker`), and only the broker connects to other machines.
+"""
+
+from __future__ import annotations
+
+import collections
+import fcntl
+import math
+import mmap
+import os
+import secrets
+import socket
+import threading
+from typing import Any, Protocol
+
+import torch
+
+from .._messages import SEALS, receive, send
+from . import _dtypes
+
+#: The timeout of connections to other machines, in seconds.
+_TIMEOUT = 5.0
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype, *_ in _dtypes.DTYPES}
+
+
+class Exchange(Protocol):
+    """What a session needs for direct copies."""
+
+    def offer(self, tensor: torch.Tensor) -> str:
+        """Offers a tensor until it is withdrawn. Returns the ticket."""
+
+    def withdraw(self, ticket: str) -> None:
+        """Ends an offer of this session."""
+
+    def claim(self, ticket: str) -> torch.Tensor:
+        """Returns a copy of a tensor that a session of this machine offers. LookupError if there is none."""
+
+    def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
+        """Copies a tensor that another machine offers to ``into``. Returns why not, or an empty string."""
+
+
+class Peers:
+    """The machines from which sessions may fetch tensors.
+
+    Args:
+        allowed: Their addresses; "any" allows all.
+        token: The secret that they require.
+        tls: The certificates for connections to them, by the names of :class:`RemoteMachine`'s parameters. A machine
+            that uses TLS itself connects to others only under TLS.
+    """
+
+    def __init__(
+        self, allowed: tuple[str, ...] = (), token: str | None = None, tls: dict[str, Any] | None = None
+    ) -> None:
+        self._allowed, self._token = allowed, token
+        self._tls = {name: value for name, value in (tls or {}).items() if value is not None}
+        self._machines: dict[str, Any] = {}
+        self._locks: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
+
+    def claimed(self, address: str, ticket: str, limit: int | None = None) -> torch.Tensor:
+        """Returns a copy, on the CPU, of a tensor that a machine offers. Blocks.
+
+        Raises:
+            RuntimeError: The address is not allowed, the machine cannot be reached, or it offers no such tensor, or
+                one of more than ``limit`` bytes.
+        """
+        from . import _device, _kernels
+
+        if address not in self._allowed and "any" not in self._allowed:
+            raise RuntimeError(f"this machine may not fetch from {address}; allow it with --peer")
+        if self._tls and "ca" not in self._tls and not address.startswith("unix:"):
+            # Without TLS the token would be sent in the clear.
+            raise RuntimeError("this machine uses TLS, and needs --peer-ca to verify others")
+        with self._locks[address]:
+            try:
+                machine = self._machine(address)
+                tensor = _kernels.CLAIM(_device._anchor(machine.device().index), ticket)
+                if limit is None or tensor.nbytes <= limit:
+                    return tensor.cpu()
+            except RuntimeError:
+                if address in self._machines:
+                    self._machines.pop(address).stop()
+                raise
+            raise RuntimeError(f"the tensor has {tensor.nbytes} bytes, and this machine copies at most {limit}")
+
+    def _machine(self, address: str) -> Any:
+        from ._machine import RemoteMachine
+
+        if address not in self._machines:
+            tls = {} if address.startswith("unix:") else self._tls
+            self._machines[address] = RemoteMachine(
+                "tcp", address, token=self._token, timeout=_TIMEOUT, retry=0.0, **tls
+            )
+        return self._machines[address]
+
+
+class LocalExchange:
+    """The exchange of sessions that share one process."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._offered: dict[str, torch.Tensor] = {}
+
+    def offer(self, tensor: torch.Tensor) -> str:
+        ticket = secrets.token_hex(16)
+        self._offered[ticket] = tensor
+        return ticket
+
+    def withdraw(self, ticket: str) -> None:
+        self._offered.pop(ticket, None)
+
+    def claim(self, ticket: str) -> torch.Tensor:
+        if ticket not in self._offered:
+            raise LookupError("no session offers this tensor")
+        # The other session may free or resize the tensor itself.
+        return self._offered[ticket].clone()
+
+    def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
+        try:
+            into.copy_(self._peers.claimed(address, ticket))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+class BrokerExchange:
+    """The exchange of a session with its own process, which sends its requests to the broker."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+        # Reentrant, because the garbage collector may end a session's offers at any time.
+        self._lock = threading.RLock()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Sends a message without an answer."""
+        with self._lock:
+            send(self._requests, message)
+
+    def _ask(self, message: dict[str, Any], descriptor: int | None = None) -> tuple[dict[str, Any], int | None]:
+        with self._lock:
+            send(self._requests, message, descriptor)
+            answer = receive(self._requests)
+        if answer is None:
+            raise RuntimeError("the server is stopping")
+        return answer
+
+    def offer(self, tensor: torch.Tensor) -> str:
+        ticket = secrets.token_hex(16)
+        packed, descriptor = pack(tensor)
+        try:
+            refused = self._ask({"offer": ticket, "tensor": packed}, descriptor)[0].get("refused")
+        finally:
+            os.close(descriptor)
+        if refused:
+            raise RuntimeError(refused)
+        return ticket
+
+    def withdraw(self, ticket: str) -> None:
+        self.tell({"withdraw": ticket})
+
+    def claim(self, ticket: str) -> torch.Tensor:
+        return self._tensor({"claim": ticket}, LookupError)
+
+    def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
+        try:
+            into.copy_(self._tensor({"fetch": ticket, "from": address}, RuntimeError))
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def _tensor(self, message: dict[str, Any], refusal: type[Exception]) -> torch.Tensor:
+        answer, descriptor = self._ask(message)
+        if descriptor is None:
+            raise refusal(answer.get("refused", "the server sent no tensor"))
+        return unpack(answer, descriptor)
+
+
+def pack(tensor: torch.Tensor) -> tuple[dict[str, Any], int]:
+    """Copies a tensor to sealed memory.
+
+    Returns:
+        Its metadata, for :func:`unpack`, and a descriptor of the memory, which the caller owns.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    packed = {"dtype": str(tensor.dtype).removeprefix("torch."), "sizes": list(tensor.shape)}
+    descriptor = os.memfd_create("tensorstream-offer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        nbytes = tensor.numel() * tensor.element_size()
+        os.ftruncate(descriptor, nbytes)
+        if nbytes:
+            with mmap.mmap(descriptor, nbytes) as memory:
+                copy = torch.frombuffer(memory, dtype=torch.uint8)
+                copy.copy_(tensor.view(-1).view(torch.uint8))
+                # Memory that is mapped for writing cannot be sealed.
+                del copy
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return packed, descriptor
+
+
+def unpack(packed: dict[str, Any], descriptor: int) -> torch.Tensor:
+    """Returns a copy, on the CPU, of a tensor in sealed memory. Closes the descriptor.
+
+    Raises:
+        RuntimeError: The metadata is invalid, or does not match the memory: it comes from another session.
+    """
+    try:
+        dtype, sizes = _DTYPES.get(str(packed.get("dtype"))), packed.get("sizes")
+        if dtype is None or not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+            raise RuntimeError(f"invalid offer: dtype {packed.get('dtype')!r}, sizes {sizes!r}")
+        nbytes = math.prod(sizes) * dtype.itemsize
+        if os.lseek(descriptor, 0, os.SEEK_END) != nbytes:
+            raise RuntimeError(f"invalid offer: its memory does not have {nbytes} bytes")
+        if not nbytes:
+            return torch.empty(sizes, dtype=dtype)
+        with mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY) as memory:
+            shared = torch.frombuffer(memory, dtype=dtype).view(sizes)
+            copy = shared.clone()
+            del shared
+            return copy
+    finally:
+        os.close(descriptor)

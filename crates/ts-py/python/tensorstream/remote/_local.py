@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The process of a ``local`` machine. It ends when its standard input closes, which happens when its client ends."""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+
+import torch
+
+from ._exchange import Peers
+from ._server import devices_of, server
+
+_log = logging.getLogger("tensorstream.remote")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("listen")
+    parser.add_argument("device", choices=["cpu", "cuda"])
+    parser.add_argument("devices", type=int)
+    parser.add_argument("threads", type=int)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    try:
+        devices = devices_of(options.device, options.devices)
+        served = server(options.listen, devices=devices, peers=Peers(("any",)))
+    except Exception as error:
+        sys.exit(str(error))
+
+    # Ctrl-C reaches all processes of the terminal. The client decides what to do, and may want to save its tensors.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: served.stop())
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        served.stop()
+
+    threading.Thread(target=watch, daemon=True).start()
+    print("listening", flush=True)
+    served.run(lambda peer, reason: _log.info("%s: %s", peer, reason))
+
+
+if __name__ == "__main__":
+    main()

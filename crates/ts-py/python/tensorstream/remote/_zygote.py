@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The zygote of ``tensorstream serve``: the process from which those of sessions are forked.
+
+It has imported PyTorch, has one thread and has never run an operator, so a fork of it works and
+takes milliseconds: an OpenMP thread pool would not survive the fork. The broker starts it as a new
+program with a reduced environment, so its memory contains neither the token nor keys nor secrets in
+environment variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .. import _native
+from .._messages import MAX_MESSAGE, send
+from ..errors import ConfigurationError
+from ._exchange import BrokerExchange
+from ._server import devices_of, session_server
+
+#: The interval of looking for ended sessions, in milliseconds.
+_INTERVAL = 100
+#: The most open descriptors of a session.
+_MAX_DESCRIPTORS = 256
+#: How long sessions may take to end when the server has ended, in seconds.
+_GRACE = 4.0
+
+
+def _serve(
+    handoffs: socket.socket, requests: socket.socket, options: dict[str, Any], restrictions: list[str]
+) -> None:
+    """Serves a session until it ends. Blocks."""
+    # Output and core dumps may contain the client's data.
+    with open(os.devnull, "r+b", buffering=0) as null:
+        for stream in range(3):
+            os.dup2(null.fileno(), stream)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_DESCRIPTORS,) * 2)
+    if options["memory"]:
+        resource.setrlimit(resource.RLIMIT_DATA, (options["memory"],) * 2)
+        # Also limits each memory file.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (options["memory"],) * 2)
+    # When the system runs out of memory it should kill a session, not the broker.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+        score.write("500")
+    exchange = BrokerExchange(requests)
+    # Before the driver of a GPU starts threads.
+    if options["sandbox"] and _native.sandbox(options["device"] == "cuda") != restrictions:
+        raise RuntimeError(f"the sandbox could not be set up: expected {restrictions}")
+    devices = devices_of(options["device"], options["devices"])
+    if options["threads"]:
+        torch.set_num_threads(options["threads"])
+    served = session_server(handoffs, exchange, devices)
+    served.run(lambda peer, reason: exchange.tell({"disconnected": [peer, reason[:1000]]}), once=True)
+
+
+def _session(descriptors: list[int], options: dict[str, Any], restrictions: list[str]) -> None:
+    """Runs the process of a session. Does not return."""
+    status = 1
+    handoffs, requests = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+    try:
+        _serve(handoffs, requests, options, restrictions)
+        status = 0
+    except BaseException:
+        send(requests, {"failed": traceback.format_exc(limit=-5)[-4000:]})
+    finally:
+        # The exit handlers are the zygote's.
+        os._exit(status)
+
+
+def _restrictions(options: dict[str, Any]) -> list[str]:
+    """Tries the sandbox in a child process, and returns what it prevents on this system."""
+    if not options["sandbox"]:
+        return []
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writer, json.dumps(_native.sandbox(options["device"] == "cuda")).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return list(json.loads(text or "[]"))
+
+
+def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
+    """Forks a process for each session that the broker orders, and reports the exit status of each.
+
+    Blocks until the broker closes ``orders``. With ``once`` this process itself serves the first session.
+    """
+    try:
+        devices_of(options["device"], options["devices"])
+    except ConfigurationError as error:
+        return send(orders, {"refused": str(error)})
+    # Detects the CPU's instruction sets. A sandboxed process cannot read /proc/cpuinfo, and PyTorch
+    # would fall back to kernels without vector instructions, which round differently.
+    torch.backends.cpu.get_cpu_capability()
+    restrictions = _restrictions(options)
+    send(orders, {"restrictions": restrictions})
+    # Keeps the garbage collector from writing to the pages that sessions share with the zygote.
+    gc.collect()
+    gc.freeze()
+    sessions: dict[int, int] = {}
+    poll = select.poll()
+    poll.register(orders, select.POLLIN)
+    while True:
+        if poll.poll(_INTERVAL):
+            text, descriptors, _, _ = socket.recv_fds(orders, MAX_MESSAGE, 2)
+            if not text:
+                return _end(sessions)
+            number = json.loads(text)["begin"]
+            if once:
+                with _pidfd(os.getpid()) as pidfd:
+                    send(orders, {"began": number}, pidfd)
+                _session(descriptors, options, restrictions)
+            try:
+                child = os.fork()
+                if not child:
+                    orders.close()
+                    _session(descriptors, options, restrictions)
+                sessions[child] = number
+                with _pidfd(child) as pidfd:
+                    send(orders, {"began": number}, pidfd)
+            except BlockingIOError:
+                # There are too many processes. The client finds its connection closed, and reconnects.
+                pass
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+        while sessions:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if not child:
+                break
+            send(orders, {"over": sessions.pop(child), "status": os.waitstatus_to_exitcode(status)})
+
+
+@contextlib.contextmanager
+def _pidfd(process: int) -> Iterator[int]:
+    """A descriptor of a process, by which another can kill it safely."""
+    pidfd = os.pidfd_open(process)
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def _end(sessions: dict[int, int]) -> None:
+    """Waits until sessions have told their clients that the server stops, and kills the others."""
+    end = time.monotonic() + _GRACE
+    while sessions and time.monotonic() < end:
+        child, _ = os.waitpid(-1, os.WNOHANG)
+        sessions.pop(child, None)
+        if not child:
+            time.sleep(0.02)
+    for child in sessions:
+        os.kill(child, signal.SIGKILL)
+
+
+def main() -> None:
+    # The broker handles Ctrl-C, and then ends the zygote and the sessions.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[1])) as orders, contextlib.suppress(OSError):
+        run(orders, json.loads(sys.argv[2]), sys.argv[3:] == ["once"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Accepts clients for the processes of sessions.
+
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use tensorstream::remote::exec::EXEC;
+use tensorstream::remote::{self, ConnectionOptions, Listener};
+
+use crate::errors::{misuse, of_wire};
+use crate::wire::{Settings, listener};
+
+/// Accepts and authenticates clients, for Python.
+#[pyclass(frozen, module = "tensorstream", name = "Dispatcher")]
+pub(crate) struct Dispatcher {
+    inner: Mutex<(Listener, remote::Dispatcher)>,
+    address: String,
+}
+
+/// An authenticated connection, for Python.
+#[pyclass(frozen, module = "tensorstream", name = "Handoff")]
+pub(crate) struct Handoff {
+    inner: Mutex<Option<remote::Handoff>>,
+    /// The service that the client asks for.
+    #[pyo3(get)]
+    service: String,
+    /// The client's address.
+    #[pyo3(get)]
+    peer: String,
+}
+
+#[pymethods]
+impl Dispatcher {
+    /// Listens.
+    #[new]
+    #[pyo3(signature = (at, settings, insecure, cert=None, key=None, ca=None))]
+    fn new(
+        py: Python<'_>,
+        at: &str,
+        settings: Settings,
+        insecure: bool,
+        cert: Option<PathBuf>,
+        key: Option<PathBuf>,
+        ca: Option<PathBuf>,
+    ) -> PyResult<Self> {
+        let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
+        let files = [ca.as_ref(), cert.as_ref(), key.as_ref()];
+        let (listener, tls) = listener(py, at, &options, files, insecure)?;
+        let address = listener.address().to_string();
+        let dispatcher = remote::Dispatcher::new(options);
+        let dispatcher = if let Some(tls) = tls { dispatcher.with_tls(tls) } else { dispatcher };
+        Ok(Self { inner: Mutex::new((listener, dispatcher)), address })
+    }
+
+    /// The address it listens at, with the port that the system chose if 0 was given.
+    #[getter]
+    fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Returns the next authenticated connection, or None after so many seconds. Calls `log` with the peer and the reason for each connection
+    /// that fails. Blocks.
+    fn next(&self, py: Python<'_>, seconds: f64, log: &Bound<'_, PyAny>) -> PyResult<Option<Handoff>> {
+        let mut failed = Vec::new();
+        let handoff = py.detach(|| {
+            let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+            let (listener, dispatcher) = &mut *inner;
+            let note = |peer: &str, error: &remote::Error| failed.push((peer.to_string(), error.to_string()));
+            dispatcher.accept_within(listener, Duration::from_secs_f64(seconds.max(0.0)), note)
+        });
+        for (peer, reason) in failed {
+            log.call1((peer, reason))?;
+        }
+        let handoff = handoff.map_err(|error| of_wire(py, &error))?;
+        Ok(handoff.map(|handoff| {
+            let (service, peer) = (handoff.service().to_string(), handoff.peer().to_string());
+            Handoff { inner: Mutex::new(Some(handoff)), service, peer }
+        }))
+    }
+}
+
+#[pymethods]
+impl Handoff {
+    /// Passes the connection to the process at the other end of this socket, and closes the socket here.
+    fn send_to(&self, py: Python<'_>, channel: RawFd) -> PyResult<()> {
+        let channel = owned(channel);
+        let inner = self.take(py)?;
+        inner.send_to(&channel).map_err(|error| of_wire(py, &error))
+    }
+
+    /// Closes the connection, and tells the client why.
+    fn refuse(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        let inner = self.take(py)?;
+        py.detach(|| inner.refuse(reason));
+        Ok(())
+    }
+}
+
+impl Handoff {
+    fn take(&self, py: Python<'_>) -> PyResult<remote::Handoff> {
+        let taken = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        taken.ok_or_else(|| misuse(py, "the connection has been passed on or refused already"))
+    }
+}
+
+/// Takes ownership of a descriptor that Python has detached.
+pub(super) fn owned(descriptor: RawFd) -> OwnedFd {
+    // SAFETY: it is open and has no other owner: this package's Python code detaches or duplicates it for the call.
+    unsafe { OwnedFd::from_raw_fd(descriptor) }
+}

@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Restricts the process of a session to memory, threads, time and the sockets it has.
+
+use pyo3::prelude::*;
+
+/// Restricts this process for good: it can no longer open files or sockets, start programs, or reach other processes. Open descriptors stay
+/// usable. Call it before the first other thread starts, because Landlock restricts only the calling thread and its later threads.
+///
+/// With `gpu` the process can still open files, which GPU drivers need. Returns what each mechanism prevents: two descriptions, or
+/// fewer where the system lacks Landlock or seccomp.
+#[pyfunction]
+#[pyo3(signature = (gpu=false))]
+pub(crate) fn sandbox(py: Python<'_>, gpu: bool) -> PyResult<Vec<&'static str>> {
+    system::restrict(gpu).map_err(|error| crate::errors::misuse(py, &format!("the sandbox: {error}")))
+}
+
+#[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
+mod system {
+    pub(super) fn restrict(_: bool) -> Result<Vec<&'static str>, String> {
+        Ok(Vec::new())
+    }
+}
+
+#[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod system {
+    use std::collections::BTreeMap;
+    use std::error::Error;
+    use std::io;
+
+    use landlock::{
+        ABI, Access, AccessFs, AccessNet, RestrictionStatus, Ruleset, RulesetAttr, RulesetStatus, Scope,
+    };
+    use libc::c_long;
+    use seccompiler::{
+        BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+        SeccompRule, TargetArch, apply_filter_all_threads,
+    };
+
+    type Failure = Box<dyn Error>;
+    type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
+
+    #[cfg(target_arch = "x86_64")]
+    const ARCH: TargetArch = TargetArch::x86_64;
+    #[cfg(target_arch = "aarch64")]
+    const ARCH: TargetArch = TargetArch::aarch64;
+
+    /// Requests the restrictions of this Landlock version, or those of an older kernel.
+    const LANDLOCK: ABI = ABI::V6;
+
+    /// System calls that a session on a CPU may make with any arguments.
+    const ALLOWED: &[c_long] = &[
+        // Open descriptors.
+        libc::SYS_read,
+        libc::SYS_write,
+        libc::SYS_readv,
+        libc::SYS_writev,
+        libc::SYS_recvfrom,
+        libc::SYS_recvmsg,
+        libc::SYS_sendto,
+        libc::SYS_sendmsg,
+        libc::SYS_shutdown,
+        libc::SYS_getsockopt,
+        libc::SYS_getsockname,
+        libc::SYS_getpeername,
+        libc::SYS_ppoll,
+        libc::SYS_lseek,
+        libc::SYS_fstat,
+        libc::SYS_close,
+        libc::SYS_close_range,
+        libc::SYS_dup,
+        libc::SYS_dup3,
+        libc::SYS_pipe2,
+        libc::SYS_eventfd2,
+        // Memory, including memory files.
+        libc::SYS_brk,
+        libc::SYS_mmap,
+        libc::SYS_munmap,
+        libc::SYS_mremap,
+        libc::SYS_mprotect,
+        libc::SYS_madvise,
+        libc::SYS_mlock,
+        libc::SYS_munlock,
+        libc::SYS_mincore,
+        libc::SYS_get_mempolicy,
+        libc::SYS_memfd_create,
+        libc::SYS_ftruncate,
+        libc::SYS_pkey_alloc,
+        // Threads.
+        libc::SYS_futex,
+        libc::SYS_set_robust_list,
+        libc::SYS_get_robust_list,
+        libc::SYS_set_tid_address,
+        libc::SYS_rseq,
+        libc::SYS_membarrier,
+        libc::SYS_sched_yield,
+        libc::SYS_sched_getaffinity,
+        libc::SYS_sched_getparam,
+        libc::SYS_sched_getscheduler,
+        libc::SYS_getcpu,
+        libc::SYS_exit,
+        libc::SYS_exit_group,
+        // Its own signal handling.
+        libc::SYS_rt_sigaction,
+        libc::SYS_rt_sigprocmask,
+        libc::SYS_rt_sigreturn,
+        libc::SYS_sigaltstack,
+        libc::SYS_restart_syscall,
+        // Time and identity.
+        libc::SYS_clock_gettime,
+        libc::SYS_clock_getres,
+        libc::SYS_clock_nanosleep,
+        libc::SYS_nanosleep,
+        libc::SYS_gettimeofday,
+        libc::SYS_getrandom,
+        libc::SYS_getpid,
+        libc::SYS_gettid,
+        libc::SYS_getppid,
+        libc::SYS_getuid,
+        libc::SYS_geteuid,
+        libc::SYS_getgid,
+        libc::SYS_getegid,
+        libc::SYS_getrusage,
+        libc::SYS_times,
+        libc::SYS_sysinfo,
+        libc::SYS_uname,
+    ];
+
+    /// System calls that only this architecture has.
+    #[cfg(target_arch = "x86_64")]
+    const OLD: &[c_long] = &[
+        libc::SYS_poll,
+        libc::SYS_dup2,
+        libc::SYS_pipe,
+        libc::SYS_eventfd,
+        libc::SYS_time,
+        libc::SYS_arch_prctl,
+        libc::SYS_getpgrp,
+    ];
+    #[cfg(target_arch = "aarch64")]
+    const OLD: &[c_long] = &[];
+
+    /// Socket options that a session may set: timeouts and keep-alive probes.
+    const SOCKET_OPTIONS: &[(i32, i32)] = &[
+        (libc::SOL_SOCKET, libc::SO_RCVTIMEO),
+        (libc::SOL_SOCKET, libc::SO_SNDTIMEO),
+        (libc::SOL_SOCKET, libc::SO_KEEPALIVE),
+        (libc::IPPROTO_TCP, libc::TCP_NODELAY),
+        (libc::IPPROTO_TCP, libc::TCP_QUICKACK),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPCNT),
+        (libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT),
+    ];
+
+    /// System calls that a session on a GPU may not make.
+    const REFUSED: &[c_long] = &[
+        libc::SYS_connect,
+        libc::SYS_bind,
+        libc::SYS_listen,
+        libc::SYS_execve,
+        libc::SYS_execveat,
+        libc::SYS_ptrace,
+        libc::SYS_process_vm_readv,
+        libc::SYS_process_vm_writev,
+        libc::SYS_pidfd_getfd,
+        libc::SYS_bpf,
+        libc::SYS_io_uring_setup,
+        libc::SYS_kill,
+        libc::SYS_tkill,
+        libc::SYS_rt_sigqueueinfo,
+        libc::SYS_rt_tgsigqueueinfo,
+        libc::SYS_pidfd_send_signal,
+        libc::SYS_add_key,
+        libc::SYS_request_key,
+        libc::SYS_keyctl,
+        libc::SYS_userfaultfd,
+        libc::SYS_perf_event_open,
+        libc::SYS_unshare,
+        libc::SYS_setns,
+        libc::SYS_mount,
+        libc::SYS_init_module,
+        libc::SYS_finit_module,
+        libc::SYS_kexec_load,
+    ];
+
+    pub(super) fn restrict(gpu: bool) -> Result<Vec<&'static str>, String> {
+        without_privileges().map_err(|error| format!("dropping capabilities: {error}"))?;
+        let mut given_up = Vec::new();
+        if landlocked(gpu).map_err(|error| error.to_string())? {
+            given_up.push(if gpu {
+                "other processes (Landlock)"
+            } else {
+                "files and other processes (Landlock)"
+            });
+        }
+        let filter = filter(gpu).map_err(|error| error.to_string())?;
+        let threads = without_clone3().map_err(|error| error.to_string())?;
+        if (gpu || apply_filter_all_threads(&threads).is_ok()) && apply_filter_all_threads(&filter).is_ok() {
+            given_up.push(if gpu {
+                "sockets and programs (seccomp)"
+            } else {
+                "files, sockets and programs (seccomp)"
+            });
+        }
+        Ok(given_up)
+    }
+
+    /// Drops the capabilities that a process of root has, and prevents core dumps.
+    fn without_privileges() -> io::Result<()> {
+        /// `__user_cap_header_struct` of linux/capability.h.
+        #[repr(C)]
+        struct Header {
+            version: u32,
+            pid: i32,
+        }
+        // _LINUX_CAPABILITY_VERSION_3, whose sets are two words each: effective, permitted, inheritable.
+        let (header, none) = (Header { version: 0x2008_0522, pid: 0 }, [0u32; 6]);
+        // SAFETY: the kernel reads both, which have the layout of that version and outlive the call.
+        let done = unsafe {
+            libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
+            libc::syscall(libc::SYS_capset, &raw const header, none.as_ptr())
+        };
+        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Prevents access to files (not with `gpu`), TCP ports and other processes. Returns whether the kernel has Landlock.
+    fn landlocked(gpu: bool) -> Result<bool, Failure> {
+        let ruleset = Ruleset::default().handle_access(AccessNet::from_all(LANDLOCK))?;
+        let ruleset = if gpu { ruleset } else { ruleset.handle_access(AccessFs::from_all(LANDLOCK))? };
+        let RestrictionStatus { ruleset, .. } =
+            ruleset.scope(Scope::from_all(LANDLOCK))?.create()?.restrict_self()?;
+        Ok(ruleset != RulesetStatus::NotEnforced)
+    }
+
+    fn filter(gpu: bool) -> Result<BpfProgram, Failure> {
+        let refused = SeccompAction::Errno(libc::EACCES as u32);
+        if gpu {
+            let mut rules: Rules = REFUSED.iter().map(|&call| (call, Vec::new())).collect();
+            // Drivers use Unix sockets to reach their services.
+            let other_than_unix = Condition(0, SeccompCmpOp::Ne, libc::AF_UNIX as u64);
+            rules.insert(libc::SYS_socket, vec![other_than_unix.rule()?]);
+            return Ok(SeccompFilter::new(rules, SeccompAction::Allow, refused, ARCH)?.try_into()?);
+        }
+        let mut rules: Rules = ALLOWED.iter().chain(OLD).map(|&call| (call, Vec::new())).collect();
+        let mut only = |call: c_long, at: u8, values: &[i64]| -> Result<(), Failure> {
+            let allowed = |&value: &i64| Condition(at, SeccompCmpOp::Eq, u64::from(value as u32)).rule();
+            rules.insert(call, values.iter().map(allowed).collect::<Result<_, _>>()?);
+            Ok(())
+        };
+        let number = |value: i32| i64::from(value);
+        let thread =
+            libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_FILES | libc::CLONE_SIGHAND | libc::CLONE_THREAD;
+        let elsewhere = libc::CLONE_NEWUSER
+            | libc::CLONE_NEWNS
+            | libc::CLONE_NEWPID
+            | libc::CLONE_NEWNET
+            | libc::CLONE_NEWIPC
+            | libc::CLONE_NEWUTS
+            | libc::CLONE_NEWCGROUP;
+        only(
+            libc::SYS_fcntl,
+            1,
+            &[
+                number(libc::F_GETFL),
+                number(libc::F_SETFL),
+                number(libc::F_GETFD),
+                number(libc::F_SETFD),
+                number(libc::F_DUPFD_CLOEXEC),
+                number(libc::F_ADD_SEALS),
+                number(libc::F_GET_SEALS),
+            ],
+        )?;
+        // TIOCOUTQ, FIONREAD and FIONBIO.
+        only(libc::SYS_ioctl, 1, &[0x5411, 0x541B, 0x5421])?;
+        only(
+            libc::SYS_prctl,
+            0,
+            &[number(libc::PR_SET_NAME), number(libc::PR_GET_NAME), number(libc::PR_SET_VMA)],
+        )?;
+        // For this process only. Limits can be read and not set.
+        only(libc::SYS_sched_setaffinity, 0, &[0])?;
+        only(libc::SYS_tgkill, 0, &[i64::from(std::process::id())])?;
+        let no_new_limit = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?;
+        let own = SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, 0)?;
+        rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![own, no_new_limit])?]);
+        let option = |&(level, name): &(i32, i32)| -> Result<SeccompRule, Failure> {
+            let is = |at, value: i32| {
+                SeccompCondition::new(at, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value as u64)
+            };
+            Ok(SeccompRule::new(vec![is(1, level)?, is(2, name)?])?)
+        };
+        let options = SOCKET_OPTIONS.iter().map(option).collect::<Result<_, _>>()?;
+        rules.insert(libc::SYS_setsockopt, options);
+        let flags = Condition(0, SeccompCmpOp::MaskedEq((thread | elsewhere) as u64), thread as u64);
+        rules.insert(libc::SYS_clone, vec![flags.rule()?]);
+        // The filter `without_clone3` refuses it, and a refusal by either filter counts.
+        rules.insert(libc::SYS_clone3, Vec::new());
+        Ok(SeccompFilter::new(rules, refused, SeccompAction::Allow, ARCH)?.try_into()?)
+    }
+
+    /// Makes the C library fall back from clone3 to clone, whose flags a filter can read.
+    fn without_clone3() -> Result<BpfProgram, Failure> {
+        let rules: Rules = [(libc::SYS_clone3, Vec::new())].into();
+        let absent = SeccompAction::Errno(libc::ENOSYS as u32);
+        Ok(SeccompFilter::new(rules, SeccompAction::Allow, absent, ARCH)?.try_into()?)
+    }
+
+    /// A condition on one argument of a system call.
+    struct Condition(u8, SeccompCmpOp, u64);
+
+    impl Condition {
+        fn rule(self) -> Result<SeccompRule, Failure> {
+            let Self(at, op, value) = self;
+            Ok(SeccompRule::new(vec![SeccompCondition::new(at, SeccompCmpArgLen::Dword, op, value)?])?)
+        }
+    }
+}

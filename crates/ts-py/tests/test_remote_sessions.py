@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Sessions of `tensorstream serve`: each has its own process, which can only run operators."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving import Serving, is_there
+from tensorstream import _broker, _messages
+from tensorstream.errors import ConnectionLost
+from tensorstream.remote import RemoteMachine, _exchange
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes as Linux has them")
+
+# What an attacker would try who can run code in the process of a session. Prints the result of each attempt.
+_TRIES = """
+import ctypes, json, os, resource, socket, sys, threading
+import torch
+from tensorstream import _native, errors
+
+parent, address, listening = map(int, sys.argv[1:4])
+canary, unix = sys.argv[4:6]
+libc = ctypes.CDLL(None, use_errno=True)
+connected = socket.create_connection(("127.0.0.1", listening))
+restrictions = _native.sandbox(*json.loads(sys.argv[6]))
+
+def read_page():
+    into = ctypes.create_string_buffer(16)
+    class Part(ctypes.Structure):
+        _fields_ = [("base", ctypes.c_void_p), ("len", ctypes.c_size_t)]
+    own, theirs = Part(ctypes.addressof(into), 16), Part(address, 16)
+    if libc.process_vm_readv(parent, ctypes.byref(own), 1, ctypes.byref(theirs), 1, 0) < 0:
+        raise OSError(ctypes.get_errno(), "process_vm_readv")
+    return into.raw.decode()
+
+def again():
+    # A connected socket can be connected to another address.
+    if libc.connect(connected.fileno(), b"\\0" * 16, 16) < 0:
+        raise OSError(ctypes.get_errno(), "connect")
+
+def call(number, *arguments):
+    if libc.syscall(number, *arguments) < 0:
+        raise OSError(ctypes.get_errno(), str(number))
+
+tries = {
+    "read a file": lambda: open(canary).read(),
+    "look for a file": lambda: os.stat(canary),
+    "write a file": lambda: open(canary + ".new", "w"),
+    "list files": lambda: os.listdir("/"),
+    "memory of the parent by its file": lambda: open(f"/proc/{parent}/mem", "rb"),
+    "memory of the parent": read_page,
+    "a socket of TCP": lambda: socket.create_connection(("127.0.0.1", listening)),
+    "a socket of UDP": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", 9)),
+    "a socket of Unix": lambda: socket.socket(socket.AF_UNIX).connect(unix),
+    "another end for a socket": again,
+    "a program": lambda: os.execv("/bin/true", ["true"]),
+    "a process": lambda: os.fork() or os._exit(0),
+    "a signal": lambda: os.kill(parent, 0),
+    "limits of others": lambda: resource.prlimit(parent, resource.RLIMIT_NOFILE),
+    "a higher limit": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)),
+    "a filter for a socket": lambda: connected.setsockopt(socket.SOL_SOCKET, 26, b"\\0" * 16),
+    "a namespace of another process": lambda: call(308, 3, 0),
+    "tracing": lambda: call(101, 16, parent, 0, 0),
+    "another namespace": lambda: call(272, 0x10000000),
+    "a ring of calls": lambda: call(425, 8, ctypes.create_string_buffer(256)),
+    "a key": lambda: call(250, 0, 0),
+}
+became = {}
+for what, attempt in tries.items():
+    try:
+        became[what] = repr(attempt())
+    except OSError as error:
+        became[what] = f"refused: {error.errno}"
+# Operators, threads, memory and open sockets still work.
+said = []
+thread = threading.Thread(target=lambda: said.append(float((torch.ones(300, 300) @ torch.ones(300, 300)).sum())))
+thread.start(); thread.join()
+connected.sendall(b"still there")
+memory = os.memfd_create("x"); os.ftruncate(memory, 100)
+print(json.dumps([restrictions, became, said]))
+"""
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_code_in_the_process_of_a_session_cannot_reach_anything_outside(tmp_path: Path, gpu: bool) -> None:
+    import ctypes
+
+    page, canary = ctypes.create_string_buffer(b"a canary's page"), tmp_path / "canary"
+    canary.write_text("a canary", encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as nobody, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(tmp_path / "socket"))
+        unix.listen()
+        port = nobody.getsockname()[1]
+        arguments = [os.getpid(), ctypes.addressof(page), port, canary, tmp_path / "socket", json.dumps([gpu])]
+        command = [sys.executable, "-c", _TRIES, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    restrictions, became, said = json.loads(done.stdout)
+    assert len(restrictions) == 2 and said == [300.0**3]
+    got = {what for what, how in became.items() if not how.startswith("refused")}
+    # GPU drivers open files and start processes.
+    of_drivers = {
+        "read a file", "look for a file", "write a file", "list files", "a process",
+        "limits of others", "a higher limit",
+    }  # fmt: skip
+    assert got <= (of_drivers if gpu else set()), became
+    assert not (tmp_path / "canary.new").exists() or gpu
+
+
+def _eventually(what: Callable[[], bool], seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_a_crash_ends_only_its_own_session_and_its_client_gets_an_error(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with (
+        Serving(log=log) as served,
+        RemoteMachine("tcp", served.address) as one,
+        RemoteMachine("tcp", served.address, retry=5.0) as other,
+    ):
+        kept, lost = torch.ones(4, device=one.device()), torch.ones(4, device=other.device())
+        assert kept.sum().item() == lost.sum().item() == 4.0
+        first, second = served.sessions()
+        os.kill(second, signal.SIGSEGV)
+        with pytest.raises(ConnectionLost, match="no such session"):
+            for _ in range(100):
+                (lost + 1).sum().item()
+        assert _eventually(lambda: served.sessions() == [first])
+        assert (kept * 2).sum().item() == 8.0
+        torch.manual_seed(1)
+        other.start()
+        assert torch.ones(3, device=other.device()).sum().item() == 3.0
+    text = log.read_text(encoding="utf-8")
+    assert re.search(r"session 2: its process ended: SIGSEGV", text), text
+
+
+def test_a_sandboxed_session_computes_the_same_results_as_the_cpu() -> None:
+    torch.manual_seed(1)
+    x, bags = torch.randn(50, 64), torch.tensor([0, 7, 20])
+    runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "vectorised": lambda x: x.exp() + torch.erf(x) + x.softmax(1) + x.sum(1, keepdim=True) + x.var(),
+        "matrices": lambda x: x @ x.T,
+        "convolution": lambda x: torch.nn.functional.conv2d(x.view(2, 5, 20, 16), x[:15].reshape(3, 5, 8, 8)),
+        "half precision": lambda x: torch.nn.functional.gelu(x.bfloat16() @ x.bfloat16().T).half().exp(),
+        "bags": lambda x: torch.nn.functional.embedding_bag(x[:, 0].argsort(), x, bags.to(x.device)),
+        "solvers": lambda x: torch.linalg.solve(x[:, :50], x),
+        "transforms": lambda x: torch.view_as_real(torch.fft.rfft2(x)),
+        "random": lambda x: torch.nn.functional.dropout(x, 0.3),
+    }
+    with Serving() as served, RemoteMachine("tcp", served.address) as machine:
+        for name, run in runs.items():
+            results = []
+            for where in (torch.device("cpu"), machine.device()):
+                torch.manual_seed(2)
+                results.append(run(x.to(where)).cpu())
+            assert torch.equal(*results), name
+
+
+def test_a_closed_session_leaves_no_process() -> None:
+    with Serving() as served:
+        with RemoteMachine("tcp", served.address) as machine:
+            held = torch.ones(50_000_000, device=machine.device())
+            assert held[-1].item() == 1.0
+            (process,) = served.sessions()
+        assert _eventually(lambda: not is_there(process)) and not served.sessions()
+
+
+def test_a_client_reconnects_to_its_own_session() -> None:
+    with Serving() as served, RemoteMachine("tcp", served.address, retry=20.0) as machine:
+        host, port = served.address.rsplit(":", 1)
+        x = torch.arange(5.0, device=machine.device())
+        assert x.sum().item() == 10.0
+        (process,) = served.sessions()
+        for _ in range(3):
+            for fd in os.listdir("/proc/self/fd"):
+                _cut(int(fd), (host, int(port)))
+            x += 1
+            assert x.sum().item() == 10.0 + 5 * (_ + 1)
+        assert machine.stats()["reconnects"] == 3 and served.sessions() == [process]
+
+
+def _cut(descriptor: int, address: tuple[str, int]) -> None:
+    """Shuts down a connection of this process, if it is one to this address."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.getpeername() == address:
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+
+
+def test_a_full_server_refuses_sessions_with_a_reason() -> None:
+    with Serving({"--max-sessions": 2}) as served:
+        machines = [RemoteMachine("tcp", served.address) for _ in range(2)]
+        with pytest.raises(ConnectionLost, match="has 2 sessions, its maximum"):
+            RemoteMachine("tcp", served.address, retry=0.0)
+        machines[0].stop()
+        assert _eventually(lambda: len(served.sessions()) == 1)
+        with RemoteMachine("tcp", served.address) as third:
+            assert torch.ones(2, device=third.device()).sum().item() == 2.0
+        machines[1].stop()
+
+
+def test_stopping_a_server_tells_clients_and_leaves_no_process() -> None:
+    with Serving() as served:
+        machine = RemoteMachine("tcp", served.address, retry=20.0)
+        x = torch.ones(3, device=machine.device())
+        assert x.sum().item() == 3.0
+        processes = [served.zygote(), *served.sessions()]
+        served.process.terminate()
+        with pytest.raises(ConnectionLost, match="the server was stopped"):
+            for _ in range(1000):
+                x.sum().item()
+                x += 1
+        assert served.process.wait(20) == 0
+        assert not any(map(is_there, processes))
+        machine.stop()
+
+
+def test_killing_a_server_leaves_no_process() -> None:
+    with Serving() as served:
+        machine = RemoteMachine("tcp", served.address, retry=0.1)
+        assert torch.ones(3, device=machine.device()).sum().item() == 3.0
+        processes = [served.zygote(), *served.sessions()]
+        served.process.kill()
+        assert _eventually(lambda: not any(map(is_there, processes)))
+        machine.stop()
+
+
+def _try(address: str, refusals: list[str]) -> RemoteMachine | None:
+    try:
+        return RemoteMachine("tcp", address)
+    except ConnectionLost as error:
+        refusals.append(str(error))
+        return None
+
+
+def test_a_server_replaces_its_zygote() -> None:
+    with Serving() as served, RemoteMachine("tcp", served.address) as one:
+        x = torch.ones(3, device=one.device())
+        before = served.zygote()
+        os.kill(before, signal.SIGKILL)
+        assert x.sum().item() == 3.0
+        refusals = []
+        while (other := _try(served.address, refusals)) is None and len(refusals) < 300:
+            time.sleep(0.1)
+        assert other is not None and torch.ones(2, device=other.device()).sum().item() == 2.0
+        # The first connection may still have gone to the process that was killed.
+        assert all("cannot start a session now" in refusal for refusal in refusals[1:]), refusals
+        other.stop()
+        assert (x + 1).sum().item() == 6.0
+
+
+def test_the_processes_of_sessions_contain_no_secrets(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a very secret token", encoding="utf-8")
+    os.environ["SECRET_OF_THE_SERVER"] = "a very secret value"
+    try:
+        served = Serving({"--token-file": tmp_path / "token"})
+    finally:
+        del os.environ["SECRET_OF_THE_SERVER"]
+    with served:
+        with RemoteMachine("tcp", served.address, token="a very secret token"):
+            status = Path(f"/proc/{served.sessions()[0]}/status").read_text(encoding="utf-8")
+        for line in ("CapEff:\t0000000000000000", "CapPrm:\t0000000000000000", "NoNewPrivs:\t1", "Seccomp:\t2"):
+            assert line in status, status
+        process = served.zygote()
+        told = Path(f"/proc/{process}/environ").read_bytes() + Path(f"/proc/{process}/cmdline").read_bytes()
+        assert b"secret" not in told.lower() and b"PATH=" in told
+        # Its memory:
+        with Path(f"/proc/{process}/mem").open("rb", buffering=0) as memory:
+            for line in Path(f"/proc/{process}/maps").read_text(encoding="utf-8").splitlines():
+                where, access, _, _, inode, *_ = [*line.split(), ""]
+                if "rw" not in access or inode != "0":
+                    continue
+                start, end = (int(part, 16) for part in where.split("-"))
+                memory.seek(start)
+                assert b"a very secret" not in memory.read(end - start), line
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"sizes": [2, 4]}, {"sizes": [-2, -3]}, {"sizes": [True, 6]}, {"sizes": 6}, {"sizes": [2**70]},
+        {"dtype": "int64"}, {"dtype": "__class__"}, {"dtype": ["float32"]}, {"dtype": None},
+    ],
+)  # fmt: skip
+def test_invalid_metadata_of_an_offer_is_an_error(lie: dict[str, object]) -> None:
+    what, packed = _exchange.pack(torch.arange(6.0).view(2, 3))
+    with pytest.raises(RuntimeError, match="invalid offer"):
+        _exchange.unpack({**what, **lie}, packed)
+
+
+def _fake_session() -> tuple[_broker._Session, socket.socket]:
+    """A session without a process, and what would be that process's socket."""
+    requests, its_requests = _messages.pair()
+    return _broker._Session(1, "exec/0", requests, requests), its_requests
+
+
+def _broker_without_server() -> _broker.Broker:
+    broker = object.__new__(_broker.Broker)
+    broker._lock, broker._offers, broker._sessions = threading.Lock(), {}, {}
+    broker._peers, broker._memory = _exchange.Peers, 1000
+    return broker
+
+
+def test_a_claim_gets_its_tensor_though_the_offer_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = _broker_without_server()
+    peers = dict(_fake_session() for _ in range(2))
+    one, other = peers
+    ticket, secret = "0" * 32, _exchange.pack(torch.full((3,), 666.0))[1]
+    tensor, packed = _exchange.pack(torch.arange(3.0))
+    broker._answer(one, {"offer": ticket, "tensor": tensor}, packed)
+    assert _messages.receive(peers[one]) is not None
+    reused = []
+
+    def withdraw_first(*arguments: Any, **options: Any) -> None:
+        broker._answer(one, {"withdraw": ticket}, None)
+        # The next descriptor has the number of the one that was closed.
+        reused.append(os.dup(secret))
+        _messages.send(*arguments, **options)
+
+    monkeypatch.setattr(_broker, "send", withdraw_first)
+    broker._answer(other, {"claim": ticket}, None)
+    answer, given = _messages.receive(peers[other]) or ({}, -1)
+    assert given is not None and torch.equal(_exchange.unpack(answer, given), torch.arange(3.0))
+    for descriptor in (secret, packed, *reused):
+        os.close(descriptor)
+
+
+def test_the_broker_validates_the_requests_of_sessions() -> None:
+    broker = _broker_without_server()
+    peers = dict(_fake_session() for _ in range(2))
+    one, other = peers
+    ticket = "0" * 32
+    tensor, packed = _exchange.pack(torch.arange(6.0).view(2, 3))
+    unsealed = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 24)
+
+    def ask(session: _broker._Session, message: dict[str, object], descriptor: int | None = None) -> object:
+        broker._answer(session, message, descriptor)
+        answer, given = _messages.receive(peers[session]) or ({}, None)
+        return answer.get("refused") if given is None else _exchange.unpack(answer, given)
+
+    for message, descriptor in [
+        ({"offer": ticket, "tensor": tensor}, None),
+        ({"offer": ticket, "tensor": tensor}, unsealed),
+        ({"offer": "../../etc", "tensor": tensor}, packed),
+    ]:
+        assert "invalid offer" in str(ask(one, message, descriptor))
+    assert ask(one, {"offer": ticket, "tensor": tensor}, packed) == ""
+    assert "withdraw one first" in str(ask(other, {"offer": ticket, "tensor": tensor}, packed))
+    # Another session can claim the tensor, and cannot withdraw it.
+    broker._answer(other, {"withdraw": ticket}, None)
+    assert torch.equal(ask(other, {"claim": ticket}), torch.arange(6.0).view(2, 3))
+    broker._answer(one, {"withdraw": ticket}, None)
+    assert "no session offers" in str(ask(other, {"claim": ticket}))
+    for number in range(_broker._MAX_OFFERED + 1):
+        full = ask(one, {"offer": f"{number:032x}", "tensor": tensor}, packed)
+    assert "withdraw one first" in str(full)
+    broker._memory = 10
+    big, packed_big = _exchange.pack(torch.ones(100))
+    assert "withdraw a tensor first" in str(ask(other, {"offer": "f" * 32, "tensor": big}, packed_big))
+    os.close(packed_big)
+    assert "may not fetch from" in str(ask(one, {"fetch": ticket, "from": "127.0.0.1:1"}))
+    for invalid in (
+        {}, {"offer": 1}, {"claim": None}, {"fetch": ticket}, {"x": "y"}, {"failed": "\nforged"},
+        {"disconnected": []}, {"disconnected": [1, 2]}, {"disconnected": ["a", "b"]},
+    ):  # fmt: skip
+        with pytest.raises(_broker._InvalidRequest) as raised:
+            broker._answer(one, invalid, None)
+        assert "\n" not in str(raised.value)
+    # A process that receives no answers is not waited for.
+    with pytest.raises(BlockingIOError):
+        for _ in range(100_000):
+            broker._answer(one, {"claim": ticket}, None)
+    os.close(packed)
+    os.close(unsealed)
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_session_that_does_not_end_is_killed(kill: bool) -> None:
+    with Serving() as served:
+        machine = RemoteMachine("tcp", served.address, retry=0.1, timeout=2.0)
+        assert torch.ones(3, device=machine.device()).sum().item() == 3.0
+        processes = [served.zygote(), *served.sessions()]
+        os.kill(processes[1], signal.SIGSTOP)
+        if kill:
+            served.process.kill()
+        else:
+            served.process.terminate()
+        assert served.process.wait(30) == (-signal.SIGKILL if kill else 0)
+        assert _eventually(lambda: not any(map(is_there, processes)))
+        machine.stop()
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{", b"[" * 20_000, b"1" * 20_000, b"\xff", b'"x"', b"{}" + b" " * 40_000]
+)
+def test_an_invalid_message_is_an_end(text: bytes) -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        before = len(os.listdir("/proc/self/fd"))
+        if text:
+            socket.send_fds(one, [text], [0, 1, 2])
+        else:
+            one.close()
+        assert _messages.receive(other) is None
+        assert len(os.listdir("/proc/self/fd")) <= before
