@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """PyTorch's own tables of operators (op_db) and modules (module_db) on the device ``ts``, against the CPU.
 
-usage: opdb.py [--only NAME ...] [--modules] [--every] [--samples 6] [--jobs 2] [--json] [--verbose]
+usage: opdb.py [--only NAME ...] [--modules] [--every] [--served] [--samples 6] [--jobs 2] [--json] [--verbose]
 
 For each entry its samples of one dtype (float32 if it has that, else the first that it has) are made on the device,
 run there and on the CPU, and what they give is compared bit for bit: forward, and backward for what is
 differentiable. --modules: the table of modules, in training and in evaluation. --every: each of seven dtypes, and
-each set of inputs that require gradients. What the CPU refuses does not count. A process that crashes is counted,
-and another goes on.
+each set of inputs that require gradients. --served: on a machine of ``tensorstream serve``, whose processes may do
+little else, instead of one that is this program's own. What the CPU refuses does not count. A process that crashes is
+counted, and another goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import itertools
 import json
 import math
 import multiprocessing as mp
+import subprocess
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -354,7 +358,7 @@ _PARTS = {
 }
 
 
-def _worker(pipe: Any, most: int, what: str) -> None:
+def _worker(pipe: Any, most: int, what: str, address: str | None) -> None:
     """Tries entries whose numbers come, until none does."""
     warnings.simplefilter("ignore")
     import torch
@@ -362,7 +366,7 @@ def _worker(pipe: Any, most: int, what: str) -> None:
 
     torch.set_num_threads(1)
     table = _table(what == "modules")
-    with RemoteMachine("local", threads=1) as machine:
+    with RemoteMachine("tcp", address) if address else RemoteMachine("local", threads=1) as machine:
         device = machine.device()
         while (number := pipe.recv()) is not None:
             info = table[number]
@@ -380,14 +384,15 @@ def _worker(pipe: Any, most: int, what: str) -> None:
 class _Worker:
     """A process that tries entries, and another when that has crashed."""
 
-    def __init__(self, most: int, what: str) -> None:
-        self._context, self._most, self._what = mp.get_context("spawn"), most, what
+    def __init__(self, most: int, what: str, address: str | None) -> None:
+        self._context, self._arguments = mp.get_context("spawn"), (most, what, address)
+        self._what = what
         self._process: Any = None
 
     def attempt(self, number: int) -> dict[str, tuple[str, str]]:
         if self._process is None:
             self._pipe, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=_worker, args=(theirs, self._most, self._what))
+            self._process = self._context.Process(target=_worker, args=(theirs, *self._arguments))
             self._process.start()
             theirs.close()
         try:
@@ -409,11 +414,13 @@ class _Worker:
             self._process.join(20)
 
 
-def _sweep(most: int, jobs: int, wanted: list[int], what: str) -> dict[int, dict[str, tuple[str, str]]]:
+def _sweep(
+    most: int, jobs: int, wanted: list[int], what: str, address: str | None
+) -> dict[int, dict[str, tuple[str, str]]]:
     left, done = iter(wanted), {}
 
     def work() -> None:
-        worker = _Worker(most, what)
+        worker = _Worker(most, what, address)
         for number in left:
             done[number] = worker.attempt(number)
         worker.end()
@@ -422,6 +429,18 @@ def _sweep(most: int, jobs: int, wanted: list[int], what: str) -> dict[int, dict
         for job in [pool.submit(work) for _ in range(jobs)]:
             job.result()
     return done
+
+
+@contextlib.contextmanager
+def _served() -> Iterator[str]:
+    """A server for all workers, and its address."""
+    command = [sys.executable, "-m", "tensorstream._serve", "--listen", "127.0.0.1:0", "--threads", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().removeprefix("listening at ").strip()
+        finally:
+            process.terminate()
 
 
 def main() -> int:
@@ -433,6 +452,7 @@ def main() -> int:
     parser.add_argument(
         "--every", action="store_true", help="every dtype, every set of inputs that require gradients"
     )
+    parser.add_argument("--served", action="store_true", help="on a machine of `tensorstream serve`")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
@@ -444,7 +464,8 @@ def main() -> int:
         for at, info in enumerate(table)
         if not options.only or info.name in options.only or names[at] in options.only
     ]
-    done = _sweep(options.samples, options.jobs, wanted, what)
+    with _served() if options.served else contextlib.nullcontext() as address:
+        done = _sweep(options.samples, options.jobs, wanted, what, address)
     if options.json:
         print(json.dumps({names[at]: done[at] for at in wanted}))
         return 0

@@ -226,7 +226,7 @@ def _raw_server(address: Any, bound: Any, size: int) -> None:
 @contextlib.contextmanager
 def _served() -> Iterator[RemoteMachine]:
     """A machine that is reached by TCP, as others are."""
-    command = [sys.executable, "-m", "tensorstream.remote._server", "--listen", "127.0.0.1:0", "--threads", "1"]
+    command = [sys.executable, "-m", "tensorstream._serve", "--listen", "127.0.0.1:0", "--threads", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

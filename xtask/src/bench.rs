@@ -22,7 +22,7 @@ pub(crate) fn run(what: &str) -> Result<()> {
     match what {
         "parts" | "memory" | "streams" | "wire" => run_criterion(what),
         "broadcast" | "caps" | "codecs" | "exact" | "load" | "overhead" | "peak" | "llama" | "serve"
-        | "storage" => run_script(&python::prepared()?, what, &[]),
+        | "sessions" | "storage" => run_script(&python::prepared()?, what, &[]),
         "io" => run_script(&python::prepared()?, "backends", &[]),
         "remote" => {
             let venv = python::prepared()?;
@@ -39,7 +39,7 @@ pub(crate) fn run(what: &str) -> Result<()> {
             run_script(&venv, "wire", &["--unpinned"])
         }
         _ => Err(format!(
-            "no benchmark {what}: parts, memory, streams, wire, wire-peers, serve, broadcast, caps, codecs, exact, io, llama, load, overhead, peak, remote or storage"
+            "no benchmark {what}: parts, memory, streams, wire, wire-peers, serve, broadcast, caps, codecs, exact, io, llama, load, overhead, peak, remote, sessions or storage"
         )),
     }
 }

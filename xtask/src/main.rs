@@ -27,6 +27,7 @@ cargo xtask bench wire               tensors between two processes, beside raw s
 cargo xtask bench wire-peers         the same in Python, beside Arrow Flight, gRPC, ZeroMQ and others
 cargo xtask bench serve              a checkpoint loaded from a server, beside a raw socket and the file
 cargo xtask bench remote             the device ts beside a bare server of operators, raw sockets, torch.save, rpc and Ray
+cargo xtask bench sessions           what a process for each session costs, next to one process for all
 cargo xtask bench broadcast          a checkpoint to one machine and to four, on links of a rate
 cargo xtask bench exact              a 1.1B model's logits, streamed against in memory
 cargo xtask bench caps               a 1.1B model under memory limits and budgets: runs, or is refused in words (root)
@@ -39,6 +40,8 @@ cargo xtask valgrind                 tests of streams and pools under valgrind's
 cargo xtask oldest-torch             the device's tests on PyTorch 2.10, the oldest it works with (another 6 GB, in target)
 cargo xtask opdb [modules|every]     PyTorch's table of operators on the device ts, against the CPU, bit for bit; that of
                                      modules; every dtype and every set of inputs with gradients
+cargo xtask opdb served              the same on `tensorstream serve`, whose sessions are sandboxed
+cargo xtask attack                   200,000 hostile requests to `tensorstream serve`, next to an honest session
 cargo xtask fuzz [SECONDS]           every parser, fuzzed for 60 s or as long as said
 cargo xtask bench io                 every I/O backend against fio, memcpy and curl
 cargo xtask bench codecs             lossless compression beside ZipNN
@@ -63,6 +66,10 @@ fn main() -> ExitCode {
         ["opdb", "modules"] => {
             python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &["--modules"]))
         }
+        ["opdb", "served"] => {
+            python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &["--served"]))
+        }
+        ["attack"] => python::prepared().and_then(|venv| bench::run_script(&venv, "attack", &[])),
         ["opdb", "every"] => {
             python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &["--every"]))
         }

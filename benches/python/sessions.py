@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What it costs that each session of ``tensorstream serve`` has a process of its own: beside the same server in one
+process, in interleaved pairs, by TCP, Unix sockets and TLS; and how soon a session is open.
+
+usage: sessions.py [--pairs 9] [--ops 4096] [--opened 50]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from remote_peers import Tensors, measure
+from tensorstream.remote import RemoteMachine
+
+#: One process for all sessions, as in the process of a ``local`` machine.
+_ONE = """
+import sys, torch
+from tensorstream.remote._server import devices_of, server
+torch.set_num_threads(1)
+listen, cert, key = (part or None for part in sys.argv[1:])
+served = server(listen, devices=devices_of("cpu"), cert=cert, key=key)
+print("listening at", served.address, flush=True)
+served.run()
+"""
+_OWN = ["-m", "tensorstream._serve", "--threads", "1"]
+
+
+@contextlib.contextmanager
+def _listening(*arguments: str) -> Iterator[str]:
+    """A process that serves, and its address."""
+    command = [sys.executable, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().removeprefix("listening at ").strip()
+        finally:
+            process.terminate()
+
+
+def _certificates(directory: Path) -> tuple[str, str, str]:
+    """An authority, a certificate of its for 127.0.0.1, and the key of that."""
+    ca, ca_key, cert, key = (str(directory / f"{name}.pem") for name in ("ca", "ca-key", "cert", "key"))
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    name = [
+        "-subj",
+        "/CN=localhost",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-addext",
+        "basicConstraints=CA:FALSE",
+    ]
+    for command in (
+        [*new, "-subj", "/CN=authority", "-keyout", ca_key, "-out", ca],
+        [*new, *name, "-CA", ca, "-CAkey", ca_key, "-keyout", key, "-out", cert],
+    ):
+        subprocess.run(command, check=True, capture_output=True)
+    return ca, cert, key
+
+
+def _opened(address: str, count: int) -> list[float]:
+    """Milliseconds until a session is there, of so many."""
+    times = []
+    for _ in range(count):
+        since = time.perf_counter()
+        machine = RemoteMachine("tcp", address)
+        times.append(1e3 * (time.perf_counter() - since))
+        machine.stop()
+    return times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--ops", type=int, default=4096)
+    parser.add_argument("--opened", type=int, default=50)
+    options = parser.parse_args()
+    if shutil.which("openssl") is None:
+        sys.exit("sessions.py needs openssl, which makes the certificates for TLS")
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    print("| by | operators/s, own process | one process | of it | a wait, us, own | one | of it |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as servers:
+        directory = Path(made)
+        ca, cert, key = _certificates(directory)
+        places = {
+            "TCP": ("127.0.0.1:0", "127.0.0.1:0", False),
+            "Unix": (f"unix:{directory}/own", f"unix:{directory}/one", False),
+            "TLS": ("127.0.0.1:0", "127.0.0.1:0", True),
+        }
+        for by, (own, one, tls) in places.items():
+            under = ["--tls-cert", cert, "--tls-key", key] if tls else []
+            addresses = [
+                servers.enter_context(_listening(*_OWN, "--listen", own, *under)),
+                servers.enter_context(_listening("-c", _ONE, one, *((cert, key) if tls else ("", "")))),
+            ]
+            with contextlib.ExitStack() as machines:
+                peers = []
+                for address in addresses:
+                    machine = machines.enter_context(RemoteMachine("tcp", address, ca=ca if tls else None))
+                    peers.append(Tensors(torch.ones(1, 1, device=machine.device())))
+                pairs = [[measure(peer, options.ops) for peer in peers] for _ in range(options.pairs + 1)][1:]
+            rates = [statistics.median(pair[at][2] for pair in pairs) for at in (0, 1)]
+            waits = [statistics.median(pair[at][0] for pair in pairs) for at in (0, 1)]
+            rate = statistics.median(pair[0][2] / pair[1][2] for pair in pairs)
+            wait = statistics.median(pair[0][0] / pair[1][0] for pair in pairs)
+            print(
+                f"| {by} | {rates[0]:,.0f} | {rates[1]:,.0f} | {rate:.3f} "
+                f"| {waits[0]:.1f} | {waits[1]:.1f} | {wait:.3f} |"
+            )
+            if by == "TCP":
+                times = _opened(addresses[0], options.opened)
+        times.sort()
+        print(f"\na session opens in {statistics.median(times):.1f} ms, at most {times[-1]:.1f} of {len(times)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
