@@ -180,7 +180,8 @@ def test_machines_under_tls_fetch_under_tls(trusted: dict[str, Path], tmp_path: 
 
 
 def test_the_token_is_not_told_in_the_clear(trusted: dict[str, Path]) -> None:
-    from tensorstream.remote._exchange import LocalExchange, Peers
+    from tensorstream._peers import Peers
+    from tensorstream.remote._exchange import LocalExchange
 
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from serving import Serving, is_there
-from tensorstream import _broker, _messages
+from tensorstream import _broker, _messages, _peers
 from tensorstream.errors import ConnectionLost
 from tensorstream.remote import RemoteMachine, _exchange
 
@@ -77,6 +78,8 @@ tries = {
     "another namespace": lambda: call(272, 0x10000000),
     "a ring of calls": lambda: call(425, 8, ctypes.create_string_buffer(256)),
     "a key": lambda: call(250, 0, 0),
+    "a program by x32": lambda: call(0x40000000 | 520, 0, 0, 0),
+    "a socket by x32": lambda: call(0x40000000 | 41, socket.AF_INET, socket.SOCK_STREAM, 0),
 }
 became = {}
 for what, attempt in tries.items():
@@ -116,6 +119,8 @@ def test_code_in_the_process_of_a_session_cannot_reach_anything_outside(tmp_path
         "limits of others", "a higher limit",
     }  # fmt: skip
     assert got <= (of_drivers if gpu else set()), became
+    # By the filter, and not because this kernel lacks x32.
+    assert {how for what, how in became.items() if what.endswith("x32")} == {f"refused: {errno.EACCES}"}
     assert not (tmp_path / "canary.new").exists() or gpu
 
 
@@ -316,8 +321,22 @@ def _fake_session() -> tuple[_broker._Session, socket.socket]:
 def _broker_without_server() -> _broker.Broker:
     broker = object.__new__(_broker.Broker)
     broker._lock, broker._offers, broker._sessions = threading.Lock(), {}, {}
-    broker._peers, broker._memory = _exchange.Peers, 1000
+    broker._peers, broker._memory = _peers.Peers(), 1000
     return broker
+
+
+def test_a_broker_that_refuses_to_fetch_does_not_import_pytorch() -> None:
+    with (
+        Serving() as serving,
+        Serving() as other,
+        RemoteMachine("tcp", serving.address) as machine,
+        RemoteMachine("tcp", other.address) as source,
+    ):
+        x = torch.arange(1000.0, device=source.device())
+        # Copied by way of this process.
+        assert torch.equal(x.to(machine.device()).cpu(), torch.arange(1000.0))
+        maps = Path(f"/proc/{serving.process.pid}/maps").read_text(encoding="utf-8")
+    assert "_native" in maps and "libtorch" not in maps
 
 
 def test_a_claim_gets_its_tensor_though_the_offer_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

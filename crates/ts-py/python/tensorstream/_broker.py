@@ -19,14 +19,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _native
 from ._messages import is_sealed, pair, receive, send
-
-if TYPE_CHECKING:
-    from .remote._exchange import Peers
+from ._peers import Peers
 
 _log = logging.getLogger("tensorstream.remote")
 
@@ -123,6 +120,9 @@ class _Processes:
                 status = _SIGNALS.get(report["status"], f"exit status {report['status']}")
                 _log.warning("session %d: its process ended: %s", report["over"], status)
         if self._next is orders:
+            with self._lock:
+                # It will not report these any more.
+                self._pidfds = {number: pidfd for number, pidfd in self._pidfds.items() if pidfd is not None}
             self._replace()
 
     def _replace(self) -> None:
@@ -187,16 +187,11 @@ class _Processes:
 class Broker:
     """A server with one process for each session. The constructor blocks until sessions can start.
 
-    peers: returns the machines that sessions can fetch tensors from; called at the first fetch. options: of the
-    sessions, for :mod:`.remote._zygote`.
+    peers: the machines that sessions can fetch tensors from. options: of the sessions, for :mod:`.remote._zygote`.
     """
 
     def __init__(
-        self,
-        dispatcher: _native.Dispatcher,
-        peers: Callable[[], Peers],
-        options: dict[str, Any],
-        max_sessions: int,
+        self, dispatcher: _native.Dispatcher, peers: Peers, options: dict[str, Any], max_sessions: int
     ) -> None:
         self._dispatcher, self._peers, self._max_sessions = dispatcher, peers, max_sessions
         self._numbers = itertools.count(1)
@@ -379,11 +374,12 @@ class Broker:
         return ""
 
     def _fetch(self, session: _Session, address: str, ticket: str) -> None:
-        # Imports PyTorch, which the broker needs only here.
-        from .remote._exchange import pack
-
         try:
-            tensor, descriptor = pack(self._peers().claimed(address, ticket, self._memory))
+            fetched = self._peers.claimed(address, ticket, self._memory)
+            # PyTorch is imported by now, which the broker needs only for this.
+            from .remote._exchange import pack
+
+            tensor, descriptor = pack(fetched)
         except (RuntimeError, OSError, MemoryError) as error:
             return send(session.requests, {"refused": str(error)[:1000]}, wait=False)
         try:

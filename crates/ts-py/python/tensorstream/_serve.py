@@ -4,19 +4,15 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import resource
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 from . import _native
 from ._broker import Broker
+from ._peers import Peers
 from ._wire import LIMIT_BYTES, _settings
-
-if TYPE_CHECKING:
-    from .remote._exchange import Peers
 
 _log = logging.getLogger("tensorstream.remote")
 
@@ -92,12 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     tls = {"cert": options.tls_cert, "key": options.tls_key}
 
-    @functools.cache
-    def peers() -> Peers:
-        from .remote._exchange import Peers
-
-        return Peers(tuple(options.peer), token, {"ca": options.peer_ca, **tls})
-
+    peers = Peers(tuple(options.peer), token, {"ca": options.peer_ca, **tls})
     try:
         settings = _settings(token, 30.0, 300.0, True, None, LIMIT_BYTES)
         dispatcher = _native.Dispatcher(options.listen, settings, options.insecure, ca=options.tls_client_ca, **tls)

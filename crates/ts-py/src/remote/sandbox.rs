@@ -183,11 +183,27 @@ mod system {
         libc::SYS_kexec_load,
     ];
 
+    /// The same system calls under the numbers of the x32 ABI, and `socket`. Filters see them as calls of x86-64.
+    #[cfg(target_arch = "x86_64")]
+    fn refused_x32() -> impl Iterator<Item = c_long> {
+        // __X32_SYSCALL_BIT of asm/unistd.h. The calls with numbers of their own are, from
+        // asm/unistd_x32.h: execve, rt_sigqueueinfo, ptrace, kexec_load, rt_tgsigqueueinfo,
+        // process_vm_readv, process_vm_writev and execveat.
+        const X32: c_long = 0x4000_0000;
+        const OTHER_NUMBERS: [c_long; 8] = [520, 524, 521, 528, 536, 539, 540, 545];
+        let others = OTHER_NUMBERS.into_iter().chain([libc::SYS_socket]);
+        REFUSED.iter().copied().chain(others).map(|call| call | X32)
+    }
+    #[cfg(target_arch = "aarch64")]
+    fn refused_x32() -> impl Iterator<Item = c_long> {
+        std::iter::empty()
+    }
+
     pub(super) fn restrict(gpu: bool) -> Result<Vec<&'static str>, String> {
         without_privileges().map_err(|error| format!("dropping capabilities: {error}"))?;
-        let mut given_up = Vec::new();
+        let mut prevented = Vec::new();
         if landlocked(gpu).map_err(|error| error.to_string())? {
-            given_up.push(if gpu {
+            prevented.push(if gpu {
                 "other processes (Landlock)"
             } else {
                 "files and other processes (Landlock)"
@@ -196,13 +212,13 @@ mod system {
         let filter = filter(gpu).map_err(|error| error.to_string())?;
         let threads = without_clone3().map_err(|error| error.to_string())?;
         if (gpu || apply_filter_all_threads(&threads).is_ok()) && apply_filter_all_threads(&filter).is_ok() {
-            given_up.push(if gpu {
+            prevented.push(if gpu {
                 "sockets and programs (seccomp)"
             } else {
                 "files, sockets and programs (seccomp)"
             });
         }
-        Ok(given_up)
+        Ok(prevented)
     }
 
     /// Drops the capabilities that a process of root has, and prevents core dumps.
@@ -235,7 +251,8 @@ mod system {
     fn filter(gpu: bool) -> Result<BpfProgram, Failure> {
         let refused = SeccompAction::Errno(libc::EACCES as u32);
         if gpu {
-            let mut rules: Rules = REFUSED.iter().map(|&call| (call, Vec::new())).collect();
+            let refused_calls = REFUSED.iter().copied().chain(refused_x32());
+            let mut rules: Rules = refused_calls.map(|call| (call, Vec::new())).collect();
             // Drivers use Unix sockets to reach their services.
             let other_than_unix = Condition(0, SeccompCmpOp::Ne, libc::AF_UNIX as u64);
             rules.insert(libc::SYS_socket, vec![other_than_unix.rule()?]);
@@ -277,9 +294,10 @@ mod system {
             0,
             &[number(libc::PR_SET_NAME), number(libc::PR_GET_NAME), number(libc::PR_SET_VMA)],
         )?;
-        // For this process only. Limits can be read and not set.
+        // Only of this process.
         only(libc::SYS_sched_setaffinity, 0, &[0])?;
         only(libc::SYS_tgkill, 0, &[i64::from(std::process::id())])?;
+        // Reads limits of this process, and sets none.
         let no_new_limit = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?;
         let own = SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, 0)?;
         rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![own, no_new_limit])?]);

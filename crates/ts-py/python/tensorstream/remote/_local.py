@@ -10,7 +10,7 @@ import threading
 
 import torch
 
-from ._exchange import Peers
+from .._peers import Peers
 from ._server import devices_of, server
 
 _log = logging.getLogger("tensorstream.remote")

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from .. import _native
+from .._peers import Peers
 from .._wire import LIMIT_BYTES, _settings
 from ..errors import ConfigurationError
 from . import _bounds
 from ._dtypes import DTYPES
-from ._exchange import Exchange, LocalExchange, Peers
+from ._exchange import Exchange, LocalExchange
 
 #: Namespaces whose operators may be asked for.
 NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized", "tensorstream"})

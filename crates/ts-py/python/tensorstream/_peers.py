@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The machines from which sessions may fetch tensors. Imports PyTorch only to fetch from one of them."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+#: The timeout of connections to other machines, in seconds.
+_TIMEOUT = 5.0
+
+
+class Peers:
+    """The machines from which sessions may fetch tensors.
+
+    Args:
+        allowed: Their addresses; "any" allows all.
+        token: The secret that they require.
+        tls: The certificates for connections to them, by the names of :class:`RemoteMachine`'s parameters. A machine
+            that uses TLS itself connects to others only under TLS.
+    """
+
+    def __init__(
+        self, allowed: tuple[str, ...] = (), token: str | None = None, tls: dict[str, Any] | None = None
+    ) -> None:
+        self._allowed, self._token = allowed, token
+        self._tls = {name: value for name, value in (tls or {}).items() if value is not None}
+        self._machines: dict[str, Any] = {}
+        self._locks: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
+
+    def claimed(self, address: str, ticket: str, limit: int | None = None) -> torch.Tensor:
+        """Returns a copy, on the CPU, of a tensor that a machine offers. Blocks.
+
+        Raises:
+            RuntimeError: The address is not allowed, the machine cannot be reached, or it offers no such tensor, or
+                one of more than ``limit`` bytes.
+        """
+        if address not in self._allowed and "any" not in self._allowed:
+            raise RuntimeError(f"this machine may not fetch from {address}; allow it with --peer")
+        if self._tls and "ca" not in self._tls and not address.startswith("unix:"):
+            # Without TLS the token would be sent in the clear.
+            raise RuntimeError("this machine uses TLS, and needs --peer-ca to verify others")
+        from .remote import _device, _kernels
+
+        with self._locks[address]:
+            try:
+                machine = self._machine(address)
+                tensor: torch.Tensor = _kernels.CLAIM(_device._anchor(machine.device().index), ticket)
+                if limit is None or tensor.nbytes <= limit:
+                    return tensor.cpu()
+            except RuntimeError:
+                if address in self._machines:
+                    self._machines.pop(address).stop()
+                raise
+            raise RuntimeError(f"the tensor has {tensor.nbytes} bytes, and this machine copies at most {limit}")
+
+    def _machine(self, address: str) -> Any:
+        from .remote._machine import RemoteMachine
+
+        if address not in self._machines:
+            tls = {} if address.startswith("unix:") else self._tls
+            self._machines[address] = RemoteMachine(
+                "tcp", address, token=self._token, timeout=_TIMEOUT, retry=0.0, **tls
+            )
+        return self._machines[address]
