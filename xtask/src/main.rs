@@ -19,6 +19,7 @@ const HELP: &str = "\
 cargo xtask demo                     run a real model under less memory than it needs
 cargo xtask demo --large             a 1.1B model under 1500 MB beside accelerate, diffusers and mmap (15 GB of disk)
 cargo xtask ci                       everything that must pass: formatting, lints, docs, licences, tests
+cargo xtask docs                     the documentation site, in target/site
 cargo xtask test critical|fast|all   tests alone: under 30 s, under 5 min, all of them
 cargo xtask bench parts              criterion benchmarks of the parts
 cargo xtask bench memory             allocators beside others
@@ -57,6 +58,7 @@ fn main() -> ExitCode {
         ["demo"] => demo(),
         ["demo", "--large"] => python::prepared().and_then(|venv| bench::run_script(&venv, "llama", &["1"])),
         ["ci"] => ci(),
+        ["docs"] => docs(),
         ["test", tier] => test(tier),
         ["bench", what] => bench::run(what),
         ["big-endian"] => big_endian::test(),
@@ -98,6 +100,10 @@ fn demo() -> Result<()> {
     run::run(venv.python().arg("examples/huggingface_directory.py"))
 }
 
+fn docs() -> Result<()> {
+    python::site(&python::prepared()?)
+}
+
 /// Cheap checks first, so that a slip is told early.
 fn ci() -> Result<()> {
     let began = Instant::now();
@@ -133,6 +139,7 @@ fn ci() -> Result<()> {
     })?;
     step("benchmarks, once each", bench::smoke)?;
     step("Python formatting, lints and types", || python::lint(&venv))?;
+    step("documentation site", || python::site(&venv))?;
     step("Python tests", || {
         counts += python::test(&venv, &[])?;
         Ok(())

@@ -89,6 +89,13 @@ pub(crate) fn lint(venv: &Venv) -> Result<()> {
     run(venv.tool("mypy.stubtest").arg("tensorstream._native"))
 }
 
+/// Builds the documentation site, offline, and checks its links.
+pub(crate) fn site(venv: &Venv) -> Result<()> {
+    let mut mkdocs = venv.python();
+    mkdocs.args(["-m", "mkdocs", "build", "--strict", "--quiet"]);
+    run(mkdocs.env("NO_MKDOCS_2_WARNING", "1"))
+}
+
 /// Runs pytest and counts.
 pub(crate) fn test(venv: &Venv, args: &[&str]) -> Result<Counts> {
     let mut counts = Counts::default();

@@ -75,7 +75,11 @@ pub use serve::{ServeOptions, serve_weights};
 #[cfg(feature = "remote")]
 pub use ts_remote as remote;
 
-/// The examples of a page, compiled and run.
+/// The examples of pages of the documentation, compiled and run.
 #[cfg(all(doctest, feature = "remote"))]
-#[doc = include_str!("../../../docs/migrating.md")]
-mod migrating {}
+mod migrating {
+    #[doc = include_str!("../../../docs/migrating/torsh.md")]
+    mod torsh {}
+    #[doc = include_str!("../../../docs/migrating/quill.md")]
+    mod quill {}
+}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ._files import append_file, load, load_file, load_into, save, save_file
     from ._offload import offload, restore, stats
     from ._plan import Plan, plan
+    from ._safe_open import TensorSlice, safe_open
     from ._transformers import from_pretrained
     from ._wire import Connection, Listener, connect, listen
     from .config import BackendType, Config, MemoryMode, PrefetchStrategy
