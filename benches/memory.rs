@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Allocators beside others: `cargo xtask bench memory`.
-#![allow(missing_docs, clippy::unwrap_used)] // criterion's macros; a benchmark that cannot run may panic
+// criterion's macros; a benchmark that cannot run may panic
+#![allow(missing_docs, clippy::unwrap_used)]
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -17,7 +18,8 @@ struct Chance(u64);
 
 impl Chance {
     fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % n
     }
 }
@@ -32,7 +34,8 @@ const SIZES: [usize; 7] = [512, 4096, 20_000, 100_000, 300_000, 7_000, 65_536];
 /// Has the processor fetch something that is wanted soon, where there is a way to say so.
 fn prefetch<T>(wanted: &T) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: every processor of this kind has the instruction, and to fetch what a reference is to does nothing else.
+    // SAFETY: every processor of this kind has the instruction, and to fetch what a reference is to
+    // does nothing else.
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
             std::ptr::from_ref(wanted).cast(),
@@ -57,25 +60,35 @@ fn allocate_and_free(c: &mut Criterion) {
         group.bench_function(BenchmarkId::new("ts-pool", &name), |b| {
             b.iter(|| {
                 let i = chance.below(live);
-                blocks[i] = pool.allocate_for_stream(SIZES[i % 7], &streams[i % streams.len()]).unwrap();
+                blocks[i] =
+                    pool.allocate_for_stream(SIZES[i % 7], &streams[i % streams.len()]).unwrap();
             });
         });
-        // How much of that is waiting for the caller's own table of handles, which is in no near cache if it is long.
+        // How much of that is waiting for the caller's own table of handles, which is in no near
+        // cache if it is long.
         let mut next: VecDeque<_> = [chance.below(live), chance.below(live)].into();
-        group.bench_function(BenchmarkId::new("ts-pool, the handles fetched two ahead", &name), |b| {
-            b.iter(|| {
-                next.push_back(chance.below(live));
-                prefetch(&blocks[next[2]]);
-                let i = next.pop_front().unwrap();
-                blocks[i] = pool.allocate_for_stream(SIZES[i % 7], &streams[i % streams.len()]).unwrap();
-            });
-        });
+        group.bench_function(
+            BenchmarkId::new("ts-pool, the handles fetched two ahead", &name),
+            |b| {
+                b.iter(|| {
+                    next.push_back(chance.below(live));
+                    prefetch(&blocks[next[2]]);
+                    let i = next.pop_front().unwrap();
+                    blocks[i] = pool
+                        .allocate_for_stream(SIZES[i % 7], &streams[i % streams.len()])
+                        .unwrap();
+                });
+            },
+        );
         if streams.len() == 1 {
-            let allocator =
-                Mutex::new(offset_allocator::Allocator::<u32>::with_max_allocs(u32::MAX / 2, 400_000));
+            let allocator = Mutex::new(offset_allocator::Allocator::<u32>::with_max_allocs(
+                u32::MAX / 2,
+                400_000,
+            ));
             let granules = |i: usize| SIZES[i % 7].div_ceil(512) as u32;
-            let mut blocks: Vec<_> =
-                (0..live).map(|i| allocator.lock().unwrap().allocate(granules(i)).unwrap()).collect();
+            let mut blocks: Vec<_> = (0..live)
+                .map(|i| allocator.lock().unwrap().allocate(granules(i)).unwrap())
+                .collect();
             group.bench_function(BenchmarkId::new("offset-allocator, in a mutex", &name), |b| {
                 b.iter(|| {
                     let i = chance.below(live);
@@ -113,8 +126,10 @@ fn random_allocations(c: &mut Criterion) {
             });
         });
         group.bench_function(BenchmarkId::new("offset-allocator, in a mutex", count), |b| {
-            let allocator =
-                Mutex::new(offset_allocator::Allocator::<u32>::with_max_allocs(u32::MAX / 2, 400_000));
+            let allocator = Mutex::new(offset_allocator::Allocator::<u32>::with_max_allocs(
+                u32::MAX / 2,
+                400_000,
+            ));
             b.iter(|| {
                 let (mut chance, mut live, mut allocated) = (Chance(1), Vec::new(), 0);
                 while allocated < count {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The parts: `cargo xtask bench parts`.
-#![allow(missing_docs, clippy::unwrap_used)] // criterion's macros; a benchmark that cannot run may panic
+// criterion's macros; a benchmark that cannot run may panic
+#![allow(missing_docs, clippy::unwrap_used)]
 
 use std::hint::black_box;
 
@@ -11,8 +12,8 @@ use tensorstream::format::{
 };
 use tensorstream::io::Source;
 use tensorstream::orchestrator::{
-    Engine, EngineConfig, Phase, PlanRequest, Rates, Unit, UnitDemand, UnitId, UnitTensor, never_interrupt,
-    plan,
+    Engine, EngineConfig, Phase, PlanRequest, Rates, Unit, UnitDemand, UnitId, UnitTensor,
+    never_interrupt, plan,
 };
 use tensorstream::pool::{Budget, HostPool};
 use tensorstream::{FileWriter, NewTensor};
@@ -23,7 +24,8 @@ fn pool(c: &mut Criterion) {
     for live in [100usize, 10_000] {
         let pool = HostPool::new(&Budget::new(1 << 30), 1 << 30).unwrap();
         // Every other block is freed, so that the free space is in pieces.
-        let blocks: Vec<_> = (0..2 * live).map(|i| pool.allocate(4096 * (1 + i % 7)).unwrap()).collect();
+        let blocks: Vec<_> =
+            (0..2 * live).map(|i| pool.allocate(4096 * (1 + i % 7)).unwrap()).collect();
         let _kept: Vec<_> = blocks.into_iter().step_by(2).collect();
         group.bench_function(BenchmarkId::from_parameter(live), |b| {
             b.iter(|| black_box(pool.allocate(black_box(20_000)).unwrap()));
@@ -34,7 +36,9 @@ fn pool(c: &mut Criterion) {
 
 /// Plans a model of 22 layers with 9 units each under half its size.
 fn planner(c: &mut Criterion) {
-    let sizes = [8_392_704, 1_052_672, 1_052_672, 8_392_704, 23_072_768, 23_072_768, 23_072_768, 8192, 8192];
+    let sizes = [
+        8_392_704, 1_052_672, 1_052_672, 8_392_704, 23_072_768, 23_072_768, 23_072_768, 8192, 8192,
+    ];
     let units: Vec<_> = (0..22 * sizes.len())
         .map(|i| {
             let bytes = sizes[i % sizes.len()];
@@ -65,11 +69,14 @@ fn planner(c: &mut Criterion) {
 fn catalog(c: &mut Criterion) {
     let tensors = 100_000u64;
     let meta = TensorMeta { dtype: Dtype::BF16, shape: vec![4, 4] };
-    let names: Vec<_> = (0..tensors).map(|i| format!("model.layers.{i}.self_attn.q_proj.weight")).collect();
-    let declared = |name: &String| NewTensor { name: name.clone(), meta: meta.clone(), phase: None };
+    let names: Vec<_> =
+        (0..tensors).map(|i| format!("model.layers.{i}.self_attn.q_proj.weight")).collect();
+    let declared =
+        |name: &String| NewTensor { name: name.clone(), meta: meta.clone(), phase: None };
     let file = |name: &str| {
         let all = names.iter().map(declared).collect();
-        let mut writer = FileWriter::in_memory(name, all, Default::default(), Default::default()).unwrap();
+        let mut writer =
+            FileWriter::in_memory(name, all, Default::default(), Default::default()).unwrap();
         writer.write(&vec![1; tensors as usize * 32]).unwrap();
         writer.into_bytes().unwrap()
     };
@@ -77,7 +84,9 @@ fn catalog(c: &mut Criterion) {
     group.throughput(Throughput::Elements(tensors)).sample_size(20);
     let (container, safetensors) = (file("a.ts"), file("a.safetensors"));
     for (name, bytes) in [(".ts", &container), ("safetensors", &safetensors)] {
-        group.bench_function(name, |b| b.iter(|| Catalog::from_bytes("m", black_box(bytes)).unwrap()));
+        group.bench_function(name, |b| {
+            b.iter(|| Catalog::from_bytes("m", black_box(bytes)).unwrap())
+        });
     }
     group.bench_function("the safetensors crate", |b| {
         b.iter(|| safetensors::SafeTensors::deserialize(black_box(&safetensors)).unwrap());
@@ -105,11 +114,13 @@ fn codecs(c: &mut Criterion) {
     group.throughput(Throughput::Bytes(CHUNK_LEN)).sample_size(50);
     for (name, dtype, raw) in [("F32", Dtype::F32, &singles), ("BF16", Dtype::BF16, &halves)] {
         for codec in [Codec::Split, Codec::Zstd] {
-            let (mut stored, mut out, mut scratch) = (Vec::new(), vec![0; raw.len()], Scratch::default());
+            let (mut stored, mut out, mut scratch) =
+                (Vec::new(), vec![0; raw.len()], Scratch::default());
             let encoded = Encoder::new(codec, None).unwrap().encode(dtype, raw, &mut stored);
             group.bench_function(format!("{codec} {name}"), |b| {
                 b.iter(|| {
-                    decode_chunk(encoded.codec, encoded.width, &stored, &mut out, &mut scratch).unwrap();
+                    decode_chunk(encoded.codec, encoded.width, &stored, &mut out, &mut scratch)
+                        .unwrap();
                 });
             });
         }
@@ -126,7 +137,8 @@ fn engine(c: &mut Criterion) {
     let units: Vec<_> = (0..count)
         .map(|i| {
             let parts = vec![ByteRange { file: FileId(0), offset: i * len, len }];
-            let entry = TensorEntry { meta: TensorMeta { dtype: Dtype::U8, shape: vec![len] }, parts };
+            let entry =
+                TensorEntry { meta: TensorMeta { dtype: Dtype::U8, shape: vec![len] }, parts };
             let tensor = UnitTensor {
                 name: format!("t{i}"),
                 entry,
@@ -141,12 +153,15 @@ fn engine(c: &mut Criterion) {
     group.sample_size(20);
     for (name, budget) in [("resident", 96 << 20), ("streamed", 8 << 20)] {
         let sources = vec![Source::open(&path).unwrap()];
-        let engine = Engine::new(units.clone(), sources, EngineConfig::with_budget(budget)).unwrap();
+        let engine =
+            Engine::new(units.clone(), sources, EngineConfig::with_budget(budget)).unwrap();
         group.bench_function(name, |b| {
             b.iter(|| {
                 let pass = engine.begin_pass(never_interrupt()).unwrap();
                 for i in 0..count as u32 {
-                    black_box(engine.acquire(Some(pass), UnitId(i), never_interrupt()).unwrap().tensor(0));
+                    black_box(
+                        engine.acquire(Some(pass), UnitId(i), never_interrupt()).unwrap().tensor(0),
+                    );
                 }
                 engine.end_pass(pass)
             });

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Streams of the host: `cargo xtask bench streams`.
-#![allow(missing_docs, clippy::unwrap_used)] // criterion's macros; a benchmark that cannot run may panic
+// criterion's macros; a benchmark that cannot run may panic
+#![allow(missing_docs, clippy::unwrap_used)]
 
 use std::hint::black_box;
 use std::sync::mpsc::channel;
@@ -34,13 +35,15 @@ fn keep_busy(streams: &[CpuStream]) {
     }
 }
 
-/// From the submission of work to its beginning, while 64 streams of low urgency have 100 us of work eight times over.
+/// From the submission of work to its beginning, while 64 streams of low urgency have 100 us of
+/// work eight times over.
 fn urgency(c: &mut Criterion) {
     let mut group = c.benchmark_group("work begins on a saturated host, by its urgency");
     group.sample_size(30);
     for priority in [StreamPriority::High, StreamPriority::Normal, StreamPriority::Low] {
         let device = CpuDevice::new().unwrap();
-        let streams: Vec<_> = (0..BUSY).map(|_| device.create_stream(StreamPriority::Low).unwrap()).collect();
+        let streams: Vec<_> =
+            (0..BUSY).map(|_| device.create_stream(StreamPriority::Low).unwrap()).collect();
         let stream = device.create_stream(priority).unwrap();
         let (began, beginnings) = channel();
         group.bench_function(format!("{priority:?}"), |b| {
@@ -48,7 +51,9 @@ fn urgency(c: &mut Criterion) {
                 let waited = (0..count).map(|_| {
                     keep_busy(&streams);
                     let (submitted, began) = (Instant::now(), began.clone());
-                    stream.launch_host_fn(HostFn::new(move || began.send(Instant::now()).unwrap())).unwrap();
+                    stream
+                        .launch_host_fn(HostFn::new(move || began.send(Instant::now()).unwrap()))
+                        .unwrap();
                     beginnings.recv().unwrap() - submitted
                 });
                 waited.sum()
@@ -76,9 +81,11 @@ fn operations(c: &mut Criterion) {
             streams[1].wait(&event).unwrap();
         });
     });
-    for strategy in
-        [AllocationStrategy::RoundRobin, AllocationStrategy::LoadBalanced, AllocationStrategy::Workload]
-    {
+    for strategy in [
+        AllocationStrategy::RoundRobin,
+        AllocationStrategy::LoadBalanced,
+        AllocationStrategy::Workload,
+    ] {
         let pool = StreamPool::new(device.clone(), 8, strategy).unwrap();
         group.bench_function(BenchmarkId::new("a stream of eight", format!("{strategy:?}")), |b| {
             b.iter(|| black_box(pool.stream_for_workload(black_box(WorkloadType::Compute)).id()));

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tensors between two processes, beside raw sockets: `cargo xtask bench wire`.
 //!
-//! A child has an array and sends tensors of it; this process times from asking for them to the last one in memory that it uses again and again.
+//! A child has an array and sends tensors of it; this process times from asking for them to the
+//! last one in memory that it uses again and again.
 #![allow(missing_docs, clippy::unwrap_used)] // a benchmark that cannot run may panic
 
 use std::collections::BTreeMap;
@@ -52,7 +53,8 @@ fn main() {
         None => {
             // As `cargo bench -- --test` asks: once, to see that it runs.
             let brief = arguments.iter().any(|a| a == "--test");
-            let only: Vec<_> = arguments.iter().filter(|a| KINDS.contains(&a.as_str())).cloned().collect();
+            let only: Vec<_> =
+                arguments.iter().filter(|a| KINDS.contains(&a.as_str())).cloned().collect();
             pin(0);
             measure(if brief { 1 } else { 15 }, brief, &only);
         }
@@ -114,9 +116,11 @@ fn start(kind: &str) -> Peer {
             socket.set_nodelay(true).unwrap();
             Box::new(Raw { socket, piece, memory: vec![1; most] })
         }
-        _ if kind.starts_with("raw unix") => {
-            Box::new(Raw { socket: UnixStream::connect(&address).unwrap(), piece, memory: vec![1; most] })
-        }
+        _ if kind.starts_with("raw unix") => Box::new(Raw {
+            socket: UnixStream::connect(&address).unwrap(),
+            piece,
+            memory: vec![1; most],
+        }),
         "raw tls" => {
             let socket = TcpStream::connect(&address).unwrap();
             socket.set_nodelay(true).unwrap();
@@ -127,8 +131,13 @@ fn start(kind: &str) -> Peer {
                 .unwrap()
                 .with_root_certificates(roots)
                 .with_no_client_auth();
-            let tls = rustls::ClientConnection::new(config.into(), "127.0.0.1".try_into().unwrap()).unwrap();
-            Box::new(Raw { socket: rustls::StreamOwned::new(tls, socket), piece, memory: vec![1; most] })
+            let tls = rustls::ClientConnection::new(config.into(), "127.0.0.1".try_into().unwrap())
+                .unwrap();
+            Box::new(Raw {
+                socket: rustls::StreamOwned::new(tls, socket),
+                piece,
+                memory: vec![1; most],
+            })
         }
         _ => {
             let address: Address = address.parse().unwrap();
@@ -149,10 +158,14 @@ fn start(kind: &str) -> Peer {
 
 fn options(kind: &str) -> ConnectionOptions {
     let usual = ConnectionOptions::default();
-    ConnectionOptions { shared_bytes: if kind.contains("shared") { usual.shared_bytes } else { 0 }, ..usual }
+    ConnectionOptions {
+        shared_bytes: if kind.contains("shared") { usual.shared_bytes } else { 0 },
+        ..usual
+    }
 }
 
-/// Keeps this process on one core: who shares one with the other end is chance otherwise, and a matter of half the rate.
+/// Keeps this process on one core: who shares one with the other end is chance otherwise, and a
+/// matter of half the rate.
 fn pin(core: usize) {
     let mut cores = rustix::thread::CpuSet::new();
     cores.set(core);
@@ -291,8 +304,10 @@ fn serve(kind: &str, path: &str) {
         let mut socket = listener.accept().unwrap();
         drop(listener);
         if kind == "link tls" {
-            let (certificates, key) = (Path::new(path).join("cert.pem"), Path::new(path).join("key.pem"));
-            let server = TlsServer::new(Identity { certificates: &certificates, key: &key }, None).unwrap();
+            let (certificates, key) =
+                (Path::new(path).join("cert.pem"), Path::new(path).join("key.pem"));
+            let server =
+                TlsServer::new(Identity { certificates: &certificates, key: &key }, None).unwrap();
             socket = socket.into_tls_server(&server).unwrap();
         }
         serve_link(socket, &array.into(), kind);
@@ -306,7 +321,8 @@ fn serve_raw(mut socket: impl Read + Write, array: &[u8], whole: bool) {
         match len {
             0 => return,
             16 => {
-                let number = |at: usize| u64::from_le_bytes(order[at..at + 8].try_into().unwrap()) as usize;
+                let number =
+                    |at: usize| u64::from_le_bytes(order[at..at + 8].try_into().unwrap()) as usize;
                 for _ in 0..number(8) {
                     let piece = if whole { number(0) } else { MIB };
                     // The last bytes of the array are in every tensor's last place.
@@ -350,8 +366,10 @@ fn median(values: &mut [f64]) -> f64 {
 }
 
 fn measure(rounds: usize, brief: bool, only: &[String]) {
-    let kinds: Vec<_> =
-        KINDS.into_iter().filter(|kind| only.is_empty() || only.iter().any(|o| o == kind)).collect();
+    let kinds: Vec<_> = KINDS
+        .into_iter()
+        .filter(|kind| only.is_empty() || only.iter().any(|o| o == kind))
+        .collect();
     let mut peers: Vec<Peer> = kinds.iter().map(|kind| start(kind)).collect();
     let sizes = if brief { &SIZES[..1] } else { &SIZES[..] };
     let mut rates: BTreeMap<(usize, usize), Vec<f64>> = BTreeMap::new();
@@ -386,9 +404,11 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
         }
         pin(0);
     }
-    let names: Vec<String> = sizes.iter().map(|(bytes, _)| format!("{} MiB, GB/s", bytes / MIB)).collect();
+    let names: Vec<String> =
+        sizes.iter().map(|(bytes, _)| format!("{} MiB, GB/s", bytes / MIB)).collect();
     println!(
-        "| {rounds} rounds, medians | {} | {MESSAGE} bytes and back, us: from core to core, on one core |",
+        "| {rounds} rounds, medians | {} | {MESSAGE} bytes and back, us: from core to core, on one \
+         core |",
         names.join(" | ")
     );
     println!("|---|{}---|", "---|".repeat(sizes.len()));
@@ -413,8 +433,10 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
         let cells: Vec<String> = (0..sizes.len())
             .map(|size| {
                 // The better of the raw ones, by its median.
-                let best =
-                    raws.iter().map(|&raw| median(&mut rates[&(raw, size)].clone())).fold(0.0, f64::max);
+                let best = raws
+                    .iter()
+                    .map(|&raw| median(&mut rates[&(raw, size)].clone()))
+                    .fold(0.0, f64::max);
                 format!("{:.2}", median(&mut rates[&(own, size)].clone()) / best)
             })
             .collect();
@@ -423,6 +445,9 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
             trip(own) / raws.iter().map(|&raw| trip(raw)).fold(f64::MAX, f64::min)
         };
         let (apart, together) = (ratio(0), ratio(1));
-        println!("| {link}, of the better {raw} | {} | {apart:.2}, {together:.2} |", cells.join(" | "));
+        println!(
+            "| {link}, of the better {raw} | {} | {apart:.2}, {together:.2} |",
+            cells.join(" | ")
+        );
     }
 }

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What the settings do: plans for several budgets, prefetch strategies side by side, checksums that find a bad bit.
+"""What the settings do: plans for several budgets, prefetch strategies side by side, checksums that
+find a bad bit.
 
 Needs tensorstream and transformers; makes a small Llama with random weights.
 """
@@ -22,7 +23,8 @@ MIB = 2**20
 def make(directory: Path) -> torch.Tensor:
     """A checkpoint of 155 MiB, and what the model in memory answers."""
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=12,
+    config = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=4,
+    num_attention_heads=12,
                          vocab_size=8000)  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory)
     return answer(LlamaForCausalLM.from_pretrained(directory))
@@ -60,7 +62,9 @@ def main() -> None:
         container = directory / "model.ts"
         ts.convert(directory / "model.safetensors", container)
         (directory / "model.safetensors").unlink()
-        config = ts.Config(vram_budget_gb=0.04, verify_checksums=True, memory_mode=ts.MemoryMode.CONSERVATIVE)
+        config = ts.Config(
+            vram_budget_gb=0.04, verify_checksums=True, memory_mode=ts.MemoryMode.CONSERVATIVE
+        )
         answer(ts.from_pretrained(directory, config=config))
         with container.open("r+b") as file:
             file.seek(50_000_000)

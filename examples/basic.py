@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A model of your own: its weights are written to disk once, and streamed from there under a budget.
+"""A model of your own: its weights are written to disk once, and streamed from there under a
+budget.
 
 Needs tensorstream alone.
 """
@@ -13,7 +14,9 @@ from torch import nn
 
 def main() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.GELU())))
+    model = nn.Sequential(
+        *(layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.GELU()))
+    )
     weights = sum(parameter.nbytes for parameter in model.parameters())
     x = torch.randn(4, 1024)
     with torch.inference_mode():
@@ -28,12 +31,18 @@ def main() -> None:
 
         stats = ts.stats(model)
         print(f"weights {weights / 2**20:.1f} MiB, budget {stats['budget_bytes'] / 2**20:.1f} MiB")
-        print(f"read {stats['read_bytes'] / 2**20:.1f} MiB in {stats['passes']} passes, results bit-identical: True")
+        print(
+            f"read {stats['read_bytes'] / 2**20:.1f} MiB in {stats['passes']} passes, results "
+            "bit-identical: True"
+        )
 
         # Ordinary parameters again: the model can be trained, saved or moved.
         ts.restore(model)
         model(x).sum().backward()
-        print(f"restored: gradients for {sum(p.grad is not None for p in model.parameters())} parameters")
+        print(
+            f"restored: gradients for {sum(p.grad is not None for p in model.parameters())} "
+            "parameters"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""One model in memory, offloaded to disk by accelerate, and streamed by TensorStream. The tokens are the same.
+"""One model in memory, offloaded to disk by accelerate, and streamed by TensorStream. The tokens
+are the same.
 
-Needs tensorstream, transformers and accelerate; makes a small Llama with random weights. Files stay in the page cache
-here, which flatters whoever reads through it: `cargo xtask demo --large` measures under a memory cap.
+Needs tensorstream, transformers and accelerate; makes a small Llama with random weights. Files stay
+in the page cache here, which flatters whoever reads through it: `cargo xtask demo --large` measures
+under a memory cap.
 """
 
 import os
@@ -35,13 +37,18 @@ def decode(model: LlamaForCausalLM) -> tuple[list[int], float]:
 def main() -> None:
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16,
+    config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8,
+    num_attention_heads=16,
                          vocab_size=8000, dtype="bfloat16")  # fmt: skip
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as offloaded:
         LlamaForCausalLM(config).bfloat16().save_pretrained(directory)
         weights = ts.plan(directory, budget="4GiB").resident_bytes
         print(f"weights {weights / 2**20:.0f} MiB, budget 64 MiB")
-        accelerate = {"device_map": "auto", "max_memory": {"cpu": "64MB"}, "offload_folder": offloaded}
+        accelerate = {
+            "device_map": "auto",
+            "max_memory": {"cpu": "64MB"},
+            "offload_folder": offloaded,
+        }
         ways = {
             "in memory": lambda: LlamaForCausalLM.from_pretrained(directory),
             "accelerate": lambda: LlamaForCausalLM.from_pretrained(directory, **accelerate),

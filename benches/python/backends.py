@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Every I/O backend against what this machine can do, nine interleaved rounds.
 
-`cargo xtask bench io`. Cold files against the best of fio's ways (libaio and io_uring, into ordinary memory, into
-registered memory and into huge pages; 4 MiB, 16 in flight), warm ones against a loop of memcpy, the automatic choice
-against the best backend, and objects against as many curls as we have requests in flight, both reading ranges from an
-nginx on loopback, where there is one (apt-get install nginx-light).
+`cargo xtask bench io`. Cold files against the best of fio's ways (libaio and io_uring, into
+ordinary memory, into registered memory and into huge pages; 4 MiB, 16 in flight), warm ones against
+a loop of memcpy, the automatic choice against the best backend, and objects against as many curls
+as we have requests in flight, both reading ranges from an nginx on loopback, where there is one
+(apt-get install nginx-light).
 """
 
 from __future__ import annotations
@@ -44,7 +45,16 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 
 
 def main() -> int:
-    build = ["cargo", "build", "--release", "--quiet", "--package", "tensorstream", "--features", "object"]
+    build = [
+        "cargo",
+        "build",
+        "--release",
+        "--quiet",
+        "--package",
+        "tensorstream",
+        "--features",
+        "object",
+    ]
     subprocess.run(build, check=True, cwd=ROOT)
     shard = llama_1b() / "model-00001-of-00003.safetensors"
     cold(shard)
@@ -78,7 +88,11 @@ def cold(shard: Path) -> None:
                 ours[f"{backend}, 88 MB units in random order"].append(row)
     winner = max(disks, key=lambda name: statistics.median(disks[name]))
     best = disks[winner]
-    print(f"### Cold\n\n| | GiB/s, median (range) | fluctuation | of {winner}, median of pairs (range) |", end="")
+    print(
+        f"### Cold\n\n| | GiB/s, median (range) | fluctuation | of {winner}, median of pairs "
+        "(range) |",
+        end="",
+    )
     print(" CPU s/GiB | in flight |\n|---|---|---|---|---|---|")
     for name, rates in disks.items():
         print(f"| fio: {name} | {spread(rates)} | {fluctuation(rates)} | | | {FIO_DEPTH} |")
@@ -87,7 +101,10 @@ def cold(shard: Path) -> None:
         ratios = [rate / limit for rate, limit in zip(rates, best, strict=True)]
         cpu = statistics.median(row["cpu_s_per_gib"] for row in rows)
         depth = statistics.median(row["mean_in_flight"] for row in rows)
-        print(f"| {name} | {spread(rates)} | {fluctuation(rates)} | {spread(ratios)} | {cpu:.3f} | {depth:.1f} |")
+        print(
+            f"| {name} | {spread(rates)} | {fluctuation(rates)} | {spread(ratios)} | {cpu:.3f} | "
+            f"{depth:.1f} |"
+        )
 
 
 def states(shard: Path) -> None:
@@ -103,8 +120,9 @@ def states(shard: Path) -> None:
     backends = ["adaptive", "uring", "direct", "buffered", "mmap"]
     for number in range(ROUNDS):
         for case, options in cases.items():
-            # In a process each, and each first in its turn: what ran before leaves the page cache other memory to
-            # use, and some of this machine's memory is copied from at a third of the speed of the rest.
+            # In a process each, and each first in its turn: what ran before leaves the page cache
+            # other memory to use, and some of this machine's memory is copied from at a third of
+            # the speed of the rest.
             names = [*backends, "memcpy", "views"] if case == "warm" else backends
             first = number % len(names)
             for name in names[first:] + names[:first]:
@@ -127,11 +145,15 @@ def objects(shard: Path) -> None:
         return
     curls, ours = [], []
     with nginx(shard.parent) as url:
-        measure(f"{url}/{shard.name}", "--backends", "object")  # the server's files are warm from here on
+        measure(
+            f"{url}/{shard.name}", "--backends", "object"
+        )  # the server's files are warm from here on
         for _ in range(ROUNDS):
             curls.append(curl(f"{url}/{shard.name}", shard.stat().st_size))
             ours.append(
-                measure(f"{url}/{shard.name}", "--backends", "object", *DEFAULTS)["remote", "object"]["gib_per_s"]
+                measure(f"{url}/{shard.name}", "--backends", "object", *DEFAULTS)[
+                    "remote", "object"
+                ]["gib_per_s"]
             )
     ratios = [mine / theirs for mine, theirs in zip(ours, curls, strict=True)]
     print(
@@ -139,7 +161,9 @@ def objects(shard: Path) -> None:
         " of curl, median of pairs (range) |\n|---|---|---|---|"
     )
     print(f"| {CURLS} curls, a range each | {spread(curls)} | {fluctuation(curls)} | |")
-    print(f"| object, {CURLS} in flight | {spread(ours)} | {fluctuation(ours)} | {spread(ratios)} |")
+    print(
+        f"| object, {CURLS} in flight | {spread(ours)} | {fluctuation(ours)} | {spread(ratios)} |"
+    )
 
 
 def curl(url: str, size: int) -> float:
@@ -147,7 +171,9 @@ def curl(url: str, size: int) -> float:
     part = size // CURLS
     began = time.perf_counter()
     ranges = [f"{i * part}-{(i + 1) * part - 1}" for i in range(CURLS)]
-    running = [subprocess.Popen(["curl", "-sf", "-r", each, "-o", os.devnull, url]) for each in ranges]
+    running = [
+        subprocess.Popen(["curl", "-sf", "-r", each, "-o", os.devnull, url]) for each in ranges
+    ]
     failed = [process.wait() for process in running]
     assert not any(failed), failed
     return part * CURLS / 2**30 / (time.perf_counter() - began)
@@ -163,12 +189,15 @@ def nginx(directory: Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / "nginx.conf"
         config.write_text(
-            f"{user} worker_processes 2; daemon off; pid {scratch}/pid; error_log {scratch}/error.log;\n"
+            f"{user} worker_processes 2; daemon off; pid {scratch}/pid; error_log "
+            f"{scratch}/error.log;\n"
             "events { worker_connections 256; }\n"
             f"http {{ access_log off; sendfile on; tcp_nopush on; keepalive_requests 100000;\n"
             f"server {{ listen 127.0.0.1:{port}; root {directory}; }} }}\n"
         )
-        server = subprocess.Popen(["nginx", "-p", scratch, "-c", str(config)], stderr=subprocess.DEVNULL)
+        server = subprocess.Popen(
+            ["nginx", "-p", scratch, "-c", str(config)], stderr=subprocess.DEVNULL
+        )
         try:
             for _ in range(100):
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):

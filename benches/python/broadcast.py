@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A checkpoint fetched by one machine and by four, on links of a rate: `cargo xtask bench broadcast`.
+"""A checkpoint fetched by one machine and by four, on links of a rate:
+`cargo xtask bench broadcast`.
 
-Each machine is a namespace whose link has that rate both ways. Needs root, for the namespaces, and `tc` with tbf.
+Each machine is a namespace whose link has that rate both ways. Needs root, for the namespaces, and
+`tc` with tbf.
 """
 
 from __future__ import annotations
@@ -32,12 +34,17 @@ def main() -> int:
         (source / "model.safetensors").write_bytes(os.urandom(1 << 20) * (BYTES >> 20))
         for _ in range(ROUNDS):
             for receivers in (1, 4):
-                seconds.setdefault(receivers, []).append(broadcast_seconds(source, to, receivers, RATE))
+                seconds.setdefault(receivers, []).append(
+                    broadcast_seconds(source, to, receivers, RATE)
+                )
                 shutil.rmtree(to)
     medians = {receivers: statistics.median(times) for receivers, times in seconds.items()}
     for receivers, times in seconds.items():
         spread = f"{min(times):.2f} to {max(times):.2f}"
-        print(f"{receivers} receivers of {BYTES >> 20} MiB at {RATE}: {medians[receivers]:.2f} s ({spread})")
+        print(
+            f"{receivers} receivers of {BYTES >> 20} MiB at {RATE}: {medians[receivers]:.2f} s "
+            f"({spread})"
+        )
     print(f"four, of one: {medians[4] / medians[1]:.2f}")
     return 0
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A 1.1B Llama in bf16 under memory limits and budgets: seconds per token, or the words of a refusal.
+"""A 1.1B Llama in bf16 under memory limits and budgets: seconds per token, or the words of a
+refusal.
 
-`cargo xtask bench caps`. Limits of the process's own group and of a parent's, with an empty and a full page cache.
-A process for each run. Under each limit all budgets run in turn, several times; a budget's figure is the median. The
-checkpoint is read past the page cache or through it, as the engine decides.
+`cargo xtask bench caps`. Limits of the process's own group and of a parent's, with an empty and a
+full page cache. A process for each run. Under each limit all budgets run in turn, several times; a
+budget's figure is the median. The checkpoint is read past the page cache or through it, as the
+engine decides.
 """
 
 from __future__ import annotations
@@ -53,7 +55,11 @@ def contender(path: str, budget: str, fill: str) -> None:
         said["warned"] = [str(each.message) for each in caught if each.category is ts.BudgetWarning]
     _, seconds = decode(model, TOKENS)
     stats = ts.stats(model)
-    print(json.dumps({**said, "seconds": statistics.median(seconds[1:]), "budget": stats["budget_bytes"]}))
+    print(
+        json.dumps(
+            {**said, "seconds": statistics.median(seconds[1:]), "budget": stats["budget_bytes"]}
+        )
+    )
 
 
 def run(cap_mb: int, budget: str, parent: bool, fill: str) -> dict[str, Any]:
@@ -66,7 +72,9 @@ def run(cap_mb: int, budget: str, parent: bool, fill: str) -> dict[str, Any]:
         start = ["sh", "-c", f'echo $$ > {inner}/cgroup.procs && exec "$@"', "capped"]
         command = [*start, sys.executable, sys.argv[0], "run", str(llama_1b()), budget, fill]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            )
         except subprocess.TimeoutExpired:
             return {"stuck": PATIENCE_S}
         if done.returncode != 0:
@@ -88,7 +96,8 @@ def described(results: list[dict[str, Any]]) -> str:
     refused = [result for result in results if "refused" in result]
     if refused:
         after = max(result["after"] for result in refused)
-        return f"{len(refused)} of {len(results)} refused, after {after:.1f} s at most: {refused[0]['refused']}"
+        reason = refused[0]["refused"]
+        return f"{len(refused)} of {len(results)} refused, after {after:.1f} s at most: {reason}"
     seconds = [result["seconds"] for result in results]
     budget = statistics.median(result["budget"] for result in results) / MIB
     less = ", warned" if results[0]["warned"] else ""
@@ -97,7 +106,9 @@ def described(results: list[dict[str, Any]]) -> str:
 
 
 def slowest_step(rounds: list[dict[str, dict[str, Any]]]) -> str:
-    """The most that a larger budget took of the time of the next smaller one, in the same round: its median."""
+    """The most that a larger budget took of the time of the next smaller one, in the same round:
+    its median.
+    """
     steps = []
     given = [budget for budget in rounds[0] if budget != "none"]
     for smaller, larger in pairwise(given):
@@ -107,7 +118,12 @@ def slowest_step(rounds: list[dict[str, dict[str, Any]]]) -> str:
             if "seconds" in each[smaller] and "seconds" in each[larger]
         ]
         if ratios:
-            steps.append((statistics.median(ratios), f"{larger} took {statistics.median(ratios):.2f} of {smaller}"))
+            steps.append(
+                (
+                    statistics.median(ratios),
+                    f"{larger} took {statistics.median(ratios):.2f} of {smaller}",
+                )
+            )
     return max(steps)[1] if steps else "no two budgets run"
 
 
@@ -120,12 +136,18 @@ def main() -> int:
     failed = 0
     for parent, fill in ((False, "empty"), (True, "empty"), (False, "full")):
         for cap in CAPS_MB:
-            rounds = [{budget: run(cap, budget, parent, fill) for budget in BUDGETS} for _ in range(ROUNDS)]
+            rounds = [
+                {budget: run(cap, budget, parent, fill) for budget in BUDGETS}
+                for _ in range(ROUNDS)
+            ]
             whose = "a parent's" if parent else "its own"
             for budget in BUDGETS:
                 results = [each[budget] for each in rounds]
                 failed += sum(not {"refused", "seconds"} & result.keys() for result in results)
-                print(f"{whose} limit of {cap} MB, {fill} page cache, budget {budget}: {described(results)}")
+                print(
+                    f"{whose} limit of {cap} MB, {fill} page cache, budget {budget}: "
+                    f"{described(results)}"
+                )
             print(f"  at worst {slowest_step(rounds)}", flush=True)
     print(f"{failed} runs were killed or stuck")
     return int(failed > 0)

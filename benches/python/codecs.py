@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Lossless codecs on real weights beside ZipNN, nine interleaved rounds in processes of their own.
 
-`cargo xtask bench codecs`. One thread, into memory that is used again: ours into an arena on huge pages, ZipNN with
-malloc told to keep its pages (its own rate without that is its page faults). And both as a user calls them.
+`cargo xtask bench codecs`. One thread, into memory that is used again: ours into an arena on huge
+pages, ZipNN with malloc told to keep its pages (its own rate without that is its page faults). And
+both as a user calls them.
 """
 
 from __future__ import annotations
@@ -21,17 +22,29 @@ ROUNDS = 9
 BYTES = 64 << 20
 PROGRAM = ROOT / "target/release/tensorstream"
 #: malloc keeps what is freed, so that pages are faulted in once.
-RECYCLED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "1000000000"}
+RECYCLED = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "1000000000",
+}
 ZIPNN = """
 import json, sys, time, zipnn
 raw, dtype = open(sys.argv[1], "rb").read(), sys.argv[2]
 codec = zipnn.ZipNN(bytearray_dtype=dtype, input_format="byte", threads=1)
-began = time.perf_counter(); packed = codec.compress(bytearray(raw)); encode = time.perf_counter() - began
+began = time.perf_counter()
+packed = codec.compress(bytearray(raw))
+encode = time.perf_counter() - began
 decode = []
 for _ in range(int(sys.argv[3])):
-    began = time.perf_counter(); back = codec.decompress(packed); decode.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    back = codec.decompress(packed)
+    decode.append(time.perf_counter() - began)
 assert bytes(back) == raw
-rates = {"ratio": len(raw) / len(packed), "encode": len(raw) / encode / 1e9, "decode": len(raw) / min(decode) / 1e9}
+rates = {
+    "ratio": len(raw) / len(packed),
+    "encode": len(raw) / encode / 1e9,
+    "decode": len(raw) / min(decode) / 1e9,
+}
 print(json.dumps(rates))
 """
 
@@ -41,26 +54,36 @@ def main() -> int:
     subprocess.run(build, check=True, cwd=ROOT)
     with tempfile.TemporaryDirectory() as scratch:
         files = _weights(Path(scratch))
-        print("| weights | | ratio | encode GB/s | decode GB/s | ours / ZipNN |\n|---|---|---|---|---|---|")
+        print(
+            "| weights | | ratio | encode GB/s | decode GB/s | ours / ZipNN "
+            "|\n|---|---|---|---|---|---|"
+        )
         for name, (checkpoint, raw, dtype) in files.items():
             seen: dict[str, list[float]] = defaultdict(list)
             for _ in range(ROUNDS):
                 ours = _ours(checkpoint)
                 theirs, called = _zipnn(raw, dtype, 5, RECYCLED), _zipnn(raw, dtype, 1, {})
                 for key, value in {
-                    "ratio": ours["ratio"], "encode": ours["encode_gb_per_s"], "decode": ours["decode_gb_per_s"],
+                    "ratio": ours["ratio"], "encode": ours["encode_gb_per_s"],
+                    "decode": ours["decode_gb_per_s"],
                     "two": ours["decode_two_threads_gb_per_s"], "memcpy": ours["memcpy_gb_per_s"],
-                    "z ratio": theirs["ratio"], "z encode": theirs["encode"], "z decode": theirs["decode"],
-                    "called": called["decode"], "better": ours["decode_gb_per_s"] / theirs["decode"],
+                    "z ratio": theirs["ratio"], "z encode": theirs["encode"],
+                    "z decode": theirs["decode"],
+                    "called": called["decode"],
+                    "better": ours["decode_gb_per_s"] / theirs["decode"],
                     "scales": ours["decode_two_threads_gb_per_s"] / ours["decode_gb_per_s"],
                 }.items():  # fmt: skip
                     seen[key].append(value)
             row = {key: spread(values) for key, values in seen.items()}
             ratio, theirs_ratio = seen["ratio"][0], seen["z ratio"][0]
-            print(f"| {name} | split | {ratio:.4f} | {row['encode']} | {row['decode']} | {row['better']} |")
+            print(
+                f"| {name} | split | {ratio:.4f} | {row['encode']} | {row['decode']} | "
+                f"{row['better']} |"
+            )
             print(f"| {name} | split, two threads | | | {row['two']} ({row['scales']} of one) | |")
             print(
-                f"| {name} | ZipNN, pages recycled | {theirs_ratio:.4f} | {row['z encode']} | {row['z decode']} | |"
+                f"| {name} | ZipNN, pages recycled | {theirs_ratio:.4f} | {row['z encode']} | "
+                f"{row['z decode']} | |"
             )
             print(f"| {name} | ZipNN, as called | | | {row['called']} | |")
             print(f"| {name} | memcpy | | | {row['memcpy']} | |", flush=True)
@@ -88,7 +111,9 @@ def _weights(scratch: Path) -> dict[str, tuple[Path, Path, str]]:
                 size += tensors[key].nbytes
         checkpoint, raw = scratch / f"{len(files)}.safetensors", scratch / f"{len(files)}.bin"
         save_file(tensors, checkpoint)
-        raw.write_bytes(b"".join(t.flatten().view(torch.uint8).numpy().tobytes() for t in tensors.values()))
+        raw.write_bytes(
+            b"".join(t.flatten().view(torch.uint8).numpy().tobytes() for t in tensors.values())
+        )
         files[name] = (checkpoint, raw, "float32" if dtype == torch.float32 else "bfloat16")
     return files
 
@@ -107,13 +132,17 @@ def _ours(checkpoint: Path) -> dict[str, float]:
         "split",
         "--json",
     ]
-    done: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    done: dict[str, float] = json.loads(
+        subprocess.run(command, capture_output=True, check=True).stdout
+    )
     return done
 
 
 def _zipnn(raw: Path, dtype: str, rounds: int, environment: dict[str, str]) -> dict[str, float]:
     command = [sys.executable, "-W", "ignore", "-c", ZIPNN, raw, dtype, str(rounds)]
-    done = subprocess.run(command, capture_output=True, check=True, env={**os.environ, **environment})
+    done = subprocess.run(
+        command, capture_output=True, check=True, env={**os.environ, **environment}
+    )
     rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return rates
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The 1.1B Llama's logits, streamed and in memory, compared bit by bit: prefill and decode, batches, two threads.
+"""The 1.1B Llama's logits, streamed and in memory, compared bit by bit: prefill and decode,
+batches, two threads.
 
-`cargo xtask bench exact`. The small models of the test suite run in `ci`; this one takes 3 GB of memory.
+`cargo xtask bench exact`. The small models of the test suite run in `ci`; this one takes 3 GB of
+memory.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ def main() -> int:
 
     def compare(batch: int) -> None:
         right.append(all(map(torch.equal, logits(model, batch), expected[batch])))
-        print(f"batch {batch}, prefill and {STEPS - 1} decode steps: bit-identical {right[-1]}", flush=True)
+        print(
+            f"batch {batch}, prefill and {STEPS - 1} decode steps: bit-identical {right[-1]}",
+            flush=True,
+        )
 
     for batch in expected:
         compare(batch)

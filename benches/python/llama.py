@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Seconds per token of a 1.1B Llama in bf16 under a 1500 MB cap: TensorStream, accelerate, diffusers, plain mmap.
+"""Seconds per token of a 1.1B Llama in bf16 under a 1500 MB cap: TensorStream, accelerate,
+diffusers, plain mmap.
 
-`cargo xtask bench llama`, or one round of it: `cargo xtask demo --large`. Every contender is a process of its own
-with cold caches; accelerate at each of four `max_memory` settings; rounds are interleaved and medians taken.
+`cargo xtask bench llama`, or one round of it: `cargo xtask demo --large`. Every contender is a
+process of its own with cold caches; accelerate at each of four `max_memory` settings; rounds are
+interleaved and medians taken.
 """
 
 from __future__ import annotations
@@ -14,7 +16,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from models import MIB, SCRATCH, child, decode, drop_caches, fio, huge_pages, llama_1b, memory_cap, spread
+from models import (
+    MIB,
+    SCRATCH,
+    child,
+    decode,
+    drop_caches,
+    fio,
+    huge_pages,
+    llama_1b,
+    memory_cap,
+    spread,
+)
 
 CAP = 1500 * MIB
 BUDGET = "800MiB"
@@ -35,7 +48,11 @@ def contender(name: str, setting: str, path: Path) -> None:
 
         folder = SCRATCH / f"accelerate-{setting}"
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.bfloat16, device_map="auto", max_memory={"cpu": setting}, offload_folder=folder
+            path,
+            dtype=torch.bfloat16,
+            device_map="auto",
+            max_memory={"cpu": setting},
+            offload_folder=folder,
         )
     elif name == "diffusers":
         model = grouped(path, SCRATCH / "diffusers")
@@ -63,15 +80,22 @@ def grouped(path: Path, folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path), dtype=torch.bfloat16
+        )
     tensors = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # not a dictionary
+            # Not a dictionary.
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     model.load_state_dict(tensors, assign=True, strict=False)
     del tensors
     cpu = torch.device("cpu")
-    options = {"offload_type": "block_level", "num_blocks_per_group": 1, "offload_to_disk_path": str(folder)}
+    options = {
+        "offload_type": "block_level",
+        "num_blocks_per_group": 1,
+        "offload_to_disk_path": str(folder),
+    }
     apply_group_offloading(model.eval(), onload_device=cpu, **options)
     return model
 
@@ -105,12 +129,22 @@ def main(rounds: int) -> int:
         print(f"| {name:14} | {setting:7} | {spread(values) if values else 'failed'} |")
     ours = medians["tensorstream", BUDGET]
     best = min(value for (name, _), value in medians.items() if name == "accelerate")
-    others = {"accelerate at its best": best, **{n: medians.get((n, ""), 0) for n in ("diffusers", "mmap")}}
-    print("\n" + "; ".join(f"{value / ours:.2f}x against {name}" for name, value in others.items() if value))
+    others = {
+        "accelerate at its best": best,
+        **{n: medians.get((n, ""), 0) for n in ("diffusers", "mmap")},
+    }
+    print(
+        "\n"
+        + "; ".join(
+            f"{value / ours:.2f}x against {name}" for name, value in others.items() if value
+        )
+    )
     print(f"streamed {streamed / 1e9:.2f} GB a token", end="")
     if disk:
         roofline = streamed / statistics.median(disk)
-        print(f"; fio {spread([d / 1e9 for d in disk])} GB/s: roofline {roofline:.2f} s/token", end="")
+        print(
+            f"; fio {spread([d / 1e9 for d in disk])} GB/s: roofline {roofline:.2f} s/token", end=""
+        )
     print()
     print(f"all contenders gave the same tokens: {len(tokens) == 1}")
     return 0 if len(tokens) == 1 else 1

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Whole checkpoints into memory: `ts.load_file` beside what else loads them, nine interleaved rounds.
+"""Whole checkpoints into memory: `ts.load_file` beside what else loads them, nine interleaved
+rounds.
 
-`cargo xtask bench load`. Every contender runs in a process of its own, as its users call it, and takes its turn in
-random order; the figure is the file's bytes (compressed: those it stands for) over the seconds of that one call,
-without imports. Cold: the page cache is emptied before each call. The first load of a process and those that follow,
-each once the one before is gone, are told apart: a virtual machine gives memory that was free for some seconds back
-to its host, whence it comes slowly to whoever is first. How fast memory alone comes is measured too.
+`cargo xtask bench load`. Every contender runs in a process of its own, as its users call it, and
+takes its turn in random order; the figure is the file's bytes (compressed: those it stands for)
+over the seconds of that one call, without imports. Cold: the page cache is emptied before each
+call. The first load of a process and those that follow, each once the one before is gone, are told
+apart: a virtual machine gives memory that was free for some seconds back to its host, whence it
+comes slowly to whoever is first. How fast memory alone comes is measured too.
 """
 
 from __future__ import annotations
@@ -68,19 +70,37 @@ def main() -> int:
             random.shuffle(contenders)
             for name, arguments in contenders:
                 _note(seen, name, child([], *arguments))
-            print(f"round {number}: " + ", ".join(f"{k} {v[-1]:.2f}" for k, v in seen.items()), flush=True)
-    print(f"\nfio into {'huge' if huge else 'ordinary'} pages; ratios are of the same round, median (range)")
-    for title, suffix in (("cold, once memory is there", ""), ("cold, the first of a process", ", first")):
+            print(
+                f"round {number}: " + ", ".join(f"{k} {v[-1]:.2f}" for k, v in seen.items()),
+                flush=True,
+            )
+    print(
+        f"\nfio into {'huge' if huge else 'ordinary'} pages; ratios are of the same round, median "
+        "(range)"
+    )
+    for title, suffix in (
+        ("cold, once memory is there", ""),
+        ("cold, the first of a process", ", first"),
+    ):
         best_peer = [max(seen[peer + suffix][i] for peer in peers) for i in range(ROUNDS)]
-        print(f"\n| {title} | GB/s, median (range) | of fio | of the best peer |\n|---|---|---|---|")
+        print(
+            f"\n| {title} | GB/s, median (range) | of fio | of the best peer |\n|---|---|---|---|"
+        )
         print(f"| fio, O_DIRECT | {spread(seen['fio'])} | | |")
         print(f"| fio, O_DIRECT, ordinary pages | {spread(seen['fio, ordinary pages'])} | | |")
         for name in cold:
             rates = seen[name + suffix]
-            print(f"| {name} | {spread(rates)} | {_pairs(rates, seen['fio'])} | {_pairs(rates, best_peer)} |")
+            print(
+                f"| {name} | {spread(rates)} | {_pairs(rates, seen['fio'])} | "
+                f"{_pairs(rates, best_peer)} |"
+            )
     print("\n| warm | GB/s, median (range) | ratio |\n|---|---|---|")
     for name, label, other in (
-        ("packed, first", "ts.load_file, .ts by split, verified, the first of a process", "zipnn, first"),
+        (
+            "packed, first",
+            "ts.load_file, .ts by split, verified, the first of a process",
+            "zipnn, first",
+        ),
         ("zipnn, first", "ZipNN, as called, the first of a process", None),
         ("warm", "ts.load_into, .ts raw, into memory that is there, not verified", "memcpy"),
         ("warm verified", "the same, verified", "memcpy"),
@@ -109,11 +129,13 @@ def _pairs(ours: list[float], theirs: list[float]) -> str:
 
 
 def _made(shard: Path) -> tuple[str, str, str]:
-    """The model as one raw .ts; the first half of a GiB of its weights by the split, and by ZipNN."""
+    """The model as one raw .ts; the first half GiB of its weights by the split, and by ZipNN."""
     import tensorstream as ts
     import torch
 
-    container, packed, zipped = (SCRATCH / name for name in ("load.ts", "load-split.ts", "load.zipnn"))
+    container, packed, zipped = (
+        SCRATCH / name for name in ("load.ts", "load-split.ts", "load.zipnn")
+    )
     if not container.exists():
         ts.convert(llama_1b(), container)
     if not (packed.exists() and zipped.exists()):
@@ -125,7 +147,9 @@ def _made(shard: Path) -> tuple[str, str, str]:
                 tensors[name] = tensor
                 size += tensor.nbytes
         ts.save_file(tensors, packed, codec="split")
-        raw = b"".join(tensor.flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors.values())
+        raw = b"".join(
+            tensor.flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors.values()
+        )
         coder = zipnn.ZipNN(bytearray_dtype="bfloat16", input_format="byte")
         zipped.write_bytes(coder.compress(bytearray(raw)))
     return str(container), str(packed), str(zipped)
@@ -139,7 +163,9 @@ def _timed(load: Callable[[], Any], size: int) -> dict[str, float]:
     return {"rate": rate}
 
 
-def _timed_often(load: Callable[[], Any], size: int, prepare: Callable[[], Any] = drop_caches) -> dict[str, float]:
+def _timed_often(
+    load: Callable[[], Any], size: int, prepare: Callable[[], Any] = drop_caches
+) -> dict[str, float]:
     rates = []
     for _ in range(1 + FOLLOWING):
         gc.collect()
@@ -174,7 +200,9 @@ def again_torch(path: str) -> dict[str, float]:
 def _into(tensors: dict[str, Any], path: str) -> dict[str, float]:
     import tensorstream as ts
 
-    return _timed_often(lambda: ts.load_into(tensors, path), sum(tensor.nbytes for tensor in tensors.values()))
+    return _timed_often(
+        lambda: ts.load_into(tensors, path), sum(tensor.nbytes for tensor in tensors.values())
+    )
 
 
 def memory() -> dict[str, float]:
@@ -214,7 +242,10 @@ def warm(path: str) -> dict[str, float]:
     copies = [_timed(lambda: target.copy_(source), source.nbytes)["rate"] for _ in range(5)]
     opened = ts.safe_open(path, mapped=True)
     views = {}
-    for label, name in (("view of 8 KiB", "model.norm.weight"), ("view of 131 MB", "lm_head.weight")):
+    for label, name in (
+        ("view of 8 KiB", "model.norm.weight"),
+        ("view of 131 MB", "lm_head.weight"),
+    ):
         opened.get_tensor(name)
         took = []
         for _ in range(99):
@@ -258,7 +289,9 @@ def zipnn_file(path: str, same: str) -> dict[str, float]:
 
     coder = zipnn.ZipNN(bytearray_dtype="bfloat16", input_format="byte")
     size = sum(tensor.nbytes for tensor in _metas(same).values())
-    return _timed_often(lambda: coder.decompress(Path(path).read_bytes()), size, Path(path).read_bytes)
+    return _timed_often(
+        lambda: coder.decompress(Path(path).read_bytes()), size, Path(path).read_bytes
+    )
 
 
 def fastsafetensors(*files: str) -> dict[str, float]:

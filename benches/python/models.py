@@ -61,16 +61,24 @@ def drop_caches() -> None:
 
 @contextmanager
 def memory_cap(limit: int) -> Iterator[list[str]]:
-    """The start of a command line that runs what follows under ``limit`` bytes, page cache included.
+    """The start of a command line that runs what follows under ``limit`` bytes, page cache
+    included.
 
-    A memory cgroup of version 1 or 2 if one can be made, else a scope of systemd; empty, and said, where neither can.
+    A memory cgroup of version 1 or 2 if one can be made, else a scope of systemd; empty, and said,
+    where neither can.
     """
     v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     if (v1 / "memory.limit_in_bytes").exists():
         group, name = v1 / f"tensorstream-{os.getpid()}", "memory.limit_in_bytes"
     else:
         group, name = v2 / f"tensorstream-{os.getpid()}", "memory.max"
-    scope = ["systemd-run", "--scope", "--quiet", f"--property=MemoryMax={limit}", "--property=MemorySwapMax=0"]
+    scope = [
+        "systemd-run",
+        "--scope",
+        "--quiet",
+        f"--property=MemoryMax={limit}",
+        "--property=MemorySwapMax=0",
+    ]
     scope = scope if os.geteuid() == 0 else [*scope, "--user"]
     try:
         group.mkdir()
@@ -81,7 +89,10 @@ def memory_cap(limit: int) -> Iterator[list[str]]:
         if succeeds([*scope, "true"]):
             yield scope
         else:
-            print(f"(no memory cap, so everything runs in all the memory there is: {error})", file=sys.stderr)
+            print(
+                f"(no memory cap, so everything runs in all the memory there is: {error})",
+                file=sys.stderr,
+            )
             yield []
         return
     try:
@@ -104,7 +115,9 @@ def child(prefix: list[str], *args: str) -> dict[str, Any]:
     command = [*prefix, sys.executable, sys.argv[0], *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode != 0:
-        return {"error": (done.stderr or f"status {done.returncode}").strip().splitlines()[-1][:160]}
+        return {
+            "error": (done.stderr or f"status {done.returncode}").strip().splitlines()[-1][:160]
+        }
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 
@@ -140,13 +153,18 @@ def huge_pages(count: int = 64) -> Iterator[bool]:
         pool.write_text(before)
 
 
-def fio(file: Path, seconds: int, *, engine: str = "libaio", huge: bool = False, fixed: bool = False) -> float:
+def fio(
+    file: Path, seconds: int, *, engine: str = "libaio", huge: bool = False, fixed: bool = False
+) -> float:
     """Bytes per second that fio reads from ``file`` directly, 4 MiB at a time, 16 in flight.
 
-    Into ordinary memory, or into huge pages: a disk may take far fewer segments a request then. ``fixed`` memory is
-    registered with the kernel.
+    Into ordinary memory, or into huge pages: a disk may take far fewer segments a request then.
+    ``fixed`` memory is registered with the kernel.
     """
-    options = f"--rw=read --bs=4M --direct=1 --ioengine={engine} --iodepth=16 --time_based --output-format=json"
+    options = (
+        f"--rw=read --bs=4M --direct=1 --ioengine={engine} --iodepth=16 --time_based "
+        "--output-format=json"
+    )
     command = ["fio", "--name=read", f"--filename={file}", f"--runtime={seconds}", *options.split()]
     if huge:
         command.append("--mem=mmaphuge")

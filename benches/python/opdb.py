@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""PyTorch's own tables of operators (op_db) and modules (module_db) on the device ``ts``, against the CPU.
+"""PyTorch's own tables of operators (op_db) and modules (module_db) on the device ``ts``, against
+the CPU.
 
-usage: opdb.py [--only NAME ...] [--modules] [--every] [--served] [--samples 6] [--jobs 2] [--json] [--verbose]
+usage: opdb.py [--only NAME ...] [--modules] [--every] [--served] [--samples 6] [--jobs 2] [--json]
+[--verbose]
 
-For each entry its samples of one dtype (float32 if it has that, else the first that it has) are made on the device,
-run there and on the CPU, and what they give is compared bit for bit: forward, and backward for what is
-differentiable. --modules: the table of modules, in training and in evaluation. --every: each of seven dtypes, and
-each set of inputs that require gradients. --served: on a machine of ``tensorstream serve``, whose processes may do
-little else, instead of one that is this program's own. What the CPU refuses does not count. A process that crashes is
-counted, and another goes on.
+For each entry its samples of one dtype (float32 if it has that, else the first that it has) are
+made on the device, run there and on the CPU, and what they give is compared bit for bit: forward,
+and backward for what is differentiable. --modules: the table of modules, in training and in
+evaluation. --every: each of seven dtypes, and each set of inputs that require gradients. --served:
+on a machine of ``tensorstream serve``, whose processes may do little else, instead of one that is
+this program's own. What the CPU refuses does not count. A process that crashes is counted, and
+another goes on.
 """
 
 from __future__ import annotations
@@ -52,7 +55,15 @@ def _table(modules: bool) -> list[Any]:
 def _dtype(info: Any) -> Any:
     import torch
 
-    order = [torch.float32, torch.float64, torch.complex64, torch.int64, torch.bool, torch.float16, torch.bfloat16]
+    order = [
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.int64,
+        torch.bool,
+        torch.float16,
+        torch.bfloat16,
+    ]
     return next((dtype for dtype in order if dtype in info.dtypes), None)
 
 
@@ -87,7 +98,14 @@ def _leaves(value: Any) -> list[Any]:
 
 
 #: What these give is not said by what they are given.
-_UNDEFINED = ("empty", "empty_like", "new_empty", "new_empty_strided", "empty_permuted", "empty_strided")
+_UNDEFINED = (
+    "empty",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "empty_permuted",
+    "empty_strided",
+)
 
 
 def _compare(name: str, expected: Any, given: Any) -> None:
@@ -96,21 +114,30 @@ def _compare(name: str, expected: Any, given: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert isinstance(given, torch.Tensor), f"{type(given)}, where a tensor was expected"
         assert given.shape == expected.shape and given.dtype == expected.dtype, (
-            f"{given.dtype} {tuple(given.shape)}, where {expected.dtype} {tuple(expected.shape)} was expected"
+            f"{given.dtype} {tuple(given.shape)}, where {expected.dtype} {tuple(expected.shape)} "
+            "was expected"
         )
         if name not in _UNDEFINED:
             given = given.detach().cpu()
             if not _same(expected.detach(), given):
-                torch.testing.assert_close(given, expected.detach(), equal_nan=True, check_stride=False)
+                torch.testing.assert_close(
+                    given, expected.detach(), equal_nan=True, check_stride=False
+                )
                 raise AssertionError("it rounds otherwise")
     elif isinstance(expected, (list, tuple)):
-        assert len(expected) == len(given), f"{len(given)} results, where {len(expected)} were expected"
+        assert len(expected) == len(given), (
+            f"{len(given)} results, where {len(expected)} were expected"
+        )
         for one, other in zip(expected, given, strict=True):
             _compare(name, one, other)
     elif isinstance(expected, dict):
         _compare(name, list(expected.values()), list(given.values()))
     elif isinstance(expected, float):
-        assert given == expected or abs(given - expected) < 1e-5 or (math.isnan(given) and math.isnan(expected))
+        assert (
+            given == expected
+            or abs(given - expected) < 1e-5
+            or (math.isnan(given) and math.isnan(expected))
+        )
     elif isinstance(expected, torch.storage.UntypedStorage | torch.storage.TypedStorage):
         pass
     elif expected is not None and not isinstance(expected, torch.device):
@@ -124,7 +151,10 @@ def _same(one: Any, other: Any) -> bool:
     if one.is_quantized or one.layout != torch.strided:
         return torch.equal(one.to_dense() if not one.is_quantized else one, other)
     if one.is_complex():
-        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+        one, other = (
+            torch.view_as_real(one.resolve_conj()),
+            torch.view_as_real(other.resolve_conj()),
+        )
     if one.is_floating_point():
         both = one.isnan() & other.isnan()
         one, other = one.masked_fill(both, 0), other.masked_fill(both, 0)
@@ -160,7 +190,9 @@ def _forward(info: Any, device: Any, most: int) -> int:
         torch.manual_seed(count)
         given = info.op(there[0], *there[1], **there[2])
         if sample.kwargs.get("device") != "cpu":
-            assert all(leaf.device.type == "ts" for leaf in _leaves(given)), "the result is not on the device"
+            assert all(leaf.device.type == "ts" for leaf in _leaves(given)), (
+                "the result is not on the device"
+            )
         _compare(info.name, expected, given)
         count += 1
     return count
@@ -188,7 +220,11 @@ def _backward(info: Any, device: Any, most: int) -> int:
                 torch.manual_seed(7)
                 seeds = [torch.randn(leaf.shape, dtype=leaf.dtype) for leaf in outputs]
                 seeds = [seed.to(leaf.device) for seed, leaf in zip(seeds, outputs, strict=True)]
-                found = torch.autograd.grad(outputs, inputs, seeds, allow_unused=True) if outputs else ()
+                found = (
+                    torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
+                    if outputs
+                    else ()
+                )
             except Exception:
                 if values is here:
                     break
@@ -266,12 +302,18 @@ def _every(info: Any, device: Any, most: int) -> int:
         for sample in _samples(info, "cpu", dtype, False, most):
             values = (sample.input, tuple(sample.args), dict(sample.kwargs))
             leaves = list(
-                {id(leaf): leaf for leaf in _leaves(values) if leaf.dtype.is_floating_point or leaf.is_complex()}
+                {
+                    id(leaf): leaf
+                    for leaf in _leaves(values)
+                    if leaf.dtype.is_floating_point or leaf.is_complex()
+                }
             )
             sets: Any = [()]
             if learns:
                 most_of = min(len(leaves), MOST_GRADS)
-                sets = itertools.chain.from_iterable(itertools.combinations(leaves, n) for n in range(most_of + 1))
+                sets = itertools.chain.from_iterable(
+                    itertools.combinations(leaves, n) for n in range(most_of + 1)
+                )
             for chosen in sets:
 
                 def with_grads(item: Any, chosen: Any = chosen) -> Any:
@@ -287,10 +329,13 @@ def _every(info: Any, device: Any, most: int) -> int:
                 except Exception as error:
                     which = [leaves.index(one) for one in chosen]
                     failed.append(
-                        f"{dtype_name}, gradients of {which}: {type(error).__name__}: {str(error).splitlines()[0]}"
+                        f"{dtype_name}, gradients of {which}: {type(error).__name__}: "
+                        f"{str(error).splitlines()[0]}"
                     )
     if failed:
-        raise AssertionError(f"{len(failed)} of {count + len(failed)}: " + "\n".join(dict.fromkeys(failed)))
+        raise AssertionError(
+            f"{len(failed)} of {count + len(failed)}: " + "\n".join(dict.fromkeys(failed))
+        )
     return count
 
 
@@ -299,7 +344,9 @@ def _module(info: Any, device: Any, training: bool) -> int:
 
     dtype = torch.float32 if torch.float32 in info.dtypes else info.dtypes[0]
     count = 0
-    for sample in info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training):
+    for sample in info.module_inputs_func(
+        info, device="cpu", dtype=dtype, requires_grad=True, training=training
+    ):
         if sample.forward_input is None:
             continue
         torch.manual_seed(1)
@@ -314,7 +361,9 @@ def _module(info: Any, device: Any, training: bool) -> int:
             torch.manual_seed(3)
             result = module(*values[0], **values[1])
             outputs = [leaf for leaf in _leaves(result) if leaf.requires_grad]
-            inputs = [leaf for leaf in (*_leaves(values), *module.parameters()) if leaf.requires_grad]
+            inputs = [
+                leaf for leaf in (*_leaves(values), *module.parameters()) if leaf.requires_grad
+            ]
             if not outputs:
                 return result, ()
             torch.manual_seed(7)
@@ -346,7 +395,9 @@ def _attempt(run: Any, *arguments: Any) -> tuple[str, str]:
         count = run(*arguments)
     except BaseException as error:
         text = f"{type(error).__name__}: {error}".strip().splitlines()
-        return "fail", "\n".join(text[:4]) + "\n@@" + "".join(traceback.format_tb(error.__traceback__)[-3:])
+        return "fail", "\n".join(text[:4]) + "\n@@" + "".join(
+            traceback.format_tb(error.__traceback__)[-3:]
+        )
     return (PASS if count else SKIP), ""
 
 
@@ -434,7 +485,15 @@ def _sweep(
 @contextlib.contextmanager
 def _served() -> Iterator[str]:
     """A server for all workers, and its address."""
-    command = [sys.executable, "-m", "tensorstream._serve", "--listen", "127.0.0.1:0", "--threads", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "tensorstream._serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--threads",
+        "1",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -444,15 +503,21 @@ def _served() -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--samples", type=int, default=6, help="of each entry")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--modules", action="store_true")
     parser.add_argument(
-        "--every", action="store_true", help="every dtype, every set of inputs that require gradients"
+        "--every",
+        action="store_true",
+        help="every dtype, every set of inputs that require gradients",
     )
-    parser.add_argument("--served", action="store_true", help="on a machine of `tensorstream serve`")
+    parser.add_argument(
+        "--served", action="store_true", help="on a machine of `tensorstream serve`"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
@@ -473,12 +538,17 @@ def main() -> int:
         for part, (how, why) in done[at].items():
             if how not in (PASS, SKIP):
                 short, _, trace = why.partition("\n@@")
-                print(f"{names[at]} ({part}): {how}: {short if options.verbose else short.partition(chr(10))[0]}")
+                print(
+                    f"{names[at]} ({part}): {how}: "
+                    f"{short if options.verbose else short.partition(chr(10))[0]}"
+                )
                 if options.verbose:
                     print(trace)
     for part in _PARTS[what]:
         tried = [done[at][part][0] for at in wanted if done[at][part][0] != SKIP]
-        print(f"{part}: {tried.count(PASS)} of {len(tried)} the same; crashes: {tried.count('crash')}")
+        print(
+            f"{part}: {tried.count(PASS)} of {len(tried)} the same; crashes: {tried.count('crash')}"
+        )
     return 0
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What streaming costs where everything is resident: forwards of small models, offloaded against in memory.
+"""What streaming costs where everything is resident: forwards of small models, offloaded against in
+memory.
 
 `cargo xtask bench overhead`. Rounds are interleaved; medians and minima.
 """
@@ -40,7 +41,10 @@ def show(name: str, uses: int, memory: list[float], offloaded: list[float]) -> N
     a, b = statistics.median(memory), statistics.median(offloaded)
     least = min(offloaded) / min(memory)
     each = (min(offloaded) - min(memory)) / uses * 1e3
-    print(f"{name:34} {a:8.3f} ms, offloaded {b:8.3f} ms: {b / a:.2f} (minima {least:.2f}), {each:5.1f} us a use")
+    print(
+        f"{name:34} {a:8.3f} ms, offloaded {b:8.3f} ms: {b / a:.2f} (minima {least:.2f}), "
+        f"{each:5.1f} us a use"
+    )
 
 
 class Own(nn.Module):
@@ -66,8 +70,14 @@ def main() -> None:
     with torch.inference_mode():
         for name, hidden, count in (("tiny", 64, 4), ("small", 256, 8), ("larger", 512, 12)):
             torch.manual_seed(0)
-            shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": count}
-            config = hf.LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
+            shape = {
+                "hidden_size": hidden,
+                "intermediate_size": 3 * hidden,
+                "num_hidden_layers": count,
+            }
+            config = hf.LlamaConfig(
+                **shape, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024
+            )
             model = hf.LlamaForCausalLM(config).eval()
             streamed: Any = offloaded(model)
             units = len(ts.stats(streamed)["units"])

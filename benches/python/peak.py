@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Peak memory of a process that streams a model, against one that has cloned weights in memory.
 
-`cargo xtask bench peak`; `ci` runs the first case. Must hold:
-peak(streamed) <= peak(in memory) - (weights - budget) + 16 MiB.
-Separate processes, median of 5. The control reads its weights rather than map them, so that no page of the file
-counts as its memory.
+`cargo xtask bench peak`; `ci` runs the first case. Must hold: peak(streamed) <= peak(in memory) -
+(weights - budget) + 16 MiB. Separate processes, median of 5. The control reads its weights rather
+than map them, so that no page of the file counts as its memory.
 """
 
 from __future__ import annotations
@@ -57,18 +56,29 @@ def main(cases: list[str]) -> int:
     print("|---|---|---|---|---|---|---|")
     for name in cases:
         budget_mib = CASES[name]
-        runs = [{how: child([], "--run", name, how) for how in ("streamed", "in-memory")} for _ in range(RUNS)]
+        runs = [
+            {how: child([], "--run", name, how) for how in ("streamed", "in-memory")}
+            for _ in range(RUNS)
+        ]
         for run in runs:
             for how, result in run.items():
                 if "error" in result:
                     sys.exit(f"{name} {how}: {result['error']}")
-        streamed, control = (statistics.median(run[how]["peak"] for run in runs) for how in ("streamed", "in-memory"))
+        streamed, control = (
+            statistics.median(run[how]["peak"] for run in runs) for how in ("streamed", "in-memory")
+        )
         weights, budget = runs[0]["streamed"]["weights"], budget_mib * MIB
         allowed = control - (weights - budget) + SLACK
         held &= streamed <= allowed and all(run["streamed"]["account"] <= budget for run in runs)
         row = [weights, budget, control, streamed, allowed, allowed - streamed]
-        print(f"| {name} | " + " | ".join(f"{value / MIB:.1f} MiB" for value in row) + " |", flush=True)
-    print(f"\nholds for every model (median of {RUNS}), and the engine's account never above the budget: {held}")
+        print(
+            f"| {name} | " + " | ".join(f"{value / MIB:.1f} MiB" for value in row) + " |",
+            flush=True,
+        )
+    print(
+        f"\nholds for every model (median of {RUNS}), and the engine's account never above the "
+        f"budget: {held}"
+    )
     return 0 if held else 1
 
 

@@ -41,7 +41,10 @@ def _rates(peers: dict[str, Any], rounds: int, count: int) -> None:
             measured = measure(peer, count)
             if turn >= 0:
                 seen[name].append(measured)
-    print("| | operator and wait, us | of the bare server | issued, us | operators/s | of the bare server |")
+    print(
+        "| | operator and wait, us | of the bare server | issued, us | operators/s | of the bare "
+        "server |"
+    )
     print("|---|---|---|---|---|---|")
     bare = seen["bare server, Unix"]
     for name, rows in seen.items():
@@ -52,7 +55,9 @@ def _rates(peers: dict[str, Any], rounds: int, count: int) -> None:
 
 
 def _beside(ours: Tensors, rounds: int, count: int) -> None:
-    """Each of those that can be imported, alone with ours: some keep a core busy when they have nothing to do."""
+    """Each of those that can be imported, alone with ours: some keep a core busy when they have
+    nothing to do.
+    """
     makes: dict[str, Callable[[], Any]] = {
         "mycelya-torch, mock": Mycelya,
         "Ray, one a call": lambda: Ray(1),
@@ -72,7 +77,10 @@ def _beside(ours: Tensors, rounds: int, count: int) -> None:
         wait, beside = (statistics.median(pair[at][0] for pair in pairs) for at in (0, 1))
         rate, rate_beside = (statistics.median(pair[at][2] for pair in pairs) for at in (0, 1))
         times = statistics.median(other[2] / one[2] for one, other in pairs)
-        print(f"| {name} | {wait:.0f} | {beside:.0f} | {rate:,.0f} | {rate_beside:,.0f} | {times:.1f} |")
+        print(
+            f"| {name} | {wait:.0f} | {beside:.0f} | {rate:,.0f} | {rate_beside:,.0f} | "
+            f"{times:.1f} |"
+        )
 
 
 class _Recurrent(nn.Module):
@@ -88,7 +96,12 @@ def _models() -> dict[str, tuple[nn.Module, torch.Tensor, torch.Tensor]]:
     """Each with inputs and labels."""
     perceptron = nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 3))
     convolutional = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 3)
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(392, 3),
     )
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
     transformer = nn.Sequential(nn.Embedding(50, 32), layer, nn.Linear(32, 50))
@@ -101,7 +114,12 @@ def _models() -> dict[str, tuple[nn.Module, torch.Tensor, torch.Tensor]]:
 
 
 def _train(
-    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, device: Any, steps: int, waits: Callable[[], int]
+    model: nn.Module,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    device: Any,
+    steps: int,
+    waits: Callable[[], int],
 ) -> tuple[list[float], list[int], list[float]]:
     """Losses, waits and milliseconds of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -125,7 +143,10 @@ def _steps(machine: RemoteMachine, steps: int) -> None:
         return machine.stats()["waits"]
 
     print(f"\n{steps} steps of training, AdamW\n")
-    print("| | losses as on a CPU | waits a step (first) | operators a batch | ms a step | on the CPU |")
+    print(
+        "| | losses as on a CPU | waits a step (first) | operators a batch | ms a step | on the "
+        "CPU |"
+    )
     print("|---|---|---|---|---|---|")
     torch.manual_seed(0)
     with torch.enable_grad():
@@ -134,7 +155,9 @@ def _steps(machine: RemoteMachine, steps: int) -> None:
             losses, _, here_ms = _train(model, inputs, labels, "cpu", steps, lambda: 0)
             before = machine.stats()
             given, waited, there_ms = _train(there, inputs, labels, machine.device(), steps, waits)
-            operators, batches = (machine.stats()[name] - before[name] for name in ("operators", "batches"))
+            operators, batches = (
+                machine.stats()[name] - before[name] for name in ("operators", "batches")
+            )
             equal = sum(one == other for one, other in zip(losses, given, strict=True))
             numbers = f"{max(waited[2:])} ({waited[0]}) | {operators / batches:.1f}"
             medians = f"{statistics.median(there_ms):.1f} | {statistics.median(here_ms):.1f}"
@@ -149,7 +172,10 @@ def _decode(machine: RemoteMachine, waits: Callable[[], int]) -> None:
     ends = {"bos_token_id": 0, "eos_token_id": 99}
     llama = transformers.LlamaConfig(**shape, intermediate_size=128, num_key_value_heads=2, **ends)
     gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, **ends)
-    models = {"GPT-2": transformers.GPT2LMHeadModel(gpt2), "Llama": transformers.LlamaForCausalLM(llama)}
+    models = {
+        "GPT-2": transformers.GPT2LMHeadModel(gpt2),
+        "Llama": transformers.LlamaForCausalLM(llama),
+    }
     tokens = torch.randint(2, 99, (2, 7))
     mask = torch.ones_like(tokens)
     print("\ngreedy decode, tiny models\n")
@@ -185,7 +211,9 @@ def _overhead(machine: RemoteMachine) -> None:
 
     def pair() -> tuple[torch.Tensor, torch.Tensor]:
         size = next(sizes)
-        return torch.empty(size, device=machine.device()), torch.empty(size, device=machine.device())
+        return torch.empty(size, device=machine.device()), torch.empty(
+            size, device=machine.device()
+        )
 
     uncached, inferred = [], []
     for _ in range(2000):
@@ -193,7 +221,10 @@ def _overhead(machine: RemoteMachine) -> None:
         uncached.append(seconds(lambda args=args: kernel(*args)))
         inferred.append(seconds(lambda args=args: _infer.infer(op, args, None)))
     uncached_us, inferred_us = 1e6 * statistics.median(uncached), 1e6 * statistics.median(inferred)
-    print(f"\nadd of two tensors, one thread, median: {cached:.2f} us cached ({least:.2f} in the best of 40 blocks),")
+    print(
+        f"\nadd of two tensors, one thread, median: {cached:.2f} us cached ({least:.2f} in the "
+        "best of 40 blocks),"
+    )
     print(f"{cached / on_cpu:.1f} of one that PyTorch does on the CPU ({on_cpu:.2f} us);")
     print(f"{uncached_us:.1f} us not cached,")
     print(f"{uncached_us / inferred_us:.2f} of meta inference alone ({inferred_us:.1f} us)")
@@ -226,11 +257,21 @@ def _raw_server(address: Any, bound: Any, size: int) -> None:
 @contextlib.contextmanager
 def _served() -> Iterator[RemoteMachine]:
     """A machine that is reached by TCP, as others are."""
-    command = [sys.executable, "-m", "tensorstream._serve", "--listen", "127.0.0.1:0", "--threads", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "tensorstream._serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--threads",
+        "1",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            with RemoteMachine("tcp", process.stdout.readline().removeprefix("listening at ").strip()) as machine:
+            with RemoteMachine(
+                "tcp", process.stdout.readline().removeprefix("listening at ").strip()
+            ) as machine:
                 yield machine
         finally:
             process.terminate()
@@ -271,10 +312,17 @@ def _copies(machine: RemoteMachine, address: Any, rounds: int, mib: int) -> None
 
     runs = {
         "up": {"ours": ours_up, "raw socket": raw_up, "torch.save, load": saved_up},
-        "down": {"ours": lambda: here.copy_(there), "raw socket": raw_down, "torch.save, load": saved_down},
+        "down": {
+            "ours": lambda: here.copy_(there),
+            "raw socket": raw_down,
+            "torch.save, load": saved_down,
+        },
     }
     by = "a Unix socket" if isinstance(address, str) else "TCP"
-    print(f"\n{mib} MiB by {by}, GB/s\n\n| | ours | raw socket | torch.save, load | of raw | of saved |")
+    print(
+        f"\n{mib} MiB by {by}, GB/s\n\n| | ours | raw socket | torch.save, load | of raw | of "
+        "saved |"
+    )
     print("|---|---|---|---|---|---|")
     for way, peers in runs.items():
         seen: dict[str, list[float]] = {name: [] for name in peers}
@@ -285,7 +333,9 @@ def _copies(machine: RemoteMachine, address: Any, rounds: int, mib: int) -> None
                     seen[name].append(size / time_of / 1e9)
         assert torch.equal(here, host) or way == "up"
         shares = [
-            statistics.median(one / other for one, other in zip(seen["ours"], seen[peer], strict=True))
+            statistics.median(
+                one / other for one, other in zip(seen["ours"], seen[peer], strict=True)
+            )
             for peer in ("raw socket", "torch.save, load")
         ]
         rates = " | ".join(f"{statistics.median(rows):.2f}" for rows in seen.values())
@@ -293,7 +343,9 @@ def _copies(machine: RemoteMachine, address: Any, rounds: int, mib: int) -> None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--ops", type=int, default=2048)
     parser.add_argument("--mib", type=int, default=256)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Others that run operators elsewhere, for remote.py.
 
-Each has the same three methods: ``one()``, an addition that is waited for; ``chain(count)``, so many that are not,
-each on what the one before gave, and what stands for the last; ``value(last)``, which waits for it. Everyone begins
-with a single 1.0 and adds 1.0.
+Each has the same three methods: ``one()``, an addition that is waited for; ``chain(count)``, so
+many that are not, each on what the one before gave, and what stands for the last; ``value(last)``,
+which waits for it. Everyone begins with a single 1.0 and adds 1.0.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def median_us(run: Callable[[], object], count: int = 300) -> float:
 
 
 def measure(peer: Any, count: int) -> tuple[float, float, float]:
-    """Microseconds of an addition that is waited for, and of one that is issued; additions a second."""
+    """Microseconds of an addition that is waited for, and of one that is issued; additions a
+    second.
+    """
     if hasattr(peer, "measure"):
         return peer.measure(count)
     since = time.perf_counter()
@@ -105,8 +107,8 @@ def measure(peer: Any, count: int) -> tuple[float, float, float]:
 
 
 class Bare:
-    """A Python process that runs operators by name on tensors it holds, in marshalled batches of 64: no shapes are
-    known at its client, nothing is acknowledged and nothing is freed."""
+    """A Python process that runs operators by name on tensors it holds, in marshalled batches of
+    64: no shapes are known at its client, nothing is acknowledged and nothing is freed."""
 
     def __init__(self, address: Any) -> None:
         family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
@@ -151,15 +153,19 @@ class Tensors:
 
 
 class Mycelya:
-    """mycelya-torch, whose mock is in the process and has no transport: in one of its own, for PyTorch has room for
-    one device that it does not know."""
+    """mycelya-torch, whose mock is in the process and has no transport: in one of its own, for
+    PyTorch has room for one device that it does not know."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("mycelya_torch") is None:
             raise ImportError("mycelya_torch is not installed")
         command = [sys.executable, "-c", "import remote_peers; remote_peers._mycelya()"]
         self._process = subprocess.Popen(
-            command, cwd=os.path.dirname(__file__), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=os.path.dirname(__file__),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def end(self) -> None:
@@ -235,7 +241,8 @@ class Ray:
 
         if not ray.is_initialized():
             ray.init(
-                num_cpus=1, object_store_memory=128 << 20, _node_ip_address="127.0.0.1", include_dashboard=False,
+                num_cpus=1, object_store_memory=128 << 20, _node_ip_address="127.0.0.1",
+                include_dashboard=False,
                 log_to_driver=False, logging_level="error",
             )  # fmt: skip
 

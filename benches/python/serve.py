@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """A checkpoint loaded from a server on this machine: `cargo xtask bench serve`.
 
-``tensorstream serve-weights`` has it in its page cache, as a server on another machine would. Beside it, to memory
-that is new each time as a loader's is: the file's bytes by a raw socket (``sendfile``), and the file itself.
+``tensorstream serve-weights`` has it in its page cache, as a server on another machine would.
+Beside it, to memory that is new each time as a loader's is: the file's bytes by a raw socket
+(``sendfile``), and the file itself.
 """
 
 from __future__ import annotations
@@ -47,9 +48,20 @@ def by_socket(address: tuple[str, int], size: int) -> np.ndarray[tuple[int], np.
 def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "model.safetensors"
-        save_file({f"t{n}": torch.full((BYTES // 2,), n, dtype=torch.float16) for n in range(TENSORS)}, file)
+        save_file(
+            {f"t{n}": torch.full((BYTES // 2,), n, dtype=torch.float16) for n in range(TENSORS)},
+            file,
+        )
         program = Path(sys.executable).parent / "tensorstream"
-        command = [program, "--json", "serve-weights", directory, "--insecure", "--listen", "127.0.0.1:0"]
+        command = [
+            program,
+            "--json",
+            "serve-weights",
+            directory,
+            "--insecure",
+            "--listen",
+            "127.0.0.1:0",
+        ]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None
@@ -72,7 +84,9 @@ def main() -> int:
                     if turn:
                         rates[kind].append(size / 1e9 / (time.perf_counter() - began))
                     if isinstance(loaded, dict):
-                        assert all(bool((loaded[f"t{n}"][::4096] == n).all()) for n in range(TENSORS))
+                        assert all(
+                            bool((loaded[f"t{n}"][::4096] == n).all()) for n in range(TENSORS)
+                        )
                     del loaded
         finally:
             server.terminate()
@@ -81,7 +95,10 @@ def main() -> int:
     for kind, those in rates.items():
         print(f"| {kind} | {statistics.median(those):.2f} |")
     ours, raw = rates["load_file, ts://"], rates["raw socket, sendfile"]
-    print(f"| ts://, of the raw socket | {statistics.median(a / b for a, b in zip(ours, raw, strict=True)):.2f} |")
+    print(
+        "| ts://, of the raw socket | "
+        f"{statistics.median(a / b for a, b in zip(ours, raw, strict=True)):.2f} |"
+    )
     return 0
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What it costs that each session of ``tensorstream serve`` has a process of its own: beside the same server in one
-process, in interleaved pairs, by TCP, Unix sockets and TLS; and how soon a session is open.
+"""What it costs that each session of ``tensorstream serve`` has a process of its own: beside the
+same server in one process, in interleaved pairs, by TCP, Unix sockets and TLS; and how soon a
+session is open.
 
 usage: sessions.py [--pairs 9] [--ops 4096] [--opened 50]
 """
@@ -42,7 +43,9 @@ _OWN = ["-m", "tensorstream._serve", "--threads", "1"]
 def _listening(*arguments: str) -> Iterator[str]:
     """A process that serves, and its address."""
     command = [sys.executable, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline().removeprefix("listening at ").strip()
@@ -52,8 +55,21 @@ def _listening(*arguments: str) -> Iterator[str]:
 
 def _certificates(directory: Path) -> tuple[str, str, str]:
     """An authority, a certificate of its for 127.0.0.1, and the key of that."""
-    ca, ca_key, cert, key = (str(directory / f"{name}.pem") for name in ("ca", "ca-key", "cert", "key"))
-    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    ca, ca_key, cert, key = (
+        str(directory / f"{name}.pem") for name in ("ca", "ca-key", "cert", "key")
+    )
+    new = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+    ]
     name = [
         "-subj",
         "/CN=localhost",
@@ -82,7 +98,9 @@ def _opened(address: str, count: int) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--ops", type=int, default=4096)
     parser.add_argument("--opened", type=int, default=50)
@@ -105,14 +123,20 @@ def main() -> int:
             under = ["--tls-cert", cert, "--tls-key", key] if tls else []
             addresses = [
                 servers.enter_context(_listening(*_OWN, "--listen", own, *under)),
-                servers.enter_context(_listening("-c", _ONE, one, *((cert, key) if tls else ("", "")))),
+                servers.enter_context(
+                    _listening("-c", _ONE, one, *((cert, key) if tls else ("", "")))
+                ),
             ]
             with contextlib.ExitStack() as machines:
                 peers = []
                 for address in addresses:
-                    machine = machines.enter_context(RemoteMachine("tcp", address, ca=ca if tls else None))
+                    machine = machines.enter_context(
+                        RemoteMachine("tcp", address, ca=ca if tls else None)
+                    )
                     peers.append(Tensors(torch.ones(1, 1, device=machine.device())))
-                pairs = [[measure(peer, options.ops) for peer in peers] for _ in range(options.pairs + 1)][1:]
+                pairs = [
+                    [measure(peer, options.ops) for peer in peers] for _ in range(options.pairs + 1)
+                ][1:]
             rates = [statistics.median(pair[at][2] for pair in pairs) for at in (0, 1)]
             waits = [statistics.median(pair[at][0] for pair in pairs) for at in (0, 1)]
             rate = statistics.median(pair[0][2] / pair[1][2] for pair in pairs)
@@ -124,7 +148,10 @@ def main() -> int:
             if by == "TCP":
                 times = _opened(addresses[0], options.opened)
         times.sort()
-        print(f"\na session opens in {statistics.median(times):.1f} ms, at most {times[-1]:.1f} of {len(times)}")
+        print(
+            f"\na session opens in {statistics.median(times):.1f} ms, at most {times[-1]:.1f} of "
+            f"{len(times)}"
+        )
     return 0
 
 

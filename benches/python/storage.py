@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Bytes per second that a decoding model streams, against fio on the same shard, nine interleaved pairs.
+"""Bytes per second that a decoding model streams, against fio on the same shard, nine interleaved
+pairs.
 
-`cargo xtask bench storage`. Both read directly; the model computes meanwhile. fio reads into ordinary memory and,
-where the system lets it reserve them, into huge pages as the engine does.
+`cargo xtask bench storage`. Both read directly; the model computes meanwhile. fio reads into
+ordinary memory and, where the system lets it reserve them, into huge pages as the engine does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def main() -> int:
             before, began = ts.stats(model)["read_bytes"], time.perf_counter()
             for _ in range(2):
                 model(ids)
-            streamed.append((ts.stats(model)["read_bytes"] - before) / (time.perf_counter() - began))
+            streamed.append(
+                (ts.stats(model)["read_bytes"] - before) / (time.perf_counter() - began)
+            )
             rates = [disk[-1] / 1e9 for disk in disks.values() if disk]
             print(
                 "fio " + ", ".join(f"{rate:.2f}" for rate in rates),
@@ -47,11 +50,17 @@ def main() -> int:
                 flush=True,
             )
     print(f"\nby path: {ts.stats(model)['read_bytes_by_path']}")
-    print("| | GB/s, median (range) | fluctuation | streamed / fio, median of pairs (range) |\n|---|---|---|---|")
+    print(
+        "| | GB/s, median (range) | fluctuation | streamed / fio, median of pairs (range) "
+        "|\n|---|---|---|---|"
+    )
     for name, disk in disks.items():
         if disk:
             ratios = [s / d for s, d in zip(streamed, disk, strict=True)]
-            print(f"| fio, {name} | {spread([d / 1e9 for d in disk])} | {fluctuation(disk)} | {spread(ratios)} |")
+            print(
+                f"| fio, {name} | {spread([d / 1e9 for d in disk])} | {fluctuation(disk)} | "
+                f"{spread(ratios)} |"
+            )
     print(f"| streamed | {spread([s / 1e9 for s in streamed])} | {fluctuation(streamed)} | |")
     return 0
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors between two processes in Python, beside what else one would use: `cargo xtask bench wire-peers`.
+"""Tensors between two processes in Python, beside what else one would use:
+`cargo xtask bench wire-peers`.
 
-These are raw sockets, Python's TLS, shared memory, Arrow Flight, gRPC and ZeroMQ. A child has a float32 array; this
-process times from asking for tensors of it to the last one in an array of numpy, whose last element it looks at.
-Every kind is used as its users would: raw sockets send 1 MiB at a time to an array that is used again, Flight and
-ZeroMQ give memory of their own without a copy, gRPC sends parts of 1 MiB that are copied. Kinds are interleaved,
-each end has a core of its own; ratios are medians of those of one round.
+These are raw sockets, Python's TLS, shared memory, Arrow Flight, gRPC and ZeroMQ. A child has a
+float32 array; this process times from asking for tensors of it to the last one in an array of
+numpy, whose last element it looks at. Every kind is used as its users would: raw sockets send 1 MiB
+at a time to an array that is used again, Flight and ZeroMQ give memory of their own without a copy,
+gRPC sends parts of 1 MiB that are copied. Kinds are interleaved, each end has a core of its own;
+ratios are medians of those of one round.
 """
 
 from __future__ import annotations
@@ -33,12 +35,23 @@ TOP = 256 * MIB
 SIZES = {"1 MiB": (MIB, 256), "16 MiB": (16 * MIB, 16), "256 MiB": (TOP, 4)}
 ROUNDS, PINGS, MESSAGE = 10, 300, bytes(64)
 OURS = ("ours, TCP", "ours, TLS", "ours, shared memory")
-KINDS = (*OURS, "raw TCP", "raw TCP, whole", "Python TLS", "shared memory", "Arrow Flight", "gRPC", "ZeroMQ")
+KINDS = (
+    *OURS,
+    "raw TCP",
+    "raw TCP, whole",
+    "Python TLS",
+    "shared memory",
+    "Arrow Flight",
+    "gRPC",
+    "ZeroMQ",
+)
 
 Arrays = Callable[[int, int], Iterator[np.ndarray[Any, Any]]]
 
 
-def fill(connection: socket.socket, view: memoryview, piece: int = 256 << 10, flags: int = 0) -> None:
+def fill(
+    connection: socket.socket, view: memoryview, piece: int = 256 << 10, flags: int = 0
+) -> None:
     at = 0
     while at < len(view):
         count = connection.recv_into(view[at : at + piece], 0, flags)
@@ -67,7 +80,9 @@ def serve(kind: str, control: Any, directory: str, segment: str | None) -> None:
         zmq_socket.bind("tcp://127.0.0.1:*")
         control.send(zmq_socket.getsockopt_string(zmq.LAST_ENDPOINT))
         return obey(
-            control, lambda n, _: zmq_socket.send(view[:n], copy=False), lambda: zmq_socket.send(zmq_socket.recv())
+            control,
+            lambda n, _: zmq_socket.send(view[:n], copy=False),
+            lambda: zmq_socket.send(zmq_socket.recv()),
         )
     if kind in OURS:
         return serve_ours(kind, array, control, directory)
@@ -209,7 +224,9 @@ def connect(
     if kind in OURS:
         import tensorstream as ts
 
-        connection = ts.connect(address, **({"ca": f"{directory}/cert.pem"} if "TLS" in kind else {}))
+        connection = ts.connect(
+            address, **({"ca": f"{directory}/cert.pem"} if "TLS" in kind else {})
+        )
         into = {n: ts.Tensor.from_dlpack(memory[: n // 4]) for n, _ in SIZES.values()}
 
         def take(n: int, *_: int) -> np.ndarray[Any, Any]:
@@ -240,8 +257,8 @@ def connect(
 
 
 def pin(core: int) -> None:
-    """Keeps an end on a core of its own: who shares one is chance otherwise. Those that have threads lose more by
-    it, so ``--unpinned`` leaves it to chance.
+    """Keeps an end on a core of its own: who shares one is chance otherwise. Those that have
+    threads lose more by it, so ``--unpinned`` leaves it to chance.
     """
     if "--unpinned" in sys.argv:
         return
@@ -302,7 +319,9 @@ def pings(control: Any, trip: Callable[[], object], kind: str) -> Iterator[float
         yield (time.perf_counter() - began) * 1e6
 
 
-def report(kinds: list[str], rates: dict[tuple[str, str], list[float]], trips: dict[str, list[float]]) -> None:
+def report(
+    kinds: list[str], rates: dict[tuple[str, str], list[float]], trips: dict[str, list[float]]
+) -> None:
     print(
         f"| {ROUNDS} rounds, medians | "
         + " | ".join(f"{size}, GB/s" for size in SIZES)
@@ -320,17 +339,20 @@ def report(kinds: list[str], rates: dict[tuple[str, str], list[float]], trips: d
         (OURS[2], "shared memory"),
     ):
         if ours in kinds and theirs in kinds:
-            cells = [
-                f"{statistics.median(a / b for a, b in zip(rates[ours, size], rates[theirs, size], strict=True)):.2f}"
-                for size in SIZES
-            ]
+            pairs = [zip(rates[ours, size], rates[theirs, size], strict=True) for size in SIZES]
+            cells = [f"{statistics.median(a / b for a, b in pair):.2f}" for pair in pairs]
             both = trips.get(ours), trips.get(theirs)
-            trip = f"{statistics.median(both[0]) / statistics.median(both[1]):.2f}" if both[0] and both[1] else ""
+            trip = (
+                f"{statistics.median(both[0]) / statistics.median(both[1]):.2f}"
+                if both[0] and both[1]
+                else ""
+            )
             print(f"| {ours}, of {theirs} | " + " | ".join(cells) + f" | {trip} |")
 
 
 def certificate(directory: str) -> None:
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=127.0.0.1 "
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 "
+    command += "-subj /CN=127.0.0.1 "
     command += "-addext subjectAltName=IP:127.0.0.1 -addext basicConstraints=critical,CA:FALSE "
     command += "-keyout key.pem -out cert.pem"
     subprocess.run(command.split(), check=True, capture_output=True, cwd=Path(directory))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A chunk, whatever its bytes: it decodes to exactly its length or is an error, by every codec; and what an encoder makes
-//! of any bytes decodes to them again.
+//! A chunk, whatever its bytes: it decodes to exactly its length or is an error, by every codec;
+//! and what an encoder makes of any bytes decodes to them again.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -20,9 +20,11 @@ fuzz_target!(|input: (u8, u8, u32, &[u8])| {
     let dtype = DTYPES[usize::from(width) % DTYPES.len()];
     let raw = &bytes[..bytes.len() / 8 * 8];
     let mut stored = Vec::new();
-    let encoded = Encoder::new(codec, None).expect("its usual level").encode(dtype, raw, &mut stored);
+    let encoded =
+        Encoder::new(codec, None).expect("its usual level").encode(dtype, raw, &mut stored);
     assert!(stored.len() == encoded.len && encoded.len <= raw.len());
     let mut back = vec![0x5A; raw.len()];
-    decode_chunk(encoded.codec, encoded.width, &stored, &mut back, &mut scratch).expect("it was just encoded");
+    decode_chunk(encoded.codec, encoded.width, &stored, &mut back, &mut scratch)
+        .expect("it was just encoded");
     assert!(back == raw);
 });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A `.ts` index, whatever its bytes, under superblocks that point to it rightly: a catalog within the file, or an
-//! error; and what is accepted can be written again and reads alike.
+//! A `.ts` index, whatever its bytes, under superblocks that point to it rightly: a catalog within
+//! the file, or an error; and what is accepted can be written again and reads alike.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -15,7 +15,8 @@ fn hash(bytes: &[u8]) -> u64 {
 
 fuzz_target!(|input: (u8, bool, &[u8])| {
     let (data_len, raw, index) = input;
-    let mut file = ContainerWriter::new(Default::default()).finish().expect("nothing is missing").superblocks;
+    let mut file =
+        ContainerWriter::new(Default::default()).finish().expect("nothing is missing").superblocks;
     file.resize(DATA + usize::from(data_len), 0);
     if raw {
         // The superblocks themselves.
@@ -38,8 +39,10 @@ fuzz_target!(|input: (u8, bool, &[u8])| {
         let range = tensor.range();
         let Some(chunks) = tensor.chunks() else {
             let bytes = &file[range.offset as usize..(range.offset + range.len) as usize];
-            let offset =
-                writer.begin(tensor.name(), tensor.meta(), None).expect("what was read can be written");
+            let offset = writer.begin(tensor.name(), tensor.meta(), None).expect(
+                "what was read can be \
+                    written",
+            );
             copy.resize(offset as usize, 0);
             copy.extend(bytes);
             writer.feed(bytes).expect("as many bytes as it has");
@@ -59,6 +62,9 @@ fuzz_target!(|input: (u8, bool, &[u8])| {
     copy[..DATA].copy_from_slice(&ends.superblocks);
     let again = Catalog::from_bytes("m", &copy).expect("what was written can be read");
     for copied in again.tensors() {
-        assert_eq!(catalog.tensor(copied.name()).expect("it came from there").meta(), copied.meta());
+        assert_eq!(
+            catalog.tensor(copied.name()).expect("it came from there").meta(),
+            copied.meta()
+        );
     }
 });

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A safetensors header, whatever its bytes: a catalog within the file or an error; what is accepted the safetensors
-//! library accepts too and reads alike; and a lenient reader accepts just what the library does.
+//! A safetensors header, whatever its bytes: a catalog within the file or an error; what is
+//! accepted the safetensors library accepts too and reads alike; and a lenient reader accepts just
+//! what the library does.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -8,7 +9,8 @@ use safetensors::SafeTensors;
 use ts_format::Catalog;
 
 fuzz_target!(|input: (u8, &[u8])| {
-    // The length field is made right: random ones are refused at once. The data's length is the fuzzer's.
+    // The length field is made right: random ones are refused at once. The data's length is the
+    // fuzzer's.
     let (data_len, header) = input;
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header);
@@ -17,7 +19,11 @@ fuzz_target!(|input: (u8, &[u8])| {
     let lenient = Catalog::from_bytes_lenient("m", &file);
     assert_eq!(lenient.is_ok(), theirs.is_ok(), "{lenient:?}, {theirs:?}");
     let (Ok(lenient), Ok(theirs)) = (lenient, theirs) else {
-        return assert!(Catalog::from_bytes("m", &file).is_err(), "what is accepted the library accepts");
+        return assert!(
+            Catalog::from_bytes("m", &file).is_err(),
+            "what is accepted the library \
+            accepts"
+        );
     };
     compare(&file, &lenient, &theirs);
     if let Ok(strict) = Catalog::from_bytes("m", &file) {

@@ -13,7 +13,9 @@ fuzz_target!(|index: &[u8]| {
     let empty = b"\x02\0\0\0\0\0\0\0{}";
     while let Some(need) = reader.need() {
         let name = need.file.strip_prefix("directory/").expect("a shard lies beside its index");
-        assert!(!name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0']));
+        assert!(
+            !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
+        );
         let end = (need.offset + need.len).min(empty.len() as u64) as usize;
         // Its shards are empty, so the tensors it names are not in them.
         if reader.feed(&empty[need.offset as usize..end], empty.len() as u64).is_err() {

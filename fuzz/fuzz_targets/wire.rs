@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whatever a peer sends, in whatever pieces: events or an error, and no more memory than was granted.
+//! Whatever a peer sends, in whatever pieces: events or an error, and no more memory than was
+//! granted.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -17,12 +18,17 @@ fuzz_target!(|input: &[u8]| {
     // A conversation as it is kept in the seeds is an input; how it is cut follows from its end.
     let mut bytes = input;
     let [.., patience, piece] = *input else { return };
-    let options =
-        ConnectionOptions { window_bytes: WINDOW, max_streams: STREAMS, ..ConnectionOptions::default() };
+    let options = ConnectionOptions {
+        window_bytes: WINDOW,
+        max_streams: STREAMS,
+        ..ConnectionOptions::default()
+    };
     let mut connection = Connection::<Vec<u8>>::new(Role::Acceptor, options.clone());
     let mut peer = Connection::<Vec<u8>>::new(Role::Connector, options);
     // Once in a while memory is shared, whatever it is worth.
-    if patience % 2 == 1 && let Ok(descriptor) = MEMORY.with(|memory| memory.descriptor().try_clone_to_owned()) {
+    if patience % 2 == 1
+        && let Ok(descriptor) = MEMORY.with(|memory| memory.descriptor().try_clone_to_owned())
+    {
         connection.descriptor_received(descriptor);
     }
     // It begins well unless the bytes do.

@@ -21,25 +21,30 @@ pub(crate) fn smoke() -> Result<()> {
 pub(crate) fn run(what: &str) -> Result<()> {
     match what {
         "parts" | "memory" | "streams" | "wire" => run_criterion(what),
-        "broadcast" | "caps" | "codecs" | "exact" | "load" | "overhead" | "peak" | "llama" | "serve"
-        | "sessions" | "storage" => run_script(&python::prepared()?, what, &[]),
+        "broadcast" | "caps" | "codecs" | "exact" | "load" | "overhead" | "peak" | "llama"
+        | "serve" | "sessions" | "storage" => run_script(&python::prepared()?, what, &[]),
         "io" => run_script(&python::prepared()?, "backends", &[]),
         "remote" => {
             let venv = python::prepared()?;
             run::run(venv.python().args(["-m", "pip", "install", "--quiet", "ray"]))?;
-            // mycelya-torch is measured where somebody has built it (pip install --no-build-isolation mycelya-torch).
+            // mycelya-torch is measured where somebody has built it (pip install
+            // --no-build-isolation mycelya-torch).
             run_script(&venv, "remote", &["--peers"])
         }
         "wire-peers" => {
             // Nobody else's dependencies.
             let venv = python::prepared()?;
-            run::run(venv.python().args(["-m", "pip", "install", "--quiet", "pyarrow", "grpcio", "pyzmq"]))?;
+            run::run(
+                venv.python()
+                    .args(["-m", "pip", "install", "--quiet", "pyarrow", "grpcio", "pyzmq"]),
+            )?;
             run_script(&venv, "wire", &[])?;
             println!("\nneither end kept on a core:");
             run_script(&venv, "wire", &["--unpinned"])
         }
         _ => Err(format!(
-            "no benchmark {what}: parts, memory, streams, wire, wire-peers, serve, broadcast, caps, codecs, exact, io, llama, load, overhead, peak, remote, sessions or storage"
+            "no benchmark {what}: parts, memory, streams, wire, wire-peers, serve, broadcast, \
+             caps, codecs, exact, io, llama, load, overhead, peak, remote, sessions or storage"
         )),
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The tests of the container and its codecs, golden files among them, where bytes lie the other way round: on s390x,
-//! emulated by QEMU, in a Debian of its own.
+//! The tests of the container and its codecs, golden files among them, where bytes lie the other
+//! way round: on s390x, emulated by QEMU, in a Debian of its own.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,8 +9,8 @@ use crate::run::{Result, output, root, run};
 
 const DEBIAN: &str = "http://deb.debian.org/debian";
 /// A compiler that matches the s390x libraries beside it, which the one outside does not.
-const PACKAGES: &str = "cargo rustc gcc libc6-dev gcc-s390x-linux-gnu libc6-dev-s390x-cross libstd-rust-dev:s390x \
-                        qemu-user ca-certificates";
+const PACKAGES: &str = "cargo rustc gcc libc6-dev gcc-s390x-linux-gnu libc6-dev-s390x-cross \
+                        libstd-rust-dev:s390x qemu-user ca-certificates";
 const TEST: &str = "cd /work && \
     export CARGO_NET_OFFLINE=true CC_s390x_unknown_linux_gnu=s390x-linux-gnu-gcc && \
     export CARGO_TARGET_S390X_UNKNOWN_LINUX_GNU_LINKER=s390x-linux-gnu-gcc && \
@@ -24,7 +24,10 @@ pub(crate) fn test() -> Result<()> {
     }
     let debian = root().join("target/big-endian");
     if !debian.join("usr/bin/qemu-s390x").exists() {
-        run(Command::new("debootstrap").args(["--variant=minbase", "sid"]).arg(&debian).arg(DEBIAN))?;
+        run(Command::new("debootstrap")
+            .args(["--variant=minbase", "sid"])
+            .arg(&debian)
+            .arg(DEBIAN))?;
         // How packages are reached from here is how they are from there.
         copy(Path::new("/etc/resolv.conf"), &debian.join("etc/resolv.conf"))?;
         copy(Path::new("/etc/apt/apt.conf.d/."), &debian.join("etc/apt/apt.conf.d/"))?;
@@ -37,8 +40,10 @@ pub(crate) fn test() -> Result<()> {
     }
     let pack = format!("git ls-files -z | xargs -0 tar c | tar x -C '{}'", work.display());
     run(Command::new("sh").current_dir(root()).args(["-c", &pack]))?;
-    let cargo = std::env::var_os("CARGO_HOME")
-        .map_or_else(|| Path::new(&std::env::var_os("HOME").unwrap_or_default()).join(".cargo"), Into::into);
+    let cargo = std::env::var_os("CARGO_HOME").map_or_else(
+        || Path::new(&std::env::var_os("HOME").unwrap_or_default()).join(".cargo"),
+        Into::into,
+    );
     run(Command::new("cargo").current_dir(root()).args(["fetch", "--quiet", "--locked"]))?;
     copy(&cargo.join("registry"), &home)?;
     run_inside(&debian, TEST)

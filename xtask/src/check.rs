@@ -2,10 +2,11 @@
 //! What the workspace may depend on.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
 
 use serde_json::Value;
 
-use crate::run::{Result, cargo, output};
+use crate::run::{Result, cargo, output, root};
 
 /// Licences that a dependency may be under; of alternatives one must be here.
 const LICENCES: [&str; 10] = [
@@ -24,7 +25,10 @@ const LICENCES: [&str; 10] = [
 
 /// Packages that are there in two versions, and whose doing it is. Ours to end when theirs ends.
 const TWICE: [(&str, &str); 4] = [
-    ("crypto-common", "crc-fast, which object_store's S3 needs, is at digest 0.10, its md-5 at 0.11"),
+    (
+        "crypto-common",
+        "crc-fast, which object_store's S3 needs, is at digest 0.10, its md-5 at 0.11",
+    ),
     ("digest", "as crypto-common"),
     ("getrandom", "ring is at 0.2, object_store's rand at 0.4"),
     ("syn", "macros at build time: tracing-attributes is at 2, async-trait at 3"),
@@ -38,7 +42,10 @@ const EDGES: [(&str, &[&str]); 10] = [
     ("ts-io", &["ts-pool"]),
     ("ts-remote", &["ts-format", "ts-pool"]),
     ("ts-orchestrator", &["ts-format", "ts-io", "ts-streams", "ts-pool"]),
-    ("tensorstream", &["ts-format", "ts-io", "ts-orchestrator", "ts-pool", "ts-remote", "ts-streams"]),
+    (
+        "tensorstream",
+        &["ts-format", "ts-io", "ts-orchestrator", "ts-pool", "ts-remote", "ts-streams"],
+    ),
     ("ts-py", &["tensorstream"]),
     ("benches", &["tensorstream"]),
     ("xtask", &[]),
@@ -63,10 +70,34 @@ pub(crate) fn dependencies() -> Result<()> {
     Err(wrong.join("\n  "))
 }
 
+/// Columns that a line may have. Rows of tables and lines with a URL may be longer.
+const COLUMNS: usize = 100;
+
+/// Lines of tracked source files and pages that are too long.
+pub(crate) fn lines() -> Result<()> {
+    let mut git = Command::new("git");
+    let files =
+        output(git.current_dir(root()).args(["ls-files", "*.rs", "*.py", "*.pyi", "*.md"]))?;
+    let mut wrong = Vec::new();
+    for path in files.lines() {
+        let text =
+            std::fs::read_to_string(root().join(path)).map_err(|e| format!("{path}: {e}"))?;
+        for (number, line) in text.lines().enumerate() {
+            let row = line.trim_start().trim_start_matches("//!").trim_start_matches("///");
+            let exempt = row.trim_start().starts_with('|') || line.contains("https://");
+            if !exempt && line.chars().count() > COLUMNS {
+                wrong.push(format!("{path}:{}: more than {COLUMNS} columns", number + 1));
+            }
+        }
+    }
+    if wrong.is_empty() { Ok(()) } else { Err(wrong.join("\n  ")) }
+}
+
 fn licences(packages: &[Value]) -> Vec<String> {
     let refused = |package: &&Value| !package["license"].as_str().is_some_and(allowed);
-    let said =
-        |package: &Value| format!("{}: licence {} is not on the list", package["name"], package["license"]);
+    let said = |package: &Value| {
+        format!("{}: licence {} is not on the list", package["name"], package["license"])
+    };
     packages.iter().filter(refused).map(said).collect()
 }
 
@@ -109,7 +140,8 @@ fn duplicates() -> Result<Vec<String>> {
         "--locked",
     ]))?;
     // A package of one version can be listed twice, once for each set of features.
-    let named: BTreeSet<(&str, &str)> = tree.lines().filter_map(|line| line.split_once(' ')).collect();
+    let named: BTreeSet<(&str, &str)> =
+        tree.lines().filter_map(|line| line.split_once(' ')).collect();
     let mut versions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for (name, rest) in named {
         versions.entry(name).or_default().insert(rest.split(' ').next().unwrap_or(rest));
@@ -117,18 +149,23 @@ fn duplicates() -> Result<Vec<String>> {
     versions.retain(|_, versions| versions.len() > 1);
     let known: BTreeMap<&str, &str> = TWICE.into_iter().collect();
     let unknown = versions.iter().filter(|(name, _)| !known.contains_key(*name));
-    let mut wrong: Vec<_> =
-        unknown.map(|(name, versions)| format!("{name} in several versions: {versions:?}")).collect();
+    let mut wrong: Vec<_> = unknown
+        .map(|(name, versions)| format!("{name} in several versions: {versions:?}"))
+        .collect();
     let gone = known.keys().filter(|name| !versions.contains_key(*name));
-    wrong.extend(gone.map(|name| format!("{name} has one version again: check.rs need not excuse it")));
+    wrong.extend(
+        gone.map(|name| format!("{name} has one version again: check.rs need not excuse it")),
+    );
     Ok(wrong)
 }
 
 /// What a library user's build must not pull in.
 fn minimal() -> Result<Vec<String>> {
-    let arguments = ["tree", "--package", "tensorstream", "--no-default-features", "--edges", "normal"];
+    let arguments =
+        ["tree", "--package", "tensorstream", "--no-default-features", "--edges", "normal"];
     let tree = output(cargo().args(arguments).args(["--prefix", "none", "--locked"]))?;
-    let unwanted = ["clap ", "clap_complete ", "indicatif ", "object_store ", "signal-hook ", "tokio "];
+    let unwanted =
+        ["clap ", "clap_complete ", "indicatif ", "object_store ", "signal-hook ", "tokio "];
     let found = tree.lines().filter(|line| unwanted.iter().any(|name| line.starts_with(name)));
     Ok(found.map(|line| format!("tensorstream without features depends on {line}")).collect())
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Fuzzing of every parser, by libFuzzer. Stable Rust is enough: the crate has no unsafe code that a sanitizer
-//! would watch.
+//! Fuzzing of every parser, by libFuzzer. Stable Rust is enough: the crate has no unsafe code that
+//! a sanitizer would watch.
 
 use std::fs;
 use std::process::Command;
@@ -22,9 +22,17 @@ pub(crate) fn all(seconds: u64) -> Result<()> {
         let corpus = root().join("fuzz/corpus").join(&target);
         fs::create_dir_all(&corpus).map_err(|e| format!("{}: {e}", corpus.display()))?;
         let mut command = Command::new(&fuzz);
-        command.current_dir(root()).args(["fuzz", "run", "--sanitizer", "none", &target]).arg(&corpus);
+        command
+            .current_dir(root())
+            .args(["fuzz", "run", "--sanitizer", "none", &target])
+            .arg(&corpus);
         command.arg(root().join("fuzz/seeds").join(&target));
-        command.args(["--", &format!("-max_total_time={seconds}"), "-max_len=4096", "-verbosity=0"]);
+        command.args([
+            "--",
+            &format!("-max_total_time={seconds}"),
+            "-max_len=4096",
+            "-verbosity=0",
+        ]);
         run(command.arg("-print_final_stats=1"))?;
     }
     Ok(())
@@ -33,7 +41,9 @@ pub(crate) fn all(seconds: u64) -> Result<()> {
 fn targets() -> Result<Vec<String>> {
     let directory = root().join("fuzz/fuzz_targets");
     let files = fs::read_dir(&directory).map_err(|e| format!("{}: {e}", directory.display()))?;
-    let stem = |entry: fs::DirEntry| entry.path().file_stem().map(|stem| stem.to_string_lossy().into_owned());
+    let stem = |entry: fs::DirEntry| {
+        entry.path().file_stem().map(|stem| stem.to_string_lossy().into_owned())
+    };
     let mut names: Vec<String> = files.filter_map(|entry| stem(entry.ok()?)).collect();
     names.sort();
     Ok(names)

@@ -14,14 +14,18 @@ const FOLDER: &str = "target/gpu-bundle";
 const LIMIT: u64 = 60 << 20;
 
 /// The tests that ask for a GPU: package, file of tests.
-const TESTS: [(&str, &str); 3] = [("ts-streams", "gpu"), ("ts-pool", "gpu"), ("ts-orchestrator", "devices")];
+const TESTS: [(&str, &str); 3] =
+    [("ts-streams", "gpu"), ("ts-pool", "gpu"), ("ts-orchestrator", "devices")];
 
 const RUN: &str = r#"#!/bin/sh
-# Tests of TensorStream that ask for a GPU. Needs a driver of NVIDIA; with compute-sanitizer and PyTorch there is more to see.
+# Tests of TensorStream that need an NVIDIA GPU and its driver. compute-sanitizer and PyTorch are
+# used if they are installed.
 # Ends with 0 when nothing failed. Tests that find no GPU say "skipped: no CUDA device".
 cd "$(dirname "$0")" || exit 1
 failed=0
-if command -v nvidia-smi >/dev/null; then nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; fi
+if command -v nvidia-smi >/dev/null; then
+    nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+fi
 run() { echo "== $*"; "$@" || { failed=1; echo "FAILED: $*"; }; }
 for test in tests/*; do
     # Those of drivers that are stubs build them, with a compiler.
@@ -29,7 +33,8 @@ for test in tests/*; do
 done
 if command -v compute-sanitizer >/dev/null; then
     for test in tests/*; do
-        run compute-sanitizer --error-exitcode 9 "$test" --test-threads=1 --skip every_driver --skip beside_the_drivers
+        run compute-sanitizer --error-exitcode 9 "$test" --test-threads=1 \
+            --skip every_driver --skip beside_the_drivers
     done
 else
     echo "skipped: no compute-sanitizer"
@@ -91,7 +96,15 @@ pub(crate) fn make() -> Result<()> {
 /// Builds a file of tests for GPUs, without what a debugger needs.
 fn build(package: &str, file: &str) -> Result<PathBuf> {
     let mut build = cargo();
-    build.args(["test", "--no-run", "--release", "--target-dir", "target/gpu", "--message-format", "json"]);
+    build.args([
+        "test",
+        "--no-run",
+        "--release",
+        "--target-dir",
+        "target/gpu",
+        "--message-format",
+        "json",
+    ]);
     build.args(["--package", package, "--features", "cuda", "--test", file]);
     build.env("CARGO_PROFILE_RELEASE_STRIP", "symbols").env("CARGO_PROFILE_RELEASE_DEBUG", "0");
     let messages = output(&mut build)?;

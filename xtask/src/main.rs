@@ -16,38 +16,42 @@ use std::time::Instant;
 use run::{Counts, Result, cargo, cargo_test};
 
 const HELP: &str = "\
-cargo xtask demo                     run a real model under less memory than it needs
-cargo xtask demo --large             a 1.1B model under 1500 MB beside accelerate, diffusers and mmap (15 GB of disk)
-cargo xtask ci                       everything that must pass: formatting, lints, docs, licences, tests
-cargo xtask docs                     the documentation site, in target/site
-cargo xtask test critical|fast|all   tests alone: under 30 s, under 5 min, all of them
+cargo xtask demo                     run a real model with less memory than its weights need
+cargo xtask demo --large             run a 1.1B model under 1500 MB next to accelerate, diffusers
+                                     and mmap; needs 15 GB of disk
+cargo xtask ci                       run everything that must pass
+cargo xtask docs                     build the documentation site in target/site
+cargo xtask test critical|fast|all   run tests only: 30 s, 5 min, all of them
+
 cargo xtask bench parts              criterion benchmarks of the parts
-cargo xtask bench memory             allocators beside others
-cargo xtask bench streams            how soon urgent work begins, and what streams cost
-cargo xtask bench wire               tensors between two processes, beside raw sockets
-cargo xtask bench wire-peers         the same in Python, beside Arrow Flight, gRPC, ZeroMQ and others
-cargo xtask bench serve              a checkpoint loaded from a server, beside a raw socket and the file
-cargo xtask bench remote             the device ts beside a bare server of operators, raw sockets, torch.save, rpc and Ray
-cargo xtask bench sessions           what a process for each session costs, next to one process for all
-cargo xtask bench broadcast          a checkpoint to one machine and to four, on links of a rate
-cargo xtask bench exact              a 1.1B model's logits, streamed against in memory
-cargo xtask bench caps               a 1.1B model under memory limits and budgets: runs, or is refused in words (root)
-cargo xtask bench overhead           what streaming costs where everything is resident
-cargo xtask bench peak               peak memory, streamed against in memory
-cargo xtask bench llama              the same in three rounds
-cargo xtask big-endian               the container's tests on an emulated s390x, in a Debian made for it (root)
-cargo xtask gpu-bundle               target/gpu-bundle: tests, wheel and run.sh for a machine with a GPU and no Rust
-cargo xtask valgrind                 tests of streams and pools under valgrind's memcheck
-cargo xtask oldest-torch             the device's tests on PyTorch 2.10, the oldest it works with (another 6 GB, in target)
-cargo xtask opdb [modules|every]     PyTorch's table of operators on the device ts, against the CPU, bit for bit; that of
-                                     modules; every dtype and every set of inputs with gradients
-cargo xtask opdb served              the same on `tensorstream serve`, whose sessions are sandboxed
-cargo xtask attack                   200,000 hostile requests to `tensorstream serve`, next to an honest session
-cargo xtask fuzz [SECONDS]           every parser, fuzzed for 60 s or as long as said
-cargo xtask bench io                 every I/O backend against fio, memcpy and curl
-cargo xtask bench codecs             lossless compression beside ZipNN
-cargo xtask bench load               whole checkpoints into memory, beside fio and other loaders
-cargo xtask bench storage            streamed bandwidth against fio, interleaved
+cargo xtask bench llama              a 1.1B model under 1500 MB, three rounds
+cargo xtask bench exact              logits of a 1.1B model, streamed and in memory
+cargo xtask bench caps               a 1.1B model under memory limits and budgets (root)
+cargo xtask bench overhead           the cost of streaming when everything is resident
+cargo xtask bench peak               peak memory, streamed and in memory
+cargo xtask bench io                 each I/O backend next to fio, memcpy and curl
+cargo xtask bench storage            streamed bandwidth next to fio, interleaved
+cargo xtask bench load               whole checkpoints into memory, next to fio and other loaders
+cargo xtask bench codecs             lossless compression next to ZipNN
+cargo xtask bench memory             allocators next to others
+cargo xtask bench streams            latency of urgent work, and cost of streams
+cargo xtask bench wire               tensors between two processes, next to raw sockets
+cargo xtask bench wire-peers         the same in Python, next to Arrow Flight, gRPC, ZeroMQ, others
+cargo xtask bench serve              a checkpoint from a server, next to a raw socket and the file
+cargo xtask bench broadcast          a checkpoint to one and to four machines, on limited links
+cargo xtask bench remote             the device ts next to a bare server, raw sockets, rpc and Ray
+cargo xtask bench sessions           one process for each session, next to one process for all
+
+cargo xtask opdb                     PyTorch's operator table on the device ts and on the CPU
+cargo xtask opdb modules             PyTorch's module table
+cargo xtask opdb every               every dtype, and every set of inputs with gradients
+cargo xtask opdb served              the operator table on a sandboxed `tensorstream serve`
+cargo xtask attack                   200,000 hostile requests to `tensorstream serve`
+cargo xtask fuzz [SECONDS]           fuzz each parser, for 60 s by default
+cargo xtask valgrind                 tests of streams and pools under memcheck
+cargo xtask big-endian               tests of the file format on an emulated s390x (root)
+cargo xtask oldest-torch             tests of the device on PyTorch 2.10; installs another 6 GB
+cargo xtask gpu-bundle               target/gpu-bundle: tests and wheel for a machine with a GPU
 
 Needs a Rust toolchain and Python 3.11 or later; everything else goes into .venv.";
 
@@ -56,7 +60,9 @@ fn main() -> ExitCode {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let done = match args[..] {
         ["demo"] => demo(),
-        ["demo", "--large"] => python::prepared().and_then(|venv| bench::run_script(&venv, "llama", &["1"])),
+        ["demo", "--large"] => {
+            python::prepared().and_then(|venv| bench::run_script(&venv, "llama", &["1"]))
+        }
         ["ci"] => ci(),
         ["docs"] => docs(),
         ["test", tier] => test(tier),
@@ -77,9 +83,10 @@ fn main() -> ExitCode {
         }
         ["oldest-torch"] => oldest_torch(),
         ["fuzz"] => fuzz::all(60),
-        ["fuzz", seconds] => {
-            seconds.parse().map_err(|_| format!("{seconds} is no number of seconds")).and_then(fuzz::all)
-        }
+        ["fuzz", seconds] => seconds
+            .parse()
+            .map_err(|_| format!("{seconds} is no number of seconds"))
+            .and_then(fuzz::all),
         ["help" | "--help"] | [] => {
             println!("{HELP}");
             Ok(())
@@ -113,7 +120,9 @@ fn ci() -> Result<()> {
         run::run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
     })?;
     step("dependencies and licences", check::dependencies)?;
-    let packages = ["--package", "ts-streams", "--package", "ts-pool", "--package", "ts-orchestrator"];
+    step("line lengths", check::lines)?;
+    let packages =
+        ["--package", "ts-streams", "--package", "ts-pool", "--package", "ts-orchestrator"];
     let cuda = [&packages[..], &["--features", "ts-orchestrator/cuda"]].concat();
     step("lints of code for GPUs", || {
         run::run(cargo().arg("clippy").args(&cuda).args(["--all-targets", "--", "-D", "warnings"]))
@@ -152,7 +161,10 @@ fn ci() -> Result<()> {
 
 fn oldest_torch() -> Result<()> {
     let venv = python::prepared_oldest()?;
-    println!("{}", python::test(&venv, &["tests/test_remote.py", "tests/test_remote_machines.py"])?);
+    println!(
+        "{}",
+        python::test(&venv, &["tests/test_remote.py", "tests/test_remote_machines.py"])?
+    );
     Ok(())
 }
 

@@ -29,7 +29,8 @@ impl Venv {
 
 /// The environment, made if it is not there yet, with the present sources' wheel in it.
 pub(crate) fn prepared() -> Result<Venv> {
-    let wanted = fs::read_to_string(root().join("requirements-dev.txt")).map_err(|e| e.to_string())?;
+    let wanted =
+        fs::read_to_string(root().join("requirements-dev.txt")).map_err(|e| e.to_string())?;
     made(&root().join(".venv"), &wanted)
 }
 
@@ -38,10 +39,13 @@ pub(crate) const OLDEST_TORCH: &str = "2.10";
 
 /// The same with [`OLDEST_TORCH`], in target.
 pub(crate) fn prepared_oldest() -> Result<Venv> {
-    let newest = fs::read_to_string(root().join("requirements-dev.txt")).map_err(|e| e.to_string())?;
+    let newest =
+        fs::read_to_string(root().join("requirements-dev.txt")).map_err(|e| e.to_string())?;
     let others = newest.lines().filter(|line| !line.starts_with("torch>"));
-    let wanted: Vec<String> =
-        others.map(String::from).chain([format!("torch=={OLDEST_TORCH}.*"), String::new()]).collect();
+    let wanted: Vec<String> = others
+        .map(String::from)
+        .chain([format!("torch=={OLDEST_TORCH}.*"), String::new()])
+        .collect();
     made(&root().join("target").join(format!("torch-{OLDEST_TORCH}")), &wanted.join("\n"))
 }
 
@@ -71,7 +75,8 @@ fn install_wheel(venv: &Venv) -> Result<()> {
     }
     let mut build = venv.tool("maturin");
     run(build.args(["build", "--release", "--quiet", "--out"]).arg(&wheels))?;
-    let mut files = fs::read_dir(&wheels).map_err(|e| e.to_string())?.filter_map(std::result::Result::ok);
+    let mut files =
+        fs::read_dir(&wheels).map_err(|e| e.to_string())?.filter_map(std::result::Result::ok);
     let wheel = files.next().ok_or("maturin built no wheel")?.path();
     let mut pip = venv.python();
     pip.args(["-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps"]).arg(&wheel);
@@ -80,9 +85,10 @@ fn install_wheel(venv: &Venv) -> Result<()> {
 
 /// ruff, mypy, and the stubs against the built module.
 pub(crate) fn lint(venv: &Venv) -> Result<()> {
-    let sources = ["python", "tests", "../../examples", "../../benches/python"];
-    let ruff =
-        |args: &[&str]| run(venv.tool("ruff").args(args).args(["--config", "pyproject.toml"]).args(sources));
+    let sources = ["python", "tests", "../../examples", "../../benches/python", "../../docs"];
+    let ruff = |args: &[&str]| {
+        run(venv.tool("ruff").args(args).args(["--config", "pyproject.toml"]).args(sources))
+    };
     ruff(&["format", "--check"])?;
     ruff(&["check"])?;
     run(&mut venv.tool("mypy"))?;

@@ -31,7 +31,8 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
 
 /// Runs a program to its end and returns what it printed.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
-    let output = command.stderr(Stdio::inherit()).output().map_err(|e| cannot_start(command, &e))?;
+    let output =
+        command.stderr(Stdio::inherit()).output().map_err(|e| cannot_start(command, &e))?;
     if !output.status.success() {
         return Err(format!("{} ended with {}", shown(command), output.status));
     }
@@ -40,7 +41,8 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
 
 /// Runs a program and passes on what it prints, also to `listen`.
 pub(crate) fn listen(command: &mut Command, mut listen: impl FnMut(&str)) -> Result<()> {
-    let mut child = command.stdout(Stdio::piped()).spawn().map_err(|e| cannot_start(command, &e))?;
+    let mut child =
+        command.stdout(Stdio::piped()).spawn().map_err(|e| cannot_start(command, &e))?;
     let stdout = child.stdout.take().expect("it was piped");
     for line in BufReader::new(stdout).lines().map_while(std::io::Result::ok) {
         println!("{line}");
@@ -55,14 +57,16 @@ pub(crate) fn cargo_test(args: &[&str]) -> Result<Counts> {
     count_tests(cargo().arg("test").args(args))
 }
 
-/// Runs the models of concurrent code: loom tries all orders in which the threads of a small one can run, shuttle many of
-/// those of a large one. Built apart, as no other code is.
+/// Runs the models of concurrent code: loom tries all orders in which the threads of a small one
+/// can run, shuttle many of those of a large one. Built apart, as no other code is.
 pub(crate) fn models() -> Result<Counts> {
     let apart = ["--release", "--target-dir", "target/models"];
     let small = ["--package", "ts-pool", "--package", "ts-streams", "--lib", "models"];
     let large = ["--package", "ts-streams", "--test", "orders"];
-    let mut counts = count_tests(cargo().arg("test").args(apart).args(small).env("RUSTFLAGS", "--cfg loom"))?;
-    counts += count_tests(cargo().arg("test").args(apart).args(large).env("RUSTFLAGS", "--cfg shuttle"))?;
+    let mut counts =
+        count_tests(cargo().arg("test").args(apart).args(small).env("RUSTFLAGS", "--cfg loom"))?;
+    counts +=
+        count_tests(cargo().arg("test").args(apart).args(large).env("RUSTFLAGS", "--cfg shuttle"))?;
     Ok(counts)
 }
 
@@ -120,7 +124,8 @@ pub(crate) fn number_before(line: &str, word: &str) -> u32 {
 
 fn shown(command: &Command) -> String {
     let args = command.get_args().map(|arg| arg.to_string_lossy());
-    let words: Vec<_> = std::iter::once(command.get_program().to_string_lossy()).chain(args).collect();
+    let words: Vec<_> =
+        std::iter::once(command.get_program().to_string_lossy()).chain(args).collect();
     words.join(" ")
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The tests of crates with unsafe code that needs no kernel's help, and Python's tensors, under valgrind's memcheck: miri is no part of the stable
-//! toolchain, and neither knows io_uring.
+//! The tests of crates with unsafe code that needs no kernel's help, and Python's tensors, under
+//! valgrind's memcheck: miri is no part of the stable toolchain, and neither knows io_uring.
 
 use std::process::Command;
 
@@ -47,14 +47,16 @@ pub(crate) fn memcheck() -> Result<()> {
     Ok(())
 }
 
-/// What is found of this package's in a run of the script: the interpreter and the loader have errors of their own.
+/// What is found of this package's in a run of the script: the interpreter and the loader have
+/// errors of their own.
 fn python_errors(venv: &Venv, arguments: &[&str]) -> Result<Vec<String>> {
     let log = run::root().join("target/valgrind.log");
     let mut valgrind = Command::new("valgrind");
     valgrind.arg(format!("--log-file={}", log.display())).arg(venv.python().get_program());
     valgrind.arg("crates/ts-py/tests/deleters.py").args(arguments).env("PYTHONMALLOC", "malloc");
     run::run(&mut valgrind)?;
-    let text = std::fs::read_to_string(&log).map_err(|error| format!("{}: {error}", log.display()))?;
+    let text =
+        std::fs::read_to_string(&log).map_err(|error| format!("{}: {error}", log.display()))?;
     // An error's lines stand between lines that are empty behind the number of the process.
     let without_number =
         |line: &str| line.split_once("== ").map(|(_, rest)| rest.to_string()).unwrap_or_default();

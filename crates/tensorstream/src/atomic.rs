@@ -17,15 +17,18 @@ use crate::checkpoint::open_error;
 /// How often a waiting process looks again.
 const POLL: Duration = Duration::from_millis(20);
 
-/// The right to write the file that will be called `target`: until it is dropped, every other process waits for it.
+/// The right to write the file that will be called `target`: until it is dropped, every other
+/// process waits for it.
 ///
-/// It is a lock on `NAME.partial`, beside that place. One that was killed leaves a file that the next one takes over.
+/// It is a lock on `NAME.partial`, beside that place. One that was killed leaves a file that the
+/// next one takes over.
 #[derive(Debug)]
 pub(crate) struct Claim {
     file: File,
     partial: PathBuf,
     target: PathBuf,
-    /// What is at `partial` shall stay: the file is committed, or another process may go on with it.
+    /// What is at `partial` shall stay: the file is committed, or another process may go on with
+    /// it.
     keep: bool,
     faults: WriteFaults,
     /// A forked child has a copy of this and not the file.
@@ -33,8 +36,8 @@ pub(crate) struct Claim {
 }
 
 impl Claim {
-    /// Blocks until no other process writes the file; `interrupt` is asked every 20 ms and ends the wait by returning
-    /// true.
+    /// Blocks until no other process writes the file; `interrupt` is asked every 20 ms and ends the
+    /// wait by returning true.
     pub(crate) fn new(
         target: &Path,
         faults: &WriteFaults,
@@ -56,7 +59,8 @@ impl Claim {
             let file = options.create(true).truncate(false).read(true).write(true).open(&partial);
             let file = file.map_err(failed)?;
             match file.try_lock() {
-                // The writer before may have renamed or removed what was opened: then it is not ours to write.
+                // The writer before may have renamed or removed what was opened: then it is not
+                // ours to write.
                 Ok(()) if is_at(&file, &partial) => {
                     let (target, process) = (target.to_path_buf(), std::process::id());
                     let faults = faults.clone();
@@ -80,8 +84,10 @@ impl Claim {
     /// Begins the file, empty, and sets `expected` bytes aside for it.
     pub(crate) fn begin(mut self, expected: u64) -> Result<AtomicFile, Error> {
         self.keep = false;
-        let emptied =
-            self.faults.check(&self.target, WriteCall::SetLen(0)).and_then(|()| self.file.set_len(0));
+        let emptied = self
+            .faults
+            .check(&self.target, WriteCall::SetLen(0))
+            .and_then(|()| self.file.set_len(0));
         emptied.map_err(|e| self.failed(e))?;
         self.resume(0, expected)
     }
@@ -116,8 +122,8 @@ impl Claim {
         Ok(file)
     }
 
-    /// Goes on with the finished file, of which the first `used` bytes count, at byte `at`. `active` is the superblock that
-    /// says so, and where it is.
+    /// Goes on with the finished file, of which the first `used` bytes count, at byte `at`.
+    /// `active` is the superblock that says so, and where it is.
     pub(crate) fn append(
         self,
         file: File,
@@ -141,9 +147,11 @@ impl Claim {
         let in_place = InPlace { file, used, switching: false };
         match Writer::new(cloned, &self.target, at, expected, self.faults.clone()) {
             Ok(writer) => {
-                let mut this = AtomicFile { writer: Some(writer), in_place: Some(in_place), claim: self };
-                // An append whose last flush failed may have left it in the page cache alone; the other superblock,
-                // which is about to be written over, would then be the only one on the disk.
+                let mut this =
+                    AtomicFile { writer: Some(writer), in_place: Some(in_place), claim: self };
+                // An append whose last flush failed may have left it in the page cache alone; the
+                // other superblock, which is about to be written over, would then be the only one
+                // on the disk.
                 this.seek(active.0)?;
                 this.write(active.1)?;
                 this.flush()?;
@@ -188,11 +196,13 @@ impl Drop for Claim {
     }
 }
 
-/// A file that is being written beside the place it is for. [`commit`](Self::commit) makes it durable and gives it its
-/// name; dropping it instead removes it. Or one that is appended to, which is cut off again instead.
+/// A file that is being written beside the place it is for. [`commit`](Self::commit) makes it
+/// durable and gives it its name; dropping it instead removes it. Or one that is appended to, which
+/// is cut off again instead.
 #[derive(Debug)]
 pub(crate) struct AtomicFile {
-    /// `None` only while it is being dropped. Before the claim, which is held until nothing is being written any more.
+    /// `None` only while it is being dropped. Before the claim, which is held until nothing is
+    /// being written any more.
     writer: Option<Writer>,
     in_place: Option<InPlace>,
     claim: Claim,
@@ -258,9 +268,9 @@ impl AtomicFile {
         self.writer.as_mut().expect("present until drop")
     }
 
-    /// Gives the file its name, replacing what had it. Durable when it returns. After an error what had the name before
-    /// still has it, but for one: when the directory cannot be brought to the disk, the file is there and may be gone
-    /// after a loss of power.
+    /// Gives the file its name, replacing what had it. Durable when it returns. After an error what
+    /// had the name before still has it, but for one: when the directory cannot be brought to the
+    /// disk, the file is there and may be gone after a loss of power.
     pub(crate) fn commit(mut self) -> Result<(), Error> {
         self.flush()?;
         if self.in_place.is_some() {
@@ -324,7 +334,9 @@ impl Directory {
     #[cfg(unix)]
     fn sync(&self) -> std::io::Result<()> {
         match self.0.sync_all() {
-            Err(e) if matches!(e.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => Ok(()),
+            Err(e) if matches!(e.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => {
+                Ok(())
+            }
             synced => synced,
         }
     }

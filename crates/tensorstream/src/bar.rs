@@ -13,7 +13,8 @@ impl Bar {
     /// A bar for a job that is called `label`.
     pub fn new(label: impl Into<String>) -> Self {
         let bar = ProgressBar::new(0).with_message(label.into());
-        let template = "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
+        let template =
+            "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
         bar.set_style(ProgressStyle::with_template(template).expect("the template is well-formed"));
         Self { bar }
     }

@@ -24,20 +24,24 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens a `.safetensors` or `.ts` file, a shard index (`.json`), or a directory with one of them. Reads
-    /// headers only.
+    /// Opens a `.safetensors` or `.ts` file, a shard index (`.json`), or a directory with one of
+    /// them. Reads headers only.
     ///
-    /// A directory's `model.safetensors` is taken before its `model.safetensors.index.json`, as transformers
-    /// does, then its `model.ts`, then a single `.safetensors` or `.ts` file of another name.
+    /// A directory's `model.safetensors` is taken before its `model.safetensors.index.json`, as
+    /// transformers does, then its `model.ts`, then a single `.safetensors` or `.ts` file of
+    /// another name.
     ///
-    /// With the feature `object`, a URL as [`Source::open`] takes it names a file or, without such a suffix, what
-    /// stands for a directory: then the first three are looked for. With the feature `remote` so does `ts://HOST:PORT/NAME`, of a
-    /// server of weights; `tss://` is the same under TLS. Such a server is told the token in the environment's `TENSORSTREAM_TOKEN`, and trusted if its certificate
-    /// comes from one in the file `TENSORSTREAM_CA`; `TENSORSTREAM_CERT` and `TENSORSTREAM_KEY` are the client's own.
+    /// With the feature `object`, a URL as [`Source::open`] takes it names a file or, without such
+    /// a suffix, what stands for a directory: then the first three are looked for. With the feature
+    /// `remote` so does `ts://HOST:PORT/NAME`, of a server of weights; `tss://` is the same under
+    /// TLS. Such a server is told the token in the environment's `TENSORSTREAM_TOKEN`, and trusted
+    /// if its certificate comes from one in the file `TENSORSTREAM_CA`; `TENSORSTREAM_CERT` and
+    /// `TENSORSTREAM_KEY` are the client's own.
     ///
     /// # Errors
-    /// [`Error::NoCheckpoint`], [`Error::Io`] when a file cannot be opened or read, [`Error::ForeignFormat`] for GGUF files and
-    /// pickles, [`Error::Format`] when a file is not what it should be.
+    /// [`Error::NoCheckpoint`], [`Error::Io`] when a file cannot be opened or read,
+    /// [`Error::ForeignFormat`] for GGUF files and pickles, [`Error::Format`] when a file is not
+    /// what it should be.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         Self::open_as(path.as_ref(), |reader| reader)
     }
@@ -51,12 +55,15 @@ impl Checkpoint {
         Self::open_as(path.as_ref(), CatalogReader::lenient)
     }
 
-    /// Reads a file that is in memory, safetensors or `.ts`, whichever its first bytes say; errors call it `name`. An engine
-    /// over it is refused: there is nothing to stream.
+    /// Reads a file that is in memory, safetensors or `.ts`, whichever its first bytes say; errors
+    /// call it `name`. An engine over it is refused: there is nothing to stream.
     ///
     /// # Errors
     /// [`Error::Format`].
-    pub fn from_bytes(name: &str, bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> Result<Self, Error> {
+    pub fn from_bytes(
+        name: &str,
+        bytes: impl AsRef<[u8]> + Send + Sync + 'static,
+    ) -> Result<Self, Error> {
         let opened = BTreeMap::from([(name.to_string(), Source::in_memory(name, bytes))]);
         read_catalog(CatalogReader::single(name), opened)
     }
@@ -70,7 +77,8 @@ impl Checkpoint {
         };
         let name = file.to_string_lossy().into_owned();
         let sharded = file.extension().is_some_and(|e| e == "json");
-        let reader = if sharded { CatalogReader::sharded(name) } else { CatalogReader::single(name) };
+        let reader =
+            if sharded { CatalogReader::sharded(name) } else { CatalogReader::single(name) };
         read_catalog(how(reader), opened)
     }
 
@@ -84,8 +92,8 @@ impl Checkpoint {
         &self.sources
     }
 
-    /// This checkpoint and another as one: the other's tensors take the place of those of the same name, and its
-    /// files come behind its own.
+    /// This checkpoint and another as one: the other's tensors take the place of those of the same
+    /// name, and its files come behind its own.
     ///
     /// # Errors
     /// [`Error::Format`] when they are more than one catalog holds.
@@ -94,15 +102,17 @@ impl Checkpoint {
         Ok(Self { catalog: self.catalog.overlaid(other.catalog)?, sources: self.sources })
     }
 
-    /// Reads ranges of its tensors, one behind the other, into `buffer`, and decodes those that are compressed. Blocks;
-    /// through the page cache.
+    /// Reads ranges of its tensors, one behind the other, into `buffer`, and decodes those that are
+    /// compressed. Blocks; through the page cache.
     ///
     /// # Errors
-    /// [`Error::Io`] when a read fails, or the file is not the one that was opened any more; [`Error::Corrupt`];
-    /// [`Error::Format`] when a range of compressed bytes is not within one tensor.
+    /// [`Error::Io`] when a read fails, or the file is not the one that was opened any more;
+    /// [`Error::Corrupt`]; [`Error::Format`] when a range of compressed bytes is not within one
+    /// tensor.
     ///
     /// # Panics
-    /// If `buffer` is not as long as the ranges, or a range names a file that is not in the catalog.
+    /// If `buffer` is not as long as the ranges, or a range names a file that is not in the
+    /// catalog.
     pub fn read(&self, ranges: &[ByteRange], buffer: &mut [u8]) -> Result<(), Error> {
         let (mut rest, mut reader) = (buffer, Reader::default());
         for range in ranges {
@@ -114,19 +124,23 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Units as the tensors' names suggest them: all tensors whose names differ in their last component make
-    /// one, as the parameters of a module do. In the order in which they lie in the files.
+    /// Units as the tensors' names suggest them: all tensors whose names differ in their last
+    /// component make one, as the parameters of a module do. In the order in which they lie in the
+    /// files.
     pub fn units_by_module(&self) -> Vec<Unit> {
         let mut units: BTreeMap<&str, Vec<Tensor<'_>>> = BTreeMap::new();
         for tensor in self.catalog.tensors() {
             let module = tensor.name().rsplit_once('.').map_or("", |(module, _)| module);
             units.entry(module).or_default().push(tensor);
         }
-        let place = |tensors: &[Tensor<'_>]| tensors.iter().map(|t| (t.range().file, t.range().offset)).min();
+        let place = |tensors: &[Tensor<'_>]| {
+            tensors.iter().map(|t| (t.range().file, t.range().offset)).min()
+        };
         let mut units: Vec<_> = units.into_iter().collect();
         units.sort_by_key(|(_, tensors)| place(tensors));
-        let tensor =
-            |tensor: Tensor<'_>| UnitTensor::new(&self.catalog, tensor.name(), tensor.entry(), Phase::Mapped);
+        let tensor = |tensor: Tensor<'_>| {
+            UnitTensor::new(&self.catalog, tensor.name(), tensor.entry(), Phase::Mapped)
+        };
         let unit = |(name, tensors): (&str, Vec<_>)| Unit {
             name: name.into(),
             tensors: tensors.into_iter().map(tensor).collect(),
@@ -134,15 +148,15 @@ impl Checkpoint {
         units.into_iter().map(unit).collect()
     }
 
-    /// Names the content, wherever it lies and however it is kept: see [`ts_format::fingerprint`]. `None` where a tensor
-    /// has no fingerprint.
+    /// Names the content, wherever it lies and however it is kept: see [`ts_format::fingerprint`].
+    /// `None` where a tensor has no fingerprint.
     pub fn fingerprint(&self) -> Option<u128> {
         let all = self.catalog.tensors().map(|tensor| Some((tensor.name(), tensor.fingerprint()?)));
         Some(ts_format::fingerprint(all.collect::<Option<Vec<_>>>()?))
     }
 
-    /// A configuration with the request size and the depth that suit the storage of the largest file, as `tuner` knows
-    /// or measures them. `interrupt` is asked at least every 20 ms.
+    /// A configuration with the request size and the depth that suit the storage of the largest
+    /// file, as `tuner` knows or measures them. `interrupt` is asked at least every 20 ms.
     ///
     /// # Errors
     /// [`Error::Interrupted`]. Blocks for up to two seconds.
@@ -198,10 +212,8 @@ fn find_in(dir: &Path) -> Result<PathBuf, Error> {
         files.filter(|p| p.extension().is_some_and(|e| e == "safetensors" || e == "ts")).collect();
     match files.len() {
         1 => Ok(files.remove(0)),
-        0 => {
-            Err(foreign::recognised_in(dir)
-                .unwrap_or_else(|| Error::NoCheckpoint { path: dir.into(), found: 0 }))
-        }
+        0 => Err(foreign::recognised_in(dir)
+            .unwrap_or_else(|| Error::NoCheckpoint { path: dir.into(), found: 0 })),
         found => Err(Error::NoCheckpoint { path: dir.into(), found }),
     }
 }

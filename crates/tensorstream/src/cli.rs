@@ -2,9 +2,9 @@
 //! The command line:
 //! `tensorstream info|verify|diff|convert|compact|plan|serve-weights|fetch|bench|demo|completion`.
 //!
-//! Exit status: 0 when all is well, 1 when a file is damaged, two differ or something failed, 2 for wrong arguments, 130 when
-//! interrupted (the program gives 143 after SIGTERM). With `--json` an error is
-//! `{"error": {"kind": ..., "message": ...}}` on standard output.
+//! Exit status: 0 when all is well, 1 when a file is damaged, two differ or something failed, 2 for
+//! wrong arguments, 130 when interrupted (the program gives 143 after SIGTERM). With `--json` an
+//! error is `{"error": {"kind": ..., "message": ...}}` on standard output.
 
 mod bench_codec;
 mod bench_io;
@@ -24,13 +24,14 @@ use ts_orchestrator::{EngineConfig, UnitId};
 use self::console::{Console, described, say};
 use crate::write::unfinished;
 use crate::{
-    Checkpoint, Compacted, Converted, Error, FileWriter, NewTensor, Progress, WriteOptions, available_bytes,
-    compact, convert, diff, parse_bytes, verify,
+    Checkpoint, Compacted, Converted, Error, FileWriter, NewTensor, Progress, WriteOptions,
+    available_bytes, compact, convert, diff, parse_bytes, verify,
 };
 
 const MIB: f64 = 1048576.0;
 
-/// Tensors where the memory is not: looks into checkpoints, converts them, plans and tries their streaming.
+/// Tensors where the memory is not: looks into checkpoints, converts them, plans and tries their
+/// streaming.
 #[derive(Debug, Parser)]
 #[command(name = "tensorstream", version)]
 struct Arguments {
@@ -65,15 +66,17 @@ enum Command {
         #[arg(long, default_value_t = 0, hide_default_value = true)]
         jobs: usize,
     },
-    /// Writes a checkpoint into one file, bit for bit and with its metadata. After an interrupt the same command resumes a
-    /// .ts file after its last complete tensor; a .safetensors file begins again.
+    /// Writes a checkpoint into one file, bit for bit and with its metadata. After an interrupt the
+    /// same command resumes a .ts file after its last complete tensor; a .safetensors file begins
+    /// again.
     Convert {
-        /// What to read: a .safetensors or .ts file, a shard index, or a directory with one of them.
+        /// What to read: a .safetensors or .ts file, a shard index, or a directory with one of
+        /// them.
         from: PathBuf,
         /// The file to write: .ts or .safetensors. Replaced whole, if it is there.
         to: PathBuf,
-        /// How tensors are kept in a .ts file: raw, auto (whatever makes each smaller), split (floats, lossless), zstd,
-        /// lz4 or zlib.
+        /// How tensors are kept in a .ts file: raw, auto (whatever makes each smaller), split
+        /// (floats, lossless), zstd, lz4 or zlib.
         #[arg(long, default_value = "raw")]
         codec: String,
         /// The codec's level: -7 to 22 for zstd, 0 to 9 for zlib.
@@ -102,25 +105,28 @@ enum Command {
     /// Serves the files below a directory to whoever streams from them: `ts://HOST:PORT/NAME`.
     #[cfg(feature = "remote")]
     ServeWeights(serve::Arguments),
-    /// Fetches files of such a server to a directory, and serves them on as they come if it is to listen: so many machines have them in about the
-    /// time of one.
+    /// Fetches files of such a server to a directory, and serves them on as they come if it is to
+    /// listen: so many machines have them in about the time of one.
     #[cfg(feature = "remote")]
     Fetch(serve::FetchArguments),
     /// Measures what this machine can do.
     #[command(subcommand)]
     Bench(Bench),
-    /// Streams all units of a checkpoint, pass after pass, and tells the speed. Without one it makes its own.
+    /// Streams all units of a checkpoint, pass after pass, and tells the speed. Without one it
+    /// makes its own.
     Demo {
         /// A checkpoint; 256 MiB of made-up weights in the temporary directory if none is given.
         path: Option<PathBuf>,
-        /// All memory for weights, such as 600MiB; if not given a third of the weights, or the smallest that works.
+        /// All memory for weights, such as 600MiB; if not given a third of the weights, or the
+        /// smallest that works.
         #[arg(long, value_parser = budget)]
         budget: Option<usize>,
         /// Passes over all units.
         #[arg(long, default_value_t = 5, value_parser = at_least_one)]
         passes: usize,
     },
-    /// Writes a shell's completion script to standard output: `source <(tensorstream completion bash)`.
+    /// Writes a shell's completion script to standard output:
+    /// `source <(tensorstream completion bash)`.
     Completion {
         /// The shell.
         shell: clap_complete::Shell,
@@ -129,8 +135,8 @@ enum Command {
 
 #[derive(Debug, Subcommand)]
 enum Bench {
-    /// How fast each I/O backend reads a file, cold and warm, and which one is chosen. The file loses its place in the
-    /// page cache, and must not be truncated meanwhile.
+    /// How fast each I/O backend reads a file, cold and warm, and which one is chosen. The file
+    /// loses its place in the page cache, and must not be truncated meanwhile.
     Io(bench_io::Arguments),
     /// How small a checkpoint's tensors become, and how fast each way goes, in memory.
     Codec(bench_codec::Arguments),
@@ -138,16 +144,23 @@ enum Bench {
 
 fn budget(text: &str) -> Result<usize, String> {
     let bytes = parse_bytes(text).map_err(|e| e.to_string())?;
-    usize::try_from(bytes).ok().filter(|&bytes| bytes > 0).ok_or_else(|| format!("{text} is no budget"))
+    usize::try_from(bytes)
+        .ok()
+        .filter(|&bytes| bytes > 0)
+        .ok_or_else(|| format!("{text} is no budget"))
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|&count| count > 0).ok_or_else(|| "expected a whole number, at least 1".into())
+    text.parse()
+        .ok()
+        .filter(|&count| count > 0)
+        .ok_or_else(|| "expected a whole number, at least 1".into())
 }
 
 /// Runs a command line, the program's name first, and returns the exit status.
 ///
-/// `interrupt` is asked at least every 16 MiB of work and every 20 ms of a wait; true ends the work.
+/// `interrupt` is asked at least every 16 MiB of work and every 20 ms of a wait; true ends the
+/// work.
 pub fn run(
     arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
     interrupt: &mut dyn FnMut() -> bool,
@@ -187,7 +200,9 @@ impl Command {
         match self {
             Command::Info { path } => info(&path, console),
             Command::Verify { path, jobs } => verified(&path, jobs, console, interrupt),
-            Command::Diff { first, second, jobs } => differing(&first, &second, jobs, console, interrupt),
+            Command::Diff { first, second, jobs } => {
+                differing(&first, &second, jobs, console, interrupt)
+            }
             Command::Compact { path } => compacted(&path, console, interrupt),
             Command::Convert { from, to, codec, level, jobs } => {
                 let compression = Compression::named(&codec, level)
@@ -204,13 +219,20 @@ impl Command {
             #[cfg(feature = "remote")]
             Command::Fetch(arguments) => serve::fetched(&arguments, console, interrupt),
             Command::Bench(Bench::Io(arguments)) => bench_io::run(&arguments, console, interrupt),
-            Command::Bench(Bench::Codec(arguments)) => bench_codec::run(&arguments, console, interrupt),
+            Command::Bench(Bench::Codec(arguments)) => {
+                bench_codec::run(&arguments, console, interrupt)
+            }
             Command::Demo { path, budget, passes } => {
                 demo(path.as_deref(), budget, passes, console, interrupt)
             }
             Command::Completion { shell } => {
                 let mut script = Vec::new();
-                clap_complete::generate(shell, &mut Arguments::command(), "tensorstream", &mut script);
+                clap_complete::generate(
+                    shell,
+                    &mut Arguments::command(),
+                    "tensorstream",
+                    &mut script,
+                );
                 say(String::from_utf8_lossy(&script).trim_end());
                 Ok(0)
             }
@@ -229,16 +251,23 @@ fn info(path: &Path, console: Console) -> Result<u8, Error> {
     let stored: u64 = catalog.tensors().map(|tensor| tensor.stored_bytes()).sum();
     let files = catalog.files().iter().zip(checkpoint.sources());
     if console.json {
-        let files = files.map(
-            |(file, source)| json!({ "path": source.path(), "bytes": file.len, "metadata": file.metadata }),
-        );
+        let files = files.map(|(file, source)| {
+            let (path, bytes) = (source.path(), file.len);
+            json!({ "path": path, "bytes": bytes, "metadata": file.metadata })
+        });
         let tensors = catalog.tensors().map(|tensor| {
-            let (range, first) = (tensor.range(), tensor.chunks().and_then(|chunks| chunks.first()));
+            let (range, first) =
+                (tensor.range(), tensor.chunks().and_then(|chunks| chunks.first()));
             json!({
-                "name": tensor.name(), "dtype": tensor.dtype().name(), "shape": tensor.shape(), "bytes": range.len,
-                "file": range.file.0, "offset": first.map_or(range.offset, |chunk| chunk.offset),
+                "name": tensor.name(),
+                "dtype": tensor.dtype().name(),
+                "shape": tensor.shape(),
+                "bytes": range.len,
+                "file": range.file.0,
+                "offset": first.map_or(range.offset, |chunk| chunk.offset),
                 "checksums": tensor.sums().is_some() || tensor.chunks().is_some(),
-                "codec": codec(tensor).name(), "stored_bytes": tensor.stored_bytes(),
+                "codec": codec(tensor).name(),
+                "stored_bytes": tensor.stored_bytes(),
             })
         });
         let (files, tensors): (Vec<Value>, Vec<Value>) = (files.collect(), tensors.collect());
@@ -253,14 +282,22 @@ fn info(path: &Path, console: Console) -> Result<u8, Error> {
     }
     let width = catalog.tensors().map(|tensor| tensor.name().len()).max().unwrap_or(0);
     for tensor in catalog.tensors() {
-        let (name, dtype, shape) = (tensor.name(), tensor.dtype().name(), format!("{:?}", tensor.shape()));
+        let (name, dtype, shape) =
+            (tensor.name(), tensor.dtype().name(), format!("{:?}", tensor.shape()));
         let kept = match codec(tensor) {
             Codec::Raw => String::new(),
-            codec => format!("  {codec} {:.2}x", tensor.range().len as f64 / tensor.stored_bytes() as f64),
+            codec => format!(
+                "  {codec} {:.2}x",
+                tensor.range().len as f64 / tensor.stored_bytes() as f64
+            ),
         };
-        say(format_args!("{name:width$}  {dtype:5} {shape:20} {:12} bytes{kept}", tensor.range().len));
+        say(format_args!(
+            "{name:width$}  {dtype:5} {shape:20} {:12} bytes{kept}",
+            tensor.range().len
+        ));
     }
-    let ratio = if stored < total { format!(" in {:.1} MiB", stored as f64 / MIB) } else { String::new() };
+    let ratio =
+        if stored < total { format!(" in {:.1} MiB", stored as f64 / MIB) } else { String::new() };
     say(format_args!("{} tensors, {:.1} MiB{ratio}", catalog.tensors().len(), total as f64 / MIB));
     Ok(0)
 }
@@ -268,7 +305,8 @@ fn info(path: &Path, console: Console) -> Result<u8, Error> {
 /// What a tensor is kept by: the codec of most of its chunks.
 fn codec(tensor: Tensor<'_>) -> Codec {
     let chunks = tensor.chunks().unwrap_or_default();
-    let most = Codec::ALL.iter().max_by_key(|codec| chunks.iter().filter(|c| c.codec == **codec).count());
+    let most =
+        Codec::ALL.iter().max_by_key(|codec| chunks.iter().filter(|c| c.codec == **codec).count());
     most.filter(|_| !chunks.is_empty()).copied().unwrap_or(Codec::Raw)
 }
 
@@ -294,12 +332,12 @@ fn verified(
     console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
-    let (found, seconds) = watched(console, "verifying", interrupt, |watch| verify(path, jobs, watch))?;
+    let (found, seconds) =
+        watched(console, "verifying", interrupt, |watch| verify(path, jobs, watch))?;
     if console.json {
-        let damaged = found
-            .damaged
-            .iter()
-            .map(|d| json!({ "path": d.path, "tensor": d.tensor, "offset": d.offset, "bytes": d.len }));
+        let damaged = found.damaged.iter().map(
+            |d| json!({ "path": d.path, "tensor": d.tensor, "offset": d.offset, "bytes": d.len }),
+        );
         let damaged: Vec<Value> = damaged.collect();
         say(json!({
             "tensors": found.tensors, "bytes": found.bytes, "checked_bytes": found.checked_bytes,
@@ -309,7 +347,9 @@ fn verified(
         found.damaged.iter().for_each(say);
         let (tensors, mib) = (found.tensors, found.bytes as f64 / MIB);
         match found.checked_bytes {
-            0 if found.bytes > 0 => say(format_args!("{tensors} tensors, {mib:.1} MiB read; no checksums")),
+            0 if found.bytes > 0 => {
+                say(format_args!("{tensors} tensors, {mib:.1} MiB read; no checksums"))
+            }
             checked => say(format_args!(
                 "{tensors} tensors, {mib:.1} MiB read, {:.1} MiB with checksums, {} chunks damaged",
                 checked as f64 / MIB,
@@ -330,33 +370,52 @@ fn differing(
     let (found, seconds) =
         watched(console, "comparing", interrupt, |watch| diff(first, second, jobs, watch))?;
     if console.json {
-        let tensors =
-            found.tensors.iter().map(|(name, difference)| (name.clone(), difference.to_string().into()));
+        let tensors = found
+            .tensors
+            .iter()
+            .map(|(name, difference)| (name.clone(), difference.to_string().into()));
         let tensors: serde_json::Map<_, _> = tensors.collect();
         say(json!({
             "metadata": found.metadata, "tensors": tensors, "same": found.same, "seconds": seconds,
         }));
     } else {
-        let value =
-            |value: &Option<String>| value.as_ref().map_or("nothing".into(), |text| format!("{text:?}"));
+        let value = |value: &Option<String>| {
+            value.as_ref().map_or("nothing".into(), |text| format!("{text:?}"))
+        };
         for (key, (first, second)) in &found.metadata {
             say(format_args!("metadata {key}: {} and {}", value(first), value(second)));
         }
-        found.tensors.iter().for_each(|(name, difference)| say(format_args!("{name}: {difference}")));
+        found
+            .tensors
+            .iter()
+            .for_each(|(name, difference)| say(format_args!("{name}: {difference}")));
         say(format_args!("{} tensors differ, {} are the same", found.tensors.len(), found.same));
     }
     Ok(u8::from(!found.is_empty()))
 }
 
-fn compacted(path: &Path, console: Console, interrupt: &mut dyn FnMut() -> bool) -> Result<u8, Error> {
+fn compacted(
+    path: &Path,
+    console: Console,
+    interrupt: &mut dyn FnMut() -> bool,
+) -> Result<u8, Error> {
     let none = ts_io::fault::WriteFaults::default();
-    let (done, seconds) = watched(console, "compacting", interrupt, |watch| compact(path, &none, watch))?;
+    let (done, seconds) =
+        watched(console, "compacting", interrupt, |watch| compact(path, &none, watch))?;
     let Compacted { bytes_before, bytes } = done;
     if console.json {
-        say(json!({ "path": path, "bytes_before": bytes_before, "bytes": bytes, "seconds": seconds }));
+        say(json!({
+            "path": path,
+            "bytes_before": bytes_before,
+            "bytes": bytes,
+            "seconds": seconds,
+        }));
     } else {
         let (before, after) = (bytes_before as f64 / MIB, bytes as f64 / MIB);
-        say(format_args!("{}: {before:.1} MiB, now {after:.1} MiB, in {seconds:.1} s", path.display()));
+        say(format_args!(
+            "{}: {before:.1} MiB, now {after:.1} MiB, in {seconds:.1} s",
+            path.display()
+        ));
     }
     Ok(0)
 }
@@ -368,16 +427,23 @@ fn converted(
     console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
-    let converted = watched(console, "converting", interrupt, |watch| convert(from, to, options, watch));
+    let converted =
+        watched(console, "converting", interrupt, |watch| convert(from, to, options, watch));
     if let (Err(_), Some(partial)) = (&converted, unfinished(to)) {
-        console
-            .note(format_args!("{} keeps what is done; run the same command to resume", partial.display()));
+        console.note(format_args!(
+            "{} keeps what is done; run the same command to resume",
+            partial.display()
+        ));
     }
     let (done, seconds) = converted?;
     let Converted { tensors, bytes, file_bytes } = done;
     if console.json {
         say(json!({
-            "path": to, "tensors": tensors, "bytes": bytes, "file_bytes": file_bytes, "seconds": seconds,
+            "path": to,
+            "tensors": tensors,
+            "bytes": bytes,
+            "file_bytes": file_bytes,
+            "seconds": seconds,
         }));
     } else {
         let (mib, file_mib) = (bytes as f64 / MIB, file_bytes as f64 / MIB);
@@ -397,16 +463,20 @@ fn planned(path: &Path, budget: usize, max_passes: usize, console: Console) -> R
         return Ok(0);
     }
     let plan = &explanation.plan;
-    let units = explanation
-        .units
-        .iter()
-        .map(|unit| json!({ "name": unit.name, "bytes": unit.slot_bytes, "resident": unit.resident }));
+    let units = explanation.units.iter().map(
+        |unit| json!({ "name": unit.name, "bytes": unit.slot_bytes, "resident": unit.resident }),
+    );
     let units: Vec<Value> = units.collect();
     say(json!({
-        "budget_bytes": explanation.budget_bytes, "smallest_budget_bytes": plan.smallest_budget_bytes,
-        "resident_bytes": plan.resident_bytes, "ring_bytes": plan.ring_bytes, "peak_bytes": plan.peak_bytes(),
-        "streamed_bytes_per_pass": plan.streamed_bytes_per_pass, "predicted_pass_s": plan.predicted_pass_s,
-        "bottleneck": plan.bottleneck.to_string(), "units": units,
+        "budget_bytes": explanation.budget_bytes,
+        "smallest_budget_bytes": plan.smallest_budget_bytes,
+        "resident_bytes": plan.resident_bytes,
+        "ring_bytes": plan.ring_bytes,
+        "peak_bytes": plan.peak_bytes(),
+        "streamed_bytes_per_pass": plan.streamed_bytes_per_pass,
+        "predicted_pass_s": plan.predicted_pass_s,
+        "bottleneck": plan.bottleneck.to_string(),
+        "units": units,
     }));
     Ok(0)
 }
@@ -453,7 +523,8 @@ fn demo(
     let read = stats.total_read_bytes();
     let paths: Vec<_> = stats.read_bytes.iter().filter(|(_, bytes)| *bytes > 0).collect();
     if console.json {
-        let paths: serde_json::Map<_, _> = paths.iter().map(|(p, b)| (p.name().into(), json!(b))).collect();
+        let paths: serde_json::Map<_, _> =
+            paths.iter().map(|(p, b)| (p.name().into(), json!(b))).collect();
         say(json!({
             "weight_bytes": weights, "budget_bytes": budget, "passes": passes, "seconds": seconds,
             "read_bytes": read, "read_bytes_by_path": paths, "backend": stats.backend,
@@ -463,7 +534,11 @@ fn demo(
     }
     let paths: Vec<_> =
         paths.iter().map(|(p, b)| format!("{} {:.1} MiB", p.name(), *b as f64 / MIB)).collect();
-    say(format_args!("weights {:.1} MiB, budget {:.1} MiB", weights as f64 / MIB, budget as f64 / MIB));
+    say(format_args!(
+        "weights {:.1} MiB, budget {:.1} MiB",
+        weights as f64 / MIB,
+        budget as f64 / MIB
+    ));
     say(format_args!("{passes} passes in {seconds:.2} s, every unit in memory once in each"));
     say(format_args!(
         "read {:.1} MiB ({}), {:.2} GB/s",
@@ -484,7 +559,8 @@ impl MadeUp {
     fn new(interrupt: &mut dyn FnMut() -> bool) -> Result<Self, Error> {
         const LAYERS: usize = 16;
         const SIDE: u64 = 2048;
-        let path = std::env::temp_dir().join(format!("tensorstream-demo-{}.ts", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("tensorstream-demo-{}.ts", std::process::id()));
         let meta = ts_format::TensorMeta { dtype: ts_format::Dtype::F32, shape: vec![SIDE, SIDE] };
         let tensors = (0..LAYERS).map(|i| NewTensor {
             name: format!("layers.{i}.weight"),

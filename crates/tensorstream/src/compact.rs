@@ -22,13 +22,18 @@ pub struct Compacted {
     pub bytes: u64,
 }
 
-/// Writes a `.ts` file anew, without what appends have left unused. Everything is compared with its checksums on the
-/// way, and stays compressed as it is. Needs as much room beside it as the new file takes; what is there stays until the
-/// new one is.
+/// Writes a `.ts` file anew, without what appends have left unused. Everything is compared with its
+/// checksums on the way, and stays compressed as it is. Needs as much room beside it as the new
+/// file takes; what is there stays until the new one is.
 ///
 /// # Errors
-/// As [`Checkpoint::open`] and [`FileWriter::append`](crate::FileWriter::append); [`Error::Corrupt`]; [`Error::Interrupted`]. The file is then as it was.
-pub fn compact(path: &Path, faults: &WriteFaults, watch: &mut Watch<'_>) -> Result<Compacted, Error> {
+/// As [`Checkpoint::open`] and [`FileWriter::append`](crate::FileWriter::append);
+/// [`Error::Corrupt`]; [`Error::Interrupted`]. The file is then as it was.
+pub fn compact(
+    path: &Path,
+    faults: &WriteFaults,
+    watch: &mut Watch<'_>,
+) -> Result<Compacted, Error> {
     let path = path.canonicalize().map_err(|e| open_error(path, e))?;
     let mut progress = Progress { done: 0, total: 0 };
     let claim = Claim::new(&path, faults, &mut || watch(progress))?;

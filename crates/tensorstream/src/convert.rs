@@ -24,7 +24,8 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// What watches a long job: called at least once for 16 MiB, and every 20 ms of a wait. Returning true interrupts.
+/// What watches a long job: called at least once for 16 MiB, and every 20 ms of a wait. Returning
+/// true interrupts.
 pub type Watch<'a> = dyn FnMut(Progress) -> bool + 'a;
 
 /// What a conversion did.
@@ -41,23 +42,24 @@ pub struct Converted {
 /// What an index of shards ends with.
 const INDEX_SUFFIX: &str = ".safetensors.index.json";
 
-/// Writes the checkpoint at `from` into one file, `.ts` or `.safetensors` by its suffix, or, where `to` ends in
-/// `.safetensors.index.json`, into that index and shards beside it: every tensor bit for bit, and the metadata. `from` is
-/// whatever [`Checkpoint::open`] takes. Data with checksums are checked on the way. What was compressed and what will be
-/// has nothing to do with each other.
+/// Writes the checkpoint at `from` into one file, `.ts` or `.safetensors` by its suffix, or, where
+/// `to` ends in `.safetensors.index.json`, into that index and shards beside it: every tensor bit
+/// for bit, and the metadata. `from` is whatever [`Checkpoint::open`] takes. Data with checksums
+/// are checked on the way. What was compressed and what will be has nothing to do with each other.
 ///
-/// A safetensors file that its library wrote comes back byte for byte from a `.ts` made of it. Where shards
-/// disagree on a key of their metadata, each value is kept as `key@file`.
+/// A safetensors file that its library wrote comes back byte for byte from a `.ts` made of it.
+/// Where shards disagree on a key of their metadata, each value is kept as `key@file`.
 ///
-/// A conversion to a `.ts` file can be resumed: the next conversion of the same files with the same options goes on after the
-/// last tensor that `NAME.partial` keeps, and the finished file is the same, byte for byte. An interrupt or a failed read
-/// keeps every complete tensor. A process that is killed keeps what was made durable last, which happens after every
+/// A conversion to a `.ts` file can be resumed: the next conversion of the same files with the same
+/// options goes on after the last tensor that `NAME.partial` keeps, and the finished file is the
+/// same, byte for byte. An interrupt or a failed read keeps every complete tensor. A process that
+/// is killed keeps what was made durable last, which happens after every
 /// [`WriteOptions::checkpoint_bytes`] of tensors. Conversions to safetensors files begin again.
 ///
 /// # Errors
-/// As [`Checkpoint::open`] and [`FileWriter`]; [`Error::Corrupt`]; [`Error::Interrupted`]. `to` is then as it was,
-/// but for what [`FileWriter::commit`] says. An index that is there is not written over, since its shards would be before
-/// it is: [`Error::Write`].
+/// As [`Checkpoint::open`] and [`FileWriter`]; [`Error::Corrupt`]; [`Error::Interrupted`]. `to` is
+/// then as it was, but for what [`FileWriter::commit`] says. An index that is there is not written
+/// over, since its shards would be before it is: [`Error::Write`].
 pub fn convert(
     from: &Path,
     to: &Path,
@@ -99,10 +101,15 @@ impl Copier<'_, '_> {
         options: WriteOptions,
     ) -> Result<u64, Error> {
         self.refuse_source(to)?;
-        let new = tensors.iter().map(|t| NewTensor { name: t.name().into(), meta: t.meta(), phase: None });
+        let new = tensors.iter().map(|t| NewTensor {
+            name: t.name().into(),
+            meta: t.meta(),
+            phase: None,
+        });
         let (origin, checkpoint_bytes) = (origin(self.checkpoint), options.checkpoint_bytes.max(1));
         let interrupt = &mut || (self.watch)(self.progress);
-        let mut writer = FileWriter::resume(to, new.collect(), metadata, &origin, options, interrupt)?;
+        let mut writer =
+            FileWriter::resume(to, new.collect(), metadata, &origin, options, interrupt)?;
         let order = writer.order().to_vec();
         let (done, left) = order.split_at(writer.complete());
         self.progress.done += done.iter().map(|&index| tensors[index].range().len).sum::<u64>();
@@ -134,7 +141,8 @@ impl Copier<'_, '_> {
     ) -> Result<u64, Error> {
         let claim = Claim::new(index, &options.faults, &mut || (self.watch)(self.progress))?;
         if index.symlink_metadata().is_ok() {
-            let reason = "an index is there, whose shards would be written over before it: remove it first";
+            let reason =
+                "an index is there, whose shards would be written over before it: remove it first";
             let source = std::io::Error::new(std::io::ErrorKind::AlreadyExists, reason);
             return Err(Error::Write { path: index.into(), source });
         }
@@ -152,13 +160,18 @@ impl Copier<'_, '_> {
         let count = shards.len();
         let name = |number: usize| format!("{stem}-{:05}-of-{count:05}.safetensors", number + 1);
         // Another shard may still be made of what the first one would be put in the place of.
-        (0..count).try_for_each(|number| self.refuse_source_at(&index.with_file_name(name(number))))?;
+        (0..count)
+            .try_for_each(|number| self.refuse_source_at(&index.with_file_name(name(number))))?;
         let mut names = BTreeMap::new();
         let mut bytes = 0;
         for (number, shard) in shards.iter().enumerate() {
             let name = name(number);
-            bytes +=
-                self.write_file(shard, &index.with_file_name(&name), metadata.clone(), options.clone())?;
+            bytes += self.write_file(
+                shard,
+                &index.with_file_name(&name),
+                metadata.clone(),
+                options.clone(),
+            )?;
             names.extend(shard.iter().map(|tensor| (tensor.name().to_string(), name.clone())));
         }
         let json = shard_index(self.progress.total, &names)?;
@@ -200,10 +213,12 @@ impl Copier<'_, '_> {
     }
 }
 
-/// What the bytes of a checkpoint are, as far as can be told without reading them, and what they become here.
+/// What the bytes of a checkpoint are, as far as can be told without reading them, and what they
+/// become here.
 fn origin(checkpoint: &Checkpoint) -> String {
-    let state =
-        |source: &Arc<Source>| (source.path().to_path_buf(), source.fingerprint().clone(), changed(source));
+    let state = |source: &Arc<Source>| {
+        (source.path().to_path_buf(), source.fingerprint().clone(), changed(source))
+    };
     let files: Vec<_> = checkpoint.sources().iter().map(state).collect();
     format!("{} {:?} {files:?}", env!("CARGO_PKG_VERSION"), checkpoint.fingerprint())
 }

@@ -56,22 +56,32 @@ impl fmt::Display for TensorDifference {
             Self::Meta(a, b) => {
                 write!(f, "{} {:?} and {} {:?}", a.dtype.name(), a.shape, b.dtype.name(), b.shape)
             }
-            Self::Values { differing, total } => write!(f, "{differing} of {total} elements differ"),
+            Self::Values { differing, total } => {
+                write!(f, "{differing} of {total} elements differ")
+            }
         }
     }
 }
 
-/// Compares two checkpoints, whatever formats and files they are in, bit for bit, on `jobs` threads, 0 for as many as
-/// there are cores. Tensors that both have fingerprints of are read only if these differ.
+/// Compares two checkpoints, whatever formats and files they are in, bit for bit, on `jobs`
+/// threads, 0 for as many as there are cores. Tensors that both have fingerprints of are read only
+/// if these differ.
 ///
 /// # Errors
 /// As [`Checkpoint::open`]; [`Error::Io`], [`Error::Corrupt`], [`Error::Interrupted`].
-pub fn diff(first: &Path, second: &Path, jobs: usize, watch: &mut Watch<'_>) -> Result<Difference, Error> {
+pub fn diff(
+    first: &Path,
+    second: &Path,
+    jobs: usize,
+    watch: &mut Watch<'_>,
+) -> Result<Difference, Error> {
     let (first, second) = (Checkpoint::open(first)?, Checkpoint::open(second)?);
     let mut found = Difference { metadata: metadata(&first, &second), ..Difference::default() };
     let mut unsure: Vec<(Tensor<'_>, Tensor<'_>)> = Vec::new();
-    let only_second = second.catalog().tensors().filter(|t| first.catalog().tensor(t.name()).is_none());
-    let only_second = only_second.map(|tensor| (tensor.name().into(), TensorDifference::OnlySecond));
+    let only_second =
+        second.catalog().tensors().filter(|t| first.catalog().tensor(t.name()).is_none());
+    let only_second =
+        only_second.map(|tensor| (tensor.name().into(), TensorDifference::OnlySecond));
     found.tensors.extend(only_second);
     for a in first.catalog().tensors_by_place() {
         let difference = match second.catalog().tensor(a.name()) {
@@ -92,7 +102,8 @@ pub fn diff(first: &Path, second: &Path, jobs: usize, watch: &mut Watch<'_>) -> 
     let mut differing = vec![0; unsure.len()];
     let compare = |this: &mut [(Reader, Vec<u8>); 2], index: usize, begin: u64, len: usize| {
         let (a, b) = unsure[index];
-        for ((checkpoint, tensor), (reader, bytes)) in [(&first, a), (&second, b)].into_iter().zip(&mut *this)
+        for ((checkpoint, tensor), (reader, bytes)) in
+            [(&first, a), (&second, b)].into_iter().zip(&mut *this)
         {
             bytes.resize(len, 0);
             reader.read_checked(checkpoint, tensor, begin, bytes)?;
@@ -111,7 +122,9 @@ pub fn diff(first: &Path, second: &Path, jobs: usize, watch: &mut Watch<'_>) -> 
         match differing {
             0 => found.same += 1,
             _ => drop(
-                found.tensors.insert(tensor.name().into(), TensorDifference::Values { differing, total }),
+                found
+                    .tensors
+                    .insert(tensor.name().into(), TensorDifference::Values { differing, total }),
             ),
         }
     }
@@ -123,9 +136,14 @@ fn element_bytes(tensor: Tensor<'_>) -> usize {
     (tensor.dtype().bits() as usize / 8).max(1)
 }
 
-fn metadata(first: &Checkpoint, second: &Checkpoint) -> BTreeMap<String, (Option<String>, Option<String>)> {
+fn metadata(
+    first: &Checkpoint,
+    second: &Checkpoint,
+) -> BTreeMap<String, (Option<String>, Option<String>)> {
     let (first, second) = (merged_metadata(first), merged_metadata(second));
     let keys: BTreeSet<&String> = first.keys().chain(second.keys()).collect();
     let differing = keys.into_iter().filter(|key| first.get(*key) != second.get(*key));
-    differing.map(|key| (key.clone(), (first.get(key).cloned(), second.get(key).cloned()))).collect()
+    differing
+        .map(|key| (key.clone(), (first.get(key).cloned(), second.get(key).cloned())))
+        .collect()
 }

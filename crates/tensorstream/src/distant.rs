@@ -47,16 +47,26 @@ pub(crate) fn open(url: &str) -> Result<Arc<Source>, ts_io::Error> {
     let refused = |kind, what: String| refused(url, kind, what);
     let scheme = SCHEMES.into_iter().find(|scheme| url.starts_with(scheme)).unwrap_or_default();
     let rest = &url[scheme.len()..];
-    let invalid =
-        || refused(std::io::ErrorKind::InvalidInput, format!("it is not of the form {scheme}HOST:PORT/NAME"));
-    let (address, name) = rest.split_once('/').filter(|(_, name)| !name.is_empty()).ok_or_else(invalid)?;
+    let invalid = || {
+        refused(
+            std::io::ErrorKind::InvalidInput,
+            format!("it is not of the form {scheme}HOST:PORT/NAME"),
+        )
+    };
+    let (address, name) =
+        rest.split_once('/').filter(|(_, name)| !name.is_empty()).ok_or_else(invalid)?;
     let address: Address = address.parse().map_err(|_| invalid())?;
     let server = Server::of(address, scheme == SCHEMES[1])
         .map_err(|error| refused(kind_of(&error), error.to_string()))?;
     let timeout = ts_io::BackendOptions::default().timeout;
     let opened = server.open(name, timeout).map_err(|failure| unreadable(url, failure))?;
-    let fingerprint =
-        Fingerprint { identity: (0, 0), len: opened.len, modified: None, changed: None, etag: None };
+    let fingerprint = Fingerprint {
+        identity: (0, 0),
+        len: opened.len,
+        modified: None,
+        changed: None,
+        etag: None,
+    };
     let file = File { server, name: name.into(), url: url.into(), opened };
     Ok(Source::distant(url, fingerprint, Arc::new(file)))
 }
@@ -79,7 +89,9 @@ pub(crate) fn unreadable(url: &str, failure: Failure) -> ts_io::Error {
 fn kind_of(error: &ts_remote::Error) -> std::io::ErrorKind {
     match error {
         ts_remote::Error::Io { source, .. } => source.kind(),
-        ts_remote::Error::TimedOut { .. } | ts_remote::Error::Stalled { .. } => std::io::ErrorKind::TimedOut,
+        ts_remote::Error::TimedOut { .. } | ts_remote::Error::Stalled { .. } => {
+            std::io::ErrorKind::TimedOut
+        }
         _ => std::io::ErrorKind::Other,
     }
 }
@@ -156,12 +168,19 @@ impl Server {
     }
 
     /// A file of its, as it was opened there or elsewhere.
-    pub(crate) fn file(self: &Arc<Self>, name: &str, url: &str, opened: RemoteFile) -> impl Distant + use<> {
+    pub(crate) fn file(
+        self: &Arc<Self>,
+        name: &str,
+        url: &str,
+        opened: RemoteFile,
+    ) -> impl Distant + use<> {
         File { server: Arc::clone(self), name: name.into(), url: url.into(), opened }
     }
 
     pub(crate) fn list(&self, name: &str, timeout: Duration) -> Result<Vec<ListedFile>, Failure> {
-        self.converse(timeout, |conversation| conversation.client.list(name)?.map_err(Failure::Refused))
+        self.converse(timeout, |conversation| {
+            conversation.client.list(name)?.map_err(Failure::Refused)
+        })
     }
 
     pub(crate) fn join(
@@ -178,7 +197,8 @@ impl Server {
         self.converse(timeout, |conversation| conversation.open(name))
     }
 
-    /// Does something on a connection: again on another when that was lost, as long as there is time.
+    /// Does something on a connection: again on another when that was lost, as long as there is
+    /// time.
     fn converse<T>(
         &self,
         timeout: Duration,
@@ -190,7 +210,8 @@ impl Server {
             let kept = self.idle().pop();
             let fresh = kept.is_none();
             let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-            let conversation = kept.map_or_else(|| self.connect(left, timeout).map_err(Failure::Network), Ok);
+            let conversation =
+                kept.map_or_else(|| self.connect(left, timeout).map_err(Failure::Network), Ok);
             let done = conversation.and_then(|mut conversation| {
                 let done = work(&mut conversation);
                 if !matches!(done, Err(Failure::Network(_))) {
@@ -229,7 +250,8 @@ fn tls_of_environment() -> Result<TlsClient, ts_remote::Error> {
     let path = |name: &str| std::env::var_os(name).map(PathBuf::from);
     let Some(trusted) = path("TENSORSTREAM_CA") else {
         return Err(ts_remote::Error::Misuse(
-            "tss:// needs to know whom to trust: TENSORSTREAM_CA must name a file of certificates (PEM)"
+            "tss:// needs to know whom to trust: TENSORSTREAM_CA must name a file of certificates \
+             (PEM)"
                 .into(),
         ));
     };
@@ -260,13 +282,20 @@ struct File {
 }
 
 impl File {
-    /// Reads a range, all of which is in the file, to a part of some memory, and gives the memory back.
-    fn read_part(&self, offset: u64, room: Room, timeout: Duration) -> (Room, Result<(), ts_io::Error>) {
+    /// Reads a range, all of which is in the file, to a part of some memory, and gives the memory
+    /// back.
+    fn read_part(
+        &self,
+        offset: u64,
+        room: Room,
+        timeout: Duration,
+    ) -> (Room, Result<(), ts_io::Error>) {
         let (len, at) = (room.len, room.at);
         let mut memory = Some(room);
         let read = self.server.converse(timeout, |conversation| {
-            let is_same =
-                |file: &RemoteFile| (file.len, &file.version) == (self.opened.len, &self.opened.version);
+            let is_same = |file: &RemoteFile| {
+                (file.len, &file.version) == (self.opened.len, &self.opened.version)
+            };
             // What this connection has open may be an older file of that name.
             let known = conversation.files.get(&self.name).filter(|file| is_same(file)).cloned();
             let file = known.map_or_else(|| conversation.open(&self.name), Ok)?;
@@ -291,9 +320,12 @@ impl File {
             Failure::Refused(Refusal { kind: RefusalKind::Changed, reason }) => {
                 ts_io::Error::Changed { path, offset, what: reason }
             }
-            Failure::Refused(refusal) => {
-                ts_io::Error::Read { path, offset, len, source: std::io::Error::other(refusal.reason).into() }
-            }
+            Failure::Refused(refusal) => ts_io::Error::Read {
+                path,
+                offset,
+                len,
+                source: std::io::Error::other(refusal.reason).into(),
+            },
             Failure::Network(error) if error.kind() == ts_remote::ErrorKind::TimedOut => {
                 ts_io::Error::TimedOut { path, offset, len, timeout }
             }
@@ -313,7 +345,8 @@ impl Distant for File {
         timeout: Duration,
     ) -> (Vec<Buffer>, Result<usize, ts_io::Error>) {
         let room: usize = buffers.iter().map(|buffer| buffer.len()).sum();
-        let there = usize::try_from(self.opened.len.saturating_sub(offset)).unwrap_or(usize::MAX).min(room);
+        let there =
+            usize::try_from(self.opened.len.saturating_sub(offset)).unwrap_or(usize::MAX).min(room);
         let mut memory = Room { pieces: buffers, at: 0, len: 0 };
         while memory.at < there {
             memory.len = (there - memory.at).min(MAX_RANGE as usize);
@@ -328,8 +361,14 @@ impl Distant for File {
         (memory.pieces, Ok(there))
     }
 
-    fn read_at(&self, offset: u64, bytes: &mut [u8], timeout: Duration) -> Result<usize, ts_io::Error> {
-        let budget = ts_pool::Budget::new(bytes.len().next_multiple_of(ts_pool::BLOCK_ALIGN).max(1));
+    fn read_at(
+        &self,
+        offset: u64,
+        bytes: &mut [u8],
+        timeout: Duration,
+    ) -> Result<usize, ts_io::Error> {
+        let budget =
+            ts_pool::Budget::new(bytes.len().next_multiple_of(ts_pool::BLOCK_ALIGN).max(1));
         let failed = |source: ts_pool::Error| ts_io::Error::Read {
             path: self.url.clone(),
             offset,
@@ -379,6 +418,7 @@ impl Sink for Room {
 
 /// The name under which a server knows a file of its directory.
 pub(crate) fn path_in(root: &Path, name: &str) -> Option<PathBuf> {
-    let inside = Path::new(name).components().all(|part| matches!(part, std::path::Component::Normal(_)));
+    let inside =
+        Path::new(name).components().all(|part| matches!(part, std::path::Component::Normal(_)));
     (inside && !name.is_empty() && !name.contains('\0')).then(|| root.join(name))
 }

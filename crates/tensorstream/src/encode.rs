@@ -31,8 +31,8 @@ impl Encoders {
         self.codec
     }
 
-    /// Encodes up to [`BATCH`] chunks, in order. `interrupt` is asked before each chunk that this thread encodes; when it
-    /// returns true, no other chunk is begun and the answer is `None`.
+    /// Encodes up to [`BATCH`] chunks, in order. `interrupt` is asked before each chunk that this
+    /// thread encodes; when it returns true, no other chunk is begun and the answer is `None`.
     pub(crate) fn encode(
         &mut self,
         dtype: Dtype,

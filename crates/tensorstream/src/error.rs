@@ -50,7 +50,10 @@ pub enum Error {
     #[error("interrupted")]
     Interrupted,
     /// A file is of a format that is not read.
-    #[error("{}: cannot open the checkpoint: it is {found}, expected safetensors or .ts; {remedy}", path.display())]
+    #[error(
+        "{}: cannot open the checkpoint: it is {found}, expected safetensors or .ts; {remedy}",
+        path.display()
+    )]
     ForeignFormat {
         /// The file.
         path: PathBuf,
@@ -61,13 +64,15 @@ pub enum Error {
     },
     /// A directory has no checkpoint in it.
     #[error(
-        "{}: no checkpoint: neither model.safetensors nor model.safetensors.index.json nor model.ts, and {found} other \
+        "{}: no checkpoint: neither model.safetensors nor model.safetensors.index.json nor \
+         model.ts, and {found} other \
          .safetensors or .ts files where one would have been taken", path.display()
     )]
     NoCheckpoint {
         /// The directory.
         path: PathBuf,
-        /// How many .safetensors and .ts files of other names it has; exactly one would have been taken.
+        /// How many .safetensors and .ts files of other names it has; exactly one would have been
+        /// taken.
         found: usize,
     },
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files of a server of weights, fetched to a directory and served on as they come: so many machines have them in about the time of one.
+//! Files of a server of weights, fetched to a directory and served on as they come: so many
+//! machines have them in about the time of one.
 
 use std::fs::{self, File};
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
@@ -13,8 +14,8 @@ use std::time::Duration;
 use ts_io::Distant;
 use ts_pool::{Budget, Buffer, HostPool};
 use ts_remote::{
-    Address, Bytes, Files, ListedFile, Listener, RangeSession, Refusal, RefusalKind, RemoteFile, ServerStats,
-    serve,
+    Address, Bytes, Files, ListedFile, Listener, RangeSession, Refusal, RefusalKind, RemoteFile,
+    ServerStats, serve,
 };
 
 use crate::atomic::{is_at, partial_of};
@@ -22,13 +23,15 @@ use crate::distant::{self, Server, path_in};
 use crate::serve::{Sent, ServeOptions};
 use crate::{Error, Progress, Watch};
 
-/// What is asked for, written and passed on at a time, in bytes: who reads from who fetches is behind by no more than a few of these.
+/// What is asked for, written and passed on at a time, in bytes: who reads from who fetches is
+/// behind by no more than a few of these.
 const PIECE: u64 = 4 << 20;
 /// How many are under way at a time.
 const JOBS: usize = 3;
 /// The most pieces of a file: 4 TiB.
 const MAX_PIECES: usize = 1 << 20;
-/// How often one who is to be read from may turn out to be gone, until the server itself is read from for good.
+/// How often one who is to be read from may turn out to be gone, until the server itself is read
+/// from for good.
 const MAX_LOST: usize = 3;
 /// How often the caller is asked whether to go on.
 const TICK: Duration = Duration::from_millis(20);
@@ -36,8 +39,9 @@ const TICK: Duration = Duration::from_millis(20);
 /// How files are fetched.
 #[derive(Debug, Clone, Default)]
 pub struct FetchOptions {
-    /// Where what has come is served to others, and how. Whoever fetches the same from the same server is told to read from here,
-    /// the next from them and so on, so that nobody sends more than once what it has.
+    /// Where what has come is served to others, and how. Whoever fetches the same from the same
+    /// server is told to read from here, the next from them and so on, so that nobody sends more
+    /// than once what it has.
     pub serve: Option<(Address, ServeOptions)>,
 }
 
@@ -77,11 +81,13 @@ impl Drop for Serving {
     }
 }
 
-/// Fetches the file, or all files of the directory, that `url` names (`ts://HOST:PORT/NAME`) to a directory, where they have the names that
-/// the server has for them. Each appears when it is whole. Blocks.
+/// Fetches the file, or all files of the directory, that `url` names (`ts://HOST:PORT/NAME`) to a
+/// directory, where they have the names that the server has for them. Each appears when it is
+/// whole. Blocks.
 ///
 /// # Errors
-/// [`Error::Io`] of what cannot be read, with the server's reason; [`Error::Write`]; [`Error::Remote`]; [`Error::Interrupted`].
+/// [`Error::Io`] of what cannot be read, with the server's reason; [`Error::Write`];
+/// [`Error::Remote`]; [`Error::Interrupted`].
 pub fn fetch(
     url: &str,
     directory: &Path,
@@ -92,9 +98,12 @@ pub fn fetch(
     let place = distant::place(url)
         .ok_or_else(|| misuse(format!("{url} is not of the form ts://HOST:PORT/NAME")))??;
     let timeout = ts_io::BackendOptions::default().timeout;
-    let listed =
-        place.server.list(&place.name, timeout).map_err(|failure| distant::unreadable(url, failure))?;
-    fs::create_dir_all(directory).map_err(|source| Error::Write { path: directory.into(), source })?;
+    let listed = place
+        .server
+        .list(&place.name, timeout)
+        .map_err(|failure| distant::unreadable(url, failure))?;
+    fs::create_dir_all(directory)
+        .map_err(|source| Error::Write { path: directory.into(), source })?;
     let mirror = Arc::new(Mirror::new(&place.server, directory, &listed, timeout, url)?);
     let serving = match &options.serve {
         Some((address, how)) => Some(start(&mirror, address, how)?),
@@ -146,9 +155,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Where others reach what listens here: the address from which this machine reaches the server, if it listens on all.
+/// Where others reach what listens here: the address from which this machine reaches the server, if
+/// it listens on all.
 fn reachable(own: &Address, server: &Address) -> String {
-    let (Address::Tcp(listening), Address::Tcp(server)) = (own, server) else { return own.to_string() };
+    let (Address::Tcp(listening), Address::Tcp(server)) = (own, server) else {
+        return own.to_string();
+    };
     let Ok(socket) = listening.parse::<SocketAddr>() else { return own.to_string() };
     if !socket.ip().is_unspecified() {
         return own.to_string();
@@ -161,10 +173,17 @@ fn reachable(own: &Address, server: &Address) -> String {
         probe.connect(towards).ok()?;
         probe.local_addr().ok()
     });
-    from.map_or_else(|| own.to_string(), |from| SocketAddr::new(from.ip(), socket.port()).to_string())
+    from.map_or_else(
+        || own.to_string(),
+        |from| SocketAddr::new(from.ip(), socket.port()).to_string(),
+    )
 }
 
-fn start(mirror: &Arc<Mirror>, address: &Address, options: &ServeOptions) -> Result<Serving, Error> {
+fn start(
+    mirror: &Arc<Mirror>,
+    address: &Address,
+    options: &ServeOptions,
+) -> Result<Serving, Error> {
     options.check(address)?;
     let pool = options.pool()?;
     let listener = Listener::bind(address, options.server.connection.timeout)?;
@@ -173,7 +192,11 @@ fn start(mirror: &Arc<Mirror>, address: &Address, options: &ServeOptions) -> Res
     let thread = std::thread::Builder::new().name("ts-fetch-serve".into());
     let thread = thread.spawn(move || {
         let session = |_: &str| {
-            RangeSession::new(Passing { mirror: Arc::clone(&mirror), pool: pool.clone(), open: Vec::new() })
+            RangeSession::new(Passing {
+                mirror: Arc::clone(&mirror),
+                pool: pool.clone(),
+                open: Vec::new(),
+            })
         };
         serve(&listener, &server, &mut || asked.load(Ordering::Relaxed), session, |_, _| {})
     });
@@ -213,20 +236,29 @@ impl Mirror {
     ) -> Result<Self, Error> {
         let file = |listed: &ListedFile| {
             let unfinished = listed.name.ends_with(".partial");
-            let target = path_in(directory, &listed.name).filter(|_| !unfinished).ok_or_else(|| {
-                Error::Remote(ts_remote::Error::Misuse(format!("the server names a file {:?}", listed.name)))
-            })?;
-            let opened =
-                server.open(&listed.name, timeout).map_err(|failure| distant::unreadable(url, failure))?;
+            let target =
+                path_in(directory, &listed.name).filter(|_| !unfinished).ok_or_else(|| {
+                    Error::Remote(ts_remote::Error::Misuse(format!(
+                        "the server names a file {:?}",
+                        listed.name
+                    )))
+                })?;
+            let opened = server
+                .open(&listed.name, timeout)
+                .map_err(|failure| distant::unreadable(url, failure))?;
             let written = |source| Error::Write { path: target.clone(), source };
             if let Some(parent) = target.parent() {
                 fs::create_dir_all(parent).map_err(written)?;
             }
             let partial = partial_of(&target).expect("it has a name");
-            let file = File::options().read(true).write(true).create(true).truncate(false).open(&partial);
+            let file =
+                File::options().read(true).write(true).create(true).truncate(false).open(&partial);
             let file = file.map_err(written)?;
             let busy = || {
-                written(std::io::Error::new(std::io::ErrorKind::WouldBlock, "another process writes it now"))
+                written(std::io::Error::new(
+                    std::io::ErrorKind::WouldBlock,
+                    "another process writes it now",
+                ))
             };
             file.try_lock().map_err(|_| busy())?;
             // It may have got its name between the two.
@@ -259,7 +291,8 @@ impl Mirror {
 
     /// All pieces of all files, in their order: file and number.
     fn pieces(&self) -> Vec<(usize, usize)> {
-        let of = |(at, file): (usize, &Fetching)| (0..file.there.len()).map(move |piece| (at, piece));
+        let of =
+            |(at, file): (usize, &Fetching)| (0..file.there.len()).map(move |piece| (at, piece));
         self.files.iter().enumerate().flat_map(of).collect()
     }
 }
@@ -326,7 +359,8 @@ impl Work<'_> {
         }
         let told = self.place.server.join(&self.place.name, own, lost, timeout);
         // Who cannot be asked, or names nobody that can be understood, is read from itself.
-        let address = told.ok().flatten().filter(|address| address != own && Some(&address[..]) != lost);
+        let address =
+            told.ok().flatten().filter(|address| address != own && Some(&address[..]) != lost);
         *from = address.and_then(|address| {
             let server = self.place.server.beside(address.parse().ok()?);
             Some(From { address, server })
@@ -349,7 +383,9 @@ impl Work<'_> {
             let (file, offset) = (&mirror.files[at], piece as u64 * PIECE);
             let len = PIECE.min(file.len - offset) as usize;
             let buffer = pool.allocate(len).map_err(ts_io::Error::from)?;
-            let Some(buffer) = self.read(file, offset, buffer, gone, timeout)? else { return Ok(()) };
+            let Some(buffer) = self.read(file, offset, buffer, gone, timeout)? else {
+                return Ok(());
+            };
             file.file.write_all_at(&buffer, offset).map_err(|error| file.written(error))?;
             file.there[piece].store(true, Ordering::Release);
             mirror.done.fetch_add(len as u64, Ordering::Relaxed);
@@ -360,7 +396,8 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// Reads from whoever is to be read from; when that one is gone from the next, and from the server at last.
+    /// Reads from whoever is to be read from; when that one is gone from the next, and from the
+    /// server at last.
     fn read(
         &self,
         file: &Fetching,
@@ -412,9 +449,11 @@ impl Files for Passing {
     fn read(&mut self, file: u64, offset: u64, len: usize) -> Result<Option<Bytes>, Refusal> {
         let failed = |reason: String| Refusal { kind: RefusalKind::Failed, reason };
         let open = usize::try_from(file).ok().and_then(|file| self.open.get(file));
-        let file = &self.mirror.files[*open.ok_or_else(|| failed(format!("no file {file} is open")))?];
+        let file =
+            &self.mirror.files[*open.ok_or_else(|| failed(format!("no file {file} is open")))?];
         let end = offset.saturating_add(len as u64).min(file.len);
-        let pieces = (offset / PIECE) as usize..(end.div_ceil(PIECE) as usize).max((offset / PIECE) as usize);
+        let pieces = (offset / PIECE) as usize
+            ..(end.div_ceil(PIECE) as usize).max((offset / PIECE) as usize);
         // What has not come yet is waited for, as memory is.
         if offset < end && !file.there[pieces].iter().all(|piece| piece.load(Ordering::Acquire)) {
             return Ok(None);
@@ -430,8 +469,9 @@ impl Files for Passing {
 
     fn list(&mut self, name: &str) -> Result<Vec<ListedFile>, Refusal> {
         let below = format!("{}/", name.trim_end_matches('/'));
-        let is_asked =
-            |file: &&Fetching| name.is_empty() || file.name == name || file.name.starts_with(&below);
+        let is_asked = |file: &&Fetching| {
+            name.is_empty() || file.name == name || file.name.starts_with(&below)
+        };
         let listed = |file: &Fetching| ListedFile { name: file.name.clone(), len: file.len };
         Ok(self.mirror.files.iter().filter(is_asked).map(listed).collect())
     }

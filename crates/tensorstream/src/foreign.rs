@@ -37,7 +37,8 @@ pub(crate) fn recognised(source: &Source) -> Option<Error> {
 /// The same for the first such file of a directory, by name.
 pub(crate) fn recognised_in(directory: &Path) -> Option<Error> {
     let is_candidate = |path: &PathBuf| {
-        path.extension().is_some_and(|e| SUFFIXES.iter().any(|suffix| e == *suffix)) && path.is_file()
+        path.extension().is_some_and(|e| SUFFIXES.iter().any(|suffix| e == *suffix))
+            && path.is_file()
     };
     let entries = std::fs::read_dir(directory).ok()?;
     let mut files: Vec<_> =
@@ -51,8 +52,8 @@ fn known(first: &[u8]) -> Option<Known> {
         [b'G', b'G', b'U', b'F', ..] => Some(GGUF),
         // torch.save writes a zip archive with a pickle in it.
         [b'P', b'K', 3, 4, ..] => Some(PICKLE),
-        // Before version 1.6 it wrote the pickle alone. A safetensors file that begins so would have a header of
-        // petabytes.
+        // Before version 1.6 it wrote the pickle alone. A safetensors file that begins so would
+        // have a header of petabytes.
         [0x80, 2..=5, _, _, _, _, high @ ..] if high != [0, 0] => Some(PICKLE),
         _ => None,
     }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tensors where the memory is not: the whole workspace under one name.
 //!
-//! [`Checkpoint`] joins what the parts keep apart: it opens a directory or file of safetensors, and makes
-//! units and an engine of it.
+//! [`Checkpoint`] joins what the parts keep apart: it opens a directory or file of safetensors, and
+//! makes units and an engine of it.
 //!
 //! ```no_run
 //! use tensorstream::Checkpoint;
@@ -21,8 +21,10 @@
 //! ```
 //!
 //! # Features
-//! `cli`, on by default: the program `tensorstream` and [`Bar`]. `object`: checkpoints on object storage and web servers.
-//! `remote`: tensors over a network, checkpoints on other machines, and their server; `tokio`: the same where it is awaited. `cuda`: GPUs of NVIDIA, by a driver that is loaded when there is one.
+//! `cli`, on by default: the program `tensorstream` and [`Bar`]. `object`: checkpoints on object
+//! storage and web servers. `remote`: tensors over a network, checkpoints on other machines, and
+//! their server; `tokio`: the same where it is awaited. `cuda`: GPUs of NVIDIA, by a driver that is
+//! loaded when there is one.
 #![forbid(unsafe_code)]
 
 mod atomic;
@@ -65,7 +67,8 @@ pub use read::Damage;
 pub use verify::{Verified, verify};
 pub use write::{FileWriter, Format, NewTensor, WriteOptions};
 pub use {
-    ts_format as format, ts_io as io, ts_orchestrator as orchestrator, ts_pool as pool, ts_streams as streams,
+    ts_format as format, ts_io as io, ts_orchestrator as orchestrator, ts_pool as pool,
+    ts_streams as streams,
 };
 
 #[cfg(feature = "remote")]

@@ -13,7 +13,8 @@ use crate::{Checkpoint, Error, Watch};
 
 /// Tensors are read together until there are so many bytes of them.
 const GROUP_BYTES: u64 = 16 << 20;
-/// What is read at a time into memory that is there: whole chunks, so that their checksums can be compared.
+/// What is read at a time into memory that is there: whole chunks, so that their checksums can be
+/// compared.
 const PIECE_BYTES: u64 = 2 * CHUNK_LEN;
 /// More memory than there can be, and few enough bytes to be added up.
 const UNLIMITED: usize = isize::MAX as usize / 16;
@@ -25,8 +26,8 @@ pub struct LoadOptions {
     pub verify: bool,
     /// Threads that compare and decode; 0 for as many as there are cores.
     pub jobs: usize,
-    /// How much memory [`Checkpoint::load_each`] may take for tensors that are not dropped yet, in bytes, if so little is
-    /// possible at all; `None` for as much as there is.
+    /// How much memory [`Checkpoint::load_each`] may take for tensors that are not dropped yet, in
+    /// bytes, if so little is possible at all; `None` for as much as there is.
     pub budget: Option<usize>,
 }
 
@@ -43,19 +44,19 @@ pub struct Loaded {
     pub name: String,
     /// Its element type and shape.
     pub meta: TensorMeta,
-    /// Its bytes, at the address modulo 64 that a mapping of the file would give them if that suits its elements, else at
-    /// a multiple of 64. Their memory is free when the last tensor is dropped of those that were read with them: 16 MiB,
-    /// but for larger ones, which are on their own.
+    /// Its bytes, at the address modulo 64 that a mapping of the file would give them if that suits
+    /// its elements, else at a multiple of 64. Their memory is free when the last tensor is dropped
+    /// of those that were read with them: 16 MiB, but for larger ones, which are on their own.
     pub bytes: TensorBytes,
 }
 
 impl Checkpoint {
-    /// Reads all tensors, in the order of their names: by the best backend there is, straight to memory on huge pages, and
-    /// what is compressed by way of a few small buffers. Blocks.
+    /// Reads all tensors, in the order of their names: by the best backend there is, straight to
+    /// memory on huge pages, and what is compressed by way of a few small buffers. Blocks.
     ///
     /// # Errors
-    /// [`Error::Io`] when reading fails; [`Error::Corrupt`] when bytes are not those that were written;
-    /// [`Error::Interrupted`]; [`Error::Engine`] when there is no memory or thread for it.
+    /// [`Error::Io`] when reading fails; [`Error::Corrupt`] when bytes are not those that were
+    /// written; [`Error::Interrupted`]; [`Error::Engine`] when there is no memory or thread for it.
     pub fn load(&self, options: LoadOptions, watch: &mut Watch<'_>) -> Result<Vec<Loaded>, Error> {
         let mut loaded = Vec::with_capacity(self.catalog().tensors().len());
         let keep = &mut |tensor| {
@@ -67,8 +68,9 @@ impl Checkpoint {
         Ok(loaded)
     }
 
-    /// As [`load`](Self::load), but gives each tensor to `take`, in the order in which they lie in the files, as soon as it
-    /// is there, and reads ahead meanwhile. Whatever `take` keeps counts to the budget.
+    /// As [`load`](Self::load), but gives each tensor to `take`, in the order in which they lie in
+    /// the files, as soon as it is there, and reads ahead meanwhile. Whatever `take` keeps counts
+    /// to the budget.
     ///
     /// # Errors
     /// As [`load`](Self::load), and those of `take`, which end it.
@@ -96,14 +98,20 @@ impl Checkpoint {
             config.budget_bytes = refusal.smallest_budget_bytes;
         }
         let engine = self.engine(units, config)?;
-        let mut progress =
-            Progress { done: 0, total: self.catalog().tensors().map(|tensor| tensor.range().len).sum() };
+        let mut progress = Progress {
+            done: 0,
+            total: self.catalog().tensors().map(|tensor| tensor.range().len).sum(),
+        };
         let pass = engine.begin_pass(&mut || watch(progress)).map_err(without_unit)?;
         for (number, tensors) in groups.iter().enumerate() {
             let lease = engine.acquire(Some(pass), UnitId(number as u32), &mut || watch(progress));
             let lease = lease.map_err(without_unit)?;
             for (index, tensor) in tensors.iter().enumerate() {
-                take(Loaded { name: tensor.name().into(), meta: tensor.meta(), bytes: lease.tensor(index) })?;
+                take(Loaded {
+                    name: tensor.name().into(),
+                    meta: tensor.meta(),
+                    bytes: lease.tensor(index),
+                })?;
                 progress.done += tensor.range().len;
             }
             // A wait asks, but there may be none.
@@ -114,12 +122,13 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Fills memory that is there with tensors, each given by its name and of just their length: from the page cache what it
-    /// holds, the rest past it. Takes some 2 MiB of memory for each of 16 threads, or as many as there are jobs. Blocks.
+    /// Fills memory that is there with tensors, each given by its name and of just their length:
+    /// from the page cache what it holds, the rest past it. Takes some 2 MiB of memory for each of
+    /// 16 threads, or as many as there are jobs. Blocks.
     ///
     /// # Errors
-    /// As [`load`](Self::load); [`Error::Format`] when there is no such tensor, or it is of another length. What the memory
-    /// holds after an error is undefined.
+    /// As [`load`](Self::load); [`Error::Format`] when there is no such tensor, or it is of another
+    /// length. What the memory holds after an error is undefined.
     pub fn load_into(
         &self,
         targets: Vec<(&str, &mut [u8])>,
@@ -130,8 +139,11 @@ impl Checkpoint {
         for (name, target) in targets {
             let tensor = self.catalog().require(name)?;
             if tensor.range().len != target.len() as u64 {
-                let reason =
-                    format!("{tensor:?} is of {} bytes and goes to {}", tensor.range().len, target.len());
+                let reason = format!(
+                    "{tensor:?} is of {} bytes and goes to {}",
+                    tensor.range().len,
+                    target.len()
+                );
                 return Err(ts_format::Error::BadAssembly { tensor: name.into(), reason }.into());
             }
             wanted.push((tensor, target));
@@ -140,18 +152,22 @@ impl Checkpoint {
         let (tensors, targets): (Vec<_>, Vec<_>) = wanted.into_iter().unzip();
         let lens: Vec<u64> = targets.iter().map(|target| target.len() as u64).collect();
         // Each piece is taken by one thread.
-        let pieces =
-            targets.into_iter().map(|target| target.chunks_mut(PIECE_BYTES as usize).map(Mutex::new));
+        let pieces = targets
+            .into_iter()
+            .map(|target| target.chunks_mut(PIECE_BYTES as usize).map(Mutex::new));
         let pieces: Vec<Vec<Mutex<&mut [u8]>>> = pieces.map(Iterator::collect).collect();
         let fill = |reader: &mut Reader, index: usize, begin: u64, _: usize| {
             let piece = &pieces[index][(begin / PIECE_BYTES) as usize];
-            let (whole, mut piece) = (tensors[index].range(), piece.lock().expect("nobody panics with it"));
+            let (whole, mut piece) =
+                (tensors[index].range(), piece.lock().expect("nobody panics with it"));
             let len = piece.len() as u64;
             match options.verify {
                 true => reader.read_checked(self, tensors[index], begin, &mut piece),
-                false => {
-                    reader.read(self, ByteRange { offset: whole.offset + begin, len, ..whole }, &mut piece)
-                }
+                false => reader.read(
+                    self,
+                    ByteRange { offset: whole.offset + begin, len, ..whole },
+                    &mut piece,
+                ),
             }
         };
         over_pieces(&lens, PIECE_BYTES, options.jobs, watch, Readers::reader, fill, |_, _, ()| ())
@@ -189,6 +205,7 @@ fn without_unit(error: ts_orchestrator::Error) -> Error {
 
 fn unit_tensor(checkpoint: &Checkpoint, tensor: Tensor<'_>) -> UnitTensor {
     let element = u64::from(tensor.dtype().bits().div_ceil(8));
-    let phase = if tensor.range().offset.is_multiple_of(element) { Phase::Mapped } else { Phase::At(0) };
+    let phase =
+        if tensor.range().offset.is_multiple_of(element) { Phase::Mapped } else { Phase::At(0) };
     UnitTensor::new(checkpoint.catalog(), tensor.name(), tensor.entry(), phase)
 }

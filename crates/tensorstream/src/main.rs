@@ -30,8 +30,8 @@ impl Signals {
 
         let (received, again) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
         for signal in [SIGINT, SIGTERM] {
-            // The order counts: the first signal sets the flag after the check. One that cannot be caught keeps its
-            // usual effect.
+            // The order counts: the first signal sets the flag after the check. One that cannot be
+            // caught keeps its usual effect.
             let _ = flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&again))
                 .and_then(|_| flag::register(signal, Arc::clone(&again)))
                 .and_then(|_| flag::register_usize(signal, Arc::clone(&received), signal as usize));

@@ -4,16 +4,18 @@
 use std::fs;
 use std::path::Path;
 
-/// Memory that this process could still take without swapping and without giving up pages that it uses, in bytes: what the
-/// system calls available, or what its memory cgroup or any above that leaves, if that is less. `None` where none of
-/// them can be read.
+/// Memory that this process could still take without swapping and without giving up pages that it
+/// uses, in bytes: what the system calls available, or what its memory cgroup or any above that
+/// leaves, if that is less. `None` where none of them can be read.
 ///
-/// Page cache counts as available, but not the pages of it that programs have mapped: those are code and data in use, and a
-/// process whose code is read from disk again and again makes no progress.
+/// Page cache counts as available, but not the pages of it that programs have mapped: those are
+/// code and data in use, and a process whose code is read from disk again and again makes no
+/// progress.
 pub fn available_bytes() -> Option<u64> {
     let system = meminfo_available(&fs::read_to_string("/proc/meminfo").ok()?);
     let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let group = cgroups.lines().filter_map(|line| hierarchy_left(line, Path::new("/sys/fs/cgroup"))).min();
+    let group =
+        cgroups.lines().filter_map(|line| hierarchy_left(line, Path::new("/sys/fs/cgroup"))).min();
     [system, group].into_iter().flatten().min()
 }
 
@@ -22,7 +24,8 @@ fn meminfo_available(meminfo: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The files of a version of the memory controller: limits, usage, and the lines of the statistics for cached and mapped pages.
+/// The files of a version of the memory controller: limits, usage, and the lines of the statistics
+/// for cached and mapped pages.
 struct Controller {
     root: &'static str,
     limits: &'static [&'static str],
@@ -46,8 +49,8 @@ const V2: Controller = Controller {
     mapped: "file_mapped",
 };
 
-/// What the group of one line of /proc/self/cgroup leaves, or the one of its ancestors that leaves less. The line is
-/// `id:controllers:path`, without controllers for version 2.
+/// What the group of one line of /proc/self/cgroup leaves, or the one of its ancestors that leaves
+/// less. The line is `id:controllers:path`, without controllers for version 2.
 fn hierarchy_left(line: &str, mount: &Path) -> Option<u64> {
     let mut fields = line.splitn(3, ':').skip(1);
     let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
@@ -84,11 +87,13 @@ impl Controller {
 
 /// A size that could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no size: write bytes (629145600) or a number with a unit (600MiB, 0.5GiB, 1.5GB)")]
+#[error(
+    "`{0}` is no size: write bytes (629145600) or a number with a unit (600MiB, 0.5GiB, 1.5GB)"
+)]
 pub struct BadSize(String);
 
-/// Reads a size: a number and, optionally, one of B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB
-/// (powers of 1024), in any case. Fractions are rounded down to bytes.
+/// Reads a size: a number and, optionally, one of B, KB, MB, GB, TB (powers of 1000) or KiB, MiB,
+/// GiB, TiB (powers of 1024), in any case. Fractions are rounded down to bytes.
 ///
 /// # Errors
 /// [`BadSize`] for anything else, negative and non-finite numbers included.
@@ -156,7 +161,11 @@ mod tests {
         );
         write(
             "memory/a",
-            &[("memory.limit_in_bytes", "1000\n"), ("memory.usage_in_bytes", "900\n"), ("memory.stat", stat)],
+            &[
+                ("memory.limit_in_bytes", "1000\n"),
+                ("memory.usage_in_bytes", "900\n"),
+                ("memory.stat", stat),
+            ],
         );
         write("memory/a/b", &[("memory.limit_in_bytes", "2000"), ("memory.usage_in_bytes", "600")]);
         assert_eq!(

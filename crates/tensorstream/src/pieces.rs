@@ -21,9 +21,11 @@ pub(crate) fn threads(jobs: usize) -> usize {
     if jobs > 0 { jobs } else { std::thread::available_parallelism().map_or(1, usize::from) }
 }
 
-/// Has `work` done for each piece of tensors of these lengths, `piece_len` bytes or what is left of its tensor: it is given a
-/// tensor's index, the piece's first byte and its length. On threads enough to keep storage busy, `jobs` of which decode and
-/// compare at a time; each has a state that `begin` makes with a reader. `take` gets what comes of it, in no order, on the calling thread. The first error ends it.
+/// Has `work` done for each piece of tensors of these lengths, `piece_len` bytes or what is left of
+/// its tensor: it is given a tensor's index, the piece's first byte and its length. On threads
+/// enough to keep storage busy, `jobs` of which decode and compare at a time; each has a state that
+/// `begin` makes with a reader. `take` gets what comes of it, in no order, on the calling thread.
+/// The first error ends it.
 pub(crate) fn over_pieces<S, T: Send>(
     lens: &[u64],
     piece_len: u64,
@@ -50,7 +52,9 @@ pub(crate) fn over_pieces<S, T: Send>(
             scope.spawn(move || {
                 let mut state = begin(readers);
                 let next = || pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
-                while let Some((index, begin, len)) = next().filter(|_| !stop.load(Ordering::Relaxed)) {
+                while let Some((index, begin, len)) =
+                    next().filter(|_| !stop.load(Ordering::Relaxed))
+                {
                     let result = work(&mut state, index, begin, len);
                     // Nobody listens any more once something failed.
                     let _ = results.send((index, begin, len, result));

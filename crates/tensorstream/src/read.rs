@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Bytes of a checkpoint, wherever its files keep them and however: read, compared with their checksums, decoded.
+//! Bytes of a checkpoint, wherever its files keep them and however: read, compared with their
+//! checksums, decoded.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -13,7 +14,10 @@ use crate::{Checkpoint, Error};
 
 /// Bytes that are not what was written.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{}: tensor `{tensor}`: {len} bytes at byte {offset} {what}: the file is damaged", path.display())]
+#[error(
+    "{}: tensor `{tensor}`: {len} bytes at byte {offset} {what}: the file is damaged",
+    path.display()
+)]
 pub struct Damage {
     /// The file.
     pub path: PathBuf,
@@ -30,21 +34,32 @@ pub struct Damage {
 pub(crate) const WRONG_SUM: &str = "do not have their checksum";
 
 impl Checkpoint {
-    /// Reads a block of a tensor into `buffer`: of each dimension the elements `begin..end`, row-major. Only the chunks and
-    /// bytes that it needs; a whole tensor is compared with its checksums, parts of one only where they are compressed. Blocks.
+    /// Reads a block of a tensor into `buffer`: of each dimension the elements `begin..end`,
+    /// row-major. Only the chunks and bytes that it needs; a whole tensor is compared with its
+    /// checksums, parts of one only where they are compressed. Blocks.
     ///
     /// # Errors
-    /// [`Error::Format`] when there is no such tensor, or not such a block of it; [`Error::Io`], [`Error::Corrupt`].
+    /// [`Error::Format`] when there is no such tensor, or not such a block of it; [`Error::Io`],
+    /// [`Error::Corrupt`].
     ///
     /// # Panics
     /// If `buffer` is not as long as the block.
-    pub fn read_block(&self, name: &str, block: &[Range<u64>], buffer: &mut [u8]) -> Result<(), Error> {
+    pub fn read_block(
+        &self,
+        name: &str,
+        block: &[Range<u64>],
+        buffer: &mut [u8],
+    ) -> Result<(), Error> {
         let tensor = self.catalog().require(name)?;
         let (shape, bits) = (tensor.shape(), u64::from(tensor.dtype().bits()));
-        let within =
-            |(dimension, &n): (&Range<u64>, &u64)| dimension.start <= dimension.end && dimension.end <= n;
+        let within = |(dimension, &n): (&Range<u64>, &u64)| {
+            dimension.start <= dimension.end && dimension.end <= n
+        };
         let whole = block.iter().zip(shape).all(|(dimension, &n)| *dimension == (0..n));
-        if block.len() != shape.len() || !block.iter().zip(shape).all(within) || (bits < 8 && !whole) {
+        if block.len() != shape.len()
+            || !block.iter().zip(shape).all(within)
+            || (bits < 8 && !whole)
+        {
             let reason = format!("{block:?} is no block of {:?} that can be read", tensor);
             return Err(ts_format::Error::BadAssembly { tensor: name.into(), reason }.into());
         }
@@ -65,13 +80,15 @@ impl Checkpoint {
     }
 }
 
-/// The runs of bytes that a block of a tensor is made of, in their order: where each begins, and its length.
+/// The runs of bytes that a block of a tensor is made of, in their order: where each begins, and
+/// its length.
 fn runs(shape: &[u64], block: &[Range<u64>], element: u64) -> Vec<(u64, u64)> {
     if block.iter().any(Range::is_empty) {
         return Vec::new();
     }
     // Dimensions behind the last one that is cut are in one piece.
-    let cut = block.iter().zip(shape).rposition(|(dimension, &n)| *dimension != (0..n)).unwrap_or(0);
+    let cut =
+        block.iter().zip(shape).rposition(|(dimension, &n)| *dimension != (0..n)).unwrap_or(0);
     let stride = |dimension: usize| shape[dimension + 1..].iter().product::<u64>() * element;
     let len = (block[cut].end - block[cut].start) * stride(cut);
     let mut begins = vec![block[cut].start * stride(cut)];
@@ -86,15 +103,16 @@ fn runs(shape: &[u64], block: &[Range<u64>], element: u64) -> Vec<(u64, u64)> {
     begins.into_iter().map(|begin| (begin, len)).collect()
 }
 
-/// Reads ranges of a checkpoint, each piece into memory that is used again: through the page cache, or, if [`Readers`] made
-/// it, past it. One for each thread.
+/// Reads ranges of a checkpoint, each piece into memory that is used again: through the page cache,
+/// or, if [`Readers`] made it, past it. One for each thread.
 #[derive(Debug, Default)]
 pub(crate) struct Reader {
     direct: Option<DirectReader>,
     turns: Option<Arc<Turns>>,
     /// A chunk as it lies in the file,
     stored: Vec<u8>,
-    /// and one of which not all is wanted, decoded, with its place: the next run may want more of it.
+    /// and one of which not all is wanted, decoded, with its place: the next run may want more of
+    /// it.
     decoded: Vec<u8>,
     decoded_of: Option<(FileId, u64)>,
     scratch: Scratch,
@@ -136,8 +154,8 @@ impl Reader {
         Ok(source.verify(range.offset)?)
     }
 
-    /// Fills `out` with a part of a tensor, from its byte `begin` on, which chunks begin at. Whatever has checksums is
-    /// compared with them.
+    /// Fills `out` with a part of a tensor, from its byte `begin` on, which chunks begin at.
+    /// Whatever has checksums is compared with them.
     pub(crate) fn read_checked(
         &mut self,
         checkpoint: &Checkpoint,
@@ -166,7 +184,12 @@ impl Reader {
     }
 
     /// Fills `out` with bytes that are kept compressed.
-    fn decode(&mut self, checkpoint: &Checkpoint, range: ByteRange, out: &mut [u8]) -> Result<(), Error> {
+    fn decode(
+        &mut self,
+        checkpoint: &Checkpoint,
+        range: ByteRange,
+        out: &mut [u8],
+    ) -> Result<(), Error> {
         let mut rest = out;
         for part in checkpoint.catalog().chunk_parts(range) {
             let (now, later) = rest.split_at_mut(part.len as usize);
@@ -190,7 +213,8 @@ impl Reader {
         if rest.is_empty() {
             return Ok(());
         }
-        let reason = format!("{} bytes at {} are in no tensor that is compressed", range.len, range.offset);
+        let reason =
+            format!("{} bytes at {} are in no tensor that is compressed", range.len, range.offset);
         Err(ts_format::Error::BadAssembly { tensor: String::new(), reason }.into())
     }
 
@@ -242,7 +266,8 @@ impl Readers {
     /// A window, in bytes: a chunk or two wherever they begin.
     const WINDOW: usize = (2 << 20) + (64 << 10);
 
-    /// For `count` readers, `jobs` of which compare and decode at a time while the others wait for storage.
+    /// For `count` readers, `jobs` of which compare and decode at a time while the others wait for
+    /// storage.
     pub(crate) fn new(count: usize, jobs: usize) -> Self {
         let bytes = count * Self::WINDOW;
         let turns = Turns { free: Mutex::new(jobs.max(1)), freed: Condvar::new() };
@@ -267,7 +292,8 @@ impl Turns {
     /// Waits for a turn, which ends when what it gives is dropped.
     fn take(&self) -> Turn<'_> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut free = self.freed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
+        let mut free =
+            self.freed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
         *free -= 1;
         Turn(self)
     }
@@ -282,7 +308,12 @@ impl Drop for Turn<'_> {
     }
 }
 
-pub(crate) fn damage(checkpoint: &Checkpoint, tensor: &str, place: ByteRange, what: String) -> Damage {
+pub(crate) fn damage(
+    checkpoint: &Checkpoint,
+    tensor: &str,
+    place: ByteRange,
+    what: String,
+) -> Damage {
     let path = checkpoint.sources()[place.file.0 as usize].path().to_path_buf();
     Damage { path, tensor: tensor.into(), offset: place.offset, len: place.len, what }
 }
@@ -312,7 +343,8 @@ mod tests {
                     }));
                 }
             }
-            let bytes = runs(&shape, &block, 2).into_iter().flat_map(|(begin, len)| begin..begin + len);
+            let bytes =
+                runs(&shape, &block, 2).into_iter().flat_map(|(begin, len)| begin..begin + len);
             assert!(bytes.eq(expected), "{block:?}");
         }
         let row = 2..5;

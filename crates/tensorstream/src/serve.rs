@@ -35,7 +35,8 @@ pub struct ServeOptions {
 }
 
 impl Default for ServeOptions {
-    /// 256 MiB of memory; an address that only this computer reaches, or a token; no links to elsewhere.
+    /// 256 MiB of memory; an address that only this computer reaches, or a token; no links to
+    /// elsewhere.
     fn default() -> Self {
         let server = ServerOptions::default();
         Self { server, memory_bytes: 256 << 20, insecure: false, follow_symlinks: false }
@@ -44,12 +45,15 @@ impl Default for ServeOptions {
 
 impl ServeOptions {
     /// # Errors
-    /// [`Error::Remote`] of an address that others could reach who need neither token nor certificate.
+    /// [`Error::Remote`] of an address that others could reach who need neither token nor
+    /// certificate.
     pub(crate) fn check(&self, address: &Address) -> Result<(), Error> {
-        let open = self.server.connection.token.is_none() && self.server.tls.is_none() && !self.insecure;
+        let open =
+            self.server.connection.token.is_none() && self.server.tls.is_none() && !self.insecure;
         if open && address.is_public() {
             return Err(ts_remote::Error::Misuse(format!(
-                "{address} can be reached from elsewhere: give a token or certificates, or say that everybody may read"
+                "{address} can be reached from elsewhere: give a token or certificates, or say \
+                 that everybody may read"
             ))
             .into());
         }
@@ -63,15 +67,17 @@ impl ServeOptions {
     }
 }
 
-/// Serves the files below a directory, to be read as `ts://HOST:PORT/NAME`, until `stop` says so, which is asked at least every 50 ms.
-/// `began` is told the address; `log` hears why connections end. Blocks.
+/// Serves the files below a directory, to be read as `ts://HOST:PORT/NAME`, until `stop` says so,
+/// which is asked at least every 50 ms. `began` is told the address; `log` hears why connections
+/// end. Blocks.
 ///
-/// Not served are names with a part that begins with a dot, unfinished files (`.partial`), and what symbolic links lead to outside of
-/// the directory, unless [`ServeOptions::follow_symlinks`] says so.
+/// Not served are names with a part that begins with a dot, unfinished files (`.partial`), and what
+/// symbolic links lead to outside of the directory, unless [`ServeOptions::follow_symlinks`] says
+/// so.
 ///
 /// # Errors
-/// [`Error::Remote`] when it cannot listen there, or when others could reach the address and it asks for neither token nor
-/// certificate; [`Error::Io`] when the directory is none.
+/// [`Error::Remote`] when it cannot listen there, or when others could reach the address and it
+/// asks for neither token nor certificate; [`Error::Io`] when the directory is none.
 pub fn serve_weights(
     directory: &Path,
     address: &Address,
@@ -80,9 +86,13 @@ pub fn serve_weights(
     began: impl FnOnce(&Address),
     log: impl FnMut(&str, &ts_remote::Error),
 ) -> Result<ServerStats, Error> {
-    let root = std::fs::canonicalize(directory).map_err(|e| crate::checkpoint::open_error(directory, e))?;
+    let root = std::fs::canonicalize(directory)
+        .map_err(|e| crate::checkpoint::open_error(directory, e))?;
     if !root.is_dir() {
-        return Err(crate::checkpoint::open_error(directory, std::io::ErrorKind::NotADirectory.into()));
+        return Err(crate::checkpoint::open_error(
+            directory,
+            std::io::ErrorKind::NotADirectory.into(),
+        ));
     }
     options.check(address)?;
     let pool = options.pool()?;
@@ -125,7 +135,8 @@ const MAX_FETCHING: usize = 1024;
 /// The longest address of one who serves on.
 const MAX_ADDRESS: usize = 256;
 
-/// Who fetches what and serves it on: each reads from the one before it, the first from this server.
+/// Who fetches what and serves it on: each reads from the one before it, the first from this
+/// server.
 #[derive(Debug, Default)]
 struct Chain(BTreeMap<String, Vec<String>>);
 
@@ -136,7 +147,8 @@ impl Chain {
         }
         let links = self.0.entry(name.into()).or_default();
         links.retain(|link| Some(&link[..]) != lost);
-        // Who joined before reads from who was there before it: nobody reads from who reads from it.
+        // Who joined before reads from who was there before it: nobody reads from who reads from
+        // it.
         let place = links.iter().position(|link| link == address).unwrap_or_else(|| {
             if links.len() < MAX_FETCHING {
                 links.push(address.into());
@@ -175,8 +187,9 @@ fn is_private(name: &str) -> bool {
 impl Directory {
     /// Where the file or directory of a name is. No name is the whole directory's.
     fn served(&self, name: &str) -> Result<PathBuf, Refusal> {
-        let unknown =
-            || refusal(RefusalKind::NotFound, format!("{name:?} is no name of a file that is served"));
+        let unknown = || {
+            refusal(RefusalKind::NotFound, format!("{name:?} is no name of a file that is served"))
+        };
         if name.is_empty() {
             return Ok(self.root.clone());
         }
@@ -185,15 +198,18 @@ impl Directory {
         }
         let path = path_in(&self.root, name).ok_or_else(unknown)?;
         if self.leads_out(&path) {
-            let why = "a link that leads out of the directory; serve-weights --follow-symlinks serves it";
+            let why =
+                "a link that leads out of the directory; serve-weights --follow-symlinks serves it";
             return Err(refusal(RefusalKind::NotFound, format!("{name:?}: {why}")));
         }
         Ok(path)
     }
 
-    /// Whether links on the way to a file lead to where nothing is to be served from. What is not there leads nowhere.
+    /// Whether links on the way to a file lead to where nothing is to be served from. What is not
+    /// there leads nowhere.
     fn leads_out(&self, path: &Path) -> bool {
-        !self.follow_symlinks && std::fs::canonicalize(path).is_ok_and(|real| !real.starts_with(&self.root))
+        !self.follow_symlinks
+            && std::fs::canonicalize(path).is_ok_and(|real| !real.starts_with(&self.root))
     }
 
     /// What a client may know of an error: no paths of this machine.
@@ -213,13 +229,16 @@ impl Files for Directory {
         let path = self.served(name)?;
         let source = Source::open(&path).map_err(|error| self.refused(&error))?;
         let print = source.fingerprint();
-        let since = print.modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
-        let numbers = [print.identity.0, print.identity.1, since.map_or(0, |since| since.as_nanos() as u64)];
+        let since =
+            print.modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+        let numbers =
+            [print.identity.0, print.identity.1, since.map_or(0, |since| since.as_nanos() as u64)];
         let version = numbers.into_iter().flat_map(u64::to_le_bytes).collect();
         // The same file again is the one that is open.
         let same = |open: &Arc<Source>| open.path() == source.path() && open.fingerprint() == print;
         let len = source.len();
-        let known = self.open.iter().position(|(_, open)| same(open)).and_then(|at| self.open.remove(at));
+        let known =
+            self.open.iter().position(|(_, open)| same(open)).and_then(|at| self.open.remove(at));
         let (id, source) = known.unwrap_or_else(|| {
             self.opened += 1;
             (self.opened, source)
@@ -242,7 +261,9 @@ impl Files for Directory {
             Err(error) if error.kind() == ts_pool::ErrorKind::Full => return Ok(None),
             Err(error) => return Err(refusal(RefusalKind::Failed, error.to_string())),
         };
-        let read = source.read_at(offset, &mut buffer).and_then(|read| source.verify(offset).map(|()| read));
+        let read = source
+            .read_at(offset, &mut buffer)
+            .and_then(|read| source.verify(offset).map(|()| read));
         let read = read.map_err(|error| self.refused(&error))?;
         drop(buffer.split_off(read));
         Ok(Some(Bytes::from_owner(Sent(buffer.freeze()))))
@@ -264,11 +285,14 @@ impl Files for Directory {
             }
             let Ok(entries) = std::fs::read_dir(&path) else { continue };
             for entry in entries.flatten() {
-                let is_link = entry.file_type().is_ok_and(|kind| kind.is_symlink() && entry.path().is_dir());
+                let is_link =
+                    entry.file_type().is_ok_and(|kind| kind.is_symlink() && entry.path().is_dir());
                 // Links to directories may go in circles.
-                let listed = |own: &&str| !is_private(own) && !is_link && !self.leads_out(&entry.path());
+                let listed =
+                    |own: &&str| !is_private(own) && !is_link && !self.leads_out(&entry.path());
                 if let Some(own) = entry.file_name().to_str().filter(listed) {
-                    let below = if name.is_empty() { own.to_string() } else { format!("{name}/{own}") };
+                    let below =
+                        if name.is_empty() { own.to_string() } else { format!("{name}/{own}") };
                     left.push((entry.path(), below));
                 }
                 if files.len() + left.len() > MAX_LISTED {

@@ -3,8 +3,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use ts_format::{
-    CHUNK_LEN, Codec, Compression, ContainerWriter, Digest, Error as FormatError, SafetensorsLayout,
-    TensorMeta,
+    CHUNK_LEN, Codec, Compression, ContainerWriter, Digest, Error as FormatError,
+    SafetensorsLayout, TensorMeta,
 };
 use ts_io::Source;
 use ts_io::fault::WriteFaults;
@@ -22,7 +22,8 @@ pub struct NewTensor {
     pub name: String,
     /// Its element type and shape.
     pub meta: TensorMeta,
-    /// Where its data shall begin, modulo 64. `.ts` files keep this, 0 if `None`; safetensors files cannot.
+    /// Where its data shall begin, modulo 64. `.ts` files keep this, 0 if `None`; safetensors files
+    /// cannot.
     pub phase: Option<u8>,
 }
 
@@ -33,11 +34,11 @@ pub struct WriteOptions {
     pub compression: Compression,
     /// Threads that compress; 0 for as many as there are cores.
     pub jobs: usize,
-    /// After so many bytes of tensors [`convert`](crate::convert()) makes sure that it can go on behind them; 1 GiB by
-    /// default. See there.
+    /// After so many bytes of tensors [`convert`](crate::convert()) makes sure that it can go on
+    /// behind them; 1 GiB by default. See there.
     pub checkpoint_bytes: u64,
-    /// The most bytes of tensors that [`convert`](crate::convert()) puts into one shard, where it writes such; 5 GB by
-    /// default. A larger tensor has a shard of its own.
+    /// The most bytes of tensors that [`convert`](crate::convert()) puts into one shard, where it
+    /// writes such; 5 GB by default. A larger tensor has a shard of its own.
     pub max_shard_bytes: u64,
     /// What goes wrong on purpose, in tests.
     pub faults: WriteFaults,
@@ -46,7 +47,13 @@ pub struct WriteOptions {
 impl Default for WriteOptions {
     fn default() -> Self {
         let (compression, faults) = (Compression::None, WriteFaults::default());
-        Self { compression, jobs: 0, checkpoint_bytes: 1 << 30, max_shard_bytes: 5_000_000_000, faults }
+        Self {
+            compression,
+            jobs: 0,
+            checkpoint_bytes: 1 << 30,
+            max_shard_bytes: 5_000_000_000,
+            faults,
+        }
     }
 }
 
@@ -91,11 +98,13 @@ fn holds(
 /// The key under which an unfinished file says what it is being made of.
 const JOURNAL: &str = "tensorstream.unfinished";
 
-/// Writes a `.ts` or `.safetensors` file that appears whole or not at all, or appends to a `.ts` file.
+/// Writes a `.ts` or `.safetensors` file that appears whole or not at all, or appends to a `.ts`
+/// file.
 ///
-/// All tensors are declared first, or, of a `.ts` file, also later by [`push`](Self::push); [`write`](Self::write) takes
-/// their bytes in the order that [`order`](Self::order) says, and [`commit`](Self::commit) gives the file its name, or
-/// what was appended its validity. If it is dropped before that, or the process dies, what was there before still is.
+/// All tensors are declared first, or, of a `.ts` file, also later by [`push`](Self::push);
+/// [`write`](Self::write) takes their bytes in the order that [`order`](Self::order) says, and
+/// [`commit`](Self::commit) gives the file its name, or what was appended its validity. If it is
+/// dropped before that, or the process dies, what was there before still is.
 #[derive(Debug)]
 pub struct FileWriter {
     path: PathBuf,
@@ -130,12 +139,12 @@ enum Way {
 }
 
 impl FileWriter {
-    /// Begins a file, in the format of its suffix. Waits for another process that writes the same one;
-    /// `interrupt` is asked every 20 ms and ends the wait by returning true.
+    /// Begins a file, in the format of its suffix. Waits for another process that writes the same
+    /// one; `interrupt` is asked every 20 ms and ends the wait by returning true.
     ///
     /// # Errors
-    /// [`Error::UnknownSuffix`], [`Error::Format`] when a tensor cannot be written, [`Error::Write`] when the
-    /// system refuses, [`Error::Compression`], [`Error::Interrupted`].
+    /// [`Error::UnknownSuffix`], [`Error::Format`] when a tensor cannot be written,
+    /// [`Error::Write`] when the system refuses, [`Error::Compression`], [`Error::Interrupted`].
     pub fn create(
         path: &Path,
         tensors: Vec<NewTensor>,
@@ -158,7 +167,9 @@ impl FileWriter {
         encoders: Vec<Encoders>,
     ) -> Result<Self, Error> {
         let (order, header, container) = match Format::of(path)? {
-            Format::Container => ((0..tensors.len()).collect(), None, Some(ContainerWriter::new(metadata))),
+            Format::Container => {
+                ((0..tensors.len()).collect(), None, Some(ContainerWriter::new(metadata)))
+            }
             Format::Safetensors => {
                 let named: Vec<_> = tensors.iter().map(|t| (t.name.as_str(), &t.meta)).collect();
                 let layout = SafetensorsLayout::new(&named, &metadata)?;
@@ -178,8 +189,8 @@ impl FileWriter {
         Ok(this)
     }
 
-    /// A file in memory, which [`into_bytes`](Self::into_bytes) gives in the end. Errors call it `name`, whose suffix says the
-    /// format.
+    /// A file in memory, which [`into_bytes`](Self::into_bytes) gives in the end. Errors call it
+    /// `name`, whose suffix says the format.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -202,7 +213,8 @@ impl FileWriter {
         encoders: Vec<Encoders>,
     ) -> Self {
         let (path, order) = (path.to_path_buf(), (0..tensors.len()).collect());
-        let (at, missing, growing, way, batch, failed) = (0, None, false, Way::AsItIs, Vec::new(), false);
+        let (at, missing, growing, way, batch, failed) =
+            (0, None, false, Way::AsItIs, Vec::new(), false);
         Self {
             path,
             file,
@@ -220,9 +232,10 @@ impl FileWriter {
         }
     }
 
-    /// As [`create`](Self::create), but `None` when `path` is there and holds just these tensors and this metadata:
-    /// then there is nothing to write. With a `fingerprint` it must be that of the content too. Of several
-    /// processes that write the same file, one does and the others wait and get `None`.
+    /// As [`create`](Self::create), but `None` when `path` is there and holds just these tensors
+    /// and this metadata: then there is nothing to write. With a `fingerprint` it must be that of
+    /// the content too. Of several processes that write the same file, one does and the others wait
+    /// and get `None`.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -241,7 +254,8 @@ impl FileWriter {
                 return Ok(false);
             }
             // Who has the content, and so its fingerprint, may give it up once it is in the file.
-            let found = fingerprint.map(|_| crate::verify(path, 0, &mut |_| interrupt())).transpose();
+            let found =
+                fingerprint.map(|_| crate::verify(path, 0, &mut |_| interrupt())).transpose();
             match found {
                 Ok(found) => Ok(found.is_none_or(|found| found.damaged.is_empty())),
                 Err(Error::Interrupted) => Err(Error::Interrupted),
@@ -260,14 +274,15 @@ impl FileWriter {
         Self::begin_file(Some(claim), path, tensors, metadata.clone(), options, encoders).map(Some)
     }
 
-    /// Goes on with a `.ts` file that is there: adds tensors, which take the place of those of the same name, takes away
-    /// those in `remove`, and sets `metadata`, key by key. All of it counts from [`commit`](Self::commit) on, and none of it
-    /// before. What is not used any more takes room until [`compact`](crate::compact()). Waits as [`create`](Self::create)
-    /// does. Who has the file open sees in its next read that it has changed.
+    /// Goes on with a `.ts` file that is there: adds tensors, which take the place of those of the
+    /// same name, takes away those in `remove`, and sets `metadata`, key by key. All of it counts
+    /// from [`commit`](Self::commit) on, and none of it before. What is not used any more takes
+    /// room until [`compact`](crate::compact()). Waits as [`create`](Self::create) does. Who has
+    /// the file open sees in its next read that it has changed.
     ///
     /// # Errors
-    /// As [`create`](Self::create) and [`Checkpoint::open`]; [`Error::Format`] when a tensor to be taken away is not there, or
-    /// the file is no `.ts` file or one of a later minor version.
+    /// As [`create`](Self::create) and [`Checkpoint::open`]; [`Error::Format`] when a tensor to be
+    /// taken away is not there, or the file is no `.ts` file or one of a later minor version.
     pub fn append(
         path: &Path,
         tensors: Vec<NewTensor>,
@@ -301,15 +316,21 @@ impl FileWriter {
             container.end(),
             expected(&tensors, &options),
         )?;
-        let mut this =
-            Self::over(path, Target::File(Box::new(file)), options, tensors, Some(container), encoders);
+        let mut this = Self::over(
+            path,
+            Target::File(Box::new(file)),
+            options,
+            tensors,
+            Some(container),
+            encoders,
+        );
         this.advance()?;
         Ok(this)
     }
 
     /// As [`create`](Self::create), but goes on with what a writer before it left at its last
-    /// [`checkpoint`](Self::checkpoint), if that was for the same tensors, metadata, options and `origin`, which says where
-    /// the bytes come from.
+    /// [`checkpoint`](Self::checkpoint), if that was for the same tensors, metadata, options and
+    /// `origin`, which says where the bytes come from.
     pub(crate) fn resume(
         path: &Path,
         tensors: Vec<NewTensor>,
@@ -322,11 +343,13 @@ impl FileWriter {
         let mut claim = Claim::new(path, &options.faults, interrupt)?;
         if Format::of(path)? == Format::Container {
             let there = Checkpoint::open(claim.partial());
-            let left =
-                there.ok().and_then(|there| left(&there, &tensors, origin, &options).map(|n| (there, n)));
+            let left = there
+                .ok()
+                .and_then(|there| left(&there, &tensors, origin, &options).map(|n| (there, n)));
             if let Some((there, done)) = left {
                 claim.keep();
-                let order: Vec<&str> = tensors[..done].iter().map(|tensor| tensor.name.as_str()).collect();
+                let order: Vec<&str> =
+                    tensors[..done].iter().map(|tensor| tensor.name.as_str()).collect();
                 let container = ContainerWriter::resume(there.catalog(), &order, metadata)?;
                 let file = claim.resume(container.end(), expected(&tensors[done..], &options))?;
                 let mut this = Self::over(
@@ -344,10 +367,11 @@ impl FileWriter {
         Self::begin_file(Some(claim), path, tensors, metadata, options, encoders)
     }
 
-    /// Makes the complete tensors durable, so that [`resume`](Self::resume) goes on after them. Does nothing for
-    /// safetensors files, and after a failed write.
+    /// Makes the complete tensors durable, so that [`resume`](Self::resume) goes on after them.
+    /// Does nothing for safetensors files, and after a failed write.
     pub(crate) fn checkpoint(&mut self, origin: &str) -> Result<(), Error> {
-        let (Some(container), Target::File(file), false) = (&mut self.container, &mut self.file, self.failed)
+        let (Some(container), Target::File(file), false) =
+            (&mut self.container, &mut self.file, self.failed)
         else {
             return Ok(());
         };
@@ -370,7 +394,8 @@ impl FileWriter {
     /// Declares one more tensor of a `.ts` file, whose bytes come behind those of all others.
     ///
     /// # Errors
-    /// [`Error::Format`] when the format is another or the tensor cannot be written, [`Error::Compression`].
+    /// [`Error::Format`] when the format is another or the tensor cannot be written,
+    /// [`Error::Compression`].
     pub fn push(&mut self, tensor: NewTensor) -> Result<(), Error> {
         self.unless_failed(|this| {
             this.end_growing()?;
@@ -378,7 +403,10 @@ impl FileWriter {
         })
     }
 
-    fn unless_failed(&mut self, act: impl FnOnce(&mut Self) -> Result<(), Error>) -> Result<(), Error> {
+    fn unless_failed(
+        &mut self,
+        act: impl FnOnce(&mut Self) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         if self.failed {
             let (tensor, reason) = (String::new(), "an earlier call failed".into());
             return Err(FormatError::Unwritable { tensor, reason }.into());
@@ -390,7 +418,8 @@ impl FileWriter {
     fn declare(&mut self, tensor: NewTensor) -> Result<(), Error> {
         if self.container.is_none() {
             let reason =
-                "the header of a safetensors file, which lists it, is written already: name it .ts".into();
+                "the header of a safetensors file, which lists it, is written already: name it .ts"
+                    .into();
             return Err(FormatError::Unwritable { tensor: tensor.name, reason }.into());
         }
         for more in encoders(&self.path, std::slice::from_ref(&tensor), &self.options)? {
@@ -403,12 +432,13 @@ impl FileWriter {
         self.advance()
     }
 
-    /// As [`push`](Self::push), for a tensor that has as many bytes as are written until the next one is pushed or the file
-    /// is committed: its first dimension, whatever it says, becomes what they are enough for.
+    /// As [`push`](Self::push), for a tensor that has as many bytes as are written until the next
+    /// one is pushed or the file is committed: its first dimension, whatever it says, becomes what
+    /// they are enough for.
     ///
     /// # Errors
-    /// As [`push`](Self::push); [`Error::Format`] also when bytes of a tensor before this one are missing. When it ends, its
-    /// bytes must be a whole number of steps along the first dimension.
+    /// As [`push`](Self::push); [`Error::Format`] also when bytes of a tensor before this one are
+    /// missing. When it ends, its bytes must be a whole number of steps along the first dimension.
     pub fn push_growing(&mut self, mut tensor: NewTensor) -> Result<(), Error> {
         tensor.meta.shape.first_mut().into_iter().for_each(|first| *first = 1);
         self.unless_failed(|this| {
@@ -428,8 +458,8 @@ impl FileWriter {
     /// Takes the next bytes: of one tensor or of several, in pieces of any size. Blocks.
     ///
     /// # Errors
-    /// [`Error::Write`], and [`Error::Format`] when the tensors have no more bytes. After an error, of this or another call,
-    /// the file is given up: every call is an error.
+    /// [`Error::Write`], and [`Error::Format`] when the tensors have no more bytes. After an error,
+    /// of this or another call, the file is given up: every call is an error.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
         self.write_watched(bytes, &mut || false)
     }
@@ -437,7 +467,8 @@ impl FileWriter {
     /// As [`write`](Self::write), but `interrupt` is asked before each mebibyte that is compressed.
     ///
     /// # Errors
-    /// [`Error::Interrupted`] when it returned true. Then only [`checkpoint`](Self::checkpoint) may follow.
+    /// [`Error::Interrupted`] when it returned true. Then only [`checkpoint`](Self::checkpoint) may
+    /// follow.
     pub(crate) fn write_watched(
         &mut self,
         bytes: &[u8],
@@ -455,7 +486,9 @@ impl FileWriter {
             };
             let room = match self.way {
                 Way::AsItIs => usize::MAX,
-                Way::Compressed(_) | Way::Undecided(_) => BATCH * CHUNK_LEN as usize - self.batch.len(),
+                Way::Compressed(_) | Way::Undecided(_) => {
+                    BATCH * CHUNK_LEN as usize - self.batch.len()
+                }
             };
             let now = usize::try_from(missing).unwrap_or(usize::MAX).min(bytes.len()).min(room);
             let (piece, later) = bytes.split_at(now);
@@ -476,12 +509,14 @@ impl FileWriter {
         Ok(())
     }
 
-    /// Makes the file durable and gives it its name, replacing what had it; or makes durable what was appended.
+    /// Makes the file durable and gives it its name, replacing what had it; or makes durable what
+    /// was appended.
     ///
     /// # Errors
-    /// [`Error::Format`] when bytes are missing, [`Error::Write`]. What was there before still is then, with two exceptions:
-    /// when it is only the directory, or the superblock of an append, that cannot be brought to the disk, what is new is
-    /// there, and may be gone after a loss of power.
+    /// [`Error::Format`] when bytes are missing, [`Error::Write`]. What was there before still is
+    /// then, with two exceptions: when it is only the directory, or the superblock of an append,
+    /// that cannot be brought to the disk, what is new is there, and may be gone after a loss of
+    /// power.
     pub fn commit(self) -> Result<(), Error> {
         match self.finish()? {
             Target::File(file) => file.commit(),
@@ -509,7 +544,8 @@ impl FileWriter {
         if let Some(container) = self.container {
             let ends = container.finish()?;
             match &mut self.file {
-                // What a checkpoint has left behind the index goes when that is not needed any more.
+                // What a checkpoint has left behind the index goes when that is not needed any
+                // more.
                 Target::File(file) if file.is_kept() => {
                     file.write_ends(&ends)?;
                     file.flush()?;
@@ -639,8 +675,8 @@ impl FileWriter {
     }
 }
 
-/// The source of the one file that a checkpoint is, which was opened as `path`: neither a shard of an index that has this
-/// name, nor what lies in a directory of it.
+/// The source of the one file that a checkpoint is, which was opened as `path`: neither a shard of
+/// an index that has this name, nor what lies in a directory of it.
 pub(crate) fn the_one_source<'a>(there: &'a Checkpoint, path: &Path) -> Result<&'a Source, Error> {
     match there.sources() {
         [source] if source.path() == path => Ok(source),
@@ -696,7 +732,11 @@ fn expected(tensors: &[NewTensor], options: &WriteOptions) -> u64 {
 }
 
 /// What an unfinished file says of itself.
-fn journal(tensors: &[NewTensor], origin: &str, options: &WriteOptions) -> BTreeMap<String, String> {
+fn journal(
+    tensors: &[NewTensor],
+    origin: &str,
+    options: &WriteOptions,
+) -> BTreeMap<String, String> {
     let made_of = format!("{:?} {origin} {tensors:?}", options.compression);
     let made_of = Digest::of(made_of.as_bytes());
     let hex = made_of.chunks().iter().map(|sum| format!("{sum:016x}")).collect();
@@ -704,16 +744,26 @@ fn journal(tensors: &[NewTensor], origin: &str, options: &WriteOptions) -> BTree
 }
 
 /// How many of the tensors an unfinished file has that is of just these.
-fn left(there: &Checkpoint, tensors: &[NewTensor], origin: &str, options: &WriteOptions) -> Option<usize> {
+fn left(
+    there: &Checkpoint,
+    tensors: &[NewTensor],
+    origin: &str,
+    options: &WriteOptions,
+) -> Option<usize> {
     let (catalog, wanted) = (there.catalog(), journal(tensors, origin, options));
     let count = catalog.tensors().len();
-    let holds = |tensor: &NewTensor| catalog.tensor(&tensor.name).is_some_and(|t| t.meta() == tensor.meta);
+    let holds =
+        |tensor: &NewTensor| catalog.tensor(&tensor.name).is_some_and(|t| t.meta() == tensor.meta);
     let same = catalog.files()[0].metadata == wanted && tensors.get(..count)?.iter().all(holds);
     same.then_some(count)
 }
 
 /// What compresses these tensors, if the file that `path` names can be compressed.
-fn encoders(path: &Path, tensors: &[NewTensor], options: &WriteOptions) -> Result<Vec<Encoders>, Error> {
+fn encoders(
+    path: &Path,
+    tensors: &[NewTensor],
+    options: &WriteOptions,
+) -> Result<Vec<Encoders>, Error> {
     let WriteOptions { compression, jobs, .. } = *options;
     let refuse = |reason: String| Error::Compression { path: path.into(), reason };
     if Format::of(path)? == Format::Safetensors && compression != Compression::None {

@@ -55,9 +55,13 @@ fn what_is_not_there_or_not_readable_is_named() {
     assert!(matches!(Checkpoint::open(dir.path()), Err(Error::NoCheckpoint { found: 0, .. })));
     let missing = dir.path().join("model.safetensors");
     assert!(matches!(Checkpoint::open(&missing), Err(Error::Io(io::Error::Open { .. }))));
-    fs::write(dir.path().join("model.safetensors.index.json"), r#"{"weight_map":{"a":"gone"}}"#).unwrap();
+    fs::write(dir.path().join("model.safetensors.index.json"), r#"{"weight_map":{"a":"gone"}}"#)
+        .unwrap();
     let error = Checkpoint::open(dir.path()).unwrap_err().to_string();
     assert!(error.contains("gone"), "{error}");
     fs::write(&missing, "short").unwrap();
-    assert!(matches!(Checkpoint::open(dir.path()), Err(Error::Format(format::Error::Truncated { .. }))));
+    assert!(matches!(
+        Checkpoint::open(dir.path()),
+        Err(Error::Format(format::Error::Truncated { .. }))
+    ));
 }

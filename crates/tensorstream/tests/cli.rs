@@ -76,7 +76,10 @@ fn every_shell_gets_a_completion_script() {
         let done = run(&["completion", shell]);
         assert_eq!(done.status.code(), Some(0));
         let script = text(&done.stdout);
-        assert!(script.contains("convert") && script.contains("--codec") || shell == "fish", "{script}");
+        assert!(
+            script.contains("convert") && script.contains("--codec") || shell == "fish",
+            "{script}"
+        );
         assert!(script.contains("tensorstream"));
     }
     assert_eq!(run(&["completion", "tcsh"]).status.code(), Some(2));
@@ -103,7 +106,12 @@ fn ends_within(mut child: Child, time: Duration) -> Output {
 
 #[cfg(unix)]
 fn start(arguments: &[&str]) -> Child {
-    Command::new(PROGRAM).args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    Command::new(PROGRAM)
+        .args(arguments)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
 }
 
 /// Tensors of different bytes, which a high level of zstd takes long for.
@@ -119,7 +127,8 @@ fn large(path: &Path) {
     };
     let tensors = (0..64).map(new).collect();
     let options = WriteOptions::default();
-    let mut writer = FileWriter::create(path, tensors, Default::default(), options, &mut || false).unwrap();
+    let mut writer =
+        FileWriter::create(path, tensors, Default::default(), options, &mut || false).unwrap();
     let mut state = 1u32;
     let mut next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);

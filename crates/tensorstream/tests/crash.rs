@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What is left of a file when its writer is cut short anywhere: the old content or the new, whole.
 //!
-//! Every call by which a file comes to be is recorded. Then the disk is put into every state in which a loss of power
-//! could leave it behind each call: what was flushed is there, and of the rest nothing, all of it, any one part, all but
-//! one part, or a part that is torn.
+//! Every call by which a file comes to be is recorded. Then the disk is put into every state in
+//! which a loss of power could leave it behind each call: what was flushed is there, and of the
+//! rest nothing, all of it, any one part, all but one part, or a part that is torn.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -13,7 +13,9 @@ use std::sync::{Arc, Mutex};
 
 use tensorstream::format::{Codec, Compression, Dtype, TensorMeta};
 use tensorstream::io::fault::{WriteCall, WriteFaults};
-use tensorstream::{Checkpoint, Error, FileWriter, NewTensor, WriteOptions, compact, convert, verify};
+use tensorstream::{
+    Checkpoint, Error, FileWriter, NewTensor, WriteOptions, compact, convert, verify,
+};
 
 /// What may be torn: the smallest sector there is.
 const SECTOR: usize = 512;
@@ -44,7 +46,9 @@ fn recorder(fails: Option<(usize, i32)>) -> (Record, WriteFaults) {
             // Setting room aside changes no content.
             _ => return fails.filter(|f| f.0 == usize::MAX).map(|f| f.1),
         });
-        fails.filter(|&(number, _)| calls.len().checked_sub(1) == Some(number)).map(|(_, errno)| errno)
+        fails
+            .filter(|&(number, _)| calls.len().checked_sub(1) == Some(number))
+            .map(|(_, errno)| errno)
     });
     (record, faults)
 }
@@ -82,7 +86,8 @@ fn content(seed: u8) -> Vec<u8> {
 
 fn create(path: &Path, seed: u8, faults: &WriteFaults) -> Result<(), Error> {
     let metadata = BTreeMap::from([("seed".into(), seed.to_string())]);
-    let mut writer = FileWriter::create(path, tensors(["a", "b"]), metadata, options(faults), &mut never)?;
+    let mut writer =
+        FileWriter::create(path, tensors(["a", "b"]), metadata, options(faults), &mut never)?;
     writer.write(&content(seed))?;
     writer.commit()
 }
@@ -90,8 +95,14 @@ fn create(path: &Path, seed: u8, faults: &WriteFaults) -> Result<(), Error> {
 /// Puts a tensor in the place of one, adds one, takes one away.
 fn append(path: &Path, faults: &WriteFaults) -> Result<(), Error> {
     let (metadata, gone) = (BTreeMap::from([("seed".into(), "2".into())]), ["b".to_string()]);
-    let mut writer =
-        FileWriter::append(path, tensors(["a", "c"]), &gone, metadata, options(faults), &mut never)?;
+    let mut writer = FileWriter::append(
+        path,
+        tensors(["a", "c"]),
+        &gone,
+        metadata,
+        options(faults),
+        &mut never,
+    )?;
     writer.write(&content(2))?;
     writer.commit()
 }
@@ -99,7 +110,8 @@ fn append(path: &Path, faults: &WriteFaults) -> Result<(), Error> {
 /// To a file that was appended to before: the other superblock's turn.
 fn append_over(path: &Path, name: &str, faults: &WriteFaults) -> Result<(), Error> {
     let tensors = tensors([name, "d"])[1..].to_vec();
-    let mut writer = FileWriter::append(path, tensors, &[], BTreeMap::new(), options(faults), &mut never)?;
+    let mut writer =
+        FileWriter::append(path, tensors, &[], BTreeMap::new(), options(faults), &mut never)?;
     writer.write(&content(3)[4_500_000..])?;
     writer.commit()
 }
@@ -126,7 +138,8 @@ fn read(path: &Path) -> Option<(u128, BTreeMap<String, String>)> {
     if !path.exists() {
         return None;
     }
-    let found = verify(path, 0, &mut |_| false).unwrap_or_else(|error| panic!("not whole: {error}"));
+    let found =
+        verify(path, 0, &mut |_| false).unwrap_or_else(|error| panic!("not whole: {error}"));
     assert_eq!(found.damaged, []);
     let checkpoint = Checkpoint::open(path).unwrap();
     Some((checkpoint.fingerprint().unwrap(), checkpoint.catalog().files()[0].metadata.clone()))
@@ -153,7 +166,11 @@ fn states(before: &[u8], calls: &[Call], count: usize) -> Vec<Vec<u8>> {
     let loose: Vec<&Call> = done[flushed..].iter().collect();
     let with = |chosen: &dyn Fn(usize) -> bool| {
         let mut file = base.clone();
-        loose.iter().enumerate().filter(|(i, _)| chosen(*i)).for_each(|(_, call)| apply(&mut file, call));
+        loose
+            .iter()
+            .enumerate()
+            .filter(|(i, _)| chosen(*i))
+            .for_each(|(_, call)| apply(&mut file, call));
         file
     };
     let mut all = vec![with(&|_| false), with(&|_| true)];
@@ -189,7 +206,8 @@ fn a_loss_of_power_anywhere_leaves_the_old_content_or_the_new() {
         for count in 0..=calls.len() {
             let renamed = calls[..count].iter().position(|call| *call == Call::Rename);
             let lasting = calls[..count].contains(&Call::SyncDirectory);
-            // Of a file that is renamed, the states are those of the unfinished one; they matter once it has the name.
+            // Of a file that is renamed, the states are those of the unfinished one; they matter
+            // once it has the name.
             let candidates = match (name, renamed) {
                 ("append" | "append again", _) => states(&old_bytes, &calls, count),
                 (_, None) => vec![],
@@ -198,7 +216,11 @@ fn a_loss_of_power_anywhere_leaves_the_old_content_or_the_new() {
             for state in &candidates {
                 std::fs::write(&path, state).unwrap();
                 let found = read(&path);
-                assert!(found == old || found == new, "{name}: behind call {count} of {}", calls.len());
+                assert!(
+                    found == old || found == new,
+                    "{name}: behind call {count} of {}",
+                    calls.len()
+                );
                 seen[usize::from(found == new)] += 1;
                 assert!(found == new || !lasting, "{name}: it was durable");
             }
@@ -215,8 +237,10 @@ fn what_an_append_writes_over_is_one_superblock_alone() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.ts");
     create(&path, 1, &WriteFaults::default()).unwrap();
-    let (used, before) =
-        (Checkpoint::open(&path).unwrap().catalog().files()[0].used_len(), std::fs::read(&path).unwrap());
+    let (used, before) = (
+        Checkpoint::open(&path).unwrap().catalog().files()[0].used_len(),
+        std::fs::read(&path).unwrap(),
+    );
     let (record, faults) = recorder(None);
     append(&path, &faults).unwrap();
     let calls = record.lock().unwrap().clone();
@@ -250,12 +274,16 @@ fn a_call_that_fails_is_a_typed_error_and_the_old_file_stays() {
             }
             _ => calls.iter().position(|call| *call == Call::SyncDirectory).unwrap(),
         };
-        for (number, errno) in (0..calls.len()).flat_map(|n| [(n, 5), (n, 28)]).chain([(usize::MAX, 28)]) {
+        for (number, errno) in
+            (0..calls.len()).flat_map(|n| [(n, 5), (n, 28)]).chain([(usize::MAX, 28)])
+        {
             let reset = |bytes: &[u8]| std::fs::write(&path, bytes).unwrap();
             old_bytes.as_deref().map_or_else(|| std::fs::remove_file(&path).unwrap(), reset);
             let error = run(&path, &recorder(Some((number, errno))).1).unwrap_err();
-            let typed =
-                matches!(error, Error::Write { .. } | Error::Io(tensorstream::io::Error::Write { .. }));
+            let typed = matches!(
+                error,
+                Error::Write { .. } | Error::Io(tensorstream::io::Error::Write { .. })
+            );
             assert!(typed && error.to_string().contains("a.ts"), "{name}, call {number}: {error}");
             let found = read(&path);
             if number < switch || number == usize::MAX {
@@ -266,14 +294,16 @@ fn a_call_that_fails_is_a_typed_error_and_the_old_file_stays() {
                 std::fs::read_dir(directory.path()).unwrap().map(|e| e.unwrap().path()).collect();
             assert!(left.iter().all(|file| *file == path), "{left:?}");
             if found == old {
-                run(&path, &WriteFaults::default()).unwrap_or_else(|e| panic!("{name} once more: {e}"));
+                run(&path, &WriteFaults::default())
+                    .unwrap_or_else(|e| panic!("{name} once more: {e}"));
                 assert_eq!(read(&path), new);
             }
         }
     }
 }
 
-/// How far a conversion of [`source`] is at most when it first says so, if it begins at the beginning.
+/// How far a conversion of [`source`] is at most when it first says so, if it begins at the
+/// beginning.
 const FIRST: u64 = 200_000;
 
 fn source(directory: &Path) -> PathBuf {
@@ -286,7 +316,8 @@ fn source(directory: &Path) -> PathBuf {
     let tensors: Vec<_> = (0..9).map(new).collect();
     let total: u64 = tensors.iter().map(|t| t.meta.byte_len().unwrap()).sum();
     let plain = WriteOptions::default();
-    let mut writer = FileWriter::create(&path, tensors, BTreeMap::new(), plain, &mut never).unwrap();
+    let mut writer =
+        FileWriter::create(&path, tensors, BTreeMap::new(), plain, &mut never).unwrap();
     writer.write(&content(3)[..total as usize]).unwrap();
     writer.commit().unwrap();
     path
@@ -316,7 +347,10 @@ fn an_interrupted_conversion_goes_on_and_ends_the_same_byte_for_byte() {
             Err(error) => panic!("{error}"),
         }
     }
-    assert!(attempts > 2 && resumed_at > FIRST, "{attempts} attempts, at most from byte {resumed_at}");
+    assert!(
+        attempts > 2 && resumed_at > FIRST,
+        "{attempts} attempts, at most from byte {resumed_at}"
+    );
     assert!(std::fs::read(&to).unwrap() == expected, "not the same bytes");
     assert!(!directory.path().join("to.ts.partial").exists());
 }
@@ -333,8 +367,10 @@ fn what_a_dead_conversion_left_is_gone_on_with_only_if_it_is_of_the_same() {
     let none = WriteFaults::default();
     let first_progress = |options: WriteOptions| {
         let mut first = None;
-        convert(&from, &to, options, &mut |progress| *first.get_or_insert(progress.done) == u64::MAX)
-            .unwrap();
+        convert(&from, &to, options, &mut |progress| {
+            *first.get_or_insert(progress.done) == u64::MAX
+        })
+        .unwrap();
         first.unwrap()
     };
     let mut resumed = 0;
@@ -354,7 +390,10 @@ fn what_a_dead_conversion_left_is_gone_on_with_only_if_it_is_of_the_same() {
     left();
     assert!(first_progress(options(&none)) > FIRST);
     left();
-    assert_eq!(first_progress(WriteOptions { compression: Compression::None, ..options(&none) }), FIRST);
+    assert_eq!(
+        first_progress(WriteOptions { compression: Compression::None, ..options(&none) }),
+        FIRST
+    );
     left();
     let later = std::fs::File::options().write(true).open(&from).unwrap();
     later.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(9)).unwrap();
@@ -368,8 +407,9 @@ fn a_conversion_that_goes_on_loses_nothing_of_what_was_safe() {
     let (to, partial) = (directory.path().join("to.ts"), directory.path().join("to.ts.partial"));
     let none = WriteFaults::default();
     let mut first = None;
-    let reach =
-        |until: u64| convert(&from, &to, options(&none), &mut |progress| progress.done > until).unwrap_err();
+    let reach = |until: u64| {
+        convert(&from, &to, options(&none), &mut |progress| progress.done > until).unwrap_err()
+    };
     for until in [300_000, 700_000, 900_000] {
         reach(until);
         let left = std::fs::read(&partial).unwrap();
@@ -386,11 +426,13 @@ fn a_conversion_that_goes_on_loses_nothing_of_what_was_safe() {
             partial.clone()
         });
         let safe = safe.unwrap().catalog().tensors().len();
-        // Until the file is complete, every state has as many tensors as there were, or more; and ends the same.
+        // Until the file is complete, every state has as many tensors as there were, or more; and
+        // ends the same.
         for count in 0..=renamed {
             for state in states(&left, &calls, count) {
                 std::fs::write(&partial, &state).unwrap();
-                let there = Checkpoint::open(&partial).unwrap_or_else(|e| panic!("behind call {count}: {e}"));
+                let there = Checkpoint::open(&partial)
+                    .unwrap_or_else(|e| panic!("behind call {count}: {e}"));
                 assert!(there.catalog().tensors().len() >= safe, "behind call {count}");
             }
             convert(&from, &to, options(&none), &mut |_| false).unwrap();
@@ -399,7 +441,8 @@ fn a_conversion_that_goes_on_loses_nothing_of_what_was_safe() {
         // And a call that fails leaves what was safe.
         for number in 0..renamed {
             std::fs::write(&partial, &left).unwrap();
-            convert(&from, &to, options(&recorder(Some((number, 28))).1), &mut |_| false).unwrap_err();
+            convert(&from, &to, options(&recorder(Some((number, 28))).1), &mut |_| false)
+                .unwrap_err();
             let there = Checkpoint::open(&partial).unwrap_or_else(|e| panic!("call {number}: {e}"));
             assert!(there.catalog().tensors().len() >= safe, "call {number}");
         }
@@ -413,14 +456,16 @@ fn an_interrupted_conversion_keeps_every_complete_tensor_however_few_bytes_they_
     let from = source(directory.path());
     let (to, partial) = (directory.path().join("to.ts"), directory.path().join("to.ts.partial"));
     let usual = || WriteOptions { checkpoint_bytes: 1 << 30, ..options(&WriteFaults::default()) };
-    let interrupted = convert(&from, &to, usual(), &mut |progress| progress.done > 700_000).unwrap_err();
+    let interrupted =
+        convert(&from, &to, usual(), &mut |progress| progress.done > 700_000).unwrap_err();
     assert!(matches!(interrupted, Error::Interrupted), "{interrupted}");
     // Of 0, 200,000, 400,000 and 0, 200,000, 400,000 bytes the last did not end.
     let kept = Checkpoint::open(&partial).unwrap();
     let bytes: u64 = kept.catalog().tensors().map(|tensor| tensor.range().len).sum();
     assert_eq!(bytes, 800_000);
     let mut first = None;
-    convert(&from, &to, usual(), &mut |progress| *first.get_or_insert(progress.done) == u64::MAX).unwrap();
+    convert(&from, &to, usual(), &mut |progress| *first.get_or_insert(progress.done) == u64::MAX)
+        .unwrap();
     assert!(first >= Some(800_000), "went on from {first:?}");
     assert!(!partial.exists());
     // With nothing complete there is nothing to keep.
@@ -440,7 +485,8 @@ fn an_interrupt_within_a_tensor_that_is_compressed_keeps_those_before_it() {
     };
     let tensors = vec![new("a", 3 << 20), new("b", 20 << 20)];
     let mut writer =
-        FileWriter::create(&from, tensors, BTreeMap::new(), WriteOptions::default(), &mut never).unwrap();
+        FileWriter::create(&from, tensors, BTreeMap::new(), WriteOptions::default(), &mut never)
+            .unwrap();
     writer.write(&vec![1; 23 << 20]).unwrap();
     writer.commit().unwrap();
     let compressed = || WriteOptions {
@@ -456,7 +502,10 @@ fn an_interrupt_within_a_tensor_that_is_compressed_keeps_those_before_it() {
     });
     assert!(matches!(interrupted, Err(Error::Interrupted)) && asked == 5);
     let kept = Checkpoint::open(directory.path().join("to.ts.partial")).unwrap();
-    assert_eq!(kept.catalog().tensors().map(|tensor| tensor.name().to_string()).collect::<Vec<_>>(), ["a"]);
+    assert_eq!(
+        kept.catalog().tensors().map(|tensor| tensor.name().to_string()).collect::<Vec<_>>(),
+        ["a"]
+    );
     convert(&from, &to, compressed(), &mut |_| false).unwrap();
     let (resumed, whole) = (std::fs::read(&to).unwrap(), directory.path().join("whole.ts"));
     convert(&from, &whole, compressed(), &mut |_| false).unwrap();

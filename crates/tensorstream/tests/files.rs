@@ -14,7 +14,8 @@ use tensorstream::orchestrator::{
     self as ts_orchestrator, EngineConfig, Phase, Unit, UnitId, UnitTensor, never_interrupt,
 };
 use tensorstream::{
-    Checkpoint, Error, FileWriter, LoadOptions, NewTensor, Progress, WriteOptions, convert, diff, verify,
+    Checkpoint, Error, FileWriter, LoadOptions, NewTensor, Progress, WriteOptions, convert, diff,
+    verify,
 };
 
 fn assert_holds(path: &Path, count: usize) {
@@ -45,7 +46,10 @@ fn both_formats_hold_what_was_written_and_convert_into_each_other() {
     for name in ["a.safetensors", "b.ts", "c.safetensors"] {
         assert_holds(&at(name), 7);
     }
-    assert_eq!(std::fs::read(at("a.safetensors")).unwrap(), std::fs::read(at("c.safetensors")).unwrap());
+    assert_eq!(
+        std::fs::read(at("a.safetensors")).unwrap(),
+        std::fs::read(at("c.safetensors")).unwrap()
+    );
     assert_eq!(files(directory.path()).len(), 3, "nothing else is left");
 }
 
@@ -73,9 +77,8 @@ fn damage_is_found_with_its_place_and_never_converted() {
     assert_eq!(found.len(), 1);
     assert_eq!((found[0].tensor.as_str(), found[0].offset), ("t0", part.offset + (2 << 20)));
     std::fs::write(&out, "before").unwrap();
-    assert!(
-        matches!(convert(&file, &out, plain(), &mut quiet), Err(Error::Corrupt(damage)) if damage == found[0])
-    );
+    let converted = convert(&file, &out, plain(), &mut quiet);
+    assert!(matches!(converted, Err(Error::Corrupt(damage)) if damage == found[0]));
     assert_eq!(std::fs::read(&out).unwrap(), b"before", "what was there still is");
 }
 
@@ -94,7 +97,8 @@ fn an_interrupted_or_abandoned_file_never_has_its_name() {
     }
     assert_holds(&to, 6);
     let writer =
-        FileWriter::create(&directory.path().join("c.ts"), vec![], metadata(), plain(), &mut never).unwrap();
+        FileWriter::create(&directory.path().join("c.ts"), vec![], metadata(), plain(), &mut never)
+            .unwrap();
     drop(writer);
     assert_eq!(files(directory.path()), [from, to]);
 }
@@ -103,7 +107,8 @@ fn an_interrupted_or_abandoned_file_never_has_its_name() {
 fn writers_of_one_file_take_turns_and_a_dead_one_is_taken_over() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.ts");
-    std::fs::write(directory.path().join("a.ts.partial"), "left by a process that was killed").unwrap();
+    std::fs::write(directory.path().join("a.ts.partial"), "left by a process that was killed")
+        .unwrap();
     let first = FileWriter::create(&path, vec![], metadata(), plain(), &mut never).unwrap();
     let mut asked = 0;
     let second = FileWriter::create(&path, vec![], metadata(), plain(), &mut || {
@@ -124,14 +129,19 @@ fn writers_of_one_file_take_turns_and_a_dead_one_is_taken_over() {
 #[test]
 fn what_cannot_be_written_is_a_typed_error() {
     let directory = tempfile::tempdir().unwrap();
-    let create = |path: &Path, tensors| FileWriter::create(path, tensors, metadata(), plain(), &mut never);
-    assert!(matches!(create(&directory.path().join("a.bin"), vec![]), Err(Error::UnknownSuffix { .. })));
+    let create =
+        |path: &Path, tensors| FileWriter::create(path, tensors, metadata(), plain(), &mut never);
+    assert!(matches!(
+        create(&directory.path().join("a.bin"), vec![]),
+        Err(Error::UnknownSuffix { .. })
+    ));
     assert!(matches!(create(&directory.path().join("no/a.ts"), vec![]), Err(Error::Write { .. })));
     let meta = || TensorMeta { dtype: Dtype::F32, shape: vec![2] };
     let tensor = |name: &str| NewTensor { name: name.into(), meta: meta(), phase: Some(8) };
     for name in ["a.ts", "a.safetensors"] {
         let path = directory.path().join(name);
-        let twice = create(&path, vec![tensor("x"), tensor("x")]).and_then(|mut w| w.write(&[0; 16]));
+        let twice =
+            create(&path, vec![tensor("x"), tensor("x")]).and_then(|mut w| w.write(&[0; 16]));
         assert!(matches!(twice, Err(Error::Format(_))));
         let mut short = create(&path, vec![tensor("x")]).unwrap();
         short.write(&[0; 7]).unwrap();
@@ -149,13 +159,19 @@ fn shards_that_disagree_on_metadata_keep_all_of_it() {
         let meta = TensorMeta { dtype: Dtype::U8, shape: vec![1] };
         let tensors = vec![NewTensor { name: shard.into(), meta, phase: None }];
         let metadata = BTreeMap::from([("by".into(), who.into()), ("format".into(), "pt".into())]);
-        let mut writer =
-            FileWriter::create(&directory.path().join(shard), tensors, metadata, plain(), &mut never)
-                .unwrap();
+        let mut writer = FileWriter::create(
+            &directory.path().join(shard),
+            tensors,
+            metadata,
+            plain(),
+            &mut never,
+        )
+        .unwrap();
         writer.write(&[1]).unwrap();
         writer.commit().unwrap();
     }
-    let index = r#"{"weight_map":{"s1.safetensors":"s1.safetensors","s2.safetensors":"s2.safetensors"}}"#;
+    let index =
+        r#"{"weight_map":{"s1.safetensors":"s1.safetensors","s2.safetensors":"s2.safetensors"}}"#;
     std::fs::write(directory.path().join("model.safetensors.index.json"), index).unwrap();
     let out = directory.path().join("out.ts");
     convert(directory.path(), &out, plain(), &mut quiet).unwrap();
@@ -186,7 +202,8 @@ fn a_link_in_place_of_the_unfinished_file_is_refused_and_not_followed() {
     let (path, precious) = (directory.path().join("a.ts"), directory.path().join("precious"));
     std::fs::write(&precious, "precious").unwrap();
     std::os::unix::fs::symlink(&precious, directory.path().join("a.ts.partial")).unwrap();
-    let refused = FileWriter::create(&path, vec![], metadata(), plain(), &mut never).unwrap_err().to_string();
+    let refused =
+        FileWriter::create(&path, vec![], metadata(), plain(), &mut never).unwrap_err().to_string();
     assert!(refused.contains("a.ts.partial") && refused.contains("no regular file"), "{refused}");
     assert_eq!(std::fs::read(&precious).unwrap(), b"precious");
 }
@@ -205,7 +222,8 @@ fn what_is_read_is_never_written_over_by_its_own_conversion() {
     assert_holds(&from, 3);
 }
 
-/// Weights such as training makes: exponents alike, mantissas noise. And some that are noise altogether.
+/// Weights such as training makes: exponents alike, mantissas noise. And some that are noise
+/// altogether.
 fn weights(path: &Path) {
     const COUNT: usize = 1_300_000;
     let tensors = [
@@ -223,7 +241,9 @@ fn weights(path: &Path) {
     for index in writer.order().to_vec() {
         let (mut state, mut bytes) = (index as u64 + 1, Vec::new());
         for i in 0..COUNT {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             match tensors[index].0 {
                 "weight" => bytes.extend([(state >> 40) as u8, 0x3C | (state >> 63) as u8]),
                 "mask" => bytes.push(u8::from(i % 1000 < 3)),
@@ -249,17 +269,27 @@ fn every_codec_keeps_every_byte_and_the_same_bytes_on_any_number_of_threads() {
         let (one, two, back) = (at("one.ts"), at("two.ts"), at("back.safetensors"));
         convert(&at("raw.safetensors"), &one, by(compression, 1), &mut quiet).unwrap();
         convert(&at("raw.ts"), &two, by(compression, 3), &mut quiet).unwrap();
-        assert!(std::fs::read(&one).unwrap() == std::fs::read(&two).unwrap(), "{name}: jobs change nothing");
+        assert!(
+            std::fs::read(&one).unwrap() == std::fs::read(&two).unwrap(),
+            "{name}: jobs change nothing"
+        );
         let there = Checkpoint::open(&one).unwrap();
         assert_eq!(there.fingerprint(), fingerprint, "{name}: the content is the same");
-        assert_eq!(there.catalog().tensor("noise").unwrap().chunks().is_none(), name == "auto", "{name}");
+        assert_eq!(
+            there.catalog().tensor("noise").unwrap().chunks().is_none(),
+            name == "auto",
+            "{name}"
+        );
         let stored: u64 = there.catalog().tensors().map(|t| t.stored_bytes()).sum();
         let raw: u64 = there.catalog().tensors().map(|t| t.range().len).sum();
         assert!(stored < raw && (name != "auto" || stored < raw / 2), "{name}: {stored} of {raw}");
         let found = verify(&one, 0, &mut quiet).unwrap();
         assert_eq!((found.damaged.len(), found.checked_bytes), (0, raw));
         convert(&two, &back, plain(), &mut quiet).unwrap();
-        assert!(std::fs::read(&back).unwrap() == std::fs::read(at("raw.safetensors")).unwrap(), "{name}");
+        assert!(
+            std::fs::read(&back).unwrap() == std::fs::read(at("raw.safetensors")).unwrap(),
+            "{name}"
+        );
     }
 }
 
@@ -272,7 +302,9 @@ fn parts_of_compressed_tensors_are_read_and_their_damage_is_found() {
     convert(&raw, &file, options, &mut quiet).unwrap();
     let (plain, packed) = (Checkpoint::open(&raw).unwrap(), Checkpoint::open(&file).unwrap());
     let range = |checkpoint: &Checkpoint| checkpoint.catalog().tensor("weight").unwrap().range();
-    for (begin, len) in [(0, 5), (1 << 20, 1 << 20), (1_048_570, 20), (2_599_999, 1), (7, 2_599_000)] {
+    for (begin, len) in
+        [(0, 5), (1 << 20, 1 << 20), (1_048_570, 20), (2_599_999, 1), (7, 2_599_000)]
+    {
         let part = |whole: ByteRange| ByteRange { offset: whole.offset + begin, len, ..whole };
         let (mut expected, mut there) = (vec![0; len as usize], vec![1; len as usize]);
         plain.read(&[part(range(&plain))], &mut expected).unwrap();
@@ -295,7 +327,10 @@ fn parts_of_compressed_tensors_are_read_and_their_damage_is_found() {
     );
     let damaged = Checkpoint::open(&file).unwrap();
     let (whole, mut two) = (range(&damaged), vec![0; 2]);
-    assert!(damaged.read(&[ByteRange { len: 2, ..whole }], &mut two).is_ok(), "its first chunk is whole");
+    assert!(
+        damaged.read(&[ByteRange { len: 2, ..whole }], &mut two).is_ok(),
+        "its first chunk is whole"
+    );
     let second = ByteRange { offset: whole.offset + (1 << 20), len: 2, ..whole };
     assert!(matches!(damaged.read(&[second], &mut two), Err(Error::Corrupt(_))));
 }
@@ -327,21 +362,26 @@ fn a_compressed_checkpoint_streams_as_the_plain_one_does_and_its_damage_is_named
         // A unit for each tensor, and one whose tensor is put together of parts of others.
         let mut units: Vec<Unit> = Vec::new();
         for tensor in checkpoint.catalog().tensors() {
-            let whole = UnitTensor::new(checkpoint.catalog(), tensor.name(), tensor.entry(), Phase::At(0));
+            let whole =
+                UnitTensor::new(checkpoint.catalog(), tensor.name(), tensor.entry(), Phase::At(0));
             units.push(Unit { name: tensor.name().into(), tensors: vec![whole] });
         }
         let part = |name: &str, begin: u64, len: u64| {
             let range = checkpoint.catalog().tensor(name).unwrap().range();
             ByteRange { offset: range.offset + begin, len, ..range }
         };
-        let parts =
-            vec![part("ids", 1_048_000, 2_000_000), part("noise", 5, 1000), part("weight", 1 << 20, 1 << 20)];
+        let parts = vec![
+            part("ids", 1_048_000, 2_000_000),
+            part("noise", 5, 1000),
+            part("weight", 1 << 20, 1 << 20),
+        ];
         let len = parts.iter().map(|part| part.len).sum();
         let meta = TensorMeta { dtype: Dtype::U8, shape: vec![len] };
         let entry = checkpoint.catalog().assemble("made", meta, parts).unwrap();
         let made = UnitTensor::new(checkpoint.catalog(), "made", entry, Phase::At(24));
         units.push(Unit { name: "made".into(), tensors: vec![made] });
-        let config = |budget_bytes| EngineConfig { workers: 2, ..EngineConfig::with_budget(budget_bytes) };
+        let config =
+            |budget_bytes| EngineConfig { workers: 2, ..EngineConfig::with_budget(budget_bytes) };
         let Err(Error::Engine(ts_orchestrator::Error::NeverFits(refusal))) =
             checkpoint.engine(units.clone(), config(1))
         else {
@@ -363,7 +403,8 @@ fn a_compressed_checkpoint_streams_as_the_plain_one_does_and_its_damage_is_named
     };
     assert!(stream(&raw).unwrap() == stream(&file).unwrap());
 
-    let chunk = Checkpoint::open(&file).unwrap().catalog().tensor("ids").unwrap().chunks().unwrap()[1];
+    let chunk =
+        Checkpoint::open(&file).unwrap().catalog().tensor("ids").unwrap().chunks().unwrap()[1];
     let mut bytes = std::fs::read(&file).unwrap();
     bytes[chunk.offset as usize + 9] ^= 8;
     std::fs::write(&file, bytes).unwrap();
@@ -397,11 +438,17 @@ fn what_is_loaded_is_what_was_written_and_outlives_its_loading() {
     let checkpoint = Checkpoint::open(&raw).unwrap();
     for (one, other) in plain.iter().zip(&unpacked) {
         let mut expected = vec![0; one.bytes.len()];
-        checkpoint.read(&[checkpoint.catalog().require(&one.name).unwrap().range()], &mut expected).unwrap();
+        checkpoint
+            .read(&[checkpoint.catalog().require(&one.name).unwrap().range()], &mut expected)
+            .unwrap();
         assert!((&one.name, &one.meta) == (&other.name, &other.meta));
         assert!(one.bytes[..] == expected && other.bytes[..] == expected);
         let element = one.meta.dtype.bits() as usize / 8;
-        assert!(one.bytes.as_ptr().addr().is_multiple_of(element), "{} can be used in place", one.name);
+        assert!(
+            one.bytes.as_ptr().addr().is_multiple_of(element),
+            "{} can be used in place",
+            one.name
+        );
     }
     assert!(matches!(load(&raw, 1, &mut |_| true), Err(Error::Interrupted)));
 }
@@ -417,13 +464,17 @@ fn a_checkpoint_is_cut_into_shards_and_put_together_again() {
     let shards: Vec<_> = (1..4).map(|n| at(&format!("b-{n:05}-of-00003.safetensors"))).collect();
     assert!(shards.iter().all(|shard| shard.exists()), "{:?}", files(directory.path()));
     let lens = files(directory.path()).into_iter().filter(|file| *file != at("a.ts"));
-    assert_eq!(done.file_bytes, lens.map(|file| std::fs::metadata(file).unwrap().len()).sum::<u64>());
+    assert_eq!(
+        done.file_bytes,
+        lens.map(|file| std::fs::metadata(file).unwrap().len()).sum::<u64>()
+    );
     assert!(diff(&at("a.ts"), &index, 0, &mut quiet).unwrap().is_empty());
     convert(&index, &at("c.ts"), plain(), &mut quiet).unwrap();
     assert!(diff(&at("a.ts"), &at("c.ts"), 0, &mut quiet).unwrap().is_empty());
     let again = convert(&at("a.ts"), &index, options(), &mut quiet).unwrap_err().to_string();
     assert!(again.contains("remove it first"), "{again}");
-    let auto = convert(&at("a.ts"), &at("d.safetensors.index.json"), by(Compression::Auto, 1), &mut quiet);
+    let auto =
+        convert(&at("a.ts"), &at("d.safetensors.index.json"), by(Compression::Auto, 1), &mut quiet);
     assert!(matches!(auto, Err(Error::Compression { .. })));
 }
 
@@ -436,22 +487,29 @@ fn a_file_in_memory_is_the_one_that_would_be_on_the_disk() {
         ("c.safetensors", Compression::None),
     ] {
         let path = directory.path().join(name);
-        let tensors = || (0..6).map(|i| u8s(&format!("t{i}"), &[content(i).len() as u64])).collect();
+        let tensors =
+            || (0..6).map(|i| u8s(&format!("t{i}"), &[content(i).len() as u64])).collect();
         let fill = |mut writer: FileWriter| {
             writer.order().to_vec().into_iter().for_each(|i| writer.write(&content(i)).unwrap());
             writer
         };
-        fill(FileWriter::create(&path, tensors(), metadata(), by(compression, 1), &mut never).unwrap())
-            .commit()
-            .unwrap();
-        let held = fill(FileWriter::in_memory(name, tensors(), metadata(), by(compression, 1)).unwrap());
+        fill(
+            FileWriter::create(&path, tensors(), metadata(), by(compression, 1), &mut never)
+                .unwrap(),
+        )
+        .commit()
+        .unwrap();
+        let held =
+            fill(FileWriter::in_memory(name, tensors(), metadata(), by(compression, 1)).unwrap());
         let held = held.into_bytes().unwrap();
         assert!(held == std::fs::read(&path).unwrap(), "{name}");
         let checkpoint = Checkpoint::from_bytes("held", held.clone()).unwrap();
         for i in 0..6 {
             let mut bytes = vec![0; content(i).len()];
             let whole = 0..bytes.len() as u64;
-            checkpoint.read_block(&format!("t{i}"), std::slice::from_ref(&whole), &mut bytes).unwrap();
+            checkpoint
+                .read_block(&format!("t{i}"), std::slice::from_ref(&whole), &mut bytes)
+                .unwrap();
             assert!(bytes == content(i));
         }
         let refused = checkpoint.load(LoadOptions::default(), &mut quiet).unwrap_err().to_string();
@@ -484,8 +542,11 @@ fn memory_that_is_there_is_filled_from_cold_files_and_warm_ones() {
             if cold {
                 checkpoint.sources()[0].evict().unwrap();
             }
-            let targets =
-                names.iter().map(String::as_str).zip(memory.iter_mut().map(Vec::as_mut_slice)).collect();
+            let targets = names
+                .iter()
+                .map(String::as_str)
+                .zip(memory.iter_mut().map(Vec::as_mut_slice))
+                .collect();
             let options = LoadOptions { verify, ..LoadOptions::default() };
             checkpoint.load_into(targets, options, &mut quiet).unwrap();
             for (name, bytes) in names.iter().zip(&memory) {
@@ -508,7 +569,8 @@ fn memory_that_is_there_is_filled_from_cold_files_and_warm_ones() {
     }
     // Damage is found both ways.
     let (damaged, len) = (at("a.ts"), content(0).len());
-    let place = Checkpoint::open(&damaged).unwrap().catalog().require("t0").unwrap().stored_at() as usize;
+    let place =
+        Checkpoint::open(&damaged).unwrap().catalog().require("t0").unwrap().stored_at() as usize;
     let mut bytes = std::fs::read(&damaged).unwrap();
     bytes[place + (2 << 20)] ^= 1;
     std::fs::write(&damaged, bytes).unwrap();
@@ -518,7 +580,8 @@ fn memory_that_is_there_is_filled_from_cold_files_and_warm_ones() {
             checkpoint.sources()[0].evict().unwrap();
         }
         let mut memory = vec![0; len];
-        let found = checkpoint.load_into(vec![("t0", &mut memory)], LoadOptions::default(), &mut quiet);
+        let found =
+            checkpoint.load_into(vec![("t0", &mut memory)], LoadOptions::default(), &mut quiet);
         let Err(Error::Corrupt(found)) = found else { panic!("{found:?}") };
         assert_eq!((found.tensor.as_str(), found.offset), ("t0", (place + (2 << 20)) as u64));
     }
@@ -529,7 +592,13 @@ fn a_difference_is_told_by_name_and_number() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     write(&at("a.safetensors"), 6);
-    convert(&at("a.safetensors"), &at("a.ts"), by(Compression::By(Codec::Lz4, None), 1), &mut quiet).unwrap();
+    convert(
+        &at("a.safetensors"),
+        &at("a.ts"),
+        by(Compression::By(Codec::Lz4, None), 1),
+        &mut quiet,
+    )
+    .unwrap();
     assert!(diff(&at("a.safetensors"), &at("a.ts"), 2, &mut quiet).unwrap().is_empty());
     std::fs::copy(at("a.ts"), at("b.ts")).unwrap();
     let halves = |name: &str| {
@@ -540,10 +609,14 @@ fn a_difference_is_told_by_name_and_number() {
     harmed.truncate(3_000_000);
     for (path, change) in [(at("a.ts"), 0), (at("b.ts"), 1)] {
         harmed[2_000_000..2_000_003].iter_mut().for_each(|byte| *byte ^= change);
-        let tensors =
-            vec![halves("h"), u8s(["x", "y"][usize::from(change)], &[0]), u8s("s", &[u64::from(change), 0])];
+        let tensors = vec![
+            halves("h"),
+            u8s(["x", "y"][usize::from(change)], &[0]),
+            u8s("s", &[u64::from(change), 0]),
+        ];
         let note = BTreeMap::from([("note".to_string(), change.to_string())]);
-        let mut writer = FileWriter::append(&path, tensors, &[], note, plain(), &mut never).unwrap();
+        let mut writer =
+            FileWriter::append(&path, tensors, &[], note, plain(), &mut never).unwrap();
         writer.write(&harmed).unwrap();
         writer.commit().unwrap();
     }

@@ -106,8 +106,13 @@ fn a_checkpoint_on_another_machine_is_one_like_any() {
     let server = Server::start(directory.path(), ANY, ServeOptions::default());
     // As a directory and as a file, of both formats, read, loaded, and streamed under a budget.
     assert_same(&Checkpoint::open(server.url("")).unwrap());
-    convert(server.url("model.safetensors").as_ref(), &directory.path().join("copy.ts"), plain(), &mut quiet)
-        .unwrap();
+    convert(
+        server.url("model.safetensors").as_ref(),
+        &directory.path().join("copy.ts"),
+        plain(),
+        &mut quiet,
+    )
+    .unwrap();
     for name in ["model.safetensors", "copy.ts"] {
         let checkpoint = Checkpoint::open(server.url(name)).unwrap();
         assert_same(&checkpoint);
@@ -133,11 +138,17 @@ fn who_serves_again_is_found_again_and_files_that_changed_are_noticed() {
     let server = Server::start(directory.path(), &address, ServeOptions::default());
     assert_same(&checkpoint);
     write(&directory.path().join("new.safetensors"), COUNT + 1);
-    std::fs::rename(directory.path().join("new.safetensors"), directory.path().join("model.safetensors"))
-        .unwrap();
+    std::fs::rename(
+        directory.path().join("new.safetensors"),
+        directory.path().join("model.safetensors"),
+    )
+    .unwrap();
     let entry = checkpoint.catalog().require("t3").unwrap().range();
     let changed = checkpoint.read(&[entry], &mut vec![0; entry.len as usize]).unwrap_err();
-    assert!(matches!(&changed, Error::Io(error) if error.kind() == ErrorKind::Changed), "{changed}");
+    assert!(
+        matches!(&changed, Error::Io(error) if error.kind() == ErrorKind::Changed),
+        "{changed}"
+    );
     server.end();
     let begin = Instant::now();
     let gone = checkpoint.read(&[entry], &mut vec![0; entry.len as usize]).unwrap_err();
@@ -182,7 +193,8 @@ fn names_stay_below_the_directory_and_secrets_are_asked_for() {
         |_, _| {},
     );
     assert!(open.unwrap_err().to_string().contains("token"));
-    serve_weights(directory.path(), &everywhere, &options, &mut || true, |_| {}, |_, _| {}).unwrap();
+    serve_weights(directory.path(), &everywhere, &options, &mut || true, |_| {}, |_, _| {})
+        .unwrap();
 }
 
 #[test]
@@ -238,8 +250,12 @@ fn hidden_and_unfinished_files_and_links_that_lead_out_are_not_served() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     write(&at("model.safetensors"), 3);
-    for name in [".hidden.safetensors", ".git/x.safetensors", "sub/.x.safetensors", "b.partial/x.safetensors"]
-    {
+    for name in [
+        ".hidden.safetensors",
+        ".git/x.safetensors",
+        "sub/.x.safetensors",
+        "b.partial/x.safetensors",
+    ] {
         std::fs::create_dir_all(at(name).parent().unwrap()).unwrap();
         std::fs::copy(at("model.safetensors"), at(name)).unwrap();
     }
@@ -254,8 +270,12 @@ fn hidden_and_unfinished_files_and_links_that_lead_out_are_not_served() {
     for name in ["model.safetensors", "own.safetensors"] {
         assert_eq!(refusal(&server, name), None);
     }
-    for name in [".hidden.safetensors", ".git/x.safetensors", "sub/.x.safetensors", "b.partial/x.safetensors"]
-    {
+    for name in [
+        ".hidden.safetensors",
+        ".git/x.safetensors",
+        "sub/.x.safetensors",
+        "b.partial/x.safetensors",
+    ] {
         let why = refusal(&server, name).unwrap_or_else(|| panic!("{name} is served"));
         assert!(why.contains("is no name of a file that is served"), "{why}");
     }
@@ -268,7 +288,8 @@ fn hidden_and_unfinished_files_and_links_that_lead_out_are_not_served() {
         assert!(!why.contains(&*outside.path().to_string_lossy()), "{why}");
     }
     let fetched = tempfile::tempdir().unwrap();
-    let done = fetch(&server.url(""), fetched.path(), &FetchOptions::default(), &mut quiet).unwrap();
+    let done =
+        fetch(&server.url(""), fetched.path(), &FetchOptions::default(), &mut quiet).unwrap();
     assert_eq!(done.files, 2);
     drop(done);
     server.end();
@@ -301,7 +322,8 @@ fn who_fetches_serves_on_and_the_server_sends_once() {
             let url = url.clone();
             std::thread::spawn(move || {
                 let to = tempfile::tempdir().unwrap();
-                let options = FetchOptions { serve: Some((ANY.parse().unwrap(), ServeOptions::default())) };
+                let options =
+                    FetchOptions { serve: Some((ANY.parse().unwrap(), ServeOptions::default())) };
                 let fetched = fetch(&url, to.path(), &options, &mut quiet).unwrap();
                 (to, fetched)
             })
@@ -315,7 +337,10 @@ fn who_fetches_serves_on_and_the_server_sends_once() {
         assert!(!to.path().join(".hidden").exists());
         assert_same(&Checkpoint::open(to.path()).unwrap());
         let left = std::fs::read_dir(to.path()).unwrap().flatten();
-        assert!(left.map(|entry| entry.file_name()).all(|name| !name.to_string_lossy().contains("partial")));
+        assert!(
+            left.map(|entry| entry.file_name())
+                .all(|name| !name.to_string_lossy().contains("partial"))
+        );
     }
     assert_eq!(
         done.iter().filter(|(_, fetched)| fetched.from.is_none()).count(),
@@ -360,12 +385,25 @@ fn who_reads_from_somebody_who_goes_has_it_all_the_same() {
     let _ = first.join().unwrap();
 
     let missing = fetch(&server.url("nothing"), to.path(), &serve(), &mut quiet).unwrap_err();
-    assert!(matches!(&missing, Error::Io(error) if error.kind() == ErrorKind::NotFound), "{missing}");
+    assert!(
+        matches!(&missing, Error::Io(error) if error.kind() == ErrorKind::NotFound),
+        "{missing}"
+    );
     let stopped = fetch(&url, to.path(), &FetchOptions::default(), &mut |_| true).unwrap_err();
     assert!(matches!(stopped, Error::Interrupted), "{stopped}");
-    assert_eq!(std::fs::read_dir(to.path()).unwrap().count(), 1, "nothing is left of what was not finished");
-    let public = FetchOptions { serve: Some(("0.0.0.0:0".parse().unwrap(), ServeOptions::default())) };
-    assert!(fetch(&url, to.path(), &public, &mut quiet).unwrap_err().to_string().contains("from elsewhere"));
+    assert_eq!(
+        std::fs::read_dir(to.path()).unwrap().count(),
+        1,
+        "nothing is left of what was not finished"
+    );
+    let public =
+        FetchOptions { serve: Some(("0.0.0.0:0".parse().unwrap(), ServeOptions::default())) };
+    assert!(
+        fetch(&url, to.path(), &public, &mut quiet)
+            .unwrap_err()
+            .to_string()
+            .contains("from elsewhere")
+    );
 }
 
 #[test]
@@ -400,7 +438,8 @@ fn quick() -> ConnectionOptions {
 fn transfers_that_do_not_end_are_cut_after_the_grace_period() {
     let directory = directory();
     let server = ServerOptions { grace: Duration::from_millis(700), ..ServerOptions::default() };
-    let server = Server::start(directory.path(), ANY, ServeOptions { server, ..ServeOptions::default() });
+    let server =
+        Server::start(directory.path(), ANY, ServeOptions { server, ..ServeOptions::default() });
     let mut reader = Reader::of(&server, "model.safetensors");
     server.stop.store(true, Ordering::Relaxed);
     let began = Instant::now();

@@ -17,16 +17,17 @@ pub struct FileId(pub u32);
 pub struct ByteRange {
     /// The file.
     pub file: FileId,
-    /// First byte, from the start of the file; or, from [`DECODED`](Self::DECODED) on, a place that bytes have that the
-    /// file keeps compressed. See [`Tensor::chunks`].
+    /// First byte, from the start of the file; or, from [`DECODED`](Self::DECODED) on, a place that
+    /// bytes have that the file keeps compressed. See [`Tensor::chunks`].
     pub offset: u64,
     /// Length in bytes.
     pub len: u64,
 }
 
 impl ByteRange {
-    /// Where the places begin of bytes that are not in the file as they are. They lie there one behind the other, each
-    /// tensor at its own phase, so that a part of them is named as a part of any bytes is.
+    /// Where the places begin of bytes that are not in the file as they are. They lie there one
+    /// behind the other, each tensor at its own phase, so that a part of them is named as a part of
+    /// any bytes is.
     pub const DECODED: u64 = 1 << 63;
 
     /// Whether these bytes must be decoded.
@@ -49,7 +50,8 @@ pub struct FileEntry {
 }
 
 impl FileEntry {
-    /// How often a `.ts` file was written to: 1 when it is new, one more for each append. `None` for other files.
+    /// How often a `.ts` file was written to: 1 when it is new, one more for each append. `None`
+    /// for other files.
     pub fn generation(&self) -> Option<u64> {
         self.superblock.map(|block| block.generation)
     }
@@ -67,8 +69,8 @@ impl FileEntry {
 
 /// A tensor and where its bytes are, in order.
 ///
-/// One part is a tensor that lies in a file as it is used; several parts are an *assembled* tensor, as a
-/// loader makes it that stacks or concatenates what the file keeps apart.
+/// One part is a tensor that lies in a file as it is used; several parts are an *assembled* tensor,
+/// as a loader makes it that stacks or concatenates what the file keeps apart.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorEntry {
     /// Element type and shape.
@@ -77,7 +79,8 @@ pub struct TensorEntry {
     pub parts: Vec<ByteRange>,
 }
 
-/// Everything a checkpoint holds, without its bytes. A tensor takes some 100 bytes of memory and its name.
+/// Everything a checkpoint holds, without its bytes. A tensor takes some 100 bytes of memory and
+/// its name.
 #[derive(Debug, Clone, Default)]
 pub struct Catalog {
     files: Vec<FileEntry>,
@@ -146,8 +149,8 @@ impl<'a> Tensor<'a> {
         self.table.chunks(self.row)
     }
 
-    /// The checksums of its bytes, for each chunk of them, where it is kept as it is and the file has them: `.ts` does,
-    /// safetensors does not.
+    /// The checksums of its bytes, for each chunk of them, where it is kept as it is and the file
+    /// has them: `.ts` does, safetensors does not.
     pub fn sums(&self) -> Option<&'a [u64]> {
         self.table.sums(self.row)
     }
@@ -171,7 +174,9 @@ impl<'a> Tensor<'a> {
 
     /// Where its first byte lies in the file, however it is kept.
     pub fn stored_at(&self) -> u64 {
-        self.chunks().and_then(|chunks| chunks.first()).map_or(self.row.offset, |chunk| chunk.offset)
+        self.chunks()
+            .and_then(|chunks| chunks.first())
+            .map_or(self.row.offset, |chunk| chunk.offset)
     }
 
     /// The same on its own.
@@ -185,8 +190,8 @@ impl Catalog {
         Self { files, table, by_place: OnceLock::new() }
     }
 
-    /// Reads a file that is in memory: safetensors or `.ts`, whichever its first bytes say. `name` is what errors
-    /// call it.
+    /// Reads a file that is in memory: safetensors or `.ts`, whichever its first bytes say. `name`
+    /// is what errors call it.
     ///
     /// # Errors
     /// As [`CatalogReader::feed`].
@@ -212,7 +217,8 @@ impl Catalog {
 
     /// Bytes of memory that it takes beside the names and the files' metadata.
     pub fn heap_bytes(&self) -> usize {
-        self.table.heap_bytes() + self.by_place.get().map_or(0, |order| order.capacity() * size_of::<u32>())
+        self.table.heap_bytes()
+            + self.by_place.get().map_or(0, |order| order.capacity() * size_of::<u32>())
     }
 
     /// The files, in the order of their [`FileId`]s.
@@ -253,24 +259,28 @@ impl Catalog {
     pub fn tensor_at(&self, range: ByteRange) -> Option<Tensor<'_>> {
         let rows = &self.table.rows;
         let by_place = self.by_place.get_or_init(|| {
-            let mut order: Vec<u32> = (0..rows.len() as u32).filter(|&i| rows[i as usize].len > 0).collect();
+            let mut order: Vec<u32> =
+                (0..rows.len() as u32).filter(|&i| rows[i as usize].len > 0).collect();
             order.sort_unstable_by_key(|&i| (rows[i as usize].file, rows[i as usize].offset));
             order
         });
         let place = (range.file.0, range.offset);
-        let behind = by_place.partition_point(|&i| (rows[i as usize].file, rows[i as usize].offset) <= place);
+        let behind = by_place
+            .partition_point(|&i| (rows[i as usize].file, rows[i as usize].offset) <= place);
         let row = &rows[*by_place.get(behind.checked_sub(1)?)? as usize];
         let end = range.offset.checked_add(range.len)?;
         let within = row.file == range.file.0 && end <= row.offset + row.len;
         within.then_some(Tensor { table: &self.table, row })
     }
 
-    /// What bytes that are kept compressed are decoded from, in their order; nothing if they are not kept so.
+    /// What bytes that are kept compressed are decoded from, in their order; nothing if they are
+    /// not kept so.
     pub fn chunk_parts(&self, range: ByteRange) -> impl Iterator<Item = ChunkPart> + '_ {
         let tensor = self.tensor_at(range).filter(|_| range.is_encoded() && range.len > 0);
         tensor.into_iter().flat_map(move |tensor| {
             let (whole, chunks) = (tensor.range(), tensor.chunks().unwrap_or_default());
-            let (first, last) = (range.offset - whole.offset, range.offset - whole.offset + range.len - 1);
+            let (first, last) =
+                (range.offset - whole.offset, range.offset - whole.offset + range.len - 1);
             let wanted = first / CHUNK_LEN..=last / CHUNK_LEN;
             wanted.map(move |index| {
                 let begin = index * CHUNK_LEN;
@@ -278,13 +288,19 @@ impl Catalog {
                 let skip = first.saturating_sub(begin);
                 let len = (last + 1 - begin).min(raw_len) - skip;
                 let (file, chunk) = (range.file, chunks[index as usize]);
-                ChunkPart { file, chunk, raw_len: raw_len as u32, skip: skip as u32, len: len as u32 }
+                ChunkPart {
+                    file,
+                    chunk,
+                    raw_len: raw_len as u32,
+                    skip: skip as u32,
+                    len: len as u32,
+                }
             })
         })
     }
 
-    /// The checksums of exactly this range, where it is of a tensor that the file keeps as it is, and has them of: it begins
-    /// where a chunk does, and ends with one or with the tensor.
+    /// The checksums of exactly this range, where it is of a tensor that the file keeps as it is,
+    /// and has them of: it begins where a chunk does, and ends with one or with the tensor.
     pub fn digest(&self, range: ByteRange) -> Option<Digest> {
         let tensor = self.tensor_at(range)?;
         let begin = range.offset - tensor.range().offset;
@@ -297,8 +313,8 @@ impl Catalog {
         Some(Digest::from_chunks(tensor.sums()?[first..first + count].to_vec()))
     }
 
-    /// This catalog and another as one. The other's files come behind its own, and its tensors take the place of
-    /// those of the same name.
+    /// This catalog and another as one. The other's files come behind its own, and its tensors take
+    /// the place of those of the same name.
     ///
     /// # Errors
     /// [`Error::TooLarge`] when they are more than one catalog holds.
@@ -340,7 +356,8 @@ impl Catalog {
         let mut total = 0u64;
         for part in &parts {
             let file = self.files.get(part.file.0 as usize);
-            let file = file.ok_or_else(|| bad(format!("file {} is not in the catalog", part.file.0)))?;
+            let file =
+                file.ok_or_else(|| bad(format!("file {} is not in the catalog", part.file.0)))?;
             let end = part.offset.checked_add(part.len);
             let within = match part.is_encoded() {
                 false => end.is_some_and(|end| end <= file.len),
@@ -352,7 +369,8 @@ impl Catalog {
                     part.len, part.offset, file.name, file.len
                 )));
             }
-            total = total.checked_add(part.len).ok_or_else(|| bad("more than 2^64 bytes".into()))?;
+            total =
+                total.checked_add(part.len).ok_or_else(|| bad("more than 2^64 bytes".into()))?;
         }
         if meta.byte_len() != Some(total) {
             return Err(bad(format!(

@@ -14,7 +14,8 @@ use crate::{Dtype, split};
 pub enum Codec {
     /// As they are.
     Raw,
-    /// An LZ4 block: fast, and of use where bytes repeat, as in masks and indices; not in trained weights.
+    /// An LZ4 block: fast, and of use where bytes repeat, as in masks and indices; not in trained
+    /// weights.
     Lz4,
     /// A zstd frame.
     Zstd,
@@ -26,7 +27,8 @@ pub enum Codec {
 
 impl Codec {
     /// All codecs, in the order of their codes.
-    pub const ALL: &'static [Codec] = &[Codec::Raw, Codec::Lz4, Codec::Zstd, Codec::Split, Codec::Zlib];
+    pub const ALL: &'static [Codec] =
+        &[Codec::Raw, Codec::Lz4, Codec::Zstd, Codec::Split, Codec::Zlib];
 
     /// The name that users choose it by.
     pub const fn name(self) -> &'static str {
@@ -53,7 +55,8 @@ impl Codec {
         Self::ALL.get(usize::from(code)).copied()
     }
 
-    /// The levels it has, from the fastest to the smallest result, and the usual one; `None` where there is no choice.
+    /// The levels it has, from the fastest to the smallest result, and the usual one; `None` where
+    /// there is no choice.
     pub const fn levels(self) -> Option<(std::ops::RangeInclusive<i32>, i32)> {
         match self {
             Codec::Raw | Codec::Lz4 | Codec::Split => None,
@@ -69,7 +72,8 @@ impl fmt::Display for Codec {
     }
 }
 
-/// The width in bytes of the floats that a tensor of this type is made of, if [`Codec::Split`] takes it.
+/// The width in bytes of the floats that a tensor of this type is made of, if [`Codec::Split`]
+/// takes it.
 pub(crate) fn float_width(dtype: Dtype) -> Option<u8> {
     match dtype {
         Dtype::F8_E5M2 | Dtype::F8_E4M3 | Dtype::F8_E4M3Fnuz | Dtype::F8_E5M2Fnuz => Some(1),
@@ -80,7 +84,8 @@ pub(crate) fn float_width(dtype: Dtype) -> Option<u8> {
     }
 }
 
-/// What decoding works with, between one chunk and the next. One for each thread; holds at most [`Scratch::BYTES`].
+/// What decoding works with, between one chunk and the next. One for each thread; holds at most
+/// [`Scratch::BYTES`].
 #[derive(Default)]
 pub struct Scratch {
     zstd: Option<DCtx<'static>>,
@@ -113,12 +118,13 @@ pub struct DecodeError {
     pub reason: String,
 }
 
-/// Decodes `src`, a chunk kept by `codec`, into `dst`, which is as long as the chunk was. `width` is that of the floats
-/// of [`Codec::Split`], in bytes; for other codecs it is nothing. Allocates nothing once `scratch` has been used, whatever
-/// `src` says.
+/// Decodes `src`, a chunk kept by `codec`, into `dst`, which is as long as the chunk was. `width`
+/// is that of the floats of [`Codec::Split`], in bytes; for other codecs it is nothing. Allocates
+/// nothing once `scratch` has been used, whatever `src` says.
 ///
 /// # Errors
-/// [`DecodeError`] when `src` is not such a chunk, or one of another length. `dst` then has any bytes.
+/// [`DecodeError`] when `src` is not such a chunk, or one of another length. `dst` then has any
+/// bytes.
 pub fn decode_chunk(
     codec: Codec,
     width: u8,
@@ -136,10 +142,12 @@ pub fn decode_chunk(
             }
             src.len()
         }
-        Codec::Lz4 => lz4_flex::block::decompress_into(src, dst).map_err(|e| wrong(e.to_string()))?,
-        Codec::Zstd => {
-            zstd.decompress(dst, src).map_err(|code| wrong(zstd_safe::get_error_name(code).into()))?
+        Codec::Lz4 => {
+            lz4_flex::block::decompress_into(src, dst).map_err(|e| wrong(e.to_string()))?
         }
+        Codec::Zstd => zstd
+            .decompress(dst, src)
+            .map_err(|code| wrong(zstd_safe::get_error_name(code).into()))?,
         Codec::Zlib => inflate(src, dst).map_err(wrong)?,
         Codec::Split => {
             let width = usize::from(width);
@@ -160,7 +168,9 @@ fn inflate(src: &[u8], dst: &mut [u8]) -> Result<usize, String> {
     use flate2::{Decompress, FlushDecompress, Status};
     let mut state = Decompress::new(true);
     match state.decompress(src, dst, FlushDecompress::Finish) {
-        Ok(Status::StreamEnd) if state.total_in() == src.len() as u64 => Ok(state.total_out() as usize),
+        Ok(Status::StreamEnd) if state.total_in() == src.len() as u64 => {
+            Ok(state.total_out() as usize)
+        }
         Ok(Status::StreamEnd) => Err("bytes behind its end".into()),
         Ok(_) => Err("it does not end where it should".into()),
         Err(error) => Err(error.to_string()),
@@ -173,9 +183,10 @@ pub enum Compression {
     /// Keep them as they are: such tensors can be mapped, and read straight to where they belong.
     #[default]
     None,
-    /// For each tensor what makes it smaller: floats are split, wide integers and masks go through zstd. It stays as it
-    /// is where that saves less than 3% of its first 16 MiB, and if it is of bytes or of narrower integers, which
-    /// quantised weights are made of. The same tensor is always kept the same way.
+    /// For each tensor what makes it smaller: floats are split, wide integers and masks go through
+    /// zstd. It stays as it is where that saves less than 3% of its first 16 MiB, and if it is of
+    /// bytes or of narrower integers, which quantised weights are made of. The same tensor is
+    /// always kept the same way.
     Auto,
     /// This codec, at this level, for all that it can take; `None` is the codec's usual level.
     By(Codec, Option<i32>),
@@ -188,16 +199,22 @@ impl Compression {
     /// What users call `raw`, `auto`, or by the name of a codec, at this level.
     ///
     /// # Errors
-    /// The names there are; that there are no levels. Whether a codec has the level is found out when it is used.
+    /// The names there are; that there are no levels. Whether a codec has the level is found out
+    /// when it is used.
     pub fn named(name: &str, level: Option<i32>) -> Result<Self, String> {
         match (name, Codec::from_name(name), level) {
-            ("auto" | "raw", _, Some(level)) => Err(format!("{name} has no levels, and so no level {level}")),
+            ("auto" | "raw", _, Some(level)) => {
+                Err(format!("{name} has no levels, and so no level {level}"))
+            }
             ("auto", ..) => Ok(Compression::Auto),
             (_, Some(Codec::Raw), _) => Ok(Compression::None),
             (_, Some(codec), level) => Ok(Compression::By(codec, level)),
             (_, None, _) => {
                 let names: Vec<_> = Codec::ALL.iter().map(|codec| codec.name()).collect();
-                Err(format!("there is no codec {name:?}: it is auto or one of {}", names.join(", ")))
+                Err(format!(
+                    "there is no codec {name:?}: it is auto or one of {}",
+                    names.join(", ")
+                ))
             }
         }
     }
@@ -210,7 +227,9 @@ impl Compression {
             (Compression::By(Codec::Split, _), _) => floats.then_some(Codec::Split),
             (Compression::By(codec, _), _) => Some(codec),
             (Compression::Auto, _) if floats => Some(Codec::Split),
-            (Compression::Auto, Dtype::Bool | Dtype::I16 | Dtype::U16 | Dtype::I32) => Some(Codec::Zstd),
+            (Compression::Auto, Dtype::Bool | Dtype::I16 | Dtype::U16 | Dtype::I32) => {
+                Some(Codec::Zstd)
+            }
             (Compression::Auto, Dtype::U32 | Dtype::I64 | Dtype::U64) => Some(Codec::Zstd),
             (Compression::Auto, _) => None,
         }
@@ -224,7 +243,8 @@ impl Compression {
         }
     }
 
-    /// Whether a tensor is kept compressed whose first `raw` bytes, at most 16 MiB, came to `stored`.
+    /// Whether a tensor is kept compressed whose first `raw` bytes, at most 16 MiB, came to
+    /// `stored`.
     pub fn is_worth(self, raw: u64, stored: u64) -> bool {
         self != Compression::Auto || stored <= raw - raw.div_ceil(Self::WORTH)
     }
@@ -272,7 +292,9 @@ impl Encoder {
                 let (first, last) = levels.into_inner();
                 return Err(format!("{codec} has no level {level}: they are {first} to {last}"));
             }
-            (None, Some(level)) => return Err(format!("{codec} has no levels, and so no level {level}")),
+            (None, Some(level)) => {
+                return Err(format!("{codec} has no levels, and so no level {level}"));
+            }
             (levels, level) => level.or(levels.map(|(_, usual)| usual)).unwrap_or(0),
         };
         let zstd = (codec == Codec::Zstd).then(|| {
@@ -285,7 +307,8 @@ impl Encoder {
         Ok(Self { codec, zstd, split, level })
     }
 
-    /// Appends a chunk of a tensor of `dtype` to `out`, by this codec, or as it is where that is no larger.
+    /// Appends a chunk of a tensor of `dtype` to `out`, by this codec, or as it is where that is no
+    /// larger.
     pub fn encode(&mut self, dtype: Dtype, raw: &[u8], out: &mut Vec<u8>) -> Encoded {
         let begin = out.len();
         let (codec, width) = self.append(dtype, raw, out);
@@ -299,11 +322,14 @@ impl Encoder {
         let begin = out.len();
         let width = if self.codec == Codec::Split { float_width(dtype).unwrap_or(0) } else { 0 };
         match (self.codec, &mut self.zstd, &mut self.split) {
-            (Codec::Split, _, Some(split)) if width > 0 => split.encode(raw, usize::from(width), out),
+            (Codec::Split, _, Some(split)) if width > 0 => {
+                split.encode(raw, usize::from(width), out)
+            }
             (Codec::Zstd, Some(zstd), _) => {
                 out.resize(begin + zstd_safe::compress_bound(raw.len()), 0);
-                let len =
-                    zstd.compress2(&mut out[begin..], raw).expect("there is room for what it may come to");
+                let len = zstd
+                    .compress2(&mut out[begin..], raw)
+                    .expect("there is room for what it may come to");
                 out.truncate(begin + len);
             }
             (Codec::Lz4, ..) => {

@@ -6,7 +6,8 @@ use std::ops::Range;
 
 use twox_hash::XxHash3_64;
 
-/// Length of the chunks that are hashed each on its own, in bytes. The last one of a tensor may be shorter.
+/// Length of the chunks that are hashed each on its own, in bytes. The last one of a tensor may be
+/// shorter.
 pub const CHUNK_LEN: u64 = 1 << 20;
 
 /// The checksums of one tensor.
@@ -30,13 +31,16 @@ impl Digest {
         &self.chunks
     }
 
-    /// Compares bytes that begin with chunk `first`: the first run of them, at most a chunk, that is not what the
-    /// digest was made of.
+    /// Compares bytes that begin with chunk `first`: the first run of them, at most a chunk, that
+    /// is not what the digest was made of.
     pub fn mismatch(&self, first: usize, bytes: &[u8]) -> Option<Range<usize>> {
         let len = CHUNK_LEN as usize;
-        let differs = |i: usize, chunk| self.chunks.get(first + i) != Some(&XxHash3_64::oneshot(chunk));
+        let differs =
+            |i: usize, chunk| self.chunks.get(first + i) != Some(&XxHash3_64::oneshot(chunk));
         let mut chunks = bytes.chunks(len).enumerate();
-        chunks.find(|&(i, chunk)| differs(i, chunk)).map(|(i, chunk)| i * len..i * len + chunk.len())
+        chunks
+            .find(|&(i, chunk)| differs(i, chunk))
+            .map(|(i, chunk)| i * len..i * len + chunk.len())
     }
 }
 
@@ -96,8 +100,11 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
-        fn pieces_give_the_digest_of_the_whole(cuts in prop::collection::vec(0usize..3_000_000, 0..6)) {
-            let bytes: Vec<u8> = (0..3_000_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        fn pieces_give_the_digest_of_the_whole(
+            cuts in prop::collection::vec(0usize..3_000_000, 0..6),
+        ) {
+            let bytes: Vec<u8> =
+                (0..3_000_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
             let mut cuts = cuts;
             cuts.extend([0, bytes.len()]);
             cuts.sort_unstable();

@@ -3,8 +3,8 @@ use std::fmt;
 
 macro_rules! dtypes {
     ($($(#[$doc:meta])* $variant:ident = $name:literal, $bits:literal;)*) => {
-        /// The element type of a tensor: every dtype that safetensors names, in the order of that library,
-        /// which lays files out by it.
+        /// The element type of a tensor: every dtype that safetensors names, in the order of that
+        /// library, which lays files out by it.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         #[allow(non_camel_case_types)]
@@ -89,8 +89,8 @@ dtypes! {
 }
 
 impl Dtype {
-    /// Length in bytes of a tensor of this shape, or `None` if it does not fit in 64 bits or is not a whole number of
-    /// bytes.
+    /// Length in bytes of a tensor of this shape, or `None` if it does not fit in 64 bits or is not
+    /// a whole number of bytes.
     pub fn byte_len(self, shape: &[u64]) -> Option<u64> {
         let count = shape.iter().try_fold(1u64, |count, &n| count.checked_mul(n))?;
         let bits = count.checked_mul(u64::from(self.bits()))?;

@@ -138,5 +138,9 @@ pub(crate) fn describe(dtype: Dtype, shape: &[u64]) -> String {
 
 /// What no container may call a tensor, and why.
 pub(crate) fn check_name(name: &str) -> Result<(), String> {
-    if name.is_empty() || name.contains('\0') { Err(format!("{name:?} is no tensor name")) } else { Ok(()) }
+    if name.is_empty() || name.contains('\0') {
+        Err(format!("{name:?} is no tensor name"))
+    } else {
+        Ok(())
+    }
 }

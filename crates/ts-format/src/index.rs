@@ -43,7 +43,13 @@ pub(crate) enum Written<'a> {
 }
 
 impl IndexWriter {
-    pub(crate) fn push(&mut self, name: &str, meta: &TensorMeta, fingerprint: u128, written: &Written<'_>) {
+    pub(crate) fn push(
+        &mut self,
+        name: &str,
+        meta: &TensorMeta,
+        fingerprint: u128,
+        written: &Written<'_>,
+    ) {
         let out = &mut self.records;
         let begin = out.len();
         out.extend([0; 4]);
@@ -101,7 +107,9 @@ pub(crate) fn parse(
     let (tensor_count, metadata_count) = (cursor.u32()?, cursor.u32()?);
     let chunk_len = cursor.u64()?;
     if chunk_len != CHUNK_LEN {
-        return Err(cursor.wrong(format!("chunks of {chunk_len} bytes; this reader knows {CHUNK_LEN}")));
+        return Err(
+            cursor.wrong(format!("chunks of {chunk_len} bytes; this reader knows {CHUNK_LEN}"))
+        );
     }
     let mut metadata = BTreeMap::new();
     for _ in 0..metadata_count {
@@ -111,8 +119,11 @@ pub(crate) fn parse(
         }
     }
     // Counts are claims: room is made as records come.
-    let mut records =
-        Records { table: Table::default(), data_end: block.index_offset, decoded_end: ByteRange::DECODED };
+    let mut records = Records {
+        table: Table::default(),
+        data_end: block.index_offset,
+        decoded_end: ByteRange::DECODED,
+    };
     for _ in 0..tensor_count {
         let len = cursor.u32()? as usize;
         let base = cursor.base;
@@ -157,7 +168,9 @@ impl Records {
     fn read(&mut self, cursor: &mut Cursor<'_>) -> Result<(), Error> {
         let name = cursor.text()?;
         check_name(name).map_err(|reason| cursor.wrong(reason))?;
-        let wrong = |cursor: &Cursor<'_>, reason: String| cursor.wrong(format!("tensor `{name}`: {reason}"));
+        let wrong = |cursor: &Cursor<'_>, reason: String| {
+            cursor.wrong(format!("tensor `{name}`: {reason}"))
+        };
         let [dtype, rank, layout, phase] = *cursor.array::<4>()?;
         let Some(dtype) = Dtype::from_code(dtype) else {
             return Err(wrong(cursor, format!("unknown dtype code {dtype}")));
@@ -183,7 +196,8 @@ impl Records {
             (CHUNKED, 0..64) => {
                 let mut left = len;
                 for entry in cursor.entries::<CHUNK_ENTRY>(len)? {
-                    let chunk = chunk(entry, left.min(CHUNK_LEN)).map_err(|reason| wrong(cursor, reason))?;
+                    let chunk = chunk(entry, left.min(CHUNK_LEN))
+                        .map_err(|reason| wrong(cursor, reason))?;
                     self.check_place(cursor, name, chunk.offset, u64::from(chunk.len))?;
                     self.table.push_chunk(chunk);
                     left -= left.min(CHUNK_LEN);
@@ -192,12 +206,23 @@ impl Records {
                 self.decoded_end = offset + len;
                 (offset, Kept::Chunked)
             }
-            _ => return Err(wrong(cursor, format!("layout {layout} with phase {phase} is unknown"))),
+            _ => {
+                return Err(wrong(
+                    cursor,
+                    format!("layout {layout} with phase {phase} is unknown"),
+                ));
+            }
         };
         self.table.push(cursor.file, &NewRow { name, dtype, offset, len }, kept, rank, fingerprint)
     }
 
-    fn check_place(&self, cursor: &Cursor<'_>, name: &str, offset: u64, len: u64) -> Result<(), Error> {
+    fn check_place(
+        &self,
+        cursor: &Cursor<'_>,
+        name: &str,
+        offset: u64,
+        len: u64,
+    ) -> Result<(), Error> {
         if offset >= DATA_START && offset.checked_add(len).is_some_and(|end| end <= self.data_end) {
             return Ok(());
         }
@@ -223,7 +248,9 @@ fn chunk(entry: &[u8; CHUNK_ENTRY], len: u64) -> Result<Chunk, String> {
         _ => u64::from(stored) < len && width == 0,
     };
     if !right || zeros != [0; 2] {
-        return Err(format!("a chunk of {len} bytes is not {stored} bytes of {codec} with width {width}"));
+        return Err(format!(
+            "a chunk of {len} bytes is not {stored} bytes of {codec} with width {width}"
+        ));
     }
     Ok(Chunk { offset: word(0), len: stored, codec, width, sum: word(16) })
 }
@@ -269,9 +296,10 @@ impl<'a> Cursor<'a> {
 
     /// As many entries as `len` bytes have chunks.
     fn entries<const N: usize>(&mut self, len: u64) -> Result<&'a [[u8; N]], Error> {
-        let size = usize::try_from(len.div_ceil(CHUNK_LEN)).ok().and_then(|count| count.checked_mul(N));
         let size =
-            size.ok_or_else(|| self.wrong(format!("{len} bytes have more chunks than there can be")))?;
+            usize::try_from(len.div_ceil(CHUNK_LEN)).ok().and_then(|count| count.checked_mul(N));
+        let size = size
+            .ok_or_else(|| self.wrong(format!("{len} bytes have more chunks than there can be")))?;
         Ok(self.take(size)?.as_chunks::<N>().0)
     }
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tensors on disk: dtypes, metadata and checkpoint containers.
 //!
-//! This crate knows what the bytes of a checkpoint mean. It refuses to fetch them: it opens no file, starts
-//! no thread and knows no device. A [`CatalogReader`] says which bytes it wants next and is fed them, so the
-//! same parser serves a file, an object store and a socket.
+//! This crate knows what the bytes of a checkpoint mean. It refuses to fetch them: it opens no
+//! file, starts no thread and knows no device. A [`CatalogReader`] says which bytes it wants next
+//! and is fed them, so the same parser serves a file, an object store and a socket.
 //!
 //! ```
 //! use ts_format::{CatalogReader, Dtype};
@@ -26,9 +26,11 @@
 //! ```
 //!
 //! # Invariants
-//! - Every [`ByteRange`] of a [`Catalog`] lies inside the file that it names, as long as that file was when
-//!   its header was read; the ranges of a tensor add up to exactly its dtype times its shape.
-//! - Nothing is allocated before its size was checked against the file's, and nothing in a file is evaluated.
+//! - Every [`ByteRange`] of a [`Catalog`] lies inside the file that it names, as long as that file
+//!   was when its header was read; the ranges of a tensor add up to exactly its dtype times its
+//!   shape.
+//! - Nothing is allocated before its size was checked against the file's, and nothing in a file is
+//!   evaluated.
 //!
 //! # Features
 //! None.
@@ -64,4 +66,6 @@ pub use safetensors::{MAX_HEADER_LEN, SafetensorsLayout};
 pub use sharded::{MAX_INDEX_LEN, shard_index};
 pub use superblock::MAGIC;
 pub use table::Chunk;
-pub use writer::{CheckpointRoom, ContainerEnds, ContainerWriter, Move, fingerprint, tensor_fingerprint};
+pub use writer::{
+    CheckpointRoom, ContainerEnds, ContainerWriter, Move, fingerprint, tensor_fingerprint,
+};

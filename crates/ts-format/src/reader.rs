@@ -19,7 +19,8 @@ pub struct Need {
     pub len: u64,
 }
 
-/// Builds a [`Catalog`] from bytes it asks for: `while let Some(need) = need() { feed(..) }`, then `finish`.
+/// Builds a [`Catalog`] from bytes it asks for: `while let Some(need) = need() { feed(..) }`, then
+/// `finish`.
 #[derive(Debug)]
 pub struct CatalogReader {
     root: String,
@@ -49,8 +50,8 @@ impl CatalogReader {
         Self::new(root.clone(), State::Prefix(root))
     }
 
-    /// Reads a shard index (`model.safetensors.index.json`), then the header of every shard it names. Shards are
-    /// asked for by the index's own directory and their name.
+    /// Reads a shard index (`model.safetensors.index.json`), then the header of every shard it
+    /// names. Shards are asked for by the index's own directory and their name.
     pub fn sharded(index: impl Into<String>) -> Self {
         Self::new(index.into(), State::Index)
     }
@@ -61,9 +62,9 @@ impl CatalogReader {
         Self { root, state, lenient, weight_map, waiting, files, table }
     }
 
-    /// Takes safetensors files as their library does, which are otherwise refused: names that are empty, have a NUL or stand
-    /// twice (the last one counts), unknown fields, metadata keys that stand twice, space before the header, a rank over 64,
-    /// up to 255.
+    /// Takes safetensors files as their library does, which are otherwise refused: names that are
+    /// empty, have a NUL or stand twice (the last one counts), unknown fields, metadata keys that
+    /// stand twice, space before the header, a rank over 64, up to 255.
     #[must_use]
     pub fn lenient(self) -> Self {
         Self { lenient: true, ..self }
@@ -82,10 +83,12 @@ impl CatalogReader {
         Some(Need { file: file.clone(), offset, len })
     }
 
-    /// Takes the bytes that [`need`](Self::need) asked for, of a file that is `file_len` bytes long.
+    /// Takes the bytes that [`need`](Self::need) asked for, of a file that is `file_len` bytes
+    /// long.
     ///
     /// # Errors
-    /// The file is wrong: the error names it, the place and the reason. The reader is then of no further use.
+    /// The file is wrong: the error names it, the place and the reason. The reader is then of no
+    /// further use.
     pub fn feed(&mut self, bytes: &[u8], file_len: u64) -> Result<(), Error> {
         match std::mem::replace(&mut self.state, State::Done) {
             State::Index => self.feed_index(bytes)?,
@@ -140,7 +143,11 @@ impl CatalogReader {
 
     fn feed_index(&mut self, bytes: &[u8]) -> Result<(), Error> {
         if bytes.len() as u64 > MAX_INDEX_LEN {
-            return Err(Error::header(&self.root, MAX_INDEX_LEN, "the index is larger than 256 MiB"));
+            return Err(Error::header(
+                &self.root,
+                MAX_INDEX_LEN,
+                "the index is larger than 256 MiB",
+            ));
         }
         let mut map = sharded::parse_index(&self.root, bytes)?;
         // Shards lie beside their index.
@@ -175,8 +182,10 @@ impl CatalogReader {
             let mut rows = std::mem::take(&mut table.rows);
             rows.retain(|row| map.get(table.name(row)).is_some_and(|shard| *shard == file));
             // Both are sorted by name: the first that differs is missing.
-            let mut wanted = map.iter().filter(|(_, shard)| **shard == file).map(|(tensor, _)| tensor);
-            let missing = rows.iter().map(|row| table.name(row)).zip(&mut wanted).find(|(a, b)| a != b);
+            let mut wanted =
+                map.iter().filter(|(_, shard)| **shard == file).map(|(tensor, _)| tensor);
+            let missing =
+                rows.iter().map(|row| table.name(row)).zip(&mut wanted).find(|(a, b)| a != b);
             if let Some(tensor) = missing.map(|(_, tensor)| tensor).or_else(|| wanted.next()) {
                 let (tensor, index) = (tensor.clone(), self.root.clone());
                 return Err(Error::MissingFromShard { file, tensor, index });

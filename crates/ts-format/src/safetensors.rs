@@ -51,17 +51,25 @@ pub(crate) fn header_len(file: &str, prefix: &[u8], file_len: u64) -> Result<u64
     Ok(len)
 }
 
-/// Parses the JSON of a header and checks every claim it makes about a file of `file_len` bytes. A `lenient` reader takes
-/// what the safetensors library does.
-pub(crate) fn parse_header(file: &str, json: &[u8], file_len: u64, lenient: bool) -> Result<Header, Error> {
-    let text = std::str::from_utf8(json)
-        .map_err(|e| Error::header(file, PREFIX_LEN + e.valid_up_to() as u64, "the header is not UTF-8"))?;
+/// Parses the JSON of a header and checks every claim it makes about a file of `file_len` bytes. A
+/// `lenient` reader takes what the safetensors library does.
+pub(crate) fn parse_header(
+    file: &str,
+    json: &[u8],
+    file_len: u64,
+    lenient: bool,
+) -> Result<Header, Error> {
+    let text = std::str::from_utf8(json).map_err(|e| {
+        Error::header(file, PREFIX_LEN + e.valid_up_to() as u64, "the header is not UTF-8")
+    })?;
     if !lenient && !text.starts_with('{') {
         return Err(Error::header(file, PREFIX_LEN, "the header does not begin with `{`"));
     }
     let parsed = match lenient {
-        false => serde_json::from_str::<RawHeader<StrictTensor>>(text).map(|raw| (raw.tensors, raw.metadata)),
-        true => serde_json::from_str::<RawHeader<RawTensor>>(text).map(|raw| (raw.tensors, raw.metadata)),
+        false => serde_json::from_str::<RawHeader<StrictTensor>>(text)
+            .map(|raw| (raw.tensors, raw.metadata)),
+        true => serde_json::from_str::<RawHeader<RawTensor>>(text)
+            .map(|raw| (raw.tensors, raw.metadata)),
     };
     let (tensors, metadata) =
         parsed.map_err(|e| Error::header(file, PREFIX_LEN + offset_of(json, &e), e.to_string()))?;
@@ -86,8 +94,8 @@ pub(crate) fn parse_header(file: &str, json: &[u8], file_len: u64, lenient: bool
 pub struct SafetensorsLayout {
     /// The first bytes of the file.
     pub header: Vec<u8>,
-    /// Indices of the tensors, in the order of their data: as the safetensors library orders them, by dtype from
-    /// wide to narrow and then by name, so that its files come out byte for byte.
+    /// Indices of the tensors, in the order of their data: as the safetensors library orders them,
+    /// by dtype from wide to narrow and then by name, so that its files come out byte for byte.
     pub order: Vec<usize>,
 }
 
@@ -95,9 +103,13 @@ impl SafetensorsLayout {
     /// Lays out tensors, given by name, and the file's metadata.
     ///
     /// # Errors
-    /// [`Error::Unwritable`] for a name that is empty, has a NUL, is `__metadata__` or stands twice, a rank over
-    /// 64, a size that is no whole number of bytes, or a header over [`MAX_HEADER_LEN`].
-    pub fn new(tensors: &[(&str, &TensorMeta)], metadata: &BTreeMap<String, String>) -> Result<Self, Error> {
+    /// [`Error::Unwritable`] for a name that is empty, has a NUL, is `__metadata__` or stands
+    /// twice, a rank over 64, a size that is no whole number of bytes, or a header over
+    /// [`MAX_HEADER_LEN`].
+    pub fn new(
+        tensors: &[(&str, &TensorMeta)],
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<Self, Error> {
         let mut order: Vec<usize> = (0..tensors.len()).collect();
         order.sort_by_key(|&i| (std::cmp::Reverse(tensors[i].1.dtype), tensors[i].0));
         let (mut json, mut seen, mut at) = (String::from("{"), HashSet::new(), 0u64);
@@ -117,7 +129,8 @@ impl SafetensorsLayout {
                 return Err(bad(format!("rank {}, more than {MAX_RANK}", meta.shape.len())));
             }
             let end = meta.byte_len().and_then(|len| at.checked_add(len));
-            let end = end.ok_or_else(|| bad(format!("{} has no size", describe(meta.dtype, &meta.shape))))?;
+            let end = end
+                .ok_or_else(|| bad(format!("{} has no size", describe(meta.dtype, &meta.shape))))?;
             let shape = serde_json::to_string(&meta.shape).expect("numbers are JSON");
             json.push_str(&format!(
                 "{}:{{\"dtype\":\"{}\",\"shape\":{shape},\"data_offsets\":[{at},{end}]}},",
@@ -151,7 +164,12 @@ fn check_tensor<'a>(
 ) -> Result<NewRow<'a>, Error> {
     let (begin, end) = info.data_offsets;
     let offset = data_start.saturating_add(begin);
-    let bad = |reason: String| Error::BadTensor { file: file.into(), tensor: name.into(), offset, reason };
+    let bad = |reason: String| Error::BadTensor {
+        file: file.into(),
+        tensor: name.into(),
+        offset,
+        reason,
+    };
     let Some(dtype) = Dtype::from_name(&info.dtype) else {
         return Err(bad(format!("unknown dtype `{}`", info.dtype)));
     };
@@ -182,12 +200,20 @@ fn check_tensor<'a>(
 }
 
 /// The data must be covered from its first byte to the end of the file, each byte by one tensor.
-fn check_cover(file: &str, tensors: &[NewRow<'_>], data_start: u64, file_len: u64) -> Result<(), Error> {
+fn check_cover(
+    file: &str,
+    tensors: &[NewRow<'_>],
+    data_start: u64,
+    file_len: u64,
+) -> Result<(), Error> {
     let mut next = data_start;
     for t in tensors {
         if t.offset != next {
-            let how =
-                if t.offset < next { "overlaps the tensor before it" } else { "leaves a gap before it" };
+            let how = if t.offset < next {
+                "overlaps the tensor before it"
+            } else {
+                "leaves a gap before it"
+            };
             let reason = format!("its data {how}, which ends at byte {next}");
             return Err(Error::BadTensor {
                 file: file.into(),
@@ -199,7 +225,11 @@ fn check_cover(file: &str, tensors: &[NewRow<'_>], data_start: u64, file_len: u6
         next += t.len;
     }
     if next != file_len {
-        return Err(Error::header(file, next, format!("{} bytes after the last tensor", file_len - next)));
+        return Err(Error::header(
+            file,
+            next,
+            format!("{} bytes after the last tensor", file_len - next),
+        ));
     }
     Ok(())
 }
@@ -265,7 +295,8 @@ impl<'de, E: Entry> Deserialize<'de> for RawHeader<E> {
     }
 }
 
-/// A map's visitor rather than a map, because a map would keep the last of two equal names in silence.
+/// A map's visitor rather than a map, because a map would keep the last of two equal names in
+/// silence.
 struct HeaderVisitor<E>(PhantomData<E>);
 
 impl<'de, E: Entry> Visitor<'de> for HeaderVisitor<E> {
@@ -276,7 +307,8 @@ impl<'de, E: Entry> Visitor<'de> for HeaderVisitor<E> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader<E>, A::Error> {
-        let mut header = RawHeader { tensors: Vec::new(), metadata: BTreeMap::new(), entry: PhantomData };
+        let mut header =
+            RawHeader { tensors: Vec::new(), metadata: BTreeMap::new(), entry: PhantomData };
         let mut seen = HashMap::new();
         while let Some(name) = map.next_key::<String>()? {
             let before = seen.insert(name.clone(), header.tensors.len());

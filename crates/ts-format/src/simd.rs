@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Loops over bytes, compiled for the widest vectors that the processor turns out to have. This crate's one unsafe
-//! module: the loops themselves are safe code, which compilers make vector instructions of.
+//! Loops over bytes, compiled for the widest vectors that the processor turns out to have. This
+//! crate's one unsafe module: the loops themselves are safe code, which compilers make vector
+//! instructions of.
 
-/// Puts floats together from their planes: plane `i` has byte `i` of each element, as it is after a rotation left by one
-/// bit. As many elements as there are, of as many bytes as there are planes.
+/// Puts floats together from their planes: plane `i` has byte `i` of each element, as it is after a
+/// rotation left by one bit. As many elements as there are, of as many bytes as there are planes.
 ///
 /// # Panics
 /// When a plane is shorter than there are elements.
@@ -31,14 +32,18 @@ fn merge_any<const W: usize>(planes: [&[u8]; W], elements: &mut [[u8; W]]) {
     }
 }
 
-/// By one bit, least significant byte first. Whatever is not of this width is known when it is compiled, and gone.
+/// By one bit, least significant byte first. Whatever is not of this width is known when it is
+/// compiled, and gone.
 #[inline(always)]
 fn rotate_right<const W: usize>(bytes: [u8; W]) -> [u8; W] {
     let mut rotated = [0; W];
     match *bytes.as_slice() {
-        [a, b] => rotated.copy_from_slice(&u16::from_le_bytes([a, b]).rotate_right(1).to_le_bytes()),
+        [a, b] => {
+            rotated.copy_from_slice(&u16::from_le_bytes([a, b]).rotate_right(1).to_le_bytes())
+        }
         [a, b, c, d] => {
-            rotated.copy_from_slice(&u32::from_le_bytes([a, b, c, d]).rotate_right(1).to_le_bytes());
+            rotated
+                .copy_from_slice(&u32::from_le_bytes([a, b, c, d]).rotate_right(1).to_le_bytes());
         }
         [a, b, c, d, e, f, g, h] => {
             let element = u64::from_le_bytes([a, b, c, d, e, f, g, h]);

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The lossless float split. A float's sign and mantissa are noise in trained weights and its exponent is not: so
-//! elements are rotated left by a bit, which leaves the exponent's bits together in the last byte, and taken apart into
-//! planes of their first, second, ... bytes. Each plane is kept as it is or Huffman-coded, as a standard zstd frame
-//! without matches, where that saves something. FORMAT.md is the normative page.
+//! The lossless float split. A float's sign and mantissa are noise in trained weights and its
+//! exponent is not: so elements are rotated left by a bit, which leaves the exponent's bits
+//! together in the last byte, and taken apart into planes of their first, second, ... bytes. Each
+//! plane is kept as it is or Huffman-coded, as a standard zstd frame without matches, where that
+//! saves something. FORMAT.md is the normative page.
 
 use zstd::zstd_safe::{self, CCtx, CParameter, DCtx, ParamSwitch};
 
 use crate::simd;
 
-/// Elements of a block, and so bytes of a plane in it: few enough for what is coded to stay in a core's own cache, enough
-/// that what a frame begins with costs nothing.
+/// Elements of a block, and so bytes of a plane in it: few enough for what is coded to stay in a
+/// core's own cache, enough that what a frame begins with costs nothing.
 pub(crate) const BLOCK: usize = 256 << 10;
 /// Bytes that share a Huffman code: each of these is tried for each plane.
 const HUFFMAN_BLOCKS: [u32; 3] = [32 << 10, 64 << 10, 128 << 10];
@@ -23,7 +24,8 @@ pub(crate) const WIDTHS: [usize; 4] = [1, 2, 4, 8];
 
 /// Makes frames of Huffman-coded literals and nothing else.
 pub(crate) struct Coder {
-    /// What is best depends on how fast the bytes' distribution changes; so one for each of [`HUFFMAN_BLOCKS`].
+    /// What is best depends on how fast the bytes' distribution changes; so one for each of
+    /// [`HUFFMAN_BLOCKS`].
     zstd: [CCtx<'static>; HUFFMAN_BLOCKS.len()],
     /// Planes of a block.
     planes: Vec<u8>,
@@ -36,20 +38,23 @@ impl Coder {
         let zstd = HUFFMAN_BLOCKS.map(|len| {
             let mut context = CCtx::create();
             for parameter in [
-                // Steps over so many bytes that it never looks for a match: chance matches cost ratio and speed.
+                // Steps over so many bytes that it never looks for a match: chance matches cost
+                // ratio and speed.
                 CParameter::CompressionLevel(zstd_safe::min_c_level()),
                 CParameter::LiteralCompressionMode(ParamSwitch::Enable),
                 CParameter::MaxBlockSize(len),
             ] {
-                context.set_parameter(parameter).expect("this version of zstd has these parameters");
+                context
+                    .set_parameter(parameter)
+                    .expect("this version of zstd has these parameters");
             }
             context
         });
         Self { zstd, planes: Vec::new(), frames: Default::default() }
     }
 
-    /// Appends a coded chunk to `out`: a table of lengths, then the planes' blocks. `raw` is whole elements of `width`
-    /// bytes.
+    /// Appends a coded chunk to `out`: a table of lengths, then the planes' blocks. `raw` is whole
+    /// elements of `width` bytes.
     pub(crate) fn encode(&mut self, raw: &[u8], width: usize, out: &mut Vec<u8>) {
         let table = out.len();
         let blocks = raw.len().div_ceil(BLOCK * width);
@@ -160,9 +165,15 @@ fn split(elements: &[u8], width: usize, planes: &mut [u8]) {
     let planes = planes.chunks_exact_mut(BLOCK);
     match width {
         1 => planes.for_each(|plane| plane[..elements.len()].copy_from_slice(elements)),
-        2 => split_wide::<2>(elements, planes, |e| u16::from_le_bytes(e).rotate_left(1).to_le_bytes()),
-        4 => split_wide::<4>(elements, planes, |e| u32::from_le_bytes(e).rotate_left(1).to_le_bytes()),
-        8 => split_wide::<8>(elements, planes, |e| u64::from_le_bytes(e).rotate_left(1).to_le_bytes()),
+        2 => split_wide::<2>(elements, planes, |e| {
+            u16::from_le_bytes(e).rotate_left(1).to_le_bytes()
+        }),
+        4 => split_wide::<4>(elements, planes, |e| {
+            u32::from_le_bytes(e).rotate_left(1).to_le_bytes()
+        }),
+        8 => split_wide::<8>(elements, planes, |e| {
+            u64::from_le_bytes(e).rotate_left(1).to_le_bytes()
+        }),
         _ => unreachable!("elements of {width} bytes are not split"),
     }
 }
@@ -211,7 +222,13 @@ mod tests {
         #[test]
         fn what_is_split_is_merged(
             width in prop::sample::select(&WIDTHS[..]),
-            count in prop_oneof![0usize..40, Just(BLOCK - 1), Just(BLOCK), Just(BLOCK + 1), 0usize..150_000],
+            count in prop_oneof![
+                0usize..40,
+                Just(BLOCK - 1),
+                Just(BLOCK),
+                Just(BLOCK + 1),
+                0usize..150_000,
+            ],
             noise in any::<u32>(),
             mask in prop_oneof![Just(u32::MAX), Just(0), any::<u32>()],
         ) {
@@ -237,7 +254,10 @@ mod tests {
             split(&raw, width, &mut planes);
             for plane in 0..width {
                 for element in 0..raw.len() / width {
-                    assert_eq!(planes[plane * BLOCK + element], plane_byte(&raw, width, plane, element));
+                    assert_eq!(
+                        planes[plane * BLOCK + element],
+                        plane_byte(&raw, width, plane, element)
+                    );
                 }
             }
         }

@@ -73,7 +73,8 @@ impl Superblock {
             return Err("its padding is not zero".into());
         }
         let minor = u16::from_le_bytes([used[10], used[11]]);
-        let (generation, index_offset, index_len, index_hash) = (word(16), word(24), word(32), word(40));
+        let (generation, index_offset, index_len, index_hash) =
+            (word(16), word(24), word(32), word(40));
         Ok(Self { second, generation, minor, index_offset, index_len, index_hash })
     }
 }
@@ -85,16 +86,25 @@ pub(crate) fn active(file: &str, bytes: &[u8], file_len: u64) -> Result<Superblo
         (Ok(a), Ok(b)) => std::cmp::max_by_key(a, b, |s| s.generation),
         (Ok(one), Err(_)) | (Err(_), Ok(one)) => one,
         (Err(first), Err(second)) => {
-            let reason = format!("no valid superblock: of the first, {first}; of the second, {second}");
+            let reason =
+                format!("no valid superblock: of the first, {first}; of the second, {second}");
             return Err(Error::header(file, 0, reason));
         }
     };
     let end = block.index_offset.saturating_add(block.index_len);
     if block.index_len > MAX_INDEX_LEN {
-        return Err(Error::header(file, 0, format!("an index of {} bytes is too large", block.index_len)));
+        return Err(Error::header(
+            file,
+            0,
+            format!("an index of {} bytes is too large", block.index_len),
+        ));
     }
     if block.index_offset < DATA_START {
-        return Err(Error::header(file, 0, format!("an index at byte {} is too early", block.index_offset)));
+        return Err(Error::header(
+            file,
+            0,
+            format!("an index at byte {} is too early", block.index_offset),
+        ));
     }
     if end > file_len {
         let (what, offset) = ("the index".into(), block.index_offset);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What files say of their tensors, in as little memory as will do: rows of one size, which point into lists that all of
-//! them share.
+//! What files say of their tensors, in as little memory as will do: rows of one size, which point
+//! into lists that all of them share.
 
 use twox_hash::XxHash3_64;
 
@@ -110,7 +110,8 @@ impl Table {
         rank: u8,
         fingerprint: [u8; 16],
     ) -> Result<(), Error> {
-        let place = |len: usize| u32::try_from(len).map_err(|_| Error::TooLarge { file: file.into() });
+        let place =
+            |len: usize| u32::try_from(len).map_err(|_| Error::TooLarge { file: file.into() });
         let count = new.len.div_ceil(CHUNK_LEN) as usize;
         let pieces_at = match kept {
             Kept::Plain => 0,
@@ -152,7 +153,8 @@ impl Table {
 
     /// Adds another's rows, whose file 0 is this one's `first_file`.
     pub(crate) fn append(&mut self, other: &Table, first_file: u32) -> Result<(), Error> {
-        let place = |len: usize| u32::try_from(len).map_err(|_| Error::TooLarge { file: String::new() });
+        let place =
+            |len: usize| u32::try_from(len).map_err(|_| Error::TooLarge { file: String::new() });
         // All that comes must be within reach, not only where it begins.
         for (mine, theirs) in [
             (self.rows.len(), other.rows.len()),
@@ -215,7 +217,9 @@ impl Table {
         for row in self.rows.iter().filter(|row| row.len > 0) {
             match self.chunks(row) {
                 None => extents.push((row.offset, row.len, row)),
-                Some(chunks) => extents.extend(chunks.iter().map(|c| (c.offset, u64::from(c.len), row))),
+                Some(chunks) => {
+                    extents.extend(chunks.iter().map(|c| (c.offset, u64::from(c.len), row)))
+                }
             }
         }
         extents.sort_by_key(|extent| extent.0);

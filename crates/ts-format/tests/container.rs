@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 use ts_format::{
-    ByteRange, CHUNK_LEN, Catalog, Codec, ContainerWriter, Digest, Dtype, Encoder, ErrorKind, Scratch,
-    TensorMeta, decode_chunk, fingerprint, tensor_fingerprint,
+    ByteRange, CHUNK_LEN, Catalog, Codec, ContainerWriter, Digest, Dtype, Encoder, ErrorKind,
+    Scratch, TensorMeta, decode_chunk, fingerprint, tensor_fingerprint,
 };
 
 /// Name, type, phase, bytes, and how they are kept.
@@ -60,7 +60,11 @@ fn read(file: &[u8], tensor: ts_format::Tensor<'_>) -> Result<Vec<u8>, String> {
     let Some(chunks) = tensor.chunks() else {
         let bytes = file[range.offset as usize..(range.offset + range.len) as usize].to_vec();
         let digest = tensor.sums().map_or(Digest::default(), |_| Digest::of(&bytes));
-        return if Some(digest.chunks()) == tensor.sums() { Ok(bytes) } else { Err("a sum differs".into()) };
+        return if Some(digest.chunks()) == tensor.sums() {
+            Ok(bytes)
+        } else {
+            Err("a sum differs".into())
+        };
     };
     let mut bytes = vec![0; range.len as usize];
     let mut scratch = Scratch::default();
@@ -69,7 +73,8 @@ fn read(file: &[u8], tensor: ts_format::Tensor<'_>) -> Result<Vec<u8>, String> {
         if !chunk.matches(stored) {
             return Err("a chunk's sum differs".into());
         }
-        decode_chunk(chunk.codec, chunk.width, stored, out, &mut scratch).map_err(|e| e.to_string())?;
+        decode_chunk(chunk.codec, chunk.width, stored, out, &mut scratch)
+            .map_err(|e| e.to_string())?;
     }
     Ok(bytes)
 }
@@ -96,7 +101,11 @@ fn a_small_file_reads_as_it_was_written() {
     let weight = catalog.tensor("a.weight").unwrap();
     let bytes = read(&file, weight).unwrap();
     assert_eq!(catalog.digest(weight.range()).unwrap().mismatch(0, &bytes), None);
-    assert_eq!((weight.range().offset % 64, small()), (0, file), "the same input gives the same bytes");
+    assert_eq!(
+        (weight.range().offset % 64, small()),
+        (0, file),
+        "the same input gives the same bytes"
+    );
 }
 
 #[test]
@@ -146,12 +155,18 @@ fn every_flipped_bit_of_superblocks_index_and_data_is_found() {
     for tensor in clean.tensors() {
         match tensor.chunks() {
             None => taken.push(tensor.range().offset..tensor.range().offset + tensor.range().len),
-            Some(chunks) => taken.extend(chunks.iter().map(|c| c.offset..c.offset + u64::from(c.len))),
+            Some(chunks) => {
+                taken.extend(chunks.iter().map(|c| c.offset..c.offset + u64::from(c.len)))
+            }
         }
     }
-    let padding = |at: usize| (4096..8192).contains(&at) || !taken.iter().any(|r| r.contains(&(at as u64)));
+    let padding =
+        |at: usize| (4096..8192).contains(&at) || !taken.iter().any(|r| r.contains(&(at as u64)));
     assert!(unseen.iter().all(|&at| padding(at)), "{unseen:?}");
-    assert!(unseen.iter().all(|&at| at >= 4096), "the superblock in use is checked to its last bit");
+    assert!(
+        unseen.iter().all(|&at| at >= 4096),
+        "the superblock in use is checked to its last bit"
+    );
 }
 
 #[test]
@@ -193,7 +208,9 @@ fn what_cannot_be_written_says_why() {
     let meta = || TensorMeta { dtype: Dtype::U8, shape: vec![2] };
     let mut writer = ContainerWriter::new(BTreeMap::new());
     for name in ["", "a\0b"] {
-        assert!(writer.begin(name, meta(), None).unwrap_err().to_string().contains("no tensor name"));
+        assert!(
+            writer.begin(name, meta(), None).unwrap_err().to_string().contains("no tensor name")
+        );
     }
     assert!(writer.feed(b"x").is_err(), "nothing was begun");
     let deep = TensorMeta { dtype: Dtype::U8, shape: vec![1; 65] };
@@ -220,9 +237,16 @@ fn a_fingerprint_names_the_content_and_not_the_place() {
     let moved = tensor("a", Dtype::F32, &[9], Some(24), 1);
     assert_eq!(of(&[a.clone(), b.clone()]), of(&[b.clone(), moved]));
     for &codec in Codec::ALL {
-        assert_eq!(of(&[a.clone(), b.clone()]), of(&[by(codec, b.clone()), a.clone()]), "however it is kept");
+        assert_eq!(
+            of(&[a.clone(), b.clone()]),
+            of(&[by(codec, b.clone()), a.clone()]),
+            "however it is kept"
+        );
     }
-    assert_ne!(of(&[a.clone(), b.clone()]), of(&[tensor("a", Dtype::F32, &[9], None, 3), b.clone()]));
+    assert_ne!(
+        of(&[a.clone(), b.clone()]),
+        of(&[tensor("a", Dtype::F32, &[9], None, 3), b.clone()])
+    );
     assert_ne!(of(std::slice::from_ref(&a)), of(&[tensor("a", Dtype::I32, &[9], None, 1)]));
     assert_ne!(of(&[a]), of(&[tensor("a", Dtype::F32, &[3, 3], None, 1)]));
 }
@@ -242,7 +266,10 @@ proptest! {
             0..8,
         ),
         long in 0u64..2_500_000,
-        long_as in (prop::sample::select(Codec::ALL), prop::sample::select(&[Dtype::U8, Dtype::BF16, Dtype::F64][..])),
+        long_as in (
+            prop::sample::select(Codec::ALL),
+            prop::sample::select(&[Dtype::U8, Dtype::BF16, Dtype::F64][..]),
+        ),
     ) {
         let mut tensors: Vec<Tensor> = Vec::new();
         for (i, (dtype, codec, mut shape, phase)) in specs.into_iter().enumerate() {
@@ -252,7 +279,10 @@ proptest! {
             tensors.push(by(codec, tensor(&format!("t{i}"), dtype, &shape, phase, i as u8)));
         }
         let (codec, dtype) = long_as;
-        tensors.push(by(codec, tensor("long", dtype, &[long * 8 / u64::from(dtype.bits())], None, 77)));
+        tensors.push(by(
+            codec,
+            tensor("long", dtype, &[long * 8 / u64::from(dtype.bits())], None, 77),
+        ));
         let file = write(&tensors, &[]);
         let catalog = Catalog::from_bytes("m", &file).unwrap();
         prop_assert_eq!(catalog.tensors().len(), tensors.len());
@@ -262,15 +292,22 @@ proptest! {
             prop_assert_eq!(there.range().offset % 64, u64::from(phase.unwrap_or(0)));
             prop_assert!(&read(&file, there).unwrap() == bytes);
             prop_assert_eq!(there.chunks().is_none(), *codec == Codec::Raw);
-            prop_assert_eq!(there.fingerprint(), Some(tensor_fingerprint(meta, &Digest::of(bytes))));
+            prop_assert_eq!(
+                there.fingerprint(),
+                Some(tensor_fingerprint(meta, &Digest::of(bytes)))
+            );
         }
     }
 
-    /// An index that is rewritten at random, with its checksums made right again, ends in a catalog or an error.
+    /// An index that is rewritten at random, with its checksums made right again, ends in a catalog
+    /// or an error.
     #[test]
-    fn no_index_panics_or_points_outside(edits in prop::collection::vec((0usize..600, any::<u8>()), 1..8)) {
+    fn no_index_panics_or_points_outside(
+        edits in prop::collection::vec((0usize..600, any::<u8>()), 1..8),
+    ) {
         let mut file = small();
-        let word = |file: &[u8], at: usize| u64::from_le_bytes(file[at..at + 8].try_into().unwrap());
+        let word =
+            |file: &[u8], at: usize| u64::from_le_bytes(file[at..at + 8].try_into().unwrap());
         let (begin, len) = (word(&file, 24) as usize, word(&file, 32) as usize);
         for (at, value) in edits {
             file[begin + at % len] = value;
@@ -283,9 +320,13 @@ proptest! {
         if let Ok(catalog) = Catalog::from_bytes("m", &file) {
             for tensor in catalog.tensors() {
                 match tensor.chunks() {
-                    None => prop_assert!(tensor.range().offset + tensor.range().len <= begin as u64),
+                    None => {
+                        prop_assert!(tensor.range().offset + tensor.range().len <= begin as u64)
+                    }
                     Some(chunks) => {
-                        prop_assert!(chunks.iter().all(|c| c.offset + u64::from(c.len) <= begin as u64));
+                        prop_assert!(
+                            chunks.iter().all(|c| c.offset + u64::from(c.len) <= begin as u64)
+                        );
                     }
                 }
                 let _ = read(&file, tensor);
@@ -296,11 +337,14 @@ proptest! {
 
 /// Every dtype by every codec, of lengths that are odd where they can be, and what has no bytes.
 fn golden() -> Vec<u8> {
-    let mut tensors =
-        vec![tensor("scalar", Dtype::F64, &[], Some(8), 3), tensor("empty", Dtype::BF16, &[0, 4], None, 2)];
+    let mut tensors = vec![
+        tensor("scalar", Dtype::F64, &[], Some(8), 3),
+        tensor("empty", Dtype::BF16, &[0, 4], None, 2),
+    ];
     for (i, &dtype) in Dtype::ALL.iter().enumerate() {
         for (j, &codec) in Codec::ALL.iter().enumerate() {
-            let (name, phase) = (format!("{dtype}.{codec}"), (j == 1).then_some((i as u8 * 8) % 64));
+            let (name, phase) =
+                (format!("{dtype}.{codec}"), (j == 1).then_some((i as u8 * 8) % 64));
             let mut made = tensor(&name, dtype, &[3, 52], phase, i as u8);
             // Bytes that every codec makes smaller.
             made.3.iter_mut().for_each(|byte| *byte &= 0x30);
@@ -310,7 +354,8 @@ fn golden() -> Vec<u8> {
     write(&tensors, &[("format", "pt"), ("written by", "version 1.0")])
 }
 
-/// Files of version 1.0 are read by whatever comes after it. `TS_WRITE_GOLDEN=1` writes this one, which is done once.
+/// Files of version 1.0 are read by whatever comes after it. `TS_WRITE_GOLDEN=1` writes this one,
+/// which is done once.
 #[test]
 fn the_first_file_of_version_1_0_is_still_read() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/version-1.0.ts");
@@ -323,7 +368,10 @@ fn the_first_file_of_version_1_0_is_still_read() {
     assert_eq!(there.files()[0].metadata, wanted.files()[0].metadata);
     assert_eq!(there.tensors().len(), 2 + Dtype::ALL.len() * Codec::ALL.len());
     for (old, new) in there.tensors().zip(wanted.tensors()) {
-        assert_eq!((old.name(), old.meta(), old.fingerprint()), (new.name(), new.meta(), new.fingerprint()));
+        assert_eq!(
+            (old.name(), old.meta(), old.fingerprint()),
+            (new.name(), new.meta(), new.fingerprint())
+        );
         assert_eq!(read(&file, old).unwrap(), read(&expected, new).unwrap(), "{}", old.name());
     }
 }

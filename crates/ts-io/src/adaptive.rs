@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `adaptive`: asks the page cache first. What it holds is copied from there; the rest comes straight from the device
-//! past the cache. (Copies can still touch marks that earlier readers left in the cache, at which the system reads ahead.)
-//! Objects, and what others read, come over the network.
+//! `adaptive`: asks the page cache first. What it holds is copied from there; the rest comes
+//! straight from the device past the cache. (Copies can still touch marks that earlier readers left
+//! in the cache, at which the system reads ahead.) Objects, and what others read, come over the
+//! network.
 
 use std::sync::{Arc, OnceLock};
 
 use ts_pool::HostPool;
 
-use crate::backend::{Backend, BackendOptions, Capabilities, CompletionSink, ReadRequest, Rejected};
+use crate::backend::{
+    Backend, BackendOptions, Capabilities, CompletionSink, ReadRequest, Rejected,
+};
 use crate::distant::DistantProvider;
 use crate::file::Access;
 use crate::join::Joiner;
@@ -34,7 +37,11 @@ impl BackendProvider for AdaptiveProvider {
         Access::Direct.probe(&files)
     }
 
-    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
+    fn create(
+        &self,
+        options: &BackendOptions,
+        sink: CompletionSink,
+    ) -> Result<Box<dyn Backend>, Error> {
         let joiner = Arc::new(Joiner::new(sink));
         let sink = || sink_of(&joiner);
         // Without a ring, threads do it.
@@ -100,7 +107,8 @@ impl AdaptiveBackend {
             return Ok(uring.as_ref());
         }
         let _ = source;
-        let direct = self.direct.get_or_init(|| Access::Direct.create(&self.options, sink_of(&self.joiner)));
+        let direct =
+            self.direct.get_or_init(|| Access::Direct.create(&self.options, sink_of(&self.joiner)));
         direct.as_deref().map_err(Clone::clone)
     }
 
@@ -109,8 +117,9 @@ impl AdaptiveBackend {
         request.check_room()?;
         let (source, offset, room) = (&request.source, request.offset, request.room());
         if source.reader().is_some() {
-            let distant =
-                self.distant.get_or_init(|| DistantProvider.create(&self.options, sink_of(&self.joiner)));
+            let distant = self
+                .distant
+                .get_or_init(|| DistantProvider.create(&self.options, sink_of(&self.joiner)));
             return Ok(vec![(distant.as_deref().map_err(Clone::clone)?, room)]);
         }
         #[cfg(feature = "object")]

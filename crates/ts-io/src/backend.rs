@@ -17,24 +17,25 @@ pub trait Backend: Send + Sync {
     /// What it can do.
     fn capabilities(&self) -> Capabilities;
 
-    /// Starts a read and returns at once; its [`Completion`] goes to the sink that the backend was made with,
-    /// from a thread of the backend's own. Order of completion is not order of submission. The first request of a
-    /// source that no provider was asked about may wait for the file to be opened once more.
+    /// Starts a read and returns at once; its [`Completion`] goes to the sink that the backend was
+    /// made with, from a thread of the backend's own. Order of completion is not order of
+    /// submission. The first request of a source that no provider was asked about may wait for the
+    /// file to be opened once more.
     ///
     /// # Errors
     /// [`Rejected`] gives the request back, buffers and all; no completion follows.
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>>;
 
-    /// Takes back every request that has not begun and whose token `wanted` accepts; each completes with
-    /// [`Error::Cancelled`] before this returns. Returns how many.
+    /// Takes back every request that has not begun and whose token `wanted` accepts; each completes
+    /// with [`Error::Cancelled`] before this returns. Returns how many.
     ///
-    /// Reads that have begun are given up where the system can do that, and then complete with the same error,
-    /// else as usual; this does not wait for them.
+    /// Reads that have begun are given up where the system can do that, and then complete with the
+    /// same error, else as usual; this does not wait for them.
     fn cancel(&self, wanted: &dyn Fn(u64) -> bool) -> usize;
 
-    /// Tells of memory that requests will use, which may make reads into it cheaper: `uring` registers it, if the
-    /// system lets it. Its pages are then taken from the system and pinned, and the pool lives at least as long as
-    /// the backend.
+    /// Tells of memory that requests will use, which may make reads into it cheaper: `uring`
+    /// registers it, if the system lets it. Its pages are then taken from the system and pinned,
+    /// and the pool lives at least as long as the backend.
     fn register(&self, pool: &HostPool) {
         let _ = pool;
     }
@@ -51,10 +52,11 @@ pub struct Capabilities {
 
 /// One range to read.
 ///
-/// A backend that needs alignment wants, with the multiples that [`Source::direct_alignment`] gives, memory that
-/// lies as the file does: the address of each byte's place and the byte's offset in the file differ by a
-/// multiple, and so does the length of every buffer but the first, which may begin anywhere, and the last, which
-/// may end anywhere. Ends that are not aligned are then read aside, in blocks of that size, and copied.
+/// A backend that needs alignment wants, with the multiples that [`Source::direct_alignment`]
+/// gives, memory that lies as the file does: the address of each byte's place and the byte's offset
+/// in the file differ by a multiple, and so does the length of every buffer but the first, which
+/// may begin anywhere, and the last, which may end anywhere. Ends that are not aligned are then
+/// read aside, in blocks of that size, and copied.
 #[derive(Debug)]
 pub struct ReadRequest {
     /// The caller's name for this request, returned in its completion.
@@ -71,7 +73,13 @@ pub struct ReadRequest {
 
 impl ReadRequest {
     /// A read into one buffer.
-    pub fn new(token: u64, source: Arc<Source>, offset: u64, required: usize, buffer: Buffer) -> Self {
+    pub fn new(
+        token: u64,
+        source: Arc<Source>,
+        offset: u64,
+        required: usize,
+        buffer: Buffer,
+    ) -> Self {
         Self { token, source, offset, required, buffers: vec![buffer] }
     }
 
@@ -96,10 +104,11 @@ impl ReadRequest {
         Error::TimedOut { path, offset: self.offset, len, timeout }
     }
 
-    /// What `bytes` delivered by `path` come to: enough of them, of the file that was opened, or an error.
+    /// What `bytes` delivered by `path` come to: enough of them, of the file that was opened, or an
+    /// error.
     ///
-    /// After the read, so that a change at any moment before its last byte is seen. A file that was cut is
-    /// reported as such, with the byte where it now ends.
+    /// After the read, so that a change at any moment before its last byte is seen. A file that was
+    /// cut is reported as such, with the byte where it now ends.
     pub(crate) fn judged(&self, bytes: usize) -> Result<(), Error> {
         let (source, offset) = (&self.source, self.offset);
         if bytes < self.required {
@@ -126,10 +135,10 @@ impl ReadRequest {
     /// # Errors
     /// [`Error::Misaligned`], [`Error::Unavailable`] when there is no direct I/O for the source.
     pub(crate) fn check_alignment(&self, backend: &str) -> Result<(), Error> {
-        let alignment = self
-            .source
-            .direct_alignment()
-            .map_err(|reason| Error::Unavailable { backend: backend.into(), reason: reason.into() })?;
+        let alignment = self.source.direct_alignment().map_err(|reason| Error::Unavailable {
+            backend: backend.into(),
+            reason: reason.into(),
+        })?;
         let (mut place, mut aligned) = (self.offset as usize, true);
         for (index, buffer) in self.buffers.iter().enumerate() {
             aligned &= (place ^ buffer.as_ptr().addr()).is_multiple_of(alignment);
@@ -149,8 +158,9 @@ impl ReadRequest {
 pub struct Completion {
     /// The request's token.
     pub token: u64,
-    /// The request's buffers; after an error their content is unspecified, and there may be none: after
-    /// [`Error::TimedOut`] the system can still write to them, and they go back to their pool when it no longer can.
+    /// The request's buffers; after an error their content is unspecified, and there may be none:
+    /// after [`Error::TimedOut`] the system can still write to them, and they go back to their pool
+    /// when it no longer can.
     pub buffers: Vec<Buffer>,
     /// What came.
     pub result: Result<Transfer, Error>,
@@ -241,16 +251,17 @@ pub struct Rejected {
 pub struct BackendOptions {
     /// Reads in flight at once (for thread-based backends: threads), at least 1.
     pub in_flight: usize,
-    /// How long a read may take from its beginning on; then it ends with [`Error::TimedOut`]. At least 1 ms.
+    /// How long a read may take from its beginning on; then it ends with [`Error::TimedOut`]. At
+    /// least 1 ms.
     pub timeout: Duration,
     /// What goes wrong on purpose: nothing, outside of tests.
     pub faults: Faults,
 }
 
 impl Default for BackendOptions {
-    /// 8 in flight: with requests of some MiB enough to fill an NVMe device, and few enough to leave a small
-    /// machine's cores alone (a thread that waits for the device costs no CPU time). A minute for each: disks
-    /// that spin up and busy network disks answer within it.
+    /// 8 in flight: with requests of some MiB enough to fill an NVMe device, and few enough to
+    /// leave a small machine's cores alone (a thread that waits for the device costs no CPU time).
+    /// A minute for each: disks that spin up and busy network disks answer within it.
     fn default() -> Self {
         Self { in_flight: 8, timeout: Duration::from_secs(60), faults: Faults::default() }
     }
@@ -268,8 +279,8 @@ impl BackendOptions {
     }
 }
 
-/// Takes completions. Called from the backend's threads: it must not block for long, not panic, and not drop the
-/// backend.
+/// Takes completions. Called from the backend's threads: it must not block for long, not panic, and
+/// not drop the backend.
 pub type CompletionSink = Box<dyn Fn(Completion) + Send + Sync>;
 
 /// A sink that queues completions, for callers without a thread of their own to run.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What every backend must do, as suites that a backend's author runs: [`check`], and [`check_with_faults`] for those
-//! whose system calls [`Faults`] can bend.
+//! What every backend must do, as suites that a backend's author runs: [`check`], and
+//! [`check_with_faults`] for those whose system calls [`Faults`] can bend.
 
 use std::collections::HashSet;
 use std::fs::{self, OpenOptions};
@@ -14,8 +14,8 @@ use ts_pool::{Budget, Buffer, HostPool};
 
 use crate::fault::{Fault, Faults, FaultyProvider};
 use crate::{
-    Backend, BackendOptions, BackendProvider, Completion, Error, ErrorKind, ReadPath, ReadRequest, Source,
-    completion_queue,
+    Backend, BackendOptions, BackendProvider, Completion, Error, ErrorKind, ReadPath, ReadRequest,
+    Source, completion_queue,
 };
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -49,12 +49,16 @@ impl Place for Directory {
 
     fn overwrite(&self, name: &str, content: &[u8]) {
         let mut file = OpenOptions::new().write(true).open(self.0.join(name)).expect("it is there");
-        file.set_len(content.len() as u64).and_then(|()| file.write_all(content)).expect("writable");
+        file.set_len(content.len() as u64)
+            .and_then(|()| file.write_all(content))
+            .expect("writable");
     }
 
     fn replace(&self, name: &str, content: &[u8]) {
         let new = self.0.join(format!("{name}.new"));
-        fs::write(&new, content).and_then(|()| fs::rename(new, self.0.join(name))).expect("writable");
+        fs::write(&new, content)
+            .and_then(|()| fs::rename(new, self.0.join(name)))
+            .expect("writable");
     }
 
     fn remove(&self, name: &str) {
@@ -77,8 +81,8 @@ pub fn check(provider: &dyn BackendProvider, place: &dyn Place) {
     gives_every_buffer_back(provider, place);
 }
 
-/// Runs [`check`] on a backend that suffers what systems do now and then, and more that only [`Faults`] can bring
-/// about: errors, and reads that never end.
+/// Runs [`check`] on a backend that suffers what systems do now and then, and more that only
+/// [`Faults`] can bring about: errors, and reads that never end.
 ///
 /// # Panics
 /// As [`check`].
@@ -137,7 +141,8 @@ impl Bench {
     }
 }
 
-/// Content in which every place differs from its neighbours and from the same place on another page.
+/// Content in which every place differs from its neighbours and from the same place on another
+/// page.
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i ^ (i >> 8).wrapping_mul(31) ^ (i >> 16)) as u8).collect()
 }
@@ -164,7 +169,11 @@ fn delivers_the_bytes_of_every_range(provider: &dyn BackendProvider, place: &dyn
         assert_eq!(transfer.bytes(), len, "the whole range was delivered");
         assert!(transfer.started_ns <= transfer.finished_ns);
         assert!(transfer.paths.iter().all(|(path, _)| ReadPath::ALL.contains(path)));
-        assert_eq!(transfer.paths.iter().map(|path| path.1).sum::<usize>(), len, "every byte took a path");
+        assert_eq!(
+            transfer.paths.iter().map(|path| path.1).sum::<usize>(),
+            len,
+            "every byte took a path"
+        );
         assert!(
             done.buffers[0][..] == content[offset as usize..][..len],
             "the bytes of {offset}+{len} are right"
@@ -176,18 +185,30 @@ fn delivers_the_bytes_of_every_range(provider: &dyn BackendProvider, place: &dyn
 fn delivers_ends_that_are_not_aligned(provider: &dyn BackendProvider, place: &dyn Place) {
     let bench = Bench::new(provider);
     let (content, source) = source(place, "ends", 40_000);
-    for (offset, len) in [(1001, 9000), (4095, 2), (512, 100), (8191, 12_290), (39_000, 1000), (0, 1)] {
+    for (offset, len) in
+        [(1001, 9000), (4095, 2), (512, 100), (8191, 12_290), (39_000, 1000), (0, 1)]
+    {
         // Memory that lies as the file does.
         let mut before = bench.buffer(65_536);
         let mut buffer = before.split_off(offset % 4096);
         let behind = buffer.split_off(len);
         let request = ReadRequest::new(0, Arc::clone(&source), offset as u64, len, buffer);
-        bench.backend.submit(request).map_err(|r| r.error).expect("what lies as the file does is taken");
+        bench
+            .backend
+            .submit(request)
+            .map_err(|r| r.error)
+            .expect("what lies as the file does is taken");
         let done = bench.wait();
         assert_eq!(done.result.expect("readable").bytes(), len);
-        assert!(done.buffers[0][..] == content[offset..][..len], "the bytes of {offset}+{len} are right");
+        assert!(
+            done.buffers[0][..] == content[offset..][..len],
+            "the bytes of {offset}+{len} are right"
+        );
         let around = before.iter().chain(behind.iter());
-        assert!(around.copied().all(|byte| byte == 0xEE), "nothing is written around {offset}+{len}");
+        assert!(
+            around.copied().all(|byte| byte == 0xEE),
+            "nothing is written around {offset}+{len}"
+        );
     }
 }
 
@@ -210,21 +231,31 @@ fn refuses_memory_that_it_cannot_fill(provider: &dyn BackendProvider, place: &dy
     let request = ReadRequest::new(0, source, 1000, 8192, bench.buffer(8192));
     match bench.backend.submit(request) {
         Ok(()) => {
-            assert!(!bench.backend.capabilities().needs_alignment, "it says that it needs alignment");
+            assert!(
+                !bench.backend.capabilities().needs_alignment,
+                "it says that it needs alignment"
+            );
             let done = bench.wait();
             assert_eq!(done.result.expect("readable").bytes(), 8192);
             assert!(done.buffers[0][..] == content[1000..][..8192]);
         }
         Err(rejected) => {
             assert!(bench.backend.capabilities().needs_alignment, "it says that it needs none");
-            assert!(matches!(rejected.error, Error::Misaligned { offset: 1000, .. }), "{}", rejected.error);
+            assert!(
+                matches!(rejected.error, Error::Misaligned { offset: 1000, .. }),
+                "{}",
+                rejected.error
+            );
             assert_eq!(rejected.request.buffers.len(), 1, "the buffer comes back");
         }
     }
     assert_eq!(bench.pool.stats().in_use_bytes, 0);
 }
 
-fn fills_up_to_the_end_of_the_file_and_no_further(provider: &dyn BackendProvider, place: &dyn Place) {
+fn fills_up_to_the_end_of_the_file_and_no_further(
+    provider: &dyn BackendProvider,
+    place: &dyn Place,
+) {
     let bench = Bench::new(provider);
     let (content, source) = source(place, "tail", 10_001);
     let done = bench.read(&source, 8192, 4096, 10_001 - 8192);
@@ -236,8 +267,12 @@ fn reports_a_file_that_ends_early(provider: &dyn BackendProvider, place: &dyn Pl
     let bench = Bench::new(provider);
     let (_, source) = source(place, "short", 10_000);
     let error = bench.read(&source, 8192, 4096, 4096).result.expect_err("bytes are missing");
-    assert!(matches!(error, Error::ShortRead { offset: 8192, expected: 4096, actual: 1808, .. }), "{error}");
-    let error = bench.read(&source, 1 << 40, 4096, 1).result.expect_err("there is nothing so far behind");
+    assert!(
+        matches!(error, Error::ShortRead { offset: 8192, expected: 4096, actual: 1808, .. }),
+        "{error}"
+    );
+    let error =
+        bench.read(&source, 1 << 40, 4096, 1).result.expect_err("there is nothing so far behind");
     assert!(matches!(error, Error::ShortRead { actual: 0, .. }), "{error}");
 }
 
@@ -252,7 +287,10 @@ fn reports_a_file_that_changed(provider: &dyn BackendProvider, place: &dyn Place
     ];
     for (name, change) in changes {
         let (_, source) = source(place, name, 16_384);
-        assert!(bench.read(&source, 0, 8192, 8192).result.is_ok(), "{name}: fine before the change");
+        assert!(
+            bench.read(&source, 0, 8192, 8192).result.is_ok(),
+            "{name}: fine before the change"
+        );
         change(place);
         let error = bench.read(&source, 0, 8192, 8192).result.expect_err(name);
         assert_eq!(error.kind(), ErrorKind::Changed, "{name}: {error}");
@@ -278,7 +316,10 @@ fn gives_every_buffer_back(provider: &dyn BackendProvider, place: &dyn Place) {
                 }
             }
         }
-        assert!(refused >= cancelled, "cancel says how many it took back; some that had begun may join them");
+        assert!(
+            refused >= cancelled,
+            "cancel says how many it took back; some that had begun may join them"
+        );
         assert_eq!(bench.pool.stats().in_use_bytes, 0, "every buffer came back");
     }
     for token in 0..32 {
@@ -322,7 +363,10 @@ fn ends_reads_that_are_stuck(provider: &Arc<dyn BackendProvider>, place: &dyn Pl
     assert!(began.elapsed() < PATIENCE, "nor does dropping the backend wait for them");
     faults.release();
     while pool.stats().in_use_bytes > 0 {
-        assert!(began.elapsed() < PATIENCE, "their memory comes home when the system lets go of it");
+        assert!(
+            began.elapsed() < PATIENCE,
+            "their memory comes home when the system lets go of it"
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(done.try_iter().count(), 0, "a read that was reported is not reported again");

@@ -12,22 +12,25 @@ use crate::{Error, Source};
 /// Fewer bytes come by way of the page cache, which reads on to the next ones.
 const SMALLEST: usize = 256 << 10;
 
-/// Reads on the calling thread, as [`adaptive`](crate::Registry) does on its own: what the page cache holds is copied from
-/// there, the rest comes past it, and objects over the network. Memory may lie anywhere. Where it lies in its pages as its bytes
-/// do in the file's blocks they come straight to it, else by way of a window, which costs a copy and not fresh memory.
+/// Reads on the calling thread, as [`adaptive`](crate::Registry) does on its own: what the page
+/// cache holds is copied from there, the rest comes past it, and objects over the network. Memory
+/// may lie anywhere. Where it lies in its pages as its bytes do in the file's blocks they come
+/// straight to it, else by way of a window, which costs a copy and not fresh memory.
 ///
-/// One for each thread; a dozen threads keep a device busy. A read is not timed: it blocks as long as the system does.
+/// One for each thread; a dozen threads keep a device busy. A read is not timed: it blocks as long
+/// as the system does.
 #[derive(Debug)]
 pub struct DirectReader {
     window: Buffer,
 }
 
 impl DirectReader {
-    /// With a window of some MiB, on huge pages as a [`HostPool`](ts_pool::HostPool) has them: disks are twice as fast with
-    /// these as with others.
+    /// With a window of some MiB, on huge pages as a [`HostPool`](ts_pool::HostPool) has them:
+    /// disks are twice as fast with these as with others.
     ///
     /// # Panics
-    /// If the window is smaller than two blocks of [`BLOCK_ALIGN`] bytes or no whole number of them.
+    /// If the window is smaller than two blocks of [`BLOCK_ALIGN`] bytes or no whole number of
+    /// them.
     pub fn new(window: Buffer) -> Self {
         assert!(
             window.len() >= 2 * BLOCK_ALIGN && window.len().is_multiple_of(BLOCK_ALIGN),
@@ -41,8 +44,14 @@ impl DirectReader {
     ///
     /// # Errors
     /// As [`Source::read_at`]. Blocks.
-    pub fn read_at(&mut self, source: &Source, offset: u64, out: &mut [u8]) -> Result<usize, Error> {
-        let is_direct = out.len() >= SMALLEST && source.direct_alignment().is_ok_and(|n| n <= BLOCK_ALIGN);
+    pub fn read_at(
+        &mut self,
+        source: &Source,
+        offset: u64,
+        out: &mut [u8],
+    ) -> Result<usize, Error> {
+        let is_direct =
+            out.len() >= SMALLEST && source.direct_alignment().is_ok_and(|n| n <= BLOCK_ALIGN);
         if !is_direct || source.warm_samples(offset, out.len()) == SAMPLES {
             return source.read_at(offset, out);
         }
@@ -67,8 +76,14 @@ impl DirectReader {
         Ok(done)
     }
 
-    /// In one read: the blocks that are wanted whole to their place, those at the ends to the window.
-    fn read_straight(&mut self, source: &Source, offset: u64, out: &mut [u8]) -> Result<usize, Error> {
+    /// In one read: the blocks that are wanted whole to their place, those at the ends to the
+    /// window.
+    fn read_straight(
+        &mut self,
+        source: &Source,
+        offset: u64,
+        out: &mut [u8],
+    ) -> Result<usize, Error> {
         let skip = (offset % BLOCK_ALIGN as u64) as usize;
         let head = (BLOCK_ALIGN - skip) % BLOCK_ALIGN;
         let tail = (out.len() - head) % BLOCK_ALIGN;
@@ -110,9 +125,12 @@ mod tests {
             cold: bool,
         ) {
             // Not in memory, as the temporary directory may be.
-            let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR").to_owned() + "/../../target").unwrap();
+            let directory =
+                tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR").to_owned() + "/../../target")
+                    .unwrap();
             let path = directory.path().join("data");
-            let content: Vec<u8> = (0..FILE_LEN as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+            let content: Vec<u8> =
+                (0..FILE_LEN as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
             std::fs::write(&path, &content).unwrap();
             let source = Source::open(&path).unwrap();
             if cold {

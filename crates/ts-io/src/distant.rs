@@ -14,10 +14,12 @@ use crate::{Error, Source};
 
 /// A file that is elsewhere, and how it is read. Several threads read it at once.
 pub trait Distant: fmt::Debug + Send + Sync {
-    /// Fills buffers with what is at `offset` on, one after the other, as far as the file goes, and gives every one of them back. Blocks, at most so long.
+    /// Fills buffers with what is at `offset` on, one after the other, as far as the file goes, and
+    /// gives every one of them back. Blocks, at most so long.
     ///
     /// # Errors
-    /// Beside the buffers, as [`Source::read_at`]; [`Error::Changed`] when it is not the file any more that was opened.
+    /// Beside the buffers, as [`Source::read_at`]; [`Error::Changed`] when it is not the file any
+    /// more that was opened.
     fn read(
         &self,
         offset: u64,
@@ -46,12 +48,18 @@ impl BackendProvider for DistantProvider {
 
     fn probe(&self, sources: &[Arc<Source>]) -> Availability {
         match sources.iter().find(|source| source.reader().is_none()) {
-            Some(own) => Availability::Unavailable(format!("{} is read here", own.path().display())),
+            Some(own) => {
+                Availability::Unavailable(format!("{} is read here", own.path().display()))
+            }
             None => Availability::Available,
         }
     }
 
-    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
+    fn create(
+        &self,
+        options: &BackendOptions,
+        sink: CompletionSink,
+    ) -> Result<Box<dyn Backend>, Error> {
         let reader = DistantReader { timeout: options.deadline() };
         Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
     }

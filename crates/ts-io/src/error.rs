@@ -60,7 +60,8 @@ pub enum Error {
     },
     /// The file ended before the last required byte.
     #[error(
-        "{}: truncated: {expected} bytes wanted at byte {offset}, the file ended after {actual}", path.display()
+        "{}: truncated: {expected} bytes wanted at byte {offset}, the file ended after {actual}",
+        path.display()
     )]
     ShortRead {
         /** The path. */
@@ -84,7 +85,8 @@ pub enum Error {
     },
     /// Offset, length or memory do not have the alignment that the backend needs.
     #[error(
-        "{}: a direct read of {len} bytes at byte {offset} is not aligned to {alignment}", path.display()
+        "{}: a direct read of {len} bytes at byte {offset} is not aligned to {alignment}",
+        path.display()
     )]
     Misaligned {
         /** The path. */
@@ -116,7 +118,8 @@ pub enum Error {
     },
     /// The system gave no answer in time.
     #[error(
-        "{}: reading {len} bytes at byte {offset} has taken more than {timeout:?}: the device or the network does \
+        "{}: reading {len} bytes at byte {offset} has taken more than {timeout:?}: the device or \
+         the network does \
          not answer",
         path.display()
     )]
@@ -161,13 +164,13 @@ impl Error {
     /// The class of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Error::Open { source, .. } | Error::Read { source, .. } | Error::Write { source, .. } => {
-                match source.0.kind() {
-                    io::ErrorKind::NotFound => ErrorKind::NotFound,
-                    io::ErrorKind::PermissionDenied => ErrorKind::PermissionDenied,
-                    _ => ErrorKind::Io,
-                }
-            }
+            Error::Open { source, .. }
+            | Error::Read { source, .. }
+            | Error::Write { source, .. } => match source.0.kind() {
+                io::ErrorKind::NotFound => ErrorKind::NotFound,
+                io::ErrorKind::PermissionDenied => ErrorKind::PermissionDenied,
+                _ => ErrorKind::Io,
+            },
             Error::ShortRead { .. } | Error::Changed { .. } => ErrorKind::Changed,
             Error::Misaligned { .. }
             | Error::NoRoom { .. }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Storage that fails on purpose: any backend, with what the system answers bent before the backend sees it; and, by
-//! [`WriteFaults`], whatever writes files.
+//! Storage that fails on purpose: any backend, with what the system answers bent before the backend
+//! sees it; and, by [`WriteFaults`], whatever writes files.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -19,7 +19,8 @@
 //!     1 => Some(Fault::Errno(4)),
 //!     _ => Some(Fault::Errno(5)),
 //! });
-//! let real = Registry::builtin().choose(Some("buffered"), std::slice::from_ref(&source))?.provider;
+//! let sources = std::slice::from_ref(&source);
+//! let real = Registry::builtin().choose(Some("buffered"), sources)?.provider;
 //! let (sink, queue) = completion_queue();
 //! let backend = FaultyProvider::new(real, faults).create(&BackendOptions::default(), sink)?;
 //! let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20)?;
@@ -68,8 +69,8 @@ pub enum Fault {
     Stuck,
 }
 
-/// Decides for each attempt what goes wrong. Cloning gives another handle to the same one; the default lets
-/// everything go right.
+/// Decides for each attempt what goes wrong. Cloning gives another handle to the same one; the
+/// default lets everything go right.
 #[derive(Clone, Default)]
 pub struct Faults(Option<Arc<Inner>>);
 
@@ -82,8 +83,8 @@ struct Inner {
 }
 
 impl Faults {
-    /// `decide` is called before each attempt, on the thread that makes it; it may do things of its own, such as
-    /// truncate the file.
+    /// `decide` is called before each attempt, on the thread that makes it; it may do things of its
+    /// own, such as truncate the file.
     ///
     /// # Panics
     /// When the system refuses a file descriptor.
@@ -162,7 +163,11 @@ impl BackendProvider for FaultyProvider {
         self.inner.probe(sources)
     }
 
-    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
+    fn create(
+        &self,
+        options: &BackendOptions,
+        sink: CompletionSink,
+    ) -> Result<Box<dyn Backend>, Error> {
         self.inner.create(&BackendOptions { faults: self.faults.clone(), ..options.clone() }, sink)
     }
 }
@@ -192,15 +197,17 @@ pub enum WriteCall<'a> {
 
 type DecideWrite = dyn Fn(&Path, &WriteCall<'_>) -> Option<i32> + Send + Sync;
 
-/// Decides for each thing that is done to a file that is being written whether it fails. Cloning gives another handle to
-/// the same one; the default lets everything succeed.
+/// Decides for each thing that is done to a file that is being written whether it fails. Cloning
+/// gives another handle to the same one; the default lets everything succeed.
 #[derive(Clone, Default)]
 pub struct WriteFaults(Option<Arc<DecideWrite>>);
 
 impl WriteFaults {
-    /// `decide` is called before each call, on the thread that makes it, with the path that errors name. The call is not
-    /// made when it gives an error number: EIO is 5, ENOSPC 28.
-    pub fn new(decide: impl Fn(&Path, &WriteCall<'_>) -> Option<i32> + Send + Sync + 'static) -> Self {
+    /// `decide` is called before each call, on the thread that makes it, with the path that errors
+    /// name. The call is not made when it gives an error number: EIO is 5, ENOSPC 28.
+    pub fn new(
+        decide: impl Fn(&Path, &WriteCall<'_>) -> Option<i32> + Send + Sync + 'static,
+    ) -> Self {
         Self(Some(Arc::new(decide)))
     }
 

@@ -16,13 +16,13 @@ use crate::{Error, Source};
 pub(crate) enum Access {
     /// `buffered`: through the page cache, at any alignment.
     Buffered,
-    /// As `buffered`, by a handle that has nothing read ahead: for what the page cache is known to hold. Part of
-    /// `adaptive`.
+    /// As `buffered`, by a handle that has nothing read ahead: for what the page cache is known to
+    /// hold. Part of `adaptive`.
     Cached,
     /// `direct`: O_DIRECT, everything aligned.
     Direct,
-    /// `mmap`: copied from mappings of the file. Chosen only by name: a file that another process truncates meanwhile
-    /// ends this one with SIGBUS.
+    /// `mmap`: copied from mappings of the file. Chosen only by name: a file that another process
+    /// truncates meanwhile ends this one with SIGBUS.
     #[cfg(target_os = "linux")]
     Mapped,
 }
@@ -67,7 +67,11 @@ impl BackendProvider for Access {
         refusal.map_or(Availability::Available, Availability::Unavailable)
     }
 
-    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
+    fn create(
+        &self,
+        options: &BackendOptions,
+        sink: CompletionSink,
+    ) -> Result<Box<dyn Backend>, Error> {
         let reader = FileReader { access: *self, faults: options.faults.clone() };
         Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
     }
@@ -89,7 +93,8 @@ impl BlockingRead for FileReader {
 
     fn read(&self, request: &mut ReadRequest) -> Result<(usize, ReadPath), Error> {
         let ReadRequest { source, offset, buffers, .. } = request;
-        let bytes = source.read(self.access, *offset, &mut Memory::Buffers(buffers), &self.faults)?;
+        let bytes =
+            source.read(self.access, *offset, &mut Memory::Buffers(buffers), &self.faults)?;
         Ok((bytes, self.access.path()))
     }
 }

@@ -22,16 +22,18 @@ pub enum GdsMode {
     Compatibility,
 }
 
-/// How GPUDirect Storage works here, or why it does not. The first call loads and starts the library.
+/// How GPUDirect Storage works here, or why it does not. The first call loads and starts the
+/// library.
 ///
 /// # Errors
 /// The reason: no library, no driver, no GPU.
 pub fn gds_mode() -> Result<GdsMode, String> {
-    CuFile::get().map(|library| if library.is_direct() { GdsMode::Direct } else { GdsMode::Compatibility })
+    CuFile::get()
+        .map(|library| if library.is_direct() { GdsMode::Direct } else { GdsMode::Compatibility })
 }
 
-/// `gds`: through cuFile. Buffers are of the host's memory as yet, for which there is nothing to gain, so it is chosen
-/// by name alone.
+/// `gds`: through cuFile. Buffers are of the host's memory as yet, for which there is nothing to
+/// gain, so it is chosen by name alone.
 pub(crate) struct GdsProvider;
 
 impl BackendProvider for GdsProvider {
@@ -50,8 +52,13 @@ impl BackendProvider for GdsProvider {
         }
     }
 
-    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
-        CuFile::get().map_err(|reason| Error::Unavailable { backend: self.name().into(), reason })?;
+    fn create(
+        &self,
+        options: &BackendOptions,
+        sink: CompletionSink,
+    ) -> Result<Box<dyn Backend>, Error> {
+        CuFile::get()
+            .map_err(|reason| Error::Unavailable { backend: self.name().into(), reason })?;
         let reader = GdsReader { faults: options.faults.clone() };
         Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
     }
@@ -73,8 +80,10 @@ impl BlockingRead for GdsReader {
 
     fn read(&self, request: &mut ReadRequest) -> Result<(usize, ReadPath), Error> {
         let (source, room) = (Arc::clone(&request.source), request.room());
-        let unavailable =
-            |reason: &str| Error::Unavailable { backend: self.name().into(), reason: reason.into() };
+        let unavailable = |reason: &str| Error::Unavailable {
+            backend: self.name().into(),
+            reason: reason.into(),
+        };
         let handle = source.gds().map_err(unavailable)?;
         let mut progress = Progress::new(request.offset, room, source.len(), 1);
         while let Some(Step::Into { offset, at, len }) = progress.step() {

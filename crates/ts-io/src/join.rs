@@ -52,8 +52,13 @@ impl Joiner {
         let mut table = self.lock();
         let group = table.next;
         table.next += 1 + lens.len() as u64;
-        let mut missing =
-            Group { token, lens: Vec::new(), done: Vec::new(), missing: lens.len(), taken_back: None };
+        let mut missing = Group {
+            token,
+            lens: Vec::new(),
+            done: Vec::new(),
+            missing: lens.len(),
+            taken_back: None,
+        };
         missing.lens = buffers.iter().map(|buffer| buffer.len()).collect();
         missing.done.resize_with(lens.len(), || None);
         table.groups.insert(group, missing);
@@ -64,7 +69,13 @@ impl Joiner {
             let last = index + 1 == lens.len();
             let behind = if last { Vec::new() } else { split_off(&mut rest, len) };
             let source = source.clone();
-            parts.push(ReadRequest { token, source, offset, required: required.min(len), buffers: rest });
+            parts.push(ReadRequest {
+                token,
+                source,
+                offset,
+                required: required.min(len),
+                buffers: rest,
+            });
             (offset, required) = (offset + len as u64, required.saturating_sub(len));
             rest = behind;
         }
@@ -74,7 +85,8 @@ impl Joiner {
     /// Takes a part that ended; passes the request on with the last of them.
     pub(crate) fn on_completion(&self, completion: Completion) {
         let mut table = self.lock();
-        let Part { group, index } = table.parts.remove(&completion.token).expect("each part ends once");
+        let Part { group, index } =
+            table.parts.remove(&completion.token).expect("each part ends once");
         let waiting = table.groups.get_mut(&group).expect("a group waits for its parts");
         waiting.done[index] = Some(completion);
         waiting.missing -= 1;
@@ -99,8 +111,8 @@ impl Joiner {
         request
     }
 
-    /// Takes requests back: `cancel` is to do so with the parts that it is told, and returns when those that have not
-    /// begun have ended. Returns how many requests ended so.
+    /// Takes requests back: `cancel` is to do so with the parts that it is told, and returns when
+    /// those that have not begun have ended. Returns how many requests ended so.
     pub(crate) fn cancel(
         &self,
         wanted: &dyn Fn(u64) -> bool,
@@ -112,8 +124,9 @@ impl Joiner {
         for group in groups.values_mut().filter(|group| wanted(group.token)) {
             group.taken_back = Some(Arc::clone(&count));
         }
-        let asked =
-            |part: &Part| groups[&part.group].taken_back.as_ref().is_some_and(|c| Arc::ptr_eq(c, &count));
+        let asked = |part: &Part| {
+            groups[&part.group].taken_back.as_ref().is_some_and(|c| Arc::ptr_eq(c, &count))
+        };
         let parts: HashSet<u64> =
             parts.iter().filter(|(_, part)| asked(part)).map(|(&token, _)| token).collect();
         drop(table);
@@ -136,7 +149,9 @@ impl Group {
             pieces.extend(part.buffers);
             match (part.result, &mut sum) {
                 // Above all that buffers are missing.
-                (Err(e), _) if error.is_none() || matches!(e, Error::TimedOut { .. }) => error = Some(e),
+                (Err(e), _) if error.is_none() || matches!(e, Error::TimedOut { .. }) => {
+                    error = Some(e)
+                }
                 (Err(_), _) => {}
                 (Ok(transfer), None) => sum = Some(transfer),
                 (Ok(transfer), Some(sum)) => sum.add(&transfer),
@@ -218,7 +233,11 @@ mod tests {
             joiner.on_completion(first.cancelled());
         });
         assert_eq!(taken_back, 0, "part of it is under way");
-        joiner.on_completion(Completion { token: second.token, buffers: Vec::new(), result: Err(error) });
+        joiner.on_completion(Completion {
+            token: second.token,
+            buffers: Vec::new(),
+            result: Err(error),
+        });
         let whole = done.try_recv().unwrap();
         assert!(whole.token == 7 && whole.buffers.is_empty());
         assert!(matches!(whole.result, Err(Error::TimedOut { .. })), "{:?}", whole.result);
@@ -231,14 +250,18 @@ mod tests {
             cuts in prop::collection::vec(1usize..9000, 0..6),
         ) {
             let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20).unwrap();
-            let mut buffers: Vec<Buffer> = lens.iter().map(|&len| pool.allocate(len).unwrap()).collect();
+            let mut buffers: Vec<Buffer> =
+                lens.iter().map(|&len| pool.allocate(len).unwrap()).collect();
             let (mut number, total) = (0u8, lens.iter().sum::<usize>());
             for byte in buffers.iter_mut().flat_map(|buffer| buffer.iter_mut()) {
                 (*byte, number) = (number, number.wrapping_add(7));
             }
             let before: Vec<u8> = buffers.iter().flat_map(|b| b.iter().copied()).collect();
             let (mut parts, mut rest, mut left) = (Vec::new(), buffers, total);
-            for cut in cuts.into_iter().take_while(|&cut| { left = left.saturating_sub(cut); left > 0 }) {
+            for cut in cuts.into_iter().take_while(|&cut| {
+                left = left.saturating_sub(cut);
+                left > 0
+            }) {
                 let behind = split_off(&mut rest, cut);
                 prop_assert_eq!(rest.iter().map(|b| b.len()).sum::<usize>(), cut);
                 parts.extend(std::mem::replace(&mut rest, behind));

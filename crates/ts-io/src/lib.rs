@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Bytes from a source into memory of `ts-pool`, as fast as the source gives them.
 //!
-//! A [`Backend`] takes a [`ReadRequest`] that owns its [`Buffer`](ts_pool::Buffer) and gives it back in a
-//! [`Completion`] that says how many bytes came, by which [`ReadPath`], and when. This crate refuses to know
-//! what the bytes mean: no tensor is named here.
+//! A [`Backend`] takes a [`ReadRequest`] that owns its [`Buffer`](ts_pool::Buffer) and gives it
+//! back in a [`Completion`] that says how many bytes came, by which [`ReadPath`], and when. This
+//! crate refuses to know what the bytes mean: no tensor is named here.
 //!
 //! ```
 //! use std::time::Duration;
@@ -37,21 +37,23 @@
 //! | `mmap` | copies from mappings; see also [`View`] | by name |
 //! | `gds` | NVIDIA's cuFile; see [`gds_mode`] | by name |
 //!
-//! [`Registry`] probes and chooses, or takes more; [`Tuner`] finds out request size and depth; [`measure()`] measures;
-//! [`DirectReader`] reads for threads that may block, to any memory; [`Writer`] is the way back to the disk; [`conformance`] and [`fault`] are for those who write backends.
+//! [`Registry`] probes and chooses, or takes more; [`Tuner`] finds out request size and depth;
+//! [`measure()`] measures; [`DirectReader`] reads for threads that may block, to any memory;
+//! [`Writer`] is the way back to the disk; [`conformance`] and [`fault`] are for those who write
+//! backends.
 //!
 //! # Invariants
-//! - Every buffer that was submitted comes back, exactly once: in a completion, or with the rejection. Also when
-//!   the read fails, is cancelled, or the backend is dropped. After a timeout it goes back to its pool as soon as the
-//!   system can no longer write to it.
-//! - A completion without an error delivered every required byte, from a file that was before and after the read
-//!   the one that was opened (device, inode, length, modification time), or from the version of an object that was
-//!   opened (ETag, or else Last-Modified, which is good to a second).
+//! - Every buffer that was submitted comes back, exactly once: in a completion, or with the
+//!   rejection. Also when the read fails, is cancelled, or the backend is dropped. After a timeout
+//!   it goes back to its pool as soon as the system can no longer write to it.
+//! - A completion without an error delivered every required byte, from a file that was before and
+//!   after the read the one that was opened (device, inode, length, modification time), or from the
+//!   version of an object that was opened (ETag, or else Last-Modified, which is good to a second).
 //! - Every read ends: at its timeout at the latest.
 //!
 //! # Features
-//! `object` (off by default): object storage and web servers as sources. O_DIRECT, io_uring and page-cache residency
-//! need Linux; elsewhere `buffered` is what there is for files.
+//! `object` (off by default): object storage and web servers as sources. O_DIRECT, io_uring and
+//! page-cache residency need Linux; elsewhere `buffered` is what there is for files.
 
 mod adaptive;
 mod backend;
@@ -81,8 +83,8 @@ mod view;
 mod write;
 
 pub use backend::{
-    Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest, Rejected,
-    Transfer, completion_queue, monotonic_ns,
+    Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest,
+    Rejected, Transfer, completion_queue, monotonic_ns,
 };
 pub use direct::DirectReader;
 pub use distant::Distant;

@@ -14,7 +14,8 @@ const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
 /// Reads that shall be measured.
 #[derive(Debug, Clone)]
 pub struct Workload {
-    /// Ranges of the source as (offset, length), in the order in which they are read. Each is cut into requests.
+    /// Ranges of the source as (offset, length), in the order in which they are read. Each is cut
+    /// into requests.
     pub ranges: Vec<(u64, u64)>,
     /// Largest request, in bytes; rounded up to whole blocks.
     pub request_bytes: usize,
@@ -55,14 +56,15 @@ impl Measured {
     }
 }
 
-/// Reads as `workload` says with a backend of `provider`'s, into memory of `pool` that is used again and again, and
-/// measures. So many requests again as are in flight wait, if the pool has the memory. Blocks.
+/// Reads as `workload` says with a backend of `provider`'s, into memory of `pool` that is used
+/// again and again, and measures. So many requests again as are in flight wait, if the pool has the
+/// memory. Blocks.
 ///
 /// `interrupt` is asked after each read and at least every 20 ms.
 ///
 /// # Errors
-/// The first read's that fails; [`Error::Interrupted`]; those of [`BackendProvider::create`]; [`Error::Memory`] when
-/// the pool is too small for one request.
+/// The first read's that fails; [`Error::Interrupted`]; those of [`BackendProvider::create`];
+/// [`Error::Memory`] when the pool is too small for one request.
 pub fn measure(
     provider: &dyn BackendProvider,
     source: &Arc<Source>,
@@ -81,8 +83,13 @@ pub fn measure(
         let ends = (offset..offset + len).step_by(request_bytes);
         ends.map(move |begin| (begin, (offset + len - begin).min(request_bytes as u64) as usize))
     });
-    let mut measured =
-        Measured { bytes: 0, wall: Duration::ZERO, cpu: None, mean_in_flight: 0.0, paths: BTreeMap::new() };
+    let mut measured = Measured {
+        bytes: 0,
+        wall: Duration::ZERO,
+        cpu: None,
+        mean_in_flight: 0.0,
+        paths: BTreeMap::new(),
+    };
     let (began, cpu_began) = (Instant::now(), sys::cpu_time());
     let (mut under_way, mut busy_ns, mut over) = (0, 0, false);
     loop {
@@ -125,9 +132,9 @@ pub fn measure(
     Ok(measured)
 }
 
-/// What reads of a warm file are compared with: one thread that copies `bytes` from ordinary memory, which no cache of
-/// the CPU holds, in pieces of `request_bytes` into the whole memory of `pool`, again and again. Takes 256 MiB beside
-/// the pool. Blocks.
+/// What reads of a warm file are compared with: one thread that copies `bytes` from ordinary
+/// memory, which no cache of the CPU holds, in pieces of `request_bytes` into the whole memory of
+/// `pool`, again and again. Takes 256 MiB beside the pool. Blocks.
 ///
 /// # Errors
 /// [`Error::Interrupted`]; [`Error::Memory`] when part of the pool is in use.
@@ -143,8 +150,10 @@ pub fn measure_memcpy(
     let piece = request_bytes.clamp(1, SOURCE.min(target.len()));
     let (mut from, mut to) = (0, 0);
     timed(bytes, piece as u64, BTreeMap::new(), interrupt, |_, len| {
-        (from, to) =
-            (if from + len > SOURCE { 0 } else { from }, if to + len > target.len() { 0 } else { to });
+        (from, to) = (
+            if from + len > SOURCE { 0 } else { from },
+            if to + len > target.len() { 0 } else { to },
+        );
         target[to..to + len].copy_from_slice(&source[from..from + len]);
         std::hint::black_box(&mut target[to..to + len]);
         (from, to) = (from + len, to + len);
@@ -152,8 +161,9 @@ pub fn measure_memcpy(
     })
 }
 
-/// What page faults cost: maps the first `bytes` of a file in units of 64 MiB, as a [`View`](crate::View) does, and
-/// reads a byte of each page. If another process truncates the file meanwhile, this one ends with SIGBUS. Blocks.
+/// What page faults cost: maps the first `bytes` of a file in units of 64 MiB, as a
+/// [`View`](crate::View) does, and reads a byte of each page. If another process truncates the file
+/// meanwhile, this one ends with SIGBUS. Blocks.
 ///
 /// # Errors
 /// [`Error::Interrupted`]; [`Error::ShortRead`]; [`Error::Read`], also when the source is no file.
@@ -165,7 +175,8 @@ pub fn measure_views(
 ) -> Result<Measured, Error> {
     let file = source.file().ok_or_else(|| source.no_file())?;
     if source.len() < bytes {
-        let (path, expected, actual) = (source.path().into(), bytes as usize, source.len() as usize);
+        let (path, expected, actual) =
+            (source.path().into(), bytes as usize, source.len() as usize);
         return Err(Error::ShortRead { path, offset: 0, expected, actual });
     }
     let paths = BTreeMap::from([(ReadPath::Mapped, bytes)]);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `object`: ranged GETs from S3, Google Cloud Storage, Azure and web servers. The async runtime stays in here.
+//! `object`: ranged GETs from S3, Google Cloud Storage, Azure and web servers. The async runtime
+//! stays in here.
 
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
@@ -16,8 +17,8 @@ use tokio::sync::Notify;
 use url::Url;
 
 use crate::backend::{
-    Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest, Rejected,
-    Transfer, monotonic_ns,
+    Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest,
+    Rejected, Transfer, monotonic_ns,
 };
 use crate::fault::{Fault, Faults};
 use crate::memory::copy_to;
@@ -53,7 +54,10 @@ impl Remote {
         let meta = match block_on(head).map_err(refused)? {
             Ok(found) => found.map_err(|e| refused(io_error(e)))?.meta,
             Err(_) => {
-                return Err(refused(io::Error::new(io::ErrorKind::TimedOut, "the server does not answer")));
+                return Err(refused(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    "the server does not answer",
+                )));
             }
         };
         let state = fingerprint(&meta);
@@ -70,8 +74,8 @@ impl Remote {
         self.state.etag.as_ref().filter(|etag| !etag.starts_with("W/"))
     }
 
-    /// What tells another version of the object from this one. Answers need not repeat everything that was said when
-    /// it was opened, but one of the two things that name a version.
+    /// What tells another version of the object from this one. Answers need not repeat everything
+    /// that was said when it was opened, but one of the two things that name a version.
     fn difference(&self, now: &Fingerprint) -> Option<String> {
         if self.state.len != now.len {
             return Some(format!("it had {} bytes and has {}", self.state.len, now.len));
@@ -91,7 +95,12 @@ impl Remote {
     }
 
     /// Fills `memory` with what is at `offset` on, as far as the object goes. Blocks.
-    pub(crate) fn read_at(&self, offset: u64, memory: &mut [u8], timeout: Duration) -> Result<usize, Error> {
+    pub(crate) fn read_at(
+        &self,
+        offset: u64,
+        memory: &mut [u8],
+        timeout: Duration,
+    ) -> Result<usize, Error> {
         let (this, len) = (self.clone(), memory.len());
         let read = async move {
             let mut bytes = Vec::with_capacity(len);
@@ -100,7 +109,8 @@ impl Remote {
                 bytes.truncate(at);
                 bytes.extend_from_slice(chunk);
             };
-            let done = tokio::time::timeout(timeout, this.read(offset, len, &faults, &mut take)).await;
+            let done =
+                tokio::time::timeout(timeout, this.read(offset, len, &faults, &mut take)).await;
             let timed_out = Error::TimedOut { path: this.url.clone(), offset, len, timeout };
             done.map_err(|_| timed_out).flatten().map(|_| bytes)
         };
@@ -109,9 +119,10 @@ impl Remote {
         Ok(bytes.len())
     }
 
-    /// Gives `take` the bytes of `offset..offset + len` with their place in it, in order, as far as the object goes.
-    /// What the network drops is asked for again from the first missing byte on, of the same version of the object;
-    /// from the beginning where no strong ETag holds both halves together.
+    /// Gives `take` the bytes of `offset..offset + len` with their place in it, in order, as far as
+    /// the object goes. What the network drops is asked for again from the first missing byte on,
+    /// of the same version of the object; from the beginning where no strong ETag holds both halves
+    /// together.
     async fn read(
         &self,
         offset: u64,
@@ -119,7 +130,8 @@ impl Remote {
         faults: &Faults,
         take: &mut (dyn FnMut(usize, &[u8]) + Send),
     ) -> Result<usize, Error> {
-        let len = usize::try_from(self.state.len.saturating_sub(offset)).unwrap_or(usize::MAX).min(len);
+        let len =
+            usize::try_from(self.state.len.saturating_sub(offset)).unwrap_or(usize::MAX).min(len);
         if len == 0 {
             return Ok(0);
         }
@@ -130,11 +142,12 @@ impl Remote {
                 take(done, chunk);
                 done += chunk.len();
             };
-            let failure = match self.attempt(offset + before as u64, len - before, faults, &mut next).await {
-                Ok(()) => None,
-                Err(Failure::Passing(error)) => Some(error),
-                Err(Failure::Final(error)) => return Err(error),
-            };
+            let failure =
+                match self.attempt(offset + before as u64, len - before, faults, &mut next).await {
+                    Ok(()) => None,
+                    Err(Failure::Passing(error)) => Some(error),
+                    Err(Failure::Final(error)) => return Err(error),
+                };
             let goes_on = self.strong_etag().is_some();
             match failure {
                 _ if done >= len => return Ok(done),
@@ -189,7 +202,8 @@ impl Remote {
             return Err(Failure::Final(self.changed(offset, what)));
         }
         if found.range != range {
-            let what = format!("the server answers bytes {:?} when asked for {range:?}", found.range);
+            let what =
+                format!("the server answers bytes {:?} when asked for {range:?}", found.range);
             return Err(Failure::Final(self.failed(offset, len, io::Error::other(what))));
         }
         let (mut left, mut stream) = (len, found.into_stream());
@@ -212,7 +226,9 @@ impl Remote {
             object_store::Error::Precondition { .. } => {
                 Failure::Final(self.changed(offset, "it is another version now".into()))
             }
-            object_store::Error::NotFound { .. } => Failure::Final(self.changed(offset, "it is gone".into())),
+            object_store::Error::NotFound { .. } => {
+                Failure::Final(self.changed(offset, "it is gone".into()))
+            }
             object_store::Error::Generic { .. } => Failure::Passing(io_error(error)),
             other => Failure::Final(self.failed(offset, 0, io_error(other))),
         }
@@ -239,7 +255,13 @@ fn fingerprint(meta: &ObjectMeta) -> Fingerprint {
     // Servers that do not say when it was written are given the time of the epoch by the library.
     let modified = SystemTime::from(meta.last_modified);
     let modified = (modified > SystemTime::UNIX_EPOCH).then_some(modified);
-    Fingerprint { identity: (0, 0), len: meta.size, modified, changed: None, etag: meta.e_tag.clone() }
+    Fingerprint {
+        identity: (0, 0),
+        len: meta.size,
+        modified,
+        changed: None,
+        etag: meta.e_tag.clone(),
+    }
 }
 
 fn io_error(error: object_store::Error) -> io::Error {
@@ -253,7 +275,8 @@ fn io_error(error: object_store::Error) -> io::Error {
     io::Error::new(kind, error)
 }
 
-/// The store that a URL names and the object in it, with the credentials that its environment variables give.
+/// The store that a URL names and the object in it, with the credentials that its environment
+/// variables give.
 fn store_of(text: &str) -> io::Result<(Arc<dyn ObjectStore>, ObjectPath)> {
     let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidInput, what);
     let url = Url::parse(text).map_err(|e| invalid(format!("it is no URL: {e}")))?;
@@ -262,7 +285,8 @@ fn store_of(text: &str) -> io::Result<(Arc<dyn ObjectStore>, ObjectPath)> {
             "URLs with a query, such as signed ones, cannot be read in ranges by their name".into(),
         ));
     }
-    let of_stores = |name: &str| ["AWS_", "GOOGLE_", "AZURE_"].iter().any(|prefix| name.starts_with(prefix));
+    let of_stores =
+        |name: &str| ["AWS_", "GOOGLE_", "AZURE_"].iter().any(|prefix| name.starts_with(prefix));
     let mut options: Vec<(String, String)> = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
         .filter(|(name, _)| of_stores(name))
@@ -275,7 +299,8 @@ fn store_of(text: &str) -> io::Result<(Arc<dyn ObjectStore>, ObjectPath)> {
     {
         options.push(("allow_http".into(), "true".into()));
     }
-    // A read has its own deadline; a slow network may take longer than the library's 30 s for one answer.
+    // A read has its own deadline; a slow network may take longer than the library's 30 s for one
+    // answer.
     options.push(("timeout".into(), "1 day".into()));
     // It sets TLS up, which clients want when they are made.
     runtime()?;
@@ -323,7 +348,11 @@ impl BackendProvider for ObjectProvider {
         }
     }
 
-    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
+    fn create(
+        &self,
+        options: &BackendOptions,
+        sink: CompletionSink,
+    ) -> Result<Box<dyn Backend>, Error> {
         let runtime = runtime().map_err(|e| Error::Thread(e.into()))?;
         let shared = Shared {
             runtime,
@@ -436,9 +465,11 @@ impl Shared {
             queue.next_ticket += 1;
             queue.active.insert(ticket, (request.token, Arc::clone(&end)));
             let shared = Arc::clone(this);
-            let (token, path, offset) = (request.token, request.source.path().to_path_buf(), request.offset);
+            let (token, path, offset) =
+                (request.token, request.source.path().to_path_buf(), request.offset);
             let reading = Arc::clone(this);
-            // A task of its own: should a library panic on what a server says, it is this read's error.
+            // A task of its own: should a library panic on what a server says, it is this read's
+            // error.
             let read = this.runtime.spawn(async move { reading.read(request, &end).await });
             this.runtime.spawn(async move {
                 let ended = Ended { shared, ticket };

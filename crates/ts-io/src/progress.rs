@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One read, step by step: what to ask the system for next, given what it has answered so far. Does no I/O, so
-//! that threads, io_uring and the tests of faults go through the same rules.
+//! One read, step by step: what to ask the system for next, given what it has answered so far. Does
+//! no I/O, so that threads, io_uring and the tests of faults go through the same rules.
 
 use std::io;
 
 /// Answers without progress (interrupted, try again) after which a read is given up.
 const FRUITLESS_LIMIT: u32 = 1000;
-/// Answers that do not reach the first byte wanted of a block after which the file is taken to end before it.
+/// Answers that do not reach the first byte wanted of a block after which the file is taken to end
+/// before it.
 const SHORT_LIMIT: u32 = 64;
 
 /// A read of `offset..offset + len` of a file, under way.
@@ -33,7 +34,8 @@ pub(crate) enum Step {
         at: usize,
         len: usize,
     },
-    /// Read one block aside, and bring `len` bytes from `skip` on to their place: an end that is not aligned.
+    /// Read one block aside, and bring `len` bytes from `skip` on to their place: an end that is
+    /// not aligned.
     Aside { offset: u64, skip: usize, at: usize, len: usize },
 }
 
@@ -60,8 +62,8 @@ impl Progress {
         })
     }
 
-    /// Takes the system's answer to the step: how many bytes came, from the step's `offset` on. Returns how many
-    /// of them count.
+    /// Takes the system's answer to the step: how many bytes came, from the step's `offset` on.
+    /// Returns how many of them count.
     ///
     /// # Errors
     /// The system's, but for those that only mean that it shall be asked again.
@@ -107,7 +109,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Whatever the system answers: every step is aligned, and the bytes that count are the file's.
+        /// Whatever the system answers: every step is aligned, and the bytes that count are the
+        /// file's.
         #[test]
         fn any_answers_lead_to_the_right_bytes(
             file in prop::collection::vec(any::<u8>(), 0..5000),
@@ -127,12 +130,17 @@ mod tests {
                         (offset, alignment)
                     }
                 };
-                prop_assert!((from as usize).is_multiple_of(alignment) && room.is_multiple_of(alignment));
+                prop_assert!(
+                    (from as usize).is_multiple_of(alignment) && room.is_multiple_of(alignment)
+                );
                 let there = file.len().saturating_sub(from as usize).min(room);
                 let came = match answers.next() {
                     Some(Some(limit)) => there.min(limit),
                     Some(None) => {
-                        prop_assert_eq!(progress.answer(Err(io::ErrorKind::Interrupted.into())).unwrap(), 0);
+                        prop_assert_eq!(
+                            progress.answer(Err(io::ErrorKind::Interrupted.into())).unwrap(),
+                            0
+                        );
                         continue;
                     }
                     None => there,
@@ -146,7 +154,9 @@ mod tests {
             }
             let expected = file.len().saturating_sub(offset as usize).min(len);
             prop_assert_eq!(progress.done(), expected);
-            prop_assert!(memory[..expected] == file[(offset as usize).min(file.len())..][..expected]);
+            prop_assert!(
+                memory[..expected] == file[(offset as usize).min(file.len())..][..expected]
+            );
         }
     }
 
@@ -161,7 +171,10 @@ mod tests {
     fn a_file_that_was_cut_ends_the_read() {
         let mut progress = Progress::new(0, 8192, 8192, 512);
         assert_eq!(progress.answer(Ok(1000)).unwrap(), 1000);
-        assert_eq!(progress.step(), Some(Step::Aside { offset: 512, skip: 488, at: 1000, len: 24 }));
+        assert_eq!(
+            progress.step(),
+            Some(Step::Aside { offset: 512, skip: 488, at: 1000, len: 24 })
+        );
         (0..=SHORT_LIMIT).for_each(|_| assert_eq!(progress.answer(Ok(488)).unwrap(), 0));
         assert_eq!((progress.step(), progress.done()), (None, 1000));
     }

@@ -21,14 +21,19 @@ pub trait BackendProvider: Send + Sync {
     /// Higher is tried first when the caller names none.
     fn priority(&self) -> u8;
 
-    /// Whether it can read all of `sources` here. Never panics, reads nothing; may load a library and open its driver.
+    /// Whether it can read all of `sources` here. Never panics, reads nothing; may load a library
+    /// and open its driver.
     fn probe(&self, sources: &[Arc<Source>]) -> Availability;
 
     /// Makes a backend whose completions go to `sink`.
     ///
     /// # Errors
     /// When the system refuses what it needs, such as threads.
-    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error>;
+    fn create(
+        &self,
+        options: &BackendOptions,
+        sink: CompletionSink,
+    ) -> Result<Box<dyn Backend>, Error>;
 }
 
 /// What a probe found.
@@ -61,7 +66,8 @@ impl std::fmt::Debug for Choice {
 }
 
 impl Registry {
-    /// Those of this crate that this build has: `adaptive`, `uring`, `direct`, `object`, `distant`, `buffered`, `mmap` and `gds`.
+    /// Those of this crate that this build has: `adaptive`, `uring`, `direct`, `object`, `distant`,
+    /// `buffered`, `mmap` and `gds`.
     pub fn builtin() -> Self {
         let mut this = Self { providers: Vec::new() };
         this.register(Arc::new(AdaptiveProvider));
@@ -112,9 +118,10 @@ impl Registry {
         }
         match passed_over.into_iter().next_back() {
             Some((backend, reason)) => Err(Error::Unavailable { backend: backend.into(), reason }),
-            None => {
-                Err(Error::UnknownBackend { name: name.unwrap_or("").into(), known: self.names().join(", ") })
-            }
+            None => Err(Error::UnknownBackend {
+                name: name.unwrap_or("").into(),
+                known: self.names().join(", "),
+            }),
         }
     }
 }

@@ -24,8 +24,9 @@ pub struct Fingerprint {
     pub len: u64,
     /// When the content was last written.
     pub modified: Option<SystemTime>,
-    /// When content or attributes last changed, in nanoseconds since 1970, and the attributes: links, mode, owner, group.
-    /// Unlike the time of the last write no program can put this one back. `None` where the system has no such time.
+    /// When content or attributes last changed, in nanoseconds since 1970, and the attributes:
+    /// links, mode, owner, group. Unlike the time of the last write no program can put this one
+    /// back. `None` where the system has no such time.
     pub changed: Option<(i128, [u64; 4])>,
     /// What the server of an object calls this version of it.
     pub etag: Option<String>,
@@ -34,7 +35,13 @@ pub struct Fingerprint {
 impl Fingerprint {
     fn of(metadata: &Metadata) -> Self {
         let (identity, modified) = (sys::identity(metadata), metadata.modified().ok());
-        Self { identity, len: metadata.len(), modified, changed: sys::changed(metadata), etag: None }
+        Self {
+            identity,
+            len: metadata.len(),
+            modified,
+            changed: sys::changed(metadata),
+            etag: None,
+        }
     }
 
     /// What differs between `self`, the state then, and `now`.
@@ -52,8 +59,8 @@ impl Fingerprint {
         }
     }
 
-    /// Whether the time of the last change is another, and no attribute explains that: a file that is removed, or another
-    /// takes its name, has a link less and keeps its content.
+    /// Whether the time of the last change is another, and no attribute explains that: a file that
+    /// is removed, or another takes its name, has a link less and keeps its content.
     fn is_changed(&self, now: &Self) -> bool {
         match (self.changed, now.changed) {
             (Some((then, had)), Some((now, has))) => then != now && had == has,
@@ -109,12 +116,13 @@ struct Direct {
 impl Source {
     /// Opens a file, or what a URL names, and notes its fingerprint.
     ///
-    /// With the feature `object`, `s3://bucket/key`, `gs://`, `az://`, `http://` and `https://` are read over the
-    /// network, with the credentials that the environment gives: the variables `AWS_*` (also of containers and
-    /// instances), `GOOGLE_*` and `AZURE_*`. `file://` is a path.
+    /// With the feature `object`, `s3://bucket/key`, `gs://`, `az://`, `http://` and `https://` are
+    /// read over the network, with the credentials that the environment gives: the variables
+    /// `AWS_*` (also of containers and instances), `GOOGLE_*` and `AZURE_*`. `file://` is a path.
     ///
     /// # Errors
-    /// [`Error::Open`] when it cannot be opened or is no regular file. Blocks; for an object at most 60 s.
+    /// [`Error::Open`] when it cannot be opened or is no regular file. Blocks; for an object at
+    /// most 60 s.
     pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>, Error> {
         let path = path.as_ref();
         match path.to_str() {
@@ -124,16 +132,28 @@ impl Source {
         }
     }
 
-    /// A file that is in memory, which errors call `name`. It is read by [`read_at`](Self::read_at); backends, which fill
-    /// memory, refuse it.
-    pub fn in_memory(name: impl Into<PathBuf>, bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> Arc<Self> {
+    /// A file that is in memory, which errors call `name`. It is read by
+    /// [`read_at`](Self::read_at); backends, which fill memory, refuse it.
+    pub fn in_memory(
+        name: impl Into<PathBuf>,
+        bytes: impl AsRef<[u8]> + Send + Sync + 'static,
+    ) -> Arc<Self> {
         let len = bytes.as_ref().len() as u64;
-        let fingerprint = Fingerprint { identity: (0, 0), len, modified: None, changed: None, etag: None };
-        Arc::new(Self { path: name.into(), fingerprint, origin: Origin::Memory(Held(Box::new(bytes))) })
+        let fingerprint =
+            Fingerprint { identity: (0, 0), len, modified: None, changed: None, etag: None };
+        Arc::new(Self {
+            path: name.into(),
+            fingerprint,
+            origin: Origin::Memory(Held(Box::new(bytes))),
+        })
     }
 
     /// A file that somebody else reads, wherever that is; errors call it `name`.
-    pub fn distant(name: impl Into<PathBuf>, fingerprint: Fingerprint, file: Arc<dyn Distant>) -> Arc<Self> {
+    pub fn distant(
+        name: impl Into<PathBuf>,
+        fingerprint: Fingerprint,
+        file: Arc<dyn Distant>,
+    ) -> Arc<Self> {
         Arc::new(Self { path: name.into(), fingerprint, origin: Origin::Distant(file) })
     }
 
@@ -147,7 +167,8 @@ impl Source {
 
     /// Whether this text is a URL, and not a path.
     pub fn is_url(text: &str) -> bool {
-        text.split_once("://").is_some_and(|(scheme, _)| scheme != "file" && !scheme.contains(['/', '\\']))
+        text.split_once("://")
+            .is_some_and(|(scheme, _)| scheme != "file" && !scheme.contains(['/', '\\']))
     }
 
     #[cfg(feature = "object")]
@@ -169,7 +190,8 @@ impl Source {
     fn open_file(path: &Path) -> Result<Arc<Self>, Error> {
         // Absolute, so that it means the same file when the working directory has changed.
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
-        let failed = |source: std::io::Error| Error::Open { path: path.clone(), source: source.into() };
+        let failed =
+            |source: std::io::Error| Error::Open { path: path.clone(), source: source.into() };
         // Before it is opened: a named pipe would wait for somebody to write to it.
         let kind = std::fs::metadata(&path).map_err(failed)?;
         if kind.is_dir() {
@@ -230,8 +252,9 @@ impl Source {
         self.direct().map(|direct| direct.alignment)
     }
 
-    /// The share of `offset..offset + len`, as far as the file goes, that is in the page cache, 0 to 1; `None` where
-    /// that cannot be asked, as of files that this process may neither write nor owns.
+    /// The share of `offset..offset + len`, as far as the file goes, that is in the page cache, 0
+    /// to 1; `None` where that cannot be asked, as of files that this process may neither write nor
+    /// owns.
     pub fn residency(&self, offset: u64, len: usize) -> Option<f64> {
         match &self.origin {
             Origin::File { file, .. } => {
@@ -244,16 +267,18 @@ impl Source {
         }
     }
 
-    /// How many of [`SAMPLES`] pages, evenly spread over `offset..offset + len`, the page cache holds. Asking about all
-    /// of them would take a twentieth of the time that copying them does.
+    /// How many of [`SAMPLES`] pages, evenly spread over `offset..offset + len`, the page cache
+    /// holds. Asking about all of them would take a twentieth of the time that copying them does.
     pub(crate) fn warm_samples(&self, offset: u64, len: usize) -> usize {
         let last = len.saturating_sub(1) as u64;
-        let places = (0..SAMPLES as u64).map(|i| offset.saturating_add(last / (SAMPLES as u64 - 1) * i));
+        let places =
+            (0..SAMPLES as u64).map(|i| offset.saturating_add(last / (SAMPLES as u64 - 1) * i));
         places.filter(|&place| self.residency(place, 1) == Some(1.0)).count()
     }
 
-    /// `offset..offset + len` cut where the page cache begins and ceases to hold it: whether it does, and how many bytes.
-    /// In stretches large enough to be worth a request of their own, but for the ends.
+    /// `offset..offset + len` cut where the page cache begins and ceases to hold it: whether it
+    /// does, and how many bytes. In stretches large enough to be worth a request of their own, but
+    /// for the ends.
     pub(crate) fn resident_runs(&self, offset: u64, len: usize) -> Vec<(bool, usize)> {
         /// Of the file; a multiple of what direct I/O and the page cache work in.
         const STRETCH: u64 = 128 << 10;
@@ -272,8 +297,8 @@ impl Source {
         runs
     }
 
-    /// Has the page cache let this file go, as far as nobody else holds it there. For measurements of a cold file;
-    /// waits until what was written to it is on the disk.
+    /// Has the page cache let this file go, as far as nobody else holds it there. For measurements
+    /// of a cold file; waits until what was written to it is on the disk.
     ///
     /// # Errors
     /// [`Error::Read`] when the system cannot. An object is never in the page cache. Blocks.
@@ -286,10 +311,12 @@ impl Source {
         }
     }
 
-    /// Reads `buffer.len()` bytes at `offset`, of a file through the page cache; fewer only at its end.
+    /// Reads `buffer.len()` bytes at `offset`, of a file through the page cache; fewer only at its
+    /// end.
     ///
     /// # Errors
-    /// [`Error::Read`]; of an object also [`Error::Changed`] and, after 60 s, [`Error::TimedOut`]. Blocks.
+    /// [`Error::Read`]; of an object also [`Error::Changed`] and, after 60 s, [`Error::TimedOut`].
+    /// Blocks.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, Error> {
         if let Origin::Distant(file) = &self.origin {
             return file.read_at(offset, buffer, BackendOptions::default().deadline());
@@ -300,7 +327,8 @@ impl Source {
         }
         if let Origin::Memory(held) = &self.origin {
             let bytes = (*held.0).as_ref();
-            let there = &bytes[usize::try_from(offset).map_or(bytes.len(), |at| at.min(bytes.len()))..];
+            let there =
+                &bytes[usize::try_from(offset).map_or(bytes.len(), |at| at.min(bytes.len()))..];
             let len = there.len().min(buffer.len());
             buffer[..len].copy_from_slice(&there[..len]);
             return Ok(len);
@@ -308,8 +336,8 @@ impl Source {
         self.read(Access::Buffered, offset, &mut Memory::Slice(buffer), &Faults::default())
     }
 
-    /// Fills `memory` with what is at `offset` on, as far as the file goes; for direct reads it must be aligned as
-    /// [`ReadRequest`](crate::ReadRequest) says.
+    /// Fills `memory` with what is at `offset` on, as far as the file goes; for direct reads it
+    /// must be aligned as [`ReadRequest`](crate::ReadRequest) says.
     pub(crate) fn read(
         &self,
         access: Access,
@@ -320,8 +348,10 @@ impl Source {
         let mut alignment = 1;
         let file = match access {
             Access::Direct => {
-                let unavailable =
-                    |reason: &str| Error::Unavailable { backend: "direct".into(), reason: reason.into() };
+                let unavailable = |reason: &str| Error::Unavailable {
+                    backend: "direct".into(),
+                    reason: reason.into(),
+                };
                 let direct = self.direct().map_err(unavailable)?;
                 alignment = direct.alignment;
                 &direct.file
@@ -344,9 +374,11 @@ impl Source {
                 Step::Aside { offset, skip, at, .. } => {
                     let mut block = Block::zeroed();
                     let block = &mut block.0[..alignment];
-                    let read = || sys::read_vectored_at(file, &mut [IoSliceMut::new(block)], offset);
+                    let read =
+                        || sys::read_vectored_at(file, &mut [IoSliceMut::new(block)], offset);
                     let answer = faults.suffer(&self.path, offset, alignment, read);
-                    let counts = progress.answer(answer).map_err(|e| self.failed(offset, alignment, e))?;
+                    let counts =
+                        progress.answer(answer).map_err(|e| self.failed(offset, alignment, e))?;
                     memory.copy(at, &block[skip..skip + counts]);
                     continue;
                 }
@@ -366,7 +398,8 @@ impl Source {
         }
     }
 
-    /// The file by a handle for which the system reads nothing ahead, if it has such; else by the ordinary one.
+    /// The file by a handle for which the system reads nothing ahead, if it has such; else by the
+    /// ordinary one.
     fn quiet_file(&self) -> Option<&File> {
         let Origin::File { file, quiet, .. } = &self.origin else { return None };
         Some(quiet.get_or_init(|| sys::reopen_quiet(file).ok()).as_ref().unwrap_or(file))
@@ -382,16 +415,18 @@ impl Source {
         Error::Read { path: self.path.clone(), offset, len, source: error.into() }
     }
 
-    /// Checks that the file is still the one that was opened: by its handle, and by its path. Of an object each read
-    /// checks that itself, and this does nothing.
+    /// Checks that the file is still the one that was opened: by its handle, and by its path. Of an
+    /// object each read checks that itself, and this does nothing.
     ///
     /// # Errors
     /// [`Error::Changed`], saying what differs; `offset` is what the caller was reading.
     pub fn verify(&self, offset: u64) -> Result<(), Error> {
         let Some(file) = self.file() else { return Ok(()) };
         let changed = |what| Error::Changed { path: self.path.clone(), offset, what };
-        let by_handle = file.metadata().map_err(|e| changed(format!("its state is unknown: {e}")))?;
-        let by_path = std::fs::metadata(&self.path).map_err(|e| changed(format!("it is gone: {e}")))?;
+        let by_handle =
+            file.metadata().map_err(|e| changed(format!("its state is unknown: {e}")))?;
+        let by_path =
+            std::fs::metadata(&self.path).map_err(|e| changed(format!("it is gone: {e}")))?;
         for now in [by_path, by_handle] {
             if let Some(what) = self.fingerprint.difference(&Fingerprint::of(&now)) {
                 return Err(changed(what));

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::Error;
 use crate::backend::{
-    Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest, Rejected,
-    Transfer, monotonic_ns,
+    Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest,
+    Rejected, Transfer, monotonic_ns,
 };
 
 /// How a read is done by a thread that may block.
@@ -59,7 +59,11 @@ struct Active {
 }
 
 impl<R: BlockingRead> ThreadBackend<R> {
-    pub(crate) fn new(reader: R, options: &BackendOptions, sink: CompletionSink) -> Result<Self, Error> {
+    pub(crate) fn new(
+        reader: R,
+        options: &BackendOptions,
+        sink: CompletionSink,
+    ) -> Result<Self, Error> {
         let shared = Arc::new(Shared {
             reader,
             sink,
@@ -124,8 +128,8 @@ impl<R> Drop for ThreadBackend<R> {
         self.shared.work.notify_all();
         self.shared.begun.notify_all();
         cancelled.into_iter().for_each(|request| (self.shared.sink)(request.cancelled()));
-        // It stays until no read is under way, and so no thread is started after it. A thread runs no code that
-        // panics but the sink's, whose panic is its owner's to report.
+        // It stays until no read is under way, and so no thread is started after it. A thread runs
+        // no code that panics but the sink's, whose panic is its owner's to report.
         let _ = self.watch.take().map(JoinHandle::join);
         let threads = std::mem::take(&mut self.shared.lock().threads);
         for thread in threads.into_values() {
@@ -139,7 +143,8 @@ pub(crate) fn take_wanted(
     requests: &mut VecDeque<ReadRequest>,
     wanted: &dyn Fn(u64) -> bool,
 ) -> VecDeque<ReadRequest> {
-    let (taken, left) = std::mem::take(requests).into_iter().partition(|request| wanted(request.token));
+    let (taken, left) =
+        std::mem::take(requests).into_iter().partition(|request| wanted(request.token));
     *requests = left;
     taken
 }
@@ -175,8 +180,8 @@ impl<R: BlockingRead> Shared<R> {
             });
             let mut queue = self.lock();
             if queue.active.remove(&number).is_none() {
-                // Too late: it has been reported. The buffers go home, and so does this thread, if there is another in
-                // its place.
+                // Too late: it has been reported. The buffers go home, and so does this thread, if
+                // there is another in its place.
                 if queue.replaced.remove(&number) {
                     return;
                 }
@@ -213,11 +218,16 @@ impl<R: BlockingRead> Shared<R> {
         let mut queue = this.lock();
         while !(queue.closed && queue.active.is_empty()) {
             let now = Instant::now();
-            let late: Vec<u64> =
-                queue.active.iter().filter(|(_, a)| a.deadline <= now).map(|(&number, _)| number).collect();
+            let late: Vec<u64> = queue
+                .active
+                .iter()
+                .filter(|(_, a)| a.deadline <= now)
+                .map(|(&number, _)| number)
+                .collect();
             let mut completions = Vec::new();
             for number in late {
-                let Active { token, timed_out, .. } = queue.active.remove(&number).expect("just seen");
+                let Active { token, timed_out, .. } =
+                    queue.active.remove(&number).expect("just seen");
                 completions.push(Completion { token, buffers: Vec::new(), result: Err(timed_out) });
                 queue.threads.remove(&number);
                 // Without another thread the others go on, and in the end this one.
@@ -235,7 +245,8 @@ impl<R: BlockingRead> Shared<R> {
             queue = match next {
                 None => this.begun.wait(queue).unwrap_or_else(PoisonError::into_inner),
                 Some(deadline) => {
-                    let waited = this.begun.wait_timeout(queue, deadline.saturating_duration_since(now));
+                    let waited =
+                        this.begun.wait_timeout(queue, deadline.saturating_duration_since(now));
                     waited.unwrap_or_else(PoisonError::into_inner).0
                 }
             };

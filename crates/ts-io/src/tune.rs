@@ -39,10 +39,11 @@ pub struct Trial {
 
 /// Finds out how to keep the devices of file systems busy, and remembers it.
 ///
-/// Request sizes of 1 to 8 MiB and 2 to 16 requests in flight are tried by direct reads of the very file that is to be
-/// read, which leave the page cache alone. The default stays unless another way is more than 5% faster; then, of all
-/// that come within 5% of the best, the one with the fewest bytes in flight is taken. That takes less than two seconds,
-/// once for each file system. A device too slow for all of them in that time has the default.
+/// Request sizes of 1 to 8 MiB and 2 to 16 requests in flight are tried by direct reads of the very
+/// file that is to be read, which leave the page cache alone. The default stays unless another way
+/// is more than 5% faster; then, of all that come within 5% of the best, the one with the fewest
+/// bytes in flight is taken. That takes less than two seconds, once for each file system. A device
+/// too slow for all of them in that time has the default.
 #[derive(Debug, Clone)]
 pub struct Tuner {
     directory: Option<PathBuf>,
@@ -62,11 +63,16 @@ const WITHIN: f64 = 0.95;
 const PATIENCE: Duration = Duration::from_millis(500);
 
 impl Default for Tuner {
-    /// Measures, and remembers in the user's cache directory: `tensorstream/io` in `$XDG_CACHE_HOME` or `~/.cache`.
+    /// Measures, and remembers in the user's cache directory: `tensorstream/io` in
+    /// `$XDG_CACHE_HOME` or `~/.cache`.
     fn default() -> Self {
-        let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let variable =
+            |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let caches = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
-        Self { directory: caches.map(|caches| caches.join("tensorstream").join("io")), measures: true }
+        Self {
+            directory: caches.map(|caches| caches.join("tensorstream").join("io")),
+            measures: true,
+        }
     }
 }
 
@@ -81,11 +87,13 @@ impl Tuner {
         Self { directory, measures: true }
     }
 
-    /// How to read `source`: as remembered, or measured now within memory reserved from `budget`, or the default where
-    /// there is nothing to measure (objects, small files, file systems without direct I/O), or it cannot be.
+    /// How to read `source`: as remembered, or measured now within memory reserved from `budget`,
+    /// or the default where there is nothing to measure (objects, small files, file systems without
+    /// direct I/O), or it cannot be.
     ///
-    /// What is remembered is one small file for each file system, by the number that it gives itself (which may be that
-    /// of its device); that it cannot be written is no error. `interrupt` is asked at least every 20 ms.
+    /// What is remembered is one small file for each file system, by the number that it gives
+    /// itself (which may be that of its device); that it cannot be written is no error. `interrupt`
+    /// is asked at least every 20 ms.
     ///
     /// # Errors
     /// [`Error::Interrupted`]. Blocks for up to two seconds.
@@ -98,7 +106,8 @@ impl Tuner {
         if !self.measures || source.len() < SMALLEST_FILE || source.direct_alignment().is_err() {
             return Ok(Tuning::default());
         }
-        let note = self.directory.as_ref().zip(source.file_system()).map(|(dir, name)| dir.join(name));
+        let note =
+            self.directory.as_ref().zip(source.file_system()).map(|(dir, name)| dir.join(name));
         if let Some(known) = note.as_deref().and_then(recall) {
             return Ok(known);
         }
@@ -115,11 +124,12 @@ impl Tuner {
         Ok(tuning)
     }
 
-    /// Tries every way that there is memory for, in less than two seconds. Empty when there is none, or the device is
-    /// too slow for that: below some 300 MB/s.
+    /// Tries every way that there is memory for, in less than two seconds. Empty when there is
+    /// none, or the device is too slow for that: below some 300 MB/s.
     ///
     /// # Errors
-    /// [`Error::Interrupted`]; what reading the file brings, [`Error::TimedOut`] after half a second for one read.
+    /// [`Error::Interrupted`]; what reading the file brings, [`Error::TimedOut`] after half a
+    /// second for one read.
     pub fn trials(
         &self,
         source: &Arc<Source>,
@@ -160,7 +170,11 @@ impl Tuner {
                 let workload = Workload {
                     ranges: vec![(at, source.len() - at), (0, at)],
                     request_bytes,
-                    options: BackendOptions { in_flight, timeout: PATIENCE, ..BackendOptions::default() },
+                    options: BackendOptions {
+                        in_flight,
+                        timeout: PATIENCE,
+                        ..BackendOptions::default()
+                    },
                     limit: Some(TRIAL),
                 };
                 let measured = measure(provider.as_ref(), source, &workload, &pool, interrupt)?;
@@ -185,10 +199,12 @@ fn direct_provider(source: &Arc<Source>) -> Result<Arc<dyn BackendProvider>, Err
     }
 }
 
-/// Of the ways that are as good as the best the default, or else the one with the fewest bytes in flight.
+/// Of the ways that are as good as the best the default, or else the one with the fewest bytes in
+/// flight.
 fn choose(trials: &[Trial]) -> Tuning {
     let best = trials.iter().map(|trial| trial.gib_per_s).fold(0.0, f64::max);
-    let good = trials.iter().filter(|trial| trial.gib_per_s >= WITHIN * best).map(|trial| trial.tuning);
+    let good =
+        trials.iter().filter(|trial| trial.gib_per_s >= WITHIN * best).map(|trial| trial.tuning);
     good.min_by_key(|t| (*t != Tuning::default(), t.request_bytes * t.in_flight, t.in_flight))
         .unwrap_or_default()
 }
@@ -210,7 +226,10 @@ fn remember(note: &Path, tuning: Tuning) -> std::io::Result<()> {
     fs::create_dir_all(directory)?;
     let unfinished = note.with_extension(format!("{}.partial", std::process::id()));
     let mut file = fs::File::create(&unfinished)?;
-    writeln!(file, "# Measured by tensorstream, for one file system; remove it to have it measured again.")?;
+    writeln!(
+        file,
+        "# Measured by tensorstream, for one file system; remove it to have it measured again."
+    )?;
     writeln!(file, "request_bytes = {}\nin_flight = {}", tuning.request_bytes, tuning.in_flight)?;
     fs::rename(unfinished, note)
 }
@@ -234,7 +253,10 @@ mod tests {
     fn the_default_stays_unless_it_is_slow_and_then_the_fewest_bytes_in_flight_win() {
         let trials = [trial(1, 2, 0.9), trial(2, 8, 1.93), trial(4, 4, 1.95), trial(8, 16, 2.0)];
         assert_eq!(choose(&trials), trials[2].tuning);
-        assert_eq!(choose(&[trial(1, 2, 2.0), trial(4, 8, 1.91), trial(8, 16, 2.0)]), Tuning::default());
+        assert_eq!(
+            choose(&[trial(1, 2, 2.0), trial(4, 8, 1.91), trial(8, 16, 2.0)]),
+            Tuning::default()
+        );
         assert_eq!(
             choose(&[trial(1, 2, 2.0), trial(4, 8, 1.89), trial(8, 16, 2.0)]),
             trial(1, 2, 2.0).tuning
@@ -257,7 +279,9 @@ mod tests {
         let tuning = Tuning { request_bytes: 2 << 20, in_flight: 16 };
         remember(&note, tuning).unwrap();
         assert_eq!(recall(&note), Some(tuning));
-        for text in ["", "request_bytes = 5\nin_flight = 8", "request_bytes = 4194304", "in_flight = -1"] {
+        for text in
+            ["", "request_bytes = 5\nin_flight = 8", "request_bytes = 4194304", "in_flight = -1"]
+        {
             fs::write(&note, text).unwrap();
             assert_eq!(recall(&note), None, "{text:?}");
         }

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use ts_pool::HostPool;
 
 use crate::backend::{
-    Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest, Rejected,
-    Transfer, monotonic_ns,
+    Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest,
+    Rejected, Transfer, monotonic_ns,
 };
 use crate::fault::{Fault, Faults};
 use crate::file::Access;
@@ -36,7 +36,9 @@ impl BackendProvider for UringProvider {
 
     fn probe(&self, sources: &[Arc<Source>]) -> Availability {
         if let Err(error) = sys::probe_ring() {
-            return Availability::Unavailable(format!("the system has no io_uring for us: {error}"));
+            return Availability::Unavailable(format!(
+                "the system has no io_uring for us: {error}"
+            ));
         }
         match sources.iter().find(|s| s.direct_alignment().is_ok() && !s.suits_rings()) {
             Some(source) => Availability::Unavailable(unsuited(source)),
@@ -44,13 +46,20 @@ impl BackendProvider for UringProvider {
         }
     }
 
-    fn create(&self, options: &BackendOptions, sink: CompletionSink) -> Result<Box<dyn Backend>, Error> {
+    fn create(
+        &self,
+        options: &BackendOptions,
+        sink: CompletionSink,
+    ) -> Result<Box<dyn Backend>, Error> {
         Ok(Box::new(UringBackend::new(options, sink)?))
     }
 }
 
 fn unsuited(source: &Source) -> String {
-    format!("{}: its file system can hold up a ring; `direct` reads it with threads", source.path().display())
+    format!(
+        "{}: its file system can hold up a ring; `direct` reads it with threads",
+        source.path().display()
+    )
 }
 
 struct UringBackend {
@@ -114,7 +123,8 @@ impl UringBackend {
     fn new(options: &BackendOptions, sink: CompletionSink) -> Result<Self, Error> {
         let in_flight = options.depth();
         let wake = Arc::new(Gate::new().map_err(|e| Error::Thread(e.into()))?);
-        let shared = Arc::new(Shared { sink, wake, inbox: Mutex::default(), ended: Condvar::new() });
+        let shared =
+            Arc::new(Shared { sink, wake, inbox: Mutex::default(), ended: Condvar::new() });
         let (of_thread, timeout) = (Arc::clone(&shared), options.deadline());
         let faults = options.faults.clone();
         let (ready, made) = channel();
@@ -133,7 +143,9 @@ impl UringBackend {
         let thread = Some(thread.map_err(|e| Error::Thread(e.into()))?);
         match made.recv() {
             Ok(Ok(())) => Ok(Self { shared, in_flight, thread }),
-            Ok(Err(error)) => Err(Error::Unavailable { backend: "uring".into(), reason: error.to_string() }),
+            Ok(Err(error)) => {
+                Err(Error::Unavailable { backend: "uring".into(), reason: error.to_string() })
+            }
             Err(_) => Err(Error::Thread(io::Error::other("it ended at once").into())),
         }
     }
@@ -169,12 +181,15 @@ impl Backend for UringBackend {
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>> {
         let suits = || match request.source.suits_rings() {
             true => Ok(()),
-            false => {
-                Err(Error::Unavailable { backend: self.name().into(), reason: unsuited(&request.source) })
-            }
+            false => Err(Error::Unavailable {
+                backend: self.name().into(),
+                reason: unsuited(&request.source),
+            }),
         };
-        let checked =
-            request.check_room().and_then(|()| request.check_alignment(self.name())).and_then(|()| suits());
+        let checked = request
+            .check_room()
+            .and_then(|()| request.check_alignment(self.name()))
+            .and_then(|()| suits());
         if let Err(error) = checked {
             return Err(Box::new(Rejected { request, error }));
         }
@@ -186,7 +201,8 @@ impl Backend for UringBackend {
     fn cancel(&self, wanted: &dyn Fn(u64) -> bool) -> usize {
         let mut inbox = self.shared.lock();
         let cancelled = take_wanted(&mut inbox.requests, wanted);
-        let begun: Vec<_> = inbox.begun.iter().filter(|(_, token)| wanted(*token)).map(|b| b.0).collect();
+        let begun: Vec<_> =
+            inbox.begun.iter().filter(|(_, token)| wanted(*token)).map(|b| b.0).collect();
         inbox.cancelled.extend(begun);
         drop(inbox);
         self.shared.wake.open();
@@ -242,8 +258,12 @@ impl Driver {
         loop {
             self.take_orders();
             let now = Instant::now();
-            let next =
-                self.ring.iter().filter(|(_, flight)| !flight.late).map(|(_, flight)| flight.deadline).min();
+            let next = self
+                .ring
+                .iter()
+                .filter(|(_, flight)| !flight.late)
+                .map(|(_, flight)| flight.deadline)
+                .min();
             let live = self.live;
             if live == 0 {
                 self.ring.forget_files();
@@ -260,9 +280,15 @@ impl Driver {
             } else {
                 drop(inbox);
             }
-            match self.ring.wait(next.map(|deadline: Instant| deadline.saturating_duration_since(now))) {
-                Ok(ended) => ended.into_iter().for_each(|(key, answer)| self.on_answer(key, answer)),
-                // The system refuses, perhaps for want of memory. Each read's deadline ends this if nothing else does.
+            match self
+                .ring
+                .wait(next.map(|deadline: Instant| deadline.saturating_duration_since(now)))
+            {
+                Ok(ended) => {
+                    ended.into_iter().for_each(|(key, answer)| self.on_answer(key, answer))
+                }
+                // The system refuses, perhaps for want of memory. Each read's deadline ends this if
+                // nothing else does.
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
             }
             self.expire();
@@ -272,7 +298,8 @@ impl Driver {
     /// Begins what there is room for, and gives up what is no longer wanted.
     fn take_orders(&mut self) {
         let mut inbox = self.shared.lock();
-        let (memory, cancelled) = (std::mem::take(&mut inbox.memory), std::mem::take(&mut inbox.cancelled));
+        let (memory, cancelled) =
+            (std::mem::take(&mut inbox.memory), std::mem::take(&mut inbox.cancelled));
         drop(inbox);
         for pool in memory {
             self.ring.register(&pool);
@@ -314,7 +341,8 @@ impl Driver {
         }
     }
 
-    /// Asks the system to give a read up. What a fault has stuck is stuck for good, as with a device that is gone.
+    /// Asks the system to give a read up. What a fault has stuck is stuck for good, as with a
+    /// device that is gone.
     fn give_up(&mut self, key: usize) {
         if !self.ring.data(key).stuck {
             self.ring.cancel(key);

@@ -16,17 +16,20 @@ pub struct View {
 }
 
 impl View {
-    /// Maps `offset..offset + len` and waits until it is in memory, so that touching it reads no disk (the page cache
-    /// may let it go again when memory is short, and then does). Linux before 5.14 has no way to wait: there the bytes
-    /// come when they are touched, and a device that fails then ends the process with SIGBUS.
+    /// Maps `offset..offset + len` and waits until it is in memory, so that touching it reads no
+    /// disk (the page cache may let it go again when memory is short, and then does). Linux before
+    /// 5.14 has no way to wait: there the bytes come when they are touched, and a device that fails
+    /// then ends the process with SIGBUS.
     ///
     /// # Safety
-    /// While the view lives, nobody writes to this range of the file, in this process or another: the bytes are a
-    /// shared reference. If somebody truncates the file, touching what is cut off ends the process with SIGBUS.
+    /// While the view lives, nobody writes to this range of the file, in this process or another:
+    /// the bytes are a shared reference. If somebody truncates the file, touching what is cut off
+    /// ends the process with SIGBUS.
     ///
     /// # Errors
-    /// [`Error::ShortRead`] when the file does not have the range; [`Error::Changed`] when it is not the one that was
-    /// opened; [`Error::Read`] when the device fails, or the source is no file. Blocks.
+    /// [`Error::ShortRead`] when the file does not have the range; [`Error::Changed`] when it is
+    /// not the one that was opened; [`Error::Read`] when the device fails, or the source is no
+    /// file. Blocks.
     pub unsafe fn new(source: &Arc<Source>, offset: u64, len: usize) -> Result<Self, Error> {
         source.verify(offset)?;
         let there = usize::try_from(source.len().saturating_sub(offset)).unwrap_or(usize::MAX);
@@ -43,8 +46,8 @@ impl View {
         Ok(this)
     }
 
-    /// Checks that the file is still the one that was opened: its length and modification time among others. To be
-    /// asked when a view has been used for long.
+    /// Checks that the file is still the one that was opened: its length and modification time
+    /// among others. To be asked when a view has been used for long.
     ///
     /// # Errors
     /// [`Error::Changed`].

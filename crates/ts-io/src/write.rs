@@ -12,16 +12,17 @@ use crate::{Error, sys};
 
 /// What is written at once, and what a writer holds twice.
 const CHUNK: usize = 4 << 20;
-/// Without direct I/O dirty data is flushed whenever this many bytes have gathered, so that the last flush is short.
+/// Without direct I/O dirty data is flushed whenever this many bytes have gathered, so that the
+/// last flush is short.
 const FLUSH_BYTES: u64 = 256 << 20;
 
-/// Writes a large file from its beginning to its end, or goes on with one, past the page cache: while one chunk is on its
-/// way to the device, the next one gathers. What is not whole blocks, and small files, go the ordinary way, as everything does on
-/// file systems without direct I/O.
+/// Writes a large file from its beginning to its end, or goes on with one, past the page cache:
+/// while one chunk is on its way to the device, the next one gathers. What is not whole blocks, and
+/// small files, go the ordinary way, as everything does on file systems without direct I/O.
 ///
-/// Holds 8 MiB of memory, and a thread once 4 MiB have been written. Dropping it waits for the chunk under way; call
-/// [`sync`](Self::sync) to have the bytes on the disk. After an error it takes nothing more: everything answers with
-/// that error again.
+/// Holds 8 MiB of memory, and a thread once 4 MiB have been written. Dropping it waits for the
+/// chunk under way; call [`sync`](Self::sync) to have the bytes on the disk. After an error it
+/// takes nothing more: everything answers with that error again.
 #[derive(Debug)]
 pub struct Writer {
     path: PathBuf,
@@ -61,9 +62,9 @@ struct Job {
 }
 
 impl Writer {
-    /// Writes to `file`, which is open for reading and writing, from byte `begin` on.
-    /// `expected` bytes are set aside on the disk at once, so that a full one is told before the work. `path` is for
-    /// errors.
+    /// Writes to `file`, which is open for reading and writing, from byte `begin` on. `expected`
+    /// bytes are set aside on the disk at once, so that a full one is told before the work. `path`
+    /// is for errors.
     ///
     /// # Errors
     /// [`Error::Write`], above all when there is no room; [`Error::Memory`].
@@ -74,8 +75,11 @@ impl Writer {
         expected: u64,
         faults: WriteFaults,
     ) -> Result<Self, Error> {
-        let failed =
-            |offset, source: io::Error| Error::Write { path: path.into(), offset, source: source.into() };
+        let failed = |offset, source: io::Error| Error::Write {
+            path: path.into(),
+            offset,
+            source: source.into(),
+        };
         let reserve = || {
             faults.check(path, WriteCall::Reserve(expected))?;
             sys::reserve(&file, begin, expected)
@@ -191,7 +195,10 @@ impl Writer {
         self.unless_failed(Self::settle_all)
     }
 
-    fn unless_failed(&mut self, act: impl FnOnce(&mut Self) -> Result<(), Error>) -> Result<(), Error> {
+    fn unless_failed(
+        &mut self,
+        act: impl FnOnce(&mut Self) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
@@ -205,12 +212,16 @@ impl Writer {
             self.set_len(self.end)?;
         }
         self.unflushed = 0;
-        let synced = self.faults.check(&self.path, WriteCall::Sync).and_then(|()| self.file.sync_all());
+        let synced =
+            self.faults.check(&self.path, WriteCall::Sync).and_then(|()| self.file.sync_all());
         synced.map_err(|e| self.failed(self.end, e))
     }
 
     fn set_len(&mut self, len: u64) -> Result<(), Error> {
-        let set = self.faults.check(&self.path, WriteCall::SetLen(len)).and_then(|()| self.file.set_len(len));
+        let set = self
+            .faults
+            .check(&self.path, WriteCall::SetLen(len))
+            .and_then(|()| self.file.set_len(len));
         set.map_err(|e| self.failed(len, e))?;
         (self.end, self.reserved) = (len, false);
         Ok(())
@@ -227,8 +238,10 @@ impl Writer {
             self.unflushed += CHUNK as u64;
             if self.unflushed >= FLUSH_BYTES {
                 self.unflushed = 0;
-                let synced =
-                    self.faults.check(&self.path, WriteCall::Sync).and_then(|()| self.file.sync_data());
+                let synced = self
+                    .faults
+                    .check(&self.path, WriteCall::Sync)
+                    .and_then(|()| self.file.sync_data());
                 synced.map_err(|e| self.failed(self.begin, e))?;
             }
         } else {
@@ -298,7 +311,13 @@ impl Writer {
     }
 }
 
-fn write_all_at(file: &File, bytes: &[u8], offset: u64, path: &Path, faults: &WriteFaults) -> io::Result<()> {
+fn write_all_at(
+    file: &File,
+    bytes: &[u8],
+    offset: u64,
+    path: &Path,
+    faults: &WriteFaults,
+) -> io::Result<()> {
     faults.check(path, WriteCall::Write { offset, bytes })?;
     sys::write_all_at(file, bytes, offset)
 }
@@ -367,19 +386,25 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
         /// Against a file in memory, on a file system with direct I/O.
         #[test]
-        fn any_program_writes_what_it_says(had in 0usize..9000, acts in prop::collection::vec(act(), 1..12)) {
-            let dir = tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
+        fn any_program_writes_what_it_says(
+            had in 0usize..9000,
+            acts in prop::collection::vec(act(), 1..12),
+        ) {
+            let dir =
+                tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
             let path = dir.path().join("written");
             let mut expected = vec![9; had];
             std::fs::write(&path, &expected).unwrap();
             let file = File::options().read(true).write(true).open(&path).unwrap();
-            let mut writer = Writer::new(file, &path, had as u64, 1 << 20, WriteFaults::default()).unwrap();
+            let mut writer =
+                Writer::new(file, &path, had as u64, 1 << 20, WriteFaults::default()).unwrap();
             let (mut at, mut number) = (had, 0u8);
             for act in acts {
                 match act {
                     Act::Write(len) => {
                         number = number.wrapping_add(1);
-                        let bytes: Vec<u8> = (0..len).map(|i| (i as u8).wrapping_mul(31) ^ number).collect();
+                        let bytes: Vec<u8> =
+                            (0..len).map(|i| (i as u8).wrapping_mul(31) ^ number).collect();
                         writer.write(&bytes).unwrap();
                         if len > 0 {
                             expected.resize(expected.len().max(at + len), 0);
@@ -399,7 +424,13 @@ mod tests {
                     Act::Sync => {
                         writer.sync().unwrap();
                         let there = std::fs::read(&path).unwrap();
-                        prop_assert!(there.iter().chain(std::iter::repeat(&0)).take(expected.len()).eq(&expected));
+                        prop_assert!(
+                            there
+                                .iter()
+                                .chain(std::iter::repeat(&0))
+                                .take(expected.len())
+                                .eq(&expected)
+                        );
                     }
                 }
             }
@@ -414,9 +445,11 @@ mod tests {
     #[test]
     fn what_was_set_aside_and_not_needed_is_given_back() {
         use std::os::unix::fs::MetadataExt;
-        let dir = tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
+        let dir =
+            tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
         let path = dir.path().join("reserved");
-        let mut writer = Writer::new(open(&path), &path, 0, 64 << 20, WriteFaults::default()).unwrap();
+        let mut writer =
+            Writer::new(open(&path), &path, 0, 64 << 20, WriteFaults::default()).unwrap();
         assert!(std::fs::metadata(&path).unwrap().blocks() * 512 >= 64 << 20, "room is set aside");
         writer.write(&[1; 5000]).unwrap();
         writer.sync().unwrap();
@@ -427,7 +460,8 @@ mod tests {
 
     #[test]
     fn after_an_error_nothing_is_taken_any_more() {
-        let dir = tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
+        let dir =
+            tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
         let path = dir.path().join("read-only");
         std::fs::write(&path, [7; 10]).unwrap();
         let mut writer = Writer::new(open(&path), &path, 0, 0, WriteFaults::default()).unwrap();
@@ -441,9 +475,11 @@ mod tests {
 
     #[test]
     fn a_disk_that_cannot_hold_it_says_so_at_once() {
-        let dir = tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
+        let dir =
+            tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
         let path = dir.path().join("too-large");
-        let error = Writer::new(open(&path), &path, 0, 1 << 50, WriteFaults::default()).unwrap_err();
+        let error =
+            Writer::new(open(&path), &path, 0, 1 << 50, WriteFaults::default()).unwrap_err();
         assert!(matches!(error, Error::Write { .. }), "{error}");
         assert!(error.to_string().contains("too-large"), "{error}");
     }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ts_io::{
-    BackendOptions, Completion, Error, ErrorKind, ReadPath, ReadRequest, Registry, Source, Tuner, Tuning,
-    View, completion_queue,
+    BackendOptions, Completion, Error, ErrorKind, ReadPath, ReadRequest, Registry, Source, Tuner,
+    Tuning, View, completion_queue,
     conformance::{self, Directory},
 };
 use ts_pool::{Budget, HostPool};
@@ -63,9 +63,13 @@ fn gds_conforms_or_says_why_it_is_not_there() {
         Ok(_) => conforms("gds"),
         Err(reason) => {
             let error = Registry::builtin().choose(Some("gds"), &[probe]).unwrap_err();
-            assert!(matches!(&error, Error::Unavailable { backend, .. } if backend == "gds"), "{error}");
             assert!(
-                error.to_string().contains(&reason) && reason.contains("cufile") || reason.contains("cuFile")
+                matches!(&error, Error::Unavailable { backend, .. } if backend == "gds"),
+                "{error}"
+            );
+            assert!(
+                error.to_string().contains(&reason) && reason.contains("cufile")
+                    || reason.contains("cuFile")
             );
         }
     }
@@ -93,7 +97,12 @@ fn a_view_is_the_file_s_bytes_and_tells_when_the_file_is_another() {
     assert!(held[..] == content[..4096], "what is held stays what it was");
 }
 
-fn read_with(name: &str, source: &Arc<Source>, offset: u64, len: usize) -> Result<Completion, Error> {
+fn read_with(
+    name: &str,
+    source: &Arc<Source>,
+    offset: u64,
+    len: usize,
+) -> Result<Completion, Error> {
     let (sink, done) = completion_queue();
     let choice = Registry::builtin().choose(Some(name), std::slice::from_ref(source))?;
     let backend = choice.provider.create(&BackendOptions::default(), sink)?;
@@ -111,9 +120,11 @@ fn the_completion_says_which_path_was_really_taken() {
     std::fs::write(&path, vec![1; 65536]).unwrap();
     let source = Source::open(&path).unwrap();
     assert_eq!(source.residency(0, 65536), Some(1.0), "just written, so in the page cache");
-    for (name, expected) in
-        [("buffered", ReadPath::Buffered), ("direct", ReadPath::Direct), ("adaptive", ReadPath::Buffered)]
-    {
+    for (name, expected) in [
+        ("buffered", ReadPath::Buffered),
+        ("direct", ReadPath::Direct),
+        ("adaptive", ReadPath::Buffered),
+    ] {
         let taken = read_with(name, &source, 0, 65536).unwrap().result.unwrap().paths[0].0;
         assert_eq!(taken, expected, "{name}");
     }
@@ -179,7 +190,12 @@ fn what_was_measured_of_a_file_system_is_remembered_and_not_measured_again() {
     let mut never = || panic!("measured again");
     assert_eq!(tuner.tuning(&source, &budget, &mut never).unwrap(), measured);
 
-    let note = std::fs::read_dir(notes.path().join("not/there/yet")).unwrap().next().unwrap().unwrap().path();
+    let note = std::fs::read_dir(notes.path().join("not/there/yet"))
+        .unwrap()
+        .next()
+        .unwrap()
+        .unwrap()
+        .path();
     std::fs::write(&note, "request_bytes = 1048576\nin_flight = 2\n").unwrap();
     let expected = Tuning { request_bytes: 1 << 20, in_flight: 2 };
     assert_eq!(tuner.tuning(&source, &budget, &mut never).unwrap(), expected);

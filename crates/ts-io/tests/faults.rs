@@ -10,7 +10,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ts_io::fault::{Attempt, Fault, Faults, FaultyProvider};
-use ts_io::{BackendOptions, BackendProvider, ErrorKind, ReadRequest, Registry, Source, completion_queue};
+use ts_io::{
+    BackendOptions, BackendProvider, ErrorKind, ReadRequest, Registry, Source, completion_queue,
+};
 use ts_pool::{Budget, HostPool};
 
 const FILE_BYTES: usize = 1 << 20;
@@ -46,7 +48,9 @@ fn content(round: u64) -> Vec<u8> {
 fn damage(path: &PathBuf, what: Damage) {
     match what {
         Damage::None => {}
-        Damage::Truncated => OpenOptions::new().write(true).open(path).unwrap().set_len(5000).unwrap(),
+        Damage::Truncated => {
+            OpenOptions::new().write(true).open(path).unwrap().set_len(5000).unwrap()
+        }
         Damage::Replaced => {
             let other = path.with_extension("other");
             std::fs::write(&other, vec![0xAA; FILE_BYTES]).unwrap();
@@ -108,7 +112,8 @@ fn run_round(
     faults: &Faults,
     random: &mut Random,
 ) {
-    let real = Registry::builtin().choose(Some(name), std::slice::from_ref(source)).unwrap().provider;
+    let real =
+        Registry::builtin().choose(Some(name), std::slice::from_ref(source)).unwrap().provider;
     let (sink, done) = completion_queue();
     let timeout = Duration::from_millis(30);
     let options = BackendOptions { in_flight: 4, timeout, ..BackendOptions::default() };
@@ -116,7 +121,8 @@ fn run_round(
     let pool = HostPool::new(&Budget::new(16 << 20), 16 << 20).unwrap();
     let mut ranges = Vec::new();
     for token in 0..READS_AT_ONCE {
-        let offset = random.below(FILE_BYTES as u64 / 4096) * 4096 + random.below(2) * random.below(4096);
+        let offset =
+            random.below(FILE_BYTES as u64 / 4096) * 4096 + random.below(2) * random.below(4096);
         let len = 1 + random.below(100_000).min(FILE_BYTES as u64 - offset - 1) as usize;
         let mut buffer = pool.allocate(len + 4096).unwrap();
         let mut buffer = buffer.split_off(offset as usize % 4096);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The `object` backend against a real S3 server, moto's of PyPI, which also answers plain HTTP, and through a proxy
-//! that breaks its answers.
+//! The `object` backend against a real S3 server, moto's of PyPI, which also answers plain HTTP,
+//! and through a proxy that breaks its answers.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::io::{Read, Write};
@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use ts_io::conformance::{self, Place};
 use ts_io::{
-    Backend, BackendOptions, Completion, ErrorKind, ReadPath, ReadRequest, Registry, Source, completion_queue,
+    Backend, BackendOptions, Completion, ErrorKind, ReadPath, ReadRequest, Registry, Source,
+    completion_queue,
 };
 use ts_pool::{Budget, HostPool};
 
@@ -67,7 +68,8 @@ fn environment(address: SocketAddr) {
     }
 }
 
-/// A bucket as a place for the conformance suite. Locations are S3's or HTTP's names of the same objects.
+/// A bucket as a place for the conformance suite. Locations are S3's or HTTP's names of the same
+/// objects.
 struct Bucket {
     address: SocketAddr,
     prefix: String,
@@ -97,7 +99,8 @@ fn send(address: SocketAddr, method: &str, path: &str, body: &[u8]) {
     let mut stream = TcpStream::connect(address).unwrap();
     let len = body.len();
     let head = format!(
-        "{method} {path} HTTP/1.1\r\nHost: {address}\r\nx-amz-acl: public-read\r\nContent-Length: {len}\r\n\
+        "{method} {path} HTTP/1.1\r\nHost: {address}\r\nx-amz-acl: public-read\r\nContent-Length: \
+         {len}\r\n\
          Connection: close\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).unwrap();
@@ -107,7 +110,8 @@ fn send(address: SocketAddr, method: &str, path: &str, body: &[u8]) {
     assert!(answer.starts_with("HTTP/1.1 2"), "{method} {path}: {answer}");
 }
 
-/// A proxy that ends a connection after so many bytes of an answer, again and again; counts all that it lets through.
+/// A proxy that ends a connection after so many bytes of an answer, again and again; counts all
+/// that it lets through.
 struct Breaker {
     address: SocketAddr,
     passed: Arc<AtomicU64>,
@@ -125,7 +129,8 @@ impl Breaker {
                 let (client, count) = (client.unwrap(), Arc::clone(&count));
                 number.fetch_add(1, Ordering::SeqCst);
                 let upstream = TcpStream::connect(server).unwrap();
-                let (mut from, mut to) = (client.try_clone().unwrap(), upstream.try_clone().unwrap());
+                let (mut from, mut to) =
+                    (client.try_clone().unwrap(), upstream.try_clone().unwrap());
                 std::thread::spawn(move || std::io::copy(&mut from, &mut to));
                 std::thread::spawn(move || {
                     let copied = std::io::copy(&mut (&upstream).take(limit), &mut &client);
@@ -149,7 +154,8 @@ impl Reader {
     fn new(source: &Arc<Source>, timeout: Duration) -> Self {
         let (sink, done) = completion_queue();
         let options = BackendOptions { timeout, ..BackendOptions::default() };
-        let choice = Registry::builtin().choose(Some("object"), std::slice::from_ref(source)).unwrap();
+        let choice =
+            Registry::builtin().choose(Some("object"), std::slice::from_ref(source)).unwrap();
         let backend = choice.provider.create(&options, sink).unwrap();
         Self { backend, done, pool: HostPool::new(&Budget::new(16 << 20), 16 << 20).unwrap() }
     }
@@ -171,7 +177,8 @@ fn objects_are_read_as_files_are_and_every_failure_is_told() {
     let server = Server::start();
     environment(server.address);
     let s3 = Bucket { address: server.address, prefix: format!("s3://{BUCKET}") };
-    let http = Bucket { address: server.address, prefix: format!("http://{}/{BUCKET}", server.address) };
+    let http =
+        Bucket { address: server.address, prefix: format!("http://{}/{BUCKET}", server.address) };
     for place in [&s3, &http] {
         for name in ["object", "adaptive"] {
             let probe = Source::open(place.write("probe", b"there")).unwrap();
@@ -196,10 +203,12 @@ fn the_path_is_the_network_and_no_file_backend_is_chosen(place: &Bucket) {
     assert!(source.is_remote());
     let choice = Registry::builtin().choose(None, std::slice::from_ref(&source)).unwrap();
     assert_eq!(choice.provider.name(), "adaptive");
-    for name in
-        ["uring", "direct", "buffered"].into_iter().filter(|n| Registry::builtin().names().contains(n))
+    for name in ["uring", "direct", "buffered"]
+        .into_iter()
+        .filter(|n| Registry::builtin().names().contains(n))
     {
-        let error = Registry::builtin().choose(Some(name), std::slice::from_ref(&source)).unwrap_err();
+        let error =
+            Registry::builtin().choose(Some(name), std::slice::from_ref(&source)).unwrap_err();
         assert!(error.to_string().contains("chosen"), "{error}");
     }
     let done = Reader::new(&source, Duration::from_secs(10)).read(&source, 17, 5000);
@@ -264,8 +273,16 @@ fn a_server_that_does_not_answer_is_a_timeout() {
 fn servers_that_ignore_ranges_or_lie_are_errors() {
     let head = "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\nETag: \"one\"\r\n\r\n";
     let answers: [(&str, String, ErrorKind); 6] = [
-        ("a range beyond all numbers", partial("bytes 0-18446744073709551615/100000", "one"), ErrorKind::Io),
-        ("no version", partial("bytes 4096-5095/100000", "one").replace("ETag", "X-Tag"), ErrorKind::Changed),
+        (
+            "a range beyond all numbers",
+            partial("bytes 0-18446744073709551615/100000", "one"),
+            ErrorKind::Io,
+        ),
+        (
+            "no version",
+            partial("bytes 4096-5095/100000", "one").replace("ETag", "X-Tag"),
+            ErrorKind::Changed,
+        ),
         ("the whole", format!("{head}{}", "x".repeat(100_000)), ErrorKind::Io),
         ("another range", partial("bytes 0-999/100000", "one"), ErrorKind::Io),
         ("another version", partial("bytes 4096-5095/100000", "two"), ErrorKind::Changed),
@@ -298,10 +315,12 @@ fn weak_tags_are_never_demanded_and_halves_without_a_name_never_joined() {
             });
             let len = end + 1 - begin;
             let number = if changes { version.fetch_add(1, Ordering::SeqCst) } else { 9 };
-            let (body, shown) = (vec![b'0' + number as u8; len], if number < 3 { len / 2 } else { len });
+            let (body, shown) =
+                (vec![b'0' + number as u8; len], if number < 3 { len / 2 } else { len });
             let status = if range.is_some() { "206 Partial Content" } else { "200 OK" };
             let head = format!(
-                "HTTP/1.1 {status}\r\nContent-Length: {len}\r\nContent-Range: bytes {begin}-{end}/10000\r\n\
+                "HTTP/1.1 {status}\r\nContent-Length: {len}\r\nContent-Range: bytes \
+                 {begin}-{end}/10000\r\n\
                  {validator}\r\n\r\n"
             );
             let _ = client.write_all(head.as_bytes());
@@ -327,7 +346,8 @@ fn weak_tags_are_never_demanded_and_halves_without_a_name_never_joined() {
 
 fn partial(range: &str, etag: &str) -> String {
     format!(
-        "HTTP/1.1 206 Partial Content\r\nContent-Length: 1000\r\nContent-Range: {range}\r\nETag: \"{etag}\"\r\n\r\n{}",
+        "HTTP/1.1 206 Partial Content\r\nContent-Length: 1000\r\nContent-Range: {range}\r\nETag: \
+         \"{etag}\"\r\n\r\n{}",
         "y".repeat(1000)
     )
 }
@@ -348,7 +368,8 @@ impl Script {
                 std::thread::spawn(move || {
                     let mut request = Vec::new();
                     let mut byte = [0];
-                    while !request.ends_with(b"\r\n\r\n") && matches!(client.read(&mut byte), Ok(1)) {
+                    while !request.ends_with(b"\r\n\r\n") && matches!(client.read(&mut byte), Ok(1))
+                    {
                         request.push(byte[0]);
                     }
                     answer(&String::from_utf8_lossy(&request), client);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is settled before an engine takes its first byte of memory: layouts, bounce buffers, the first plan.
+//! What is settled before an engine takes its first byte of memory: layouts, bounce buffers, the
+//! first plan.
 
 use std::sync::Arc;
 
@@ -18,7 +19,8 @@ use crate::worker::{Check, DECODER_BYTES};
 
 /// Buffers for reads that are only copied to their place.
 const BOUNCE_COUNT: usize = 2;
-/// The share of the budget, one part in so many, that buffers for compressed chunks may take beyond that.
+/// The share of the budget, one part in so many, that buffers for compressed chunks may take beyond
+/// that.
 const BOUNCE_SHARE: usize = 16;
 
 #[derive(Debug)]
@@ -47,7 +49,8 @@ impl Design {
         let order = config.order.clone();
         let order = order.unwrap_or_else(|| (0..units.len() as u32).map(UnitId).collect());
         check(&units, order.iter().chain(config.together.iter().flatten()), sources.len())?;
-        let alignment = sources.iter().filter_map(|s| s.direct_alignment().ok()).max().unwrap_or(PHASE_ALIGN);
+        let alignment =
+            sources.iter().filter_map(|s| s.direct_alignment().ok()).max().unwrap_or(PHASE_ALIGN);
         let alignment = alignment.max(PHASE_ALIGN);
         let units: Vec<Prepared> = units.into_iter().map(|unit| prepare(unit, alignment)).collect();
         let cut = Cut {
@@ -82,7 +85,8 @@ impl Design {
             })?;
             Ok::<_, NeverFits>((plan, bounce_total, slot_budget))
         };
-        // Chunks are small: as many as are read at once, and one for each worker, if they leave room for the rest.
+        // Chunks are small: as many as are read at once, and one for each worker, if they leave
+        // room for the rest.
         let many = if decodes {
             let share = config.budget_bytes / BOUNCE_SHARE / bounce_bytes;
             share.min(config.io.in_flight + config.workers.max(1)).max(BOUNCE_COUNT)
@@ -92,12 +96,26 @@ impl Design {
         let (plan, bounce_total, slot_budget) = attempt(many).or_else(|_| attempt(BOUNCE_COUNT))?;
         let mut sizes: Vec<usize> = units.iter().map(|unit| unit.slot_bytes).collect();
         sizes.sort_unstable_by(|a, b| b.cmp(a));
-        let staging_total = if staged { sizes.iter().take(config.staging_units.max(1)).sum() } else { 0 };
-        Ok(Self { units, order, cut, bounce_total, scratch_total, staging_total, slot_budget, plan })
+        let staging_total =
+            if staged { sizes.iter().take(config.staging_units.max(1)).sum() } else { 0 };
+        Ok(Self {
+            units,
+            order,
+            cut,
+            bounce_total,
+            scratch_total,
+            staging_total,
+            slot_budget,
+            plan,
+        })
     }
 }
 
-fn check<'a>(units: &[Unit], mut ids: impl Iterator<Item = &'a UnitId>, sources: usize) -> Result<(), Error> {
+fn check<'a>(
+    units: &[Unit],
+    mut ids: impl Iterator<Item = &'a UnitId>,
+    sources: usize,
+) -> Result<(), Error> {
     if let Some(&UnitId(unit)) = ids.find(|id| id.index() >= units.len()) {
         return Err(Error::NoSuchUnit { unit, count: units.len() });
     }
@@ -115,8 +133,9 @@ fn check<'a>(units: &[Unit], mut ids: impl Iterator<Item = &'a UnitId>, sources:
     for tensor in units.iter().flat_map(|unit| &unit.tensors) {
         let encoded = tensor.entry.parts.iter().filter(|part| part.is_encoded());
         let decoded = tensor.chunks.iter().map(|part| u64::from(part.len));
-        let within =
-            |part: &ChunkPart| part.skip.checked_add(part.len).is_some_and(|end| end <= part.raw_len);
+        let within = |part: &ChunkPart| {
+            part.skip.checked_add(part.len).is_some_and(|end| end <= part.raw_len)
+        };
         let sum = encoded.fold(0, |sum: u64, part| sum.saturating_add(part.len));
         if decoded.sum::<u64>() != sum || !tensor.chunks.iter().all(within) {
             return Err(Error::WrongChunks { tensor: tensor.name.clone() });

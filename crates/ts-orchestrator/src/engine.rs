@@ -27,15 +27,17 @@ use crate::worker::Workers;
 /// How often a waiting call asks its [`Interrupt`].
 const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
 
-/// The share of a pass that a new plan must promise to save, and the passes within which it must pay.
+/// The share of a pass that a new plan must promise to save, and the passes within which it must
+/// pay.
 const REPLAN_GAIN: f64 = 0.05;
 const REPLAN_PASSES: f64 = 8.0;
 
-/// Times to look again, a period of [`INTERRUPT_PERIOD`] or a change apart, before held memory is an error.
+/// Times to look again, a period of [`INTERRUPT_PERIOD`] or a change apart, before held memory is
+/// an error.
 const SHORTAGE_TRIES: u32 = 3;
 
-/// Asked from time to time while a call waits, on the calling thread and with no lock held; `true` ends the
-/// wait with [`Error::Interrupted`].
+/// Asked from time to time while a call waits, on the calling thread and with no lock held; `true`
+/// ends the wait with [`Error::Interrupted`].
 pub type Interrupt<'a> = &'a mut dyn FnMut() -> bool;
 
 /// An [`Interrupt`] for callers that wait as long as it takes.
@@ -47,19 +49,22 @@ pub fn never_interrupt() -> Interrupt<'static> {
 /// Where an engine reads the time for its measurements, in nanoseconds that never go back.
 pub type Clock = Box<dyn Fn() -> u64 + Send + Sync>;
 
-/// How an engine is set up. Make one with [`EngineConfig::with_budget`] and change what should differ.
+/// How an engine is set up. Make one with [`EngineConfig::with_budget`] and change what should
+/// differ.
 pub struct EngineConfig {
-    /// All memory for weights, in bytes: slots, reads in flight, bounce buffers. For a device whose memory is not the host's it is
-    /// the device's that counts, which has the slots alone.
+    /// All memory for weights, in bytes: slots, reads in flight, bounce buffers. For a device whose
+    /// memory is not the host's it is the device's that counts, which has the slots alone.
     pub budget_bytes: usize,
-    /// For how many units memory of the host is taken, by way of which they go to such a device: what the largest need, at least for
-    /// one.
+    /// For how many units memory of the host is taken, by way of which they go to such a device:
+    /// what the largest need, at least for one.
     pub staging_units: usize,
     /// Passes that may run at once; more wait for their turn. At least 1.
     pub max_passes: usize,
-    /// The visits that a pass is expected to make; `None` for all units in their order. Learned as passes run.
+    /// The visits that a pass is expected to make; `None` for all units in their order. Learned as
+    /// passes run.
     pub order: Option<Vec<UnitId>>,
-    /// Sets of units that one operation needs at the same time, as far as they are known; others are learned.
+    /// Sets of units that one operation needs at the same time, as far as they are known; others
+    /// are learned.
     pub together: Vec<Vec<UnitId>>,
     /// Name of the I/O backend; `None` for the best that is available.
     pub backend: Option<String>,
@@ -73,13 +78,14 @@ pub struct EngineConfig {
     pub prefetch: Prefetch,
     /// When units are compared with their checksums, where they have some.
     pub verify: Verify,
-    /// Threads that compare checksums, and bring bytes to their place which could not be read there.
+    /// Threads that compare checksums, and bring bytes to their place which could not be read
+    /// there.
     pub workers: usize,
-    /// Threads that take the memory of units from the system before the first reads get there; 0 for none. What is taken so
-    /// is taken for good, also if it is never used.
+    /// Threads that take the memory of units from the system before the first reads get there; 0
+    /// for none. What is taken so is taken for good, also if it is never used.
     pub populate: usize,
-    /// Has [`Engine::written`] find what foreign code writes to units that the plan keeps: where the system can, on the
-    /// host, and without `populate`, whose work cannot be told from writes.
+    /// Has [`Engine::written`] find what foreign code writes to units that the plan keeps: where
+    /// the system can, on the host, and without `populate`, whose work cannot be told from writes.
     pub watch_writes: bool,
     /// What the first plan assumes; measured later.
     pub rates: Rates,
@@ -93,7 +99,8 @@ pub enum Verify {
     /// Whenever they are read.
     #[default]
     EveryRead,
-    /// When they are read for the first time; what is read again, from a file that has not changed, is trusted.
+    /// When they are read for the first time; what is read again, from a file that has not changed,
+    /// is trusted.
     Once,
     /// Not at all. What is compressed must still be what its codec can make.
     Never,
@@ -125,8 +132,9 @@ impl EngineConfig {
 
 /// Holds units of weights in memory as its plan says and reads the others ahead of their use.
 ///
-/// Units are where the work of streams of its device reaches them. Memory of a [`CpuDevice`] is the host's, and they are read to where
-/// they stay; to other devices they are [copied](Self::on) when they are read.
+/// Units are where the work of streams of its device reaches them. Memory of a [`CpuDevice`] is the
+/// host's, and they are read to where they stay; to other devices they are [copied](Self::on) when
+/// they are read.
 ///
 /// Dropping it stops its threads once reads under way have ended. Tensors stay valid.
 pub struct Engine<D: Device = CpuDevice> {
@@ -152,18 +160,23 @@ pub(crate) struct Shared<D: Device> {
 }
 
 impl Engine {
-    /// Plans and prepares, for the host; reads nothing yet. `sources` are the files that the tensors' ranges name, by id.
+    /// Plans and prepares, for the host; reads nothing yet. `sources` are the files that the
+    /// tensors' ranges name, by id.
     ///
     /// # Errors
     /// [`Error::NeverFits`] when no plan works under the budget; [`Error::NoSuchFile`] and
-    /// [`Error::NoSuchUnit`] when units or order name what there is not; [`Error::Storage`] when the backend is
-    /// not available; [`Error::System`] when memory or a thread is refused.
-    pub fn new(units: Vec<Unit>, sources: Vec<Arc<Source>>, config: EngineConfig) -> Result<Self, Error> {
+    /// [`Error::NoSuchUnit`] when units or order name what there is not; [`Error::Storage`] when
+    /// the backend is not available; [`Error::System`] when memory or a thread is refused.
+    pub fn new(
+        units: Vec<Unit>,
+        sources: Vec<Arc<Source>>,
+        config: EngineConfig,
+    ) -> Result<Self, Error> {
         Self::build(None, units, sources, config)
     }
 
-    /// The plan that an engine would begin with, and what it says of each unit. Takes no memory for weights,
-    /// starts nothing, reads nothing.
+    /// The plan that an engine would begin with, and what it says of each unit. Takes no memory for
+    /// weights, starts nothing, reads nothing.
     ///
     /// # Errors
     /// As [`new`](Self::new), but for what the system refuses.
@@ -206,17 +219,33 @@ impl<D: Device> Engine<D> {
     ) -> Result<Self, Error> {
         let choice = config.registry.choose(config.backend.as_deref(), &sources)?;
         let design = Design::new(units, &sources, &config, device.is_some())?;
-        let Design { units, order, cut, bounce_total, scratch_total, staging_total, slot_budget, plan } =
-            design;
+        let Design {
+            units,
+            order,
+            cut,
+            bounce_total,
+            scratch_total,
+            staging_total,
+            slot_budget,
+            plan,
+        } = design;
         let system = |e: ts_pool::Error| Error::System(e.to_string());
         let budget = Budget::new(config.budget_bytes);
-        let aside = if device.is_some() { Budget::new(bounce_total + scratch_total) } else { budget.clone() };
-        let bounces =
-            (bounce_total > 0).then(|| HostPool::new(&aside, bounce_total)).transpose().map_err(system)?;
+        let aside = if device.is_some() {
+            Budget::new(bounce_total + scratch_total)
+        } else {
+            budget.clone()
+        };
+        let bounces = (bounce_total > 0)
+            .then(|| HostPool::new(&aside, bounce_total))
+            .transpose()
+            .map_err(system)?;
         let scratch = aside.reserve(scratch_total).map_err(system)?;
         let (events, inbox) = channel();
         let slots = match device {
-            Some(device) => Slots::on_device(device, &budget, plan.peak_bytes(), staging_total, &events),
+            Some(device) => {
+                Slots::on_device(device, &budget, plan.peak_bytes(), staging_total, &events)
+            }
             None => {
                 let watch = config.watch_writes && config.populate == 0;
                 Slots::on_host(&budget, plan.peak_bytes(), watch)
@@ -225,15 +254,18 @@ impl<D: Device> Engine<D> {
         let slots = slots.map_err(system)?;
         let populating = Populating::new(&slots.host, config.populate);
         let sink = events.clone();
-        let backend = choice
-            .provider
-            .create(&config.io, Box::new(move |completion| drop(sink.send(Event::Read(completion)))))?;
+        let backend = choice.provider.create(
+            &config.io,
+            Box::new(move |completion| drop(sink.send(Event::Read(completion)))),
+        )?;
         let (prefetch, verify) = (config.prefetch, config.verify);
         let checks = verify != Verify::Never && units.iter().any(|unit| !unit.checks.is_empty());
-        let workers = (checks || bounces.is_some()).then(|| Workers::new(config.workers.max(1), &events));
+        let workers =
+            (checks || bounces.is_some()).then(|| Workers::new(config.workers.max(1), &events));
         let workers = workers.transpose()?;
         let timeout = config.io.timeout;
-        let fixed = Fixed { units, sources, slots, bounces, cut, prefetch, verify, timeout, events };
+        let fixed =
+            Fixed { units, sources, slots, bounces, cut, prefetch, verify, timeout, events };
         let state = State::new(&fixed, order, &config.together, plan, backend, workers);
         let shared = Arc::new(Shared {
             fixed,
@@ -263,7 +295,9 @@ impl<D: Device> Engine<D> {
         while state.passes.running() >= self.shared.max_passes {
             // Who waits here frees nothing meanwhile; others must know.
             state.queued.insert(this_thread);
-            state = self.shared.wait(state, &mut waiting, interrupt, || "another pass to end".into())?;
+            state = self
+                .shared
+                .wait(state, &mut waiting, interrupt, || "another pass to end".into())?;
         }
         state.queued.remove(&this_thread);
         state.counts.passes += 1;
@@ -272,8 +306,9 @@ impl<D: Device> Engine<D> {
         Ok(id)
     }
 
-    /// Ends a pass. Returns whether its order of visits calls for another plan: call [`replan`](Self::replan)
-    /// when no lease is held. Does nothing for a pass that has ended already.
+    /// Ends a pass. Returns whether its order of visits calls for another plan: call
+    /// [`replan`](Self::replan) when no lease is held. Does nothing for a pass that has ended
+    /// already.
     pub fn end_pass(&self, pass: PassId) -> bool {
         let mut state = self.shared.lock();
         let believed = state.believed.clone();
@@ -291,8 +326,9 @@ impl<D: Device> Engine<D> {
         proposed
     }
 
-    /// Waits until nothing is on its way, then puts the plan in force that [`end_pass`](Self::end_pass) spoke
-    /// of. Returns whether it did: not while a pass runs, units are in use, or tensors of units are still held.
+    /// Waits until nothing is on its way, then puts the plan in force that
+    /// [`end_pass`](Self::end_pass) spoke of. Returns whether it did: not while a pass runs, units
+    /// are in use, or tensors of units are still held.
     ///
     /// # Errors
     /// [`Error::Interrupted`].
@@ -301,7 +337,8 @@ impl<D: Device> Engine<D> {
         let mut waiting = Waiting::new();
         while state.passes.running() == 0 && state.is_loading() {
             state.paused = true;
-            state = match self.shared.wait(state, &mut waiting, interrupt, || "reads to end".into()) {
+            state = match self.shared.wait(state, &mut waiting, interrupt, || "reads to end".into())
+            {
                 Ok(state) => state,
                 Err(error) => {
                     self.shared.lock().paused = false;
@@ -315,13 +352,13 @@ impl<D: Device> Engine<D> {
         Ok(applied)
     }
 
-    /// Gives the right to use a unit, waiting until it is in memory. `pass` is `None` for a use that belongs to
-    /// no pass and tells nothing of the order.
+    /// Gives the right to use a unit, waiting until it is in memory. `pass` is `None` for a use
+    /// that belongs to no pass and tells nothing of the order.
     ///
     /// # Errors
-    /// [`Error::Load`] when reading failed (the next call tries again); [`Error::StillReferenced`] when tensors
-    /// that outlived their lease hold the memory; [`Error::Stuck`] when all who hold it wait for more;
-    /// [`Error::NoSuchUnit`]; [`Error::Interrupted`].
+    /// [`Error::Load`] when reading failed (the next call tries again); [`Error::StillReferenced`]
+    /// when tensors that outlived their lease hold the memory; [`Error::Stuck`] when all who hold
+    /// it wait for more; [`Error::NoSuchUnit`]; [`Error::Interrupted`].
     pub fn acquire(
         &self,
         pass: Option<PassId>,
@@ -332,12 +369,12 @@ impl<D: Device> Engine<D> {
         Ok(leases.pop().expect("a lease for each unit"))
     }
 
-    /// Gives the right to use several units at the same time, in their order: what one operation needs. Waits until all
-    /// are in memory. The engine learns the set, and plans for it.
+    /// Gives the right to use several units at the same time, in their order: what one operation
+    /// needs. Waits until all are in memory. The engine learns the set, and plans for it.
     ///
     /// # Errors
-    /// As [`acquire`](Self::acquire); [`Error::NeverFits`] when the units are larger than the budget together: nothing is
-    /// read then.
+    /// As [`acquire`](Self::acquire); [`Error::NeverFits`] when the units are larger than the
+    /// budget together: nothing is read then.
     pub fn acquire_all(
         &self,
         pass: Option<PassId>,
@@ -351,8 +388,9 @@ impl<D: Device> Engine<D> {
         self.shared.acquire(pass, units, interrupt)
     }
 
-    /// Gives a unit up because foreign code has written to its bytes: the next use reads it anew. Tensors that
-    /// others hold keep the bytes as they are. Does nothing for a unit that is not in memory.
+    /// Gives a unit up because foreign code has written to its bytes: the next use reads it anew.
+    /// Tensors that others hold keep the bytes as they are. Does nothing for a unit that is not in
+    /// memory.
     ///
     /// # Errors
     /// [`Error::NoSuchUnit`].
@@ -366,9 +404,9 @@ impl<D: Device> Engine<D> {
     }
 
     /// Units that the plan keeps whose bytes were written to since they were read, where [they are
-    /// watched](EngineConfig::watch_writes); each with its tensors that lie on a page that was written to. Whoever finds one
-    /// drops its tensors and [gives it up](Self::discard). Takes some microseconds, and less than a thousandth of the time to
-    /// read the units' bytes.
+    /// watched](EngineConfig::watch_writes); each with its tensors that lie on a page that was
+    /// written to. Whoever finds one drops its tensors and [gives it up](Self::discard). Takes some
+    /// microseconds, and less than a thousandth of the time to read the units' bytes.
     pub fn written(&self) -> Vec<(UnitId, Vec<usize>)> {
         // No lock is held while the system looks.
         let watched = self.shared.lock().watched();
@@ -378,7 +416,9 @@ impl<D: Device> Engine<D> {
         let tensors = |id: UnitId, written: &[Range<usize>]| {
             let touched = |at: &usize| {
                 let place = self.shared.unit(id).layout.tensors[*at];
-                written.iter().any(|bytes| bytes.start < place.offset + place.len && place.offset < bytes.end)
+                written
+                    .iter()
+                    .any(|bytes| bytes.start < place.offset + place.len && place.offset < bytes.end)
             };
             (0..self.shared.unit(id).layout.tensors.len()).filter(touched).collect()
         };
@@ -402,8 +442,8 @@ impl<D: Device> Engine<D> {
         self.shared.stats()
     }
 
-    /// Whether this process was forked from the one that made the engine: its threads and its memory are not here, and
-    /// nothing may be asked of it. Dropping it does nothing.
+    /// Whether this process was forked from the one that made the engine: its threads and its
+    /// memory are not here, and nothing may be asked of it. Dropping it does nothing.
     pub fn is_foreign(&self) -> bool {
         self.shared.is_foreign()
     }
@@ -418,17 +458,20 @@ impl<D: Device> Drop for Engine<D> {
             return;
         }
         drop(self.populating.take());
-        // The backend first: what it still holds comes back to the loader, whose inbox ends with Stop.
+        // The backend first: what it still holds comes back to the loader, whose inbox ends with
+        // Stop.
         let backend = self.shared.lock().backend.take();
         drop(backend);
         let _ = self.shared.fixed.events.send(Event::Stop);
         if let Some(loader) = self.loader.take() {
             let _ = loader.join();
         }
-        // What workers were still given they finish, into buffers that then go home by being dropped.
+        // What workers were still given they finish, into buffers that then go home by being
+        // dropped.
         let workers = self.shared.lock().workers.take();
         drop(workers);
-        // What remains are tensors, each of which lets go of its memory by itself; of a device's the last of them lets go of all.
+        // What remains are tensors, each of which lets go of its memory by itself; of a device's
+        // the last of them lets go of all.
         self.shared.fixed.slots.host.retire();
     }
 }
@@ -475,7 +518,8 @@ impl<D: Device> Shared<D> {
     }
 
     fn lock(&self) -> MutexGuard<'_, State<D>> {
-        // A panic under this lock is a bug that the panicking thread reports; the others go on as they can.
+        // A panic under this lock is a bug that the panicking thread reports; the others go on as
+        // they can.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -569,11 +613,13 @@ impl<D: Device> Shared<D> {
 
     fn names(&self, units: &[UnitId]) -> String {
         let distinct: BTreeSet<UnitId> = units.iter().copied().collect();
-        let names: Vec<&str> = distinct.iter().map(|&unit| self.unit(unit).unit.name.as_str()).collect();
+        let names: Vec<&str> =
+            distinct.iter().map(|&unit| self.unit(unit).unit.name.as_str()).collect();
         names.join("` + `")
     }
 
-    /// Begins to read the absent ones of units that are wanted now, or notes that this thread waits for memory.
+    /// Begins to read the absent ones of units that are wanted now, or notes that this thread waits
+    /// for memory.
     fn start(&self, state: &mut State<D>, units: &[UnitId], tries: &mut u32) -> Result<(), Error> {
         let this_thread = std::thread::current().id();
         let absent = state.absent(units);
@@ -583,10 +629,13 @@ impl<D: Device> Shared<D> {
                 state.starving.remove(&this_thread);
                 Ok(())
             }
-            // The last owner may just be letting go on another thread: look again before it is an error.
-            Err(Shortage::Stuck { holders }) if *tries >= SHORTAGE_TRIES => {
-                Err(Error::Stuck { unit: self.names(&absent), needed_bytes, holders: holders.join(", ") })
-            }
+            // The last owner may just be letting go on another thread: look again before it is an
+            // error.
+            Err(Shortage::Stuck { holders }) if *tries >= SHORTAGE_TRIES => Err(Error::Stuck {
+                unit: self.names(&absent),
+                needed_bytes,
+                holders: holders.join(", "),
+            }),
             Err(Shortage::Lingering { bytes, holders }) if *tries >= SHORTAGE_TRIES => {
                 let (held_bytes, holders) = (bytes, holders.join(", "));
                 let unit = self.names(&absent);
@@ -611,8 +660,10 @@ impl<D: Device> Shared<D> {
         interrupt: Interrupt<'_>,
         what: impl Fn() -> String,
     ) -> Result<MutexGuard<'a, State<D>>, Error> {
-        let (state, _) =
-            self.changed.wait_timeout(state, INTERRUPT_PERIOD).unwrap_or_else(PoisonError::into_inner);
+        let (state, _) = self
+            .changed
+            .wait_timeout(state, INTERRUPT_PERIOD)
+            .unwrap_or_else(PoisonError::into_inner);
         // By the time that has passed: changes may come more often than the period.
         if waiting.asked.elapsed() < INTERRUPT_PERIOD {
             return Ok(state);
@@ -642,8 +693,8 @@ impl<D: Device> Shared<D> {
         };
         let Ok(better) = plan(&request) else { return };
         let kept = predict(&request, &state.residency());
-        // What is kept is read anew under a new plan; that must pay within a few passes. And the arena has the
-        // size of the first plan's peak.
+        // What is kept is read anew under a new plan; that must pay within a few passes. And the
+        // arena has the size of the first plan's peak.
         let fresh_start_s = better.resident_bytes as f64 / request.rates.read_bytes_per_s;
         let pays = kept.as_ref().is_none_or(|kept| {
             let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
@@ -659,7 +710,8 @@ impl<D: Device> Shared<D> {
         }
     }
 
-    /// The bandwidth of storage while it was asked for anything; the assumed one before a useful sample.
+    /// The bandwidth of storage while it was asked for anything; the assumed one before a useful
+    /// sample.
     fn measured_rates(&self, state: &State<D>) -> Rates {
         const SAMPLE_NS: u64 = 20_000_000;
         let (bytes, busy_ns) = (state.read_bytes(), state.counts.busy_ns);

@@ -45,7 +45,8 @@ pub enum Error {
     },
     /// A unit's bytes are not those that were written.
     #[error(
-        "unit `{unit}`, tensor `{tensor}`: {}: {len} bytes at byte {offset} {what}: the file is damaged",
+        "unit `{unit}`, tensor `{tensor}`: {}: {len} bytes at byte {offset} {what}: the file is \
+         damaged",
         path.display()
     )]
     Corrupt {
@@ -62,7 +63,8 @@ pub enum Error {
         /** What is wrong with them. */
         what: String,
     },
-    /// A unit was read, and did not come to its device; or the device could not be asked for memory for it.
+    /// A unit was read, and did not come to its device; or the device could not be asked for memory
+    /// for it.
     #[error("unit `{unit}`: {source}")]
     Device {
         /** The unit. */
@@ -75,8 +77,9 @@ pub enum Error {
     Storage(#[from] ts_io::Error),
     /// A unit needs memory that tensors of other units still occupy after their use.
     #[error(
-        "unit `{unit}` needs {needed_bytes} bytes, and {held_bytes} are still referenced: {holders}. Something \
-         keeps tensors of a streamed unit alive (a view, an autograd graph); drop it or raise the budget"
+        "unit `{unit}` needs {needed_bytes} bytes, and {held_bytes} are still referenced: \
+         {holders}. Something keeps tensors of a streamed unit alive (a view, an autograd graph); \
+         drop it or raise the budget"
     )]
     StillReferenced {
         /** The unit that is wanted. */
@@ -90,7 +93,8 @@ pub enum Error {
     },
     /// Somebody wrote to a unit's bytes through a tensor that outlived its lease.
     #[error(
-        "unit `{unit}` was written to through a tensor that outlived its use; the next use reads it again"
+        "unit `{unit}` was written to through a tensor that outlived its use; the next use reads \
+         it again"
     )]
     Written {
         /** The unit. */
@@ -98,7 +102,8 @@ pub enum Error {
     },
     /// Passes wait for each other's memory, and no one can go on.
     #[error(
-        "unit `{unit}` needs {needed_bytes} bytes while {holders} are in use by passes that wait as well; \
+        "unit `{unit}` needs {needed_bytes} bytes while {holders} are in use by passes that wait \
+         as well; \
          raise the budget, or `max_passes` so that it is planned for"
     )]
     Stuck {

@@ -3,7 +3,8 @@ use ts_format::{Chunk, FileId};
 
 use crate::unit::{PHASE_ALIGN, UnitTensor};
 
-/// Tensors that lie this near each other in a file are read in one go, and the bytes between with them.
+/// Tensors that lie this near each other in a file are read in one go, and the bytes between with
+/// them.
 const MERGE_GAP: u64 = 4096;
 
 /// Where everything of a unit stands in its slot, and which reads bring it there.
@@ -63,14 +64,22 @@ struct Extent {
 }
 
 impl SlotLayout {
-    /// Lays a unit out so that every tensor has its phase and as much as possible is read where it will stay.
+    /// Lays a unit out so that every tensor has its phase and as much as possible is read where it
+    /// will stay.
     ///
-    /// `alignment` is what the device asks of direct reads: a power of two from 64 to a page. A slot begins at
-    /// a page, so a stretch whose slot offset equals its file offset modulo `alignment` needs no copy.
+    /// `alignment` is what the device asks of direct reads: a power of two from 64 to a page. A
+    /// slot begins at a page, so a stretch whose slot offset equals its file offset modulo
+    /// `alignment` needs no copy.
     pub(crate) fn new(tensors: &[UnitTensor], alignment: usize) -> Self {
-        assert!(alignment.is_power_of_two() && alignment >= PHASE_ALIGN, "an alignment of {alignment}");
-        let mut layout =
-            Self { len: 0, tensors: vec![Placement { offset: 0, len: 0 }; tensors.len()], reads: Vec::new() };
+        assert!(
+            alignment.is_power_of_two() && alignment >= PHASE_ALIGN,
+            "an alignment of {alignment}"
+        );
+        let mut layout = Self {
+            len: 0,
+            tensors: vec![Placement { offset: 0, len: 0 }; tensors.len()],
+            reads: Vec::new(),
+        };
         for extent in extents(tensors) {
             layout.place_extent(tensors, &extent, alignment);
         }
@@ -146,13 +155,16 @@ impl SlotLayout {
 /// Whether the tensor is one run of its file, at the phase it shall have in memory.
 fn lies_as_it_shall(tensor: &UnitTensor) -> bool {
     match tensor.entry.parts[..] {
-        [part] => !part.is_encoded() && part.offset % PHASE_ALIGN as u64 == tensor.phase_bytes() as u64,
+        [part] => {
+            !part.is_encoded() && part.offset % PHASE_ALIGN as u64 == tensor.phase_bytes() as u64
+        }
         _ => false,
     }
 }
 
 fn extents(tensors: &[UnitTensor]) -> Vec<Extent> {
-    let mut in_place: Vec<usize> = (0..tensors.len()).filter(|&i| lies_as_it_shall(&tensors[i])).collect();
+    let mut in_place: Vec<usize> =
+        (0..tensors.len()).filter(|&i| lies_as_it_shall(&tensors[i])).collect();
     in_place.sort_by_key(|&i| (tensors[i].entry.parts[0].file, tensors[i].entry.parts[0].offset));
     let mut extents: Vec<Extent> = Vec::new();
     for index in in_place {
@@ -163,7 +175,12 @@ fn extents(tensors: &[UnitTensor]) -> Vec<Extent> {
                 last.end = last.end.max(end);
                 last.tensors.push(index);
             }
-            _ => extents.push(Extent { file: part.file, begin: part.offset, end, tensors: vec![index] }),
+            _ => extents.push(Extent {
+                file: part.file,
+                begin: part.offset,
+                end,
+                tensors: vec![index],
+            }),
         }
     }
     extents
@@ -178,8 +195,10 @@ mod tests {
     use crate::Phase;
 
     fn tensor(parts: &[(u32, u64, u64)], phase: Phase) -> UnitTensor {
-        let parts: Vec<_> =
-            parts.iter().map(|&(file, offset, len)| ByteRange { file: FileId(file), offset, len }).collect();
+        let parts: Vec<_> = parts
+            .iter()
+            .map(|&(file, offset, len)| ByteRange { file: FileId(file), offset, len })
+            .collect();
         let len = parts.iter().map(|p| p.len).sum();
         let meta = TensorMeta { dtype: Dtype::U8, shape: vec![len] };
         UnitTensor {
@@ -211,10 +230,17 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the unit: phases hold, nothing overlaps, direct reads are aligned, every byte is read.
+        /// Whatever the unit: phases hold, nothing overlaps, direct reads are aligned, every byte
+        /// is read.
         #[test]
         fn every_layout_keeps_the_rules(
-            specs in prop::collection::vec((prop::collection::vec((0u32..3, 0u64..100_000, 0u64..9000), 1..4), prop::option::of(0u8..64)), 1..12),
+            specs in prop::collection::vec(
+                (
+                    prop::collection::vec((0u32..3, 0u64..100_000, 0u64..9000), 1..4),
+                    prop::option::of(0u8..64),
+                ),
+                1..12,
+            ),
             shift in 6u32..=12,
         ) {
             let alignment = 1usize << shift;
@@ -229,7 +255,10 @@ mod tests {
                 prop_assert!(read.slot_offset >= end && read.required <= read.len);
                 end = read.slot_offset + read.len;
                 if read.fill == Fill::Straight {
-                    prop_assert!((read.file_offset as usize | read.slot_offset | read.len).is_multiple_of(alignment));
+                    prop_assert!(
+                        (read.file_offset as usize | read.slot_offset | read.len)
+                            .is_multiple_of(alignment)
+                    );
                 }
             }
             prop_assert!(end <= layout.len);
@@ -238,12 +267,13 @@ mod tests {
                 prop_assert_eq!(place.offset % PHASE_ALIGN, tensor.phase_bytes());
                 let mut at = place.offset;
                 for part in &tensor.entry.parts {
-                    let covered = part.len == 0 || layout.reads.iter().any(|r| {
-                        r.file == part.file
-                            && r.slot_offset <= at
-                            && at + part.len as usize <= r.slot_offset + r.required
-                            && r.file_offset + (at - r.slot_offset) as u64 == part.offset
-                    });
+                    let covered = part.len == 0
+                        || layout.reads.iter().any(|r| {
+                            r.file == part.file
+                                && r.slot_offset <= at
+                                && at + part.len as usize <= r.slot_offset + r.required
+                                && r.file_offset + (at - r.slot_offset) as u64 == part.offset
+                        });
                     prop_assert!(covered, "the bytes of a part arrive where the tensor stands");
                     at += part.len as usize;
                 }

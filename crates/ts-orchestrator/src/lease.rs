@@ -27,7 +27,12 @@ impl<D: Device> std::fmt::Debug for Lease<D> {
 }
 
 impl<D: Device> Lease<D> {
-    pub(crate) fn new(slot: Arc<Slot<D>>, shared: Arc<Shared<D>>, unit: UnitId, acquired_ns: u64) -> Self {
+    pub(crate) fn new(
+        slot: Arc<Slot<D>>,
+        shared: Arc<Shared<D>>,
+        unit: UnitId,
+        acquired_ns: u64,
+    ) -> Self {
         Self { slot, shared, unit, user: std::thread::current().id(), acquired_ns }
     }
 
@@ -36,26 +41,28 @@ impl<D: Device> Lease<D> {
         self.unit
     }
 
-    /// Whether the plan keeps this unit, so that holding the lease for long costs no other unit its memory.
+    /// Whether the plan keeps this unit, so that holding the lease for long costs no other unit its
+    /// memory.
     pub fn is_resident(&self) -> bool {
         self.shared.is_resident(self.unit)
     }
 
-    /// Gives the unit up because foreign code has written to its bytes: the next use reads it anew. Tensors
-    /// that others hold keep the bytes as they are.
+    /// Gives the unit up because foreign code has written to its bytes: the next use reads it anew.
+    /// Tensors that others hold keep the bytes as they are.
     pub fn discard(self) {
         self.shared.discard(self.unit);
     }
 
-    /// Whether tensors of the unit live that were taken from this lease or another. Ask when those that are known of are
-    /// dropped.
+    /// Whether tensors of the unit live that were taken from this lease or another. Ask when those
+    /// that are known of are dropped.
     pub fn is_shared(&self) -> bool {
         let owners = Arc::strong_count(&self.slot);
         owners > 2 && owners > self.shared.owner_count(self.unit)
     }
 
-    /// Has the engine compare the unit's bytes with what they are now whenever it is leased again from the same memory:
-    /// for a unit that [is shared](Self::is_shared), whose tensors somebody may write to. Reads all of the bytes.
+    /// Has the engine compare the unit's bytes with what they are now whenever it is leased again
+    /// from the same memory: for a unit that [is shared](Self::is_shared), whose tensors somebody
+    /// may write to. Reads all of the bytes.
     pub fn seal(&self) {
         self.slot.seal();
     }
@@ -80,7 +87,8 @@ impl<D: Device> Lease<D> {
         self.shared.unit(self.unit).layout.tensors.len()
     }
 
-    /// The bytes of tensor `index`, little-endian and row-major, at the address that its phase asks for.
+    /// The bytes of tensor `index`, little-endian and row-major, at the address that its phase asks
+    /// for.
     ///
     /// # Panics
     /// If the unit has no such tensor.
@@ -89,14 +97,17 @@ impl<D: Device> Lease<D> {
         TensorBytes { slot: Arc::clone(&self.slot), range: place.offset..place.offset + place.len }
     }
 
-    /// Says that work on `stream` uses the unit: once the lease and all tensors taken from it are dropped, the memory is not another
-    /// unit's before what the stream was given by then is done. Does not wait, nor needs the stream to: the unit is there. An engine
-    /// remembers the streams of a device that it was told of, 65,536 at most.
+    /// Says that work on `stream` uses the unit: once the lease and all tensors taken from it are
+    /// dropped, the memory is not another unit's before what the stream was given by then is done.
+    /// Does not wait, nor needs the stream to: the unit is there. An engine remembers the streams
+    /// of a device that it was told of, 65,536 at most.
     ///
     /// # Errors
     /// [`Error::Device`].
     pub fn use_on(&self, stream: &D::Stream) -> Result<(), Error> {
-        self.slot.use_on(stream).map_err(|e| device_error(&self.shared.unit(self.unit).unit.name, e))
+        self.slot
+            .use_on(stream)
+            .map_err(|e| device_error(&self.shared.unit(self.unit).unit.name, e))
     }
 }
 
@@ -106,8 +117,9 @@ impl<D: Device> Drop for Lease<D> {
     }
 }
 
-/// The bytes of one tensor, in memory of the device. They stay there, unchanged, until the last clone is dropped: on any thread, and
-/// also after the lease, the pass and the engine. Those of a [`CpuDevice`] are the host's to read.
+/// The bytes of one tensor, in memory of the device. They stay there, unchanged, until the last
+/// clone is dropped: on any thread, and also after the lease, the pass and the engine. Those of a
+/// [`CpuDevice`] are the host's to read.
 #[derive(Debug)]
 pub struct TensorBytes<D: Device = CpuDevice> {
     slot: Arc<Slot<D>>,

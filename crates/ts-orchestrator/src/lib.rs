@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Runs a model that does not fit: plans which units of weights stay in memory and which are streamed, reads
-//! ahead of the computation, and never exceeds its budget.
+//! Runs a model that does not fit: plans which units of weights stay in memory and which are
+//! streamed, reads ahead of the computation, and never exceeds its budget.
 //!
-//! A [`Unit`] is a set of tensors that are used together. [`plan()`] decides, as a pure function, how each is
-//! held; an [`Engine`] executes that: [`Engine::begin_pass`], then [`Engine::acquire`] for each unit in turn
-//! gives a [`Lease`] whose tensors stay valid for as long as anyone holds them. This crate refuses to know
-//! PyTorch: it maps no modules and runs no arithmetic.
+//! A [`Unit`] is a set of tensors that are used together. [`plan()`] decides, as a pure function,
+//! how each is held; an [`Engine`] executes that: [`Engine::begin_pass`], then [`Engine::acquire`]
+//! for each unit in turn gives a [`Lease`] whose tensors stay valid for as long as anyone holds
+//! them. This crate refuses to know PyTorch: it maps no modules and runs no arithmetic.
 //!
 //! ```
 //! use ts_format::{CatalogReader, FileId};
@@ -28,7 +28,8 @@
 //! let entry = catalog.require("w")?.entry();
 //! let tensor = UnitTensor::new(&catalog, "w", entry, Phase::Mapped);
 //! let units = vec![Unit { name: "layer".into(), tensors: vec![tensor] }];
-//! let engine = Engine::new(units, vec![Source::open(&path)?], EngineConfig::with_budget(1 << 20))?;
+//! let config = EngineConfig::with_budget(1 << 20);
+//! let engine = Engine::new(units, vec![Source::open(&path)?], config)?;
 //!
 //! let pass = engine.begin_pass(never_interrupt())?;
 //! let lease = engine.acquire(Some(pass), UnitId(0), never_interrupt())?;
@@ -40,10 +41,10 @@
 //! ```
 //!
 //! # Invariants
-//! - A slot is reused only after the last tensor made from it is gone: memory goes back by ownership, wherever
-//!   the last owner is dropped, also after the engine.
-//! - Slots, bounce buffers and everything in flight are reserved from one [`ts_pool::Budget`] when the engine is
-//!   made; nothing is taken later.
+//! - A slot is reused only after the last tensor made from it is gone: memory goes back by
+//!   ownership, wherever the last owner is dropped, also after the engine.
+//! - Slots, bounce buffers and everything in flight are reserved from one [`ts_pool::Budget`] when
+//!   the engine is made; nothing is taken later.
 //! - A budget that can never work is refused before the first byte is read.
 //! - Every wait ends: in a lease, a typed error, or the caller's interruption.
 //!
@@ -72,7 +73,8 @@ pub use error::{Error, ErrorKind};
 pub use lease::{Lease, TensorBytes};
 pub use pass::PassId;
 pub use plan::{
-    Bottleneck, NeverFits, Plan, PlanRequest, Rates, Residency, UnitDemand, plan, predict, smallest_budget,
+    Bottleneck, NeverFits, Plan, PlanRequest, Rates, Residency, UnitDemand, plan, predict,
+    smallest_budget,
 };
 pub use prefetch::Prefetch;
 pub use stats::{EngineStats, UnitStats};

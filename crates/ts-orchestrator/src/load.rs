@@ -137,11 +137,17 @@ impl<D: Device> Load<D> {
 
     fn keep(&mut self, buffer: Buffer, slot_offset: usize) {
         let len = buffer.len();
-        self.parts.push(Part { buffer: Some(buffer), slot_offset, len, file: FileId(0), file_offset: 0 });
+        self.parts.push(Part {
+            buffer: Some(buffer),
+            slot_offset,
+            len,
+            file: FileId(0),
+            file_offset: 0,
+        });
     }
 
-    /// Takes a part back from its read; whether it was the last one missing. `None` for a part that the system
-    /// still holds after a read that timed out.
+    /// Takes a part back from its read; whether it was the last one missing. `None` for a part that
+    /// the system still holds after a read that timed out.
     pub(crate) fn put_back(&mut self, part: usize, buffer: Option<Buffer>) -> bool {
         let home = &mut self.parts[part].buffer;
         assert!(home.is_none(), "a part is read once");
@@ -160,14 +166,21 @@ impl<D: Device> Load<D> {
     }
 
     /// Notes what went wrong with a part, naming the tensor whose bytes did not come.
-    pub(crate) fn fail(&mut self, part: usize, unit: &Unit, layout: &SlotLayout, source: ts_io::Error) {
+    pub(crate) fn fail(
+        &mut self,
+        part: usize,
+        unit: &Unit,
+        layout: &SlotLayout,
+        source: ts_io::Error,
+    ) {
         let file_offset = self.parts[part].file_offset;
         let failed_at = match &source {
             ts_io::Error::ShortRead { offset, actual, .. } => offset + *actual as u64,
             ts_io::Error::Read { offset, .. } => *offset,
             _ => file_offset,
         };
-        let tensor = self.tensor_at(part, failed_at.saturating_sub(file_offset), unit, layout).into();
+        let tensor =
+            self.tensor_at(part, failed_at.saturating_sub(file_offset), unit, layout).into();
         let error = Error::Load { unit: unit.name.clone(), tensor, source };
         self.error.get_or_insert(error);
     }
@@ -199,8 +212,8 @@ impl<D: Device> Load<D> {
         add(&mut self.read_bytes, path, bytes as u64);
     }
 
-    /// The slot, whole again; `None` when the system still holds a part of it, with which it will be free. The
-    /// load has no parts then.
+    /// The slot, whole again; `None` when the system still holds a part of it, with which it will
+    /// be free. The load has no parts then.
     pub(crate) fn join(&mut self) -> Option<Buffer> {
         let parts: Option<Vec<Buffer>> = self.parts.drain(..).map(|part| part.buffer).collect();
         let mut parts = parts?.into_iter();
@@ -247,9 +260,14 @@ fn pieces(read: &SlotRead, cut: Cut) -> impl Iterator<Item = SlotRead> + '_ {
 }
 
 /// Size of bounce buffers for these layouts; 0 when no read bounces.
-pub(crate) fn bounce_bytes<'a>(layouts: impl Iterator<Item = &'a SlotLayout>, alignment: usize) -> usize {
+pub(crate) fn bounce_bytes<'a>(
+    layouts: impl Iterator<Item = &'a SlotLayout>,
+    alignment: usize,
+) -> usize {
     const LARGEST: usize = 1 << 20;
-    let room = |len: usize| (len.next_multiple_of(PHASE_ALIGN) + 2 * alignment).next_multiple_of(alignment);
+    let room = |len: usize| {
+        (len.next_multiple_of(PHASE_ALIGN) + 2 * alignment).next_multiple_of(alignment)
+    };
     let needs = layouts.flat_map(|layout| &layout.reads).map(|read| match read.fill {
         Fill::Straight => 0,
         // A longer one is copied in pieces.

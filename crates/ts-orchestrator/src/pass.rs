@@ -53,8 +53,8 @@ impl Passes {
         self.last_id
     }
 
-    /// Ends a pass. Returns whether its order of visits is another than `believed`; `None` when it tells nothing,
-    /// because other passes ran beside it or it visited nothing.
+    /// Ends a pass. Returns whether its order of visits is another than `believed`; `None` when it
+    /// tells nothing, because other passes ran beside it or it visited nothing.
     pub(crate) fn end(&mut self, id: PassId, believed: &[UnitId]) -> Option<bool> {
         let progress = self.running.remove(&id)?;
         self.lead = self.running.keys().next_back().copied();
@@ -83,7 +83,8 @@ impl Passes {
         progress.visits.push(unit);
         let found = distance(&self.order, progress.position, unit);
         if progress.alone {
-            // A belief that is wrong at this place is put right at once: what came instead is moved here.
+            // A belief that is wrong at this place is put right at once: what came instead is moved
+            // here.
             match found {
                 Some(d) if progress.position + d < self.order.len() => {
                     self.order[progress.position..=progress.position + d].rotate_right(1);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which units stay and which are streamed: a pure function of sizes, order, budget and rates.
 //!
-//! A cyclic scan that does not fit is the worst case of every recency policy: LRU evicts each unit just before
-//! it is used again. The right plan keeps some units for good and streams the others through a ring that runs
-//! ahead of the computation. How large the ring should be is settled by simulating a pass for each candidate.
+//! A cyclic scan that does not fit is the worst case of every recency policy: LRU evicts each unit
+//! just before it is used again. The right plan keeps some units for good and streams the others
+//! through a ring that runs ahead of the computation. How large the ring should be is settled by
+//! simulating a pass for each candidate.
 
 use std::fmt;
 
@@ -45,8 +46,8 @@ pub struct PlanRequest<'a> {
     pub units: &'a [UnitDemand],
     /// The visits of one pass, in order; a unit may come more than once or not at all.
     pub order: &'a [UnitId],
-    /// Sets of units that are in memory at the same time, because one operation needs them all. A unit in no set is
-    /// needed alone.
+    /// Sets of units that are in memory at the same time, because one operation needs them all. A
+    /// unit in no set is needed alone.
     pub together: &'a [Vec<UnitId>],
     /// Memory for slots, in bytes.
     pub budget_bytes: usize,
@@ -54,7 +55,8 @@ pub struct PlanRequest<'a> {
     pub max_passes: usize,
     /// How fast storage is.
     pub rates: Rates,
-    /// Memory that is left for streamed units where it can, in bytes; 0 to let the prediction decide.
+    /// Memory that is left for streamed units where it can, in bytes; 0 to let the prediction
+    /// decide.
     pub least_ring_bytes: usize,
 }
 
@@ -118,7 +120,8 @@ impl Plan {
 /// No plan exists: the units can never run under this budget.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "a budget of {budget_bytes} bytes is too small: `{largest_unit}` needs {largest_bytes} bytes at once; the \
+    "a budget of {budget_bytes} bytes is too small: `{largest_unit}` needs {largest_bytes} bytes \
+     at once; the \
      smallest budget that works is {smallest_budget_bytes} bytes"
 )]
 pub struct NeverFits {
@@ -132,8 +135,9 @@ pub struct NeverFits {
     pub smallest_budget_bytes: usize,
 }
 
-/// The smallest budget, in bytes, under which `max_passes` passes can run at once. Each pass needs slots for what it
-/// visits: one unit, or a set of `together`. Keeping the largest units can be cheaper than their slots for each pass.
+/// The smallest budget, in bytes, under which `max_passes` passes can run at once. Each pass needs
+/// slots for what it visits: one unit, or a set of `together`. Keeping the largest units can be
+/// cheaper than their slots for each pass.
 pub fn smallest_budget(units: &[UnitDemand], together: &[Vec<UnitId>], max_passes: usize) -> usize {
     smallest(&Visits::new(units, together, max_passes)).budget_bytes
 }
@@ -171,7 +175,9 @@ impl<'a> Visits<'a> {
     /// The largest set: the names of its units, and their bytes.
     fn largest(&self) -> (String, usize) {
         let bytes = |set: &[usize]| set.iter().map(|&i| self.units[i].slot_bytes).sum::<usize>();
-        let Some(largest) = self.sets.iter().max_by_key(|set| bytes(set)) else { return Default::default() };
+        let Some(largest) = self.sets.iter().max_by_key(|set| bytes(set)) else {
+            return Default::default();
+        };
         let names: Vec<&str> = largest.iter().map(|&i| self.units[i].name.as_str()).collect();
         (names.join("` + `"), bytes(largest))
     }
@@ -190,8 +196,8 @@ fn smallest(visits: &Visits<'_>) -> Smallest {
     // The sets that need the most are worth keeping first.
     let mut order: Vec<&Vec<usize>> = visits.sets.iter().collect();
     order.sort_by_key(|set| std::cmp::Reverse(visits.slots(set, |_| true)));
-    // How many of them are kept: keeping a unit costs its size and saves at most that in each pass, so that one pass
-    // keeps none.
+    // How many of them are kept: keeping a unit costs its size and saves at most that in each pass,
+    // so that one pass keeps none.
     let sets_to_try = if visits.max_passes == 1 { 0 } else { order.len() };
     let ring = visits.ring(|_| true);
     let mut best = (ring, ring, 0);
@@ -234,11 +240,14 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
     }
     let planner = Planner::new(request, visits, smallest.budget_bytes);
     let rings = planner.ring_candidates();
-    let mut candidates: Vec<Plan> = rings.into_iter().filter_map(|ring| planner.try_ring(ring)).collect();
-    // What the smallest budget keeps works under every budget; the greedy choice of `try_ring` may miss it.
+    let mut candidates: Vec<Plan> =
+        rings.into_iter().filter_map(|ring| planner.try_ring(ring)).collect();
+    // What the smallest budget keeps works under every budget; the greedy choice of `try_ring` may
+    // miss it.
     candidates.extend(planner.fill(smallest.residency, smallest.ring_bytes));
     let cheaper = |a: &&Plan, b: &&Plan| a.cost().total_cmp(&b.cost());
-    let wide = |p: &&Plan| p.streamed_bytes_per_pass == 0 || p.ring_bytes >= request.least_ring_bytes;
+    let wide =
+        |p: &&Plan| p.streamed_bytes_per_pass == 0 || p.ring_bytes >= request.least_ring_bytes;
     let best = candidates.iter().filter(wide).min_by(cheaper);
     let best = best.or_else(|| candidates.iter().min_by(cheaper));
     Ok(best.expect("the plan of the smallest budget is a candidate").clone())
@@ -281,7 +290,8 @@ impl<'a> Planner<'a> {
         self.request.units[i].slot_bytes
     }
 
-    /// Ring sizes worth trying: none, and from the size of each visit upwards in steps of a quarter.
+    /// Ring sizes worth trying: none, and from the size of each visit upwards in steps of a
+    /// quarter.
     fn ring_candidates(&self) -> Vec<usize> {
         let budget = self.request.budget_bytes;
         let slots = self.needed.sets.iter().map(|set| self.needed.slots(set, |_| true));
@@ -301,7 +311,8 @@ impl<'a> Planner<'a> {
         rings
     }
 
-    /// The best plan with about this ring: keeps what the ring cannot hold, then what the rest of the budget holds.
+    /// The best plan with about this ring: keeps what the ring cannot hold, then what the rest of
+    /// the budget holds.
     fn try_ring(&self, ring: usize) -> Option<Plan> {
         let mut residency = vec![Residency::Streamed; self.request.units.len()];
         let mut room = self.request.budget_bytes - ring;
@@ -321,9 +332,11 @@ impl<'a> Planner<'a> {
 
     /// Keeps more units, where the budget has room beside the ring and what `residency` keeps.
     fn fill(&self, mut residency: Vec<Residency>, ring: usize) -> Option<Plan> {
-        let mut room = (self.request.budget_bytes - ring).checked_sub(self.resident_bytes(&residency))?;
-        // What saves most time for its memory comes first. Units that save about the same, as the layers of a model
-        // do, are taken evenly over the pass: reading ahead works best when kept and streamed ones alternate.
+        let mut room =
+            (self.request.budget_bytes - ring).checked_sub(self.resident_bytes(&residency))?;
+        // What saves most time for its memory comes first. Units that save about the same, as the
+        // layers of a model do, are taken evenly over the pass: reading ahead works best when kept
+        // and streamed ones alternate.
         let streamed = |i: &usize| residency[*i] == Residency::Streamed && self.visits[*i] > 0;
         let mut order: Vec<usize> = (0..residency.len()).filter(streamed).collect();
         let spread = self.spread();
@@ -342,14 +355,15 @@ impl<'a> Planner<'a> {
         (0..residency.len()).filter(kept).map(|i| self.size(i)).sum()
     }
 
-    /// Time saved per byte by keeping a unit, as a logarithmic class: differences under a fifth are none.
+    /// Time saved per byte by keeping a unit, as a logarithmic class: differences under a fifth are
+    /// none.
     fn worth(&self, i: usize) -> i32 {
         let per_byte = f64::from(self.visits[i]) * self.read_s(i) / self.size(i).max(1) as f64;
         (per_byte.max(1e-30).ln() * 5.0).round() as i32
     }
 
-    /// A rank for each unit such that the units of the lowest ranks, however many, lie evenly over the pass:
-    /// the bit-reversal (van der Corput) sequence of their places.
+    /// A rank for each unit such that the units of the lowest ranks, however many, lie evenly over
+    /// the pass: the bit-reversal (van der Corput) sequence of their places.
     fn spread(&self) -> Vec<u32> {
         let mut rank = vec![u32::MAX; self.request.units.len()];
         for (place, unit) in (0u32..).zip(self.request.order) {
@@ -375,12 +389,18 @@ impl<'a> Planner<'a> {
         let streamed_bytes = all.clone().filter(streamed).map(|i| self.size(i)).sum::<usize>();
         // Memory that no kept unit took is the ring's too.
         let ring_bytes = (self.request.budget_bytes - resident_bytes).min(streamed_bytes);
-        let read: u64 =
-            all.filter(streamed).map(|i| self.request.units[i].read_bytes * u64::from(self.visits[i])).sum();
-        let compute_s: f64 = self.request.order.iter().map(|u| self.request.units[u.index()].compute_s).sum();
+        let read: u64 = all
+            .filter(streamed)
+            .map(|i| self.request.units[i].read_bytes * u64::from(self.visits[i]))
+            .sum();
+        let compute_s: f64 =
+            self.request.order.iter().map(|u| self.request.units[u.index()].compute_s).sum();
         let predicted_pass_s = self.simulate(&residency, ring_bytes);
-        let bottleneck =
-            if predicted_pass_s > 1.05 * compute_s { Bottleneck::Storage } else { Bottleneck::Compute };
+        let bottleneck = if predicted_pass_s > 1.05 * compute_s {
+            Bottleneck::Storage
+        } else {
+            Bottleneck::Compute
+        };
         Some(Plan {
             residency,
             resident_bytes,
@@ -393,8 +413,9 @@ impl<'a> Planner<'a> {
         })
     }
 
-    /// Seconds of a pass in the steady state. One device reads one unit after the other, as early as the ring
-    /// has room; one processor computes one visit after the other, as early as its unit is there.
+    /// Seconds of a pass in the steady state. One device reads one unit after the other, as early
+    /// as the ring has room; one processor computes one visit after the other, as early as its unit
+    /// is there.
     fn simulate(&self, residency: &[Residency], ring: usize) -> f64 {
         const PASSES: usize = 3;
         let mut held: std::collections::VecDeque<(usize, f64)> = std::collections::VecDeque::new();
@@ -407,9 +428,11 @@ impl<'a> Planner<'a> {
             for unit in self.request.order {
                 let i = unit.index();
                 if residency[i] == Residency::Streamed {
-                    // Units let go in the order they came; room for this one is there when enough have gone.
+                    // Units let go in the order they came; room for this one is there when enough
+                    // have gone.
                     while held_bytes + self.size(i) > ring {
-                        let (bytes, released) = held.pop_front().expect("one streamed unit fits the ring");
+                        let (bytes, released) =
+                            held.pop_front().expect("one streamed unit fits the ring");
                         held_bytes -= bytes;
                         room_at = released;
                     }
@@ -493,21 +516,24 @@ mod tests {
         let together = [vec![UnitId(0), UnitId(2), UnitId(3)]];
         assert_eq!(smallest_budget(&units, &together, 1), 60);
         let order = order(4);
-        let error = plan(&PlanRequest { together: &together, ..request(&units, &order, 59) }).unwrap_err();
+        let error =
+            plan(&PlanRequest { together: &together, ..request(&units, &order, 59) }).unwrap_err();
         assert_eq!((error.largest_unit.as_str(), error.largest_bytes), ("u0` + `u2` + `u3", 60));
-        let plan = plan(&PlanRequest { together: &together, ..request(&units, &order, 60) }).unwrap();
+        let plan =
+            plan(&PlanRequest { together: &together, ..request(&units, &order, 60) }).unwrap();
         assert!(plan.ring_bytes >= 50 && plan.peak_bytes() <= 60);
     }
 
     #[test]
     fn the_smallest_budget_works_where_keeping_the_largest_of_each_set_does_not() {
-        // Two passes need 9 bytes: 4 + 1 kept, and a ring for 2 in each. With that ring, keeping only the largest unit
-        // of each set keeps 4 + 2, which is 10 bytes.
+        // Two passes need 9 bytes: 4 + 1 kept, and a ring for 2 in each. With that ring, keeping
+        // only the largest unit of each set keeps 4 + 2, which is 10 bytes.
         let units = units(&[2, 4, 2, 1, 1]);
         let together = [vec![UnitId(4), UnitId(1)], vec![UnitId(2), UnitId(4)]];
         let order = order(5);
         let least = smallest_budget(&units, &together, 2);
-        let request = PlanRequest { max_passes: 2, together: &together, ..request(&units, &order, least) };
+        let request =
+            PlanRequest { max_passes: 2, together: &together, ..request(&units, &order, least) };
         assert_eq!(plan(&request).unwrap().peak_bytes(), least);
     }
 
@@ -532,7 +558,9 @@ mod tests {
         // The shape of a 1.1B model: a large embedding and head, 22 layers of 7 matrices.
         let mut sizes = vec![131_000_000];
         for _ in 0..22 {
-            sizes.extend([8_400_000, 1_000_000, 1_000_000, 8_400_000, 23_000_000, 23_000_000, 23_000_000]);
+            sizes.extend([
+                8_400_000, 1_000_000, 1_000_000, 8_400_000, 23_000_000, 23_000_000, 23_000_000,
+            ]);
         }
         sizes.push(131_000_000);
         let (units, order) = (units(&sizes), order(sizes.len()));
@@ -562,11 +590,15 @@ mod tests {
             visits in prop::collection::vec(any::<prop::sample::Index>(), 0..60),
             spare in prop_oneof![Just(0), 0usize..20_000],
             max_passes in prop_oneof![1usize..4, Just(usize::MAX)],
-            sets in prop::collection::vec(prop::collection::vec(any::<prop::sample::Index>(), 1..7), 0..8),
+            sets in prop::collection::vec(
+                prop::collection::vec(any::<prop::sample::Index>(), 1..7),
+                0..8,
+            ),
         ) {
             let units = units(&sizes);
             let id = |v: &prop::sample::Index| UnitId(v.index(sizes.len()) as u32);
-            let together: Vec<Vec<UnitId>> = sets.iter().map(|set| set.iter().map(id).collect()).collect();
+            let together: Vec<Vec<UnitId>> =
+                sets.iter().map(|set| set.iter().map(id).collect()).collect();
             let together = &together[..];
             let least = smallest_budget(&units, together, max_passes);
             let less = PlanRequest { max_passes, together, ..request(&units, &[], least - 1) };
@@ -578,11 +610,15 @@ mod tests {
             prop_assert!(plan.peak_bytes() <= budget);
             for set in together {
                 let distinct: std::collections::BTreeSet<_> = set.iter().collect();
-                let streamed = distinct.iter().filter(|id| plan.residency[id.index()] == Residency::Streamed);
+                let streamed =
+                    distinct.iter().filter(|id| plan.residency[id.index()] == Residency::Streamed);
                 let bytes: usize = streamed.map(|id| units[id.index()].slot_bytes).sum();
                 prop_assert!(bytes.saturating_mul(max_passes) <= budget - plan.resident_bytes);
             }
-            prop_assert!(plan.largest_streamed_bytes.saturating_mul(max_passes) <= budget - plan.resident_bytes);
+            prop_assert!(
+                plan.largest_streamed_bytes.saturating_mul(max_passes)
+                    <= budget - plan.resident_bytes
+            );
             prop_assert!(plan.predicted_pass_s.is_finite() && plan.predicted_pass_s >= 0.0);
             let again = predict(&request, &plan.residency).unwrap();
             prop_assert_eq!(again, plan);

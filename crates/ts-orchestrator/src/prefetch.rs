@@ -8,10 +8,12 @@ pub enum Prefetch {
     None,
     /// The next unit alone.
     NextLayer,
-    /// As far as memory goes that the plan does not give to units that stay: the plan weighs the two.
+    /// As far as memory goes that the plan does not give to units that stay: the plan weighs the
+    /// two.
     #[default]
     Adaptive,
-    /// As `Adaptive`, with at least half of the budget for reading ahead: steadier where storage is not.
+    /// As `Adaptive`, with at least half of the budget for reading ahead: steadier where storage is
+    /// not.
     Aggressive,
 }
 

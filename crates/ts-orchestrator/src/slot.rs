@@ -9,10 +9,12 @@ use std::thread::JoinHandle;
 
 use ts_format::Digest;
 use ts_pool::{
-    BLOCK_ALIGN, Backing, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation, SharedBuffer,
-    StreamOrderedAllocator, StreamOrderedPool, Watched, WriteWatch,
+    BLOCK_ALIGN, Backing, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation,
+    SharedBuffer, StreamOrderedAllocator, StreamOrderedPool, Watched, WriteWatch,
 };
-use ts_streams::{Device, HostFn, MemoryKind, MemoryRange, Stream, StreamId, StreamPriority, may_wait};
+use ts_streams::{
+    Device, HostFn, MemoryKind, MemoryRange, Stream, StreamId, StreamPriority, may_wait,
+};
 
 use crate::Error;
 use crate::load::Event;
@@ -65,7 +67,11 @@ pub(crate) enum NoRoom {
 
 impl<D: Device> Slots<D> {
     /// Memory of the host, which may be watched for writes.
-    pub(crate) fn on_host(budget: &Budget, bytes: usize, watch: bool) -> Result<Self, ts_pool::Error> {
+    pub(crate) fn on_host(
+        budget: &Budget,
+        bytes: usize,
+        watch: bool,
+    ) -> Result<Self, ts_pool::Error> {
         let host = HostPool::new(budget, bytes)?;
         let watch = watch.then(|| WriteWatch::new(&host)).flatten().map(Arc::new);
         Ok(Self { host, device: None, watch, held_by_streams: Arc::default() })
@@ -88,8 +94,10 @@ impl<D: Device> Slots<D> {
             limit_bytes: bytes,
             granule_bytes: BLOCK_ALIGN,
         };
-        let (pool, stream) =
-            (StreamOrderedPool::new(device.clone(), options), device.create_stream(StreamPriority::Normal)?);
+        let (pool, stream) = (
+            StreamOrderedPool::new(device.clone(), options),
+            device.create_stream(StreamPriority::Normal)?,
+        );
         pool.prime(bytes, &stream)?;
         let uploads = Uploads::new(stream, events)?;
         let device = Some(OnDevice { pool, uploads, _reservation: reservation });
@@ -115,8 +123,8 @@ impl<D: Device> Slots<D> {
         }
     }
 
-    /// Memory to read a unit to, and what it needs beside that to stay; `kept` is what was set aside for it, and is still there when
-    /// there is no room.
+    /// Memory to read a unit to, and what it needs beside that to stay; `kept` is what was set
+    /// aside for it, and is still there when there is no room.
     pub(crate) fn room(&self, len: usize, kept: &mut Option<Home<D>>) -> Result<Room<D>, NoRoom> {
         // What is scarcer comes last.
         let staging = match self.device {
@@ -153,7 +161,13 @@ impl<D: Device> Slots<D> {
             (Home::Device(buffer), Some(on)) => Bytes::Device { buffer, pool: on.pool.clone() },
             (Home::Device(_), None) => unreachable!("it is of these slots"),
         };
-        Slot { watched, bytes: Some(bytes), wake, seal: Mutex::new(None), process: std::process::id() }
+        Slot {
+            watched,
+            bytes: Some(bytes),
+            wake,
+            seal: Mutex::new(None),
+            process: std::process::id(),
+        }
     }
 
     /// Whether writes to units that stay are found.
@@ -212,7 +226,8 @@ pub(crate) struct Uploaded<D: Device> {
 /// Brings units to a device, one after the other. Dropping it finishes what was given to it.
 #[derive(Debug)]
 struct Uploads<D: Device> {
-    /// The stream that all slots are allocated for: what is copied to a slot comes after all that its last unit was used for.
+    /// The stream that all slots are allocated for: what is copied to a slot comes after all that
+    /// its last unit was used for.
     stream: D::Stream,
     queue: Option<Sender<Upload<D>>>,
     thread: Option<JoinHandle<()>>,
@@ -226,7 +241,8 @@ impl<D: Device> Uploads<D> {
             for Upload { load, staging, mut home } in inbox {
                 let copy = catch_unwind(AssertUnwindSafe(|| home.write(0, &staging)));
                 let result = copy.unwrap_or_else(|_| {
-                    let (stream, what) = (transfers.id(), "its upload panicked: this is a bug".into());
+                    let (stream, what) =
+                        (transfers.id(), "its upload panicked: this is a bug".into());
                     Err(ts_streams::Error::Failed { stream, what }.into())
                 });
                 if result.is_err() {
@@ -237,7 +253,8 @@ impl<D: Device> Uploads<D> {
                 let _ = events.send(Event::Uploaded(Uploaded { load, home, result }));
             }
         };
-        let thread = std::thread::Builder::new().name("ts-uploads".into()).stack_size(512 << 10).spawn(run);
+        let thread =
+            std::thread::Builder::new().name("ts-uploads".into()).stack_size(512 << 10).spawn(run);
         let thread = thread.map_err(|e| ts_streams::Error::Thread { reason: e.to_string() })?;
         Ok(Self { stream, queue: Some(queue), thread: Some(thread) })
     }
@@ -266,7 +283,8 @@ pub(crate) struct Slot<D: Device> {
     bytes: Option<Bytes<D>>,
     /// Told when the memory is free again.
     wake: Sender<Event<D>>,
-    /// The checksums of the bytes, of a slot whose tensors outlived their leases: whoever has them could write to them.
+    /// The checksums of the bytes, of a slot whose tensors outlived their leases: whoever has them
+    /// could write to them.
     seal: Mutex<Option<Digest>>,
     process: u32,
 }
@@ -300,7 +318,9 @@ impl<D: Device> Slot<D> {
 
     pub(crate) fn range(&self) -> MemoryRange {
         match self.bytes() {
-            Bytes::Host { buffer, .. } => MemoryRange::new(buffer.as_ptr().cast_mut(), buffer.len()),
+            Bytes::Host { buffer, .. } => {
+                MemoryRange::new(buffer.as_ptr().cast_mut(), buffer.len())
+            }
             Bytes::Device { buffer, .. } => {
                 buffer.range().expect("nobody frees all that the stream of uploads has")
             }
@@ -342,10 +362,12 @@ impl<D: Device> Slot<D> {
 }
 
 impl<D: Device> Drop for Slot<D> {
-    /// Runs on any thread, the deleters of foreign tensors included: it takes no lock of the engine's.
+    /// Runs on any thread, the deleters of foreign tensors included: it takes no lock of the
+    /// engine's.
     fn drop(&mut self) {
         if self.process != std::process::id() {
-            // In a child: the memory is not there, and the pool's locks may be held by threads that are not.
+            // In a child: the memory is not there, and the pool's locks may be held by threads that
+            // are not.
             std::mem::forget((self.bytes.take(), self.watched.take()));
             return;
         }

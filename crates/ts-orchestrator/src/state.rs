@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the engine knows at a moment, and the steps between such moments. Everything here runs under the
-//! engine's one lock and never blocks.
+//! What the engine knows at a moment, and the steps between such moments. Everything here runs
+//! under the engine's one lock and never blocks.
 
 mod demand;
 
@@ -41,7 +41,11 @@ pub(crate) struct Prepared {
 impl Prepared {
     /// The statistics of a unit to which nothing has happened.
     pub(crate) fn no_stats(&self) -> UnitStats {
-        UnitStats { name: self.unit.name.clone(), slot_bytes: self.slot_bytes, ..UnitStats::default() }
+        UnitStats {
+            name: self.unit.name.clone(),
+            slot_bytes: self.slot_bytes,
+            ..UnitStats::default()
+        }
     }
 }
 
@@ -196,7 +200,8 @@ impl<D: Device> State<D> {
     pub(crate) fn note_together(&mut self, units: &[UnitId]) {
         let [_, _, ..] = units else { return };
         let set: Vec<UnitId> = BTreeSet::from_iter(units.iter().copied()).into_iter().collect();
-        let includes = |larger: &[UnitId], smaller: &[UnitId]| smaller.iter().all(|id| larger.contains(id));
+        let includes =
+            |larger: &[UnitId], smaller: &[UnitId]| smaller.iter().all(|id| larger.contains(id));
         if set.len() < 2 || self.together.iter().any(|known| includes(known, &set)) {
             return;
         }
@@ -207,13 +212,14 @@ impl<D: Device> State<D> {
 
     /// How each unit is held now, which may be less than the plan says.
     pub(crate) fn residency(&self) -> Vec<Residency> {
-        let held =
-            |unit: &UnitState<D>| if unit.resident { Residency::Resident } else { Residency::Streamed };
+        let held = |unit: &UnitState<D>| {
+            if unit.resident { Residency::Resident } else { Residency::Streamed }
+        };
         self.units.iter().map(held).collect()
     }
 
-    /// Sets memory aside for what the plan keeps, before anything else is in the pool, so that it lies together
-    /// and leaves the ring in one piece.
+    /// Sets memory aside for what the plan keeps, before anything else is in the pool, so that it
+    /// lies together and leaves the ring in one piece.
     fn reserve_residents(&mut self, fixed: &Fixed<D>) {
         for (i, unit) in self.units.iter_mut().enumerate() {
             unit.reserved = None;
@@ -221,13 +227,14 @@ impl<D: Device> State<D> {
             unit.stats.resident = unit.resident;
         }
         for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| unit.resident) {
-            // An empty pool has room for them all. Should a tensor's memory be on its way back only now, the
-            // unit gets its memory when it is read.
+            // An empty pool has room for them all. Should a tensor's memory be on its way back only
+            // now, the unit gets its memory when it is read.
             unit.reserved = fixed.slots.home(fixed.units[i].layout.len).ok();
         }
     }
 
-    /// Puts the pending plan in force. Returns whether it did: it cannot while anything is in use or on its way.
+    /// Puts the pending plan in force. Returns whether it did: it cannot while anything is in use
+    /// or on its way.
     pub(crate) fn apply_pending_plan(&mut self, fixed: &Fixed<D>) -> bool {
         let lingers = self.units.iter_mut().any(|unit| unit.lingering_count() > 0);
         let busy = self.units.iter().any(|unit| match &unit.residence {
@@ -313,25 +320,31 @@ impl<D: Device> State<D> {
 
     /// Those of some units that are neither present nor on their way, once each.
     pub(crate) fn absent(&self, ids: &[UnitId]) -> Vec<UnitId> {
-        BTreeSet::from_iter(ids.iter().copied().filter(|&id| self.is_absent(id))).into_iter().collect()
+        BTreeSet::from_iter(ids.iter().copied().filter(|&id| self.is_absent(id)))
+            .into_iter()
+            .collect()
     }
 
-    /// Has a unit that was let go be present again, from the memory in which tensors still hold its bytes.
+    /// Has a unit that was let go be present again, from the memory in which tensors still hold its
+    /// bytes.
     fn revive(&mut self, id: UnitId) {
         let unit = &mut self.units[id.index()];
         if !matches!(unit.residence, Residence::Absent) {
             return;
         }
-        let held = unit.lingering.iter().rposition(|held| !held.spoiled && held.slot.strong_count() > 0);
-        let Some(slot) = held.and_then(|at| unit.lingering.remove(at).slot.upgrade()) else { return };
+        let held =
+            unit.lingering.iter().rposition(|held| !held.spoiled && held.slot.strong_count() > 0);
+        let Some(slot) = held.and_then(|at| unit.lingering.remove(at).slot.upgrade()) else {
+            return;
+        };
         // Memory that was set aside for it is not needed.
         unit.reserved = None;
         unit.residence = Residence::Present(slot);
         self.note_idle(id);
     }
 
-    /// Ends one use of a unit by `user`. What the plan does not keep goes, unless it is expected again sooner
-    /// than others that are already here.
+    /// Ends one use of a unit by `user`. What the plan does not keep goes, unless it is expected
+    /// again sooner than others that are already here.
     pub(crate) fn release(&mut self, id: UnitId, user: ThreadId, used_ns: u64) {
         let unit = &mut self.units[id.index()];
         if unit.stats.uses > 0 {
@@ -340,8 +353,10 @@ impl<D: Device> State<D> {
         unit.stats.uses += 1;
         unit.stats.use_ns += used_ns;
         let users = &mut unit.users;
-        let at =
-            users.iter().position(|&u| u == user).expect("a lease is released by the name it was taken in");
+        let at = users
+            .iter()
+            .position(|&u| u == user)
+            .expect("a lease is released by the name it was taken in");
         users.swap_remove(at);
         self.note_idle(id);
         if self.idle.contains(&id) && self.passes.next_use(id) >= self.horizon {
@@ -426,8 +441,14 @@ impl<D: Device> State<D> {
         self.pump(fixed, now_ns);
     }
 
-    /// Memory for a unit expected in `distance` visits, at the cost only of units that are expected later.
-    fn room_ahead(&mut self, fixed: &Fixed<D>, id: UnitId, distance: usize) -> Result<Room<D>, NoRoom> {
+    /// Memory for a unit expected in `distance` visits, at the cost only of units that are expected
+    /// later.
+    fn room_ahead(
+        &mut self,
+        fixed: &Fixed<D>,
+        id: UnitId,
+        distance: usize,
+    ) -> Result<Room<D>, NoRoom> {
         loop {
             match self.room(fixed, id) {
                 Err(NoRoom::Slots) => {}
@@ -445,7 +466,13 @@ impl<D: Device> State<D> {
         fixed.slots.room(len, &mut self.units[id.index()].reserved)
     }
 
-    fn start(&mut self, fixed: &Fixed<D>, id: UnitId, room: Room<D>, now_ns: u64) -> Vec<QueuedRead> {
+    fn start(
+        &mut self,
+        fixed: &Fixed<D>,
+        id: UnitId,
+        room: Room<D>,
+        now_ns: u64,
+    ) -> Vec<QueuedRead> {
         let load_id = self.next_load;
         self.next_load = self.next_load.wrapping_add(1);
         let layout = &fixed.units[id.index()].layout;
@@ -470,7 +497,11 @@ impl<D: Device> State<D> {
         {
             let source = Arc::clone(&fixed.sources[read.file.0 as usize]);
             let request = if read.fill != Fill::Straight {
-                let bounce = match fixed.bounces.as_ref().map(|pool| pool.allocate(fixed.cut.bounce_bytes)) {
+                let bounce = match fixed
+                    .bounces
+                    .as_ref()
+                    .map(|pool| pool.allocate(fixed.cut.bounce_bytes))
+                {
                     Some(Ok(bounce)) => bounce,
                     _ if self.in_flight + self.copying > 0 => {
                         self.queue.push_front(read);
@@ -483,7 +514,11 @@ impl<D: Device> State<D> {
                         let result = Err(ts_io::Error::TimedOut { path, offset, len, timeout });
                         self.targets.insert(read.token, (read.target, 0..0, read.fill));
                         self.in_flight += 1;
-                        rejected.push(Completion { token: read.token, buffers: Vec::new(), result });
+                        rejected.push(Completion {
+                            token: read.token,
+                            buffers: Vec::new(),
+                            result,
+                        });
                         continue;
                     }
                 };
@@ -506,7 +541,8 @@ impl<D: Device> State<D> {
             }
         }
         for completion in rejected {
-            // By way of the loader's queue: the unit's state must not change in the middle of a step.
+            // By way of the loader's queue: the unit's state must not change in the middle of a
+            // step.
             let _ = fixed.events.send(Event::Read(completion));
         }
     }
@@ -535,15 +571,20 @@ impl<D: Device> State<D> {
         match self.targets.remove(&token) {
             None => self.put_back(fixed, load_id, part, buffer, now_ns),
             Some((target, stored, fill)) if delivered => {
-                let workers = self.workers.as_ref().expect("there are workers where there are bounces");
+                let workers =
+                    self.workers.as_ref().expect("there are workers where there are bounces");
                 let bounce = buffer.expect("what is delivered is in a buffer");
                 self.copying += 1;
                 let unit = &self.units[load.unit.index()];
                 let verify = unit.is_to_be_verified(fixed.verify);
-                workers.submit(Job::Bring { token, bounce, stored, fill, verify, target }, unit.wanted > 0);
+                workers.submit(
+                    Job::Bring { token, bounce, stored, fill, verify, target },
+                    unit.wanted > 0,
+                );
             }
             Some((target, ..)) => {
-                // One that the system still holds goes back to its pool, whence the next read takes it.
+                // One that the system still holds goes back to its pool, whence the next read takes
+                // it.
                 drop(buffer);
                 self.put_back(fixed, load_id, part, Some(target), now_ns);
             }
@@ -581,7 +622,9 @@ impl<D: Device> State<D> {
         };
         let load = self.loads.get_mut(&load_id).expect("a job belongs to a load");
         let unit = &fixed.units[load.unit.index()].unit.name;
-        load.error.get_or_insert(Error::System(format!("unit `{unit}`: a worker panicked: this is a bug")));
+        load.error.get_or_insert(Error::System(format!(
+            "unit `{unit}`: a worker panicked: this is a bug"
+        )));
         match lost {
             Lost::Part(token) => {
                 self.copying -= 1;
@@ -591,7 +634,14 @@ impl<D: Device> State<D> {
         }
     }
 
-    fn put_back(&mut self, fixed: &Fixed<D>, load_id: u32, part: usize, buffer: Option<Buffer>, now_ns: u64) {
+    fn put_back(
+        &mut self,
+        fixed: &Fixed<D>,
+        load_id: u32,
+        part: usize,
+        buffer: Option<Buffer>,
+        now_ns: u64,
+    ) {
         let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");
         if load.put_back(part, buffer) {
             self.complete(fixed, load_id, now_ns);
@@ -643,7 +693,9 @@ impl<D: Device> State<D> {
     fn settle(&mut self, fixed: &Fixed<D>, load_id: u32, slot: Option<Buffer>, now_ns: u64) {
         let load = self.loads.get_mut(&load_id).expect("what is read belongs to a load");
         match (slot, load.stays.take()) {
-            (Some(slot), Some(home)) if load.error.is_none() => fixed.slots.upload(load_id, slot, home),
+            (Some(slot), Some(home)) if load.error.is_none() => {
+                fixed.slots.upload(load_id, slot, home)
+            }
             (_, Some(home)) => self.finish(fixed, load_id, Some(Home::Device(home)), now_ns),
             (slot, None) => self.finish(fixed, load_id, slot.map(Home::Host), now_ns),
         }

@@ -39,7 +39,8 @@ pub struct EngineStats {
     pub in_use_high_water_bytes: usize,
     /// Bytes that they occupy now.
     pub in_use_bytes: usize,
-    /// Memory of the host by way of which units go to a device, beside the budget; 0 where they are read to where they stay.
+    /// Memory of the host by way of which units go to a device, beside the budget; 0 where they are
+    /// read to where they stay.
     pub staging_bytes: usize,
     /// The backend that reads, and why those of higher priority were passed over.
     pub backend: &'static str,

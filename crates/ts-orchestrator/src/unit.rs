@@ -3,8 +3,8 @@ use std::sync::Arc;
 
 use ts_format::{Catalog, ChunkPart, Digest, TensorEntry};
 
-/// Alignment that decides how a tensor's arithmetic rounds: vector code peels elements up to it, so the same
-/// tensor at another address modulo 64 may differ in its last bits.
+/// Alignment that decides how a tensor's arithmetic rounds: vector code peels elements up to it, so
+/// the same tensor at another address modulo 64 may differ in its last bits.
 pub const PHASE_ALIGN: usize = 64;
 
 /// Which unit of an engine, as an index into the units it was made with.
@@ -17,7 +17,8 @@ impl UnitId {
     }
 }
 
-/// Tensors that are used together: read, held and let go as one. Usually the parameters of one layer.
+/// Tensors that are used together: read, held and let go as one. Usually the parameters of one
+/// layer.
 #[derive(Debug, Clone)]
 pub struct Unit {
     /// How messages and statistics call it.
@@ -46,13 +47,19 @@ pub struct UnitTensor {
 pub enum Phase {
     /// As a mapping of the file would put it: the offset of its first byte in the file.
     Mapped,
-    /// This, whatever the file says: 0 for what the reference copies, `data_ptr() % 64` of a live tensor.
+    /// This, whatever the file says: 0 for what the reference copies, `data_ptr() % 64` of a live
+    /// tensor.
     At(u8),
 }
 
 impl UnitTensor {
     /// A tensor of a catalog, or one that was assembled of its bytes.
-    pub fn new(catalog: &Catalog, name: impl Into<String>, entry: TensorEntry, phase: Phase) -> Self {
+    pub fn new(
+        catalog: &Catalog,
+        name: impl Into<String>,
+        entry: TensorEntry,
+        phase: Phase,
+    ) -> Self {
         let digest = match entry.parts[..] {
             [part] => catalog.digest(part).map(Arc::new),
             _ => None,

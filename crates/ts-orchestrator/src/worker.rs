@@ -8,7 +8,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ts_format::{CHUNK_LEN, Chunk, DecodeError, Digest, Scratch, decode_chunk};
 use ts_pool::Buffer;
-use ts_streams::{AllocationStrategy, CpuDevice, Device, HostFn, Stream, StreamPool, StreamPriority};
+use ts_streams::{
+    AllocationStrategy, CpuDevice, Device, HostFn, Stream, StreamPool, StreamPriority,
+};
 
 use crate::Error;
 use crate::layout::Fill;
@@ -70,10 +72,16 @@ pub(crate) struct Workers<D: Device> {
 impl<D: Device> Workers<D> {
     pub(crate) fn new(threads: usize, events: &Sender<Event<D>>) -> Result<Self, Error> {
         let new = || {
-            // A stream is work in order, and jobs have none: as many for each urgency as could run at once.
-            let priorities = [vec![StreamPriority::High; threads], vec![StreamPriority::Normal; threads]];
+            // A stream is work in order, and jobs have none: as many for each urgency as could run
+            // at once.
+            let priorities =
+                [vec![StreamPriority::High; threads], vec![StreamPriority::Normal; threads]];
             let device = CpuDevice::with_threads(threads)?;
-            StreamPool::with_priorities(device, &priorities.concat(), AllocationStrategy::LoadBalanced)
+            StreamPool::with_priorities(
+                device,
+                &priorities.concat(),
+                AllocationStrategy::LoadBalanced,
+            )
         };
         let streams = new().map_err(|e| Error::System(format!("cannot start workers: {e}")))?;
         Ok(Self { streams, decoders: Arc::default(), events: events.clone() })
@@ -82,8 +90,10 @@ impl<D: Device> Workers<D> {
     /// What is urgent is done before all else that has not begun.
     pub(crate) fn submit(&self, job: Job, urgent: bool) {
         let priority = if urgent { StreamPriority::High } else { StreamPriority::Normal };
-        let stream = self.streams.priority_stream(priority).expect("there are streams of each urgency");
-        let (decoders, events, lost) = (Arc::clone(&self.decoders), self.events.clone(), job.lost());
+        let stream =
+            self.streams.priority_stream(priority).expect("there are streams of each urgency");
+        let (decoders, events, lost) =
+            (Arc::clone(&self.decoders), self.events.clone(), job.lost());
         let work = HostFn::new(move || {
             let event = catch_unwind(AssertUnwindSafe(|| job.run(&decoders)));
             // Without a listener the engine is gone, and the buffers go home by being dropped.
@@ -146,7 +156,13 @@ struct Decoder {
 }
 
 impl Decoder {
-    fn bring(&mut self, stored: &[u8], fill: Fill, verify: bool, target: &mut [u8]) -> Result<(), Damage> {
+    fn bring(
+        &mut self,
+        stored: &[u8],
+        fill: Fill,
+        verify: bool,
+        target: &mut [u8],
+    ) -> Result<(), Damage> {
         let Fill::Decoded { chunk, raw_len, skip } = fill else {
             target.copy_from_slice(stored);
             return Ok(());
@@ -156,10 +172,12 @@ impl Decoder {
         }
         let wrong = |error: DecodeError| Damage { chunk, what: format!("are {error}") };
         if target.len() == raw_len {
-            return decode_chunk(chunk.codec, chunk.width, stored, target, &mut self.scratch).map_err(wrong);
+            return decode_chunk(chunk.codec, chunk.width, stored, target, &mut self.scratch)
+                .map_err(wrong);
         }
         self.whole.resize(raw_len, 0);
-        decode_chunk(chunk.codec, chunk.width, stored, &mut self.whole, &mut self.scratch).map_err(wrong)?;
+        decode_chunk(chunk.codec, chunk.width, stored, &mut self.whole, &mut self.scratch)
+            .map_err(wrong)?;
         target.copy_from_slice(&self.whole[skip..skip + target.len()]);
         Ok(())
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The engine for devices: the same passes on the host and on a simulated GPU that stalls and fails, whose race detector sees
-//! whether memory is given on before all that uses it is done.
+//! The engine for devices: the same passes on the host and on a simulated GPU that stalls and
+//! fails, whose race detector sees whether memory is given on before all that uses it is done.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::alloc::Layout;
@@ -21,7 +21,8 @@ use ts_streams::{
 
 const KIB: usize = 1024;
 
-/// A file, cut into units of a tensor that is one run of it and a tensor that is assembled of three.
+/// A file, cut into units of a tensor that is one run of it and a tensor that is assembled of
+/// three.
 struct Model {
     dir: tempfile::TempDir,
     content: Vec<u8>,
@@ -32,7 +33,8 @@ impl Model {
     fn new(sizes: &[usize]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let len: usize = sizes.iter().sum();
-        let content: Vec<u8> = (0..len).map(|i| (i ^ (i >> 8).wrapping_mul(37) ^ (i >> 16)) as u8).collect();
+        let content: Vec<u8> =
+            (0..len).map(|i| (i ^ (i >> 8).wrapping_mul(37) ^ (i >> 16)) as u8).collect();
         fs::write(dir.path().join("weights"), &content).unwrap();
         let mut at = 0;
         let tensor = |name: String, parts: &[(usize, usize)], phase| {
@@ -66,7 +68,10 @@ impl Model {
 
     fn expected(&self, unit: usize, tensor: usize) -> Vec<u8> {
         let parts = &self.units[unit].tensors[tensor].entry.parts;
-        parts.iter().flat_map(|p| self.content[p.offset as usize..][..p.len as usize].to_vec()).collect()
+        parts
+            .iter()
+            .flat_map(|p| self.content[p.offset as usize..][..p.len as usize].to_vec())
+            .collect()
     }
 }
 
@@ -111,7 +116,8 @@ fn compute<D: Device>(
         let number = all.len();
         all.push(Sight { unit, tensor: index, copy, copied: false });
         drop(all);
-        // SAFETY: the engine keeps the unit for the stream, which it was told of; what it is copied to is kept for all of the test.
+        // SAFETY: the engine keeps the unit for the stream, which it was told of; what it is copied
+        // to is kept for all of the test.
         unsafe { stream.copy(to, range) }?;
         stream.launch_host_fn(HostFn::new(move || sights.lock().unwrap()[number].copied = true))?;
     }
@@ -128,9 +134,11 @@ fn pass_in<D: Device>(engine: &Engine<D>, order: &[u32]) {
     engine.replan(never_interrupt()).unwrap();
 }
 
-/// Passes whose work is still to be done when the leases are gone; how often a device or a file failed.
+/// Passes whose work is still to be done when the leases are gone; how often a device or a file
+/// failed.
 fn passes<D: Device>(model: &Model, engine: &Engine<D>, device: &D, count: usize) -> usize {
-    let streams = [StreamPriority::Normal, StreamPriority::High].map(|p| device.create_stream(p).unwrap());
+    let streams =
+        [StreamPriority::Normal, StreamPriority::High].map(|p| device.create_stream(p).unwrap());
     let (seen, mut failures) = (Seen::<D>::default(), 0);
     for turn in 0..count {
         let pass = engine.begin_pass(never_interrupt()).unwrap();
@@ -145,7 +153,10 @@ fn passes<D: Device>(model: &Model, engine: &Engine<D>, device: &D, count: usize
                             "only what was asked to fail fails: {error}"
                         );
                         failures += 1;
-                        assert!(failures < 10_000, "what fails once does not fail for good: {error}");
+                        assert!(
+                            failures < 10_000,
+                            "what fails once does not fail for good: {error}"
+                        );
                     }
                 }
             };
@@ -213,7 +224,10 @@ fn a_device_gets_its_units_by_way_of_the_host_and_no_more_memory_than_its_budget
     let (model, device) = (Model::new(&SIZES), SimDevice::new(SimOptions::default()));
     let engine = Engine::on(&device, model.units.clone(), model.source(), config(BUDGET)).unwrap();
     let on_device = device.memory().in_use_bytes;
-    assert!(on_device <= BUDGET + engine.stats().staging_bytes, "{on_device} bytes, pinned ones included");
+    assert!(
+        on_device <= BUDGET + engine.stats().staging_bytes,
+        "{on_device} bytes, pinned ones included"
+    );
     assert_eq!(passes(&model, &engine, &device, 10), 0);
     assert_eq!(device.memory().in_use_bytes, on_device, "all of it was taken then");
     assert_eq!(device.races(), []);
@@ -222,15 +236,19 @@ fn a_device_gets_its_units_by_way_of_the_host_and_no_more_memory_than_its_budget
     assert!(stats.units.iter().any(|unit| unit.loads >= 10), "others are streamed");
     assert!(stats.reserved_high_water_bytes <= BUDGET);
     assert!(stats.in_use_high_water_bytes <= stats.reserved_high_water_bytes);
-    let error = Engine::on(&device, model.units.clone(), model.source(), config(100 * KIB)).err().unwrap();
+    let error =
+        Engine::on(&device, model.units.clone(), model.source(), config(100 * KIB)).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::NeverFits);
 }
 
-/// Units that are kept lie together after a new plan as well, for what streams beside them needs one piece.
+/// Units that are kept lie together after a new plan as well, for what streams beside them needs
+/// one piece.
 fn new_plans_find_memory_in_one_piece<D: Device>(device: &D) {
     let model = Model::new(&[20, 20, 20, 140, 20, 20, 20, 60].map(|kib| kib * KIB));
     let new = |budget| Engine::on(device, model.units.clone(), model.source(), config(budget));
-    let Some(ts_orchestrator::Error::NeverFits(refused)) = new(0).err() else { panic!("nothing is enough") };
+    let Some(ts_orchestrator::Error::NeverFits(refused)) = new(0).err() else {
+        panic!("nothing is enough")
+    };
     let mut replans = 0;
     for spare in (0..400 * KIB).step_by(20 * KIB) {
         let engine = new(refused.smallest_budget_bytes + spare).unwrap();
@@ -287,11 +305,15 @@ fn a_stream_that_the_engine_was_not_told_of_is_a_race() {
     assert_ne!(device.races(), [], "what still reads a unit is not known to be over");
 }
 
-/// Work owns the leases, and drops them where it runs: also while the engine asks streams for memory, and when the engine is gone.
+/// Work owns the leases, and drops them where it runs: also while the engine asks streams for
+/// memory, and when the engine is gone.
 fn leases_end_in_work<D: Device>(device: &D) {
     let model = Model::new(&SIZES);
-    let engine = Engine::on(device, model.units.clone(), model.source(), config(BUDGET + 200 * KIB)).unwrap();
-    let (stream, seen) = (device.create_stream(StreamPriority::Normal).unwrap(), Seen::<D>::default());
+    let engine =
+        Engine::on(device, model.units.clone(), model.source(), config(BUDGET + 200 * KIB))
+            .unwrap();
+    let (stream, seen) =
+        (device.create_stream(StreamPriority::Normal).unwrap(), Seen::<D>::default());
     for unit in (0..SIZES.len() as u32).cycle().take(4 * SIZES.len()) {
         let acquire = || engine.acquire(None, UnitId(unit), never_interrupt());
         // To the engine this thread has all that it took, and may be told so.
@@ -353,7 +375,11 @@ proptest! {
         let model = Model::new(&sizes);
         let device = SimDevice::new(SimOptions { seed, stalls, faults, ..SimOptions::default() });
         let largest = 2 * sizes.iter().max().unwrap() + 40 * KIB;
-        let config = reading_badly(EngineConfig { staging_units, ..config(room * largest) }, seed, of_storage);
+        let config = reading_badly(
+            EngineConfig { staging_units, ..config(room * largest) },
+            seed,
+            of_storage,
+        );
         let engine = Engine::on(&device, model.units.clone(), model.source(), config).unwrap();
         passes(&model, &engine, &device, 6);
         prop_assert_eq!(device.races(), []);

@@ -13,12 +13,12 @@ use proptest::prelude::*;
 use ts_format::{ByteRange, Digest, Dtype, FileId, TensorEntry, TensorMeta};
 use ts_io::fault::{Fault, Faults, FaultyProvider};
 use ts_io::{
-    Availability, Backend, BackendOptions, BackendProvider, Capabilities, Completion, CompletionSink,
-    ReadRequest, Registry, Rejected, Source,
+    Availability, Backend, BackendOptions, BackendProvider, Capabilities, Completion,
+    CompletionSink, ReadRequest, Registry, Rejected, Source,
 };
 use ts_orchestrator::{
-    Engine, EngineConfig, Error, ErrorKind, Phase, Prefetch, TensorBytes, Unit, UnitId, UnitTensor, Verify,
-    never_interrupt,
+    Engine, EngineConfig, Error, ErrorKind, Phase, Prefetch, TensorBytes, Unit, UnitId, UnitTensor,
+    Verify, never_interrupt,
 };
 
 const KIB: usize = 1024;
@@ -32,8 +32,10 @@ struct Model {
 }
 
 fn tensor(name: &str, parts: &[(u64, usize)], phase: Phase) -> UnitTensor {
-    let parts: Vec<_> =
-        parts.iter().map(|&(offset, len)| ByteRange { file: FileId(0), offset, len: len as u64 }).collect();
+    let parts: Vec<_> = parts
+        .iter()
+        .map(|&(offset, len)| ByteRange { file: FileId(0), offset, len: len as u64 })
+        .collect();
     let len = parts.iter().map(|p| p.len).sum();
     let meta = TensorMeta { dtype: Dtype::U8, shape: vec![len] };
     UnitTensor {
@@ -69,7 +71,10 @@ impl Model {
 
     fn expected(&self, unit: usize) -> Vec<u8> {
         let parts = &self.units[unit].tensors[0].entry.parts;
-        parts.iter().flat_map(|p| self.content[p.offset as usize..][..p.len as usize].to_vec()).collect()
+        parts
+            .iter()
+            .flat_map(|p| self.content[p.offset as usize..][..p.len as usize].to_vec())
+            .collect()
     }
 
     fn check(&self, unit: usize, bytes: &[u8]) {
@@ -165,7 +170,10 @@ fn a_kept_tensor_is_never_overwritten_and_is_named_when_its_memory_is_needed() {
     let error = acquire_tensor(&engine, 1).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Full);
     assert!(
-        matches!(&error, Error::StillReferenced { unit, holders, .. } if unit == "u1" && holders == "`u0` x1"),
+        matches!(
+            &error,
+            Error::StillReferenced { unit, holders, .. } if unit == "u1" && holders == "`u0` x1"
+        ),
         "{error}"
     );
     model.check(0, &kept);
@@ -213,12 +221,18 @@ fn a_write_to_a_kept_unit_is_found_and_the_unit_stays_kept() {
         let order: Vec<usize> = (0..8).collect();
         for _ in 0..3 {
             model.pass(&engine, &order);
-            assert!(engine.written().is_empty(), "reading from storage is no write to what was read");
-            let kept = engine.stats().units.iter().rposition(|unit| unit.resident).expect("some are kept");
+            assert!(
+                engine.written().is_empty(),
+                "reading from storage is no write to what was read"
+            );
+            let kept =
+                engine.stats().units.iter().rposition(|unit| unit.resident).expect("some are kept");
             let tensor = acquire_tensor(&engine, kept as u32).unwrap();
             let address = tensor.range().as_ptr();
             // SAFETY: as foreign code does it: inside the tensor, which nobody else reads now.
-            unsafe { address.add(100 * KIB).write_volatile(!address.add(100 * KIB).read_volatile()) };
+            unsafe {
+                address.add(100 * KIB).write_volatile(!address.add(100 * KIB).read_volatile())
+            };
             drop(tensor);
             assert_eq!(engine.written(), [(UnitId(kept as u32), vec![0])]);
             engine.discard(UnitId(kept as u32)).unwrap();
@@ -260,12 +274,16 @@ fn a_file_cut_while_it_is_streamed_is_an_error_with_tensor_and_place_not_wrong_b
     let engine = model.engine(config(450 * KIB)).unwrap();
     model.pass(&engine, &[0, 1, 2, 3, 4, 5]);
     fs::OpenOptions::new().write(true).open(&model.path).unwrap().set_len(500_000).unwrap();
-    let errors: Vec<Error> = (0..6).filter_map(|unit| acquire_tensor(&engine, unit).err()).collect();
+    let errors: Vec<Error> =
+        (0..6).filter_map(|unit| acquire_tensor(&engine, unit).err()).collect();
     assert!(!errors.is_empty());
     for error in errors {
         assert_eq!(error.kind(), ErrorKind::Storage);
         let text = error.to_string();
-        assert!(text.contains("weights") && text.contains("tensor `t") && text.contains("byte"), "{text}");
+        assert!(
+            text.contains("weights") && text.contains("tensor `t") && text.contains("byte"),
+            "{text}"
+        );
     }
 }
 
@@ -398,7 +416,11 @@ fn the_order_is_learned_and_the_plan_follows_it() {
     let before = engine.stats();
     model.pass(&engine, &order);
     let after = engine.stats();
-    assert_eq!(after.total_read_bytes(), before.total_read_bytes(), "the four units in use fit and are kept");
+    assert_eq!(
+        after.total_read_bytes(),
+        before.total_read_bytes(),
+        "the four units in use fit and are kept"
+    );
     assert!(order.iter().all(|&u| after.units[u].resident));
 }
 
@@ -490,7 +512,8 @@ fn a_device_that_fails_is_an_error_and_one_that_recovers_is_read_again() {
     fail.store(false, Ordering::SeqCst);
     for unit in 0..6 {
         // What was read ahead and failed says so once.
-        let bytes = acquire_tensor(&engine, unit).or_else(|_| acquire_tensor(&engine, unit)).unwrap();
+        let bytes =
+            acquire_tensor(&engine, unit).or_else(|_| acquire_tensor(&engine, unit)).unwrap();
         model.check(unit as usize, &bytes);
     }
 }
@@ -590,8 +613,11 @@ fn bytes_without_their_checksum_are_an_error_that_says_where_unless_not_asked() 
         for _ in 0..2 {
             let error = engine.acquire(None, UnitId(0), never_interrupt()).err().unwrap();
             assert_eq!(error.kind(), ErrorKind::Corrupt);
-            let place =
-                format!("tensor `t0`: {}: 1048576 bytes at byte {}", model.path.display(), 8 + (2 << 20));
+            let place = format!(
+                "tensor `t0`: {}: 1048576 bytes at byte {}",
+                model.path.display(),
+                8 + (2 << 20)
+            );
             assert!(error.to_string().contains(&place), "{error}");
         }
         model.check(1, &engine.acquire(None, UnitId(1), never_interrupt()).unwrap().tensor(0));
@@ -606,13 +632,15 @@ fn what_is_verified_once_is_trusted_when_it_is_read_again() {
     for i in 0..2 {
         model.units[i].tensors[0].digest = Some(Arc::new(Digest::of(&model.expected(i))));
     }
-    let visit = |engine: &Engine, unit| engine.acquire(None, UnitId(unit), never_interrupt()).map(|_| ());
+    let visit =
+        |engine: &Engine, unit| engine.acquire(None, UnitId(unit), never_interrupt()).map(|_| ());
     for (verify, again) in [(Verify::EveryRead, Some(ErrorKind::Corrupt)), (Verify::Once, None)] {
         let config = || EngineConfig { verify, prefetch: Prefetch::None, ..config(4 << 20) };
         let engine = model.engine(config()).unwrap();
         visit(&engine, 0).unwrap();
         visit(&engine, 1).unwrap();
-        // A bit that turned by itself: the file is as old as it was, and another mode explains the time of its change.
+        // A bit that turned by itself: the file is as old as it was, and another mode explains the
+        // time of its change.
         let modified = fs::metadata(&model.path).unwrap().modified().unwrap();
         let turn = |content: &[u8]| {
             let file = fs::File::options().write(true).open(&model.path).unwrap();
@@ -627,7 +655,11 @@ fn what_is_verified_once_is_trusted_when_it_is_read_again() {
         assert_eq!(visit(&engine, 0).err().map(|error| error.kind()), again, "{verify:?}");
         drop(engine);
         let engine = model.engine(config()).unwrap();
-        assert_eq!(visit(&engine, 0).unwrap_err().kind(), ErrorKind::Corrupt, "{verify:?}: the first time");
+        assert_eq!(
+            visit(&engine, 0).unwrap_err().kind(),
+            ErrorKind::Corrupt,
+            "{verify:?}: the first time"
+        );
         assert_eq!(
             visit(&engine, 0).unwrap_err().kind(),
             ErrorKind::Corrupt,
@@ -641,7 +673,9 @@ fn what_is_verified_once_is_trusted_when_it_is_read_again() {
 #[test]
 fn prefetch_reads_as_far_ahead_as_it_says() {
     let model = Model::new(&[64 * KIB; 12]);
-    for (prefetch, most_ahead) in [(Prefetch::None, 0), (Prefetch::NextLayer, 1), (Prefetch::Adaptive, 2)] {
+    for (prefetch, most_ahead) in
+        [(Prefetch::None, 0), (Prefetch::NextLayer, 1), (Prefetch::Adaptive, 2)]
+    {
         let engine = model.engine(EngineConfig { prefetch, ..config(6 * 68 * KIB) }).unwrap();
         let pass = engine.begin_pass(never_interrupt()).unwrap();
         let mut most = 0;
@@ -664,7 +698,8 @@ fn prefetch_reads_as_far_ahead_as_it_says() {
 
 #[test]
 fn what_one_operation_needs_is_leased_together_at_the_smallest_budget() {
-    let model = Model::new(&[100 * KIB, 20 * KIB, 60 * KIB, 200 * KIB, 40 * KIB, 300 * KIB, 30 * KIB]);
+    let model =
+        Model::new(&[100 * KIB, 20 * KIB, 60 * KIB, 200 * KIB, 40 * KIB, 300 * KIB, 30 * KIB]);
     let sets = [vec![0, 1, 2, 3], vec![5, 6], vec![2, 4, 5]];
     let ids = |set: &[u32]| set.iter().copied().map(UnitId).collect::<Vec<_>>();
     let together: Vec<_> = sets.iter().map(|set| ids(set)).collect();
@@ -736,7 +771,10 @@ fn bytes_that_are_still_in_memory_are_leased_again_and_not_read_twice() {
     let again = acquire_tensor(&engine, 1).unwrap();
     assert_eq!(again.as_ptr(), kept.as_ptr());
     engine.discard(UnitId(1)).unwrap();
-    assert!(engine.acquire(None, UnitId(1), &mut patience()).is_err(), "what was spoiled is not leased");
+    assert!(
+        engine.acquire(None, UnitId(1), &mut patience()).is_err(),
+        "what was spoiled is not leased"
+    );
     drop((kept, again));
     model.check(1, &acquire_tensor(&engine, 1).unwrap());
 }

@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::Error;
 
-/// A hard limit on bytes that several owners of memory share. Cloning gives another handle to the same account.
+/// A hard limit on bytes that several owners of memory share. Cloning gives another handle to the
+/// same account.
 #[derive(Debug, Clone)]
 pub struct Budget {
     account: Arc<Account>,
@@ -20,8 +21,11 @@ struct Account {
 impl Budget {
     /// An account of `limit_bytes`, all free.
     pub fn new(limit_bytes: usize) -> Self {
-        let account =
-            Account { limit: limit_bytes, used: AtomicUsize::new(0), high_water: AtomicUsize::new(0) };
+        let account = Account {
+            limit: limit_bytes,
+            used: AtomicUsize::new(0),
+            high_water: AtomicUsize::new(0),
+        };
         Self { account: Arc::new(account) }
     }
 
@@ -39,9 +43,11 @@ impl Budget {
                 account.high_water.fetch_max(before + bytes, Ordering::AcqRel);
                 Ok(Reservation { account: Arc::clone(account), bytes })
             }
-            Err(used_bytes) => {
-                Err(Error::OverBudget { requested_bytes: bytes, used_bytes, limit_bytes: account.limit })
-            }
+            Err(used_bytes) => Err(Error::OverBudget {
+                requested_bytes: bytes,
+                used_bytes,
+                limit_bytes: account.limit,
+            }),
         }
     }
 

@@ -7,8 +7,9 @@ use crate::pool::Block;
 
 /// Memory that one owner may read and write: a whole block of a pool, or a part split off it.
 ///
-/// Not `Clone`. Parts of one block can be filled at the same time by different threads, then joined again
-/// with [`unsplit`](Buffer::unsplit) or simply dropped; the block is freed with its last part.
+/// Not `Clone`. Parts of one block can be filled at the same time by different threads, then joined
+/// again with [`unsplit`](Buffer::unsplit) or simply dropped; the block is freed with its last
+/// part.
 #[derive(Debug)]
 pub struct Buffer {
     block: Arc<Block>,
@@ -30,7 +31,8 @@ impl Buffer {
     #[must_use = "the bytes split off are freed with what this returns"]
     pub fn split_off(&mut self, at: usize) -> Buffer {
         assert!(at <= self.len, "split at {at} of {}", self.len);
-        let tail = Buffer { block: Arc::clone(&self.block), offset: self.offset + at, len: self.len - at };
+        let tail =
+            Buffer { block: Arc::clone(&self.block), offset: self.offset + at, len: self.len - at };
         self.len = at;
         tail
     }
@@ -66,15 +68,17 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the arena is mapped and zeroed while the block lives, the part is inside the block
-        // (`of_block`, `split_off`), and no other `Buffer` covers these bytes, so none is being written.
+        // SAFETY: the arena is mapped and zeroed while the block lives, the part is inside the
+        // block (`of_block`, `split_off`), and no other `Buffer` covers these bytes, so none is
+        // being written.
         unsafe { std::slice::from_raw_parts(self.ptr().as_ptr(), self.len) }
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`; `&mut self` and the disjointness of parts make the access exclusive.
+        // SAFETY: as in `deref`; `&mut self` and the disjointness of parts make the access
+        // exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr(), self.len) }
     }
 }
@@ -91,8 +95,8 @@ impl Deref for SharedBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: `freeze` consumed the only `Buffer` over these bytes, so nobody writes them, and the arena
-        // is mapped while the block lives.
+        // SAFETY: `freeze` consumed the only `Buffer` over these bytes, so nobody writes them, and
+        // the arena is mapped while the block lives.
         unsafe { std::slice::from_raw_parts(part_ptr(&self.block, self.offset).as_ptr(), self.len) }
     }
 }

@@ -4,7 +4,9 @@
 use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ts_streams::{Device, ErrorKind as DeviceErrorKind, HostFn, MemoryKind, MemoryRange, RawMemory, Stream};
+use ts_streams::{
+    Device, ErrorKind as DeviceErrorKind, HostFn, MemoryKind, MemoryRange, RawMemory, Stream,
+};
 
 use crate::Error;
 use crate::stack::{Links, Stack};
@@ -23,7 +25,8 @@ pub struct PoolConfig {
     pub max_block_bytes: usize,
     /// How many sizes there are between these, each as many times the one before.
     pub classes: usize,
-    /// Whether blocks are taken from the device when the pool is made, some of each size: half of the pool.
+    /// Whether blocks are taken from the device when the pool is made, some of each size: half of
+    /// the pool.
     pub preallocate: bool,
 }
 
@@ -43,20 +46,32 @@ impl Default for PoolConfig {
 impl PoolConfig {
     /// For large transfers: 512 MB, from 1 MB on, taken at once.
     pub fn high_throughput() -> Self {
-        Self { pool_bytes: 512 << 20, min_block_bytes: 1 << 20, preallocate: true, ..Self::default() }
+        Self {
+            pool_bytes: 512 << 20,
+            min_block_bytes: 1 << 20,
+            preallocate: true,
+            ..Self::default()
+        }
     }
 
     /// For small machines: 64 MB, from 16 KB on.
     pub fn low_memory() -> Self {
-        Self { pool_bytes: 64 << 20, min_block_bytes: 16 << 10, max_block_bytes: 16 << 20, ..Self::default() }
+        Self {
+            pool_bytes: 64 << 20,
+            min_block_bytes: 16 << 10,
+            max_block_bytes: 16 << 20,
+            ..Self::default()
+        }
     }
 
     /// The sizes, the smallest first: multiples of 4096 bytes.
     fn sizes(&self) -> Vec<usize> {
-        let (least, most) = (self.min_block_bytes.max(1) as f64, self.max_block_bytes.max(1) as f64);
+        let (least, most) =
+            (self.min_block_bytes.max(1) as f64, self.max_block_bytes.max(1) as f64);
         let steps = self.classes.max(2) - 1;
         let size = |i: usize| least * (most / least).powf(i as f64 / steps as f64);
-        let mut sizes: Vec<usize> = (0..=steps).map(|i| (size(i) as usize).next_multiple_of(4096)).collect();
+        let mut sizes: Vec<usize> =
+            (0..=steps).map(|i| (size(i) as usize).next_multiple_of(4096)).collect();
         sizes.dedup();
         sizes
     }
@@ -65,11 +80,11 @@ impl PoolConfig {
 /// A pool of a device's memory in blocks: see [`BlockPool`].
 pub type GpuMemoryPool<D> = BlockPool<D>;
 
-/// Blocks of memory of some sizes, kept to be used again. A block that is there is had without a lock. Cloning gives another
-/// handle.
+/// Blocks of memory of some sizes, kept to be used again. A block that is there is had without a
+/// lock. Cloning gives another handle.
 ///
-/// Threads have shelves of their own, as far as there are shelves, and take from those of others when theirs is empty; a block goes
-/// back to where it was taken from, whoever drops it.
+/// Threads have shelves of their own, as far as there are shelves, and take from those of others
+/// when theirs is empty; a block goes back to where it was taken from, whoever drops it.
 ///
 /// Work of streams is the owner's to wait for: see [`PooledBuffer::release_after`].
 #[derive(Debug)]
@@ -138,8 +153,8 @@ pub struct BlockStats {
     pub in_use_bytes: usize,
     /// Bytes in all blocks.
     pub pool_bytes: usize,
-    /// The most that was in use at any time. Never less; where several threads use the pool perhaps more, for each shelf's most
-    /// counts, whenever it was.
+    /// The most that was in use at any time. Never less; where several threads use the pool perhaps
+    /// more, for each shelf's most counts, whenever it was.
     pub high_water_bytes: usize,
     /// Requests that a free block was there for.
     pub hits: u64,
@@ -174,7 +189,8 @@ impl<D: Device> BlockPool<D> {
     /// A pool of the device's own memory.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Device`] when blocks are to be taken at once and cannot be had.
+    /// [`Error::OutOfMemory`], [`Error::Device`] when blocks are to be taken at once and cannot be
+    /// had.
     pub fn new(device: D, config: PoolConfig) -> Result<Self, Error> {
         Self::of(device, MemoryKind::Device, config)
     }
@@ -234,12 +250,12 @@ impl<D: Device> BlockPool<D> {
         &self.shared().device
     }
 
-    /// Memory of at least one block's size for `bytes` bytes. What it holds is undefined. Blocks only while the device gives new
-    /// memory, if no block is free.
+    /// Memory of at least one block's size for `bytes` bytes. What it holds is undefined. Blocks
+    /// only while the device gives new memory, if no block is free.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] when the pool holds as much as it may, all of it in use, or the device has no more;
-    /// [`Error::Device`].
+    /// [`Error::OutOfMemory`] when the pool holds as much as it may, all of it in use, or the
+    /// device has no more; [`Error::Device`].
     pub fn acquire(&self, bytes: usize) -> Result<PooledBuffer<D>, Error> {
         let shared = self.shared();
         let class = shared.sizes.partition_point(|&size| size < bytes);
@@ -254,7 +270,8 @@ impl<D: Device> BlockPool<D> {
         count.fetch_add(1, Ordering::Relaxed);
         let place = free.map_or_else(|| self.new_block(block_bytes), Ok)?;
         shelf.taken(block_bytes);
-        let range = MemoryRange::new(shared.places[place as usize].address.load(Ordering::Relaxed), bytes);
+        let range =
+            MemoryRange::new(shared.places[place as usize].address.load(Ordering::Relaxed), bytes);
         let class = kept.map(|_| class as u16);
         Ok(PooledBuffer { shelf: Arc::clone(shelf), place, class, range, block_bytes })
     }
@@ -266,7 +283,8 @@ impl<D: Device> BlockPool<D> {
         }
     }
 
-    /// Statistics of this moment; while others use the pool its numbers are of moments close to each other.
+    /// Statistics of this moment; while others use the pool its numbers are of moments close to
+    /// each other.
     pub fn stats(&self) -> BlockStats {
         let shared = self.shared();
         let held = shared.held.load(Ordering::Relaxed);
@@ -289,7 +307,10 @@ impl<D: Device> BlockPool<D> {
     /// Bytes of blocks that somebody has, and the most that each shelf ever gave, summed.
     fn in_use(&self) -> (usize, usize) {
         self.shelves.iter().fold((0, 0), |(now, most), shelf| {
-            (now + shelf.in_use.load(Ordering::Relaxed), most + shelf.high_water.load(Ordering::Relaxed))
+            (
+                now + shelf.in_use.load(Ordering::Relaxed),
+                most + shelf.high_water.load(Ordering::Relaxed),
+            )
         })
     }
 
@@ -442,7 +463,8 @@ impl<D: Device> PooledBuffer<D> {
     /// Gives it back when all that was submitted to a stream is done. Does not block.
     ///
     /// # Errors
-    /// [`Error::Device`] when the stream has failed; it is given back then, for nothing on it is done any more.
+    /// [`Error::Device`] when the stream has failed; it is given back then, for nothing on it is
+    /// done any more.
     pub fn release_after(self, stream: &D::Stream) -> Result<(), Error> {
         Ok(stream.launch_host_fn(HostFn::new(move || drop(self)))?)
     }
@@ -462,8 +484,8 @@ impl<D: Device> Drop for PooledBuffer<D> {
     }
 }
 
-/// A pool of the host's memory where a device reaches it directly. On a device without such a thing it is the host's ordinary
-/// memory, and says so.
+/// A pool of the host's memory where a device reaches it directly. On a device without such a thing
+/// it is the host's ordinary memory, and says so.
 #[derive(Debug, Clone)]
 pub struct PinnedMemoryPool<D: Device> {
     pool: BlockPool<D>,
@@ -478,8 +500,11 @@ impl<D: Device> PinnedMemoryPool<D> {
     pub fn new(device: D, config: PoolConfig) -> Result<Self, Error> {
         let pool = BlockPool::of(device, MemoryKind::PinnedHost, config)?;
         let first = pool.acquire(1)?;
-        let is_pinned =
-            pool.shared().memory(first.place).as_ref().is_some_and(|m| m.kind() == MemoryKind::PinnedHost);
+        let is_pinned = pool
+            .shared()
+            .memory(first.place)
+            .as_ref()
+            .is_some_and(|m| m.kind() == MemoryKind::PinnedHost);
         drop(first);
         Ok(Self { pool, is_pinned })
     }

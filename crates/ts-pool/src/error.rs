@@ -57,8 +57,10 @@ pub enum Error {
     },
     /// A device has no more memory for this pool, or the pool's limit is reached.
     #[error(
-        "out of memory on {device}: {requested_bytes} bytes wanted; the pool has {capacity_bytes}{}, {in_use_bytes} in use, \
-         {pending_bytes} freed but used by other streams; largest free block {largest_free_bytes}{}",
+        "out of memory on {device}: {requested_bytes} bytes wanted; the pool has \
+         {capacity_bytes}{}, {in_use_bytes} in use, \
+         {pending_bytes} freed but used by other streams; largest free block \
+         {largest_free_bytes}{}",
         at_most(*limit_bytes), by_stream(free_bytes)
     )]
     OutOfMemory {
@@ -102,7 +104,8 @@ pub enum Error {
     Stale,
     /// Blocks are not aligned so much.
     #[error(
-        "memory aligned to {align} bytes from a pool with granules of {granule_bytes}: give it larger ones"
+        "memory aligned to {align} bytes from a pool with granules of {granule_bytes}: give it \
+         larger ones"
     )]
     BadAlignment {
         /** What was asked for. */
@@ -148,7 +151,11 @@ fn of_budget(limit_bytes: usize) -> String {
 }
 
 /// Where bytes lie in a buffer of this size.
-pub(crate) fn range_in(size_bytes: usize, offset: usize, len: usize) -> Result<Range<usize>, Error> {
+pub(crate) fn range_in(
+    size_bytes: usize,
+    offset: usize,
+    len: usize,
+) -> Result<Range<usize>, Error> {
     let end = offset.checked_add(len).filter(|&end| end <= size_bytes);
     end.map(|end| offset..end).ok_or(Error::OutOfRange { offset, len, size_bytes })
 }

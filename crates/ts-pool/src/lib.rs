@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory for tensors: on the host under an exact budget, and of devices in the order of their streams.
+//! Memory for tensors: on the host under an exact budget, and of devices in the order of their
+//! streams.
 //!
 //! | | |
 //! |---|---|
@@ -10,8 +11,8 @@
 //! | [`Budget`] | an account of bytes that several of them share |
 //! | [`AllocationLog`] | what RMM has logged, done again |
 //!
-//! Metadata lives outside the memory, so the same allocator serves memory the CPU cannot touch. This crate refuses to know
-//! files, tensors or models.
+//! Metadata lives outside the memory, so the same allocator serves memory the CPU cannot touch.
+//! This crate refuses to know files, tensors or models.
 //!
 //! ```
 //! use ts_pool::{Budget, HostPool};
@@ -23,7 +24,8 @@
 //! whole.fill(1);
 //! tail.fill(2);
 //! whole.unsplit(tail).expect("they were neighbours");
-//! let shared = whole.freeze();                 // read-only, cloneable; the last clone frees the block
+//! // read-only, cloneable; the last clone frees the block
+//! let shared = whole.freeze();
 //! assert_eq!((shared[0], shared[4096]), (1, 2));
 //! drop(shared);
 //! assert_eq!(pool.stats().in_use_bytes, 0);
@@ -31,14 +33,17 @@
 //! ```
 //!
 //! # Invariants
-//! - A byte of the arena belongs to at most one live block, and inside a block to at most one [`Buffer`].
-//! - A block returns to the pool when its last owner is dropped, on whatever thread, and never before.
-//! - No work of a stream uses memory that a [`StreamOrderedPool`] has given to another, as far as every use by other streams than
-//!   its own was [recorded](StreamOrderedAllocator::record_use).
+//! - A byte of the arena belongs to at most one live block, and inside a block to at most one
+//!   [`Buffer`].
+//! - A block returns to the pool when its last owner is dropped, on whatever thread, and never
+//!   before.
+//! - No work of a stream uses memory that a [`StreamOrderedPool`] has given to another, as far as
+//!   every use by other streams than its own was [recorded](StreamOrderedAllocator::record_use).
 //! - [`Budget::used_bytes`] never exceeds [`Budget::limit_bytes`].
 //!
 //! # Features
-//! `cuda` (off by default), as that of `ts_streams`: [`TensorBuffer`]s go to GPUs where there are some.
+//! `cuda` (off by default), as that of `ts_streams`: [`TensorBuffer`]s go to GPUs where there are
+//! some.
 
 mod arena;
 mod budget;
@@ -59,7 +64,9 @@ mod watch;
 
 pub use budget::{Budget, Reservation};
 pub use buffer::{Buffer, SharedBuffer};
-pub use classes::{BlockPool, BlockStats, GpuMemoryPool, PinnedMemoryPool, PoolConfig, PooledBuffer};
+pub use classes::{
+    BlockPool, BlockStats, GpuMemoryPool, PinnedMemoryPool, PoolConfig, PooledBuffer,
+};
 pub use error::{Error, ErrorKind};
 pub use ordered::{
     Backing, BlockSnapshot, DeviceBuffer, OrderedOptions, OrderedStats, PoolSnapshot, Priming,

@@ -1,22 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Allocation of offsets: which part of ranges of granules is taken, and by whom what is free may be taken. Touches no memory.
+//! Allocation of offsets: which part of ranges of granules is taken, and by whom what is free may
+//! be taken. Touches no memory.
 //!
-//! Free blocks hang in bins of rounded sizes, eight to a power of two, found by two bitmaps as in TLSF
-//! (Masmano et al., 2004); neighbours are linked so that a freed block joins them. All steps are O(1), but for
-//! a last look through one bin when no larger bin has a block: a pool that is meant to be full should not
-//! refuse a block that fits exactly.
+//! Free blocks hang in bins of rounded sizes, eight to a power of two, found by two bitmaps as in
+//! TLSF (Masmano et al., 2004); neighbours are linked so that a freed block joins them. All steps
+//! are O(1), but for a last look through one bin when no larger bin has a block: a pool that is
+//! meant to be full should not refuse a block that fits exactly.
 //!
-//! Each free block has an owner, whose bins it hangs in. Neighbours join if their owner is the same.
+//! Each free block has an owner, whose bins it hangs in. Neighbours join if their owner is the
+//! same.
 //!
-//! Programs ask for the same sizes again and again. So a block of such a size that is freed first rests as it is, and joins its
-//! neighbours only when memory is short. Nothing that is known of it changes meanwhile, and nothing of it is looked at: of a hundred
-//! thousand blocks that is in no cache.
+//! Programs ask for the same sizes again and again. So a block of such a size that is freed first
+//! rests as it is, and joins its neighbours only when memory is short. Nothing that is known of it
+//! changes meanwhile, and nothing of it is looked at: of a hundred thousand blocks that is in no
+//! cache.
 
 const NONE: u32 = u32::MAX;
 /// Places to rest of each owner, and how many blocks of one size fit in one.
 const BEDS: usize = 32;
 const BED_LEN: usize = 16;
-/// How often in a row a size is asked for before its blocks rest, and after how many others they do no more.
+/// How often in a row a size is asked for before its blocks rest, and after how many others they do
+/// no more.
 const TRUSTED: u16 = 2;
 const MOST_TRUST: u16 = 4;
 const BIN_COUNT: usize = 8 * 32;
@@ -87,8 +91,12 @@ struct Bed {
 }
 
 impl Bed {
-    const EMPTY: Self =
-        Self { len: 0, count: 0, trust: 0, blocks: [BlockId { node: NONE, generation: 0 }; BED_LEN] };
+    const EMPTY: Self = Self {
+        len: 0,
+        count: 0,
+        trust: 0,
+        blocks: [BlockId { node: NONE, generation: 0 }; BED_LEN],
+    };
 
     fn push(&mut self, block: BlockId) {
         self.blocks[usize::from(self.count)] = block;
@@ -112,8 +120,12 @@ struct Bins {
 }
 
 impl Bins {
-    const EMPTY: Self =
-        Self { beds: [Bed::EMPTY; BEDS], heads: [NONE; BIN_COUNT], used: [0; BIN_COUNT / 32], free: 0 };
+    const EMPTY: Self = Self {
+        beds: [Bed::EMPTY; BEDS],
+        heads: [NONE; BIN_COUNT],
+        used: [0; BIN_COUNT / 32],
+        free: 0,
+    };
 
     fn lowest_from(&self, bin: usize) -> Option<usize> {
         let mut mask = u32::MAX << (bin % 32);
@@ -208,7 +220,8 @@ impl OffsetAllocator {
         Some(self.take(id, len))
     }
 
-    /// Takes `len` granules of what is another's, the best that fits, where `may_take` allows it, and makes it `owner`'s.
+    /// Takes `len` granules of what is another's, the best that fits, where `may_take` allows it,
+    /// and makes it `owner`'s.
     pub(crate) fn steal(
         &mut self,
         len: u32,
@@ -244,7 +257,8 @@ impl OffsetAllocator {
         self.join_bins(block);
     }
 
-    /// Gives a block back to its owner, joined with its free neighbours. Whether it was still taken.
+    /// Gives a block back to its owner, joined with its free neighbours. Whether it was still
+    /// taken.
     pub(crate) fn release(&mut self, block: BlockId) -> bool {
         let live = self.is_live(block);
         if live {
@@ -253,7 +267,8 @@ impl OffsetAllocator {
         live
     }
 
-    /// Gives a block back that is taken, of this length and owner, to rest. Nobody may ask for it by its name any more.
+    /// Gives a block back that is taken, of this length and owner, to rest. Nobody may ask for it
+    /// by its name any more.
     pub(crate) fn release_sized(&mut self, block: BlockId, len: u32, owner: Owner) {
         let bins = &mut self.bins[usize::from(owner.0)];
         let bed = &mut bins.beds[bed_of(len)];
@@ -314,7 +329,8 @@ impl OffsetAllocator {
         (0..self.bins.len() as u16).for_each(|owner| self.wake(Owner(owner)));
     }
 
-    /// Takes a block back with its range, all of which it is; the range's number. `None` when it was not taken any more.
+    /// Takes a block back with its range, all of which it is; the range's number. `None` when it
+    /// was not taken any more.
     pub(crate) fn release_with_range(&mut self, block: BlockId) -> Option<u16> {
         if !self.is_live(block) {
             return None;
@@ -327,12 +343,17 @@ impl OffsetAllocator {
         Some(range)
     }
 
-    /// Makes what is free and of those that `may_take` allows `owner`'s, and joins what can be joined.
+    /// Makes what is free and of those that `may_take` allows `owner`'s, and joins what can be
+    /// joined.
     pub(crate) fn give(&mut self, owner: Owner, mut may_take: impl FnMut(Owner) -> bool) {
         self.wake_all();
         for id in 0..self.nodes.len() as u32 {
             let node = self.nodes[id as usize];
-            if node.len > 0 && node.is_free() && node.owner != owner.0 && may_take(Owner(node.owner)) {
+            if node.len > 0
+                && node.is_free()
+                && node.owner != owner.0
+                && may_take(Owner(node.owner))
+            {
                 self.remove_free(id);
                 self.nodes[id as usize].owner = owner.0;
                 let id = self.join(id);
@@ -352,7 +373,8 @@ impl OffsetAllocator {
     /// The blocks that are taken and `owner`'s.
     pub(crate) fn live_of(&mut self, owner: Owner) -> Vec<BlockId> {
         self.wake(owner);
-        let live = |(_, node): &(usize, &Node)| node.len > 0 && !node.is_free() && node.owner == owner.0;
+        let live =
+            |(_, node): &(usize, &Node)| node.len > 0 && !node.is_free() && node.owner == owner.0;
         let nodes = self.nodes.iter().enumerate().filter(live);
         nodes.map(|(id, node)| BlockId { node: id as u32, generation: node.generation }).collect()
     }
@@ -370,7 +392,8 @@ impl OffsetAllocator {
     /// All blocks, in the order of their ranges and offsets.
     pub(crate) fn places(&mut self) -> Vec<Place> {
         self.wake_all();
-        let mut places: Vec<Place> = self.nodes.iter().filter(|node| node.len > 0).map(place).collect();
+        let mut places: Vec<Place> =
+            self.nodes.iter().filter(|node| node.len > 0).map(place).collect();
         places.sort_unstable_by_key(|place| (place.range, place.offset));
         places
     }
@@ -402,9 +425,11 @@ impl OffsetAllocator {
         if last != NONE && self.nodes[last as usize].len >= len {
             return Some(last);
         }
-        // Any block of a bin whose smallest size is enough will do; else one of the bin that straddles `len`.
+        // Any block of a bin whose smallest size is enough will do; else one of the bin that
+        // straddles `len`.
         bins.lowest_from(bin_at_least(len)).map(|bin| bins.heads[bin]).or_else(|| {
-            self.bin(usize::from(owner.0), bin_of(len)).find(|&id| self.nodes[id as usize].len >= len)
+            self.bin(usize::from(owner.0), bin_of(len))
+                .find(|&id| self.nodes[id as usize].len >= len)
         })
     }
 
@@ -421,8 +446,13 @@ impl OffsetAllocator {
         self.remove_free(id);
         let node = self.nodes[id as usize];
         if node.len > len {
-            let rest =
-                Node { offset: node.offset + len, len: node.len - len, before: id, generation: 0, ..node };
+            let rest = Node {
+                offset: node.offset + len,
+                len: node.len - len,
+                before: id,
+                generation: 0,
+                ..node
+            };
             let rest = self.new_node(rest);
             if node.after != NONE {
                 self.nodes[node.after as usize].before = rest;
@@ -436,12 +466,15 @@ impl OffsetAllocator {
         BlockId { node: id, generation: node.generation }
     }
 
-    /// Joins a block that hangs in no bin with its free neighbours of the same owner; the block that it is then.
+    /// Joins a block that hangs in no bin with its free neighbours of the same owner; the block
+    /// that it is then.
     fn join(&mut self, id: u32) -> u32 {
         let mut id = id;
         let Node { before, after, owner, .. } = self.nodes[id as usize];
         let joins = |this: &Self, other: u32| {
-            other != NONE && this.nodes[other as usize].is_free() && this.nodes[other as usize].owner == owner
+            other != NONE
+                && this.nodes[other as usize].is_free()
+                && this.nodes[other as usize].owner == owner
         };
         if joins(self, after) {
             self.remove_free(after);

@@ -10,12 +10,12 @@ use crate::buffer::Buffer;
 use crate::offset::{BlockId, OffsetAllocator, Owner};
 use crate::{Budget, Error, Reservation};
 
-/// Every block begins at a multiple of this many bytes and is a multiple of it long: a page, which satisfies
-/// the memory alignment that any file system asks of direct I/O.
+/// Every block begins at a multiple of this many bytes and is a multiple of it long: a page, which
+/// satisfies the memory alignment that any file system asks of direct I/O.
 pub const BLOCK_ALIGN: usize = 4096;
 
-/// A pool of host memory. Cloning gives another handle to the same pool; the memory goes back to the system
-/// when the last handle and the last buffer are gone.
+/// A pool of host memory. Cloning gives another handle to the same pool; the memory goes back to
+/// the system when the last handle and the last buffer are gone.
 #[derive(Debug, Clone)]
 pub struct HostPool {
     shared: Arc<Shared>,
@@ -65,12 +65,16 @@ impl HostPool {
         Self::of(Arena::new, budget, capacity_bytes)
     }
 
-    /// As [`new`](Self::new), of the memory that a device reaches directly, if it has such a thing: copies from there need no
-    /// other.
+    /// As [`new`](Self::new), of the memory that a device reaches directly, if it has such a thing:
+    /// copies from there need no other.
     ///
     /// # Errors
     /// As [`new`](Self::new); [`Error::Device`].
-    pub fn for_device<D: Device>(device: &D, budget: &Budget, capacity_bytes: usize) -> Result<Self, Error> {
+    pub fn for_device<D: Device>(
+        device: &D,
+        budget: &Budget,
+        capacity_bytes: usize,
+    ) -> Result<Self, Error> {
         Self::of(|len| Arena::of_device(device, len), budget, capacity_bytes)
     }
 
@@ -79,7 +83,8 @@ impl HostPool {
         budget: &Budget,
         capacity_bytes: usize,
     ) -> Result<Self, Error> {
-        let blocks = u32::try_from(capacity_bytes / BLOCK_ALIGN).unwrap_or(u32::MAX - 1).min(u32::MAX - 1);
+        let blocks =
+            u32::try_from(capacity_bytes / BLOCK_ALIGN).unwrap_or(u32::MAX - 1).min(u32::MAX - 1);
         let capacity = blocks as usize * BLOCK_ALIGN;
         let reservation = budget.reserve(capacity)?;
         let state = State {
@@ -103,7 +108,8 @@ impl HostPool {
     /// What it holds is what its last owner left there, zeros at first.
     ///
     /// # Errors
-    /// [`Error::Full`] when no free block is large enough now, [`Error::NeverFits`] when none can ever be.
+    /// [`Error::Full`] when no free block is large enough now, [`Error::NeverFits`] when none can
+    /// ever be.
     pub fn allocate(&self, len: usize) -> Result<Buffer, Error> {
         let capacity_bytes = self.shared.arena.len();
         if len > capacity_bytes {
@@ -131,14 +137,15 @@ impl HostPool {
         Ok(Buffer::of_block(block, len))
     }
 
-    /// Where its memory lies, for those who tell the system or a device of it. It stays there while the pool lives.
+    /// Where its memory lies, for those who tell the system or a device of it. It stays there while
+    /// the pool lives.
     pub fn as_ptr_range(&self) -> std::ops::Range<*const u8> {
         let arena = &self.shared.arena;
         arena.at(0).as_ptr().cast_const()..arena.at(arena.len()).as_ptr().cast_const()
     }
 
-    /// Says that no more will be allocated: from now on the memory of buffers that are dropped goes back to the system at
-    /// once, and not with the last of them. What is free already goes now.
+    /// Says that no more will be allocated: from now on the memory of buffers that are dropped goes
+    /// back to the system at once, and not with the last of them. What is free already goes now.
     pub fn retire(&self) {
         self.shared.retired.store(true, Ordering::SeqCst);
         let mut free = Vec::new();
@@ -152,8 +159,9 @@ impl HostPool {
         }
     }
 
-    /// Takes the memory of a range of the pool from the system now, whether anybody uses it or not, so that nobody waits for
-    /// it later: fresh pages are slower than many a disk. What it holds stays as it is. Blocks.
+    /// Takes the memory of a range of the pool from the system now, whether anybody uses it or not,
+    /// so that nobody waits for it later: fresh pages are slower than many a disk. What it holds
+    /// stays as it is. Blocks.
     ///
     /// # Panics
     /// When the range leaves the pool.
@@ -191,10 +199,11 @@ pub(crate) struct Block {
     size: usize,
 }
 
-// SAFETY: `ptr` points into the arena that `pool` keeps alive, and `OffsetAllocator` gives a run to one block
-// at a time, so the block may go to any thread.
+// SAFETY: `ptr` points into the arena that `pool` keeps alive, and `OffsetAllocator` gives a run to
+// one block at a time, so the block may go to any thread.
 unsafe impl Send for Block {}
-// SAFETY: a shared `Block` gives out its address alone; access is `Buffer`'s and `SharedBuffer`'s affair.
+// SAFETY: a shared `Block` gives out its address alone; access is `Buffer`'s and `SharedBuffer`'s
+// affair.
 unsafe impl Sync for Block {}
 
 impl Block {
@@ -211,8 +220,9 @@ impl Drop for Block {
     fn drop(&mut self) {
         if self.pool.shared.retired.load(Ordering::SeqCst) {
             let offset = self.ptr.as_ptr().addr() - self.pool.shared.arena.at(0).as_ptr().addr();
-            // SAFETY: the run is this block's alone until it is released below, and nobody uses it any more; whoever gets
-            // it next is told nothing of what it holds but that it is initialised, as zeros are.
+            // SAFETY: the run is this block's alone until it is released below, and nobody uses it
+            // any more; whoever gets it next is told nothing of what it holds but that it is
+            // initialised, as zeros are.
             unsafe { self.pool.shared.arena.discard(offset, self.size) };
         }
         let mut state = self.pool.shared.lock();

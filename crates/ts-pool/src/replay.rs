@@ -47,9 +47,9 @@ pub struct Replay {
 }
 
 impl AllocationLog {
-    /// Reads the columns `Thread,Time,Action,Pointer,Size,Stream`, with or without that header. Actions are `allocate`, `free` or
-    /// `deallocate`, and `allocate failure`, which is passed over. Numbers are decimal or, behind `0x`, hexadecimal; streams can be
-    /// words.
+    /// Reads the columns `Thread,Time,Action,Pointer,Size,Stream`, with or without that header.
+    /// Actions are `allocate`, `free` or `deallocate`, and `allocate failure`, which is passed
+    /// over. Numbers are decimal or, behind `0x`, hexadecimal; streams can be words.
     ///
     /// # Errors
     /// [`Error::BadLog`], with the line.
@@ -57,7 +57,9 @@ impl AllocationLog {
         let mut words = HashMap::new();
         let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
         let events = lines.filter_map(|(number, line)| {
-            event(line, &mut words).map_err(|reason| Error::BadLog { line: number + 1, reason }).transpose()
+            event(line, &mut words)
+                .map_err(|reason| Error::BadLog { line: number + 1, reason })
+                .transpose()
         });
         Ok(Self { events: events.collect::<Result<_, _>>()? })
     }
@@ -67,8 +69,9 @@ impl AllocationLog {
         &self.events
     }
 
-    /// Does the same with a pool, each of the log's streams one of the device's. What is freed on another stream than it was allocated
-    /// for is free when that has done what it was given. What the log leaves allocated is freed in the end.
+    /// Does the same with a pool, each of the log's streams one of the device's. What is freed on
+    /// another stream than it was allocated for is free when that has done what it was given. What
+    /// the log leaves allocated is freed in the end.
     ///
     /// # Errors
     /// [`Error::Device`]. Want of memory is none: it is counted.
@@ -99,7 +102,9 @@ impl AllocationLog {
                         replay.allocations += 1;
                         replay.peak_bytes = replay.peak_bytes.max(bytes);
                     }
-                    Err(error) if matches!(error.kind(), ErrorKind::Full | ErrorKind::NeverFits) => {
+                    Err(error)
+                        if matches!(error.kind(), ErrorKind::Full | ErrorKind::NeverFits) =>
+                    {
                         replay.refused += 1;
                     }
                     Err(error) => return Err(error),

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Memory that two processes have at once. This crate's fourth unsafe module.
 //!
-//! No reference to it is given out, for who else has it may write at any time: bytes are copied in and out, as the kernel would do it
-//! with a socket's.
+//! No reference to it is given out, for who else has it may write at any time: bytes are copied in
+//! and out, as the kernel would do it with a socket's.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,7 +11,8 @@ use memmap2::{MmapOptions, MmapRaw};
 
 use crate::Error;
 
-/// Memory for another process to read: anonymous, of a fixed length, gone with the last that has it.
+/// Memory for another process to read: anonymous, of a fixed length, gone with the last that has
+/// it.
 ///
 /// ```
 /// use ts_pool::{SharedMemory, SharedView};
@@ -34,7 +35,8 @@ pub struct SharedMemory {
 }
 
 impl SharedMemory {
-    /// Zeroed memory of so many bytes. Its pages are taken from the system when they are first touched.
+    /// Zeroed memory of so many bytes. Its pages are taken from the system when they are first
+    /// touched.
     ///
     /// # Errors
     /// [`Error::Map`] when the system has no more, or no such thing (others than Linux).
@@ -56,14 +58,16 @@ impl SharedMemory {
         self.mapping.len()
     }
 
-    /// Copies bytes to it. Who reads at the same time gets some of what was and some of what is there then.
+    /// Copies bytes to it. Who reads at the same time gets some of what was and some of what is
+    /// there then.
     ///
     /// # Panics
     /// If they do not fit.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
         let to = at(&self.mapping, offset, bytes.len());
-        // SAFETY: `at` has checked that so many bytes of the mapping are there, which is writable and as long as its descriptor: that
-        // cannot be shortened. Nobody in this process has a reference to them.
+        // SAFETY: `at` has checked that so many bytes of the mapping are there, which is writable
+        // and as long as its descriptor: that cannot be shortened. Nobody in this process has a
+        // reference to them.
         unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     }
 }
@@ -78,7 +82,8 @@ impl SharedView {
     /// Maps it.
     ///
     /// # Errors
-    /// [`Error::Map`] of what is no such memory, or has another length: what could be shortened while it is read is refused.
+    /// [`Error::Map`] of what is no such memory, or has another length: what could be shortened
+    /// while it is read is refused.
     pub fn open(descriptor: BorrowedFd<'_>, len: usize) -> Result<Self, Error> {
         let failed = |source| Error::Map { bytes: len, source };
         check(descriptor, len).map_err(failed)?;
@@ -98,12 +103,14 @@ impl SharedView {
     /// If it has not so many.
     pub fn read(&self, offset: usize, into: &mut [u8]) {
         let from = at(&self.mapping, offset, into.len());
-        // SAFETY: as in `write`; that the other process may write at the same time changes which bytes these are, and nothing else.
+        // SAFETY: as in `write`; that the other process may write at the same time changes which
+        // bytes these are, and nothing else.
         unsafe { from.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) };
     }
 
-    /// As [`read`](Self::read), by stores that go past the caches, where the processor has such (x86-64): for parts of what is longer than a cache,
-    /// whose memory is otherwise read before it is written.
+    /// As [`read`](Self::read), by stores that go past the caches, where the processor has such
+    /// (x86-64): for parts of what is longer than a cache, whose memory is otherwise read before it
+    /// is written.
     ///
     /// # Panics
     /// If it has not so many.
@@ -126,14 +133,16 @@ unsafe fn copy_non_temporal(from: *const u8, into: &mut [u8]) {
 
     // SAFETY: any bytes are a valid line, and nobody else has these.
     let (head, lines, tail) = unsafe { into.align_to_mut::<Line>() };
-    // SAFETY: the three parts are the whole of `into`, in order, and as long as `from` is promised to be. Lines are aligned, as stores
-    // past the caches must be; the fence orders them before whatever tells others that they are there.
+    // SAFETY: the three parts are the whole of `into`, in order, and as long as `from` is promised
+    // to be. Lines are aligned, as stores past the caches must be; the fence orders them before
+    // whatever tells others that they are there.
     unsafe {
         from.copy_to_nonoverlapping(head.as_mut_ptr(), head.len());
         let mut from = from.add(head.len());
         for Line(line) in lines {
-            let parts =
-                std::array::from_fn::<_, 4, _>(|part| _mm_loadu_si128(from.cast::<__m128i>().add(part)));
+            let parts = std::array::from_fn::<_, 4, _>(|part| {
+                _mm_loadu_si128(from.cast::<__m128i>().add(part))
+            });
             for (to, part) in line.iter_mut().zip(parts) {
                 _mm_stream_si128(to, part);
             }
@@ -211,7 +220,9 @@ mod tests {
         assert_eq!(read, bytes);
         view.read(0, &mut read);
         assert_eq!(read, [0; 5000]);
-        for (from, to) in [(5000, 10_000), (5001, 9990), (5090, 5091), (5007, 5013), (10_000, 10_000)] {
+        for (from, to) in
+            [(5000, 10_000), (5001, 9990), (5090, 5091), (5007, 5013), (10_000, 10_000)]
+        {
             let mut read = vec![1; to - from + 2];
             view.read_non_temporal(from, &mut read[1..=to - from]);
             assert_eq!(read[1..=to - from], bytes[from - 5000..to - 5000]);
@@ -223,7 +234,10 @@ mod tests {
     fn what_could_be_shortened_is_refused() {
         let memory = SharedMemory::create(4096).unwrap();
         assert!(SharedView::open(memory.descriptor(), 8192).is_err());
-        assert!(rustix::fs::ftruncate(memory.descriptor(), 0).is_err(), "it stays as long as it is");
+        assert!(
+            rustix::fs::ftruncate(memory.descriptor(), 0).is_err(),
+            "it stays as long as it is"
+        );
         let file = rustix::fs::memfd_create("plain", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, 4096).unwrap();
         assert!(SharedView::open(file.as_fd(), 4096).is_err());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Stacks of numbers that many threads push to and pop from without locks (Treiber, 1986). The head has a count beside the number
-//! on top, so that a head which came back is not mistaken for one that never left.
+//! Stacks of numbers that many threads push to and pop from without locks (Treiber, 1986). The head
+//! has a count beside the number on top, so that a head which came back is not mistaken for one
+//! that never left.
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -93,7 +94,10 @@ mod tests {
                     for _ in 0..50_000 {
                         let held: Vec<u32> = (0..3).map_while(|_| stack.pop(&links)).collect();
                         for &number in &held {
-                            assert!(!taken[number as usize].swap(true, Ordering::Relaxed), "{number} twice");
+                            assert!(
+                                !taken[number as usize].swap(true, Ordering::Relaxed),
+                                "{number} twice"
+                            );
                         }
                         for number in held {
                             taken[number as usize].store(false, Ordering::Relaxed);
@@ -140,9 +144,9 @@ mod models {
         }
     }
 
-    /// Loom checks, for all orders with up to three preemptions, that no two threads touch a value at once and that each sees what the
-    /// last one left. One thread takes both numbers and puts back the first alone: to the other the top is then what it was, and
-    /// what is below it is not.
+    /// Loom checks, for all orders with up to three preemptions, that no two threads touch a value
+    /// at once and that each sees what the last one left. One thread takes both numbers and puts
+    /// back the first alone: to the other the top is then what it was, and what is below it is not.
     #[test]
     fn who_has_a_number_has_what_it_stands_for() {
         let mut builder = loom::model::Builder::new();

@@ -11,12 +11,14 @@ use crate::{DeviceBuffer, Error, OrderedOptions, StreamOrderedPool};
 
 /// The bytes of a tensor, on the host or on a device. Not `Clone`: copies are asked for.
 ///
-/// All copies block until they are done. Those that are on a GPU are of a pool that this process has for each.
+/// All copies block until they are done. Those that are on a GPU are of a pool that this process
+/// has for each.
 ///
 /// ```
 /// use ts_pool::TensorBuffer;
 ///
-/// let mut buffer = TensorBuffer::try_allocate_gpu(4, 0);       // on the host where there is no GPU
+/// // on the host where there is no GPU
+/// let mut buffer = TensorBuffer::try_allocate_gpu(4, 0);
 /// buffer.copy_from_slice(&[1, 2, 3, 4])?;
 /// assert_eq!(buffer.to_host()?, [1, 2, 3, 4]);
 /// # Ok::<(), ts_pool::Error>(())
@@ -43,7 +45,8 @@ impl TensorBuffer {
         Self::cpu(vec![0; len])
     }
 
-    /// So many bytes on the GPU of this number, or else zeros on the host: the first time with a warning in the log that says why.
+    /// So many bytes on the GPU of this number, or else zeros on the host: the first time with a
+    /// warning in the log that says why.
     pub fn try_allocate_gpu(len: usize, ordinal: usize) -> Self {
         static WARN: Once = Once::new();
         Self::allocate_gpu(len, ordinal).unwrap_or_else(|error| {
@@ -55,7 +58,8 @@ impl TensorBuffer {
     /// So many bytes on the GPU of this number. What they hold is undefined.
     ///
     /// # Errors
-    /// [`Error::Device`] with [`ts_streams::Error::NoGpu`] when there is none; [`Error::OutOfMemory`].
+    /// [`Error::Device`] with [`ts_streams::Error::NoGpu`] when there is none;
+    /// [`Error::OutOfMemory`].
     pub fn allocate_gpu(len: usize, ordinal: usize) -> Result<Self, Error> {
         let (pool, stream) = gpu(ordinal)?;
         Self::allocate_in(&pool, &stream, len)
@@ -156,7 +160,11 @@ impl TensorBuffer {
     ///
     /// # Errors
     /// As [`allocate_in`](Self::allocate_in); [`Error::Device`].
-    pub fn to_pool(&self, pool: &StreamOrderedPool<AnyDevice>, stream: &AnyStream) -> Result<Self, Error> {
+    pub fn to_pool(
+        &self,
+        pool: &StreamOrderedPool<AnyDevice>,
+        stream: &AnyStream,
+    ) -> Result<Self, Error> {
         let mut copy = pool.allocate_for_stream(self.len(), stream)?;
         match &self.place {
             Place::Host(bytes) => copy.write(0, bytes)?,

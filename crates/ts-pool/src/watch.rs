@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Finds writes to memory that should not change. This crate's sixth unsafe module.
 //!
-//! The system marks pages as write-protected (userfaultfd). The first write to a page clears its mark and goes on, without anybody being
-//! called (`WP_ASYNC`); reading the marks (`PAGEMAP_SCAN`) tells which pages were written to. Linux has both since 6.7.
+//! The system marks pages as write-protected (userfaultfd). The first write to a page clears its
+//! mark and goes on, without anybody being called (`WP_ASYNC`); reading the marks (`PAGEMAP_SCAN`)
+//! tells which pages were written to. Linux has both since 6.7.
 
 use std::fs::File;
 use std::ops::Range;
@@ -16,8 +17,8 @@ use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use crate::buffer::SharedBuffer;
 use crate::pool::{BLOCK_ALIGN, HostPool};
 
-/// Watches buffers of a pool for writes, by whatever means: foreign code that has their address, or the kernel on somebody's behalf.
-/// Devices that reach memory by themselves are not seen.
+/// Watches buffers of a pool for writes, by whatever means: foreign code that has their address, or
+/// the kernel on somebody's behalf. Devices that reach memory by themselves are not seen.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -47,22 +48,27 @@ pub struct Watched {
 }
 
 impl WriteWatch {
-    /// `None` where the system cannot: another than Linux, Linux before 6.7, a sandbox that forbids it, memory that is a device's, pages
-    /// larger than [`BLOCK_ALIGN`].
+    /// `None` where the system cannot: another than Linux, Linux before 6.7, a sandbox that forbids
+    /// it, memory that is a device's, pages larger than [`BLOCK_ALIGN`].
     pub fn new(pool: &HostPool) -> Option<Self> {
         if rustix::param::page_size() > BLOCK_ALIGN || pool.stats().capacity_bytes == 0 {
             return None;
         }
-        // SAFETY: what is made is asked for nothing but marks that the system clears by itself; no thread ever waits for an answer.
+        // SAFETY: what is made is asked for nothing but marks that the system clears by itself; no
+        // thread ever waits for an answer.
         let made = unsafe {
-            userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::from_bits_retain(USER_MODE_ONLY))
+            userfaultfd(
+                UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::from_bits_retain(USER_MODE_ONLY),
+            )
         };
         let (marks, pages) = (made.ok()?, File::open("/proc/self/pagemap").ok()?);
         let features = FEATURE_WP | FEATURE_WP_UNPOPULATED | FEATURE_WP_ASYNC;
         run(&marks, API, &mut Api { api: 0xaa, features, ioctls: 0 }).ok()?;
         let range = pool.as_ptr_range();
-        let span =
-            Span { start: range.start.addr() as u64, len: (range.end.addr() - range.start.addr()) as u64 };
+        let span = Span {
+            start: range.start.addr() as u64,
+            len: (range.end.addr() - range.start.addr()) as u64,
+        };
         run(&marks, REGISTER, &mut Register { span, mode: REGISTER_WP, ioctls: 0 }).ok()?;
         let watch = Self { marks, pages, pool: pool.clone() };
         // Asked once, so that a system that only has half of it is found here.
@@ -73,7 +79,8 @@ impl WriteWatch {
     /// Watches a buffer of this pool, from now on.
     ///
     /// # Errors
-    /// Gives the buffer back when it is not of this pool, or the system has no memory for its marks.
+    /// Gives the buffer back when it is not of this pool, or the system has no memory for its
+    /// marks.
     pub fn watch(self: &Arc<Self>, buffer: SharedBuffer) -> Result<Watched, SharedBuffer> {
         let (pool, bytes) = (self.pool.as_ptr_range(), buffer.as_ptr_range());
         if bytes.start < pool.start || bytes.end > pool.end || self.mark(&buffer, true).is_err() {
@@ -82,12 +89,15 @@ impl WriteWatch {
         Ok(Watched { watch: Arc::clone(self), buffer })
     }
 
-    /// Whether any of some buffers may have been written to since they are watched. Those that lie side by side are looked at together: takes
-    /// half a microsecond a run of them, and what [`Watched::written`] takes for its pages.
+    /// Whether any of some buffers may have been written to since they are watched. Those that lie
+    /// side by side are looked at together: takes half a microsecond a run of them, and what
+    /// [`Watched::written`] takes for its pages.
     pub fn any_written<'a>(watched: impl IntoIterator<Item = &'a Watched>) -> bool {
-        let mut pages: Vec<_> = watched.into_iter().map(|one| (pages_of(&one.buffer), &one.watch)).collect();
+        let mut pages: Vec<_> =
+            watched.into_iter().map(|one| (pages_of(&one.buffer), &one.watch)).collect();
         pages.sort_unstable_by_key(|(pages, _)| pages.start);
-        let runs = pages.chunk_by(|(one, of), (next, other)| one.end == next.start && Arc::ptr_eq(of, other));
+        let runs = pages
+            .chunk_by(|(one, of), (next, other)| one.end == next.start && Arc::ptr_eq(of, other));
         runs.filter_map(|run| run.first().zip(run.last())).any(|((first, watch), (last, _))| {
             watch.scan(first.start..last.end).is_ok_and(|found| !found.is_empty())
         })
@@ -96,7 +106,8 @@ impl WriteWatch {
     fn mark(&self, buffer: &SharedBuffer, protect: bool) -> Result<(), Errno> {
         let pages = pages_of(buffer);
         let span = Span { start: pages.start as u64, len: pages.len() as u64 };
-        run(&self.marks, WRITE_PROTECT, &mut WriteProtect { span, mode: u64::from(protect) }).map(drop)
+        run(&self.marks, WRITE_PROTECT, &mut WriteProtect { span, mode: u64::from(protect) })
+            .map(drop)
     }
 
     /// The addresses in a range of whole pages that have lost their mark.
@@ -120,7 +131,9 @@ impl WriteWatch {
                 return_mask: IS_WRITTEN,
             };
             let count = run(&self.pages, PAGEMAP_SCAN, &mut scan)?;
-            found.extend(regions[..count].iter().map(|region| region.start as usize..region.end as usize));
+            found.extend(
+                regions[..count].iter().map(|region| region.start as usize..region.end as usize),
+            );
             start = scan.walk_end;
         }
         Ok(found)
@@ -128,14 +141,18 @@ impl WriteWatch {
 }
 
 impl Watched {
-    /// The bytes of the buffer that may have been written to since it is watched, in order: whole pages of them, as far as they are the
-    /// buffer's. What cannot be asked for is taken for not written.
+    /// The bytes of the buffer that may have been written to since it is watched, in order: whole
+    /// pages of them, as far as they are the buffer's. What cannot be asked for is taken for not
+    /// written.
     ///
     /// Takes some ten microseconds for 64 MiB in small pages, less in huge ones.
     pub fn written(&self) -> Vec<Range<usize>> {
         let (base, len) = (self.buffer.as_ptr().addr(), self.buffer.len());
         let found = self.watch.scan(pages_of(&self.buffer)).unwrap_or_default();
-        found.into_iter().map(|pages| pages.start.saturating_sub(base)..(pages.end - base).min(len)).collect()
+        found
+            .into_iter()
+            .map(|pages| pages.start.saturating_sub(base)..(pages.end - base).min(len))
+            .collect()
     }
 
     /// The bytes.
@@ -232,8 +249,8 @@ struct Request<'a, T> {
     argument: &'a mut T,
 }
 
-// SAFETY: the pointer is that of a structure of the length that the opcode says, which lives while the system uses it, and any bits
-// are a value of it.
+// SAFETY: the pointer is that of a structure of the length that the opcode says, which lives while
+// the system uses it, and any bits are a value of it.
 unsafe impl<T> Ioctl for Request<'_, T> {
     type Output = usize;
 
@@ -247,14 +264,17 @@ unsafe impl<T> Ioctl for Request<'_, T> {
         std::ptr::from_mut(self.argument).cast()
     }
 
-    unsafe fn output_from_ptr(output: IoctlOutput, _: *mut std::ffi::c_void) -> Result<usize, Errno> {
+    unsafe fn output_from_ptr(
+        output: IoctlOutput,
+        _: *mut std::ffi::c_void,
+    ) -> Result<usize, Errno> {
         Ok(output as usize)
     }
 }
 
 fn run<T>(descriptor: impl AsFd, opcode: Opcode, argument: &mut T) -> Result<usize, Errno> {
-    // SAFETY: the opcode is that of the argument's type, which holds the address of memory only in `Scan`, whose regions are as many
-    // as it says and live in the caller's frame.
+    // SAFETY: the opcode is that of the argument's type, which holds the address of memory only in
+    // `Scan`, whose regions are as many as it says and live in the caller's frame.
     unsafe { ioctl(descriptor, Request { opcode, argument }) }
 }
 
@@ -276,7 +296,8 @@ mod tests {
 
     /// As foreign code does it.
     fn write(buffer: &SharedBuffer, at: usize) {
-        // SAFETY: inside the buffer, and no other thread is here; who looks at the byte does so after this.
+        // SAFETY: inside the buffer, and no other thread is here; who looks at the byte does so
+        // after this.
         unsafe { buffer.as_ptr().add(at).cast_mut().write_volatile(7) };
     }
 

@@ -32,7 +32,10 @@ fn a_block_that_came_back_is_had_again() {
     assert_eq!(pool.acquire(8000).unwrap().range().address(), place.address());
     let stats = pool.stats();
     assert_eq!((stats.hits, stats.misses, stats.returns, stats.drops), (1, 1, 2, 0));
-    assert_eq!((stats.in_use_bytes, stats.available_bytes, stats.high_water_bytes), (0, 8192, 8192));
+    assert_eq!(
+        (stats.in_use_bytes, stats.available_bytes, stats.high_water_bytes),
+        (0, 8192, 8192)
+    );
     assert!((stats.hit_rate() - 0.5).abs() < 1e-9);
     // What is too large to keep is not kept.
     drop(pool.acquire(2 * MIB).unwrap());
@@ -47,7 +50,10 @@ fn free_blocks_make_room_for_others_and_those_in_use_do_not() {
     let pool = BlockPool::new(device.clone(), small()).unwrap();
     let blocks: Vec<_> = (0..4).map(|_| pool.acquire(MIB).unwrap()).collect();
     let error = pool.acquire(4096).unwrap_err();
-    assert!(error.kind() == ErrorKind::Full && error.to_string().contains("4194304 in use"), "{error}");
+    assert!(
+        error.kind() == ErrorKind::Full && error.to_string().contains("4194304 in use"),
+        "{error}"
+    );
     drop(blocks);
     let small: Vec<_> = (0..100).map(|_| pool.acquire(4096).unwrap()).collect();
     assert_eq!(pool.stats().drops, 1);
@@ -83,10 +89,12 @@ fn configurations_are_what_they_are_called() {
 
 #[test]
 fn pinned_memory_says_whether_it_is() {
-    let here = PinnedMemoryPool::new(CpuDevice::with_threads(1).unwrap(), PoolConfig::low_memory()).unwrap();
+    let here = PinnedMemoryPool::new(CpuDevice::with_threads(1).unwrap(), PoolConfig::low_memory())
+        .unwrap();
     assert!(!here.is_pinned());
     let simulated =
-        PinnedMemoryPool::new(SimDevice::new(SimOptions::default()), PoolConfig::low_memory()).unwrap();
+        PinnedMemoryPool::new(SimDevice::new(SimOptions::default()), PoolConfig::low_memory())
+            .unwrap();
     assert!(simulated.is_pinned());
     assert_eq!(simulated.acquire(100).unwrap().len(), 100);
     assert_eq!((simulated.stats().hits, simulated.stats().misses), (1, 1));
@@ -122,7 +130,9 @@ fn threads_never_have_the_same_block() {
                     let blocks: Vec<PooledBuffer<_>> =
                         sizes.iter().map(|&size| pool.acquire(size).unwrap()).collect();
                     let pairs = [(0, 1), (0, 2), (1, 2)];
-                    assert!(pairs.iter().all(|&(a, b)| !blocks[a].range().overlaps(blocks[b].range())));
+                    assert!(
+                        pairs.iter().all(|&(a, b)| !blocks[a].range().overlaps(blocks[b].range()))
+                    );
                 }
             });
         }
@@ -145,7 +155,9 @@ proptest! {
                 match pool.acquire(bytes) {
                     Ok(block) => {
                         prop_assert!(block.block_bytes() >= bytes && block.len() == bytes);
-                        prop_assert!(live.iter().all(|other| !other.range().overlaps(block.range())));
+                        prop_assert!(
+                            live.iter().all(|other| !other.range().overlaps(block.range()))
+                        );
                         live.push(block);
                         acquired += 1;
                     }
@@ -160,9 +172,14 @@ proptest! {
                 live.swap_remove(which % live.len());
             }
             let stats = pool.stats();
-            prop_assert_eq!(stats.in_use_bytes, live.iter().map(PooledBuffer::block_bytes).sum::<usize>());
+            prop_assert_eq!(
+                stats.in_use_bytes,
+                live.iter().map(PooledBuffer::block_bytes).sum::<usize>()
+            );
             prop_assert_eq!(stats.pool_bytes, device.memory().in_use_bytes);
-            prop_assert!(stats.pool_bytes <= 4 * MIB && stats.high_water_bytes >= stats.in_use_bytes);
+            prop_assert!(
+                stats.pool_bytes <= 4 * MIB && stats.high_water_bytes >= stats.in_use_bytes
+            );
             prop_assert_eq!(stats.hits + stats.misses, acquired + failed);
         }
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Pools on a GPU, where there is one, and on a simulated one, which is to show that the programs here are right.
+//! Pools on a GPU, where there is one, and on a simulated one, which is to show that the programs
+//! here are right.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
@@ -8,8 +9,8 @@ use std::io::Write;
 use std::time::{Duration, Instant};
 
 use ts_pool::{
-    Backing, BlockPool, DeviceBuffer, OrderedOptions, PinnedMemoryPool, PoolConfig, StreamOrderedAllocator,
-    StreamOrderedPool, TensorBuffer,
+    Backing, BlockPool, DeviceBuffer, OrderedOptions, PinnedMemoryPool, PoolConfig,
+    StreamOrderedAllocator, StreamOrderedPool, TensorBuffer,
 };
 use ts_streams::{CudaDevice, Device, SimDevice, SimOptions, Stream, StreamPriority};
 
@@ -28,16 +29,21 @@ struct Chance(u64);
 
 impl Chance {
     fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % n
     }
 }
 
-/// Buffers of four streams come and go, are filled with a byte of their own, and copied to each other; in the end each must have
-/// what was meant for it.
+/// Buffers of four streams come and go, are filled with a byte of their own, and copied to each
+/// other; in the end each must have what was meant for it.
 fn random_programs<D: Device>(device: &D, backing: Backing, steps: usize) {
-    let options =
-        OrderedOptions { backing, limit_bytes: 8 << 20, segment_bytes: 1 << 20, ..Default::default() };
+    let options = OrderedOptions {
+        backing,
+        limit_bytes: 8 << 20,
+        segment_bytes: 1 << 20,
+        ..Default::default()
+    };
     let pool = StreamOrderedPool::new(device.clone(), options);
     let streams = [(); 4].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
     let (mut chance, mut live): (_, Vec<(DeviceBuffer<D>, u8)>) = (Chance(7), Vec::new());
@@ -59,7 +65,8 @@ fn random_programs<D: Device>(device: &D, backing: Backing, steps: usize) {
                 live.push((buffer, *of_other));
             }
             None => {
-                // SAFETY: the buffer is this program's alone, and its stream's order is that of its uses.
+                // SAFETY: the buffer is this program's alone, and its stream's order is that of its
+                // uses.
                 unsafe { stream.fill(buffer.range().unwrap(), byte) }.unwrap();
                 live.push((buffer, byte));
             }
@@ -99,7 +106,8 @@ fn blocks_and_tensors_go_to_a_gpu_and_back() {
     let pool = BlockPool::new(device, PoolConfig::low_memory()).unwrap();
     let bytes: Vec<u8> = (0..1_000_000).map(|i| (i % 253) as u8).collect();
     for _ in 0..10 {
-        let (mut near, mut far) = (pinned.acquire(bytes.len()).unwrap(), pool.acquire(bytes.len()).unwrap());
+        let (mut near, mut far) =
+            (pinned.acquire(bytes.len()).unwrap(), pool.acquire(bytes.len()).unwrap());
         near.write(0, &bytes, &stream).unwrap();
         far.write(0, &bytes, &stream).unwrap();
         let mut back = vec![0; bytes.len()];

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The stream-ordered pool on a simulated device, which finds every use of memory that nothing orders.
+//! The stream-ordered pool on a simulated device, which finds every use of memory that nothing
+//! orders.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -9,8 +10,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use ts_pool::{
-    Backing, BlockPool, DeviceBuffer, Error, ErrorKind, OrderedOptions, PoolConfig, StreamOrderedAllocator,
-    StreamOrderedPool, TensorBuffer,
+    Backing, BlockPool, DeviceBuffer, Error, ErrorKind, OrderedOptions, PoolConfig,
+    StreamOrderedAllocator, StreamOrderedPool, TensorBuffer,
 };
 use ts_streams::{
     CpuDevice, Device, HostFn, RawMemory, SimDevice, SimOptions, Status, Stream, StreamPriority,
@@ -242,14 +243,16 @@ fn segments_can_come_and_go_for_ever() {
     }
 }
 
-/// Work of streams may own buffers, and streams are asked, and work on, while a pool looks for memory.
+/// Work of streams may own buffers, and streams are asked, and work on, while a pool looks for
+/// memory.
 #[test]
 fn work_may_own_buffers_of_the_pool_that_asks_its_stream() {
     let device = SimDevice::new(SimOptions::default());
     let pool = StreamOrderedPool::new(device.clone(), options(64 * KIB, 64 * KIB));
     let [a, b] = &streams(&device, 2)[..] else { panic!() };
     for _ in 0..20 {
-        let owned: Vec<_> = (0..4).map(|_| pool.allocate_for_stream(16 * KIB, a).unwrap()).collect();
+        let owned: Vec<_> =
+            (0..4).map(|_| pool.allocate_for_stream(16 * KIB, a).unwrap()).collect();
         owned.iter().for_each(|buffer| pool.record_use(buffer, b).unwrap());
         let kept = owned.into_iter().map(|buffer| HostFn::new(move || drop(buffer)));
         kept.for_each(|work| a.launch_host_fn(work).unwrap());
@@ -294,12 +297,14 @@ const STREAMS: usize = 3;
 fn step() -> impl Strategy<Value = Step> {
     let stream = 0..STREAMS;
     prop_oneof![
-        4 => (stream.clone(), 1..20 * KIB).prop_map(|(stream, bytes)| Step::Allocate { stream, bytes }),
+        4 => (stream.clone(), 1..20 * KIB)
+            .prop_map(|(stream, bytes)| Step::Allocate { stream, bytes }),
         // What is asked for again and again.
         6 => (stream.clone(), prop::sample::select(vec![1000, 3000, 10 * KIB]))
             .prop_map(|(stream, bytes)| Step::Allocate { stream, bytes }),
         6 => any::<usize>().prop_map(Step::Free),
-        4 => (any::<usize>(), stream.clone()).prop_map(|(buffer, stream)| Step::Share { buffer, stream }),
+        4 => (any::<usize>(), stream.clone())
+            .prop_map(|(buffer, stream)| Step::Share { buffer, stream }),
         1 => stream.clone().prop_map(|stream| Step::FreeAll { stream }),
         1 => (0..128 * KIB).prop_map(|keep| Step::Trim { keep }),
         1 => stream.prop_map(|stream| Step::Synchronize { stream }),
@@ -353,12 +358,15 @@ fn a_snapshot_is_json() {
     let blocks = blocks.map(|(offset, len, free)| {
         format!(r#"{{"offset":{offset},"len":{len},"free":{free},"stream":{id}}}"#)
     });
-    let expected =
-        format!(r#"{{"segments":[{{"address":{address},"len":4096,"blocks":[{}]}}]}}"#, blocks.join(","));
+    let expected = format!(
+        r#"{{"segments":[{{"address":{address},"len":4096,"blocks":[{}]}}]}}"#,
+        blocks.join(",")
+    );
     assert_eq!(pool.snapshot().to_string(), expected);
 }
 
-/// What the device allocates itself goes back to it in the order of the stream, and not before others are done with it.
+/// What the device allocates itself goes back to it in the order of the stream, and not before
+/// others are done with it.
 #[test]
 fn the_devices_own_allocator_can_be_what_is_behind_a_pool() {
     let device = SimDevice::new(SimOptions::default());
@@ -369,7 +377,10 @@ fn the_devices_own_allocator_can_be_what_is_behind_a_pool() {
     let first = pool.allocate_for_stream(40 * KIB, a).unwrap();
     write(a, &first, 1);
     let error = pool.allocate_for_stream(40 * KIB, a).unwrap_err();
-    assert!(error.kind() == ErrorKind::Full && error.to_string().contains("40960 in use"), "{error}");
+    assert!(
+        error.kind() == ErrorKind::Full && error.to_string().contains("40960 in use"),
+        "{error}"
+    );
     let written = device.create_event().unwrap();
     a.record(&written).unwrap();
     b.wait(&written).unwrap();
@@ -407,17 +418,24 @@ proptest! {
         seed: u64,
     ) {
         let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
-        let pool = StreamOrderedPool::new(device.clone(), OrderedOptions { backing, ..options(32 * KIB, limit) });
+        let pool = StreamOrderedPool::new(
+            device.clone(),
+            OrderedOptions { backing, ..options(32 * KIB, limit) },
+        );
         let streams = streams(&device, STREAMS);
         let mut live: Vec<Live> = Vec::new();
         let rounded = |bytes: usize| bytes.next_multiple_of(512);
         for (number, (step, look)) in program.into_iter().enumerate() {
             match step {
-                Step::Allocate { stream, bytes } => match pool.allocate_for_stream(bytes, &streams[stream]) {
+                Step::Allocate { stream, bytes } => match pool
+                    .allocate_for_stream(bytes, &streams[stream])
+                {
                     Ok(buffer) => {
                         let range = buffer.range().unwrap();
                         prop_assert_eq!((range.len(), range.address() % 512), (bytes, 0));
-                        prop_assert!(live.iter().all(|other| !other.buffer.range().unwrap().overlaps(range)));
+                        prop_assert!(
+                            live.iter().all(|other| !other.buffer.range().unwrap().overlaps(range))
+                        );
                         write(&streams[stream], &buffer, number as u8);
                         live.push(Live { buffer, stream, byte: number as u8 });
                     }
@@ -439,7 +457,8 @@ proptest! {
                 }
                 Step::Free(_) | Step::Share { .. } => {}
                 Step::FreeAll { stream } => {
-                    let (gone, left): (Vec<_>, Vec<_>) = live.into_iter().partition(|live| live.stream == stream);
+                    let (gone, left): (Vec<_>, Vec<_>) =
+                        live.into_iter().partition(|live| live.stream == stream);
                     live = left;
                     let bytes: usize = gone.iter().map(|gone| rounded(gone.buffer.len())).sum();
                     prop_assert_eq!(pool.free_for_stream(&streams[stream]), bytes);
@@ -455,15 +474,21 @@ proptest! {
                 continue;
             }
             let stats = pool.stats();
-            prop_assert_eq!(stats.in_use_bytes, live.iter().map(|live| rounded(live.buffer.len())).sum::<usize>());
+            prop_assert_eq!(
+                stats.in_use_bytes,
+                live.iter().map(|live| rounded(live.buffer.len())).sum::<usize>()
+            );
             let free: usize = stats.free_bytes.iter().map(|(_, bytes)| bytes).sum();
             prop_assert_eq!(stats.in_use_bytes + stats.pending_bytes + free, stats.capacity_bytes);
-            prop_assert!(stats.capacity_bytes <= limit && stats.high_water_bytes >= stats.in_use_bytes);
+            prop_assert!(
+                stats.capacity_bytes <= limit && stats.high_water_bytes >= stats.in_use_bytes
+            );
             let blocks = pool.snapshot().segments;
             let whole = |segment: &ts_pool::SegmentSnapshot| {
                 let mut at = 0;
-                segment.blocks.iter().all(|block| std::mem::replace(&mut at, block.offset + block.len) == block.offset)
-                    && at == segment.len
+                segment.blocks.iter().all(|block| {
+                    std::mem::replace(&mut at, block.offset + block.len) == block.offset
+                }) && at == segment.len
             };
             prop_assert!(blocks.iter().all(whole), "segments are made of blocks");
         }
@@ -471,7 +496,10 @@ proptest! {
         prop_assert_eq!(device.races(), []);
         for Live { buffer, byte, .. } in &live {
             let range = buffer.range().unwrap();
-            let own = device.allocate(Layout::from_size_align(range.len(), 8).unwrap(), ts_streams::MemoryKind::Device);
+            let own = device.allocate(
+                Layout::from_size_align(range.len(), 8).unwrap(),
+                ts_streams::MemoryKind::Device,
+            );
             let (own, mut bytes) = (own.unwrap(), vec![0; range.len()]);
             // SAFETY: all work is done.
             unsafe {
@@ -485,7 +513,11 @@ proptest! {
         device.synchronize().unwrap();
         pool.trim(0);
         prop_assert_eq!(pool.stats().pending_bytes, 0);
-        prop_assert_eq!((pool.stats().in_use_bytes, pool.stats().capacity_bytes), (0, 0), "all of it joins");
+        prop_assert_eq!(
+            (pool.stats().in_use_bytes, pool.stats().capacity_bytes),
+            (0, 0),
+            "all of it joins"
+        );
         drop(pool);
         prop_assert_eq!(device.memory().in_use_bytes, 0);
     }
@@ -501,8 +533,9 @@ fn threads_share_a_pool() {
             scope.spawn(move || {
                 let stream = device.create_stream(StreamPriority::Normal).unwrap();
                 for round in 0..200 {
-                    let buffers: Vec<_> =
-                        (1..5).map(|i| pool.allocate_for_stream(i * 700 + round, &stream).unwrap()).collect();
+                    let buffers: Vec<_> = (1..5)
+                        .map(|i| pool.allocate_for_stream(i * 700 + round, &stream).unwrap())
+                        .collect();
                     buffers.iter().for_each(|buffer| write(&stream, buffer, byte));
                     let range = buffers[3].range().unwrap();
                     let (mut read, own) = (vec![0; range.len()], vec![byte; range.len()]);
@@ -552,7 +585,9 @@ fn bytes_outside_a_buffer_are_refused_and_nothing_is_copied() {
         (usize::MAX, buffer.write(usize::MAX, &[1; 4])),
     ] {
         let error = refused.unwrap_err();
-        assert!(matches!(error, Error::OutOfRange { offset: at, len: 4, size_bytes: 8 } if at == offset));
+        assert!(
+            matches!(error, Error::OutOfRange { offset: at, len: 4, size_bytes: 8 } if at == offset)
+        );
         assert_eq!(error.kind(), ErrorKind::Misuse);
         assert!(error.to_string().ends_with("not inside the buffer of 8 bytes"), "{error}");
     }

@@ -13,7 +13,10 @@ fn buffers_are_aligned_disjoint_and_given_back() {
     let pool = pool(8);
     let mut a = pool.allocate(3 * BLOCK_ALIGN).unwrap();
     let mut b = pool.allocate(5 * BLOCK_ALIGN).unwrap();
-    assert!(a.as_ptr().addr().is_multiple_of(BLOCK_ALIGN) && b.as_ptr().addr().is_multiple_of(BLOCK_ALIGN));
+    assert!(
+        a.as_ptr().addr().is_multiple_of(BLOCK_ALIGN)
+            && b.as_ptr().addr().is_multiple_of(BLOCK_ALIGN)
+    );
     a.fill(1);
     b.fill(2);
     assert!(a.iter().all(|&x| x == 1) && b.iter().all(|&x| x == 2));
@@ -99,6 +102,9 @@ fn a_retired_pool_gives_back_what_is_free_and_then_each_buffer_that_is_dropped()
     pool.retire();
     assert!(pool.allocate(300_000).unwrap().iter().all(|&byte| byte == 0), "it was free");
     drop(dropped);
-    assert!(pool.allocate(200_000).unwrap().iter().all(|&byte| byte == 0), "it was dropped afterwards");
+    assert!(
+        pool.allocate(200_000).unwrap().iter().all(|&byte| byte == 0),
+        "it was dropped afterwards"
+    );
     assert!(kept.iter().all(|&byte| byte == 7), "it is in use");
 }

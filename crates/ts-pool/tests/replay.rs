@@ -57,12 +57,21 @@ fn what_is_no_log_is_refused_with_its_line() {
 
 proptest! {
     #[test]
-    fn no_text_makes_it_panic(text in "(.{0,40}\n|[0-9],[0-9],(allocate|free),0x[0-9a-f]{1,3},[0-9]{1,6},[0-9]\n){0,30}") {
+    fn no_text_makes_it_panic(
+        text in "(.{0,40}\n|[0-9],[0-9],(allocate|free),0x[0-9a-f]{1,3},[0-9]{1,6},[0-9]\n){0,30}",
+    ) {
         if let Ok(log) = AllocationLog::parse(&text) {
-            let device = SimDevice::new(SimOptions { total_bytes: 8 << 20, ..SimOptions::default() });
-            let pool = StreamOrderedPool::new(device.clone(), OrderedOptions { segment_bytes: 1 << 16, ..Default::default() });
+            let device =
+                SimDevice::new(SimOptions { total_bytes: 8 << 20, ..SimOptions::default() });
+            let pool = StreamOrderedPool::new(
+                device.clone(),
+                OrderedOptions { segment_bytes: 1 << 16, ..Default::default() },
+            );
             let replay = log.replay(&device, &pool).unwrap();
-            prop_assert_eq!(replay.allocations + replay.refused, log.events().iter().filter(|e| e.allocates).count());
+            prop_assert_eq!(
+                replay.allocations + replay.refused,
+                log.events().iter().filter(|e| e.allocates).count()
+            );
             device.synchronize().unwrap();
             prop_assert_eq!(pool.stats().in_use_bytes, 0);
         }

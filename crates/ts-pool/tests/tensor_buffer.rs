@@ -6,7 +6,9 @@
 use std::sync::Mutex;
 
 use ts_pool::{ErrorKind, OrderedOptions, StreamOrderedAllocator, StreamOrderedPool, TensorBuffer};
-use ts_streams::{AnyDevice, Device, GpuStatus, HostFn, SimDevice, SimOptions, Stream, StreamPriority};
+use ts_streams::{
+    AnyDevice, Device, GpuStatus, HostFn, SimDevice, SimOptions, Stream, StreamPriority,
+};
 
 fn simulated(options: SimOptions) -> (SimDevice, StreamOrderedPool<AnyDevice>) {
     let device = SimDevice::new(options);
@@ -26,7 +28,10 @@ fn bytes_of_the_host_are_kept_as_they_are() {
     assert_eq!(TensorBuffer::cpu_zeros(5).to_cpu().unwrap().as_slice(), Some(&[0; 5][..]));
     assert!(TensorBuffer::cpu_zeros(0).is_empty());
     let error = buffer.copy_from_slice(&[1, 2]).unwrap_err();
-    assert_eq!((error.kind(), error.to_string()), (ErrorKind::Misuse, "2 bytes for a buffer of 3".into()));
+    assert_eq!(
+        (error.kind(), error.to_string()),
+        (ErrorKind::Misuse, "2 bytes for a buffer of 3".into())
+    );
     assert_eq!(buffer.to_host().unwrap(), [4, 5, 6]);
 }
 
@@ -86,7 +91,9 @@ fn work_of_a_stream_is_told_that_it_cannot_wait_before_anything_is_submitted() {
     let other = pool.device().create_stream(StreamPriority::Normal).unwrap();
     let told = std::sync::Arc::new(Mutex::new(None));
     let tell = std::sync::Arc::clone(&told);
-    let work = move || *tell.lock().unwrap() = Some(buffer.copy_from_slice(&[1; 8]).unwrap_err().to_string());
+    let work = move || {
+        *tell.lock().unwrap() = Some(buffer.copy_from_slice(&[1; 8]).unwrap_err().to_string())
+    };
     other.launch_host_fn(HostFn::new(work)).unwrap();
     other.synchronize().unwrap();
     let told = told.lock().unwrap().take().unwrap();

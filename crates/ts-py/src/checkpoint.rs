@@ -45,10 +45,11 @@ impl Checkpoint {
         Ok(Self { inner: inner.map_err(|e| to_python(py, &e))? })
     }
 
-    /// This checkpoint and another as one: the other's tensors take the place of those of the same name, and its
-    /// files come behind.
+    /// This checkpoint and another as one: the other's tensors take the place of those of the same
+    /// name, and its files come behind.
     fn overlaid(&self, py: Python<'_>, other: &Self) -> PyResult<Self> {
-        let inner = self.inner.clone().overlaid(other.inner.clone()).map_err(|e| to_python(py, &e))?;
+        let inner =
+            self.inner.clone().overlaid(other.inner.clone()).map_err(|e| to_python(py, &e))?;
         Ok(Self { inner })
     }
 
@@ -65,8 +66,14 @@ impl Checkpoint {
         Ok((tensor.dtype().name(), tensor.shape().to_vec(), parts))
     }
 
-    /// Reads parts, one behind the other, into a tensor of bytes of their total length, given as a capsule.
-    fn read_into(&self, py: Python<'_>, parts: Vec<Part>, target: &Bound<'_, PyAny>) -> PyResult<()> {
+    /// Reads parts, one behind the other, into a tensor of bytes of their total length, given as a
+    /// capsule.
+    fn read_into(
+        &self,
+        py: Python<'_>,
+        parts: Vec<Part>,
+        target: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         let mut target = Lent::from_capsule(target)?;
         let ranges = ranges(&parts);
         let total = ranges.iter().try_fold(0u64, |sum, range| sum.checked_add(range.len));
@@ -79,7 +86,8 @@ impl Checkpoint {
         py.detach(|| self.inner.read(&ranges, target.bytes_mut())).map_err(|e| to_python(py, &e))
     }
 
-    /// Reads of each dimension of a tensor the elements begin..end into a tensor of as many bytes, given as a capsule.
+    /// Reads of each dimension of a tensor the elements begin..end into a tensor of as many bytes,
+    /// given as a capsule.
     fn read_block(
         &self,
         py: Python<'_>,
@@ -98,15 +106,16 @@ impl Checkpoint {
         py.detach(|| self.inner.read_block(name, &block, bytes)).map_err(|e| to_python(py, &e))
     }
 
-    /// Reads all tensors: name, safetensors dtype name, shape, and a DLPack capsule of each. Shows a bar.
+    /// Reads all tensors: name, safetensors dtype name, shape, and a DLPack capsule of each. Shows
+    /// a bar.
     fn load<'py>(&self, py: Python<'py>, verify: bool) -> PyResult<Vec<LoadedSpec<'py>>> {
         let options = LoadOptions { verify, ..LoadOptions::default() };
         let loaded = watched(py, Some("loading"), |watch| self.inner.load(options, watch))?;
         loaded.into_iter().map(|loaded| spec(py, loaded)).collect()
     }
 
-    /// Reads tensors into tensors of bytes, each given by its name and as a capsule; these have no memory in common. Shows a
-    /// bar.
+    /// Reads tensors into tensors of bytes, each given by its name and as a capsule; these have no
+    /// memory in common. Shows a bar.
     fn load_into(
         &self,
         py: Python<'_>,
@@ -117,14 +126,21 @@ impl Checkpoint {
         for (name, capsule) in &targets {
             lent.push((name.clone(), Lent::from_capsule(capsule)?));
         }
-        let targets = lent.iter_mut().map(|(name, lent)| (name.as_str(), lent.bytes_mut())).collect();
+        let targets =
+            lent.iter_mut().map(|(name, lent)| (name.as_str(), lent.bytes_mut())).collect();
         let options = LoadOptions { verify, ..LoadOptions::default() };
         watched(py, Some("loading"), |watch| self.inner.load_into(targets, options, watch))
     }
 
-    /// Reads all tensors and calls `take` with each, as `load` gives them, as soon as it is there. What it keeps must not
-    /// be more than `budget` bytes.
-    fn load_each(&self, py: Python<'_>, verify: bool, budget: usize, take: Py<PyAny>) -> PyResult<()> {
+    /// Reads all tensors and calls `take` with each, as `load` gives them, as soon as it is there.
+    /// What it keeps must not be more than `budget` bytes.
+    fn load_each(
+        &self,
+        py: Python<'_>,
+        verify: bool,
+        budget: usize,
+        take: Py<PyAny>,
+    ) -> PyResult<()> {
         let options = LoadOptions { verify, budget: Some(budget), ..LoadOptions::default() };
         let mut failed = None;
         let mut give = |loaded: Loaded| {
@@ -134,7 +150,8 @@ impl Checkpoint {
                 Error::Interrupted
             })
         };
-        let done = watched(py, Some("loading"), |watch| self.inner.load_each(options, &mut give, watch));
+        let done =
+            watched(py, Some("loading"), |watch| self.inner.load_each(options, &mut give, watch));
         failed.map_or(done, Err)
     }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors as DLPack capsules, in and out: <https://dmlc.github.io/dlpack/latest/c_api.html>, version 1.1 and the unversioned
-//! structure before it, which every torch since 1.10 takes. Of this crate's two unsafe modules the first.
+//! Tensors as DLPack capsules, in and out: <https://dmlc.github.io/dlpack/latest/c_api.html>,
+//! version 1.1 and the unversioned structure before it, which every torch since 1.10 takes. Of this
+//! crate's two unsafe modules the first.
 
 use std::any::Any;
 use std::ffi::{CStr, c_void};
@@ -82,7 +83,8 @@ pub(crate) struct Exported {
     pub(crate) read_only: bool,
     /// It is a copy that was made for whoever asked.
     pub(crate) copied: bool,
-    /// What the memory belongs to: dropped by the consumer's deleter, on any thread, with or without the interpreter.
+    /// What the memory belongs to: dropped by the consumer's deleter, on any thread, with or
+    /// without the interpreter.
     pub(crate) keep: Box<dyn Any + Send>,
 }
 
@@ -94,8 +96,9 @@ struct Owner<M> {
     _keep: Box<dyn Any + Send>,
 }
 
-/// A capsule over `bytes`, which it keeps alive until the consumer's deleter runs: on any thread, with or
-/// without the interpreter. Dtypes that DLPack had no code for at first are given as bytes, in one dimension.
+/// A capsule over `bytes`, which it keeps alive until the consumer's deleter runs: on any thread,
+/// with or without the interpreter. Dtypes that DLPack had no code for at first are given as bytes,
+/// in one dimension.
 pub(crate) fn capsule<'py>(
     py: Python<'py>,
     bytes: TensorBytes,
@@ -165,8 +168,9 @@ pub(crate) fn versioned<'py>(py: Python<'py>, exported: Exported) -> PyResult<Bo
     unsafe { new_capsule(py, managed, VERSIONED_NAME, drop_unconsumed_versioned) }
 }
 
-/// A capsule of what is on a device that DLPack does not know, and no memory: `address` is only a number, and nobody may follow it. `dtype` is
-/// DLPack's code and bits; `keep` is dropped with PyTorch's storage.
+/// A capsule of what is on a device that DLPack does not know, and no memory: `address` is only a
+/// number, and nobody may follow it. `dtype` is DLPack's code and bits; `keep` is dropped with
+/// PyTorch's storage.
 pub(crate) fn extension<'py>(
     py: Python<'py>,
     (address, ordinal): (u64, u32),
@@ -186,10 +190,8 @@ pub(crate) fn extension<'py>(
         copied: false,
         keep,
     };
-    let managed = owner(exported, DataType { code, bits, lanes: 1 }, |tensor, _, context| ManagedTensor {
-        tensor,
-        context,
-        deleter: Some(delete::<ManagedTensor>),
+    let managed = owner(exported, DataType { code, bits, lanes: 1 }, |tensor, _, context| {
+        ManagedTensor { tensor, context, deleter: Some(delete::<ManagedTensor>) }
     });
     // SAFETY: as in `unversioned`.
     unsafe { new_capsule(py, managed, NAME, drop_unconsumed) }
@@ -218,7 +220,11 @@ impl Managed for Versioned {
 }
 
 /// Puts a managed tensor on the heap beside what it borrows from.
-fn owner<M>(exported: Exported, dtype: DataType, make: impl FnOnce(Tensor, u64, *mut c_void) -> M) -> *mut M {
+fn owner<M>(
+    exported: Exported,
+    dtype: DataType,
+    make: impl FnOnce(Tensor, u64, *mut c_void) -> M,
+) -> *mut M {
     let Exported { data, device, shape, strides, read_only, copied, keep, .. } = exported;
     let ndim = shape.len();
     assert_eq!(ndim, strides.len(), "a stride for each dimension");
@@ -237,7 +243,8 @@ fn owner<M>(exported: Exported, dtype: DataType, make: impl FnOnce(Tensor, u64, 
     let flags = if read_only { READ_ONLY } else { 0 } | if copied { IS_COPIED } else { 0 };
     let mut place = Box::<Owner<M>>::new_uninit();
     let context = place.as_mut_ptr().cast();
-    // Moving the Vec into the box does not move its heap data, which `shape` and `strides` point to.
+    // Moving the Vec into the box does not move its heap data, which `shape` and `strides` point
+    // to.
     let owner = Box::into_raw(Box::write(
         place,
         Owner { managed: make(tensor, flags, context), extents, _keep: keep },
@@ -251,15 +258,16 @@ fn owner<M>(exported: Exported, dtype: DataType, make: impl FnOnce(Tensor, u64, 
 }
 
 /// # Safety
-/// `managed` was made by `owner`, is what a capsule of this name points to, and `destructor` fits the name.
+/// `managed` was made by `owner`, is what a capsule of this name points to, and `destructor` fits
+/// the name.
 unsafe fn new_capsule<'py, M: Managed>(
     py: Python<'py>,
     managed: *mut M,
     name: &'static CStr,
     destructor: unsafe extern "C" fn(*mut ffi::PyObject),
 ) -> PyResult<Bound<'py, PyAny>> {
-    // SAFETY: the name lives for ever; the rest is this function's contract. A null return is an error set, which
-    // from_owned_ptr_or_err fetches.
+    // SAFETY: the name lives for ever; the rest is this function's contract. A null return is an
+    // error set, which from_owned_ptr_or_err fetches.
     unsafe {
         let capsule = ffi::PyCapsule_New(managed.cast(), name.as_ptr(), Some(destructor));
         if capsule.is_null() {
@@ -274,7 +282,8 @@ unsafe fn new_capsule<'py, M: Managed>(
 /// # Safety
 /// `managed` was made by `owner`, and nobody uses it or its data any more.
 unsafe extern "C" fn delete<M: Managed>(managed: *mut M) {
-    // SAFETY: `context` is the box that `owner` let go of, and by this function's contract it is taken back once.
+    // SAFETY: `context` is the box that `owner` let go of, and by this function's contract it is
+    // taken back once.
     unsafe { drop(Box::from_raw((*managed).context().cast::<Owner<M>>())) }
 }
 
@@ -283,7 +292,8 @@ unsafe extern "C" fn delete<M: Managed>(managed: *mut M) {
 /// # Safety
 /// Called by the interpreter with a capsule made by `unversioned`.
 unsafe extern "C" fn drop_unconsumed(capsule: *mut ffi::PyObject) {
-    // SAFETY: the object is a live capsule; its pointer is asked for only under the name it still has.
+    // SAFETY: the object is a live capsule; its pointer is asked for only under the name it still
+    // has.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 1 {
             delete::<ManagedTensor>(ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()).cast());
@@ -314,7 +324,8 @@ enum Foreign {
     Versioned(*mut Versioned),
 }
 
-// SAFETY: the pointer is this value's alone, and a DLPack tensor may be used and deleted on any thread.
+// SAFETY: the pointer is this value's alone, and a DLPack tensor may be used and deleted on any
+// thread.
 unsafe impl Send for Imported {}
 // SAFETY: a shared reference only reads what the producer no longer changes: the structure.
 unsafe impl Sync for Imported {}
@@ -335,7 +346,8 @@ impl Imported {
     /// Takes a capsule over.
     ///
     /// # Errors
-    /// TypeError of what is no capsule that was not taken before; BufferError of a version that is not known.
+    /// TypeError of what is no capsule that was not taken before; BufferError of a version that is
+    /// not known.
     pub(crate) fn from_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Self> {
         if let Some(managed) = take(capsule, NAME, USED) {
             return Ok(Self { managed: Foreign::Plain(managed.cast()) });
@@ -350,7 +362,10 @@ impl Imported {
         if major == VERSION.0 {
             return Ok(this);
         }
-        Err(PyBufferError::new_err(format!("DLPack of version {major}, where {} was asked for", VERSION.0)))
+        Err(PyBufferError::new_err(format!(
+            "DLPack of version {major}, where {} was asked for",
+            VERSION.0
+        )))
     }
 
     /// # Errors
@@ -370,7 +385,8 @@ impl Imported {
         let known = Dtype::ALL.iter().copied().find(|&known| {
             later_data_type(known).is_some_and(|t| (t.code, t.bits, t.lanes) == (code, bits, lanes))
         });
-        let dtype = known.ok_or_else(|| refused(format!("of code {code}, {bits} bits, {lanes} lanes")))?;
+        let dtype =
+            known.ok_or_else(|| refused(format!("of code {code}, {bits} bits, {lanes} lanes")))?;
         // SAFETY: shape has `ndim` entries, as have strides where there are some.
         let (shape, strides) = unsafe {
             let list = |from: *const i64| match ndim {
@@ -382,7 +398,8 @@ impl Imported {
         let strides = strides.filter(|strides| *strides != contiguous(&shape));
         let length = |&n: &i64| u64::try_from(n).map_err(|_| refused(format!("of {n} elements")));
         let shape = shape.iter().map(length).collect::<PyResult<Vec<u64>>>()?;
-        let device = if device.kind == CUDA_HOST { (CPU, 0) } else { (device.kind, device.ordinal) };
+        let device =
+            if device.kind == CUDA_HOST { (CPU, 0) } else { (device.kind, device.ordinal) };
         let data = data.cast::<u8>().wrapping_add(*byte_offset as usize);
         Ok(Layout { data, device, dtype, shape, strides, read_only: flags & READ_ONLY != 0 })
     }
@@ -409,9 +426,13 @@ impl Drop for Imported {
 }
 
 /// Takes over what a capsule of this name points to.
-fn take(capsule: &Bound<'_, PyAny>, name: &'static CStr, used: &'static CStr) -> Option<*mut c_void> {
-    // SAFETY: the pointer is asked for under the name the capsule has, which promises what it points to; renaming it takes the
-    // ownership over, as the protocol wants.
+fn take(
+    capsule: &Bound<'_, PyAny>,
+    name: &'static CStr,
+    used: &'static CStr,
+) -> Option<*mut c_void> {
+    // SAFETY: the pointer is asked for under the name the capsule has, which promises what it
+    // points to; renaming it takes the ownership over, as the protocol wants.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) != 1 {
             return None;
@@ -436,7 +457,8 @@ unsafe impl Send for Lent {}
 impl Lent {
     /// Takes a capsule over a contiguous, one-dimensional tensor of u8 on the CPU.
     pub(crate) fn from_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let refused = |_| PyTypeError::new_err("needs a DLPack capsule of contiguous bytes on the CPU");
+        let refused =
+            |_| PyTypeError::new_err("needs a DLPack capsule of contiguous bytes on the CPU");
         let imported = Imported::from_capsule(capsule)?;
         let layout = imported.layout().map_err(refused)?;
         match (layout.device.0, layout.dtype, &layout.shape[..]) {
@@ -448,12 +470,14 @@ impl Lent {
         }
     }
 
-    /// Its bytes. The caller of the Python function sees to it that nobody writes to them meanwhile.
+    /// Its bytes. The caller of the Python function sees to it that nobody writes to them
+    /// meanwhile.
     pub(crate) fn bytes(&self) -> &[u8] {
         if self.len == 0 {
             return &[];
         }
-        // SAFETY: a DLPack tensor's data is valid for its shape until its deleter runs, in this value's drop.
+        // SAFETY: a DLPack tensor's data is valid for its shape until its deleter runs, in this
+        // value's drop.
         unsafe { std::slice::from_raw_parts(self.data, self.len) }
     }
 
@@ -462,7 +486,8 @@ impl Lent {
         if self.len == 0 {
             return &mut [];
         }
-        // SAFETY: as in `bytes`; torch gives capsules of writable memory only, and `self` is borrowed mutably.
+        // SAFETY: as in `bytes`; torch gives capsules of writable memory only, and `self` is
+        // borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.data, self.len) }
     }
 }

@@ -5,14 +5,15 @@ use pyo3::types::{PyDict, PyList};
 use tensorstream::Error;
 use tensorstream::io::{BackendOptions, Tuner};
 use tensorstream::orchestrator::{
-    self as orchestrator, EngineConfig, EngineStats, Phase, Plan, Prefetch, Unit, UnitId, UnitStats,
-    UnitTensor, Verify,
+    self as orchestrator, EngineConfig, EngineStats, Phase, Plan, Prefetch, Unit, UnitId,
+    UnitStats, UnitTensor, Verify,
 };
 
 use crate::checkpoint::{Checkpoint, Part};
 use crate::errors::to_python;
 
-/// A tensor of a unit: name, dtype, shape, parts, and its address modulo 64 or None for that of a mapping.
+/// A tensor of a unit: name, dtype, shape, parts, and its address modulo 64 or None for that of a
+/// mapping.
 pub(crate) type TensorSpec = (String, String, Vec<u64>, Vec<Part>, Option<u8>);
 
 /// Makes an engine, and again in a child process.
@@ -48,7 +49,8 @@ pub(crate) fn build(
     Ok((units, Box::new(recipe)))
 }
 
-/// The smallest budget under which units can run, and the one under which nothing is streamed, in bytes.
+/// The smallest budget under which units can run, and the one under which nothing is streamed, in
+/// bytes.
 #[pyfunction]
 #[pyo3(signature = (checkpoint, units, *, together, settings))]
 pub(crate) fn requirement(
@@ -121,7 +123,12 @@ fn config(budget: usize, settings: Option<&Settings>) -> PyResult<EngineConfig> 
     Ok(EngineConfig { max_passes, backend, io, prefetch, verify, watch_writes: true, ..config })
 }
 
-fn unit(py: Python<'_>, checkpoint: &Checkpoint, name: String, specs: Vec<TensorSpec>) -> PyResult<Unit> {
+fn unit(
+    py: Python<'_>,
+    checkpoint: &Checkpoint,
+    name: String,
+    specs: Vec<TensorSpec>,
+) -> PyResult<Unit> {
     let tensor = |(name, dtype, shape, parts, phase): TensorSpec| -> PyResult<UnitTensor> {
         let entry = checkpoint.assemble(py, &name, &dtype, shape, &parts)?;
         let phase = phase.map_or(Phase::Mapped, Phase::At);
@@ -130,7 +137,8 @@ fn unit(py: Python<'_>, checkpoint: &Checkpoint, name: String, specs: Vec<Tensor
     Ok(Unit { name, tensors: specs.into_iter().map(tensor).collect::<PyResult<_>>()? })
 }
 
-/// Runs a waiting call with the interpreter let go; a signal's exception ends the wait and is raised.
+/// Runs a waiting call with the interpreter let go; a signal's exception ends the wait and is
+/// raised.
 pub(crate) fn interruptible<T: Send, E: Into<Error> + Send>(
     py: Python<'_>,
     call: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, E> + Send,
@@ -150,7 +158,10 @@ pub(crate) fn interruptible<T: Send, E: Into<Error> + Send>(
     }
 }
 
-pub(crate) fn stats_dict<'py>(py: Python<'py>, stats: &EngineStats) -> PyResult<Bound<'py, PyDict>> {
+pub(crate) fn stats_dict<'py>(
+    py: Python<'py>,
+    stats: &EngineStats,
+) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("budget_bytes", stats.budget_bytes)?;
     dict.set_item("reserved_high_water_bytes", stats.reserved_high_water_bytes)?;

@@ -108,7 +108,9 @@ impl FileWriter {
         let tensors = new_tensors(tensors)?;
         let options = options(py, &path, codec, level, jobs)?;
         let create = |watch: &mut Watch<'_>| {
-            tensorstream::FileWriter::create(&path, tensors, metadata, options, &mut || watch(NOTHING))
+            tensorstream::FileWriter::create(&path, tensors, metadata, options, &mut || {
+                watch(NOTHING)
+            })
         };
         Ok(Self { inner: Mutex::new(Some(watched(py, None, create)?)) })
     }
@@ -125,11 +127,13 @@ impl FileWriter {
         level: Option<i32>,
     ) -> PyResult<Self> {
         let options = options(py, name.as_ref(), codec, level, 0)?;
-        let inner = tensorstream::FileWriter::in_memory(name, new_tensors(tensors)?, metadata, options);
+        let inner =
+            tensorstream::FileWriter::in_memory(name, new_tensors(tensors)?, metadata, options);
         Ok(Self { inner: Mutex::new(Some(inner.map_err(|e| to_python(py, &e))?)) })
     }
 
-    /// Goes on with a .ts file: adds tensors, in the place of those of the same name, removes some, sets metadata.
+    /// Goes on with a .ts file: adds tensors, in the place of those of the same name, removes some,
+    /// sets metadata.
     #[staticmethod]
     #[pyo3(signature = (path, tensors, remove, metadata, codec="raw", level=None))]
     fn append(
@@ -150,7 +154,8 @@ impl FileWriter {
         Ok(Self { inner: Mutex::new(Some(watched(py, None, append)?)) })
     }
 
-    /// As the constructor, but None when the file is there and holds just such tensors and metadata.
+    /// As the constructor, but None when the file is there and holds just such tensors and
+    /// metadata.
     #[staticmethod]
     #[pyo3(signature = (path, tensors, metadata, fingerprint, codec="raw", level=None))]
     fn unless_written(
@@ -266,8 +271,8 @@ pub(crate) fn main(py: Python<'_>, arguments: Vec<String>) -> PyResult<u8> {
     let mut signal = None;
     let status = py.detach(|| {
         tensorstream::cli::run(arguments, &mut || {
-            // Once a signal came the answer stays: Python reports it once, and the command may ask again. Handlers of
-            // later signals run all the same.
+            // Once a signal came the answer stays: Python reports it once, and the command may ask
+            // again. Handlers of later signals run all the same.
             let now = Python::attach(|py| py.check_signals().err());
             signal = signal.take().or(now);
             signal.is_some()
@@ -278,8 +283,8 @@ pub(crate) fn main(py: Python<'_>, arguments: Vec<String>) -> PyResult<u8> {
 
 const NOTHING: Done = Done { done: 0, total: 0 };
 
-/// Runs a long job with the interpreter let go, under a bar if it has a label; a signal's exception ends it and is
-/// raised.
+/// Runs a long job with the interpreter let go, under a bar if it has a label; a signal's exception
+/// ends it and is raised.
 pub(crate) fn watched<T: Send>(
     py: Python<'_>,
     label: Option<&str>,
@@ -297,7 +302,8 @@ pub(crate) fn watched<T: Send>(
         })
     });
     match (result, signal) {
-        // A signal is reported once: one that was seen must not be lost, also where the job was done by then.
+        // A signal is reported once: one that was seen must not be lost, also where the job was
+        // done by then.
         (_, Some(signal)) => Err(signal),
         (result, None) => result.map_err(|error| to_python(py, &error)),
     }

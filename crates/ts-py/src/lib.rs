@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `tensorstream._native`: what the Python package is made of. Thin: arguments in, calls to the facade with the
-//! interpreter let go, results and errors out.
+//! `tensorstream._native`: what the Python package is made of. Thin: arguments in, calls to the
+//! facade with the interpreter let go, results and errors out.
 
-#![allow(clippy::needless_pass_by_value)] // arguments are extracted from Python objects, and so owned
+// Arguments are extracted from Python objects, and so owned.
+#![allow(clippy::needless_pass_by_value)]
 
 mod checkpoint;
 mod dlpack;
@@ -24,13 +25,15 @@ fn parse_bytes(text: &str) -> PyResult<u64> {
     parse(text).map_err(|e| pyo3::exceptions::PyValueError::new_err(e.to_string()))
 }
 
-/// Memory that could still be taken, in bytes, within the system and the memory cgroup; None if unknown.
+/// Memory that could still be taken, in bytes, within the system and the memory cgroup; None if
+/// unknown.
 #[pyfunction]
 fn available_memory() -> Option<u64> {
     available_bytes()
 }
 
-/// The smallest budget under which units of these sizes can run, in bytes, where sets of them are needed together.
+/// The smallest budget under which units of these sizes can run, in bytes, where sets of them are
+/// needed together.
 #[pyfunction]
 fn smallest_budget(sizes: Vec<usize>, together: Vec<Vec<u32>>, max_passes: usize) -> usize {
     let demand = |&slot_bytes: &usize| tensorstream::orchestrator::UnitDemand {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Memory of tensors that Rust and Python share. Of this crate's two unsafe modules the second.
 //!
-//! Whoever has a tensor in Python may write to it at any time, as with every library of arrays there; what Rust does with it meanwhile -
-//! sends it, or receives to it - then has some of what was and some of what is there.
+//! Whoever has a tensor in Python may write to it at any time, as with every library of arrays
+//! there; what Rust does with it meanwhile - sends it, or receives to it - then has some of what
+//! was and some of what is there.
 
 use std::alloc::Layout;
 use std::ffi::{CStr, c_int, c_void};
@@ -47,7 +48,8 @@ const ALIGN: usize = 256;
 impl Zeroed {
     fn new(len: usize) -> Option<Self> {
         let layout = Layout::from_size_align(len.checked_add(ALIGN)?, 1).ok()?;
-        // SAFETY: the layout is of at least `ALIGN` bytes. It asks for no alignment, lest zeros be written rather than mapped.
+        // SAFETY: the layout is of at least `ALIGN` bytes. It asks for no alignment, lest zeros be
+        // written rather than mapped.
         let bytes = unsafe { std::alloc::alloc_zeroed(layout) };
         (!bytes.is_null()).then_some(Self { bytes, layout })
     }
@@ -60,8 +62,8 @@ impl Drop for Zeroed {
     }
 }
 
-// SAFETY: the address is fixed as long as the owner lives, which is plain memory that any thread may use; who may read and write is said
-// above.
+// SAFETY: the address is fixed as long as the owner lives, which is plain memory that any thread
+// may use; who may read and write is said above.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
@@ -71,7 +73,13 @@ impl Memory {
     pub(crate) fn zeros(len: usize) -> Option<Self> {
         let bytes = Zeroed::new(len)?;
         let data = bytes.bytes.wrapping_add(bytes.bytes.align_offset(ALIGN));
-        Some(Self { data, len, device: (CPU, 0), read_only: false, owner: Owner::Zeroed { _bytes: bytes } })
+        Some(Self {
+            data,
+            len,
+            device: (CPU, 0),
+            read_only: false,
+            owner: Owner::Zeroed { _bytes: bytes },
+        })
     }
 
     /// That of a buffer, on whichever device it is.
@@ -94,7 +102,13 @@ impl Memory {
     pub(crate) fn of_pool(mut block: PooledBuffer<AnyDevice>) -> Option<Self> {
         let bytes = block.host_bytes_mut()?;
         let (data, len) = (bytes.as_mut_ptr(), bytes.len());
-        Some(Self { data, len, device: (CPU, 0), read_only: false, owner: Owner::Pooled { _block: block } })
+        Some(Self {
+            data,
+            len,
+            device: (CPU, 0),
+            read_only: false,
+            owner: Owner::Pooled { _block: block },
+        })
     }
 
     /// That of somebody else's tensor, of which all elements are in these bytes.
@@ -119,11 +133,15 @@ impl Memory {
         let imported = Imported::from_capsule(capsule)?;
         let layout = imported.layout()?;
         if layout.strides.is_some() || layout.device.0 != CPU {
-            return Err(PyTypeError::new_err("needs a DLPack capsule of contiguous elements on the host"));
+            return Err(PyTypeError::new_err(
+                "needs a DLPack capsule of contiguous elements on the host",
+            ));
         }
         let len = layout.shape.iter().product::<u64>() as usize * layout.dtype.bits() as usize / 8;
         // SAFETY: the elements are contiguous, and belong to what was imported.
-        Ok(Arc::new(unsafe { Self::of_import(imported, layout.data, len, layout.device, layout.read_only) }))
+        Ok(Arc::new(unsafe {
+            Self::of_import(imported, layout.data, len, layout.device, layout.read_only)
+        }))
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -173,7 +191,8 @@ pub(crate) unsafe fn copied(address: usize, len: usize) -> Vec<u8> {
         return Vec::new();
     }
     // SAFETY: this function's contract.
-    unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<u8>(address), len) }.to_vec()
+    unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<u8>(address), len) }
+        .to_vec()
 }
 
 /// The bytes as what is sent: they stay where they are.
@@ -197,14 +216,20 @@ impl Target {
     /// A part of some memory. None where it is read-only or not on the host.
     pub(crate) fn new(memory: Arc<Memory>, offset: usize, len: usize) -> Option<Self> {
         let fits = offset.checked_add(len).is_some_and(|end| end <= memory.len);
-        (fits && !memory.read_only && memory.device.0 == CPU).then_some(Self { memory, offset, len })
+        (fits && !memory.read_only && memory.device.0 == CPU).then_some(Self {
+            memory,
+            offset,
+            len,
+        })
     }
 
     /// Fills its first bytes, of which there are as many.
     pub(crate) fn put(&mut self, bytes: &[u8]) {
         assert!(bytes.len() <= self.len, "{} bytes to {}", bytes.len(), self.len);
         // SAFETY: as in `space`, below.
-        let own = unsafe { std::slice::from_raw_parts_mut(self.memory.data.add(self.offset), bytes.len()) };
+        let own = unsafe {
+            std::slice::from_raw_parts_mut(self.memory.data.add(self.offset), bytes.len())
+        };
         own.copy_from_slice(bytes);
     }
 
@@ -223,9 +248,12 @@ impl remote::Sink for Target {
     fn space(&mut self, offset: u64, len: usize) -> Result<&mut [u8], remote::Error> {
         let offset = offset as usize;
         assert!(offset + len <= self.len, "{len} bytes at {offset} of {}", self.len);
-        // SAFETY: `new` has checked that the part is inside the memory, the line before that this is inside the part; the memory is on
-        // the host and not read-only. That nobody else writes there is the caller's of Python.
-        Ok(unsafe { std::slice::from_raw_parts_mut(self.memory.data.add(self.offset + offset), len) })
+        // SAFETY: `new` has checked that the part is inside the memory, the line before that this
+        // is inside the part; the memory is on the host and not read-only. That nobody else writes
+        // there is the caller's of Python.
+        Ok(unsafe {
+            std::slice::from_raw_parts_mut(self.memory.data.add(self.offset + offset), len)
+        })
     }
 
     fn finish(self) -> Result<Self, remote::Error> {
@@ -257,8 +285,8 @@ pub(crate) unsafe fn fill_view(
     (shape, strides): (&[i64], &[i64]),
 ) -> PyResult<()> {
     let refused = |what: &str| PyBufferError::new_err(what.to_string());
-    let format =
-        format_of(dtype).ok_or_else(|| refused("the buffer protocol has no format for this dtype"))?;
+    let format = format_of(dtype)
+        .ok_or_else(|| refused("the buffer protocol has no format for this dtype"))?;
     let bytes = memory.bytes().ok_or_else(|| refused("the tensor is on a GPU"))?;
     if flags & ffi::PyBUF_WRITABLE == ffi::PyBUF_WRITABLE && memory.read_only {
         return Err(refused("the tensor is read-only"));
@@ -270,7 +298,9 @@ pub(crate) unsafe fn fill_view(
     }
     for asked in [ffi::PyBUF_C_CONTIGUOUS, ffi::PyBUF_F_CONTIGUOUS, ffi::PyBUF_ANY_CONTIGUOUS] {
         // One dimension is contiguous either way.
-        if flags & asked == asked && !(plain && (asked != ffi::PyBUF_F_CONTIGUOUS || shape.len() < 2)) {
+        if flags & asked == asked
+            && !(plain && (asked != ffi::PyBUF_F_CONTIGUOUS || shape.len() < 2))
+        {
             return Err(refused("the tensor is not contiguous in the order that is asked for"));
         }
     }
@@ -279,7 +309,8 @@ pub(crate) unsafe fn fill_view(
     let len = shape.iter().product::<i64>() as isize * itemsize;
     let first = bytes.as_ptr().wrapping_add(offset).cast_mut();
     let mut borrowed = Box::new(View { format, extents, _memory: Arc::clone(memory) });
-    // SAFETY: this function's contract. What the pointers point to is in the box, or in the memory that it keeps, until `release_view` drops it.
+    // SAFETY: this function's contract. What the pointers point to is in the box, or in the memory
+    // that it keeps, until `release_view` drops it.
     unsafe {
         (*view).obj = owner.into_ptr();
         (*view).buf = first.cast();
@@ -287,11 +318,15 @@ pub(crate) unsafe fn fill_view(
         (*view).readonly = c_int::from(memory.read_only);
         (*view).itemsize = itemsize;
         let wants = |flag| flags & flag == flag;
-        (*view).format =
-            if wants(ffi::PyBUF_FORMAT) { borrowed.format.as_ptr().cast_mut() } else { std::ptr::null_mut() };
+        (*view).format = if wants(ffi::PyBUF_FORMAT) {
+            borrowed.format.as_ptr().cast_mut()
+        } else {
+            std::ptr::null_mut()
+        };
         (*view).ndim = shape.len() as c_int;
         let (shape_at, strides_at) = borrowed.extents.split_at_mut(shape.len());
-        (*view).shape = if wants(ffi::PyBUF_ND) { shape_at.as_mut_ptr() } else { std::ptr::null_mut() };
+        (*view).shape =
+            if wants(ffi::PyBUF_ND) { shape_at.as_mut_ptr() } else { std::ptr::null_mut() };
         (*view).strides =
             if wants(ffi::PyBUF_STRIDES) { strides_at.as_mut_ptr() } else { std::ptr::null_mut() };
         (*view).suboffsets = std::ptr::null_mut();

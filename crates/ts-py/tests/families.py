@@ -73,7 +73,13 @@ BASE: dict[str, Any] = {
     "vocab_size": 128,
     "max_position_embeddings": 64,
 }
-LM: dict[str, Any] = {**BASE, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LM: dict[str, Any] = {
+    **BASE,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 VISION: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 112,
@@ -122,7 +128,13 @@ FAMILIES: dict[str, Family] = {
     "t5": Family(
         "T5ForConditionalGeneration",
         lambda: hf.T5Config(
-            d_model=64, d_kv=16, d_ff=112, num_layers=2, num_heads=4, vocab_size=128, decoder_start_token_id=0
+            d_model=64,
+            d_kv=16,
+            d_ff=112,
+            num_layers=2,
+            num_heads=4,
+            vocab_size=128,
+            decoder_start_token_id=0,
         ),
         pair,
         generates=True,
@@ -136,14 +148,20 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         lambda: hf.Qwen2MoeConfig(
-            **LM, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=56
+            **LM,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=56,
         ),
         text,
         generates=True,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
-        lambda: hf.Qwen3MoeConfig(**LM, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16),
+        lambda: hf.Qwen3MoeConfig(
+            **LM, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, head_dim=16
+        ),
         text,
         generates=True,
     ),
@@ -292,11 +310,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "deberta_v2": Family(
         "DebertaV2ForMaskedLM",
-        lambda: hf.DebertaV2Config(**BASE, relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8),
+        lambda: hf.DebertaV2Config(
+            **BASE, relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8
+        ),
         text,
     ),
     "gemma3": Family(
-        "Gemma3ForCausalLM", lambda: hf.Gemma3TextConfig(**LM, head_dim=16, sliding_window=4), text, generates=True
+        "Gemma3ForCausalLM",
+        lambda: hf.Gemma3TextConfig(**LM, head_dim=16, sliding_window=4),
+        text,
+        generates=True,
     ),
     "clip": Family(
         "CLIPModel",
@@ -342,15 +365,21 @@ FAMILIES: dict[str, Family] = {
         text,
     ),
     "bloom": Family(
-        "BloomForCausalLM", lambda: hf.BloomConfig(hidden_size=64, n_layer=3, n_head=4, vocab_size=128), text
+        "BloomForCausalLM",
+        lambda: hf.BloomConfig(hidden_size=64, n_layer=3, n_head=4, vocab_size=128),
+        text,
     ),
     "encodec": Family(
         "EncodecModel",
-        lambda: hf.EncodecConfig(hidden_size=32, num_filters=4, codebook_size=32, upsampling_ratios=[4, 2]),
+        lambda: hf.EncodecConfig(
+            hidden_size=32, num_filters=4, codebook_size=32, upsampling_ratios=[4, 2]
+        ),
         lambda batch: {"input_values": wave(batch)["input_values"].unsqueeze(1)},
     ),
     # Poolers that use another module's weights, views that are kept, assignments while loading.
-    "siglip": Family("SiglipModel", lambda: hf.SiglipConfig(text_config=BASE, vision_config=VISION), clip),
+    "siglip": Family(
+        "SiglipModel", lambda: hf.SiglipConfig(text_config=BASE, vision_config=VISION), clip
+    ),
     "siglip_vision": Family("SiglipVisionModel", lambda: hf.SiglipVisionConfig(**VISION), image()),
     "chinese_clip": Family(
         "ChineseCLIPModel",
@@ -367,7 +396,13 @@ FAMILIES: dict[str, Family] = {
     "funnel": Family(
         "FunnelModel",
         lambda: hf.FunnelConfig(
-            vocab_size=128, d_model=64, n_head=4, d_head=16, d_inner=112, block_sizes=[1, 2], num_decoder_layers=1
+            vocab_size=128,
+            d_model=64,
+            n_head=4,
+            d_head=16,
+            d_inner=112,
+            block_sizes=[1, 2],
+            num_decoder_layers=1,
         ),
         text,
     ),
@@ -379,7 +414,12 @@ FAMILIES: dict[str, Family] = {
             num_attention_heads=4,
             num_hidden_layers=3,
             text_config=BASE,
-            vision_config={"hidden_size": 64, "num_hidden_layers": 3, "patch_size": 8, "image_size": 32},
+            vision_config={
+                "hidden_size": 64,
+                "num_hidden_layers": 3,
+                "patch_size": 8,
+                "image_size": 32,
+            },
         ),
         lambda batch: {
             **clip(batch),
@@ -387,9 +427,13 @@ FAMILIES: dict[str, Family] = {
             "pixel_mask": torch.ones(batch, 32, 32, dtype=torch.long),
         },
     ),
-    "depth_anything": Family("DepthAnythingForDepthEstimation", lambda: hf.DepthAnythingConfig(**depth()), image(28)),
+    "depth_anything": Family(
+        "DepthAnythingForDepthEstimation", lambda: hf.DepthAnythingConfig(**depth()), image(28)
+    ),
     "prompt_depth_anything": Family(
-        "PromptDepthAnythingForDepthEstimation", lambda: hf.PromptDepthAnythingConfig(**depth()), image(28)
+        "PromptDepthAnythingForDepthEstimation",
+        lambda: hf.PromptDepthAnythingConfig(**depth()),
+        image(28),
     ),
     "idefics2": Family(
         "Idefics2Model",
@@ -406,7 +450,10 @@ FAMILIES: dict[str, Family] = {
             },
             image_token_id=121,
         ),
-        lambda batch: {"input_ids": seeing(batch), "pixel_values": image()(batch)["pixel_values"].unsqueeze(1)},
+        lambda batch: {
+            "input_ids": seeing(batch),
+            "pixel_values": image()(batch)["pixel_values"].unsqueeze(1),
+        },
     ),
     "cohere2_vision": Family(
         "Cohere2VisionForConditionalGeneration",
@@ -437,6 +484,14 @@ FAMILIES: dict[str, Family] = {
         ),
         pair,
     ),
-    "zaya": Family("ZayaForCausalLM", lambda: hf.ZayaConfig(**LM, num_experts=4, moe_intermediate_size=32), text),
-    "hy_v4": Family("HYV4ForCausalLM", lambda: hf.HYV4Config(**LM, num_experts=4, moe_intermediate_size=32), text),
+    "zaya": Family(
+        "ZayaForCausalLM",
+        lambda: hf.ZayaConfig(**LM, num_experts=4, moe_intermediate_size=32),
+        text,
+    ),
+    "hy_v4": Family(
+        "HYV4ForCausalLM",
+        lambda: hf.HYV4Config(**LM, num_experts=4, moe_intermediate_size=32),
+        text,
+    ),
 }

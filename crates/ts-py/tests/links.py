@@ -20,11 +20,13 @@ from typing import Any
 
 __all__ = ["Link", "Namespace", "bad_link", "reason_against", "shaped_star"]
 
-# Not every kernel has netem: packets go by way of this process, which keeps them as long as it is to, or drops them.
+# Not every kernel has netem: packets go by way of this process, which keeps them as long as it is
+# to, or drops them.
 _OPEN_TUN = """
 import fcntl, os, socket, struct, sys
 tun = os.open("/dev/net/tun", os.O_RDWR)
-fcntl.ioctl(tun, 0x400454ca, struct.pack("16sH14x", b"tun0", 0x1001))  # TUNSETIFF, IFF_TUN | IFF_NO_PI
+# TUNSETIFF, IFF_TUN | IFF_NO_PI
+fcntl.ioctl(tun, 0x400454ca, struct.pack("16sH14x", b"tun0", 0x1001))
 socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"x"], [tun])
 """
 _MTU = 9000
@@ -36,7 +38,9 @@ def reason_against() -> str | None:
         return "needs root, ip and tc"
     if not Path("/dev/net/tun").exists():
         return "needs /dev/net/tun"
-    made = subprocess.run(["ip", "netns", "add", f"ts-try-{os.getpid()}"], capture_output=True, check=False)
+    made = subprocess.run(
+        ["ip", "netns", "add", f"ts-try-{os.getpid()}"], capture_output=True, check=False
+    )
     if made.returncode:
         return "the system gives no namespaces"
     _run("ip", "netns", "del", f"ts-try-{os.getpid()}")
@@ -48,7 +52,10 @@ def _run(*command: str) -> None:
 
 
 class Namespace:
-    """A machine of its own, as far as the network is concerned. Gone with everything in it at the end."""
+    """A machine of its own, as far as the network is concerned.
+
+    Gone with everything in it at the end.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = f"ts-{os.getpid()}-{name}"
@@ -71,7 +78,10 @@ class Namespace:
 
     def start(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.name, *command], stdout=subprocess.PIPE, text=True, **options
+            ["ip", "netns", "exec", self.name, *command],
+            stdout=subprocess.PIPE,
+            text=True,
+            **options,
         )
         self.processes.append(process)
         return process
@@ -134,7 +144,16 @@ def bad_link() -> Iterator[tuple[Namespace, Namespace, Link]]:
         for number, space in enumerate(spaces, 1):
             here, there = socket.socketpair()
             process = subprocess.Popen(
-                ["ip", "netns", "exec", space.name, sys.executable, "-c", _OPEN_TUN, str(there.fileno())],
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    space.name,
+                    sys.executable,
+                    "-c",
+                    _OPEN_TUN,
+                    str(there.fileno()),
+                ],
                 pass_fds=[there.fileno()],
             )
             ends.append(socket.recv_fds(here, 1, 1)[1][0])
@@ -149,7 +168,9 @@ def bad_link() -> Iterator[tuple[Namespace, Namespace, Link]]:
 
 @contextmanager
 def shaped_star(count: int, rate: str) -> Iterator[list[tuple[Namespace, str]]]:
-    """Namespaces with their addresses around a switch, each with a link of this rate both ways, such as "400mbit"."""
+    """Namespaces with their addresses around a switch, each with a link of this rate both ways,
+    such as "400mbit".
+    """
     with ExitStack() as stack:
         hub = stack.enter_context(Namespace("hub"))
         hub.ip("link", "add", "br0", "type", "bridge")
@@ -157,7 +178,18 @@ def shaped_star(count: int, rate: str) -> Iterator[list[tuple[Namespace, str]]]:
         nodes = []
         for number in range(1, count + 1):
             space = stack.enter_context(Namespace(f"n{number}"))
-            hub.ip("link", "add", f"p{number}", "type", "veth", "peer", "name", "eth0", "netns", space.name)
+            hub.ip(
+                "link",
+                "add",
+                f"p{number}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                space.name,
+            )
             hub.ip("link", "set", f"p{number}", "master", "br0", "up")
             space.ip("addr", "add", f"10.78.0.{number}/24", "dev", "eth0")
             space.ip("link", "set", "eth0", "up")

@@ -15,9 +15,13 @@ SERVE = [sys.executable, "-m", "tensorstream._serve"]
 
 
 class Serving:
-    """``tensorstream serve`` with these options; at the end of a ``with`` it is told to end, and does."""
+    """``tensorstream serve`` with these options; at the end of a ``with`` it is told to end, and
+    does.
+    """
 
-    def __init__(self, options: dict[str, Any] | None = None, *flags: str, log: Path | None = None) -> None:
+    def __init__(
+        self, options: dict[str, Any] | None = None, *flags: str, log: Path | None = None
+    ) -> None:
         options = {"--listen": "127.0.0.1:0", "--threads": 1, **(options or {})}
         self._log = log.open("w", encoding="utf-8") if log else None
         self.process = subprocess.Popen(

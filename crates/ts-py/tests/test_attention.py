@@ -73,7 +73,9 @@ def transformer(batch_first: bool, norm_first: bool, masked: bool, gelu: bool) -
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("make", [attention, cross_attention, encoder_layer, encoder, decoder, transformer])
+@pytest.mark.parametrize(
+    "make", [attention, cross_attention, encoder_layer, encoder, decoder, transformer]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_attention_is_bit_identical_whatever_path_is_taken(
     make: Callable[..., Case], dtype: torch.dtype, tmp_path: Path
@@ -93,4 +95,6 @@ def test_attention_is_bit_identical_whatever_path_is_taken(
                     for _ in range(2):
                         got = tree_leaves(streamed(*inputs, **more))
                         for a, b in zip(expected, got, strict=True):
-                            assert a is b is None or torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), flags
+                            assert a is b is None or torch.equal(
+                                a.nan_to_num(7.0), b.nan_to_num(7.0)
+                            ), flags

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What a loader does to stand-ins gives the bytes that it would give real tensors, or a typed error: never others."""
+"""What a loader does to stand-ins gives the bytes that it would give real tensors, or a typed
+error: never others.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,11 @@ def check(builder: Builder, program: Program) -> SymbolicTensor:
     """The bytes of a program's result, whole and in pieces of a small and a large budget."""
     expected, result = program(weights()), program(Streamed(builder))
     assert isinstance(result, SymbolicTensor)
-    assert (result.shape, result.dtype, result.stride()) == (expected.shape, expected.dtype, expected.stride())
+    assert (result.shape, result.dtype, result.stride()) == (
+        expected.shape,
+        expected.dtype,
+        expected.stride(),
+    )
     assert same(builder.materialize(result), expected)
     for budget in (1, 1 << 30):
         pieces = list(builder.pieces(result, budget))
@@ -172,7 +178,9 @@ WRITES: dict[str, Program] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_writes_through_views_reach_all_that_look_at_the_same_bytes(builder: Builder, name: str) -> None:
+def test_writes_through_views_reach_all_that_look_at_the_same_bytes(
+    builder: Builder, name: str
+) -> None:
     w, real = Streamed(builder), weights()
     looks = {key: [w[key][1:], w[key].mT, w[key].detach()] for key in ("a", "small")}
     WRITES[name](w)
@@ -235,7 +243,9 @@ def test_random_programs(builder: Builder) -> None:
         lambda x, r: x.transpose(r.randrange(x.dim()), r.randrange(x.dim())),
         lambda x, r: x.unsqueeze(r.randrange(x.dim() + 1)),
         lambda x, r: torch.cat([x, x], dim=r.randrange(x.dim())) if x.numel() < 1 << 16 else x,
-        lambda x, r: torch.stack([x, x], dim=r.randrange(x.dim() + 1)) if x.numel() < 1 << 16 else x,
+        lambda x, r: (
+            torch.stack([x, x], dim=r.randrange(x.dim() + 1)) if x.numel() < 1 << 16 else x
+        ),
         lambda x, r: x.reshape(-1),
         lambda x, r: x.contiguous(),
         lambda x, r: x.to(r.choice([torch.float32, torch.float64, torch.bfloat16])),
@@ -323,7 +333,9 @@ def test_modes_of_other_threads_do_not_matter(direct: Any, tmp_path: Path) -> No
                     output = model(x)
                     assert output.requires_grad == grad
                     if grad:
-                        assert torch.allclose(torch.autograd.grad(output.sum(), x)[0], expected_grad, atol=1e-4)
+                        assert torch.allclose(
+                            torch.autograd.grad(output.sum(), x)[0], expected_grad, atol=1e-4
+                        )
                     else:
                         assert torch.equal(output, expected)
         except BaseException as error:
@@ -374,7 +386,13 @@ def ordinary() -> nn.Conv2d:
 # From a checkpoint, which is row-major, those that are so too, whatever their strides say.
 @pytest.mark.parametrize(
     ("make", "stored"),
-    [(pointwise, True), (depthwise, True), (ordinary, True), (pointwise, False), (depthwise, False)],
+    [
+        (pointwise, True),
+        (depthwise, True),
+        (ordinary, True),
+        (pointwise, False),
+        (depthwise, False),
+    ],
 )
 def test_every_stride_of_a_live_model_is_kept(make: Any, stored: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -40,7 +40,9 @@ from torch import nn
         ("compression_level", 23, "an integer from 1 to 22"),
     ],
 )
-def test_an_invalid_field_is_named_with_value_and_range(field: str, value: object, wanted: str) -> None:
+def test_an_invalid_field_is_named_with_value_and_range(
+    field: str, value: object, wanted: str
+) -> None:
     with pytest.raises(ts.ConfigurationError) as caught:
         ts.Config(**{field: value})  # type: ignore[arg-type]
     assert isinstance(caught.value, ValueError)
@@ -59,7 +61,9 @@ def on_meta(model: nn.Linear) -> nn.Linear:
     return nn.Linear(model.in_features, model.out_features, device="meta")
 
 
-def test_storage_path_alone_works_and_prints_the_budget(linear: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_storage_path_alone_works_and_prints_the_budget(
+    linear: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     reference, path = linear
     model = ts.offload(on_meta(reference), ts.Config(storage_path=path))
     assert "tensorstream: budget" in capsys.readouterr().err
@@ -88,7 +92,9 @@ def test_every_backend_reads_the_same(linear: Any, backend: str) -> None:
 def test_a_backend_that_is_not_built_falls_back_and_says_why(linear: Any, backend: str) -> None:
     reference, path = linear
     _said.clear()
-    with pytest.warns(ts.NotBuiltWarning, match=rf"BackendType\.{backend}: .* not built yet") as caught:
+    with pytest.warns(
+        ts.NotBuiltWarning, match=rf"BackendType\.{backend}: .* not built yet"
+    ) as caught:
         for _ in range(2):
             config = ts.Config(budget="1MiB", backend=ts.BackendType[backend])
     assert len(caught) == 1, "it is said once"
@@ -102,7 +108,8 @@ def test_a_backend_that_is_not_built_falls_back_and_says_why(linear: Any, backen
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a driver of NVIDIA's")
 def test_gds_without_a_driver_is_refused_at_once(linear: Any) -> None:
-    # pip's nvidia-cufile, whose cuFileDriverOpen never returns without a driver; found once it is loaded.
+    # pip's nvidia-cufile, whose cuFileDriverOpen never returns without a driver; found once it is
+    # loaded.
     library = next((Path(torch.__file__).parents[1] / "nvidia").glob("*/lib/libcufile.so.0"), None)
     if library is None:
         pytest.skip("nvidia-cufile is not installed")
@@ -122,9 +129,13 @@ def test_gds_without_a_driver_is_refused_at_once(linear: Any) -> None:
 
 
 @pytest.mark.parametrize("level", [None, 9])
-def test_weights_are_stored_compressed_and_streamed_from_that(tmp_path: Path, level: int | None) -> None:
+def test_weights_are_stored_compressed_and_streamed_from_that(
+    tmp_path: Path, level: int | None
+) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(12)))
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(12))
+    )
     x = torch.randn(2, 512, dtype=torch.bfloat16)
     expected = model(x)
     config = ts.Config(
@@ -159,7 +170,11 @@ def test_memory_modes_are_presets(capsys: pytest.CaptureFixture[str]) -> None:
     for mode in ts.MemoryMode:
         config = ts.Config(memory_mode=mode)
         budgets[mode] = config.fitted_bytes(smallest=1, whole=1 << 40)
-    assert budgets[ts.MemoryMode.AGGRESSIVE] > budgets[ts.MemoryMode.BALANCED] > budgets[ts.MemoryMode.CONSERVATIVE]
+    assert (
+        budgets[ts.MemoryMode.AGGRESSIVE]
+        > budgets[ts.MemoryMode.BALANCED]
+        > budgets[ts.MemoryMode.CONSERVATIVE]
+    )
     assert "80% of" in capsys.readouterr().err
     assert ts.Config(memory_mode="conservative").prefetch_strategy is ts.PrefetchStrategy.NEXT_LAYER
     chosen = ts.Config(memory_mode="conservative", prefetch_strategy="none")
@@ -167,7 +182,9 @@ def test_memory_modes_are_presets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("strategy", list(ts.PrefetchStrategy))
-def test_prefetch_strategies_read_the_same_and_are_felt(strategy: ts.PrefetchStrategy, tmp_path: Path) -> None:
+def test_prefetch_strategies_read_the_same_and_are_felt(
+    strategy: ts.PrefetchStrategy, tmp_path: Path
+) -> None:
     reference = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
     config = ts.Config(budget=5 * 20480, prefetch_strategy=strategy)
     save_file(reference.state_dict(), tmp_path / "model.safetensors")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Diffusion transformers, which keep views of their own tables across their children, at the smallest budget."""
+"""Diffusion transformers, which keep views of their own tables across their children, at the
+smallest budget.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def stable_audio3() -> Made:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [ltx2, flux, pixart, same, stable_audio3])
 @pytest.mark.parametrize("times", [1, 3])
-def test_bit_identical_at_the_smallest_budget(make: Callable[[], Made], times: int, tmp_path: Path) -> None:
+def test_bit_identical_at_the_smallest_budget(
+    make: Callable[[], Made], times: int, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model, inputs = make()
     model.eval()

@@ -18,7 +18,9 @@ from torch import nn
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: A block that cannot run has its reason above it: <!-- not run: reason -->.
-_BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>.+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
+_BLOCK = re.compile(
+    r"(?:<!-- not run: (?P<reason>.+) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL
+)
 _README_WORDS, _README_LINES = 700, 120
 
 
@@ -30,7 +32,9 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    return [Block(**match.groupdict()) for match in _BLOCK.finditer(page.read_text(encoding="utf-8"))]
+    return [
+        Block(**match.groupdict()) for match in _BLOCK.finditer(page.read_text(encoding="utf-8"))
+    ]
 
 
 def name(page: Path) -> str:
@@ -48,7 +52,10 @@ def test_every_block_of_a_page_runs(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     # What the pages leave to the reader.
-    names = {"ids": torch.tensor([[1, 2, 3]]), "my_model": nn.Sequential(nn.Linear(3, 3), nn.ReLU())}
+    names = {
+        "ids": torch.tensor([[1, 2, 3]]),
+        "my_model": nn.Sequential(nn.Linear(3, 3), nn.ReLU()),
+    }
     output = ""
     for block in blocks(page):
         if block.reason:
@@ -56,7 +63,9 @@ def test_every_block_of_a_page_runs(
         if block.language == "python":
             exec(compile(block.code, name(page), "exec"), names)
         elif block.language == "sh":
-            done = subprocess.run(["bash", "-ec", block.code], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                ["bash", "-ec", block.code], capture_output=True, text=True, check=False
+            )
             assert done.returncode == 0, done.stderr
             output = done.stdout
         elif block.language == "text":
@@ -66,14 +75,23 @@ def test_every_block_of_a_page_runs(
 def without_numbers(text: str) -> list[str]:
     # Figures and paths depend on the machine and its page cache.
     text = re.sub(r"\((?:buffered|direct)[^)]*\)", "(by some path)", text)
-    return [re.sub(r"[\d.]+", "#", re.sub(r" +", " ", line)).strip() for line in text.strip().splitlines()]
+    return [
+        re.sub(r"[\d.]+", "#", re.sub(r" +", " ", line)).strip()
+        for line in text.strip().splitlines()
+    ]
 
 
 def test_blocks_that_do_not_run_say_why() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         # Rust blocks run as doctests of the crate tensorstream.
-        assert set(re.findall(r"^```(\w+)$", text, re.MULTILINE)) <= {"python", "sh", "text", "rust", "toml"}, page
+        assert set(re.findall(r"^```(\w+)$", text, re.MULTILINE)) <= {
+            "python",
+            "sh",
+            "text",
+            "rust",
+            "toml",
+        }, page
         assert len(re.findall(r"^```\w+$", text, re.MULTILINE)) == len(blocks(page)), page
 
 

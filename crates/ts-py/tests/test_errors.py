@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What goes wrong is a typed error that says what, where and why; the model can be used afterwards."""
+"""Failures are typed errors that say what, where and why; the model works afterwards."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def test_a_truncated_shard(llama: Llama) -> None:
     path = llama(shard_size="300KB")
     victim = shards(path)[1]
     os.truncate(victim, victim.stat().st_size - 1000)
-    with pytest.raises(ts.CheckpointError, match=rf"{victim.name}: truncated: tensor `.*` needs bytes \d+"):
+    with pytest.raises(
+        ts.CheckpointError, match=rf"{victim.name}: truncated: tensor `.*` needs bytes \d+"
+    ):
         ts.from_pretrained(path, budget="1MiB")
 
 
@@ -74,7 +76,9 @@ def test_a_missing_tensor(llama: Llama) -> None:
         ts.from_pretrained(path, budget="1MiB")
     with torch.device("meta"):
         model = torch.nn.Linear(3, 4)
-    with pytest.raises(KeyError, match=r"tensor `weight` of the model is not in .*model\.safetensors"):
+    with pytest.raises(
+        KeyError, match=r"tensor `weight` of the model is not in .*model\.safetensors"
+    ):
         ts.offload(model, checkpoint=path, budget="1MiB")
     assert model.weight.is_meta, "a model that was refused is as it was"
 
@@ -85,7 +89,9 @@ def test_a_tensor_the_index_lists_and_no_shard_has(llama: Llama) -> None:
     content = json.loads(index.read_text())
     content["weight_map"]["model.extra"] = shards(path)[0].name
     index.write_text(json.dumps(content))
-    with pytest.raises(ts.CheckpointError, match=r"tensor `model\.extra` is listed in .*index\.json"):
+    with pytest.raises(
+        ts.CheckpointError, match=r"tensor `model\.extra` is listed in .*index\.json"
+    ):
         ts.from_pretrained(path, budget="1MiB")
 
 
@@ -97,8 +103,12 @@ def test_a_wrong_shape_and_a_wrong_dtype(llama: Llama) -> None:
         ts.from_pretrained(path, budget="1MiB")
     with torch.device("meta"):
         model = torch.nn.Linear(7, 6)
-    save_file({"weight": torch.zeros(6, 7).half(), "bias": torch.zeros(6)}, path / "model.safetensors")
-    with pytest.raises(ts.CheckpointError, match=r"model\.safetensors: tensor `weight` at byte \d+ is F16 \[6, 7\]"):
+    save_file(
+        {"weight": torch.zeros(6, 7).half(), "bias": torch.zeros(6)}, path / "model.safetensors"
+    )
+    with pytest.raises(
+        ts.CheckpointError, match=r"model\.safetensors: tensor `weight` at byte \d+ is F16 \[6, 7\]"
+    ):
         ts.offload(model, checkpoint=path, budget="1MiB")
 
 
@@ -152,8 +162,11 @@ def test_a_file_harmed_while_it_is_streamed(llama: Llama, harm: str) -> None:
             handle.seek(len(content) // 2)
             handle.write(b"\xff" * 4096)
     with torch.inference_mode():
-        # What was read ahead before the harm may serve a visit each; then an error, and no wrong number.
-        with pytest.raises(ts.CheckpointChangedError, match=r"tensor `.*model\.safetensors.*byte \d+") as caught:
+        # What was read ahead before the harm may serve a visit each; then an error, and no wrong
+        # number.
+        with pytest.raises(
+            ts.CheckpointChangedError, match=r"tensor `.*model\.safetensors.*byte \d+"
+        ) as caught:
             for _ in range(3):
                 assert torch.equal(model(IDS).logits, expected)
         assert isinstance(caught.value, OSError)

@@ -12,7 +12,11 @@ import torch
 from conftest import Llama, leased
 from transformers import AutoTokenizer, BertModel, LlamaForCausalLM
 
-SENTENCES = ["A cat sat on the mat.", "Rust is a systems programming language with a strict compiler.", "Hm."]
+SENTENCES = [
+    "A cat sat on the mat.",
+    "Rust is a systems programming language with a strict compiler.",
+    "Hm.",
+]
 
 
 def decode(model: torch.nn.Module, batch: int, steps: int = 6) -> list[torch.Tensor]:
@@ -54,7 +58,9 @@ def test_minilm_under_60_mib_is_bit_identical_for_every_batch(minilm: Path) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("data_start", [0, 8])
 @pytest.mark.parametrize("batch", [1, 4])
-def test_llama_prefill_decode_and_tokens(llama: Llama, dtype: torch.dtype, data_start: int, batch: int) -> None:
+def test_llama_prefill_decode_and_tokens(
+    llama: Llama, dtype: torch.dtype, data_start: int, batch: int
+) -> None:
     path = llama(dtype=dtype, data_start_mod_16=data_start)
     expected = decode(LlamaForCausalLM.from_pretrained(path), batch)
     streamed = ts.from_pretrained(path, budget="300KiB")
@@ -62,7 +68,9 @@ def test_llama_prefill_decode_and_tokens(llama: Llama, dtype: torch.dtype, data_
     assert any(not unit["resident"] for unit in ts.stats(streamed)["units"])
 
 
-@pytest.mark.parametrize("options", [{"shard_size": "300KB"}, {"tie": True}], ids=["sharded", "tied"])
+@pytest.mark.parametrize(
+    "options", [{"shard_size": "300KB"}, {"tie": True}], ids=["sharded", "tied"]
+)
 def test_sharded_and_tied_checkpoints(llama: Llama, options: dict[str, object]) -> None:
     path = llama(**options)
     expected = decode(LlamaForCausalLM.from_pretrained(path), 2)
@@ -72,7 +80,10 @@ def test_sharded_and_tied_checkpoints(llama: Llama, options: dict[str, object]) 
 def test_generate_gives_the_same_tokens(llama: Llama) -> None:
     path = llama()
     ids = torch.tensor([[5, 9, 2, 77]])
-    reference, streamed = LlamaForCausalLM.from_pretrained(path), ts.from_pretrained(path, budget="300KiB")
+    reference, streamed = (
+        LlamaForCausalLM.from_pretrained(path),
+        ts.from_pretrained(path, budget="300KiB"),
+    )
     expected = reference.generate(ids, max_new_tokens=12, do_sample=False)
     assert torch.equal(streamed.generate(ids, max_new_tokens=12, do_sample=False), expected)
     assert streamed.device == reference.device
@@ -112,7 +123,9 @@ def test_restored_and_offloaded_live_models_stay_exact(llama: Llama) -> None:
     assert_same(decode(model, 1), expected)
     ts.restore(model)
     assert_same(decode(model, 1), expected)
-    assert {name: parameter.data_ptr() % 64 for name, parameter in model.named_parameters()} == before
+    assert {
+        name: parameter.data_ptr() % 64 for name, parameter in model.named_parameters()
+    } == before
     assert all(type(p) is torch.nn.Parameter and p.requires_grad for p in model.parameters())
     with torch.no_grad():
         model.lm_head.weight.zero_()
@@ -132,7 +145,10 @@ def test_a_live_model_of_cloned_weights_keeps_its_own_phase(llama: Llama) -> Non
 def test_every_weight_stands_at_its_reference_s_phase(llama: Llama) -> None:
     """Invariant "phase", kept."""
     path = llama()
-    reference, streamed = LlamaForCausalLM.from_pretrained(path), ts.from_pretrained(path, budget="300KiB")
+    reference, streamed = (
+        LlamaForCausalLM.from_pretrained(path),
+        ts.from_pretrained(path, budget="300KiB"),
+    )
     for name, parameter in streamed.named_parameters():
         here, there = leased(parameter), reference.get_parameter(name)
         assert here.data_ptr() % 64 == there.data_ptr() % 64, name
@@ -150,4 +166,7 @@ def test_the_phase_rule_is_needed() -> None:
         assert placed.data_ptr() % 64 == phase
         results.append(torch.nn.functional.linear(vector, placed))
     if all(torch.equal(result, results[0]) for result in results):
-        pytest.skip("this CPU's matrix-vector product does not depend on the address: the rule costs nothing here")
+        pytest.skip(
+            "this CPU's matrix-vector product does not depend on the address: the rule costs "
+            "nothing here"
+        )

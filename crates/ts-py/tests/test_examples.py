@@ -29,7 +29,12 @@ def test_no_example_is_forgotten() -> None:
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, EXAMPLES / name], capture_output=True, text=True, check=False, timeout=300, env=environment
+        [sys.executable, EXAMPLES / name],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     assert SAYS[name] in done.stdout

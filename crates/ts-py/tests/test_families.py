@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Families of transformers models: bit-identical under three times their largest unit, and restored exactly."""
+"""Families of transformers models: bit-identical under three times their largest unit, and restored
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -58,17 +60,27 @@ def assert_same(actual: Any, expected: Any) -> None:
     a, e = tensors(actual), tensors(expected)
     assert len(a) == len(e) > 0
     for x, y in zip(a, e, strict=True):
-        assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)), f"differs by {(x - y).abs().max()}"
+        assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)), (
+            f"differs by {(x - y).abs().max()}"
+        )
 
 
 def cast(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
-    return {k: v.to(dtype) if dtype is not None and v.is_floating_point() else v for k, v in inputs.items()}
+    return {
+        k: v.to(dtype) if dtype is not None and v.is_floating_point() else v
+        for k, v in inputs.items()
+    }
 
 
 def three_largest_units(path: Path, name: str, **kwargs: Any) -> int:
-    model = ts.from_pretrained(path, budget="64MiB", model_class=model_class(FAMILIES[name]), **kwargs)
+    model = ts.from_pretrained(
+        path, budget="64MiB", model_class=model_class(FAMILIES[name]), **kwargs
+    )
     stats = ts.stats(model)
-    return max(3 * max(unit["slot_bytes"] for unit in stats["units"]), stats["plan"]["smallest_budget_bytes"])
+    return max(
+        3 * max(unit["slot_bytes"] for unit in stats["units"]),
+        stats["plan"]["smallest_budget_bytes"],
+    )
 
 
 @pytest.mark.slow
@@ -78,7 +90,9 @@ def test_bit_identical_within_the_budget_and_restored(saved: Saved, name: str) -
     reference = model_class(family).from_pretrained(path).eval()
     budget = three_largest_units(path, name)
     streamed = ts.from_pretrained(path, budget=budget, model_class=model_class(family))
-    assert sum(parameter.nbytes for parameter in streamed.parameters()) > budget, "or it is kept whole"
+    assert sum(parameter.nbytes for parameter in streamed.parameters()) > budget, (
+        "or it is kept whole"
+    )
     with torch.inference_mode():
         for batch in (1, 4):
             inputs = family.inputs(batch)
@@ -86,17 +100,23 @@ def test_bit_identical_within_the_budget_and_restored(saved: Saved, name: str) -
             if family.generates:
                 first = dict(list(inputs.items())[:1])
                 options = {"max_new_tokens": 5, "do_sample": False}
-                assert torch.equal(streamed.generate(**first, **options), reference.generate(**first, **options))
+                assert torch.equal(
+                    streamed.generate(**first, **options), reference.generate(**first, **options)
+                )
     stats = ts.stats(streamed)
     assert stats["reserved_high_water_bytes"] <= budget
     assert any(unit["loads"] > 1 for unit in stats["units"]), "it did stream"
     ts.restore(streamed)
     with torch.inference_mode():
         assert_same(streamed(**inputs), reference(**inputs))
-    for (key, mine), (other, its) in zip(streamed.named_parameters(), reference.named_parameters(), strict=True):
+    for (key, mine), (other, its) in zip(
+        streamed.named_parameters(), reference.named_parameters(), strict=True
+    ):
         assert (key, mine.dtype, mine.requires_grad) == (other, its.dtype, its.requires_grad)
         assert torch.equal(mine, its)
-    assert {k: v.dtype for k, v in streamed.named_buffers()} == {k: v.dtype for k, v in reference.named_buffers()}
+    assert {k: v.dtype for k, v in streamed.named_buffers()} == {
+        k: v.dtype for k, v in reference.named_buffers()
+    }
 
 
 @pytest.mark.slow
@@ -104,9 +124,15 @@ def test_bit_identical_within_the_budget_and_restored(saved: Saved, name: str) -
 def test_every_mode_and_every_pass_is_exact(saved: Saved, name: str) -> None:
     family, path = FAMILIES[name], saved(name)
     reference = model_class(family).from_pretrained(path).eval()
-    streamed = ts.from_pretrained(path, budget=three_largest_units(path, name), model_class=model_class(family))
+    streamed = ts.from_pretrained(
+        path, budget=three_largest_units(path, name), model_class=model_class(family)
+    )
     inputs = family.inputs(2)
-    for mode, autocast in ((torch.no_grad, False), (torch.inference_mode, False), (torch.no_grad, True)):
+    for mode, autocast in (
+        (torch.no_grad, False),
+        (torch.inference_mode, False),
+        (torch.no_grad, True),
+    ):
         with mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             try:
                 expected = reference(**inputs)
@@ -120,7 +146,10 @@ def test_every_mode_and_every_pass_is_exact(saved: Saved, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, torch.bfloat16) for name in ("gpt2", "t5", "whisper", "wav2vec2", "mixtral", "qwen2_moe", "gpt_oss")]
+    [
+        (name, torch.bfloat16)
+        for name in ("gpt2", "t5", "whisper", "wav2vec2", "mixtral", "qwen2_moe", "gpt_oss")
+    ]
     # Merged experts do not run in f64.
     + [(name, torch.float64) for name in ("gpt2", "t5", "whisper", "wav2vec2")],
 )
@@ -152,7 +181,9 @@ def test_modules_kept_in_f32_stay_so(saved: Saved) -> None:
     assert set(dtypes.values()) == {torch.float16, torch.float32}
 
 
-def test_what_was_converted_is_made_anew_when_its_source_changes(saved: Saved, tmp_path: Path, cache: Path) -> None:
+def test_what_was_converted_is_made_anew_when_its_source_changes(
+    saved: Saved, tmp_path: Path, cache: Path
+) -> None:
     for file in saved("bert").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     ts.from_pretrained(tmp_path, budget="1MiB", dtype=torch.bfloat16)
@@ -174,7 +205,9 @@ def test_a_conversion_that_is_damaged_is_never_used_in_silence(saved: Saved, cac
     content[9000] ^= 1
     file.write_bytes(content)
     streamed = ts.from_pretrained(path, budget="1MiB", dtype=torch.bfloat16)
-    with pytest.raises(ts.ChecksumError, match=rf"{file.name}: \d+ bytes at byte \d+ do not have their checksum"):
+    with pytest.raises(
+        ts.ChecksumError, match=rf"{file.name}: \d+ bytes at byte \d+ do not have their checksum"
+    ):
         streamed(**FAMILIES["gpt2"].inputs(1))
     file.write_bytes(content[:5000])
     again = ts.from_pretrained(path, budget="1MiB", dtype=torch.bfloat16)
@@ -194,11 +227,15 @@ def test_what_cannot_be_computed_within_the_budget_is_refused_with_the_least_tha
     weight = builder.stand_in("transformer.h.0.mlp.c_fc.weight")
     module = torch.nn.Linear(weight.shape[0], weight.shape[1], bias=False, device="meta")
     module.weight = torch.nn.Parameter(weight.T.contiguous(), requires_grad=False)
-    with pytest.raises(ts.BudgetError, match=r"`weight` has to be computed .* needs (\d+) bytes") as caught:
+    with pytest.raises(
+        ts.BudgetError, match=r"`weight` has to be computed .* needs (\d+) bytes"
+    ) as caught:
         attach(module, ts.Config(budget=weight.nbytes), checkpoint)
     needed = int(str(caught.value).split("which needs ")[1].split()[0])
     assert needed == 3 * weight.nbytes
-    module.weight = torch.nn.Parameter(builder.stand_in(weight.source.name).T.contiguous(), requires_grad=False)
+    module.weight = torch.nn.Parameter(
+        builder.stand_in(weight.source.name).T.contiguous(), requires_grad=False
+    )
     attach(module, ts.Config(budget=needed), checkpoint)
     x = torch.randn(3, weight.shape[0])
     expected = ts.load_file(path)["transformer.h.0.mlp.c_fc.weight"].T.contiguous()

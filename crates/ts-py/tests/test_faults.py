@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Links that are slow, lose packets, or are cut: what is under way comes, or fails with a reason in time."""
+"""Links that are slow, lose packets, or are cut: what is under way comes, or fails with a reason in
+time.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ TIMEOUT_S = 3.0
 # Sends one tensor after the other until it is told that it is enough.
 SEND = f"""
 import tensorstream as ts, torch
-with ts.listen("10.77.0.1:7000", insecure=True, timeout={TIMEOUT_S}, patience={TIMEOUT_S}) as listener:
+times = dict(timeout={TIMEOUT_S}, patience={TIMEOUT_S})
+with ts.listen("10.77.0.1:7000", insecure=True, **times) as listener:
     print("ready", flush=True)
     connection = listener.accept()
     try:
@@ -63,7 +66,9 @@ except (ts.ConnectionLost, ts.ConnectionTimeout) as error:
 """
 
 
-def _both(a: Namespace, b: Namespace, count: int) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+def _both(
+    a: Namespace, b: Namespace, count: int
+) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
     sender = a.start([sys.executable, "-c", SEND])
     assert sender.stdout is not None
     assert sender.stdout.readline() == "ready\n"
@@ -119,7 +124,15 @@ def test_a_checkpoint_comes_over_a_link_that_fails(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with bad_link() as (a, b, link):
         link.delay_s, link.loss, link.bytes_per_s = 0.001, 0.002, 30e6
-        serve = [PROGRAM, "--json", "serve-weights", tmp_path, "--insecure", "--listen", "10.77.0.1:7000"]
+        serve = [
+            PROGRAM,
+            "--json",
+            "serve-weights",
+            tmp_path,
+            "--insecure",
+            "--listen",
+            "10.77.0.1:7000",
+        ]
         server = a.start(serve)
         assert server.stdout is not None
         url = json.loads(server.stdout.readline())["url"]
@@ -132,14 +145,24 @@ def test_a_checkpoint_comes_over_a_link_that_fails(tmp_path: Path) -> None:
         output, _ = fetching.communicate(timeout=120)
         assert fetching.returncode == 0
         assert json.loads(output)["bytes"] == (tmp_path / "model.safetensors").stat().st_size
-        assert (to / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+        assert (to / "model.safetensors").read_bytes() == (
+            tmp_path / "model.safetensors"
+        ).read_bytes()
 
 
 def broadcast_seconds(directory: Path, to: Path, receivers: int, rate: str) -> float:
-    """How long it takes until all receivers have the files of a directory: the slowest's own time."""
+    """How long until all receivers have the files of a directory: the slowest one's time."""
     with shaped_star(receivers + 1, rate) as nodes:
         (root, address), *others = nodes
-        serve = [PROGRAM, "--json", "serve-weights", directory, "--insecure", "--listen", f"{address}:7000"]
+        serve = [
+            PROGRAM,
+            "--json",
+            "serve-weights",
+            directory,
+            "--insecure",
+            "--listen",
+            f"{address}:7000",
+        ]
         server = root.start(serve)
         assert server.stdout is not None
         url = json.loads(server.stdout.readline())["url"]
@@ -161,4 +184,7 @@ def test_a_broadcast_to_four_is_whole(tmp_path: Path) -> None:
     save_file({"w": torch.randn(4 << 20)}, source / "model.safetensors")
     broadcast_seconds(source, tmp_path / "to", 4, "1gbit")
     sent = (source / "model.safetensors").read_bytes()
-    assert all((tmp_path / "to" / str(number) / "model.safetensors").read_bytes() == sent for number in range(4))
+    assert all(
+        (tmp_path / "to" / str(number) / "model.safetensors").read_bytes() == sent
+        for number in range(4)
+    )

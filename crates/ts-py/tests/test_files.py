@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""load_file, save_file, convert and the command line, against the safetensors library and against interruption."""
+"""load_file, save_file, convert and the command line, against the safetensors library and against
+interruption.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path: Path, suffix: str) -> Non
 
 
 @pytest.mark.parametrize("codec", ["auto", "split", "zstd", "lz4", "zlib"])
-def test_what_is_compressed_is_loaded_bit_for_bit(minilm: Path, tmp_path: Path, codec: Codec) -> None:
+def test_what_is_compressed_is_loaded_bit_for_bit(
+    minilm: Path, tmp_path: Path, codec: Codec
+) -> None:
     path = tmp_path / "all.ts"
     ts.save_file(every_dtype(), path, codec=codec)
     assert_equal(ts.load_file(path), every_dtype())
@@ -72,7 +76,9 @@ def test_what_is_compressed_is_loaded_bit_for_bit(minilm: Path, tmp_path: Path, 
     ts.convert(container, back)
     assert back.read_bytes() == (minilm / "model.safetensors").read_bytes()
     smaller = codec in ("auto", "split", "zlib", "zstd")
-    assert (container.stat().st_size < 0.95 * back.stat().st_size) == smaller, container.stat().st_size
+    assert (container.stat().st_size < 0.95 * back.stat().st_size) == smaller, (
+        container.stat().st_size
+    )
 
 
 def test_compression_that_cannot_be_says_why(tmp_path: Path) -> None:
@@ -82,7 +88,8 @@ def test_compression_that_cannot_be_says_why(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match="-7 to 22"):
         ts.save_file(tensors, tmp_path / "w.ts", codec="zstd", compression_level=23)
     with pytest.raises(ts.ConfigurationError, match="no codec"):
-        ts.save_file(tensors, tmp_path / "w.ts", codec="brotli")  # type: ignore[arg-type] # that is the test
+        # That is the test.
+        ts.save_file(tensors, tmp_path / "w.ts", codec="brotli")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
@@ -121,28 +128,45 @@ def test_shards_become_one_file_that_streams(llama: Llama, tmp_path: Path, codec
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
-def test_tensors_that_share_memory_or_lie_apart_are_written_as_they_read(tmp_path: Path, suffix: str) -> None:
+def test_tensors_that_share_memory_or_lie_apart_are_written_as_they_read(
+    tmp_path: Path, suffix: str
+) -> None:
     base = torch.arange(24.0).reshape(4, 6)
-    views = {"rows": base[1:3], "columns": base[:, ::2], "turned": base.t(), "again": base, "negative": base.conj()}
+    views = {
+        "rows": base[1:3],
+        "columns": base[:, ::2],
+        "turned": base.t(),
+        "again": base,
+        "negative": base.conj(),
+    }
     ts.save_file(views, tmp_path / f"v.{suffix}")
-    assert_equal(ts.load_file(tmp_path / f"v.{suffix}"), {k: v.contiguous() for k, v in views.items()})
+    assert_equal(
+        ts.load_file(tmp_path / f"v.{suffix}"), {k: v.contiguous() for k, v in views.items()}
+    )
 
 
 def test_what_cannot_be_saved_or_converted_is_a_typed_error(tmp_path: Path) -> None:
     good = {"w": torch.zeros(3)}
     (tmp_path / "there.ts").write_text("before")
     cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: ts.save_file(good, tmp_path / "a.bin"), ts.ConfigurationError, r"a\.bin: the suffix names no"),
-        (lambda: ts.save_file(good, tmp_path / "no" / "a.ts"), ts.StorageError, r"a\.ts.*cannot write: No such file"),
-        (lambda: ts.save_file({"": good["w"]}, tmp_path / "there.ts"), ts.ConfigurationError, '"" is no tensor name'),
-        (lambda: ts.save_file({"w": 3}, tmp_path / "a.ts"), ts.ConfigurationError, "cannot write 'w': int"),  # type: ignore[dict-item]
-        (lambda: ts.save_file(good, tmp_path / "a.ts", {"k": 3}), ts.ConfigurationError, "cannot write 'k': int"),  # type: ignore[dict-item]
+        (lambda: ts.save_file(good, tmp_path / "a.bin"), ts.ConfigurationError,
+            r"a\.bin: the suffix names no"),
+        (lambda: ts.save_file(good, tmp_path / "no" / "a.ts"), ts.StorageError, r"a\.ts.*cannot "
+            r"write: No such file"),
+        (lambda: ts.save_file({"": good["w"]}, tmp_path / "there.ts"), ts.ConfigurationError,
+            '"" is no tensor name'),
+        (lambda: ts.save_file({"w": 3}, tmp_path / "a.ts"), ts.ConfigurationError,
+            "cannot write 'w': int"),  # type: ignore[dict-item]
+        (lambda: ts.save_file(good, tmp_path / "a.ts", {"k": 3}), ts.ConfigurationError,
+            "cannot write 'k': int"),  # type: ignore[dict-item]
         (lambda: ts.save_file({"w": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "a.ts"),
          ts.ConfigurationError, "files have no torch.complex128"),
         (lambda: ts.save_file({"w": torch.zeros([1] * 64).unsqueeze(0)}, tmp_path / "a.ts"),
          ts.ConfigurationError, "rank 65"),
-        (lambda: ts.convert(tmp_path / "gone", tmp_path / "a.ts"), ts.CheckpointNotFoundError, "gone"),
-        (lambda: ts.convert(tmp_path / "there.ts", tmp_path / "a.ts"), ts.CheckpointError, r"there\.ts"),
+        (lambda: ts.convert(tmp_path / "gone", tmp_path / "a.ts"), ts.CheckpointNotFoundError,
+            "gone"),
+        (lambda: ts.convert(tmp_path / "there.ts", tmp_path / "a.ts"), ts.CheckpointError,
+            r"there\.ts"),
         (lambda: ts.load_file(tmp_path / "gone"), FileNotFoundError, "gone"),
     ]  # fmt: skip
     for call, error, text in cases:
@@ -155,7 +179,7 @@ def test_what_cannot_be_saved_or_converted_is_a_typed_error(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, suffix: str) -> None:
-    """A limit on the size of files is as a full disk: a write comes back short, then with an error."""
+    """A file size limit acts like a full disk: a write is short, and then an error."""
     path = tmp_path / f"a.{suffix}"
     ts.save_file({"w": torch.zeros(3)}, path)
     before = path.read_bytes()
@@ -168,7 +192,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, suffix: str) -> None:
         "except ts.StorageError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
+    )
     assert f"{path.name}: cannot write at byte 0: File too large" in done.stdout
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -181,7 +207,9 @@ def test_damage_is_an_error_on_loading_and_converting(tmp_path: Path) -> None:
     content[-2_000_000] ^= 8
     path.write_bytes(content)
     for call in (lambda: ts.load_file(path), lambda: ts.convert(path, tmp_path / "b.safetensors")):
-        with pytest.raises(ts.ChecksumError, match=r"a\.ts: tensor `large`: 1048576 bytes at byte \d+"):
+        with pytest.raises(
+            ts.ChecksumError, match=r"a\.ts: tensor `large`: 1048576 bytes at byte \d+"
+        ):
             call()
     assert list(tmp_path.iterdir()) == [path]
 
@@ -199,7 +227,9 @@ while True:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
-def test_fifty_interrupted_conversions_leave_no_partial_file(tmp_path: Path, kill: signal.Signals) -> None:
+def test_fifty_interrupted_conversions_leave_no_partial_file(
+    tmp_path: Path, kill: signal.Signals
+) -> None:
     source = tmp_path / "source.safetensors"
     ts.save_file({f"t{i}": torch.randn(300_000 + i) for i in range(40)}, source)
     expected = ts.load_file(source)
@@ -210,7 +240,14 @@ def test_fifty_interrupted_conversions_leave_no_partial_file(tmp_path: Path, kil
         for file in (there, back):
             file.unlink(missing_ok=True)
         with subprocess.Popen(
-            [sys.executable, "-c", SURVIVES if kill is signal.SIGINT else CONVERTS, source, there, back],
+            [
+                sys.executable,
+                "-c",
+                SURVIVES if kill is signal.SIGINT else CONVERTS,
+                source,
+                there,
+                back,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -232,7 +269,8 @@ def test_fifty_interrupted_conversions_leave_no_partial_file(tmp_path: Path, kil
 
 
 SURVIVES = CONVERTS.replace(
-    "while True:", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nwhile True:"
+    "while True:",
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nwhile True:",
 )
 
 
@@ -270,7 +308,9 @@ def test_interrupted_loads_and_saves_free_everything(tmp_path: Path) -> None:
 
 def command(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).parent / "tensorstream"
-    return subprocess.run([program, *map(str, args)], capture_output=True, text=True, check=False, **options)
+    return subprocess.run(
+        [program, *map(str, args)], capture_output=True, text=True, check=False, **options
+    )
 
 
 def test_the_command_line_does_what_the_functions_do(minilm: Path, tmp_path: Path) -> None:
@@ -287,7 +327,9 @@ def test_the_command_line_does_what_the_functions_do(minilm: Path, tmp_path: Pat
     assert command("plan", minilm, "--budget", "60MiB").stdout == f"{plan}\n"
     as_json = json.loads(command("plan", minilm, "--budget", "60MiB", "--json").stdout)
     assert as_json["smallest_budget_bytes"] == plan.smallest_budget_bytes
-    demo = json.loads(command("demo", minilm, "--budget", "60MiB", "--passes", "2", "--json").stdout)
+    demo = json.loads(
+        command("demo", minilm, "--budget", "60MiB", "--passes", "2", "--json").stdout
+    )
     assert demo["reserved_high_water_bytes"] <= demo["budget_bytes"] == 60 << 20
     assert demo["read_bytes"] >= info["bytes"]
 
@@ -354,7 +396,9 @@ def test_an_interrupted_command_says_so(tmp_path: Path) -> None:
 def test_a_streamed_model_is_saved_a_tensor_at_a_time(llama: Llama, tmp_path: Path) -> None:
     path = llama()
     model = ts.from_pretrained(path, budget="300KiB")
-    with pytest.raises(ts.ModelError, match=r"restore\(model\) first, or .* tensorstream\.save_file"):
+    with pytest.raises(
+        ts.ModelError, match=r"restore\(model\) first, or .* tensorstream\.save_file"
+    ):
         model.save_pretrained(tmp_path / "no")
     ts.save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
     assert_equal(ts.load_file(tmp_path), ts.load_file(path))
@@ -378,17 +422,28 @@ def test_parts_of_tensors_are_those_of_torch(tmp_path: Path, suffix: str) -> Non
         assert (file.keys(), sorted(file.offset_keys())) == (sorted(tensors), sorted(tensors))
         assert file.metadata() == {"a": "b"}
         assert_equal({name: file.get_tensor(name) for name in tensors}, tensors)
-        assert (file.get_slice("cube").get_shape(), file.get_slice("cube").get_dtype()) == ([5, 6, 7], "F32")
+        assert (file.get_slice("cube").get_shape(), file.get_slice("cube").get_dtype()) == (
+            [5, 6, 7],
+            "F32",
+        )
         indices: list[Any] = [
-            ..., 0, -1, slice(1, 3), slice(None, None, 2), slice(4, 2), None, [3, 0, 3], (slice(None), 2),
-            (..., slice(2, 5)), (1, ..., slice(None, 3)), (slice(1, 4), slice(2, 3), slice(0, 7, 3)),
-            (None, 0, None, slice(2)), (slice(None), [1, 4]), torch.tensor([0, 4]), (0, 1, 2), (..., None),
+            ..., 0, -1, slice(1, 3), slice(None, None, 2), slice(4, 2), None, [3, 0, 3],
+            (slice(None), 2),
+            (..., slice(2, 5)), (1, ..., slice(None, 3)), (slice(1, 4), slice(2, 3), slice(0, 7,
+                3)),
+            (None, 0, None, slice(2)), (slice(None), [1, 4]), torch.tensor([0, 4]), (0, 1, 2),
+            (..., None),
             torch.tensor([True, False, True, False, False]), [],
         ]  # fmt: skip
         for index in indices:
             part = file.get_slice("cube")[index]
             assert torch.equal(part, tensors["cube"][index]), index
-        for index in (slice(524_280, 524_300), slice(699_000, None), slice(0, 700_001, 100_000), 600_000):
+        for index in (
+            slice(524_280, 524_300),
+            slice(699_000, None),
+            slice(0, 700_001, 100_000),
+            600_000,
+        ):
             assert torch.equal(file.get_slice("long")[index], tensors["long"][index]), index
         for wrong in (5, (0, 0, 0, 0), -6, [0, 5], slice(None, None, -1)):
             with pytest.raises(IndexError):
@@ -505,7 +560,8 @@ def test_tensors_that_are_there_are_filled(tmp_path: Path, codec: Codec) -> None
 def test_elements_that_are_not_aligned_are_read_with_a_copy(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     header = (
-        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}'
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+        b'"b":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}'
     )
     values = np.array([1.5, -2.5], dtype="<f4")
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x07" + values.tobytes())
@@ -586,7 +642,12 @@ def test_masks_are_of_their_dimension(tmp_path: Path) -> None:
     part = ts.safe_open(tmp_path / "a.ts").get_slice("a")
     mask = torch.tensor([True, False, True])
     assert torch.equal(part[mask], tensor[mask])
-    for wrong in (torch.ones(4, dtype=torch.bool), torch.ones(3, 4, dtype=torch.bool), [[0, 1]], True):
+    for wrong in (
+        torch.ones(4, dtype=torch.bool),
+        torch.ones(3, 4, dtype=torch.bool),
+        [[0, 1]],
+        True,
+    ):
         with pytest.raises(IndexError):
             part[wrong]  # type: ignore[index]
 
@@ -599,7 +660,9 @@ def test_a_conversion_never_replaces_what_it_reads(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert len(before) == 4
     with pytest.raises(ts.StorageError, match="the very file"):
-        ts.convert(tmp_path / "old.json", tmp_path / "m.safetensors.index.json", max_shard_size=14000)
+        ts.convert(
+            tmp_path / "old.json", tmp_path / "m.safetensors.index.json", max_shard_size=14000
+        )
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -630,7 +693,10 @@ def test_shards_are_those_that_transformers_reads(llama: Llama, tmp_path: Path) 
     assert command("diff", tmp_path / "m.ts", sharded).stdout.startswith("0 tensors differ")
     ts.append_file({"more": torch.ones(3)}, tmp_path / "m.ts")
     differing = command("diff", tmp_path / "m.ts", sharded)
-    assert (differing.returncode, differing.stdout.splitlines()[0]) == (1, "more: only in the first")
+    assert (differing.returncode, differing.stdout.splitlines()[0]) == (
+        1,
+        "more: only in the first",
+    )
     assert json.loads(command("diff", tmp_path / "m.ts", sharded, "--json").stdout)["tensors"] == {
         "more": "only in the first"
     }

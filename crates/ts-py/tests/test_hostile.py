@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Bad checkpoints: each is a typed error that names the file, the tensor and the place, within a second."""
+"""Bad checkpoints: each is a typed error that names the file, the tensor and the place, within a
+second.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def raw(header: bytes | str, data: int = 16, length: int | None = None) -> bytes
 
 def one(**fields: object) -> str:
     """A header of one tensor of 16 bytes, with some fields as they should not be."""
-    return json.dumps({"bad.one": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **fields}})
+    return json.dumps(
+        {"bad.one": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **fields}}
+    )
 
 
 def single(content: bytes) -> Make:
@@ -38,14 +42,22 @@ def single(content: bytes) -> Make:
 
 def two(first: tuple[int, int], second: tuple[int, int]) -> str:
     entry = {"dtype": "U8", "shape": [8]}
-    return json.dumps({"a": {**entry, "data_offsets": first}, "bad.one": {**entry, "data_offsets": second}})
+    return json.dumps(
+        {"a": {**entry, "data_offsets": first}, "bad.one": {**entry, "data_offsets": second}}
+    )
 
 
-def sharded(weight_map: object, *, shards: dict[str, bytes] | None = None, text: str | None = None) -> Make:
+def sharded(
+    weight_map: object, *, shards: dict[str, bytes] | None = None, text: str | None = None
+) -> Make:
     def make(path: Path) -> None:
-        for name, content in (shards if shards is not None else {"s1": raw(one()), "s2": raw(one())}).items():
+        for name, content in (
+            shards if shards is not None else {"s1": raw(one()), "s2": raw(one())}
+        ).items():
             (path / name).write_bytes(content)
-        (path / INDEX).write_text(text if text is not None else json.dumps({"weight_map": weight_map}))
+        (path / INDEX).write_text(
+            text if text is not None else json.dumps({"weight_map": weight_map})
+        )
 
     return make
 
@@ -94,25 +106,36 @@ CASES: dict[str, tuple[Make, str]] = {
     "nested deeply": (single(raw('{"bad.one":' + DEEP + "}")), "byte [0-9]+: "),
     "nested deeply in metadata": (single(raw('{"__metadata__":' + DEEP + "}")), "byte [0-9]+: "),
     "metadata of numbers": (single(raw('{"__metadata__":{"a":1}}', 0)), "byte [0-9]+: .*string"),
-    "metadata key twice": (single(raw('{"__metadata__":{"a":"1","a":"2"}}', 0)), "key `a` stands twice"),
-    "overlapping": (single(raw(two((0, 8), (4, 12)), 12)), "tensor `bad.one` .data at byte [0-9]+.*overlaps"),
-    "gapped": (single(raw(two((0, 8), (12, 20)), 20)), "tensor `bad.one` .data at byte [0-9]+.*gap"),
-    "a gap at the start": (single(raw(one(data_offsets=[4, 20]), 20)), "tensor `bad.one` .data at byte.*gap"),
-    "reversed offsets": (single(raw(one(data_offsets=[16, 0]))), "tensor `bad.one` .data at byte.*backwards"),
+    "metadata key twice": (single(raw('{"__metadata__":{"a":"1","a":"2"}}', 0)),
+        "key `a` stands twice"),
+    "overlapping": (single(raw(two((0, 8), (4, 12)), 12)), "tensor `bad.one` .data at byte "
+        "[0-9]+.*overlaps"),
+    "gapped": (single(raw(two((0, 8), (12, 20)), 20)), "tensor `bad.one` .data at byte "
+        "[0-9]+.*gap"),
+    "a gap at the start": (single(raw(one(data_offsets=[4, 20]), 20)), "tensor `bad.one` .data at "
+        "byte.*gap"),
+    "reversed offsets": (single(raw(one(data_offsets=[16, 0]))), "tensor `bad.one` .data at "
+        "byte.*backwards"),
     "negative offsets": (single(raw(one(data_offsets=[-16, 0]))), "byte [0-9]+: .*-16"),
     "float offsets": (single(raw(one(data_offsets=[0, 16.5]))), "byte [0-9]+: .*16.5"),
     "overflowing offsets": (single(raw(one(data_offsets=[0, 2**64]))), "byte [0-9]+: "),
-    "offsets near 2^64": (single(raw(one(data_offsets=[2**64 - 17, 2**64 - 1]))), "tensor `bad.one`"),
+    "offsets near 2^64": (single(raw(one(data_offsets=[2**64 - 17, 2**64 - 1]))),
+        "tensor `bad.one`"),
     "three offsets": (single(raw(one(data_offsets=[0, 8, 16]))), "byte [0-9]+: "),
-    "offsets past the end": (single(raw(one(shape=[400], data_offsets=[0, 1600]))), "tensor `bad.one` needs"),
-    "offsets that do not fit the shape": (single(raw(one(data_offsets=[0, 12]), 12)), "`bad.one`.*16 bytes.*12"),
+    "offsets past the end": (single(raw(one(shape=[400], data_offsets=[0, 1600]))),
+        "tensor `bad.one` needs"),
+    "offsets that do not fit the shape": (single(raw(one(data_offsets=[0, 12]), 12)),
+        "`bad.one`.*16 bytes.*12"),
     "negative shape": (single(raw(one(shape=[-4]))), "byte [0-9]+: .*-4"),
-    "a shape whose size overflows": (single(raw(one(shape=[2**40, 2**40]))), "tensor `bad.one`.*no whole number"),
+    "a shape whose size overflows": (single(raw(one(shape=[2**40, 2**40]))),
+        "tensor `bad.one`.*no whole number"),
     "absurd rank": (single(raw(one(shape=[1] * 100_000 + [4]))), "tensor `bad.one`.*rank 100001"),
     "rank 65": (single(raw(one(shape=[1] * 64 + [4]))), "tensor `bad.one`.*rank 65"),
     "unknown dtype": (single(raw(one(dtype="F33"))), "tensor `bad.one`.*unknown dtype `F33`"),
-    "half a byte": (single(raw(one(dtype="F4", shape=[3], data_offsets=[0, 1]), 1)), "tensor `bad.one`.*no whole"),
-    "a missing field": (single(raw('{"bad.one":{"dtype":"F32","shape":[4]}}')), "byte [0-9]+: missing field"),
+    "half a byte": (single(raw(one(dtype="F4", shape=[3], data_offsets=[0, 1]), 1)),
+        "tensor `bad.one`.*no whole"),
+    "a missing field": (single(raw('{"bad.one":{"dtype":"F32","shape":[4]}}')),
+        "byte [0-9]+: missing field"),
     "an unknown field": (single(raw(one(stride=[1]))), "byte [0-9]+: unknown field"),
     "a name twice": (single(raw(one()[:-1] + "," + one()[1:])), "`bad.one` stands twice"),
     "NUL in a name": (single(raw(one().replace("bad.one", "bad\\u0000one"))), "no tensor name"),
@@ -125,22 +148,33 @@ CASES: dict[str, tuple[Make, str]] = {
     "index nested deeply": (sharded({}, text='{"weight_map":' + DEEP + "}"), f"{INDEX}: byte "),
     "index of numbers": (sharded({"bad.one": 1}), f"{INDEX}: byte .*string"),
     "a name twice in the index": (
-        sharded({}, text='{"weight_map":{"bad.one":"s1","bad.one":"s2"}}'), f"{INDEX}: .*`bad.one` stands twice"),
+        sharded({}, text='{"weight_map":{"bad.one":"s1","bad.one":"s2"}}'),
+            f"{INDEX}: .*`bad.one` stands twice"),
     "a shard that is missing": (sharded({"bad.one": "gone"}), "gone: cannot open"),
-    "a shard that leaves the directory": (sharded({"bad.one": "../s1"}), f"{INDEX}: .*`bad.one`.*no file name"),
-    "a shard at an absolute path": (sharded({"bad.one": "/etc/passwd"}), f"{INDEX}: .*`bad.one`.*no file name"),
-    "a shard with NUL in its name": (sharded({"bad.one": "s\0"}), f"{INDEX}: .*`bad.one`.*no file name"),
-    "a shard that is the directory": (sharded({"bad.one": "."}), f"{INDEX}: .*`bad.one`.*no file name"),
-    "a shard that disagrees with the index": (sharded({"other": "s1"}), "s1: tensor `other` is listed in .*json"),
-    "a shard that is cut": (sharded({"bad.one": "s1"}, shards={"s1": GOOD[:-3]}), "s1: truncated: tensor `bad.one`"),
+    "a shard that leaves the directory": (sharded({"bad.one": "../s1"}),
+        f"{INDEX}: .*`bad.one`.*no file name"),
+    "a shard at an absolute path": (sharded({"bad.one": "/etc/passwd"}),
+        f"{INDEX}: .*`bad.one`.*no file name"),
+    "a shard with NUL in its name": (sharded({"bad.one": "s\0"}), f"{INDEX}: .*`bad.one`.*no file "
+        "name"),
+    "a shard that is the directory": (sharded({"bad.one": "."}), f"{INDEX}: .*`bad.one`.*no file "
+        "name"),
+    "a shard that disagrees with the index": (sharded({"other": "s1"}), "s1: tensor `other` is "
+        "listed in .*json"),
+    "a shard that is cut": (sharded({"bad.one": "s1"}, shards={"s1": GOOD[:-3]}), "s1: truncated: "
+        "tensor `bad.one`"),
     "a symlink to itself": (symlink_loop(SINGLE), f"{SINGLE}: cannot open: "),
     "a shard that is a symlink to itself": (symlink_loop("s1"), "s1: cannot open: "),
-    "a directory in place of a file": (lambda path: (path / SINGLE).mkdir(), f"{SINGLE}: .* is a directory"),
-    "a pipe in place of a file": (lambda path: os.mkfifo(path / SINGLE), f"{SINGLE}: cannot open: .*no regular file"),
+    "a directory in place of a file": (lambda path: (path / SINGLE).mkdir(),
+        f"{SINGLE}: .* is a directory"),
+    "a pipe in place of a file": (lambda path: os.mkfifo(path / SINGLE), f"{SINGLE}: cannot open: "
+        ".*no regular file"),
     ".ts: cut in the superblock": (container(cut(40)), "byte 0: no valid superblock"),
-    ".ts: no superblock": (container(overwrite(9, b"\xff" * 60)), "byte 0: no valid superblock.*checksum"),
+    ".ts: no superblock": (container(overwrite(9, b"\xff" * 60)), "byte 0: no valid "
+        "superblock.*checksum"),
     ".ts: index cut": (container(lambda file: file.pop()), "truncated: the index needs bytes"),
-    ".ts: index damaged": (container(lambda file: overwrite(len(file) - 9, b"\xff")(file)), "checksum of the index"),
+    ".ts: index damaged": (container(lambda file: overwrite(len(file) - 9, b"\xff")(file)),
+        "checksum of the index"),
     ".ts: data cut away": (container(cut(8192)), "truncated: the index"),
 }  # fmt: skip
 
@@ -160,7 +194,9 @@ def test_a_bad_checkpoint_is_named_within_a_second(name: str, tmp_path: Path) ->
 
 
 def test_a_file_cut_at_every_byte(tmp_path: Path) -> None:
-    content = raw(one().replace("}}", '},"second":{"dtype":"U8","shape":[3],"data_offsets":[16,19]}}'), 19)
+    content = raw(
+        one().replace("}}", '},"second":{"dtype":"U8","shape":[3],"data_offsets":[16,19]}}'), 19
+    )
     ts.save_file({"a": torch.zeros(2)}, tmp_path / "whole.ts")
     for suffix, whole in (("safetensors", content), ("ts", (tmp_path / "whole.ts").read_bytes())):
         path = tmp_path / f"cut.{suffix}"
@@ -187,6 +223,7 @@ def test_whatever_the_library_refuses_is_refused_here(tmp_path: Path) -> None:
                 accepted.append(name)
             except (OSError, safetensors.SafetensorError):
                 pass
-    lenient = {"metadata key twice", "absurd rank", "rank 65", "an unknown field", "a name twice", "NUL in a name",
+    lenient = {"metadata key twice", "absurd rank", "rank 65", "an unknown field", "a name twice",
+    "NUL in a name",
                "an empty name"}  # fmt: skip
     assert set(accepted) <= lenient, set(accepted) - lenient

@@ -45,7 +45,9 @@ def streamed(path: Path, layers: int) -> Chain:
 
 
 @pytest.mark.critical
-def test_gradients_through_streamed_layers_are_right_when_the_graph_fits(chain: tuple[Chain, Path]) -> None:
+def test_gradients_through_streamed_layers_are_right_when_the_graph_fits(
+    chain: tuple[Chain, Path],
+) -> None:
     reference, path = chain
     x = torch.randn(3, 128, requires_grad=True)
     y = torch.randn(3, 128, requires_grad=True)
@@ -58,7 +60,9 @@ def test_gradients_through_streamed_layers_are_right_when_the_graph_fits(chain: 
     assert torch.equal(x.grad, y.grad) and x.grad.any()
 
 
-def test_a_graph_holds_no_weights_and_reads_them_again_for_backward(chain: tuple[Chain, Path]) -> None:
+def test_a_graph_holds_no_weights_and_reads_them_again_for_backward(
+    chain: tuple[Chain, Path],
+) -> None:
     reference, path = chain
     x = torch.randn(3, 128, requires_grad=True)
     y = x.detach().clone().requires_grad_()
@@ -77,7 +81,11 @@ def test_a_graph_holds_no_weights_and_reads_them_again_for_backward(chain: tuple
 def test_a_kept_view_of_a_streamed_weight_holds_no_memory(chain: tuple[Chain, Path]) -> None:
     reference, path = chain
     model = streamed(path, 1)
-    kept = [view for layer in model.layers for view in (layer.weight[5], layer.weight.t(), layer.weight.view(-1)[7:])]
+    kept = [
+        view
+        for layer in model.layers
+        for view in (layer.weight[5], layer.weight.t(), layer.weight.view(-1)[7:])
+    ]
     x = torch.randn(2, 128)
     with torch.inference_mode():
         expected = reference(x)
@@ -95,7 +103,9 @@ class Keeps(nn.Linear):
         return super().forward(x)
 
 
-def test_a_view_that_a_forward_keeps_is_named_when_its_memory_is_needed(chain: tuple[Chain, Path]) -> None:
+def test_a_view_that_a_forward_keeps_is_named_when_its_memory_is_needed(
+    chain: tuple[Chain, Path],
+) -> None:
     reference, path = chain
     with torch.device("meta"):
         model = Chain()
@@ -111,7 +121,9 @@ def test_a_view_that_a_forward_keeps_is_named_when_its_memory_is_needed(chain: t
             model(x)
 
 
-def test_what_is_written_through_a_view_that_a_forward_kept_is_found(chain: tuple[Chain, Path]) -> None:
+def test_what_is_written_through_a_view_that_a_forward_kept_is_found(
+    chain: tuple[Chain, Path],
+) -> None:
     reference, path = chain
     with torch.device("meta"):
         model = Chain()
@@ -122,13 +134,18 @@ def test_what_is_written_through_a_view_that_a_forward_kept_is_found(chain: tupl
         expected = reference(x)
         assert torch.equal(model(x), expected)
         model.layers[3].kept.numpy()[:] = 0
-        with pytest.raises(ts.ModelError, match=r"`layers\.3` was written to through a tensor that outlived its use"):
+        with pytest.raises(
+            ts.ModelError,
+            match=r"`layers\.3` was written to through a tensor that outlived its use",
+        ):
             model(x)
         for _ in range(2):
             assert torch.equal(model(x), expected)
 
 
-def test_a_view_dropped_on_another_thread_after_the_model_is_gone(chain: tuple[Chain, Path]) -> None:
+def test_a_view_dropped_on_another_thread_after_the_model_is_gone(
+    chain: tuple[Chain, Path],
+) -> None:
     reference, path = chain
     model = streamed(path, 3)
     row = model.layers[2].weight[7]
@@ -148,7 +165,9 @@ def test_a_view_dropped_on_another_thread_after_the_model_is_gone(chain: tuple[C
     assert seen == [True]
 
 
-def test_a_deleted_model_frees_its_memory_without_the_cycle_collector(chain: tuple[Chain, Path]) -> None:
+def test_a_deleted_model_frees_its_memory_without_the_cycle_collector(
+    chain: tuple[Chain, Path],
+) -> None:
     _, path = chain
     gc.disable()
     try:
@@ -175,7 +194,9 @@ def test_writing_to_a_streamed_weight_is_an_error(chain: tuple[Chain, Path]) -> 
 
     original = nn.functional.linear
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         with torch.no_grad():
             weight.mul_(2)
         return original(x, weight, bias)

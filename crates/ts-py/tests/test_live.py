@@ -29,7 +29,7 @@ def mlp(seed: int = 0, layers: int = 8, width: int = 64) -> nn.Sequential:
 
 
 class Zoo(nn.Module):
-    """Modules without parameters, with one of one element, with many elements, tied, with buffers."""
+    """Modules without parameters, with one element, with many, tied, with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,11 @@ def test_every_kind_of_module(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = model(x)
     strides = {name: p.stride() for name, p in model.named_parameters(remove_duplicate=False)}
-    phases = {name: p.data_ptr() % 64 for name, p in model.named_parameters() if p.is_contiguous() and p.numel()}
+    phases = {
+        name: p.data_ptr() % 64
+        for name, p in model.named_parameters()
+        if p.is_contiguous() and p.numel()
+    }
     ts.offload(model, ts.Config(storage_path=tmp_path, budget="1200KiB"))
     assert model.tied.weight is model.wide.weight
     with torch.inference_mode():
@@ -85,9 +89,13 @@ def test_every_kind_of_module(tmp_path: Path) -> None:
     for name, phase in phases.items():
         parameter: Any = model.get_parameter(name)
         assert leased(parameter).data_ptr() % 64 == phase
-    assert {name: p.stride() for name, p in model.named_parameters(remove_duplicate=False)} == strides
+    assert {
+        name: p.stride() for name, p in model.named_parameters(remove_duplicate=False)
+    } == strides
     ts.restore(model)
-    assert {name: p.stride() for name, p in model.named_parameters(remove_duplicate=False)} == strides
+    assert {
+        name: p.stride() for name, p in model.named_parameters(remove_duplicate=False)
+    } == strides
     assert model.tied.weight is model.wide.weight
     with torch.inference_mode():
         assert torch.equal(model(x), expected)
@@ -252,10 +260,30 @@ def test_what_cannot_be_stored_is_refused_and_the_model_left_alone(tmp_path: Pat
     half_meta = mlp()
     half_meta[1] = nn.Linear(64, 64, device="meta")
     cases: list[tuple[nn.Module, Any, type[Exception], str]] = [
-        (mlp(), {"storage_path": file, "budget": "1MiB"}, ts.ConfigurationError, "storage_path.*a directory"),
-        (mlp(), {"storage_path": file / "x", "budget": "1MiB"}, ts.StorageError, "cannot make the directory"),
-        (mlp(), {"storage_path": tmp_path / "d", "budget": "1KiB"}, ts.BudgetError, "smallest budget that works"),
-        (half_meta, {"storage_path": tmp_path / "d", "budget": "1MiB"}, ts.ModelError, "some hold weights"),
+        (
+            mlp(),
+            {"storage_path": file, "budget": "1MiB"},
+            ts.ConfigurationError,
+            "storage_path.*a directory",
+        ),
+        (
+            mlp(),
+            {"storage_path": file / "x", "budget": "1MiB"},
+            ts.StorageError,
+            "cannot make the directory",
+        ),
+        (
+            mlp(),
+            {"storage_path": tmp_path / "d", "budget": "1KiB"},
+            ts.BudgetError,
+            "smallest budget that works",
+        ),
+        (
+            half_meta,
+            {"storage_path": tmp_path / "d", "budget": "1MiB"},
+            ts.ModelError,
+            "some hold weights",
+        ),
         (
             nn.Bilinear(2, 2, 2).to(torch.complex128),
             {"storage_path": tmp_path / "d", "budget": "1MiB"},
@@ -316,14 +344,18 @@ def test_the_file_is_what_format_md_says(tmp_path: Path) -> None:
     offset, length = (int.from_bytes(content[at : at + 8], "little") for at in (24, 32))
     index = content[offset : offset + length]
     assert len(content) == offset + length
-    count, keys, chunk = (int.from_bytes(index[a:b], "little") for a, b in ((0, 4), (4, 8), (8, 16)))
+    count, keys, chunk = (
+        int.from_bytes(index[a:b], "little") for a, b in ((0, 4), (4, 8), (8, 16))
+    )
     assert (count, keys, chunk) == (4, 1, 1 << 20)
     assert json.dumps("format").encode()[1:-1] in index
 
 
 def test_channels_last_stays_so(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Conv2d(24, 24, 3, padding=1) for _ in range(6))).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = nn.Sequential(*(nn.Conv2d(24, 24, 3, padding=1) for _ in range(6))).to(
+        memory_format=torch.channels_last
+    )  # type: ignore[call-overload]
     x = torch.randn(2, 24, 9, 9).contiguous(memory_format=torch.channels_last)
     with torch.inference_mode():
         expected = model(x)
@@ -338,7 +370,9 @@ def test_channels_last_stays_so(tmp_path: Path) -> None:
 def test_scattered_parameters_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     model.weight = nn.Parameter(torch.randn(4, 8)[:, ::2])
-    with pytest.raises(ts.ModelError, match=r"`weight` lies scattered in memory \(strides \[8, 2\]\)"):
+    with pytest.raises(
+        ts.ModelError, match=r"`weight` lies scattered in memory \(strides \[8, 2\]\)"
+    ):
         ts.offload(model, ts.Config(storage_path=tmp_path, budget="1MiB"))
     model.weight = nn.Parameter(torch.randn(4, 4).t())
     ts.save_file(dict(model.named_parameters()), tmp_path / "model.ts")

@@ -104,7 +104,9 @@ MODELS = [OwnAndBelow, Borrows, Tied, Reused, Recurrent, Attention, Normed]
 
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])
-def test_outputs_are_bit_identical(make: Callable[[], nn.Module], live: bool, tmp_path: Path) -> None:
+def test_outputs_are_bit_identical(
+    make: Callable[[], nn.Module], live: bool, tmp_path: Path
+) -> None:
     torch.manual_seed(3)
     reference = make().eval()
     save_model(reference, str(tmp_path / "model.safetensors"))
@@ -246,7 +248,9 @@ def test_a_model_with_an_offloaded_part_is_not_offloaded_again(tmp_path: Path) -
         ts.offload(nn.Sequential(part), checkpoint=tmp_path, budget="64KiB")
 
 
-def test_a_relative_path_outlives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_outlives_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reference = Reused()
     save_model(reference, str(tmp_path / "model.safetensors"))
     monkeypatch.chdir(tmp_path)
@@ -270,12 +274,17 @@ class Conjugates(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.own = nn.Parameter(torch.randn(16, 16, dtype=torch.complex64))
-        self.given, self.layers = Conjugates.Given(), nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.given, self.layers = (
+            Conjugates.Given(),
+            nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = self.given()
         y = self.layers(x).to(torch.complex64)
-        return (y @ self.own.conj() @ given + self.own.mH[0]).abs() + torch._neg_view(self.layers[0].bias)
+        return (y @ self.own.conj() @ given + self.own.mH[0]).abs() + torch._neg_view(
+            self.layers[0].bias
+        )
 
 
 def test_conjugates_of_weights(tmp_path: Path) -> None:

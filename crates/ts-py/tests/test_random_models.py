@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Random module trees at random budgets from the smallest one up: the results that the model has in memory, in every
-mode and every pass."""
+"""Random module trees at random budgets from the smallest one up: the results that the model has in
+memory, in every mode and every pass."""
 
 from __future__ import annotations
 
@@ -125,14 +125,20 @@ class Attention(nn.Module):
     def __init__(self, dim: int, random: random.Random) -> None:
         super().__init__()
         self.batch_first = random.random() < 0.7
-        self.inner = nn.MultiheadAttention(dim, 4, batch_first=self.batch_first, bias=random.random() < 0.7)
+        self.inner = nn.MultiheadAttention(
+            dim, 4, batch_first=self.batch_first, bias=random.random() < 0.7
+        )
         self.need_weights, self.average = random.random() < 0.5, random.random() < 0.5
         self.masked = random.random() < 0.4
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x if self.batch_first else x.transpose(0, 1)
         mask = torch.ones(x.shape[1], x.shape[1]).tril().logical_not() if self.masked else None
-        more = {"need_weights": self.need_weights, "average_attn_weights": self.average, "attn_mask": mask}
+        more = {
+            "need_weights": self.need_weights,
+            "average_attn_weights": self.average,
+            "attn_mask": mask,
+        }
         y = self.inner(y, y, y, **more)[0]
         return y if self.batch_first else y.transpose(0, 1)
 
@@ -169,7 +175,11 @@ class Trees:
         chance = self.random.random()
         if self.made and chance < 0.1:
             return self.random.choice(self.made)
-        make = self.random.choice(NESTED) if depth > 0 and chance < 0.55 else self.random.choice(LEAVES)
+        make = (
+            self.random.choice(NESTED)
+            if depth > 0 and chance < 0.55
+            else self.random.choice(LEAVES)
+        )
         made = make(self, depth) if make in NESTED else make(self)
         self.made.append(made)
         return made
@@ -199,7 +209,9 @@ class Trees:
 LEAVES: list[Any] = [
     lambda t: nn.Linear(t.dim, t.dim),
     lambda t: nn.Linear(t.dim, t.dim, bias=False),
-    lambda t: nn.Sequential(nn.LayerNorm(t.dim), nn.Linear(t.dim, 2 * t.dim), nn.GELU(), nn.Linear(2 * t.dim, t.dim)),
+    lambda t: nn.Sequential(
+        nn.LayerNorm(t.dim), nn.Linear(t.dim, 2 * t.dim), nn.GELU(), nn.Linear(2 * t.dim, t.dim)
+    ),
     lambda t: nn.utils.parametrizations.weight_norm(nn.Linear(t.dim, t.dim)),
     lambda t: Attention(t.dim, t.random),
     lambda t: Recurrent(t.dim, t.random.choice([nn.LSTM, nn.GRU, nn.RNN]), t.random.randint(1, 2)),
@@ -221,11 +233,15 @@ NESTED: list[Any] = [
 
 def smallest_of(model: nn.Module, path: Path) -> int:
     """The budget that a refusal states."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters()}
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters()
+    }
     on_meta = copy.deepcopy(model, memo)
     with pytest.raises(ts.BudgetError) as caught:
         ts.offload(on_meta, ts.Config(budget=1), checkpoint=path)
-    return int(str(caught.value).split("smallest budget that works is ")[1].split(" ", maxsplit=1)[0])
+    return int(
+        str(caught.value).split("smallest budget that works is ")[1].split(" ", maxsplit=1)[0]
+    )
 
 
 def run_program(seed: int, path: Path) -> tuple[bool, bool]:
@@ -256,7 +272,9 @@ def run_program(seed: int, path: Path) -> tuple[bool, bool]:
                     model(x)
                 continue
             got = model(x)
-        assert torch.equal(expected, got) or expected.isnan().any(), f"pass {turn} in {mode.__name__}"
+        assert torch.equal(expected, got) or expected.isnan().any(), (
+            f"pass {turn} in {mode.__name__}"
+        )
     stats = ts.stats(model)
     assert stats["reserved_high_water_bytes"] <= budget
     return any(unit["loads"] > 1 for unit in stats["units"]), autocast

@@ -25,7 +25,9 @@ from tensorstream.remote import (
 from torch import nn
 
 
-def test_tensors_are_there_and_their_values_come_back(machine: RemoteMachine, device: torch.device) -> None:
+def test_tensors_are_there_and_their_values_come_back(
+    machine: RemoteMachine, device: torch.device
+) -> None:
     x = torch.arange(12.0).reshape(3, 4).to(device)
     assert (x.device, x.shape, x.stride()) == (device, (3, 4), (4, 1))
     assert torch.equal((x @ x.T).cpu(), x.cpu() @ x.cpu().T)
@@ -58,7 +60,9 @@ def test_shapes_that_only_elements_say(machine: RemoteMachine, device: torch.dev
     assert machine.stats()["waits"] == before + 1
     assert torch.equal(x.unique().cpu(), host.unique())
     assert torch.equal(x[x > 0].cpu(), host[host > 0])
-    assert torch.equal(x.repeat_interleave(torch.tensor([1, 2], device=device), 0).cpu(), host[[0, 1, 1]])
+    assert torch.equal(
+        x.repeat_interleave(torch.tensor([1, 2], device=device), 0).cpu(), host[[0, 1, 1]]
+    )
 
 
 def test_storages_grow_under_views_and_outputs(device: torch.device) -> None:
@@ -122,7 +126,12 @@ def _perceptron() -> nn.Module:
 
 def _convolutional() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(392, 3)
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(392, 3),
     )
 
 
@@ -185,7 +194,8 @@ def test_language_models_generate_as_on_a_cpu(machine: RemoteMachine, device: to
     tokens = torch.randint(2, 99, (2, 7))
     mask = torch.ones_like(tokens)
     models = (
-        transformers.GPT2LMHeadModel(gpt2), transformers.LlamaForCausalLM(llama), transformers.BertLMHeadModel(bert)
+        transformers.GPT2LMHeadModel(gpt2), transformers.LlamaForCausalLM(llama),
+        transformers.BertLMHeadModel(bert)
     )  # fmt: skip
     for model in models:
         there = copy.deepcopy(model).eval().to(device)
@@ -203,16 +213,28 @@ def test_language_models_generate_as_on_a_cpu(machine: RemoteMachine, device: to
             assert machine.stats()["waits"] - before <= given.shape[1] - tokens.shape[1] + 8
 
 
-def test_encoders_give_what_they_give_on_a_cpu(machine: RemoteMachine, device: torch.device) -> None:
+def test_encoders_give_what_they_give_on_a_cpu(
+    machine: RemoteMachine, device: torch.device
+) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    shape = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    }
     tokens = torch.randint(0, 100, (2, 7))
     mask = torch.ones_like(tokens)
     mask[1, 5:] = 0
     bert = transformers.BertForMaskedLM(transformers.BertConfig(**shape, vocab_size=100))
-    vit = transformers.ViTForImageClassification(transformers.ViTConfig(**shape, image_size=32, patch_size=8))
-    inputs = ({"input_ids": tokens, "attention_mask": mask}, {"pixel_values": torch.randn(2, 3, 32, 32)})
+    vit = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**shape, image_size=32, patch_size=8)
+    )
+    inputs = (
+        {"input_ids": tokens, "attention_mask": mask},
+        {"pixel_values": torch.randn(2, 3, 32, 32)},
+    )
     for model, given in zip((bert, vit), inputs, strict=True):
         there = copy.deepcopy(model).eval().to(device)
         with torch.no_grad():
@@ -237,7 +259,9 @@ def test_encoders_give_what_they_give_on_a_cpu(machine: RemoteMachine, device: t
         ("Muon", {}),
     ],
 )
-def test_optimisers_step_as_on_a_cpu(device: torch.device, name: str, options: dict[str, Any]) -> None:
+def test_optimisers_step_as_on_a_cpu(
+    device: torch.device, name: str, options: dict[str, Any]
+) -> None:
     torch.manual_seed(1)
     host = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 3, bias=False))
     there = copy.deepcopy(host).to(device)
@@ -259,7 +283,9 @@ def test_an_operator_that_fails_is_told_of_once_and_the_rest_goes_on(
     bad = x.index_select(0, torch.tensor([9], device=device))
     worse = bad + 1
     good = [x + n for n in range(70)]
-    with pytest.raises(RemoteTensorError, match=r"aten::index_select\(float32\[4\], 0, int64\[1\]\)"):
+    with pytest.raises(
+        RemoteTensorError, match=r"aten::index_select\(float32\[4\], 0, int64\[1\]\)"
+    ):
         good[0].tolist()
     assert [one[1].item() for one in good[:3]] == [1.0, 2.0, 3.0]
     machine.synchronize()
@@ -278,7 +304,12 @@ def test_errors_and_waits_name_the_line(machine: RemoteMachine, device: torch.de
     ) as caught:
         nn.functional.relu(bad).sum().item()
     asked = str(caught.value).partition("test_remote.py:")[2].partition(" ")[0]
-    assert Path(__file__).read_text(encoding="utf-8").splitlines()[int(asked) - 1].endswith("# the line")
+    assert (
+        Path(__file__)
+        .read_text(encoding="utf-8")
+        .splitlines()[int(asked) - 1]
+        .endswith("# the line")
+    )
     with trace() as traced:
         nn.Linear(4, 2).to(device)(x).sum().item()
     assert [event.what for event in traced.waits] == ["item"]
@@ -312,13 +343,17 @@ def test_a_generator_of_the_hosts_draws_as_there(device: torch.device) -> None:
     host, there = torch.Generator().manual_seed(9), torch.Generator().manual_seed(9)
     torch.manual_seed(1)
     for _ in range(2):
-        assert torch.equal(torch.randn(5, generator=host), torch.randn(5, device=device, generator=there).cpu())
+        assert torch.equal(
+            torch.randn(5, generator=host), torch.randn(5, device=device, generator=there).cpu()
+        )
     assert torch.equal(host.get_state(), there.get_state())
     torch.manual_seed(1)
     first = torch.rand(3, device=device)
     torch.manual_seed(1)
     torch.rand(3, device=device, generator=there)
-    assert torch.equal(first.cpu(), torch.rand(3, device=device).cpu()), "the device's own is as it was"
+    assert torch.equal(first.cpu(), torch.rand(3, device=device).cpu()), (
+        "the device's own is as it was"
+    )
 
 
 def test_modules_that_move_keep_what_is_tied_and_optimisers(device: torch.device) -> None:
@@ -336,7 +371,9 @@ def test_modules_that_move_keep_what_is_tied_and_optimisers(device: torch.device
     assert model.cpu()["one"].weight is weight
 
 
-def test_tensors_are_saved_and_loaded_with_what_they_share(device: torch.device, tmp_path: Path) -> None:
+def test_tensors_are_saved_and_loaded_with_what_they_share(
+    device: torch.device, tmp_path: Path
+) -> None:
     x = torch.randn(3, 4, device=device)
     torch.save({"x": x, "row": x[1]}, tmp_path / "tensors.pt")
     loaded = torch.load(tmp_path / "tensors.pt")
@@ -353,7 +390,10 @@ def test_tensors_are_saved_and_loaded_with_what_they_share(device: torch.device,
 
 def test_workers_of_a_data_loader_are_forks_that_need_no_machine(device: torch.device) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(8.0))
-    batches = [batch.to(device).sum().item() for (batch,) in torch.utils.data.DataLoader(data, 4, num_workers=1)]
+    batches = [
+        batch.to(device).sum().item()
+        for (batch,) in torch.utils.data.DataLoader(data, 4, num_workers=1)
+    ]
     assert batches == [6.0, 22.0]
 
 
@@ -385,7 +425,10 @@ def test_kinds_of_tensors_that_a_machine_has_not_are_refused_by_name(device: tor
         (train, r"no sparse tensors; gradients are dense with nn.Embedding\(sparse=False\)"),
         (lambda: torch.eye(3).to_sparse().to(device), "no sparse tensors"),
         (lambda: repr(torch.eye(3).to_sparse_csr().to(device)), "no sparse tensors"),
-        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8).to(device), "no quantized tensors"),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8).to(device),
+            "no quantized tensors",
+        ),
         (nest, "no nested tensors of strided layout; those of layout=torch.jagged"),
     ]:
         with pytest.raises(NotImplementedError, match=why):
@@ -437,7 +480,9 @@ def test_sixteen_threads_share_a_machine(device: torch.device) -> None:
 
 
 def _resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 def test_nothing_of_a_tensor_stays_here_and_its_memory_there_is_given_back(
@@ -456,13 +501,18 @@ def test_nothing_of_a_tensor_stays_here_and_its_memory_there_is_given_back(
     assert _resident(machine._server.pid) - there < 600 << 20
 
 
-def test_numbers_that_nothing_has_written_to_are_known(machine: RemoteMachine, device: torch.device) -> None:
+def test_numbers_that_nothing_has_written_to_are_known(
+    machine: RemoteMachine, device: torch.device
+) -> None:
     x = torch.arange(4.0).to(device)
     total = x.sum()
     before = machine.stats()
     assert [total.item() for _ in range(3)] == [6.0] * 3
     after = machine.stats()
-    assert (after["waits"] - before["waits"], after["cached_scalars"] - before["cached_scalars"]) == (1, 2)
+    assert (
+        after["waits"] - before["waits"],
+        after["cached_scalars"] - before["cached_scalars"],
+    ) == (1, 2)
     # Whoever writes to it, and however, has what is known forgotten.
     writes: list[tuple[Callable[[], object], float]] = [
         (lambda: total.add_(1), 7.0),
@@ -482,7 +532,9 @@ def test_numbers_that_nothing_has_written_to_are_known(machine: RemoteMachine, d
     assert norm.running_mean.item() == pytest.approx(0.2)
 
 
-def test_numbers_at_which_a_loop_looks_are_asked_for_early(machine: RemoteMachine, device: torch.device) -> None:
+def test_numbers_at_which_a_loop_looks_are_asked_for_early(
+    machine: RemoteMachine, device: torch.device
+) -> None:
     x = torch.arange(4.0).to(device)
     before = machine.stats()
     for step in range(6):
@@ -494,12 +546,15 @@ def test_numbers_at_which_a_loop_looks_are_asked_for_early(machine: RemoteMachin
             changed += 1
         assert (total.item(), changed.item()) == (6.0 + 4 * step, 6.0 * step + step % 2)
     after = machine.stats()
-    # Of the first the program looks at all but the first; what is written to in between is asked for again.
+    # Of the first the program looks at all but the first; what is written to in between is asked
+    # for again.
     assert after["early_scalars"] - before["early_scalars"] >= 5
     assert after["waits"] - before["waits"] == 12
 
 
-def test_logs_name_tensors_by_their_hashes(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_name_tensors_by_their_hashes(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
     x = torch.ones(3, device=device)
     x + x
     assert not caplog.records
@@ -509,7 +564,9 @@ def test_logs_name_tensors_by_their_hashes(device: torch.device, caplog: pytest.
     assert expected in caplog.messages
 
 
-def test_storages_are_freed_in_order_with_what_uses_them(machine: RemoteMachine, device: torch.device) -> None:
+def test_storages_are_freed_in_order_with_what_uses_them(
+    machine: RemoteMachine, device: torch.device
+) -> None:
     def held() -> set[int]:
         return {storage for storage, *_ in machine._there().storages()}
 
@@ -539,7 +596,10 @@ def test_a_draw_that_fails_leaves_the_devices_own_generator_as_it_was(device: to
         torch.ts.synchronize()
     assert torch.equal(torch.rand(3, device=device).cpu(), expected)
     host = torch.Generator().manual_seed(8)
-    assert torch.equal(torch.randperm(5, device=device, generator=generator).cpu(), torch.randperm(5, generator=host))
+    assert torch.equal(
+        torch.randperm(5, device=device, generator=generator).cpu(),
+        torch.randperm(5, generator=host),
+    )
 
 
 def test_others_draw_as_if_nobody_had_given_a_generator(

@@ -19,11 +19,18 @@ def _there(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _exact(module: nn.Module, device: torch.device, *inputs: Any) -> None:
-    """A module gives the same on the device, forward and backward, whichever inputs require gradients."""
+    """A module gives the same on the device, forward and backward, whichever inputs require
+    gradients.
+    """
     for chosen in itertools.product([True, False], repeat=len(inputs)):
         here, there = copy.deepcopy(module), _there(module, device)
-        own = [x.detach().clone().requires_grad_(grad) for x, grad in zip(inputs, chosen, strict=True)]
-        theirs = [x.detach().to(device).requires_grad_(grad) for x, grad in zip(inputs, chosen, strict=True)]
+        own = [
+            x.detach().clone().requires_grad_(grad) for x, grad in zip(inputs, chosen, strict=True)
+        ]
+        theirs = [
+            x.detach().to(device).requires_grad_(grad)
+            for x, grad in zip(inputs, chosen, strict=True)
+        ]
         for each in (here, there):
             torch.manual_seed(5)
             arguments = own if each is here else theirs
@@ -40,7 +47,9 @@ def _exact(module: nn.Module, device: torch.device, *inputs: Any) -> None:
             assert one is None or torch.equal(one, other.cpu()), (module, one.dtype, chosen)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 def test_modules_are_exact_in_every_dtype(device: torch.device, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     rows, images = torch.randn(4, 8).to(dtype), torch.randn(2, 3, 8, 8).to(dtype)
@@ -52,7 +61,10 @@ def test_modules_are_exact_in_every_dtype(device: torch.device, dtype: torch.dty
         (nn.BatchNorm1d(8), rows),
         (nn.BatchNorm2d(3), images),
         (nn.InstanceNorm2d(3), images),
-        (nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8), nn.Mish(), nn.Linear(8, 2)), rows),
+        (
+            nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8), nn.Mish(), nn.Linear(8, 2)),
+            rows,
+        ),
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.MaxPool2d(2)), images),
         (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 3, 8).to(dtype)),
         *((nn.Dropout(p), rows) for p in (0.0, 0.15, 0.45, 0.5, 1.0)),
@@ -60,7 +72,9 @@ def test_modules_are_exact_in_every_dtype(device: torch.device, dtype: torch.dty
         _exact(module.to(dtype), device, given)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_networks_are_exact(device: torch.device, kind: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
@@ -77,9 +91,9 @@ def test_recurrent_networks_are_exact(device: torch.device, kind: Any, dtype: to
             return self.of(nn.utils.rnn.pack_padded_sequence(x, lengths))
 
     for bidirectional, bias, batch_first in itertools.product([True, False], repeat=3):
-        network = kind(6, 5, 2, bidirectional=bidirectional, bias=bias, batch_first=batch_first, dropout=0.3).to(
-            dtype
-        )
+        network = kind(
+            6, 5, 2, bidirectional=bidirectional, bias=bias, batch_first=batch_first, dropout=0.3
+        ).to(dtype)
         _exact(network, device, given)
         _exact(Packs(network.train(False)), device, padded)
     if kind is nn.LSTM:
@@ -91,9 +105,13 @@ def test_recurrent_networks_are_exact(device: torch.device, kind: Any, dtype: to
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_language_models_in_half_precision_are_exact(device: torch.device, dtype: torch.dtype) -> None:
+def test_language_models_in_half_precision_are_exact(
+    device: torch.device, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=99)
+    config = GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=99
+    )
     here = GPT2LMHeadModel(config).eval().to(dtype)
     there = _there(here, device)
     ids = torch.randint(1, 98, (2, 6))
@@ -105,7 +123,9 @@ def test_language_models_in_half_precision_are_exact(device: torch.device, dtype
         expected = here.generate(ids, attention_mask=torch.ones_like(ids), **options)
         torch.manual_seed(1)
         mask = torch.ones_like(ids).to(device)
-        assert torch.equal(there.generate(ids.to(device), attention_mask=mask, **options).cpu(), expected)
+        assert torch.equal(
+            there.generate(ids.to(device), attention_mask=mask, **options).cpu(), expected
+        )
 
 
 def test_networks_with_silu_and_gru_train_as_on_a_cpu(device: torch.device) -> None:
@@ -120,14 +140,25 @@ def test_networks_with_silu_and_gru_train_as_on_a_cpu(device: torch.device) -> N
             return tags.transpose(1, 2)
 
     def conv() -> nn.Module:
-        first = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2), nn.Dropout(0.15))
+        first = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.SiLU(),
+            nn.MaxPool2d(2),
+            nn.Dropout(0.15),
+        )
         return nn.Sequential(*first, nn.Flatten(), nn.Linear(8 * 64, 4))
 
     images, classes = torch.randn(16, 3, 16, 16), torch.randint(4, (16,))
     words, tags = torch.randint(50, (8, 12)), torch.randint(5, (8, 12))
     for make, x, y, optimizer in [
         (conv, images, classes, functools.partial(torch.optim.AdamW, lr=1e-2)),
-        (Tagger, words, tags, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
+        (
+            Tagger,
+            words,
+            tags,
+            functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        ),
     ]:
         losses: list[list[float]] = []
         for at in (torch.device("cpu"), device):
@@ -152,17 +183,25 @@ def test_complex_numbers_that_are_noted_as_conjugate_are_so_there(device: torch.
         lambda a, b: a.mH @ b,
         lambda a, b: torch.linalg.solve(a.mH, b),
         lambda a, b: torch.linalg.solve_triangular(a.mH.tril(), b, upper=False),
-        lambda a, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), b.mT, left=False, adjoint=True),
+        lambda a, b: torch.linalg.lu_solve(
+            *torch.linalg.lu_factor(a), b.mT, left=False, adjoint=True
+        ),
         lambda a, b: (a.conj().imag + 1, a.conj() * b[:, :1]),
     ):
         expected, given = run(a, b), run(a.to(device), b.to(device))
-        pairs = zip(expected, given, strict=True) if isinstance(expected, tuple) else [(expected, given)]
+        pairs = (
+            zip(expected, given, strict=True)
+            if isinstance(expected, tuple)
+            else [(expected, given)]
+        )
         assert all(torch.equal(one, other.cpu()) for one, other in pairs)
 
 
 def test_modules_without_a_shape_yet_go_to_the_device(device: torch.device) -> None:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(3)).to(device)
+    module = nn.Sequential(
+        nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(3)
+    ).to(device)
     x = torch.randn(2, 3, 6, 6)
     assert module(x.to(device)).shape == (2, 3)
     assert torch.equal(module.eval()(x.to(device)).cpu(), copy.deepcopy(module).cpu()(x))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Machines: several of them, who may use them, what becomes of tensors when they pause, and when they die."""
+"""Machines: several of them, who may use them, what becomes of tensors when they pause, and when
+they die.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_a_machine_in_this_process() -> None:
         assert (x + x).tolist() == [2.0, 2.0, 2.0]
 
 
-def test_tensors_of_the_host_and_of_other_machines_do_not_mix(machine: RemoteMachine, device: torch.device) -> None:
+def test_tensors_of_the_host_and_of_other_machines_do_not_mix(
+    machine: RemoteMachine, device: torch.device
+) -> None:
     x = torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match="same device"):
         x + torch.ones(3)
@@ -52,7 +56,9 @@ def test_tensors_of_the_host_and_of_other_machines_do_not_mix(machine: RemoteMac
 def test_four_machines_in_one_process() -> None:
     machines = [RemoteMachine("mock") for _ in range(4)]
     try:
-        sums = [torch.full((5,), float(at), device=m.device()).sum() for at, m in enumerate(machines)]
+        sums = [
+            torch.full((5,), float(at), device=m.device()).sum() for at, m in enumerate(machines)
+        ]
         assert [one.item() for one in sums] == [0.0, 5.0, 10.0, 15.0]
     finally:
         for one in machines:
@@ -91,7 +97,9 @@ def test_serve_wants_a_secret_and_others_are_sent_away(tmp_path: Path) -> None:
     empty = [*SERVE, "--token-file", str(tmp_path / "empty")]
     refused = subprocess.run(empty, capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "its first line is empty" in refused.stderr
-    refused = subprocess.run([*SERVE, "--listen", "0.0.0.0:0"], capture_output=True, text=True, check=False)
+    refused = subprocess.run(
+        [*SERVE, "--listen", "0.0.0.0:0"], capture_output=True, text=True, check=False
+    )
     assert refused.returncode == 2 and "token" in refused.stderr
     with Serving({"--token-file": secret}) as served:
         with pytest.raises((ConnectionLost, RuntimeError)):
@@ -111,7 +119,8 @@ def test_a_machine_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
         optimizer = torch.optim.Adam(there.parameters())
         big = torch.arange(5_000_000, device=device)
         other = torch.full((3,), 2.0, device=machine.device(1))
-        never, failed = torch.empty(10, device=device), torch.arange(3.0, device=device).index_select(
+        never, failed = torch.empty(10, device=device), torch.arange(3.0,
+        device=device).index_select(
             0, torch.tensor([9], device=device)
         )  # fmt: skip
         with pytest.raises(RemoteTensorError):
@@ -131,7 +140,11 @@ def test_a_machine_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
         torch.manual_seed(7)
         assert torch.equal(torch_now, torch.randn(3)), "its generators go on too"
         assert torch.equal(big.cpu(), torch.arange(5_000_000))
-        assert (never.tolist(), other.tolist(), other.device) == ([0.0] * 10, [2.0] * 3, machine.device(1))
+        assert (never.tolist(), other.tolist(), other.device) == (
+            [0.0] * 10,
+            [2.0] * 3,
+            machine.device(1),
+        )
         with pytest.raises(RuntimeError, match="storage"):
             failed.tolist()
         there(torch.ones(4, 6, device=device)).sum().backward()
@@ -163,7 +176,11 @@ def test_what_is_received_can_be_staged(tmp_path: Path) -> None:
 
 def test_machines_under_tls_fetch_under_tls(trusted: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "token").write_text("sesame", encoding="utf-8")
-    options = {"--token-file": tmp_path / "token", "--tls-cert": trusted["cert"], "--tls-key": trusted["key"]}
+    options = {
+        "--token-file": tmp_path / "token",
+        "--tls-cert": trusted["cert"],
+        "--tls-key": trusted["key"],
+    }
     x = torch.randn(1000)
     with (
         Serving(options) as first,
@@ -185,7 +202,9 @@ def test_the_token_is_not_told_in_the_clear(trusted: dict[str, Path]) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
-        peers = Peers((address,), "sesame", {"cert": trusted["cert"], "key": trusted["key"], "ca": None})
+        peers = Peers(
+            (address,), "sesame", {"cert": trusted["cert"], "key": trusted["key"], "ca": None}
+        )
         assert "--peer-ca" in LocalExchange(peers).fetch(torch.ones(1), address, "ticket")
         nobody.settimeout(0.2)
         with pytest.raises(TimeoutError):
@@ -196,7 +215,8 @@ def test_the_token_is_not_told_in_the_clear(trusted: dict[str, Path]) -> None:
     "name",
     [
         "aten::__setattr__.*", "aten::add.overloads", "aten::add.__class__", "aten::_dir.*",
-        "tensorstream::_setattr__", "tensorstream::generator", "aten::from_file", "os::system", "aten::none_such", "",
+        "tensorstream::_setattr__", "tensorstream::generator", "aten::from_file", "os::system",
+        "aten::none_such", "",
     ],
 )  # fmt: skip
 def test_what_is_no_operator_is_refused(name: str) -> None:
@@ -206,7 +226,9 @@ def test_what_is_no_operator_is_refused(name: str) -> None:
         Session().define(name)
 
 
-def test_copies_between_machines_do_not_come_by_here(machine: RemoteMachine, device: torch.device) -> None:
+def test_copies_between_machines_do_not_come_by_here(
+    machine: RemoteMachine, device: torch.device
+) -> None:
     with RemoteMachine("local", threads=1, gpu_count=2) as other, RemoteMachine("mock") as third:
         x = torch.randn(300, 200).to(device)
         down, up = machine.stats()["downloaded_bytes"], other.stats()["uploaded_bytes"]
@@ -336,13 +358,17 @@ def test_pauses_from_two_threads_are_one(monkeypatch: pytest.MonkeyPatch) -> Non
         assert kept.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_two_sessions_with_one_machine_are_two(machine: RemoteMachine, device: torch.device) -> None:
+def test_two_sessions_with_one_machine_are_two(
+    machine: RemoteMachine, device: torch.device
+) -> None:
     from tensorstream.remote import _kernels
 
     x = torch.ones(3, device=device)
     with RemoteMachine("tcp", _kernels.PLACES[device.index][1]) as other:
         assert x.to(other.device()).tolist() == [1.0] * 3
-        bad = torch.ones(2, device=other.device()).index_select(0, torch.tensor([5], device=other.device()))
+        bad = torch.ones(2, device=other.device()).index_select(
+            0, torch.tensor([5], device=other.device())
+        )
         offered = {storage for storage, *_ in machine._there().storages()}
         with pytest.raises(RemoteTensorError, match="index"):
             x.to(other.device())
@@ -358,12 +384,15 @@ from torch.utils.data import DataLoader
 warnings.simplefilter("ignore")
 QUESTIONS = {
     name: getattr(torch.accelerator, name)
-    for name in ("current_accelerator", "is_available", "device_count", "current_device_index", "empty_cache",
+    for name in ("current_accelerator", "is_available", "device_count", "current_device_index",
+                 "empty_cache",
                  "memory_allocated", "synchronize")
 }
 QUESTIONS["pin_memory"] = lambda: torch.ones(2).pin_memory().is_pinned()
 QUESTIONS["is_pinned"] = lambda: torch.ones(2).is_pinned()
-QUESTIONS["DataLoader"] = lambda: [batch.tolist() for batch in DataLoader(torch.arange(4.0), 2, pin_memory=True)]
+QUESTIONS["DataLoader"] = lambda: [
+    batch.tolist() for batch in DataLoader(torch.arange(4.0), 2, pin_memory=True)
+]
 def shown():
     said = {}
     for name, question in QUESTIONS.items():
@@ -385,8 +414,12 @@ assert shown() == before, (before, shown())
 """
 
 
-def test_a_process_sees_no_device_before_a_machine_starts_and_its_own_accelerator_afterwards() -> None:
-    done = subprocess.run([sys.executable, "-c", SHOWS], capture_output=True, text=True, check=False)
+def test_a_process_sees_no_device_before_a_machine_starts_and_its_own_accelerator_afterwards() -> (
+    None
+):
+    done = subprocess.run(
+        [sys.executable, "-c", SHOWS], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -403,11 +436,15 @@ if where == "there":
     os.environ["ACCELERATE_TORCH_DEVICE"] = str(machine.device())
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 torch.manual_seed(0)
-model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=1))
+config = GPT2Config(
+    n_embd=32, n_layer=1, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=1
+)
+model = GPT2LMHeadModel(config)
 ids = torch.randint(0, 50, (4, 12))
 data = [{"input_ids": row, "labels": row} for row in ids]
 def trainer(model):
-    arguments = TrainingArguments(sys.argv[2], max_steps=2, per_device_train_batch_size=2, report_to=[],
+    arguments = TrainingArguments(sys.argv[2], max_steps=2, per_device_train_batch_size=2,
+                                  report_to=[],
                                   save_strategy="no", disable_tqdm=True)
     return Trainer(model, arguments, train_dataset=data)
 if where == "refused":
@@ -430,7 +467,9 @@ machine.stop()
 
 
 @pytest.mark.parametrize("where", ["here", "refused", "there"])
-def test_trainers_train_where_they_are_told_and_never_silently_here(where: str, tmp_path: Path) -> None:
+def test_trainers_train_where_they_are_told_and_never_silently_here(
+    where: str, tmp_path: Path
+) -> None:
     command = [sys.executable, "-c", TRAINS, where, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -478,8 +517,17 @@ def test_what_a_machine_is_asked_for_is_there_or_refused_at_once(tmp_path: Path)
             RemoteMachine("mock", **wrong)
     with RemoteMachine("mock", gpu_count=16) as machine:
         assert torch.ones(2, device=machine.device(15)).sum().item() == 2.0
-        assert machine.device("cpu", 3) == machine.device(3) == machine.device("cpu:3") == machine.device("ts", 3)
-        for wrong_device, why in [((16,), "0 to 15"), (("cuda", 1), "has no cuda"), ((1, 1), "an index")]:
+        assert (
+            machine.device("cpu", 3)
+            == machine.device(3)
+            == machine.device("cpu:3")
+            == machine.device("ts", 3)
+        )
+        for wrong_device, why in [
+            ((16,), "0 to 15"),
+            (("cuda", 1), "has no cuda"),
+            ((1, 1), "an index"),
+        ]:
             with pytest.raises(ConfigurationError, match=why):
                 machine.device(*wrong_device)
     with Serving() as served:
@@ -494,17 +542,29 @@ def test_what_a_machine_is_asked_for_is_there_or_refused_at_once(tmp_path: Path)
                 RemoteMachine(kind, gpu_type="cuda")
 
 
-def test_what_an_operator_gives_is_a_tensor_of_the_machine_and_no_other_ones(device: torch.device) -> None:
+def test_what_an_operator_gives_is_a_tensor_of_the_machine_and_no_other_ones(
+    device: torch.device,
+) -> None:
     from tensorstream import _native
     from tensorstream.remote._kernels import kernel
 
     x = torch.arange(4.0, device=device)
     elsewhere = kernel(torch.ops.aten.empty_like.default)(x, device="meta")
-    with pytest.raises(RemoteTensorError, match="a tensor on meta, which is no device of this machine"):
+    with pytest.raises(
+        RemoteTensorError, match="a tensor on meta, which is no device of this machine"
+    ):
         elsewhere.tolist()
     # One whose outputs are asked for has them in storages of their own.
     aliased = _native.RemoteKernel(
-        "aten::alias", torch.ops.aten.alias.default, False, False, True, False, None, [0], ["tensor"]
+        "aten::alias",
+        torch.ops.aten.alias.default,
+        False,
+        False,
+        True,
+        False,
+        None,
+        [0],
+        ["tensor"],
     )(x)
     x.fill_(7.0)
     assert aliased.tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -515,8 +575,10 @@ def test_a_server_runs_no_operator_that_reaches_beyond_its_tensors() -> None:
 
     session = Session(checked=True)
     for name in (
-        "aten::from_file", "aten::_efficientzerotensor", "aten::set_.source_Tensor", "aten::resize_", "aten::t_",
-        "aten::as_strided_.*", "aten::manual_seed", "aten::set_grad_enabled", "aten::_print", "prim::Print",
+        "aten::from_file", "aten::_efficientzerotensor", "aten::set_.source_Tensor",
+        "aten::resize_", "aten::t_",
+        "aten::as_strided_.*", "aten::manual_seed", "aten::set_grad_enabled", "aten::_print",
+        "prim::Print",
         "aten::_convert_indices_from_csr_to_coo", "aten::segment_reduce.*", "image::read_file",
     ):  # fmt: skip
         with pytest.raises((PermissionError, LookupError)):
@@ -527,7 +589,16 @@ def test_a_server_runs_no_operator_that_reaches_beyond_its_tensors() -> None:
 
     x, far = torch.ones(1, 4, 4), torch.full((1, 1, 1), 1 << 40)
     pooled, at = call("aten::max_pool2d_with_indices", x, [4, 4])
-    backward = ("aten::max_pool2d_with_indices_backward", pooled, x, [4, 4], [4, 4], [0, 0], [1, 1], False)
+    backward = (
+        "aten::max_pool2d_with_indices_backward",
+        pooled,
+        x,
+        [4, 4],
+        [4, 4],
+        [0, 0],
+        [1, 1],
+        False,
+    )
     assert call(*backward, at).sum() == 1.0
     one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     bags = ("aten::_embedding_bag_dense_backward", torch.ones(1, 4))
@@ -535,8 +606,16 @@ def test_a_server_runs_no_operator_that_reaches_beyond_its_tensors() -> None:
         lambda: call(*backward, far),
         lambda: call(*bags, far.reshape(1), zero, one, zero, 4, False, 0, None, -1),
         lambda: call(*bags, zero, far.reshape(1), one, zero, 4, False, 0, None, -1),
-        lambda: call("aten::segment_reduce", x.reshape(16), "sum", offsets=torch.tensor([0, 1 << 16]), unsafe=True),
-        lambda: call("aten::segment_reduce", x.reshape(16), "sum", lengths=torch.tensor([9, 9]), unsafe=True),
+        lambda: call(
+            "aten::segment_reduce",
+            x.reshape(16),
+            "sum",
+            offsets=torch.tensor([0, 1 << 16]),
+            unsafe=True,
+        ),
+        lambda: call(
+            "aten::segment_reduce", x.reshape(16), "sum", lengths=torch.tensor([9, 9]), unsafe=True
+        ),
     ):
         with pytest.raises(IndexError):
             run()
@@ -562,6 +641,10 @@ for _ in range(5):
 @pytest.mark.parametrize("kind", ["local", "mock"])
 def test_a_forked_child_that_exits_neither_hangs_nor_ends_the_session(kind: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FORKS, kind], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FORKS, kind],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

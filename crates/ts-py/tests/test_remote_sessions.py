@@ -26,7 +26,8 @@ from tensorstream.remote import RemoteMachine, _exchange
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes as Linux has them")
 
-# What an attacker would try who can run code in the process of a session. Prints the result of each attempt.
+# What an attacker would try who can run code in the process of a session. Prints the result of each
+# attempt.
 _TRIES = """
 import ctypes, json, os, resource, socket, sys, threading
 import torch
@@ -64,14 +65,18 @@ tries = {
     "memory of the parent by its file": lambda: open(f"/proc/{parent}/mem", "rb"),
     "memory of the parent": read_page,
     "a socket of TCP": lambda: socket.create_connection(("127.0.0.1", listening)),
-    "a socket of UDP": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", 9)),
+    "a socket of UDP": lambda: (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", 9))
+    ),
     "a socket of Unix": lambda: socket.socket(socket.AF_UNIX).connect(unix),
     "another end for a socket": again,
     "a program": lambda: os.execv("/bin/true", ["true"]),
     "a process": lambda: os.fork() or os._exit(0),
     "a signal": lambda: os.kill(parent, 0),
     "limits of others": lambda: resource.prlimit(parent, resource.RLIMIT_NOFILE),
-    "a higher limit": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)),
+    "a higher limit": lambda: resource.setrlimit(
+        resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)
+    ),
     "a filter for a socket": lambda: connected.setsockopt(socket.SOL_SOCKET, 26, b"\\0" * 16),
     "a namespace of another process": lambda: call(308, 3, 0),
     "tracing": lambda: call(101, 16, parent, 0, 0),
@@ -89,7 +94,8 @@ for what, attempt in tries.items():
         became[what] = f"refused: {error.errno}"
 # Operators, threads, memory and open sockets still work.
 said = []
-thread = threading.Thread(target=lambda: said.append(float((torch.ones(300, 300) @ torch.ones(300, 300)).sum())))
+ones = torch.ones(300, 300)
+thread = threading.Thread(target=lambda: said.append(float((ones @ ones).sum())))
 thread.start(); thread.join()
 connected.sendall(b"still there")
 memory = os.memfd_create("x"); os.ftruncate(memory, 100)
@@ -98,7 +104,9 @@ print(json.dumps([restrictions, became, said]))
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_code_in_the_process_of_a_session_cannot_reach_anything_outside(tmp_path: Path, gpu: bool) -> None:
+def test_code_in_the_process_of_a_session_cannot_reach_anything_outside(
+    tmp_path: Path, gpu: bool
+) -> None:
     import ctypes
 
     page, canary = ctypes.create_string_buffer(b"a canary's page"), tmp_path / "canary"
@@ -107,7 +115,14 @@ def test_code_in_the_process_of_a_session_cannot_reach_anything_outside(tmp_path
         unix.bind(str(tmp_path / "socket"))
         unix.listen()
         port = nobody.getsockname()[1]
-        arguments = [os.getpid(), ctypes.addressof(page), port, canary, tmp_path / "socket", json.dumps([gpu])]
+        arguments = [
+            os.getpid(),
+            ctypes.addressof(page),
+            port,
+            canary,
+            tmp_path / "socket",
+            json.dumps([gpu]),
+        ]
         command = [sys.executable, "-c", _TRIES, *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     restrictions, became, said = json.loads(done.stdout)
@@ -120,7 +135,9 @@ def test_code_in_the_process_of_a_session_cannot_reach_anything_outside(tmp_path
     }  # fmt: skip
     assert got <= (of_drivers if gpu else set()), became
     # By the filter, and not because this kernel lacks x32.
-    assert {how for what, how in became.items() if what.endswith("x32")} == {f"refused: {errno.EACCES}"}
+    assert {how for what, how in became.items() if what.endswith("x32")} == {
+        f"refused: {errno.EACCES}"
+    }
     assert not (tmp_path / "canary.new").exists() or gpu
 
 
@@ -160,11 +177,19 @@ def test_a_sandboxed_session_computes_the_same_results_as_the_cpu() -> None:
     torch.manual_seed(1)
     x, bags = torch.randn(50, 64), torch.tensor([0, 7, 20])
     runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "vectorised": lambda x: x.exp() + torch.erf(x) + x.softmax(1) + x.sum(1, keepdim=True) + x.var(),
+        "vectorised": lambda x: (
+            x.exp() + torch.erf(x) + x.softmax(1) + x.sum(1, keepdim=True) + x.var()
+        ),
         "matrices": lambda x: x @ x.T,
-        "convolution": lambda x: torch.nn.functional.conv2d(x.view(2, 5, 20, 16), x[:15].reshape(3, 5, 8, 8)),
-        "half precision": lambda x: torch.nn.functional.gelu(x.bfloat16() @ x.bfloat16().T).half().exp(),
-        "bags": lambda x: torch.nn.functional.embedding_bag(x[:, 0].argsort(), x, bags.to(x.device)),
+        "convolution": lambda x: torch.nn.functional.conv2d(
+            x.view(2, 5, 20, 16), x[:15].reshape(3, 5, 8, 8)
+        ),
+        "half precision": lambda x: (
+            torch.nn.functional.gelu(x.bfloat16() @ x.bfloat16().T).half().exp()
+        ),
+        "bags": lambda x: torch.nn.functional.embedding_bag(
+            x[:, 0].argsort(), x, bags.to(x.device)
+        ),
         "solvers": lambda x: torch.linalg.solve(x[:, :50], x),
         "transforms": lambda x: torch.view_as_real(torch.fft.rfft2(x)),
         "random": lambda x: torch.nn.functional.dropout(x, 0.3),
@@ -283,10 +308,18 @@ def test_the_processes_of_sessions_contain_no_secrets(tmp_path: Path) -> None:
     with served:
         with RemoteMachine("tcp", served.address, token="a very secret token"):
             status = Path(f"/proc/{served.sessions()[0]}/status").read_text(encoding="utf-8")
-        for line in ("CapEff:\t0000000000000000", "CapPrm:\t0000000000000000", "NoNewPrivs:\t1", "Seccomp:\t2"):
+        for line in (
+            "CapEff:\t0000000000000000",
+            "CapPrm:\t0000000000000000",
+            "NoNewPrivs:\t1",
+            "Seccomp:\t2",
+        ):
             assert line in status, status
         process = served.zygote()
-        told = Path(f"/proc/{process}/environ").read_bytes() + Path(f"/proc/{process}/cmdline").read_bytes()
+        told = (
+            Path(f"/proc/{process}/environ").read_bytes()
+            + Path(f"/proc/{process}/cmdline").read_bytes()
+        )
         assert b"secret" not in told.lower() and b"PATH=" in told
         # Its memory:
         with Path(f"/proc/{process}/mem").open("rb", buffering=0) as memory:
@@ -302,7 +335,8 @@ def test_the_processes_of_sessions_contain_no_secrets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "lie",
     [
-        {"sizes": [2, 4]}, {"sizes": [-2, -3]}, {"sizes": [True, 6]}, {"sizes": 6}, {"sizes": [2**70]},
+        {"sizes": [2, 4]}, {"sizes": [-2, -3]}, {"sizes": [True, 6]}, {"sizes": 6},
+        {"sizes": [2**70]},
         {"dtype": "int64"}, {"dtype": "__class__"}, {"dtype": ["float32"]}, {"dtype": None},
     ],
 )  # fmt: skip
@@ -339,7 +373,9 @@ def test_a_broker_that_refuses_to_fetch_does_not_import_pytorch() -> None:
     assert "_native" in maps and "libtorch" not in maps
 
 
-def test_a_claim_gets_its_tensor_though_the_offer_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_gets_its_tensor_though_the_offer_ends_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     broker = _broker_without_server()
     peers = dict(_fake_session() for _ in range(2))
     one, other = peers
@@ -372,7 +408,9 @@ def test_the_broker_validates_the_requests_of_sessions() -> None:
     unsealed = os.memfd_create("x", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, 24)
 
-    def ask(session: _broker._Session, message: dict[str, object], descriptor: int | None = None) -> object:
+    def ask(
+        session: _broker._Session, message: dict[str, object], descriptor: int | None = None
+    ) -> object:
         broker._answer(session, message, descriptor)
         answer, given = _messages.receive(peers[session]) or ({}, None)
         return answer.get("refused") if given is None else _exchange.unpack(answer, given)
@@ -395,7 +433,9 @@ def test_the_broker_validates_the_requests_of_sessions() -> None:
     assert "withdraw one first" in str(full)
     broker._memory = 10
     big, packed_big = _exchange.pack(torch.ones(100))
-    assert "withdraw a tensor first" in str(ask(other, {"offer": "f" * 32, "tensor": big}, packed_big))
+    assert "withdraw a tensor first" in str(
+        ask(other, {"offer": "f" * 32, "tensor": big}, packed_big)
+    )
     os.close(packed_big)
     assert "may not fetch from" in str(ask(one, {"fetch": ticket, "from": "127.0.0.1:1"}))
     for invalid in (

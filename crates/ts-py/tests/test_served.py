@@ -34,7 +34,9 @@ def served(directory: Path, *arguments: str) -> Iterator[str]:
 def serving(directory: Path, *arguments: str) -> Iterator[tuple[str, int]]:
     """The same, and its process."""
     command = [PROGRAM, "--json", "serve-weights", directory]
-    server = subprocess.Popen([*command, "--listen", "127.0.0.1:0", *arguments], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [*command, "--listen", "127.0.0.1:0", *arguments], stdout=subprocess.PIPE, text=True
+    )
     assert server.stdout is not None
     try:
         yield json.loads(server.stdout.readline())["url"], server.pid
@@ -54,10 +56,16 @@ def shards(directory: Path, model: nn.Module) -> None:
     """As transformers writes them: two shards and an index."""
     state = model.state_dict()
     names = list(state)
-    files = {"model-1.safetensors": names[: len(names) // 2], "model-2.safetensors": names[len(names) // 2 :]}
+    files = {
+        "model-1.safetensors": names[: len(names) // 2],
+        "model-2.safetensors": names[len(names) // 2 :],
+    }
     for file, part in files.items():
         save_file({name: state[name] for name in part}, directory / file)
-    index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, part in files.items() for name in part},
+    }
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -115,7 +123,16 @@ def test_a_server_that_is_terminated_ends_in_good_order(tmp_path: Path) -> None:
 
 def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1 << 16)}, tmp_path / "a.safetensors")
-    command = [PROGRAM, "--json", "serve-weights", tmp_path, "--listen", "127.0.0.1:0", "--grace", "60"]
+    command = [
+        PROGRAM,
+        "--json",
+        "serve-weights",
+        tmp_path,
+        "--listen",
+        "127.0.0.1:0",
+        "--grace",
+        "60",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = json.loads(server.stdout.readline())["url"]
@@ -158,7 +175,9 @@ def test_ten_thousand_who_say_nothing_take_little_memory(tmp_path: Path) -> None
 
             def resident() -> int:
                 status = Path(f"/proc/{process}/status").read_text()
-                return 1024 * int(next(line for line in status.splitlines() if "VmRSS" in line).split()[1])
+                return 1024 * int(
+                    next(line for line in status.splitlines() if "VmRSS" in line).split()[1]
+                )
 
             assert torch.equal(ts.load_file(f"{url}model.safetensors")["w"], state["w"])
             before = resident()

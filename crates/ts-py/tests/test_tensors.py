@@ -32,7 +32,14 @@ NUMPY += ["float16", "float32", "float64", "complex64"]
 @pytest.mark.parametrize("dtype", NUMPY)
 def test_numpy_both_ways_without_a_copy(dtype: str) -> None:
     given = np.arange(24).reshape(2, 3, 4).astype(dtype)
-    for array in (given, given[:, ::2], given.T, given[1:, 2], given[..., :0], np.array(7).astype(dtype)):
+    for array in (
+        given,
+        given[:, ::2],
+        given.T,
+        given[1:, 2],
+        given[..., :0],
+        np.array(7).astype(dtype),
+    ):
         tensor = ts.Tensor.from_dlpack(array, name="w")
         assert (tensor.shape, tensor.dtype, tensor.name) == (array.shape, ts.DType.of(dtype), "w")
         back = tensor.to_numpy()
@@ -48,7 +55,15 @@ def test_numpy_both_ways_without_a_copy(dtype: str) -> None:
     np.testing.assert_array_equal(np.asarray(memoryview(backwards)), given[::-1, :, ::-1])
 
 
-TORCH = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32]
+TORCH = [
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+]
 TORCH += [torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
@@ -57,10 +72,15 @@ def test_torch_both_ways_without_a_copy(dtype: torch.dtype) -> None:
     given = torch.arange(24).reshape(4, 6).to(dtype)
     for view in (given, given.t(), given[1::2, 2:], given[:0]):
         tensor = ts.Tensor.from_dlpack(view)
-        assert (tensor.shape, tensor.strides[:1]) == (tuple(view.shape), tuple(view.stride())[:1]) or not view.numel()
+        assert (tensor.shape, tensor.strides[:1]) == (
+            tuple(view.shape),
+            tuple(view.stride())[:1],
+        ) or not view.numel()
         back = tensor.to_torch()
         assert back.dtype == dtype
-        assert torch.equal(back.view(torch.uint8) if dtype.itemsize == 1 else back, _comparable(view))
+        assert torch.equal(
+            back.view(torch.uint8) if dtype.itemsize == 1 else back, _comparable(view)
+        )
         if view.numel():
             assert back.data_ptr() == view.data_ptr()
 
@@ -87,7 +107,14 @@ def test_lifetimes_in_every_order() -> None:
         array = np.arange(1000, dtype=np.int64)
         gone = weakref.ref(array)
         tensor = ts.Tensor.from_dlpack(array)
-        holders = [array, tensor, tensor.to_torch(), tensor.to_numpy(), tensor.to_dlpack(), memoryview(tensor)]
+        holders = [
+            array,
+            tensor,
+            tensor.to_torch(),
+            tensor.to_numpy(),
+            tensor.to_dlpack(),
+            memoryview(tensor),
+        ]
         del array, tensor
         holders = holders[order:] + holders[:order]
         while holders:
@@ -102,7 +129,9 @@ def test_lifetimes_in_every_order() -> None:
 def test_deleters_run_on_any_thread() -> None:
     for _ in range(50):
         made = [ts.Tensor.zeros([1000], "float32").to_torch() for _ in range(4)]
-        threads = [threading.Thread(target=lambda part: part.clear(), args=([tensor],)) for tensor in made]
+        threads = [
+            threading.Thread(target=lambda part: part.clear(), args=([tensor],)) for tensor in made
+        ]
         del made
         for thread in threads:
             thread.start()

@@ -33,7 +33,9 @@ X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
 BUDGETS = [3 * UNIT, 1 << 22]
 
 
-def layers(count: int = 8, make: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)) -> nn.Sequential:
+def layers(
+    count: int = 8, make: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)
+) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(make() for _ in range(count)))
 
@@ -92,7 +94,9 @@ WRITES = [
 
 
 @pytest.mark.parametrize(("how", "budget"), list(itertools.product(WRITES, BUDGETS)))
-def test_a_write_in_a_forward_is_refused_and_the_weights_stay(how: str, budget: int, tmp_path: Path) -> None:
+def test_a_write_in_a_forward_is_refused_and_the_weights_stay(
+    how: str, budget: int, tmp_path: Path
+) -> None:
     reference = layers(make=lambda: Writes(WIDTH, WIDTH))
     model = streamed(reference, tmp_path, budget)
     model[5].how = how
@@ -129,12 +133,15 @@ class WritesPastPyTorch(nn.Linear):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("how", ["a row's array", "storage", "fused optimizer", "address"])
-def test_a_write_past_pytorch_to_a_kept_weight_is_found(how: str, budget: int, tmp_path: Path) -> None:
+def test_a_write_past_pytorch_to_a_kept_weight_is_found(
+    how: str, budget: int, tmp_path: Path
+) -> None:
     reference = layers(make=lambda: WritesPastPyTorch(WIDTH, WIDTH))
     model = streamed(reference, tmp_path, budget)
     if not ts.stats(model)["watches_writes"]:
         pytest.skip(
-            "this system does not tell who writes to memory (Linux does since 6.7, where userfaultfd is allowed)"
+            "this system does not tell who writes to memory (Linux does since 6.7, where "
+            "userfaultfd is allowed)"
         )
     require_right(model, reference)
     for _ in range(2):
@@ -161,13 +168,21 @@ OUTSIDE: dict[str, Callable[[Any], Any]] = {
     "a part": lambda m: m[3].half(),
     "numpy": lambda m: [p.detach().numpy().__imul__(0.5) for p in m.parameters()],
     "foreach": lambda m: torch._foreach_mul_(list(m.parameters()), 0.5),
-    "init": lambda m: m.apply(lambda part: nn.init.zeros_(part.weight) if isinstance(part, nn.Linear) else None),
+    "init": lambda m: m.apply(
+        lambda part: nn.init.zeros_(part.weight) if isinstance(part, nn.Linear) else None
+    ),
     "assignment": lambda m: setattr(m[2], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
     "load_state_dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
     "requires_grad_": lambda m: m.requires_grad_(True),
-    "functional_call": lambda m: torch.func.functional_call(m, {"0.weight": torch.zeros(WIDTH, WIDTH)}, (X,)),
-    "parametrization": lambda m: nn.utils.parametrize.register_parametrization(m[0], "weight", nn.Identity()),
-    "state_dict by safetensors": lambda m: __import__("safetensors.torch").torch.save_file(m.state_dict(), "x"),
+    "functional_call": lambda m: torch.func.functional_call(
+        m, {"0.weight": torch.zeros(WIDTH, WIDTH)}, (X,)
+    ),
+    "parametrization": lambda m: nn.utils.parametrize.register_parametrization(
+        m[0], "weight", nn.Identity()
+    ),
+    "state_dict by safetensors": lambda m: __import__("safetensors.torch").torch.save_file(
+        m.state_dict(), "x"
+    ),
     "deepcopy": copy.deepcopy,
     "twice": lambda m: ts.offload(m, ts.Config(budget="1MiB", storage_path="x")),
     "script": torch.jit.script,
@@ -177,7 +192,9 @@ OUTSIDE: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("what", "budget"), list(itertools.product(OUTSIDE, BUDGETS)))
-def test_what_would_change_weights_is_refused_before_anything_changes(what: str, budget: int, tmp_path: Path) -> None:
+def test_what_would_change_weights_is_refused_before_anything_changes(
+    what: str, budget: int, tmp_path: Path
+) -> None:
     reference = layers()
     reference.register_buffer("own", torch.ones(3))
     model = streamed(reference, tmp_path, budget)
@@ -198,7 +215,9 @@ def test_libraries_that_move_weights_are_refused_in_our_words(tmp_path: Path) ->
     model = streamed(reference, tmp_path, BUDGETS[0])
     for call in (
         lambda: accelerate.cpu_offload(model),
-        lambda: set_module_tensor_to_device(model, "0.weight", "cpu", value=torch.zeros(WIDTH, WIDTH)),
+        lambda: set_module_tensor_to_device(
+            model, "0.weight", "cpu", value=torch.zeros(WIDTH, WIDTH)
+        ),
         lambda: set_module_tensor_to_device(model, "0.weight", "meta"),
     ):
         with pytest.raises(ts.ModelError):
@@ -224,7 +243,8 @@ NOTHING: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(("what", "grad"), list(itertools.product(NOTHING, [True, False])))
 def test_moves_that_change_nothing_do_nothing(what: str, grad: bool, tmp_path: Path) -> None:
     model = ts.offload(
-        nn.Sequential(*layers(4), nn.LayerNorm(WIDTH)), ts.Config(storage_path=tmp_path, budget=BUDGETS[0])
+        nn.Sequential(*layers(4), nn.LayerNorm(WIDTH)),
+        ts.Config(storage_path=tmp_path, budget=BUDGETS[0]),
     )
     plain = nn.Sequential(*layers(4), nn.LayerNorm(WIDTH))
     with torch.set_grad_enabled(grad):
@@ -244,10 +264,16 @@ def test_tied_weights_stay_one_object(tmp_path: Path) -> None:
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode():
             for _ in range(3):
-                assert len(list(streamed_model.named_parameters())) == len(list(model.named_parameters())) == 9
+                assert (
+                    len(list(streamed_model.named_parameters()))
+                    == len(list(model.named_parameters()))
+                    == 9
+                )
                 assert streamed_model[4].weight is streamed_model[1].weight
                 streamed_model(X)
-    assert sum(p.numel() for p in streamed_model.parameters()) == sum(p.numel() for p in model.parameters())
+    assert sum(p.numel() for p in streamed_model.parameters()) == sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("budget", [2 * UNIT, *BUDGETS])
@@ -274,13 +300,17 @@ def test_adapters_train_over_a_model_that_does_not_fit(share: float, tmp_path: P
             self.up = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, 4)) for _ in range(12))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer, down, up in zip(self.base, self.down, self.up, strict=True):  # type: ignore[call-overload]
+            layers: Any = self.base
+            for layer, down, up in zip(layers, self.down, self.up, strict=True):
                 x = torch.tanh(layer(x) + x @ down.t() @ up.t())
             return x
 
     base = layers(12).requires_grad_(False)
     total = sum(p.nbytes for p in base.parameters())
-    expected, got = Adapted(copy.deepcopy(base)), Adapted(streamed(base, tmp_path, int(total * share) + 4096))
+    expected, got = (
+        Adapted(copy.deepcopy(base)),
+        Adapted(streamed(base, tmp_path, int(total * share) + 4096)),
+    )
     for model in (expected, got):
         for _ in range(2):
             model(X).square().mean().backward()
@@ -303,7 +333,10 @@ def test_a_damaged_file_does_not_cost_a_model_its_weights(tmp_path: Path) -> Non
 
 def test_a_scripted_model_is_refused_and_still_works(tmp_path: Path) -> None:
     reference = layers()
-    for compiled in (torch.jit.script(copy.deepcopy(reference)), torch.jit.trace(copy.deepcopy(reference), X)):
+    for compiled in (
+        torch.jit.script(copy.deepcopy(reference)),
+        torch.jit.trace(copy.deepcopy(reference), X),
+    ):
         for model in (compiled, nn.Sequential(nn.Linear(WIDTH, WIDTH), compiled)):
             with pytest.raises(ts.ModelError, match="TorchScript cannot be streamed"):
                 ts.offload(model, ts.Config(storage_path=tmp_path, budget=BUDGETS[0]))
@@ -361,7 +394,9 @@ def test_a_forked_child_runs_the_model_and_ends(used: bool, budget: int, tmp_pat
     if child == 0:
         try:
             with torch.no_grad():
-                said = "equal" if all(torch.equal(model(X), expected) for _ in range(2)) else "wrong"
+                said = (
+                    "equal" if all(torch.equal(model(X), expected) for _ in range(2)) else "wrong"
+                )
         except BaseException as error:
             said = repr(error)
         os.write(writing, said.encode())
@@ -378,8 +413,10 @@ def test_a_forked_child_runs_the_model_and_ends(used: bool, budget: int, tmp_pat
 EXITS = {
     "streams": "m(x)",
     # A daemon thread in the middle of a forward is not among them: PyTorch alone aborts then.
-    "after another thread": "t = threading.Thread(target=lambda: [m(x) for _ in range(9)]); t.start(); t.join()",
-    "a child that only exits": "m(x); pid = os.fork(); sys.exit(0) if pid == 0 else print(os.waitpid(pid, 0)[1])",
+    "after another thread": "t = threading.Thread(target=lambda: [m(x) for _ in range(9)]); "
+    "t.start(); t.join()",
+    "a child that only exits": "m(x); pid = os.fork(); sys.exit(0) if pid == 0 else "
+    "print(os.waitpid(pid, 0)[1])",
     "restored": "m(x); ts.restore(m)",
 }
 
@@ -393,7 +430,9 @@ m = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(8)]); x = tor
 ts.offload(m, ts.Config(storage_path={str(tmp_path)!r}, budget={3 * UNIT}))
 {EXITS[state]}
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     said = (done.returncode, done.stdout.strip(), done.stderr)
     assert said == (0, "0" if "fork" in EXITS[state] else "", "")
 
@@ -425,15 +464,23 @@ def test_settings_that_are_none_are_refused_in_words(tmp_path: Path) -> None:
 def test_a_budget_is_fitted_to_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     mib = 1 << 20
     monkeypatch.setattr(ts._native, "available_memory", lambda: 350 * mib)
-    fitted = lambda budget, smallest=125: ts.Config(budget=budget).fitted_bytes(smallest * mib, 2000 * mib)  # noqa: E731
+
+    def fitted(budget: int | None, smallest: int = 125) -> int:
+        return ts.Config(budget=budget).fitted_bytes(smallest * mib, 2000 * mib)
+
     assert fitted(250 * mib) == 250 * mib
     with pytest.warns(ts.BudgetWarning, match="400 MiB is more than there is: 350 MiB"):
         assert 250 * mib < fitted(400 * mib) < 290 * mib
     with pytest.warns(ts.BudgetWarning):
         assert fitted(300 * mib) == fitted(1500 * mib), "no cliff"
-    assert ts.Config(budget="3000MiB").fitted_bytes(mib, 200 * mib) == 3000 * mib, "the model needs less"
+    assert ts.Config(budget="3000MiB").fitted_bytes(mib, 200 * mib) == 3000 * mib, (
+        "the model needs less"
+    )
     assert fitted(None) == 175 * mib
     assert fitted(None, smallest=200) == 200 * mib, "what works, where a half would not"
     for budget in (None, 400 * mib):
-        with pytest.raises(ts.BudgetError, match="350 MiB of memory are available, and the model needs at least 340"):
+        with pytest.raises(
+            ts.BudgetError,
+            match="350 MiB of memory are available, and the model needs at least 340",
+        ):
             fitted(budget, smallest=340)

@@ -21,7 +21,9 @@ import torch
 
 
 @contextmanager
-def pair(at: str = "127.0.0.1:0", near: Any = None, far: Any = None) -> Iterator[tuple[ts.Connection, ts.Connection]]:
+def pair(
+    at: str = "127.0.0.1:0", near: Any = None, far: Any = None
+) -> Iterator[tuple[ts.Connection, ts.Connection]]:
     """Both ends, in one process: the one that connects and the one that accepts."""
     with ts.listen(at, **(far or {})) as listener:
         accepted: list[ts.Connection] = []
@@ -48,11 +50,18 @@ def beside(work: Callable[[], object]) -> threading.Thread:
 def test_tensors_and_messages_come_as_they_were_sent(tmp_path: Path) -> None:
     for at in ("127.0.0.1:0", f"unix:{tmp_path}/socket"):
         with pair(at) as (near, far):
-            tensors = [torch.randn(300, 500), torch.randn(7, 9).t(), torch.zeros(0, 3), torch.tensor(3)]
+            tensors = [
+                torch.randn(300, 500),
+                torch.randn(7, 9).t(),
+                torch.zeros(0, 3),
+                torch.tensor(3),
+            ]
             tensors += [torch.randn(10, dtype=torch.bfloat16), torch.randn(3, requires_grad=True)]
             large = torch.randn(3_000_000)
 
-            def send(near: ts.Connection = near, tensors: Any = tensors, large: torch.Tensor = large) -> None:
+            def send(
+                near: ts.Connection = near, tensors: Any = tensors, large: torch.Tensor = large
+            ) -> None:
                 for number, tensor in enumerate(tensors):
                     near.send(tensor, f"t{number}", metadata={"layer": str(number)})
                 near.send_message(b"tokens")
@@ -69,7 +78,10 @@ def test_tensors_and_messages_come_as_they_were_sent(tmp_path: Path) -> None:
                 assert came.strides == tuple(tensor.stride()) or tensor.numel() < 2
             assert far.recv() == b"tokens"
             rest = list(far)
-            assert [tensor.name for tensor in rest if isinstance(tensor, ts.Tensor)] == ["numpy", "large"]
+            assert [tensor.name for tensor in rest if isinstance(tensor, ts.Tensor)] == [
+                "numpy",
+                "large",
+            ]
             assert torch.equal(rest[1].to_torch(), large)
             assert far.recv() is None
             thread.join()
@@ -101,7 +113,10 @@ def test_a_state_dict_keeps_its_aliases() -> None:
 
 
 def test_memory_that_is_there_is_received_to() -> None:
-    with pair(far={"pool": ts.PoolConfig(pool_bytes=64 << 20, max_block_bytes=16 << 20)}) as (near, far):
+    with pair(far={"pool": ts.PoolConfig(pool_bytes=64 << 20, max_block_bytes=16 << 20)}) as (
+        near,
+        far,
+    ):
         memory = torch.zeros(1_000_000)
         sent = torch.randn(1_000_000)
         thread = beside(lambda: near.send(sent, "w"))
@@ -268,13 +283,17 @@ def _send_slowly(address: str) -> None:
 
 def test_between_processes_and_progress() -> None:
     with ts.listen("127.0.0.1:0") as listener:
-        child = multiprocessing.get_context("spawn").Process(target=_send_slowly, args=(listener.address,))
+        child = multiprocessing.get_context("spawn").Process(
+            target=_send_slowly, args=(listener.address,)
+        )
         child.start()
         connection = listener.accept(timeout=60)
         assert connection is not None
         seen: list[int] = []
         came = [connection.recv(progress=seen.append) for _ in range(3)]
-        assert [float(tensor.to_numpy()[0]) for tensor in came if isinstance(tensor, ts.Tensor)] == [0, 1, 2]
+        assert [
+            float(tensor.to_numpy()[0]) for tensor in came if isinstance(tensor, ts.Tensor)
+        ] == [0, 1, 2]
         assert seen == sorted(seen)
         child.join()
         assert child.exitcode == 0

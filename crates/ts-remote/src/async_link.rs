@@ -9,17 +9,20 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::watch::Watch;
 use crate::{
-    Connection, ConnectionOptions, ConnectionStats, Error, Event, Role, SendOptions, Sink, TensorInfo,
+    Connection, ConnectionOptions, ConnectionStats, Error, Event, Role, SendOptions, Sink,
+    TensorInfo,
 };
 
 /// The most pieces that one call to the system gets.
 const MAX_SLICES: usize = 16;
 
-/// One end of a connection, and what carries its bytes: a `TcpStream` or `UnixStream` of tokio, a stream of tokio-rustls, or
-/// anything else. What [`Link`](crate::Link) is to callers that may block.
+/// One end of a connection, and what carries its bytes: a `TcpStream` or `UnixStream` of tokio, a
+/// stream of tokio-rustls, or anything else. What [`Link`](crate::Link) is to callers that may
+/// block.
 ///
-/// Nothing happens on it but while one of its methods is awaited; any of these may be given up and begun again. Payloads are read to
-/// tensors' memory and written from it; shared memory is for [`Link`](crate::Link).
+/// Nothing happens on it but while one of its methods is awaited; any of these may be given up and
+/// begun again. Payloads are read to tensors' memory and written from it; shared memory is for
+/// [`Link`](crate::Link).
 #[derive(Debug)]
 pub struct AsyncLink<S, T> {
     connection: Connection<S>,
@@ -33,7 +36,8 @@ pub struct AsyncLink<S, T> {
 }
 
 impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
-    /// Goes on with a stream that is connected, whose other end is called `peer` in errors, when both ends know each other.
+    /// Goes on with a stream that is connected, whose other end is called `peer` in errors, when
+    /// both ends know each other.
     ///
     /// # Errors
     /// As [`Link::new`](crate::Link::new).
@@ -83,7 +87,8 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         }
     }
 
-    /// Sends a tensor on a stream, and waits until it is on its way. Events that come meanwhile wait.
+    /// Sends a tensor on a stream, and waits until it is on its way. Events that come meanwhile
+    /// wait.
     ///
     /// # Errors
     /// As [`Link::send`](crate::Link::send).
@@ -122,8 +127,8 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
             .map_err(|error| self.failed("writing", error))
     }
 
-    /// Says that this is the end and why, behind what was sent on all streams, and waits until the other end has read that. What comes meanwhile
-    /// is dropped.
+    /// Says that this is the end and why, behind what was sent on all streams, and waits until the
+    /// other end has read that. What comes meanwhile is dropped.
     ///
     /// # Errors
     /// As [`next_event`](Self::next_event): what was sent may not have come then.
@@ -151,7 +156,9 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         let drain = async {
             loop {
                 let mut into = ReadBuf::new(&mut dropped);
-                let read = std::future::poll_fn(|cx| Pin::new(&mut self.io).poll_read(cx, &mut into)).await;
+                let read =
+                    std::future::poll_fn(|cx| Pin::new(&mut self.io).poll_read(cx, &mut into))
+                        .await;
                 // It has no more to say, or is gone, and was the last to speak.
                 if read.is_err() || into.filled().is_empty() {
                     return;
@@ -241,7 +248,8 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
 
     /// What came has ended the connection. An error, unless there are events that came before.
     fn end(&mut self, cx: &mut Context<'_>, error: Error) -> Result<(), Error> {
-        // The other end is told why, if it takes that at once, or waits for the end of what this one says.
+        // The other end is told why, if it takes that at once, or waits for the end of what this
+        // one says.
         self.poll_write(cx);
         if matches!(error, Error::Closed { .. }) {
             let _ = Pin::new(&mut self.io).poll_shutdown(cx);

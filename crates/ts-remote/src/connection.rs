@@ -40,7 +40,8 @@ pub enum Event<S> {
         /** Which service it wants. */
         service: String,
     },
-    /// A tensor begins. It needs [memory](Connection::accept), unless it is empty or its storage is known.
+    /// A tensor begins. It needs [memory](Connection::accept), unless it is empty or its storage is
+    /// known.
     Metadata {
         /** On which stream. */
         stream: u32,
@@ -123,13 +124,16 @@ pub struct StreamStats {
     pub pauses: u64,
 }
 
-/// One end of a connection, which is told what came and asked what is to go; it never waits and knows no socket.
+/// One end of a connection, which is told what came and asked what is to go; it never waits and
+/// knows no socket.
 ///
-/// Reading: [`read_targets`](Self::read_targets) says where bytes are to be read to, which may be the memory of a tensor,
-/// [`filled`](Self::filled) how many came, and [`poll`](Self::poll) what that means. Writing: [`plan_writes`](Self::plan_writes),
-/// [`write_slices`](Self::write_slices), [`written`](Self::written).
+/// Reading: [`read_targets`](Self::read_targets) says where bytes are to be read to, which may be
+/// the memory of a tensor, [`filled`](Self::filled) how many came, and [`poll`](Self::poll) what
+/// that means. Writing: [`plan_writes`](Self::plan_writes), [`write_slices`](Self::write_slices),
+/// [`written`](Self::written).
 ///
-/// After an error of [`filled`](Self::filled) it is of no more use, but for the writes that are left: they tell the other end why.
+/// After an error of [`filled`](Self::filled) it is of no more use, but for the writes that are
+/// left: they tell the other end why.
 #[derive(Debug)]
 pub struct Connection<S> {
     role: Role,
@@ -149,11 +153,13 @@ pub struct Connection<S> {
     ending: BTreeSet<u32>,
     next_stream: u32,
     writer: Writer,
-    /// How often something has gone on: frames that bring something have come, or bytes been written that are no signs of life.
+    /// How often something has gone on: frames that bring something have come, or bytes been
+    /// written that are no signs of life.
     moves: u64,
     /// Pings sent and not answered.
     pings: u64,
-    /// Memory by which this end's payloads go, and the other's come, and a descriptor that came and belongs to a SHARE that did not yet.
+    /// Memory by which this end's payloads go, and the other's come, and a descriptor that came and
+    /// belongs to a SHARE that did not yet.
     ring_out: Option<RingOut>,
     ring_in: Option<RingIn>,
     descriptor: Option<OwnedFd>,
@@ -233,13 +239,15 @@ impl<S: Sink> Connection<S> {
         self.stats
     }
 
-    /// What a stream of either end has carried; `None` of one that is not open, or of which all is said.
+    /// What a stream of either end has carried; `None` of one that is not open, or of which all is
+    /// said.
     pub fn stream_stats(&self, stream: u32) -> Option<StreamStats> {
         let outgoing = self.outgoing.get(&stream).map(Outgoing::stats);
         outgoing.or_else(|| self.incoming.get(&stream).map(Incoming::stats))
     }
 
-    /// Memory of its own that waits for the user, in bytes: never more than the streams' windows, and one message of each.
+    /// Memory of its own that waits for the user, in bytes: never more than the streams' windows,
+    /// and one message of each.
     pub fn staged_bytes(&self) -> usize {
         self.incoming.values().map(Incoming::staged_bytes).sum()
     }
@@ -247,11 +255,12 @@ impl<S: Sink> Connection<S> {
     /// A new stream to send on.
     ///
     /// # Errors
-    /// [`Error::Misuse`] before both ends know each other, or when the other takes no more at a time: those count that have not been
-    /// [taken](Self::is_taken).
+    /// [`Error::Misuse`] before both ends know each other, or when the other takes no more at a
+    /// time: those count that have not been [taken](Self::is_taken).
     pub fn open_stream(&mut self) -> Result<u32, Error> {
         let misuse = |what: &str| Error::Misuse(what.into());
-        let peer = self.peer.as_ref().ok_or_else(|| misuse("the other end has not said who it is"))?;
+        let peer =
+            self.peer.as_ref().ok_or_else(|| misuse("the other end has not said who it is"))?;
         if self.outgoing.len() + self.ending.len() >= peer.max_streams as usize {
             return Err(Error::Misuse(format!(
                 "{} streams are open, and the other end takes no more",
@@ -259,8 +268,9 @@ impl<S: Sink> Connection<S> {
             )));
         }
         let stream = self.next_stream;
-        self.next_stream =
-            stream.checked_add(2).ok_or_else(|| misuse("this connection has had all its streams"))?;
+        self.next_stream = stream
+            .checked_add(2)
+            .ok_or_else(|| misuse("this connection has had all its streams"))?;
         self.outgoing.insert(stream, Outgoing::new(stream, peer.window));
         Ok(stream)
     }
@@ -279,12 +289,17 @@ impl<S: Sink> Connection<S> {
         self.sending(stream)?.push_tensor(info, Some(payload), options)
     }
 
-    /// Sends a tensor whose storage was sent on this stream, with [`keep`](SendOptions::keep), and is kept on if `keep` says so.
+    /// Sends a tensor whose storage was sent on this stream, with [`keep`](SendOptions::keep), and
+    /// is kept on if `keep` says so.
     ///
     /// # Errors
     /// As [`send`](Self::send).
     pub fn send_view(&mut self, stream: u32, info: TensorInfo, keep: bool) -> Result<(), Error> {
-        self.sending(stream)?.push_tensor(info, None, SendOptions { keep, ..SendOptions::default() })
+        self.sending(stream)?.push_tensor(
+            info,
+            None,
+            SendOptions { keep, ..SendOptions::default() },
+        )
     }
 
     /// Sends a message: at most 64 KiB, which go before the payloads of other streams.
@@ -293,7 +308,8 @@ impl<S: Sink> Connection<S> {
     /// [`Error::Misuse`] when it is longer, or the stream is not open.
     pub fn send_message(&mut self, stream: u32, message: Bytes) -> Result<(), Error> {
         if message.len() > MAX_CONTROL_LEN {
-            let what = format!("a message of {} bytes, of at most {MAX_CONTROL_LEN}", message.len());
+            let what =
+                format!("a message of {} bytes, of at most {MAX_CONTROL_LEN}", message.len());
             return Err(Error::Misuse(what));
         }
         self.sending(stream)?.push_message(message);
@@ -314,17 +330,22 @@ impl<S: Sink> Connection<S> {
         self.outgoing.get(&stream).is_none_or(Outgoing::is_empty) && self.writer.is_queue_empty()
     }
 
-    /// Whether the other end's user has taken all that was sent on a stream that this end has ended; or one end gave it up.
+    /// Whether the other end's user has taken all that was sent on a stream that this end has
+    /// ended; or one end gave it up.
     pub fn is_taken(&self, stream: u32) -> bool {
-        stream < self.next_stream && !self.outgoing.contains_key(&stream) && !self.ending.contains(&stream)
+        stream < self.next_stream
+            && !self.outgoing.contains_key(&stream)
+            && !self.ending.contains(&stream)
     }
 
     /// Bytes of payloads that were sent and have not been handed to the socket.
     pub fn unsent_bytes(&self) -> usize {
-        self.writer.queued_bytes() + self.outgoing.values().map(Outgoing::unsent_bytes).sum::<usize>()
+        self.writer.queued_bytes()
+            + self.outgoing.values().map(Outgoing::unsent_bytes).sum::<usize>()
     }
 
-    /// The memory of tensors that are not complete, when the connection has ended: nothing more can be received.
+    /// The memory of tensors that are not complete, when the connection has ended: nothing more can
+    /// be received.
     pub fn take_sinks(&mut self) -> Vec<S> {
         std::mem::take(&mut self.incoming).into_values().flat_map(Incoming::into_sinks).collect()
     }
@@ -339,7 +360,8 @@ impl<S: Sink> Connection<S> {
         self.outgoing.values().any(|outgoing| !outgoing.is_empty()) || self.writer.owes()
     }
 
-    /// Gives a stream up, this end's or the other's. What is under way is dropped. Nothing happens if it is over.
+    /// Gives a stream up, this end's or the other's. What is under way is dropped. Nothing happens
+    /// if it is over.
     pub fn cancel(&mut self, stream: u32, reason: &str) {
         if self.outgoing.remove(&stream).is_some() {
             self.ending.insert(stream);
@@ -378,14 +400,16 @@ impl<S: Sink> Connection<S> {
         self.incoming.get(&stream)?.announced()
     }
 
-    /// Offers the other end, which is on the same host, memory by which large payloads then go if it takes it. [`Link`](crate::Link) does so
-    /// by itself over Unix sockets.
+    /// Offers the other end, which is on the same host, memory by which large payloads then go if
+    /// it takes it. [`Link`](crate::Link) does so by itself over Unix sockets.
     ///
     /// # Errors
     /// [`Error::Misuse`] before both ends know each other, or when some was offered before.
     pub fn share(&mut self, memory: SharedMemory) -> Result<(), Error> {
         if !self.is_connected() || self.ring_out.is_some() {
-            return Err(Error::Misuse("memory is shared once, between ends that know each other".into()));
+            return Err(Error::Misuse(
+                "memory is shared once, between ends that know each other".into(),
+            ));
         }
         let frame = OutFrame::control(Kind::Share, 0, memory.len() as u64, &[]);
         self.writer.push(OutFrame { has_descriptor: true, ..frame });
@@ -396,10 +420,14 @@ impl<S: Sink> Connection<S> {
     /// Whether there is a payload that shared memory would speed up, and none was offered.
     pub(crate) fn could_share(&self) -> bool {
         let shareable = || self.outgoing.values().any(Outgoing::has_to_share);
-        self.options.shared_bytes > 0 && self.ring_out.is_none() && self.is_connected() && shareable()
+        self.options.shared_bytes > 0
+            && self.ring_out.is_none()
+            && self.is_connected()
+            && shareable()
     }
 
-    /// The descriptor that must go with the first of the bytes that [`write_slices`](Self::write_slices) gives.
+    /// The descriptor that must go with the first of the bytes that
+    /// [`write_slices`](Self::write_slices) gives.
     pub fn descriptor_to_send(&self) -> Option<BorrowedFd<'_>> {
         let ring = self.ring_out.as_ref().filter(|_| self.writer.has_descriptor_first());
         ring.map(|ring| ring.memory().descriptor())
@@ -439,7 +467,9 @@ impl<S: Sink> Connection<S> {
         let what = match arriving.map(Incoming::arriving) {
             _ if self.peer.is_none() => "before the other end said who it is".into(),
             Some((name, received)) => format!("after {received} bytes of tensor `{name}`"),
-            None if self.reader.is_between_frames() && self.outgoing.values().all(Outgoing::is_empty) => {
+            None if self.reader.is_between_frames()
+                && self.outgoing.values().all(Outgoing::is_empty) =>
+            {
                 return Ok(());
             }
             None => "in the middle of a frame, or with something to send".into(),
@@ -460,7 +490,9 @@ impl<S: Sink> Connection<S> {
     /// Whether something is under way that the other end must do its part for.
     pub(crate) fn is_under_way(&self) -> bool {
         // Signs of life that arrive as bytes of an incomplete frame are none.
-        self.has_unsent() || self.incoming.values().any(Incoming::is_awaited) || self.reader.is_within_body()
+        self.has_unsent()
+            || self.incoming.values().any(Incoming::is_awaited)
+            || self.reader.is_within_body()
     }
 
     /// Whether [`poll`](Self::poll) may have something to tell.
@@ -469,8 +501,9 @@ impl<S: Sink> Connection<S> {
         !told || (!self.connected_told && self.is_connected())
     }
 
-    /// What happened, in the order of each stream. `None` when more must be read. Who gives an announced tensor its memory before the next call
-    /// has what came with the announcement put there at once.
+    /// What happened, in the order of each stream. `None` when more must be read. Who gives an
+    /// announced tensor its memory before the next call has what came with the announcement put
+    /// there at once.
     pub fn poll(&mut self) -> Option<Event<S>> {
         loop {
             let event = self.next_event();
@@ -484,7 +517,10 @@ impl<S: Sink> Connection<S> {
     fn next_event(&mut self) -> Option<Event<S>> {
         if let (false, Some(peer)) = (self.connected_told, &self.peer) {
             self.connected_told = true;
-            return Some(Event::Connected { software: peer.software.clone(), service: peer.service.clone() });
+            return Some(Event::Connected {
+                software: peer.software.clone(),
+                service: peer.service.clone(),
+            });
         }
         if let Some((stream, reason)) = self.cancelled.pop_front() {
             return Some(Event::Cancelled { stream, reason, sink: None });

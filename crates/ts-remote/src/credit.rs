@@ -6,12 +6,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// What a [`TensorCreditTracker`] has if nothing else is said, in bytes.
 const DEFAULT_CREDIT: u64 = 256 << 10;
 
-/// An account of bytes that may be under way: for senders of one's own. [`Connection`](crate::Connection) keeps such accounts of
-/// its streams by itself.
+/// An account of bytes that may be under way: for senders of one's own.
+/// [`Connection`](crate::Connection) keeps such accounts of its streams by itself.
 ///
-/// One side [consumes](Self::try_consume) credit for what it sends, the other [grants](Self::grant) it again when it has been used.
-/// Between the two marks [`should_pause`](Self::should_pause) keeps what it said last, so that a sender does not stop and go with
-/// every message. May be shared by threads.
+/// One side [consumes](Self::try_consume) credit for what it sends, the other [grants](Self::grant)
+/// it again when it has been used. Between the two marks [`should_pause`](Self::should_pause) keeps
+/// what it said last, so that a sender does not stop and go with every message. May be shared by
+/// threads.
 ///
 /// ```
 /// use ts_remote::TensorCreditTracker;
@@ -45,8 +46,9 @@ impl Default for TensorCreditTracker {
 }
 
 impl TensorCreditTracker {
-    /// So many bytes may be under way; a sender should pause when `high_water` are, and go on when at most `low_water` are. Marks
-    /// that could not be reached are lowered: the upper to what there is in all, the lower to below the upper, so that who pauses also goes on.
+    /// So many bytes may be under way; a sender should pause when `high_water` are, and go on when
+    /// at most `low_water` are. Marks that could not be reached are lowered: the upper to what
+    /// there is in all, the lower to below the upper, so that who pauses also goes on.
     pub fn new(initial: u64, high_water: u64, low_water: u64) -> Self {
         let high_water = high_water.clamp(1, initial.max(1));
         let low_water = low_water.min(high_water - 1);
@@ -83,7 +85,8 @@ impl TensorCreditTracker {
         self.update(&mut state);
     }
 
-    /// Whether whoever sends should wait: from when the upper mark is reached until no more than the lower is under way.
+    /// Whether whoever sends should wait: from when the upper mark is reached until no more than
+    /// the lower is under way.
     pub fn should_pause(&self) -> bool {
         self.state().paused
     }
@@ -126,7 +129,8 @@ impl Granted {
         Self { window, limit: window, received: 0, consumed: 0 }
     }
 
-    /// So much arrives. `whole` is what is never cut: it needs credit for its first byte only. Whether it was granted.
+    /// So much arrives. `whole` is what is never cut: it needs credit for its first byte only.
+    /// Whether it was granted.
     pub(crate) fn receive(&mut self, bytes: u64, whole: bool) -> bool {
         let needed = if whole { bytes.min(1) } else { bytes };
         let granted = self.received.checked_add(needed).is_some_and(|end| end <= self.limit);
@@ -139,7 +143,8 @@ impl Granted {
         debug_assert!(self.consumed <= self.received);
     }
 
-    /// What is to be granted now, if that is worth a frame: a new limit. `ahead` are bytes still to come that have their place.
+    /// What is to be granted now, if that is worth a frame: a new limit. `ahead` are bytes still to
+    /// come that have their place.
     pub(crate) fn renew(&mut self, ahead: u64) -> Option<u64> {
         let limit = self.consumed.saturating_add(ahead).saturating_add(self.window);
         let more = limit.saturating_sub(self.limit);
@@ -167,7 +172,9 @@ mod tests {
             let mut under_way = 0;
             for (send, bytes) in steps {
                 if send {
-                    if credit.try_consume(bytes) { under_way += bytes; }
+                    if credit.try_consume(bytes) {
+                        under_way += bytes;
+                    }
                 } else {
                     credit.grant(bytes.min(under_way));
                     under_way -= bytes.min(under_way);

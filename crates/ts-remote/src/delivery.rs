@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What of a connection's bytes has come to the other end's system, as Linux tells it in `/proc/net/tcp`.
+//! What of a connection's bytes has come to the other end's system, as Linux tells it in
+//! `/proc/net/tcp`.
 
 use std::fmt::Write;
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -12,7 +13,8 @@ pub(crate) fn undelivered(stream: &TcpStream) -> Option<u64> {
     find(&text, own, peer)
 }
 
-/// The connection's place in the table: its third field is the state, its fourth `sent:received`, what waits each way.
+/// The connection's place in the table: its third field is the state, its fourth `sent:received`,
+/// what waits each way.
 fn find(table: &str, own: SocketAddr, peer: SocketAddr) -> Option<u64> {
     let (own, peer) = (written(own), written(peer));
     let mut lines = table.lines().map(str::split_ascii_whitespace);

@@ -65,7 +65,9 @@ pub enum Error {
         what: String,
     },
     /// The other end did not answer.
-    #[error("nothing came from {peer} for {after:?}: it is gone, or takes longer than `timeout` allows")]
+    #[error(
+        "nothing came from {peer} for {after:?}: it is gone, or takes longer than `timeout` allows"
+    )]
     TimedOut {
         /** Who. */
         peer: String,

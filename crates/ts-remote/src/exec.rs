@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Operators that run where their tensors are, which is elsewhere: what a client asks, how that travels, and who does it.
+//! Operators that run where their tensors are, which is elsewhere: what a client asks, how that
+//! travels, and who does it.
 //!
 //! | | |
 //! |---|---|
@@ -9,9 +10,10 @@
 //! | [`Signature`], [`SignatureCache`] | what a call gives, known by what its arguments are like |
 //! | [`HostExecutor`] | a small one, of f32 on this CPU |
 //!
-//! Nothing here knows what an operator does: it has a name, [arguments](Value) and [outputs](Output). A client numbers its storages itself, so
-//! that it need not wait to know what a [`Call`] will give. [`Request`]s go in batches; what is sent is kept until the other end has it, so that a link
-//! that is lost is made again and everything is done once.
+//! Nothing here knows what an operator does: it has a name, [arguments](Value) and
+//! [outputs](Output). A client numbers its storages itself, so that it need not wait to know what a
+//! [`Call`] will give. [`Request`]s go in batches; what is sent is kept until the other end has it,
+//! so that a link that is lost is made again and everything is done once.
 
 mod channel;
 mod client;

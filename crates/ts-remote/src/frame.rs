@@ -99,7 +99,8 @@ impl Header {
         let [kind, flags, reserved @ ..] = *bytes;
         let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
         let bad = |what: String| Error::Protocol { stream: 0, what };
-        let kind = Kind::from_code(kind).ok_or_else(|| bad(format!("a frame of the unknown kind {kind}")))?;
+        let kind = Kind::from_code(kind)
+            .ok_or_else(|| bad(format!("a frame of the unknown kind {kind}")))?;
         if flags & !KNOWN_FLAGS != 0 || reserved[..2] != [0, 0] {
             return Err(bad(format!("a {kind:?} frame with the unknown flags {flags:#04x}")));
         }

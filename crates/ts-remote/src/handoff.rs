@@ -20,7 +20,8 @@ use crate::socket::{SLICE, send_with, timespec};
 use crate::tls::TlsServer;
 use crate::{ConnectionOptions, Error, Link, Listener, Role, Socket};
 
-/// How long to wait before looking at an incomplete HELLO again, whose socket stays readable. Doubles up to [`SLICE`].
+/// How long to wait before looking at an incomplete HELLO again, whose socket stays readable.
+/// Doubles up to [`SLICE`].
 const PAUSE: Duration = Duration::from_millis(2);
 /// The most bytes of the preface and a HELLO.
 const MAX_LEN: usize = 4096;
@@ -30,11 +31,13 @@ const MAX_RELAYED: usize = 4096;
 
 /// Accepts and authenticates connections for other processes.
 ///
-/// The dispatcher checks the token and the service in each client's HELLO, then yields a [`Handoff`] that passes the socket to the process
-/// that serves it. The HELLO stays in the socket, so that process completes the handshake without knowing the token. Clients
-/// with a wrong token or service are refused here, with a reason.
+/// The dispatcher checks the token and the service in each client's HELLO, then yields a
+/// [`Handoff`] that passes the socket to the process that serves it. The HELLO stays in the socket,
+/// so that process completes the handshake without knowing the token. Clients with a wrong token or
+/// service are refused here, with a reason.
 ///
-/// Under TLS a thread of this process decrypts each connection, and relays it for as long as it is open.
+/// Under TLS a thread of this process decrypts each connection, and relays it for as long as it is
+/// open.
 #[derive(Debug)]
 pub struct Dispatcher {
     options: ConnectionOptions,
@@ -84,7 +87,8 @@ enum Progress {
 pub(crate) const MAX_PEER: usize = 100;
 
 impl Handoff {
-    /// The service that the client asks for: the dispatcher's, or one that starts with it and a `/`.
+    /// The service that the client asks for: the dispatcher's, or one that starts with it and a
+    /// `/`.
     pub fn service(&self) -> &str {
         &self.service
     }
@@ -94,8 +98,8 @@ impl Handoff {
         self.socket.peer()
     }
 
-    /// Passes the socket to the process at the other end of `channel`, a Unix socket of type `SOCK_SEQPACKET`, which receives it from
-    /// [`Listener::from_handoffs`]. Does not block.
+    /// Passes the socket to the process at the other end of `channel`, a Unix socket of type
+    /// `SOCK_SEQPACKET`, which receives it from [`Listener::from_handoffs`]. Does not block.
     ///
     /// # Errors
     /// [`Error::Io`] if that process has ended or its queue is full. The connection is closed.
@@ -114,8 +118,8 @@ impl Handoff {
 }
 
 impl Dispatcher {
-    /// Accepts clients of `options.service`, and of services that start with it and a `/`. Clients that send no complete HELLO within
-    /// `options.timeout` are disconnected.
+    /// Accepts clients of `options.service`, and of services that start with it and a `/`. Clients
+    /// that send no complete HELLO within `options.timeout` are disconnected.
     pub fn new(options: ConnectionOptions) -> Self {
         Self {
             options,
@@ -136,8 +140,8 @@ impl Dispatcher {
         self
     }
 
-    /// Returns the next authenticated connection, or `None` after `time`. Calls `log` with the peer and the reason for each connection
-    /// that fails. Blocks.
+    /// Returns the next authenticated connection, or `None` after `time`. Calls `log` with the peer
+    /// and the reason for each connection that fails. Blocks.
     ///
     /// # Errors
     /// [`Error::Io`] if the listener fails. Errors of single connections only go to `log`.
@@ -190,7 +194,9 @@ impl Dispatcher {
         #[cfg(feature = "tls")]
         if let Some(tls) = self.tls.as_ref().filter(|_| socket.is_tcp()) {
             if self.relayed.load(Ordering::Relaxed) >= MAX_RELAYED {
-                return Err(Error::Misuse(format!("there are {MAX_RELAYED} TLS connections, the maximum")));
+                return Err(Error::Misuse(format!(
+                    "there are {MAX_RELAYED} TLS connections, the maximum"
+                )));
             }
             let socket = crate::relay::relayed(socket.into_tls_server(tls)?, &self.relayed)?;
             return Ok(Pending { socket, since, again: None, relayed: true });
@@ -198,14 +204,17 @@ impl Dispatcher {
         Ok(Pending { socket, since, again: None, relayed: false })
     }
 
-    /// Waits for a new connection, or for the first bytes of a pending one. Returns whether the listener is ready.
+    /// Waits for a new connection, or for the first bytes of a pending one. Returns whether the
+    /// listener is ready.
     fn wait(&self, listener: &Listener, longest: Duration) -> Result<bool, Error> {
         let mut polled = vec![PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
         let silent = self.pending.iter().filter(|pending| pending.again.is_none());
-        polled.extend(silent.map(|one| PollFd::from_borrowed_fd(one.socket.as_fd(), PollFlags::IN)));
-        let again = self.pending.iter().filter_map(|pending| pending.again).map(|(when, _)| when).min();
-        let longest =
-            again.map_or(longest, |when| longest.min(when.saturating_duration_since(Instant::now())));
+        polled
+            .extend(silent.map(|one| PollFd::from_borrowed_fd(one.socket.as_fd(), PollFlags::IN)));
+        let again =
+            self.pending.iter().filter_map(|pending| pending.again).map(|(when, _)| when).min();
+        let longest = again
+            .map_or(longest, |when| longest.min(when.saturating_duration_since(Instant::now())));
         match poll(&mut polled, Some(&timespec(longest))) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(!polled[0].revents().is_empty()),
             Err(error) => Err(Error::io(&listener.address().to_string(), "waiting", error.into())),
@@ -224,7 +233,9 @@ impl Dispatcher {
             Ok((0, _)) => return Err(Error::Lost { what: format!("to {peer}, before its HELLO") }),
             Ok((len, _)) => len,
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => 0,
-            Err(error) => return Err(pending.socket.failed("reading its HELLO", io::Error::from(error))),
+            Err(error) => {
+                return Err(pending.socket.failed("reading its HELLO", io::Error::from(error)));
+            }
         };
         let Some(hello) = hello(&self.scratch[..len]) else {
             let after = self.options.timeout;
@@ -245,7 +256,9 @@ impl Dispatcher {
                     Progress::Authenticated(hello.service)
                 } else {
                     let wanted = &hello.service;
-                    Progress::Refused(format!("unknown service {wanted:?}: this server offers {offered:?}"))
+                    Progress::Refused(format!(
+                        "unknown service {wanted:?}: this server offers {offered:?}"
+                    ))
                 }
             }
             _ => Progress::Refused(format!("invalid HELLO: expected at most {MAX_LEN} bytes")),
@@ -253,7 +266,8 @@ impl Dispatcher {
     }
 }
 
-/// Lets the connection itself answer an invalid HELLO; closes it with `reason` if the HELLO is valid.
+/// Lets the connection itself answer an invalid HELLO; closes it with `reason` if the HELLO is
+/// valid.
 fn refuse(socket: Socket, options: ConnectionOptions, reason: &str) -> Error {
     let options = ConnectionOptions { window_bytes: 1, ..options };
     let mut link: Link<Vec<u8>> = Link::unmet(socket, Role::Acceptor, options);

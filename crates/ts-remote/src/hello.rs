@@ -20,29 +20,44 @@ const SERVICE: u8 = 6;
 /// How an end of a connection is set up.
 #[derive(Clone, PartialEq, Eq)]
 pub struct ConnectionOptions {
-    /// How much of each stream the other end may send before this end has memory for it, in bytes. At least one.
+    /// How much of each stream the other end may send before this end has memory for it, in bytes.
+    /// At least one.
     pub window_bytes: u64,
     /// How many streams the other end may have open at a time.
     pub max_streams: u32,
-    /// The secret that who connects must know; who connects tells it, to whoever is there. Without TLS it can be read on its way.
+    /// The secret that who connects must know; who connects tells it, to whoever is there. Without
+    /// TLS it can be read on its way.
     pub token: Option<String>,
-    /// What this end wants of the other; an end that accepts connections may offer several services.
+    /// What this end wants of the other; an end that accepts connections may offer several
+    /// services.
     pub service: String,
-    /// The most bytes of one payload in one frame. Smaller ones let other streams through sooner. 1 byte to 1 MiB.
+    /// The most bytes of one payload in one frame. Smaller ones let other streams through sooner. 1
+    /// byte to 1 MiB.
     pub frame_bytes: usize,
-    /// Memory by which large payloads go to an end on the same host, in bytes; 0 for none, and to take none of the other's. Over Unix
-    /// sockets only; each connection that sends such payloads takes so much.
+    /// Memory by which large payloads go to an end on the same host, in bytes; 0 for none, and to
+    /// take none of the other's. Over Unix sockets only; each connection that sends such payloads
+    /// takes so much.
     pub shared_bytes: usize,
-    /// How long the other end may be silent while it is waited for. It is asked for a sign of life before.
+    /// How long the other end may be silent while it is waited for. It is asked for a sign of life
+    /// before.
     pub timeout: Duration,
-    /// How long the other end may be there and yet not do what is waited for: give credit, or send the rest of a tensor.
+    /// How long the other end may be there and yet not do what is waited for: give credit, or send
+    /// the rest of a tensor.
     pub patience: Duration,
 }
 
 impl fmt::Debug for ConnectionOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { window_bytes, max_streams, token, service, frame_bytes, shared_bytes, timeout, patience } =
-            self;
+        let Self {
+            window_bytes,
+            max_streams,
+            token,
+            service,
+            frame_bytes,
+            shared_bytes,
+            timeout,
+            patience,
+        } = self;
         f.debug_struct("ConnectionOptions")
             .field("window_bytes", window_bytes)
             .field("max_streams", max_streams)
@@ -57,7 +72,8 @@ impl fmt::Debug for ConnectionOptions {
 }
 
 impl Default for ConnectionOptions {
-    /// 16 MiB for each of 16 streams, frames of 1 MiB, 4 MiB of shared memory, 30 s of silence, 5 minutes of patience, and no token.
+    /// 16 MiB for each of 16 streams, frames of 1 MiB, 4 MiB of shared memory, 30 s of silence, 5
+    /// minutes of patience, and no token.
     fn default() -> Self {
         Self {
             window_bytes: 16 << 20,
@@ -107,15 +123,22 @@ impl Hello {
 
     pub(crate) fn decode(body: &[u8]) -> Result<Self, Error> {
         let bad = |what: String| Error::Protocol { stream: 0, what };
-        let mut this =
-            Self { window: 0, max_streams: 0, token: None, software: String::new(), service: String::new() };
+        let mut this = Self {
+            window: 0,
+            max_streams: 0,
+            token: None,
+            software: String::new(),
+            service: String::new(),
+        };
         let mut version = None;
         let mut fields = Fields::new(body, 0);
         while let Some(field) = fields.next()? {
             match field.tag {
                 THE_VERSION => version = Some(field.number()?),
                 WINDOW => this.window = field.number()?,
-                MAX_STREAMS => this.max_streams = u32::try_from(field.number()?).unwrap_or(u32::MAX),
+                MAX_STREAMS => {
+                    this.max_streams = u32::try_from(field.number()?).unwrap_or(u32::MAX)
+                }
                 TOKEN => this.token = Some(field.text()?.into()),
                 SOFTWARE => this.software = field.text()?.into(),
                 SERVICE => this.service = field.text()?.into(),
@@ -135,12 +158,14 @@ impl Hello {
         self.token = None;
     }
 
-    /// Whether who says this has the secret. How long that takes does not depend on where two secrets differ.
+    /// Whether who says this has the secret. How long that takes does not depend on where two
+    /// secrets differ.
     pub(crate) fn knows(&self, token: Option<&str>) -> bool {
         let Some(token) = token.map(str::as_bytes) else { return true };
         let said = self.token.as_deref().unwrap_or_default().as_bytes();
         let differs = |(at, byte): (usize, &u8)| byte ^ said.get(at).unwrap_or(&0);
-        said.len() == token.len() && token.iter().enumerate().map(differs).fold(0, |all, d| all | d) == 0
+        said.len() == token.len()
+            && token.iter().enumerate().map(differs).fold(0, |all, d| all | d) == 0
     }
 }
 
@@ -150,7 +175,8 @@ mod tests {
 
     #[test]
     fn both_ends_must_speak_the_same_version_and_know_the_secret() {
-        let options = ConnectionOptions { token: Some("sesame".into()), ..ConnectionOptions::default() };
+        let options =
+            ConnectionOptions { token: Some("sesame".into()), ..ConnectionOptions::default() };
         let said = Hello::of(&options, Role::Connector);
         let read = Hello::decode(&said.encode()).unwrap();
         assert_eq!(read, said);

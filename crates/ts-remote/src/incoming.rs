@@ -87,7 +87,9 @@ impl<S: Sink> Incoming<S> {
         let Announcement { info, kept, known, .. } = &said;
         let (id, len) = (info.storage_id, info.storage_len);
         if *known && self.kept.get(&id) != Some(&len) {
-            return Err(self.bad(format!("tensor `{}` of storage {id}, which it has not sent", info.name)));
+            return Err(
+                self.bad(format!("tensor `{}` of storage {id}, which it has not sent", info.name))
+            );
         }
         if *kept {
             self.kept.insert(id, len);
@@ -99,8 +101,15 @@ impl<S: Sink> Incoming<S> {
         }
         self.stats.tensors += 1;
         self.stats.expected_bytes += if *known { 0 } else { len };
-        let arriving =
-            Arriving { said, cost, sink: None, staged: Vec::new(), received: 0, told: None, ended: false };
+        let arriving = Arriving {
+            said,
+            cost,
+            sink: None,
+            staged: Vec::new(),
+            received: 0,
+            told: None,
+            ended: false,
+        };
         self.items.push_back(Item::Tensor(Box::new(arriving)));
         Ok(())
     }
@@ -117,7 +126,8 @@ impl<S: Sink> Incoming<S> {
                 if at != received || len.is_some_and(|len| len == 0 || len > whole - received) {
                     let name = &tensor.said.info.name;
                     let what = format!(
-                        "bytes {at}.. ({len:?}) of tensor `{name}`, of which {received} of {whole} have come"
+                        "bytes {at}.. ({len:?}) of tensor `{name}`, of which {received} of {whole} \
+                         have come"
                     );
                     return Err(self.bad(what));
                 }
@@ -127,22 +137,27 @@ impl<S: Sink> Incoming<S> {
         len.map_or(Ok(()), |len| self.receive(len, false))
     }
 
-    /// Whether the user has not been told of the tensor that arrives, and could not give it memory yet.
+    /// Whether the user has not been told of the tensor that arrives, and could not give it memory
+    /// yet.
     pub(crate) fn is_untold(&self) -> bool {
         matches!(self.items.back(), Some(Item::Tensor(last)) if last.told.is_none())
     }
 
     /// Whether nothing of the tensor is left behind so many bytes more.
     pub(crate) fn is_last(&self, len: u64) -> bool {
-        matches!(self.items.back(), Some(Item::Tensor(last)) if last.received + len == last.said.info.storage_len)
+        let ends = |tensor: &Tensor| tensor.received + len == tensor.said.info.storage_len;
+        matches!(self.items.back(), Some(Item::Tensor(last)) if ends(last))
     }
 
-    /// Memory for the next bytes of a payload that is not encoded; at most `len`, and fewer perhaps. `None` where they are unwanted.
+    /// Memory for the next bytes of a payload that is not encoded; at most `len`, and fewer
+    /// perhaps. `None` where they are unwanted.
     pub(crate) fn space(&mut self, len: usize) -> Result<Option<&mut [u8]>, Error> {
         if self.unwanted {
             return Ok(None);
         }
-        let Some(Item::Tensor(tensor)) = self.items.back_mut() else { unreachable!("its DATA was begun") };
+        let Some(Item::Tensor(tensor)) = self.items.back_mut() else {
+            unreachable!("its DATA was begun")
+        };
         let Arriving { sink, staged, received, .. } = &mut **tensor;
         match sink {
             Some(sink) => sink.space(*received, len).map(Some),
@@ -162,7 +177,9 @@ impl<S: Sink> Incoming<S> {
             self.granted.consume(len as u64);
             return Ok(());
         }
-        let Some(Item::Tensor(tensor)) = self.items.back_mut() else { unreachable!("its DATA was begun") };
+        let Some(Item::Tensor(tensor)) = self.items.back_mut() else {
+            unreachable!("its DATA was begun")
+        };
         self.stats.payload_bytes += len as u64;
         let at = tensor.received;
         tensor.received += len as u64;
@@ -173,7 +190,8 @@ impl<S: Sink> Incoming<S> {
         Ok(())
     }
 
-    /// A piece of a payload that is in shared memory, whose DATA was begun. Its checksum, if that is wanted.
+    /// A piece of a payload that is in shared memory, whose DATA was begun. Its checksum, if that
+    /// is wanted.
     pub(crate) fn take_shared(
         &mut self,
         len: usize,
@@ -183,7 +201,10 @@ impl<S: Sink> Incoming<S> {
         let mut hasher = (sum && !self.unwanted).then(|| XxHash3_64::with_seed(0));
         // What is read again at once is not to be fetched from memory.
         let non_temporal = !sum
-            && matches!(self.items.back(), Some(Item::Tensor(last)) if last.said.info.storage_len >= UNCACHED);
+            && matches!(
+                self.items.back(),
+                Some(Item::Tensor(last)) if last.said.info.storage_len >= UNCACHED
+            );
         let mut left = len;
         while left > 0 {
             let part = match self.space(left)? {
@@ -219,7 +240,9 @@ impl<S: Sink> Incoming<S> {
             self.granted.consume(len as u64);
             return Ok(());
         }
-        let Some(Item::Tensor(tensor)) = self.items.back() else { unreachable!("its DATA was begun") };
+        let Some(Item::Tensor(tensor)) = self.items.back() else {
+            unreachable!("its DATA was begun")
+        };
         let (codec, info) = (tensor.said.codec, &tensor.said.info);
         let (at, whole) = (tensor.received, info.storage_len);
         if len as u64 > whole - at {
@@ -265,7 +288,10 @@ impl<S: Sink> Incoming<S> {
                 if *ended {
                     Ok(())
                 } else {
-                    let what = format!("tensor `{}` ends after {received} of {whole} bytes", said.info.name);
+                    let what = format!(
+                        "tensor `{}` ends after {received} of {whole} bytes",
+                        said.info.name
+                    );
                     Err(self.bad(what))
                 }
             }
@@ -294,7 +320,8 @@ impl<S: Sink> Incoming<S> {
 
     /// Whether bytes of a tensor are still to come that has its memory.
     pub(crate) fn is_awaited(&self) -> bool {
-        matches!(self.items.front(), Some(Item::Tensor(first)) if !first.ended && first.sink.is_some())
+        let has_memory = |tensor: &Tensor| !tensor.ended && tensor.sink.is_some();
+        matches!(self.items.front(), Some(Item::Tensor(first)) if has_memory(first))
     }
 
     pub(crate) fn finish(&mut self) -> Result<(), Error> {
@@ -397,7 +424,9 @@ impl<S: Sink> Incoming<S> {
                 self.granted.consume((bytes.len() + HEADER_LEN) as u64);
                 Event::Message { stream, bytes }
             }
-            Item::Cancelled(reason) => Event::Cancelled { stream, reason, sink: self.spared.take() },
+            Item::Cancelled(reason) => {
+                Event::Cancelled { stream, reason, sink: self.spared.take() }
+            }
             Item::Finished => Event::Finished { stream },
         };
         let over = self.over && self.items.is_empty();

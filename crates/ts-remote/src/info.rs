@@ -27,7 +27,8 @@ const MAX_METADATA: usize = 256;
 
 /// A tensor without its bytes: what it is, and which bytes of a storage are its elements.
 ///
-/// Tensors that share a storage, as views and tied weights do, say so by its number: its bytes travel once.
+/// Tensors that share a storage, as views and tied weights do, say so by its number: its bytes
+/// travel once.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorInfo {
     /// Its name; may be empty.
@@ -53,10 +54,15 @@ impl TensorInfo {
     ///
     /// # Errors
     /// [`Error::Unsendable`] when it has more bytes than can be counted, or half of one.
-    pub fn new(name: impl Into<String>, dtype: Dtype, shape: impl Into<Vec<u64>>) -> Result<Self, Error> {
+    pub fn new(
+        name: impl Into<String>,
+        dtype: Dtype,
+        shape: impl Into<Vec<u64>>,
+    ) -> Result<Self, Error> {
         let (name, meta) = (name.into(), TensorMeta { dtype, shape: shape.into() });
         let Some(storage_len) = meta.byte_len() else {
-            let reason = format!("{} of shape {:?} is no whole number of bytes", meta.dtype, meta.shape);
+            let reason =
+                format!("{} of shape {:?} is no whole number of bytes", meta.dtype, meta.shape);
             return Err(Error::Unsendable { tensor: name, reason });
         };
         let this = Self {
@@ -73,8 +79,8 @@ impl TensorInfo {
         Ok(this)
     }
 
-    /// The same as a view of a storage: its first element `offset` bytes from where that begins, and `strides` elements from one to
-    /// the next along each dimension.
+    /// The same as a view of a storage: its first element `offset` bytes from where that begins,
+    /// and `strides` elements from one to the next along each dimension.
     ///
     /// # Errors
     /// [`Error::Unsendable`] when elements would be outside the storage.
@@ -85,7 +91,8 @@ impl TensorInfo {
         offset: u64,
         strides: Option<Vec<i64>>,
     ) -> Result<Self, Error> {
-        (self.storage_id, self.storage_len, self.storage_offset, self.strides) = (id, len, offset, strides);
+        (self.storage_id, self.storage_len, self.storage_offset, self.strides) =
+            (id, len, offset, strides);
         self.check().map_err(|reason| self.unsendable(reason))?;
         Ok(self)
     }
@@ -104,11 +111,17 @@ impl TensorInfo {
     /// What is wrong with it.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.meta.shape.len() > MAX_RANK {
-            return Err(format!("it has {} dimensions, of at most {MAX_RANK}", self.meta.shape.len()));
+            return Err(format!(
+                "it has {} dimensions, of at most {MAX_RANK}",
+                self.meta.shape.len()
+            ));
         }
         let bytes = self.meta.byte_len().ok_or("it is no whole number of bytes, or too many")?;
         if self.metadata.len() > MAX_METADATA {
-            return Err(format!("it has {} metadata, of at most {MAX_METADATA}", self.metadata.len()));
+            return Err(format!(
+                "it has {} metadata, of at most {MAX_METADATA}",
+                self.metadata.len()
+            ));
         }
         if self.storage_len > isize::MAX as u64 {
             return Err(format!("a storage of {} bytes is in no memory", self.storage_len));
@@ -142,15 +155,19 @@ impl TensorInfo {
         if shape.contains(&0) {
             return Ok((0, 0));
         }
-        // 64 dimensions of 127 bits each would not fit, but then neither would the product of what is checked before.
+        // 64 dimensions of 127 bits each would not fit, but then neither would the product of what
+        // is checked before.
         let reach = |&(&n, &stride): &(&u64, &i64)| i128::from(n - 1) * i128::from(stride);
         let (mut begin, mut end) = (0i128, 0i128);
         for step in shape.iter().zip(strides).map(|pair| reach(&pair)) {
             let side = if step < 0 { &mut begin } else { &mut end };
-            *side = side.checked_add(step).ok_or("its strides reach further than can be counted")?;
+            *side =
+                side.checked_add(step).ok_or("its strides reach further than can be counted")?;
         }
         let bytes = |elements: i128| elements.checked_mul(bits).map(|bits| bits / 8);
-        bytes(begin).zip(end.checked_add(1).and_then(bytes)).ok_or_else(|| "its strides reach too far".into())
+        bytes(begin)
+            .zip(end.checked_add(1).and_then(bytes))
+            .ok_or_else(|| "its strides reach too far".into())
     }
 
     fn unsendable(&self, reason: String) -> Error {
@@ -197,7 +214,8 @@ impl Announcement {
         }
         let body = fields.finish();
         if body.len() > MAX_CONTROL_LEN {
-            let reason = format!("its name and metadata take {} bytes, of {MAX_CONTROL_LEN}", body.len());
+            let reason =
+                format!("its name and metadata take {} bytes, of {MAX_CONTROL_LEN}", body.len());
             return Err(info.unsendable(reason));
         }
         Ok(body)
@@ -223,10 +241,13 @@ impl Announcement {
                 NAME => info.name = field.text()?.into(),
                 DTYPE => {
                     let name = field.text()?;
-                    dtype = Some(Dtype::from_name(name).ok_or_else(|| bad(format!("dtype `{name}`")))?);
+                    dtype =
+                        Some(Dtype::from_name(name).ok_or_else(|| bad(format!("dtype `{name}`")))?);
                 }
                 SHAPE => shape = Some(field.numbers()?.collect()),
-                STRIDES => info.strides = Some(field.numbers()?.map(|stride| stride as i64).collect()),
+                STRIDES => {
+                    info.strides = Some(field.numbers()?.map(|stride| stride as i64).collect())
+                }
                 DEVICE => info.device = field.text()?.into(),
                 STORAGE_ID => info.storage_id = field.number()?,
                 STORAGE_OFFSET => info.storage_offset = field.number()?,
@@ -236,7 +257,9 @@ impl Announcement {
                     info.metadata.insert(key.into(), value.into());
                     // Small ones take far more memory than they took on their way.
                     if info.metadata.len() > MAX_METADATA {
-                        return Err(bad(format!("a tensor with more than {MAX_METADATA} metadata")));
+                        return Err(bad(format!(
+                            "a tensor with more than {MAX_METADATA} metadata"
+                        )));
                     }
                 }
                 CODEC => {
@@ -289,16 +312,34 @@ mod tests {
     proptest! {
         #[test]
         fn announcements_are_read_as_they_were_written(
-            name in ".{0,20}", shape in prop::collection::vec(0u64..9, 0..5), dtype in 0..Dtype::ALL.len(),
-            pad in 0u64..100, id: u64, strided: bool, kept: bool, known: bool,
+            name in ".{0,20}",
+            shape in prop::collection::vec(0u64..9, 0..5),
+            dtype in 0..Dtype::ALL.len(),
+            pad in 0u64..100,
+            id: u64,
+            strided: bool,
+            kept: bool,
+            known: bool,
             metadata in prop::collection::btree_map(".{0,8}", ".{0,8}", 0..4),
         ) {
-            let Ok(mut info) = TensorInfo::new(name, Dtype::ALL[dtype], shape) else { return Ok(()) };
+            let Ok(mut info) = TensorInfo::new(name, Dtype::ALL[dtype], shape) else {
+                return Ok(());
+            };
             info.metadata = metadata;
             let len = info.storage_len;
             let strides = strided.then(|| {
                 let mut next = 1i64;
-                let mut strides: Vec<i64> = info.meta.shape.iter().rev().map(|&n| { let s = next; next *= n as i64; s }).collect();
+                let mut strides: Vec<i64> = info
+                    .meta
+                    .shape
+                    .iter()
+                    .rev()
+                    .map(|&n| {
+                        let s = next;
+                        next *= n as i64;
+                        s
+                    })
+                    .collect();
                 strides.reverse();
                 strides
             });

@@ -12,8 +12,8 @@
 //! | [`exec`] | operators on tensors that are elsewhere |
 //! | [`TensorCreditTracker`] | an account of bytes under way, for senders of one's own |
 //!
-//! What travels is in PROTOCOL.md. This crate refuses to know files, models or what tensors are for, starts no thread but where it says so, and needs no
-//! async runtime.
+//! What travels is in PROTOCOL.md. This crate refuses to know files, models or what tensors are
+//! for, starts no thread but where it says so, and needs no async runtime.
 //!
 //! ```
 //! use std::thread;
@@ -35,7 +35,9 @@
 //! loop {
 //!     match link.next_event()? {
 //!         // Memory that there is already is read to by the socket itself.
-//!         Event::Metadata { stream, info, .. } => link.connection().accept(stream, vec![0; info.storage_len as usize])?,
+//!         Event::Metadata { stream, info, .. } => {
+//!             link.connection().accept(stream, vec![0; info.storage_len as usize])?;
+//!         }
 //!         Event::End { info, sink, .. } => {
 //!             assert_eq!((info.name.as_str(), sink), ("embedding", Some(vec![7; 16])));
 //!             break;
@@ -49,15 +51,19 @@
 //! ```
 //!
 //! # Invariants
-//! - What was sent arrives through any window, however the bytes are cut, or one end has an error that says why.
-//! - A payload is written from the sender's memory and read to the receiver's; no other copy is made in user space, unless it is
-//!   encoded, under TLS, or there was no memory for it when it came. Headers are read ahead: a few of its bytes may come with them.
+//! - What was sent arrives through any window, however the bytes are cut, or one end has an error
+//!   that says why.
+//! - A payload is written from the sender's memory and read to the receiver's; no other copy is
+//!   made in user space, unless it is encoded, under TLS, or there was no memory for it when it
+//!   came. Headers are read ahead: a few of its bytes may come with them.
 //! - A peer has no more memory of a connection's than it was granted.
-//! - No method but those that say so blocks, and those end when the other end is silent for the timeout, or is there and does nothing of
-//!   what is under way while patience lasts. A wait for something to begin lasts as long as the other end lives.
+//! - No method but those that say so blocks, and those end when the other end is silent for the
+//!   timeout, or is there and does nothing of what is under way while patience lasts. A wait for
+//!   something to begin lasts as long as the other end lives.
 //!
 //! # Features
-//! `tls` (off by default): connections under TLS. `tokio` (off by default): `AsyncLink`, over whatever tokio reads and writes.
+//! `tls` (off by default): connections under TLS. `tokio` (off by default): `AsyncLink`, over
+//! whatever tokio reads and writes.
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "tokio")]
@@ -104,10 +110,12 @@ pub use lobby::Lobby;
 pub use memory::{BufferSink, GpuMemory, HostMemory, Memory, PooledMemory, PooledSink};
 pub use outgoing::SendOptions;
 pub use ranges::{
-    Files, ListedFile, MAX_RANGE, RANGES, RangeClient, RangeSession, Refusal, RefusalKind, RemoteFile,
+    Files, ListedFile, MAX_RANGE, RANGES, RangeClient, RangeSession, Refusal, RefusalKind,
+    RemoteFile,
 };
 pub use receiver::{
-    GpuReceiverEvent, GpuTensorReceiver, PooledGpuReceiver, ReceiverEvent, TensorReceiver, TensorSender,
+    GpuReceiverEvent, GpuTensorReceiver, PooledGpuReceiver, ReceiverEvent, TensorReceiver,
+    TensorSender,
 };
 pub use serve::{ServerOptions, ServerStats, Session, serve};
 pub use sink::Sink;

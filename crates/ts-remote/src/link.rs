@@ -16,9 +16,11 @@ use crate::{
 
 /// One end of a connection, and its socket.
 ///
-/// Nothing happens on it but while one of its methods runs; each that waits reads and writes whatever there is. Two ends that
-/// [`send`](Self::send) each other more than their windows at once wait for each other, for neither hears of what it is to give memory to, and
-/// fail when their patience ends: they send by [`connection`](Self::connection) and go on with [`next_event`](Self::next_event), which does both.
+/// Nothing happens on it but while one of its methods runs; each that waits reads and writes
+/// whatever there is. Two ends that [`send`](Self::send) each other more than their windows at once
+/// wait for each other, for neither hears of what it is to give memory to, and fail when their
+/// patience ends: they send by [`connection`](Self::connection) and go on with
+/// [`next_event`](Self::next_event), which does both.
 #[derive(Debug)]
 pub struct Link<S> {
     connection: Connection<S>,
@@ -45,7 +47,8 @@ impl<S: Sink> Link<S> {
     /// Connects, and waits until both ends know each other.
     ///
     /// # Errors
-    /// [`Error::Io`] when nobody is there, [`Error::TimedOut`], [`Error::Closed`] with what the other end has against it. Blocks.
+    /// [`Error::Io`] when nobody is there, [`Error::TimedOut`], [`Error::Closed`] with what the
+    /// other end has against it. Blocks.
     pub fn connect(address: &Address, options: ConnectionOptions) -> Result<Self, Error> {
         let socket = Socket::connect(address, options.timeout)?;
         Self::new(socket, Role::Connector, options)
@@ -70,7 +73,10 @@ impl<S: Sink> Link<S> {
         self.watch.begin(&self.connection);
         self.watch.check_introduction(&self.connection, self.socket.peer())?;
         // Who accepts has answered then, too.
-        while !self.connection.is_connected() || self.connection.has_unsent() || self.socket.wants_write() {
+        while !self.connection.is_connected()
+            || self.connection.has_unsent()
+            || self.socket.wants_write()
+        {
             if Instant::now() >= end {
                 return Ok(false);
             }
@@ -116,8 +122,8 @@ impl<S: Sink> Link<S> {
     /// What happens next. Blocks until something does.
     ///
     /// # Errors
-    /// What ended the connection; [`Error::TimedOut`] when the other end is silent, also to a ping; [`Error::Stalled`] when it is there, but
-    /// something is under way and does not go on.
+    /// What ended the connection; [`Error::TimedOut`] when the other end is silent, also to a ping;
+    /// [`Error::Stalled`] when it is there, but something is under way and does not go on.
     pub fn next_event(&mut self) -> Result<Event<S>, Error> {
         self.watch.begin(&self.connection);
         loop {
@@ -157,10 +163,12 @@ impl<S: Sink> Link<S> {
         Ok(event.or_else(|| self.connection.poll()))
     }
 
-    /// Sends a tensor on a stream, and waits until the socket has it. Events that come meanwhile wait.
+    /// Sends a tensor on a stream, and waits until the socket has it. Events that come meanwhile
+    /// wait.
     ///
     /// # Errors
-    /// As [`Connection::send`] and [`next_event`](Self::next_event). Blocks as long as the other end gives no credit.
+    /// As [`Connection::send`] and [`next_event`](Self::next_event). Blocks as long as the other
+    /// end gives no credit.
     pub fn send(
         &mut self,
         stream: u32,
@@ -209,7 +217,8 @@ impl<S: Sink> Link<S> {
         Ok(true)
     }
 
-    /// Waits until the socket has all that was sent on all streams, and what this end has to say of the other's.
+    /// Waits until the socket has all that was sent on all streams, and what this end has to say of
+    /// the other's.
     ///
     /// # Errors
     /// As [`next_event`](Self::next_event). Blocks as long as the other end gives no credit.
@@ -225,7 +234,8 @@ impl<S: Sink> Link<S> {
         Ok(())
     }
 
-    /// Reads and writes what goes without waiting; writes no more than some MiB, so that others have their turn. Whether something went or came.
+    /// Reads and writes what goes without waiting; writes no more than some MiB, so that others
+    /// have their turn. Whether something went or came.
     ///
     /// # Errors
     /// As [`next_event`](Self::next_event). Does not block.
@@ -253,12 +263,14 @@ impl<S: Sink> Link<S> {
         &self.socket
     }
 
-    /// Says that this is the end and why, behind what was sent on all streams, and waits until the other end's system has that, which may be
-    /// before it is read; where the system (others than Linux) does not tell, until the other end has read it. What comes meanwhile is dropped.
+    /// Says that this is the end and why, behind what was sent on all streams, and waits until the
+    /// other end's system has that, which may be before it is read; where the system (others than
+    /// Linux) does not tell, until the other end has read it. What comes meanwhile is dropped.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event): what was sent may not have come then. It is no error that the other end closes first, once
-    /// the socket has all that was sent. Blocks as long as there is no credit.
+    /// As [`next_event`](Self::next_event): what was sent may not have come then. It is no error
+    /// that the other end closes first, once the socket has all that was sent. Blocks as long as
+    /// there is no credit.
     pub fn close(mut self, reason: &str) -> Result<(), Error> {
         self.flush_all()?;
         if matches!(self.connection.end_of_input(), Err(Error::Closed { .. })) {
@@ -281,8 +293,8 @@ impl<S: Sink> Link<S> {
         self.drain()
     }
 
-    /// Reads on until the other end's system has all that was written: a socket that is closed before, and is sent something then, takes
-    /// back what is still on its way.
+    /// Reads on until the other end's system has all that was written: a socket that is closed
+    /// before, and is sent something then, takes back what is still on its way.
     fn drain(&mut self) -> Result<(), Error> {
         let (mut dropped, mut nothing) = (vec![0; DROPPED], []);
         let (mut left, mut since) = (u64::MAX, Instant::now());
@@ -293,7 +305,9 @@ impl<S: Sink> Link<S> {
                 _ => {}
             }
             self.socket.wait(Ready { read: true, write: false }, SLICE / 10)?;
-            match self.socket.read(&mut [IoSliceMut::new(&mut dropped), IoSliceMut::new(&mut nothing)], false)
+            match self
+                .socket
+                .read(&mut [IoSliceMut::new(&mut dropped), IoSliceMut::new(&mut nothing)], false)
             {
                 Ok(0) => return Ok(()),
                 Ok(_) => {}
@@ -315,18 +329,21 @@ impl<S: Sink> Link<S> {
     }
 
     /// # Errors
-    /// [`Error::Stalled`] when something is under way and the other end has not done its part for longer than is waited for.
+    /// [`Error::Stalled`] when something is under way and the other end has not done its part for
+    /// longer than is waited for.
     pub(crate) fn check_progress(&mut self) -> Result<(), Error> {
         self.watch.check_progress(&self.connection, self.socket.peer())
     }
 
-    /// Writes or reads something; when there is nothing to, waits until there is, at most about so long, or [`SLICE`].
+    /// Writes or reads something; when there is nothing to, waits until there is, at most about so
+    /// long, or [`SLICE`].
     fn step(&mut self, longest: Duration) -> Result<(), Error> {
         let wait = !longest.is_zero();
         self.watch.step();
         // Before what there is to send is put into frames for the socket.
         self.share()?;
-        if longest > SLICE / 2 && self.ended.is_none() && self.mute.is_none() && !self.wants_write() {
+        if longest > SLICE / 2 && self.ended.is_none() && self.mute.is_none() && !self.wants_write()
+        {
             self.check_progress()?;
             self.watch.check_life(&mut self.connection, self.socket.peer())?;
             // Whoever only waits for bytes does so where they come.
@@ -346,7 +363,8 @@ impl<S: Sink> Link<S> {
             Duration::ZERO
         };
         let pending = self.wants_write();
-        let ready = self.socket.wait(Ready { read: true, write: pending }, left.min(longest).min(SLICE))?;
+        let ready =
+            self.socket.wait(Ready { read: true, write: pending }, left.min(longest).min(SLICE))?;
         self.watch.look();
         // What was not waited for is as it was.
         self.ready = Ready { read: ready.read, write: ready.write || !pending };
@@ -356,7 +374,8 @@ impl<S: Sink> Link<S> {
         Ok(())
     }
 
-    /// Writes and reads as far as the socket is known to be ready for it. Whether something went or came.
+    /// Writes and reads as far as the socket is known to be ready for it. Whether something went or
+    /// came.
     fn write_and_read(&mut self) -> Result<bool, Error> {
         if let Some(error) = &self.ended {
             return Err(error.clone());
@@ -371,7 +390,8 @@ impl<S: Sink> Link<S> {
         Ok(reads && self.read(false)? || wrote)
     }
 
-    /// Offers the other end shared memory, once there is something that it would speed up. Without it payloads go by the socket.
+    /// Offers the other end shared memory, once there is something that it would speed up. Without
+    /// it payloads go by the socket.
     fn share(&mut self) -> Result<(), Error> {
         if self.to_share > 0
             && self.connection.could_share()
@@ -401,7 +421,8 @@ impl<S: Sink> Link<S> {
                     self.ready.write = self.socket.may_take_more(len, wanted);
                     let before = self.connection.moves();
                     self.connection.written(len);
-                    // A full socket takes more when the other end's has taken some; a ping is no sign of the other's life.
+                    // A full socket takes more when the other end's has taken some; a ping is no
+                    // sign of the other's life.
                     if self.connection.moves() != before {
                         self.watch.hear();
                     }

@@ -17,8 +17,9 @@ const MAX_STRANGERS: usize = 128;
 /// How long nobody is let in when the system can take no more.
 const SHORTAGE: Duration = Duration::from_millis(5);
 
-/// Lets those in who say who they are, whoever else has connected: who says nothing, or something else, keeps nobody waiting. For programs
-/// that have connections one by one; [`serve`](crate::serve()) does so by itself.
+/// Lets those in who say who they are, whoever else has connected: who says nothing, or something
+/// else, keeps nobody waiting. For programs that have connections one by one;
+/// [`serve`](crate::serve()) does so by itself.
 #[derive(Debug)]
 pub struct Lobby<S> {
     options: ConnectionOptions,
@@ -46,7 +47,8 @@ impl<S: Sink> Lobby<S> {
         self
     }
 
-    /// The next that is known, at most so long; `None` when there was none. `log` hears who was sent away and why. Blocks.
+    /// The next that is known, at most so long; `None` when there was none. `log` hears who was
+    /// sent away and why. Blocks.
     ///
     /// # Errors
     /// [`Error::Io`] when the listener fails for good. No stranger's error ends it.
@@ -65,8 +67,13 @@ impl<S: Sink> Lobby<S> {
             let links = self.strangers.iter_mut().collect();
             if wait(listener, true, links, slice)?[0] {
                 let mut strangers = std::mem::take(&mut self.strangers);
-                let accepted =
-                    accept_all(listener, &mut strangers, |socket| self.receive(socket), Link::peer, &mut log);
+                let accepted = accept_all(
+                    listener,
+                    &mut strangers,
+                    |socket| self.receive(socket),
+                    Link::peer,
+                    &mut log,
+                );
                 self.strangers = strangers;
                 accepted?;
             }
@@ -120,9 +127,9 @@ pub(crate) fn accept(listener: &Listener) -> Result<Option<Socket>, Error> {
     match listener.accept() {
         Ok(socket) => Ok(Some(socket)),
         Err(Error::Io { source, what, peer }) => match source.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => {
-                Ok(None)
-            }
+            io::ErrorKind::WouldBlock
+            | io::ErrorKind::Interrupted
+            | io::ErrorKind::ConnectionAborted => Ok(None),
             // No more files may be open: others will end.
             _ if matches!(source.raw_os_error(), Some(23 | 24 | 12 | 105)) => {
                 std::thread::sleep(SHORTAGE);
@@ -136,7 +143,8 @@ pub(crate) fn accept(listener: &Listener) -> Result<Option<Socket>, Error> {
     }
 }
 
-/// Whether the listener, where it is looked at, and each link in turn is ready for something. Waits at most so long for one that is.
+/// Whether the listener, where it is looked at, and each link in turn is ready for something. Waits
+/// at most so long for one that is.
 pub(crate) fn wait<S: Sink>(
     listener: &Listener,
     listening: bool,

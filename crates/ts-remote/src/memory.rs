@@ -4,7 +4,9 @@
 use std::sync::Arc;
 
 use ts_pool::ts_streams::Device;
-use ts_pool::{BlockStats, GpuMemoryPool, HostPool, PinnedMemoryPool, PooledBuffer, TensorBuffer, Upload};
+use ts_pool::{
+    BlockStats, GpuMemoryPool, HostPool, PinnedMemoryPool, PooledBuffer, TensorBuffer, Upload,
+};
 
 use crate::{Error, Sink, TensorInfo};
 
@@ -154,7 +156,8 @@ fn failed(tensor: &str, bytes: usize, error: ts_pool::Error) -> Error {
     Error::Memory { tensor: tensor.into(), bytes: bytes as u64, source: Arc::new(error) }
 }
 
-/// Blocks of pools: a device's, which are filled by way of pinned memory, or the pinned memory's own.
+/// Blocks of pools: a device's, which are filled by way of pinned memory, or the pinned memory's
+/// own.
 #[derive(Debug, Clone)]
 pub struct PooledMemory<D: Device> {
     pinned: PinnedMemoryPool<D>,
@@ -237,7 +240,9 @@ impl<D: Device> Sink for PooledSink<D> {
         let bytes = self.byte_len() as usize;
         match &mut self.place {
             Place::Host(_) => Ok(()),
-            Place::Device(upload) => upload.written(len).map_err(|error| failed(&self.tensor, bytes, error)),
+            Place::Device(upload) => {
+                upload.written(len).map_err(|error| failed(&self.tensor, bytes, error))
+            }
         }
     }
 

@@ -17,17 +17,27 @@ use crate::{Error, StreamStats};
 pub struct SendOptions {
     /// Whether its bytes are compressed, piece by piece.
     pub compression: Compression,
-    /// Whether each frame of it has a checksum (XXH3, 64 bits), which the receiver compares. TCP's own are of 16 bits.
+    /// Whether each frame of it has a checksum (XXH3, 64 bits), which the receiver compares. TCP's
+    /// own are of 16 bits.
     pub checksums: bool,
-    /// Tensors sent later on the same stream share this one's storage: see [`Connection::send_view`](crate::Connection::send_view).
+    /// Tensors sent later on the same stream share this one's storage: see
+    /// [`Connection::send_view`](crate::Connection::send_view).
     pub keep: bool,
 }
 
 /// What was given to a stream to send, and has not all gone.
 #[derive(Debug)]
 enum Item {
-    Meta { body: Vec<u8> },
-    Payload { payload: Bytes, at: usize, dtype: Dtype, encoder: Option<Box<Encoder>>, checksums: bool },
+    Meta {
+        body: Vec<u8>,
+    },
+    Payload {
+        payload: Bytes,
+        at: usize,
+        dtype: Dtype,
+        encoder: Option<Box<Encoder>>,
+        checksums: bool,
+    },
     End,
     Message(Bytes),
     Finish,
@@ -55,7 +65,8 @@ pub(crate) struct Outgoing {
     paused: bool,
 }
 
-/// A frame to be written: what it begins with, then bytes that lie elsewhere, then what it ends with.
+/// A frame to be written: what it begins with, then bytes that lie elsewhere, then what it ends
+/// with.
 pub(crate) struct OutFrame {
     pub(crate) head: Vec<u8>,
     pub(crate) payload: Bytes,
@@ -85,7 +96,9 @@ impl OutFrame {
 
     /// Whether it has something that the user sent.
     pub(crate) fn is_of_user(&self) -> bool {
-        [Kind::Meta, Kind::Data, Kind::End, Kind::Message].iter().any(|&kind| kind as u8 == self.head[0])
+        [Kind::Meta, Kind::Data, Kind::End, Kind::Message]
+            .iter()
+            .any(|&kind| kind as u8 == self.head[0])
     }
 
     /// Whether it only says that this end is there.
@@ -132,12 +145,14 @@ impl Outgoing {
         let encoder = match codec {
             None => None,
             Some(codec) => {
-                let encoder = Encoder::new(codec, options.compression.level()).map_err(unsendable)?;
+                let encoder =
+                    Encoder::new(codec, options.compression.level()).map_err(unsendable)?;
                 Some(Box::new(encoder))
             }
         };
         let codec = codec.unwrap_or(Codec::Raw);
-        let body = Announcement { info, codec, kept: options.keep, known: payload.is_none() }.encode()?;
+        let body =
+            Announcement { info, codec, kept: options.keep, known: payload.is_none() }.encode()?;
         self.items.push_back(Item::Meta { body });
         self.stats.tensors += 1;
         self.stats.expected_bytes += payload.as_ref().map_or(0, |payload| payload.len() as u64);
@@ -181,10 +196,11 @@ impl Outgoing {
         self.stats
     }
 
-    /// It is looked at while there is room on the wire: whether it has something to send and no credit is counted.
+    /// It is looked at while there is room on the wire: whether it has something to send and no
+    /// credit is counted.
     pub(crate) fn note_pause(&mut self) {
-        let paused =
-            self.sent >= self.limit && !matches!(self.items.front(), None | Some(Item::End | Item::Finish));
+        let paused = self.sent >= self.limit
+            && !matches!(self.items.front(), None | Some(Item::End | Item::Finish));
         self.stats.pauses += u64::from(paused && !self.paused);
         self.paused = paused;
     }
@@ -203,7 +219,8 @@ impl Outgoing {
         self.items.front().and_then(Item::left_to_share)
     }
 
-    /// Whether there is credit for a part of the next payload's first frame, which has at most so many bytes.
+    /// Whether there is credit for a part of the next payload's first frame, which has at most so
+    /// many bytes.
     pub(crate) fn is_cut_short(&self, most: usize) -> bool {
         let credit = self.limit.saturating_sub(self.sent);
         let mut needed = 0;
@@ -228,15 +245,20 @@ impl Outgoing {
             Some(Item::End | Item::Finish) => true,
             Some(Item::Meta { .. } | Item::Message(_)) => self.sent < self.limit,
             Some(Item::Payload { .. }) => {
-                let fits = ring.zip(self.left_to_share()).is_none_or(|(ring, left)| ring.room(left) > 0);
+                let fits =
+                    ring.zip(self.left_to_share()).is_none_or(|(ring, left)| ring.room(left) > 0);
                 self.sent < self.limit && fits
             }
         }
     }
 
-    /// The next frame, with at most so many bytes of payload; those of large ones go to `ring`, if there is one. Whether the stream is over
-    /// with it.
-    pub(crate) fn next_frame(&mut self, most: usize, ring: Option<&mut RingOut>) -> Option<(OutFrame, bool)> {
+    /// The next frame, with at most so many bytes of payload; those of large ones go to `ring`, if
+    /// there is one. Whether the stream is over with it.
+    pub(crate) fn next_frame(
+        &mut self,
+        most: usize,
+        ring: Option<&mut RingOut>,
+    ) -> Option<(OutFrame, bool)> {
         if !self.is_ready(ring.as_deref()) {
             return None;
         }
@@ -260,7 +282,14 @@ impl Outgoing {
                 let piece = payload.slice(*at..payload.len().min(at.saturating_add(most)));
                 let frame = match ring {
                     Some(ring) => shared_frame(id, *at, &piece, ring, *checksums),
-                    None => data_frame(id, *at, piece.clone(), *dtype, encoder.as_deref_mut(), *checksums),
+                    None => data_frame(
+                        id,
+                        *at,
+                        piece.clone(),
+                        *dtype,
+                        encoder.as_deref_mut(),
+                        *checksums,
+                    ),
                 };
                 *at += piece.len();
                 self.sent += piece.len() as u64;
@@ -280,7 +309,8 @@ fn message_frame(id: u32, message: &Bytes) -> OutFrame {
     if message.len() <= SHORT {
         return OutFrame::control(Kind::Message, id, 0, message);
     }
-    let header = Header { kind: Kind::Message, flags: 0, stream: id, seq: 0, len: message.len() as u64 };
+    let header =
+        Header { kind: Kind::Message, flags: 0, stream: id, seq: 0, len: message.len() as u64 };
     OutFrame::of(header.encode().to_vec(), message.clone(), Vec::new())
 }
 
@@ -292,7 +322,8 @@ fn shared_frame(id: u32, at: usize, piece: &[u8], ring: &mut RingOut, checksums:
     if checksums {
         body.extend_from_slice(&XxHash3_64::oneshot(piece).to_le_bytes());
     }
-    let header = Header { kind: Kind::Data, flags, stream: id, seq: at as u64, len: body.len() as u64 };
+    let header =
+        Header { kind: Kind::Data, flags, stream: id, seq: at as u64, len: body.len() as u64 };
     let frame = OutFrame::of([&header.encode()[..], &body].concat(), Bytes::new(), Vec::new());
     OutFrame { shared: piece.len(), ..frame }
 }
@@ -324,7 +355,11 @@ fn data_frame(
 /// What an encoded body begins with: the length of what it decodes to, and the codec's width.
 pub(crate) const ENCODED_HEAD: usize = 8;
 
-fn encode(encoder: &mut Encoder, dtype: Dtype, piece: &[u8]) -> Option<(Vec<u8>, [u8; ENCODED_HEAD])> {
+fn encode(
+    encoder: &mut Encoder,
+    dtype: Dtype,
+    piece: &[u8],
+) -> Option<(Vec<u8>, [u8; ENCODED_HEAD])> {
     let width = dtype.bits() as usize / 8;
     if width == 0 || !piece.len().is_multiple_of(width) {
         return None;

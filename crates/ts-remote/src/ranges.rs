@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ranges of files that are elsewhere: the service `ranges`, by which checkpoints are read from another machine.
+//! Ranges of files that are elsewhere: the service `ranges`, by which checkpoints are read from
+//! another machine.
 
 use bytes::Bytes;
 use ts_format::Dtype;
 
 use crate::wire::{FieldWriter, Fields};
 use crate::{
-    Connection, ConnectionOptions, Error, Event, Link, Role, SendOptions, Session, Sink, Socket, TensorInfo,
+    Connection, ConnectionOptions, Error, Event, Link, Role, SendOptions, Session, Sink, Socket,
+    TensorInfo,
 };
 
 /// What a connection to such a server asks for.
@@ -91,22 +93,28 @@ pub trait Files {
     /// Why not.
     fn open(&mut self, name: &str) -> Result<RemoteFile, Refusal>;
 
-    /// A range of a file that was opened; fewer bytes only at its end. `Ok(None)` when there is no memory for it now.
+    /// A range of a file that was opened; fewer bytes only at its end. `Ok(None)` when there is no
+    /// memory for it now.
     ///
     /// # Errors
     /// Why not.
     fn read(&mut self, file: u64, offset: u64, len: usize) -> Result<Option<Bytes>, Refusal>;
 
-    /// The file of this name, or all files below the directory of this name, in the order of their names.
+    /// The file of this name, or all files below the directory of this name, in the order of their
+    /// names.
     ///
     /// # Errors
     /// Why not; [`RefusalKind::NotFound`] if nothing is said about it.
     fn list(&mut self, name: &str) -> Result<Vec<ListedFile>, Refusal> {
-        Err(Refusal { kind: RefusalKind::NotFound, reason: format!("nothing is listed as {name:?}") })
+        Err(Refusal {
+            kind: RefusalKind::NotFound,
+            reason: format!("nothing is listed as {name:?}"),
+        })
     }
 
-    /// A client will have what is of this name, and serve it at `address` as it comes: who else does, from whom it is to be had meanwhile. `lost` is
-    /// one who was named before and is gone. `None` for none but this server.
+    /// A client will have what is of this name, and serve it at `address` as it comes: who else
+    /// does, from whom it is to be had meanwhile. `lost` is one who was named before and is gone.
+    /// `None` for none but this server.
     fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Option<String> {
         let _ = (name, address, lost);
         None
@@ -131,15 +139,20 @@ impl<F: Files> RangeSession<F> {
         Self { files, stream: None, waiting: None }
     }
 
-    fn answer(&mut self, message: &[u8], connection: &mut Connection<Vec<u8>>) -> Result<(), Error> {
+    fn answer(
+        &mut self,
+        message: &[u8],
+        connection: &mut Connection<Vec<u8>>,
+    ) -> Result<(), Error> {
         let request = Request::decode(message)?;
         match request {
             Request::Open { name } => {
                 let mut fields = FieldWriter::default();
                 match self.files.open(&name) {
-                    Ok(file) => {
-                        fields.number(FILE, file.id).number(LEN, file.len).field(VERSION, &file.version)
-                    }
+                    Ok(file) => fields
+                        .number(FILE, file.id)
+                        .number(LEN, file.len)
+                        .field(VERSION, &file.version),
                     Err(refusal) => refuse(&mut fields, &refusal),
                 };
                 self.reply(connection, fields)
@@ -150,10 +163,12 @@ impl<F: Files> RangeSession<F> {
                 match self.files.list(&name) {
                     Ok(files) => {
                         let mut left = PAGE;
-                        for file in
-                            files.iter().filter(|file| after.as_ref().is_none_or(|after| file.name > *after))
+                        for file in files
+                            .iter()
+                            .filter(|file| after.as_ref().is_none_or(|after| file.name > *after))
                         {
-                            let entry = [&file.len.to_le_bytes()[..], file.name.as_bytes()].concat();
+                            let entry =
+                                [&file.len.to_le_bytes()[..], file.name.as_bytes()].concat();
                             let Some(rest) = left.checked_sub(entry.len()) else { break };
                             left = rest;
                             fields.field(ENTRY, &entry);
@@ -200,7 +215,11 @@ impl<F: Files> RangeSession<F> {
         }
     }
 
-    fn reply(&mut self, connection: &mut Connection<Vec<u8>>, fields: FieldWriter) -> Result<(), Error> {
+    fn reply(
+        &mut self,
+        connection: &mut Connection<Vec<u8>>,
+        fields: FieldWriter,
+    ) -> Result<(), Error> {
         let stream = self.stream(connection)?;
         connection.send_message(stream, fields.finish().into())
     }
@@ -221,7 +240,11 @@ fn refuse<'a>(fields: &'a mut FieldWriter, refusal: &Refusal) -> &'a mut FieldWr
 impl<F: Files> Session for RangeSession<F> {
     type Sink = Vec<u8>;
 
-    fn handle(&mut self, event: Event<Vec<u8>>, connection: &mut Connection<Vec<u8>>) -> Result<(), String> {
+    fn handle(
+        &mut self,
+        event: Event<Vec<u8>>,
+        connection: &mut Connection<Vec<u8>>,
+    ) -> Result<(), String> {
         match event {
             Event::Connected { service, .. } if service != RANGES => {
                 Err(format!("this server serves `{RANGES}`, and not `{service}`"))
@@ -355,8 +378,9 @@ impl<S: Sink> RangeClient<S> {
         }
     }
 
-    /// Reads a range, at most [`MAX_RANGE`], to memory of exactly its length, which must all be in the file. The memory is there again afterwards,
-    /// unless the connection ended meanwhile: then [`take_sink`](Self::take_sink) has it.
+    /// Reads a range, at most [`MAX_RANGE`], to memory of exactly its length, which must all be in
+    /// the file. The memory is there again afterwards, unless the connection ended meanwhile: then
+    /// [`take_sink`](Self::take_sink) has it.
     ///
     /// # Errors
     /// What ended the connection; inside of that why the server refuses.
@@ -389,19 +413,26 @@ impl<S: Sink> RangeClient<S> {
                 Event::Message { bytes, .. } => match refusal_of(&bytes)? {
                     Some(refusal) => return Ok(Err(refusal)),
                     None => {
-                        return Err(Error::Protocol { stream: 0, what: "an answer to no question".into() });
+                        return Err(Error::Protocol {
+                            stream: 0,
+                            what: "an answer to no question".into(),
+                        });
                     }
                 },
                 Event::Cancelled { reason, sink, .. } => {
                     *memory = sink.or(memory.take());
-                    return Err(Error::Protocol { stream: 0, what: format!("it gives up: {reason}") });
+                    return Err(Error::Protocol {
+                        stream: 0,
+                        what: format!("it gives up: {reason}"),
+                    });
                 }
                 other => return Err(surprise(&other)),
             }
         }
     }
 
-    /// The file of this name, or all files below the directory of this name, in the order of their names.
+    /// The file of this name, or all files below the directory of this name, in the order of their
+    /// names.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -420,7 +451,8 @@ impl<S: Sink> RangeClient<S> {
                     field.skip()?;
                     continue;
                 }
-                let bad = || Error::Protocol { stream: 0, what: "a file that is listed wrongly".into() };
+                let bad =
+                    || Error::Protocol { stream: 0, what: "a file that is listed wrongly".into() };
                 let (len, name) = field.bytes().split_first_chunk::<8>().ok_or_else(bad)?;
                 let name = std::str::from_utf8(name).map_err(|_| bad())?.to_string();
                 // Otherwise it could go on for ever.
@@ -435,14 +467,21 @@ impl<S: Sink> RangeClient<S> {
         }
     }
 
-    /// Says that this end will have what is of this name, and serve it at `address`: the address of one who has it already, or is about to, and from
-    /// whom it is to be read; `None` for the server itself. `lost` is one who was named before and is gone.
+    /// Says that this end will have what is of this name, and serve it at `address`: the address of
+    /// one who has it already, or is about to, and from whom it is to be read; `None` for the
+    /// server itself. `lost` is one who was named before and is gone.
     ///
     /// # Errors
     /// What ended the connection.
-    pub fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Result<Option<String>, Error> {
+    pub fn join(
+        &mut self,
+        name: &str,
+        address: &str,
+        lost: Option<&str>,
+    ) -> Result<Option<String>, Error> {
         let lost = lost.map(Into::into);
-        let message = self.ask(&Request::Join { name: name.into(), address: address.into(), lost })?;
+        let message =
+            self.ask(&Request::Join { name: name.into(), address: address.into(), lost })?;
         let (mut fields, mut from) = (Fields::new(&message, 0), None);
         while let Some(field) = fields.next()? {
             match field.tag {
@@ -495,7 +534,9 @@ fn refusal_of(message: &[u8]) -> Result<Option<Refusal>, Error> {
 
 fn surprise<S>(event: &Event<S>) -> Error {
     let what = match event {
-        Event::Metadata { info, .. } => format!("{} bytes that were not asked for", info.storage_len),
+        Event::Metadata { info, .. } => {
+            format!("{} bytes that were not asked for", info.storage_len)
+        }
         Event::Cancelled { reason, .. } => format!("it gives up: {reason}"),
         _ => "it ends the stream of its answers".into(),
     };

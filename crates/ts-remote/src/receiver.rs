@@ -9,7 +9,9 @@ use ts_pool::ts_streams::Device;
 use ts_pool::{BlockStats, TensorBuffer};
 
 use crate::memory::{GpuMemory, Memory, PooledMemory};
-use crate::{Connection, ConnectionOptions, Error, Event, Role, SendOptions, Sink, Tensor, TensorInfo};
+use crate::{
+    Connection, ConnectionOptions, Error, Event, Role, SendOptions, Sink, Tensor, TensorInfo,
+};
 
 /// What a receiver of tensors says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,12 +44,14 @@ pub type PooledGpuReceiver<D> = TensorReceiver<PooledMemory<D>>;
 
 /// Receives what a [`TensorSender`] sends, one tensor after the other, whatever carries the bytes.
 ///
-/// Bytes are [fed](Self::feed), or read straight to [where they belong](Self::next_read_target). What is to go back to the sender,
-/// credit, is in [`replies`](Self::replies).
+/// Bytes are [fed](Self::feed), or read straight to [where they belong](Self::next_read_target).
+/// What is to go back to the sender, credit, is in [`replies`](Self::replies).
 ///
 /// ```
 /// use ts_format::Dtype;
-/// use ts_remote::{HostMemory, ReceiverEvent, SendOptions, TensorInfo, TensorReceiver, TensorSender};
+/// use ts_remote::{
+///     HostMemory, ReceiverEvent, SendOptions, TensorInfo, TensorReceiver, TensorSender,
+/// };
 ///
 /// let mut sender = TensorSender::new();
 /// let info = TensorInfo::new("embedding", Dtype::F32, [2, 2])?;
@@ -95,7 +99,8 @@ impl<M: Memory> TensorReceiver<M> {
     /// Takes bytes of the sender's, copying payloads to where they belong.
     ///
     /// # Errors
-    /// [`Error::Protocol`], [`Error::Damaged`], [`Error::Memory`]. Nothing more can be received then.
+    /// [`Error::Protocol`], [`Error::Damaged`], [`Error::Memory`]. Nothing more can be received
+    /// then.
     pub fn feed(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         while !bytes.is_empty() {
             let mut len = 0;
@@ -110,7 +115,8 @@ impl<M: Memory> TensorReceiver<M> {
         Ok(())
     }
 
-    /// Where the sender's next bytes are to be read to: first the one, which may be the memory of a tensor, then the other.
+    /// Where the sender's next bytes are to be read to: first the one, which may be the memory of a
+    /// tensor, then the other.
     ///
     /// # Errors
     /// What the memory says.
@@ -148,7 +154,9 @@ impl<M: Memory> TensorReceiver<M> {
                 self.complete.push_back((*info, sink));
                 self.events.push_back(ReceiverEvent::End);
             }
-            Event::Cancelled { reason, .. } => self.events.push_back(ReceiverEvent::Cancelled(reason)),
+            Event::Cancelled { reason, .. } => {
+                self.events.push_back(ReceiverEvent::Cancelled(reason))
+            }
             Event::Message { .. } | Event::Finished { .. } | Event::Connected { .. } => {}
         }
         Ok(())
@@ -177,7 +185,8 @@ impl<M: Memory> TensorReceiver<M> {
     /// The next tensor that is complete, and its storage. May block until that is on its device.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when none is complete, or it is a view of one that was taken before; what the memory says.
+    /// [`Error::Misuse`] when none is complete, or it is a view of one that was taken before; what
+    /// the memory says.
     pub fn take(&mut self) -> Result<Tensor<<M::Sink as Sink>::Full>, Error> {
         let none = || Error::Misuse("no tensor is complete".into());
         let (info, sink) = self.complete.pop_front().ok_or_else(none)?;
@@ -185,7 +194,8 @@ impl<M: Memory> TensorReceiver<M> {
             Some(sink) => sink,
             None if info.storage_len == 0 => self.memory.allocate(&info)?,
             None => {
-                let what = format!("tensor `{}` is a view of storage {}", info.name, info.storage_id);
+                let what =
+                    format!("tensor `{}` is a view of storage {}", info.name, info.storage_id);
                 return Err(Error::Misuse(what));
             }
         };
@@ -197,7 +207,8 @@ impl<M: Memory> TensorReceiver<M> {
         self.memory
     }
 
-    /// What is to be sent to the sender: credit. Call it after each [`feed`](Self::feed), or it will stop.
+    /// What is to be sent to the sender: credit. Call it after each [`feed`](Self::feed), or it
+    /// will stop.
     pub fn replies(&mut self) -> Vec<u8> {
         encoded(&mut self.connection)
     }
@@ -256,7 +267,12 @@ impl TensorSender {
     ///
     /// # Errors
     /// [`Error::Unsendable`].
-    pub fn send(&mut self, info: TensorInfo, payload: Bytes, options: SendOptions) -> Result<(), Error> {
+    pub fn send(
+        &mut self,
+        info: TensorInfo,
+        payload: Bytes,
+        options: SendOptions,
+    ) -> Result<(), Error> {
         self.connection.send(self.stream, info, payload, options)
     }
 
@@ -283,7 +299,8 @@ impl TensorSender {
         Ok(())
     }
 
-    /// What is to be written next, as far as there is credit: slices of the tensors themselves. At most so many.
+    /// What is to be written next, as far as there is credit: slices of the tensors themselves. At
+    /// most so many.
     pub fn next_slices(&mut self, most: usize) -> Vec<IoSlice<'_>> {
         self.connection.plan_writes();
         self.connection.write_slices(most)

@@ -21,7 +21,8 @@ const SLICE: Duration = Duration::from_secs(1);
 /// How long the remote end may take to receive the rest after the local end has closed.
 const FAREWELL: Duration = Duration::from_secs(10);
 
-/// Returns a Unix socket that carries the decrypted bytes of `socket`. A thread relays them both ways until both ends have closed.
+/// Returns a Unix socket that carries the decrypted bytes of `socket`. A thread relays them both
+/// ways until both ends have closed.
 ///
 /// Counts the thread in `relayed` while it runs.
 pub(crate) fn relayed(socket: Socket, relayed: &Arc<AtomicUsize>) -> Result<Socket, Error> {
@@ -108,7 +109,8 @@ impl Way {
             }
         }
         if !self.is_empty()
-            && let Some(written) = at_once(to.write(&[IoSlice::new(&self.bytes[self.at..self.end])], None))
+            && let Some(written) =
+                at_once(to.write(&[IoSlice::new(&self.bytes[self.at..self.end])], None))
         {
             self.at += written.as_ref().copied().unwrap_or(0);
             self.done = written.is_err();
@@ -126,15 +128,27 @@ impl Way {
 /// Returns `None` if the call would have blocked.
 fn at_once<T>(done: io::Result<T>) -> Option<io::Result<T>> {
     match done {
-        Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => None,
+        Err(error)
+            if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) =>
+        {
+            None
+        }
         done => Some(done),
     }
 }
 
-/// Waits until a socket can be read or written, as the two directions need. Returns whether the local end has closed, if `watch` asks for it.
-fn wait(remote: &Socket, local: &Socket, inbound: &Way, outbound: &Way, watch: bool) -> io::Result<bool> {
+/// Waits until a socket can be read or written, as the two directions need. Returns whether the
+/// local end has closed, if `watch` asks for it.
+fn wait(
+    remote: &Socket,
+    local: &Socket,
+    inbound: &Way,
+    outbound: &Way,
+    watch: bool,
+) -> io::Result<bool> {
     let mut polled = Vec::with_capacity(2);
-    for (socket, from, to, watched) in [(local, outbound, inbound, watch), (remote, inbound, outbound, false)]
+    for (socket, from, to, watched) in
+        [(local, outbound, inbound, watch), (remote, inbound, outbound, false)]
     {
         let mut flags = PollFlags::empty();
         flags.set(PollFlags::IN, from.is_empty() && !from.over && !from.done);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Shared memory by which payloads travel on one host: a ring that one end writes and the other reads.
+//! Shared memory by which payloads travel on one host: a ring that one end writes and the other
+//! reads.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -36,7 +37,10 @@ impl RingOut {
     /// The other end has read up to here, and its memory may be written again.
     pub(crate) fn allow(&mut self, limit: u64) -> Result<(), Error> {
         if limit > self.sent + self.memory.len() as u64 {
-            return Err(Error::Protocol { stream: 0, what: "more shared memory than there is".into() });
+            return Err(Error::Protocol {
+                stream: 0,
+                what: "more shared memory than there is".into(),
+            });
         }
         self.limit = self.limit.max(limit);
         Ok(())

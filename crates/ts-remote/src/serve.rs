@@ -7,7 +7,8 @@ use crate::lobby::{accept, wait};
 #[cfg(feature = "tls")]
 use crate::tls::TlsServer;
 use crate::{
-    Connection, ConnectionOptions, ConnectionStats, Error, Event, Link, Listener, Role, Sink, Socket,
+    Connection, ConnectionOptions, ConnectionStats, Error, Event, Link, Listener, Role, Sink,
+    Socket,
 };
 
 /// What a server does for one that has connected.
@@ -42,10 +43,11 @@ pub struct ServerOptions {
     pub max_strangers: usize,
     /// How long who connects may take to say who it is.
     pub introduction: Duration,
-    /// How long a connection may be open and nothing be wanted of it. Who wants something later connects again.
+    /// How long a connection may be open and nothing be wanted of it. Who wants something later
+    /// connects again.
     pub idle: Duration,
-    /// How long transfers that are under way may take to end after the server was stopped. A connection counts as idle
-    /// when nothing has been sent or requested for half a second.
+    /// How long transfers that are under way may take to end after the server was stopped. A
+    /// connection counts as idle when nothing has been sent or requested for half a second.
     pub grace: Duration,
     /// Certificates, for connections by TCP.
     #[cfg(feature = "tls")]
@@ -53,8 +55,9 @@ pub struct ServerOptions {
 }
 
 impl Default for ServerOptions {
-    /// 512 connections, 128 of them without an introduction, for which there are 10 s; 10 minutes for idle ones; a grace
-    /// period of 10 s; windows of 64 KiB, for clients that send little and receive much.
+    /// 512 connections, 128 of them without an introduction, for which there are 10 s; 10 minutes
+    /// for idle ones; a grace period of 10 s; windows of 64 KiB, for clients that send little and
+    /// receive much.
     fn default() -> Self {
         Self {
             connection: ConnectionOptions {
@@ -102,18 +105,19 @@ struct Guest<S: Session> {
     met: bool,
 }
 
-/// How often the server looks whether it is to stop, and at what waits for other things than its socket.
+/// How often the server looks whether it is to stop, and at what waits for other things than its
+/// socket.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// How long a connection must be idle before a server that was stopped closes it: longer than most round trips, after which a
-/// client requests the next part of what it reads.
+/// How long a connection must be idle before a server that was stopped closes it: longer than most
+/// round trips, after which a client requests the next part of what it reads.
 const QUIET: Duration = Duration::from_millis(500);
 /// What clients are told then.
 const STOPPED: &str = "the server was stopped";
 
-/// Serves until `stop` returns true, which is asked at least every 50 ms. Then no connection is accepted, and those that are
-/// open go on until they are idle, at most [`ServerOptions::grace`]. `session` makes what serves one that has connected; `log`
-/// hears why connections end. Blocks.
+/// Serves until `stop` returns true, which is asked at least every 50 ms. Then no connection is
+/// accepted, and those that are open go on until they are idle, at most [`ServerOptions::grace`].
+/// `session` makes what serves one that has connected; `log` hears why connections end. Blocks.
 ///
 /// # Errors
 /// [`Error::Io`] when the listener fails for good. No connection's error ends it.
@@ -216,8 +220,8 @@ fn turn_away<S: Session>(guests: &mut Vec<Guest<S>>, options: &ServerOptions) ->
 }
 
 impl<S: Session> Guest<S> {
-    /// Whether there may be something to do for it that its socket does not tell of: bytes that TLS has taken off it, events that
-    /// waited, or what it was to be sent and there was no memory for.
+    /// Whether there may be something to do for it that its socket does not tell of: bytes that TLS
+    /// has taken off it, events that waited, or what it was to be sent and there was no memory for.
     fn waits(&mut self) -> bool {
         let before = self.link.peek().unsent_bytes();
         let ready = self.session.is_ready(self.link.connection());
@@ -226,7 +230,8 @@ impl<S: Session> Guest<S> {
     }
 
     /// # Errors
-    /// [`Error::Stalled`] when it does not take what it is sent; [`Error::Closed`] when nothing has been wanted for long.
+    /// [`Error::Stalled`] when it does not take what it is sent; [`Error::Closed`] when nothing has
+    /// been wanted for long.
     fn check(&mut self, idle: Duration) -> Result<(), Error> {
         self.link.check_progress()?;
         if self.link.at_rest() < idle {

@@ -3,7 +3,8 @@
 
 use crate::Error;
 
-/// Memory for the payload of a tensor. What arrives is written to where it says, by the socket itself where that can be.
+/// Memory for the payload of a tensor. What arrives is written to where it says, by the socket
+/// itself where that can be.
 pub trait Sink {
     /// What it is when it is full.
     type Full;
@@ -11,7 +12,8 @@ pub trait Sink {
     /// Length in bytes.
     fn byte_len(&self) -> u64;
 
-    /// Memory for the bytes from `offset` on, which [`filled`](Self::filled) is told of: at least one byte, at most `len`. Bytes come in their order.
+    /// Memory for the bytes from `offset` on, which [`filled`](Self::filled) is told of: at least
+    /// one byte, at most `len`. Bytes come in their order.
     ///
     /// # Errors
     /// What is wrong with the memory; the connection ends with that.

@@ -42,7 +42,8 @@ impl fmt::Display for Address {
 }
 
 impl Address {
-    /// Whether others than this machine's own programs may reach it. Asks for the addresses of a name, and may block for that.
+    /// Whether others than this machine's own programs may reach it. Asks for the addresses of a
+    /// name, and may block for that.
     pub fn is_public(&self) -> bool {
         match self {
             Self::Unix(_) => false,
@@ -120,7 +121,9 @@ impl Socket {
                 let mut last = nobody();
                 for target in name.to_socket_addrs().map_err(failed)? {
                     match TcpStream::connect_timeout(&target, timeout) {
-                        Ok(stream) => return Self::of_tcp(stream, name.clone(), timeout).map_err(failed),
+                        Ok(stream) => {
+                            return Self::of_tcp(stream, name.clone(), timeout).map_err(failed);
+                        }
                         Err(error) => last = error,
                     }
                 }
@@ -150,7 +153,8 @@ impl Socket {
         Ok(Self { stream: Stream::Unix(stream, Descriptors { wanted: true, last: None }), peer })
     }
 
-    /// Goes on under TLS with a server, whose certificate must be of the name or address that was connected to. Does not wait for it.
+    /// Goes on under TLS with a server, whose certificate must be of the name or address that was
+    /// connected to. Does not wait for it.
     ///
     /// # Errors
     /// [`Error::Misuse`] of a socket that is not one of TCP.
@@ -159,7 +163,10 @@ impl Socket {
         let Stream::Tcp(tcp) = self.stream else { return Err(no_tcp(&self.peer)) };
         let host = self.peer.rsplit_once(':').map_or(&self.peer[..], |(host, _)| host);
         let name = host.trim_matches(['[', ']']).to_string();
-        Ok(Self { stream: Stream::Tls(Box::new(TlsStream::client(tcp, client, &name)?)), peer: self.peer })
+        Ok(Self {
+            stream: Stream::Tls(Box::new(TlsStream::client(tcp, client, &name)?)),
+            peer: self.peer,
+        })
     }
 
     /// Goes on under TLS with a client. Does not wait for it.
@@ -172,7 +179,8 @@ impl Socket {
         Ok(Self { stream: Stream::Tls(Box::new(TlsStream::server(tcp, server)?)), peer: self.peer })
     }
 
-    /// Goes on under TLS with a client, if that is asked for and it is a socket of TCP: others are on this host, and go on as they are.
+    /// Goes on under TLS with a client, if that is asked for and it is a socket of TCP: others are
+    /// on this host, and go on as they are.
     #[cfg(feature = "tls")]
     pub(crate) fn into_tls_if_asked(self, server: Option<&TlsServer>) -> Result<Self, Error> {
         match server {
@@ -263,10 +271,13 @@ impl Socket {
             Stream::Tls(stream) => stream.shutdown(),
         };
         // It may be gone already, and knows then.
-        done.or_else(|error| if error.kind() == io::ErrorKind::NotConnected { Ok(()) } else { Err(error) })
+        done.or_else(
+            |error| if error.kind() == io::ErrorKind::NotConnected { Ok(()) } else { Err(error) },
+        )
     }
 
-    /// Bytes that were written and that the other end's system does not have yet; `None` where this one does not say.
+    /// Bytes that were written and that the other end's system does not have yet; `None` where this
+    /// one does not say.
     pub(crate) fn undelivered(&self) -> Option<u64> {
         match &self.stream {
             Stream::Tcp(stream) => crate::delivery::undelivered(stream),
@@ -295,7 +306,8 @@ impl Socket {
         }
     }
 
-    /// Writes what it takes at once, a descriptor with the first byte: only to sockets that take such.
+    /// Writes what it takes at once, a descriptor with the first byte: only to sockets that take
+    /// such.
     pub(crate) fn write(
         &mut self,
         from: &[IoSlice<'_>],
@@ -321,7 +333,8 @@ impl Socket {
         match poll(&mut polled, Some(&timespec(timeout))) {
             Ok(_) => {
                 // Who has failed is ready for all: it will say so.
-                let got = |flag| polled[0].revents().intersects(flag | PollFlags::ERR | PollFlags::HUP);
+                let got =
+                    |flag| polled[0].revents().intersects(flag | PollFlags::ERR | PollFlags::HUP);
                 Ok(Ready { read: got(PollFlags::IN), write: got(PollFlags::OUT) })
             }
             Err(rustix::io::Errno::INTR) => Ok(Ready { read: false, write: false }),
@@ -331,11 +344,15 @@ impl Socket {
 
     pub(crate) fn failed(&self, what: &'static str, error: io::Error) -> Error {
         match error.kind() {
-            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::UnexpectedEof => {
+            io::ErrorKind::ConnectionReset
+            | io::ErrorKind::BrokenPipe
+            | io::ErrorKind::UnexpectedEof => {
                 Error::Lost { what: format!("to {}, {what}", self.peer) }
             }
             // Of sockets only TLS has such errors.
-            io::ErrorKind::InvalidData => Error::Tls { peer: self.peer.clone(), source: error.into() },
+            io::ErrorKind::InvalidData => {
+                Error::Tls { peer: self.peer.clone(), source: error.into() }
+            }
             _ => Error::io(&self.peer, what, error),
         }
     }
@@ -353,14 +370,19 @@ impl AsFd for Socket {
 }
 
 /// Reads from a socket.
-pub(crate) fn receive(socket: impl AsFd, into: &mut [IoSliceMut<'_>], flags: RecvFlags) -> io::Result<usize> {
+pub(crate) fn receive(
+    socket: impl AsFd,
+    into: &mut [IoSliceMut<'_>],
+    flags: RecvFlags,
+) -> io::Result<usize> {
     match into {
         [one] => Ok(recv(socket, &mut **one, flags)?.0),
         _ => Ok(recvmsg(socket, into, &mut RecvAncillaryBuffer::default(), flags)?.bytes),
     }
 }
 
-/// As [`receive`], with a descriptor that comes with it. Of more than one the system drops the rest.
+/// As [`receive`], with a descriptor that comes with it. Of more than one the system drops the
+/// rest.
 fn receive_with(
     socket: impl AsFd,
     into: &mut [IoSliceMut<'_>],
@@ -426,8 +448,8 @@ enum Listening {
 }
 
 impl Listener {
-    /// Listens. Port 0 is one that is free: [`address`](Self::address) says which. Sockets accepted here give up a silent machine
-    /// after `timeout`.
+    /// Listens. Port 0 is one that is free: [`address`](Self::address) says which. Sockets accepted
+    /// here give up a silent machine after `timeout`.
     ///
     /// # Errors
     /// [`Error::Io`] when the address is taken, or not this machine's.
@@ -446,8 +468,9 @@ impl Listener {
         Ok(Self { listener, address, timeout })
     }
 
-    /// Receives connections that another process has accepted and [passes on](crate::Handoff::send_to) over `channel`, a Unix socket of
-    /// type `SOCK_SEQPACKET`. A connection ends when its peer's machine has been silent for `timeout`.
+    /// Receives connections that another process has accepted and [passes
+    /// on](crate::Handoff::send_to) over `channel`, a Unix socket of type `SOCK_SEQPACKET`. A
+    /// connection ends when its peer's machine has been silent for `timeout`.
     /// [`accept`](Self::accept) returns [`Error::Closed`] once that process has ended.
     pub fn from_handoffs(channel: OwnedFd, timeout: Duration) -> Self {
         let address = Address::Unix("(another process's)".into());
@@ -459,7 +482,9 @@ impl Listener {
         let done = match &self.listener {
             Listening::Tcp(listener) => listener.set_nonblocking(true),
             Listening::Unix(listener) => listener.set_nonblocking(true),
-            Listening::Handoffs(channel) => rustix::io::ioctl_fionbio(channel, true).map_err(Into::into),
+            Listening::Handoffs(channel) => {
+                rustix::io::ioctl_fionbio(channel, true).map_err(Into::into)
+            }
         };
         done.map_err(|error| Error::io(&self.address.to_string(), "listening", error))
     }
@@ -494,7 +519,8 @@ impl Listener {
         let mut into = [IoSliceMut::new(&mut relayed), IoSliceMut::new(&mut peer)];
         let len = receive_with(channel, &mut into, RecvFlags::empty(), &mut passed)?;
         let Some(passed) = passed else {
-            let ended = Error::Closed { reason: "the process that accepts connections has ended".into() };
+            let ended =
+                Error::Closed { reason: "the process that accepts connections has ended".into() };
             return if len == 0 { Ok(Err(ended)) } else { Err(io::ErrorKind::InvalidData.into()) };
         };
         let peer = String::from_utf8_lossy(&peer[..len - 1]).into_owned();
@@ -518,11 +544,16 @@ impl Listener {
         let end = Instant::now() + timeout;
         loop {
             let left = end.saturating_duration_since(Instant::now());
-            match poll(&mut [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)], Some(&timespec(left))) {
+            match poll(
+                &mut [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)],
+                Some(&timespec(left)),
+            ) {
                 Ok(0) => return Ok(None),
                 Ok(_) => return self.accept().map(Some),
                 Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(Error::io(&self.address.to_string(), "waiting", error.into())),
+                Err(error) => {
+                    return Err(Error::io(&self.address.to_string(), "waiting", error.into()));
+                }
             }
         }
     }

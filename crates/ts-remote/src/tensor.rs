@@ -29,12 +29,18 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`TensorInfo::new`].
-    pub fn zeros(name: impl Into<String>, dtype: Dtype, shape: impl Into<Vec<u64>>) -> Result<Self, Error> {
+    pub fn zeros(
+        name: impl Into<String>,
+        dtype: Dtype,
+        shape: impl Into<Vec<u64>>,
+    ) -> Result<Self, Error> {
         let info = TensorInfo::new(name, dtype, shape)?;
         let mut buffer = Vec::new();
         let len = usize::try_from(info.storage_len).unwrap_or(usize::MAX);
-        let none =
-            |_| Error::Unsendable { tensor: info.name.clone(), reason: format!("no memory for {len} bytes") };
+        let none = |_| Error::Unsendable {
+            tensor: info.name.clone(),
+            reason: format!("no memory for {len} bytes"),
+        };
         buffer.try_reserve_exact(len).map_err(none)?;
         buffer.resize(len, 0);
         Ok(Self { info, buffer: buffer.into() })
@@ -52,7 +58,8 @@ impl Tensor {
     ) -> Result<Self, Error> {
         let (info, buffer) = (TensorInfo::new(name, dtype, shape)?, buffer.into());
         if buffer.len() as u64 != info.storage_len {
-            let reason = format!("it has {} bytes, and {} are given", info.storage_len, buffer.len());
+            let reason =
+                format!("it has {} bytes, and {} are given", info.storage_len, buffer.len());
             return Err(Error::Unsendable { tensor: info.name, reason });
         }
         Ok(Self { info, buffer })

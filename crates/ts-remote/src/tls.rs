@@ -11,7 +11,9 @@ use rustix::net::RecvFlags;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
-use rustls::{ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection};
+use rustls::{
+    ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection,
+};
 
 use crate::Error;
 use crate::socket::{receive, send};
@@ -50,7 +52,8 @@ pub struct Identity<'a> {
 }
 
 impl TlsClient {
-    /// Trusts servers whose certificates come from one of these in PEM, and shows its own to those that ask.
+    /// Trusts servers whose certificates come from one of these in PEM, and shows its own to those
+    /// that ask.
     ///
     /// # Errors
     /// [`Error::Misuse`] that says which file is wrong. Blocks.
@@ -72,7 +75,8 @@ impl TlsClient {
 }
 
 impl TlsServer {
-    /// Shows this identity; lets in who shows a certificate that comes from one of `clients`, or everybody without.
+    /// Shows this identity; lets in who shows a certificate that comes from one of `clients`, or
+    /// everybody without.
     ///
     /// # Errors
     /// As [`TlsClient::new`].
@@ -83,7 +87,8 @@ impl TlsServer {
         let builder = match clients {
             None => builder.with_no_client_auth(),
             Some(path) => {
-                let verifier = WebPkiClientVerifier::builder_with_provider(roots(path)?.into(), provider());
+                let verifier =
+                    WebPkiClientVerifier::builder_with_provider(roots(path)?.into(), provider());
                 builder.with_client_cert_verifier(
                     verifier.build().map_err(|error| unfit(path, &error.to_string()))?,
                 )
@@ -121,7 +126,10 @@ fn roots(path: &Path) -> Result<RootCertStore, Error> {
 impl Identity<'_> {
     fn read(&self) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), Error> {
         let key = PrivateKeyDer::from_pem_file(self.key);
-        Ok((certificates(self.certificates)?, key.map_err(|error| unfit(self.key, &error.to_string()))?))
+        Ok((
+            certificates(self.certificates)?,
+            key.map_err(|error| unfit(self.key, &error.to_string()))?,
+        ))
     }
 }
 
@@ -165,8 +173,9 @@ impl fmt::Debug for TlsStream {
 
 impl TlsStream {
     pub(crate) fn client(tcp: TcpStream, client: &TlsClient, name: &str) -> Result<Self, Error> {
-        let of_whom = ServerName::try_from(name.to_string())
-            .map_err(|_| Error::Misuse(format!("`{name}` is no name that a certificate could have")))?;
+        let of_whom = ServerName::try_from(name.to_string()).map_err(|_| {
+            Error::Misuse(format!("`{name}` is no name that a certificate could have"))
+        })?;
         let tls = ClientConnection::new(Arc::clone(&client.config), of_whom);
         Ok(Self::new(tcp, tls.map_err(|error| Error::Misuse(error.to_string()))?.into()))
     }
@@ -190,7 +199,11 @@ impl TlsStream {
         self.tls.wants_write()
     }
 
-    pub(crate) fn read(&mut self, into: &mut [IoSliceMut<'_>], flags: RecvFlags) -> io::Result<usize> {
+    pub(crate) fn read(
+        &mut self,
+        into: &mut [IoSliceMut<'_>],
+        flags: RecvFlags,
+    ) -> io::Result<usize> {
         loop {
             let mut len = 0;
             let mut over = false;
@@ -216,7 +229,8 @@ impl TlsStream {
             if len > 0 || over {
                 return Ok(len);
             }
-            // The other end may wait for what this one has to say to that. If it takes nothing now it may be because nobody here reads.
+            // The other end may wait for what this one has to say to that. If it takes nothing now
+            // it may be because nobody here reads.
             match self.flush() {
                 Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
                 _ => {}

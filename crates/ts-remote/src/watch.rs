@@ -8,7 +8,8 @@ use crate::{Connection, ConnectionOptions, Error, Sink};
 /// Who has not called for so long, or for half of the timeout, was busy with other things.
 const AWAY: Duration = Duration::from_secs(1);
 
-/// Two clocks: one of the other end's silence, one of what is under way and does not go on. They are looked at once for each thing that
+/// Two clocks: one of the other end's silence, one of what is under way and does not go on. They
+/// are looked at once for each thing that
 /// may take time: for a small message that is what takes most, beside the system's calls.
 #[derive(Debug)]
 pub(crate) struct Watch {
@@ -28,7 +29,16 @@ pub(crate) struct Watch {
 impl Watch {
     pub(crate) fn new(options: &ConnectionOptions) -> Self {
         let (timeout, patience, now) = (options.timeout, options.patience, Instant::now());
-        Self { timeout, patience, since: now, now, fresh: true, heard: now, asked: false, moved: (now, 0) }
+        Self {
+            timeout,
+            patience,
+            since: now,
+            now,
+            fresh: true,
+            heard: now,
+            asked: false,
+            moved: (now, 0),
+        }
     }
 
     pub(crate) fn timeout(&self) -> Duration {
@@ -90,7 +100,8 @@ impl Watch {
     }
 
     /// # Errors
-    /// [`Error::Stalled`] when something is under way and the other end has not done its part for longer than is waited for.
+    /// [`Error::Stalled`] when something is under way and the other end has not done its part for
+    /// longer than is waited for.
     pub(crate) fn check_progress<S: Sink>(
         &mut self,
         connection: &Connection<S>,
@@ -102,7 +113,8 @@ impl Watch {
         Err(Error::Stalled { peer: peer.into(), after: self.patience })
     }
 
-    /// How much longer the other end may be silent. Asks it for a sign of life when half of its time is over.
+    /// How much longer the other end may be silent. Asks it for a sign of life when half of its
+    /// time is over.
     ///
     /// # Errors
     /// [`Error::TimedOut`] when it is over.

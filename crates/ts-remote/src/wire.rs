@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The bodies of HELLO and META: fields, each with a tag and a length, so that what is not known can be skipped.
+//! The bodies of HELLO and META: fields, each with a tag and a length, so that what is not known
+//! can be skipped.
 
 use crate::Error;
 
@@ -59,9 +60,11 @@ impl<'a> Fields<'a> {
         if self.rest.is_empty() {
             return Ok(None);
         }
-        let cut = || Error::Protocol { stream: self.stream, what: "a field that is cut off".into() };
+        let cut =
+            || Error::Protocol { stream: self.stream, what: "a field that is cut off".into() };
         let ([tag, len @ ..], rest) = self.rest.split_first_chunk::<5>().ok_or_else(cut)?;
-        let (value, rest) = rest.split_at_checked(u32::from_le_bytes(*len) as usize).ok_or_else(cut)?;
+        let (value, rest) =
+            rest.split_at_checked(u32::from_le_bytes(*len) as usize).ok_or_else(cut)?;
         self.rest = rest;
         Ok(Some(Field { tag: *tag, value, stream: self.stream }))
     }
@@ -79,7 +82,8 @@ impl<'a> Field<'a> {
 
     pub(crate) fn numbers(&self) -> Result<impl Iterator<Item = u64> + use<'a>, Error> {
         let (numbers, rest) = self.value.as_chunks::<8>();
-        let whole = rest.is_empty().then_some(numbers).ok_or_else(|| self.bad("is no list of numbers"))?;
+        let whole =
+            rest.is_empty().then_some(numbers).ok_or_else(|| self.bad("is no list of numbers"))?;
         Ok(whole.iter().map(|bytes| u64::from_le_bytes(*bytes)))
     }
 
@@ -91,7 +95,8 @@ impl<'a> Field<'a> {
     pub(crate) fn pair(&self) -> Result<(&'a str, &'a str), Error> {
         let cut = || self.bad("is no pair");
         let (len, rest) = self.value.split_first_chunk::<4>().ok_or_else(cut)?;
-        let (first, second) = rest.split_at_checked(u32::from_le_bytes(*len) as usize).ok_or_else(cut)?;
+        let (first, second) =
+            rest.split_at_checked(u32::from_le_bytes(*len) as usize).ok_or_else(cut)?;
         let text = |value| Self { value, ..*self }.text();
         Ok((text(first)?, text(second)?))
     }

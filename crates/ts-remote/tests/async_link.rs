@@ -10,7 +10,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use ts_format::Dtype;
 use ts_remote::{
-    AsyncLink, ConnectionOptions, Error, ErrorKind, Event, Link, Role, SendOptions, Socket, TensorInfo,
+    AsyncLink, ConnectionOptions, Error, ErrorKind, Event, Link, Role, SendOptions, Socket,
+    TensorInfo,
 };
 
 use together::{both_ways, exchange, options, payload};
@@ -66,20 +67,26 @@ async fn it_talks_to_links_that_block() {
         link.close("all is said").map(|()| came)
     });
     let (stream, peer) = listener.accept().await.unwrap();
-    let mut link = AsyncLink::new(stream, Role::Acceptor, options(), peer.to_string()).await.unwrap();
+    let mut link =
+        AsyncLink::new(stream, Role::Acceptor, options(), peer.to_string()).await.unwrap();
     let stream = link.connection().open_stream().unwrap();
     // Both ends send at once, and this one reads while it does.
     for len in sizes {
         let info = TensorInfo::new("w", Dtype::U8, [len as u64]).unwrap();
-        link.connection().send(stream, info, payload(len, 2).into(), SendOptions::default()).unwrap();
+        link.connection()
+            .send(stream, info, payload(len, 2).into(), SendOptions::default())
+            .unwrap();
     }
     link.connection().finish(stream).unwrap();
     assert_eq!(take(&mut link).await, sizes.map(|len| payload(len, 1)));
     drop(link);
     assert_eq!(blocking.join().unwrap().unwrap(), sizes.map(|len| payload(len, 2)));
     // Also the other way round, where all of `together` is used.
-    let listener = ts_remote::Listener::bind(&"127.0.0.1:0".parse().unwrap(), options().timeout).unwrap();
-    tokio::task::spawn_blocking(move || both_ways(listener, Ok, ts_remote::Listener::accept)).await.unwrap();
+    let listener =
+        ts_remote::Listener::bind(&"127.0.0.1:0".parse().unwrap(), options().timeout).unwrap();
+    tokio::task::spawn_blocking(move || both_ways(listener, Ok, ts_remote::Listener::accept))
+        .await
+        .unwrap();
 }
 
 #[tokio::test]
@@ -91,25 +98,30 @@ async fn waits_end_and_may_be_given_up() {
     };
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let stream = TcpStream::connect(silent.local_addr().unwrap()).await.unwrap();
-    let given_up =
-        AsyncLink::<Vec<u8>, _>::new(stream, Role::Connector, short.clone(), "it").await.unwrap_err();
+    let given_up = AsyncLink::<Vec<u8>, _>::new(stream, Role::Connector, short.clone(), "it")
+        .await
+        .unwrap_err();
     assert_eq!(given_up.kind(), ErrorKind::TimedOut, "{given_up}");
 
     let (near, far) = tokio::io::duplex(1 << 16);
     let with = short.clone();
     // It answers and takes nothing.
     let other = tokio::spawn(async move {
-        let mut link = AsyncLink::<Vec<u8>, _>::new(far, Role::Acceptor, with, "near").await.unwrap();
+        let mut link =
+            AsyncLink::<Vec<u8>, _>::new(far, Role::Acceptor, with, "near").await.unwrap();
         while link.next_event().await.is_ok() {}
     });
     let mut link = AsyncLink::<Vec<u8>, _>::new(near, Role::Connector, short, "far").await.unwrap();
-    let waiting =
-        tokio::time::timeout(Duration::from_millis(20), async { while link.next_event().await.is_ok() {} });
+    let waiting = tokio::time::timeout(Duration::from_millis(20), async {
+        while link.next_event().await.is_ok() {}
+    });
     assert!(waiting.await.is_err(), "nothing comes");
     let stream = link.connection().open_stream().unwrap();
     let info = TensorInfo::new("w", Dtype::U8, [64u64 << 20]).unwrap();
-    let stalled =
-        link.send(stream, info, vec![1; 64 << 20].into(), SendOptions::default()).await.unwrap_err();
+    let stalled = link
+        .send(stream, info, vec![1; 64 << 20].into(), SendOptions::default())
+        .await
+        .unwrap_err();
     assert!(matches!(stalled, Error::Stalled { .. }), "{stalled}");
     drop(link);
     other.await.unwrap();

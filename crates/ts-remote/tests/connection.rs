@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Two ends without sockets: whatever way their bytes are cut, what was sent arrives, and nobody waits for ever.
+//! Two ends without sockets: whatever way their bytes are cut, what was sent arrives, and nobody
+//! waits for ever.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::collections::{HashMap, VecDeque};
@@ -23,7 +24,8 @@ impl Pipe {
         if !end.plan_writes() {
             return 0;
         }
-        let bytes: Vec<u8> = end.write_slices(16).iter().flat_map(|s| s.iter().copied()).take(most).collect();
+        let bytes: Vec<u8> =
+            end.write_slices(16).iter().flat_map(|s| s.iter().copied()).take(most).collect();
         if let Some(descriptor) = end.descriptor_to_send().filter(|_| !bytes.is_empty()) {
             self.1.push_back((self.2[0], descriptor.try_clone_to_owned().unwrap()));
         }
@@ -81,7 +83,10 @@ impl Both {
     fn new(options: [ConnectionOptions; 2]) -> Self {
         let [first, second] = options;
         Self {
-            ends: [Connection::new(Role::Connector, first), Connection::new(Role::Acceptor, second)],
+            ends: [
+                Connection::new(Role::Connector, first),
+                Connection::new(Role::Acceptor, second),
+            ],
             pipes: Default::default(),
             announced: Default::default(),
             came: Default::default(),
@@ -114,7 +119,8 @@ impl Both {
         Ok(done)
     }
 
-    /// Memory for what was announced, which may be more than there is: bytes on their way can be harmed.
+    /// Memory for what was announced, which may be more than there is: bytes on their way can be
+    /// harmed.
     fn accept(&mut self, end: usize, stream: u32, len: usize) -> Result<(), Error> {
         const MOST: usize = 16 << 20;
         if len > MOST {
@@ -167,15 +173,20 @@ enum Op {
 }
 
 fn ops() -> impl Strategy<Value = Vec<Op>> {
-    let len =
-        prop_oneof![6 => 0usize..300, 6 => 3000usize..9000, 2 => Just(70_000usize), 1 => Just(200_001usize)];
+    let len = prop_oneof![
+        6 => 0usize..300,
+        6 => 3000usize..9000,
+        2 => Just(70_000usize),
+        1 => Just(200_001usize),
+    ];
     let op = prop_oneof![
         1 => (0usize..2).prop_map(|end| Op::Open { end }),
         4 => (0usize..8, len.clone(), 0usize..4, any::<bool>())
             .prop_map(|(which, len, codec, checksums)| Op::Tensor { which, len, codec, checksums }),
         3 => (0usize..8, 0usize..6000).prop_map(|(which, len)| Op::Message { which, len }),
         1 => (0usize..8).prop_map(|which| Op::Finish { which }),
-        1 => (0usize..2, prop_oneof![1usize..50, 5000usize..200_000]).prop_map(|(end, len)| Op::Share { end, len }),
+        1 => (0usize..2, prop_oneof![1usize..50, 5000usize..200_000])
+            .prop_map(|(end, len)| Op::Share { end, len }),
         8 => (prop_oneof![1usize..40, 100usize..5000, Just(1usize << 20)], any::<bool>())
             .prop_map(|(most, accept)| Op::Run { most, accept }),
     ];
@@ -187,16 +198,26 @@ proptest! {
 
     #[test]
     fn what_is_sent_arrives_through_any_window_and_in_any_pieces(
-        windows in [prop_oneof![1u64..50, 1000u64..100_000], prop_oneof![1u64..50, 1000u64..100_000]],
-        frame in prop_oneof![1usize..100, 1000usize..100_000], ops in ops(),
+        windows in [
+            prop_oneof![1u64..50, 1000u64..100_000],
+            prop_oneof![1u64..50, 1000u64..100_000],
+        ],
+        frame in prop_oneof![1usize..100, 1000usize..100_000],
+        ops in ops(),
     ) {
-        let options = windows.map(|window_bytes| ConnectionOptions { window_bytes, frame_bytes: frame, ..ConnectionOptions::default() });
+        let options = windows.map(|window_bytes| ConnectionOptions {
+            window_bytes,
+            frame_bytes: frame,
+            ..ConnectionOptions::default()
+        });
         let mut both = Both::new(options);
         both.connect();
         let mut open: Vec<(usize, u32)> = Vec::new();
         let mut sent: [HashMap<u32, Vec<Item>>; 2] = Default::default();
         for (number, op) in ops.into_iter().enumerate() {
-            let find = |which: usize, open: &[(usize, u32)]| (!open.is_empty()).then(|| which % open.len());
+            let find = |which: usize, open: &[(usize, u32)]| {
+                (!open.is_empty()).then(|| which % open.len())
+            };
             match op {
                 Op::Open { end } => open.push((end, both.ends[end].open_stream().unwrap())),
                 Op::Tensor { which, len, codec, checksums } => {
@@ -205,8 +226,14 @@ proptest! {
                     let bytes = payload(len, number as u8);
                     let info = tensor(&format!("t{number}"), &bytes);
                     let codec = [Codec::Raw, Codec::Lz4, Codec::Zstd, Codec::Split][codec];
-                    let options = SendOptions { compression: Compression::By(codec, None), checksums, keep: false };
-                    both.ends[end].send(stream, info.clone(), bytes.clone().into(), options).unwrap();
+                    let options = SendOptions {
+                        compression: Compression::By(codec, None),
+                        checksums,
+                        keep: false,
+                    };
+                    both.ends[end]
+                        .send(stream, info.clone(), bytes.clone().into(), options)
+                        .unwrap();
                     sent[end].entry(stream).or_default().push(Item::Tensor(info, bytes));
                 }
                 Op::Message { which, len } => {
@@ -221,11 +248,17 @@ proptest! {
                     let (end, stream) = open.swap_remove(at);
                     both.ends[end].finish(stream).unwrap();
                     // A stream of which the other end has never heard ends unheard.
-                    if let Some(items) = sent[end].get_mut(&stream) { items.push(Item::Finished); }
+                    if let Some(items) = sent[end].get_mut(&stream) {
+                        items.push(Item::Finished);
+                    }
                 }
                 // A second time there is nothing to share.
-                Op::Share { end, len } => { let _ = both.ends[end].share(SharedMemory::create(len).unwrap()); }
-                Op::Run { most, accept } => { both.run(most, accept).unwrap(); }
+                Op::Share { end, len } => {
+                    let _ = both.ends[end].share(SharedMemory::create(len).unwrap());
+                }
+                Op::Run { most, accept } => {
+                    both.run(most, accept).unwrap();
+                }
             }
         }
         while both.run(usize::MAX, true).unwrap() > 0 {}
@@ -251,7 +284,8 @@ proptest! {
 
     #[test]
     fn a_connection_that_is_cut_or_harmed_ends_with_what_was_sent_or_an_error(
-        window in prop_oneof![1u64..50, 1000u64..100_000], most in prop_oneof![1usize..40, 100usize..5000],
+        window in prop_oneof![1u64..50, 1000u64..100_000],
+        most in prop_oneof![1usize..40, 100usize..5000],
         lens in prop::collection::vec(0usize..6000, 1..6), split in any::<bool>(),
         harm in prop_oneof![Just(Harm::Cut), Just(Harm::Drop), Just(Harm::Swap)],
         when in 0usize..60, at in any::<prop::sample::Index>(), len in 1usize..600,
@@ -261,7 +295,8 @@ proptest! {
         both.connect();
         let stream = both.ends[0].open_stream().unwrap();
         let codec = if split { Codec::Split } else { Codec::Raw };
-        let checked = SendOptions { compression: Compression::By(codec, None), checksums: true, keep: false };
+        let checked =
+            SendOptions { compression: Compression::By(codec, None), checksums: true, keep: false };
         let mut sent = Vec::new();
         for (number, &len) in lens.iter().enumerate() {
             let bytes = payload(len, number as u8);
@@ -306,9 +341,15 @@ proptest! {
         if matches!(harm, Harm::Cut) {
             prop_assert!(sent.starts_with(came), "{} tensors, of {}", came.len(), sent.len());
         } else {
-            // Checksums are of payloads: nobody is given bytes that were not sent, though their name may be harmed.
+            // Checksums are of payloads: nobody is given bytes that were not sent, though their
+            // name may be harmed.
             let payloads = |items: &[Item]| -> Vec<Vec<u8>> {
-                items.iter().filter_map(|item| if let Item::Tensor(_, bytes) = item { Some(bytes.clone()) } else { None }).collect()
+                items
+                    .iter()
+                    .filter_map(|item| {
+                        if let Item::Tensor(_, bytes) = item { Some(bytes.clone()) } else { None }
+                    })
+                    .collect()
             };
             let sent = payloads(&sent);
             prop_assert!(payloads(came).iter().all(|bytes| sent.contains(bytes)));
@@ -326,7 +367,9 @@ fn who_gives_no_memory_gets_no_more_than_the_window() {
     both.connect();
     let bytes = payload(3 << 20, 1);
     let stream = both.ends[0].open_stream().unwrap();
-    both.ends[0].send(stream, tensor("w", &bytes), bytes.clone().into(), SendOptions::default()).unwrap();
+    both.ends[0]
+        .send(stream, tensor("w", &bytes), bytes.clone().into(), SendOptions::default())
+        .unwrap();
     let before = both.ends[0].stats().sent_bytes;
     while both.run(usize::MAX, false).unwrap() > 0 {}
     let sent = both.ends[0].stats().sent_bytes - before;
@@ -391,7 +434,8 @@ fn views_of_one_storage_send_its_bytes_once() {
     let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
     both.connect();
     let bytes = payload(4096, 3);
-    let whole = TensorInfo::new("w", Dtype::F32, [1024u64]).unwrap().in_storage(9, 4096, 0, None).unwrap();
+    let whole =
+        TensorInfo::new("w", Dtype::F32, [1024u64]).unwrap().in_storage(9, 4096, 0, None).unwrap();
     let part = TensorInfo::new("w.t", Dtype::F32, [16u64, 32]).unwrap();
     let part = part.in_storage(9, 4096, 64, Some(vec![1, 16])).unwrap();
     let stream = both.ends[1].open_stream().unwrap();
@@ -456,7 +500,8 @@ fn strangers_are_turned_away_and_told_why() {
     };
     assert!(matches!(&told, Error::Closed { reason } if reason.contains("token")), "{told}");
     let mut stranger = End::new(Role::Acceptor, with(None));
-    let mut pipe = Pipe(b"GET / HTTP/1.1\r\n\r\n".iter().copied().collect(), VecDeque::new(), [0, 0]);
+    let mut pipe =
+        Pipe(b"GET / HTTP/1.1\r\n\r\n".iter().copied().collect(), VecDeque::new(), [0, 0]);
     let told = pipe.give_to(&mut stranger, usize::MAX).unwrap_err();
     assert!(told.to_string().contains("does not speak this protocol"), "{told}");
 }
@@ -468,7 +513,8 @@ fn damage_is_found_and_named() {
         both.connect();
         let bytes = payload(100_000, 5);
         let stream = both.ends[0].open_stream().unwrap();
-        let options = SendOptions { compression: Compression::By(codec, None), checksums: true, keep: false };
+        let options =
+            SendOptions { compression: Compression::By(codec, None), checksums: true, keep: false };
         both.ends[0].send(stream, tensor("w", &bytes), bytes.into(), options).unwrap();
         while both.pipes[0].take_from(&mut both.ends[0], usize::MAX) > 0 {}
         let middle = both.pipes[0].0.len() / 2;
@@ -566,10 +612,13 @@ fn what_comes_with_its_announcement_waits_until_its_user_was_told() {
     both.ends[0].share(SharedMemory::create(4 << 20).unwrap()).unwrap();
     while both.run(usize::MAX, true).unwrap() > 0 {}
     let stream = both.ends[0].open_stream().unwrap();
-    let sent: Vec<_> =
-        (0..8).map(|number| payload(if number % 2 == 0 { 300 << 10 } else { 50 }, number)).collect();
+    let sent: Vec<_> = (0..8)
+        .map(|number| payload(if number % 2 == 0 { 300 << 10 } else { 50 }, number))
+        .collect();
     for bytes in &sent {
-        both.ends[0].send(stream, tensor("w", bytes), bytes.clone().into(), SendOptions::default()).unwrap();
+        both.ends[0]
+            .send(stream, tensor("w", bytes), bytes.clone().into(), SendOptions::default())
+            .unwrap();
     }
     while both.pipes[0].take_from(&mut both.ends[0], usize::MAX) > 0 {}
     // Some more bytes that are nothing.
@@ -629,7 +678,8 @@ fn a_stream_counts_until_the_other_end_has_taken_it() {
 fn what_is_refused_is_not_compared_with_its_checksum() {
     let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
     both.connect();
-    let (bytes, checked) = (payload(1 << 20, 9), SendOptions { checksums: true, ..SendOptions::default() });
+    let (bytes, checked) =
+        (payload(1 << 20, 9), SendOptions { checksums: true, ..SendOptions::default() });
     let streams = [(); 2].map(|()| both.ends[0].open_stream().unwrap());
     for stream in streams {
         both.ends[0].send(stream, tensor("w", &bytes), bytes.clone().into(), checked).unwrap();

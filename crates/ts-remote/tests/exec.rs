@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use ts_remote::exec::{
-    Answer, Call, Client, ClientOptions, EXEC, FailureKind, Fault, HostExecutor, Landing, Output, Request,
-    ScalarType, Sessions, TensorRef, Value, View,
+    Answer, Call, Client, ClientOptions, EXEC, FailureKind, Fault, HostExecutor, Landing, Output,
+    Request, ScalarType, Sessions, TensorRef, Value, View,
 };
 use ts_remote::{Address, ConnectionOptions, Error, Link, Listener, Lobby};
 
@@ -38,7 +38,8 @@ impl Machine {
         let accepting = thread::spawn(move || {
             let (mut lobby, mut serving) = (Lobby::<Landing<Vec<u8>>>::new(options), Vec::new());
             while !stopped.load(Ordering::Relaxed) {
-                let met = lobby.accept_within(&listener, Duration::from_millis(20), |_, _| {}).unwrap();
+                let met =
+                    lobby.accept_within(&listener, Duration::from_millis(20), |_, _| {}).unwrap();
                 let Some(link) = met else { continue };
                 let (all, stopped) = (all.clone(), stopped.clone());
                 serving.push(thread::spawn(move || all.serve(link, HostExecutor::new, &stopped)));
@@ -90,7 +91,13 @@ fn create(client: &Client<Vec<u8>>, tensor: &TensorRef, value: f64) {
     call(client, "aten::fill_.Scalar", &[tensor], vec![Value::Float(value)], Output::Known);
 }
 
-fn call(client: &Client<Vec<u8>>, op: &str, tensors: &[&TensorRef], rest: Vec<Value>, output: Output) -> u64 {
+fn call(
+    client: &Client<Vec<u8>>,
+    op: &str,
+    tensors: &[&TensorRef],
+    rest: Vec<Value>,
+    output: Output,
+) -> u64 {
     let args = tensors.iter().map(|&tensor| Value::Tensor(tensor.clone())).chain(rest).collect();
     let op = client.op(op).unwrap();
     let call = Call { op, args, kwargs: Vec::new(), outputs: vec![output], reply: None };
@@ -210,8 +217,15 @@ fn sixteen_threads_share_a_session() {
                 let first = number * 1000 + 1;
                 create(client, &tensor(first, &[8]), number as f64);
                 for step in 1..200 {
-                    let (before, after) = (tensor(first + step - 1, &[8]), tensor(first + step, &[8]));
-                    call(client, "aten::add.Tensor", &[&before, &tensor(first, &[8])], vec![], new(&after));
+                    let (before, after) =
+                        (tensor(first + step - 1, &[8]), tensor(first + step, &[8]));
+                    call(
+                        client,
+                        "aten::add.Tensor",
+                        &[&before, &tensor(first, &[8])],
+                        vec![],
+                        new(&after),
+                    );
                     if step > 1 {
                         client.free(before.storage);
                     }
@@ -239,7 +253,8 @@ fn requests_of_any_length_arrive() {
     assert_eq!(read(&client, &one).unwrap(), [1.0]);
 }
 
-/// Carries bytes between a client and a machine, and cuts each connection after as many as it is told.
+/// Carries bytes between a client and a machine, and cuts each connection after as many as it is
+/// told.
 struct Cutter {
     address: Address,
     cuts: Arc<AtomicUsize>,
@@ -256,7 +271,8 @@ impl Cutter {
             while let Ok((near, _)) = listener.accept() {
                 let Ok(far) = TcpStream::connect(&to) else { return };
                 let left = Arc::new(Mutex::new(after.next()));
-                for (mut from, mut to) in [(near.try_clone().unwrap(), far.try_clone().unwrap()), (far, near)]
+                for (mut from, mut to) in
+                    [(near.try_clone().unwrap(), far.try_clone().unwrap()), (far, near)]
                 {
                     let (left, cuts) = (left.clone(), told.clone());
                     thread::spawn(move || {
@@ -306,13 +322,18 @@ fn a_session_goes_on_over_links_that_are_lost_and_everything_is_done_once() {
                 assert_eq!(read(&client, &sum).unwrap(), [step as f32; 2000], "seed {seed}");
             }
             if step % 40 == 0 {
-                let ones: Vec<u8> = [1.0f32; 2000].iter().flat_map(|one| one.to_le_bytes()).collect();
+                let ones: Vec<u8> =
+                    [1.0f32; 2000].iter().flat_map(|one| one.to_le_bytes()).collect();
                 client.write(2, 0, [&ones[..], &[0; 0]].concat().into()).unwrap();
                 client.write(1, 0, floats_of(step as f32, 2000).into()).unwrap();
             }
         }
         let cuts = cutter.cuts.load(Ordering::Relaxed);
-        assert!(cuts > 2 && client.stats().reconnects >= 2, "seed {seed}: {cuts} cuts, {:?}", client.stats());
+        assert!(
+            cuts > 2 && client.stats().reconnects >= 2,
+            "seed {seed}: {cuts} cuts, {:?}",
+            client.stats()
+        );
         client.close().unwrap();
     }
     let ended = (0..500).any(|_| {
@@ -327,7 +348,10 @@ fn an_answer_that_is_cut_off_comes_again() {
     const COUNT: u64 = 300_000;
     let machine = Machine::start();
     for seed in 0..8usize {
-        let cutter = Cutter::start(&machine.address, vec![3_000 + seed * 150_000, 1_000_000 - seed * 90_000]);
+        let cutter = Cutter::start(
+            &machine.address,
+            vec![3_000 + seed * 150_000, 1_000_000 - seed * 90_000],
+        );
         let client = client_of(&cutter.address);
         let large = tensor(1, &[COUNT]);
         create(&client, &large, 3.0);
@@ -353,7 +377,8 @@ fn a_machine_tells_what_storages_it_has() {
     let reply = client.reply();
     client.ask(&Request::List { reply }).unwrap();
     let Ok(Some(Answer::Values(values))) = client.wait(reply, PATIENT) else { panic!("no answer") };
-    let mut told: Vec<_> = values.as_chunks::<4>().0.iter().map(|told| format!("{told:?}")).collect();
+    let mut told: Vec<_> =
+        values.as_chunks::<4>().0.iter().map(|told| format!("{told:?}")).collect();
     told.sort();
     let told: Vec<_> = told.iter().map(|told| told.replace("Int(", "").replace(')', "")).collect();
     assert_eq!(told, ["[1, 16, 0, 1]", "[2, 16, 0, 0]", "[3, 16, 0, 2]"]);
@@ -368,7 +393,8 @@ fn a_machine_that_is_gone_ends_the_session_and_nobody_waits_for_ever() {
     let machine = Machine::start();
     let address = machine.address.clone();
     let dial = move || Link::connect(&address, ConnectionOptions::default());
-    let options = ClientOptions { dial: Box::new(dial), retry: Duration::from_millis(300), returns: true };
+    let options =
+        ClientOptions { dial: Box::new(dial), retry: Duration::from_millis(300), returns: true };
     let client: Client<Vec<u8>> = Client::connect(options, [200; 16]).unwrap();
     create(&client, &tensor(1, &[2]), 1.0);
     sync(&client).unwrap();
@@ -435,7 +461,8 @@ fn an_end_before_the_greeting_is_that_of_a_link_and_not_of_the_session() {
     let machine = Machine::start();
     let cutter = Cutter::start(&machine.address, vec![2000]);
     let mute = Listener::bind(&"127.0.0.1:0".parse().unwrap(), PATIENT).unwrap();
-    let (first, second, third) = (cutter.address.clone(), mute.address().clone(), machine.address.clone());
+    let (first, second, third) =
+        (cutter.address.clone(), mute.address().clone(), machine.address.clone());
     // It hears who is there, and ends in good order without a word.
     let ended = thread::spawn(move || accept(&mute).map(drop));
     let dials = Arc::new(AtomicUsize::new(0));
@@ -462,7 +489,8 @@ fn an_end_before_the_greeting_is_that_of_a_link_and_not_of_the_session() {
 fn an_answer_that_is_lost_ends_the_session_when_the_next_one_comes() {
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap(), PATIENT).unwrap();
     let address = listener.address().clone();
-    // Answers to the second question and none to the first: what the client asks when it begins to doubt.
+    // Answers to the second question and none to the first: what the client asks when it begins to
+    // doubt.
     let machine = thread::spawn(move || {
         let mut link = greet(&listener, &[vec![0, 1, 2, 0]])?;
         while link.next_event().is_ok() {}
@@ -490,7 +518,8 @@ fn few_sessions_are_kept_without_a_link() {
             if dialled.swap(true, Ordering::Relaxed) {
                 return Err(Error::Misuse("once is enough".into()));
             }
-            let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
+            let options =
+                ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
             // What is sent behind the greeting is cut off.
             Link::connect(&Cutter::start(&address, vec![1500]).address, options)
         };
@@ -513,7 +542,8 @@ fn whoever_never_listens_again_is_not_waited_for() {
         let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
         Link::connect(&address, options)
     };
-    let options = ClientOptions { dial: Box::new(dial), retry: Duration::from_secs(600), returns: false };
+    let options =
+        ClientOptions { dial: Box::new(dial), retry: Duration::from_secs(600), returns: false };
     let client = Client::<Vec<u8>>::connect(options, [93; 16]).unwrap();
     sync(&client).unwrap();
     drop(machine);
@@ -525,19 +555,28 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
     #[test]
     fn a_machine_that_says_anything_is_an_error_and_nothing_worse(
-        said in prop::collection::vec((0u8..4, 0u8..7, prop::collection::vec(any::<u8>(), 0..40)), 0..6),
+        said in prop::collection::vec(
+            (0u8..4, 0u8..7, prop::collection::vec(any::<u8>(), 0..40)),
+            0..6,
+        ),
     ) {
         let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap(), PATIENT).unwrap();
         let address = listener.address().clone();
         // What they are, in the channel and among replies, is mostly something that there is.
-        let messages: Vec<_> =
-            said.into_iter().map(|(kind, reply, rest)| [vec![kind, reply], rest].concat()).collect();
+        let messages: Vec<_> = said
+            .into_iter()
+            .map(|(kind, reply, rest)| [vec![kind, reply], rest].concat())
+            .collect();
         let machine = thread::spawn(move || say(&listener, &messages));
         let dial = move || {
-            let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
+            let options =
+                ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
             Link::connect(&address, options)
         };
-        let client = Client::<Vec<u8>>::connect(ClientOptions { dial: Box::new(dial), retry: Duration::ZERO, returns: true }, [7; 16]);
+        let client = Client::<Vec<u8>>::connect(
+            ClientOptions { dial: Box::new(dial), retry: Duration::ZERO, returns: true },
+            [7; 16],
+        );
         if let Ok(client) = client {
             let (sum, forgotten) = (client.read(tensor(1, &[2]), vec![0; 8]), client.reply());
             client.forget(forgotten);

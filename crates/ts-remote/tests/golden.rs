@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The bytes that PROTOCOL.md says: what one end writes, kept in a file that also is where the fuzzer begins.
+//! The bytes that PROTOCOL.md says: what one end writes, kept in a file that also is where the
+//! fuzzer begins.
 #![cfg(target_os = "linux")] // shared memory
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -17,15 +18,17 @@ fn connector() -> Vec<u8> {
         max_streams: 64,
         ..ConnectionOptions::default()
     };
-    let mut ends =
-        [Role::Connector, Role::Acceptor].map(|role| Connection::<Vec<u8>>::new(role, options.clone()));
+    let mut ends = [Role::Connector, Role::Acceptor]
+        .map(|role| Connection::<Vec<u8>>::new(role, options.clone()));
     let mut said = Vec::new();
     let mut step = |ends: &mut [Connection<Vec<u8>>; 2], from: usize| {
         let mut bytes = Vec::new();
         let mut descriptor = None;
         while ends[from].plan_writes() {
-            descriptor =
-                ends[from].descriptor_to_send().map(|d| d.try_clone_to_owned().unwrap()).or(descriptor);
+            descriptor = ends[from]
+                .descriptor_to_send()
+                .map(|d| d.try_clone_to_owned().unwrap())
+                .or(descriptor);
             let before = bytes.len();
             ends[from].write_slices(99).iter().for_each(|slice| bytes.extend_from_slice(slice));
             ends[from].written(bytes.len() - before);
@@ -60,7 +63,8 @@ fn connector() -> Vec<u8> {
     step(&mut ends, 1);
     let [end, _] = &mut ends;
     let stream = end.open_stream().unwrap();
-    let whole = TensorInfo::new("w", Dtype::F32, [4u64, 8]).unwrap().in_storage(9, 128, 0, None).unwrap();
+    let whole =
+        TensorInfo::new("w", Dtype::F32, [4u64, 8]).unwrap().in_storage(9, 128, 0, None).unwrap();
     let keep = SendOptions { keep: true, checksums: true, compression: Compression::None };
     end.send(stream, whole, (0..128).collect::<Vec<u8>>().into(), keep).unwrap();
     let mut part = TensorInfo::new("w.t", Dtype::F32, [8u64, 2]).unwrap();
@@ -68,8 +72,11 @@ fn connector() -> Vec<u8> {
     part.device = "cuda:0".into();
     let part = part.in_storage(9, 128, 64, Some(vec![1, 8])).unwrap();
     end.send_view(stream, part, false).unwrap();
-    let encoded =
-        SendOptions { compression: Compression::By(Codec::Lz4, None), checksums: true, keep: false };
+    let encoded = SendOptions {
+        compression: Compression::By(Codec::Lz4, None),
+        checksums: true,
+        keep: false,
+    };
     let long = TensorInfo::new("z", Dtype::U8, [500u64]).unwrap();
     end.send(stream, long, vec![5; 500].into(), encoded).unwrap();
     end.send(
@@ -105,11 +112,18 @@ fn connector() -> Vec<u8> {
 fn the_bytes_are_those_of_version_1() {
     let said = connector();
     if std::env::var_os("TS_BLESS").is_some() {
-        std::fs::write(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/wire/conversation"), &said)
-            .unwrap();
+        std::fs::write(
+            concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/wire/conversation"),
+            &said,
+        )
+        .unwrap();
         return;
     }
     assert_eq!(&said[..8], b"TSWIRE1\n");
     // Of a new version of the software, which it names, it is written anew with TS_BLESS=1.
-    assert!(said == CONVERSATION, "what is written is not what version 1 writes: {} bytes", said.len());
+    assert!(
+        said == CONVERSATION,
+        "what is written is not what version 1 writes: {} bytes",
+        said.len()
+    );
 }

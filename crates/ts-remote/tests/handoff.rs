@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Passing connections from the process that accepts them to the process that serves them. Here both are threads that
-//! share only a socket.
+//! Passing connections from the process that accepts them to the process that serves them. Here
+//! both are threads that share only a socket.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 mod dispatched;
@@ -44,7 +44,8 @@ struct Full {
 impl Full {
     fn start(options: ConnectionOptions) -> Self {
         let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap(), options.timeout).unwrap();
-        let (stop, failed, services) = (Arc::<AtomicBool>::default(), Arc::default(), Arc::default());
+        let (stop, failed, services) =
+            (Arc::<AtomicBool>::default(), Arc::default(), Arc::default());
         let mut this = Self {
             address: listener.address().clone(),
             stop: Arc::clone(&stop),
@@ -56,7 +57,8 @@ impl Full {
             let mut dispatcher = Dispatcher::new(options);
             while !stop.load(Ordering::Relaxed) {
                 let log = |_: &str, error: &Error| failed.lock().unwrap().push(error.to_string());
-                let handoff = dispatcher.accept_within(&listener, Duration::from_millis(20), log).unwrap();
+                let handoff =
+                    dispatcher.accept_within(&listener, Duration::from_millis(20), log).unwrap();
                 if let Some(handoff) = handoff {
                     services.lock().unwrap().push(handoff.service().to_string());
                     handoff.refuse("no capacity");
@@ -128,7 +130,9 @@ fn clients_without_a_complete_hello_do_not_delay_others() {
     assert!(error.contains("no capacity"), "{error}");
     assert!(since.elapsed() < Duration::from_secs(10));
     // All of them are disconnected, at the latest by the timeout.
-    while full.failed.lock().unwrap().len() < silent.len() && since.elapsed() < Duration::from_secs(30) {
+    while full.failed.lock().unwrap().len() < silent.len()
+        && since.elapsed() < Duration::from_secs(30)
+    {
         thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(full.failed.lock().unwrap().len(), silent.len());
@@ -151,7 +155,8 @@ fn a_hello_may_arrive_byte_by_byte() {
 
 /// The preface and the HELLO of PROTOCOL.md.
 fn hello(service: &str, token: Option<&str>) -> Vec<u8> {
-    let field = |tag: u8, bytes: &[u8]| [&[tag][..], &(bytes.len() as u32).to_le_bytes(), bytes].concat();
+    let field =
+        |tag: u8, bytes: &[u8]| [&[tag][..], &(bytes.len() as u32).to_le_bytes(), bytes].concat();
     let mut body = Vec::new();
     for (tag, value) in [(0x81, 1u64), (0x82, 1 << 20), (0x83, 4)] {
         body.extend(field(tag, &value.to_le_bytes()));
@@ -166,7 +171,8 @@ fn hello(service: &str, token: Option<&str>) -> Vec<u8> {
 
 #[test]
 fn no_first_bytes_stop_a_dispatcher() {
-    let full = Full::start(ConnectionOptions { timeout: Duration::from_millis(50), ..wants("exec") });
+    let full =
+        Full::start(ConnectionOptions { timeout: Duration::from_millis(50), ..wants("exec") });
     let good = hello("exec/x", Some("sesame"));
     let config = ProptestConfig { cases: 60, ..ProptestConfig::default() };
     proptest!(config, |(at in 0..good.len(), byte: u8, cut in 0..good.len())| {

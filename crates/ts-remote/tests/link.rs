@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use ts_format::Dtype;
 use ts_remote::{
-    Address, ConnectionOptions, Error, ErrorKind, Event, Link, Listener, Lobby, Role, SendOptions, TensorInfo,
+    Address, ConnectionOptions, Error, ErrorKind, Event, Link, Listener, Lobby, Role, SendOptions,
+    TensorInfo,
 };
 
 use together::{both_ways, options, payload};
@@ -34,19 +35,24 @@ fn both_ends_send_at_once_over_a_unix_socket() {
     assert!(!path.exists(), "who listens no more leaves nothing behind");
 }
 
-/// Of those who connect some say nothing, some something else, and one who it is: that one is let in, and the others wait or are sent away.
+/// Of those who connect some say nothing, some something else, and one who it is: that one is let
+/// in, and the others wait or are sent away.
 #[test]
 fn strangers_keep_nobody_waiting() {
     let with = ConnectionOptions { token: Some("sesame".into()), ..options() };
     let listener = Listener::bind(&any_port(), with.timeout).unwrap();
-    let Address::Tcp(address) = listener.address().clone() else { unreachable!("it was asked for TCP") };
+    let Address::Tcp(address) = listener.address().clone() else {
+        unreachable!("it was asked for TCP")
+    };
     let mut lobby = Lobby::<Vec<u8>>::new(with.clone());
     let (mut silent, mut sent_away) = (Vec::new(), Vec::new());
     let mut log = |_: &str, error: &Error| sent_away.push(error.to_string());
     // No more at a time than the system lets wait.
     for _ in 0..2 {
         silent.extend((0..100).map(|_| TcpStream::connect(&address).unwrap()));
-        assert!(lobby.accept_within(&listener, Duration::from_millis(100), &mut log).unwrap().is_none());
+        assert!(
+            lobby.accept_within(&listener, Duration::from_millis(100), &mut log).unwrap().is_none()
+        );
     }
     let mut other = TcpStream::connect(&address).unwrap();
     other.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
@@ -57,17 +63,20 @@ fn strangers_keep_nobody_waiting() {
     known.join().unwrap();
     let of = |what: &str| sent_away.iter().filter(|reason| reason.contains(what)).count();
     assert_eq!(of("does not speak this protocol"), 1, "{sent_away:?}");
-    // As many as there is room for are still there, one of them perhaps gone for the one that said something or was let in.
+    // As many as there is room for are still there, one of them perhaps gone for the one that said
+    // something or was let in.
     assert!((72..=74).contains(&of("it had said nothing")), "{sent_away:?}");
     drop((silent, other));
 }
 
-/// Tensors that each fit what is put together for the socket at a time go by shared memory too, once the other end has taken it.
+/// Tensors that each fit what is put together for the socket at a time go by shared memory too,
+/// once the other end has taken it.
 #[test]
 fn tensors_of_a_mebibyte_go_by_shared_memory() {
     const LEN: usize = 1 << 20;
     let directory = tempfile::tempdir().unwrap();
-    let address: Address = format!("unix:{}", directory.path().join("socket").display()).parse().unwrap();
+    let address: Address =
+        format!("unix:{}", directory.path().join("socket").display()).parse().unwrap();
     let listener = Listener::bind(&address, options().timeout).unwrap();
     let sender = thread::spawn(move || {
         let mut link = Link::<Vec<u8>>::connect(&address, options()).unwrap();
@@ -80,11 +89,14 @@ fn tensors_of_a_mebibyte_go_by_shared_memory() {
         link.close("that was all").unwrap();
         sent
     });
-    let mut link = Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options()).unwrap();
+    let mut link =
+        Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options()).unwrap();
     let mut seed = 0;
     let ended = loop {
         match link.next_event() {
-            Ok(Event::Metadata { stream, .. }) => link.connection().accept(stream, vec![0; LEN]).unwrap(),
+            Ok(Event::Metadata { stream, .. }) => {
+                link.connection().accept(stream, vec![0; LEN]).unwrap()
+            }
             Ok(Event::End { sink, .. }) => {
                 assert!(sink.unwrap() == payload(LEN, seed), "tensor {seed}");
                 seed += 1;
@@ -101,7 +113,8 @@ fn tensors_of_a_mebibyte_go_by_shared_memory() {
 
 #[test]
 fn a_silent_end_is_given_up_in_time_and_a_slow_one_is_not() {
-    let short = ConnectionOptions { timeout: Duration::from_millis(400), ..ConnectionOptions::default() };
+    let short =
+        ConnectionOptions { timeout: Duration::from_millis(400), ..ConnectionOptions::default() };
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = Address::Tcp(silent.local_addr().unwrap().to_string());
     let begin = Instant::now();
@@ -113,7 +126,8 @@ fn a_silent_end_is_given_up_in_time_and_a_slow_one_is_not() {
     let address = listener.address().clone();
     let with = short.clone();
     let other = thread::spawn(move || {
-        let mut link = Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, with).unwrap();
+        let mut link =
+            Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, with).unwrap();
         // It answers pings and says nothing for longer than the other's timeout.
         let end = Instant::now() + Duration::from_millis(1200);
         while Instant::now() < end {
@@ -128,16 +142,19 @@ fn a_silent_end_is_given_up_in_time_and_a_slow_one_is_not() {
     assert!(matches!(link.next_event().unwrap(), Event::Connected { .. }));
     // Nobody was waited for meanwhile.
     thread::sleep(Duration::from_millis(600));
-    assert!(matches!(link.next_event().unwrap(), Event::Message { bytes, .. } if bytes == b"at last"[..]));
+    let event = link.next_event().unwrap();
+    assert!(matches!(event, Event::Message { bytes, .. } if bytes == b"at last"[..]));
     other.join().unwrap();
 }
 
 #[test]
 fn what_is_no_peer_is_an_error_that_says_so() {
     let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let refused = Link::<Vec<u8>>::connect(&Address::Tcp(nobody.to_string()), options()).unwrap_err();
+    let refused =
+        Link::<Vec<u8>>::connect(&Address::Tcp(nobody.to_string()), options()).unwrap_err();
+    let nobody = nobody.to_string();
     assert!(
-        matches!(&refused, Error::Io { peer, what: "connecting", .. } if *peer == nobody.to_string()),
+        matches!(&refused, Error::Io { peer, what: "connecting", .. } if *peer == nobody),
         "{refused}"
     );
 
@@ -167,7 +184,8 @@ fn an_end_that_dies_is_missed() {
     let listener = Listener::bind(&any_port(), options().timeout).unwrap();
     let address = listener.address().clone();
     let other = thread::spawn(move || {
-        let link = Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options()).unwrap();
+        let link =
+            Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options()).unwrap();
         drop(link);
     });
     let mut link = Link::<Vec<u8>>::connect(&address, options()).unwrap();
@@ -183,8 +201,9 @@ fn an_end_that_dies_is_missed() {
     // In the middle of a frame.
     let listener = Listener::bind(&any_port(), options().timeout).unwrap();
     let address = listener.address().to_string();
-    let other =
-        thread::spawn(move || Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options()));
+    let other = thread::spawn(move || {
+        Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options())
+    });
     TcpStream::connect(address).unwrap().write_all(b"TSWIRE1\n\x01\x00").unwrap();
     let lost = other.join().unwrap().unwrap_err();
     assert_eq!(lost.kind(), ErrorKind::Network, "{lost}");
@@ -215,11 +234,14 @@ fn carried(listener: &Listener, address: &Address) -> u64 {
     thread::scope(|scope| {
         let receiver = scope.spawn(|| {
             let mut link =
-                Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options()).unwrap();
+                Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options())
+                    .unwrap();
             loop {
                 match link.next_event().unwrap() {
                     Event::Metadata { stream, info, .. } => {
-                        link.connection().accept(stream, vec![0; info.storage_len as usize]).unwrap();
+                        link.connection()
+                            .accept(stream, vec![0; info.storage_len as usize])
+                            .unwrap();
                     }
                     Event::End { sink, .. } => {
                         assert!(sink.unwrap() == payload(8 << 20, 3));
@@ -267,13 +289,17 @@ fn on_one_host_payloads_go_by_shared_memory_where_descriptors_get_through() {
         let _ = back.join().unwrap();
     });
     let indirect = carried(&listener, &address("between"));
-    assert!(indirect > 8 << 20, "{indirect} bytes by the socket, and {direct} without anybody between");
+    assert!(
+        indirect > 8 << 20,
+        "{indirect} bytes by the socket, and {direct} without anybody between"
+    );
     passing.join().unwrap();
 }
 
 #[test]
 fn who_is_there_and_says_nothing_at_all_is_given_up() {
-    let short = ConnectionOptions { timeout: Duration::from_secs(1), ..ConnectionOptions::default() };
+    let short =
+        ConnectionOptions { timeout: Duration::from_secs(1), ..ConnectionOptions::default() };
     let listener = Listener::bind(&any_port(), short.timeout).unwrap();
     let address = listener.address().clone();
     let with = short.clone();
@@ -306,7 +332,8 @@ fn who_is_there_and_says_nothing_at_all_is_given_up() {
             thread::sleep(Duration::from_millis(100));
         }
     });
-    let given_up = Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, short).unwrap_err();
+    let given_up =
+        Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, short).unwrap_err();
     assert_eq!(given_up.kind(), ErrorKind::TimedOut, "{given_up}");
     slow.join().unwrap();
 }
@@ -324,7 +351,9 @@ fn pair(at: &Address) -> [Link<Vec<u8>>; 2] {
 fn receive(link: &mut Link<Vec<u8>>, len: usize) {
     loop {
         match link.next_event().unwrap() {
-            Event::Metadata { stream, .. } => link.connection().accept(stream, vec![0; len]).unwrap(),
+            Event::Metadata { stream, .. } => {
+                link.connection().accept(stream, vec![0; len]).unwrap()
+            }
             Event::End { .. } => return,
             _ => {}
         }
@@ -335,7 +364,8 @@ fn receive(link: &mut Link<Vec<u8>>, len: usize) {
 fn closing_after_the_other_end_has_closed_is_no_error_when_all_has_arrived() {
     const LEN: usize = 100_000;
     let directory = tempfile::tempdir().unwrap();
-    let unix: Address = format!("unix:{}", directory.path().join("socket").display()).parse().unwrap();
+    let unix: Address =
+        format!("unix:{}", directory.path().join("socket").display()).parse().unwrap();
     for at in [&any_port(), &unix] {
         for round in 0..20 {
             let [mut near, mut far] = pair(at);

@@ -7,8 +7,9 @@ use ts_format::Dtype;
 use ts_pool::ts_streams::{Device, SimDevice, SimOptions, StreamPriority};
 use ts_pool::{GpuMemoryPool, PinnedMemoryPool, PoolConfig};
 use ts_remote::{
-    ErrorKind, GpuMemory, GpuReceiverEvent, GpuTensorReceiver, HostMemory, Memory, PooledGpuReceiver,
-    PooledMemory, SendOptions, Sink, Tensor, TensorInfo, TensorReceiver, TensorSender,
+    ErrorKind, GpuMemory, GpuReceiverEvent, GpuTensorReceiver, HostMemory, Memory,
+    PooledGpuReceiver, PooledMemory, SendOptions, Sink, Tensor, TensorInfo, TensorReceiver,
+    TensorSender,
 };
 
 fn payload(len: usize) -> Vec<u8> {
@@ -35,9 +36,13 @@ fn carry<M: Memory>(sender: &mut TensorSender, receiver: &mut TensorReceiver<M>,
 #[test]
 fn a_tensor_comes_to_a_gpu_or_to_the_host_where_there_is_none() {
     let bytes = payload(10 << 20);
-    let (mut sender, mut receiver) = (TensorSender::new(), GpuTensorReceiver::new(GpuMemory::new(0)));
+    let (mut sender, mut receiver) =
+        (TensorSender::new(), GpuTensorReceiver::new(GpuMemory::new(0)));
     sender.send(info("w", bytes.len()), bytes.clone().into(), SendOptions::default()).unwrap();
-    assert!(sender.encode().len() < 5 << 20, "no more than the window before the receiver is heard of");
+    assert!(
+        sender.encode().len() < 5 << 20,
+        "no more than the window before the receiver is heard of"
+    );
     let mut sender = TensorSender::new();
     sender.send(info("w", bytes.len()), bytes.clone().into(), SendOptions::default()).unwrap();
     carry(&mut sender, &mut receiver, 100_000);
@@ -80,18 +85,24 @@ fn what_is_cancelled_says_why() {
     receiver.feed(&sender.encode()).unwrap();
     sender.cancel("it was the wrong one");
     receiver.feed(&sender.encode()).unwrap();
-    let last =
-        std::iter::from_fn(|| Some(receiver.poll()).filter(|event| *event != GpuReceiverEvent::NeedMoreData))
-            .last();
+    let last = std::iter::from_fn(|| {
+        Some(receiver.poll()).filter(|event| *event != GpuReceiverEvent::NeedMoreData)
+    })
+    .last();
     assert_eq!(last, Some(GpuReceiverEvent::Cancelled("it was the wrong one".into())));
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
 
-    /// The race detector of the simulated device finds a piece that is written to while it is copied, or memory that is let go of too early.
+    /// The race detector of the simulated device finds a piece that is written to while it is
+    /// copied, or memory that is let go of too early.
     #[test]
-    fn blocks_of_a_device_are_filled_by_way_of_two_pieces(seed: u64, sizes in prop::collection::vec(0usize..5 << 20, 1..4), most in 1000usize..3 << 20) {
+    fn blocks_of_a_device_are_filled_by_way_of_two_pieces(
+        seed: u64,
+        sizes in prop::collection::vec(0usize..5 << 20, 1..4),
+        most in 1000usize..3 << 20,
+    ) {
         let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
         let stream = device.create_stream(StreamPriority::Normal).unwrap();
         let pinned = PinnedMemoryPool::new(device.clone(), PoolConfig::default()).unwrap();

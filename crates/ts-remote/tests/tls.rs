@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use ts_remote::{
-    Bytes, ConnectionOptions, Dispatcher, Error, ErrorKind, Files, Identity, Link, Listener, RangeClient,
-    RangeSession, Refusal, RefusalKind, RemoteFile, Role, ServerOptions, Socket, TlsClient, TlsServer, serve,
+    Bytes, ConnectionOptions, Dispatcher, Error, ErrorKind, Files, Identity, Link, Listener,
+    RangeClient, RangeSession, Refusal, RefusalKind, RemoteFile, Role, ServerOptions, Socket,
+    TlsClient, TlsServer, serve,
 };
 
 use dispatched::dispatch;
@@ -34,8 +35,12 @@ impl Pem {
         let authority = params.self_signed(&authority_key).unwrap();
         let key = KeyPair::generate().unwrap();
         let issuer = Issuer::from_params(&params, &authority_key);
-        let leaf = CertificateParams::new(vec![name.to_string()]).unwrap().signed_by(&key, &issuer).unwrap();
-        let write = |file: &str, text: String| std::fs::write(directory.path().join(file), text).unwrap();
+        let leaf = CertificateParams::new(vec![name.to_string()])
+            .unwrap()
+            .signed_by(&key, &issuer)
+            .unwrap();
+        let write =
+            |file: &str, text: String| std::fs::write(directory.path().join(file), text).unwrap();
         write("ca.pem", authority.pem());
         write("cert.pem", leaf.pem());
         write("key.pem", key.serialize_pem());
@@ -49,11 +54,13 @@ impl Pem {
     fn server(&self, clients: Option<&Pem>) -> TlsServer {
         let (certificates, key) = (self.file("cert.pem"), self.file("key.pem"));
         let clients = clients.map(|files| files.file("ca.pem"));
-        TlsServer::new(Identity { certificates: &certificates, key: &key }, clients.as_deref()).unwrap()
+        TlsServer::new(Identity { certificates: &certificates, key: &key }, clients.as_deref())
+            .unwrap()
     }
 
     fn client(&self, own: Option<&Pem>) -> TlsClient {
-        let (certificates, key) = own.map(|own| (own.file("cert.pem"), own.file("key.pem"))).unzip();
+        let (certificates, key) =
+            own.map(|own| (own.file("cert.pem"), own.file("key.pem"))).unzip();
         let identity = certificates.as_deref().zip(key.as_deref());
         let identity = identity.map(|(certificates, key)| Identity { certificates, key });
         TlsClient::new(&self.file("ca.pem"), identity).unwrap()
@@ -88,7 +95,8 @@ fn a_dispatcher_relays_decrypted_connections() {
 /// The threads of this process that relay.
 fn relays() -> usize {
     let threads = std::fs::read_dir("/proc/self/task").unwrap();
-    let names = threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("comm")).ok());
+    let names =
+        threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("comm")).ok());
     names.filter(|name| name.starts_with("tensorstream-re")).count()
 }
 
@@ -100,14 +108,16 @@ fn a_client_that_stays_connected_keeps_no_relay_after_it_was_dropped() {
     let ts_remote::Address::Tcp(address) = listener.address().clone() else { unreachable!() };
     let short = ConnectionOptions { timeout: Duration::from_millis(300), ..options() };
     let mut dispatcher = Dispatcher::new(short).with_tls(files.server(None));
-    let connect =
-        move || (0..300).map(|_| std::net::TcpStream::connect(&address).unwrap()).collect::<Vec<_>>();
+    let connect = move || {
+        (0..300).map(|_| std::net::TcpStream::connect(&address).unwrap()).collect::<Vec<_>>()
+    };
     let silent = thread::spawn(connect);
     let since = Instant::now();
     let mut failed = 0;
     while failed < 300 && since.elapsed() < Duration::from_secs(20) {
-        let none =
-            dispatcher.accept_within(&listener, Duration::from_millis(50), |_, _| failed += 1).unwrap();
+        let none = dispatcher
+            .accept_within(&listener, Duration::from_millis(50), |_, _| failed += 1)
+            .unwrap();
         assert!(none.is_none());
     }
     let silent = silent.join().unwrap();
@@ -125,9 +135,11 @@ fn meet(server: TlsServer, client: &TlsClient) -> [Result<(), Error>; 2] {
         let socket = listener.accept()?.into_tls_server(&server)?;
         Link::<Vec<u8>>::new(socket, Role::Acceptor, options()).map(drop)
     });
-    let socket =
-        Socket::connect(&address, options().timeout).and_then(|socket| socket.into_tls_client(client));
-    let met = socket.and_then(|socket| Link::<Vec<u8>>::new(socket, Role::Connector, options())).map(drop);
+    let socket = Socket::connect(&address, options().timeout)
+        .and_then(|socket| socket.into_tls_client(client));
+    let met = socket
+        .and_then(|socket| Link::<Vec<u8>>::new(socket, Role::Connector, options()))
+        .map(drop);
     [met, other.join().unwrap()]
 }
 
@@ -176,18 +188,22 @@ fn a_server_of_ranges_reads_all_that_tls_has_taken_off_the_socket() {
     let other = thread::spawn(move || {
         let options = ServerOptions { tls: Some(server), ..ServerOptions::default() };
         let session = |_: &str| RangeSession::new(Held(content.clone()));
-        serve(&listener, &options, &mut || asked.load(Ordering::Relaxed), session, |_, _| {}).unwrap()
+        serve(&listener, &options, &mut || asked.load(Ordering::Relaxed), session, |_, _| {})
+            .unwrap()
     });
     let readers = (0..3u64).map(|reader| {
         let (address, client, held) = (address.clone(), client.clone(), held.clone());
         thread::spawn(move || {
-            let socket =
-                Socket::connect(&address, options().timeout).unwrap().into_tls_client(&client).unwrap();
+            let socket = Socket::connect(&address, options().timeout)
+                .unwrap()
+                .into_tls_client(&client)
+                .unwrap();
             let mut ranges = RangeClient::<Vec<u8>>::new(socket, options()).unwrap();
             let file = ranges.open("w").unwrap().unwrap();
             assert_eq!(ranges.open("v").unwrap().unwrap_err().kind, RefusalKind::NotFound);
             for number in 0..40 {
-                let (offset, len) = (reader * 777 + number * 99_991, [1, 5000, 3 << 20][number as usize % 3]);
+                let (offset, len) =
+                    (reader * 777 + number * 99_991, [1, 5000, 3 << 20][number as usize % 3]);
                 let mut memory = Some(vec![0; len]);
                 ranges.read(file.id, offset, &mut memory).unwrap().unwrap();
                 assert!(memory.unwrap() == held[offset as usize..offset as usize + len]);
@@ -209,6 +225,7 @@ fn files_that_are_wrong_are_named() {
         assert!(error.to_string().contains(wrong.to_str().unwrap()), "{error}");
     }
     let error =
-        TlsServer::new(Identity { certificates: &files.file("cert.pem"), key: &absent }, None).unwrap_err();
+        TlsServer::new(Identity { certificates: &files.file("cert.pem"), key: &absent }, None)
+            .unwrap_err();
     assert!(error.to_string().contains("absent.pem"), "{error}");
 }

@@ -7,14 +7,16 @@ use std::time::Duration;
 use crate::cpu::{CpuDevice, CpuEvent, CpuMemory, CpuStream};
 #[cfg(feature = "cuda")]
 use crate::cuda::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
-use crate::device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream, StreamId};
+use crate::device::{
+    Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream, StreamId,
+};
 use crate::memory::{MemoryKind, MemoryRange};
 use crate::priority::StreamPriority;
 use crate::sim::{SimDevice, SimEvent, SimMemory, SimStream};
 use crate::{DeviceKind, Error, MemoryMetrics, StreamMetrics};
 
-/// A device of any kind. Code that is written for a [`Device`] runs on it as on the device inside; events and streams of different
-/// kinds do not go together, which is [`Error::MixedDevices`].
+/// A device of any kind. Code that is written for a [`Device`] runs on it as on the device inside;
+/// events and streams of different kinds do not go together, which is [`Error::MixedDevices`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum AnyDevice {
@@ -92,13 +94,18 @@ macro_rules! each_into {
 
 /// Does the same with two things of one kind.
 macro_rules! both {
-    (($of:ident, $value:expr, $inner:ident), ($with:ident, $other:expr, $inner_other:ident) => $result:expr) => {
+    (
+        ($of:ident, $value:expr, $inner:ident),
+        ($with:ident, $other:expr, $inner_other:ident) => $result:expr
+    ) => {
         match ($value, $other) {
             ($of::Cpu($inner), $with::Cpu($inner_other)) => $result,
             ($of::Sim($inner), $with::Sim($inner_other)) => $result,
             #[cfg(feature = "cuda")]
             ($of::Cuda($inner), $with::Cuda($inner_other)) => $result,
-            (value, other) => Err(Error::MixedDevices { of: value.device_kind(), with: other.device_kind() }),
+            (value, other) => {
+                Err(Error::MixedDevices { of: value.device_kind(), with: other.device_kind() })
+            }
         }
     };
 }

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use crate::{
-    Device, Error, ErrorKind, Event, HostFn, MemoryKind, MemoryLocation, MemoryRange, RawMemory, Status,
-    Stream, StreamPriority,
+    Device, Error, ErrorKind, Event, HostFn, MemoryKind, MemoryLocation, MemoryRange, RawMemory,
+    Status, Stream, StreamPriority,
 };
 
 /// Checks all of it, on devices that `make` gives. Blocks for some seconds.
@@ -61,9 +61,11 @@ fn content<M: RawMemory>(memory: &M) -> Vec<u8> {
     bytes
 }
 
-/// What a stream gives back it gives back behind its work, also where the next block is the same memory.
+/// What a stream gives back it gives back behind its work, also where the next block is the same
+/// memory.
 fn memory_of_its_own_allocator_is_in_order<D: Device>(device: &D) {
-    let (stream, layout) = (stream(device), Layout::from_size_align(4096, 256).expect("a power of two"));
+    let (stream, layout) =
+        (stream(device), Layout::from_size_align(4096, 256).expect("a power of two"));
     let mut copies = vec![[0u8; 4096]; 20];
     for (number, copy) in copies.iter_mut().enumerate() {
         let memory = match device.allocate_in_order(layout, &stream) {
@@ -71,10 +73,13 @@ fn memory_of_its_own_allocator_is_in_order<D: Device>(device: &D) {
             Err(error) => return assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}"),
         };
         assert_eq!((memory.range().len(), memory.range().address() % 256), (4096, 0));
-        // SAFETY: nobody else uses it, and it is given back behind this; the copies are there until the stream is done.
+        // SAFETY: nobody else uses it, and it is given back behind this; the copies are there until
+        // the stream is done.
         unsafe {
             stream.fill(memory.range(), number as u8).expect("a stream that has not failed");
-            stream.copy(MemoryRange::of(copy), memory.range()).expect("a stream that has not failed");
+            stream
+                .copy(MemoryRange::of(copy), memory.range())
+                .expect("a stream that has not failed");
         }
         device.free_in_order(memory, &stream).expect("a stream that has not failed");
     }
@@ -250,7 +255,10 @@ fn a_failure_takes_with_it_what_depends_on_it_and_nothing_else<D: Device>(device
     assert_eq!(ran.load(Ordering::SeqCst), 11);
     for stream in [&failing, &dependent] {
         let error = stream.synchronize().expect_err("it failed");
-        assert!(error.kind() == ErrorKind::Failed && error.to_string().contains("on purpose"), "{error}");
+        assert!(
+            error.kind() == ErrorKind::Failed && error.to_string().contains("on purpose"),
+            "{error}"
+        );
         assert_eq!(stream.query(), Err(error.clone()));
         // What is refused may own the last handle to another stream.
         let last = self::stream(device);
@@ -329,7 +337,8 @@ fn metrics_count_what_was_submitted<D: Device>(device: &D) {
 fn what_is_not_there_is_unsupported<D: Device>(device: &D) {
     let (stream, memory) = (stream(device), memory(device, 64));
     if !device.info().can_prefetch {
-        let refused = stream.prefetch(memory.range(), MemoryLocation::Device).expect_err("it cannot");
+        let refused =
+            stream.prefetch(memory.range(), MemoryLocation::Device).expect_err("it cannot");
         assert_eq!(refused.kind(), ErrorKind::Unsupported);
     }
     stream.synchronize().expect("a refusal is no failure");
@@ -355,14 +364,16 @@ fn no_call_waits_for_work<D: Device>(device: &D) {
     waiting.synchronize().expect("work that succeeds");
 }
 
-/// Copies and fills between blocks on several streams, each ordered after those that it depends on and no others.
+/// Copies and fills between blocks on several streams, each ordered after those that it depends on
+/// and no others.
 fn random_programs_do_what_their_order_says<D: Device>(device: &D, seed: u64) {
     const BLOCK: usize = 512;
     const BLOCKS: usize = 6;
     let mut state = seed;
     let mut below = |n: usize| {
         // Knuth's MMIX.
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) as usize % n
     };
     let streams: Vec<_> = (0..3).map(|_| stream(device)).collect();
@@ -377,7 +388,8 @@ fn random_programs_do_what_their_order_says<D: Device>(device: &D, seed: u64) {
     for step in 0..100 {
         let (stream, to, from) = (&streams[below(3)], below(BLOCKS), below(BLOCKS + 2));
         let from = (from < BLOCKS && from != to).then_some(from);
-        let before = writes[to].iter().chain(&reads[to]).chain(from.and_then(|from| writes[from].as_ref()));
+        let before =
+            writes[to].iter().chain(&reads[to]).chain(from.and_then(|from| writes[from].as_ref()));
         before.for_each(|event| stream.wait(event).expect("a wait"));
         let done = event(device);
         // SAFETY: the waits order it; the memory outlives it.

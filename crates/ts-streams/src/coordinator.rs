@@ -9,8 +9,8 @@ use crate::graph::{Task, TaskGraph};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::{Device, Error, Event, HostFn, Status, Stream};
 
-/// Streams that work on one thing: in parallel, in the order of a graph, up to barriers. The host waits for none of it unless it
-/// asks to.
+/// Streams that work on one thing: in parallel, in the order of a graph, up to barriers. The host
+/// waits for none of it unless it asks to.
 #[derive(Debug)]
 pub struct MultiStreamCoordinator<D: Device> {
     device: D,
@@ -32,21 +32,24 @@ impl<D: Device> MultiStreamCoordinator<D> {
         &self.streams
     }
 
-    /// Has what is submitted to `later` from now on wait for all that was submitted to `earlier`. A wait for what was submitted
-    /// before cannot close a circle, however often streams wait for each other.
+    /// Has what is submitted to `later` from now on wait for all that was submitted to `earlier`. A
+    /// wait for what was submitted before cannot close a circle, however often streams wait for
+    /// each other.
     ///
     /// # Errors
-    /// That of work on one of them; [`Error::ForeignStream`] when one is not of the coordinator's device. Nothing has happened then.
+    /// That of work on one of them; [`Error::ForeignStream`] when one is not of the coordinator's
+    /// device. Nothing has happened then.
     pub fn order(&self, later: &D::Stream, earlier: &D::Stream) -> Result<(), Error> {
-        if let Some(foreign) = [later, earlier].into_iter().find(|stream| !self.device.owns(stream)) {
+        if let Some(foreign) = [later, earlier].into_iter().find(|stream| !self.device.owns(stream))
+        {
             let device = self.device.info().name.clone();
             return Err(Error::ForeignStream { stream: foreign.id(), device });
         }
         later.wait(&self.mark(earlier)?)
     }
 
-    /// Has what is submitted to any of the streams from now on wait for all that was submitted to all of them. On the device: the
-    /// host goes on.
+    /// Has what is submitted to any of the streams from now on wait for all that was submitted to
+    /// all of them. On the device: the host goes on.
     ///
     /// # Errors
     /// That of work on one of them; the others are ordered among each other all the same.
@@ -59,12 +62,15 @@ impl<D: Device> MultiStreamCoordinator<D> {
         joined.into_iter().chain(waited).collect()
     }
 
-    /// Has each function submit to a stream of its own, in turn where there are more of them, and the first stream wait for all.
-    /// All of them are called, on this thread, also when one fails.
+    /// Has each function submit to a stream of its own, in turn where there are more of them, and
+    /// the first stream wait for all. All of them are called, on this thread, also when one fails.
     ///
     /// # Errors
     /// The first that one of them gives; [`Error::Failed`] for a panic.
-    pub fn execute_parallel<F>(&self, work: impl IntoIterator<Item = F>) -> Result<Execution<D>, Error>
+    pub fn execute_parallel<F>(
+        &self,
+        work: impl IntoIterator<Item = F>,
+    ) -> Result<Execution<D>, Error>
     where
         F: FnOnce(&D::Stream) -> Result<(), Error> + Send + 'static,
     {
@@ -79,11 +85,13 @@ impl<D: Device> MultiStreamCoordinator<D> {
         }
     }
 
-    /// Submits the tasks of a graph, each to the stream of one that it waits for, if nobody has followed that one yet, else to
-    /// the stream with the fewest tasks. It waits for others by events, of which there are no more than the order needs.
+    /// Submits the tasks of a graph, each to the stream of one that it waits for, if nobody has
+    /// followed that one yet, else to the stream with the fewest tasks. It waits for others by
+    /// events, of which there are no more than the order needs.
     ///
-    /// Does not block, as far as the tasks do not. A task that fails to submit takes with it those that wait for it; see
-    /// [`Execution::problems`]. So does a cancellation, for all tasks that were not submitted before.
+    /// Does not block, as far as the tasks do not. A task that fails to submit takes with it those
+    /// that wait for it; see [`Execution::problems`]. So does a cancellation, for all tasks that
+    /// were not submitted before.
     pub fn execute(&self, graph: TaskGraph<D::Stream>, cancel: &CancelToken) -> Execution<D> {
         let (tasks, waits) = graph.into_order();
         let mut placed = Placement::new(self, &waits);
@@ -95,7 +103,10 @@ impl<D: Device> MultiStreamCoordinator<D> {
                     // A task's panic must not leave others half submitted.
                     let done = catch_unwind(AssertUnwindSafe(|| submit(stream)));
                     done.unwrap_or_else(|_| {
-                        Err(Error::Failed { stream: stream.id(), what: format!("task `{name}` panicked") })
+                        Err(Error::Failed {
+                            stream: stream.id(),
+                            what: format!("task `{name}` panicked"),
+                        })
                     })
                 }),
             };
@@ -123,7 +134,8 @@ impl<D: Device> MultiStreamCoordinator<D> {
 struct Placement<'a, D: Device> {
     coordinator: &'a MultiStreamCoordinator<D>,
     waits: &'a [Vec<usize>],
-    /// Whether somebody on another stream waits for it, which is known only once its followers are placed: all are placed first.
+    /// Whether somebody on another stream waits for it, which is known only once its followers are
+    /// placed: all are placed first.
     stream_of: Vec<usize>,
     needs_event: Vec<bool>,
     events: Vec<Option<D::Event>>,
@@ -177,8 +189,9 @@ impl<'a, D: Device> Placement<'a, D> {
             if self.lost[before] {
                 return Err(Error::Cancelled { task: "one that it waits for was not run".into() });
             }
-            if let Some(event) =
-                &self.events[before].as_ref().filter(|_| self.stream_of[before] != self.stream_of[task])
+            if let Some(event) = &self.events[before]
+                .as_ref()
+                .filter(|_| self.stream_of[before] != self.stream_of[task])
             {
                 stream.wait(event)?;
             }
@@ -200,7 +213,9 @@ impl<'a, D: Device> Placement<'a, D> {
         let mut used: Vec<usize> = self.stream_of.clone();
         used.sort_unstable();
         used.dedup();
-        used.into_iter().map(|stream| self.coordinator.mark(&self.coordinator.streams[stream])).collect()
+        used.into_iter()
+            .map(|stream| self.coordinator.mark(&self.coordinator.streams[stream]))
+            .collect()
     }
 }
 
@@ -241,7 +256,8 @@ impl<D: Device> Execution<D> {
     /// Waits until all that was submitted is done. Blocks.
     ///
     /// # Errors
-    /// The first problem with a task; that of work on one of the streams. All of them have ended then.
+    /// The first problem with a task; that of work on one of the streams. All of them have ended
+    /// then.
     pub fn wait(&self) -> Result<(), Error> {
         let ended: Vec<_> = self
             .ends
@@ -273,7 +289,11 @@ impl<D: Device> Execution<D> {
     ///
     /// # Errors
     /// That of work on one of the streams.
-    pub fn on_complete(&self, stream: &D::Stream, run: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+    pub fn on_complete(
+        &self,
+        stream: &D::Stream,
+        run: impl FnOnce() + Send + 'static,
+    ) -> Result<(), Error> {
         for end in &self.ends {
             stream.wait(end.as_ref().map_err(Clone::clone)?)?;
         }

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::Error;
 use crate::device::{
-    Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream, StreamId,
+    Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream,
+    StreamId,
 };
 use crate::memory::{HostBlock, MemoryKind, MemoryRange, Transfer};
 use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
@@ -17,15 +18,17 @@ use crate::queue::{Effects, Fails, Op, Owner, Point, Queues, Released, Work, may
 use crate::race::Clock;
 use crate::sync::{Condvar, Mutex, MutexGuard, thread};
 
-/// The host as a device. Its streams share some threads, which always take the most urgent work that could run; work that
-/// has begun is not interrupted. All memory is the host's. Dropping the last handle to it, its streams and its memory waits until all
-/// work is done, unless work does that.
+/// The host as a device. Its streams share some threads, which always take the most urgent work
+/// that could run; work that has begun is not interrupted. All memory is the host's. Dropping the
+/// last handle to it, its streams and its memory waits until all work is done, unless work does
+/// that.
 #[derive(Debug, Clone)]
 pub struct CpuDevice {
     crew: Arc<Crew>,
 }
 
-/// The threads, which end with the last handle to the device, its streams and its memory, when all work is done.
+/// The threads, which end with the last handle to the device, its streams and its memory, when all
+/// work is done.
 #[derive(Debug)]
 struct Crew {
     shared: Arc<Shared>,
@@ -84,8 +87,9 @@ impl CpuDevice {
         for number in 0..count.max(1) {
             let shared = Arc::clone(&crew.shared);
             let thread = thread::Builder::new().name(format!("ts-cpu-{number}"));
-            let thread =
-                thread.spawn(move || shared.run()).map_err(|e| Error::Thread { reason: e.to_string() })?;
+            let thread = thread
+                .spawn(move || shared.run())
+                .map_err(|e| Error::Thread { reason: e.to_string() })?;
             crew.threads.push(thread);
         }
         Ok(Self { crew: Arc::new(crew) })
@@ -101,8 +105,8 @@ impl Drop for Crew {
     fn drop(&mut self) {
         self.shared.lock().closed = true;
         self.shared.work.notify_all();
-        // The last handle may be part of work: that thread cannot wait for itself, nor the others before it is done.
-        // Nor can work of another device that these may wait for.
+        // The last handle may be part of work: that thread cannot wait for itself, nor the others
+        // before it is done. Nor can work of another device that these may wait for.
         if may_wait().is_ok() {
             for thread in self.threads.drain(..) {
                 let _ = thread.join();
@@ -248,7 +252,10 @@ impl Device for CpuDevice {
 
     fn allocate(&self, layout: Layout, _: MemoryKind) -> Result<CpuMemory, Error> {
         let crew = Arc::clone(&self.crew);
-        let full = || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: layout.size() };
+        let full = || Error::OutOfMemory {
+            device: self.info().name.clone(),
+            requested_bytes: layout.size(),
+        };
         let block = HostBlock::new(layout).ok_or_else(full)?;
         crew.shared.memory.taken(layout.size());
         Ok(CpuMemory { block, crew })
@@ -444,7 +451,8 @@ unsafe impl RawMemory for CpuMemory {
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
         let to = self.range().slice(offset..offset + bytes.len());
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-        // SAFETY: the caller's promise; `bytes` is borrowed for as long as it takes, and is only read.
+        // SAFETY: the caller's promise; `bytes` is borrowed for as long as it takes, and is only
+        // read.
         unsafe { Transfer::copy(to, from) }?.run();
         Ok(())
     }

@@ -70,7 +70,8 @@ pub enum MemoryLocation {
     Host,
 }
 
-/// A device: a place that runs what is submitted to its streams, each in its order. Cloning gives another handle.
+/// A device: a place that runs what is submitted to its streams, each in its order. Cloning gives
+/// another handle.
 pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Its streams.
     type Stream: Stream<Event = Self::Event>;
@@ -97,19 +98,24 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// [`Error::Driver`].
     fn create_event(&self) -> Result<Self::Event, Error>;
 
-    /// Memory, which is free when the value is dropped: not before streams are done with it, which is the owner's to see to.
-    /// What it holds is undefined. May block.
+    /// Memory, which is free when the value is dropped: not before streams are done with it, which
+    /// is the owner's to see to. What it holds is undefined. May block.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Unsupported`].
     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<Self::Memory, Error>;
 
-    /// Memory of the device from an allocator of its own that goes by the order of streams, for work that is submitted to `stream` from
-    /// now on: CUDA's is `cuMemAllocAsync`, with a pool that keeps what is freed. What it holds is undefined.
+    /// Memory of the device from an allocator of its own that goes by the order of streams, for
+    /// work that is submitted to `stream` from now on: CUDA's is `cuMemAllocAsync`, with a pool
+    /// that keeps what is freed. What it holds is undefined.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Unsupported`] where there is none, as by default.
-    fn allocate_in_order(&self, layout: Layout, stream: &Self::Stream) -> Result<Self::Memory, Error> {
+    fn allocate_in_order(
+        &self,
+        layout: Layout,
+        stream: &Self::Stream,
+    ) -> Result<Self::Memory, Error> {
         let _ = (layout, stream);
         let device = self.info().name.clone();
         Err(Error::Unsupported { device, what: "allocator in the order of streams" })
@@ -120,8 +126,8 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Also a stream that failed does so, in its turn.
     ///
     /// # Errors
-    /// [`Error::Driver`]; [`Error::Race`] when a simulation finds that others may use it; [`Error::Unsupported`] where there is no such
-    /// memory. It is dropped then.
+    /// [`Error::Driver`]; [`Error::Race`] when a simulation finds that others may use it;
+    /// [`Error::Unsupported`] where there is no such memory. It is dropped then.
     fn free_in_order(&self, memory: Self::Memory, stream: &Self::Stream) -> Result<(), Error> {
         let _ = (memory, stream);
         let device = self.info().name.clone();
@@ -137,7 +143,8 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
 
 /// A point on a stream. Cloning gives another handle.
 ///
-/// It stands for where it was last recorded; who waits for it waits for where it was recorded then, whatever happens to it later.
+/// It stands for where it was last recorded; who waits for it waits for where it was recorded then,
+/// whatever happens to it later.
 pub trait Event: Clone + fmt::Debug + Send + Sync + 'static {
     /// Whether its point has been reached. Does not block.
     ///
@@ -154,15 +161,18 @@ pub trait Event: Clone + fmt::Debug + Send + Sync + 'static {
     /// The time on the device from `start` to this, both reached; zero when this was reached first.
     ///
     /// # Errors
-    /// [`Error::TimedOut`] with no timeout when one of them was not recorded, or is not reached; as [`query`](Self::query).
+    /// [`Error::TimedOut`] with no timeout when one of them was not recorded, or is not reached; as
+    /// [`query`](Self::query).
     fn elapsed_since(&self, start: &Self) -> Result<Duration, Error>;
 }
 
-/// Work in order. Cloning gives another handle; when the last one is dropped, what was submitted is still done.
+/// Work in order. Cloning gives another handle; when the last one is dropped, what was submitted is
+/// still done.
 ///
-/// No call blocks the host but [`synchronize`](Stream::synchronize), and on a device of CUDA copies from and to memory of the host that is
-/// not pinned, for which the driver may wait. When work fails, what is behind it on the stream and what
-/// waits for it elsewhere is not run; every such stream reports the error from then on, whatever is asked of it, until the error is
+/// No call blocks the host but [`synchronize`](Stream::synchronize), and on a device of CUDA copies
+/// from and to memory of the host that is not pinned, for which the driver may wait. When work
+/// fails, what is behind it on the stream and what waits for it elsewhere is not run; every such
+/// stream reports the error from then on, whatever is asked of it, until the error is
 /// [taken](Stream::take_error).
 pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// Its device's events.
@@ -174,7 +184,8 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// The level of urgency that it has on its device.
     fn level(&self) -> i32;
 
-    /// Makes `event` stand for this point: all that was submitted so far. Also of a stream that failed: the event fails with it.
+    /// Makes `event` stand for this point: all that was submitted so far. Also of a stream that
+    /// failed: the event fails with it.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -186,8 +197,8 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// That of work on this stream.
     fn wait(&self, event: &Self::Event) -> Result<(), Error>;
 
-    /// As [`wait`](Self::wait), but in time only: what failed before the event fails nothing here. For who is to have what
-    /// others are done with, however that went.
+    /// As [`wait`](Self::wait), but in time only: what failed before the event fails nothing here.
+    /// For who is to have what others are done with, however that went.
     ///
     /// # Errors
     /// That of work on this stream.
@@ -199,8 +210,9 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// [`Error::BadCopy`]; that of work on this stream.
     ///
     /// # Safety
-    /// Both ranges are memory that the device reaches, until the stream has passed this point; nobody writes `from` and nobody
-    /// else uses `to` while it is done, which is whenever other work orders it: on this stream, or through events and waits.
+    /// Both ranges are memory that the device reaches, until the stream has passed this point;
+    /// nobody writes `from` and nobody else uses `to` while it is done, which is whenever other
+    /// work orders it: on this stream, or through events and waits.
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error>;
 
     /// Sets every byte to `byte`.
@@ -212,8 +224,9 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// As [`copy`](Self::copy) for `to`.
     unsafe fn fill(&self, to: MemoryRange, byte: u8) -> Result<(), Error>;
 
-    /// Runs a function of the host when all before it is done; what is behind it waits for it. It must not wait for streams, nor
-    /// submit to them on a device of CUDA. When it panics, the stream fails.
+    /// Runs a function of the host when all before it is done; what is behind it waits for it. It
+    /// must not wait for streams, nor submit to them on a device of CUDA. When it panics, the
+    /// stream fails.
     ///
     /// # Errors
     /// That of work on this stream.
@@ -237,8 +250,8 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// That of work on this stream; [`Error::WaitInHostFn`].
     fn synchronize(&self) -> Result<(), Error>;
 
-    /// Takes the failure of this stream, if it has one: it takes work again. `None` also for a failure that nothing but the end of
-    /// the process mends, as those of CUDA are. Does not block.
+    /// Takes the failure of this stream, if it has one: it takes work again. `None` also for a
+    /// failure that nothing but the end of the process mends, as those of CUDA are. Does not block.
     fn take_error(&self) -> Option<Error>;
 
     /// What was submitted and done so far. Does not block.
@@ -248,8 +261,9 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
 /// Memory of a device, or of the host for a device.
 ///
 /// # Safety
-/// [`range`](Self::range) is always the same, and is memory that is there, and nobody else's, for as long as this value; the host may
-/// read and write it as its own if [`kind`](Self::kind) is not [`MemoryKind::Device`].
+/// [`range`](Self::range) is always the same, and is memory that is there, and nobody else's, for
+/// as long as this value; the host may read and write it as its own if [`kind`](Self::kind) is not
+/// [`MemoryKind::Device`].
 pub unsafe trait RawMemory: fmt::Debug + Send + Sync + 'static {
     /// Where it is.
     fn range(&self) -> MemoryRange;

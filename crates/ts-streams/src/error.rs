@@ -67,7 +67,8 @@ pub enum Error {
     },
     /// A stream of another device, or of the same one opened separately.
     #[error(
-        "stream {stream} belongs to another device: expected a stream of {device}, created from the same handle or a clone of it"
+        "stream {stream} belongs to another device: expected a stream of {device}, created from \
+         the same handle or a clone of it"
     )]
     ForeignStream {
         /** The stream. */
@@ -84,7 +85,10 @@ pub enum Error {
         requested_bytes: usize,
     },
     /// Two ranges of a copy are of different lengths, or overlap.
-    #[error("a copy of {from_bytes} bytes to {to_bytes}{}", if *overlap { ", which overlap" } else { "" })]
+    #[error(
+        "a copy of {from_bytes} bytes to {to_bytes}{}",
+        if *overlap { ", which overlap" } else { "" }
+    )]
     BadCopy {
         /** Length of what is copied. */
         from_bytes: usize,
@@ -96,7 +100,8 @@ pub enum Error {
     /// A function that runs on a stream waited for a stream.
     #[error("a function that runs on a stream must not wait for one: it may be waiting for itself")]
     WaitInHostFn,
-    /// Work on a stream failed. What was behind it on the stream, or waited for it on others, has not run.
+    /// Work on a stream failed. What was behind it on the stream, or waited for it on others, has
+    /// not run.
     #[error("stream {stream} failed: {what}")]
     Failed {
         /** The stream on which it began. */
@@ -104,7 +109,8 @@ pub enum Error {
         /** What a panic said, or what went wrong on the device. */
         what: String,
     },
-    /// Two accesses to the same memory, at least one of which writes, with nothing that orders them.
+    /// Two accesses to the same memory, at least one of which writes, with nothing that orders
+    /// them.
     #[error(transparent)]
     Race(#[from] Race),
     /// A dependency would close a circle.

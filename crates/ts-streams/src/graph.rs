@@ -30,7 +30,10 @@ pub(crate) struct Task<S> {
 impl<S> fmt::Debug for TaskGraph<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<&str> = self.tasks.node_weights().map(|task| task.name.as_str()).collect();
-        f.debug_struct("TaskGraph").field("tasks", &names).field("order", &self.tasks.edge_count()).finish()
+        f.debug_struct("TaskGraph")
+            .field("tasks", &names)
+            .field("order", &self.tasks.edge_count())
+            .finish()
     }
 }
 
@@ -46,8 +49,9 @@ impl<S: Stream> TaskGraph<S> {
         Self::default()
     }
 
-    /// Adds a task. `submit` is called once, on the thread that executes the graph, with the stream that the task is to use; what
-    /// it submits there runs after what the task waits for. It should not block.
+    /// Adds a task. `submit` is called once, on the thread that executes the graph, with the stream
+    /// that the task is to use; what it submits there runs after what the task waits for. It should
+    /// not block.
     pub fn add(
         &mut self,
         name: impl Into<String>,
@@ -57,7 +61,11 @@ impl<S: Stream> TaskGraph<S> {
     }
 
     /// Adds a task that is a function of the host.
-    pub fn add_host_fn(&mut self, name: impl Into<String>, run: impl FnOnce() + Send + 'static) -> TaskId {
+    pub fn add_host_fn(
+        &mut self,
+        name: impl Into<String>,
+        run: impl FnOnce() + Send + 'static,
+    ) -> TaskId {
         self.add(name, move |stream| stream.launch_host_fn(HostFn::new(run)))
     }
 
@@ -95,19 +103,22 @@ impl<S: Stream> TaskGraph<S> {
         way.into_iter().map(|at| self.tasks[at].name.clone()).collect()
     }
 
-    /// The tasks, each behind all that it waits for, and for each the places in that order of those that it must wait for itself:
-    /// not for what they wait for in turn.
+    /// The tasks, each behind all that it waits for, and for each the places in that order of those
+    /// that it must wait for itself: not for what they wait for in turn.
     pub(crate) fn into_order(self) -> (Vec<Task<S>>, Vec<Vec<usize>>) {
         let order = toposort(&self.tasks, None).expect("a circle is never made");
-        let place: HashMap<NodeIndex, usize> = order.iter().enumerate().map(|(i, &at)| (at, i)).collect();
+        let place: HashMap<NodeIndex, usize> =
+            order.iter().enumerate().map(|(i, &at)| (at, i)).collect();
         let direct = order.iter().map(|&at| {
             let before = self.tasks.edges_directed(at, petgraph::Direction::Incoming);
             before.map(|edge| place[&edge.source()]).collect::<Vec<_>>()
         });
         let waits = reduced(&direct.collect::<Vec<_>>());
         let (nodes, _) = self.tasks.into_nodes_edges();
-        let mut tasks: Vec<Option<Task<S>>> = nodes.into_iter().map(|node| Some(node.weight)).collect();
-        let tasks = order.iter().map(|at| tasks[at.index()].take().expect("each is there once")).collect();
+        let mut tasks: Vec<Option<Task<S>>> =
+            nodes.into_iter().map(|node| Some(node.weight)).collect();
+        let tasks =
+            order.iter().map(|at| tasks[at.index()].take().expect("each is there once")).collect();
         (tasks, waits)
     }
 }
@@ -171,11 +182,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn fewer_edges_say_the_same(direct in prop::collection::vec(prop::collection::vec(any::<prop::sample::Index>(), 0..6), 1..90)) {
+        fn fewer_edges_say_the_same(
+            direct in prop::collection::vec(
+                prop::collection::vec(any::<prop::sample::Index>(), 0..6),
+                1..90,
+            ),
+        ) {
             let direct: Vec<Vec<usize>> = direct
                 .iter()
                 .enumerate()
-                .map(|(i, predecessors)| predecessors.iter().filter(|_| i > 0).map(|p| p.index(i)).collect())
+                .map(|(i, predecessors)| {
+                    predecessors.iter().filter(|_| i > 0).map(|p| p.index(i)).collect()
+                })
                 .collect();
             let fewer = reduced(&direct);
             prop_assert_eq!(closure(&fewer), closure(&direct));

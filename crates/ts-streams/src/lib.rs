@@ -1,16 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Devices, streams and events: work that is submitted in order, runs when it may, and never keeps the host waiting.
+//! Devices, streams and events: work that is submitted in order, runs when it may, and never keeps
+//! the host waiting.
 //!
-//! Code that is written for a [`Device`] runs on the host ([`CpuDevice`]), on a simulated GPU that finds missing dependencies
-//! ([`SimDevice`]), and on a real one; which it is, a [`DeviceRegistry`] can find out. It refuses to know tensors and files.
+//! Code that is written for a [`Device`] runs on the host ([`CpuDevice`]), on a simulated GPU that
+//! finds missing dependencies ([`SimDevice`]), and on a real one; which it is, a [`DeviceRegistry`]
+//! can find out. It refuses to know tensors and files.
 //!
 //! ```
 //! use std::alloc::Layout;
-//! use ts_streams::{CpuDevice, Device, Event, HostFn, MemoryKind, RawMemory, Stream, StreamPriority};
+//! use ts_streams::{
+//!     CpuDevice, Device, Event, HostFn, MemoryKind, RawMemory, Stream, StreamPriority,
+//! };
 //!
 //! let device = CpuDevice::new()?;
-//! let (copies, compute) = (device.create_stream(StreamPriority::Normal)?, device.create_stream(StreamPriority::High)?);
-//! let memory = device.allocate(Layout::from_size_align(1024, 64).expect("a power of two"), MemoryKind::Device)?;
+//! let copies = device.create_stream(StreamPriority::Normal)?;
+//! let compute = device.create_stream(StreamPriority::High)?;
+//! let layout = Layout::from_size_align(1024, 64).expect("a power of two");
+//! let memory = device.allocate(layout, MemoryKind::Device)?;
 //!
 //! // SAFETY: nobody else uses the memory, which outlives the work.
 //! unsafe { copies.fill(memory.range(), 7)? };
@@ -28,14 +34,17 @@
 //! ```
 //!
 //! # Invariants
-//! - Submitting work never waits for work: only `synchronize` does, calls that say so, dropping the last handle to a [`CpuDevice`], and
-//!   CUDA's driver where it copies from or to memory that is not pinned.
-//! - What is submitted to a stream runs in that order, each operation once, after all that it waits for.
-//! - What fails takes with it what is behind it and what waits for it, and nothing else; whoever waits for such a thing is told.
+//! - Submitting work never waits for work: only `synchronize` does, calls that say so, dropping the
+//!   last handle to a [`CpuDevice`], and CUDA's driver where it copies from or to memory that is
+//!   not pinned.
+//! - What is submitted to a stream runs in that order, each operation once, after all that it waits
+//!   for.
+//! - What fails takes with it what is behind it and what waits for it, and nothing else; whoever
+//!   waits for such a thing is told.
 //!
 //! # Features
-//! `cuda` (off by default): `CudaDevice`, by a driver that is loaded when there is one. The same program runs on machines without:
-//! [`GpuStatus::detect`] says what there is.
+//! `cuda` (off by default): `CudaDevice`, by a driver that is loaded when there is one. The same
+//! program runs on machines without: [`GpuStatus::detect`] says what there is.
 
 mod any;
 mod coordinator;
@@ -65,7 +74,8 @@ pub use cpu::{CpuDevice, CpuEvent, CpuMemory, CpuStream};
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
 pub use device::{
-    Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream, StreamId,
+    Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream,
+    StreamId,
 };
 pub use error::{Error, ErrorKind};
 pub use gpu::{GpuError, GpuStatus};

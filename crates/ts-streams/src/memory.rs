@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory by its address, and blocks of the host's. The only unsafe module of the devices without a driver.
+//! Memory by its address, and blocks of the host's. The only unsafe module of the devices without a
+//! driver.
 
 use std::alloc::Layout;
 use std::ops::Range;
@@ -14,13 +15,15 @@ pub enum MemoryKind {
     Device,
     /// The host's, where the device reaches it directly.
     PinnedHost,
-    /// The host's ordinary memory: what a [`CpuDevice`](crate::CpuDevice) gives whatever it is asked for.
+    /// The host's ordinary memory: what a [`CpuDevice`](crate::CpuDevice) gives whatever it is
+    /// asked for.
     Host,
     /// One that moves to where it is used.
     Managed,
 }
 
-/// A run of bytes at an address, which is valid for host and devices alike. Having one says nothing of who may use the bytes.
+/// A run of bytes at an address, which is valid for host and devices alike. Having one says nothing
+/// of who may use the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MemoryRange {
     start: *mut u8,
@@ -69,7 +72,11 @@ impl MemoryRange {
     /// If they are not all inside.
     #[must_use]
     pub fn slice(self, bytes: Range<usize>) -> Self {
-        assert!(bytes.start <= bytes.end && bytes.end <= self.len, "{bytes:?} of {} bytes", self.len);
+        assert!(
+            bytes.start <= bytes.end && bytes.end <= self.len,
+            "{bytes:?} of {} bytes",
+            self.len
+        );
         Self { start: self.start.wrapping_add(bytes.start), len: bytes.len() }
     }
 
@@ -104,7 +111,8 @@ impl HostBlock {
         let (len, align) = (layout.size(), layout.align());
         let room = if align > USUAL_ALIGN { align } else { 0 };
         // An allocation of no bytes is not allowed.
-        let layout = Layout::from_size_align(len.checked_add(room)?.max(1), align.min(USUAL_ALIGN)).ok()?;
+        let layout =
+            Layout::from_size_align(len.checked_add(room)?.max(1), align.min(USUAL_ALIGN)).ok()?;
         // SAFETY: the size is not zero.
         let allocated = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })?;
         let start = allocated.as_ptr();
@@ -118,8 +126,8 @@ impl HostBlock {
 
     /// Overwrites it. Only its owner may still use it.
     pub(crate) fn poison(&self, byte: u8) {
-        // SAFETY: the block is this value's, and no work on it is left: `SimDevice` calls this for memory that is new, and for
-        // memory that it knows nobody uses.
+        // SAFETY: the block is this value's, and no work on it is left: `SimDevice` calls this for
+        // memory that is new, and for memory that it knows nobody uses.
         unsafe { std::ptr::write_bytes(self.range.as_ptr(), byte, self.range.len()) };
     }
 }
@@ -158,7 +166,8 @@ impl Transfer {
     /// [`Error::BadCopy`].
     ///
     /// # Safety
-    /// As [`Stream::copy`](crate::Stream::copy), whenever it runs; both ranges are the host's to reach.
+    /// As [`Stream::copy`](crate::Stream::copy), whenever it runs; both ranges are the host's to
+    /// reach.
     pub(crate) unsafe fn copy(to: MemoryRange, from: MemoryRange) -> Result<Self, Error> {
         check_copy(to, from)?;
         Ok(Self { to, from: From::Memory(from) })

@@ -32,14 +32,16 @@ pub enum AllocationStrategy {
     RoundRobin,
     /// The one with the least outstanding work.
     LoadBalanced,
-    /// The least loaded of those whose urgency suits the work: coordination, on which others wait, goes to the most urgent
-    /// streams, copies to the least urgent.
+    /// The least loaded of those whose urgency suits the work: coordination, on which others wait,
+    /// goes to the most urgent streams, copies to the least urgent.
     Priority,
-    /// The one that should be done first, by the time that such work took there before and what is outstanding.
+    /// The one that should be done first, by the time that such work took there before and what is
+    /// outstanding.
     Workload,
 }
 
-/// A pool of streams of one device. Choosing one takes no lock and does not block; streams stay for as long as the pool does.
+/// A pool of streams of one device. Choosing one takes no lock and does not block; streams stay for
+/// as long as the pool does.
 #[derive(Debug)]
 pub struct StreamPool<D: Device> {
     device: D,
@@ -67,7 +69,8 @@ struct Average {
 
 impl Average {
     fn add(&self, time: Duration) {
-        self.total_ns.fetch_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+        self.total_ns
+            .fetch_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
         self.count.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -97,7 +100,8 @@ impl<D: Device> StreamPool<D> {
     /// Completions of a kind of work before its times say something.
     pub const EVIDENCE: u64 = 16;
 
-    /// A pool of `count` streams of normal urgency, at least one and at most [`MAX_STREAMS`](Self::MAX_STREAMS).
+    /// A pool of `count` streams of normal urgency, at least one and at most
+    /// [`MAX_STREAMS`](Self::MAX_STREAMS).
     ///
     /// # Errors
     /// As [`Device::create_stream`].
@@ -155,7 +159,8 @@ impl<D: Device> StreamPool<D> {
     /// How it chooses.
     pub fn strategy(&self) -> AllocationStrategy {
         use AllocationStrategy::{LoadBalanced, Priority, RoundRobin, Workload};
-        [RoundRobin, LoadBalanced, Priority, Workload][usize::from(self.strategy.load(Ordering::Relaxed))]
+        [RoundRobin, LoadBalanced, Priority, Workload]
+            [usize::from(self.strategy.load(Ordering::Relaxed))]
     }
 
     /// Has it choose so from now on.
@@ -163,8 +168,8 @@ impl<D: Device> StreamPool<D> {
         self.strategy.store(strategy as u8, Ordering::Relaxed);
     }
 
-    /// Gives out so many streams from now on, at least one: new ones are of normal urgency. Those that are given out no longer go
-    /// on with what they have.
+    /// Gives out so many streams from now on, at least one: new ones are of normal urgency. Those
+    /// that are given out no longer go on with what they have.
     ///
     /// # Errors
     /// As [`Device::create_stream`].
@@ -197,10 +202,13 @@ impl<D: Device> StreamPool<D> {
                 let range = self.device.info().priorities;
                 let wanted = match workload {
                     WorkloadType::Coordination => range.level(StreamPriority::High),
-                    WorkloadType::Compute | WorkloadType::Mixed => range.level(StreamPriority::Normal),
+                    WorkloadType::Compute | WorkloadType::Mixed => {
+                        range.level(StreamPriority::Normal)
+                    }
                     WorkloadType::Memory => range.level(StreamPriority::Low),
                 };
-                self.slots().min_by_key(|slot| (slot.stream.level().abs_diff(wanted), outstanding(slot)))
+                self.slots()
+                    .min_by_key(|slot| (slot.stream.level().abs_diff(wanted), outstanding(slot)))
             }
             AllocationStrategy::Workload => {
                 let usual_ns = self.times[workload as usize].ns().unwrap_or(1);
@@ -215,7 +223,8 @@ impl<D: Device> StreamPool<D> {
         &slot.expect("there is at least one stream").stream
     }
 
-    /// The least loaded stream of this urgency, made if there is none; of the nearest where there is no room for more.
+    /// The least loaded stream of this urgency, made if there is none; of the nearest where there
+    /// is no room for more.
     ///
     /// # Errors
     /// As [`Device::create_stream`].
@@ -225,12 +234,15 @@ impl<D: Device> StreamPool<D> {
             // One that is given out no longer is as good as a new one.
             match self.made().find(|slot| slot.stream.level() == level) {
                 Some(slot) => slot.given.store(true, Ordering::Release),
-                None if self.made.load(Ordering::Acquire) < Self::MAX_STREAMS => self.grow(priority)?,
+                None if self.made.load(Ordering::Acquire) < Self::MAX_STREAMS => {
+                    self.grow(priority)?
+                }
                 None => {}
             }
         }
-        let nearest =
-            self.slots().min_by_key(|slot| (slot.stream.level().abs_diff(level), outstanding(slot)));
+        let nearest = self
+            .slots()
+            .min_by_key(|slot| (slot.stream.level().abs_diff(level), outstanding(slot)));
         Ok(&nearest.expect("there is at least one stream").stream)
     }
 
@@ -239,7 +251,8 @@ impl<D: Device> StreamPool<D> {
         self.ready().is_some()
     }
 
-    /// A stream that has nothing to do; waits for one. Blocks. `None` when none was ready within the timeout.
+    /// A stream that has nothing to do; waits for one. Blocks. `None` when none was ready within
+    /// the timeout.
     ///
     /// # Errors
     /// That of work on a stream, when all streams failed: none of them becomes ready.
@@ -278,17 +291,21 @@ impl<D: Device> StreamPool<D> {
         }
     }
 
-    /// How long such work took on average, of what was [recorded](Self::record_completion); `None` when nothing was.
+    /// How long such work took on average, of what was [recorded](Self::record_completion); `None`
+    /// when nothing was.
     pub fn average_time(&self, workload: WorkloadType) -> Option<Duration> {
         self.times[workload as usize].ns().map(Duration::from_nanos)
     }
 
-    /// Chooses another way if what was measured speaks for it, and says why: the times of work, when streams differ in them by
-    /// half and each has done it [`EVIDENCE`](Self::EVIDENCE) times; loads that are far apart, while streams take turns.
+    /// Chooses another way if what was measured speaks for it, and says why: the times of work,
+    /// when streams differ in them by half and each has done it [`EVIDENCE`](Self::EVIDENCE) times;
+    /// loads that are far apart, while streams take turns.
     pub fn optimize(&self) -> Option<StrategyChange> {
         let from = self.strategy();
         let (to, evidence) = self.uneven_times().or_else(|| self.uneven_loads())?;
-        if to == from || (from, to) == (AllocationStrategy::Workload, AllocationStrategy::LoadBalanced) {
+        if to == from
+            || (from, to) == (AllocationStrategy::Workload, AllocationStrategy::LoadBalanced)
+        {
             return None;
         }
         self.set_strategy(to);
@@ -298,8 +315,10 @@ impl<D: Device> StreamPool<D> {
     fn uneven_times(&self) -> Option<(AllocationStrategy, String)> {
         WorkloadType::ALL.into_iter().find_map(|workload| {
             let times = self.slots().map(|slot| &slot.times[workload as usize]);
-            let known: Vec<u64> =
-                times.filter(|time| time.count() >= Self::EVIDENCE).filter_map(Average::ns).collect();
+            let known: Vec<u64> = times
+                .filter(|time| time.count() >= Self::EVIDENCE)
+                .filter_map(Average::ns)
+                .collect();
             let (least, most) = (*known.iter().min()?, *known.iter().max()?);
             (most - least > least / 2).then(|| {
                 let evidence =
@@ -313,7 +332,8 @@ impl<D: Device> StreamPool<D> {
         let loads: Vec<u64> = self.slots().map(outstanding).collect();
         let (least, most) = (*loads.iter().min()?, *loads.iter().max()?);
         (most >= Self::EVIDENCE && most > 2 * least).then(|| {
-            let evidence = format!("{most} operations are outstanding on one stream and {least} on another");
+            let evidence =
+                format!("{most} operations are outstanding on one stream and {least} on another");
             (AllocationStrategy::LoadBalanced, evidence)
         })
     }

@@ -10,7 +10,8 @@ pub enum StreamPriority {
     Normal,
     /// The least urgent that it knows.
     Low,
-    /// A level of the device's own, the smaller the more urgent, as CUDA counts; brought into its range.
+    /// A level of the device's own, the smaller the more urgent, as CUDA counts; brought into its
+    /// range.
     Level(i32),
 }
 
@@ -43,8 +44,8 @@ mod tests {
     #[test]
     fn priorities_are_levels_of_the_device() {
         let range = PriorityRange { least: 0, greatest: -5 };
-        let levels =
-            [StreamPriority::High, StreamPriority::Normal, StreamPriority::Low].map(|p| range.level(p));
+        let levels = [StreamPriority::High, StreamPriority::Normal, StreamPriority::Low]
+            .map(|p| range.level(p));
         assert_eq!(levels, [-5, -2, 0]);
         assert_eq!(range.level(StreamPriority::Level(-9)), -5);
         assert_eq!(range.level(StreamPriority::Level(3)), 0);

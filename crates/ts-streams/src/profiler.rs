@@ -28,8 +28,9 @@ impl fmt::Display for Activity {
     }
 }
 
-/// Measures what streams do: scopes by events of the device, each from the point on its stream where it was opened to that where
-/// it was closed. Durations that a caller measured elsewhere are kept, apart from those.
+/// Measures what streams do: scopes by events of the device, each from the point on its stream
+/// where it was opened to that where it was closed. Durations that a caller measured elsewhere are
+/// kept, apart from those.
 ///
 /// No call blocks but [`finish`](Self::finish).
 #[derive(Debug)]
@@ -89,10 +90,12 @@ impl<D: Device> StreamProfiler<D> {
     /// # Errors
     /// As [`Device::create_stream`] and [`Device::create_event`].
     pub fn new(device: D) -> Result<Self, Error> {
-        let (origin, stream) = (device.create_event()?, device.create_stream(StreamPriority::High)?);
+        let (origin, stream) =
+            (device.create_event()?, device.create_stream(StreamPriority::High)?);
         stream.record(&origin)?;
         origin.synchronize()?;
-        let records = Records { open: Vec::new(), measured: Vec::new(), reported: Vec::new(), lost: 0 };
+        let records =
+            Records { open: Vec::new(), measured: Vec::new(), reported: Vec::new(), lost: 0 };
         Ok(Self { device, origin, records: Mutex::new(records) })
     }
 
@@ -112,7 +115,11 @@ impl<D: Device> StreamProfiler<D> {
     ///
     /// # Errors
     /// As [`Stream::record`].
-    pub fn transfer<'a>(&'a self, stream: &'a D::Stream, bytes: u64) -> Result<OpenScope<'a, D>, Error> {
+    pub fn transfer<'a>(
+        &'a self,
+        stream: &'a D::Stream,
+        bytes: u64,
+    ) -> Result<OpenScope<'a, D>, Error> {
         self.open(stream, Activity::Transfer, bytes)
     }
 
@@ -128,13 +135,20 @@ impl<D: Device> StreamProfiler<D> {
         self.open(stream, Activity::Launch(name.into()), 0)
     }
 
-    /// Keeps a duration that the caller has measured, whatever clock it was; it is reported as such.
-    pub fn record_operation(&self, stream: StreamId, activity: Activity, time: Duration, bytes: u64) {
+    /// Keeps a duration that the caller has measured, whatever clock it was; it is reported as
+    /// such.
+    pub fn record_operation(
+        &self,
+        stream: StreamId,
+        activity: Activity,
+        time: Duration,
+        bytes: u64,
+    ) {
         self.lock().reported.push((stream, activity, time, bytes));
     }
 
-    /// Waits until all scopes that were closed have ended, and gives what was measured so far. Scopes whose stream failed are
-    /// counted as lost. Blocks.
+    /// Waits until all scopes that were closed have ended, and gives what was measured so far.
+    /// Scopes whose stream failed are counted as lost. Blocks.
     ///
     /// # Errors
     /// [`Error::WaitInHostFn`].
@@ -156,7 +170,8 @@ impl<D: Device> StreamProfiler<D> {
     /// What was measured so far. Does not block.
     pub fn profile(&self) -> Profile {
         let scopes = std::mem::take(&mut self.lock().open);
-        // Without the lock: work of streams, which may report to this, can run wherever they are asked.
+        // Without the lock: work of streams, which may report to this, can run wherever they are
+        // asked.
         let judged: Vec<_> = scopes
             .into_iter()
             .map(|scope| match scope.end.query() {
@@ -173,7 +188,8 @@ impl<D: Device> StreamProfiler<D> {
                 Err(None) => records.lost += 1,
             }
         }
-        let (mut spans, reported, lost) = (records.measured.clone(), records.reported.clone(), records.lost);
+        let (mut spans, reported, lost) =
+            (records.measured.clone(), records.reported.clone(), records.lost);
         drop(records);
         spans.sort_by_key(|span| (span.start, span.stream));
         Profile { spans, reported, lost }
@@ -209,7 +225,11 @@ impl<D: Device> StreamProfiler<D> {
 
 impl<D: Device> Drop for OpenScope<'_, D> {
     fn drop(&mut self) {
-        let end = self.profiler.device.create_event().and_then(|end| self.stream.record(&end).map(|()| end));
+        let end = self
+            .profiler
+            .device
+            .create_event()
+            .and_then(|end| self.stream.record(&end).map(|()| end));
         let mut records = self.profiler.lock();
         match end {
             Ok(end) => records.open.push(Scope {
@@ -282,13 +302,15 @@ impl Times {
 impl Profile {
     /// The times of each activity that the device measured: on one stream, or on all.
     pub fn times(&self, stream: Option<StreamId>) -> BTreeMap<Activity, Times> {
-        let spans = self.spans.iter().filter(|span| stream.is_none_or(|stream| span.stream == stream));
+        let spans =
+            self.spans.iter().filter(|span| stream.is_none_or(|stream| span.stream == stream));
         times(spans.map(|span| (&span.activity, span.time, span.bytes)))
     }
 
     /// The times that callers have measured: on one stream, or on all.
     pub fn reported_times(&self, stream: Option<StreamId>) -> BTreeMap<Activity, Times> {
-        let reported = self.reported.iter().filter(|(of, ..)| stream.is_none_or(|stream| *of == stream));
+        let reported =
+            self.reported.iter().filter(|(of, ..)| stream.is_none_or(|stream| *of == stream));
         times(reported.map(|(_, activity, time, bytes)| (activity, *time, *bytes)))
     }
 
@@ -320,7 +342,8 @@ impl Profile {
             edges.extend(end.map(|last| (last, -1)));
         }
         edges.sort_unstable();
-        let (mut any, mut several, mut running, mut at) = (Duration::ZERO, Duration::ZERO, 0, Duration::ZERO);
+        let (mut any, mut several, mut running, mut at) =
+            (Duration::ZERO, Duration::ZERO, 0, Duration::ZERO);
         for (time, change) in edges {
             any += if running > 0 { time - at } else { Duration::ZERO };
             several += if running > 1 { time - at } else { Duration::ZERO };
@@ -335,8 +358,8 @@ impl Profile {
         if any.is_zero() { 0.0 } else { 100.0 * several.as_secs_f64() / any.as_secs_f64() }
     }
 
-    /// What the device measured as a trace that Perfetto and Chrome open: JSON of complete events ("ph": "X"), in microseconds, a
-    /// thread for each stream.
+    /// What the device measured as a trace that Perfetto and Chrome open: JSON of complete events
+    /// ("ph": "X"), in microseconds, a thread for each stream.
     pub fn chrome_trace(&self) -> String {
         let event = |span: &Span| {
             let kind = match span.activity {
@@ -375,7 +398,8 @@ impl fmt::Display for Profile {
         let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
         let table = |f: &mut fmt::Formatter<'_>, times: BTreeMap<Activity, Times>| {
             times.into_iter().try_for_each(|(activity, t)| {
-                let (total, p50, p90, p99) = (micros(t.total), micros(t.p50), micros(t.p90), micros(t.p99));
+                let (total, p50, p90, p99) =
+                    (micros(t.total), micros(t.p50), micros(t.p90), micros(t.p99));
                 let activity = activity.to_string();
                 writeln!(
                     f,
@@ -401,16 +425,25 @@ impl fmt::Display for Profile {
             writeln!(f, "{} scopes never ended", self.lost)?;
         }
         let (any, _) = self.busy();
-        write!(f, "busy {:.1}, with two streams or more {:.1}%", micros(any), self.overlap_percent())
+        write!(
+            f,
+            "busy {:.1}, with two streams or more {:.1}%",
+            micros(any),
+            self.overlap_percent()
+        )
     }
 }
 
-fn times<'a>(spans: impl Iterator<Item = (&'a Activity, Duration, u64)>) -> BTreeMap<Activity, Times> {
+fn times<'a>(
+    spans: impl Iterator<Item = (&'a Activity, Duration, u64)>,
+) -> BTreeMap<Activity, Times> {
     let mut all: BTreeMap<&Activity, (Vec<Duration>, u64)> = BTreeMap::new();
     for (activity, time, bytes) in spans {
         let (times, total) = all.entry(activity).or_default();
         times.push(time);
         *total += bytes;
     }
-    all.into_iter().map(|(activity, (times, bytes))| (activity.clone(), Times::of(times, bytes))).collect()
+    all.into_iter()
+        .map(|(activity, (times, bytes))| (activity.clone(), Times::of(times, bytes)))
+        .collect()
 }

@@ -20,7 +20,8 @@ pub trait DeviceProvider: fmt::Debug + Send + Sync {
     /// The device of this number, from 0 on.
     ///
     /// # Errors
-    /// [`Error::NoGpu`], [`Error::DeviceUnavailable`]; [`Error::Driver`], [`Error::Thread`] when the system refuses what it needs.
+    /// [`Error::NoGpu`], [`Error::DeviceUnavailable`]; [`Error::Driver`], [`Error::Thread`] when
+    /// the system refuses what it needs.
     fn create(&self, ordinal: usize) -> Result<AnyDevice, Error>;
 }
 
@@ -52,8 +53,8 @@ pub struct DeviceChoice {
 }
 
 impl DeviceRegistry {
-    /// Those of this crate: `cuda`, also where this build has no support for it, which it says then; `cpu`; and `sim`, which is
-    /// chosen by name only.
+    /// Those of this crate: `cuda`, also where this build has no support for it, which it says
+    /// then; `cpu`; and `sim`, which is chosen by name only.
     pub fn builtin() -> Self {
         let mut this = Self { providers: Vec::new() };
         this.register(Arc::new(CudaProvider));
@@ -79,7 +80,8 @@ impl DeviceRegistry {
     /// The provider called `name`, or the first that has a device when no name is given.
     ///
     /// # Errors
-    /// [`Error::UnknownDevice`]; [`Error::DeviceUnavailable`] with the reason that the named one gave.
+    /// [`Error::UnknownDevice`]; [`Error::DeviceUnavailable`] with the reason that the named one
+    /// gave.
     pub fn choose(&self, name: Option<&str>) -> Result<DeviceChoice, Error> {
         let mut passed_over = Vec::new();
         for provider in self.providers.iter().filter(|p| name.is_none_or(|name| p.name() == name)) {
@@ -87,16 +89,21 @@ impl DeviceRegistry {
                 DeviceAvailability::Available { .. } => {
                     return Ok(DeviceChoice { provider: Arc::clone(provider), passed_over });
                 }
-                DeviceAvailability::Unavailable(reason) => passed_over.push((provider.name(), reason)),
+                DeviceAvailability::Unavailable(reason) => {
+                    passed_over.push((provider.name(), reason))
+                }
             }
         }
         match passed_over.into_iter().next_back() {
-            Some((device, reason)) => Err(Error::DeviceUnavailable { device: device.into(), reason }),
+            Some((device, reason)) => {
+                Err(Error::DeviceUnavailable { device: device.into(), reason })
+            }
             None => Err(self.unknown(name.unwrap_or(""))),
         }
     }
 
-    /// A device by its kind and number as PyTorch names them, `cuda:1` or `cpu`; without a name the best there is.
+    /// A device by its kind and number as PyTorch names them, `cuda:1` or `cpu`; without a name the
+    /// best there is.
     ///
     /// # Errors
     /// As [`choose`](Self::choose) and [`DeviceProvider::create`].

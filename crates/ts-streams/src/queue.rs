@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is submitted to streams that have no driver below them, and when it may run. Runs nothing itself: [`CpuDevice`] lets
-//! threads take what is ready, [`SimDevice`] whoever asks.
+//! What is submitted to streams that have no driver below them, and when it may run. Runs nothing
+//! itself: [`CpuDevice`] lets threads take what is ready, [`SimDevice`] whoever asks.
 //!
 //! [`CpuDevice`]: crate::CpuDevice
 //! [`SimDevice`]: crate::SimDevice
@@ -62,17 +62,24 @@ pub(crate) trait Owner: std::fmt::Debug + Send + Sync {
     /// A point is reached that this stream waited for. What is left to do then is the caller's.
     fn wake(&self, stream: StreamId) -> Effects;
 
-    /// What was over on this stream is dropped, or panicked; see [`Effects::settle`]. What is left to do then is the caller's.
+    /// What was over on this stream is dropped, or panicked; see [`Effects::settle`]. What is left
+    /// to do then is the caller's.
     fn dropped(&self, stream: StreamId, outcome: Result<(), String>) -> Effects;
 
-    /// Gets on with its work, or with what that waits for, where nobody else does; whether something was done. `asked` are those
-    /// that are at it already.
+    /// Gets on with its work, or with what that waits for, where nobody else does; whether
+    /// something was done. `asked` are those that are at it already.
     fn drive(&self, asked: &mut Vec<*const ()>) -> bool;
 }
 
 impl Point {
     pub(crate) fn new(owner: Weak<dyn Owner>, history: Clock) -> Self {
-        Self { outcome: OnceLock::new(), parked: Mutex::default(), reached: Condvar::new(), owner, history }
+        Self {
+            outcome: OnceLock::new(),
+            parked: Mutex::default(),
+            reached: Condvar::new(),
+            owner,
+            history,
+        }
     }
 
     /// When it was reached, in nanoseconds, or why it never is; `None` before.
@@ -169,13 +176,15 @@ pub(crate) enum Fails {
     ByItself,
 }
 
-/// What is left to do once the lock is released: other locks may be taken for it, and code of others runs.
+/// What is left to do once the lock is released: other locks may be taken for it, and code of
+/// others runs.
 #[derive(Debug, Default)]
 #[must_use]
 pub(crate) struct Effects {
     woken: Vec<Parked>,
-    /// Streams with what is over on them: memory that they give back, work that is not run. Whatever it is made of is dropped
-    /// before the stream goes on, so that who waits for the stream finds it gone.
+    /// Streams with what is over on them: memory that they give back, work that is not run.
+    /// Whatever it is made of is dropped before the stream goes on, so that who waits for the
+    /// stream finds it gone.
     over: Vec<(Parked, Vec<Op>)>,
     /// How many streams have work that did not have before.
     pub(crate) ready: usize,
@@ -190,7 +199,8 @@ impl Effects {
                 left.extend(owner.upgrade().map(|owner| owner.wake(stream)));
             }
             for (Parked { owner, stream }, over) in over {
-                // It is made of anything, the last handle to a device too, and this may be a thread of that device.
+                // It is made of anything, the last handle to a device too, and this may be a thread
+                // of that device.
                 let outcome = inside_work(|| drop(over));
                 left.extend(owner.upgrade().map(|owner| owner.dropped(stream, outcome)));
             }
@@ -291,7 +301,8 @@ impl Queues {
     /// A stream that failed takes points, which fail with it, and what it is to drop.
     ///
     /// # Errors
-    /// Why the stream failed, and what it does not take: to be dropped without a lock, whatever it is made of.
+    /// Why the stream failed, and what it does not take: to be dropped without a lock, whatever it
+    /// is made of.
     pub(crate) fn submit(
         &mut self,
         stream: StreamId,
@@ -314,8 +325,9 @@ impl Queues {
         })
     }
 
-    /// Passes points, up to work that could run, a point that is not reached, or what is to be dropped first. Also a stream that
-    /// failed waits for those, lest what comes after it is thought to come after them.
+    /// Passes points, up to work that could run, a point that is not reached, or what is to be
+    /// dropped first. Also a stream that failed waits for those, lest what comes after it is
+    /// thought to come after them.
     pub(crate) fn proceed(&mut self, stream: StreamId) -> Effects {
         let mut effects = Effects::default();
         let who = Parked { owner: Weak::clone(&self.owner), stream };
@@ -398,9 +410,15 @@ impl Queues {
     }
 
     /// Work that was taken is done.
-    pub(crate) fn complete(&mut self, stream: StreamId, outcome: Result<(), String>, now_ns: u64) -> Effects {
+    pub(crate) fn complete(
+        &mut self,
+        stream: StreamId,
+        outcome: Result<(), String>,
+        now_ns: u64,
+    ) -> Effects {
         let queue = self.queue(stream);
-        let State::Running { submitted_ns } = std::mem::replace(&mut queue.state, State::Still) else {
+        let State::Running { submitted_ns } = std::mem::replace(&mut queue.state, State::Still)
+        else {
             unreachable!("it was taken")
         };
         queue.at_ns = queue.at_ns.max(now_ns);
@@ -508,9 +526,9 @@ mod models {
         })
     }
 
-    /// One thread does the work before a point while another has a stream of another device wait for it, and itself: whichever
-    /// is first, the stream has its work ready in the end, and nobody waits for what is over. Loom tries all orders with up to three
-    /// preemptions.
+    /// One thread does the work before a point while another has a stream of another device wait
+    /// for it, and itself: whichever is first, the stream has its work ready in the end, and nobody
+    /// waits for what is over. Loom tries all orders with up to three preemptions.
     #[test]
     fn whoever_waits_for_a_point_hears_of_it() {
         let mut builder = loom::model::Builder::new();
@@ -533,8 +551,8 @@ mod models {
         });
     }
 
-    /// One thread finds something over and drops it, without the lock; another comes behind it on the same stream in the
-    /// meantime, and is not told that all is done before it is gone.
+    /// One thread finds something over and drops it, without the lock; another comes behind it on
+    /// the same stream in the meantime, and is not told that all is done before it is gone.
     #[test]
     fn what_is_over_is_gone_before_who_waits_behind_it_hears() {
         struct Gone(Arc<loom::sync::atomic::AtomicBool>);

@@ -7,7 +7,8 @@ use std::fmt;
 use crate::StreamId;
 use crate::memory::MemoryRange;
 
-/// How many operations of each thread came before: of streams, and of hosts, each as its devices see it.
+/// How many operations of each thread came before: of streams, and of hosts, each as its devices
+/// see it.
 pub(crate) type Clock = BTreeMap<StreamId, u64>;
 
 /// Who used memory, and how.
@@ -75,7 +76,8 @@ impl Detector {
         &self.races
     }
 
-    /// Something is submitted to a stream: the host had done what it had done. What came before it, itself included.
+    /// Something is submitted to a stream: the host had done what it had done. What came before it,
+    /// itself included.
     pub(crate) fn submit(&mut self, stream: StreamId) -> Clock {
         let host = self.clock(self.host).clone();
         self.tick(stream, &host)
@@ -163,7 +165,8 @@ impl Detector {
                 uses.reads.retain(|(other, _)| *other != thread);
                 uses.reads.push((thread, access));
             } else {
-                let mut conflicts = uses.write.iter().chain(uses.reads.iter().filter(|_| access.writes));
+                let mut conflicts =
+                    uses.write.iter().chain(uses.reads.iter().filter(|_| access.writes));
                 let unseen = |(thread, access): &&(StreamId, Access)| {
                     history.get(thread).is_none_or(|&seen| seen < access.operation)
                 };
@@ -177,7 +180,9 @@ impl Detector {
 
     /// Cuts the run that `at` is in the middle of.
     fn cut(&mut self, at: usize) {
-        let Some((_, uses)) = self.uses.range_mut(..at).next_back().filter(|(_, uses)| uses.end > at) else {
+        let Some((_, uses)) =
+            self.uses.range_mut(..at).next_back().filter(|(_, uses)| uses.end > at)
+        else {
             return;
         };
         let tail = uses.clone();

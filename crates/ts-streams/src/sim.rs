@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A device that is simulated: what code for GPUs gets wrong shows here, on any machine, and again with the same seed.
+//! A device that is simulated: what code for GPUs gets wrong shows here, on any machine, and again
+//! with the same seed.
 
 use std::alloc::Layout;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -8,12 +9,15 @@ use std::time::Duration;
 use crate::Error;
 use crate::cpu::elapsed;
 use crate::device::{
-    Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream, StreamId,
+    Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream,
+    StreamId,
 };
 use crate::memory::{HostBlock, MemoryKind, MemoryRange, Transfer};
 use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::{PriorityRange, StreamPriority};
-use crate::queue::{Effects, Fails, Op, Owner, Point, Queues, Released, Work, may_wait, next_stream_id};
+use crate::queue::{
+    Effects, Fails, Op, Owner, Point, Queues, Released, Work, may_wait, next_stream_id,
+};
 use crate::race::{Clock, Detector, Race};
 
 /// What is written to memory that is new, and to memory that is gone.
@@ -37,7 +41,8 @@ pub struct SimOptions {
 }
 
 impl Default for SimOptions {
-    /// About as a GPU on PCIe 3: 12 GB/s, 5 us an operation, a tenth of which stall; 1 GiB of memory; nothing fails.
+    /// About as a GPU on PCIe 3: 12 GB/s, 5 us an operation, a tenth of which stall; 1 GiB of
+    /// memory; nothing fails.
     fn default() -> Self {
         Self {
             seed: 0,
@@ -50,14 +55,15 @@ impl Default for SimOptions {
     }
 }
 
-/// A device without threads. Work runs while the host waits or asks, in an order that is possible on a real device and that
-/// the seed decides; every question lets the device's own time pass a little. What nobody waits for may never run. Memory is
-/// poisoned when it is new and when it is gone.
+/// A device without threads. Work runs while the host waits or asks, in an order that is possible
+/// on a real device and that the seed decides; every question lets the device's own time pass a
+/// little. What nobody waits for may never run. Memory is poisoned when it is new and when it is
+/// gone.
 ///
-/// Every access to its memory, by streams or, through [`RawMemory`], by the host, is compared with those before it: two that
-/// overlap, one of which writes, must be ordered by streams, events and waits. What is not is refused with a [`Race`] where
-/// it is submitted, whether or not it would go well this time, and [`races`](Self::races) tells them all. The host counts as one
-/// thread.
+/// Every access to its memory, by streams or, through [`RawMemory`], by the host, is compared with
+/// those before it: two that overlap, one of which writes, must be ordered by streams, events and
+/// waits. What is not is refused with a [`Race`] where it is submitted, whether or not it would go
+/// well this time, and [`races`](Self::races) tells them all. The host counts as one thread.
 #[derive(Debug, Clone)]
 pub struct SimDevice {
     shared: Arc<Shared>,
@@ -146,7 +152,9 @@ impl Owner for Shared {
         asked.push(this);
         self.step() || {
             let awaited = self.lock().queues.awaited();
-            awaited.iter().any(|point| point.owner.upgrade().is_some_and(|owner| owner.drive(asked)))
+            awaited
+                .iter()
+                .any(|point| point.owner.upgrade().is_some_and(|owner| owner.drive(asked)))
         }
     }
 }
@@ -185,7 +193,11 @@ impl Shared {
         let options = &self.options;
         let moving_ns = bytes.saturating_mul(1000) / options.bytes_per_us.max(1);
         let usual_ns = options.overhead_ns + moving_ns;
-        if chance.happens(options.stalls) { usual_ns.saturating_mul(1 + chance.below(100)) } else { usual_ns }
+        if chance.happens(options.stalls) {
+            usual_ns.saturating_mul(1 + chance.below(100))
+        } else {
+            usual_ns
+        }
     }
 
     /// Works on, here and where it depends on others, until a point is reached.
@@ -297,7 +309,9 @@ impl Device for SimDevice {
     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<SimMemory, Error> {
         let (shared, requested_bytes) = (&self.shared, layout.size());
         let full = || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes };
-        if shared.memory.read().in_use_bytes.saturating_add(requested_bytes) > shared.options.total_bytes {
+        if shared.memory.read().in_use_bytes.saturating_add(requested_bytes)
+            > shared.options.total_bytes
+        {
             return Err(full());
         }
         let block = HostBlock::new(layout).ok_or_else(full)?;
@@ -379,7 +393,8 @@ impl SimStream {
         sim.detector.stream_joins(*id, &point.history);
         let this: *const Shared = Arc::as_ptr(shared);
         if let Some(owner) = point.owner.upgrade() {
-            let known = |other: &Arc<dyn Owner>| std::ptr::addr_eq(Arc::as_ptr(other), Arc::as_ptr(&owner));
+            let known =
+                |other: &Arc<dyn Owner>| std::ptr::addr_eq(Arc::as_ptr(other), Arc::as_ptr(&owner));
             if !std::ptr::addr_eq(Arc::as_ptr(&owner), this) && !sim.others.iter().any(known) {
                 sim.others.push(owner);
             }
@@ -530,7 +545,8 @@ impl SimMemory {
     fn used_by_host(&self, range: MemoryRange, writes: bool) -> Result<(), Error> {
         let mut sim = self.shared.lock();
         let history = sim.detector.host_acts();
-        let (read, written) = if writes { (&[][..], &[range][..]) } else { (&[range][..], &[][..]) };
+        let (read, written) =
+            if writes { (&[][..], &[range][..]) } else { (&[range][..], &[][..]) };
         Ok(sim.detector.check(None, &history, read, written)?)
     }
 }
@@ -540,7 +556,8 @@ impl Drop for SimMemory {
         let block = self.block.take().expect("dropped once");
         let range = block.range();
         let mut sim = self.shared.lock();
-        // Whoever still uses it races with this. There is nobody to tell but those who ask for races.
+        // Whoever still uses it races with this. There is nobody to tell but those who ask for
+        // races.
         let in_use = !self.in_order && {
             let history = sim.detector.host_acts();
             sim.detector.check(None, &history, &[], &[range]).is_err()
@@ -556,7 +573,8 @@ impl Drop for SimMemory {
     }
 }
 
-// SAFETY: as `CpuMemory`; that the simulation would rather not have the host touch it is another matter.
+// SAFETY: as `CpuMemory`; that the simulation would rather not have the host touch it is another
+// matter.
 unsafe impl RawMemory for SimMemory {
     fn range(&self) -> MemoryRange {
         self.block().range()
@@ -578,7 +596,8 @@ unsafe impl RawMemory for SimMemory {
         let to = self.range().slice(offset..offset + bytes.len());
         self.used_by_host(to, true)?;
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-        // SAFETY: the caller's promise; `bytes` is borrowed for as long as it takes, and is only read.
+        // SAFETY: the caller's promise; `bytes` is borrowed for as long as it takes, and is only
+        // read.
         unsafe { Transfer::copy(to, from) }?.run();
         Ok(())
     }

@@ -12,8 +12,8 @@ use std::time::Duration;
 use proptest::prelude::*;
 use ts_streams::{
     AllocationStrategy, CancelToken, CpuDevice, Device, Error, ErrorKind, HostFn, MemoryKind,
-    MultiStreamCoordinator, RawMemory, SimDevice, SimOptions, Status, Stream, StreamPool, StreamPriority,
-    TaskGraph, WorkloadType,
+    MultiStreamCoordinator, RawMemory, SimDevice, SimOptions, Status, Stream, StreamPool,
+    StreamPriority, TaskGraph, WorkloadType,
 };
 
 fn streams<D: Device>(device: &D, count: usize) -> Vec<D::Stream> {
@@ -24,11 +24,14 @@ fn coordinator<D: Device>(device: &D, count: usize) -> MultiStreamCoordinator<D>
     MultiStreamCoordinator::new(device.clone(), streams(device, count))
 }
 
-/// Runs a graph in which each task writes memory of its own and reads that of all that it waits for; the order it ran in.
+/// Runs a graph in which each task writes memory of its own and reads that of all that it waits
+/// for; the order it ran in.
 fn run<D: Device>(device: &D, streams: usize, waits: &[Vec<usize>]) -> (Vec<usize>, usize) {
     let layout = Layout::from_size_align(8, 8).unwrap();
-    let memory: Vec<_> = waits.iter().map(|_| device.allocate(layout, MemoryKind::Device).unwrap()).collect();
-    let (order, mut graph, mut ids) = (Arc::new(Mutex::new(Vec::new())), TaskGraph::new(), Vec::new());
+    let memory: Vec<_> =
+        waits.iter().map(|_| device.allocate(layout, MemoryKind::Device).unwrap()).collect();
+    let (order, mut graph, mut ids) =
+        (Arc::new(Mutex::new(Vec::new())), TaskGraph::new(), Vec::new());
     for (task, before) in waits.iter().enumerate() {
         let (order, own) = (Arc::clone(&order), memory[task].range());
         let read: Vec<_> = before.iter().map(|&task| memory[task].range()).collect();
@@ -46,19 +49,20 @@ fn run<D: Device>(device: &D, streams: usize, waits: &[Vec<usize>]) -> (Vec<usiz
 }
 
 fn graphs() -> impl Strategy<Value = Vec<Vec<usize>>> {
-    prop::collection::vec(prop::collection::vec(any::<prop::sample::Index>(), 0..4), 1..40).prop_map(
-        |graph| {
+    prop::collection::vec(prop::collection::vec(any::<prop::sample::Index>(), 0..4), 1..40)
+        .prop_map(|graph| {
             let edges = |(i, before): (usize, &Vec<prop::sample::Index>)| -> Vec<usize> {
                 before.iter().filter(|_| i > 0).map(|index| index.index(i)).collect()
             };
             graph.iter().enumerate().map(edges).collect()
-        },
-    )
+        })
 }
 
 fn keeps_order(order: &[usize], waits: &[Vec<usize>]) -> bool {
     let mut done = HashSet::new();
-    order.iter().all(|&task| waits[task].iter().all(|before| done.contains(before)) && done.insert(task))
+    order
+        .iter()
+        .all(|&task| waits[task].iter().all(|before| done.contains(before)) && done.insert(task))
         && done.len() == waits.len()
 }
 
@@ -82,7 +86,8 @@ proptest! {
 #[test]
 fn a_chain_stays_on_its_stream() {
     let device = SimDevice::new(SimOptions::default());
-    let chains: Vec<Vec<usize>> = (0..30usize).map(|i| i.checked_sub(3).into_iter().collect()).collect();
+    let chains: Vec<Vec<usize>> =
+        (0..30usize).map(|i| i.checked_sub(3).into_iter().collect()).collect();
     assert_eq!(run(&device, 3, &chains).1, 0);
     // A fork needs one event, a join one for each but the one that it follows.
     let diamond = [vec![], vec![0], vec![0], vec![0], vec![1, 2, 3, 0]];
@@ -95,7 +100,8 @@ fn copies_and_compute_that_wait_for_each_other_are_no_circle() {
     let device = SimDevice::new(SimOptions::default());
     let coordinator = coordinator(&device, 2);
     let [copies, compute] = coordinator.streams() else { panic!() };
-    let memory = device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
+    let memory =
+        device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
     for i in 0..10 {
         // SAFETY: a simulated device runs nothing at the same time; the memory outlives the work.
         unsafe { copies.fill(memory.range(), i) }.unwrap();
@@ -161,7 +167,8 @@ fn what_waits_for_a_task_that_failed_is_not_run() {
         let execution = coordinator(&device, 2).execute(graph, &CancelToken::default());
         let error = execution.wait().unwrap_err();
         assert_eq!(error.kind(), if panics { ErrorKind::Failed } else { ErrorKind::TimedOut });
-        let names: HashSet<&str> = execution.problems().iter().map(|(name, _)| name.as_str()).collect();
+        let names: HashSet<&str> =
+            execution.problems().iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, HashSet::from(["fails", "after", "last"]));
         assert_eq!(ran.load(Ordering::SeqCst), 1);
     }
@@ -197,7 +204,8 @@ fn what_is_called_off_is_not_submitted() {
 #[test]
 fn everything_is_done_when_completion_is_told() {
     let device = CpuDevice::with_threads(2).unwrap();
-    let (coordinator, last) = (coordinator(&device, 3), device.create_stream(StreamPriority::High).unwrap());
+    let (coordinator, last) =
+        (coordinator(&device, 3), device.create_stream(StreamPriority::High).unwrap());
     let done = Arc::new(AtomicUsize::new(0));
     let works = (0..9).map(|_| {
         let done = Arc::clone(&done);
@@ -277,7 +285,10 @@ fn a_pool_changes_its_mind_on_evidence_only() {
     let [a, b] = [0, 1].map(|i| pool.streams().nth(i).unwrap());
     (0..20).for_each(|_| a.launch_host_fn(HostFn::new(|| ())).unwrap());
     let change = pool.optimize().unwrap();
-    assert_eq!((change.from, change.to), (AllocationStrategy::RoundRobin, AllocationStrategy::LoadBalanced));
+    assert_eq!(
+        (change.from, change.to),
+        (AllocationStrategy::RoundRobin, AllocationStrategy::LoadBalanced)
+    );
     assert!(change.evidence.contains("20 operations"), "{}", change.evidence);
     assert_eq!(pool.optimize(), None);
     let record = |times| {
@@ -322,7 +333,8 @@ fn a_pool_knows_who_has_nothing_to_do() {
 
 #[test]
 fn a_pool_whose_streams_all_failed_is_not_waited_for() {
-    let pool = StreamPool::new(CpuDevice::new().unwrap(), 2, AllocationStrategy::RoundRobin).unwrap();
+    let pool =
+        StreamPool::new(CpuDevice::new().unwrap(), 2, AllocationStrategy::RoundRobin).unwrap();
     for stream in pool.streams() {
         stream.launch_host_fn(HostFn::new(|| panic!("on purpose"))).unwrap();
     }
@@ -334,7 +346,8 @@ fn a_pool_whose_streams_all_failed_is_not_waited_for() {
 
 #[test]
 fn streams_of_another_device_are_not_ordered() {
-    let (own, other) = (SimDevice::new(SimOptions::default()), SimDevice::new(SimOptions::default()));
+    let (own, other) =
+        (SimDevice::new(SimOptions::default()), SimDevice::new(SimOptions::default()));
     let coordinator = coordinator(&own, 1);
     let [stream] = coordinator.streams() else { panic!() };
     let foreign = other.create_stream(StreamPriority::Normal).unwrap();

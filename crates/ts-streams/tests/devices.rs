@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use ts_streams::{
-    AnyDevice, CpuDevice, Device, DeviceAvailability, DeviceKind, DeviceProvider, DeviceRegistry, Error,
-    ErrorKind, Event, GpuStatus, HostFn, MemoryKind, RawMemory, SimDevice, SimOptions, Stream,
-    StreamPriority, conformance,
+    AnyDevice, CpuDevice, Device, DeviceAvailability, DeviceKind, DeviceProvider, DeviceRegistry,
+    Error, ErrorKind, Event, GpuStatus, HostFn, MemoryKind, RawMemory, SimDevice, SimOptions,
+    Stream, StreamPriority, conformance,
 };
 
 #[test]
@@ -54,7 +54,10 @@ fn the_registry_finds_the_best_device_and_says_why_not_another() {
     if status.is_available() {
         assert_eq!(choice.provider.name(), "cuda");
     } else {
-        assert_eq!((choice.provider.name(), choice.passed_over), ("cpu", vec![("cuda", status.to_string())]));
+        assert_eq!(
+            (choice.provider.name(), choice.passed_over),
+            ("cpu", vec![("cuda", status.to_string())])
+        );
         let error = registry.open(Some("cuda")).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
         assert_eq!(error.to_string(), format!("no device `cuda` here: {status}"));
@@ -63,7 +66,11 @@ fn the_registry_finds_the_best_device_and_says_why_not_another() {
     assert_eq!(registry.open(Some("cpu:0")).unwrap().info().kind, DeviceKind::Cpu);
     for (name, kind, message) in [
         ("cpu:1", ErrorKind::Unsupported, "no device `cpu:1` here: there is one"),
-        ("tpu", ErrorKind::Misuse, "no device `tpu`; there are cuda, cpu, sim, with a number as in `cuda:0`"),
+        (
+            "tpu",
+            ErrorKind::Misuse,
+            "no device `tpu`; there are cuda, cpu, sim, with a number as in `cuda:0`",
+        ),
         (
             "cpu:x",
             ErrorKind::Misuse,
@@ -177,7 +184,9 @@ fn a_simulation_is_the_same_again_with_its_seed() {
         let streams = [0; 4].map(|_| device.create_stream(StreamPriority::Normal).unwrap());
         for i in 0..40 {
             let order = Arc::clone(&order);
-            streams[i % 4].launch_host_fn(HostFn::new(move || order.lock().unwrap().push(i))).unwrap();
+            streams[i % 4]
+                .launch_host_fn(HostFn::new(move || order.lock().unwrap().push(i)))
+                .unwrap();
         }
         device.synchronize().unwrap();
         let order = order.lock().unwrap().clone();
@@ -192,14 +201,18 @@ fn a_simulation_is_the_same_again_with_its_seed() {
 fn what_the_host_forgets_to_wait_for_is_a_race() {
     let device = SimDevice::new(SimOptions::default());
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
-    let memory = device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
+    let memory =
+        device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
     let mut bytes = [0; 64];
     // SAFETY: a simulated device runs nothing behind this thread's back.
     unsafe {
         stream.fill(memory.range(), 1).unwrap();
         let refused = memory.read(0, &mut bytes).unwrap_err();
         assert!(
-            matches!(refused, Error::Race(race) if race.earlier.writes && race.later.stream.is_none()),
+            matches!(
+                refused,
+                Error::Race(race) if race.earlier.writes && race.later.stream.is_none()
+            ),
             "{refused}"
         );
         stream.synchronize().unwrap();
@@ -213,7 +226,8 @@ fn what_the_host_forgets_to_wait_for_is_a_race() {
 fn memory_that_is_freed_while_it_is_used_is_a_race() {
     let device = SimDevice::new(SimOptions::default());
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
-    let memory = device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
+    let memory =
+        device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
     // SAFETY: the device keeps memory that is freed too early.
     unsafe { stream.fill(memory.range(), 1) }.unwrap();
     drop(memory);
@@ -240,7 +254,8 @@ fn faults_that_are_asked_for_come_and_are_told() {
     assert!((1..40).contains(&failed), "{failed}");
 }
 
-/// Given back in the order of one stream while another may still write to it: found, and the memory stays where it is.
+/// Given back in the order of one stream while another may still write to it: found, and the memory
+/// stays where it is.
 #[test]
 fn memory_that_is_given_back_in_order_while_another_stream_uses_it_is_a_race() {
     let device = SimDevice::new(SimOptions::default());
@@ -296,19 +311,24 @@ fn an_event_orders_streams_of_two_devices() {
         SimDevice::new(SimOptions::default()),
         SimDevice::new(SimOptions { seed: 1, ..SimOptions::default() }),
     );
-    let (first, second) =
-        (a.create_stream(StreamPriority::Low).unwrap(), b.create_stream(StreamPriority::Low).unwrap());
+    let (first, second) = (
+        a.create_stream(StreamPriority::Low).unwrap(),
+        b.create_stream(StreamPriority::Low).unwrap(),
+    );
     order_across(&a, &first, &second);
     let (a, b) = (CpuDevice::with_threads(1).unwrap(), CpuDevice::with_threads(1).unwrap());
-    let (first, second) =
-        (a.create_stream(StreamPriority::Low).unwrap(), b.create_stream(StreamPriority::Low).unwrap());
+    let (first, second) = (
+        a.create_stream(StreamPriority::Low).unwrap(),
+        b.create_stream(StreamPriority::Low).unwrap(),
+    );
     order_across(&a, &first, &second);
 }
 
 #[test]
 fn a_device_goes_when_what_its_streams_wait_for_is_done() {
     let [a, b] = [(); 2].map(|()| CpuDevice::with_threads(1).unwrap());
-    let [waits, works] = [&a, &b].map(|device| device.create_stream(StreamPriority::Normal).unwrap());
+    let [waits, works] =
+        [&a, &b].map(|device| device.create_stream(StreamPriority::Normal).unwrap());
     works.launch_host_fn(HostFn::new(|| std::thread::sleep(Duration::from_millis(50)))).unwrap();
     let done = b.create_event().unwrap();
     works.record(&done).unwrap();
@@ -340,7 +360,8 @@ fn simulated_devices_work_for_each_other() {
 fn what_is_refused_has_not_happened() {
     let device = SimDevice::new(SimOptions::default());
     let [a, b, c] = [(); 3].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
-    let memory = device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
+    let memory =
+        device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
     let done = device.create_event().unwrap();
     // SAFETY: a simulated device runs nothing behind this thread's back.
     unsafe {

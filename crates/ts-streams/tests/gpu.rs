@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is said of GPUs where there are none, with drivers that are not there, too old, or find nothing; and, where there is one, that
-//! it conforms.
+//! What is said of GPUs where there are none, with drivers that are not there, too old, or find
+//! nothing; and, where there is one, that it conforms.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
@@ -10,8 +10,8 @@ use std::path::Path;
 use std::process::Command;
 
 use ts_streams::{
-    CudaDevice, Device, Error, ErrorKind, Event, GpuStatus, HostFn, MemoryKind, RawMemory, Status, Stream,
-    StreamPriority, conformance,
+    CudaDevice, Device, Error, ErrorKind, Event, GpuStatus, HostFn, MemoryKind, RawMemory, Status,
+    Stream, StreamPriority, conformance,
 };
 
 /// The device, or a line that says that there is none, past the test harness to whoever counts.
@@ -65,15 +65,16 @@ fn copies_on_two_streams_of_a_gpu_overlap() {
     );
 }
 
-/// Of work that waits for the GPU, what is on an urgent stream begins first: small copies behind the same event, on streams that
-/// were given theirs before.
+/// Of work that waits for the GPU, what is on an urgent stream begins first: small copies behind
+/// the same event, on streams that were given theirs before.
 #[test]
 fn urgent_copies_of_a_gpu_end_before_others() {
     let Some(device) = device() else { return };
     let levels = device.info().priorities;
     println!("levels of urgency: {} to {}", levels.least, levels.greatest);
     let layout = std::alloc::Layout::from_size_align(64 << 20, 4096).unwrap();
-    let memory: Vec<_> = (0..10).map(|_| device.allocate(layout, MemoryKind::Device).unwrap()).collect();
+    let memory: Vec<_> =
+        (0..10).map(|_| device.allocate(layout, MemoryKind::Device).unwrap()).collect();
     let gate = device.create_stream(StreamPriority::Normal).unwrap();
     let open = device.create_event().unwrap();
     // SAFETY: memory of this test's own, until the device is done.
@@ -94,7 +95,10 @@ fn urgent_copies_of_a_gpu_end_before_others() {
     let ends: Vec<_> = low.iter().map(|(_, end)| end.elapsed_since(&open).unwrap()).collect();
     let urgent = high.1.elapsed_since(&open).unwrap();
     println!("urgent after {urgent:?}, others after {ends:?}");
-    assert!(levels.least == levels.greatest || ends.iter().any(|&end| urgent <= end), "{urgent:?} {ends:?}");
+    assert!(
+        levels.least == levels.greatest || ends.iter().any(|&end| urgent <= end),
+        "{urgent:?} {ends:?}"
+    );
 }
 
 #[test]
@@ -117,10 +121,14 @@ fn says_what_there_is() {
 fn every_driver_is_told_what_is_wrong_with_it() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let works = [
-        "cuCtxGetStreamPriorityRange cuCtxSetCurrent cuDeviceGet cuDeviceGetAttribute cuDeviceGetName",
-        "cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDeviceTotalMem_v2 cuEventCreate cuEventDestroy_v2",
-        "cuEventElapsedTime cuEventQuery cuEventRecord cuEventSynchronize cuLaunchHostFunc cuMemAllocManaged cuMemAlloc_v2",
-        "cuMemFreeHost cuMemFree_v2 cuMemHostAlloc cuMemPrefetchAsync cuMemcpy cuMemcpyAsync cuMemsetD8Async cuStreamQuery",
+        "cuCtxGetStreamPriorityRange cuCtxSetCurrent cuDeviceGet cuDeviceGetAttribute \
+         cuDeviceGetName",
+        "cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDeviceTotalMem_v2 cuEventCreate \
+         cuEventDestroy_v2",
+        "cuEventElapsedTime cuEventQuery cuEventRecord cuEventSynchronize cuLaunchHostFunc \
+         cuMemAllocManaged cuMemAlloc_v2",
+        "cuMemFreeHost cuMemFree_v2 cuMemHostAlloc cuMemPrefetchAsync cuMemcpy cuMemcpyAsync \
+         cuMemsetD8Async cuStreamQuery",
         "cuDeviceGetDefaultMemPool cuMemAllocAsync cuMemFreeAsync cuMemPoolSetAttribute",
         "cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamSynchronize cuStreamWaitEvent",
     ];
@@ -133,12 +141,17 @@ fn every_driver_is_told_what_is_wrong_with_it() {
         format!(
             "int cuInit(unsigned flags) {{ return {init}; }}\n\
              int cuDeviceGetCount(int *count) {{ *count = {count}; return {count_code}; }}\n\
-             int cuGetErrorName(int code, const char **text) {{ *text = \"CUDA_ERROR_OF_A_STUB\"; return 0; }}\n{others}"
+             int cuGetErrorName(int code, const char **text) {{ \
+             *text = \"CUDA_ERROR_OF_A_STUB\"; return 0; }}\n{others}"
         )
     };
     let no_driver = |what: &str| format!("NoCuda(\"{what}");
     for (name, source, expected) in [
-        ("empty", "int cuInit(unsigned flags) { return 0; }".into(), no_driver("libcuda has no cu")),
+        (
+            "empty",
+            "int cuInit(unsigned flags) { return 0; }".into(),
+            no_driver("libcuda has no cu"),
+        ),
         ("none", driver(100, 0, 0), "NoDevices".into()),
         ("hidden", driver(0, 0, 0), "NoDevices".into()),
         ("hidden too", driver(0, 100, 7), "NoDevices".into()),
@@ -167,8 +180,12 @@ fn build(directory: &Path, source: &str) {
     for name in ["libcuda.so", "libcuda.so.1"] {
         // As Rust's own linking needs it.
         let mut cc = Command::new("cc");
-        let built =
-            cc.args(["-shared", "-fPIC", "-w", "-o"]).arg(directory.join(name)).arg(&file).status().unwrap();
+        let built = cc
+            .args(["-shared", "-fPIC", "-w", "-o"])
+            .arg(directory.join(name))
+            .arg(&file)
+            .status()
+            .unwrap();
         assert!(built.success());
     }
 }
@@ -180,6 +197,9 @@ fn status_with(driver: &Path) -> String {
     let output = test.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).unwrap();
-    let line = text.lines().find_map(|line| line.split_once("status: ")).unwrap_or_else(|| panic!("{text}"));
+    let line = text
+        .lines()
+        .find_map(|line| line.split_once("status: "))
+        .unwrap_or_else(|| panic!("{text}"));
     line.1.to_string()
 }

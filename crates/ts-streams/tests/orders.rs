@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Coordinator and executor under many orders in which threads can run: shuttle chooses them, and finds who waits for ever.
-//! `cargo xtask ci` builds this apart; without shuttle there is nothing here.
+//! Coordinator and executor under many orders in which threads can run: shuttle chooses them, and
+//! finds who waits for ever. `cargo xtask ci` builds this apart; without shuttle there is nothing
+//! here.
 #![cfg(shuttle)]
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -9,10 +10,12 @@ use std::sync::{Arc, Mutex};
 
 use shuttle::thread;
 use ts_streams::{
-    CancelToken, CpuDevice, Device, Error, HostFn, MultiStreamCoordinator, Stream, StreamPriority, TaskGraph,
+    CancelToken, CpuDevice, Device, Error, HostFn, MultiStreamCoordinator, Stream, StreamPriority,
+    TaskGraph,
 };
 
-/// Orders that are tried of each: at random, and with few preemptions at the worst places (Burckhardt et al., 2010).
+/// Orders that are tried of each: at random, and with few preemptions at the worst places
+/// (Burckhardt et al., 2010).
 fn check(model: impl Fn() + Send + Sync + 'static) {
     let model = Arc::new(model);
     let same = Arc::clone(&model);
@@ -21,7 +24,8 @@ fn check(model: impl Fn() + Send + Sync + 'static) {
 }
 
 fn coordinator(device: &CpuDevice, count: usize) -> MultiStreamCoordinator<CpuDevice> {
-    let streams = (0..count).map(|_| device.create_stream(StreamPriority::Normal).unwrap()).collect();
+    let streams =
+        (0..count).map(|_| device.create_stream(StreamPriority::Normal).unwrap()).collect();
     MultiStreamCoordinator::new(device.clone(), streams)
 }
 
@@ -67,7 +71,9 @@ fn who_cancels_meanwhile_ends_the_wait_and_nothing_runs_before_its_turn() {
         other.join().unwrap();
         let lost = execution.problems().len();
         assert_eq!(ended.is_err(), lost > 0);
-        assert!(execution.problems().iter().all(|(_, error)| matches!(error, Error::Cancelled { .. })));
+        assert!(
+            execution.problems().iter().all(|(_, error)| matches!(error, Error::Cancelled { .. }))
+        );
         let ran = done.iter().filter(|done| done.load(Ordering::SeqCst)).count();
         assert_eq!(ran + lost, 7, "what was submitted ran, each after what it waits for");
     });
@@ -148,7 +154,8 @@ fn all_is_done_and_all_threads_end_when_the_last_handle_goes() {
 fn devices_that_wait_for_each_other_end_with_all_done() {
     check(|| {
         let devices = [(); 2].map(|()| CpuDevice::with_threads(1).unwrap());
-        let streams = [0, 1].map(|i: usize| devices[i].create_stream(StreamPriority::Normal).unwrap());
+        let streams =
+            [0, 1].map(|i: usize| devices[i].create_stream(StreamPriority::Normal).unwrap());
         let order = Arc::new(Mutex::new(Vec::new()));
         for step in 0..4 {
             let (stream, order) = (&streams[step % 2], Arc::clone(&order));

@@ -7,23 +7,26 @@ use std::alloc::Layout;
 use std::time::Duration;
 
 use ts_streams::{
-    Activity, CpuDevice, Device, HostFn, MemoryKind, RawMemory, SimDevice, SimOptions, Stream, StreamId,
-    StreamPriority, StreamProfiler,
+    Activity, CpuDevice, Device, HostFn, MemoryKind, RawMemory, SimDevice, SimOptions, Stream,
+    StreamId, StreamPriority, StreamProfiler,
 };
 
 /// Half of what is busy is busy twice: two streams of which one begins when the other is half done.
 #[test]
 fn scopes_are_timed_by_the_device_and_overlaps_seen() {
-    let options = SimOptions { stalls: 0.0, overhead_ns: 1000, bytes_per_us: 1, ..SimOptions::default() };
+    let options =
+        SimOptions { stalls: 0.0, overhead_ns: 1000, bytes_per_us: 1, ..SimOptions::default() };
     let device = SimDevice::new(options);
     let [a, b] = [(); 2].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
-    let memory = device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
+    let memory =
+        device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
     let profiler = StreamProfiler::new(device.clone()).unwrap();
     {
         let whole = profiler.scope(&a, "whole").unwrap();
         for _ in 0..2 {
             let _transfer = profiler.transfer(&a, 29).unwrap();
-            // SAFETY: a simulated device runs nothing at the same time; the memory outlives the work.
+            // SAFETY: a simulated device runs nothing at the same time; the memory outlives the
+            // work.
             unsafe { a.fill(memory.range().slice(0..29), 1) }.unwrap();
         }
         drop(whole);
@@ -38,13 +41,19 @@ fn scopes_are_timed_by_the_device_and_overlaps_seen() {
     let profile = profiler.finish().unwrap();
     let us = Duration::from_micros;
     let transfers = profile.times(Some(a.id()))[&Activity::Transfer];
-    assert_eq!((transfers.count, transfers.total, transfers.p50, transfers.bytes), (2, us(60), us(30), 58));
+    assert_eq!(
+        (transfers.count, transfers.total, transfers.p50, transfers.bytes),
+        (2, us(60), us(30), 58)
+    );
     assert!((transfers.bytes_per_s() - 58.0 / 60e-6).abs() < 1.0);
     assert_eq!(profile.times(None)[&Activity::Scope("whole".into())].total, us(60));
     assert_eq!(profile.times(Some(b.id())).len(), 1);
     assert_eq!(profile.busy(), (us(90), us(30)));
     assert!((profile.overlap_percent() - 100.0 / 3.0).abs() < 1e-9);
-    assert_eq!(profile.reported_times(Some(a.id()))[&Activity::Transfer].total, Duration::from_secs(5));
+    assert_eq!(
+        profile.reported_times(Some(a.id()))[&Activity::Transfer].total,
+        Duration::from_secs(5)
+    );
     assert_eq!(profile.reported_times(Some(b.id())).len(), 0);
 
     let trace: serde_json::Value = serde_json::from_str(&profile.chrome_trace()).unwrap();
@@ -63,7 +72,9 @@ fn scopes_that_never_end_are_counted_as_lost() {
     let profiler = StreamProfiler::new(device).unwrap();
     {
         let _scope = profiler.scope(&stream, "fails").unwrap();
-        stream.launch_host_fn(HostFn::new(|| std::panic::resume_unwind(Box::new("on purpose")))).unwrap();
+        stream
+            .launch_host_fn(HostFn::new(|| std::panic::resume_unwind(Box::new("on purpose"))))
+            .unwrap();
     }
     let profile = profiler.finish().unwrap();
     assert_eq!((profile.lost, profile.spans.len()), (1, 0));

@@ -7,7 +7,8 @@ use std::alloc::Layout;
 
 use proptest::prelude::*;
 use ts_streams::{
-    Device, Error, MemoryKind, MemoryRange, RawMemory, SimDevice, SimOptions, Stream, StreamPriority,
+    Device, Error, MemoryKind, MemoryRange, RawMemory, SimDevice, SimOptions, Stream,
+    StreamPriority,
 };
 
 const BLOCK: usize = 64;
@@ -60,16 +61,19 @@ fn is_ordered(program: &[Operation], waits: &[Vec<usize>], earlier: usize, later
 /// Runs a program, each operation after the waits given for it; the races that were found.
 fn run(program: &[Operation], waits: &[Vec<usize>], seed: u64) -> usize {
     let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
-    let memory =
-        device.allocate(Layout::from_size_align(BLOCK * BLOCKS, 64).unwrap(), MemoryKind::Device).unwrap();
+    let memory = device
+        .allocate(Layout::from_size_align(BLOCK * BLOCKS, 64).unwrap(), MemoryKind::Device)
+        .unwrap();
     let streams = [0; STREAMS].map(|_| device.create_stream(StreamPriority::Normal).unwrap());
-    let blocks =
-        |at: usize, len: usize| -> MemoryRange { memory.range().slice(at * BLOCK..(at + len) * BLOCK) };
+    let blocks = |at: usize, len: usize| -> MemoryRange {
+        memory.range().slice(at * BLOCK..(at + len) * BLOCK)
+    };
     let mut events = Vec::new();
     for (i, operation) in program.iter().enumerate() {
         let (stream, to) = (&streams[operation.stream], blocks(operation.to, operation.len));
         waits[i].iter().for_each(|&before| stream.wait(&events[before]).unwrap());
-        // SAFETY: a simulated device runs nothing at the same time, ordered or not; the memory outlives the work.
+        // SAFETY: a simulated device runs nothing at the same time, ordered or not; the memory
+        // outlives the work.
         let submitted = unsafe {
             match operation.from {
                 Some(from) => stream.copy(to, blocks(from, operation.len)),
@@ -99,8 +103,11 @@ proptest! {
             .map(|i| (0..i).filter(|&before| program[before].conflicts(&program[i])).collect())
             .collect();
         prop_assert_eq!(run(&program, &all, seed), 0);
-        let edges: Vec<(usize, usize)> =
-            all.iter().enumerate().flat_map(|(i, waits)| waits.iter().map(move |&before| (before, i))).collect();
+        let edges: Vec<(usize, usize)> = all
+            .iter()
+            .enumerate()
+            .flat_map(|(i, waits)| waits.iter().map(move |&before| (before, i)))
+            .collect();
         prop_assume!(!edges.is_empty());
         let (before, after) = edges[missing.index(edges.len())];
         let mut seeded = all.clone();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `tensorstream bench codec`: how small a checkpoint's tensors become, and how fast they are taken apart and put
-//! together, in memory.
+//! `tensorstream bench codec`: how small a checkpoint's tensors become, and how fast they are taken
+//! apart and put together, in memory.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -99,8 +99,14 @@ pub(super) fn run(
     let [encode, decode, two, copy] = rates.map(median);
     if console.json {
         say(json!({
-            "path": arguments.path, "codec": arguments.codec, "bytes": total, "stored_bytes": stored, "ratio": ratio,
-            "encode_gb_per_s": encode, "decode_gb_per_s": decode, "decode_two_threads_gb_per_s": two,
+            "path": arguments.path,
+            "codec": arguments.codec,
+            "bytes": total,
+            "stored_bytes": stored,
+            "ratio": ratio,
+            "encode_gb_per_s": encode,
+            "decode_gb_per_s": decode,
+            "decode_two_threads_gb_per_s": two,
             "memcpy_gb_per_s": copy,
         }));
     } else {
@@ -131,7 +137,8 @@ fn encode_all(
             Some(at) => at,
             None => {
                 let encoder = Encoder::new(codec, compression.level());
-                let encoder = encoder.map_err(|reason| Error::Compression { path: path.into(), reason })?;
+                let encoder =
+                    encoder.map_err(|reason| Error::Compression { path: path.into(), reason })?;
                 encoders.push((codec, encoder));
                 encoders.len() - 1
             }
@@ -149,7 +156,8 @@ fn decode_all(pieces: &[Piece], mut target: &mut [u8]) {
     let mut scratch = Scratch::default();
     for Piece { encoded, stored } in pieces {
         let (now, later) = target.split_at_mut(encoded.raw_len);
-        decode_chunk(encoded.codec, encoded.width, stored, now, &mut scratch).expect("it was just encoded");
+        decode_chunk(encoded.codec, encoded.width, stored, now, &mut scratch)
+            .expect("it was just encoded");
         target = later;
     }
 }

@@ -36,8 +36,8 @@ pub(super) struct Arguments {
     /// How often to read it in each measurement.
     #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     passes: usize,
-    /// Backends, separated by commas; all if not given. With `memcpy`, what a warm file is compared with, and `views`,
-    /// what mapping it costs.
+    /// Backends, separated by commas; all if not given. With `memcpy`, what a warm file is compared
+    /// with, and `views`, what mapping it costs.
     #[arg(long, value_delimiter = ',')]
     backends: Vec<String>,
     /// What the page cache holds of the file before each measurement.
@@ -55,8 +55,8 @@ pub(super) struct Arguments {
     /// Reads in flight at once; measured first if not given.
     #[arg(long)]
     in_flight: Option<usize>,
-    /// Reads the file in units of this size, in a random order that is the same in each measurement, as a model's
-    /// layers may come. In the file's order if not given.
+    /// Reads the file in units of this size, in a random order that is the same in each
+    /// measurement, as a model's layers may come. In the file's order if not given.
     #[arg(long, value_parser = budget)]
     random_units: Option<usize>,
 }
@@ -100,7 +100,8 @@ pub(super) fn run(
     let registry = Registry::builtin();
     let chosen = registry.choose(None, std::slice::from_ref(&source))?.provider.name();
     let (mut providers, mut absent) = (Vec::new(), Vec::new());
-    let asked = |name: &str| arguments.backends.is_empty() || arguments.backends.iter().any(|b| b == name);
+    let asked =
+        |name: &str| arguments.backends.is_empty() || arguments.backends.iter().any(|b| b == name);
     for provider in registry.providers().iter().filter(|provider| asked(provider.name())) {
         match provider.probe(std::slice::from_ref(&source)) {
             Availability::Available => providers.push(Arc::clone(provider)),
@@ -115,7 +116,8 @@ pub(super) fn run(
         (Some(request_bytes), Some(in_flight)) => Tuning { request_bytes, in_flight },
         (request_bytes, in_flight) => {
             let tuner = Tuner::remembering_in(None);
-            let tuned = interruptible(tuner.tuning(&source, &Budget::new(TUNING_BYTES), interrupt))?;
+            let tuned =
+                interruptible(tuner.tuning(&source, &Budget::new(TUNING_BYTES), interrupt))?;
             Tuning {
                 request_bytes: request_bytes.unwrap_or(tuned.request_bytes),
                 in_flight: in_flight.unwrap_or(tuned.in_flight),
@@ -143,15 +145,21 @@ pub(super) fn run(
         for &state in states {
             for (index, provider) in providers.iter().enumerate() {
                 prepare(&source, &workload, state, arguments.stretch, interrupt)?;
-                let measured =
-                    interruptible(measure(provider.as_ref(), &source, &workload, &pool, interrupt))?;
+                let measured = interruptible(measure(
+                    provider.as_ref(),
+                    &source,
+                    &workload,
+                    &pool,
+                    interrupt,
+                ))?;
                 rows.entry((state, index, provider.name())).or_default().push(measured);
             }
             if state != State::Warm {
                 continue;
             }
             if asked(MEMCPY) {
-                let copied = interruptible(measure_memcpy(bytes, workload.request_bytes, &pool, interrupt))?;
+                let copied =
+                    interruptible(measure_memcpy(bytes, workload.request_bytes, &pool, interrupt))?;
                 rows.entry((state, providers.len(), MEMCPY)).or_default().push(copied);
             }
             #[cfg(target_os = "linux")]
@@ -188,8 +196,8 @@ fn ranges(bytes: u64, unit: Option<usize>) -> Vec<(u64, u64)> {
     ranges
 }
 
-/// Brings the page cache into the state that is asked for: from cold on, by reading in the file's order, so that the
-/// cache holds it in pages as large as it usually does.
+/// Brings the page cache into the state that is asked for: from cold on, by reading in the file's
+/// order, so that the cache holds it in pages as large as it usually does.
 fn prepare(
     source: &Arc<Source>,
     workload: &Workload,
@@ -286,6 +294,7 @@ fn print_json(
             })
         })
         .collect();
+    let unavailable: BTreeMap<_, _> = absent.iter().map(|(name, why)| (*name, why)).collect();
     say(json!({
         "source": arguments.path,
         "bytes": workload.ranges.iter().map(|range| range.1).sum::<u64>(),
@@ -294,7 +303,7 @@ fn print_json(
         "rounds": arguments.rounds,
         "chosen": chosen,
         "rows": rows,
-        "unavailable": absent.iter().map(|(name, reason)| (*name, reason)).collect::<BTreeMap<_, _>>(),
+        "unavailable": unavailable,
     }));
 }
 

@@ -18,7 +18,8 @@ pub(super) struct Arguments {
     /// Where to listen: HOST:PORT, or unix:PATH. Port 0 is one that is free.
     #[arg(long, default_value = "127.0.0.1:7471", value_parser = address)]
     listen: Address,
-    /// Serves also what symbolic links lead to outside of the directory, as those of a Hugging Face cache do.
+    /// Serves also what symbolic links lead to outside of the directory, as those of a Hugging Face
+    /// cache do.
     #[arg(long)]
     follow_symlinks: bool,
     #[command(flatten)]
@@ -27,12 +28,14 @@ pub(super) struct Arguments {
 
 #[derive(Debug, clap::Args)]
 pub(super) struct FetchArguments {
-    /// What: ts://HOST:PORT/NAME, of a file or a directory, or all that is served without a name. A token and certificates are read from the
+    /// What: ts://HOST:PORT/NAME, of a file or a directory, or all that is served without a name. A
+    /// token and certificates are read from the
     /// environment: TENSORSTREAM_TOKEN, TENSORSTREAM_CA, TENSORSTREAM_CERT, TENSORSTREAM_KEY.
     url: String,
     /// Where to.
     directory: PathBuf,
-    /// Where to serve what has come to others who fetch the same: HOST:PORT, which they must reach. Goes on until it is interrupted.
+    /// Where to serve what has come to others who fetch the same: HOST:PORT, which they must reach.
+    /// Goes on until it is interrupted.
     #[arg(long, value_parser = address)]
     listen: Option<Address>,
     #[command(flatten)]
@@ -42,10 +45,12 @@ pub(super) struct FetchArguments {
 /// How files are served.
 #[derive(Debug, clap::Args)]
 struct How {
-    /// A file whose first line is the secret that clients must know: in their environment, as TENSORSTREAM_TOKEN.
+    /// A file whose first line is the secret that clients must know: in their environment, as
+    /// TENSORSTREAM_TOKEN.
     #[arg(long)]
     token_file: Option<PathBuf>,
-    /// A certificate (PEM) and those that lead to its issuer, for connections under TLS: tss://HOST:PORT/NAME.
+    /// A certificate (PEM) and those that lead to its issuer, for connections under TLS:
+    /// tss://HOST:PORT/NAME.
     #[arg(long, requires = "tls_key")]
     tls_cert: Option<PathBuf>,
     /// Its key (PEM).
@@ -60,7 +65,8 @@ struct How {
     /// Lets everybody read who can reach the address.
     #[arg(long)]
     insecure: bool,
-    /// Seconds that transfers under way may take to end after Ctrl-C or SIGTERM. A second signal ends them at once.
+    /// Seconds that transfers under way may take to end after Ctrl-C or SIGTERM. A second signal
+    /// ends them at once.
     #[arg(long, default_value_t = 10)]
     grace: u64,
 }
@@ -112,15 +118,23 @@ pub(super) fn run(
     let options = ServeOptions { follow_symlinks, ..arguments.how.options()? };
     let scheme = if options.server.tls.is_some() { "tss" } else { "ts" };
     let began = |address: &Address| match console.json {
-        true => say(json!({ "address": address.to_string(), "url": format!("{scheme}://{address}/") })),
+        true => {
+            say(json!({ "address": address.to_string(), "url": format!("{scheme}://{address}/") }))
+        }
         false => say(format_args!("{} as {scheme}://{address}/", arguments.directory.display())),
     };
     let log = |peer: &str, error: &ts_remote::Error| match error {
         ts_remote::Error::Closed { .. } => console.detail(format_args!("{peer}: {error}")),
         error => console.note(format_args!("{peer}: {error}")),
     };
-    let stats =
-        serve_weights(&arguments.directory, &arguments.listen, &options, &mut || interrupt(), began, log)?;
+    let stats = serve_weights(
+        &arguments.directory,
+        &arguments.listen,
+        &options,
+        &mut || interrupt(),
+        began,
+        log,
+    )?;
     let sent = stats.sent_bytes as f64 / MIB;
     match console.json {
         true => say(json!({

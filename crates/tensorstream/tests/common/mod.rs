@@ -37,7 +37,8 @@ pub(crate) fn write(path: &Path, count: usize) {
         let meta = TensorMeta { dtype: Dtype::U8, shape: vec![content(i).len() as u64] };
         NewTensor { name: format!("t{i}"), meta, phase: None }
     });
-    let mut writer = FileWriter::create(path, tensors.collect(), metadata(), plain(), &mut never).unwrap();
+    let mut writer =
+        FileWriter::create(path, tensors.collect(), metadata(), plain(), &mut never).unwrap();
     for i in writer.order().to_vec() {
         for piece in content(i).chunks(1_000_003) {
             writer.write(piece).unwrap();
@@ -47,7 +48,8 @@ pub(crate) fn write(path: &Path, count: usize) {
 }
 
 pub(crate) fn files(directory: &Path) -> Vec<PathBuf> {
-    let mut all: Vec<_> = std::fs::read_dir(directory).unwrap().map(|e| e.unwrap().path()).collect();
+    let mut all: Vec<_> =
+        std::fs::read_dir(directory).unwrap().map(|e| e.unwrap().path()).collect();
     all.sort();
     all
 }

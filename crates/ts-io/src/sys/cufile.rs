@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! NVIDIA's cuFile, as far as reads need it: found at run time, in three layers. Names and layouts are those of
-//! cufile.h 1.14, which has kept them since 1.0.
+//! NVIDIA's cuFile, as far as reads need it: found at run time, in three layers. Names and layouts
+//! are those of cufile.h 1.14, which has kept them since 1.0.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
@@ -46,7 +46,8 @@ mod raw {
 
     pub(super) type DriverOpen = unsafe extern "C" fn() -> Status;
     pub(super) type DriverProperties = unsafe extern "C" fn(*mut Properties) -> Status;
-    pub(super) type HandleRegister = unsafe extern "C" fn(*mut *mut c_void, *mut Descriptor) -> Status;
+    pub(super) type HandleRegister =
+        unsafe extern "C" fn(*mut *mut c_void, *mut Descriptor) -> Status;
     pub(super) type HandleDeregister = unsafe extern "C" fn(*mut c_void);
     pub(super) type Read = unsafe extern "C" fn(*mut c_void, *mut c_void, usize, i64, i64) -> isize;
 }
@@ -69,8 +70,10 @@ impl CuFile {
     fn open() -> Result<Self, String> {
         // Without a driver cuFileDriverOpen never returns.
         driver_below(Path::new("/"))?;
-        // SAFETY: the names are C strings; a library that is found is never closed. Its initialisers are NVIDIA's.
-        let library = unsafe { libc::dlopen(c"libcufile.so.0".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        // SAFETY: the names are C strings; a library that is found is never closed. Its
+        // initialisers are NVIDIA's.
+        let library =
+            unsafe { libc::dlopen(c"libcufile.so.0".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if library.is_null() {
             return Err("libcufile.so.0 (GPUDirect Storage) is not installed".into());
         }
@@ -90,8 +93,12 @@ impl CuFile {
                 std::mem::transmute::<*mut c_void, raw::DriverProperties>(symbol(
                     c"cuFileDriverGetProperties",
                 )?),
-                std::mem::transmute::<*mut c_void, raw::HandleRegister>(symbol(c"cuFileHandleRegister")?),
-                std::mem::transmute::<*mut c_void, raw::HandleDeregister>(symbol(c"cuFileHandleDeregister")?),
+                std::mem::transmute::<*mut c_void, raw::HandleRegister>(symbol(
+                    c"cuFileHandleRegister",
+                )?),
+                std::mem::transmute::<*mut c_void, raw::HandleDeregister>(symbol(
+                    c"cuFileHandleDeregister",
+                )?),
                 std::mem::transmute::<*mut c_void, raw::Read>(symbol(c"cuFileRead")?),
             )
         };
@@ -104,15 +111,16 @@ impl CuFile {
         Ok(Self { register, deregister, read, properties: found })
     }
 
-    /// Whether storage and GPU talk to each other, by nvidia-fs or PCI peer-to-peer; else the library reads through the
-    /// host and copies ("compatibility mode").
+    /// Whether storage and GPU talk to each other, by nvidia-fs or PCI peer-to-peer; else the
+    /// library reads through the host and copies ("compatibility mode").
     pub(crate) fn is_direct(&self) -> bool {
         (self.properties.major_version, self.properties.minor_version) != (0, 0)
             || self.properties.status_flags & raw::NVME_P2P != 0
     }
 }
 
-/// Whether NVIDIA's driver is loaded: the system below `root` shows it in at least one of these places.
+/// Whether NVIDIA's driver is loaded: the system below `root` shows it in at least one of these
+/// places.
 fn driver_below(root: &Path) -> Result<(), String> {
     const PLACES: [&str; 2] = ["proc/driver/nvidia/version", "dev/nvidiactl"];
     if PLACES.iter().any(|place| root.join(place).exists()) {
@@ -131,7 +139,8 @@ pub(crate) struct CuFileHandle {
     _file: File,
 }
 
-// SAFETY: the library lets any number of threads use a handle (the GPUDirect Storage API reference, "Thread safety").
+// SAFETY: the library lets any number of threads use a handle (the GPUDirect Storage API reference,
+// "Thread safety").
 unsafe impl Send for CuFileHandle {}
 // SAFETY: as above.
 unsafe impl Sync for CuFileHandle {}
@@ -153,7 +162,8 @@ impl CuFileHandle {
             handle: file.as_raw_fd() as usize,
             operations: std::ptr::null(),
         };
-        // SAFETY: both pointers are valid for the call, and the descriptor is open as long as the handle is known.
+        // SAFETY: both pointers are valid for the call, and the descriptor is open as long as the
+        // handle is known.
         let status = unsafe { (library.register)(&raw mut handle, &raw mut descriptor) };
         check("cuFileHandleRegister", status)?;
         Ok(Self { library, handle, _file: file })
@@ -162,14 +172,16 @@ impl CuFileHandle {
     /// Reads into host memory, at least a byte unless the file ends at `offset`.
     pub(crate) fn read_at(&self, memory: &mut [u8], offset: u64) -> io::Result<usize> {
         let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
-        // SAFETY: the handle is registered, the memory is exclusively borrowed and as long as is said, and the call
-        // returns when it no longer touches it.
-        let read =
-            unsafe { (self.library.read)(self.handle, memory.as_mut_ptr().cast(), memory.len(), offset, 0) };
+        // SAFETY: the handle is registered, the memory is exclusively borrowed and as long as is
+        // said, and the call returns when it no longer touches it.
+        let read = unsafe {
+            (self.library.read)(self.handle, memory.as_mut_ptr().cast(), memory.len(), offset, 0)
+        };
         match read {
             -1 => Err(io::Error::last_os_error()),
-            read => usize::try_from(read)
-                .map_err(|_| io::Error::other(format!("cuFileRead failed with cuFile error {}", -read))),
+            read => usize::try_from(read).map_err(|_| {
+                io::Error::other(format!("cuFileRead failed with cuFile error {}", -read))
+            }),
         }
     }
 }
@@ -185,7 +197,8 @@ fn check(call: &str, status: raw::Status) -> Result<(), String> {
     match status {
         raw::Status { cufile: 0, .. } => Ok(()),
         raw::Status { cufile, cuda } => Err(format!(
-            "{call} failed with cuFile error {cufile}, CUDA error {cuda}: is there a GPU and its driver?"
+            "{call} failed with cuFile error {cufile}, CUDA error {cuda}: is there a GPU and its \
+             driver?"
         )),
     }
 }

@@ -8,7 +8,8 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::Duration;
 
-/// What direct I/O is aligned to when the kernel (before 6.1) does not say: a page satisfies all block devices.
+/// What direct I/O is aligned to when the kernel (before 6.1) does not say: a page satisfies all
+/// block devices.
 const FALLBACK_ALIGNMENT: usize = 4096;
 
 /// How many slices one call takes.
@@ -20,18 +21,25 @@ pub(crate) fn identity(metadata: &Metadata) -> (u64, u64) {
 
 pub(crate) fn changed(metadata: &Metadata) -> Option<(i128, [u64; 4])> {
     let at = i128::from(metadata.ctime()) * 1_000_000_000 + i128::from(metadata.ctime_nsec());
-    Some((at, [metadata.nlink(), metadata.mode().into(), metadata.uid().into(), metadata.gid().into()]))
+    Some((
+        at,
+        [metadata.nlink(), metadata.mode().into(), metadata.uid().into(), metadata.gid().into()],
+    ))
 }
 
 /// Reads into the slices, one after the other, at least a byte unless the file ends at `offset`.
-pub(crate) fn read_vectored_at(file: &File, slices: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
+pub(crate) fn read_vectored_at(
+    file: &File,
+    slices: &mut [IoSliceMut<'_>],
+    offset: u64,
+) -> io::Result<usize> {
     if let [slice] = slices {
         return file.read_at(slice, offset);
     }
     let count = slices.len().min(IOV_MAX) as libc::c_int;
     let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
-    // SAFETY: `IoSliceMut` is laid out as `iovec`, the slices are exclusively borrowed, and the descriptor is
-    // open while `file` lives.
+    // SAFETY: `IoSliceMut` is laid out as `iovec`, the slices are exclusively borrowed, and the
+    // descriptor is open while `file` lives.
     let read = unsafe { libc::preadv(file.as_raw_fd(), slices.as_ptr().cast(), count, offset) };
     usize::try_from(read).map_err(|_| io::Error::last_os_error())
 }
@@ -53,13 +61,15 @@ impl Gate {
 
     pub(crate) fn open(&self) {
         let one = 1u64.to_ne_bytes();
-        // SAFETY: `one` is readable, and the descriptor is open. A counter that is full is open already.
+        // SAFETY: `one` is readable, and the descriptor is open. A counter that is full is open
+        // already.
         unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     }
 
     pub(crate) fn shut(&self) {
         let mut count = [0u8; 8];
-        // SAFETY: `count` is writable, and the descriptor is open. There is nothing to read from one shut already.
+        // SAFETY: `count` is writable, and the descriptor is open. There is nothing to read from
+        // one shut already.
         unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
     }
 
@@ -93,7 +103,8 @@ pub(crate) fn open_direct(path: &Path) -> io::Result<(File, usize)> {
     Ok((file, alignment))
 }
 
-/// The same file once more, to write to it past the page cache; also returns the alignment that needs, in bytes.
+/// The same file once more, to write to it past the page cache; also returns the alignment that
+/// needs, in bytes.
 pub(crate) fn reopen_direct(file: &File) -> io::Result<(File, usize)> {
     // By its descriptor and not its name, which may be another file's by now.
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
@@ -114,7 +125,8 @@ pub(crate) fn reopen_quiet(file: &File) -> io::Result<File> {
 
 /// Sets room aside on the disk, without making the file longer.
 pub(crate) fn reserve(file: &File, begin: u64, len: u64) -> io::Result<()> {
-    let size = |bytes| libc::off_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG));
+    let size =
+        |bytes| libc::off_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG));
     let (begin, len) = (size(begin)?, size(len)?);
     if len == 0 {
         return Ok(());
@@ -138,18 +150,25 @@ pub(crate) fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result
 fn direct_alignment(file: &File) -> io::Result<usize> {
     // SAFETY: all-zero bytes are a valid `statx`, which is plain integers.
     let mut stat: libc::statx = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open while `file` lives, the path is an empty C string, as AT_EMPTY_PATH
-    // wants it, and `stat` is writable and of the size the kernel fills.
+    // SAFETY: the descriptor is open while `file` lives, the path is an empty C string, as
+    // AT_EMPTY_PATH wants it, and `stat` is writable and of the size the kernel fills.
     let rc = unsafe {
-        libc::statx(file.as_raw_fd(), c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut stat)
+        libc::statx(
+            file.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            libc::STATX_DIOALIGN,
+            &raw mut stat,
+        )
     };
     if rc != 0 || stat.stx_mask & libc::STATX_DIOALIGN == 0 {
         return Ok(FALLBACK_ALIGNMENT);
     }
     match stat.stx_dio_mem_align.max(stat.stx_dio_offset_align) as usize {
-        0 => {
-            Err(io::Error::new(io::ErrorKind::Unsupported, "the file system has no direct I/O for this file"))
-        }
+        0 => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "the file system has no direct I/O for this file",
+        )),
         n if n.is_power_of_two() && n <= ts_pool::BLOCK_ALIGN => Ok(n),
         n => Err(io::Error::new(
             io::ErrorKind::Unsupported,
@@ -170,19 +189,21 @@ pub(crate) fn cpu_time() -> Option<Duration> {
     Some(of(usage.ru_utime) + of(usage.ru_stime))
 }
 
-/// Whether reads of a file can be handed to a ring: on file systems of the kernel's own, for which a read that would
-/// have to wait goes to the background. A server in user space or on the network (FUSE, NFS) can hold the thread that
-/// hands the read over, and with it all others.
+/// Whether reads of a file can be handed to a ring: on file systems of the kernel's own, for which
+/// a read that would have to wait goes to the background. A server in user space or on the network
+/// (FUSE, NFS) can hold the thread that hands the read over, and with it all others.
 pub(crate) fn suits_rings(file: &File) -> bool {
     /// ext4, XFS, Btrfs, F2FS, bcachefs, overlayfs: the kernel's include/uapi/linux/magic.h.
-    const LOCAL: [u32; 6] = [0xEF53, 0x5846_5342, 0x9123_683E, 0xF2F5_2010, 0xCA45_1A4E, 0x794C_7630];
+    const LOCAL: [u32; 6] =
+        [0xEF53, 0x5846_5342, 0x9123_683E, 0xF2F5_2010, 0xCA45_1A4E, 0x794C_7630];
     statfs(file).is_some_and(|stat| LOCAL.contains(&(stat.f_type as u32)))
 }
 
 fn statfs(file: &File) -> Option<libc::statfs> {
     // SAFETY: all-zero bytes are a valid `statfs`, which is plain integers.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open while `file` lives, and `stat` is writable and of the size that the call fills.
+    // SAFETY: the descriptor is open while `file` lives, and `stat` is writable and of the size
+    // that the call fills.
     let rc = unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) };
     (rc == 0).then_some(stat)
 }
@@ -205,21 +226,25 @@ pub(crate) fn evict(file: &File) -> io::Result<()> {
     }
 }
 
-/// The share of the range that is in the page cache: `cachestat` (Linux 6.5), else `mincore`. `None` also for files
+/// The share of the range that is in the page cache: `cachestat` (Linux 6.5), else `mincore`.
+/// `None` also for files
 /// that are neither ours nor ours to write: the system does not tell of those.
 pub(crate) fn residency(file: &File, offset: u64, len: usize) -> Option<f64> {
     if len == 0 {
         return Some(1.0);
     }
     match cachestat(file, offset, len) {
-        Err(e) if e.raw_os_error() == Some(libc::ENOSYS) && is_ours(file) => mincore(file, offset, len),
+        Err(e) if e.raw_os_error() == Some(libc::ENOSYS) && is_ours(file) => {
+            mincore(file, offset, len)
+        }
         share => share.ok(),
     }
 }
 
 /// Whether `mincore` tells the truth about a file: of others it says that all pages are there.
 fn is_ours(file: &File) -> bool {
-    // SAFETY: these have no preconditions but an open descriptor and, for AT_EMPTY_PATH, an empty C string.
+    // SAFETY: these have no preconditions but an open descriptor and, for AT_EMPTY_PATH, an empty C
+    // string.
     unsafe {
         let ours = file.metadata().is_ok_and(|metadata| metadata.uid() == libc::geteuid());
         ours || libc::faccessat(
@@ -250,10 +275,16 @@ fn cachestat(file: &File, offset: u64, len: usize) -> io::Result<f64> {
     }
     const SYS_CACHESTAT: libc::c_long = 451;
     let (range, mut stat) = (Range { offset, len: len as u64 }, Stat::default());
-    // SAFETY: the descriptor is open while `file` lives; both structures are laid out as the kernel's and
-    // outlive the call, which writes `stat` alone.
+    // SAFETY: the descriptor is open while `file` lives; both structures are laid out as the
+    // kernel's and outlive the call, which writes `stat` alone.
     let rc = unsafe {
-        libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut stat, 0 as libc::c_uint)
+        libc::syscall(
+            SYS_CACHESTAT,
+            file.as_raw_fd(),
+            &raw const range,
+            &raw mut stat,
+            0 as libc::c_uint,
+        )
     };
     match rc {
         0 => Ok(stat.cached as f64 / page_count(offset, len) as f64),
@@ -265,8 +296,8 @@ fn mincore(file: &File, offset: u64, len: usize) -> Option<f64> {
     let begin = offset - offset % page_size();
     let size = len + (offset - begin) as usize;
     let mut resident = vec![0u8; page_count(offset, len) as usize];
-    // SAFETY: a fresh mapping of the file that is never accessed, only asked about, and unmapped below;
-    // `resident` has one byte for each of its pages.
+    // SAFETY: a fresh mapping of the file that is never accessed, only asked about, and unmapped
+    // below; `resident` has one byte for each of its pages.
     unsafe {
         let begin = libc::off_t::try_from(begin).ok()?;
         let map = libc::mmap(

@@ -14,8 +14,8 @@ impl Mapping {
     /// Maps a range that the file has, and brings its pages in.
     ///
     /// # Safety
-    /// While the mapping lives nobody writes to the range of the file. If somebody truncates it, reading the mapping
-    /// ends the process with SIGBUS.
+    /// While the mapping lives nobody writes to the range of the file. If somebody truncates it,
+    /// reading the mapping ends the process with SIGBUS.
     ///
     /// # Errors
     /// The system's; also when the file ends before the range does, or its device cannot be read.
@@ -44,17 +44,19 @@ impl std::ops::Deref for Mapping {
 
 /// Copies from a file to the slices by way of a mapping, as far as the file goes.
 ///
-/// Another process that truncates the file meanwhile ends this one with SIGBUS; one that writes to it makes the bytes
-/// unspecified, as it does to any read.
+/// Another process that truncates the file meanwhile ends this one with SIGBUS; one that writes to
+/// it makes the bytes unspecified, as it does to any read.
 pub(crate) fn read_mapped_at(
     file: &File,
     slices: &mut [io::IoSliceMut<'_>],
     offset: u64,
 ) -> io::Result<usize> {
     let room: usize = slices.iter().map(|slice| slice.len()).sum();
-    let there = usize::try_from(file.metadata()?.len().saturating_sub(offset)).unwrap_or(usize::MAX);
+    let there =
+        usize::try_from(file.metadata()?.len().saturating_sub(offset)).unwrap_or(usize::MAX);
     let len = room.min(there);
-    // SAFETY: the mapping is copied from once and gone; what is promised above is all that callers rely on.
+    // SAFETY: the mapping is copied from once and gone; what is promised above is all that callers
+    // rely on.
     let mapping = unsafe { Mapping::new(file, offset, len)? };
     let mut rest = &mapping[..];
     for slice in slices {
@@ -65,7 +67,8 @@ pub(crate) fn read_mapped_at(
     Ok(len)
 }
 
-/// Maps a range, reads a byte of each of its pages, and returns their sum. As dangerous as [`read_mapped_at`].
+/// Maps a range, reads a byte of each of its pages, and returns their sum. As dangerous as
+/// [`read_mapped_at`].
 pub(crate) fn touch_mapped(file: &File, offset: u64, len: usize) -> io::Result<u64> {
     // SAFETY: as in `read_mapped_at`.
     let mapping = unsafe { Mapping::new(file, offset, len)? };

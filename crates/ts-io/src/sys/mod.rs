@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is asked of the operating system beyond the standard library: this crate's one unsafe module.
+//! What is asked of the operating system beyond the standard library: this crate's one unsafe
+//! module.
 
 #[cfg(target_os = "linux")]
 mod cufile;

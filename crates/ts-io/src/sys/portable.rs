@@ -16,7 +16,10 @@ pub(crate) fn identity(metadata: &Metadata) -> (u64, u64) {
 pub(crate) fn changed(metadata: &Metadata) -> Option<(i128, [u64; 4])> {
     use std::os::unix::fs::MetadataExt;
     let at = i128::from(metadata.ctime()) * 1_000_000_000 + i128::from(metadata.ctime_nsec());
-    Some((at, [metadata.nlink(), metadata.mode().into(), metadata.uid().into(), metadata.gid().into()]))
+    Some((
+        at,
+        [metadata.nlink(), metadata.mode().into(), metadata.uid().into(), metadata.gid().into()],
+    ))
 }
 
 #[cfg(not(unix))]
@@ -30,7 +33,11 @@ pub(crate) fn identity(_: &Metadata) -> (u64, u64) {
 }
 
 /// Reads into the first of the slices, at least a byte unless the file ends at `offset`.
-pub(crate) fn read_vectored_at(file: &File, slices: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
+pub(crate) fn read_vectored_at(
+    file: &File,
+    slices: &mut [IoSliceMut<'_>],
+    offset: u64,
+) -> io::Result<usize> {
     let Some(slice) = slices.first_mut() else { return Ok(0) };
     #[cfg(unix)]
     return std::os::unix::fs::FileExt::read_at(file, slice, offset);
@@ -76,7 +83,10 @@ pub(crate) fn cpu_time() -> Option<std::time::Duration> {
 }
 
 pub(crate) fn evict(_: &File) -> io::Result<()> {
-    Err(io::Error::new(io::ErrorKind::Unsupported, "emptying the page cache is only implemented for Linux"))
+    Err(io::Error::new(
+        io::ErrorKind::Unsupported,
+        "emptying the page cache is only implemented for Linux",
+    ))
 }
 
 pub(crate) fn file_system(_: &File) -> Option<String> {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! io_uring, made safe: the ring owns what the system writes to until the system has said that it is done.
+//! io_uring, made safe: the ring owns what the system writes to until the system has said that it
+//! is done.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -75,7 +76,8 @@ impl<T> Ring<T> {
     pub(crate) fn new(reads: usize, wake: Arc<Gate>) -> io::Result<Self> {
         // One operation for each read, a cancellation for each, and the wake.
         let entries = u32::try_from(2 * reads + 2).map_err(|_| io::ErrorKind::InvalidInput)?;
-        // Completions are handled when this thread waits for them, and not whenever they arrive (Linux 6.1).
+        // Completions are handled when this thread waits for them, and not whenever they arrive
+        // (Linux 6.1).
         let quiet = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries);
         let uring = quiet.or_else(|_| IoUring::new(entries))?;
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
@@ -97,7 +99,10 @@ impl<T> Ring<T> {
         let memory = pool.as_ptr_range();
         let (begin, end) = (memory.start.addr(), memory.end.addr());
         let submitter = self.uring.submitter();
-        if self.regions.iter().any(|region| (region.begin..region.begin + region.len).contains(&begin))
+        if self
+            .regions
+            .iter()
+            .any(|region| (region.begin..region.begin + region.len).contains(&begin))
             || (self.regions.is_empty() && submitter.register_buffers_sparse(REGION_SLOTS).is_err())
         {
             return;
@@ -106,10 +111,12 @@ impl<T> Ring<T> {
         for begin in (begin..end).step_by(REGION_LIMIT).take(REGION_SLOTS as usize - before) {
             let region = Region { begin, len: REGION_LIMIT.min(end - begin) };
             let vectors = [vector(region.begin, region.len)];
-            // SAFETY: the memory is mapped while its pool lives, and the pool is kept as long as the ring. The place
-            // is empty, so no read under way refers to it.
-            if unsafe { submitter.register_buffers_update(self.regions.len() as u32, &vectors, None) }
-                .is_err()
+            // SAFETY: the memory is mapped while its pool lives, and the pool is kept as long as
+            // the ring. The place is empty, so no read under way refers to it.
+            if unsafe {
+                submitter.register_buffers_update(self.regions.len() as u32, &vectors, None)
+            }
+            .is_err()
             {
                 break;
             }
@@ -156,7 +163,10 @@ impl<T> Ring<T> {
 
     /// All reads.
     pub(crate) fn iter(&mut self) -> impl Iterator<Item = (usize, &mut T)> {
-        self.slots.iter_mut().enumerate().filter_map(|(key, slot)| Some((key, &mut slot.as_mut()?.data)))
+        self.slots
+            .iter_mut()
+            .enumerate()
+            .filter_map(|(key, slot)| Some((key, &mut slot.as_mut()?.data)))
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -176,8 +186,9 @@ impl<T> Ring<T> {
         assert!(!self.slot(key).busy, "one operation at a time");
         let entry = self.entry(key, op).user_data(key as u64);
         self.slot(key).busy = true;
-        // SAFETY: what the operation writes to and reads belongs to the slot, which stays in its place (the
-        // vectors and the block behind their own pointers) and is not touched until it is no longer busy.
+        // SAFETY: what the operation writes to and reads belongs to the slot, which stays in its
+        // place (the vectors and the block behind their own pointers) and is not touched until it
+        // is no longer busy.
         unsafe { self.push(&entry) };
     }
 
@@ -198,11 +209,15 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Waits until an operation ends, `wake` is opened, or the time is over. Returns what has ended.
+    /// Waits until an operation ends, `wake` is opened, or the time is over. Returns what has
+    /// ended.
     ///
     /// # Errors
     /// When the system refuses to go on with the ring at all.
-    pub(crate) fn wait(&mut self, limit: Option<Duration>) -> io::Result<Vec<(usize, io::Result<usize>)>> {
+    pub(crate) fn wait(
+        &mut self,
+        limit: Option<Duration>,
+    ) -> io::Result<Vec<(usize, io::Result<usize>)>> {
         let time = limit.map(Timespec::from);
         let args = SubmitArgs::new();
         let waited = match &time {
@@ -226,7 +241,8 @@ impl<T> Ring<T> {
                 UNNAMED => {}
                 key => {
                     let result = entry.result();
-                    let result = usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
+                    let result =
+                        usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
                     ended.push((key as usize, result));
                 }
             }
@@ -256,8 +272,8 @@ impl<T> Ring<T> {
             Op::Into { offset, at, len } => {
                 let slot = self.slot(key);
                 slot.vectors.clear();
-                let vectors =
-                    pieces(&mut slot.buffers, at, len).map(|p| vector(p.as_mut_ptr().addr(), p.len()));
+                let vectors = pieces(&mut slot.buffers, at, len)
+                    .map(|p| vector(p.as_mut_ptr().addr(), p.len()));
                 slot.vectors.extend(vectors.take(super::linux::IOV_MAX));
                 self.read(key, offset)
             }
@@ -272,7 +288,9 @@ impl<T> Ring<T> {
                 slot.time = Timespec::from(time);
                 opcode::Timeout::new(&raw const slot.time).build()
             }
-            Op::Gate(gate) => opcode::PollAdd::new(Fd(gate.as_raw_fd()), libc::POLLIN as u32).build(),
+            Op::Gate(gate) => {
+                opcode::PollAdd::new(Fd(gate.as_raw_fd()), libc::POLLIN as u32).build()
+            }
         }
     }
 
@@ -280,12 +298,16 @@ impl<T> Ring<T> {
     fn read(&mut self, key: usize, offset: u64) -> squeue::Entry {
         let (file, source) = {
             let slot = self.slot(key);
-            let file = slot.source.direct_file().expect("only sources that can be read directly come here");
+            let file = slot
+                .source
+                .direct_file()
+                .expect("only sources that can be read directly come here");
             (file.as_raw_fd(), Arc::clone(&slot.source))
         };
         let fixed = self.fixed_file(&source, file);
         let [one] = self.slot(key).vectors[..] else {
-            let (vectors, count) = (self.slot(key).vectors.as_ptr(), self.slot(key).vectors.len() as u32);
+            let (vectors, count) =
+                (self.slot(key).vectors.as_ptr(), self.slot(key).vectors.len() as u32);
             return match fixed {
                 Some(fixed) => opcode::Readv::new(fixed, vectors, count).offset(offset).build(),
                 None => opcode::Readv::new(Fd(file), vectors, count).offset(offset).build(),
@@ -293,7 +315,8 @@ impl<T> Ring<T> {
         };
         let (base, len) = (one.iov_base.cast::<u8>(), one.iov_len.min(REGION_LIMIT) as u32);
         let end = base.addr() + len as usize;
-        let region = self.regions.iter().position(|r| r.begin <= base.addr() && end <= r.begin + r.len);
+        let region =
+            self.regions.iter().position(|r| r.begin <= base.addr() && end <= r.begin + r.len);
         match (fixed, region) {
             (Some(fixed), Some(region)) => {
                 opcode::ReadFixed::new(fixed, base, len, region as u16).offset(offset).build()
@@ -311,8 +334,9 @@ impl<T> Ring<T> {
         let index = match (0..self.files.len()).find(|&index| self.is_file(index, source)) {
             Some(index) => index,
             None => {
-                let gone =
-                    |known: &Option<Weak<Source>>| known.as_ref().is_none_or(|k| k.strong_count() == 0);
+                let gone = |known: &Option<Weak<Source>>| {
+                    known.as_ref().is_none_or(|k| k.strong_count() == 0)
+                };
                 let index = self.files.iter().position(gone)?;
                 self.uring.submitter().register_files_update(index as u32, &[file]).ok()?;
                 // The weak pointer keeps the address from being used for another source.
@@ -328,8 +352,8 @@ impl<T> Ring<T> {
     unsafe fn push(&mut self, entry: &squeue::Entry) {
         // SAFETY: the caller's promise.
         while unsafe { self.uring.submission().push(entry) }.is_err() {
-            // The queue is as long as all that is ever in it between two waits; should it be full all the same,
-            // handing it over empties it.
+            // The queue is as long as all that is ever in it between two waits; should it be full
+            // all the same, handing it over empties it.
             let _ = self.uring.submit();
         }
     }

@@ -25,9 +25,14 @@ pub(crate) enum Shortage {
 }
 
 impl<D: Device> State<D> {
-    /// Begins to read the absent ones of units that are wanted now, ahead of everything that was only expected: all of
-    /// them or none.
-    pub(crate) fn demand(&mut self, fixed: &Fixed<D>, set: &[UnitId], now_ns: u64) -> Result<(), Shortage> {
+    /// Begins to read the absent ones of units that are wanted now, ahead of everything that was
+    /// only expected: all of them or none.
+    pub(crate) fn demand(
+        &mut self,
+        fixed: &Fixed<D>,
+        set: &[UnitId],
+        now_ns: u64,
+    ) -> Result<(), Shortage> {
         let mut scattered = false;
         loop {
             match self.rooms(fixed, &self.absent(set)) {
@@ -51,14 +56,16 @@ impl<D: Device> State<D> {
                 Err(NoRoom::Device(error)) => return Err(Shortage::Device(error)),
             }
             // Of what nobody uses, the one that is needed last goes first.
-            if let Some(victim) = self.idle.iter().copied().max_by_key(|&unit| self.passes.next_use(unit)) {
+            if let Some(victim) =
+                self.idle.iter().copied().max_by_key(|&unit| self.passes.next_use(unit))
+            {
                 self.evict(victim);
                 continue;
             }
             match self.shortage(fixed, set) {
                 Shortage::Passing => return Err(Shortage::Passing),
-                // Nothing else will free memory: what the plan keeps is given up, and at last what of the set itself lies
-                // in the way of the rest.
+                // Nothing else will free memory: what the plan keeps is given up, and at last what
+                // of the set itself lies in the way of the rest.
                 _ if self.demote(fixed, set) => {}
                 _ if !scattered && self.gather(set) => scattered = true,
                 shortage => return Err(shortage),
@@ -67,14 +74,20 @@ impl<D: Device> State<D> {
     }
 
     /// Memory for each of some absent units, or for none.
-    fn rooms(&mut self, fixed: &Fixed<D>, ids: &[UnitId]) -> Result<Vec<(UnitId, Room<D>)>, NoRoom> {
+    fn rooms(
+        &mut self,
+        fixed: &Fixed<D>,
+        ids: &[UnitId],
+    ) -> Result<Vec<(UnitId, Room<D>)>, NoRoom> {
         let mut rooms: Vec<(UnitId, Room<D>, bool)> = Vec::with_capacity(ids.len());
         for &id in ids {
             let kept = self.units[id.index()].reserved.is_some();
             match self.room(fixed, id) {
                 Ok(room) => rooms.push((id, room, kept)),
                 Err(shortage) => {
-                    for (id, Room { slot, stays }, _) in rooms.into_iter().filter(|(.., kept)| *kept) {
+                    for (id, Room { slot, stays }, _) in
+                        rooms.into_iter().filter(|(.., kept)| *kept)
+                    {
                         let home = stays.map_or_else(|| Home::Host(slot), Home::Device);
                         self.units[id.index()].reserved = Some(home);
                     }
@@ -85,8 +98,9 @@ impl<D: Device> State<D> {
         Ok(rooms.into_iter().map(|(id, room, _)| (id, room)).collect())
     }
 
-    /// Lets go of a unit that the plan keeps and that nobody uses, or of the memory that is set aside for it. Returns
-    /// whether there was one. The last in the pool goes first, so that what is free stays in one piece.
+    /// Lets go of a unit that the plan keeps and that nobody uses, or of the memory that is set
+    /// aside for it. Returns whether there was one. The last in the pool goes first, so that what
+    /// is free stays in one piece.
     fn demote(&mut self, fixed: &Fixed<D>, set: &[UnitId]) -> bool {
         let spare = |unit: &UnitState<D>| {
             let free = match &unit.residence {
@@ -116,15 +130,16 @@ impl<D: Device> State<D> {
         true
     }
 
-    /// Lets go of the present ones of a set that only this call waits for, so that all of it can be read to what is then
-    /// one piece of memory. Returns whether there was one.
+    /// Lets go of the present ones of a set that only this call waits for, so that all of it can be
+    /// read to what is then one piece of memory. Returns whether there was one.
     fn gather(&mut self, set: &[UnitId]) -> bool {
         let mut any = false;
         for &id in set {
             let unit = &self.units[id.index()];
             let asked = set.iter().filter(|&&other| other == id).count();
             let ours = unit.users.is_empty() && unit.wanted == asked;
-            if ours && matches!(&unit.residence, Residence::Present(slot) if Arc::strong_count(slot) == 1) {
+            let unshared = |slot| Arc::strong_count(slot) == 1;
+            if ours && matches!(&unit.residence, Residence::Present(slot) if unshared(slot)) {
                 self.evict(id);
                 any = true;
             }
@@ -154,7 +169,8 @@ impl<D: Device> State<D> {
         {
             return Shortage::Passing;
         }
-        let in_use: Vec<String> = self.units.iter().filter(in_use).map(|u| u.stats.name.clone()).collect();
+        let in_use: Vec<String> =
+            self.units.iter().filter(in_use).map(|u| u.stats.name.clone()).collect();
         let (mut bytes, mut holders) = (0, Vec::new());
         for (unit, prepared) in self.units.iter_mut().zip(&fixed.units) {
             let count = unit.lingering_count();

@@ -86,10 +86,13 @@ impl BestFit {
 #[test]
 fn no_more_memory_is_needed_than_by_best_fit_and_a_tenth() {
     for (seed, count) in [(1u64, 1000), (2, 10_000), (3, 100_000)] {
-        let (mut ours, mut best, mut end) = (OffsetAllocator::new(u32::MAX - 1), BestFit::default(), 0);
+        let (mut ours, mut best, mut end) =
+            (OffsetAllocator::new(u32::MAX - 1), BestFit::default(), 0);
         let (mut live, mut state) = (Vec::new(), seed);
         let mut below = |n: u64| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             (state >> 33) % n
         };
         let mut allocated = 0;
@@ -177,25 +180,29 @@ proptest! {
                     }
                     None => prop_assert!(longest(&oracle, Some(Owner(owner))) < len),
                 },
-                Step::Steal { len, owner, keep } => match a.steal(len, Owner(owner), |other| other != Owner(1)) {
-                    Some((id, from)) => {
-                        let place = a.place(id).unwrap();
-                        prop_assert!(from != Owner(owner) && from != Owner(1));
-                        if !keep {
-                            a.unsteal(id, from);
-                            prop_assert!(!a.is_live(id));
-                            continue;
+                Step::Steal { len, owner, keep } => {
+                    match a.steal(len, Owner(owner), |other| other != Owner(1)) {
+                        Some((id, from)) => {
+                            let place = a.place(id).unwrap();
+                            prop_assert!(from != Owner(owner) && from != Owner(1));
+                            if !keep {
+                                a.unsteal(id, from);
+                                prop_assert!(!a.is_live(id));
+                                continue;
+                            }
+                            for granule in &mut oracle[usize::from(place.range)][granules(&place)] {
+                                prop_assert_eq!(granule.take(), Some(from), "overlap");
+                            }
+                            live.push((id, place));
                         }
-                        for granule in &mut oracle[usize::from(place.range)][granules(&place)] {
-                            prop_assert_eq!(granule.take(), Some(from), "overlap");
+                        None => {
+                            let others = (0..3).filter(|&other| other != 1 && other != owner);
+                            prop_assert!(
+                                others.map(Owner).all(|other| longest(&oracle, Some(other)) < len)
+                            );
                         }
-                        live.push((id, place));
                     }
-                    None => {
-                        let others = (0..3).filter(|&other| other != 1 && other != owner);
-                        prop_assert!(others.map(Owner).all(|other| longest(&oracle, Some(other)) < len));
-                    }
-                },
+                }
                 Step::Release(n) if !live.is_empty() => {
                     let (id, place) = live.swap_remove(n % live.len());
                     prop_assert!(a.release(id) && !a.release(id));
@@ -222,7 +229,8 @@ proptest! {
                     // Of the third only itself may take.
                     let may_take = |other: Owner| other != Owner(2);
                     a.give(Owner(owner), may_take);
-                    let given = oracle.iter_mut().flatten().flatten().filter(|granule| may_take(**granule));
+                    let given =
+                        oracle.iter_mut().flatten().flatten().filter(|granule| may_take(**granule));
                     given.for_each(|granule| *granule = Owner(owner));
                 }
                 Step::AddRange { len, owner } => {
@@ -235,8 +243,10 @@ proptest! {
                     let is_whole = |range: &Vec<Option<Owner>>| {
                         !range.is_empty() && range.iter().all(|granule| *granule == Some(Owner(2)))
                     };
-                    let expected: Vec<u16> =
-                        (0..oracle.len()).filter(|&i| is_whole(&oracle[i])).map(|i| i as u16).collect();
+                    let expected: Vec<u16> = (0..oracle.len())
+                        .filter(|&i| is_whole(&oracle[i]))
+                        .map(|i| i as u16)
+                        .collect();
                     prop_assert_eq!(&removed, &expected);
                     removed.iter().for_each(|&i| oracle[usize::from(i)].clear());
                 }
@@ -252,9 +262,13 @@ proptest! {
             let free = oracle.iter().flatten().flatten();
             prop_assert_eq!(a.free(), free.clone().count() as u64);
             for owner in (0..3).map(Owner) {
-                prop_assert_eq!(a.free_of(owner) as usize, free.clone().filter(|of| **of == owner).count());
+                prop_assert_eq!(
+                    a.free_of(owner) as usize,
+                    free.clone().filter(|of| **of == owner).count()
+                );
             }
-            let taken: u32 = a.places().iter().filter(|place| !place.free).map(|place| place.len).sum();
+            let taken: u32 =
+                a.places().iter().filter(|place| !place.free).map(|place| place.len).sum();
             prop_assert_eq!(taken, live.iter().map(|(_, place)| place.len).sum::<u32>());
         }
     }

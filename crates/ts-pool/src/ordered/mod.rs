@@ -17,21 +17,23 @@ use crate::offset::{BlockId, Owner, Place};
 
 /// Allocates memory of a device in the order of its streams.
 pub trait StreamOrderedAllocator<D: Device>: Send + Sync {
-    /// Memory that may be used by work that is submitted to `stream` from now on. Does not wait for streams.
+    /// Memory that may be used by work that is submitted to `stream` from now on. Does not wait for
+    /// streams.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::BadAlignment`], [`Error::Device`].
     fn allocate(&self, layout: Layout, stream: &D::Stream) -> Result<DeviceBuffer<D>, Error>;
 
-    /// Says that work on `stream`, submitted by now, uses the buffer too: its memory is free when that is done as well. Not needed for
-    /// the stream that it was allocated for.
+    /// Says that work on `stream`, submitted by now, uses the buffer too: its memory is free when
+    /// that is done as well. Not needed for the stream that it was allocated for.
     ///
     /// # Errors
     /// [`Error::Stale`].
     fn record_use(&self, buffer: &DeviceBuffer<D>, stream: &D::Stream) -> Result<(), Error>;
 
-    /// Gives memory back to the device that nothing uses, until the pool holds at most `keep_bytes`, as far as whole segments are
-    /// free; how much that was. Does not wait for streams.
+    /// Gives memory back to the device that nothing uses, until the pool holds at most
+    /// `keep_bytes`, as far as whole segments are free; how much that was. Does not wait for
+    /// streams.
     fn trim(&self, keep_bytes: usize) -> usize;
 
     /// Statistics of this moment.
@@ -47,9 +49,9 @@ pub enum Backing {
     /// From segments of its own, which it takes from the device and divides.
     #[default]
     Segments,
-    /// From the device's own allocator, block by block: CUDA's `cuMemAllocAsync`. The pool counts, limits, and sees to streams that use
-    /// what is not theirs; 65,536 blocks at most. Its limit is one on what is not freed: the device has a block until the stream has
-    /// come to where it was.
+    /// From the device's own allocator, block by block: CUDA's `cuMemAllocAsync`. The pool counts,
+    /// limits, and sees to streams that use what is not theirs; 65,536 blocks at most. Its limit is
+    /// one on what is not freed: the device has a block until the stream has come to where it was.
     Device,
 }
 
@@ -69,7 +71,8 @@ pub struct OrderedOptions {
 }
 
 impl Default for OrderedOptions {
-    /// Device memory without a limit but the device's, 64 MiB at a time, on 512 bytes as CUDA gives it.
+    /// Device memory without a limit but the device's, 64 MiB at a time, on 512 bytes as CUDA gives
+    /// it.
     fn default() -> Self {
         Self {
             backing: Backing::Segments,
@@ -81,14 +84,15 @@ impl Default for OrderedOptions {
     }
 }
 
-/// A pool of a device's memory, in segments. What is freed for a stream is there for the same stream at once; for another once
-/// it has waited, on the device, for what the first was given by then. Cloning gives another handle.
+/// A pool of a device's memory, in segments. What is freed for a stream is there for the same
+/// stream at once; for another once it has waited, on the device, for what the first was given by
+/// then. Cloning gives another handle.
 ///
-/// When the last handle and the last buffer are dropped, all streams that it has served are waited for; where work of a stream drops
-/// them, which cannot wait, the memory is never given back.
+/// When the last handle and the last buffer are dropped, all streams that it has served are waited
+/// for; where work of a stream drops them, which cannot wait, the memory is never given back.
 ///
-/// A block that other streams have used ([`record_use`](StreamOrderedAllocator::record_use)) is free when they are done with it, which
-/// is looked at when memory is short.
+/// A block that other streams have used ([`record_use`](StreamOrderedAllocator::record_use)) is
+/// free when they are done with it, which is looked at when memory is short.
 #[derive(Debug)]
 pub struct StreamOrderedPool<D: Device> {
     shared: Arc<Shared<D>>,
@@ -107,8 +111,8 @@ struct Shared<D: Device> {
     /// A granule's bytes are two to the power of it.
     granule_shift: u32,
     state: Mutex<State<D>>,
-    /// Blocks that this very thread let go of while it had the state: work of streams may own some, and ends wherever streams
-    /// are asked for something.
+    /// Blocks that this very thread let go of while it had the state: work of streams may own some,
+    /// and ends wherever streams are asked for something.
     returned: Mutex<Vec<Held>>,
 }
 
@@ -120,8 +124,9 @@ struct Held {
     owner: Owner,
 }
 
-/// Memory of a [`StreamOrderedPool`], for work on the stream that it was allocated for. Not `Clone`; dropping it frees it in that
-/// stream's order: what is submitted there later may get the same memory.
+/// Memory of a [`StreamOrderedPool`], for work on the stream that it was allocated for. Not
+/// `Clone`; dropping it frees it in that stream's order: what is submitted there later may get the
+/// same memory.
 #[derive(Debug)]
 pub struct DeviceBuffer<D: Device> {
     shared: Arc<Shared<D>>,
@@ -137,7 +142,11 @@ impl<D: Device> StreamOrderedPool<D> {
     /// # Panics
     /// If `granule_bytes` is no power of two.
     pub fn new(device: D, options: OrderedOptions) -> Self {
-        assert!(options.granule_bytes.is_power_of_two(), "granules of {} bytes", options.granule_bytes);
+        assert!(
+            options.granule_bytes.is_power_of_two(),
+            "granules of {} bytes",
+            options.granule_bytes
+        );
         let granule_shift = options.granule_bytes.trailing_zeros();
         let (state, returned) = (Mutex::new(State::new()), Mutex::default());
         Self { shared: Arc::new(Shared { device, options, granule_shift, state, returned }) }
@@ -148,7 +157,8 @@ impl<D: Device> StreamOrderedPool<D> {
         &self.shared.device
     }
 
-    /// Takes memory from the device for `stream` now, so that nobody waits for it later: at least so many bytes in one piece. Blocks.
+    /// Takes memory from the device for `stream` now, so that nobody waits for it later: at least
+    /// so many bytes in one piece. Blocks.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::Device`].
@@ -166,11 +176,12 @@ impl<D: Device> StreamOrderedPool<D> {
         }
     }
 
-    /// As [`prime`](Self::prime), on a thread of its own: the pool serves others meanwhile. What is on its way counts towards the
-    /// limit.
+    /// As [`prime`](Self::prime), on a thread of its own: the pool serves others meanwhile. What is
+    /// on its way counts towards the limit.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] when the pool may not take so much more; [`Error::Device`] when there is no thread.
+    /// [`Error::OutOfMemory`] when the pool may not take so much more; [`Error::Device`] when there
+    /// is no thread.
     pub fn prime_in_background(&self, bytes: usize, stream: &D::Stream) -> Result<Priming, Error> {
         let OrderedOptions { backing, kind, limit_bytes, granule_bytes, .. } = self.shared.options;
         let granules = self.shared.granules(bytes)?;
@@ -194,7 +205,9 @@ impl<D: Device> StreamOrderedPool<D> {
             state.promised -= promised;
             let added = match taken {
                 Some(Ok(memory)) => state.add_segment(memory, granules, owner),
-                Some(Err(error)) if error.kind() != ts_streams::ErrorKind::Full => return Err(error.into()),
+                Some(Err(error)) if error.kind() != ts_streams::ErrorKind::Full => {
+                    return Err(error.into());
+                }
                 _ => None,
             };
             added.ok_or_else(|| state.out_of_memory(&pool.shared, bytes))
@@ -213,18 +226,24 @@ impl<D: Device> StreamOrderedPool<D> {
     ///
     /// # Errors
     /// As [`allocate`](StreamOrderedAllocator::allocate).
-    pub fn allocate_for_stream(&self, bytes: usize, stream: &D::Stream) -> Result<DeviceBuffer<D>, Error> {
+    pub fn allocate_for_stream(
+        &self,
+        bytes: usize,
+        stream: &D::Stream,
+    ) -> Result<DeviceBuffer<D>, Error> {
         self.shared.allocate(bytes, stream)
     }
 
-    /// Has blocks that are kept as they are, for who asks for their size again, join what is free beside them: so that what is
-    /// allocated next lies together. Memory that is short has them join by itself. Does not block.
+    /// Has blocks that are kept as they are, for who asks for their size again, join what is free
+    /// beside them: so that what is allocated next lies together. Memory that is short has them
+    /// join by itself. Does not block.
     pub fn coalesce(&self) {
         self.shared.lock().offsets.wake_all();
     }
 
-    /// Frees all that was allocated for a stream, in its order, but what is copied at this moment by the buffers' own methods. Who still
-    /// has a buffer of it finds it [stale](Error::Stale). How many bytes that were.
+    /// Frees all that was allocated for a stream, in its order, but what is copied at this moment
+    /// by the buffers' own methods. Who still has a buffer of it finds it [stale](Error::Stale).
+    /// How many bytes that were.
     pub fn free_for_stream(&self, stream: &D::Stream) -> usize {
         let mut state = self.shared.lock();
         let Some(&owner) = state.owners.get(&stream.id()) else { return 0 };
@@ -290,12 +309,15 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
             offsets.give(Owner(anyone as u16), is_idle);
         }
         let removed = offsets.remove_ranges(|place| {
-            let bytes = segments[usize::from(place.range)].as_ref().map_or(0, |memory| memory.range().len());
+            let bytes = segments[usize::from(place.range)]
+                .as_ref()
+                .map_or(0, |memory| memory.range().len());
             let goes = capacity > keep_bytes && is_idle(place.owner);
             capacity -= if goes { bytes } else { 0 };
             goes
         });
-        let gone: Vec<_> = removed.iter().map(|&segment| segments[usize::from(segment)].take()).collect();
+        let gone: Vec<_> =
+            removed.iter().map(|&segment| segments[usize::from(segment)].take()).collect();
         state.vacant.extend(removed);
         state.capacity = capacity;
         drop(state);
@@ -331,7 +353,11 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
             .iter()
             .map(|memory| {
                 let range = memory.as_ref()?.range();
-                Some(SegmentSnapshot { address: range.address(), len: range.len(), blocks: Vec::new() })
+                Some(SegmentSnapshot {
+                    address: range.address(),
+                    len: range.len(),
+                    blocks: Vec::new(),
+                })
             })
             .collect();
         for Place { range, offset, len, owner, free } in state.offsets.places() {
@@ -356,7 +382,8 @@ impl<D: Device> Drop for Shared<D> {
         // All of them, also when one failed: that is over then too.
         let ended: Vec<_> = state.streams.iter().map(Stream::synchronize).collect();
         if ended.contains(&Err(ts_streams::Error::WaitInHostFn)) {
-            // Work of a stream had the last handle, and cannot wait. Rather than that, the memory stays taken.
+            // Work of a stream had the last handle, and cannot wait. Rather than that, the memory
+            // stays taken.
             std::mem::forget(std::mem::take(&mut state.segments));
         }
     }
@@ -394,10 +421,15 @@ impl<D: Device> Shared<D> {
         // Granules are counted in 32 bits.
         let countable_bytes = self.options.granule_bytes.saturating_mul(u32::MAX as usize);
         let capacity_bytes = self.options.limit_bytes.min(countable_bytes);
-        u32::try_from(granules).map_err(|_| Error::NeverFits { requested_bytes: bytes, capacity_bytes })
+        u32::try_from(granules)
+            .map_err(|_| Error::NeverFits { requested_bytes: bytes, capacity_bytes })
     }
 
-    fn allocate(self: &Arc<Self>, bytes: usize, stream: &D::Stream) -> Result<DeviceBuffer<D>, Error> {
+    fn allocate(
+        self: &Arc<Self>,
+        bytes: usize,
+        stream: &D::Stream,
+    ) -> Result<DeviceBuffer<D>, Error> {
         let granules = self.granules(bytes)?;
         let mut state = self.lock();
         let owner = state.owner(stream)?;
@@ -438,8 +470,8 @@ impl<D: Device> DeviceBuffer<D> {
 }
 
 impl<D: Device> DeviceBuffer<D> {
-    /// Submits something to its own stream for its memory, and waits for that. Meanwhile nobody frees it, and nobody waits for this:
-    /// a driver may take as long as the copy itself takes.
+    /// Submits something to its own stream for its memory, and waits for that. Meanwhile nobody
+    /// frees it, and nobody waits for this: a driver may take as long as the copy itself takes.
     pub(crate) fn transfer(
         &self,
         submit: impl FnOnce(&D::Stream, MemoryRange) -> Result<(), ts_streams::Error>,
@@ -454,8 +486,8 @@ impl<D: Device> DeviceBuffer<D> {
         Ok(stream.synchronize()?)
     }
 
-    /// As [`transfer`](Self::transfer), for work that uses another buffer of the same pool too, behind what was submitted for that;
-    /// `None` when it is of another pool.
+    /// As [`transfer`](Self::transfer), for work that uses another buffer of the same pool too,
+    /// behind what was submitted for that; `None` when it is of another pool.
     pub(crate) fn transfer_with(
         &self,
         other: &Self,
@@ -467,7 +499,8 @@ impl<D: Device> DeviceBuffer<D> {
             let (range_other, owner_other) = state.find(&self.shared, other)?;
             let stream = state.streams[usize::from(owner.0)].clone();
             if owner != owner_other {
-                self.shared.asking(&mut state, |state| state.wait_for(&self.shared, owner, owner_other))?;
+                self.shared
+                    .asking(&mut state, |state| state.wait_for(&self.shared, owner, owner_other))?;
                 state.note_use(other.block, owner);
             }
             let _moving = Moving::begin(&self.shared, &mut state, &[self.block, other.block]);
@@ -478,7 +511,8 @@ impl<D: Device> DeviceBuffer<D> {
     }
 }
 
-/// Blocks that are copied to or from: as long as this lives, they are not freed with all of their stream's.
+/// Blocks that are copied to or from: as long as this lives, they are not freed with all of their
+/// stream's.
 struct Moving<'a, D: Device> {
     shared: &'a Shared<D>,
     blocks: Vec<BlockId>,
@@ -495,7 +529,11 @@ impl<D: Device> Drop for Moving<'_, D> {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
         for block in &self.blocks {
-            let at = state.moving.iter().position(|moving| moving == block).expect("noted when it began");
+            let at = state
+                .moving
+                .iter()
+                .position(|moving| moving == block)
+                .expect("noted when it began");
             state.moving.swap_remove(at);
         }
     }

@@ -35,8 +35,9 @@ pub struct OrderedStats {
     pub failures: u64,
 }
 
-/// Where everything lies in a pool. Its text is JSON: `{"segments":[{"address":0,"len":0,"blocks":[{"offset":0,"len":0,"free":true,
-/// "stream":0}]}]}`, all numbers in bytes but the stream's.
+/// Where everything lies in a pool. Its text is JSON:
+/// `{"segments":[{"address":0,"len":0,"blocks":[{"offset":0,"len":0,"free":true, "stream":0}]}]}`,
+/// all numbers in bytes but the stream's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolSnapshot {
     /// The segments.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a pool knows at a moment, and the steps between such moments. All of it runs under the pool's one lock; none of it waits for
-//! streams.
+//! What a pool knows at a moment, and the steps between such moments. All of it runs under the
+//! pool's one lock; none of it waits for streams.
 
 use std::alloc::Layout;
 use std::collections::{HashMap, VecDeque};
@@ -92,7 +92,8 @@ impl<D: Device> State<D> {
         let owner = match self.owners.get(&id) {
             Some(&owner) => owner,
             None => {
-                let number = u16::try_from(self.streams.len()).map_err(|_| Error::TooManyStreams)?;
+                let number =
+                    u16::try_from(self.streams.len()).map_err(|_| Error::TooManyStreams)?;
                 self.streams.push(stream.clone());
                 self.offsets.add_owner(Owner(number));
                 self.owners.insert(id, Owner(number));
@@ -110,7 +111,8 @@ impl<D: Device> State<D> {
         buffer: &DeviceBuffer<D>,
     ) -> Result<(MemoryRange, Owner), Error> {
         let place = self.offsets.place(buffer.block).ok_or(Error::Stale)?;
-        let segment = self.segments[usize::from(place.range)].as_ref().expect("a block is in a segment");
+        let segment =
+            self.segments[usize::from(place.range)].as_ref().expect("a block is in a segment");
         let begin = place.offset as usize * shared.options.granule_bytes;
         Ok((segment.range().slice(begin..begin + buffer.len), place.owner))
     }
@@ -123,7 +125,8 @@ impl<D: Device> State<D> {
         }
     }
 
-    /// Memory that is not free for this stream as it is: the longer it takes, the later it is tried.
+    /// Memory that is not free for this stream as it is: the longer it takes, the later it is
+    /// tried.
     #[cold]
     pub(super) fn search(
         &mut self,
@@ -152,9 +155,12 @@ impl<D: Device> State<D> {
         {
             return Ok(found);
         }
-        // Not for what would be too little even so: a stream that waits for others for nothing is late for nothing.
+        // Not for what would be too little even so: a stream that waits for others for nothing is
+        // late for nothing.
         let wanted = granules as usize * shared.options.granule_bytes;
-        if self.offsets.free() as usize * shared.options.granule_bytes + self.pending_bytes >= wanted {
+        if self.offsets.free() as usize * shared.options.granule_bytes + self.pending_bytes
+            >= wanted
+        {
             self.wait_for_all(shared, owner)?;
             self.offsets.give(owner, |_| true);
             if let Some(found) = self.offsets.allocate(granules, owner) {
@@ -180,10 +186,12 @@ impl<D: Device> State<D> {
         }
     }
 
-    /// Has the streams that own blocks follow those that use them, so that they are free in their order; whether there were some.
+    /// Has the streams that own blocks follow those that use them, so that they are free in their
+    /// order; whether there were some.
     fn settle_on_device(&mut self, shared: &Shared<D>) -> bool {
-        let (known, others): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.pending).into_iter().partition(|pending| pending.unmarked.is_empty());
+        let (known, others): (Vec<_>, Vec<_>) = std::mem::take(&mut self.pending)
+            .into_iter()
+            .partition(|pending| pending.unmarked.is_empty());
         self.pending = others.into();
         let some = !known.is_empty();
         for pending in known {
@@ -212,11 +220,13 @@ impl<D: Device> State<D> {
         let memory = self.segments[usize::from(segment)].take().expect("a block is in a segment");
         self.capacity -= memory.range().len();
         self.vacant.push(segment);
-        // What the device says of that is for whoever has made the mistake, or nobody: the memory is dropped.
+        // What the device says of that is for whoever has made the mistake, or nobody: the memory
+        // is dropped.
         let _ = shared.device.free_in_order(memory, &self.streams[usize::from(owner.0)]);
     }
 
-    /// A block that another stream has freed: of one that has nothing to do, else of one that this waits for.
+    /// A block that another stream has freed: of one that has nothing to do, else of one that this
+    /// waits for.
     pub(super) fn steal(
         &mut self,
         shared: &Shared<D>,
@@ -224,7 +234,8 @@ impl<D: Device> State<D> {
         owner: Owner,
     ) -> Result<Option<BlockId>, Error> {
         let State { offsets, streams, .. } = self;
-        let is_idle = |other: Owner| !matches!(streams[usize::from(other.0)].query(), Ok(Status::Pending));
+        let is_idle =
+            |other: Owner| !matches!(streams[usize::from(other.0)].query(), Ok(Status::Pending));
         let idle = offsets.steal(granules, owner, is_idle);
         let found = match idle {
             Some((block, _)) => Some(block),
@@ -244,7 +255,12 @@ impl<D: Device> State<D> {
     }
 
     /// Has a stream follow, on the device, all that another was given, however that goes.
-    pub(super) fn wait_for(&mut self, shared: &Shared<D>, owner: Owner, other: Owner) -> Result<(), Error> {
+    pub(super) fn wait_for(
+        &mut self,
+        shared: &Shared<D>,
+        owner: Owner,
+        other: Owner,
+    ) -> Result<(), Error> {
         let event = self.event(shared)?;
         self.streams[usize::from(other.0)].record(&event)?;
         self.streams[usize::from(owner.0)].follow(&event)?;
@@ -252,38 +268,51 @@ impl<D: Device> State<D> {
         Ok(())
     }
 
-    /// Has a stream wait for all others, and for those that use what was freed, which is then free. Nothing is before all of that
-    /// is done.
+    /// Has a stream wait for all others, and for those that use what was freed, which is then free.
+    /// Nothing is before all of that is done.
     pub(super) fn wait_for_all(&mut self, shared: &Shared<D>, owner: Owner) -> Result<(), Error> {
         for other in 0..self.streams.len() as u16 {
-            let pending = self
-                .pending
-                .iter()
-                .any(|pending| pending.owner == Owner(other) || pending.unmarked.contains(&Owner(other)));
+            let pending = self.pending.iter().any(|pending| {
+                pending.owner == Owner(other) || pending.unmarked.contains(&Owner(other))
+            });
             if Owner(other) != owner && (pending || self.offsets.free_of(Owner(other)) > 0) {
                 self.wait_for(shared, owner, Owner(other))?;
             }
         }
         let stream = &self.streams[usize::from(owner.0)];
-        self.pending.iter().flat_map(|pending| &pending.events).try_for_each(|event| stream.follow(event))?;
-        std::mem::take(&mut self.pending).into_iter().for_each(|pending| self.release(shared, pending));
+        self.pending
+            .iter()
+            .flat_map(|pending| &pending.events)
+            .try_for_each(|event| stream.follow(event))?;
+        std::mem::take(&mut self.pending)
+            .into_iter()
+            .for_each(|pending| self.release(shared, pending));
         Ok(())
     }
 
     /// Takes a segment from the device; `false` when there is no more to be had.
-    pub(super) fn grow(&mut self, shared: &Shared<D>, granules: u32, owner: Owner) -> Result<bool, Error> {
+    pub(super) fn grow(
+        &mut self,
+        shared: &Shared<D>,
+        granules: u32,
+        owner: Owner,
+    ) -> Result<bool, Error> {
         let OrderedOptions { kind, segment_bytes, limit_bytes, granule_bytes, .. } = shared.options;
         let needed = granules as usize * granule_bytes;
-        let room = limit_bytes.saturating_sub(self.capacity + self.promised) / granule_bytes * granule_bytes;
+        let room = limit_bytes.saturating_sub(self.capacity + self.promised) / granule_bytes
+            * granule_bytes;
         let usual = segment_bytes.checked_next_multiple_of(granule_bytes).unwrap_or(room).min(room);
         for bytes in [usual.max(needed), needed] {
-            let Some(len) = u32::try_from(bytes / granule_bytes).ok().filter(|_| bytes <= room) else {
+            let Some(len) = u32::try_from(bytes / granule_bytes).ok().filter(|_| bytes <= room)
+            else {
                 continue;
             };
             let layout = Layout::from_size_align(bytes, granule_bytes.max(SEGMENT_ALIGN));
             match layout.ok().map(|layout| shared.device.allocate(layout, kind)) {
                 Some(Ok(memory)) => return Ok(self.add_segment(memory, len, owner).is_some()),
-                Some(Err(error)) if error.kind() != ts_streams::ErrorKind::Full => return Err(error.into()),
+                Some(Err(error)) if error.kind() != ts_streams::ErrorKind::Full => {
+                    return Err(error.into());
+                }
                 // Less may be had.
                 _ => {}
             }
@@ -304,17 +333,23 @@ impl<D: Device> State<D> {
         if bytes > limit_bytes.saturating_sub(self.capacity + self.promised) {
             return Ok(None);
         }
-        let memory = match shared.device.allocate_in_order(layout, &self.streams[usize::from(owner.0)]) {
-            Ok(memory) => memory,
-            Err(error) if error.kind() == ts_streams::ErrorKind::Full => return Ok(None),
-            Err(error) => return Err(error.into()),
-        };
+        let memory =
+            match shared.device.allocate_in_order(layout, &self.streams[usize::from(owner.0)]) {
+                Ok(memory) => memory,
+                Err(error) if error.kind() == ts_streams::ErrorKind::Full => return Ok(None),
+                Err(error) => return Err(error.into()),
+            };
         let added = self.add_segment(memory, granules, owner);
         Ok(added.and_then(|()| self.offsets.allocate(granules, owner)))
     }
 
     /// More to divide, of `owner`'s; `None` when there is no number for it.
-    pub(super) fn add_segment(&mut self, memory: D::Memory, granules: u32, owner: Owner) -> Option<()> {
+    pub(super) fn add_segment(
+        &mut self,
+        memory: D::Memory,
+        granules: u32,
+        owner: Owner,
+    ) -> Option<()> {
         let next = || u16::try_from(self.segments.len()).ok();
         let number = self.vacant.pop().or_else(next)?;
         self.capacity += memory.range().len();
@@ -366,9 +401,14 @@ impl<D: Device> State<D> {
         }
     }
 
-    /// Has events stand for what streams were given; those that take none now, as none of CUDA does where work of a stream lets
-    /// go of memory, are asked again later.
-    pub(super) fn mark_uses(&mut self, shared: &Shared<D>, uses: Vec<Owner>, pending: &mut Pending<D>) {
+    /// Has events stand for what streams were given; those that take none now, as none of CUDA does
+    /// where work of a stream lets go of memory, are asked again later.
+    pub(super) fn mark_uses(
+        &mut self,
+        shared: &Shared<D>,
+        uses: Vec<Owner>,
+        pending: &mut Pending<D>,
+    ) {
         for other in uses {
             let stream = self.streams[usize::from(other.0)].clone();
             match self.event(shared).and_then(|event| Ok(stream.record(&event).map(|()| event)?)) {

@@ -115,7 +115,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for: torch takes two seconds, and the command line, convert and plan need none of it."""
+    """Imports what is asked for: torch takes two seconds, and the command line, convert and plan
+    need none of it.
+    """
     import importlib
 
     home = next((home for home, names in _HOMES.items() if name in names), "errors")

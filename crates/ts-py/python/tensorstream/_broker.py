@@ -27,18 +27,21 @@ from ._peers import Peers
 
 _log = logging.getLogger("tensorstream.remote")
 
-#: The services of a session with a name, which its client can reconnect to, and of a new session without one.
+#: The services of a session with a name, which its client can reconnect to, and of a new session
+#: without one.
 _SERVICE = re.compile(r"exec(/[0-9a-f]{32})?")
 #: The most tensors that one session, and all of them, can offer to others at a time.
 _MAX_OFFERED = 16
 _MAX_OFFERED_IN_ALL = 1024
-#: The most connections of one session at a time. Its client uses one, and may not know yet that others are lost.
+#: The most connections of one session at a time. Its client uses one, and may not know yet that
+#: others are lost.
 _MAX_CONNECTIONS = 8
 #: How long sessions may take to end when the server stops, in seconds.
 _GRACE = 5.0
 #: The environment variables that sessions get. None of them is a secret.
 _ENVIRONMENT = re.compile(
-    r"PATH|HOME|LANG|LC_.*|TZ|TMPDIR|VIRTUAL_ENV|PYTHON.*|LD_LIBRARY_PATH|LD_PRELOAD|CUDA_.*|NVIDIA_.*"
+    r"PATH|HOME|LANG|LC_.*|TZ|TMPDIR|VIRTUAL_ENV|PYTHON.*|LD_LIBRARY_PATH|LD_PRELOAD"
+    r"|CUDA_.*|NVIDIA_.*"
     r"|(OMP|KMP|MKL|DNNL|ONEDNN|TORCH|PYTORCH|ATEN|MALLOC|GOMP)_.*"
 )
 #: The names of the signals, by the exit status that they cause.
@@ -52,11 +55,19 @@ class _InvalidRequest(Exception):
 class _Session:
     """A session and its process.
 
-    handoffs: the socket that passes connections to the process. requests: the socket for its requests to the broker.
+    handoffs: the socket that passes connections to the process. requests: the socket for its
+    requests to the broker.
     """
 
-    def __init__(self, number: int, service: str, handoffs: socket.socket, requests: socket.socket) -> None:
-        self.number, self.service, self.handoffs, self.requests = number, service, handoffs, requests
+    def __init__(
+        self, number: int, service: str, handoffs: socket.socket, requests: socket.socket
+    ) -> None:
+        self.number, self.service, self.handoffs, self.requests = (
+            number,
+            service,
+            handoffs,
+            requests,
+        )
         #: The number of open connections, and the time when the last one closed.
         self.connections = 0
         self.idle_since = 0.0
@@ -68,8 +79,8 @@ class _Session:
 class _Processes:
     """Creates the processes of sessions.
 
-    On a CPU they are forked from a zygote process. GPU drivers do not support fork, so on GPUs each is started
-    separately, and the next one is started in advance.
+    On a CPU they are forked from a zygote process. GPU drivers do not support fork, so on GPUs each
+    is started separately, and the next one is started in advance.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -78,7 +89,8 @@ class _Processes:
         self._lock = threading.Lock()
         self._closing = False
         self._all: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
-        #: Descriptors of the processes of sessions, by session; None for one that is to be killed once it is known.
+        #: Descriptors of the processes of sessions, by session; None for one that is to be killed
+        #: once it is known.
         self._pidfds: dict[int, int | None] = {}
         #: What the sandbox of a session prevents, one description for each mechanism.
         self.restrictions: list[str] = []
@@ -87,13 +99,25 @@ class _Processes:
 
     def _start(self) -> socket.socket:
         with self._lock:
-            self._all = [(process, orders) for process, orders in self._all if process.poll() is None]
+            self._all = [
+                (process, orders) for process, orders in self._all if process.poll() is None
+            ]
         own, its = pair()
-        command = [sys.executable, "-m", "tensorstream.remote._zygote", str(its.fileno()), self._options]
-        environment = {name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)}
+        command = [
+            sys.executable,
+            "-m",
+            "tensorstream.remote._zygote",
+            str(its.fileno()),
+            self._options,
+        ]
+        environment = {
+            name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)
+        }
         process = subprocess.Popen(
-            [*command, "once"] if self._once else command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL,
-            # OpenBLAS would start threads on import, and a process is only safe to fork without threads.
+            [*command, "once"] if self._once else command, pass_fds=[its.fileno()],
+            stdin=subprocess.DEVNULL,
+            # OpenBLAS would start threads on import, and a process is only safe to fork without
+            # threads.
             env={**environment, "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
         its.close()
@@ -104,11 +128,15 @@ class _Processes:
     def _await_ready(self, orders: socket.socket) -> None:
         received = receive(orders)
         if received is None:
-            raise RuntimeError("the process for sessions did not start; its errors are on standard error")
+            raise RuntimeError(
+                "the process for sessions did not start; its errors are on standard error"
+            )
         if "refused" in received[0]:
             raise RuntimeError(received[0]["refused"])
         self.restrictions = received[0]["restrictions"]
-        threading.Thread(target=self._watch, args=(orders,), name="tensorstream-zygote", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(orders,), name="tensorstream-zygote", daemon=True
+        ).start()
 
     def _watch(self, orders: socket.socket) -> None:
         """Logs how sessions end. Replaces the zygote if it ends."""
@@ -122,11 +150,16 @@ class _Processes:
         if self._next is orders:
             with self._lock:
                 # It will not report these any more.
-                self._pidfds = {number: pidfd for number, pidfd in self._pidfds.items() if pidfd is not None}
+                self._pidfds = {
+                    number: pidfd for number, pidfd in self._pidfds.items() if pidfd is not None
+                }
             self._replace()
 
     def _replace(self) -> None:
-        """Starts the next zygote, and tries again until it is ready. Clients reconnect meanwhile."""
+        """Starts the next zygote, and tries again until it is ready.
+
+        Clients reconnect meanwhile.
+        """
         while not self._closing:
             _log.info("starting a process for sessions")
             try:
@@ -187,11 +220,16 @@ class _Processes:
 class Broker:
     """A server with one process for each session. The constructor blocks until sessions can start.
 
-    peers: the machines that sessions can fetch tensors from. options: of the sessions, for :mod:`.remote._zygote`.
+    peers: the machines that sessions can fetch tensors from. options: of the sessions, for
+    :mod:`.remote._zygote`.
     """
 
     def __init__(
-        self, dispatcher: _native.Dispatcher, peers: Peers, options: dict[str, Any], max_sessions: int
+        self,
+        dispatcher: _native.Dispatcher,
+        peers: Peers,
+        options: dict[str, Any],
+        max_sessions: int,
     ) -> None:
         self._dispatcher, self._peers, self._max_sessions = dispatcher, peers, max_sessions
         self._numbers = itertools.count(1)
@@ -209,10 +247,15 @@ class Broker:
         self._stopped = True
 
     def run(self) -> None:
-        """Serves until :meth:`stop` is called, then ends all sessions and tells their clients. Blocks."""
+        """Serves until :meth:`stop` is called, then ends all sessions and tells their clients.
+
+        Blocks.
+        """
         try:
             while not self._stopped:
-                handoff = self._dispatcher.next(0.1, lambda peer, reason: _log.info("%s: %s", peer, reason))
+                handoff = self._dispatcher.next(
+                    0.1, lambda peer, reason: _log.info("%s: %s", peer, reason)
+                )
                 if handoff is not None:
                     self._dispatch(handoff)
         finally:
@@ -235,31 +278,42 @@ class Broker:
         with self._lock:
             session = self._sessions.get(service)
             if session is None and not self._has_capacity():
-                refusal = f"the server has {self._max_sessions} sessions, its maximum; try again later"
+                refusal = (
+                    f"the server has {self._max_sessions} sessions, its maximum; try again later"
+                )
             elif session is not None and session.connections >= _MAX_CONNECTIONS:
                 # Dropped without a reason: the client reconnects.
-                _log.warning("%s: session %d has too many connections", handoff.peer, session.number)
+                _log.warning(
+                    "%s: session %d has too many connections", handoff.peer, session.number
+                )
             else:
                 try:
                     session = session or self._begin(service, handoff.peer)
                     handoff.send_to(os.dup(session.handoffs.fileno()))
                     session.connections += 1
                 except (OSError, RuntimeError) as error:
-                    _log.warning("%s: cannot pass the connection to a session: %s", handoff.peer, error)
+                    _log.warning(
+                        "%s: cannot pass the connection to a session: %s", handoff.peer, error
+                    )
                     if session is None:
                         refusal = "the server cannot start a session now; try again later"
         if refusal:
             handoff.refuse(refusal)
 
     def _has_capacity(self) -> bool:
-        """Makes room by ending the session that has been disconnected longest, if the server is full."""
+        """Makes room by ending the session that has been disconnected longest, if the server is
+        full.
+        """
         if len(self._sessions) < self._max_sessions:
             return True
         idle = [session for session in self._sessions.values() if not session.connections]
         if not idle:
             return False
         oldest = min(idle, key=lambda session: session.idle_since)
-        _log.info("session %d: ended, because it has been disconnected longest and the server is full", oldest.number)
+        _log.info(
+            "session %d: ended, because it has been disconnected longest and the server is full",
+            oldest.number,
+        )
         self._remove(oldest)
         # `_serve` then kills its process.
         oldest.requests.shutdown(socket.SHUT_RDWR)
@@ -274,7 +328,9 @@ class Broker:
         with its_handoffs, its_requests:
             self._processes.begin(number, its_handoffs, its_requests)
         # A session without a name cannot be reconnected to.
-        session = _Session(number, service if "/" in service else f"{service}#{number}", handoffs, requests)
+        session = _Session(
+            number, service if "/" in service else f"{service}#{number}", handoffs, requests
+        )
         self._sessions[session.service] = session
         name = f"tensorstream-session-{number}"
         threading.Thread(target=self._serve, args=(session,), name=name, daemon=True).start()
@@ -288,7 +344,10 @@ class Broker:
         session.handoffs.close()
 
     def _serve(self, session: _Session) -> None:
-        """Answers the requests of a session's process until it ends. Ends it if a request is invalid."""
+        """Answers the requests of a session's process until it ends.
+
+        Ends it if a request is invalid.
+        """
         try:
             while (received := receive(session.requests)) is not None:
                 message, descriptor = received
@@ -318,7 +377,8 @@ class Broker:
             os.close(offer[1])
 
     def _answer(self, session: _Session, message: dict[str, Any], descriptor: int | None) -> None:
-        """Handles a request. The process may be under its client's control, so nothing in the request is trusted.
+        """Handles a request. The process may be under its client's control, so nothing in the
+        request is trusted.
 
         Raises:
             _InvalidRequest: The session is to end.
@@ -326,14 +386,21 @@ class Broker:
         """
         match message:
             case {"offer": str(ticket), "tensor": dict(tensor)}:
-                send(session.requests, {"refused": self._offer(session, ticket, tensor, descriptor)}, wait=False)
+                send(
+                    session.requests,
+                    {"refused": self._offer(session, ticket, tensor, descriptor)},
+                    wait=False,
+                )
             case {"claim": str(ticket)}:
                 with self._lock:
                     offer = self._offers.get(ticket)
-                    # The session that offers it may withdraw it, and close its descriptor, at any time.
+                    # The session that offers it may withdraw it, and close its descriptor, at any
+                    # time.
                     own = None if offer is None else os.dup(offer[1])
                 try:
-                    answer = {"refused": "no session offers this tensor"} if offer is None else offer[0]
+                    answer = (
+                        {"refused": "no session offers this tensor"} if offer is None else offer[0]
+                    )
                     send(session.requests, answer, own, wait=False)
                 finally:
                     if own is not None:
@@ -348,7 +415,9 @@ class Broker:
             case {"disconnected": [str(peer), str(reason)]}:
                 with self._lock:
                     if not session.connections:
-                        raise _InvalidRequest("it reports the end of a connection that it does not have")
+                        raise _InvalidRequest(
+                            "it reports the end of a connection that it does not have"
+                        )
                     session.connections -= 1
                     session.idle_since = time.monotonic()
                 _log.info("session %d: %.100r: %.1000r", session.number, peer, reason)
@@ -357,18 +426,31 @@ class Broker:
             case _:
                 raise _InvalidRequest(f"invalid request: {str(message)[:100]!r}")
 
-    def _offer(self, session: _Session, ticket: str, tensor: dict[str, Any], descriptor: int | None) -> str:
+    def _offer(
+        self, session: _Session, ticket: str, tensor: dict[str, Any], descriptor: int | None
+    ) -> str:
         """Stores an offered tensor. Returns why not, or an empty string."""
-        if descriptor is None or not re.fullmatch("[0-9a-f]{32}", ticket) or not is_sealed(descriptor):
+        if (
+            descriptor is None
+            or not re.fullmatch("[0-9a-f]{32}", ticket)
+            or not is_sealed(descriptor)
+        ):
             return "invalid offer: expected a ticket of 32 hexadecimal digits and sealed memory"
         with self._lock:
             if len(session.offered) >= _MAX_OFFERED or ticket in self._offers:
                 return f"a session can offer {_MAX_OFFERED} tensors at a time; withdraw one first"
             if len(self._offers) >= _MAX_OFFERED_IN_ALL:
-                return f"sessions can offer {_MAX_OFFERED_IN_ALL} tensors at a time; try again later"
+                return (
+                    f"sessions can offer {_MAX_OFFERED_IN_ALL} tensors at a time; try again later"
+                )
             sizes = [os.fstat(self._offers[offered][1]).st_size for offered in session.offered]
-            if self._memory is not None and sum(sizes) + os.fstat(descriptor).st_size > self._memory:
-                return f"a session can offer {self._memory} bytes at a time; withdraw a tensor first"
+            if (
+                self._memory is not None
+                and sum(sizes) + os.fstat(descriptor).st_size > self._memory
+            ):
+                return (
+                    f"a session can offer {self._memory} bytes at a time; withdraw a tensor first"
+                )
             self._offers[ticket] = tensor, os.dup(descriptor)
             session.offered.add(ticket)
         return ""

@@ -22,7 +22,10 @@ PIECE_BYTES = 4 << 20
 
 
 class Builder:
-    """Stand-ins for a checkpoint's tensors. Operations on them are recorded; what must run reads what it needs."""
+    """Stand-ins for a checkpoint's tensors.
+
+    Operations on them are recorded; what must run reads what it needs.
+    """
 
     def __init__(self, checkpoint: _native.Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -52,10 +55,13 @@ class Builder:
         return chosen.resolve_conj().resolve_neg()
 
     def pieces(self, tensor: SymbolicTensor, budget_bytes: int) -> Iterator[torch.Tensor]:
-        """The tensor's elements in order, flat, in runs that take little memory wherever that is possible."""
+        """The tensor's elements in order, flat, in runs that take little memory wherever that is
+        possible.
+        """
         source = tensor.source
         if isinstance(source, Source):
-            # A piece, and what it may become: eight bytes for one is the widest cast. Whole elements of any dtype.
+            # A piece, and what it may become: eight bytes for one is the widest cast. Whole
+            # elements of any dtype.
             step = min(PIECE_BYTES, max(4096, budget_bytes // 16 // 4096 * 4096))
             for file, offset, length in source.parts:
                 for begin in range(0, length, step):
@@ -71,12 +77,16 @@ class Builder:
             yield self.materialize(tensor).contiguous().view(-1)
 
     def needed_bytes(self, tensor: SymbolicTensor) -> int:
-        """Memory that :meth:`pieces` takes at most, but for pieces themselves: what is computed is there whole, with
-        all that it is computed from."""
+        """Memory that :meth:`pieces` takes at most, but for pieces themselves: what is computed is
+        there whole, with all that it is computed from."""
         source = tensor.source
         if isinstance(source, Source):
             return 0
-        inputs = [leaf for leaf in tree_flatten((source.args, source.kwargs))[0] if isinstance(leaf, SymbolicTensor)]
+        inputs = [
+            leaf
+            for leaf in tree_flatten((source.args, source.kwargs))[0]
+            if isinstance(leaf, SymbolicTensor)
+        ]
         if _casts(source) or _joins_first_dimension(tensor):
             return max((self.needed_bytes(each) for each in inputs), default=0)
         return tensor.nbytes + sum(max(each.nbytes, self.needed_bytes(each)) for each in inputs)
@@ -96,5 +106,8 @@ def _joins_first_dimension(tensor: SymbolicTensor) -> bool:
     if source.func not in (aten.cat.default, aten.stack.default):
         return False
     tensors, dim = source.args[0], source.args[1] if len(source.args) > 1 else 0
-    plain = (isinstance(t, SymbolicTensor) and t.is_contiguous() and t.dtype == tensor.dtype for t in tensors)
+    plain = (
+        isinstance(t, SymbolicTensor) and t.is_contiguous() and t.dtype == tensor.dtype
+        for t in tensors
+    )
     return dim == 0 and all(plain)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The console script: the same code as the program that `cargo install` gives, and what needs PyTorch."""
+"""The console script: the same code as the program that `cargo install` gives, and what needs
+PyTorch.
+"""
 
 import os
 import signal
@@ -13,7 +15,7 @@ _INTERRUPTED = 130
 
 
 class _Signals:
-    """Ends the command in good order at the first SIGINT or SIGTERM, and the process at the second."""
+    """Ends the command in order at the first SIGINT or SIGTERM, and the process at the second."""
 
     def __init__(self) -> None:
         self.received = 0

@@ -34,21 +34,22 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """Reads all tensors of a checkpoint into memory. Blocks; shows a bar on a terminal.
 
-    Bytes come by the best way there is, past the page cache what it does not hold, to memory on huge pages. What is
-    compressed is decoded on all cores. Tensors that lie beside each other and have less than 16 MiB together share an
-    allocation, which is free when the last of them is gone.
+    Bytes come by the best way there is, past the page cache what it does not hold, to memory on
+    huge pages. What is compressed is decoded on all cores. Tensors that lie beside each other and
+    have less than 16 MiB together share an allocation, which is free when the last of them is gone.
 
     Args:
         path: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
-        device: Where the tensors go. For one with memory of its own they are moved while the next ones are read,
-            through 256 MiB of memory, or twice the largest tensor.
+        device: Where the tensors go. For one with memory of its own they are moved while the next
+            ones are read, through 256 MiB of memory, or twice the largest tensor.
         verify: Compare bytes with their checksums, where the file has them.
-        mapped: Make tensors on the CPU views of the file, as safetensors does, which takes no time for now: bytes
-            are read when they are first touched, and compared with nothing. Writing to a tensor does not change the
-            file. The file must not be truncated or written to while they live: the process would be killed, or see
-            other values. What is compressed is read as ever.
-        lenient: Take safetensors files that are wrong in ways that their own library does not mind: names that are
-            empty or stand twice, unknown fields.
+        mapped: Make tensors on the CPU views of the file, as safetensors does, which takes no time
+            for now: bytes are read when they are first touched, and compared with nothing. Writing
+            to a tensor does not change the file. The file must not be truncated or written to while
+            they live: the process would be killed, or see other values. What is compressed is read
+            as ever.
+        lenient: Take safetensors files that are wrong in ways that their own library does not mind:
+            names that are empty or stand twice, unknown fields.
 
     Returns:
         The tensors by name, contiguous.
@@ -66,7 +67,10 @@ def load_file(
         files = MappedFiles(checkpoint)
         return {name: _view_or_read(files, checkpoint, name).to(device) for name in kinds}
     if device.type == "cpu":
-        return {name: as_tensor(capsule, *kinds[name]) for name, _, _, capsule in checkpoint.load(verify)}
+        return {
+            name: as_tensor(capsule, *kinds[name])
+            for name, _, _, capsule in checkpoint.load(verify)
+        }
     tensors: dict[str, torch.Tensor] = {}
 
     def take(name: str, _dtype: str, _shape: list[int], capsule: object) -> None:
@@ -76,16 +80,18 @@ def load_file(
     return {name: tensors[name] for name in kinds}
 
 
-def load_into(tensors: Mapping[str, torch.Tensor], path: Path, *, verify: bool = True, lenient: bool = False) -> None:
-    """Reads tensors of a checkpoint into tensors that are there, such as a model's ``state_dict``. Blocks; shows a
-    bar on a terminal.
+def load_into(
+    tensors: Mapping[str, torch.Tensor], path: Path, *, verify: bool = True, lenient: bool = False
+) -> None:
+    """Reads tensors of a checkpoint into tensors that are there, such as a model's ``state_dict``.
+    Blocks; shows a bar on a terminal.
 
-    Takes some 2 MiB of memory for each of 16 threads or, where there are more, of as many as there are cores; none of
-    the system's fresh pages, which can be what bounds :func:`load_file`.
+    Takes some 2 MiB of memory for each of 16 threads or, where there are more, of as many as there
+    are cores; none of the system's fresh pages, which can be what bounds :func:`load_file`.
 
     Args:
-        tensors: Where each goes, by its name in the checkpoint, of its dtype and shape: on the CPU, contiguous, no
-            two of them over the same memory. Autograd does not see the change.
+        tensors: Where each goes, by its name in the checkpoint, of its dtype and shape: on the CPU,
+            contiguous, no two of them over the same memory. Autograd does not see the change.
         path: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
         verify: Compare bytes with their checksums, where the file has them.
         lenient: See :func:`load_file`.
@@ -94,8 +100,8 @@ def load_into(tensors: Mapping[str, torch.Tensor], path: Path, *, verify: bool =
         CheckpointNotFoundError, CheckpointError: There is no checkpoint, or it is damaged.
         MissingTensorError: It has no such tensor.
         ConfigurationError: A tensor is of another dtype or shape, or cannot be filled.
-        ChecksumError, StorageError: Bytes are not those that were written, or did not come. What the tensors hold is
-            then undefined.
+        ChecksumError, StorageError: Bytes are not those that were written, or did not come. What
+            the tensors hold is then undefined.
     """
     checkpoint = _native.Checkpoint(path, lenient)
     ends: list[tuple[int, int, str]] = []
@@ -104,7 +110,8 @@ def load_into(tensors: Mapping[str, torch.Tensor], path: Path, *, verify: bool =
         given = (tensor.dtype, list(tensor.shape), tensor.device.type, tensor.is_contiguous())
         if given != (dtype, shape, "cpu", True) or tensor.is_conj() or tensor.is_neg():
             raise ConfigurationError(
-                f"cannot load `{name}`, {dtype} {shape}, into a {'' if given[3] else 'scattered '}tensor of "
+                f"cannot load `{name}`, {dtype} {shape}, into a "
+                f"{'' if given[3] else 'scattered '}tensor of "
                 f"{given[0]} {given[1]} on {given[2]}"
             )
         ends.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
@@ -158,7 +165,9 @@ def torch_type(checkpoint: _native.Checkpoint, name: str) -> tuple[torch.dtype, 
     try:
         torch.empty(shape, dtype=torch_dtype, device="meta")
     except (RuntimeError, TypeError) as error:  # sizes that only an empty tensor can have
-        raise ModelError(f"tensor `{name}` has shape {shape}, which torch cannot make: {error}") from error
+        raise ModelError(
+            f"tensor `{name}` has shape {shape}, which torch cannot make: {error}"
+        ) from error
     return torch_dtype, shape
 
 
@@ -170,10 +179,11 @@ def save_file(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> None:
-    """Writes tensors to a ``.ts`` or ``.safetensors`` file, which appears whole or not at all. Blocks; shows a bar on
-    a terminal.
+    """Writes tensors to a ``.ts`` or ``.safetensors`` file, which appears whole or not at all.
+    Blocks; shows a bar on a terminal.
 
-    Tensors that share memory are written each on its own; those that are not contiguous as if they were.
+    Tensors that share memory are written each on its own; those that are not contiguous as if they
+    were.
 
     Args:
         tensors: By name; on any device.
@@ -183,7 +193,8 @@ def save_file(
         compression_level: The codec's, see there.
 
     Raises:
-        ConfigurationError: The suffix names no format, or a tensor, name or key cannot be written, or not so.
+        ConfigurationError: The suffix names no format, or a tensor, name or key cannot be written,
+            or not so.
         StorageError: Writing failed. What was there before still is.
     """
     specs, values, total = _specs(tensors, metadata)
@@ -200,11 +211,12 @@ def append_file(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> None:
-    """Adds tensors to a ``.ts`` file that is there, in the place of those of the same name. Blocks; shows a bar on a
-    terminal.
+    """Adds tensors to a ``.ts`` file that is there, in the place of those of the same name. Blocks;
+    shows a bar on a terminal.
 
-    The file has either all of what is new or none of it, also after a loss of power. What is replaced or removed
-    takes room until :func:`compact`. Whoever has the file open is told by the next read that it has changed.
+    The file has either all of what is new or none of it, also after a loss of power. What is
+    replaced or removed takes room until :func:`compact`. Whoever has the file open is told by the
+    next read that it has changed.
 
     Args:
         tensors: By name; on any device.
@@ -217,12 +229,15 @@ def append_file(
     Raises:
         CheckpointNotFoundError, CheckpointError: There is no such file, or it is damaged.
         MissingTensorError: A tensor that shall be removed is not there.
-        ConfigurationError: It is no ``.ts`` file, or a tensor, name or key cannot be written, or not so.
-        StorageError: Writing failed. The file has what it had; or, when all that failed is that its new state could
-            not be brought to the disk, what is new.
+        ConfigurationError: It is no ``.ts`` file, or a tensor, name or key cannot be written, or
+            not so.
+        StorageError: Writing failed. The file has what it had; or, when all that failed is that its
+            new state could not be brought to the disk, what is new.
     """
     specs, values, total = _specs(tensors, metadata)
-    writer = _native.FileWriter.append(path, specs, list(remove), dict(metadata or {}), codec, compression_level)
+    writer = _native.FileWriter.append(
+        path, specs, list(remove), dict(metadata or {}), codec, compression_level
+    )
     write_all(writer, (values[i] for i in writer.order()), total, "appending")
 
 
@@ -244,11 +259,14 @@ def save(
         compression_level: The codec's, see there.
 
     Raises:
-        ConfigurationError: There is no such format, or a tensor, name or key cannot be written, or not so.
+        ConfigurationError: There is no such format, or a tensor, name or key cannot be written, or
+            not so.
     """
     specs, values, total = _specs(tensors, metadata)
     name = f"bytes.{format}"
-    writer = _native.FileWriter.in_memory(name, specs, dict(metadata or {}), codec, compression_level)
+    writer = _native.FileWriter.in_memory(
+        name, specs, dict(metadata or {}), codec, compression_level
+    )
     return write_then(writer, (values[i] for i in writer.order()), total, "saving", writer.to_bytes)
 
 
@@ -260,10 +278,12 @@ def _specs(
         for key, value in mapping.items():
             if not isinstance(key, str) or not isinstance(value, wanted):
                 raise ConfigurationError(
-                    f"cannot write {key!r}: {type(value).__name__}: names are str, metadata str by str"
+                    f"cannot write {key!r}: {type(value).__name__}: names are str, metadata str "
+                    "by str"
                 )
     specs: list[NewTensor] = [
-        (name, dtype_name(name, tensor), list(tensor.shape), None) for name, tensor in tensors.items()
+        (name, dtype_name(name, tensor), list(tensor.shape), None)
+        for name, tensor in tensors.items()
     ]
     values = list(tensors.values())
     return specs, values, sum(tensor.nbytes for tensor in values)

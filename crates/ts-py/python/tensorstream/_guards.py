@@ -15,7 +15,9 @@ from .errors import ModelError
 
 
 def guard(model: nn.Module) -> None:
-    """Replaces the methods by which PyTorch and transformers change all weights of a model or a part of it."""
+    """Replaces the methods by which PyTorch and transformers change all weights of a model or a
+    part of it.
+    """
     for module in model.modules():
         if next(_streamed_below(module), None) is not None:
             replace(module, Apply(module, "_apply"))
@@ -30,8 +32,8 @@ def _streamed_below(module: nn.Module) -> Any:
 
 
 class Apply(Replaced):
-    """What ``to``, ``cpu``, ``float``, ``half``, ``to_empty`` and ``share_memory`` call: what neither moves nor casts
-    a weight is done, and everything else is refused."""
+    """What ``to``, ``cpu``, ``float``, ``half``, ``to_empty`` and ``share_memory`` call: what
+    neither moves nor casts a weight is done, and everything else is refused."""
 
     def __call__(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.module()
@@ -55,7 +57,8 @@ class Apply(Replaced):
         elif isinstance(outcome, torch.Tensor) and outcome.dtype != probe.dtype:
             wanted = f"cast from {probe.dtype} to {outcome.dtype}"
         raise ModelError(
-            f"a streamed model's weights cannot be {wanted}: they are read from disk for each use (`{stand_in.name}` "
+            f"a streamed model's weights cannot be {wanted}: they are read from disk for each use "
+            f"(`{stand_in.name}` "
             "is one); nothing was changed. Give from_pretrained the dtype, or restore(model) first"
         )
 
@@ -81,7 +84,8 @@ class Load(Replaced):
         for name, value in state_dict.items():
             if name in own and not is_same(own[name], value):
                 raise ModelError(
-                    f"`{name}` cannot be loaded: a streamed weight cannot be changed; nothing was changed. "
+                    f"`{name}` cannot be loaded: a streamed weight cannot be changed; nothing was "
+                    "changed. "
                     "restore(model) first, or offload with another checkpoint"
                 )
         return self.original()(state_dict, *args, **kwargs)
@@ -92,6 +96,7 @@ class Save(Replaced):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise ModelError(
-            "a streamed model cannot save_pretrained: restore(model) first, or write its weights one after the other "
+            "a streamed model cannot save_pretrained: restore(model) first, or write its weights "
+            "one after the other "
             "with tensorstream.save_file(model.state_dict(), path)"
         )

@@ -28,7 +28,8 @@ def lent(tensor: torch.Tensor) -> object:
 
 def as_tensor(capsule: object, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """The tensor over the bytes that a capsule holds."""
-    # An inference tensor could not be saved for backward; these can, whatever mode the caller is in.
+    # An inference tensor could not be saved for backward; these can, whatever mode the caller is
+    # in.
     with torch.inference_mode(False):
         tensor: torch.Tensor = dlpack.from_dlpack(capsule)
         # Dtypes that DLPack has no code for come as bytes.
@@ -43,15 +44,25 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
     return dtype
 
 
-def write_all(writer: _native.FileWriter, tensors: Iterable[torch.Tensor], total_bytes: int, label: str) -> None:
-    """Writes tensors, or runs of them, one behind the other and commits; gives the file up if that fails."""
+def write_all(
+    writer: _native.FileWriter, tensors: Iterable[torch.Tensor], total_bytes: int, label: str
+) -> None:
+    """Writes tensors, or runs of them, one behind the other and commits; gives the file up if that
+    fails.
+    """
     write_then(writer, tensors, total_bytes, label, writer.commit)
 
 
 def write_then(
-    writer: _native.FileWriter, tensors: Iterable[torch.Tensor], total_bytes: int, label: str, end: Callable[[], T]
+    writer: _native.FileWriter,
+    tensors: Iterable[torch.Tensor],
+    total_bytes: int,
+    label: str,
+    end: Callable[[], T],
 ) -> T:
-    """Writes tensors, or runs of them, one behind the other and ends the file; gives it up if that fails."""
+    """Writes tensors, or runs of them, one behind the other and ends the file; gives it up if that
+    fails.
+    """
     bar = _native.Progress(label, total_bytes)
     try:
         for tensor in tensors:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Messages between the processes of ``tensorstream serve``: JSON and descriptors over ``SOCK_SEQPACKET`` sockets.
+"""Messages between the processes of ``tensorstream serve``: JSON and descriptors over
+``SOCK_SEQPACKET`` sockets.
 
 A session's process may be under its client's control, so its messages are data only: strings,
 numbers, and descriptors of sealed memory.
@@ -25,8 +26,11 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(channel: socket.socket, message: dict[str, Any], *descriptors: int | None, wait: bool = True) -> None:
-    """Sends a message with descriptors, which stay open in this process. With ``wait``, blocks while it is full.
+def send(
+    channel: socket.socket, message: dict[str, Any], *descriptors: int | None, wait: bool = True
+) -> None:
+    """Sends a message with descriptors, which stay open in this process. With ``wait``, blocks
+    while it is full.
 
     Raises:
         OSError: The other end has closed, or the channel is full.
@@ -41,8 +45,8 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], int | None] | None:
     """Receives a message. Blocks.
 
     Returns:
-        The message and its first descriptor, which the caller owns; None if the other end has closed or has sent
-        something else.
+        The message and its first descriptor, which the caller owns; None if the other end has
+        closed or has sent something else.
     """
     try:
         text, descriptors, flags, _ = socket.recv_fds(channel, MAX_MESSAGE, 4)

@@ -42,31 +42,38 @@ TensorSpec = tuple[str, str, list[int], list[tuple[int, int, int]], int | None]
 
 
 def offload(
-    model: M, config: Config | None = None, *, checkpoint: Path | None = None, budget: int | str | None = None
+    model: M,
+    config: Config | None = None,
+    *,
+    checkpoint: Path | None = None,
+    budget: int | str | None = None,
 ) -> M:
     """Makes ``model`` stream its parameters from disk under a hard memory budget.
 
-    With a ``checkpoint``, their values are those in it, whatever the model held before. Without one, a model that
-    holds weights has them written to the directory ``config.storage_path`` first: to a ``.ts`` file that is named by
-    its content, so that the same weights are written once and others never taken for them. The model's own memory
-    is freed. Buffers are kept in memory.
+    With a ``checkpoint``, their values are those in it, whatever the model held before. Without
+    one, a model that holds weights has them written to the directory ``config.storage_path`` first:
+    to a ``.ts`` file that is named by its content, so that the same weights are written once and
+    others never taken for them. The model's own memory is freed. Buffers are kept in memory.
 
-    Results are bit-identical to the model's in memory where no gradients are recorded: a parameter that had memory
-    is placed as it was placed there, one on the meta device as ``from_pretrained`` would place it. Streamed
-    parameters are frozen; which of them required gradients is noted now, and is so again after :func:`restore`.
-    From a checkpoint only headers are read; the first forward reads weights.
+    Results are bit-identical to the model's in memory where no gradients are recorded: a parameter
+    that had memory is placed as it was placed there, one on the meta device as ``from_pretrained``
+    would place it. Streamed parameters are frozen; which of them required gradients is noted now,
+    and is so again after :func:`restore`. From a checkpoint only headers are read; the first
+    forward reads weights.
 
     Args:
         model: Any module, on the CPU or the meta device. Changed in place and returned.
         config: Settings; the defaults if none.
-        checkpoint: A directory, ``.safetensors`` or ``.ts`` file, or shard index whose tensors are named as the
-            model's parameters are.
+        checkpoint: A directory, ``.safetensors`` or ``.ts`` file, or shard index whose tensors are
+            named as the model's parameters are.
         budget: Shorthand for ``Config(budget=...)``.
 
     Raises:
-        ConfigurationError: Neither a checkpoint nor a storage path is given, or the budget is given twice.
+        ConfigurationError: Neither a checkpoint nor a storage path is given, or the budget is given
+            twice.
         MissingTensorError: The checkpoint lacks a parameter.
-        CheckpointError: A tensor has another shape or dtype than the parameter, or a file is damaged.
+        CheckpointError: A tensor has another shape or dtype than the parameter, or a file is
+            damaged.
         BudgetError: The budget is too small; the message gives the smallest that works.
         ModelError: The model has what cannot be streamed.
     """
@@ -78,7 +85,8 @@ def offload(
     path = checkpoint if checkpoint is not None else config.storage_path
     if path is None:
         raise ConfigurationError(
-            "no checkpoint: give `checkpoint` to stream from, or Config.storage_path for a model's own weights"
+            "no checkpoint: give `checkpoint` to stream from, or Config.storage_path for a "
+            "model's own weights"
         )
     for name, module in model.named_modules():
         _refuse_what_is_not_python(name, module)
@@ -89,7 +97,8 @@ def offload(
         return attach(model, config, *store_live(model, config), freed_bytes=freed)
     if checkpoint is None and not all(p.is_meta for p in model.parameters()):
         raise ModelError(
-            "some parameters are on the meta device and some hold weights: give a `checkpoint` that has them all"
+            "some parameters are on the meta device and some hold weights: give a `checkpoint` "
+            "that has them all"
         )
     freed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     return attach(model, config, _native.Checkpoint(expanded(path)), freed_bytes=freed)
@@ -102,7 +111,9 @@ def checked(config: Config | None) -> Config:
     if isinstance(config, Config):
         return config
     what = type(config).__name__
-    advice = "write Config(**settings)" if isinstance(config, dict) else "give a tensorstream.Config"
+    advice = (
+        "write Config(**settings)" if isinstance(config, dict) else "give a tensorstream.Config"
+    )
     if hasattr(config, "model_type"):
         advice = "give transformers' configuration as `model_config`"
     raise ConfigurationError(f"config is a {what}, expected a tensorstream.Config: {advice}")
@@ -116,7 +127,8 @@ def attach(
     *,
     freed_bytes: int = 0,
 ) -> M:
-    """As :func:`offload`, for a checkpoint that is open. The model is changed only once nothing can fail.
+    """As :func:`offload`, for a checkpoint that is open. The model is changed only once nothing can
+    fail.
 
     ``freed_bytes`` of memory are given back when it streams.
     """
@@ -129,7 +141,9 @@ def attach(
     }
     survey = _Survey(model, checkpoint, placed, orders or {})
     together, settings = survey.together(), config.settings()
-    smallest, whole = _native.requirement(checkpoint, survey.units, together=together, settings=settings)
+    smallest, whole = _native.requirement(
+        checkpoint, survey.units, together=together, settings=settings
+    )
     budget = config.fitted_bytes(smallest, whole, freed_bytes)
     streamer = _native.Streamer(
         checkpoint,
@@ -167,11 +181,12 @@ def attach(
 def stats(model: nn.Module) -> dict[str, Any]:
     """What an offloaded model's engine holds and has done.
 
-    Bytes are bytes and times seconds: ``budget_bytes``, ``reserved_high_water_bytes`` (never above the budget),
-    ``in_use_high_water_bytes``, ``read_bytes``, ``read_bytes_by_path``, ``stalls`` and ``stall_s`` (uses that
-    waited for a unit, and how long), ``passes``, ``backend`` and why others were ``passed_over``, the ``plan``
-    in force and, under ``units``, the same for each unit. ``watches_writes`` says whether writes past PyTorch to
-    weights that stay in memory are found (Linux since 6.7, where userfaultfd is allowed). Does not wait for I/O.
+    Bytes are bytes and times seconds: ``budget_bytes``, ``reserved_high_water_bytes`` (never above
+    the budget), ``in_use_high_water_bytes``, ``read_bytes``, ``read_bytes_by_path``, ``stalls`` and
+    ``stall_s`` (uses that waited for a unit, and how long), ``passes``, ``backend`` and why others
+    were ``passed_over``, the ``plan`` in force and, under ``units``, the same for each unit.
+    ``watches_writes`` says whether writes past PyTorch to weights that stay in memory are found
+    (Linux since 6.7, where userfaultfd is allowed). Does not wait for I/O.
 
     Raises:
         ModelError: The model is not offloaded.
@@ -182,9 +197,11 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
 
 def restore(model: M) -> M:
-    """Undoes :func:`offload`: reads all weights into memory, as ordinary parameters where they stood.
+    """Undoes :func:`offload`: reads all weights into memory, as ordinary parameters where they
+    stood.
 
-    Needs memory for all weights beside the budget until it returns. If it fails the model is still offloaded.
+    Needs memory for all weights beside the budget until it returns. If it fails the model is still
+    offloaded.
 
     Raises:
         ModelError: The model is not offloaded, or a forward runs.
@@ -204,16 +221,27 @@ def restore(model: M) -> M:
             put_back(module)
             own = module.__dict__["_parameters"]
             if isinstance(own, Parameters) and own.weights is streaming.weights:
-                keys = {name: stand_in.key for name in own if (stand_in := own.stand_in(name)) is not None}
-                restored = {name: parameters[keys[name]] if name in keys else dict.get(own, name) for name in own}
+                keys = {
+                    name: stand_in.key
+                    for name in own
+                    if (stand_in := own.stand_in(name)) is not None
+                }
+                restored = {
+                    name: parameters[keys[name]] if name in keys else dict.get(own, name)
+                    for name in own
+                }
                 module.__dict__["_parameters"] = restored
                 recurrent(module)
     return model
 
 
-def _read_all(checkpoint: _native.Checkpoint, units: list[Any], weights: list[Weight]) -> list[torch.Tensor]:
+def _read_all(
+    checkpoint: _native.Checkpoint, units: list[Any], weights: list[Weight]
+) -> list[torch.Tensor]:
     """All weights at once, each at its phase; the memory lives as long as they do."""
-    total = sum(part[2] + 2 * 4096 for _, tensors in units for tensor in tensors for part in tensor[3])
+    total = sum(
+        part[2] + 2 * 4096 for _, tensors in units for tensor in tensors for part in tensor[3]
+    )
     # One that may keep everything is the reader; slots outlive it.
     streamer = _native.Streamer(
         checkpoint,
@@ -241,7 +269,11 @@ class _Survey:
     """A model's parameters, sorted into units: those that a module owns itself make one."""
 
     def __init__(
-        self, model: nn.Module, checkpoint: _native.Checkpoint, placed: dict[int, Source], orders: Orders
+        self,
+        model: nn.Module,
+        checkpoint: _native.Checkpoint,
+        placed: dict[int, Source],
+        orders: Orders,
     ) -> None:
         self.checkpoint = checkpoint
         self._model = model
@@ -280,7 +312,9 @@ class _Survey:
                 weight = self._weight(parameter, source.name, len(specs))
                 self.weights.append(weight)
                 dtype = SAFETENSORS_DTYPES[parameter.dtype]
-                specs.append((source.name, dtype, weight.stored_shape, list(source.parts), source.phase))
+                specs.append(
+                    (source.name, dtype, weight.stored_shape, list(source.parts), source.phase)
+                )
             keys[name] = key
         if specs:
             self.units.append((prefix or type(module).__name__, specs))
@@ -302,9 +336,9 @@ class _Survey:
         )
 
     def leaves(self) -> Iterator[tuple[nn.Module, int]]:
-        """Modules whose parameters are lent to them while their forward runs, with the unit: those of one unit, with
-        no module below them that has parameters too. The others' weights are leased for each operation, so that
-        no unit is held while another is needed."""
+        """Modules whose parameters are lent to them while their forward runs, with the unit: those
+        of one unit, with no module below them that has parameters too. The others' weights are
+        leased for each operation, so that no unit is held while another is needed."""
         owners = {id(module) for module, _ in self.modules}
         for module, keys in self.modules:
             below = any(id(child) in owners for child in module.modules() if child is not module)
@@ -313,8 +347,14 @@ class _Survey:
                 yield module, units.pop()
 
     def together(self) -> list[list[int]]:
-        """Sets of units that one operation needs: PyTorch's fast path of attention takes all weights of a layer."""
-        units = {id(module): {self.weights[key].unit for key in keys.values()} for module, keys in self.modules}
+        """Sets of units that one operation needs:
+
+        PyTorch's fast path of attention takes all weights of a layer.
+        """
+        units = {
+            id(module): {self.weights[key].unit for key in keys.values()}
+            for module, keys in self.modules
+        }
         sets = [
             set().union(*(units.get(id(each), set()) for each in module.modules()))
             for module in self._model.modules()
@@ -334,7 +374,8 @@ class _Survey:
             return buffer.materialize()
         if qualified not in self.known:
             raise ModelError(
-                f"buffer `{qualified}` of {type(module).__name__} is on the meta device and not in the "
+                f"buffer `{qualified}` of {type(module).__name__} is on the meta device and not "
+                "in the "
                 "checkpoint: build the model with its buffers in memory"
             )
         self._match(buffer, qualified)
@@ -343,13 +384,23 @@ class _Survey:
     def _source(self, parameter: torch.Tensor) -> Source:
         names = self._names[id(parameter)]
         if isinstance(parameter, StreamedTensor):
-            raise ModelError(f"parameter `{names[0]}` is streamed already: restore(...) what it belongs to first")
+            raise ModelError(
+                f"parameter `{names[0]}` is streamed already: restore(...) what it belongs to first"
+            )
         if isinstance(parameter, SymbolicTensor):
-            return parameter.source if isinstance(parameter.source, Source) else self._placed[id(parameter)]
+            return (
+                parameter.source
+                if isinstance(parameter.source, Source)
+                else self._placed[id(parameter)]
+            )
         if type(parameter) not in (nn.Parameter, torch.Tensor):
-            raise ModelError(f"parameter `{names[0]}` is a {type(parameter).__name__}: it cannot be streamed")
+            raise ModelError(
+                f"parameter `{names[0]}` is a {type(parameter).__name__}: it cannot be streamed"
+            )
         if parameter.device.type not in ("cpu", "meta"):
-            raise ModelError(f"parameter `{names[0]}` is on {parameter.device}: only the CPU is built yet")
+            raise ModelError(
+                f"parameter `{names[0]}` is on {parameter.device}: only the CPU is built yet"
+            )
         name = next((name for name in names if name in self.known), None)
         if name is None:
             files = ", ".join(str(path) for path, _, _ in self.checkpoint.files())
@@ -365,7 +416,8 @@ class _Survey:
         order = self._orders.get(name)
         if order is None and not (tensor.is_meta or tensor.is_contiguous()):
             raise ModelError(
-                f"parameter `{name}` is not contiguous and the checkpoint's is: results would differ in their last "
+                f"parameter `{name}` is not contiguous and the checkpoint's is: results would "
+                "differ in their last "
                 "bits; make it contiguous, or offload without a checkpoint"
             )
         wanted = list(tensor.permute(order).shape) if order else list(tensor.shape)
@@ -385,7 +437,8 @@ def _refuse_what_is_not_python(name: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         what = f"module `{name}`" if name else "the model"
         raise ModelError(
-            f"{what} is a {type(module).__name__}: TorchScript cannot be streamed; offload the Python module instead"
+            f"{what} is a {type(module).__name__}: TorchScript cannot be streamed; offload the "
+            "Python module instead"
         )
 
 

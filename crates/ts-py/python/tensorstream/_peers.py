@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The machines from which sessions may fetch tensors. Imports PyTorch only to fetch from one of them."""
+"""The machines from which sessions may fetch tensors.
+
+Imports PyTorch only to fetch from one of them.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,15 @@ class Peers:
     Args:
         allowed: Their addresses; "any" allows all.
         token: The secret that they require.
-        tls: The certificates for connections to them, by the names of :class:`RemoteMachine`'s parameters. A machine
-            that uses TLS itself connects to others only under TLS.
+        tls: The certificates for connections to them, by the names of :class:`RemoteMachine`'s
+            parameters. A machine that uses TLS itself connects to others only under TLS.
     """
 
     def __init__(
-        self, allowed: tuple[str, ...] = (), token: str | None = None, tls: dict[str, Any] | None = None
+        self,
+        allowed: tuple[str, ...] = (),
+        token: str | None = None,
+        tls: dict[str, Any] | None = None,
     ) -> None:
         self._allowed, self._token = allowed, token
         self._tls = {name: value for name, value in (tls or {}).items() if value is not None}
@@ -36,8 +42,8 @@ class Peers:
         """Returns a copy, on the CPU, of a tensor that a machine offers. Blocks.
 
         Raises:
-            RuntimeError: The address is not allowed, the machine cannot be reached, or it offers no such tensor, or
-                one of more than ``limit`` bytes.
+            RuntimeError: The address is not allowed, the machine cannot be reached, or it offers no
+                such tensor, or one of more than ``limit`` bytes.
         """
         if address not in self._allowed and "any" not in self._allowed:
             raise RuntimeError(f"this machine may not fetch from {address}; allow it with --peer")
@@ -49,14 +55,18 @@ class Peers:
         with self._locks[address]:
             try:
                 machine = self._machine(address)
-                tensor: torch.Tensor = _kernels.CLAIM(_device._anchor(machine.device().index), ticket)
+                tensor: torch.Tensor = _kernels.CLAIM(
+                    _device._anchor(machine.device().index), ticket
+                )
                 if limit is None or tensor.nbytes <= limit:
                     return tensor.cpu()
             except RuntimeError:
                 if address in self._machines:
                     self._machines.pop(address).stop()
                 raise
-            raise RuntimeError(f"the tensor has {tensor.nbytes} bytes, and this machine copies at most {limit}")
+            raise RuntimeError(
+                f"the tensor has {tensor.nbytes} bytes, and this machine copies at most {limit}"
+            )
 
     def _machine(self, address: str) -> Any:
         from .remote._machine import RemoteMachine

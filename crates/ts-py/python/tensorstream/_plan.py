@@ -36,16 +36,19 @@ def plan(
     budget: int | str | None = None,
     max_passes: int = 1,
 ) -> Plan:
-    """Plans the streaming of a checkpoint by its tensors' names; reads headers only, needs no model.
+    """Plans the streaming of a checkpoint by its tensors' names; reads headers only, needs no
+    model.
 
-    Units are guessed: tensors whose names differ in the last component. The prediction assumes storage of 1 GB/s;
-    a running engine measures.
+    Units are guessed: tensors whose names differ in the last component. The prediction assumes
+    storage of 1 GB/s; a running engine measures.
 
     Raises:
         BudgetError: The budget is too small; the message gives the smallest that works.
     """
     config = Config(budget=budget, max_passes=max_passes)
     budget_bytes = config.working_bytes()
-    planned = _native.plan(_native.Checkpoint(checkpoint), budget=budget_bytes, settings=config.settings())
+    planned = _native.plan(
+        _native.Checkpoint(checkpoint), budget=budget_bytes, settings=config.settings()
+    )
     units = tuple((unit["name"], unit["slot_bytes"], unit["resident"]) for unit in planned["units"])
     return Plan(budget_bytes=budget_bytes, units=units, text=planned["text"], **planned["plan"])

@@ -21,12 +21,14 @@ Index = int | slice | list[int] | torch.Tensor | EllipsisType | None
 
 
 class safe_open:
-    """A checkpoint whose tensors are read when they are asked for: as ``safetensors.safe_open``, and also for ``.ts``
-    files, shard indexes and directories. A context manager.
+    """A checkpoint whose tensors are read when they are asked for: as ``safetensors.safe_open``,
+    and also for ``.ts`` files, shard indexes and directories. A context manager.
 
     Args:
-        filename: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
-        framework: ``"pt"`` (or ``"torch"``) for torch tensors, ``"np"`` (or ``"numpy"``) for numpy arrays.
+        filename: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of
+            them.
+        framework: ``"pt"`` (or ``"torch"``) for torch tensors, ``"np"`` (or ``"numpy"``) for numpy
+            arrays.
         device: Where torch tensors go.
         mapped: Make torch tensors on the CPU views of the file, in no time: see :func:`load_file`.
         lenient: Take safetensors files that only their own library would: see there.
@@ -49,13 +51,18 @@ class safe_open:
             raise ConfigurationError(f"there is no framework {framework!r} here: it is pt or np")
         self._checkpoint = _native.Checkpoint(filename, lenient)
         self._files = MappedFiles(self._checkpoint) if mapped else None
-        self._device: str | int | torch.device | None = device if framework in ("pt", "torch") else None
+        self._device: str | int | torch.device | None = (
+            device if framework in ("pt", "torch") else None
+        )
 
     def __enter__(self) -> safe_open:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         pass
 
@@ -86,12 +93,18 @@ class safe_open:
         return self.get_slice(name)[...]
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A tensor of which parts can be read: ``get_slice(name)[2:4, :, 0]``. Reads nothing yet."""
+        """A tensor of which parts can be read:
+
+        ``get_slice(name)[2:4, :, 0]``. Reads nothing yet.
+        """
         return TensorSlice(self._checkpoint, self._files, name, self._device)
 
 
 class TensorSlice:
-    """A tensor in a file. Indexing reads the smallest block that has what is asked for, and indexes that."""
+    """A tensor in a file.
+
+    Indexing reads the smallest block that has what is asked for, and indexes that.
+    """
 
     def __init__(
         self,
@@ -120,7 +133,9 @@ class TensorSlice:
             ChecksumError, StorageError: As ``get_tensor`` of ``safe_open``.
         """
         block, within = _block(self._shape, index if isinstance(index, tuple) else (index,))
-        view = None if self._files is None else self._files.view(self._name, self._dtype, self._shape)
+        view = (
+            None if self._files is None else self._files.view(self._name, self._dtype, self._shape)
+        )
         if view is not None:
             tensor = view[tuple(slice(*bounds) for bounds in block)][within]
         else:
@@ -130,7 +145,9 @@ class TensorSlice:
         return as_array(self._name, tensor)
 
 
-def _block(shape: list[int], index: tuple[Index, ...]) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
+def _block(
+    shape: list[int], index: tuple[Index, ...]
+) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
     """The block of a tensor that has all that is asked for, and where in it that is."""
     taken = sum(1 for each in index if each is not None and each is not Ellipsis)
     if taken > len(shape):
@@ -167,15 +184,21 @@ def _bounds(size: int, index: Any, dimension: int) -> tuple[tuple[int, int], Any
     single = not isinstance(index, list | torch.Tensor)
     wanted = torch.as_tensor(index)
     if wanted.dim() > 1:
-        raise IndexError(f"an index of one dimension has at most one itself, and not {wanted.dim()}")
+        raise IndexError(
+            f"an index of one dimension has at most one itself, and not {wanted.dim()}"
+        )
     if wanted.dtype == torch.bool:
         if wanted.dim() == 0 or len(wanted) != size:
-            raise IndexError(f"a mask of shape {list(wanted.shape)} for dimension {dimension} with size {size}")
+            raise IndexError(
+                f"a mask of shape {list(wanted.shape)} for dimension {dimension} with size {size}"
+            )
         wanted = wanted.nonzero().flatten()
     if wanted.numel() == 0:
         return (0, 0), wanted.long()
     wanted = torch.where(wanted < 0, wanted + size, wanted)
     first, last = int(wanted.min()), int(wanted.max())
     if first < 0 or last >= size:
-        raise IndexError(f"index {index} is out of bounds for dimension {dimension} with size {size}")
+        raise IndexError(
+            f"index {index} is out of bounds for dimension {dimension} with size {size}"
+        )
     return (first, last + 1), 0 if single else wanted - first

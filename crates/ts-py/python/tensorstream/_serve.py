@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""``tensorstream serve``: runs PyTorch operators for remote clients, each session in its own process."""
+"""``tensorstream serve``: runs PyTorch operators for remote clients, each session in its own
+process.
+"""
 
 from __future__ import annotations
 
@@ -37,33 +39,50 @@ def token_in(path: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tensorstream serve", description=__doc__)
     parser.add_argument(
-        "--listen", default="127.0.0.1:7470", help="HOST:PORT (port 0: one that is free), or unix:PATH"
+        "--listen",
+        default="127.0.0.1:7470",
+        help="HOST:PORT (port 0: one that is free), or unix:PATH",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--devices", type=int, help="how many; all GPUs, or 8 that stand for the CPU, if none is given"
+        "--devices",
+        type=int,
+        help="how many; all GPUs, or 8 that stand for the CPU, if none is given",
     )
-    parser.add_argument("--token-file", help="a file whose first line is the secret that clients must know")
+    parser.add_argument(
+        "--token-file", help="a file whose first line is the secret that clients must know"
+    )
     parser.add_argument("--tls-cert", help="a certificate (PEM), for connections under TLS")
     parser.add_argument("--tls-key", help="its key (PEM)")
-    parser.add_argument("--tls-client-ca", help="only clients with a certificate of one of these (PEM) are let in")
+    parser.add_argument(
+        "--tls-client-ca", help="only clients with a certificate of one of these (PEM) are let in"
+    )
     parser.add_argument("--threads", type=int, help="threads of PyTorch's for one operator")
     parser.add_argument(
-        "--insecure", action="store_true", help="everybody who can reach the address may use the machine"
+        "--insecure",
+        action="store_true",
+        help="everybody who can reach the address may use the machine",
     )
     parser.add_argument(
         "--peer", action="append", default=[], metavar="ADDRESS",
-        help="a machine with the same token, from which tensors that clients copy may be fetched directly",
+        help="a machine with the same token, from which tensors that clients copy may be fetched "
+            "directly",
     )  # fmt: skip
-    parser.add_argument("--peer-ca", help="whose certificates (PEM) such machines have, for connections under TLS")
+    parser.add_argument(
+        "--peer-ca", help="whose certificates (PEM) such machines have, for connections under TLS"
+    )
     parser.add_argument(
         "--max-sessions", type=int, default=256,
         help="the most sessions at a time (default: 256)",
     )  # fmt: skip
     parser.add_argument(
-        "--session-memory", metavar="SIZE", help='the most memory of one session, such as "4GiB" (default: unlimited)'
+        "--session-memory",
+        metavar="SIZE",
+        help='the most memory of one session, such as "4GiB" (default: unlimited)',
     )
-    parser.add_argument("--no-sandbox", action="store_true", help="do not restrict the processes of sessions")
+    parser.add_argument(
+        "--no-sandbox", action="store_true", help="do not restrict the processes of sessions"
+    )
     return parser
 
 
@@ -91,9 +110,12 @@ def main(arguments: list[str] | None = None) -> int:
     peers = Peers(tuple(options.peer), token, {"ca": options.peer_ca, **tls})
     try:
         settings = _settings(token, 30.0, 300.0, True, None, LIMIT_BYTES)
-        dispatcher = _native.Dispatcher(options.listen, settings, options.insecure, ca=options.tls_client_ca, **tls)
+        dispatcher = _native.Dispatcher(
+            options.listen, settings, options.insecure, ca=options.tls_client_ca, **tls
+        )
         sessions = {
-            "device": options.device, "devices": options.devices, "threads": options.threads, "memory": memory,
+            "device": options.device, "devices": options.devices, "threads": options.threads,
+            "memory": memory,
             "sandbox": not options.no_sandbox,
         }  # fmt: skip
         served = Broker(dispatcher, peers, sessions, options.max_sessions)
@@ -109,7 +131,10 @@ def main(arguments: list[str] | None = None) -> int:
         _log.warning("--no-sandbox: a malicious client can read this user's files")
     elif len(served.restrictions) < 2:
         prevented = ", ".join(served.restrictions) or "nothing"
-        _log.warning("this system lacks Landlock or seccomp: the sandbox of sessions prevents only %s", prevented)
+        _log.warning(
+            "this system lacks Landlock or seccomp: the sandbox of sessions prevents only %s",
+            prevented,
+        )
     elif options.device == "cuda":
         _log.warning("sessions on GPUs can open files, which their drivers need")
     print(f"listening at {dispatcher.address}", flush=True)

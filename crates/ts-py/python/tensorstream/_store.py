@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Weights that lie in no checkpoint yet: a live model's, and what has to be computed. Both are written once, as
-``.ts``, under a name that says what they are; whoever needs the same finds them there."""
+"""Weights that lie in no checkpoint yet: a live model's, and what has to be computed. Both are
+written once, as ``.ts``, under a name that says what they are; whoever needs the same finds them
+there."""
 
 from __future__ import annotations
 
@@ -30,17 +31,21 @@ Orders = dict[str, tuple[int, ...]]
 
 
 def store_live(model: nn.Module, config: Config) -> tuple[_native.Checkpoint, Orders]:
-    """Writes a model's own weights to ``config.storage_path``, unless they are there, and opens the file.
+    """Writes a model's own weights to ``config.storage_path``, unless they are there, and opens the
+    file.
 
-    A parameter that is not contiguous, as those of a channels-last model, is written as it lies in memory: with its
-    dimensions in another order, which is returned.
+    A parameter that is not contiguous, as those of a channels-last model, is written as it lies in
+    memory: with its dimensions in another order, which is returned.
 
-    The name is a fingerprint of names, dtypes, shapes and bytes, so a directory can hold many models, and several
-    processes can share one.
+    The name is a fingerprint of names, dtypes, shapes and bytes, so a directory can hold many
+    models, and several processes can share one.
     """
     parameters = dict(_distinct(model))
     orders = {name: memory_order(p) for name, p in parameters.items() if not p.is_contiguous()}
-    stored = {name: p.detach().permute(orders[name]) if name in orders else p for name, p in parameters.items()}
+    stored = {
+        name: p.detach().permute(orders[name]) if name in orders else p
+        for name, p in parameters.items()
+    }
     _refuse_what_never_fits(model, config)
     directory = _directory(Path(config.storage_path or ""))
     fingerprint = _native.Fingerprint()
@@ -51,34 +56,51 @@ def store_live(model: nn.Module, config: Config) -> tuple[_native.Checkpoint, Or
         specs.append((name, dtype, list(tensor.shape), tensor.data_ptr() % 64))
     path = directory / f"{fingerprint.hex()}{_suffix(config)}"
     how = config.codec(), config.level()
-    writer = _native.FileWriter.unless_written(path, specs, {"format": "pt"}, fingerprint.hex(), *how)
+    writer = _native.FileWriter.unless_written(
+        path, specs, {"format": "pt"}, fingerprint.hex(), *how
+    )
     if writer is not None:
-        write_all(writer, stored.values(), sum(tensor.nbytes for tensor in stored.values()), f"writing {path.name}")
+        write_all(
+            writer,
+            stored.values(),
+            sum(tensor.nbytes for tensor in stored.values()),
+            f"writing {path.name}",
+        )
     return _native.Checkpoint(path), orders
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """The dimensions of a tensor from the widest stride to the narrowest."""
-    return tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True))
+    return tuple(
+        sorted(
+            range(tensor.dim()),
+            key=lambda dim: (tensor.stride(dim), tensor.shape[dim]),
+            reverse=True,
+        )
+    )
 
 
 def store_derived(
     wanted: dict[str, SymbolicTensor], builder: Builder, config: Config, budget_bytes: int
 ) -> _native.Checkpoint:
-    """Computes tensors of a model, by the model's names, and writes them to a file of their own, unless they are
-    there. The result is the builder's checkpoint with them in it.
+    """Computes tensors of a model, by the model's names, and writes them to a file of their own,
+    unless they are there. The result is the builder's checkpoint with them in it.
 
     Takes at most ``budget_bytes`` of memory, one tensor after the other.
     """
     specs: list[NewTensor] = []
     for name, tensor in wanted.items():
         if not tensor.is_contiguous():
-            raise ModelError(f"parameter `{name}` is not contiguous after loading: it cannot be streamed")
+            raise ModelError(
+                f"parameter `{name}` is not contiguous after loading: it cannot be streamed"
+            )
         needed = builder.needed_bytes(tensor)
         if needed > budget_bytes:
             raise BudgetError(
-                f"a budget of {budget_bytes} bytes is too small: `{name}` has to be computed from the checkpoint, "
-                f"which needs {needed} bytes; the smallest budget that works is {needed} bytes or more"
+                f"a budget of {budget_bytes} bytes is too small: `{name}` has to be computed from "
+                "the checkpoint, "
+                f"which needs {needed} bytes; the smallest budget that works is {needed} bytes or "
+                "more"
             )
         specs.append((name, dtype_name(name, tensor), list(tensor.shape), tensor.source.phase))
     directory = _directory(config.conversion_directory())
@@ -88,7 +110,8 @@ def store_derived(
     if writer is not None:
         total = sum(tensor.nbytes for tensor in wanted.values())
         print(
-            f"tensorstream: converting {len(wanted)} tensors ({total / 2**20:.1f} MiB) once, into {path}",
+            f"tensorstream: converting {len(wanted)} tensors ({total / 2**20:.1f} MiB) once, into "
+            f"{path}",
             file=sys.stderr,
         )
         write_all(writer, _pieces(wanted, builder, budget_bytes), total, "converting")
@@ -102,7 +125,9 @@ def _suffix(config: Config) -> str:
     return f"-{config.codec()}{config.level() or ''}.ts"
 
 
-def _pieces(wanted: dict[str, SymbolicTensor], builder: Builder, budget_bytes: int) -> Iterator[torch.Tensor]:
+def _pieces(
+    wanted: dict[str, SymbolicTensor], builder: Builder, budget_bytes: int
+) -> Iterator[torch.Tensor]:
     for tensor in wanted.values():
         yield from builder.pieces(tensor, budget_bytes)
 
@@ -111,12 +136,14 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
             raise ModelError(
-                f"parameter `{name}` is a {type(parameter).__name__} on {parameter.device}: only plain "
+                f"parameter `{name}` is a {type(parameter).__name__} on {parameter.device}: only "
+                "plain "
                 "parameters on the CPU can be streamed"
             )
         if not parameter.detach().permute(memory_order(parameter)).is_contiguous():
             raise ModelError(
-                f"parameter `{name}` lies scattered in memory (strides {list(parameter.stride())}): "
+                f"parameter `{name}` lies scattered in memory (strides "
+                f"{list(parameter.stride())}): "
                 "make it contiguous"
             )
         yield name, parameter
@@ -125,8 +152,13 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _refuse_what_never_fits(model: nn.Module, config: Config) -> None:
     """Says so before the weights are written and not after."""
     sizes: dict[str, list[int]] = {}
-    for name, parameter in model.named_parameters():  # each once, under the module that has it first
-        sizes.setdefault(name.rpartition(".")[0] or type(model).__name__, []).append(parameter.nbytes)
+    for (
+        name,
+        parameter,
+    ) in model.named_parameters():  # each once, under the module that has it first
+        sizes.setdefault(name.rpartition(".")[0] or type(model).__name__, []).append(
+            parameter.nbytes
+        )
     names = list(sizes)
     together = [
         [i for i, unit in enumerate(names) if f"{unit}.".startswith(f"{prefix}." if prefix else "")]
@@ -144,7 +176,8 @@ def _refuse_what_never_fits(model: nn.Module, config: Config) -> None:
         # Where the tensors will lie in the file is not settled: as much as they can take in memory.
         enough = smallest(lambda unit: (sum(unit) + 64 * len(unit) + 3 * BLOCK) // BLOCK * BLOCK)
         raise BudgetError(
-            f"a budget of {budget} bytes is too small: the largest unit is `{largest}` with {sum(sizes[largest])} "
+            f"a budget of {budget} bytes is too small: the largest unit is `{largest}` with "
+            f"{sum(sizes[largest])} "
             f"bytes; the smallest budget that works is at most {enough} bytes"
         )
 
@@ -156,7 +189,9 @@ def _directory(path: Path) -> Path:
     except FileExistsError as error:
         raise invalid("storage_path", str(path), "a directory, to write weights to") from error
     except PermissionError as error:
-        raise CheckpointPermissionError(f"{path}: cannot make the directory: {error.strerror}") from error
+        raise CheckpointPermissionError(
+            f"{path}: cannot make the directory: {error.strerror}"
+        ) from error
     except OSError as error:
         raise StorageError(f"{path}: cannot make the directory: {error.strerror}") from error
     return path
@@ -181,7 +216,11 @@ def _described(value: Any) -> Any:
         source = value.source
         if isinstance(source, Source):
             return (source.parts, value.dtype, tuple(value.shape), value.stride())
-        called = source.func if isinstance(source.func, torch._ops.OpOverload) else source.func.__qualname__
+        called = (
+            source.func
+            if isinstance(source.func, torch._ops.OpOverload)
+            else source.func.__qualname__
+        )
         return (str(called), _described(source.args), _described(source.kwargs), source.index)
     if isinstance(value, torch.Tensor):
         content = _native.Fingerprint()

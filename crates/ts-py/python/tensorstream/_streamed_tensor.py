@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What PyTorch sees of a streamed weight: a stand-in without bytes, and the weight itself while it is lent.
+"""What PyTorch sees of a streamed weight: a stand-in without bytes, and the weight itself while it
+is lent.
 
-A stand-in is a module's parameter whenever the module's own forward does not run. An operation on it leases the
-weight for as long as the operation takes; a view of it is another stand-in, so nothing that a program keeps
-holds memory. Neither class has a ``__torch_function__``: PyTorch asks for one to decide whether its fast paths
-may be taken.
+A stand-in is a module's parameter whenever the module's own forward does not run. An operation on
+it leases the weight for as long as the operation takes; a view of it is another stand-in, so
+nothing that a program keeps holds memory. Neither class has a ``__torch_function__``: PyTorch asks
+for one to decide whether its fast paths may be taken.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _native_torch: Any = torch._C
 _requires_grad: Any = _native_torch.TensorBase.requires_grad
 _NO_COPIES: dict[int, torch.Tensor] = {}
 
-#: What is copied of the operands of one operation whose units are larger than the budget together: so many bytes, or
-#: the budget's part in so many.
+#: What is copied of the operands of one operation whose units are larger than the budget together:
+#: so many bytes, or the budget's part in so many.
 COPIED_BYTES = 64 << 10
 COPIED_SHARE = 16
 
@@ -41,7 +42,8 @@ _KNOWN_VIEWS = 4096
 class StreamedTensor(torch.Tensor):
     """Has the shape, strides, dtype and device of a weight or of a view of it, and no bytes."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch wants it
+    # As torch wants it.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     weights: Weights
     #: Which of them it is, or is a view of.
@@ -56,7 +58,8 @@ class StreamedTensor(torch.Tensor):
         """The weight's name in the checkpoint."""
         return self.weights.specs[self.key].name
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in the stub
+    # Untyped in the stub.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StreamedTensor({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
@@ -75,8 +78,8 @@ class StreamedTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients are recorded for it. In a forward, whether they would be for the model's own parameter:
-        PyTorch asks, and takes another path."""
+        """Whether gradients are recorded for it. In a forward, whether they would be for the
+        model's own parameter: PyTorch asks, and takes another path."""
         return bool(_requires_grad.__get__(self)) or (
             self.weights.learns(self.key) and self.weights.streamer.in_pass()
         )
@@ -91,7 +94,8 @@ class StreamedTensor(torch.Tensor):
             self.weights.freeze(self.key)
         elif not self.requires_grad:
             raise ModelError(
-                f"`{self.name}` cannot require gradients: nothing could keep what a streamed weight learns; train an "
+                f"`{self.name}` cannot require gradients: nothing could keep what a streamed "
+                "weight learns; train an "
                 "adapter (PEFT) on top, or restore(model) first"
             )
         return self
@@ -139,7 +143,8 @@ class StreamedTensor(torch.Tensor):
 
     def _no_memory(self, what: str) -> ModelError:
         return ModelError(
-            f"{what} of `{self.name}`: a streamed weight has no memory that lasts; restore(model) first, or use "
+            f"{what} of `{self.name}`: a streamed weight has no memory that lasts; restore(model) "
+            "first, or use "
             "tensorstream.save_file(model.state_dict(), path) to write a streamed model"
         )
 
@@ -152,7 +157,11 @@ class StreamedTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.copy_.default and type(args[0]) is StreamedTensor and is_same(args[0], args[1]):
+        if (
+            func is torch.ops.aten.copy_.default
+            and type(args[0]) is StreamedTensor
+            and is_same(args[0], args[1])
+        ):
             return args[0]
         _refuse_writes(func, args, kwargs)
         if func.is_view and type(args[0]) is StreamedTensor:
@@ -188,13 +197,15 @@ def stand_in(
 
 
 class StreamedWeight(nn.Parameter):
-    """A weight that is lent to its module's forward: an ordinary parameter, but writes are refused or found.
+    """A weight that is lent to its module's forward: an ordinary parameter, but writes are refused
+    or found.
 
-    What shares its memory by ``data`` or ``detach()`` shares its version counter, which is looked at when the
-    forward ends.
+    What shares its memory by ``data`` or ``detach()`` shares its version counter, which is looked
+    at when the forward ends.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch wants it
+    # As torch wants it.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def data(self) -> torch.Tensor:
@@ -217,10 +228,16 @@ class StreamedWeight(nn.Parameter):
     def __dlpack__(self, **kwargs: Any) -> Any:
         """A copy, which its consumer may write to."""
         with torch._C.DisableTorchFunctionSubclass():
-            return torch.Tensor.detach(self).clone(memory_format=torch.preserve_format).__dlpack__(**kwargs)
+            return (
+                torch.Tensor.detach(self)
+                .clone(memory_format=torch.preserve_format)
+                .__dlpack__(**kwargs)
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copy = nn.Parameter(torch.Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad)
+        copy = nn.Parameter(
+            torch.Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad
+        )
         memo[id(self)] = copy
         return copy
 
@@ -270,11 +287,17 @@ def is_same(own: StreamedTensor, value: Any) -> bool:
 
 
 def unlent(result: Any, weights: Weights, use: Any) -> Any:
-    """A result in which stand-ins take the place of tensors that share memory with weights, whose use has ended."""
+    """A result in which stand-ins take the place of tensors that share memory with weights, whose
+    use has ended.
+    """
     found = {address: key for key, address, _ in use.addresses(weights.streamer)}
 
     def replaced(leaf: Any) -> Any:
-        plain = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and type(leaf) is not StreamedTensor
+        plain = (
+            isinstance(leaf, torch.Tensor)
+            and leaf.layout == torch.strided
+            and type(leaf) is not StreamedTensor
+        )
         if not plain or leaf.device.type != "cpu" or leaf.grad_fn is not None:
             return leaf
         try:
@@ -320,7 +343,9 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _trial(
     func: Any, geometry: Any, elements: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, list[Any]] | None:
-    """The geometries of the views that a function gives, found without bytes; ``None`` where it gives others."""
+    """The geometries of the views that a function gives, found without bytes; ``None`` where it
+    gives others.
+    """
     dtype, shape, strides, offset = geometry
     memory = torch.empty(elements, dtype=dtype, device="meta")
     try:
@@ -344,11 +369,15 @@ def _trial(
 
     if not all(looks(view) for view in views):
         return None
-    return several, [(view.dtype, tuple(view.shape), view.stride(), view.storage_offset()) for view in views]
+    return several, [
+        (view.dtype, tuple(view.shape), view.stride(), view.storage_offset()) for view in views
+    ]
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on the weights themselves, which are leased together for as long as it takes."""
+    """Runs an operation on the weights themselves, which are leased together for as long as it
+    takes.
+    """
     nested = kwargs or any(isinstance(each, list | tuple | dict) for each in args)
     leaves = tree_flatten((args, kwargs))[0] if nested else args
     streamed = [leaf for leaf in leaves if type(leaf) is StreamedTensor]
@@ -370,8 +399,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _lease(streamed: list[StreamedTensor], uses: dict[Weights, Any]) -> dict[int, torch.Tensor]:
     """Leases the units of stand-ins, those of one model together.
 
-    Where they are larger than the budget together, what is small of it is leased alone and copied: views such as a
-    row of a weight. The copies are returned, by the stand-ins' identity.
+    Where they are larger than the budget together, what is small of it is leased alone and copied:
+    views such as a row of a weight. The copies are returned, by the stand-ins' identity.
     """
     if len(streamed) == 1:
         weights = streamed[0].weights
@@ -385,7 +414,9 @@ def _lease(streamed: list[StreamedTensor], uses: dict[Weights, Any]) -> dict[int
         room = max(COPIED_BYTES, weights.budget_bytes // COPIED_SHARE)
         while own:
             try:
-                uses[weights] = weights.streamer.hold(list(dict.fromkeys(unit[id(each)] for each in own)))
+                uses[weights] = weights.streamer.hold(
+                    list(dict.fromkeys(unit[id(each)] for each in own))
+                )
                 break
             except BudgetError:
                 room -= _extent_bytes(own[0])
@@ -444,7 +475,8 @@ def _call(
         copy = copies.get(id(tensor))
         return _real(tensor, uses[tensor.weights], grad) if copy is None else copy
 
-    # As views of parameters are for the caller: that they require gradients decides how matmul rounds.
+    # As views of parameters are for the caller: that they require gradients decides how matmul
+    # rounds.
     with _native_torch._RestorePythonTLSSnapshot():
         if nested:
             args, kwargs = tree_map_only(StreamedTensor, real, (args, kwargs))
@@ -453,11 +485,13 @@ def _call(
         autocasts = torch.is_autocast_enabled("cpu")
         keys = _dispatch_keys() if autocasts or torch.is_inference_mode_enabled() else None
     if func.is_view:
-        # A view that no stand-in can be, such as a conjugate: a copy without the mark, and no inference tensor, which
-        # could not be a view of the stand-in.
+        # A view that no stand-in can be, such as a conjugate: a copy without the mark, and no
+        # inference tensor, which could not be a view of the stand-in.
         with torch.inference_mode(False), torch.no_grad():
             views = func(*args, **kwargs)
-            return tree_map_only(torch.Tensor, lambda each: each.detach().resolve_conj().resolve_neg(), views)
+            return tree_map_only(
+                torch.Tensor, lambda each: each.detach().resolve_conj().resolve_neg(), views
+            )
     if keys is None:
         return func(*args, **kwargs)
     with _as_called(func, autocasts, keys):
@@ -466,19 +500,24 @@ def _call(
 
 def _dispatch_keys() -> tuple[Any, Any]:
     """The keys of the dispatcher that are included and excluded on this thread."""
-    return _native_torch._dispatch_tls_local_include_set(), _native_torch._dispatch_tls_local_exclude_set()
+    return (
+        _native_torch._dispatch_tls_local_include_set(),
+        _native_torch._dispatch_tls_local_exclude_set(),
+    )
 
 
 def _as_called(func: Any, autocasts: bool, called: tuple[Any, Any]) -> Any:
     """The dispatcher as the caller of an operation has it.
 
-    Here all keys above Python's are excluded. In inference mode an operation gets here before it is taken apart:
-    views in it would not require gradients as they do in memory, so that matmul rounds otherwise. And what autocast
-    does not know itself consists of parts that it casts.
+    Here all keys above Python's are excluded. In inference mode an operation gets here before it is
+    taken apart: views in it would not require gradients as they do in memory, so that matmul rounds
+    otherwise. And what autocast does not know itself consists of parts that it casts.
     """
     include, exclude = called if torch.is_inference_mode_enabled() else _dispatch_keys()
     autocast = _native_torch.DispatchKeySet(_native_torch.DispatchKey.AutocastCPU)
-    if autocasts and not _native_torch._dispatch_has_kernel_for_dispatch_key(func.name(), "AutocastCPU"):
+    if autocasts and not _native_torch._dispatch_has_kernel_for_dispatch_key(
+        func.name(), "AutocastCPU"
+    ):
         exclude = exclude - autocast
     else:
         exclude = exclude | autocast

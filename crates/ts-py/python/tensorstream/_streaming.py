@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What joins a model's modules to the engine: forwards that lease units, and dictionaries that hand weights out.
+"""What joins a model's modules to the engine: forwards that lease units, and dictionaries that hand
+weights out.
 
-Nothing here refers back to a module but weakly, so a model that is deleted frees its engine at once, without the
-cycle collector. Leases are objects of the native module that end when they are lost, and nothing that must stay
-consistent is changed by bytecode: a signal's exception can arrive between any two instructions.
+Nothing here refers back to a module but weakly, so a model that is deleted frees its engine at
+once, without the cycle collector. Leases are objects of the native module that end when they are
+lost, and nothing that must stay consistent is changed by bytecode: a signal's exception can arrive
+between any two instructions.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Weight:
     index: int
     requires_grad: bool
     strides: tuple[int, ...]
-    #: The shape in which its bytes are row-major: another order of its dimensions, for some strides.
+    #: The shape in which its bytes are row-major: another order of its dimensions, for some
+    #: strides.
     stored_shape: list[int]
 
     def spec(self) -> Any:
@@ -78,11 +81,15 @@ class Weights:
         return count * spec.dtype.itemsize // dtype.itemsize
 
     def stand_ins(self, key: int) -> tuple[StreamedTensor, StreamedTensor | None]:
-        """A weight's stand-ins: one that requires no gradient, and one that does if the model's own did."""
+        """A weight's stand-ins: one that requires no gradient, and one that does if the model's own
+        did.
+        """
         spec = self.specs[key]
 
         def make(requires_grad: bool) -> StreamedTensor:
-            made = stand_in(self, key, spec.dtype, spec.shape, spec.strides, requires_grad=requires_grad)
+            made = stand_in(
+                self, key, spec.dtype, spec.shape, spec.strides, requires_grad=requires_grad
+            )
             made._is_param = True
             return made
 
@@ -90,12 +97,12 @@ class Weights:
 
 
 class Parameters(dict[str, Any]):
-    """A module's parameters. A streamed one is the weight itself while the module's forward runs on this thread, and
-    a stand-in at other times.
+    """A module's parameters. A streamed one is the weight itself while the module's forward runs on
+    this thread, and a stand-in at other times.
 
-    Where gradients are recorded neither requires one: nothing could keep what it learns. Where none are they say
-    what the model's own did, because PyTorch asks: matmul folds a batch, and so rounds otherwise, for an operand
-    that requires a gradient.
+    Where gradients are recorded neither requires one: nothing could keep what it learns. Where none
+    are they say what the model's own did, because PyTorch asks: matmul folds a batch, and so rounds
+    otherwise, for an operand that requires a gradient.
     """
 
     __slots__ = ("__weakref__", "free", "weights")
@@ -125,7 +132,9 @@ class Parameters(dict[str, Any]):
         lent = self.weights.streamer.current(frozen.key, grad)
         if lent is not None:
             return lent
-        return self.free.get(name, frozen) if not grad and self.weights.learns(frozen.key) else frozen
+        return (
+            self.free.get(name, frozen) if not grad and self.weights.learns(frozen.key) else frozen
+        )
 
     def get(self, name: str, default: Any = None) -> Any:
         if name not in self:
@@ -224,13 +233,15 @@ class Replaced:
 
     def __getattr__(self, name: str) -> Any:
         raise _NotAFunction(
-            f"an offloaded model's {self.__dict__.get('__name__', 'method')} has no `{name}`: it cannot be scripted "
+            f"an offloaded model's {self.__dict__.get('__name__', 'method')} has no `{name}`: it "
+            "cannot be scripted "
             "or exported; restore(model) first"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(
-            f"an offloaded {type(self.module()).__name__} cannot be copied or pickled: the copy would stream into "
+            f"an offloaded {type(self.module()).__name__} cannot be copied or pickled: the copy "
+            "would stream into "
             "the original; restore(model) first, or save its state_dict()"
         )
 
@@ -250,7 +261,7 @@ def put_back(module: nn.Module) -> None:
 
 
 class Forward(Replaced):
-    """The forward of a module whose parameters are one unit: the unit is in memory while it runs."""
+    """The forward of a module whose parameters are a unit: it is in memory while it runs."""
 
     def __init__(self, module: nn.Module, weights: Weights, unit: int) -> None:
         super().__init__(module, "forward")
@@ -259,7 +270,8 @@ class Forward(Replaced):
         self._recurrent = recurrent(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A graph that holds the weights would hold their memory until backward; one of stand-ins leases them again.
+        # A graph that holds the weights would hold their memory until backward; one of stand-ins
+        # leases them again.
         lend = not (_is_grad_enabled() and self._learns(args, kwargs))
         use = self._weights.streamer.enter(self._unit, lend, self._recurrent)
         try:
@@ -281,13 +293,15 @@ class Forward(Replaced):
 
 
 def recurrent(module: nn.Module) -> _native.Recurrent | None:
-    """What the native module has to know of a recurrent module, which keeps a list of its parameters beside the
-    dictionary."""
+    """What the native module has to know of a recurrent module, which keeps a list of its
+    parameters beside the dictionary."""
     names = getattr(module, "_flat_weights_names", None)
     if names is None:
         return None
     stand_ins: list[Any] = [module._parameters.get(name) for name in names]
-    keys: list[int | None] = [each.key if type(each) is StreamedTensor else None for each in stand_ins]
+    keys: list[int | None] = [
+        each.key if type(each) is StreamedTensor else None for each in stand_ins
+    ]
     module.__dict__["_flat_weights"] = stand_ins
     return _native.Recurrent(weakref.ref(module), stand_ins, keys)
 

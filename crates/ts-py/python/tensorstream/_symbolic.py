@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Operations on stand-ins that need no bytes.
 
-A loader that slices, stacks and concatenates only says where bytes lie; such steps give a :class:`Source` of the
-pieces. What changes bytes (a cast, a transposition) is written down as :class:`Derived`, to be computed later,
-of what its operands are at that moment.
+A loader that slices, stacks and concatenates only says where bytes lie; such steps give a
+:class:`Source` of the pieces. What changes bytes (a cast, a transposition) is written down as
+:class:`Derived`, to be computed later, of what its operands are at that moment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ aten = torch.ops.aten
 
 Part = tuple[int, int, int]
 
-#: Shorter pieces than this are not worth a read of their own: the tensor is computed and written out instead.
+#: Shorter pieces than this are not worth a read of their own: the tensor is computed and written
+#: out instead.
 SHORTEST_PIECE_BYTES = 4096
 
 #: Operations whose results are looks at the same bytes, with their offset and strides.
@@ -77,7 +78,9 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def without_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result as stand-ins; ``None`` where the operation has to run."""
-    streamed = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, SymbolicTensor)]
+    streamed = [
+        leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, SymbolicTensor)
+    ]
     written = _written(func, args, kwargs)
     if any(isinstance(tensor, SymbolicTensor) for tensor in written):
         return _write(func, args, kwargs, written)
@@ -90,11 +93,16 @@ def without_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if func in NEW:
         return _new(func, args, kwargs)
     if func is aten.as_strided.default:
-        raise ModelError(f"{func} of `{name}`, a tensor that is streamed, is not built: it asks where memory lies")
+        raise ModelError(
+            f"{func} of `{name}`, a tensor that is streamed, is not built: it asks where memory "
+            "lies"
+        )
     outcome = _trial(func, args, kwargs)
     if isinstance(outcome, torch.Tensor):
         return _describe(func, args, kwargs, streamed, outcome, None)
-    if isinstance(outcome, list | tuple) and all(isinstance(each, torch.Tensor) for each in outcome):
+    if isinstance(outcome, list | tuple) and all(
+        isinstance(each, torch.Tensor) for each in outcome
+    ):
         return [_describe(func, args, kwargs, streamed, each, i) for i, each in enumerate(outcome)]
     return None
 
@@ -128,16 +136,27 @@ def _describe(
         phase = ((first.source.phase or 0) + begin) % 64 if look else 0
         source = Derived(first.source.name, func, _snapshot(args), _snapshot(kwargs), index, phase)
     if not look:
-        return SymbolicTensor(outcome.shape, outcome.dtype, source, first.provider, outcome.stride())
+        return SymbolicTensor(
+            outcome.shape, outcome.dtype, source, first.provider, outcome.stride()
+        )
     steps = (*first.steps, (func, args[1:], kwargs, index))
-    return SymbolicTensor(outcome.shape, outcome.dtype, source, first.provider, outcome.stride(), first.memory, steps)
+    return SymbolicTensor(
+        outcome.shape, outcome.dtype, source, first.provider, outcome.stride(), first.memory, steps
+    )
 
 
 def _placed(
-    func: Any, args: tuple[Any, ...], streamed: Sequence[SymbolicTensor], outcome: torch.Tensor, look: bool
+    func: Any,
+    args: tuple[Any, ...],
+    streamed: Sequence[SymbolicTensor],
+    outcome: torch.Tensor,
+    look: bool,
 ) -> Source | None:
     """Where the bytes of a contiguous result lie; ``None`` where they must be computed."""
-    if not all(isinstance(t.source, Source) and t.is_contiguous() and t.dtype == outcome.dtype for t in streamed):
+    if not all(
+        isinstance(t.source, Source) and t.is_contiguous() and t.dtype == outcome.dtype
+        for t in streamed
+    ):
         return None
     first: Any = streamed[0].source
     if func in (aten.cat.default, aten.stack.default):
@@ -151,7 +170,9 @@ def _placed(
     if look:
         begin = _first_byte(outcome)
         parts = _run(first.parts, begin, outcome.numel() * outcome.element_size())
-        return Source(first.name, parts, None if first.phase is None else (first.phase + begin) % 64)
+        return Source(
+            first.name, parts, None if first.phase is None else (first.phase + begin) % 64
+        )
     return None
 
 
@@ -194,23 +215,37 @@ def _first_byte(outcome: torch.Tensor) -> int:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that an operation writes to."""
     formals = [formal for formal in enumerate(func._schema.arguments) if formal[1].is_write]
-    return tree_flatten([args[i] if i < len(args) else kwargs.get(formal.name) for i, formal in formals])[0]
+    return tree_flatten(
+        [args[i] if i < len(args) else kwargs.get(formal.name) for i, formal in formals]
+    )[0]
 
 
-def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]) -> SymbolicTensor:
+def _write(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]
+) -> SymbolicTensor:
     """Writing to a tensor gives its memory another origin: what it was, and then the operation."""
     tensor = args[0] if args else None
     if len(written) != 1 or written[0] is not tensor or not isinstance(tensor, SymbolicTensor):
         raise ModelError(f"{func} writes to tensors that are streamed: this is not built")
     outcome = func(*_on_meta(args), **_on_meta(kwargs))
-    if (outcome.shape, outcome.stride(), outcome.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
-        raise ModelError(f"{func} would change the shape of `{tensor.source.name}` in place: this is not built")
+    if (outcome.shape, outcome.stride(), outcome.dtype) != (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    ):
+        raise ModelError(
+            f"{func} would change the shape of `{tensor.source.name}` in place: this is not built"
+        )
     memory, source = tensor.memory, tensor.memory.source
     phase = _phase(source)
     if tensor.steps:
         whole = SymbolicTensor(memory.shape, memory.dtype, source, tensor.provider, memory.strides)
         rest = _snapshot(args[1:]), _snapshot(kwargs)
-        memory.write(Derived(source.name, written_through, (whole, tensor.steps, func, *rest), {}, None, phase))
+        memory.write(
+            Derived(
+                source.name, written_through, (whole, tensor.steps, func, *rest), {}, None, phase
+            )
+        )
     else:
         memory.write(Derived(source.name, func, _snapshot(args), _snapshot(kwargs), None, phase))
     return tensor
@@ -228,7 +263,9 @@ def _snapshot(arguments: Any) -> Any:
 
     def keep(leaf: Any) -> Any:
         if isinstance(leaf, SymbolicTensor):
-            return SymbolicTensor(leaf.shape, leaf.dtype, leaf.source, leaf.provider, strides=leaf.stride())
+            return SymbolicTensor(
+                leaf.shape, leaf.dtype, leaf.source, leaf.provider, strides=leaf.stride()
+            )
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
     return tree_map(keep, arguments)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors that know where their bytes are instead of holding them, for a model that is being loaded.
+"""Tensors that know where their bytes are instead of holding them, for a model that is being
+loaded.
 
-They pass through the loader of transformers, which renames, stacks and casts them as it would real ones; each
-such step is recorded (_symbolic.py). Once the model is built, stand-ins of its weights take their place
-(_streamed_tensor.py).
+They pass through the loader of transformers, which renames, stacks and casts them as it would real
+ones; each such step is recorded (_symbolic.py). Once the model is built, stand-ins of its weights
+take their place (_streamed_tensor.py).
 """
 
 from __future__ import annotations
@@ -37,17 +38,19 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": getattr(torch, "float8_e8m0fnu", None),  # type: ignore[dict-item]  # not in torch 2.6
+    # Not in torch 2.6.
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", None),  # type: ignore[dict-item]
 }
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is not None}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor's bytes lie: runs of the checkpoint's files (file, offset, length), one behind the other.
+    """Where a tensor's bytes lie: runs of the checkpoint's files (file, offset, length), one behind
+    the other.
 
-    ``phase`` is the address modulo 64 that the reference gives it: ``None`` where it would use a mapping of the
-    file, 0 where it would make a new tensor.
+    ``phase`` is the address modulo 64 that the reference gives it: ``None`` where it would use a
+    mapping of the file, 0 where it would make a new tensor.
     """
 
     name: str
@@ -57,7 +60,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Derived:
-    """How a tensor is computed whose bytes lie in no file: an operation, and which of its results this is.
+    """How a tensor is computed whose bytes lie in no file: an operation, and which of its results
+    this is.
 
     ``phase`` is the address modulo 64 that the reference gives it.
     """
@@ -78,10 +82,16 @@ class Provider(Protocol):
 
 
 class Memory:
-    """What symbolic tensors share that look at the same bytes: where the bytes come from, after all writes so far."""
+    """What symbolic tensors share that look at the same bytes: where the bytes come from, after all
+    writes so far.
+    """
 
     def __init__(
-        self, source: Source | Derived, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype
+        self,
+        source: Source | Derived,
+        shape: Sequence[int],
+        strides: Sequence[int] | None,
+        dtype: torch.dtype,
     ) -> None:
         self.source = source
         self.shape = shape
@@ -95,7 +105,8 @@ class Memory:
         self.writes += 1
 
 
-#: One step from a memory's own tensor to a view: a function, the arguments behind the tensor, and by name.
+#: One step from a memory's own tensor to a view: a function, the arguments behind the tensor, and
+#: by name.
 ViewStep = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
 
 
@@ -109,7 +120,8 @@ class SymbolicTensor(torch.Tensor):
     #: Its source as it was found last, and after how many writes to its memory.
     _seen: tuple[Source | Derived, int]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch wants it
+    # As torch wants it.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -138,7 +150,9 @@ class SymbolicTensor(torch.Tensor):
             memory = self.memory
             source = memory.source
             if self.steps:
-                whole = SymbolicTensor(memory.shape, memory.dtype, source, self.provider, memory.strides)
+                whole = SymbolicTensor(
+                    memory.shape, memory.dtype, source, self.provider, memory.strides
+                )
                 phase = self._seen[0].phase or 0
                 source = Derived(source.name, _seen_by, (whole, self.steps), {}, None, phase)
             self._seen = source, memory.writes
@@ -147,15 +161,24 @@ class SymbolicTensor(torch.Tensor):
     def again(self) -> SymbolicTensor:
         """Another look at the same tensor."""
         return SymbolicTensor(
-            self.shape, self.dtype, self.source, self.provider, self.stride(), self.memory, self.steps
+            self.shape,
+            self.dtype,
+            self.source,
+            self.provider,
+            self.stride(),
+            self.memory,
+            self.steps,
         )
 
     def materialize(self) -> torch.Tensor:
         """The real tensor."""
         return self.provider.materialize(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in the stub
-        return f"SymbolicTensor({self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+    # Untyped in the stub.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"SymbolicTensor({self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        )
 
     @property
     def data(self) -> torch.Tensor:
@@ -163,14 +186,23 @@ class SymbolicTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        fits = isinstance(value, SymbolicTensor) and value.provider is self.provider and value.dtype == self.dtype
+        fits = (
+            isinstance(value, SymbolicTensor)
+            and value.provider is self.provider
+            and value.dtype == self.dtype
+        )
         if not fits or (value.shape, value.stride()) != (self.shape, self.stride()):
             raise ModelError(
-                f"`{self.source.name}` is being loaded: its data can only be set to another tensor of the "
+                f"`{self.source.name}` is being loaded: its data can only be set to another "
+                "tensor of the "
                 "checkpoint, of its shape and dtype"
             )
         other: Any = value
-        self.memory, self.steps, self._seen = other.memory, other.steps, (other.source, other.memory.writes)
+        self.memory, self.steps, self._seen = (
+            other.memory,
+            other.steps,
+            (other.source, other.memory.writes),
+        )
 
     # torch answers these in C++, past the dispatcher, and only for plain tensors.
 
@@ -206,7 +238,9 @@ class SymbolicTensor(torch.Tensor):
         result = without_bytes(func, args, kwargs)
         if result is not None:
             return result
-        real_args, real_kwargs = tree_map_only(SymbolicTensor, SymbolicTensor.materialize, (args, kwargs))
+        real_args, real_kwargs = tree_map_only(
+            SymbolicTensor, SymbolicTensor.materialize, (args, kwargs)
+        )
         return func(*real_args, **real_kwargs)
 
 
@@ -220,7 +254,11 @@ def _seen_by(whole: torch.Tensor, steps: tuple[ViewStep, ...]) -> torch.Tensor:
 
 
 def written_through(
-    whole: torch.Tensor, steps: tuple[ViewStep, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    whole: torch.Tensor,
+    steps: tuple[ViewStep, ...],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """A memory's own tensor after a write to a view of it."""
     whole = whole.clone(memory_format=torch.preserve_format)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """from_pretrained: a transformers model whose weights are never materialised.
 
-transformers builds the model itself, by its public ``from_pretrained(None, config=, state_dict=)``: the state
-dict holds tensors that know their place in the files and not their bytes. So renamings, ties, initialisation of
-what no checkpoint has, and the reference's choice between mapping and copying are transformers' own.
+transformers builds the model itself, by its public ``from_pretrained(None, config=, state_dict=)``:
+the state dict holds tensors that know their place in the files and not their bytes. So renamings,
+ties, initialisation of what no checkpoint has, and the reference's choice between mapping and
+copying are transformers' own.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ def from_pretrained(
 ) -> Any:
     """Loads a transformers model that streams its weights from ``path`` under ``budget``.
 
-    The result is what the model class's own ``from_pretrained(path)`` gives, bit for bit in its outputs, but
-    that its parameters are frozen and not in memory.
+    The result is what the model class's own ``from_pretrained(path)`` gives, bit for bit in its
+    outputs, but that its parameters are frozen and not in memory.
 
     Args:
         path: A directory as ``save_pretrained`` writes it: ``config.json`` and safetensors.
-        budget: All memory for weights: bytes or a size such as ``"600MiB"``; half of what is available if none.
+        budget: All memory for weights: bytes or a size such as ``"600MiB"``; half of what is
+            available if none.
         config: Further settings; not with ``budget``.
         model_class: The class to load; the one that ``config.json`` names if none.
         kwargs: Passed on to the class's ``from_pretrained``, such as ``attn_implementation``.
@@ -84,7 +86,9 @@ def from_pretrained(
 
 
 def _refuse_at_once(checkpoint: _native.Checkpoint) -> None:
-    """Refuses where there is no memory for the largest tensor, before transformers and the model take theirs."""
+    """Refuses where there is no memory for the largest tensor, before transformers and the model
+    take theirs.
+    """
 
     def size(name: str) -> int:
         return sum(length for _, _, length in checkpoint.entry(name)[2])
@@ -96,7 +100,8 @@ def _refuse_at_once(checkpoint: _native.Checkpoint) -> None:
     rest = HEADROOM // 2 + (0 if "transformers" in sys.modules else TRANSFORMERS_BYTES)
     if available is not None and available < needed + rest:
         raise BudgetError(
-            f"{available >> 20} MiB of memory are available; tensor `{largest}` alone needs {needed >> 20} MiB, and "
+            f"{available >> 20} MiB of memory are available; tensor `{largest}` alone needs "
+            f"{needed >> 20} MiB, and "
             f"the rest of the process {rest >> 20} MiB more; raise the memory limit of this process"
         )
 
@@ -107,7 +112,8 @@ def _named_class(transformers: Any, model_config: Any, path: str) -> Any:
         if model_class is not None:
             return model_class
     raise ConfigurationError(
-        f"{path}: config.json names no model class of transformers ({model_config.architectures}); give `model_class`"
+        f"{path}: config.json names no model class of transformers "
+        f"({model_config.architectures}); give `model_class`"
     )
 
 
@@ -116,7 +122,9 @@ def _check(checkpoint: _native.Checkpoint, info: dict[str, Any]) -> None:
     files = ", ".join(str(path) for path, _, _ in checkpoint.files())
     if info["mismatched_keys"]:
         name, there, wanted = sorted(info["mismatched_keys"])[0]
-        raise CheckpointError(f"{files}: tensor `{name}` has shape {list(there)}, the model has {list(wanted)}")
+        raise CheckpointError(
+            f"{files}: tensor `{name}` has shape {list(there)}, the model has {list(wanted)}"
+        )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise MissingTensorError(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors between processes: what :func:`tensorstream.connect` and :func:`tensorstream.listen` give."""
+"""Tensors between processes: what :func:`tensorstream.connect` and :func:`tensorstream.listen`
+give.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,16 @@ def connect(
     pool: PoolConfig | None = None,
     limit_bytes: int = LIMIT_BYTES,
 ) -> Connection:
-    """Connects to a :class:`Listener` at "HOST:PORT" or "unix:PATH". Blocks until both ends know each other.
+    """Connects to a :class:`Listener` at "HOST:PORT" or "unix:PATH". Blocks until both ends know
+    each other.
 
-    token: the secret that the listener wants. ca: whom to trust, a file of certificates (PEM): then the connection
-    is under TLS; cert and key: who this is, if the listener wants to know. timeout: seconds of silence after which
-    the other end is given up; patience: seconds for which it may be there and yet give or take nothing that is
-    under way. shared_memory: large tensors to the same host go by memory that both have (Unix sockets). pool:
-    tensors are received to blocks of such a pool, which come back to it when they are deleted: memory that was used
-    before is several times as fast to receive to. limit_bytes: longer tensors are refused.
+    token: the secret that the listener wants. ca: whom to trust, a file of certificates (PEM): then
+    the connection is under TLS; cert and key: who this is, if the listener wants to know. timeout:
+    seconds of silence after which the other end is given up; patience: seconds for which it may be
+    there and yet give or take nothing that is under way. shared_memory: large tensors to the same
+    host go by memory that both have (Unix sockets). pool: tensors are received to blocks of such a
+    pool, which come back to it when they are deleted: memory that was used before is several times
+    as fast to receive to. limit_bytes: longer tensors are refused.
 
     ``ConnectionLost``, ``ConnectionTimeout``, ``ProtocolError``, ``ConfigurationError``.
     """
@@ -65,26 +69,33 @@ def listen(
 ) -> Listener:
     """Listens at "HOST:PORT" (port 0: one that is free) or "unix:PATH". Does not block.
 
-    As :func:`connect`. cert and key: connections are under TLS; ca: only clients with a certificate of these. An
-    address that other machines reach needs a token or certificates, or insecure=True.
+    As :func:`connect`. cert and key: connections are under TLS; ca: only clients with a certificate
+    of these. An address that other machines reach needs a token or certificates, or insecure=True.
     """
     settings = _settings(token, timeout, patience, shared_memory, pool, limit_bytes)
     return Listener(_native.listen(address, settings, ca, cert, key, insecure))
 
 
 def _settings(
-    token: str | None, timeout: float, patience: float, shared_memory: bool, pool: PoolConfig | None, limit_bytes: int
+    token: str | None,
+    timeout: float,
+    patience: float,
+    shared_memory: bool,
+    pool: PoolConfig | None,
+    limit_bytes: int,
 ) -> dict[str, Any]:
     names = ("token", "timeout", "patience", "shared_memory", "pool", "limit_bytes")
-    return dict(zip(names, (token, timeout, patience, shared_memory, pool, limit_bytes), strict=True))
+    return dict(
+        zip(names, (token, timeout, patience, shared_memory, pool, limit_bytes), strict=True)
+    )
 
 
 class Connection:
     """One end of a connection, by which tensors and messages come and go. For one thread at a time.
 
-    A tensor that is sent stays where it is until it is on its way, and must not be written to before :meth:`send`
-    returns. Only who closes a connection - by :meth:`close`, or at the end of a ``with`` - is sure that what was sent
-    is delivered.
+    A tensor that is sent stays where it is until it is on its way, and must not be written to
+    before :meth:`send` returns. Only who closes a connection - by :meth:`close`, or at the end of a
+    ``with`` - is sure that what was sent is delivered.
     """
 
     def __init__(self, native: _native.Connection) -> None:
@@ -105,15 +116,17 @@ class Connection:
         checksums: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Sends a tensor: a :class:`Tensor`, or one of PyTorch, numpy, jax - whatever speaks DLPack and is on the
-        host.
+        """Sends a tensor: a :class:`Tensor`, or one of PyTorch, numpy, jax - whatever speaks DLPack
+        and is on the host.
 
-        Blocks until the system has it all, which takes as long as the other end gives no memory for it. Strides
-        stay as they are. progress is called some ten times a second with the bytes sent and those to be sent, since
-        the connection began.
+        Blocks until the system has it all, which takes as long as the other end gives no memory for
+        it. Strides stay as they are. progress is called some ten times a second with the bytes sent
+        and those to be sent, since the connection began.
         """
         given = _tensor(tensor, name, metadata)
-        self._native._send([(given, 0, False)], compression=compression, checksums=checksums, progress=progress)
+        self._native._send(
+            [(given, 0, False)], compression=compression, checksums=checksums, progress=progress
+        )
 
     def send_state_dict(
         self,
@@ -123,30 +136,41 @@ class Connection:
         checksums: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Sends named tensors of PyTorch, or others; those that share a storage, as tied weights do, share one at
-        the other end, and its bytes go once. Blocks as :meth:`send`.
+        """Sends named tensors of PyTorch, or others; those that share a storage, as tied weights
+        do, share one at the other end, and its bytes go once. Blocks as :meth:`send`.
         """
         self._native._send(
-            list(_by_storage(tensors)), compression=compression, checksums=checksums, apart=True, progress=progress
+            list(_by_storage(tensors)),
+            compression=compression,
+            checksums=checksums,
+            apart=True,
+            progress=progress,
         )
 
     def send_message(self, message: bytes) -> None:
-        """Sends a message of at most 64 KiB, which goes before tensors of other streams: tokens, or what to do
-        next.
+        """Sends a message of at most 64 KiB, which goes before tensors of other streams: tokens, or
+        what to do next.
         """
         self._native.send_message(message)
 
     def recv(
-        self, *, into: Any = None, timeout: float | None = None, progress: Callable[[int], object] | None = None
+        self,
+        *,
+        into: Any = None,
+        timeout: float | None = None,
+        progress: Callable[[int], object] | None = None,
     ) -> Tensor | bytes | None:
-        """The next :class:`Tensor` or message. None at the end, or when nothing came within timeout seconds.
+        """The next :class:`Tensor` or message. None at the end, or when nothing came within timeout
+        seconds.
 
-        into: memory that the tensor is to go to, of exactly its length - anything that speaks DLPack, contiguous
-        and writable; the system writes there itself. progress is called some ten times a second with the bytes
-        received since the connection began.
+        into: memory that the tensor is to go to, of exactly its length - anything that speaks
+        DLPack, contiguous and writable; the system writes there itself. progress is called some ten
+        times a second with the bytes received since the connection began.
         """
         target = None if into is None else Tensor.from_dlpack(_plain(into))
-        received: Tensor | bytes | None = self._native._recv(into=target, timeout=timeout, progress=progress)
+        received: Tensor | bytes | None = self._native._recv(
+            into=target, timeout=timeout, progress=progress
+        )
         return received
 
     def recv_state_dict(
@@ -157,14 +181,15 @@ class Connection:
         return None if tensors is None else {tensor.name: tensor for tensor in tensors}
 
     def stats(self) -> dict[str, Any]:
-        """Bytes sent, received, and copied on their way to where they belong; seconds since the connection began;
-        of its pool the share of tensors that got a block that was there, and bytes in use and available.
+        """Bytes sent, received, and copied on their way to where they belong; seconds since the
+        connection began; of its pool the share of tensors that got a block that was there, and
+        bytes in use and available.
         """
         return self._native.stats()
 
     def close(self, reason: str = "it was closed") -> None:
-        """Tells the other end that this is all, behind what was sent, and waits until its system has
-        that, which may be before it is read. Does nothing the second time."""
+        """Tells the other end that this is all, behind what was sent, and waits until its system
+        has that, which may be before it is read. Does nothing the second time."""
         self._native.close(reason)
 
     def __iter__(self) -> Iterator[Tensor | bytes]:
@@ -194,9 +219,9 @@ class Listener:
         return self._native.address
 
     def accept(self, *, timeout: float | None = None) -> Connection | None:
-        """The next that connects and says who it is. None if nobody does so within timeout seconds. Who says
-        nothing, does not know the token or speaks something else keeps nobody waiting, and is told to the logger
-        "tensorstream".
+        """The next that connects and says who it is. None if nobody does so within timeout seconds.
+        Who says nothing, does not know the token or speaks something else keeps nobody waiting, and
+        is told to the logger "tensorstream".
         """
         native = self._native.accept(timeout, _sent_away)
         return None if native is None else Connection(native)
@@ -222,12 +247,14 @@ def _plain(tensor: Any) -> Any:
 
 
 def _tensor(tensor: Any, name: str | None, metadata: Mapping[str, str] | None = None) -> Tensor:
-    return Tensor.from_dlpack(_plain(tensor), name=name, metadata=None if metadata is None else dict(metadata))
+    return Tensor.from_dlpack(
+        _plain(tensor), name=name, metadata=None if metadata is None else dict(metadata)
+    )
 
 
 def _by_storage(tensors: Mapping[str, Any]) -> Iterator[tuple[Tensor, int, bool]]:
-    """Tensors, those of one storage together: with the storage's number, if there are several, and whether more
-    come.
+    """Tensors, those of one storage together: with the storage's number, if there are several, and
+    whether more come.
     """
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():

@@ -21,12 +21,14 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 class BackendType(enum.Enum):
-    """How files are read, in the terms of older configurations. Each is a backend of :func:`tensorstream.backends`,
-    or falls back to one; :func:`tensorstream.stats` gives the reason under ``passed_over``."""
+    """How files are read, in the terms of older configurations. Each is a backend of
+    :func:`tensorstream.backends`, or falls back to one; :func:`tensorstream.stats` gives the reason
+    under ``passed_over``."""
 
     #: The best that is available.
     AUTO = "auto"
-    #: Copied from mappings of the files. Another process that truncates one meanwhile ends this one.
+    #: Copied from mappings of the files. Another process that truncates one meanwhile ends this
+    #: one.
     MMAP = "mmap"
     #: Into memory of a CUDA device.
     CUDA = "cuda"
@@ -41,14 +43,17 @@ class PrefetchStrategy(enum.Enum):
     NONE = "none"
     #: The next unit alone.
     NEXT_LAYER = "next_layer"
-    #: As far as memory goes that the plan does not give to units that stay; the plan weighs the two.
+    #: As far as memory goes that the plan does not give to units that stay; the plan weighs the
+    #: two.
     ADAPTIVE = "adaptive"
     #: As ``ADAPTIVE``, with at least half of the budget for reading ahead.
     AGGRESSIVE = "aggressive"
 
 
 class MemoryMode(enum.Enum):
-    """A preset: the share of available memory that is the budget where none is given, and how far to read ahead."""
+    """A preset: the share of available memory that is the budget where none is given, and how far
+    to read ahead.
+    """
 
     #: Four fifths, ``PrefetchStrategy.AGGRESSIVE``.
     AGGRESSIVE = "aggressive"
@@ -80,7 +85,8 @@ PREFETCH = {
     MemoryMode.CONSERVATIVE: PrefetchStrategy.NEXT_LAYER,
 }
 VERIFY: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
-#: Memory that is left to activations, page tables and code where the budget would take all, in bytes.
+#: Memory that is left to activations, page tables and code where the budget would take all, in
+#: bytes.
 HEADROOM = 64 << 20
 #: What reads in place of a backend that is not built yet, and why.
 FALLBACKS: dict[str, tuple[str | None, str]] = {
@@ -94,26 +100,31 @@ class Config:
     """Settings of :func:`tensorstream.offload`. Every field has a working default.
 
     Args:
-        budget: All memory for weights: bytes, or a size such as ``"600MiB"`` or ``"1.5GB"``. ``None`` takes
-            what ``memory_mode`` says and prints it.
-        storage_path: Where weights lie on disk. For a model that holds weights: a directory, made if it is not
-            there, that they are written to. For one on the meta device: the checkpoint to stream from, where
-            :func:`~tensorstream.offload` is given none. For :func:`~tensorstream.from_pretrained`: the directory for
-            what has to be converted; the user's cache directory if none.
+        budget: All memory for weights: bytes, or a size such as ``"600MiB"`` or ``"1.5GB"``.
+            ``None`` takes what ``memory_mode`` says and prints it.
+        storage_path: Where weights lie on disk. For a model that holds weights: a directory, made
+            if it is not there, that they are written to. For one on the meta device: the checkpoint
+            to stream from, where :func:`~tensorstream.offload` is given none. For
+            :func:`~tensorstream.from_pretrained`: the directory for what has to be converted; the
+            user's cache directory if none.
         max_passes: Forward passes that may run at once, each needing memory of its own; more wait.
-        backend: How files are read: a :class:`BackendType`, its name, or a name of :func:`tensorstream.backends`.
-        num_io_threads: Reads in flight at once, 1 to 256; nothing is measured then. ``None`` for what suits the
-            storage: the request size and depth that are measured, for files of 256 MiB or more, when a file system
-            is first read from (within two seconds and the budget, past the page cache), and remembered under
-            ``tensorstream/io`` in the user's cache directory.
+        backend: How files are read: a :class:`BackendType`, its name, or a name of
+            :func:`tensorstream.backends`.
+        num_io_threads: Reads in flight at once, 1 to 256; nothing is measured then. ``None`` for
+            what suits the storage: the request size and depth that are measured, for files of 256
+            MiB or more, when a file system is first read from (within two seconds and the budget,
+            past the page cache), and remembered under ``tensorstream/io`` in the user's cache
+            directory.
         prefetch_strategy: How far to read ahead; ``None`` for what ``memory_mode`` says.
         memory_mode: A preset for what is not given.
         vram_budget_gb: The budget in GB of 10^9 bytes: another spelling of ``budget``.
-        verify_checksums: Whether weights are compared with their checksums whenever they are read; ``"once"`` for
-            their first time. ``.ts`` files have checksums, safetensors files do not.
-        compression_enabled: Whether weights that are written to ``storage_path`` are compressed, without loss: bf16
-            to two thirds. Pays where reading is slower than decoding, 4 GB/s a core.
-        compression_level: 1 to 22: compresses by zstd with this level, and not by what makes each tensor smaller.
+        verify_checksums: Whether weights are compared with their checksums whenever they are read;
+            ``"once"`` for their first time. ``.ts`` files have checksums, safetensors files do not.
+        compression_enabled: Whether weights that are written to ``storage_path`` are compressed,
+            without loss: bf16 to two thirds. Pays where reading is slower than decoding, 4 GB/s a
+            core.
+        compression_level: 1 to 22: compresses by zstd with this level, and not by what makes each
+            tensor smaller.
 
     Raises:
         ConfigurationError: A field is out of its range, or the budget is given twice.
@@ -150,9 +161,13 @@ class Config:
             raise invalid("verify_checksums", self.verify_checksums, 'True, False or "once"')
         if not isinstance(self.compression_enabled, bool):
             raise invalid("compression_enabled", self.compression_enabled, "True or False")
-        object.__setattr__(self, "memory_mode", _member(MemoryMode, "memory_mode", self.memory_mode))
+        object.__setattr__(
+            self, "memory_mode", _member(MemoryMode, "memory_mode", self.memory_mode)
+        )
         prefetch: Any = self.prefetch_strategy or PREFETCH[MemoryMode(self.memory_mode)]
-        object.__setattr__(self, "prefetch_strategy", _member(PrefetchStrategy, "prefetch_strategy", prefetch))
+        object.__setattr__(
+            self, "prefetch_strategy", _member(PrefetchStrategy, "prefetch_strategy", prefetch)
+        )
         backend = self.backend.value if isinstance(self.backend, BackendType) else self.backend
         known = [*(each.value for each in BackendType), *_native.backends()]
         if not isinstance(backend, str) or backend.lower() not in known:
@@ -163,14 +178,24 @@ class Config:
         if self.compression_level is not None:
             _check_int("compression_level", self.compression_level, 1, 22)
             if not self.compression_enabled:
-                raise invalid("compression_level", self.compression_level, "None unless compression_enabled is True")
+                raise invalid(
+                    "compression_level",
+                    self.compression_level,
+                    "None unless compression_enabled is True",
+                )
 
     def _check_vram_budget(self) -> None:
         gigabytes: Any = self.vram_budget_gb
-        if isinstance(gigabytes, bool) or not isinstance(gigabytes, int | float) or not 0 < gigabytes < 1e9:
+        if (
+            isinstance(gigabytes, bool)
+            or not isinstance(gigabytes, int | float)
+            or not 0 < gigabytes < 1e9
+        ):
             raise invalid("vram_budget_gb", gigabytes, "a positive number of GB")
         if self.budget is not None:
-            raise ConfigurationError("the budget is given twice: as Config.budget and as Config.vram_budget_gb")
+            raise ConfigurationError(
+                "the budget is given twice: as Config.budget and as Config.vram_budget_gb"
+            )
 
     def asked_bytes(self) -> int | None:
         """The budget in bytes, if one was given."""
@@ -181,7 +206,9 @@ class Config:
         return None
 
     def share_bytes(self, freed_bytes: int = 0) -> int:
-        """What ``memory_mode`` takes of the memory that is available, once ``freed_bytes`` more are."""
+        """What ``memory_mode`` takes of the memory that is available, once ``freed_bytes`` more
+        are.
+        """
         return int(self._available_bytes(freed_bytes) * SHARES[MemoryMode(self.memory_mode)])
 
     def working_bytes(self) -> int:
@@ -192,12 +219,15 @@ class Config:
     def _available_bytes(self, freed_bytes: int) -> int:
         available = _native.available_memory()
         if available is None:
-            raise invalid("budget", None, "a size, because the available memory cannot be detected here")
+            raise invalid(
+                "budget", None, "a size, because the available memory cannot be detected here"
+            )
         return available + freed_bytes
 
     def fitted_bytes(self, smallest: int, whole: int, freed_bytes: int = 0) -> int:
-        """The budget for a model that needs at least ``smallest`` bytes and at most ``whole``: the one that was
-        given, or what ``memory_mode`` says and is printed to standard error; less where there is less memory.
+        """The budget for a model that needs at least ``smallest`` bytes and at most ``whole``: the
+        one that was given, or what ``memory_mode`` says and is printed to standard error; less
+        where there is less memory.
 
         Raises:
             BudgetError: There is less memory than the model needs.
@@ -214,19 +244,29 @@ class Config:
         wanted = self.share_bytes(freed_bytes) if asked is None else asked
         if smallest > available - HEADROOM // 2:
             raise BudgetError(
-                f"{_mib(available)} MiB of memory are available, and the model needs at least {_mib(smallest)} MiB "
-                f"for weights and {_mib(HEADROOM // 2)} MiB for the rest; raise the memory limit of this process"
+                f"{_mib(available)} MiB of memory are available, and the model needs at least "
+                f"{_mib(smallest)} MiB "
+                f"for weights and {_mib(HEADROOM // 2)} MiB for the rest; raise the memory limit "
+                "of this process"
             )
         budget = max(smallest, min(wanted, room))
         if asked is None:
             share = SHARES[MemoryMode(self.memory_mode)]
             what = (
-                f"{share:.0%} of" if budget == wanted else "the smallest that works, of" if budget > wanted else "of"
+                f"{share:.0%} of"
+                if budget == wanted
+                else "the smallest that works, of"
+                if budget > wanted
+                else "of"
             )
-            print(f"tensorstream: budget {_mib(budget)} MiB, {what} {_mib(available)} MiB available", file=sys.stderr)
+            print(
+                f"tensorstream: budget {_mib(budget)} MiB, {what} {_mib(available)} MiB available",
+                file=sys.stderr,
+            )
         elif min(asked, whole) > budget:
             warnings.warn(
-                f"a budget of {_mib(asked)} MiB is more than there is: {_mib(available)} MiB of memory are available "
+                f"a budget of {_mib(asked)} MiB is more than there is: {_mib(available)} MiB of "
+                "memory are available "
                 f"within the limits of this process; {_mib(budget)} MiB are used",
                 BudgetWarning,
                 stacklevel=4,
@@ -299,12 +339,15 @@ def _checked(self: Config, *args: Any, **fields: Any) -> None:
         if name not in known:
             instead = OLDER.get(name)
             close = difflib.get_close_matches(name, known, n=1)
-            advice = instead or (f"did you mean `{close[0]}`?" if close else "it has " + ", ".join(known))
+            advice = instead or (
+                f"did you mean `{close[0]}`?" if close else "it has " + ", ".join(known)
+            )
             raise ConfigurationError(f"Config has no field `{name}`: {advice}")
     _make(self, **fields)
 
 
-Config.__init__ = _checked  # type: ignore[method-assign]  # the generated one knows no error of ours
+# The generated one knows no error of ours.
+Config.__init__ = _checked  # type: ignore[method-assign]
 
 
 def expanded(path: str | os.PathLike[str]) -> str | os.PathLike[str]:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What can go wrong. Every class is a :class:`TensorStreamError` and the built-in that says the same."""
+"""What can go wrong.
+
+Every class is a :class:`TensorStreamError` and the built-in that says the same.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ class ConfigurationError(TensorStreamError, ValueError):
 
 
 class CheckpointError(TensorStreamError, ValueError):
-    """A file is not the checkpoint it should be, or does not fit the model: names file, tensor and place."""
+    """A file is not the checkpoint it should be, or does not fit the model: names file, tensor and
+    place.
+    """
 
 
 class MissingTensorError(CheckpointError, KeyError):
@@ -65,7 +70,9 @@ class CheckpointChangedError(StorageError):
 
 
 class BudgetError(TensorStreamError, MemoryError):
-    """The budget is too small, or there is less memory than the smallest that works: the message gives both."""
+    """The budget is too small, or there is less memory than the smallest that works: the message
+    gives both.
+    """
 
 
 class UnitReferencedError(TensorStreamError, RuntimeError):
@@ -101,7 +108,10 @@ class OutOfMemoryError(TensorStreamError, MemoryError):
 
 
 class RemoteTensorError(TensorStreamError, RuntimeError):
-    """An operator failed on its machine: says which, on what, and why. What it would have given is not there."""
+    """An operator failed on its machine: says which, on what, and why.
+
+    What it would have given is not there.
+    """
 
 
 class RemoteOutOfMemoryError(RemoteTensorError, OutOfMemoryError):

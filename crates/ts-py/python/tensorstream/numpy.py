@@ -19,13 +19,17 @@ __all__ = ["load", "load_file", "save", "save_file"]
 Array = np.ndarray[Any, Any]
 
 
-def load_file(path: Path, *, verify: bool = True, mapped: bool = False, lenient: bool = False) -> dict[str, Array]:
-    """As :func:`tensorstream.load_file`; ``ModelError`` also for dtypes that numpy lacks, such as BF16."""
+def load_file(
+    path: Path, *, verify: bool = True, mapped: bool = False, lenient: bool = False
+) -> dict[str, Array]:
+    """As :func:`tensorstream.load_file`; ``ModelError`` also for dtypes that numpy lacks, such as
+    BF16.
+    """
     return _arrays(_files.load_file(path, verify=verify, mapped=mapped, lenient=lenient))
 
 
 def load(data: bytes) -> dict[str, Array]:
-    """As :func:`tensorstream.load`; ``ModelError`` also for dtypes that numpy lacks, such as BF16."""
+    """As :func:`tensorstream.load`; ``ModelError`` for dtypes that numpy lacks, such as BF16."""
     return _arrays(_files.load(data))
 
 
@@ -38,7 +42,9 @@ def save_file(
     compression_level: int | None = None,
 ) -> None:
     """As :func:`tensorstream.save_file`."""
-    _files.save_file(_tensors(tensors), path, metadata, codec=codec, compression_level=compression_level)
+    _files.save_file(
+        _tensors(tensors), path, metadata, codec=codec, compression_level=compression_level
+    )
 
 
 def save(
@@ -50,7 +56,9 @@ def save(
     compression_level: int | None = None,
 ) -> bytes:
     """As :func:`tensorstream.save`."""
-    return _files.save(_tensors(tensors), metadata, format=format, codec=codec, compression_level=compression_level)
+    return _files.save(
+        _tensors(tensors), metadata, format=format, codec=codec, compression_level=compression_level
+    )
 
 
 def _arrays(tensors: dict[str, torch.Tensor]) -> dict[str, Array]:

@@ -61,14 +61,21 @@ impl Dispatcher {
         &self.address
     }
 
-    /// Returns the next authenticated connection, or None after so many seconds. Calls `log` with the peer and the reason for each connection
-    /// that fails. Blocks.
-    fn next(&self, py: Python<'_>, seconds: f64, log: &Bound<'_, PyAny>) -> PyResult<Option<Handoff>> {
+    /// Returns the next authenticated connection, or None after so many seconds. Calls `log` with
+    /// the peer and the reason for each connection that fails. Blocks.
+    fn next(
+        &self,
+        py: Python<'_>,
+        seconds: f64,
+        log: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<Handoff>> {
         let mut failed = Vec::new();
         let handoff = py.detach(|| {
             let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
             let (listener, dispatcher) = &mut *inner;
-            let note = |peer: &str, error: &remote::Error| failed.push((peer.to_string(), error.to_string()));
+            let note = |peer: &str, error: &remote::Error| {
+                failed.push((peer.to_string(), error.to_string()))
+            };
             dispatcher.accept_within(listener, Duration::from_secs_f64(seconds.max(0.0)), note)
         });
         for (peer, reason) in failed {
@@ -84,7 +91,8 @@ impl Dispatcher {
 
 #[pymethods]
 impl Handoff {
-    /// Passes the connection to the process at the other end of this socket, and closes the socket here.
+    /// Passes the connection to the process at the other end of this socket, and closes the socket
+    /// here.
     fn send_to(&self, py: Python<'_>, channel: RawFd) -> PyResult<()> {
         let channel = owned(channel);
         let inner = self.take(py)?;
@@ -108,6 +116,7 @@ impl Handoff {
 
 /// Takes ownership of a descriptor that Python has detached.
 pub(super) fn owned(descriptor: RawFd) -> OwnedFd {
-    // SAFETY: it is open and has no other owner: this package's Python code detaches or duplicates it for the call.
+    // SAFETY: it is open and has no other owner: this package's Python code detaches or duplicates
+    // it for the call.
     unsafe { OwnedFd::from_raw_fd(descriptor) }
 }

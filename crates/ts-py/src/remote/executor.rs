@@ -38,8 +38,8 @@ static LOOSE: AtomicUsize = AtomicUsize::new(0);
 
 /// Objects of PyTorch's and of the Python side of the server.
 pub(super) struct Server {
-    /// `session()`: what operators of one client have in common, and its `define(name)`: what is called for an operator, and which of its arguments
-    /// it writes to.
+    /// `session()`: what operators of one client have in common, and its `define(name)`: what is
+    /// called for an operator, and which of its arguments it writes to.
     session: Py<PyAny>,
     /// By PyTorch's number: the dtype, and the bytes of an element.
     dtypes: Vec<Option<(Py<PyAny>, u64)>>,
@@ -47,7 +47,8 @@ pub(super) struct Server {
     realise: Py<PyAny>,
     /// `view(storage, dtype, sizes, strides, offset)`: a tensor.
     view: Py<PyAny>,
-    /// `settled(tensor, dtype, sizes, strides, offset, bytes)`: the same elements, as they are to lie.
+    /// `settled(tensor, dtype, sizes, strides, offset, bytes)`: the same elements, as they are to
+    /// lie.
     settled: Py<PyAny>,
     /// `scalar(dtype, bytes)`: a tensor without dimensions.
     scalar: Py<PyAny>,
@@ -57,7 +58,8 @@ pub(super) struct Server {
     host: Py<PyAny>,
     /// `part(storage, offset, bytes)`: a capsule of a part of a storage that is on the host.
     part: Py<PyAny>,
-    /// `stage(storage, bytes)`: memory on the host for so many bytes that are to go to a storage elsewhere: a tensor, and a capsule of it.
+    /// `stage(storage, bytes)`: memory on the host for so many bytes that are to go to a storage
+    /// elsewhere: a tensor, and a capsule of it.
     stage: Py<PyAny>,
     /// `land(storage, offset, tensor)`: copies such a tensor there.
     land: Py<PyAny>,
@@ -141,8 +143,9 @@ fn refused(what: impl Into<String>) -> Failure {
 fn raised(py: Python<'_>, what: &str, error: &PyErr) -> Failure {
     let text = error.value(py).str().map_or_else(|_| "?".into(), |text| text.to_string());
     let kind = error.get_type(py).name().map_or_else(|_| "?".into(), |name| name.to_string());
-    let memory =
-        kind == "OutOfMemoryError" || kind == "MemoryError" || text.contains("can't allocate memory");
+    let memory = kind == "OutOfMemoryError"
+        || kind == "MemoryError"
+        || text.contains("can't allocate memory");
     let kind_of = if memory { FailureKind::OutOfMemory } else { FailureKind::Raised };
     let kind = if kind == "RuntimeError" { String::new() } else { format!("{kind}: ") };
     Failure::new(kind_of, format!("{what}: {kind}{text}"))
@@ -157,7 +160,9 @@ impl Server {
         };
         let function = |name: &str| get(name).map(Bound::unbind);
         let mut dtypes: Vec<Option<(Py<PyAny>, u64)>> = Vec::new();
-        for (object, number, bytes, _) in get("dtypes")?.extract::<Vec<(Py<PyAny>, u8, u64, (u8, u8))>>()? {
+        for (object, number, bytes, _) in
+            get("dtypes")?.extract::<Vec<(Py<PyAny>, u8, u64, (u8, u8))>>()?
+        {
             if dtypes.len() <= usize::from(number) {
                 dtypes.resize_with(usize::from(number) + 1, || None);
             }
@@ -179,9 +184,9 @@ impl Server {
             with_default: function("with_default")?,
             guard: function("guard")?,
             tensor: function("tensor")?,
-            on_cpu: get("devices")?
-                .try_iter()?
-                .all(|device| device.and_then(|device| device.str()).is_ok_and(|name| name == "cpu")),
+            on_cpu: get("devices")?.try_iter()?.all(|device| {
+                device.and_then(|device| device.str()).is_ok_and(|name| name == "cpu")
+            }),
             devices: get("devices")?.extract()?,
             on_host: get("on_host")?.extract()?,
         };
@@ -216,7 +221,8 @@ fn view_of(server: &Server, tensor: &Bound<'_, PyAny>) -> PyResult<View> {
         ));
     }
     let dtype = tensor.getattr(intern!(py, "dtype"))?;
-    let unknown = || misuse(py, &format!("an operator has given a tensor of {dtype}, which does not travel"));
+    let unknown =
+        || misuse(py, &format!("an operator has given a tensor of {dtype}, which does not travel"));
     Ok(View {
         dtype: server.number(&dtype).ok_or_else(unknown)?,
         sizes: tensor.getattr(intern!(py, "shape"))?.extract()?,
@@ -247,8 +253,9 @@ impl TorchExecutor {
     }
 
     fn held(&mut self, storage: u64) -> Result<&mut Held, Failure> {
-        let stale =
-            || Failure::new(FailureKind::Stale, format!("storage {storage} is not there, or no more"));
+        let stale = || {
+            Failure::new(FailureKind::Stale, format!("storage {storage} is not there, or no more"))
+        };
         self.storages.get_mut(&storage).ok_or_else(stale)
     }
 
@@ -259,7 +266,8 @@ impl TorchExecutor {
         if held.storage.is_none() {
             let device = &server.devices[held.device as usize];
             let made = server.realise.call1(py, (held.bytes, device));
-            let made = made.map_err(|error| raised(py, &format!("{} bytes", held.bytes), &error))?;
+            let made =
+                made.map_err(|error| raised(py, &format!("{} bytes", held.bytes), &error))?;
             let own = identity(made.bind(py)).map_err(|error| raised(py, "a storage", &error))?;
             (held.storage, held.identity) = (Some(made), own);
             self.numbered.insert(own);
@@ -278,14 +286,20 @@ impl TorchExecutor {
         let (dtype, _) = server.element(tensor.view.dtype)?;
         let View { sizes, strides, offset, .. } = &tensor.view;
         let made = server.view.call1(py, (storage, dtype, sizes, strides, offset));
-        let made =
-            made.map_err(|error| raised(py, &format!("a view of storage {}", tensor.storage), &error))?;
+        let made = made.map_err(|error| {
+            raised(py, &format!("a view of storage {}", tensor.storage), &error)
+        })?;
         self.keep(py, tensor, &made)?;
         Ok(made)
     }
 
     /// Keeps a view for the next that asks for it.
-    fn keep(&mut self, py: Python<'_>, tensor: &TensorRef, object: &Py<PyAny>) -> Result<(), Failure> {
+    fn keep(
+        &mut self,
+        py: Python<'_>,
+        tensor: &TensorRef,
+        object: &Py<PyAny>,
+    ) -> Result<(), Failure> {
         let views = &mut self.held(tensor.storage)?.views;
         if views.len() >= MAX_VIEWS {
             views.remove(0);
@@ -296,7 +310,8 @@ impl TorchExecutor {
 
     fn argument(&mut self, py: Python<'_>, value: &Value) -> Result<Py<PyAny>, Failure> {
         let server = self.server.clone();
-        let object = |made: PyResult<Py<PyAny>>| made.map_err(|error| raised(py, "an argument", &error));
+        let object =
+            |made: PyResult<Py<PyAny>>| made.map_err(|error| raised(py, "an argument", &error));
         Ok(match value {
             Value::None => py.None(),
             Value::Bool(value) => PyBool::new(py, *value).to_owned().into_any().unbind(),
@@ -309,7 +324,9 @@ impl TorchExecutor {
             Value::Dtype(dtype) => server.element(*dtype)?.0.clone_ref(py),
             Value::Device(ordinal) => {
                 let device = server.devices.get(*ordinal as usize);
-                device.ok_or_else(|| refused(format!("there is no device {ordinal}")))?.clone_ref(py)
+                device
+                    .ok_or_else(|| refused(format!("there is no device {ordinal}")))?
+                    .clone_ref(py)
             }
             Value::Name(name) => object(server.named.call1(py, (name,)))?,
             Value::Tensor(tensor) => self.tensor(py, tensor)?,
@@ -322,8 +339,11 @@ impl TorchExecutor {
                 object(server.scalar.call1(py, (object_of, bytes)))?
             }
             Value::List(values) => {
-                let values =
-                    values.iter().map(|value| self.argument(py, value)).collect::<Result<Vec<_>, _>>()?;
+                let values = values.iter().map(|value| self.argument(py, value)).collect::<Result<
+                    Vec<_>,
+                    _,
+                >>(
+                )?;
                 object(PyList::new(py, values).map(|list| list.into_any().unbind()))?
             }
             other => return Err(refused(format!("an argument of no known kind: {other:?}"))),
@@ -332,7 +352,11 @@ impl TorchExecutor {
 
     fn run(&mut self, py: Python<'_>, call: &Call) -> Result<Vec<Value>, Failure> {
         let server = self.server.clone();
-        let args = call.args.iter().map(|value| self.argument(py, value)).collect::<Result<Vec<_>, _>>()?;
+        let args = call
+            .args
+            .iter()
+            .map(|value| self.argument(py, value))
+            .collect::<Result<Vec<_>, _>>()?;
         let kwargs = PyDict::new(py);
         let failed = |error: PyErr| raised(py, "it", &error);
         for (name, value) in &call.kwargs {
@@ -358,7 +382,8 @@ impl TorchExecutor {
             }
             return Ok(Vec::new());
         };
-        // PyTorch has one for all sessions. What a machine has of its own may wait for another machine, and makes no numbers.
+        // PyTorch has one for all sessions. What a machine has of its own may wait for another
+        // machine, and makes no numbers.
         let result = if op.name.starts_with(OWN) {
             callable.bind(py).call(args, kwargs)
         } else if let Some(_loose) = Loose::unless_odd() {
@@ -382,7 +407,8 @@ impl TorchExecutor {
             let value = match (list, outputs.clone().next()) {
                 (Some(list), Some(Output::Asked { storage })) => {
                     outputs.next();
-                    let bound = |(at, tensor)| self.bind_asked(py, &server, storage + at as u64, &tensor);
+                    let bound =
+                        |(at, tensor)| self.bind_asked(py, &server, storage + at as u64, &tensor);
                     Value::List(list.iter().enumerate().map(bound).collect::<Result<_, _>>()?)
                 }
                 (Some(list), _) => {
@@ -405,8 +431,9 @@ impl TorchExecutor {
         Ok(values)
     }
 
-    /// What an operator gave, as it can begin a storage: on a device of the machine, with memory that is no other storage's, and
-    /// with elements that are as they lie there. And how it lies, that storage, and what tells it from others.
+    /// What an operator gave, as it can begin a storage: on a device of the machine, with memory
+    /// that is no other storage's, and with elements that are as they lie there. And how it lies,
+    /// that storage, and what tells it from others.
     fn as_new<'py>(
         &self,
         server: &Server,
@@ -416,12 +443,16 @@ impl TorchExecutor {
         let failed = |error: PyErr| raised(py, "what it gave", &error);
         let call = |of: &Bound<'py, PyAny>, method| of.call_method0(method).map_err(failed);
         if !server.on_cpu
-            || !given.getattr(intern!(py, "is_cpu")).and_then(|is| is.is_truthy()).map_err(failed)?
+            || !given
+                .getattr(intern!(py, "is_cpu"))
+                .and_then(|is| is.is_truthy())
+                .map_err(failed)?
         {
             let device = given.getattr(intern!(py, "device")).map_err(failed)?;
             let ours = |own: &Py<PyAny>| device.eq(own.bind(py)).unwrap_or(false);
             if !server.devices.iter().any(ours) {
-                let what = format!("it gave a tensor on {device}, which is no device of this machine");
+                let what =
+                    format!("it gave a tensor on {device}, which is no device of this machine");
                 return Err(refused(what));
             }
         }
@@ -490,7 +521,8 @@ impl TorchExecutor {
         } else {
             let (dtype, _) = server.element(tensor.view.dtype)?;
             let View { sizes, strides, offset, .. } = &tensor.view;
-            let settled = server.settled.bind(py).call1((given, dtype, sizes, strides, offset, bytes));
+            let settled =
+                server.settled.bind(py).call1((given, dtype, sizes, strides, offset, bytes));
             let settled = settled.map_err(failed)?;
             storage = settled.call_method0(intern!(py, "untyped_storage")).map_err(failed)?;
             own = identity(&storage).map_err(failed)?;
@@ -524,8 +556,10 @@ impl TorchExecutor {
             return Err(refused(format!("there is a storage {storage}")));
         }
         let (given, view, own, identity) = self.as_new(server, given)?;
-        let bytes: u64 =
-            own.call_method0(intern!(py, "nbytes")).and_then(|bytes| bytes.extract()).map_err(failed)?;
+        let bytes: u64 = own
+            .call_method0(intern!(py, "nbytes"))
+            .and_then(|bytes| bytes.extract())
+            .map_err(failed)?;
         let device = self.device_of(call_device(&given));
         let views = vec![(view.clone(), given.unbind())];
         self.hold(storage, Held { bytes, device, identity, storage: Some(own.unbind()), views })?;
@@ -546,7 +580,8 @@ impl TorchExecutor {
             Value::Dtype(of) => dtype(*of),
             Value::List(values) => {
                 let told = values.iter().take(MAX_TOLD).map(|value| self.describe(value));
-                let more = (values.len() > MAX_TOLD).then(|| format!("{} more", values.len() - MAX_TOLD));
+                let more =
+                    (values.len() > MAX_TOLD).then(|| format!("{} more", values.len() - MAX_TOLD));
                 format!("[{}]", told.chain(more).collect::<Vec<_>>().join(", "))
             }
             Value::Int(value) => value.to_string(),
@@ -567,8 +602,12 @@ impl TorchExecutor {
     fn small(&mut self, py: Python<'_>, tensor: &TensorRef) -> Result<Option<Vec<u8>>, Failure> {
         let (server, view) = (self.server.clone(), &tensor.view);
         let (_, element) = server.element(view.dtype)?;
-        let Some(count) = view.elements().filter(|&count| count * element <= SMALL) else { return Ok(None) };
-        if !server.on_host || view.strides != View::contiguous(view.dtype, view.sizes.clone()).strides {
+        let Some(count) = view.elements().filter(|&count| count * element <= SMALL) else {
+            return Ok(None);
+        };
+        if !server.on_host
+            || view.strides != View::contiguous(view.dtype, view.sizes.clone()).strides
+        {
             return Ok(None);
         }
         let storage = self.storage(py, tensor.storage)?;
@@ -587,7 +626,8 @@ impl TorchExecutor {
             return Err(refused(format!("storage {} has no memory", tensor.storage)));
         }
         let address = first + view.offset * element;
-        // SAFETY: they are within the storage, which is on the host and held; what writes to it runs on this thread.
+        // SAFETY: they are within the storage, which is on the host and held; what writes to it
+        // runs on this thread.
         Ok(Some(unsafe { copied(address as usize, (count * element) as usize) }))
     }
 
@@ -607,8 +647,9 @@ impl TorchExecutor {
                 "{bytes} bytes at {offset} of storage {storage}, which has {there}"
             )));
         }
-        let failed =
-            |error: PyErr| raised(py, &format!("{bytes} bytes at {offset} of storage {storage}"), &error);
+        let failed = |error: PyErr| {
+            raised(py, &format!("{bytes} bytes at {offset} of storage {storage}"), &error)
+        };
         let capsule = if server.on_host {
             server.part.bind(py).call1((object, offset, bytes)).map_err(failed)?
         } else {
@@ -626,7 +667,9 @@ impl TorchExecutor {
         let server = self.server.clone();
         let object = self.storage(py, storage)?;
         let landed = server.land.call1(py, (object, offset, staged));
-        landed.map(drop).map_err(|error| raised(py, &format!("writing to storage {storage}"), &error))
+        landed
+            .map(drop)
+            .map_err(|error| raised(py, &format!("writing to storage {storage}"), &error))
     }
 }
 
@@ -675,15 +718,17 @@ impl Executor for TorchExecutor {
 
     fn define(&mut self, _: u32, name: &str) -> Result<(), Failure> {
         Python::attach(|py| {
-            let found = self
-                .session(py)
-                .and_then(|session| session.call_method1(intern!(py, "define"), (name,))?.extract());
+            let found = self.session(py).and_then(|session| {
+                session.call_method1(intern!(py, "define"), (name,))?.extract()
+            });
             let op = match found {
                 Ok((call, writes, writes_named)) => {
                     let call = (name != DEFAULT_DTYPE).then_some(call);
                     Ok(Operator { name: name.into(), call, writes, writes_named })
                 }
-                Err(error) => Err(Failure { kind: FailureKind::Refused, ..raised(py, name, &error) }),
+                Err(error) => {
+                    Err(Failure { kind: FailureKind::Refused, ..raised(py, name, &error) })
+                }
             };
             let (op, failure) = match op {
                 Ok(op) => (Some(op), Ok(())),
@@ -702,7 +747,8 @@ impl Executor for TorchExecutor {
             return Err(refused(format!("there is a storage {storage}")));
         }
         self.refuse_too_many()?;
-        self.storages.insert(storage, Held { bytes, device, identity: 0, storage: None, views: Vec::new() });
+        self.storages
+            .insert(storage, Held { bytes, device, identity: 0, storage: None, views: Vec::new() });
         Ok(())
     }
 
@@ -710,7 +756,9 @@ impl Executor for TorchExecutor {
         Python::attach(|py| {
             let object = self.storage(py, storage)?;
             let resized = object.call_method1(py, intern!(py, "resize_"), (bytes,));
-            resized.map_err(|error| raised(py, &format!("resizing a storage to {bytes} bytes"), &error))?;
+            resized.map_err(|error| {
+                raised(py, &format!("resizing a storage to {bytes} bytes"), &error)
+            })?;
             let held = self.held(storage)?;
             held.bytes = bytes;
             held.views.clear();
@@ -721,7 +769,8 @@ impl Executor for TorchExecutor {
     fn free(&mut self, storage: u64) {
         // Its objects are dropped with the interpreter at hand.
         Python::attach(|_| {
-            if let Some(held) = self.storages.remove(&storage).filter(|held| held.storage.is_some()) {
+            if let Some(held) = self.storages.remove(&storage).filter(|held| held.storage.is_some())
+            {
                 self.numbered.remove(&held.identity);
             }
         });
@@ -730,8 +779,8 @@ impl Executor for TorchExecutor {
     fn write(&mut self, storage: u64, offset: u64, bytes: &[u8]) -> Result<(), Failure> {
         Python::attach(|py| {
             let part = self.part(py, storage, offset, bytes.len() as u64)?;
-            let mut target =
-                Target::new(part, 0, bytes.len()).ok_or_else(|| refused("it is not on the host"))?;
+            let mut target = Target::new(part, 0, bytes.len())
+                .ok_or_else(|| refused("it is not on the host"))?;
             target.put(bytes);
             self.land(py, storage, offset)
         })
@@ -754,8 +803,12 @@ impl Executor for TorchExecutor {
                 return Ok(bytes.into());
             }
             let object = self.tensor(py, tensor)?;
-            let capsule =
-                self.server.host.bind(py).call1((object,)).and_then(|capsule| Memory::of_capsule(&capsule));
+            let capsule = self
+                .server
+                .host
+                .bind(py)
+                .call1((object,))
+                .and_then(|capsule| Memory::of_capsule(&capsule));
             let memory = capsule.map_err(|error| raised(py, "reading a tensor", &error))?;
             Ok(Bytes::from_owner(Shared(memory)))
         })
@@ -766,7 +819,8 @@ impl Executor for TorchExecutor {
         done.map_err(|failure| {
             let op = self.ops.get(call.op as usize).and_then(Option::as_ref);
             let op = op.map_or("an operator", |op| &op.name);
-            let named = call.kwargs.iter().map(|(name, value)| format!("{name}={}", self.describe(value)));
+            let named =
+                call.kwargs.iter().map(|(name, value)| format!("{name}={}", self.describe(value)));
             let arguments: Vec<String> =
                 call.args.iter().map(|value| self.describe(value)).chain(named).collect();
             let message = format!("{}\n  in {op}({})", failure.message, arguments.join(", "));
@@ -775,16 +829,20 @@ impl Executor for TorchExecutor {
     }
 
     fn storages(&self) -> Vec<(u64, u64, u32, bool)> {
-        let told =
-            |(&storage, held): (&u64, &Held)| (storage, held.bytes, held.device, held.storage.is_some());
+        let told = |(&storage, held): (&u64, &Held)| {
+            (storage, held.bytes, held.device, held.storage.is_some())
+        };
         self.storages.iter().map(told).collect()
     }
 
     fn writes(&self, call: &Call) -> Vec<u64> {
         let Some(Some(op)) = self.ops.get(call.op as usize) else { return Vec::new() };
         let unnamed = op.writes.iter().filter_map(|&at| call.args.get(at));
-        let named =
-            call.kwargs.iter().filter(|(name, _)| op.writes_named.contains(name)).map(|(_, value)| value);
+        let named = call
+            .kwargs
+            .iter()
+            .filter(|(name, _)| op.writes_named.contains(name))
+            .map(|(_, value)| value);
         let mut storages = Vec::new();
         let mut rest: Vec<&Value> = unnamed.chain(named).collect();
         while let Some(value) = rest.pop() {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What PyTorch calls for an operator of the device: puts its arguments into a request, and makes its outputs, as they are known to be.
+//! What PyTorch calls for an operator of the device: puts its arguments into a request, and makes
+//! its outputs, as they are known to be.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -9,7 +10,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
 use tensorstream::remote::exec::{
-    Answer, Call, Output, Request, ScalarType, Scalars, Signature, SignatureCache, TensorRef, Value, View,
+    Answer, Call, Output, Request, ScalarType, Scalars, Signature, SignatureCache, TensorRef,
+    Value, View,
 };
 
 use super::machine::{Seat, Session, new_storages, new_tensor, plain, same_machine, seat};
@@ -41,7 +43,8 @@ pub(crate) struct Kernel {
     scalars: Scalars,
     /// Tensors on the host are taken to the device: indices.
     takes_host: bool,
-    /// The name by which an overload for numbers is found, and places of arguments that are tensors and may be numbers.
+    /// The name by which an overload for numbers is found, and places of arguments that are tensors
+    /// and may be numbers.
     for_numbers: String,
     tensors: Vec<usize>,
     /// What it gives is asked for once for each signature.
@@ -88,7 +91,8 @@ enum Leaf {
     /// A view of the tensor argument of this place: sizes, strides, offset.
     #[pyo3(transparent)]
     View((usize, Vec<u64>, Vec<i64>, u64)),
-    /// New: dtype, sizes, strides, offset, bytes of its storage, and which of the call's new storages that is.
+    /// New: dtype, sizes, strides, offset, bytes of its storage, and which of the call's new
+    /// storages that is.
     #[pyo3(transparent)]
     New((u8, Vec<u64>, Vec<i64>, u64, u64, usize)),
 }
@@ -122,10 +126,14 @@ impl<'py> Arguments<'_, 'py> {
             return Ok(Value::Float(value.value()));
         }
         if let Ok(list) = object.cast::<PyList>() {
-            return Ok(Value::List(list.iter().map(|value| self.value(&value)).collect::<PyResult<_>>()?));
+            return Ok(Value::List(
+                list.iter().map(|value| self.value(&value)).collect::<PyResult<_>>()?,
+            ));
         }
         if let Ok(tuple) = object.cast::<PyTuple>() {
-            return Ok(Value::List(tuple.iter().map(|value| self.value(&value)).collect::<PyResult<_>>()?));
+            return Ok(Value::List(
+                tuple.iter().map(|value| self.value(&value)).collect::<PyResult<_>>()?,
+            ));
         }
         if object.is_instance(self.torch.dtype.bind(py))? {
             return Ok(Value::Dtype(self.torch.scalar_type(object)?));
@@ -155,13 +163,16 @@ impl<'py> Arguments<'_, 'py> {
         let py = device.py();
         let kind = device.getattr(intern!(py, "type"))?;
         if kind.cast::<PyString>()?.to_str()? != "ts" {
-            let what = format!("{} makes nothing on {device} of tensors that are on ts", self.kernel.name);
+            let what =
+                format!("{} makes nothing on {device} of tensors that are on ts", self.kernel.name);
             return Err(PyRuntimeError::new_err(what));
         }
         let index: Option<u32> = device.getattr(intern!(py, "index"))?.extract()?;
         let index = match index {
             Some(index) => index,
-            None => self.torch.infer.bind(py).call_method0(intern!(py, "current_device"))?.extract()?,
+            None => {
+                self.torch.infer.bind(py).call_method0(intern!(py, "current_device"))?.extract()?
+            }
         };
         self.on(py, index)?;
         Ok(Value::Device(self.seat.as_ref().map_or(0, |seat| seat.ordinal)))
@@ -184,12 +195,14 @@ impl<'py> Arguments<'_, 'py> {
                 }
                 if same_machine(&one, &other) {
                     let what = format!(
-                        "Expected all tensors to be on the same device, but {name} was called with tensors on ts:{known} and ts:{index}"
+                        "Expected all tensors to be on the same device, but {name} was called with \
+                         tensors on ts:{known} and ts:{index}"
                     );
                     return Err(PyRuntimeError::new_err(what));
                 }
                 let what = format!(
-                    "{name} was called with tensors of two machines: {} (ts:{known}) and {} (ts:{index}); .to() takes a tensor from one to the other",
+                    "{name} was called with tensors of two machines: {} (ts:{known}) and {} \
+                     (ts:{index}); .to() takes a tensor from one to the other",
                     one.machine.name, other.machine.name
                 );
                 Err(of_machines(py, &what))
@@ -202,7 +215,9 @@ impl<'py> Arguments<'_, 'py> {
         if let Some((index, described)) = self.torch.describe(tensor)? {
             self.on(py, index)?;
             self.tensors.push(tensor.clone());
-            if described.view.is_complex() && tensor.call_method0(intern!(py, "is_conj"))?.extract()? {
+            if described.view.is_complex()
+                && tensor.call_method0(intern!(py, "is_conj"))?.extract()?
+            {
                 return Ok(Value::Conjugate(described));
             }
             return Ok(Value::Tensor(described));
@@ -210,19 +225,28 @@ impl<'py> Arguments<'_, 'py> {
         let dims: usize = tensor.call_method0(intern!(py, "dim"))?.extract()?;
         if dims == 0 && tensor.getattr(intern!(py, "is_cpu"))?.extract()? {
             let dtype = self.torch.scalar_type(&tensor.getattr(intern!(py, "dtype"))?)?;
-            let raw: Vec<u8> =
-                self.torch.infer.bind(py).call_method1(intern!(py, "element"), (tensor,))?.extract()?;
+            let raw: Vec<u8> = self
+                .torch
+                .infer
+                .bind(py)
+                .call_method1(intern!(py, "element"), (tensor,))?
+                .extract()?;
             let mut bytes = [0; 16];
             bytes[..raw.len()].copy_from_slice(&raw);
             return Ok(Value::Scalar { dtype, bytes });
         }
         if let (true, Some(index)) = (self.kernel.takes_host, self.index) {
-            let there = self.torch.infer.bind(py).call_method1(intern!(py, "to_device"), (tensor, index))?;
+            let there = self
+                .torch
+                .infer
+                .bind(py)
+                .call_method1(intern!(py, "to_device"), (tensor, index))?;
             return self.tensor(&there);
         }
         let device = tensor.getattr(intern!(py, "device"))?;
         let what = format!(
-            "Expected all tensors to be on the same device, but {} was called with one on {device} and one on ts",
+            "Expected all tensors to be on the same device, but {} was called with one on {device} \
+             and one on ts",
             self.kernel.name
         );
         Err(PyRuntimeError::new_err(what))
@@ -231,7 +255,8 @@ impl<'py> Arguments<'_, 'py> {
 
 #[pymethods]
 impl Kernel {
-    /// returns: for each return "tensor", "tensors", "other", or the place of the tensor argument that it is.
+    /// returns: for each return "tensor", "tensors", "other", or the place of the tensor argument
+    /// that it is.
     #[new]
     #[allow(clippy::too_many_arguments)] // a call of Python's
     fn new(
@@ -299,21 +324,27 @@ impl Kernel {
         for _ in 0..4 {
             let mut arguments =
                 Arguments { torch, kernel: self, index: None, tensors: Vec::new(), seat: None };
-            let values = args.iter().map(|value| arguments.value(&value)).collect::<PyResult<Vec<_>>>()?;
+            let values =
+                args.iter().map(|value| arguments.value(&value)).collect::<PyResult<Vec<_>>>()?;
             let number = |place: &usize| {
                 matches!(
                     values.get(*place),
                     Some(Value::Int(_) | Value::Float(_) | Value::Bool(_) | Value::Complex(..))
                 )
             };
-            let called = if self.tensors.iter().any(number) { &self.for_numbers } else { &self.name };
+            let called =
+                if self.tensors.iter().any(number) { &self.for_numbers } else { &self.name };
             let mut named = Vec::new();
             for (name, value) in kwargs.into_iter().flatten() {
                 named.push((name.extract::<String>()?, arguments.value(&value)?));
             }
-            let mut call = Call { op: 0, args: values, kwargs: named, outputs: Vec::new(), reply: None };
+            let mut call =
+                Call { op: 0, args: values, kwargs: named, outputs: Vec::new(), reply: None };
             let Some((index, seat)) = arguments.index.zip(arguments.seat.clone()) else {
-                let what = format!("{} was called without a tensor of a device of tensorstream", self.name);
+                let what = format!(
+                    "{} was called without a tensor of a device of tensorstream",
+                    self.name
+                );
                 return Err(PyRuntimeError::new_err(what));
             };
             let place = Place { index, seat };
@@ -323,7 +354,9 @@ impl Kernel {
             let whose = if self.learned { place.seat.machine.number + 1 } else { 0 };
             let mut signature = Signature::within([self.number, u32::from(default.0), whose]);
             let (unnamed, named) = (call.args.iter(), call.kwargs.iter());
-            let all = unnamed.map(|value| ("", value)).chain(named.map(|(name, value)| (&name[..], value)));
+            let all = unnamed
+                .map(|value| ("", value))
+                .chain(named.map(|(name, value)| (&name[..], value)));
             let key = signature.of(all, self.scalars);
             let known = plans().get(key);
             let plan = if let Some(plan) = known {
@@ -375,7 +408,9 @@ impl Kernel {
 
 fn given(of: &Bound<'_, PyAny>) -> PyResult<Given> {
     match of.cast::<PyList>() {
-        Ok(list) => Ok(Given::Many(list.iter().map(|leaf| leaf.extract()).collect::<PyResult<_>>()?)),
+        Ok(list) => {
+            Ok(Given::Many(list.iter().map(|leaf| leaf.extract()).collect::<PyResult<_>>()?))
+        }
         Err(_) => Ok(Given::One(of.extract()?)),
     }
 }
@@ -402,7 +437,14 @@ impl Kernel {
             .filter_map(|leaf| if let Some(Leaf::New(new)) = leaf { Some(new.5 + 1) } else { None })
             .max();
         let first = new_storages(count.unwrap_or(0) as u64);
-        let new = |(dtype, sizes, strides, offset, _, group): &(u8, Vec<u64>, Vec<i64>, u64, u64, usize)| {
+        let new = |(dtype, sizes, strides, offset, _, group): &(
+            u8,
+            Vec<u64>,
+            Vec<i64>,
+            u64,
+            u64,
+            usize,
+        )| {
             TensorRef {
                 storage: first + *group as u64,
                 view: View {
@@ -420,7 +462,8 @@ impl Kernel {
                 _ => Output::Known,
             })
             .collect();
-        let none = Call { op: 0, args: Vec::new(), kwargs: Vec::new(), outputs: Vec::new(), reply: None };
+        let none =
+            Call { op: 0, args: Vec::new(), kwargs: Vec::new(), outputs: Vec::new(), reply: None };
         let request = Request::Call(std::mem::replace(call, none));
         let number = session.ask(py, &request)?;
         let line = session.note(py, number, &self.name)?;
@@ -441,15 +484,18 @@ impl Kernel {
             let Some(leaf) = leaf else { return Ok(py.None().into_bound(py)) };
             match leaf {
                 Leaf::Argument(at) => Ok(argument(arguments, *at)?.clone()),
-                Leaf::View((at, sizes, strides, offset)) => arguments.torch.as_strided.bind(py).call1((
-                    argument(arguments, *at)?,
-                    sizes,
-                    strides,
-                    offset,
-                )),
+                Leaf::View((at, sizes, strides, offset)) => arguments
+                    .torch
+                    .as_strided
+                    .bind(py)
+                    .call1((argument(arguments, *at)?, sizes, strides, offset)),
                 Leaf::New(leaf) => {
                     if let Some((_, other)) = made.iter().find(|(group, _)| *group == leaf.5) {
-                        return arguments.torch.as_strided.bind(py).call1((other, &leaf.1, &leaf.2, leaf.3));
+                        return arguments
+                            .torch
+                            .as_strided
+                            .bind(py)
+                            .call1((other, &leaf.1, &leaf.2, leaf.3));
                     }
                     let tensor = new_tensor(py, arguments.torch, seat, *index, &new(leaf), leaf.4)?;
                     made.push((leaf.5, tensor.clone()));
@@ -462,7 +508,8 @@ impl Kernel {
             results.push(match given {
                 Given::One(leaf) => tensor(leaf)?,
                 Given::Many(leaves) => {
-                    PyList::new(py, leaves.iter().map(&mut tensor).collect::<PyResult<Vec<_>>>()?)?.into_any()
+                    PyList::new(py, leaves.iter().map(&mut tensor).collect::<PyResult<Vec<_>>>()?)?
+                        .into_any()
                 }
             });
         }
@@ -508,12 +555,17 @@ impl Kernel {
             return Err(PyRuntimeError::new_err("an answer that is not that to the question"));
         };
         if values.len() != self.returns.len() && !self.returns.is_empty() {
-            let what =
-                format!("{} gave {} values, and its schema {}", self.name, values.len(), self.returns.len());
+            let what = format!(
+                "{} gave {} values, and its schema {}",
+                self.name,
+                values.len(),
+                self.returns.len()
+            );
             return Err(PyRuntimeError::new_err(what));
         }
         if self.learned {
-            let leaves = values.iter().enumerate().map(|(group, value)| Given::One(leaf_of(value, group)));
+            let leaves =
+                values.iter().enumerate().map(|(group, value)| Given::One(leaf_of(value, group)));
             let plan = Arc::new(Plan { returns: leaves.collect() });
             plans().put(key, plan);
         }
@@ -522,7 +574,8 @@ impl Kernel {
             results.push(match (kind, value) {
                 (Return::Written(at), _) => argument(arguments, *at)?.clone(),
                 (Return::Tensors, Value::List(list)) => {
-                    let tensors = list.iter().map(|value| told(py, arguments.torch, seat, *index, value));
+                    let tensors =
+                        list.iter().map(|value| told(py, arguments.torch, seat, *index, value));
                     PyList::new(py, tensors.collect::<PyResult<Vec<_>>>()?)?.into_any()
                 }
                 (Return::Tensor, value) => told(py, arguments.torch, seat, *index, value)?,
@@ -547,8 +600,12 @@ fn leaf_of(value: &Value, group: usize) -> Option<Leaf> {
     )))
 }
 
-fn argument<'a, 'py>(arguments: &'a Arguments<'_, 'py>, at: usize) -> PyResult<&'a Bound<'py, PyAny>> {
-    let missing = || PyRuntimeError::new_err(format!("{}: there is no tensor {at}", arguments.kernel.name));
+fn argument<'a, 'py>(
+    arguments: &'a Arguments<'_, 'py>,
+    at: usize,
+) -> PyResult<&'a Bound<'py, PyAny>> {
+    let missing =
+        || PyRuntimeError::new_err(format!("{}: there is no tensor {at}", arguments.kernel.name));
     arguments.tensors.get(at).ok_or_else(missing)
 }
 
@@ -573,7 +630,10 @@ fn told<'py>(
 }
 
 /// As an operator returns it: nothing, one thing, or a tuple.
-fn together<'py>(py: Python<'py>, mut results: Vec<Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
+fn together<'py>(
+    py: Python<'py>,
+    mut results: Vec<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
     match results.len() {
         0 => Ok(py.None().into_bound(py)),
         1 => Ok(results.remove(0)),

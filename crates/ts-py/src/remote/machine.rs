@@ -99,7 +99,8 @@ static ANY_SHARED: AtomicBool = AtomicBool::new(false);
 pub(super) fn seat(py: Python<'_>, index: u32) -> PyResult<Seat> {
     if is_forked() {
         return Err(PyRuntimeError::new_err(
-            "this process is a fork of one that has tensors on a device of tensorstream, whose sessions it cannot use: start processes by \
+            "this process is a fork of one that has tensors on a device of tensorstream, whose \
+             sessions it cannot use: start processes by \
              spawn or forkserver",
         ));
     }
@@ -144,7 +145,8 @@ impl Drop for Handle {
     }
 }
 
-/// A tensor, as PyTorch has it, that is a view of a storage of so many bytes; which this is the only one to stand for.
+/// A tensor, as PyTorch has it, that is a view of a storage of so many bytes; which this is the
+/// only one to stand for.
 pub(super) fn new_tensor<'py>(
     py: Python<'py>,
     torch: &Torch,
@@ -178,7 +180,8 @@ fn extent(view: &View) -> u64 {
         return 0;
     }
     let reach = |(&size, &stride): (&u64, &i64)| (size - 1).saturating_mul(stride.max(0) as u64);
-    let last = view.sizes.iter().zip(&view.strides).map(reach).fold(view.offset, u64::saturating_add);
+    let last =
+        view.sizes.iter().zip(&view.strides).map(reach).fold(view.offset, u64::saturating_add);
     last.saturating_add(1)
 }
 
@@ -186,11 +189,16 @@ impl Session {
     pub(super) fn client(&self, py: Python<'_>) -> PyResult<Arc<Client<Target>>> {
         let by = self.paused_by.load(Ordering::SeqCst);
         if by != 0 && by != this_thread() {
-            let what = format!("machine {} is just being paused, or resumed, by another thread", self.name);
+            let what = format!(
+                "machine {} is just being paused, or resumed, by another thread",
+                self.name
+            );
             return Err(misuse(py, &what));
         }
         let client = self.client.read().unwrap_or_else(PoisonError::into_inner).clone();
-        client.ok_or_else(|| misuse(py, &format!("machine {} is paused: resume() it first", self.name)))
+        client.ok_or_else(|| {
+            misuse(py, &format!("machine {} is paused: resume() it first", self.name))
+        })
     }
 
     /// The machine knows what numbers become that have no dtype: as PyTorch has it here.
@@ -198,7 +206,10 @@ impl Session {
         if self.default_dtype.load(Ordering::Relaxed) == now.0 {
             return Ok(());
         }
-        let op = self.client(py)?.op("tensorstream::default_dtype").map_err(|error| self.lost(py, &error))?;
+        let op = self
+            .client(py)?
+            .op("tensorstream::default_dtype")
+            .map_err(|error| self.lost(py, &error))?;
         let args = vec![Value::Dtype(now)];
         let call = Call { op, args, kwargs: Vec::new(), outputs: Vec::new(), reply: None };
         self.ask(py, &Request::Call(call))?;
@@ -236,7 +247,8 @@ impl Session {
         }
     }
 
-    /// A storage of one element was made at this line, by this output of an operator: if the program looks at such it is asked for now.
+    /// A storage of one element was made at this line, by this output of an operator: if the
+    /// program looks at such it is asked for now.
     pub(super) fn made(
         &self,
         py: Python<'_>,
@@ -293,7 +305,8 @@ impl Session {
             trace(py, what, &line, Some(time));
             let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
             let key = (line.code.as_ptr() as usize, line.instruction);
-            let waited = waits.entry(key).or_insert_with(|| Waited { line, count: 0, time: Duration::ZERO });
+            let waited =
+                waits.entry(key).or_insert_with(|| Waited { line, count: 0, time: Duration::ZERO });
             waited.count += 1;
             waited.time += time;
         }
@@ -302,7 +315,12 @@ impl Session {
 
     /// A request with this number was asked: of `what`, by the line that is under way.
     /// The line: its function's code, and the instruction.
-    pub(super) fn note(&self, py: Python<'_>, number: u64, what: &str) -> PyResult<Option<(usize, i32)>> {
+    pub(super) fn note(
+        &self,
+        py: Python<'_>,
+        number: u64,
+        what: &str,
+    ) -> PyResult<Option<(usize, i32)>> {
         let Some(line) = torch(py)?.line(py) else { return Ok(None) };
         trace(py, what, &line, None);
         let at = (line.code.as_ptr() as usize, line.instruction);
@@ -347,8 +365,9 @@ impl Session {
         match fault {
             Fault::Lost(error) => self.lost(py, error),
             Fault::Failed { request, failure, others } => {
-                let asked =
-                    self.place(py, *request).map_or_else(String::new, |at| format!("\n  asked at {at}"));
+                let asked = self
+                    .place(py, *request)
+                    .map_or_else(String::new, |at| format!("\n  asked at {at}"));
                 let more = match others {
                     0 => String::new(),
                     1 => "\n(another operator failed after it)".into(),
@@ -372,10 +391,12 @@ pub(crate) struct Machine {
 
 #[pymethods]
 impl Machine {
-    /// Connects, and gives `count` devices of the machine indices that are free, from `first` on if those are. returns: whether
-    /// somebody may come to listen at the address where nobody does any more.
+    /// Connects, and gives `count` devices of the machine indices that are free, from `first` on if
+    /// those are. returns: whether somebody may come to listen at the address where nobody does any
+    /// more.
     #[new]
-    #[pyo3(signature = (address, name, count, settings, retry, *, first=None, returns=true, ca=None, cert=None, key=None))]
+    #[pyo3(signature = (address, name, count, settings, retry, *, first=None, returns=true, ca=None,
+        cert=None, key=None))]
     #[allow(clippy::too_many_arguments)] // a call of Python's, by name
     fn new(
         py: Python<'_>,
@@ -410,7 +431,8 @@ impl Machine {
         let mut seats = SEATS.write().unwrap_or_else(PoisonError::into_inner);
         let Some(first) = free_indices(&seats, count as usize, first) else {
             let what = format!(
-                "machine {} has {count} devices, and PyTorch counts those of all machines up to {MAX_DEVICES}: stop() others",
+                "machine {} has {count} devices, and PyTorch counts those of all machines up to \
+                 {MAX_DEVICES}: stop() others",
                 session.name
             );
             return Err(misuse(py, &what));
@@ -460,8 +482,10 @@ impl Machine {
     /// Where the program has waited: place, how often, and for how many seconds; longest first.
     fn waits(&self, py: Python<'_>) -> Vec<(String, u64, f64)> {
         let waits = self.session.waits.lock().unwrap_or_else(PoisonError::into_inner);
-        let lines: Vec<_> =
-            waits.values().map(|waited| (waited.line.clone_ref(py), waited.count, waited.time)).collect();
+        let lines: Vec<_> = waits
+            .values()
+            .map(|waited| (waited.line.clone_ref(py), waited.count, waited.time))
+            .collect();
         drop(waits);
         let mut told: Vec<_> = lines
             .into_iter()
@@ -484,8 +508,9 @@ impl Machine {
         py.detach(|| client.flush()).map_err(|error| self.session.lost(py, &error))
     }
 
-    /// Begins or ends a pause or what ends it, on this thread, while others are refused. Storages that are given up from its beginning on are not
-    /// there any more when the machine has gone on: until then (`end_freed`) they are noted.
+    /// Begins or ends a pause or what ends it, on this thread, while others are refused. Storages
+    /// that are given up from its beginning on are not there any more when the machine has gone on:
+    /// until then (`end_freed`) they are noted.
     #[pyo3(signature = (begins, end_freed=false))]
     fn pausing(&self, py: Python<'_>, begins: bool, end_freed: bool) {
         self.session.paused_by.store(if begins { this_thread() } else { 0 }, Ordering::SeqCst);
@@ -505,30 +530,36 @@ impl Machine {
         freed.into_iter().for_each(|storage| self.session.free(storage));
     }
 
-    /// What storages the machine has: of each its number, bytes, device, and 0 if nothing was written to it, 1, or 2 if that failed.
+    /// What storages the machine has: of each its number, bytes, device, and 0 if nothing was
+    /// written to it, 1, or 2 if that failed.
     fn storages(&self, py: Python<'_>) -> PyResult<Vec<(u64, u64, u32, u8)>> {
         let reply = self.session.client(py)?.reply();
         self.session.ask(py, &Request::List { reply })?;
         let Answer::Values(values) = self.session.wait(py, reply, "pause")? else {
             return Err(PyRuntimeError::new_err("an answer that is not that to the question"));
         };
-        let number = |value: &Value| if let Value::Int(number) = value { *number as u64 } else { 0 };
+        let number =
+            |value: &Value| if let Value::Int(number) = value { *number as u64 } else { 0 };
         let told = values.as_chunks::<4>().0.iter().map(|of| of.each_ref().map(number));
-        Ok(told.map(|[storage, bytes, device, state]| (storage, bytes, device as u32, state as u8)).collect())
+        Ok(told
+            .map(|[storage, bytes, device, state]| (storage, bytes, device as u32, state as u8))
+            .collect())
     }
 
-    /// Ends the session, which may go on with :meth:`resume`; or, without a pause, its tensors are gone. What has failed and nobody
-    /// was told of, as an exception, or None.
+    /// Ends the session, which may go on with :meth:`resume`; or, without a pause, its tensors are
+    /// gone. What has failed and nobody was told of, as an exception, or None.
     fn close(&self, py: Python<'_>) -> PyResult<Option<PyErr>> {
         let session = &self.session;
         let client = session.client.write().unwrap_or_else(PoisonError::into_inner).take();
         let Some(client) = client else { return Ok(None) };
         session.numbers().clear();
         session.default_dtype.store(FLOAT, Ordering::Relaxed);
-        let (closed, stats, failed) = py.detach(|| (client.close(), client.stats(), client.take_failed()));
+        let (closed, stats, failed) =
+            py.detach(|| (client.close(), client.stats(), client.take_failed()));
         let failed = failed.map(|fault| session.raise(py, &fault));
         // Requests are counted anew by whoever goes on.
-        let lines = std::mem::take(&mut *session.lines.lock().unwrap_or_else(PoisonError::into_inner));
+        let lines =
+            std::mem::take(&mut *session.lines.lock().unwrap_or_else(PoisonError::into_inner));
         drop(lines);
         let mut past = session.past.lock().unwrap_or_else(PoisonError::into_inner);
         *past = sum(*past, stats);
@@ -538,7 +569,8 @@ impl Machine {
     /// Goes on with a new session: connects.
     fn resume(&self, py: Python<'_>, address: &str) -> PyResult<()> {
         let client = self.way.connect(py, address)?;
-        *self.session.client.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(client));
+        *self.session.client.write().unwrap_or_else(PoisonError::into_inner) =
+            Some(Arc::new(client));
         Ok(())
     }
 
@@ -554,7 +586,13 @@ impl Machine {
     }
 
     /// Receives bytes of a storage from `offset` on, as many as a capsule has. Blocks.
-    fn read(&self, py: Python<'_>, storage: u64, offset: u64, capsule: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn read(
+        &self,
+        py: Python<'_>,
+        storage: u64,
+        offset: u64,
+        capsule: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         let memory = Memory::of_capsule(capsule)?;
         let mut view = View::contiguous(BYTES, vec![memory.len() as u64]);
         view.offset = offset;
@@ -562,7 +600,13 @@ impl Machine {
     }
 
     /// Sends a capsule's bytes to a storage, from `offset` on.
-    fn write(&self, py: Python<'_>, storage: u64, offset: u64, capsule: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn write(
+        &self,
+        py: Python<'_>,
+        storage: u64,
+        offset: u64,
+        capsule: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         upload(py, &self.session, storage, offset, Memory::of_capsule(capsule)?)
     }
 
@@ -580,7 +624,8 @@ const MAX_DEVICES: usize = 127;
 
 /// So many indices in a row that no machine has: those from `wanted` on, or the first.
 fn free_indices(seats: &[Option<Seat>], count: usize, wanted: Option<u32>) -> Option<usize> {
-    let free = |first: &usize| (*first..first + count).all(|at| seats.get(at).is_none_or(Option::is_none));
+    let free =
+        |first: &usize| (*first..first + count).all(|at| seats.get(at).is_none_or(Option::is_none));
     let last = MAX_DEVICES.checked_sub(count)?;
     let wanted = wanted.map(|wanted| wanted as usize).filter(|&wanted| wanted <= last);
     wanted.into_iter().chain(0..=last).find(free)
@@ -622,8 +667,8 @@ pub(crate) fn remote_empty<'py>(
     new_tensor(py, torch, &seat, index, &TensorRef { storage, view }, bytes)
 }
 
-/// Another tensor of a storage, all of it and in one dimension: by the device's index, what stands for the storage's address, and its bytes; which
-/// it has from now on, if `resized` says so.
+/// Another tensor of a storage, all of it and in one dimension: by the device's index, what stands
+/// for the storage's address, and its bytes; which it has from now on, if `resized` says so.
 #[pyfunction]
 #[pyo3(signature = (index, address, bytes, dtype, resized=false))]
 pub(crate) fn remote_whole<'py>(
@@ -654,12 +699,17 @@ pub(crate) fn remote_whole<'py>(
 
 fn elsewhere(tensor: &Bound<'_, PyAny>) -> PyErr {
     let device = tensor.getattr("device").map_or_else(|_| "?".into(), |device| device.to_string());
-    PyTypeError::new_err(format!("needs a tensor of a device of tensorstream, and this is on {device}"))
+    PyTypeError::new_err(format!(
+        "needs a tensor of a device of tensorstream, and this is on {device}"
+    ))
 }
 
 /// The value of a tensor of one element; its bytes, where Python has no such numbers.
 #[pyfunction]
-pub(crate) fn remote_scalar<'py>(py: Python<'py>, tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+pub(crate) fn remote_scalar<'py>(
+    py: Python<'py>,
+    tensor: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
     let torch = torch(py)?;
     let (index, from) = torch.describe(tensor)?.ok_or_else(|| elsewhere(tensor))?;
     let (seat, dtype) = (seat(py, index)?, from.view.dtype);
@@ -672,7 +722,9 @@ pub(crate) fn remote_scalar<'py>(py: Python<'py>, tensor: &Bound<'py, PyAny>) ->
         (4, &[a, b, c, d, e, f, g, h]) => {
             i64::from_le_bytes([a, b, c, d, e, f, g, h]).into_pyobject(py)?.into_any()
         }
-        (6, &[a, b, c, d]) => PyFloat::new(py, f64::from(f32::from_le_bytes([a, b, c, d]))).into_any(),
+        (6, &[a, b, c, d]) => {
+            PyFloat::new(py, f64::from(f32::from_le_bytes([a, b, c, d]))).into_any()
+        }
         (7, &[a, b, c, d, e, f, g, h]) => {
             PyFloat::new(py, f64::from_le_bytes([a, b, c, d, e, f, g, h])).into_any()
         }
@@ -681,7 +733,8 @@ pub(crate) fn remote_scalar<'py>(py: Python<'py>, tensor: &Bound<'py, PyAny>) ->
     })
 }
 
-/// Sends the bytes of a capsule - contiguous, on the host - to a tensor's elements, which are contiguous too.
+/// Sends the bytes of a capsule - contiguous, on the host - to a tensor's elements, which are
+/// contiguous too.
 #[pyfunction]
 pub(crate) fn remote_upload(
     py: Python<'_>,
@@ -711,7 +764,13 @@ impl Drop for Under<'_> {
     }
 }
 
-fn upload(py: Python<'_>, session: &Session, storage: u64, offset: u64, memory: Arc<Memory>) -> PyResult<()> {
+fn upload(
+    py: Python<'_>,
+    session: &Session,
+    storage: u64,
+    offset: u64,
+    memory: Arc<Memory>,
+) -> PyResult<()> {
     let _under = Under::way(&session.uploads);
     let client = session.client(py)?;
     let long = memory.len() > MAX_COPY;
@@ -723,7 +782,11 @@ fn upload(py: Python<'_>, session: &Session, storage: u64, offset: u64, memory: 
     let written = py.detach(|| client.write(storage, offset, bytes));
     session.written([storage].into_iter());
     written.map_err(|error| session.lost(py, &error))?;
-    while long && !py.detach(|| client.delivered_within(SLICE)).map_err(|error| session.lost(py, &error))? {
+    while long
+        && !py
+            .detach(|| client.delivered_within(SLICE))
+            .map_err(|error| session.lost(py, &error))?
+    {
         py.check_signals()?;
     }
     Ok(())
@@ -742,27 +805,39 @@ pub(crate) fn remote_download(
     download(py, &seat.machine, from, memory)
 }
 
-fn download(py: Python<'_>, session: &Session, from: TensorRef, memory: Arc<Memory>) -> PyResult<()> {
+fn download(
+    py: Python<'_>,
+    session: &Session,
+    from: TensorRef,
+    memory: Arc<Memory>,
+) -> PyResult<()> {
     let len = memory.len();
     let target = Target::new(memory, 0, len)
         .ok_or_else(|| PyTypeError::new_err("needs memory on the host that may be written to"))?;
     let client = session.client(py)?;
-    let reply = py.detach(|| client.read(from, target)).map_err(|error| session.lost(py, &error))?;
+    let reply =
+        py.detach(|| client.read(from, target)).map_err(|error| session.lost(py, &error))?;
     session.wait(py, reply, "copy to the host").map(drop)
 }
 
-/// What a call tells of a tensor: the number of its storage, and that by which logs name it. None of one that is elsewhere.
+/// What a call tells of a tensor: the number of its storage, and that by which logs name it. None
+/// of one that is elsewhere.
 #[pyfunction]
-pub(crate) fn remote_names(py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<Option<(u64, u64)>> {
+pub(crate) fn remote_names(
+    py: Python<'_>,
+    tensor: &Bound<'_, PyAny>,
+) -> PyResult<Option<(u64, u64)>> {
     Ok(torch(py)?.describe(tensor)?.map(|(_, tensor)| (tensor.storage, tensor.metadata_hash())))
 }
 
-/// Begins a trace, or ends it and gives what has happened: what it was, where, and the seconds that were waited for it.
+/// Begins a trace, or ends it and gives what has happened: what it was, where, and the seconds that
+/// were waited for it.
 #[pyfunction]
 pub(crate) fn remote_trace(py: Python<'_>, on: bool) -> Vec<(String, String, Option<f64>)> {
     TRACING.store(on, Ordering::Relaxed);
     let traced = std::mem::take(&mut *TRACE.lock().unwrap_or_else(PoisonError::into_inner));
-    let told = |(what, line, time): Traced| (what, line.place(py), time.map(|time| time.as_secs_f64()));
+    let told =
+        |(what, line, time): Traced| (what, line.place(py), time.map(|time| time.as_secs_f64()));
     traced.into_iter().map(told).collect()
 }
 
@@ -773,12 +848,17 @@ pub(super) fn plain(py: Python<'_>, value: &Value) -> PyResult<Py<PyAny>> {
         Value::Bool(value) => value.into_pyobject(py)?.to_owned().into_any().unbind(),
         Value::Int(value) => value.into_pyobject(py)?.into_any().unbind(),
         Value::Float(value) => value.into_pyobject(py)?.into_any().unbind(),
-        Value::Complex(real, imaginary) => PyComplex::from_doubles(py, *real, *imaginary).into_any().unbind(),
+        Value::Complex(real, imaginary) => {
+            PyComplex::from_doubles(py, *real, *imaginary).into_any().unbind()
+        }
         Value::Text(text) => text.into_pyobject(py)?.into_any().unbind(),
         Value::List(values) => {
-            let values = values.iter().map(|value| plain(py, value)).collect::<PyResult<Vec<_>>>()?;
+            let values =
+                values.iter().map(|value| plain(py, value)).collect::<PyResult<Vec<_>>>()?;
             PyList::new(py, values)?.into_any().unbind()
         }
-        other => return Err(PyRuntimeError::new_err(format!("an answer of no known kind: {other:?}"))),
+        other => {
+            return Err(PyRuntimeError::new_err(format!("an answer of no known kind: {other:?}")));
+        }
     })
 }

@@ -3,15 +3,17 @@
 
 use pyo3::prelude::*;
 
-/// Restricts this process for good: it can no longer open files or sockets, start programs, or reach other processes. Open descriptors stay
-/// usable. Call it before the first other thread starts, because Landlock restricts only the calling thread and its later threads.
+/// Restricts this process for good: it can no longer open files or sockets, start programs, or
+/// reach other processes. Open descriptors stay usable. Call it before the first other thread
+/// starts, because Landlock restricts only the calling thread and its later threads.
 ///
-/// With `gpu` the process can still open files, which GPU drivers need. Returns what each mechanism prevents: two descriptions, or
-/// fewer where the system lacks Landlock or seccomp.
+/// With `gpu` the process can still open files, which GPU drivers need. Returns what each mechanism
+/// prevents: two descriptions, or fewer where the system lacks Landlock or seccomp.
 #[pyfunction]
 #[pyo3(signature = (gpu=false))]
 pub(crate) fn sandbox(py: Python<'_>, gpu: bool) -> PyResult<Vec<&'static str>> {
-    system::restrict(gpu).map_err(|error| crate::errors::misuse(py, &format!("the sandbox: {error}")))
+    system::restrict(gpu)
+        .map_err(|error| crate::errors::misuse(py, &format!("the sandbox: {error}")))
 }
 
 #[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
@@ -28,7 +30,8 @@ mod system {
     use std::io;
 
     use landlock::{
-        ABI, Access, AccessFs, AccessNet, RestrictionStatus, Ruleset, RulesetAttr, RulesetStatus, Scope,
+        ABI, Access, AccessFs, AccessNet, RestrictionStatus, Ruleset, RulesetAttr, RulesetStatus,
+        Scope,
     };
     use libc::c_long;
     use seccompiler::{
@@ -183,7 +186,8 @@ mod system {
         libc::SYS_kexec_load,
     ];
 
-    /// The same system calls under the numbers of the x32 ABI, and `socket`. Filters see them as calls of x86-64.
+    /// The same system calls under the numbers of the x32 ABI, and `socket`. Filters see them as
+    /// calls of x86-64.
     #[cfg(target_arch = "x86_64")]
     fn refused_x32() -> impl Iterator<Item = c_long> {
         // __X32_SYSCALL_BIT of asm/unistd.h. The calls with numbers of their own are, from
@@ -211,7 +215,9 @@ mod system {
         }
         let filter = filter(gpu).map_err(|error| error.to_string())?;
         let threads = without_clone3().map_err(|error| error.to_string())?;
-        if (gpu || apply_filter_all_threads(&threads).is_ok()) && apply_filter_all_threads(&filter).is_ok() {
+        if (gpu || apply_filter_all_threads(&threads).is_ok())
+            && apply_filter_all_threads(&filter).is_ok()
+        {
             prevented.push(if gpu {
                 "sockets and programs (seccomp)"
             } else {
@@ -229,9 +235,11 @@ mod system {
             version: u32,
             pid: i32,
         }
-        // _LINUX_CAPABILITY_VERSION_3, whose sets are two words each: effective, permitted, inheritable.
+        // _LINUX_CAPABILITY_VERSION_3, whose sets are two words each: effective, permitted,
+        // inheritable.
         let (header, none) = (Header { version: 0x2008_0522, pid: 0 }, [0u32; 6]);
-        // SAFETY: the kernel reads both, which have the layout of that version and outlive the call.
+        // SAFETY: the kernel reads both, which have the layout of that version and outlive the
+        // call.
         let done = unsafe {
             libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
             libc::syscall(libc::SYS_capset, &raw const header, none.as_ptr())
@@ -239,10 +247,12 @@ mod system {
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Prevents access to files (not with `gpu`), TCP ports and other processes. Returns whether the kernel has Landlock.
+    /// Prevents access to files (not with `gpu`), TCP ports and other processes. Returns whether
+    /// the kernel has Landlock.
     fn landlocked(gpu: bool) -> Result<bool, Failure> {
         let ruleset = Ruleset::default().handle_access(AccessNet::from_all(LANDLOCK))?;
-        let ruleset = if gpu { ruleset } else { ruleset.handle_access(AccessFs::from_all(LANDLOCK))? };
+        let ruleset =
+            if gpu { ruleset } else { ruleset.handle_access(AccessFs::from_all(LANDLOCK))? };
         let RestrictionStatus { ruleset, .. } =
             ruleset.scope(Scope::from_all(LANDLOCK))?.create()?.restrict_self()?;
         Ok(ruleset != RulesetStatus::NotEnforced)
@@ -260,13 +270,17 @@ mod system {
         }
         let mut rules: Rules = ALLOWED.iter().chain(OLD).map(|&call| (call, Vec::new())).collect();
         let mut only = |call: c_long, at: u8, values: &[i64]| -> Result<(), Failure> {
-            let allowed = |&value: &i64| Condition(at, SeccompCmpOp::Eq, u64::from(value as u32)).rule();
+            let allowed =
+                |&value: &i64| Condition(at, SeccompCmpOp::Eq, u64::from(value as u32)).rule();
             rules.insert(call, values.iter().map(allowed).collect::<Result<_, _>>()?);
             Ok(())
         };
         let number = |value: i32| i64::from(value);
-        let thread =
-            libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_FILES | libc::CLONE_SIGHAND | libc::CLONE_THREAD;
+        let thread = libc::CLONE_VM
+            | libc::CLONE_FS
+            | libc::CLONE_FILES
+            | libc::CLONE_SIGHAND
+            | libc::CLONE_THREAD;
         let elsewhere = libc::CLONE_NEWUSER
             | libc::CLONE_NEWNS
             | libc::CLONE_NEWPID
@@ -309,7 +323,8 @@ mod system {
         };
         let options = SOCKET_OPTIONS.iter().map(option).collect::<Result<_, _>>()?;
         rules.insert(libc::SYS_setsockopt, options);
-        let flags = Condition(0, SeccompCmpOp::MaskedEq((thread | elsewhere) as u64), thread as u64);
+        let flags =
+            Condition(0, SeccompCmpOp::MaskedEq((thread | elsewhere) as u64), thread as u64);
         rules.insert(libc::SYS_clone, vec![flags.rule()?]);
         // The filter `without_clone3` refuses it, and a refusal by either filter counts.
         rules.insert(libc::SYS_clone3, Vec::new());
@@ -329,7 +344,12 @@ mod system {
     impl Condition {
         fn rule(self) -> Result<SeccompRule, Failure> {
             let Self(at, op, value) = self;
-            Ok(SeccompRule::new(vec![SeccompCondition::new(at, SeccompCmpArgLen::Dword, op, value)?])?)
+            Ok(SeccompRule::new(vec![SeccompCondition::new(
+                at,
+                SeccompCmpArgLen::Dword,
+                op,
+                value,
+            )?])?)
         }
     }
 }

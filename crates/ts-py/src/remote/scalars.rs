@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Numbers that a program looks at: known since it looked last, or asked for as soon as what gives them was, because it looked the last time.
+//! Numbers that a program looks at: known since it looked last, or asked for as soon as what gives
+//! them was, because it looked the last time.
 
 use std::collections::{HashMap, HashSet};
 
 use tensorstream::remote::exec::View;
 
-/// Where a number is made: a line of the program, by its function's code and the instruction; the operator; and which of its outputs.
+/// Where a number is made: a line of the program, by its function's code and the instruction; the
+/// operator; and which of its outputs.
 pub(super) type Site = (usize, i32, u32, usize);
 
-/// Numbers of one machine. Whoever asks for one says so here first and then asks; whoever writes to a storage asks for that first and then
-/// says so here: a number that is known is never one from before.
+/// Numbers of one machine. Whoever asks for one says so here first and then asks; whoever writes to
+/// a storage asks for that first and then says so here: a number that is known is never one from
+/// before.
 #[derive(Default)]
 pub(super) struct Scalars {
     /// Where the only elements of storages were made.

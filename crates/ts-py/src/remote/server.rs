@@ -77,7 +77,8 @@ impl RemoteServer {
         Ok(Self::of(server, listener, lobby, address))
     }
 
-    /// Serves connections that another process passes over this socket, and takes ownership of the socket.
+    /// Serves connections that another process passes over this socket, and takes ownership of the
+    /// socket.
     #[staticmethod]
     fn from_handoffs(
         py: Python<'_>,
@@ -104,8 +105,9 @@ impl RemoteServer {
         self.sessions.count()
     }
 
-    /// Serves until :meth:`stop` is called, or with `once` until the last session has ended. Each client has its own thread. Calls `log` with the peer and
-    /// the reason when a connection fails or ends. Blocks.
+    /// Serves until :meth:`stop` is called, or with `once` until the last session has ended. Each
+    /// client has its own thread. Calls `log` with the peer and the reason when a connection fails
+    /// or ends. Blocks.
     #[pyo3(signature = (log=None, once=false))]
     fn run(&self, py: Python<'_>, log: Option<&Bound<'_, PyAny>>, once: bool) -> PyResult<()> {
         let taken = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -115,7 +117,10 @@ impl RemoteServer {
         let (began, mut served) = (Instant::now(), false);
         while !self.stop.load(Ordering::Relaxed) {
             if once && self.sessions.is_stuck() {
-                return Err(misuse(py, "an operator is still running after its client disconnected"));
+                return Err(misuse(
+                    py,
+                    "an operator is still running after its client disconnected",
+                ));
             }
             // The first connection may have failed.
             let alone = self.serving.load(Ordering::Relaxed) == 0 && self.sessions.count() == 0;
@@ -147,8 +152,10 @@ impl RemoteServer {
                 }
                 Err(error) => return Err(of_wire(py, &error)),
             };
-            let (server, sessions, stop) = (self.server.clone(), self.sessions.clone(), self.stop.clone());
-            let (serving, ended, peer) = (self.serving.clone(), ended.clone(), link.peer().to_string());
+            let (server, sessions, stop) =
+                (self.server.clone(), self.sessions.clone(), self.stop.clone());
+            let (serving, ended, peer) =
+                (self.serving.clone(), ended.clone(), link.peer().to_string());
             let serving = Serving::new(serving);
             served = true;
             let serve = move || {
@@ -156,14 +163,18 @@ impl RemoteServer {
                 // What the interpreter has for a thread is kept for the next batch.
                 let served = Python::attach(|py| py.detach(|| sessions.serve(link, make, &stop)));
                 if let Err(error) = served {
-                    ended.lock().unwrap_or_else(PoisonError::into_inner).push((peer, error.to_string()));
+                    ended
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .push((peer, error.to_string()));
                 }
                 drop(serving);
             };
             let started = thread::Builder::new().name("tensorstream-serve".into()).spawn(serve);
             started?;
         }
-        // The threads notice within a while, and use the interpreter until then. The process of a session does not wait for a stuck operator.
+        // The threads notice within a while, and use the interpreter until then. The process of a
+        // session does not wait for a stuck operator.
         let stopped = Instant::now();
         while self.serving.load(Ordering::Relaxed) > 0 && !(once && stopped.elapsed() > FAREWELL) {
             py.detach(|| thread::sleep(Duration::from_millis(10)));
@@ -178,7 +189,12 @@ impl RemoteServer {
 }
 
 impl RemoteServer {
-    fn of(server: Server, listener: Listener, lobby: Lobby<Landing<Target>>, address: String) -> Self {
+    fn of(
+        server: Server,
+        listener: Listener,
+        lobby: Lobby<Landing<Target>>,
+        address: String,
+    ) -> Self {
         Self {
             listener: Mutex::new(Some((listener, lobby))),
             server: Arc::new(server),

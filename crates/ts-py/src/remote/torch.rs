@@ -62,7 +62,9 @@ pub(crate) fn remote_setup(py: Python<'_>, objects: &Bound<'_, PyDict>) -> PyRes
     };
     let class = |name: &str| Ok::<_, PyErr>(get(name)?.cast_into::<PyType>()?.unbind());
     let mut dtypes: Vec<Option<Element>> = Vec::new();
-    for (object, number, bytes, dlpack) in get("dtypes")?.extract::<Vec<(Py<PyAny>, u8, u64, (u8, u8))>>()? {
+    for (object, number, bytes, dlpack) in
+        get("dtypes")?.extract::<Vec<(Py<PyAny>, u8, u64, (u8, u8))>>()?
+    {
         if dtypes.len() <= usize::from(number) {
             dtypes.resize_with(usize::from(number) + 1, || None);
         }
@@ -99,9 +101,9 @@ pub(super) fn is_forked() -> bool {
 }
 
 pub(super) fn torch(py: Python<'_>) -> PyResult<&Torch> {
-    TORCH
-        .get(py)
-        .ok_or_else(|| PyRuntimeError::new_err("the device is not set up: import tensorstream.remote"))
+    TORCH.get(py).ok_or_else(|| {
+        PyRuntimeError::new_err("the device is not set up: import tensorstream.remote")
+    })
 }
 
 /// The bit by which addresses of storages that are elsewhere are told from those of memory.
@@ -133,14 +135,18 @@ impl Line {
     /// File, line and function.
     pub(super) fn place(&self, py: Python<'_>) -> String {
         let told = torch(py).and_then(|torch| {
-            torch.infer.call_method1(py, intern!(py, "place"), (&self.code, self.instruction))?.extract(py)
+            torch
+                .infer
+                .call_method1(py, intern!(py, "place"), (&self.code, self.instruction))?
+                .extract(py)
         });
         told.unwrap_or_else(|_| "?".into())
     }
 }
 
 impl Torch {
-    /// The line of the user's that is under way: the innermost that is neither PyTorch's nor this package's.
+    /// The line of the user's that is under way: the innermost that is neither PyTorch's nor this
+    /// package's.
     pub(super) fn line(&self, py: Python<'_>) -> Option<Line> {
         let mut frame = self.frame.bind(py).call0().ok()?;
         loop {
@@ -150,7 +156,8 @@ impl Torch {
             let users = match known.get(&at) {
                 Some((_, users)) => *users,
                 None => {
-                    let file: String = code.getattr(intern!(py, "co_filename")).ok()?.extract().ok()?;
+                    let file: String =
+                        code.getattr(intern!(py, "co_filename")).ok()?.extract().ok()?;
                     let users = !self.libraries.iter().any(|library| file.starts_with(library));
                     if known.len() >= MAX_KNOWN {
                         known.clear();
@@ -171,7 +178,8 @@ impl Torch {
         }
     }
 
-    /// Notes an operator in the log, if there is one of everything: its name, and tensors by their hashes.
+    /// Notes an operator in the log, if there is one of everything: its name, and tensors by their
+    /// hashes.
     pub(super) fn log(&self, py: Python<'_>, name: &str, call: &Call) -> PyResult<()> {
         /// `logging.DEBUG`.
         const EVERYTHING: u8 = 10;
@@ -207,7 +215,9 @@ impl Torch {
             element.as_ref().is_some_and(|element| element.object.as_ptr() == object.as_ptr())
         });
         let at = at.ok_or_else(|| {
-            PyTypeError::new_err(format!("tensors of {object} cannot be on a device of tensorstream"))
+            PyTypeError::new_err(format!(
+                "tensors of {object} cannot be on a device of tensorstream"
+            ))
         })?;
         Ok(ScalarType(at as u8))
     }
@@ -217,7 +227,8 @@ impl Torch {
         element.ok_or_else(|| PyTypeError::new_err(format!("there is no dtype {}", dtype.0)))
     }
 
-    /// A tensor of the device: its index there, and what it is a view of. None of a tensor that is elsewhere.
+    /// A tensor of the device: its index there, and what it is a view of. None of a tensor that is
+    /// elsewhere.
     pub(super) fn describe(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Option<(u32, TensorRef)>> {
         let py = tensor.py();
         let index: i64 = tensor.call_method0(intern!(py, "get_device"))?.extract()?;

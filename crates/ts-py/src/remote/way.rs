@@ -26,7 +26,8 @@ impl Way {
     pub(super) fn connect(&self, py: Python<'_>, address: &str) -> PyResult<Client<Target>> {
         let to: Address = address.parse().map_err(|error| of_wire(py, &error))?;
         let session = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
-        let options = ConnectionOptions { service: service_of(session), ..self.settings.options(py)? };
+        let options =
+            ConnectionOptions { service: service_of(session), ..self.settings.options(py)? };
         let [ca, cert, key] = &self.tls;
         let tls = tls_client(py, ca.as_ref(), cert.as_ref(), key.as_ref())?;
         let dial: Dial<Target> = Box::new(move || {

@@ -13,8 +13,8 @@ use tensorstream::orchestrator::{self as orchestrator, TensorBytes, Unit};
 use super::Inner;
 use crate::dlpack;
 
-/// A parameter of the model: its unit and its place there, shape and strides where those of its bytes are others,
-/// whether it requires gradients, and its name and torch dtype.
+/// A parameter of the model: its unit and its place there, shape and strides where those of its
+/// bytes are others, whether it requires gradients, and its name and torch dtype.
 pub(super) type WeightSpec = (u32, usize, Option<(Vec<i64>, Vec<i64>)>, bool, String, Py<PyAny>);
 
 pub(super) struct Weight {
@@ -78,8 +78,8 @@ impl Torch {
         question.bind(py).call0()?.is_truthy()
     }
 
-    /// Autocast keeps what it casts of weights that require gradients, with a graph that holds the weights; its cache is
-    /// made for weights that stay.
+    /// Autocast keeps what it casts of weights that require gradients, with a graph that holds the
+    /// weights; its cache is made for weights that stay.
     pub(super) fn forget_casts(&self, py: Python<'_>) -> PyResult<()> {
         if Self::asks(py, &self.is_any_autocast)? && !Self::asks(py, &self.is_grad_enabled)? {
             self.clear_autocast.bind(py).call0()?;
@@ -88,8 +88,14 @@ impl Torch {
     }
 
     /// A weight's tensor over its bytes.
-    pub(super) fn base(&self, py: Python<'_>, bytes: TensorBytes, weight: &Weight) -> PyResult<Py<PyAny>> {
-        // An inference tensor could not be saved for backward; these can, whatever mode the caller is in.
+    pub(super) fn base(
+        &self,
+        py: Python<'_>,
+        bytes: TensorBytes,
+        weight: &Weight,
+    ) -> PyResult<Py<PyAny>> {
+        // An inference tensor could not be saved for backward; these can, whatever mode the caller
+        // is in.
         let guard = match Torch::asks(py, &self.is_inference)? {
             true => Some(self.inference_guard.bind(py).call1((false,))?),
             false => None,
@@ -104,7 +110,12 @@ impl Torch {
         made
     }
 
-    fn make_base(&self, py: Python<'_>, bytes: TensorBytes, weight: &Weight) -> PyResult<Py<PyAny>> {
+    fn make_base(
+        &self,
+        py: Python<'_>,
+        bytes: TensorBytes,
+        weight: &Weight,
+    ) -> PyResult<Py<PyAny>> {
         let capsule = dlpack::capsule(py, bytes, &weight.meta)?;
         let mut tensor = self.from_dlpack.bind(py).call1((capsule,))?;
         if !dlpack::has_code(weight.meta.dtype) {
@@ -113,7 +124,8 @@ impl Torch {
             tensor = tensor.call_method1(intern!(py, "view"), (shape,))?;
         }
         if let Some((shape, strides)) = &weight.strided {
-            tensor = tensor.call_method1(intern!(py, "as_strided"), (shape.clone(), strides.clone()))?;
+            tensor =
+                tensor.call_method1(intern!(py, "as_strided"), (shape.clone(), strides.clone()))?;
         }
         Ok(tensor.unbind())
     }
@@ -129,7 +141,8 @@ pub(super) struct Live {
 #[derive(Default)]
 pub(super) struct Place {
     pub(super) live: Weak<Live>,
-    /// Of a unit that the plan keeps: its tensors, which are used again. Given up when memory is short.
+    /// Of a unit that the plan keeps: its tensors, which are used again. Given up when memory is
+    /// short.
     pub(super) kept: Option<Arc<Live>>,
 }
 
@@ -150,13 +163,14 @@ pub(super) struct LiveState {
 #[derive(Default)]
 struct Views {
     base: Option<Py<PyAny>>,
-    /// PyTorch's address of what owns the base's memory, by which its owners are counted; and how many there were at first.
+    /// PyTorch's address of what owns the base's memory, by which its owners are counted; and how
+    /// many there were at first.
     storage: usize,
     owners: usize,
     /// While gradients are recorded: it requires none, for nothing could keep what it learns.
     frozen: Option<Py<PyAny>>,
-    /// While none are: it says what the model's own did. matmul folds a batch, and so rounds otherwise, for an operand
-    /// that requires a gradient.
+    /// While none are: it says what the model's own did. matmul folds a batch, and so rounds
+    /// otherwise, for an operand that requires a gradient.
     free: Option<Py<PyAny>>,
 }
 
@@ -181,7 +195,8 @@ impl Live {
         grad: bool,
     ) -> PyResult<Py<PyAny>> {
         let free = weight.requires_grad.load(Ordering::Relaxed) && !grad;
-        // No lock is held while tensors are made: the cycle collector may run then, and end other uses.
+        // No lock is held while tensors are made: the cycle collector may run then, and end other
+        // uses.
         let (base, bytes) = {
             let state = self.lock();
             let views = &state.tensors[weight.index];
@@ -233,7 +248,8 @@ impl Live {
             let index = state.tensors.iter().position(|views| changed(views).is_some());
             if let Some(index) = index {
                 let mut weights = inner.weights.iter();
-                let weight = weights.find(|weight| weight.unit == self.unit && weight.index == index);
+                let weight =
+                    weights.find(|weight| weight.unit == self.unit && weight.index == index);
                 state.written = Some(weight.map_or_else(String::new, |weight| weight.name.clone()));
                 // Who enters next begins with other bytes.
                 *inner.place(self.unit) = Place::default();

@@ -26,7 +26,8 @@ pub(super) struct Reader {
     /// What has been read and not looked at: `scratch[..have]`.
     scratch: Box<[u8; SCRATCH]>,
     have: usize,
-    /// What is next in `scratch` belongs to a tensor of which the user has not been told: it may have its memory when it has.
+    /// What is next in `scratch` belongs to a tensor of which the user has not been told: it may
+    /// have its memory when it has.
     held: bool,
     /// The body of a frame that is no payload, or of an encoded one, and how much of it has come.
     body: Vec<u8>,
@@ -64,7 +65,10 @@ impl Default for Reader {
 
 impl fmt::Debug for Reader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reader").field("have", &self.have).field("bulk", &self.bulk).finish_non_exhaustive()
+        f.debug_struct("Reader")
+            .field("have", &self.have)
+            .field("bulk", &self.bulk)
+            .finish_non_exhaustive()
     }
 }
 
@@ -103,8 +107,9 @@ impl Reader {
         self.held
     }
 
-    /// What comes between a frame of this kind and the next payload: nothing but that one's header, or, behind `last` bytes of a tensor, its END and
-    /// the next one's META too. Where something else comes, or that is shorter, a few bytes of a payload are copied; a call to the system is
+    /// What comes between a frame of this kind and the next payload: nothing but that one's header,
+    /// or, behind `last` bytes of a tensor, its END and the next one's META too. Where something
+    /// else comes, or that is shorter, a few bytes of a payload are copied; a call to the system is
     /// saved for each header otherwise.
     fn look_ahead(&mut self, header: Header, last: bool) {
         let next = HEADER_LEN + self.meta_len + HEADER_LEN;
@@ -117,7 +122,8 @@ impl Reader {
 }
 
 impl<S: Sink> Connection<S> {
-    /// Where the next bytes are to be read to: first the one, then the other. They are not both empty.
+    /// Where the next bytes are to be read to: first the one, then the other. They are not both
+    /// empty.
     ///
     /// # Errors
     /// What the memory of a tensor says.
@@ -129,8 +135,9 @@ impl<S: Sink> Connection<S> {
         if self.failed {
             return Err(Error::Misuse("the connection has ended with an error".into()));
         }
-        let Reader { state, scratch, have, body, body_have, bulk, ahead, planned, discarded, .. } =
-            &mut self.reader;
+        let Reader {
+            state, scratch, have, body, body_have, bulk, ahead, planned, discarded, ..
+        } = &mut self.reader;
         let rest = &mut scratch[*have..];
         // As much as is looked at next, and no more where that may belong elsewhere.
         let (first, next): (&mut [u8], usize) = match state {
@@ -166,8 +173,8 @@ impl<S: Sink> Connection<S> {
     /// So many bytes were read to what [`read_targets`](Self::read_targets) gave last.
     ///
     /// # Errors
-    /// What the other end did that the protocol forbids, or why it ends the connection; what the memory of a tensor says. What came before
-    /// can still be [polled](Self::poll).
+    /// What the other end did that the protocol forbids, or why it ends the connection; what the
+    /// memory of a tensor says. What came before can still be [polled](Self::poll).
     pub fn filled(&mut self, len: usize) -> Result<(), Error> {
         self.stats.received_bytes += len as u64;
         let first = len.min(self.reader.planned);
@@ -212,7 +219,8 @@ impl<S: Sink> Connection<S> {
         done
     }
 
-    /// An end that does not read what it makes this one say is not served on: its answers take memory.
+    /// An end that does not read what it makes this one say is not served on: its answers take
+    /// memory.
     fn check_answers(&self) -> Result<(), Error> {
         let answers = self.writer.answers();
         if answers <= MAX_ANSWERS {
@@ -235,7 +243,9 @@ impl<S: Sink> Connection<S> {
 
     /// So many bytes of a payload are where [`Incoming::space`] said.
     fn payload_filled(&mut self, len: usize) -> Result<(), Error> {
-        let Reading::Payload { header, left, hasher } = &mut self.reader.state else { return Ok(()) };
+        let Reading::Payload { header, left, hasher } = &mut self.reader.state else {
+            return Ok(());
+        };
         let stream = header.stream;
         self.moves += 1;
         *left -= len;
@@ -268,7 +278,8 @@ impl<S: Sink> Connection<S> {
                 Reading::Preface => {
                     let known = there.len().min(PREFACE.len());
                     if there[..known] != PREFACE[..known] {
-                        let what = "it does not speak this protocol, or not this version of it".into();
+                        let what =
+                            "it does not speak this protocol, or not this version of it".into();
                         return Err(Error::Protocol { stream: 0, what });
                     }
                     if known < PREFACE.len() {
@@ -330,8 +341,14 @@ impl<S: Sink> Connection<S> {
                         && !incoming.is_unwanted()
                         && expected != sum
                     {
-                        let what = format!("their XXH3 is {sum:016x}, and {expected:016x} was sent");
-                        return Err(Error::Damaged { tensor: incoming.arriving().0, offset, end, what });
+                        let what =
+                            format!("their XXH3 is {sum:016x}, and {expected:016x} was sent");
+                        return Err(Error::Damaged {
+                            tensor: incoming.arriving().0,
+                            offset,
+                            end,
+                            what,
+                        });
                     }
                 }
             }
@@ -348,7 +365,10 @@ impl<S: Sink> Connection<S> {
     /// A frame begins.
     fn begin(&mut self, header: Header) -> Result<(), Error> {
         self.stats.received_frames += 1;
-        let brings = matches!(header.kind, Kind::Hello | Kind::Meta | Kind::Data | Kind::End | Kind::Message);
+        let brings = matches!(
+            header.kind,
+            Kind::Hello | Kind::Meta | Kind::Data | Kind::End | Kind::Message
+        );
         self.moves += u64::from(brings || header.len > 0);
         let bad = |what: &str| Err(Error::Protocol { stream: header.stream, what: what.into() });
         if self.peer.is_none() && header.kind != Kind::Hello && header.kind != Kind::Close {
@@ -402,7 +422,8 @@ impl<S: Sink> Connection<S> {
 
     /// A frame that is in `body` is complete.
     fn end_body(&mut self) -> Result<(), Error> {
-        let Reading::Body(header) = std::mem::replace(&mut self.reader.state, Reading::Header) else {
+        let Reading::Body(header) = std::mem::replace(&mut self.reader.state, Reading::Header)
+        else {
             unreachable!("a body was being read")
         };
         let Header { kind, stream, seq, .. } = header;
@@ -455,10 +476,14 @@ impl<S: Sink> Connection<S> {
         Ok(())
     }
 
-    /// The other end offers memory by which payloads are to come. Who cannot have it says nothing, and they come as they did.
+    /// The other end offers memory by which payloads are to come. Who cannot have it says nothing,
+    /// and they come as they did.
     fn take_shared_memory(&mut self, stream: u32, len: u64) -> Result<(), Error> {
         if stream != 0 || self.ring_in.is_some() {
-            return Err(Error::Protocol { stream, what: "it shares memory again, or on a stream".into() });
+            return Err(Error::Protocol {
+                stream,
+                what: "it shares memory again, or on a stream".into(),
+            });
         }
         let descriptor = self.descriptor.take().filter(|_| self.options.shared_bytes > 0);
         if let Some(ring) = descriptor.and_then(|descriptor| RingIn::open(&descriptor, len)) {
@@ -473,7 +498,8 @@ impl<S: Sink> Connection<S> {
         let stream = header.stream;
         let incoming = self.incoming.get_mut(&stream).expect("it is there");
         let bad = |what: &str| Error::Protocol { stream, what: what.into() };
-        let (len, sum) = body.split_first_chunk::<8>().ok_or_else(|| bad("a length that is cut off"))?;
+        let (len, sum) =
+            body.split_first_chunk::<8>().ok_or_else(|| bad("a length that is cut off"))?;
         let len = u64::from_le_bytes(*len);
         let ring = self.ring_in.as_mut().filter(|ring| ring.holds(len));
         let ring = ring.ok_or_else(|| bad("a payload in shared memory where there is none"))?;
@@ -498,7 +524,11 @@ impl<S: Sink> Connection<S> {
         let opens = matches!(kind, Kind::Meta | Kind::Message);
         if self.incoming.get(&stream).is_some_and(Incoming::is_over) {
             // Two ends may give a stream up at once.
-            return if kind == Kind::Cancel { Ok(()) } else { bad("more of a stream that is over") };
+            return if kind == Kind::Cancel {
+                Ok(())
+            } else {
+                bad("more of a stream that is over")
+            };
         }
         if !self.incoming.contains_key(&stream) {
             if stream == 0 || stream % 2 == self.next_stream % 2 {
@@ -534,14 +564,21 @@ impl<S: Sink> Connection<S> {
             Kind::Data => {
                 let (body, sum) = match header.flags & CHECKED {
                     0 => (body, None),
-                    _ => body.split_last_chunk::<8>().map_or((body, None), |(body, sum)| (body, Some(*sum))),
+                    _ => body
+                        .split_last_chunk::<8>()
+                        .map_or((body, None), |(body, sum)| (body, Some(*sum))),
                 };
                 if let Some(sum) = sum
                     && XxHash3_64::oneshot(body) != u64::from_le_bytes(sum)
                 {
                     let (tensor, offset) = incoming.arriving();
                     let what = "the XXH3 of an encoded piece is another".into();
-                    return Err(Error::Damaged { tensor, offset, end: offset + body.len() as u64, what });
+                    return Err(Error::Damaged {
+                        tensor,
+                        offset,
+                        end: offset + body.len() as u64,
+                        what,
+                    });
                 }
                 incoming.decode(body, &mut self.reader.decoder)?;
             }

@@ -10,7 +10,8 @@ use crate::Sink;
 use crate::frame::{Kind, MAX_PIECE_LEN, PREFACE};
 use crate::outgoing::{OutFrame, Outgoing};
 
-/// How much is put together for the socket at a time, in bytes: what else is to be sent comes behind it.
+/// How much is put together for the socket at a time, in bytes: what else is to be sent comes
+/// behind it.
 const LOOKAHEAD: usize = 2 << 20;
 /// The longest piece while several streams have something to send.
 const SHARED_PIECE: usize = 256 << 10;
@@ -79,7 +80,8 @@ impl Writer {
         self.queue_offset == 0 && self.queue.front().is_some_and(|frame| frame.has_descriptor)
     }
 
-    /// Keeps only what the other end could not read on without: a frame that was begun, and who this is.
+    /// Keeps only what the other end could not read on without: a frame that was begun, and who
+    /// this is.
     pub(super) fn drop_unwritten(&mut self) {
         self.queue.truncate(usize::from(self.queue_offset > 0));
         self.queued_bytes = self.queue.iter().map(OutFrame::len).sum();
@@ -90,9 +92,13 @@ impl Writer {
     fn slices(&self, most: usize) -> Vec<IoSlice<'_>> {
         let mut skip = self.queue_offset;
         // A descriptor goes with the first byte of a call.
-        let together =
-            self.queue.iter().enumerate().take_while(|(at, frame)| *at == 0 || !frame.has_descriptor);
-        let parts = together.flat_map(|(_, frame)| [&frame.head[..], &frame.payload[..], &frame.tail[..]]);
+        let together = self
+            .queue
+            .iter()
+            .enumerate()
+            .take_while(|(at, frame)| *at == 0 || !frame.has_descriptor);
+        let parts =
+            together.flat_map(|(_, frame)| [&frame.head[..], &frame.payload[..], &frame.tail[..]]);
         let rest = parts.filter_map(|part| {
             let skipped = skip.min(part.len());
             skip -= skipped;
@@ -179,7 +185,8 @@ impl<S: Sink> Connection<S> {
 
     /// So many bytes of that were written.
     pub fn written(&mut self, len: usize) {
-        self.moves += u64::from(len > 0 && !self.writer.queue.front().is_some_and(OutFrame::is_sign_of_life));
+        self.moves +=
+            u64::from(len > 0 && !self.writer.queue.front().is_some_and(OutFrame::is_sign_of_life));
         self.stats.sent_bytes += len as u64;
         self.writer.written(len);
     }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Messages and tensors both ways, each once and in their order, also over links that are lost and made again.
+//! Messages and tensors both ways, each once and in their order, also over links that are lost and
+//! made again.
 //!
-//! An end numbers what it sends, and keeps it until the other has said that it has it. On a new link each end says first how much it has, and what it
-//! has not is sent again. A tensor that was cut off is sent again from its beginning.
+//! An end numbers what it sends, and keeps it until the other has said that it has it. On a new
+//! link each end says first how much it has, and what it has not is sent again. A tensor that was
+//! cut off is sent again from its beginning.
 
 use std::collections::VecDeque;
 use std::thread;
@@ -123,12 +125,16 @@ impl<S: Sink> Channel<S> {
     }
 
     /// # Errors
-    /// [`Error::Protocol`] when the other end owes acknowledgements of more bytes, or of more things, than these.
+    /// [`Error::Protocol`] when the other end owes acknowledgements of more bytes, or of more
+    /// things, than these.
     pub(super) fn refuse_debts(&self, (bytes, things): (usize, usize)) -> Result<(), Error> {
         if self.unacked_bytes <= bytes && self.unacked.len() <= things {
             return Ok(());
         }
-        Err(Error::Protocol { stream: self.stream, what: "nothing that was sent is acknowledged".into() })
+        Err(Error::Protocol {
+            stream: self.stream,
+            what: "nothing that was sent is acknowledged".into(),
+        })
     }
 
     /// Whether the other end has all.
@@ -203,10 +209,12 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    /// Goes on with a link on which both have greeted: what the other end has not received is sent again.
+    /// Goes on with a link on which both have greeted: what the other end has not received is sent
+    /// again.
     pub(super) fn attach(&mut self, link: Link<S>, stream: u32, theirs: u64) -> Result<(), Error> {
         if theirs > self.next_number() || theirs < self.acked {
-            let what = format!("has received {theirs} things, of which {} were sent", self.next_number());
+            let what =
+                format!("has received {theirs} things, of which {} were sent", self.next_number());
             return Err(Error::Protocol { stream, what });
         }
         self.heard(theirs);
@@ -271,7 +279,8 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    /// What comes next, at most so long; or `None`, and that too when there were acknowledgements alone, which end the wait.
+    /// What comes next, at most so long; or `None`, and that too when there were acknowledgements
+    /// alone, which end the wait.
     pub(super) fn next_within(&mut self, time: Duration) -> Result<Option<Incoming<S>>, Error> {
         // Those that came with what was heard last end nothing.
         if let Some(item) = self.next_heard()? {
@@ -321,7 +330,9 @@ impl<S: Sink> Channel<S> {
                 match fields.byte()? {
                     PART => {
                         if self.parts.len() + bytes.len() > MAX_MESSAGE {
-                            return Err(fields.bad(format!("a message of more than {MAX_MESSAGE} bytes")));
+                            return Err(
+                                fields.bad(format!("a message of more than {MAX_MESSAGE} bytes"))
+                            );
                         }
                         self.parts.extend_from_slice(&bytes[1..]);
                         self.took(bytes.len() as u64)?;
@@ -339,7 +350,9 @@ impl<S: Sink> Channel<S> {
                     ACK => {
                         let theirs = fields.number()?;
                         if theirs > self.next_number() || theirs < self.acked {
-                            return Err(fields.bad(format!("an acknowledgement of {theirs} things")));
+                            return Err(
+                                fields.bad(format!("an acknowledgement of {theirs} things"))
+                            );
                         }
                         self.heard(theirs);
                     }
@@ -355,7 +368,9 @@ impl<S: Sink> Channel<S> {
                 return Ok(Some(Incoming::Tensor(*info, sink)));
             }
             Event::Finished { .. } => return Ok(Some(Incoming::Finished)),
-            Event::Cancelled { stream, reason, .. } => return Err(Error::Cancelled { stream, reason }),
+            Event::Cancelled { stream, reason, .. } => {
+                return Err(Error::Cancelled { stream, reason });
+            }
             _ => {}
         }
         Ok(None)
@@ -371,7 +386,11 @@ impl<S: Sink> Channel<S> {
     fn took(&mut self, bytes: u64) -> Result<(), Error> {
         self.received += 1;
         self.owed = (self.owed.0 + 1, self.owed.1 + bytes);
-        if self.owed.0 >= ACK_EVERY || self.owed.1 >= ACK_BYTES { self.acknowledge() } else { Ok(()) }
+        if self.owed.0 >= ACK_EVERY || self.owed.1 >= ACK_BYTES {
+            self.acknowledge()
+        } else {
+            Ok(())
+        }
     }
 
     /// What was sent and may have to be sent again is the channel's own from now on.

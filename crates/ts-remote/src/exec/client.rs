@@ -48,16 +48,19 @@ pub struct ClientOptions<S> {
     pub dial: Dial<S>,
     /// How long a link that was lost is tried to be made again.
     pub retry: Duration,
-    /// Whether an address at which nobody listens is tried again: not where whoever listened there was made for this session.
+    /// Whether an address at which nobody listens is tried again: not where whoever listened there
+    /// was made for this session.
     pub returns: bool,
 }
 
 /// Makes a link.
 pub type Dial<S> = Box<dyn Fn() -> Result<Link<S>, Error> + Send + Sync>;
 
-/// A session with a machine: what is asked is done there in its order, while the program goes on here. For many threads at once.
+/// A session with a machine: what is asked is done there in its order, while the program goes on
+/// here. For many threads at once.
 ///
-/// What is asked goes in batches: of 64 requests, or of what is there after 1 ms, or when somebody waits. What fails is told at the next wait.
+/// What is asked goes in batches: of 64 requests, or of what is there after 1 ms, or when somebody
+/// waits. What fails is told at the next wait.
 pub struct Client<S: Sink + Send + 'static> {
     shared: Arc<Shared<S>>,
 }
@@ -167,7 +170,8 @@ struct Line<S> {
 }
 
 impl<S: Sink + Send + 'static> Client<S> {
-    /// Connects, and begins a session. Starts a thread, which sends what has waited for 1 ms and gives signs of life. Blocks.
+    /// Connects, and begins a session. Starts a thread, which sends what has waited for 1 ms and
+    /// gives signs of life. Blocks.
     ///
     /// `session` names it: 16 bytes that nobody else guesses.
     ///
@@ -217,12 +221,14 @@ impl<S: Sink + Send + 'static> Client<S> {
             }
         };
         let thread = thread::Builder::new().name("tensorstream-flush".into()).spawn(run);
-        let thread = thread.map_err(|source| Error::io("this process", "starting a thread", source))?;
+        let thread =
+            thread.map_err(|source| Error::io("this process", "starting a thread", source))?;
         shared.queue().flusher = Some(thread.thread().clone());
         Ok(Self { shared })
     }
 
-    /// The number of an operator, such as `aten::add.Tensor`, which the machine is told at its first use.
+    /// The number of an operator, such as `aten::add.Tensor`, which the machine is told at its
+    /// first use.
     ///
     /// # Errors
     /// What ended the session.
@@ -237,7 +243,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         Ok(op)
     }
 
-    /// Asks for something, and goes on. The number of the request. Blocks only while more waits to be sent than may.
+    /// Asks for something, and goes on. The number of the request. Blocks only while more waits to
+    /// be sent than may.
     ///
     /// # Errors
     /// What ended the session.
@@ -257,8 +264,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         Ok(number)
     }
 
-    /// The first half of [`ask_with`](Self::ask_with), which never blocks: the number of the request, and whether the second,
-    /// [`settle`](Self::settle), is due.
+    /// The first half of [`ask_with`](Self::ask_with), which never blocks: the number of the
+    /// request, and whether the second, [`settle`](Self::settle), is due.
     ///
     /// # Errors
     /// What ended the session.
@@ -283,7 +290,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         self.shared.pump(clogged)
     }
 
-    /// Says that nobody has a view of a storage any more. Never blocks, and may be called by whatever drops things.
+    /// Says that nobody has a view of a storage any more. Never blocks, and may be called by
+    /// whatever drops things.
     pub fn free(&self, storage: u64) {
         // A session that is over has no storages.
         let _ = self.shared.queue().push(|batch| Request::Free { storage }.encode(batch));
@@ -300,7 +308,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         self.shared.replies.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Asks for the elements of a tensor: a number to [`wait`](Self::wait) for. They go to `memory`, which is as long as they are, or to new memory.
+    /// Asks for the elements of a tensor: a number to [`wait`](Self::wait) for. They go to
+    /// `memory`, which is as long as they are, or to new memory.
     ///
     /// # Errors
     /// What ended the session.
@@ -311,8 +320,9 @@ impl<S: Sink + Send + 'static> Client<S> {
         Ok(reply)
     }
 
-    /// Writes bytes to a storage. A few are copied; of many, `bytes` is kept until the other end has them: until it is [delivered](Self::delivered_within), what it
-    /// is made of may not change.
+    /// Writes bytes to a storage. A few are copied; of many, `bytes` is kept until the other end
+    /// has them: until it is [delivered](Self::delivered_within), what it is made of may not
+    /// change.
     ///
     /// # Errors
     /// What ended the session. Blocks as long as too much waits to be sent.
@@ -324,7 +334,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         for at in (0..bytes.len()).step_by(PIECE) {
             let piece = bytes.slice(at..bytes.len().min(at + PIECE));
             let mut queue = self.shared.queue();
-            let request = Request::Receive { storage, offset: offset + at as u64, bytes: piece.len() as u64 };
+            let request =
+                Request::Receive { storage, offset: offset + at as u64, bytes: piece.len() as u64 };
             queue.push(|batch| request.encode(batch))?;
             queue.seal();
             queue.uploaded_bytes += piece.len() as u64;
@@ -337,7 +348,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         Ok(())
     }
 
-    /// Waits until the other end has all that was asked and written, done or not, at most so long: whether it has.
+    /// Waits until the other end has all that was asked and written, done or not, at most so long:
+    /// whether it has.
     ///
     /// # Errors
     /// What ended the session.
@@ -357,7 +369,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         }
     }
 
-    /// Waits for an answer, at most so long; `None` when it has not come. A wait is the time at which failures are told.
+    /// Waits for an answer, at most so long; `None` when it has not come. A wait is the time at
+    /// which failures are told.
     ///
     /// # Errors
     /// [`Fault`]. The answer, if there was one, is gone then.
@@ -384,9 +397,13 @@ impl<S: Sink + Send + 'static> Client<S> {
         }
     }
 
-    /// Asks, of an answer that takes long, for another behind it. When that one is there, the first is lost.
+    /// Asks, of an answer that takes long, for another behind it. When that one is there, the first
+    /// is lost.
     fn doubt(&self, line: &mut Line<S>, reply: u64) -> Result<(), Error> {
-        let doubt = line.doubts.entry(reply).or_insert_with(|| Doubt { since: Instant::now(), probe: None });
+        let doubt = line
+            .doubts
+            .entry(reply)
+            .or_insert_with(|| Doubt { since: Instant::now(), probe: None });
         match doubt.probe {
             None if doubt.since.elapsed() >= DOUBT => {
                 let probe = self.reply();
@@ -413,7 +430,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         self.shared.pump(false)
     }
 
-    /// Takes what has failed and nobody was told of, if anything did: as a wait would tell it. For who ends a session.
+    /// Takes what has failed and nobody was told of, if anything did: as a wait would tell it. For
+    /// who ends a session.
     pub fn take_failed(&self) -> Option<Fault> {
         self.shared.line().failed()
     }
@@ -440,7 +458,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         }
     }
 
-    /// Ends the session: what was asked is done, and then all storages are gone. Blocks until the machine has heard of it.
+    /// Ends the session: what was asked is done, and then all storages are gone. Blocks until the
+    /// machine has heard of it.
     ///
     /// # Errors
     /// What ended the session before.
@@ -503,20 +522,24 @@ impl<S: Sink + Send> Shared<S> {
         drop(queue);
         // Whoever has the line sends it.
         if let Ok(mut line) = self.line.try_lock() {
-            let _ = self.send(&mut line, false).and_then(|()| self.listen(&mut line, Duration::ZERO));
+            let _ =
+                self.send(&mut line, false).and_then(|()| self.listen(&mut line, Duration::ZERO));
         } else if waits {
             self.crowd.store(true, Ordering::Relaxed);
         }
         waits
     }
 
-    /// Sends what was sealed, unless somebody else has the line, who does it then; with `clogged`, until little of it is left.
+    /// Sends what was sealed, unless somebody else has the line, who does it then; with `clogged`,
+    /// until little of it is left.
     fn pump(&self, clogged: bool) -> Result<(), Error> {
         if clogged {
             loop {
                 let mut line = self.line();
                 self.send(&mut line, false)?;
-                if line.channel.unsent_bytes() < 2 * PIECE && line.channel.unacked_bytes() < MAX_UNACKED {
+                if line.channel.unsent_bytes() < 2 * PIECE
+                    && line.channel.unacked_bytes() < MAX_UNACKED
+                {
                     return Ok(());
                 }
                 self.listen(&mut line, SHORT_TURN)?;
@@ -566,7 +589,8 @@ impl<S: Sink + Send> Shared<S> {
         if let Some(error) = &line.over {
             return Err(error.clone());
         }
-        let item = if time.is_zero() { line.channel.poll() } else { line.channel.next_within(time) };
+        let item =
+            if time.is_zero() { line.channel.poll() } else { line.channel.next_within(time) };
         let heard = item.and_then(|item| match item {
             // What the other end waits for to be acknowledged is.
             Some(item) => line.hear(item).and_then(|()| {
@@ -583,7 +607,8 @@ impl<S: Sink + Send> Shared<S> {
         if unwanted.is_empty() {
             return;
         }
-        let there: Vec<_> = unwanted.iter().filter_map(|reply| line.answers.remove_entry(reply)).collect();
+        let there: Vec<_> =
+            unwanted.iter().filter_map(|reply| line.answers.remove_entry(reply)).collect();
         unwanted.retain(|reply| there.iter().all(|(found, _)| found != reply));
         for (reply, _) in &there {
             line.doubts.remove(reply);
@@ -598,7 +623,9 @@ impl<S: Sink + Send> Shared<S> {
         let mut error = error;
         // Who said why it ends the connection means it.
         let meant = line.channel.was_closed();
-        if matches!(error.kind(), ErrorKind::Network | ErrorKind::TimedOut | ErrorKind::Refused) && !meant {
+        if matches!(error.kind(), ErrorKind::Network | ErrorKind::TimedOut | ErrorKind::Refused)
+            && !meant
+        {
             let end = Instant::now() + self.options.retry;
             let mut pause = Duration::from_millis(10);
             line.detach();
@@ -614,7 +641,9 @@ impl<S: Sink + Send> Shared<S> {
                         break;
                     }
                     // It is not there, and nobody comes in its place.
-                    Err(Error::Io { source, .. }) if !self.options.returns && is_gone(&source) => break,
+                    Err(Error::Io { source, .. }) if !self.options.returns && is_gone(&source) => {
+                        break;
+                    }
                     Err(_) => thread::sleep(pause),
                 }
                 pause = (pause * 2).min(Duration::from_secs(1));
@@ -680,7 +709,8 @@ impl<S: Sink + Send> Line<S> {
         self.channel.attach(link, stream, theirs.received)
     }
 
-    /// Gives the link up. What has come by it counts, and memory for an answer that was under way is kept for when it comes again.
+    /// Gives the link up. What has come by it counts, and memory for an answer that was under way
+    /// is kept for when it comes again.
     fn detach(&mut self) {
         while let Ok(Some(item)) = self.channel.next_heard() {
             if self.hear(item).is_err() {
@@ -704,21 +734,30 @@ impl<S: Sink + Send> Line<S> {
                 Ok(())
             }
             Incoming::Announced(info) => {
-                let reply = self.arriving.ok_or_else(|| bad("elements of which nothing was said"))?;
-                let sink = self.sinks.remove(&reply).ok_or_else(|| bad("elements that nobody asked for"))?;
+                let reply =
+                    self.arriving.ok_or_else(|| bad("elements of which nothing was said"))?;
+                let sink = self
+                    .sinks
+                    .remove(&reply)
+                    .ok_or_else(|| bad("elements that nobody asked for"))?;
                 if sink.byte_len() != info.storage_len {
                     return Err(bad("more or fewer elements than were asked for"));
                 }
                 self.channel.accept(sink)
             }
             Incoming::Tensor(info, sink) => {
-                let reply = self.arriving.take().ok_or_else(|| bad("elements of which nothing was said"))?;
+                let reply = self
+                    .arriving
+                    .take()
+                    .ok_or_else(|| bad("elements of which nothing was said"))?;
                 let sink = sink.ok_or_else(|| bad("no elements"))?;
                 self.downloaded_bytes += info.storage_len;
                 self.answers.insert(reply, Ok(Answer::Memory(sink)));
                 Ok(())
             }
-            Incoming::Finished => Err(Error::Closed { reason: "the machine has ended the session".into() }),
+            Incoming::Finished => {
+                Err(Error::Closed { reason: "the machine has ended the session".into() })
+            }
         }
     }
 

@@ -8,12 +8,14 @@ use crate::Sink;
 
 /// Storages, and operators on them. A [`Sessions`](super::Sessions) has one for each client.
 ///
-/// No method may be called with a storage that is not there without a [`Stale`](super::FailureKind::Stale) failure.
+/// No method may be called with a storage that is not there without a
+/// [`Stale`](super::FailureKind::Stale) failure.
 pub trait Executor {
     /// Where long payloads are received to.
     type Sink: Sink + Send;
 
-    /// Runs what is to be done of a batch, all of it in `run`: what is needed for every request is taken once.
+    /// Runs what is to be done of a batch, all of it in `run`: what is needed for every request is
+    /// taken once.
     fn batch(&mut self, run: &mut dyn FnMut(&mut Self)) {
         run(self);
     }
@@ -24,7 +26,8 @@ pub trait Executor {
     /// What is wrong with it; that is what each call of it fails with.
     fn define(&mut self, op: u32, name: &str) -> Result<(), Failure>;
 
-    /// A storage of so many bytes begins, which takes no memory before something is written to it, and is zero.
+    /// A storage of so many bytes begins, which takes no memory before something is written to it,
+    /// and is zero.
     ///
     /// # Errors
     /// There is such a storage, or no such device.
@@ -62,21 +65,23 @@ pub trait Executor {
         full: <Self::Sink as Sink>::Full,
     ) -> Result<(), Failure>;
 
-    /// The elements of a tensor, in order, as they are now. They may be in the storage's own memory: nothing is written to it before the client has them, or
-    /// what is left of a link has.
+    /// The elements of a tensor, in order, as they are now. They may be in the storage's own
+    /// memory: nothing is written to it before the client has them, or what is left of a link has.
     ///
     /// # Errors
     /// The tensor is not within its storage.
     fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, Failure>;
 
-    /// Runs an operator. What it gives goes where the call's outputs say; if it has a `reply`, what it gives is told: numbers as they are, tensors
-    /// as a list of the [`Value::Tensor`] and its storage's length.
+    /// Runs an operator. What it gives goes where the call's outputs say; if it has a `reply`, what
+    /// it gives is told: numbers as they are, tensors as a list of the [`Value::Tensor`] and its
+    /// storage's length.
     ///
     /// # Errors
     /// What went wrong. Nothing that it would have given is there then.
     fn call(&mut self, call: &Call) -> Result<Vec<Value>, Failure>;
 
-    /// The storages there are: of each its number, bytes, device, and whether something was written to it.
+    /// The storages there are: of each its number, bytes, device, and whether something was written
+    /// to it.
     fn storages(&self) -> Vec<(u64, u64, u32, bool)>;
 
     /// The storages to which an operator would write, beside new ones.

@@ -10,8 +10,9 @@ use super::{Call, Executor, Failure, FailureKind, Output, ScalarType, TensorRef,
 /// PyTorch's number for float32.
 const F32: ScalarType = ScalarType(6);
 
-/// Storages in this process's memory, and `aten::copy_`, `aten::fill_.Scalar`, `aten::add.Tensor`, `aten::mul.Tensor` (of equal shapes) and `aten::mm`, of float32.
-/// For who wants both ends without PyTorch, and for tests.
+/// Storages in this process's memory, and `aten::copy_`, `aten::fill_.Scalar`, `aten::add.Tensor`,
+/// `aten::mul.Tensor` (of equal shapes) and `aten::mm`, of float32. For who wants both ends without
+/// PyTorch, and for tests.
 #[derive(Debug, Default)]
 pub struct HostExecutor {
     ops: Vec<Option<Op>>,
@@ -47,7 +48,8 @@ impl HostExecutor {
         let stale = || Failure::new(FailureKind::Stale, format!("there is no storage {storage}"));
         let (len, bytes) = self.storages.get_mut(&storage).ok_or_else(stale)?;
         if (bytes.len() as u64) < *len {
-            let none = || Failure::new(FailureKind::OutOfMemory, format!("no memory for {len} bytes"));
+            let none =
+                || Failure::new(FailureKind::OutOfMemory, format!("no memory for {len} bytes"));
             let len = usize::try_from(*len).map_err(|_| none())?;
             bytes.try_reserve_exact(len - bytes.len()).map_err(|_| none())?;
             bytes.resize(len, 0);
@@ -66,12 +68,16 @@ impl HostExecutor {
         Ok(&mut bytes[offset as usize..end as usize])
     }
 
-    /// Where the elements of a tensor begin in its storage, in bytes and in their order, which are all within it.
+    /// Where the elements of a tensor begin in its storage, in bytes and in their order, which are
+    /// all within it.
     fn places(&mut self, tensor: &TensorRef) -> Result<Vec<usize>, Failure> {
         let there = self.bytes(tensor.storage)?.len() as u64 / 4;
         let View { dtype, sizes, strides, offset } = &tensor.view;
         if *dtype != F32 {
-            return Err(refused(format!("a tensor of dtype {}, where only float32 is known", dtype.0)));
+            return Err(refused(format!(
+                "a tensor of dtype {}, where only float32 is known",
+                dtype.0
+            )));
         }
         let outside = || refused(format!("a tensor that is not within storage {}", tensor.storage));
         let mut last = Some(*offset);
@@ -91,8 +97,10 @@ impl HostExecutor {
         let mut places = vec![*offset as usize * 4];
         for (&size, &stride) in sizes.iter().zip(strides) {
             let step = stride as usize * 4;
-            places =
-                places.iter().flat_map(|place| (0..size as usize).map(move |at| place + at * step)).collect();
+            places = places
+                .iter()
+                .flat_map(|place| (0..size as usize).map(move |at| place + at * step))
+                .collect();
         }
         Ok(places)
     }
@@ -100,15 +108,20 @@ impl HostExecutor {
     fn get(&mut self, tensor: &TensorRef) -> Result<Vec<f32>, Failure> {
         let places = self.places(tensor)?;
         let bytes = self.bytes(tensor.storage)?;
-        let element =
-            |&at: &usize| f32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let element = |&at: &usize| {
+            f32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
         Ok(places.iter().map(element).collect())
     }
 
     fn put(&mut self, tensor: &TensorRef, values: &[f32]) -> Result<(), Failure> {
         let places = self.places(tensor)?;
         if places.len() != values.len() {
-            return Err(raised(format!("{} elements, where there are {}", values.len(), places.len())));
+            return Err(raised(format!(
+                "{} elements, where there are {}",
+                values.len(),
+                places.len()
+            )));
         }
         let bytes = self.bytes(tensor.storage)?;
         for (at, value) in places.into_iter().zip(values) {
@@ -121,7 +134,10 @@ impl HostExecutor {
         if one.view.sizes == other.view.sizes {
             return Ok(());
         }
-        Err(raised(format!("shapes {:?} and {:?} are not the same", one.view.sizes, other.view.sizes)))
+        Err(raised(format!(
+            "shapes {:?} and {:?} are not the same",
+            one.view.sizes, other.view.sizes
+        )))
     }
 }
 
@@ -207,7 +223,8 @@ impl Executor for HostExecutor {
             }
             Op::Mm => {
                 let second = tensor(call, 1)?;
-                let (&[rows, inner], &[same, columns]) = (&first.view.sizes[..], &second.view.sizes[..])
+                let (&[rows, inner], &[same, columns]) =
+                    (&first.view.sizes[..], &second.view.sizes[..])
                 else {
                     return Err(raised("matrices have two dimensions"));
                 };
@@ -242,7 +259,9 @@ impl Executor for HostExecutor {
     }
 
     fn storages(&self) -> Vec<(u64, u64, u32, bool)> {
-        let told = |(&storage, (len, bytes)): (&u64, &(u64, Vec<u8>))| (storage, *len, 0, !bytes.is_empty());
+        let told = |(&storage, (len, bytes)): (&u64, &(u64, Vec<u8>))| {
+            (storage, *len, 0, !bytes.is_empty())
+        };
         self.storages.iter().map(told).collect()
     }
 

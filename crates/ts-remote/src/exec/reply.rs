@@ -104,9 +104,11 @@ impl Reply {
             BYTES => Self::Bytes { reply: from.number()?, bytes: from.bytes()?.into() },
             TENSOR => Self::Tensor { reply: from.number()? },
             FAILED => Self::Failed { request: from.number()?, failure: failure(from)? },
-            REFUSED => {
-                Self::Refused { reply: from.number()?, request: from.number()?, failure: failure(from)? }
-            }
+            REFUSED => Self::Refused {
+                reply: from.number()?,
+                request: from.number()?,
+                failure: failure(from)?,
+            },
             kind => return Err(from.bad(format!("a reply of kind {kind}"))),
         })
     }
@@ -143,7 +145,8 @@ mod tests {
             (any::<u64>(), prop::collection::vec(any::<u8>(), 0..9))
                 .prop_map(|(reply, bytes)| Reply::Bytes { reply, bytes }),
             any::<u64>().prop_map(|reply| Reply::Tensor { reply }),
-            (any::<u64>(), failure.clone()).prop_map(|(request, failure)| Reply::Failed { request, failure }),
+            (any::<u64>(), failure.clone())
+                .prop_map(|(request, failure)| Reply::Failed { request, failure }),
             (any::<[u64; 2]>(), failure).prop_map(|([reply, request], failure)| Reply::Refused {
                 reply,
                 request,
@@ -166,7 +169,10 @@ mod tests {
         }
 
         #[test]
-        fn whatever_comes_is_a_reply_or_an_error(kind in 0u8..7, rest in prop::collection::vec(any::<u8>(), 0..60)) {
+        fn whatever_comes_is_a_reply_or_an_error(
+            kind in 0u8..7,
+            rest in prop::collection::vec(any::<u8>(), 0..60),
+        ) {
             let bytes = [vec![kind], rest].concat();
             let mut from = Decoder::new(&bytes, 1);
             if let Ok(reply) = Reply::decode(&mut from) {

@@ -4,7 +4,8 @@
 use super::value::{Decoder, TensorRef, Value, put_number, put_text};
 use crate::Error;
 
-/// One thing to be done. Each has the number after the one before it, from 1 on, for as long as the session lasts.
+/// One thing to be done. Each has the number after the one before it, from 1 on, for as long as the
+/// session lasts.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Request {
@@ -66,8 +67,9 @@ pub enum Request {
         /** What the answer is known by. */
         reply: u64,
     },
-    /// Tells what storages there are: of each four numbers, its own, its bytes, its device, and 0 if nothing was ever written to it, 1, or 2 if it was
-    /// to be written to by a request that was not done.
+    /// Tells what storages there are: of each four numbers, its own, its bytes, its device, and 0
+    /// if nothing was ever written to it, 1, or 2 if it was to be written to by a request that was
+    /// not done.
     List {
         /** What the answer is known by. */
         reply: u64,
@@ -87,7 +89,8 @@ pub struct Call {
     pub kwargs: Vec<(String, Value)>,
     /// What becomes of each tensor that it gives.
     pub outputs: Vec<Output>,
-    /// What the answer is known by, where what it gives is asked for: [`Output::Asked`], or that which is no tensor.
+    /// What the answer is known by, where what it gives is asked for: [`Output::Asked`], or that
+    /// which is no tensor.
     pub reply: Option<u64>,
 }
 
@@ -104,7 +107,8 @@ pub enum Output {
         /** The storage's length. */
         bytes: u64,
     },
-    /// It is new, and only its elements say what it is like: the storage begins with it, and the answer says the rest.
+    /// It is new, and only its elements say what it is like: the storage begins with it, and the
+    /// answer says the rest.
     Asked {
         /** The storage. */
         storage: u64,
@@ -150,7 +154,9 @@ impl Request {
                 numbers(WRITE, &[*storage, *offset, bytes.len() as u64]);
                 into.extend_from_slice(bytes);
             }
-            Self::Receive { storage, offset, bytes } => numbers(RECEIVE, &[*storage, *offset, *bytes]),
+            Self::Receive { storage, offset, bytes } => {
+                numbers(RECEIVE, &[*storage, *offset, *bytes])
+            }
             Self::Sync { reply } => numbers(SYNC, &[*reply]),
             Self::List { reply } => numbers(LIST, &[*reply]),
             Self::Read { reply, tensor } => {
@@ -177,15 +183,23 @@ impl Request {
         from.allow(MAX_DECODED);
         Ok(match from.byte()? {
             DEFINE => Self::Define { op: small(from)?, name: from.text()?.into() },
-            CREATE => Self::Create { storage: from.number()?, bytes: from.number()?, device: small(from)? },
+            CREATE => Self::Create {
+                storage: from.number()?,
+                bytes: from.number()?,
+                device: small(from)?,
+            },
             RESIZE => Self::Resize { storage: from.number()?, bytes: from.number()? },
             FREE => Self::Free { storage: from.number()? },
-            WRITE => {
-                Self::Write { storage: from.number()?, offset: from.number()?, bytes: from.bytes()?.into() }
-            }
-            RECEIVE => {
-                Self::Receive { storage: from.number()?, offset: from.number()?, bytes: from.number()? }
-            }
+            WRITE => Self::Write {
+                storage: from.number()?,
+                offset: from.number()?,
+                bytes: from.bytes()?.into(),
+            },
+            RECEIVE => Self::Receive {
+                storage: from.number()?,
+                offset: from.number()?,
+                bytes: from.number()?,
+            },
             SYNC => Self::Sync { reply: from.number()? },
             LIST => Self::List { reply: from.number()? },
             READ => Self::Read { reply: from.number()?, tensor: TensorRef::decode(from)? },
@@ -297,15 +311,17 @@ mod tests {
     fn requests() -> impl Strategy<Value = Request> {
         use prop::collection::vec;
         let reply = prop::option::of(1..=u64::MAX);
-        let call =
-            (any::<u32>(), vec(values(), 0..4), vec((".*", values()), 0..3), vec(outputs(), 0..3), reply);
+        let call = (
+            any::<u32>(),
+            vec(values(), 0..4),
+            vec((".*", values()), 0..3),
+            vec(outputs(), 0..3),
+            reply,
+        );
         prop_oneof![
             (any::<u32>(), ".*").prop_map(|(op, name)| Request::Define { op, name }),
-            (any::<[u64; 2]>(), any::<u32>()).prop_map(|([storage, bytes], device)| Request::Create {
-                storage,
-                bytes,
-                device
-            }),
+            (any::<[u64; 2]>(), any::<u32>())
+                .prop_map(|([storage, bytes], device)| Request::Create { storage, bytes, device }),
             any::<[u64; 2]>().prop_map(|[storage, bytes]| Request::Resize { storage, bytes }),
             any::<u64>().prop_map(|storage| Request::Free { storage }),
             (any::<[u64; 2]>(), vec(any::<u8>(), 0..9))
@@ -350,10 +366,16 @@ mod tests {
             batch
         };
         let of = |storage| {
-            Value::Tensor(TensorRef { storage, view: View::contiguous(ScalarType(6), vec![1000; 4]) })
+            Value::Tensor(TensorRef {
+                storage,
+                view: View::contiguous(ScalarType(6), vec![1000; 4]),
+            })
         };
         let foreach = call(vec![Value::List((0..50_000).map(of).collect())]);
-        assert!(Requests::new(&foreach, 1).all(|request| request.is_ok()), "an optimiser's step is one");
+        assert!(
+            Requests::new(&foreach, 1).all(|request| request.is_ok()),
+            "an optimiser's step is one"
+        );
         // A byte each, and as large as any value when they are decoded.
         let nothing = call(vec![Value::List(vec![Value::None; 2_000_000])]);
         let read: Vec<_> = Requests::new(&nothing, 1).collect();
@@ -365,7 +387,10 @@ mod tests {
 
     #[test]
     fn an_operator_of_two_matrices_is_short() {
-        let of = |storage| TensorRef { storage, view: View::contiguous(ScalarType(6), vec![1000, 1000]) };
+        let of = |storage| TensorRef {
+            storage,
+            view: View::contiguous(ScalarType(6), vec![1000, 1000]),
+        };
         let args = vec![Value::Tensor(of(1000)), Value::Tensor(of(1001))];
         let output = Output::New { tensor: of(1002), bytes: 4_000_000 };
         let call = Call { op: 7, args, kwargs: Vec::new(), outputs: vec![output], reply: None };

@@ -19,8 +19,9 @@ use crate::{Error, ErrorKind, Link, Sink, TensorInfo};
 /// The service of sessions.
 pub const EXEC: &str = "exec";
 
-/// Returns the service that names a session in a client's HELLO, so that a [`Dispatcher`](crate::Dispatcher) can pass the client's
-/// connections to the process that has the session.
+/// Returns the service that names a session in a client's HELLO, so that a
+/// [`Dispatcher`](crate::Dispatcher) can pass the client's connections to the process that has the
+/// session.
 pub fn service_of(session: [u8; 16]) -> String {
     format!("{EXEC}/{:032x}", u128::from_be_bytes(session))
 }
@@ -31,18 +32,20 @@ const SLICE: Duration = Duration::from_millis(100);
 const KEEP: Duration = Duration::from_millis(500);
 /// The most bytes of answers that wait for their client while more is done.
 const MAX_UNSENT: usize = 32 << 20;
-/// The most bytes, and things, that a client has not acknowledged, or that wait until it has. One of ours acknowledges
-/// every 256 KiB.
+/// The most bytes, and things, that a client has not acknowledged, or that wait until it has. One
+/// of ours acknowledges every 256 KiB.
 const MAX_OWED: (usize, usize) = (256 << 20, 1 << 16);
-/// The most operators that a client defines, and the most storages that it keeps which were never computed.
+/// The most operators that a client defines, and the most storages that it keeps which were never
+/// computed.
 const MAX_DEFINED: usize = 1 << 16;
-/// The most sessions that are kept without a link. For another the one goes that has been so for longest.
+/// The most sessions that are kept without a link. For another the one goes that has been so for
+/// longest.
 const MAX_WAITING: usize = 64;
 /// Answers up to this are messages.
 const MAX_INLINE: usize = 32 << 10;
 
-/// Sessions, each with an [`Executor`]. A session outlives its link for a while: a client that comes back finds its tensors, and what was
-/// under way is done once.
+/// Sessions, each with an [`Executor`]. A session outlives its link for a while: a client that
+/// comes back finds its tensors, and what was under way is done once.
 pub struct Sessions<E: Executor> {
     linger: Duration,
     held: Mutex<HashMap<[u8; 16], Slot<E>>>,
@@ -159,11 +162,13 @@ impl<E: Executor + Send> Sessions<E> {
         self.held().len()
     }
 
-    /// Whether an operator is still running although its client has been disconnected for the linger time. An operator cannot be
-    /// interrupted; only ending the process stops it.
+    /// Whether an operator is still running although its client has been disconnected for the
+    /// linger time. An operator cannot be interrupted; only ending the process stops it.
     pub fn is_stuck(&self) -> bool {
         self.held().values().any(|slot| match slot {
-            Slot::Busy(service) => locked(&service.lost).is_some_and(|since| since.elapsed() >= self.linger),
+            Slot::Busy(service) => {
+                locked(&service.lost).is_some_and(|since| since.elapsed() >= self.linger)
+            }
             Slot::Waiting(..) => false,
         })
     }
@@ -173,15 +178,18 @@ impl<E: Executor + Send> Sessions<E> {
         let linger = self.linger;
         let mut held = self.held();
         let over: Vec<_> = held
-            .extract_if(|_, slot| matches!(slot, Slot::Waiting(_, since) if since.elapsed() >= linger))
+            .extract_if(
+                |_, slot| matches!(slot, Slot::Waiting(_, since) if since.elapsed() >= linger),
+            )
             .collect();
         // What an executor has is given back without others waiting for that.
         drop(held);
         drop(over);
     }
 
-    /// Serves a client that has connected, until it goes or `stop` is set. `make` makes what runs its operators, if it is new here. Blocks, and starts a
-    /// thread that answers for this one while operators run.
+    /// Serves a client that has connected, until it goes or `stop` is set. `make` makes what runs
+    /// its operators, if it is new here. Blocks, and starts a thread that answers for this one
+    /// while operators run.
     ///
     /// # Errors
     /// What ended the link. If it was lost the session goes on, for its client to come back to.
@@ -237,13 +245,19 @@ impl<E: Executor + Send> Sessions<E> {
     }
 
     /// A session that there is, once nobody else serves it.
-    fn take(&self, session: [u8; 16], service: &Arc<Service>) -> Result<Option<Box<State<E>>>, Error> {
+    fn take(
+        &self,
+        session: [u8; 16],
+        service: &Arc<Service>,
+    ) -> Result<Option<Box<State<E>>>, Error> {
         let end = Instant::now() + self.linger;
         let mut held = self.held();
         while let Some(Slot::Busy(other)) = held.get(&session) {
             other.let_go.store(true, Ordering::Relaxed);
             if Instant::now() >= end {
-                return Err(Error::Misuse("the session has another link, and is busy with it".into()));
+                return Err(Error::Misuse(
+                    "the session has another link, and is busy with it".into(),
+                ));
             }
             held = self
                 .changed
@@ -294,17 +308,18 @@ impl<E: Executor + Send> State<E> {
         let over = AtomicBool::new(false);
         let ended = thread::scope(|scope| {
             // Signs of life are given, and answers sent, while operators run.
-            let keeper = thread::Builder::new().name("tensorstream-keep".into()).spawn_scoped(scope, || {
-                while !over.load(Ordering::Relaxed) {
-                    thread::park_timeout(KEEP);
-                    // Whoever waits next hears of what is wrong.
-                    if let Ok(mut line) = line.try_lock()
-                        && line.drive().is_err()
-                    {
-                        locked(&service.lost).get_or_insert_with(Instant::now);
+            let keeper =
+                thread::Builder::new().name("tensorstream-keep".into()).spawn_scoped(scope, || {
+                    while !over.load(Ordering::Relaxed) {
+                        thread::park_timeout(KEEP);
+                        // Whoever waits next hears of what is wrong.
+                        if let Ok(mut line) = line.try_lock()
+                            && line.drive().is_err()
+                        {
+                            locked(&service.lost).get_or_insert_with(Instant::now);
+                        }
                     }
-                }
-            });
+                });
             let ended = match &keeper {
                 Ok(_) => self.go_on(&line, &service.let_go, stop),
                 Err(error) => Err(Error::Misuse(format!("no thread could be started: {error}"))),
@@ -317,7 +332,12 @@ impl<E: Executor + Send> State<E> {
         ended
     }
 
-    fn go_on(&mut self, line: &Line<E>, let_go: &AtomicBool, stop: &AtomicBool) -> Result<(), Error> {
+    fn go_on(
+        &mut self,
+        line: &Line<E>,
+        let_go: &AtomicBool,
+        stop: &AtomicBool,
+    ) -> Result<(), Error> {
         loop {
             self.work(line)?;
             let item = if self.lent {
@@ -364,7 +384,8 @@ impl<E: Executor + Send> State<E> {
             let mut ended = Ok(());
             let Self { executor, requests: count, ops, poisoned, receiving, lent, .. } = self;
             executor.batch(&mut |executor| {
-                let mut doing = Doing { executor, line, ops, poisoned, receiving, lent, replied, number: 0 };
+                let mut doing =
+                    Doing { executor, line, ops, poisoned, receiving, lent, replied, number: 0 };
                 let mut clogged = false;
                 while !clogged && let Some(request) = requests.next() {
                     *count += 1;
@@ -395,7 +416,8 @@ impl<E: Executor + Send> State<E> {
         Ok(())
     }
 
-    /// Waits for a while until the client has what was lent to the connection. What comes meanwhile is seen to when it has.
+    /// Waits for a while until the client has what was lent to the connection. What comes meanwhile
+    /// is seen to when it has.
     fn lend(&mut self, line: &Line<E>) -> Result<(), Error> {
         let mut line = locked(line);
         if line.unsent_bytes() > 0 {
@@ -404,7 +426,8 @@ impl<E: Executor + Send> State<E> {
             self.lent = false;
         } else if let Some(item) = line.next_within(SLICE)? {
             if matches!(item, Incoming::Announced(_)) {
-                // What the client says of the answer may come behind that. For a link that is lost there is a copy.
+                // What the client says of the answer may come behind that. For a link that is lost
+                // there is a copy.
                 line.copy_unacked();
                 self.lent = false;
             }
@@ -421,7 +444,10 @@ impl<E: Executor + Send> State<E> {
     /// Where the payload goes that was announced.
     fn landing(&mut self, info: &TensorInfo, line: &Line<E>) -> Result<Landing<E::Sink>, Error> {
         let Some(to) = &self.receiving else {
-            return Err(Error::Protocol { stream: 0, what: "bytes that no request has announced".into() });
+            return Err(Error::Protocol {
+                stream: 0,
+                what: "bytes that no request has announced".into(),
+            });
         };
         if to.bytes != info.storage_len {
             let what = format!("{} bytes, where {} were announced", info.storage_len, to.bytes);
@@ -487,7 +513,10 @@ impl<E: Executor> Doing<'_, E> {
 
     fn done(&mut self, request: Request) -> Result<(), Error> {
         if self.receiving.is_some() {
-            return Err(Error::Protocol { stream: 0, what: "a request where bytes were announced".into() });
+            return Err(Error::Protocol {
+                stream: 0,
+                what: "a request where bytes were announced".into(),
+            });
         }
         if self.poisoned.len() > MAX_DEFINED {
             let what = format!("more than {MAX_DEFINED} storages that were never computed");
@@ -513,10 +542,13 @@ impl<E: Executor> Doing<'_, E> {
                 self.executor.free(storage);
                 return Ok(());
             }
-            Request::Sync { reply } => return self.say(&Reply::Answer { reply, values: Vec::new() }),
+            Request::Sync { reply } => {
+                return self.say(&Reply::Answer { reply, values: Vec::new() });
+            }
             Request::List { reply } => {
                 let told = |(storage, bytes, device, written): (u64, u64, u32, bool)| {
-                    let state = if self.poisoned.contains_key(&storage) { 2 } else { i64::from(written) };
+                    let state =
+                        if self.poisoned.contains_key(&storage) { 2 } else { i64::from(written) };
                     [storage as i64, bytes as i64, i64::from(device), state].map(Value::Int)
                 };
                 let values = self.executor.storages().into_iter().flat_map(told).collect();
@@ -528,7 +560,9 @@ impl<E: Executor> Doing<'_, E> {
                 }
                 return match self.executor.read(&tensor) {
                     Ok(bytes) => self.say_bytes(reply, bytes),
-                    Err(failure) => self.say(&Reply::Refused { reply, request: self.number, failure }),
+                    Err(failure) => {
+                        self.say(&Reply::Refused { reply, request: self.number, failure })
+                    }
                 };
             }
             Request::Receive { storage, offset, bytes } => {

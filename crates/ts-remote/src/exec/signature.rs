@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a call gives, known by what its arguments are like: looked up, where it was found out before.
+//! What a call gives, known by what its arguments are like: looked up, where it was found out
+//! before.
 
 use std::borrow::Borrow;
 use std::collections::HashMap;
@@ -13,13 +14,14 @@ use super::Value;
 pub enum Scalars {
     /// By what they are: operators that make tensors of nothing else.
     ByValue,
-    /// By their kind: what an operator gives is like does not depend on them, but for its dtype. Whole numbers count by what they are all the same, for
-    /// they are dimensions and sizes.
+    /// By their kind: what an operator gives is like does not depend on them, but for its dtype.
+    /// Whole numbers count by what they are all the same, for they are dimensions and sizes.
     ByKind,
 }
 
-/// Puts together what a call's outputs depend on: all of its arguments, but for the numbers of its storages, of which only counts which are the same;
-/// so that an operator that writes to an argument it also reads is not taken for one that does not.
+/// Puts together what a call's outputs depend on: all of its arguments, but for the numbers of its
+/// storages, of which only counts which are the same; so that an operator that writes to an
+/// argument it also reads is not taken for one that does not.
 #[derive(Debug, Default)]
 pub struct Signature {
     context: [u32; 3],
@@ -28,7 +30,8 @@ pub struct Signature {
 }
 
 impl Signature {
-    /// Of calls with this in common, whatever the numbers mean to who asks: the operator, and what else its outputs depend on.
+    /// Of calls with this in common, whatever the numbers mean to who asks: the operator, and what
+    /// else its outputs depend on.
     pub fn within(context: [u32; 3]) -> Self {
         Self { context, ..Self::default() }
     }
@@ -91,7 +94,8 @@ pub struct CacheStats {
     pub entries: usize,
 }
 
-/// A cache that keeps what was used of late: at most twice its capacity, of which the half that was not asked for goes when it is full.
+/// A cache that keeps what was used of late: at most twice its capacity, of which the half that was
+/// not asked for goes when it is full.
 #[derive(Debug)]
 pub struct SignatureCache<K, V> {
     capacity: usize,
@@ -136,7 +140,11 @@ impl<K: Hash + Eq + Clone, V: Clone> SignatureCache<K, V> {
 
     /// What it has done.
     pub fn stats(&self) -> CacheStats {
-        CacheStats { hits: self.hits, misses: self.misses, entries: self.young.len() + self.old.len() }
+        CacheStats {
+            hits: self.hits,
+            misses: self.misses,
+            entries: self.young.len() + self.old.len(),
+        }
     }
 }
 

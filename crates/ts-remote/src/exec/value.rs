@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Arguments of operators, and how they travel.
 //!
-//! A tag, then the value: numbers as varints (LEB128, signed ones zigzag), floats as they are in memory, little-endian, texts and lists with
-//! their length first. Lists nest at most [`MAX_DEPTH`] deep; an argument that says it is longer than what is left of its batch is refused before memory
+//! A tag, then the value: numbers as varints (LEB128, signed ones zigzag), floats as they are in
+//! memory, little-endian, texts and lists with their length first. Lists nest at most [`MAX_DEPTH`]
+//! deep; an argument that says it is longer than what is left of its batch is refused before memory
 //! is taken for it.
 
 use crate::Error;
@@ -151,15 +152,16 @@ fn contiguous(sizes: &[u64]) -> Vec<i64> {
 }
 
 impl TensorRef {
-    /// A number by which logs name it: FNV-1a, 64 bits, over its sizes, strides, dtype, offset and storage, each number as 8 bytes, little-endian.
-    /// <http://www.isthe.com/chongo/tech/comp/fnv/>
+    /// A number by which logs name it: FNV-1a, 64 bits, over its sizes, strides, dtype, offset and
+    /// storage, each number as 8 bytes, little-endian. <http://www.isthe.com/chongo/tech/comp/fnv/>
     pub fn metadata_hash(&self) -> u64 {
         let View { dtype, sizes, strides, offset } = &self.view;
         let strides = strides.iter().map(|&stride| stride as u64);
-        let numbers = sizes.iter().copied().chain(strides).chain([u64::from(dtype.0), *offset, self.storage]);
-        numbers
-            .flat_map(u64::to_le_bytes)
-            .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+        let numbers =
+            sizes.iter().copied().chain(strides).chain([u64::from(dtype.0), *offset, self.storage]);
+        numbers.flat_map(u64::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
     }
 
     pub(crate) fn encode(&self, into: &mut Vec<u8>) {
@@ -187,7 +189,9 @@ impl Value {
             }
             Self::Complex(real, imaginary) => {
                 into.push(COMPLEX);
-                [real, imaginary].iter().for_each(|part| into.extend_from_slice(&part.to_le_bytes()));
+                [real, imaginary]
+                    .iter()
+                    .for_each(|part| into.extend_from_slice(&part.to_le_bytes()));
             }
             Self::Text(text) => {
                 into.push(TEXT);
@@ -246,10 +250,13 @@ impl Value {
             CONJUGATE => Self::Conjugate(TensorRef::decode(from)?),
             SCALAR => Self::Scalar { dtype: ScalarType(from.byte()?), bytes: from.array()? },
             LIST => {
-                let inner =
-                    depth.checked_sub(1).ok_or_else(|| from.bad(format!("lists {MAX_DEPTH} deep")))?;
+                let inner = depth
+                    .checked_sub(1)
+                    .ok_or_else(|| from.bad(format!("lists {MAX_DEPTH} deep")))?;
                 let len = from.len()?;
-                Self::List((0..len).map(|_| Self::decode_within(from, inner)).collect::<Result<_, _>>()?)
+                Self::List(
+                    (0..len).map(|_| Self::decode_within(from, inner)).collect::<Result<_, _>>()?,
+                )
             }
             tag => return Err(from.bad(format!("an argument of kind {tag}"))),
         })
@@ -282,7 +289,8 @@ pub(crate) fn put_text(into: &mut Vec<u8>, text: &str) {
 pub(crate) struct Decoder<'a> {
     rest: &'a [u8],
     stream: u32,
-    /// Memory that what is decoded may still take: more than its bytes, for a value of one byte is as large as any here.
+    /// Memory that what is decoded may still take: more than its bytes, for a value of one byte is
+    /// as large as any here.
     room: usize,
 }
 
@@ -299,7 +307,8 @@ impl<'a> Decoder<'a> {
     /// Something takes so many bytes of memory.
     pub(crate) fn charge(&mut self, bytes: usize) -> Result<(), Error> {
         let left = self.room.checked_sub(bytes);
-        self.room = left.ok_or_else(|| self.bad("an operator that takes too much memory".into()))?;
+        self.room =
+            left.ok_or_else(|| self.bad("an operator that takes too much memory".into()))?;
         Ok(())
     }
 
@@ -445,7 +454,8 @@ pub(super) mod tests {
         put_number(&mut bytes, u64::MAX);
         let told = Value::decode(&mut Decoder::new(&bytes, 1)).unwrap_err().to_string();
         assert!(told.contains("cut off"), "{told}");
-        let told = Value::decode(&mut Decoder::new(&[LIST, 1].repeat(9), 1)).unwrap_err().to_string();
+        let told =
+            Value::decode(&mut Decoder::new(&[LIST, 1].repeat(9), 1)).unwrap_err().to_string();
         assert!(told.contains("lists 4 deep"), "{told}");
         let mut tensor = vec![TENSOR, 1, 6];
         put_number(&mut tensor, 65 << 2);

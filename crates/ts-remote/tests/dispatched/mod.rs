@@ -19,7 +19,8 @@ pub(crate) fn channel() -> (OwnedFd, Listener) {
 pub(crate) fn dispatch(mut dispatcher: Dispatcher, listener: &Listener) -> Result<Socket, Error> {
     let (channel, receiver) = channel();
     let log = |peer: &str, error: &Error| panic!("{peer}: {error}");
-    let handoff = dispatcher.accept_within(listener, options().timeout, log)?.expect("it comes in time");
+    let handoff =
+        dispatcher.accept_within(listener, options().timeout, log)?.expect("it comes in time");
     handoff.send_to(&channel)?;
     receiver.accept()
 }

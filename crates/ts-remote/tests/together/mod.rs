@@ -5,7 +5,9 @@ use std::thread;
 use std::time::Duration;
 
 use ts_format::Dtype;
-use ts_remote::{ConnectionOptions, Error, Event, Link, Listener, Role, SendOptions, Socket, TensorInfo};
+use ts_remote::{
+    ConnectionOptions, Error, Event, Link, Listener, Role, SendOptions, Socket, TensorInfo,
+};
 
 pub(crate) fn options() -> ConnectionOptions {
     ConnectionOptions { timeout: Duration::from_secs(20), ..ConnectionOptions::default() }
@@ -15,8 +17,13 @@ pub(crate) fn payload(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|i| ((i / 7) as u8).wrapping_mul(3).wrapping_add(seed)).collect()
 }
 
-/// Sends tensors and a message, and takes what the other end sends, until it has heard that that is all.
-pub(crate) fn exchange(link: &mut Link<Vec<u8>>, sizes: &[usize], seed: u8) -> Result<Vec<Vec<u8>>, Error> {
+/// Sends tensors and a message, and takes what the other end sends, until it has heard that that is
+/// all.
+pub(crate) fn exchange(
+    link: &mut Link<Vec<u8>>,
+    sizes: &[usize],
+    seed: u8,
+) -> Result<Vec<Vec<u8>>, Error> {
     let stream = link.connection().open_stream()?;
     for &len in sizes {
         let info = TensorInfo::new("w", Dtype::U8, [len as u64])?;

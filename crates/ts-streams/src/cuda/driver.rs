@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls of the CUDA driver, checked. The raw ones are cudarc's, which looks each up in libcuda when it is first called and
-//! panics when it is not there: nothing here is called before [`load`] has found them all.
+//! Calls of the CUDA driver, checked. The raw ones are cudarc's, which looks each up in libcuda
+//! when it is first called and panics when it is not there: nothing here is called before [`load`]
+//! has found them all.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
@@ -95,8 +96,8 @@ pub(super) enum Absent {
 fn name(code: CUresult) -> String {
     let mut text = std::ptr::null();
     // SAFETY: `text` is there to be written to.
-    let known =
-        unsafe { sys::cuGetErrorName(code, &raw mut text) } == CUresult::CUDA_SUCCESS && !text.is_null();
+    let known = unsafe { sys::cuGetErrorName(code, &raw mut text) } == CUresult::CUDA_SUCCESS
+        && !text.is_null();
     if !known {
         return format!("{code:?}");
     }
@@ -119,7 +120,8 @@ fn done(call: &'static str, code: CUresult) -> Result<bool, Error> {
     }
 }
 
-/// A device and its primary context, which is current for the thread that calls a method. Kept until dropped.
+/// A device and its primary context, which is current for the thread that calls a method. Kept
+/// until dropped.
 #[derive(Debug)]
 pub(super) struct Context {
     device: CUdevice,
@@ -152,7 +154,8 @@ impl Context {
     pub(super) fn name(&self) -> Result<String, Error> {
         let mut text = [0; 128];
         // SAFETY: the driver writes at most so many bytes, a zero at their end.
-        let code = unsafe { sys::cuDeviceGetName(text.as_mut_ptr(), text.len() as i32, self.device) };
+        let code =
+            unsafe { sys::cuDeviceGetName(text.as_mut_ptr(), text.len() as i32, self.device) };
         check("cuDeviceGetName", code)?;
         // SAFETY: as above.
         Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
@@ -161,7 +164,9 @@ impl Context {
     pub(super) fn total_bytes(&self) -> Result<u64, Error> {
         let mut bytes = 0;
         // SAFETY: `bytes` is there to be written to.
-        check("cuDeviceTotalMem", unsafe { sys::cuDeviceTotalMem_v2(&raw mut bytes, self.device) })?;
+        check("cuDeviceTotalMem", unsafe {
+            sys::cuDeviceTotalMem_v2(&raw mut bytes, self.device)
+        })?;
         Ok(bytes as u64)
     }
 
@@ -194,19 +199,25 @@ impl Context {
         memory("cuMemAlloc", code, address)
     }
 
-    /// Has the driver's own pool keep what is freed, where it would give it back whenever a stream is waited for.
+    /// Has the driver's own pool keep what is freed, where it would give it back whenever a stream
+    /// is waited for.
     pub(super) fn keep_freed_memory(&self) -> Result<(), Error> {
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
         let (mut pool, mut threshold) = (null_mut(), u64::MAX);
-        // SAFETY: `pool` is there to be written to, `threshold` to be read from: 64 bits, as the attribute is.
+        // SAFETY: `pool` is there to be written to, `threshold` to be read from: 64 bits, as the
+        // attribute is.
         unsafe {
-            check("cuDeviceGetDefaultMemPool", sys::cuDeviceGetDefaultMemPool(&raw mut pool, self.device))?;
+            check(
+                "cuDeviceGetDefaultMemPool",
+                sys::cuDeviceGetDefaultMemPool(&raw mut pool, self.device),
+            )?;
             let code = sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast());
             check("cuMemPoolSetAttribute", code)
         }
     }
 
-    /// Memory of the device from the driver's pool, for work behind this on the stream; `None` when there is not so much.
+    /// Memory of the device from the driver's pool, for work behind this on the stream; `None` when
+    /// there is not so much.
     pub(super) fn allocate_in_order(
         &self,
         bytes: usize,
@@ -220,8 +231,13 @@ impl Context {
     }
 
     /// # Safety
-    /// It came from [`allocate_in_order`](Self::allocate_in_order), and nothing will use it but what is before this on the stream.
-    pub(super) unsafe fn free_in_order(&self, start: *mut u8, stream: &RawStream) -> Result<(), Error> {
+    /// It came from [`allocate_in_order`](Self::allocate_in_order), and nothing will use it but
+    /// what is before this on the stream.
+    pub(super) unsafe fn free_in_order(
+        &self,
+        start: *mut u8,
+        stream: &RawStream,
+    ) -> Result<(), Error> {
         self.make_current()?;
         // SAFETY: the caller's promise.
         check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(start.addr() as u64, stream.0) })
@@ -248,7 +264,8 @@ impl Context {
     }
 
     /// # Safety
-    /// It came from [`allocate_device`](Self::allocate_device), [`allocate_in_order`](Self::allocate_in_order) or
+    /// It came from [`allocate_device`](Self::allocate_device),
+    /// [`allocate_in_order`](Self::allocate_in_order) or
     /// [`allocate_managed`](Self::allocate_managed), and nobody will use it.
     pub(super) unsafe fn free(&self, start: *mut u8) {
         if self.make_current().is_ok() {
@@ -273,7 +290,9 @@ impl Context {
     pub(super) unsafe fn copy_now(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
         self.make_current()?;
         // SAFETY: the caller's promise.
-        check("cuMemcpy", unsafe { sys::cuMemcpy(to.address() as u64, from.address() as u64, to.len()) })
+        check("cuMemcpy", unsafe {
+            sys::cuMemcpy(to.address() as u64, from.address() as u64, to.len())
+        })
     }
 
     pub(super) fn create_stream(&self, level: i32) -> Result<RawStream, Error> {
@@ -316,14 +335,20 @@ impl Context {
     ) -> Result<(), Error> {
         self.make_current()?;
         // SAFETY: the caller's promise.
-        let code =
-            unsafe { sys::cuMemcpyAsync(to.address() as u64, from.address() as u64, to.len(), stream.0) };
+        let code = unsafe {
+            sys::cuMemcpyAsync(to.address() as u64, from.address() as u64, to.len(), stream.0)
+        };
         check("cuMemcpyAsync", code)
     }
 
     /// # Safety
     /// As [`Stream::fill`](crate::Stream::fill).
-    pub(super) unsafe fn fill(&self, stream: &RawStream, to: MemoryRange, byte: u8) -> Result<(), Error> {
+    pub(super) unsafe fn fill(
+        &self,
+        stream: &RawStream,
+        to: MemoryRange,
+        byte: u8,
+    ) -> Result<(), Error> {
         self.make_current()?;
         // SAFETY: the caller's promise.
         let code = unsafe { sys::cuMemsetD8Async(to.address() as u64, byte, to.len(), stream.0) };
@@ -341,11 +366,13 @@ impl Context {
         self.make_current()?;
         let to = if to_device { self.device } else { HOST };
         // SAFETY: an address that is not managed memory's is an error of the driver's.
-        let code = unsafe { sys::cuMemPrefetchAsync(range.address() as u64, range.len(), to, stream.0) };
+        let code =
+            unsafe { sys::cuMemPrefetchAsync(range.address() as u64, range.len(), to, stream.0) };
         check("cuMemPrefetchAsync", code)
     }
 
-    /// Has the driver call a function on a thread of its own when all before it on the stream is done.
+    /// Has the driver call a function on a thread of its own when all before it on the stream is
+    /// done.
     pub(super) fn launch_host_fn(
         &self,
         stream: &RawStream,
@@ -356,7 +383,8 @@ impl Context {
         unsafe extern "C" fn call(run: *mut c_void) {
             // SAFETY: the caller's promise.
             let run = unsafe { Box::from_raw(run.cast::<Box<dyn FnOnce() + Send>>()) };
-            // Unwinding into the driver would end the process; the functions given here catch their panics themselves.
+            // Unwinding into the driver would end the process; the functions given here catch their
+            // panics themselves.
             run();
         }
         self.make_current()?;
@@ -395,7 +423,11 @@ impl Context {
     }
 
     /// Milliseconds between two events that were recorded; `None` when one is not reached.
-    pub(super) fn elapsed_ms(&self, start: &RawEvent, end: &RawEvent) -> Result<Option<f32>, Error> {
+    pub(super) fn elapsed_ms(
+        &self,
+        start: &RawEvent,
+        end: &RawEvent,
+    ) -> Result<Option<f32>, Error> {
         self.make_current()?;
         let mut milliseconds = 0.0;
         // SAFETY: both are there until they are dropped; `milliseconds` is there to be written to.
@@ -407,7 +439,8 @@ impl Context {
     /// It is of this context, and is used no more.
     pub(super) unsafe fn destroy_stream(&self, stream: &RawStream) {
         if self.make_current().is_ok() {
-            // SAFETY: the caller's promise. The driver keeps what is left of it until its work is done.
+            // SAFETY: the caller's promise. The driver keeps what is left of it until its work is
+            // done.
             let _ = unsafe { sys::cuStreamDestroy_v2(stream.0) };
         }
     }
@@ -416,7 +449,8 @@ impl Context {
     /// It is of this context, and is used no more.
     pub(super) unsafe fn destroy_event(&self, event: &RawEvent) {
         if self.make_current().is_ok() {
-            // SAFETY: the caller's promise. The driver keeps what is left of it until streams have passed it.
+            // SAFETY: the caller's promise. The driver keeps what is left of it until streams have
+            // passed it.
             let _ = unsafe { sys::cuEventDestroy_v2(event.0) };
         }
     }
@@ -424,7 +458,8 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: it was retained once, and all that is of it is gone: whatever has a handle keeps this.
+        // SAFETY: it was retained once, and all that is of it is gone: whatever has a handle keeps
+        // this.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
@@ -432,7 +467,8 @@ impl Drop for Context {
 fn memory(call: &'static str, code: CUresult, address: u64) -> Result<Option<*mut u8>, Error> {
     match code {
         CUresult::CUDA_ERROR_OUT_OF_MEMORY => Ok(None),
-        code => check(call, code).map(|()| Some(std::ptr::with_exposed_provenance_mut(address as usize))),
+        code => check(call, code)
+            .map(|()| Some(std::ptr::with_exposed_provenance_mut(address as usize))),
     }
 }
 

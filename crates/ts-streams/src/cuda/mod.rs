@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Devices of NVIDIA, by a driver that is loaded when there is one. Raw calls are cudarc's, checked ones `driver`'s.
+//! Devices of NVIDIA, by a driver that is loaded when there is one. Raw calls are cudarc's, checked
+//! ones `driver`'s.
 
 mod driver;
 
@@ -12,7 +13,8 @@ use std::time::Duration;
 use self::driver::{Absent, Context, RawEvent, RawStream};
 use crate::cpu::monotonic_ns;
 use crate::device::{
-    Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream, StreamId,
+    Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream,
+    StreamId,
 };
 use crate::memory::{HostBlock, MemoryKind, MemoryRange, check_copy};
 use crate::metrics::{MemoryCounters, MemoryMetrics, StreamMetrics};
@@ -29,11 +31,13 @@ pub(crate) fn status() -> GpuStatus {
     }
 }
 
-/// A device of NVIDIA, by its primary context. It has not been tried on one yet. Functions of streams run on a thread of the driver's. Such a failure that the driver
-/// itself reports is for good, and for all that the process does with the device.
+/// A device of NVIDIA, by its primary context. It has not been tried on one yet. Functions of
+/// streams run on a thread of the driver's. Such a failure that the driver itself reports is for
+/// good, and for all that the process does with the device.
 ///
-/// When a function panics, functions behind it are not run, and neither are those of streams that wait for it; copies and
-/// fills are that were submitted before it was known, for the device has them already.
+/// When a function panics, functions behind it are not run, and neither are those of streams that
+/// wait for it; copies and fills are that were submitted before it was known, for the device has
+/// them already.
 #[derive(Debug, Clone)]
 pub struct CudaDevice {
     shared: Arc<Shared>,
@@ -82,7 +86,9 @@ impl Shared {
                 let _ = unsafe { self.context.free_in_order(*start, &stream.raw) };
             }
             // SAFETY: as above.
-            (Owned::Driver { start, pinned: true }, None) => unsafe { self.context.free_pinned(*start) },
+            (Owned::Driver { start, pinned: true }, None) => unsafe {
+                self.context.free_pinned(*start)
+            },
             // SAFETY: as above.
             (Owned::Driver { start, pinned: false }, None) => unsafe { self.context.free(*start) },
             (Owned::Block(_) | Owned::Gone, _) => {}
@@ -94,7 +100,8 @@ impl CudaDevice {
     /// The device of this number, among those that the environment shows (`CUDA_VISIBLE_DEVICES`).
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with the reason when there is no driver, or no such device; [`Error::Driver`].
+    /// [`Error::Unsupported`] with the reason when there is no driver, or no such device;
+    /// [`Error::Driver`].
     pub fn new(ordinal: usize) -> Result<Self, Error> {
         status().require(ordinal)?;
         let context = Context::new(ordinal)?;
@@ -158,15 +165,18 @@ impl Device for CudaDevice {
 
     fn create_event(&self) -> Result<CudaEvent, Error> {
         let raw = self.shared.context.create_event()?;
-        let handle = EventHandle { raw, recorded: Mutex::new(None), shared: Arc::clone(&self.shared) };
+        let handle =
+            EventHandle { raw, recorded: Mutex::new(None), shared: Arc::clone(&self.shared) };
         Ok(CudaEvent { handle: Arc::new(handle) })
     }
 
     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<CudaMemory, Error> {
         let (shared, bytes) = (&self.shared, layout.size());
         shared.free_late();
-        let full = || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: bytes };
-        // The driver aligns to 256 bytes at least, and what is large to more; for the rest there is room around it.
+        let full =
+            || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: bytes };
+        // The driver aligns to 256 bytes at least, and what is large to more; for the rest there is
+        // room around it.
         let take = |bytes: usize| match kind {
             MemoryKind::Device => shared.context.allocate_device(bytes),
             MemoryKind::Managed => shared.context.allocate_managed(bytes),
@@ -177,7 +187,12 @@ impl Device for CudaDevice {
             let block = HostBlock::new(layout).ok_or_else(full)?;
             let range = block.range();
             shared.memory.taken(bytes);
-            return Ok(CudaMemory { owned: Owned::Block(block), range, kind, shared: Arc::clone(shared) });
+            return Ok(CudaMemory {
+                owned: Owned::Block(block),
+                range,
+                kind,
+                shared: Arc::clone(shared),
+            });
         }
         let owned = |start| Owned::Driver { start, pinned: kind == MemoryKind::PinnedHost };
         let start = take(bytes.max(1))?.ok_or_else(full)?;
@@ -191,7 +206,8 @@ impl Device for CudaDevice {
         if !start.addr().is_multiple_of(layout.align()) {
             drop(memory);
             let start = take(bytes + layout.align())?.ok_or_else(full)?;
-            let range = MemoryRange::new(start.wrapping_add(start.align_offset(layout.align())), bytes);
+            let range =
+                MemoryRange::new(start.wrapping_add(start.align_offset(layout.align())), bytes);
             memory = CudaMemory { owned: owned(start), range, kind, shared: Arc::clone(shared) };
             shared.memory.taken(bytes);
         }
@@ -205,16 +221,23 @@ impl Device for CudaDevice {
             let device = self.info().name.clone();
             return Err(Error::Unsupported { device, what: "allocator in the order of streams" });
         }
-        let full = || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: bytes };
-        let start = shared.context.allocate_in_order(bytes.max(1), &stream.handle.raw)?.ok_or_else(full)?;
+        let full =
+            || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: bytes };
+        let start =
+            shared.context.allocate_in_order(bytes.max(1), &stream.handle.raw)?.ok_or_else(full)?;
         shared.memory.taken(bytes);
-        let (owned, range) = (Owned::Driver { start, pinned: false }, MemoryRange::new(start, bytes));
-        let memory = CudaMemory { owned, range, kind: MemoryKind::Device, shared: Arc::clone(shared) };
+        let (owned, range) =
+            (Owned::Driver { start, pinned: false }, MemoryRange::new(start, bytes));
+        let memory =
+            CudaMemory { owned, range, kind: MemoryKind::Device, shared: Arc::clone(shared) };
         if !start.addr().is_multiple_of(layout.align()) {
             // The driver aligns to 512 bytes.
             let device = self.info().name.clone();
             self.free_in_order(memory, stream)?;
-            return Err(Error::Unsupported { device, what: "such alignment in the order of streams" });
+            return Err(Error::Unsupported {
+                device,
+                what: "such alignment in the order of streams",
+            });
         }
         Ok(memory)
     }
@@ -228,7 +251,8 @@ impl Device for CudaDevice {
             return Ok(());
         }
         stream.handle.submit_whatever(|_| {
-            // SAFETY: its owner gives it up, and says by which stream others are done with it; it is taken from `memory`.
+            // SAFETY: its owner gives it up, and says by which stream others are done with it; it
+            // is taken from `memory`.
             unsafe { shared.context.free_in_order(start, raw) }
         })?;
         memory.owned = Owned::Gone;
@@ -239,12 +263,14 @@ impl Device for CudaDevice {
         may_wait()?;
         self.shared.free_late();
         let streams: Vec<_> = lock(&self.shared.streams).iter().filter_map(Weak::upgrade).collect();
-        let ended: Vec<_> = streams.into_iter().map(|handle| CudaStream { handle }.synchronize()).collect();
+        let ended: Vec<_> =
+            streams.into_iter().map(|handle| CudaStream { handle }.synchronize()).collect();
         ended.into_iter().collect()
     }
 }
 
-/// Where a failure of a function can come from: the streams that this one has waited for, and up to which of their operations.
+/// Where a failure of a function can come from: the streams that this one has waited for, and up to
+/// which of their operations.
 #[derive(Debug, Clone, Default)]
 struct Lineage {
     own: Arc<Failure>,
@@ -258,8 +284,10 @@ type Failure = OnceLock<(u64, Error)>;
 impl Lineage {
     /// What failed that all from here on depends on.
     fn failure(&self) -> Option<&Error> {
-        let others =
-            self.others.iter().filter_map(|(failure, until)| failure.get().filter(|(at, _)| at <= until));
+        let others = self
+            .others
+            .iter()
+            .filter_map(|(failure, until)| failure.get().filter(|(at, _)| at <= until));
         self.own.get().into_iter().chain(others).map(|(_, error)| error).next()
     }
 
@@ -273,7 +301,8 @@ impl Lineage {
             }
         }
         // A stream that is gone and has not failed never will.
-        self.others.retain(|(failure, _)| Arc::strong_count(failure) > 1 || failure.get().is_some());
+        self.others
+            .retain(|(failure, _)| Arc::strong_count(failure) > 1 || failure.get().is_some());
     }
 }
 
@@ -289,7 +318,8 @@ struct Counts {
     latency_ns: AtomicU64,
 }
 
-/// A stream of a [`CudaDevice`]. What it submits to the driver it submits in one go: threads that share it take turns.
+/// A stream of a [`CudaDevice`]. What it submits to the driver it submits in one go: threads that
+/// share it take turns.
 ///
 /// Its metrics see completions when it is asked for anything: latencies are at most so long.
 #[derive(Debug, Clone)]
@@ -321,7 +351,10 @@ impl StreamHandle {
         self.submit_whatever(submit)
     }
 
-    fn submit_whatever(&self, submit: impl FnOnce(&mut Lineage) -> Result<(), Error>) -> Result<(), Error> {
+    fn submit_whatever(
+        &self,
+        submit: impl FnOnce(&mut Lineage) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         let mut lineage = lock(&self.lineage);
         lineage.operations += 1;
         submit(&mut lineage)?;
@@ -340,7 +373,10 @@ impl StreamHandle {
     }
 
     fn counted(&self) -> (u64, u64) {
-        (self.counts.operations.load(Ordering::Relaxed), self.counts.submitted_ns.load(Ordering::Relaxed))
+        (
+            self.counts.operations.load(Ordering::Relaxed),
+            self.counts.submitted_ns.load(Ordering::Relaxed),
+        )
     }
 
     fn error(&self) -> Result<(), Error> {
@@ -354,7 +390,11 @@ impl CudaStream {
         self.handle.raw.as_ptr()
     }
 
-    fn wait_for(&self, event: &CudaEvent, join: impl FnOnce(&mut Lineage, &Lineage)) -> Result<(), Error> {
+    fn wait_for(
+        &self,
+        event: &CudaEvent,
+        join: impl FnOnce(&mut Lineage, &Lineage),
+    ) -> Result<(), Error> {
         let StreamHandle { raw, shared, .. } = &*self.handle;
         self.handle.submit(|lineage| {
             let recorded = lock(&event.handle.recorded);
@@ -406,7 +446,8 @@ impl Stream for CudaStream {
         let StreamHandle { raw, shared, .. } = &*self.handle;
         self.handle.submit(|_| Ok(()))?;
         if !to.is_empty() {
-            // Without the lock: from or to memory that is not pinned the driver may wait for all that is before it.
+            // Without the lock: from or to memory that is not pinned the driver may wait for all
+            // that is before it.
             // SAFETY: the caller's promise; the lengths were compared.
             unsafe { shared.context.copy(raw, to, from) }?;
         }
@@ -449,7 +490,10 @@ impl Stream for CudaStream {
     fn prefetch(&self, range: MemoryRange, to: MemoryLocation) -> Result<(), Error> {
         let StreamHandle { raw, shared, .. } = &*self.handle;
         if !shared.info.can_prefetch {
-            return Err(Error::Unsupported { device: shared.info.name.clone(), what: "memory that moves" });
+            return Err(Error::Unsupported {
+                device: shared.info.name.clone(),
+                what: "memory that moves",
+            });
         }
         self.handle.submit(|_| shared.context.prefetch(raw, range, to == MemoryLocation::Device))
     }
@@ -485,8 +529,15 @@ impl Stream for CudaStream {
 
     fn metrics(&self) -> StreamMetrics {
         let _ = self.query();
-        let Counts { operations, completed, transfers, transferred_bytes, launches, latency_ns, .. } =
-            &self.handle.counts;
+        let Counts {
+            operations,
+            completed,
+            transfers,
+            transferred_bytes,
+            launches,
+            latency_ns,
+            ..
+        } = &self.handle.counts;
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         StreamMetrics {
             operations: read(operations),
@@ -521,12 +572,14 @@ impl Drop for EventHandle {
 }
 
 impl CudaEvent {
-    /// The driver's handle, `CUevent`, is not given out: what is recorded behind this crate's back it knows nothing of.
+    /// The driver's handle, `CUevent`, is not given out: what is recorded behind this crate's back
+    /// it knows nothing of.
     fn error(&self) -> Result<(), Error> {
         let recorded = lock(&self.handle.recorded);
         let Some(lineage) = &*recorded else { return Ok(()) };
         // Of its own stream only what came before.
-        let own = lineage.own.get().filter(|(at, _)| *at <= lineage.operations).map(|(_, error)| error);
+        let own =
+            lineage.own.get().filter(|(at, _)| *at <= lineage.operations).map(|(_, error)| error);
         let others = Lineage { own: Arc::default(), ..lineage.clone() };
         own.or_else(|| others.failure()).map_or(Ok(()), |error| Err(error.clone()))
     }
@@ -557,7 +610,8 @@ impl Event for CudaEvent {
             return Err(not_yet);
         }
         self.error()?;
-        let milliseconds = self.handle.shared.context.elapsed_ms(&start.handle.raw, &self.handle.raw)?;
+        let milliseconds =
+            self.handle.shared.context.elapsed_ms(&start.handle.raw, &self.handle.raw)?;
         Ok(Duration::from_secs_f64(f64::from(milliseconds.ok_or(not_yet)?.max(0.0)) / 1e3))
     }
 }
@@ -600,7 +654,8 @@ impl Drop for CudaMemory {
     }
 }
 
-// SAFETY: the driver gave it to this value alone, and pinned and managed memory is mapped for the host.
+// SAFETY: the driver gave it to this value alone, and pinned and managed memory is mapped for the
+// host.
 unsafe impl RawMemory for CudaMemory {
     fn range(&self) -> MemoryRange {
         self.range
@@ -625,7 +680,8 @@ unsafe impl RawMemory for CudaMemory {
             return Ok(());
         }
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-        // SAFETY: the caller's promise; `bytes` is borrowed for as long as it takes, and is only read.
+        // SAFETY: the caller's promise; `bytes` is borrowed for as long as it takes, and is only
+        // read.
         unsafe { self.shared.context.copy_now(to, from) }
     }
 }

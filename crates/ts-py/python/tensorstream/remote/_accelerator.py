@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Keeps this computer's own accelerator the one that PyTorch uses.
 
-PyTorch has one accelerator a process, and prefers a device that was registered from outside to CUDA. ``ts`` is no
-accelerator of this computer: it has no streams, no allocator and no pinned memory here. So what PyTorch asks its
-accelerator goes to that which it had before ``ts`` was registered.
+PyTorch has one accelerator a process, and prefers a device that was registered from outside to
+CUDA. ``ts`` is no accelerator of this computer: it has no streams, no allocator and no pinned
+memory here. So what PyTorch asks its accelerator goes to that which it had before ``ts`` was
+registered.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def _refuse(*_: Any) -> Any:
 
 def keep(own: torch.device | None) -> None:
     """Has PyTorch ask this accelerator, or none, from now on."""
-    setattr(torch._C, "_accelerator_getAccelerator", lambda: own)  # noqa: B010 # its type says that there is one
+    # Its type says that there is one.
+    setattr(torch._C, "_accelerator_getAccelerator", lambda: own)  # noqa: B010
     module = None if own is None else torch.get_device_module(own)
     for question, name in _ANSWERS.items():
         if not hasattr(torch._C, f"_accelerator_{question}"):
@@ -87,11 +89,14 @@ def _generators(own: torch.device) -> None:
         given: torch.Generator = generators[index]
         return given
 
-    setattr(torch._C, "_accelerator_getDefaultGenerator", default_generator)  # noqa: B010 # as above
+    # As above.
+    setattr(torch._C, "_accelerator_getDefaultGenerator", default_generator)  # noqa: B010
 
 
 def _pinned(method: Callable[..., Any], own: torch.device | None) -> Callable[..., Any]:
-    """A method about pinned memory, which is that of the accelerator unless the caller names a device."""
+    """A method about pinned memory, which is that of the accelerator unless the caller names a
+    device.
+    """
     without = _refuse if method.__name__ == "pin_memory" else _no
 
     @functools.wraps(method)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What ``torch.autocast("ts")`` does: as PyTorch does it for CUDA, by the same lists (ATen/autocast_mode.h)."""
+"""What ``torch.autocast("ts")`` does: as PyTorch does it for CUDA, by the same lists
+(ATen/autocast_mode.h).
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,26 @@ import torch
 
 aten = torch.ops.aten
 
-_LOWER = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input
-convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul
-linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention"""
+_LOWER = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
+addbmm baddbmm bmm chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+scaled_dot_product_attention"""
 
-_FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
-nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
-kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
-triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
-upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
-upsample_bicubic2d norm.Scalar norm.ScalarOpt_dim"""
+_FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm
+group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
+cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
+huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
+multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+upsample_trilinear3d upsample_bicubic2d norm.Scalar norm.ScalarOpt_dim"""
 
-_FP32_SUMS = """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-linalg_matrix_norm.str_ord sum sum.dim_IntList"""
+_FP32_SUMS = """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList"""
 
-_WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+_WIDEST = (
+    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+)
 
 _WITHOUT = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
 _NARROW = (torch.float16, torch.bfloat16)
@@ -34,7 +40,9 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
-        eligible = value.is_floating_point() and value.dtype != torch.float64 and value.device.type == "ts"
+        eligible = (
+            value.is_floating_point() and value.dtype != torch.float64 and value.device.type == "ts"
+        )
         return value.to(dtype) if eligible else value
     if isinstance(value, (list, tuple)):
         return type(value)(_cast(item, dtype) for item in value)
@@ -53,7 +61,10 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def _run(op: torch._ops.OpOverload, dtype: torch.dtype, args: Any, kwargs: dict[str, Any]) -> Any:
     with torch._C._ExcludeDispatchKeyGuard(_WITHOUT):
-        return op(*(_cast(value, dtype) for value in args), **{name: _cast(v, dtype) for name, v in kwargs.items()})
+        return op(
+            *(_cast(value, dtype) for value in args),
+            **{name: _cast(v, dtype) for name, v in kwargs.items()},
+        )
 
 
 def _lower(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +88,9 @@ def _fp32_sum(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _widest(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    dtypes = {tensor.dtype for tensor in _tensors((*args, *kwargs.values())) if tensor.is_floating_point()}
+    dtypes = {
+        tensor.dtype for tensor in _tensors((*args, *kwargs.values())) if tensor.is_floating_point()
+    }
     wide = torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype("ts")
     return _run(op, wide, args, kwargs)
 

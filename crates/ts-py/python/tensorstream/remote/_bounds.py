@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Operators of PyTorch's that take indices and do not look whether they are within bounds.
 
-PyTorch itself is who calls them, with indices that it made; a client may call them with any. A server looks first.
+PyTorch itself is who calls them, with indices that it made; a client may call them with any. A
+server looks first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _within(what: str, indices: Tensor | None, count: int) -> None:
 
 
 def _pool(dims: int, at: int) -> Callable[..., None]:
-    """Of the backward of a pooling layer, which has indices into the last dimensions of its input."""
+    """Of the backward of a pooling layer: indices into the last dimensions of its input."""
 
     def check(grad: Tensor, self: Tensor, *rest: Any, **named: Any) -> None:
         indices = named["indices"] if "indices" in named else rest[at]
@@ -34,18 +35,29 @@ def _pool(dims: int, at: int) -> Callable[..., None]:
 
 
 def _embedding_bag(
-    grad: Tensor, indices: Tensor, offset2bag: Tensor, bag_size: Tensor, maximum_indices: Tensor, num_weights: int,
+    grad: Tensor, indices: Tensor, offset2bag: Tensor, bag_size: Tensor, maximum_indices: Tensor,
+    num_weights: int,
     *_: Any, **__: Any,
 ) -> None:  # fmt: skip
     _within("indices", indices, num_weights)
     _within("bags", offset2bag, grad.shape[0])
-    _within("maximum indices", maximum_indices.clamp(min=0) if maximum_indices is not None else None, num_weights)
+    _within(
+        "maximum indices",
+        maximum_indices.clamp(min=0) if maximum_indices is not None else None,
+        num_weights,
+    )
     if bag_size.numel() not in (0, grad.shape[0]) or offset2bag.numel() not in (0, indices.numel()):
         raise IndexError(f"{bag_size.numel()} sizes of {grad.shape[0]} bags")
 
 
 def _per_sample(
-    grad: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, offset2bag: Tensor, *_: Any, **__: Any
+    grad: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    offset2bag: Tensor,
+    *_: Any,
+    **__: Any,
 ) -> None:
     _within("indices", indices, weight.shape[0])
     _within("bags", offset2bag, grad.shape[0])
@@ -74,7 +86,9 @@ def _segment_reduce_backward(
 ) -> None:  # fmt: skip
     _segments(data, lengths, offsets, axis)
     if grad.shape != output.shape:
-        raise IndexError(f"a gradient of shape {tuple(grad.shape)} of what has {tuple(output.shape)}")
+        raise IndexError(
+            f"a gradient of shape {tuple(grad.shape)} of what has {tuple(output.shape)}"
+        )
 
 
 #: By operator, without its overload: called with its arguments before it is.
@@ -91,5 +105,6 @@ CHECKS: dict[str, Callable[..., None]] = {
     "_segment_reduce_backward": _segment_reduce_backward,
 }
 
-#: Operators that are of use to sparse tensors alone, which no machine has, and that do not look either.
+#: Operators that are of use to sparse tensors alone, which no machine has, and that do not look
+#: either.
 SPARSE = frozenset({"_convert_indices_from_csr_to_coo", "_convert_indices_from_coo_to_csr"})

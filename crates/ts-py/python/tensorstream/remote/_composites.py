@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Operators that PyTorch makes of others, and of other ones on a CPU than elsewhere: on a machine that is one they
-are made as there, so that the same elements come out."""
+"""Operators that PyTorch makes of others, and of other ones on a CPU than elsewhere: on a machine
+that is one they are made as there, so that the same elements come out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ def _on_cpu(tensor: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _choice(
-    layouts: tuple[Any, ...], dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+    layouts: tuple[Any, ...],
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> int:
     def like(layout: Any) -> torch.Tensor | None:
         if layout is None:
@@ -40,12 +44,16 @@ def _choice(
 
     query, key, value, mask = map(like, layouts)
     assert query is not None and key is not None and value is not None
-    return torch._fused_sdp_choice(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return torch._fused_sdp_choice(
+        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """As a CPU chooses, by shapes alone; with a GPU by what every one can."""
     by_others = functools.partial(
@@ -54,13 +62,17 @@ def _attention(
     if not _on_cpu(query):
         return by_others(query, key, value, attn_mask, dropout_p, is_causal)
     layouts = tuple(
-        None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad and torch.is_grad_enabled())
+        None
+        if t is None
+        else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad and torch.is_grad_enabled())
         for t in (query, key, value, attn_mask)
     )
     if _choice(layouts, dropout_p, is_causal, scale, enable_gqa) != _FLASH:
         return by_others(query, key, value, attn_mask, dropout_p, is_causal)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+            attn_mask.logical_not(), -torch.inf
+        )
     batched = query.dim() == 3
     if batched:
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -75,8 +87,8 @@ def _attention(
 
 
 def _dropout_by(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Dropout as a CPU does it (aten/src/ATen/native/Dropout.cpp). Other devices have one kernel for it, which rounds
-    differently."""
+    """Dropout as a CPU does it (aten/src/ATen/native/Dropout.cpp). Other devices have one kernel
+    for it, which rounds differently."""
 
     def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         if not 0 <= p <= 1:
@@ -91,11 +103,15 @@ def _dropout_by(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def _where_cpu(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator made as a CPU makes it, of machines that are one; of others as PyTorch makes it elsewhere."""
+    """An operator made as a CPU makes it, of machines that are one; of others as PyTorch makes it
+    elsewhere.
+    """
 
     @functools.wraps(run)
     def made(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return run(input, *args, **kwargs) if _on_cpu(input) else op.decompose(input, *args, **kwargs)
+        return (
+            run(input, *args, **kwargs) if _on_cpu(input) else op.decompose(input, *args, **kwargs)
+        )
 
     return made
 
@@ -111,6 +127,10 @@ COMPOSITES = {
     "scaled_dot_product_attention": _attention,
     **{
         name: _where_cpu(_overload(name), run)
-        for name, run in {"dropout": _dropout_by(aten.mul), "dropout_": _dropout_by(aten.mul_), **RECURRENT}.items()
+        for name, run in {
+            "dropout": _dropout_by(aten.mul),
+            "dropout_": _dropout_by(aten.mul_),
+            **RECURRENT,
+        }.items()
     },
 }

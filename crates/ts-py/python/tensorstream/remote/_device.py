@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The device ``ts`` as PyTorch knows it: its module, and what of PyTorch takes it for one of its own."""
+"""The device ``ts`` as PyTorch knows it: its module, and what of PyTorch takes it for one of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ from ._dtypes import DTYPES
 #: Sessions by the index of their first device.
 SESSIONS: dict[int, Any] = {}
 COUNT = 0
-#: Machines that are paused, by the index of their first device: the seed that they are to have when they go on, if
-#: they were given one.
+#: Machines that are paused, by the index of their first device: the seed that they are to have when
+#: they go on, if they were given one.
 PAUSED: dict[int, int | None] = {}
 _current = threading.local()
 _process = types.SimpleNamespace(forked=False)
@@ -143,7 +145,8 @@ class _Module(types.ModuleType):
         """Asked for when inductor begins: the time to tell it the rest."""
         from torch._inductor.codegen import common
 
-        common.register_device_op_overrides("ts", _NoOverrides())  # type: ignore[arg-type]  # it has every name
+        # It has every name.
+        common.register_device_op_overrides("ts", _NoOverrides())  # type: ignore[arg-type]
         return _NoInductor
 
 
@@ -164,15 +167,16 @@ def _module() -> types.ModuleType:
     for name, value in attributes.items():
         setattr(module, name, value)
     for function in (
-        current_device, set_device, manual_seed, manual_seed_all, get_rng_state, set_rng_state, synchronize,
+        current_device, set_device, manual_seed, manual_seed_all, get_rng_state, set_rng_state,
+        synchronize,
     ):  # fmt: skip
         setattr(module, function.__name__, function)
     return module
 
 
 def _single_threaded_backward() -> None:
-    """The autograd engine takes the device for one with a single index, and starts threads for no more: it is run on
-    the thread that calls it."""
+    """The autograd engine takes the device for one with a single index, and starts threads for no
+    more: it is run on the thread that calls it."""
     from torch.autograd import graph
 
     run = graph._engine_run_backward
@@ -184,11 +188,14 @@ def _single_threaded_backward() -> None:
                 return run(outputs, *args, **kwargs)
         return run(outputs, *args, **kwargs)
 
-    graph._engine_run_backward = torch.autograd._engine_run_backward = backward  # type: ignore[assignment,attr-defined]
+    graph._engine_run_backward = backward  # type: ignore[assignment]
+    torch.autograd._engine_run_backward = backward  # type: ignore[attr-defined]
 
 
 def _storages() -> None:
-    """PyTorch makes storages by a device's allocator, which this has not: they are those of empty tensors."""
+    """PyTorch makes storages by a device's allocator, which this has not: they are those of empty
+    tensors.
+    """
     make = torch.UntypedStorage.__new__
 
     def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -205,16 +212,21 @@ def _storages() -> None:
 
 
 def _tied() -> None:
-    """A module that goes to the device, or comes from there, has new parameters, each by itself: they are put where
-    the old ones were, so that those which are one stay one, and optimisers know them."""
+    """A module that goes to the device, or comes from there, has new parameters, each by itself:
+    they are put where the old ones were, so that those which are one stay one, and optimisers know
+    them."""
     for name in ("to", "cpu"):
         move = getattr(torch.nn.Module, name)
 
         @functools.wraps(move)
-        def moved(self: torch.nn.Module, *args: Any, _move: Any = move, **kwargs: Any) -> torch.nn.Module:
+        def moved(
+            self: torch.nn.Module, *args: Any, _move: Any = move, **kwargs: Any
+        ) -> torch.nn.Module:
             future = torch.__future__
             at = next((p.device for p in self.parameters() if _infer.is_ours(p)), None)
-            devices = {torch.device(value) for value in (*args, *kwargs.values()) if _names_device(value)}
+            devices = {
+                torch.device(value) for value in (*args, *kwargs.values()) if _names_device(value)
+            }
             goes = any(device.type == "ts" for device in devices)
             if at is not None and devices and not goes:
                 _refuse_trainers(type(self).__name__, at)
@@ -222,7 +234,14 @@ def _tied() -> None:
                 return _move(self, *args, **kwargs)
             future.set_swap_module_params_on_conversion(True)
             try:
-                dtype = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)), None)
+                dtype = next(
+                    (
+                        value
+                        for value in (*args, *kwargs.values())
+                        if isinstance(value, torch.dtype)
+                    ),
+                    None,
+                )
                 with _without_lazy(self, next(iter(devices), None), dtype):
                     return _move(self, *args, **kwargs)
             finally:
@@ -232,9 +251,13 @@ def _tied() -> None:
 
 
 def _accumulation() -> None:
-    """``linear_cross_entropy`` accumulates by the kind of device: on a machine that is a CPU as on a CPU."""
+    """``linear_cross_entropy`` accumulates by the kind of device: on a machine that is a CPU as on
+    a CPU.
+    """
     try:
-        from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions as Options
+        from torch.nn.modules.linear_cross_entropy_options import (
+            LinearCrossEntropyOptions as Options,
+        )
     except ImportError:  # PyTorch before 2.15
         return
     adjust = Options._adjust
@@ -252,8 +275,12 @@ def _accumulation() -> None:
 
 
 @contextlib.contextmanager
-def _without_lazy(module: torch.nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> Iterator[None]:
-    """Parameters and buffers that have no shape yet cannot be moved: they are made again behind the move."""
+def _without_lazy(
+    module: torch.nn.Module, device: torch.device | None, dtype: torch.dtype | None
+) -> Iterator[None]:
+    """Parameters and buffers that have no shape yet cannot be moved: they are made again behind the
+    move.
+    """
     held = [
         (names, name, value)
         for each in module.modules()
@@ -269,11 +296,15 @@ def _without_lazy(module: torch.nn.Module, device: torch.device | None, dtype: t
         for names, name, value in held:
             at: Any = device or value.device
             make: Any = type(value)
-            names[name] = make(requires_grad=value.requires_grad, device=at, dtype=dtype or value.dtype)
+            names[name] = make(
+                requires_grad=value.requires_grad, device=at, dtype=dtype or value.dtype
+            )
 
 
 def _names_device(value: Any) -> bool:
-    return isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in _DEVICES)
+    return isinstance(value, torch.device) or (
+        isinstance(value, str) and value.partition(":")[0] in _DEVICES
+    )
 
 
 #: Kinds of devices that a model may be moved to by their names.
@@ -291,8 +322,10 @@ def _refuse_trainers(model: str, at: torch.device) -> None:
         if name in _TRAINERS:
             library = name.partition(".")[0]
             raise ConfigurationError(
-                f"{library} would move {model} from {at} to this computer and train it here: set the environment "
-                f'variable ACCELERATE_TORCH_DEVICE="{at}" before it chooses a device, which is when the first '
+                f"{library} would move {model} from {at} to this computer and train it here: set "
+                "the environment "
+                f'variable ACCELERATE_TORCH_DEVICE="{at}" before it chooses a device, which is '
+                "when the first "
                 "Accelerator or TrainingArguments is made"
             )
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
@@ -326,7 +359,10 @@ _setting_up = threading.Lock()
 
 
 def set_up() -> None:
-    """Tells PyTorch of the device, which a process that has no machine does not see. Does nothing the second time."""
+    """Tells PyTorch of the device, which a process that has no machine does not see.
+
+    Does nothing the second time.
+    """
     with _setting_up:
         _set_up()
 
@@ -353,7 +389,8 @@ def _set_up() -> None:
         "frame": sys._getframe,
         "logs": _trace.LOG.isEnabledFor,
         "default_dtype": torch.get_default_dtype,
-        "libraries": [os.path.dirname(torch.__file__) + os.sep, os.path.dirname(_native.__file__) + os.sep],
+        "libraries": [os.path.dirname(torch.__file__) + os.sep,
+        os.path.dirname(_native.__file__) + os.sep],
     })  # fmt: skip
     _kernels.register()
     _single_threaded_backward()

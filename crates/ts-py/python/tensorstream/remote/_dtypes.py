@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Dtypes by the numbers that they have between machines, which are PyTorch's own (``c10::ScalarType``)."""
+"""Dtypes by the numbers that they have between machines, which are PyTorch's own
+(``c10::ScalarType``).
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,21 @@ _TABLE = [
 DTYPES = [(getattr(torch, name), *rest) for name, *rest in _TABLE if hasattr(torch, name)]
 NUMBERS = {dtype: number for dtype, number, *_ in DTYPES}
 
-#: Operators that may be called with a number in a tensor's place. Of others there is an overload for numbers.
+#: Operators that may be called with a number in a tensor's place. Of others there is an overload
+#: for numbers.
 TAKES_NUMBERS = frozenset(
     name + suffix
-    for name in ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "floor_divide", "copy")
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "subtract",
+        "multiply",
+        "divide",
+        "true_divide",
+        "floor_divide",
+        "copy",
+    )
     for suffix in ("", "_")
 )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Direct copies of tensors between sessions and between machines, without a round trip through the client.
+"""Direct copies of tensors between sessions and between machines, without a round trip through the
+client.
 
 A session offers a tensor under a ticket, a random secret. Any session of the same machine can claim
 the tensor with the ticket, and another machine fetches it by connecting and claiming it. Where each
@@ -37,10 +38,16 @@ class Exchange(Protocol):
         """Ends an offer of this session."""
 
     def claim(self, ticket: str) -> torch.Tensor:
-        """Returns a copy of a tensor that a session of this machine offers. LookupError if there is none."""
+        """Returns a copy of a tensor that a session of this machine offers.
+
+        LookupError if there is none.
+        """
 
     def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
-        """Copies a tensor that another machine offers to ``into``. Returns why not, or an empty string."""
+        """Copies a tensor that another machine offers to ``into``.
+
+        Returns why not, or an empty string.
+        """
 
 
 class LocalExchange:
@@ -85,7 +92,9 @@ class BrokerExchange:
         with self._lock:
             send(self._requests, message)
 
-    def _ask(self, message: dict[str, Any], descriptor: int | None = None) -> tuple[dict[str, Any], int | None]:
+    def _ask(
+        self, message: dict[str, Any], descriptor: int | None = None
+    ) -> tuple[dict[str, Any], int | None]:
         with self._lock:
             send(self._requests, message, descriptor)
             answer = receive(self._requests)
@@ -153,11 +162,16 @@ def unpack(packed: dict[str, Any], descriptor: int) -> torch.Tensor:
     """Returns a copy, on the CPU, of a tensor in sealed memory. Closes the descriptor.
 
     Raises:
-        RuntimeError: The metadata is invalid, or does not match the memory: it comes from another session.
+        RuntimeError: The metadata is invalid, or does not match the memory: it comes from another
+            session.
     """
     try:
         dtype, sizes = _DTYPES.get(str(packed.get("dtype"))), packed.get("sizes")
-        if dtype is None or not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        if (
+            dtype is None
+            or not isinstance(sizes, list)
+            or not all(type(size) is int and size >= 0 for size in sizes)
+        ):
             raise RuntimeError(f"invalid offer: dtype {packed.get('dtype')!r}, sizes {sizes!r}")
         nbytes = math.prod(sizes) * dtype.itemsize
         if os.lseek(descriptor, 0, os.SEEK_END) != nbytes:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What an operator will give, found out on meta tensors: called for what the cache of signatures does not know."""
+"""What an operator will give, found out on meta tensors: called for what the cache of signatures
+does not know.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,12 @@ def whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
 
 
 def reshape(tensor: torch.Tensor, sizes: Any, strides: Any, offset: Any, nbytes: Any) -> None:
-    """Gives a tensor another shape within its storage, which grows to ``nbytes`` if it has fewer."""
+    """Gives a tensor another shape in its storage, which grows to ``nbytes`` if it has fewer."""
     storage, there = tensor.untyped_storage(), tensor
     if nbytes > storage.nbytes():
-        there = _native.remote_whole(tensor.device.index, storage.data_ptr(), nbytes, tensor.dtype, True)
+        there = _native.remote_whole(
+            tensor.device.index, storage.data_ptr(), nbytes, tensor.dtype, True
+        )
     replace(tensor, as_strided(there, sizes, strides, offset))
 
 
@@ -64,7 +68,9 @@ class _Metas:
             if tensor.dim() == 0:
                 return tensor
             # Indices, which go there with the call.
-            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            meta = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+            )
         else:
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
@@ -84,15 +90,18 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """What each of an operator's returns will be, as a list for the kernel; None if only its elements say; True if
-    arguments were given another shape, and it is to be asked again; a tuple of one thing, the result, if the operator
-    was made of others.
+    """What each of an operator's returns will be, as a list for the kernel; None if only its
+    elements say; True if arguments were given another shape, and it is to be asked again; a tuple
+    of one thing, the result, if the operator was made of others.
 
     Raises what the operator raises for such arguments."""
     metas = _Metas()
     margs = [metas.of(value) for value in args]
     # A generator is the machine's.
-    mkwargs = {name: None if name == "generator" else metas.of(value) for name, value in (kwargs or {}).items()}
+    mkwargs = {
+        name: None if name == "generator" else metas.of(value)
+        for name, value in (kwargs or {}).items()
+    }
     call: Any = op
     if has_numbers(op, margs):
         call = op.overloadpacket
@@ -146,7 +155,7 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _by_others(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What only elements say: is asked, or made of what is asked and copied to where it is to go."""
+    """What only elements say: asked, or made of what is asked and copied to its place."""
     outs = [argument.name for argument in op._schema.arguments if argument.is_out]
     if not outs:
         return None
@@ -155,7 +164,9 @@ def _by_others(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
         return None
     from ._kernels import kernel_of
 
-    given = kernel_of(functional)(*args, **{name: value for name, value in kwargs.items() if name not in outs})
+    given = kernel_of(functional)(
+        *args, **{name: value for name, value in kwargs.items() if name not in outs}
+    )
     results = given if isinstance(given, tuple) else (given,)
     for name, result in zip(outs, results, strict=True):
         out = kwargs[name]
@@ -168,7 +179,10 @@ def _by_others(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 def has_numbers(op: torch._ops.OpOverload, args: Any) -> bool:
     """Whether a number is in a tensor's place, of an operator that must not be called so."""
-    return any(at < len(args) and isinstance(args[at], (bool, int, float, complex)) for at in tensor_places(op))
+    return any(
+        at < len(args) and isinstance(args[at], (bool, int, float, complex))
+        for at in tensor_places(op)
+    )
 
 
 @functools.cache
@@ -176,7 +190,9 @@ def tensor_places(op: torch._ops.OpOverload) -> list[int]:
     """Places of arguments that are tensors, where a number must be known."""
     if op._schema.name.partition("::")[2] in TAKES_NUMBERS:
         return []
-    return [at for at, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
+    return [
+        at for at, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"
+    ]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Kernels of the device: of each of PyTorch's operators that has one for the CPU; and those that are not simply asked
-of the machine."""
+"""Kernels of the device: of each of PyTorch's operators that has one for the CPU; and those that
+are not simply asked of the machine."""
 
 from __future__ import annotations
 
@@ -28,21 +28,26 @@ _LIBRARIES: list[torch.library.Library] = []
 _TAKES_HOST = {
     f"aten::{name}"
     for name in (
-        "index.Tensor", "index.Tensor_out", "_unsafe_index.Tensor", "index_put", "index_put_", "_index_put_impl_",
+        "index.Tensor", "index.Tensor_out", "_unsafe_index.Tensor", "index_put", "index_put_",
+        "_index_put_impl_",
         "_unsafe_index_put",
     )
 }  # fmt: skip
 
-#: Operators that give something else on a CPU than on meta tensors, which depends on their arguments' shapes alone:
-#: what they gave is known the next time.
+#: Operators that give something else on a CPU than on meta tensors, which depends on their
+#: arguments' shapes alone: what they gave is known the next time.
 _LEARNED = {
-    "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
-    "_batch_norm_with_update", "_batch_norm_no_update", "_embedding_bag", "_embedding_bag_forward_only",
-    "mkldnn_rnn_layer", "multilabel_margin_loss_forward", "native_layer_norm", "native_layer_norm_backward",
+    "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
+    "cudnn_batch_norm",
+    "_batch_norm_with_update", "_batch_norm_no_update", "_embedding_bag",
+    "_embedding_bag_forward_only",
+    "mkldnn_rnn_layer", "multilabel_margin_loss_forward", "native_layer_norm",
+    "native_layer_norm_backward",
     "native_batch_norm_backward", "batch_norm_backward",
 }  # fmt: skip
 
-#: Composite operators that go to the machine whole: what they are made of differs from device to device.
+#: Composite operators that go to the machine whole: what they are made of differs from device to
+#: device.
 _WHOLE = ["aten::convolution", "aten::convolution_backward", "aten::_convolution"]
 
 
@@ -61,7 +66,11 @@ def _returns(op: torch._ops.OpOverload) -> list[Any]:
                 continue
         kind = str(given.type)
         kinds.append(
-            "tensor" if kind in ("Tensor", "Optional[Tensor]") else "tensors" if kind == "List[Tensor]" else "other"
+            "tensor"
+            if kind in ("Tensor", "Optional[Tensor]")
+            else "tensors"
+            if kind == "List[Tensor]"
+            else "other"
         )
     return kinds
 
@@ -78,12 +87,16 @@ def kernel(op: torch._ops.OpOverload) -> _native.RemoteKernel:
     unnamed = [a.name for a in op._schema.arguments if not a.kwarg_only]
     generator = unnamed.index("generator") if "generator" in unnamed else None
     takes_host = name in _TAKES_HOST
-    return _native.RemoteKernel(name, op, without, takes_host, learned, writes, generator, tensors, _returns(op))
+    return _native.RemoteKernel(
+        name, op, without, takes_host, learned, writes, generator, tensors, _returns(op)
+    )
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
     returns = op._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
 
 
 def _overload(name: str) -> torch._ops.OpOverload | None:
@@ -123,22 +136,37 @@ def _empty(
 
 
 def _empty_strided(
-    size: Any, stride: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+    size: Any,
+    stride: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
 ) -> torch.Tensor:
     return _native.remote_empty(_device(device), size, stride, dtype or torch.get_default_dtype())
 
 
-def _as_strided(tensor: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
-    return as_strided(tensor, size, stride, tensor.storage_offset() if storage_offset is None else storage_offset)
+def _as_strided(
+    tensor: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    return as_strided(
+        tensor, size, stride, tensor.storage_offset() if storage_offset is None else storage_offset
+    )
 
 
 def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
     if tuple(tensor.shape) != tuple(size):
         meta = torch.empty(
-            size, dtype=tensor.dtype, device="meta", memory_format=memory_format or torch.contiguous_format
+            size,
+            dtype=tensor.dtype,
+            device="meta",
+            memory_format=memory_format or torch.contiguous_format,
         )
         offset = tensor.storage_offset()
-        nbytes = meta.untyped_storage().nbytes() + offset * tensor.element_size() if meta.numel() else 0
+        nbytes = (
+            meta.untyped_storage().nbytes() + offset * tensor.element_size() if meta.numel() else 0
+        )
         reshape(tensor, meta.shape, meta.stride(), offset, nbytes)
     return tensor
 
@@ -150,19 +178,22 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def upload(source: torch.Tensor, to: torch.Tensor) -> None:
-    """The elements of a tensor of the host go to one of the device that is like it and contiguous."""
+    """Copies a tensor of the host to one of the device that is like it and contiguous."""
     if source.numel():
         _native.remote_upload(to, _bytes(source.resolve_conj().resolve_neg().contiguous()))
 
 
 def download(source: torch.Tensor, to: torch.Tensor) -> None:
-    """The elements of a tensor of the device come to one of the host that is like it and contiguous."""
+    """The elements of a tensor of the device come to one of the host that is like it and
+    contiguous.
+    """
     if source.numel():
         _native.remote_download(plain(source), _bytes(to))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, as they are: what is only noted - that they are conjugate, or negative - is done.
+    """The same elements, as they are: what is only noted - that they are conjugate, or negative -
+    is done.
 
     They lie as a CPU has them then, for some operators round otherwise where they lie otherwise.
     """
@@ -199,27 +230,38 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
             return to
         # What is narrower travels.
         source = source.to(to.dtype) if source.element_size() > to.element_size() else source
-        there = _native.remote_empty(to.device.index, source.shape, _contiguous(source.shape), source.dtype)
+        there = _native.remote_empty(
+            to.device.index, source.shape, _contiguous(source.shape), source.dtype
+        )
         upload(source.cpu(), there)
         _COPY(to, there)
         return to
     direct = to.device.type == "cpu" and source.dtype == to.dtype and to.is_contiguous()
-    host = to if direct and not to.is_conj() and not to.is_neg() else torch.empty(source.shape, dtype=source.dtype)
+    host = (
+        to
+        if direct and not to.is_conj() and not to.is_neg()
+        else torch.empty(source.shape, dtype=source.dtype)
+    )
     download(source, host)
     if host is not to:
         to.copy_(host)
     return to
 
 
-#: Of each device that is there: the index of its machine's first one, and where the machine listens.
+#: Of each device that is there: the index of its machine's first one, and where the machine
+#: listens.
 PLACES: dict[int, tuple[int, str]] = {}
-#: Pairs of addresses of which the second could not fetch from the first, and when that is tried again.
+#: Pairs of addresses of which the second could not fetch from the first, and when that is tried
+#: again.
 _APART: dict[tuple[str, str], float] = {}
 _APART_SECONDS = 60.0
 
 
 def _fetched(source: torch.Tensor, to: torch.Tensor, one: str, other: str) -> bool:
-    """Copies from one machine to another without a way through this process. Whether that could be done."""
+    """Copies from one machine to another without a way through this process.
+
+    Whether that could be done.
+    """
     if _APART.get((one, other), 0.0) > time.monotonic() or not source.numel():
         return False
     ticket = _OFFER(source)
@@ -234,7 +276,7 @@ def _fetched(source: torch.Tensor, to: torch.Tensor, one: str, other: str) -> bo
 
 
 def _copy_noted(source: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """Copies to a tensor of which PyTorch only notes that its elements are conjugate, or negative."""
+    """Copies to a tensor that PyTorch only marks as conjugate or negative."""
     if to.is_conj():
         source, to_plain = aten.conj_physical.default(source), to.conj()
     else:
@@ -267,14 +309,20 @@ def _set_storage(tensor: torch.Tensor, source: torch.UntypedStorage) -> torch.Te
 
 
 def _set_storage_offset(
-    tensor: torch.Tensor, source: torch.UntypedStorage, storage_offset: int, size: Any, stride: Any = ()
+    tensor: torch.Tensor,
+    source: torch.UntypedStorage,
+    storage_offset: int,
+    size: Any,
+    stride: Any = (),
 ) -> torch.Tensor:
     strides = list(stride) or _contiguous(size)
     reach = storage_offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) + 1
     there = _infer.whole(source, tensor.dtype)
     if 0 not in size and reach > there.numel():
         needed = reach * tensor.element_size()
-        there = _native.remote_whole(source.device.index, source.data_ptr(), needed, tensor.dtype, True)
+        there = _native.remote_whole(
+            source.device.index, source.data_ptr(), needed, tensor.dtype, True
+        )
     replace(tensor, as_strided(there, size, strides, storage_offset))
     return tensor
 
@@ -294,10 +342,12 @@ def _view_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _to_copy(
-    tensor: torch.Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
+    tensor: torch.Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None,
+    pin_memory: Any = None,
     non_blocking: bool = False, memory_format: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    # Whether it is waited for is not the caller's to say: memory of the host is filled when this returns.
+    # Whether it is waited for is not the caller's to say: memory of the host is filled when this
+    # returns.
     if device is None:
         device = tensor.device
     format_of = torch.preserve_format if memory_format is None else memory_format
@@ -306,7 +356,9 @@ def _to_copy(
 
 
 def _clone(tensor: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
-    return _CLONE(plain(tensor), **({} if memory_format is None else {"memory_format": memory_format}))
+    return _CLONE(
+        plain(tensor), **({} if memory_format is None else {"memory_format": memory_format})
+    )
 
 
 def _efficientzerotensor(size: Any, **options: Any) -> torch.Tensor:
@@ -315,7 +367,8 @@ def _efficientzerotensor(size: Any, **options: Any) -> torch.Tensor:
 
 def _record_stream(tensor: torch.Tensor, stream: Any) -> None:
     raise RuntimeError(
-        "a device of tensorstream has no streams: operators are done in the order in which they are called"
+        "a device of tensorstream has no streams: operators are done in the order in which they "
+        "are called"
     )
 
 
@@ -383,11 +436,15 @@ def _fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     return kernel_of(op)(*args, **kwargs)
 
 
-#: Kinds of tensors that a machine does not have, by the key under which PyTorch asks for them; and what does instead.
+#: Kinds of tensors that a machine does not have, by the key under which PyTorch asks for them; and
+#: what does instead.
 _ABSENT = {
     "SparsePrivateUse1": ("sparse tensors", "gradients are dense with nn.Embedding(sparse=False)"),
     "SparseCsrPrivateUse1": ("sparse tensors", "to_dense() makes one that can be there"),
-    "NestedTensorPrivateUse1": ("nested tensors of strided layout", "those of layout=torch.jagged can be there"),
+    "NestedTensorPrivateUse1": (
+        "nested tensors of strided layout",
+        "those of layout=torch.jagged can be there",
+    ),
     "QuantizedPrivateUse1": ("quantized tensors", "dequantize() makes one that can be there"),
 }
 
@@ -403,18 +460,21 @@ _drawing = threading.Lock()
 
 
 def drawn(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator that draws from a generator of the host's: the machine draws from one that is in its state, and
-    what state that is in then is waited for."""
+    """An operator that draws from a generator of the host's: the machine draws from one that is in
+    its state, and what state that is in then is waited for."""
     if "generator" not in kwargs:
         # It is the last of them where it has no name.
         *args, kwargs = *args[:-1], {**kwargs, "generator": args[-1]}
     generator = kwargs["generator"]
     values = (*args, *kwargs.values())
-    tensor = next((value for value in values if isinstance(value, torch.Tensor) and is_ours(value)), None)
+    tensor = next(
+        (value for value in values if isinstance(value, torch.Tensor) and is_ours(value)), None
+    )
     index = _device(kwargs.get("device")) if tensor is None else tensor.device.index
     if KINDS.get(index, "cpu") != generator.device.type:
         raise RuntimeError(
-            f"{op}: a generator of {generator.device}, and a machine that draws as {KINDS.get(index)} does"
+            f"{op}: a generator of {generator.device}, and a machine that draws as "
+            f"{KINDS.get(index)} does"
         )
     anchor = torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
     with _drawing:
@@ -428,7 +488,9 @@ def register() -> None:
     """Tells PyTorch of all kernels."""
     own = torch.library.Library("aten", "IMPL")
     names = [
-        name for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU") if name.startswith("aten::")
+        name
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
+        if name.startswith("aten::")
     ]
     for name in {*names, *_WHOLE, *_MANUAL}:
         op = _overload(name)

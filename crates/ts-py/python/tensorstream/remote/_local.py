@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The process of a ``local`` machine. It ends when its standard input closes, which happens when its client ends."""
+"""The process of a ``local`` machine.
+
+It ends when its standard input closes, which happens when its client ends.
+"""
 
 import argparse
 import logging
@@ -31,7 +34,8 @@ def main() -> None:
     except Exception as error:
         sys.exit(str(error))
 
-    # Ctrl-C reaches all processes of the terminal. The client decides what to do, and may want to save its tensors.
+    # Ctrl-C reaches all processes of the terminal. The client decides what to do, and may want to
+    # save its tensors.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: served.stop())
 

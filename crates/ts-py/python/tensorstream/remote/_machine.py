@@ -76,7 +76,9 @@ class _Saved:
             tensor = torch.frombuffer(self._memory, dtype=torch.uint8, count=count)
             yield offset, memoryview(self._memory)[:count], torch._C._to_dlpack(tensor)
 
-    def save(self, session: _native.RemoteSession, storage: int, nbytes: int, ordinal: int, state: int) -> None:
+    def save(
+        self, session: _native.RemoteSession, storage: int, nbytes: int, ordinal: int, state: int
+    ) -> None:
         # What was never computed (2) is not there when it goes on, which who looks at it is told.
         if state == 1 and nbytes:
             with (self.directory / str(storage)).open("wb") as file:
@@ -96,7 +98,9 @@ class _Saved:
                 with (self.directory / str(storage)).open("rb") as file:
                     for offset, piece, capsule in self._pieces(nbytes):
                         if file.readinto(piece) != len(piece):
-                            raise ProtocolError(f"{file.name} was cut off: the tensor in it cannot be restored")
+                            raise ProtocolError(
+                                f"{file.name} was cut off: the tensor in it cannot be restored"
+                            )
                         session.write(storage, offset, capsule)
 
     def remove(self) -> None:
@@ -106,14 +110,15 @@ class _Saved:
 def _alone(
     method: Callable[Concatenate[RemoteMachine, P], R],
 ) -> Callable[Concatenate[RemoteMachine, P], R]:
-    """Of methods so marked a machine does one at a time, whichever threads call them; and none in a child process,
-    whose parent's the session is."""
+    """Of methods so marked a machine does one at a time, whichever threads call them; and none in a
+    child process, whose parent's the session is."""
 
     @functools.wraps(method)
     def call(self: RemoteMachine, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if _device.is_forked():
             raise ConfigurationError(
-                f"machine {self.name} is the parent's of this forked process: start processes by spawn or forkserver"
+                f"machine {self.name} is the parent's of this forked process: start processes by "
+                "spawn or forkserver"
             )
         with self._turn:
             return method(self, *args, **kwargs)
@@ -124,14 +129,16 @@ def _alone(
 class RemoteMachine:
     """A machine that has tensors, and runs operators on them.
 
-    kind: "mock" is a thread of this process, "local" a process of this computer's, both by a Unix socket; "tcp" is
-    whoever listens at ``address``: ``tensorstream serve``. gpu_type: "cpu" or "cuda", what a machine that is started
+    kind: "mock" is a thread of this process, "local" a process of this computer's, both by a Unix
+    socket; "tcp" is
+    whoever listens at ``address``: ``tensorstream serve``. gpu_type: "cpu" or "cuda", what a
+    machine that is started
     here runs operators on. gpu_count: how many devices it has. token, ca, cert, key: as of
-    :func:`tensorstream.connect`. retry: seconds for which a link that was lost is made again, while nothing is lost.
-    threads: of PyTorch's for one operator, on a machine that is started here.
+    :func:`tensorstream.connect`. retry: seconds for which a link that was lost is made again, while
+    nothing is lost. threads: of PyTorch's for one operator, on a machine that is started here.
 
-    It is started at once, or by :meth:`start` if ``start=False``. At the end of a ``with`` it is stopped: its tensors
-    are gone.
+    It is started at once, or by :meth:`start` if ``start=False``. At the end of a ``with`` it is
+    stopped: its tensors are gone.
     """
 
     def __init__(
@@ -156,16 +163,28 @@ class RemoteMachine:
             raise ConfigurationError(f"a machine of kind {kind!r}: there are mock, local and tcp")
         if kind != "tcp" and address is not None:
             raise ConfigurationError(
-                f"address={address!r}: a machine of kind {kind} is started here, and only one of kind tcp has an "
+                f"address={address!r}: a machine of kind {kind} is started here, and only one of "
+                "kind tcp has an "
                 "address; what it runs operators on is gpu_type, cpu or cuda"
             )
         if kind == "tcp" and address is None:
-            raise ConfigurationError('a machine of kind tcp needs the address at which it listens: "HOST:7470"')
+            raise ConfigurationError(
+                'a machine of kind tcp needs the address at which it listens: "HOST:7470"'
+            )
         if gpu_type.lower() not in ("cpu", "cuda"):
-            raise ConfigurationError(f"gpu_type={gpu_type!r}: cpu or cuda, which is what a machine runs operators on")
+            raise ConfigurationError(
+                f"gpu_type={gpu_type!r}: cpu or cuda, which is what a machine runs operators on"
+            )
         if not 1 <= gpu_count <= _MAX_DEVICES:
-            raise ConfigurationError(f"gpu_count={gpu_count}: a machine has 1 to {_MAX_DEVICES} devices")
-        self.kind, self.address, self.gpu_type, self.gpu_count = kind, address, gpu_type.lower(), gpu_count
+            raise ConfigurationError(
+                f"gpu_count={gpu_count}: a machine has 1 to {_MAX_DEVICES} devices"
+            )
+        self.kind, self.address, self.gpu_type, self.gpu_count = (
+            kind,
+            address,
+            gpu_type.lower(),
+            gpu_count,
+        )
         self._threads, self._retry = threads, retry
         self._settings = _settings(token, timeout, patience, True, None, LIMIT_BYTES)
         self._tls = {"ca": ca, "cert": cert, "key": key}
@@ -182,9 +201,9 @@ class RemoteMachine:
 
     @_alone
     def start(self) -> RemoteMachine:
-        """Starts the machine, or connects to it; goes on where :meth:`pause` has left off. Blocks until it is there.
-        Nothing happens if it is. One whose link was lost for good begins again, without its tensors and with the same
-        devices."""
+        """Starts the machine, or connects to it; goes on where :meth:`pause` has left off. Blocks
+        until it is there. Nothing happens if it is. One whose link was lost for good begins again,
+        without its tensors and with the same devices."""
         if self._paused is not None:
             self.resume()
         if self._session is not None and self._session.is_over():
@@ -208,9 +227,13 @@ class RemoteMachine:
             self._is_at(address)
             kind, count = _device.kind_of(first)
             if self.kind == "tcp" and self.gpu_type == "cuda" != kind:
-                raise ConfigurationError(f"gpu_type='cuda': machine {self.name} runs operators on its {kind}")
+                raise ConfigurationError(
+                    f"gpu_type='cuda': machine {self.name} runs operators on its {kind}"
+                )
             if self.gpu_count > count:
-                raise ConfigurationError(f"gpu_count={self.gpu_count}: machine {self.name} has {count} devices")
+                raise ConfigurationError(
+                    f"gpu_count={self.gpu_count}: machine {self.name} has {count} devices"
+                )
             _composites.KINDS.update({first + index: kind for index in range(self.gpu_count)})
             for index in range(self.gpu_count):
                 _device.seed_of(first + index, torch.initial_seed())
@@ -243,8 +266,12 @@ class RemoteMachine:
     def _start_thread(self, address: str) -> None:
         from ._server import devices_of, server
 
-        self._server = server(address, devices=devices_of(self.gpu_type, self.gpu_count), shared=True)
-        self._thread = threading.Thread(target=self._server.run, name="tensorstream-mock", daemon=True)
+        self._server = server(
+            address, devices=devices_of(self.gpu_type, self.gpu_count), shared=True
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, name="tensorstream-mock", daemon=True
+        )
         self._thread.start()
 
     def _start_process(self, address: str) -> None:
@@ -259,7 +286,9 @@ class RemoteMachine:
         )  # fmt: skip
         assert self._server.stdout is not None and self._server.stderr is not None
         said = _Said(self._server.stderr)
-        tell = threading.Timer(_SLOW_START, LOG.warning, ("%s: it starts, and imports PyTorch", self.name))
+        tell = threading.Timer(
+            _SLOW_START, LOG.warning, ("%s: it starts, and imports PyTorch", self.name)
+        )
         tell.daemon = True
         tell.start()
         try:
@@ -268,7 +297,9 @@ class RemoteMachine:
             tell.cancel()
         if not line.startswith(b"listening"):
             self._end_server()
-            raise ConnectionLost(f"machine {self.name}: the process for it did not start: {said.last()}")
+            raise ConnectionLost(
+                f"machine {self.name}: the process for it did not start: {said.last()}"
+            )
 
     def _end_server(self) -> None:
         if isinstance(self._server, subprocess.Popen):
@@ -288,19 +319,25 @@ class RemoteMachine:
         self._server = self._directory = None
 
     def device(self, index: int | str = 0, of_kind: int | None = None) -> torch.device:
-        """One of its devices: ``torch.device("ts", ...)``, whose index is this process's. ``device("cuda", 1)`` is
-        ``device(1)`` of a machine with GPUs."""
+        """One of its devices: ``torch.device("ts", ...)``, whose index is this process's.
+        ``device("cuda", 1)`` is ``device(1)`` of a machine with GPUs."""
         session = self._there()
         kind = None
         if isinstance(index, str):
             kind, _, number = index.partition(":")
             index = of_kind if of_kind is not None else int(number) if number.isdecimal() else 0
         elif of_kind is not None:
-            raise ConfigurationError(f"device({index!r}, {of_kind!r}): an index, or a kind and an index")
+            raise ConfigurationError(
+                f"device({index!r}, {of_kind!r}): an index, or a kind and an index"
+            )
         if kind not in (None, "ts", runs_on := _composites.KINDS[session.first]):
-            raise ConfigurationError(f"machine {self.name} runs operators on its {runs_on}, and has no {kind}")
+            raise ConfigurationError(
+                f"machine {self.name} runs operators on its {runs_on}, and has no {kind}"
+            )
         if not 0 <= index < self.gpu_count:
-            raise ConfigurationError(f"machine {self.name} has devices 0 to {self.gpu_count - 1}, and no {index}")
+            raise ConfigurationError(
+                f"machine {self.name} has devices 0 to {self.gpu_count - 1}, and no {index}"
+            )
         return torch.device("ts", session.first + index)
 
     def synchronize(self) -> None:
@@ -309,15 +346,16 @@ class RemoteMachine:
             self._session.synchronize()
 
     def stats(self) -> dict[str, int]:
-        """What was done, in numbers: operators, requests (those, and all else that was asked), batches that they went
-        in, waits, reconnects, uploaded_bytes, downloaded_bytes; cached_scalars and early_scalars: numbers that were
-        looked at without a wait, and such as were asked for before; and, of all machines together, signature_hits,
-        signature_misses and signatures of the cache that knows what operators give."""
+        """What was done, in numbers: operators, requests (those, and all else that was asked),
+        batches that they went in, waits, reconnects, uploaded_bytes, downloaded_bytes;
+        cached_scalars and early_scalars: numbers that were looked at without a wait, and such as
+        were asked for before; and, of all machines together, signature_hits, signature_misses and
+        signatures of the cache that knows what operators give."""
         names = ("signature_hits", "signature_misses", "signatures")
         return self._there().stats() | dict(zip(names, _native.remote_cache_stats(), strict=True))
 
     def waits(self) -> list[tuple[str, int, float]]:
-        """Where the program has waited: place, how often, and for how many seconds; longest first."""
+        """Where the program has waited: place, count and seconds; longest first."""
         return self._there().waits()
 
     def _there(self) -> _native.RemoteSession:
@@ -327,11 +365,13 @@ class RemoteMachine:
 
     @_alone
     def pause(self, directory: str | os.PathLike[str] | None = None) -> None:
-        """Gives up the machine and its memory until :meth:`resume`: its tensors go to files in ``directory``, or a
-        temporary one, and a machine that was started here ends. Blocks; what has failed before is raised first.
+        """Gives up the machine and its memory until :meth:`resume`: its tensors go to files in
+        ``directory``, or a temporary one, and a machine that was started here ends. Blocks; what
+        has failed before is raised first.
 
-        Tensors, their devices and the generators' states are as before when it goes on; an operator in between is a
-        ConfigurationError. Memory here is taken for 16 MiB, whatever the tensors'."""
+        Tensors, their devices and the generators' states are as before when it goes on; an operator
+        in between is a ConfigurationError. Memory here is taken for 16 MiB, whatever the tensors'.
+        """
         session = self._there()
         if self._paused is not None:
             return
@@ -339,7 +379,9 @@ class RemoteMachine:
         session.pausing(True)
         try:
             session.synchronize()
-            states = [_device.get_rng_state(session.first + index) for index in range(self.gpu_count)]
+            states = [
+                _device.get_rng_state(session.first + index) for index in range(self.gpu_count)
+            ]
             for storage in session.storages():
                 saved.save(session, *storage)
         except BaseException:
@@ -360,8 +402,8 @@ class RemoteMachine:
 
     @_alone
     def resume(self) -> None:
-        """Goes on after :meth:`pause`: starts the machine, or connects to it, and gives it the tensors. Blocks.
-        Nothing happens without a pause. If it fails it can be tried again."""
+        """Goes on after :meth:`pause`: starts the machine, or connects to it, and gives it the
+        tensors. Blocks. Nothing happens without a pause. If it fails it can be tried again."""
         if self._paused is None:
             return
         session, (saved, states) = self._there(), self._paused
@@ -391,7 +433,8 @@ class RemoteMachine:
         LOG.info("%s: resumed at %s", self.name, address)
 
     def stop(self) -> None:
-        """Ends the session, and the machine if it was started here. Its tensors are gone. May be called again.
+        """Ends the session, and the machine if it was started here. Its tensors are gone. May be
+        called again.
 
         In a child process that was forked it does nothing: the machine is the parent's."""
         if not _device.is_forked():
@@ -413,7 +456,9 @@ class RemoteMachine:
         try:
             failed = session.close()
             if failed is not None:
-                LOG.warning("%s was stopped, and nobody had looked at what failed: %s", self.name, failed)
+                LOG.warning(
+                    "%s was stopped, and nobody had looked at what failed: %s", self.name, failed
+                )
         except RuntimeError:
             # It was lost before, which whoever waited for it was told.
             pass
@@ -425,7 +470,10 @@ class RemoteMachine:
         return self.start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -441,11 +489,15 @@ def create_mock_machine(gpu_type: str = "cpu", gpu_count: int = 1, **options: An
     return RemoteMachine("mock", gpu_type=gpu_type, gpu_count=gpu_count, **options)
 
 
-def create_local_machine(gpu_type: str = "cpu", gpu_count: int = 1, **options: Any) -> RemoteMachine:
+def create_local_machine(
+    gpu_type: str = "cpu", gpu_count: int = 1, **options: Any
+) -> RemoteMachine:
     """``RemoteMachine("local", ...)``."""
     return RemoteMachine("local", gpu_type=gpu_type, gpu_count=gpu_count, **options)
 
 
-def create_tcp_machine(address: str, gpu_type: str = "cpu", gpu_count: int = 1, **options: Any) -> RemoteMachine:
+def create_tcp_machine(
+    address: str, gpu_type: str = "cpu", gpu_count: int = 1, **options: Any
+) -> RemoteMachine:
     """``RemoteMachine("tcp", address, ...)``."""
     return RemoteMachine("tcp", address, gpu_type=gpu_type, gpu_count=gpu_count, **options)

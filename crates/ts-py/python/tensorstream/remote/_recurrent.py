@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Recurrent networks, made of the operators that PyTorch makes them of on a CPU (aten/src/ATen/native/RNN.cpp and
-mkldnn/RNN.cpp), in the same order and in place where they are there: so that elements and gradients are the same.
+"""Recurrent networks, made of the operators that PyTorch makes them of on a CPU
+(aten/src/ATen/native/RNN.cpp and mkldnn/RNN.cpp), in the same order and in place where they are
+there: so that elements and gradients are the same.
 
-Elsewhere PyTorch multiplies each step's input by itself, and has kernels of a device's own for the cells.
+Elsewhere PyTorch multiplies each step's input by itself, and has kernels of a device's own for the
+cells.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def _part(state: State, start: int, end: int) -> State:
     return _each(state, lambda t: t.narrow(0, start, end - start))
 
 
-def _steps(cell: Cell, steps: Sequence[Tensor], state: State, w: Weights) -> tuple[list[Tensor], State]:
+def _steps(
+    cell: Cell, steps: Sequence[Tensor], state: State, w: Weights
+) -> tuple[list[Tensor], State]:
     outputs = []
     for step in steps:
         state = cell(step, state, w, True)
@@ -90,7 +94,9 @@ def _steps(cell: Cell, steps: Sequence[Tensor], state: State, w: Weights) -> tup
     return outputs, state
 
 
-def _layer(cell: Cell, x: Tensor, states: Sequence[State], weights: Sequence[Weights]) -> tuple[Tensor, list[State]]:
+def _layer(
+    cell: Cell, x: Tensor, states: Sequence[State], weights: Sequence[Weights]
+) -> tuple[Tensor, list[State]]:
     """All directions of a layer, over steps in the first dimension."""
     outputs, ends = [], []
     for at, (state, w) in enumerate(zip(states, weights, strict=True)):
@@ -101,7 +107,9 @@ def _layer(cell: Cell, x: Tensor, states: Sequence[State], weights: Sequence[Wei
     return outputs[0] if len(outputs) == 1 else aten.cat(outputs, outputs[0].dim() - 1), ends
 
 
-def _packed_forward(cell: Cell, x: Tensor, sizes: list[int], state: State, w: Weights) -> tuple[Tensor, State]:
+def _packed_forward(
+    cell: Cell, x: Tensor, sizes: list[int], state: State, w: Weights
+) -> tuple[Tensor, State]:
     """Steps whose batches become smaller: what falls away has ended."""
     x, at, last, outputs, ended = w.of_input(x), 0, sizes[0], [], []
     for size in sizes:
@@ -115,7 +123,9 @@ def _packed_forward(cell: Cell, x: Tensor, sizes: list[int], state: State, w: We
     return aten.cat(outputs, 0), _joined([state, *reversed(ended)])
 
 
-def _packed_backward(cell: Cell, x: Tensor, sizes: list[int], first: State, w: Weights) -> tuple[Tensor, State]:
+def _packed_backward(
+    cell: Cell, x: Tensor, sizes: list[int], first: State, w: Weights
+) -> tuple[Tensor, State]:
     """The same from the end, where batches become larger."""
     x, at, last, outputs = w.of_input(x), x.size(0), sizes[-1], []
     state = _part(first, 0, last)
@@ -132,7 +142,9 @@ def _packed_backward(cell: Cell, x: Tensor, sizes: list[int], first: State, w: W
 def _packed(sizes: list[int]) -> Callable[..., tuple[Tensor, list[State]]]:
     def layer(cell: Cell, x: Tensor, states: Sequence[State], weights: Sequence[Weights]) -> Any:
         runs = (_packed_forward, _packed_backward)
-        given = [run(cell, x, sizes, s, w) for run, s, w in zip(runs, states, weights, strict=False)]
+        given = [
+            run(cell, x, sizes, s, w) for run, s, w in zip(runs, states, weights, strict=False)
+        ]
         outputs = [output for output, _ in given]
         return outputs[0] if len(outputs) == 1 else aten.cat(outputs, -1), [end for _, end in given]
 
@@ -151,7 +163,8 @@ def _weights(params: Sequence[Tensor], has_biases: bool, projects: bool) -> list
 
 
 def _stack(
-    layer: Callable[..., Any], cell: Cell, x: Tensor, states: Sequence[State], weights: Sequence[Weights],
+    layer: Callable[..., Any], cell: Cell, x: Tensor, states: Sequence[State],
+    weights: Sequence[Weights],
     num_layers: int, dropout: float, train: bool, bidirectional: bool,
 ) -> tuple[Tensor, list[State]]:  # fmt: skip
     directions, ends = 1 + bidirectional, []
@@ -168,12 +181,15 @@ def _network(cell: Cell) -> Callable[..., Any]:
     """Of an operator over sequences of one length, which has one state."""
 
     def run(
-        input: Tensor, hx: Tensor, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
+        input: Tensor, hx: Tensor, params: Any, has_biases: bool, num_layers: int, dropout: float,
+        train: bool,
         bidirectional: bool, batch_first: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x = input.transpose(0, 1) if batch_first else input
         weights = _weights(params, has_biases, False)
-        output, ends = _stack(_layer, cell, x, hx.unbind(0), weights, num_layers, dropout, train, bidirectional)
+        output, ends = _stack(
+            _layer, cell, x, hx.unbind(0), weights, num_layers, dropout, train, bidirectional
+        )
         return output.transpose(0, 1) if batch_first else output, aten.stack(ends, 0)
 
     return run
@@ -183,42 +199,57 @@ def _packed_network(cell: Cell) -> Callable[..., Any]:
     """Of an operator over a packed sequence, which has one state."""
 
     def run(
-        data: Tensor, batch_sizes: Tensor, hx: Tensor, params: Any, has_biases: bool, num_layers: int, dropout: float,
+        data: Tensor, batch_sizes: Tensor, hx: Tensor, params: Any, has_biases: bool,
+        num_layers: int, dropout: float,
         train: bool, bidirectional: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         layer = _packed(batch_sizes.tolist())
         weights = _weights(params, has_biases, False)
-        output, ends = _stack(layer, cell, data, hx.unbind(0), weights, num_layers, dropout, train, bidirectional)
+        output, ends = _stack(
+            layer, cell, data, hx.unbind(0), weights, num_layers, dropout, train, bidirectional
+        )
         return output, aten.stack(ends, 0)
 
     return run
 
 
 def lstm(
-    input: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
+    input: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float,
+    train: bool,
     bidirectional: bool, batch_first: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``aten::lstm.input``."""
     projects = hx[0].size(2) != hx[1].size(2)
     if _has_onednn(input.dtype) and input.numel() and not projects:
-        return _onednn_lstm(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+        return _onednn_lstm(
+            input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        )
     x = input.transpose(0, 1) if batch_first else input
     states = list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True))
     weights = _weights(params, has_biases, projects)
-    output, ends = _stack(_layer, _lstm, x, states, weights, num_layers, dropout, train, bidirectional)
+    output, ends = _stack(
+        _layer, _lstm, x, states, weights, num_layers, dropout, train, bidirectional
+    )
     h, c = zip(*ends, strict=True)
-    return output.transpose(0, 1) if batch_first else output, aten.stack(list(h), 0), aten.stack(list(c), 0)
+    return (
+        output.transpose(0, 1) if batch_first else output,
+        aten.stack(list(h), 0),
+        aten.stack(list(c), 0),
+    )
 
 
 def packed_lstm(
-    data: Tensor, batch_sizes: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float,
+    data: Tensor, batch_sizes: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int,
+    dropout: float,
     train: bool, bidirectional: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """``aten::lstm.data``."""
     projects = hx[0].size(2) != hx[1].size(2)
     states = list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True))
     layer, weights = _packed(batch_sizes.tolist()), _weights(params, has_biases, projects)
-    output, ends = _stack(layer, _lstm, data, states, weights, num_layers, dropout, train, bidirectional)
+    output, ends = _stack(
+        layer, _lstm, data, states, weights, num_layers, dropout, train, bidirectional
+    )
     h, c = zip(*ends, strict=True)
     return output, aten.stack(list(h), 0), aten.stack(list(c), 0)
 
@@ -235,7 +266,8 @@ def _has_onednn(dtype: torch.dtype) -> bool:
 
 
 def _onednn_lstm(
-    input: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
+    input: Tensor, hx: Any, params: Any, has_biases: bool, num_layers: int, dropout: float,
+    train: bool,
     bidirectional: bool, batch_first: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Layer by layer, by a kernel of oneDNN's."""
@@ -251,7 +283,8 @@ def _onednn_lstm(
             if not has_biases:
                 weights += [torch.zeros_like(weights[0]), torch.zeros_like(weights[1])]
             output, h, c, _ = aten.mkldnn_rnn_layer.default(
-                steps, *weights, hidden[at], cell[at], direction > 0, [], 2, hidden.size(2), num_layers, has_biases,
+                steps, *weights, hidden[at], cell[at], direction > 0, [], 2, hidden.size(2),
+                num_layers, has_biases,
                 bidirectional, False, train,
             )  # fmt: skip
             outputs.append(output)
@@ -267,7 +300,9 @@ def _onednn_lstm(
 def _one_step(cell: Cell) -> Callable[..., Any]:
     """Of an operator that is one step of one state."""
 
-    def run(input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
+    def run(
+        input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+    ) -> Any:
         state = tuple(hx) if isinstance(hx, (list, tuple)) else hx
         return cell(input, state, Weights(w_ih, w_hh, b_ih, b_hh, None), False)
 

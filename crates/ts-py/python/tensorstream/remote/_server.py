@@ -23,16 +23,21 @@ from ._exchange import Exchange, LocalExchange
 NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized", "tensorstream"})
 #: Those of a machine's own.
 OWN = frozenset({
-    "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator", "default_dtype", "kind",
+    "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator",
+    "default_dtype", "kind",
     "devices", "offer", "withdraw", "claim", "fetch",
 })  # fmt: skip
-#: Operators that reach beyond tensors - files, and other processes' memory - and one whose tensors have no memory.
+#: Operators that reach beyond tensors - files, and other processes' memory - and one whose tensors
+#: have no memory.
 REFUSED = frozenset({
-    "from_file", "_share_memory", "_new_shared_filename_cpu", "save", "load", "_efficientzerotensor",
+    "from_file", "_share_memory", "_new_shared_filename_cpu", "save", "load",
+    "_efficientzerotensor",
 })  # fmt: skip
-#: Operators that give a tensor another shape or storage, as those do whose tag says so: a client does that by itself,
-#: and what the machine keeps of a storage would be wrong.
-RESHAPING = frozenset({"set_", "set", "set_data", "resize", "_resize_output", "_resize_output_", "resize_as_sparse_"})
+#: Operators that give a tensor another shape or storage, as those do whose tag says so: a client
+#: does that by itself, and what the machine keeps of a storage would be wrong.
+RESHAPING = frozenset(
+    {"set_", "set", "set_data", "resize", "_resize_output", "_resize_output_", "resize_as_sparse_"}
+)
 
 #: PyTorch has one default generator for all sessions,
 _default_generator = threading.Lock()
@@ -41,9 +46,13 @@ _default_dtype = threading.Lock()
 
 
 class Session:
-    """What operators of one client have in common: generators, and what was offered to other machines."""
+    """What operators of one client have in common: generators, and what was offered to other
+    machines.
+    """
 
-    def __init__(self, exchange: Exchange | None = None, devices: int = 1, checked: bool = False) -> None:
+    def __init__(
+        self, exchange: Exchange | None = None, devices: int = 1, checked: bool = False
+    ) -> None:
         self._device_count = devices
         self._checked = checked
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -63,7 +72,9 @@ class Session:
         return generators[device]
 
     def define(self, name: str) -> tuple[Callable[..., Any], list[int], list[str]]:
-        """What is called for an operator, and which of its arguments it writes to, by place and by name."""
+        """What is called for an operator, and which of its arguments it writes to, by place and by
+        name.
+        """
         namespace, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
         if namespace not in NAMESPACES or base in REFUSED | RESHAPING | _bounds.SPARSE:
@@ -79,11 +90,16 @@ class Session:
         if any(torch.Tag.inplace_view in each.tags for each in overloads):
             raise PermissionError("a client does it by itself: this machine does not run it")
         if not any(
-            "Tensor" in str(a.type) for each in overloads for a in (*each._schema.arguments, *each._schema.returns)
+            "Tensor" in str(a.type)
+            for each in overloads
+            for a in (*each._schema.arguments, *each._schema.returns)
         ):
-            raise PermissionError("it neither takes nor gives tensors: this machine does not run it")
+            raise PermissionError(
+                "it neither takes nor gives tensors: this machine does not run it"
+            )
         if overload == "*":
-            # That which is for the arguments: numbers in tensors' places have overloads of their own.
+            # That which is for the arguments: numbers in tensors' places have overloads of their
+            # own.
             if base in _bounds.CHECKS:
                 raise PermissionError("it takes no numbers for tensors")
             return packet, [0] if base.endswith("_") else [], ["out"]
@@ -91,7 +107,11 @@ class Session:
         if not isinstance(op, torch._ops.OpOverload):
             raise LookupError(f"PyTorch {torch.__version__} of this machine has no such overload")
         arguments = op._schema.arguments
-        written = [(at, a) for at, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+        written = [
+            (at, a)
+            for at, a in enumerate(arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
         places = [at for at, a in written if not a.kwarg_only]
         call = self._call(op)
         return (
@@ -119,7 +139,9 @@ class Session:
 
             @functools.wraps(call)
             def drawn(*args: Any, **kwargs: Any) -> Any:
-                generator = self._generator(_device_of(args, kwargs), kwargs.get("generator") == "given")
+                generator = self._generator(
+                    _device_of(args, kwargs), kwargs.get("generator") == "given"
+                )
                 return call(*args, **{**kwargs, "generator": generator})
 
             return drawn
@@ -197,7 +219,10 @@ def _default(device: torch.device) -> torch.Generator:
 
 
 def _with_default(
-    dtype: torch.dtype, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    dtype: torch.dtype,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
 ) -> Any:
     with _default_dtype:
         before = torch.get_default_dtype()
@@ -209,7 +234,10 @@ def _with_default(
 
 
 def _as_it_is(
-    dtype: torch.dtype, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    dtype: torch.dtype,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
 ) -> Any:
     return call(*args, **(kwargs or {}))
 
@@ -218,12 +246,17 @@ def _realise(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     return torch.zeros(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
-def _view(storage: torch.UntypedStorage, dtype: torch.dtype, sizes: Any, strides: Any, offset: int) -> torch.Tensor:
+def _view(
+    storage: torch.UntypedStorage, dtype: torch.dtype, sizes: Any, strides: Any, offset: int
+) -> torch.Tensor:
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     reach = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    if 0 not in sizes and (min(strides, default=0) < 0 or (reach + 1) * empty.element_size() > storage.nbytes()):
+    if 0 not in sizes and (
+        min(strides, default=0) < 0 or (reach + 1) * empty.element_size() > storage.nbytes()
+    ):
         raise ValueError(
-            f"sizes {sizes}, strides {strides}, offset {offset} of {dtype}: not within {storage.nbytes()} bytes"
+            f"sizes {sizes}, strides {strides}, offset {offset} of {dtype}: not within "
+            f"{storage.nbytes()} bytes"
         )
     return empty.set_(storage, offset, sizes, strides)
 
@@ -253,7 +286,9 @@ def _host(tensor: torch.Tensor) -> Any:
 
 
 def _bytes_of(storage: torch.UntypedStorage, offset: int, nbytes: int) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (nbytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, offset, (nbytes,), (1,)
+    )
 
 
 def _part(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Any:
@@ -283,7 +318,8 @@ def _objects(
     return {
         "session": functools.partial(Session, exchange, len(devices), checked),
         "dtypes": DTYPES, "realise": _realise, "view": _view, "settled": _settled,
-        "scalar": _scalar, "named": _named, "host": _host, "part": _part, "stage": _stage, "land": _land,
+        "scalar": _scalar, "named": _named, "host": _host, "part": _part, "stage": _stage,
+        "land": _land,
         "default_dtype": torch.float32, "with_default": _as_it_is if shared else _with_default,
         "tensor": torch.Tensor, "guard": torch._C._AutoDispatchBelowAutograd, "devices": devices,
         "on_host": not staged and all(device.type == "cpu" for device in devices),
@@ -292,10 +328,12 @@ def _objects(
 
 def server(
     listen: str, *, devices: list[torch.device], token: str | None = None, insecure: bool = False,
-    cert: Any = None, key: Any = None, ca: Any = None, timeout: float = 30.0, patience: float = 300.0,
+    cert: Any = None, key: Any = None, ca: Any = None, timeout: float = 30.0,
+    patience: float = 300.0,
     staged: bool = False, peers: Peers | None = None, shared: bool = False,
 ) -> _native.RemoteServer:  # fmt: skip
-    """Creates a server that runs operators in this process, and listens at "HOST:PORT" or "unix:PATH".
+    """Creates a server that runs operators in this process, and listens at "HOST:PORT" or
+    "unix:PATH".
 
     Args:
         staged: Receive payloads into separate memory, as for devices without host memory.
@@ -314,14 +352,17 @@ def session_server(
     timeout: float = 30.0,
     patience: float = 300.0,
 ) -> _native.RemoteServer:
-    """Creates a server of one session, whose connections another process passes over ``handoffs``. Takes ownership of
-    ``handoffs``. Checks the indices of operators that PyTorch does not check."""
+    """Creates a server of one session, whose connections another process passes over ``handoffs``.
+    Takes ownership of ``handoffs``. Checks the indices of operators that PyTorch does not check."""
     settings = _settings(None, timeout, patience, True, None, LIMIT_BYTES)
-    return _native.RemoteServer.from_handoffs(handoffs.detach(), _objects(devices, exchange, checked=True), settings)
+    return _native.RemoteServer.from_handoffs(
+        handoffs.detach(), _objects(devices, exchange, checked=True), settings
+    )
 
 
 def devices_of(kind: str, count: int | None = None) -> list[torch.device]:
-    """Devices of a kind, all or as many: of "cpu" any number stands for the one there is, and 8 if none is given.
+    """Devices of a kind, all or as many: of "cpu" any number stands for the one there is, and 8 if
+    none is given.
 
     Raises:
         ConfigurationError: PyTorch finds no GPU, or fewer.
@@ -330,5 +371,7 @@ def devices_of(kind: str, count: int | None = None) -> list[torch.device]:
         return [torch.device("cpu")] * (8 if count is None else count)
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there < (count or 1):
-        raise ConfigurationError(f"{count or 1} GPUs are needed, and PyTorch finds {there} on this computer")
+        raise ConfigurationError(
+            f"{count or 1} GPUs are needed, and PyTorch finds {there} on this computer"
+        )
     return [torch.device("cuda", index) for index in range(there if count is None else count)]

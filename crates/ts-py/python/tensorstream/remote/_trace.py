@@ -24,7 +24,10 @@ def log(name: str, given: list[str], made: list[str]) -> None:
 
 def place(code: types.CodeType, instruction: int) -> str:
     """File, line and function of an instruction."""
-    line = next((n for start, end, n in code.co_lines() if start <= instruction < end and n), code.co_firstlineno)
+    line = next(
+        (n for start, end, n in code.co_lines() if start <= instruction < end and n),
+        code.co_firstlineno,
+    )
     return f"{code.co_filename}:{line} in {code.co_name}"
 
 
@@ -32,8 +35,8 @@ def place(code: types.CodeType, instruction: int) -> str:
 class Event:
     """An operator that was asked, or a wait.
 
-    what: the operator's name, or what was waited for. place: the line of the program, which is neither PyTorch's nor
-    this package's. waited: seconds; None of what was not waited for."""
+    what: the operator's name, or what was waited for. place: the line of the program, which is
+    neither PyTorch's nor this package's. waited: seconds; None of what was not waited for."""
 
     what: str
     place: str
@@ -42,7 +45,9 @@ class Event:
 
 @dataclass
 class Trace:
-    """What has been asked and waited for while it was on, in order: of all threads, and all machines."""
+    """What has been asked and waited for while it was on, in order: of all threads, and all
+    machines.
+    """
 
     events: list[Event] = field(default_factory=list)
 
@@ -56,11 +61,15 @@ class Trace:
         for event in self.waits:
             places[event.place] += 1
         lines = [f"{len(self.events) - len(self.waits)} operators, {len(self.waits)} waits"]
-        return "\n".join([*lines, *(f"{count:6} waits at {where}" for where, count in places.most_common())])
+        return "\n".join(
+            [*lines, *(f"{count:6} waits at {where}" for where, count in places.most_common())]
+        )
 
 
 class trace:
-    """``with trace() as t:`` notes what is asked of machines and waited for; ``print(t)`` says where."""
+    """``with trace() as t:`` notes what is asked of machines and waited for; ``print(t)`` says
+    where.
+    """
 
     def __enter__(self) -> Trace:
         _native.remote_trace(True)
@@ -68,7 +77,10 @@ class trace:
         return self._trace
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._trace.events = [Event(*event) for event in _native.remote_trace(False)]
 
@@ -82,14 +94,16 @@ def _names(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The number of a tensor's storage on its machine: tensors that share memory there have the same.
+    """The number of a tensor's storage on its machine: tensors that share memory there have the
+    same.
 
     TypeError of a tensor that is here."""
     return _names(tensor)[0]
 
 
 def metadata_hash(tensor: torch.Tensor) -> str:
-    """By what logs name a tensor: FNV-1a over shape, strides, dtype, offset and storage's number, in hexadecimal.
+    """By what logs name a tensor: FNV-1a over shape, strides, dtype, offset and storage's number,
+    in hexadecimal.
 
     TypeError of a tensor that is here."""
     return f"{_names(tensor)[1]:016x}"

@@ -40,7 +40,10 @@ _GRACE = 4.0
 
 
 def _serve(
-    handoffs: socket.socket, requests: socket.socket, options: dict[str, Any], restrictions: list[str]
+    handoffs: socket.socket,
+    requests: socket.socket,
+    options: dict[str, Any],
+    restrictions: list[str],
 ) -> None:
     """Serves a session until it ends. Blocks."""
     # Output and core dumps may contain the client's data.
@@ -54,7 +57,10 @@ def _serve(
         # Also limits each memory file.
         resource.setrlimit(resource.RLIMIT_FSIZE, (options["memory"],) * 2)
     # When the system runs out of memory it should kill a session, not the broker.
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/oom_score_adj", "w", encoding="ascii") as score,
+    ):
         score.write("500")
     exchange = BrokerExchange(requests)
     # Before the driver of a GPU starts threads.
@@ -64,7 +70,9 @@ def _serve(
     if options["threads"]:
         torch.set_num_threads(options["threads"])
     served = session_server(handoffs, exchange, devices)
-    served.run(lambda peer, reason: exchange.tell({"disconnected": [peer, reason[:1000]]}), once=True)
+    served.run(
+        lambda peer, reason: exchange.tell({"disconnected": [peer, reason[:1000]]}), once=True
+    )
 
 
 def _session(descriptors: list[int], options: dict[str, Any], restrictions: list[str]) -> None:
@@ -100,7 +108,8 @@ def _restrictions(options: dict[str, Any]) -> list[str]:
 def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
     """Forks a process for each session that the broker orders, and reports the exit status of each.
 
-    Blocks until the broker closes ``orders``. With ``once`` this process itself serves the first session.
+    Blocks until the broker closes ``orders``. With ``once`` this process itself serves the first
+    session.
     """
     try:
         devices_of(options["device"], options["devices"])
@@ -136,7 +145,8 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
                 with _pidfd(child) as pidfd:
                     send(orders, {"began": number}, pidfd)
             except BlockingIOError:
-                # There are too many processes. The client finds its connection closed, and reconnects.
+                # There are too many processes. The client finds its connection closed, and
+                # reconnects.
                 pass
             finally:
                 for descriptor in descriptors:
