@@ -10,7 +10,7 @@ use ts_io::Source;
 use ts_pool::{Budget, HostPool, SharedBuffer};
 use ts_remote::{
     Address, Bytes, Files, ListedFile, Listener, RangeSession, Refusal, RefusalKind, RemoteFile,
-    ServerOptions, ServerStats, serve,
+    ServerOptions, ServerStats, TlsServer, serve,
 };
 
 use crate::Error;
@@ -48,12 +48,13 @@ impl ServeOptions {
     /// [`Error::Remote`] of an address that others could reach who need neither token nor
     /// certificate.
     pub(crate) fn check(&self, address: &Address) -> Result<(), Error> {
-        let open =
-            self.server.connection.token.is_none() && self.server.tls.is_none() && !self.insecure;
+        let ServerOptions { connection, tls, .. } = &self.server;
+        let authenticates = tls.as_ref().is_some_and(TlsServer::authenticates_clients);
+        let open = connection.token.is_none() && !authenticates && !self.insecure;
         if open && address.is_public() {
             return Err(ts_remote::Error::Misuse(format!(
-                "{address} can be reached from elsewhere: give a token or certificates, or say \
-                 that everybody may read"
+                "anyone could connect to {address}, a public address: give a token, or accept only \
+                 clients with a certificate, or allow everybody (insecure)"
             ))
             .into());
         }

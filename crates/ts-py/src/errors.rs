@@ -53,6 +53,11 @@ pub(crate) fn of_pool(py: Python<'_>, error: &pool::Error) -> PyErr {
     exception(py, name, &error.to_string())
 }
 
+/// What was waited for did not happen within the caller's timeout.
+pub(crate) fn timed_out(py: Python<'_>, message: &str) -> PyErr {
+    exception(py, "ConnectionTimeout", message)
+}
+
 /// What a caller has asked for makes no sense.
 pub(crate) fn misuse(py: Python<'_>, message: &str) -> PyErr {
     exception(py, "ConfigurationError", message)

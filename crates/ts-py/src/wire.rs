@@ -16,7 +16,7 @@ use tensorstream::remote::{
 };
 use tensorstream::streams::{AnyDevice, CpuDevice};
 
-use crate::errors::{misuse, of_pool, of_wire};
+use crate::errors::{misuse, of_pool, of_wire, timed_out};
 use crate::memory::{Memory, Shared, Target};
 use crate::tensor::{PyPoolConfig, PyTensor};
 
@@ -192,9 +192,11 @@ pub(crate) fn listener(
             ));
         }
     };
-    if options.token.is_none() && tls.is_none() && !insecure && at.is_public() {
+    let authenticates = tls.as_ref().is_some_and(TlsServer::authenticates_clients);
+    if options.token.is_none() && !authenticates && !insecure && at.is_public() {
         let what = format!(
-            "{at} can be reached from elsewhere: give a token or certificates, or say insecure=True"
+            "anyone could connect to {at}, a public address: give a token, or ca with cert and key \
+             to accept only clients with a certificate, or insecure=True"
         );
         return Err(misuse(py, &what));
     }
@@ -269,15 +271,15 @@ impl PyListener {
         &self.address
     }
 
-    /// The next that connects, when both ends know each other; None if nobody does so within
-    /// `timeout` seconds. `log` hears who was sent away and why.
+    /// Returns the next connection after its handshake. Raises ConnectionTimeout if there is none
+    /// within `timeout` seconds. Calls `log` with the peer and the reason of each refusal.
     #[pyo3(signature = (timeout=None, log=None))]
     fn accept(
         &self,
         py: Python<'_>,
         timeout: Option<f64>,
         log: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Option<PyConnection>> {
+    ) -> PyResult<PyConnection> {
         let end = deadline(timeout);
         let mut listener = held(py, self.listener.try_lock())?;
         let (listener, lobby) =
@@ -286,7 +288,7 @@ impl PyListener {
             let (left, mut sent_away) = (slice(end), Vec::new());
             let known = py.detach(|| {
                 let note = |peer: &str, error: &Error| {
-                    sent_away.push((peer.to_string(), error.to_string()))
+                    sent_away.push((peer.to_string(), error.to_string()));
                 };
                 lobby.accept_within(listener, left, note)
             });
@@ -296,11 +298,12 @@ impl PyListener {
                 }
             }
             if let Some(link) = known.map_err(|error| of_wire(py, &error))? {
-                return connection(py, link, &self.settings).map(Some);
+                return connection(py, link, &self.settings);
             }
             py.check_signals()?;
             if end.is_some_and(|end| Instant::now() >= end) {
-                return Ok(None);
+                let what = format!("nobody connected to {} within the timeout", self.address);
+                return Err(timed_out(py, &what));
             }
         }
     }
@@ -345,7 +348,8 @@ impl PyConnection {
         held(py, self.state.try_lock())
     }
 
-    /// What comes next; None at the end, or when the time is over.
+    /// Returns the next tensor or message; None at the end. Raises ConnectionTimeout when the time
+    /// is over, after which the connection can still be used.
     fn next(
         &self,
         py: Python<'_>,
@@ -383,7 +387,8 @@ impl PyConnection {
                 }
             }
             if none && wanted.end.is_some_and(|end| Instant::now() >= end) {
-                return Ok(None);
+                let what = format!("nothing arrived from {} within the timeout of recv", self.peer);
+                return Err(timed_out(py, &what));
             }
         }
     }
@@ -440,7 +445,7 @@ impl State {
                 }
             }
             Event::Message { stream, bytes } => {
-                self.ready.push_back((stream, Received::Message(bytes)))
+                self.ready.push_back((stream, Received::Message(bytes)));
             }
             Event::Finished { stream } => {
                 self.forget(stream);
@@ -624,7 +629,8 @@ impl PyConnection {
         self.flush(py, state, stream, None)
     }
 
-    /// The next tensor or message; None at the end, or when nothing came in `timeout` seconds.
+    /// Returns the next tensor or message; None at the end. Raises ConnectionTimeout when none
+    /// arrives within `timeout` seconds.
     #[pyo3(signature = (*, into=None, timeout=None, progress=None))]
     fn _recv<'py>(
         &self,
@@ -652,7 +658,8 @@ impl PyConnection {
         }
     }
 
-    /// All tensors of the next stream that ends; None at the end.
+    /// Returns all tensors of the next stream that ends; None at the end. Raises ConnectionTimeout
+    /// when nothing arrives within `timeout` seconds; the next call continues.
     #[pyo3(signature = (*, timeout=None, progress=None))]
     fn _recv_all<'py>(
         &self,
@@ -663,7 +670,18 @@ impl PyConnection {
         let mut wanted = Wanted { into: None, stream: None, end: deadline(timeout) };
         let mut tensors = Vec::new();
         loop {
-            match self.next(py, &wanted, progress)? {
+            let next = match self.next(py, &wanted, progress) {
+                Ok(next) => next,
+                Err(error) => {
+                    // The next call gets them again, if the connection can still be used.
+                    if let (Some(stream), Some(state)) = (wanted.stream, &mut *self.state(py)?) {
+                        let received = tensors.into_iter().rev().map(Received::Tensor);
+                        received.for_each(|tensor| state.ready.push_front((stream, tensor)));
+                    }
+                    return Err(error);
+                }
+            };
+            match next {
                 None if tensors.is_empty() => return Ok(None),
                 None => {
                     return Err(of_wire(
@@ -673,12 +691,15 @@ impl PyConnection {
                 }
                 Some((stream, Received::Tensor(tensor))) => {
                     wanted.stream = Some(stream);
-                    tensors.push(Bound::new(py, tensor)?);
+                    tensors.push(tensor);
                 }
                 Some((_, Received::Message(_))) => {
                     return Err(misuse(py, "a message where tensors are received"));
                 }
-                Some((_, Received::Finished)) => return Ok(Some(tensors)),
+                Some((_, Received::Finished)) => {
+                    let tensors = tensors.into_iter().map(|tensor| Bound::new(py, tensor));
+                    return tensors.collect::<PyResult<_>>().map(Some);
+                }
                 Some((stream, Received::Cancelled(reason))) => {
                     return Err(of_wire(py, &Error::Cancelled { stream, reason }));
                 }

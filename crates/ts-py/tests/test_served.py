@@ -145,11 +145,16 @@ def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
         assert server.wait(timeout=10) == 128 + signal.SIGTERM
 
 
-def test_what_others_can_reach_is_not_served_to_everybody(tmp_path: Path) -> None:
+def test_what_others_can_reach_is_not_served_to_everybody(
+    trusted: dict[str, Path], tmp_path: Path
+) -> None:
     command = [PROGRAM, "serve-weights", tmp_path, "--listen", "0.0.0.0:0"]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode == 1
-    assert "token or certificates" in refused.stderr
+    # The certificate of a server keeps nobody out.
+    certificate = ["--tls-cert", trusted["cert"], "--tls-key", trusted["key"]]
+    for options in ([], certificate):
+        refused = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+        assert refused.returncode == 1
+        assert "anyone could connect" in refused.stderr
 
 
 def test_a_server_that_is_gone_is_an_error_that_names_it(tmp_path: Path) -> None:

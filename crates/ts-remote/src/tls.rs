@@ -28,6 +28,7 @@ pub struct TlsClient {
 #[derive(Clone)]
 pub struct TlsServer {
     config: Arc<ServerConfig>,
+    authenticates: bool,
 }
 
 impl fmt::Debug for TlsClient {
@@ -97,7 +98,12 @@ impl TlsServer {
         let (certificates, key) = identity.read()?;
         let built = builder.with_single_cert(certificates, key);
         let config = built.map_err(|error| unfit(identity.certificates, &error.to_string()))?;
-        Ok(Self { config: Arc::new(config) })
+        Ok(Self { config: Arc::new(config), authenticates: clients.is_some() })
+    }
+
+    /// Whether clients need a certificate. If not, anyone can connect.
+    pub fn authenticates_clients(&self) -> bool {
+        self.authenticates
     }
 }
 

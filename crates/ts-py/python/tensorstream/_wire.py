@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors between processes: what :func:`tensorstream.connect` and :func:`tensorstream.listen`
-give.
-"""
+"""Sends tensors between processes: :func:`tensorstream.connect` and :func:`tensorstream.listen`."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ __all__ = ["Connection", "Listener", "connect", "listen"]
 Compression = Literal["lz4", "zstd", "split", "auto"]
 Path = str | PathLike[str]
 
-#: The longest tensor that a connection takes if nothing else is said, in bytes.
+#: The default of ``limit_bytes``, in bytes.
 LIMIT_BYTES = 64 << 30
 
 
@@ -36,18 +34,27 @@ def connect(
     pool: PoolConfig | None = None,
     limit_bytes: int = LIMIT_BYTES,
 ) -> Connection:
-    """Connects to a :class:`Listener` at "HOST:PORT" or "unix:PATH". Blocks until both ends know
-    each other.
+    """Connects to a :class:`Listener`. Blocks until the handshake is done.
 
-    token: the secret that the listener wants. ca: whom to trust, a file of certificates (PEM): then
-    the connection is under TLS; cert and key: who this is, if the listener wants to know. timeout:
-    seconds of silence after which the other end is given up; patience: seconds for which it may be
-    there and yet give or take nothing that is under way. shared_memory: large tensors to the same
-    host go by memory that both have (Unix sockets). pool: tensors are received to blocks of such a
-    pool, which come back to it when they are deleted: memory that was used before is several times
-    as fast to receive to. limit_bytes: longer tensors are refused.
+    Args:
+        address: "HOST:PORT" or "unix:PATH".
+        token: The secret that the listener requires.
+        ca: A file of certificates (PEM) to trust. The connection then uses TLS.
+        cert: A certificate (PEM) of this side, if the listener requires one.
+        key: Its key (PEM).
+        timeout: Seconds of silence after which the other side is given up.
+        patience: Seconds after which a transfer without progress fails, although the other side is
+            alive.
+        shared_memory: Send large tensors through shared memory on the same host (Unix sockets).
+        pool: Receive tensors into blocks of such a pool. A block returns to it when its tensor is
+            deleted. Used memory is several times as fast to receive into as new memory.
+        limit_bytes: Refuse tensors that are larger.
 
-    ``ConnectionLost``, ``ConnectionTimeout``, ``ProtocolError``, ``ConfigurationError``.
+    Raises:
+        ConnectionLost: The listener cannot be reached, or refuses.
+        ConnectionTimeout: It does not answer.
+        ProtocolError: It speaks another protocol.
+        ConfigurationError: An argument is invalid.
     """
     settings = _settings(token, timeout, patience, shared_memory, pool, limit_bytes)
     return Connection(_native.connect(address, settings, ca, cert, key))
@@ -67,10 +74,24 @@ def listen(
     pool: PoolConfig | None = None,
     limit_bytes: int = LIMIT_BYTES,
 ) -> Listener:
-    """Listens at "HOST:PORT" (port 0: one that is free) or "unix:PATH". Does not block.
+    """Listens for connections. Does not block.
 
-    As :func:`connect`. cert and key: connections are under TLS; ca: only clients with a certificate
-    of these. An address that other machines reach needs a token or certificates, or insecure=True.
+    Args:
+        address: "HOST:PORT", with port 0 for a free port, or "unix:PATH".
+        token: The secret that clients must know.
+        ca: Accept only clients with a certificate of these authorities (a file, PEM).
+        cert: A certificate (PEM) of this side. Connections then use TLS.
+        key: Its key (PEM).
+        insecure: Allow an address that other machines can reach without a token or certificates.
+        timeout: As of :func:`connect`, like the others.
+        patience: See there.
+        shared_memory: See there.
+        pool: See there.
+        limit_bytes: See there.
+
+    Raises:
+        ConnectionLost: The address cannot be used.
+        ConfigurationError: An argument is invalid.
     """
     settings = _settings(token, timeout, patience, shared_memory, pool, limit_bytes)
     return Listener(_native.listen(address, settings, ca, cert, key, insecure))
@@ -91,11 +112,10 @@ def _settings(
 
 
 class Connection:
-    """One end of a connection, by which tensors and messages come and go. For one thread at a time.
+    """One side of a connection. One thread can use it at a time.
 
-    A tensor that is sent stays where it is until it is on its way, and must not be written to
-    before :meth:`send` returns. Only who closes a connection - by :meth:`close`, or at the end of a
-    ``with`` - is sure that what was sent is delivered.
+    A tensor must not be written to until :meth:`send` returns. Delivery of what was sent is only
+    certain after :meth:`close`, or the end of a ``with`` block.
     """
 
     def __init__(self, native: _native.Connection) -> None:
@@ -103,7 +123,7 @@ class Connection:
 
     @property
     def peer(self) -> str:
-        """Who is at the other end."""
+        """The address of the other side."""
         return self._native.peer
 
     def send(
@@ -116,12 +136,20 @@ class Connection:
         checksums: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Sends a tensor: a :class:`Tensor`, or one of PyTorch, numpy, jax - whatever speaks DLPack
-        and is on the host.
+        """Sends a tensor. Blocks until the system has all of it.
 
-        Blocks until the system has it all, which takes as long as the other end gives no memory for
-        it. Strides stay as they are. progress is called some ten times a second with the bytes sent
-        and those to be sent, since the connection began.
+        Args:
+            tensor: A :class:`Tensor`, or any object in host memory that supports DLPack. Strides
+                are preserved.
+            name: Its name at the receiver.
+            metadata: Further text for the receiver.
+            compression: A codec for the payload.
+            checksums: Whether to send checksums, which the receiver verifies.
+            progress: Called about ten times a second with the bytes sent and to be sent.
+
+        Raises:
+            ConnectionLost: The other side is gone, or has cancelled.
+            ConnectionTimeout: It is silent, or makes no progress.
         """
         given = _tensor(tensor, name, metadata)
         self._native._send(
@@ -136,8 +164,10 @@ class Connection:
         checksums: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Sends named tensors of PyTorch, or others; those that share a storage, as tied weights
-        do, share one at the other end, and its bytes go once. Blocks as :meth:`send`.
+        """Sends named tensors. Blocks as :meth:`send`, whose arguments it has.
+
+        Tensors that share a storage, such as tied weights, share one at the receiver. Its bytes are
+        sent once.
         """
         self._native._send(
             list(_by_storage(tensors)),
@@ -148,9 +178,7 @@ class Connection:
         )
 
     def send_message(self, message: bytes) -> None:
-        """Sends a message of at most 64 KiB, which goes before tensors of other streams: tokens, or
-        what to do next.
-        """
+        """Sends a message of at most 64 KiB. It overtakes tensors of other streams."""
         self._native.send_message(message)
 
     def recv(
@@ -160,12 +188,22 @@ class Connection:
         timeout: float | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> Tensor | bytes | None:
-        """The next :class:`Tensor` or message. None at the end, or when nothing came within timeout
-        seconds.
+        """Returns the next tensor or message. Blocks.
 
-        into: memory that the tensor is to go to, of exactly its length - anything that speaks
-        DLPack, contiguous and writable; the system writes there itself. progress is called some ten
-        times a second with the bytes received since the connection began.
+        Args:
+            into: Memory for the tensor: contiguous, writable, of exactly its size, and supporting
+                DLPack.
+            timeout: Seconds to wait.
+            progress: Called about ten times a second with the bytes received so far.
+
+        Returns:
+            A :class:`Tensor`, the bytes of a message, or None at the end.
+
+        Raises:
+            ConnectionTimeout: Nothing arrived within ``timeout``. The connection stays usable. Or
+                the other side is silent.
+            ConnectionLost: The other side is gone.
+            OutOfMemoryError: There is no memory for the tensor. The connection stays usable.
         """
         target = None if into is None else Tensor.from_dlpack(_plain(into))
         received: Tensor | bytes | None = self._native._recv(
@@ -176,24 +214,25 @@ class Connection:
     def recv_state_dict(
         self, *, timeout: float | None = None, progress: Callable[[int], object] | None = None
     ) -> dict[str, Tensor] | None:
-        """What :meth:`send_state_dict` sends; None at the end."""
+        """Returns what :meth:`send_state_dict` has sent, or None at the end. Blocks.
+
+        Arguments and errors are those of :meth:`recv`. After a timeout, the next call continues.
+        """
         tensors = self._native._recv_all(timeout=timeout, progress=progress)
         return None if tensors is None else {tensor.name: tensor for tensor in tensors}
 
     def stats(self) -> dict[str, Any]:
-        """Bytes sent, received, and copied on their way to where they belong; seconds since the
-        connection began; of its pool the share of tensors that got a block that was there, and
-        bytes in use and available.
-        """
+        """Returns bytes sent, received and copied, seconds since the connection began, and of its
+        pool the hit rate and bytes in use and available."""
         return self._native.stats()
 
     def close(self, reason: str = "it was closed") -> None:
-        """Tells the other end that this is all, behind what was sent, and waits until its system
-        has that, which may be before it is read. Does nothing the second time."""
+        """Ends the connection after everything that was sent. Blocks until the system of the other
+        side has it, which may be before it is read. Does nothing if it is closed."""
         self._native.close(reason)
 
     def __iter__(self) -> Iterator[Tensor | bytes]:
-        """What comes, until the end."""
+        """Receives until the end."""
         while (received := self.recv()) is not None:
             yield received
 
@@ -208,26 +247,32 @@ class Connection:
 
 
 class Listener:
-    """Where others connect to."""
+    """Accepts connections."""
 
     def __init__(self, native: _native.Listener) -> None:
         self._native = native
 
     @property
     def address(self) -> str:
-        """Where it listens, as :func:`connect` wants it."""
+        """The address to connect to."""
         return self._native.address
 
-    def accept(self, *, timeout: float | None = None) -> Connection | None:
-        """The next that connects and says who it is. None if nobody does so within timeout seconds.
-        Who says nothing, does not know the token or speaks something else keeps nobody waiting, and
-        is told to the logger "tensorstream".
+    def accept(self, *, timeout: float | None = None) -> Connection:
+        """Returns the next connection, after its handshake. Blocks.
+
+        Clients that do not complete the handshake delay no others. They are logged to the logger
+        "tensorstream".
+
+        Args:
+            timeout: Seconds to wait.
+
+        Raises:
+            ConnectionTimeout: Nobody connected within ``timeout``.
         """
-        native = self._native.accept(timeout, _sent_away)
-        return None if native is None else Connection(native)
+        return Connection(self._native.accept(timeout, _log_refusal))
 
     def close(self) -> None:
-        """Listens no more. Connections go on."""
+        """Stops listening. Connections stay open."""
         self._native.close()
 
     def __enter__(self) -> Listener:
@@ -237,12 +282,12 @@ class Listener:
         self.close()
 
 
-def _sent_away(peer: str, reason: str) -> None:
-    logging.getLogger("tensorstream").warning("%s was sent away: %s", peer, reason)
+def _log_refusal(peer: str, reason: str) -> None:
+    logging.getLogger("tensorstream").warning("refused %s: %s", peer, reason)
 
 
 def _plain(tensor: Any) -> Any:
-    """Without what DLPack does not carry: gradients are not sent."""
+    """Detaches a tensor: DLPack does not carry gradients."""
     return tensor.detach() if hasattr(tensor, "detach") else tensor
 
 
@@ -253,9 +298,8 @@ def _tensor(tensor: Any, name: str | None, metadata: Mapping[str, str] | None = 
 
 
 def _by_storage(tensors: Mapping[str, Any]) -> Iterator[tuple[Tensor, int, bool]]:
-    """Tensors, those of one storage together: with the storage's number, if there are several, and
-    whether more come.
-    """
+    """Groups tensors by storage. Yields each with the number of its storage, if it is shared, and
+    whether others of it follow."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         shared = hasattr(tensor, "untyped_storage") and tensor.device.type == "cpu"
