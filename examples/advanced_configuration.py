@@ -23,9 +23,13 @@ MIB = 2**20
 def make(directory: Path) -> torch.Tensor:
     """A checkpoint of 155 MiB, and what the model in memory answers."""
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=768, intermediate_size=2048, num_hidden_layers=4,
-    num_attention_heads=12,
-                         vocab_size=8000)  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+        num_attention_heads=12,
+        vocab_size=8000,
+    )
     LlamaForCausalLM(config).save_pretrained(directory)
     return answer(LlamaForCausalLM.from_pretrained(directory))
 
@@ -50,7 +54,7 @@ def main() -> None:
 
         print("\nprefetch    s/pass  stalls")
         for strategy in ts.PrefetchStrategy:
-            config = ts.Config(budget="40MiB", prefetch_strategy=strategy, num_io_threads=4)
+            config = ts.Config(budget="40MiB", prefetch_strategy=strategy, io_depth=4)
             model = ts.from_pretrained(directory, config=config)
             answer(model)
             before, began = ts.stats(model)["stalls"], time.perf_counter()

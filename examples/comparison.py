@@ -10,6 +10,8 @@ under a memory cap.
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -37,9 +39,14 @@ def decode(model: LlamaForCausalLM) -> tuple[list[int], float]:
 def main() -> None:
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8,
-    num_attention_heads=16,
-                         vocab_size=8000, dtype="bfloat16")  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        vocab_size=8000,
+        dtype="bfloat16",
+    )
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory() as offloaded:
         LlamaForCausalLM(config).bfloat16().save_pretrained(directory)
         weights = ts.plan(directory, budget="4GiB").resident_bytes
@@ -49,7 +56,7 @@ def main() -> None:
             "max_memory": {"cpu": "64MB"},
             "offload_folder": offloaded,
         }
-        ways = {
+        ways: dict[str, Callable[[], Any]] = {
             "in memory": lambda: LlamaForCausalLM.from_pretrained(directory),
             "accelerate": lambda: LlamaForCausalLM.from_pretrained(directory, **accelerate),
             "TensorStream": lambda: ts.from_pretrained(directory, budget="64MiB"),

@@ -82,8 +82,8 @@ def main() -> int:
     )
     print(f"read {stats['read_bytes'] / mib:.1f} MiB by backend {stats['backend']}: {paths}")
     print(
-        f"{seconds * 1e3:.0f} ms a pass; {stats['stalls']} stalls, {stats['stall_s'] * 1e3:.0f} "
-        "ms in all"
+        f"{seconds * 1e3:.0f} ms a pass; {stats['stalls']} stalls, {stats['stall_s'] * 1e3:.0f} ms "
+        "in all"
     )
     return 0 if identical and stats["reserved_high_water_bytes"] <= stats["budget_bytes"] else 1
 

@@ -92,6 +92,8 @@ pub(crate) fn lint(venv: &Venv) -> Result<()> {
     ruff(&["format", "--check"])?;
     ruff(&["check"])?;
     run(&mut venv.tool("mypy"))?;
+    // As a user's program sees the package.
+    run(venv.tool("mypy").args(["--strict", "../../examples"]))?;
     run(venv.tool("mypy.stubtest").arg("tensorstream._native"))
 }
 

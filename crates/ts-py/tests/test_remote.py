@@ -316,7 +316,7 @@ def test_errors_and_waits_name_the_line(machine: RemoteMachine, device: torch.de
     assert "aten::addmm" in [event.what for event in traced.events]
     assert all("test_errors_and_waits_name_the_line" in event.place for event in traced.events)
     assert "1 waits" in str(traced)
-    assert any("test_errors_and_waits_name_the_line" in place for place, _, _ in machine.waits())
+    assert any("test_errors_and_waits_name_the_line" in wait.place for wait in machine.waits())
 
 
 def test_names_of_tensors(device: torch.device) -> None:

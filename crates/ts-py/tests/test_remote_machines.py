@@ -113,16 +113,16 @@ def test_a_machine_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 2))
     there = copy.deepcopy(model)
-    with RemoteMachine("local", gpu_count=2, threads=1) as machine:
+    with RemoteMachine.local(device_count=2, threads=1) as machine:
         device = machine.device()
         there.to(device)
         optimizer = torch.optim.Adam(there.parameters())
         big = torch.arange(5_000_000, device=device)
         other = torch.full((3,), 2.0, device=machine.device(1))
-        never, failed = torch.empty(10, device=device), torch.arange(3.0,
-        device=device).index_select(
-            0, torch.tensor([9], device=device)
-        )  # fmt: skip
+        never, failed = (
+            torch.empty(10, device=device),
+            torch.arange(3.0, device=device).index_select(0, torch.tensor([9], device=device)),
+        )
         with pytest.raises(RemoteTensorError):
             machine.pause(tmp_path)
         loose = torch.ones(3, device=device)
@@ -229,7 +229,7 @@ def test_what_is_no_operator_is_refused(name: str) -> None:
 def test_copies_between_machines_do_not_come_by_here(
     machine: RemoteMachine, device: torch.device
 ) -> None:
-    with RemoteMachine("local", threads=1, gpu_count=2) as other, RemoteMachine("mock") as third:
+    with RemoteMachine.local(threads=1, device_count=2) as other, RemoteMachine("mock") as third:
         x = torch.randn(300, 200).to(device)
         down, up = machine.stats()["downloaded_bytes"], other.stats()["uploaded_bytes"]
         there = x.to(other.device())
@@ -503,19 +503,22 @@ def test_indices_of_machines_that_were_stopped_are_used_again() -> None:
                 assert torch.ones(3, device=machine.device()).sum().item() == 3.0
                 assert machine.device().index < 8
         assert torch.ones(3, device=first.device()).sum().item() == 3.0
-    with RemoteMachine("mock", gpu_count=100), pytest.raises(ConfigurationError, match="up to 127"):
-        RemoteMachine("mock", gpu_count=100)
+    with RemoteMachine.mock(device_count=100), pytest.raises(ConfigurationError, match="up to 127"):
+        RemoteMachine.mock(device_count=100)
 
 
 def test_what_a_machine_is_asked_for_is_there_or_refused_at_once(tmp_path: Path) -> None:
     for wrong, why in [
-        ({"address": "A100"}, "only one of kind tcp has an address"),
-        ({"gpu_type": "A100"}, "cpu or cuda"),
-        ({"gpu_count": 0}, "1 to 127 devices"),
+        ({"address": "A100"}, "unexpected address 'A100'"),
+        ({"device_type": "A100"}, 'must be "cpu" or "cuda", got \'A100\''),
+        ({"gpu_type": "A100"}, "got 'A100'"),
+        ({"device_count": 0}, "must be 1 to 127, got 0"),
+        ({"gpu_count": 0}, "must be 1 to 127, got 0"),
     ]:
         with pytest.raises(ConfigurationError, match=why):
             RemoteMachine("mock", **wrong)
     with RemoteMachine("mock", gpu_count=16) as machine:
+        assert machine.device_count == machine.gpu_count == 16
         assert torch.ones(2, device=machine.device(15)).sum().item() == 2.0
         assert (
             machine.device("cpu", 3)
@@ -532,10 +535,10 @@ def test_what_a_machine_is_asked_for_is_there_or_refused_at_once(tmp_path: Path)
                 machine.device(*wrong_device)
     with Serving() as served:
         with pytest.raises(ConfigurationError, match="has 8 devices"):
-            RemoteMachine("tcp", served.address, gpu_count=9)
+            RemoteMachine.tcp(served.address, device_count=9)
         if not torch.cuda.is_available():
             with pytest.raises(ConfigurationError, match="on its cpu"):
-                RemoteMachine("tcp", served.address, gpu_type="cuda")
+                RemoteMachine.tcp(served.address, device_type="cuda")
     if not torch.cuda.is_available():
         for kind in ("mock", "local"):
             with pytest.raises((ConfigurationError, ConnectionLost), match="GPU"):

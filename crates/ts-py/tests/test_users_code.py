@@ -450,7 +450,7 @@ def test_settings_that_are_none_are_refused_in_words(tmp_path: Path) -> None:
             ts.offload(linear, config)  # type: ignore[arg-type]
     for fields, words in (
         ({"cache_size_layers": 3}, "give `budget`"),
-        ({"chunk_size_mb": 4}, "num_io_threads"),
+        ({"chunk_size_mb": 4}, "io_depth"),
         ({"bugdet": 3}, "did you mean `budget`"),
         ({"compression_level": 3}, "compression_enabled"),
     ):
@@ -469,7 +469,7 @@ def test_a_budget_is_fitted_to_the_memory_there_is(monkeypatch: pytest.MonkeyPat
         return ts.Config(budget=budget).fitted_bytes(smallest * mib, 2000 * mib)
 
     assert fitted(250 * mib) == 250 * mib
-    with pytest.warns(ts.BudgetWarning, match="400 MiB is more than there is: 350 MiB"):
+    with pytest.warns(ts.BudgetWarning, match="400 MiB exceeds the 350 MiB"):
         assert 250 * mib < fitted(400 * mib) < 290 * mib
     with pytest.warns(ts.BudgetWarning):
         assert fitted(300 * mib) == fitted(1500 * mib), "no cliff"
@@ -481,6 +481,6 @@ def test_a_budget_is_fitted_to_the_memory_there_is(monkeypatch: pytest.MonkeyPat
     for budget in (None, 400 * mib):
         with pytest.raises(
             ts.BudgetError,
-            match="350 MiB of memory are available, and the model needs at least 340",
+            match="350 MiB are available, and the model needs at least 340",
         ):
             fitted(budget, smallest=340)

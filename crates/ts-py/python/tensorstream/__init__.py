@@ -6,7 +6,7 @@ import tensorstream as ts
 model = ts.from_pretrained("path/to/checkpoint", budget="600MiB")
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ._native import (
     DType,
@@ -114,19 +114,25 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Imports what is asked for: torch takes two seconds, and the command line, convert and plan
-    need none of it.
+def _load(name: str) -> object:
+    """Imports a public name when it is first used.
+
+    Importing torch takes two seconds. The command line, convert and plan do not need it.
     """
     import importlib
 
-    home = next((home for home, names in _HOMES.items() if name in names), "errors")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    home = next((home for home, names in _HOMES.items() if name in names), "errors")
+    value: object = getattr(importlib.import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
+
+
+# Type checkers see the imports above instead, so that they report a misspelt name.
+if not TYPE_CHECKING:
+    __getattr__ = _load

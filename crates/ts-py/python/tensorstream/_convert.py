@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""convert and compact: from file to file, without a tensor being made."""
+"""Converts and compacts files without creating tensors."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ def convert(
     jobs: int | None = None,
     max_shard_size: int | str | None = None,
 ) -> None:
-    """Writes a checkpoint into one file, or an index and shards: every tensor bit for bit, and the
-    metadata. Blocks; shows a bar on a terminal.
+    """Converts a checkpoint. Blocks; shows a progress bar on a terminal.
 
-    A conversion to ``.ts`` that was cut short, by whatever, goes on where it was, to a GiB, when it
-    is called again.
-
-    A safetensors file that its library wrote comes back byte for byte from a ``.ts`` made of it,
-    however that is compressed. Needs some 60 MiB of memory, and a few more for each thread that
-    compresses.
+    Tensors and metadata are preserved bit for bit. A file that the safetensors library wrote comes
+    back byte for byte from a ``.ts`` file, however that is compressed. An interrupted conversion
+    to a ``.ts`` file of 1 GiB or more resumes when it is called again. Uses about 60 MiB of memory,
+    and a few more for each thread that compresses.
 
     Args:
-        source: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
-        target: A ``.ts`` or ``.safetensors`` file, which appears whole or not at all; what is there
-            is replaced. Or a name that ends in ``.safetensors.index.json``, which must not be
-            there.
-        codec: How a ``.ts`` file keeps tensors. ``"raw"``: as they are, to be mapped and streamed.
-            ``"auto"``: whatever makes each smaller, by at least 3%. Or one for all that it can
-            take: ``"split"`` (floats, lossless; bf16 weights come to two thirds), ``"zstd"``,
-            ``"lz4"``, ``"zlib"``.
-        compression_level: -7 to 22 for zstd (3 if not given), 0 to 9 for zlib (6). Other codecs
-            have none.
-        jobs: Threads that compress; as many as there are cores if not given.
-        max_shard_size: The most bytes of tensors in one shard, or such as ``"2GB"``; 5 GB if not
-            given.
+        source: A ``.safetensors`` or ``.ts`` file, a shard index, a directory with one of them, or
+            a URL.
+        target: A ``.ts`` or ``.safetensors`` file, which is replaced atomically. Or a name that
+            ends in ``.safetensors.index.json`` for shards, which must not exist.
+        codec: The compression of a ``.ts`` file. ``"raw"``: none; the file can be mapped.
+            ``"auto"``: for each tensor the codec that makes it smallest, if it saves 3% or more. Or
+            one codec for all: ``"split"`` (floats; bf16 shrinks to two thirds), ``"zstd"``,
+            ``"lz4"``, ``"zlib"``. All are lossless.
+        compression_level: -7 to 22 for zstd (default 3), 0 to 9 for zlib (default 6).
+        jobs: Threads that compress; the number of cores by default.
+        max_shard_size: The most bytes of tensors in a shard, or a size such as ``"2GB"``; 5 GB by
+            default.
 
     Raises:
-        CheckpointNotFoundError, CheckpointError, ChecksumError: ``source`` is not there, or
-            damaged.
-        ConfigurationError: The suffix of ``target`` names no format, or it or the codec cannot do
-            what was asked.
-        StorageError: Reading or writing failed. What was there before still is.
+        CheckpointNotFoundError: There is no checkpoint at ``source``.
+        CheckpointError: It is damaged.
+        ChecksumError: Data differs from its checksum.
+        ConfigurationError: The suffix of ``target`` names no format, or an argument does not fit.
+        StorageError: Reading or writing failed. An existing ``target`` is unchanged.
+
+    Example:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.arange(3)}, "a.safetensors")
+        >>> ts.convert("a.safetensors", "a.ts", codec="auto")
     """
     shard = (
         _native.parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
@@ -59,15 +60,25 @@ def convert(
 
 
 def compact(path: Path) -> None:
-    """Writes a ``.ts`` file anew, without what :func:`append_file` left unused. Blocks; shows a bar
-    on a terminal.
+    """Reclaims the space that :func:`append_file` left unused. Blocks; shows a progress bar on a
+    terminal.
 
-    Everything is compared with its checksums on the way. What is there stays until the new file is,
-    beside which it takes room meanwhile.
+    Writes a new file, which needs space next to the old one, and verifies all checksums.
+
+    Args:
+        path: The ``.ts`` file, which is replaced atomically.
 
     Raises:
-        CheckpointNotFoundError, CheckpointError, ChecksumError: The file is not there, or damaged.
-        ConfigurationError: It is no ``.ts`` file.
-        StorageError: Reading or writing failed.
+        CheckpointNotFoundError: There is no file at ``path``.
+        CheckpointError: It is damaged.
+        ChecksumError: Data differs from its checksum.
+        ConfigurationError: It is not a ``.ts`` file.
+        StorageError: Reading or writing failed. The file is unchanged.
+
+    Example:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.arange(3)}, "a.ts")
+        >>> ts.append_file({"a": torch.ones(1)}, "a.ts")
+        >>> ts.compact("a.ts")
     """
     _native.compact(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors from and to files, or bytes in memory, .ts and safetensors alike."""
+"""Reads and writes files of tensors, in .ts and safetensors format."""
 
 from __future__ import annotations
 
@@ -32,33 +32,40 @@ def load_file(
     mapped: bool = False,
     lenient: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Reads all tensors of a checkpoint into memory. Blocks; shows a bar on a terminal.
+    """Reads all tensors of a checkpoint into memory. Blocks; shows a progress bar on a terminal.
 
-    Bytes come by the best way there is, past the page cache what it does not hold, to memory on
-    huge pages. What is compressed is decoded on all cores. Tensors that lie beside each other and
-    have less than 16 MiB together share an allocation, which is free when the last of them is gone.
+    Reads past the page cache, except what it holds, into huge pages. Compressed tensors are decoded
+    on all cores. Neighbouring tensors of less than 16 MiB together share an allocation, which is
+    freed with the last of them.
 
     Args:
-        path: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
-        device: Where the tensors go. For one with memory of its own they are moved while the next
-            ones are read, through 256 MiB of memory, or twice the largest tensor.
-        verify: Compare bytes with their checksums, where the file has them.
-        mapped: Make tensors on the CPU views of the file, as safetensors does, which takes no time
-            for now: bytes are read when they are first touched, and compared with nothing. Writing
-            to a tensor does not change the file. The file must not be truncated or written to while
-            they live: the process would be killed, or see other values. What is compressed is read
-            as ever.
-        lenient: Take safetensors files that are wrong in ways that their own library does not mind:
-            names that are empty or stand twice, unknown fields.
+        path: A ``.safetensors`` or ``.ts`` file, a shard index, a directory with one of them, or a
+            URL.
+        device: The device of the tensors. Those for another device than the CPU are copied while
+            the next ones are read, through 256 MiB of memory, or twice the largest tensor.
+        verify: Whether to compare the data with its checksums, if the file has any.
+        mapped: Return views of the file instead. Data is read when it is first touched, and not
+            verified. Writes do not change the file. While the tensors exist, the file must not be
+            truncated, which would kill the process, or written to. Compressed tensors are read as
+            usual.
+        lenient: Accept safetensors files that only the safetensors library accepts: empty or
+            duplicate names, unknown fields.
 
     Returns:
         The tensors by name, contiguous.
 
     Raises:
-        CheckpointNotFoundError, CheckpointError: There is no checkpoint, or it is damaged.
-        ChecksumError: Bytes are not those that were written; only ``.ts`` files can tell.
+        CheckpointNotFoundError: There is no checkpoint at ``path``.
+        CheckpointError: It is damaged.
+        ChecksumError: Data differs from its checksum.
         StorageError: Reading failed.
         ModelError: A tensor has a dtype that torch lacks.
+
+    Example:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.arange(3)}, "a.safetensors")
+        >>> ts.load_file("a.safetensors")
+        {'a': tensor([0, 1, 2])}
     """
     checkpoint = _native.Checkpoint(path, lenient)
     kinds = {name: torch_type(checkpoint, name) for name in checkpoint.names()}
@@ -83,25 +90,33 @@ def load_file(
 def load_into(
     tensors: Mapping[str, torch.Tensor], path: Path, *, verify: bool = True, lenient: bool = False
 ) -> None:
-    """Reads tensors of a checkpoint into tensors that are there, such as a model's ``state_dict``.
-    Blocks; shows a bar on a terminal.
+    """Reads tensors of a checkpoint into existing tensors. Blocks; shows a progress bar.
 
-    Takes some 2 MiB of memory for each of 16 threads or, where there are more, of as many as there
-    are cores; none of the system's fresh pages, which can be what bounds :func:`load_file`.
+    Needs no new memory for the tensors, and is faster than :func:`load_file` where new pages are
+    the limit. Uses about 2 MiB for each of 16 threads, or of as many as there are cores.
 
     Args:
-        tensors: Where each goes, by its name in the checkpoint, of its dtype and shape: on the CPU,
-            contiguous, no two of them over the same memory. Autograd does not see the change.
-        path: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of them.
-        verify: Compare bytes with their checksums, where the file has them.
-        lenient: See :func:`load_file`.
+        tensors: The targets, by name in the checkpoint: of the same dtype and shape, on the CPU,
+            contiguous, and not overlapping. Autograd does not notice the change.
+        path: As of :func:`load_file`.
+        verify: As of :func:`load_file`.
+        lenient: As of :func:`load_file`.
 
     Raises:
-        CheckpointNotFoundError, CheckpointError: There is no checkpoint, or it is damaged.
-        MissingTensorError: It has no such tensor.
-        ConfigurationError: A tensor is of another dtype or shape, or cannot be filled.
-        ChecksumError, StorageError: Bytes are not those that were written, or did not come. What
-            the tensors hold is then undefined.
+        CheckpointNotFoundError: There is no checkpoint at ``path``.
+        CheckpointError: It is damaged.
+        MissingTensorError: It lacks a tensor.
+        ConfigurationError: A target has another dtype or shape, or is not contiguous.
+        ChecksumError: Data differs from its checksum. The targets are undefined then.
+        StorageError: Reading failed. The targets are undefined then.
+
+    Example:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.arange(3)}, "a.safetensors")
+        >>> target = torch.zeros(3, dtype=torch.int64)
+        >>> ts.load_into({"a": target}, "a.safetensors")
+        >>> target
+        tensor([0, 1, 2])
     """
     checkpoint = _native.Checkpoint(path, lenient)
     ends: list[tuple[int, int, str]] = []
@@ -111,8 +126,7 @@ def load_into(
         if given != (dtype, shape, "cpu", True) or tensor.is_conj() or tensor.is_neg():
             raise ConfigurationError(
                 f"cannot load `{name}`, {dtype} {shape}, into a "
-                f"{'' if given[3] else 'scattered '}tensor of "
-                f"{given[0]} {given[1]} on {given[2]}"
+                f"{'' if given[3] else 'scattered '}tensor of {given[0]} {given[1]} on {given[2]}"
             )
         ends.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
     ends = sorted(end for end in ends if end[0] < end[1])
@@ -123,17 +137,23 @@ def load_into(
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
-    """Reads all tensors of a file that is in memory.
+    """Reads all tensors of a file in memory.
 
     Args:
-        data: The bytes of a ``.safetensors`` or ``.ts`` file; which, they say themselves.
+        data: The bytes of a ``.safetensors`` or ``.ts`` file. The format is detected.
 
     Returns:
-        The tensors by name, on the CPU, contiguous; none of them shares memory with ``data``.
+        The tensors by name, on the CPU, contiguous. They do not share memory with ``data``.
 
     Raises:
-        CheckpointError, ChecksumError: It is no such file, or damaged.
+        CheckpointError: ``data`` is not such a file, or damaged.
+        ChecksumError: Data differs from its checksum.
         ModelError: A tensor has a dtype that torch lacks.
+
+    Example:
+        >>> import tensorstream as ts, torch
+        >>> ts.load(ts.save({"a": torch.arange(3)}))
+        {'a': tensor([0, 1, 2])}
     """
     checkpoint = _native.Checkpoint.from_bytes(bytes(data))
     return {name: read_tensor(checkpoint, name) for name in checkpoint.names()}
@@ -142,7 +162,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
 def read_tensor(
     checkpoint: _native.Checkpoint, name: str, block: list[tuple[int, int]] | None = None
 ) -> torch.Tensor:
-    """Reads one tensor, or of each of its dimensions the elements from one to another."""
+    """Reads a tensor, or the block of it between two indices in each dimension."""
     dtype, shape = torch_type(checkpoint, name)
     if block is None:
         block = [(0, size) for size in shape]
@@ -157,7 +177,7 @@ def _view_or_read(files: MappedFiles, checkpoint: _native.Checkpoint, name: str)
 
 
 def torch_type(checkpoint: _native.Checkpoint, name: str) -> tuple[torch.dtype, list[int]]:
-    """What torch calls a tensor's dtype, and its shape; an error if torch has no such tensors."""
+    """Returns the torch dtype and the shape of a tensor. Raises ModelError if torch lacks them."""
     dtype, shape, _ = checkpoint.entry(name)
     torch_dtype = TORCH_DTYPES.get(dtype)
     if torch_dtype is None:
@@ -179,23 +199,24 @@ def save_file(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> None:
-    """Writes tensors to a ``.ts`` or ``.safetensors`` file, which appears whole or not at all.
-    Blocks; shows a bar on a terminal.
+    """Writes tensors to a file, atomically. Blocks; shows a progress bar.
 
-    Tensors that share memory are written each on its own; those that are not contiguous as if they
-    were.
+    Tensors that share memory are written separately, and non-contiguous ones as contiguous.
 
     Args:
-        tensors: By name; on any device.
-        path: The file; its suffix says which format. What is there is replaced.
+        tensors: The tensors by name, on any device.
+        path: A ``.ts`` or ``.safetensors`` file. An existing file is replaced.
         metadata: Text by key.
-        codec: How a ``.ts`` file keeps them; see :func:`convert`.
-        compression_level: The codec's, see there.
+        codec: The compression of a ``.ts`` file; see :func:`convert`.
+        compression_level: The level of the codec; see :func:`convert`.
 
     Raises:
-        ConfigurationError: The suffix names no format, or a tensor, name or key cannot be written,
-            or not so.
-        StorageError: Writing failed. What was there before still is.
+        ConfigurationError: The suffix names no format, or a tensor, name or key cannot be written.
+        StorageError: Writing failed. An existing file is unchanged.
+
+    Example:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.arange(3)}, "a.ts", codec="auto")
     """
     specs, values, total = _specs(tensors, metadata)
     writer = _native.FileWriter(path, specs, dict(metadata or {}), codec, compression_level)
@@ -211,28 +232,35 @@ def append_file(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> None:
-    """Adds tensors to a ``.ts`` file that is there, in the place of those of the same name. Blocks;
-    shows a bar on a terminal.
+    """Adds or replaces tensors of a ``.ts`` file, atomically. Blocks; shows a progress bar.
 
-    The file has either all of what is new or none of it, also after a loss of power. What is
-    replaced or removed takes room until :func:`compact`. Whoever has the file open is told by the
-    next read that it has changed.
+    After a crash or a power failure, the file has all of the change or none. :func:`compact`
+    reclaims the space of replaced and removed tensors. Readers that have the file open get a
+    ``CheckpointChangedError`` at their next read.
 
     Args:
-        tensors: By name; on any device.
+        tensors: The tensors by name, on any device.
         path: The file.
-        metadata: Text by key, beside what the file has.
-        remove: Names of tensors that the file shall not have any more.
-        codec: How the new tensors are kept; see :func:`convert`.
-        compression_level: The codec's, see there.
+        metadata: Text by key, which is added to that of the file.
+        remove: Names of tensors to remove.
+        codec: The compression of the new tensors; see :func:`convert`.
+        compression_level: The level of the codec; see :func:`convert`.
 
     Raises:
-        CheckpointNotFoundError, CheckpointError: There is no such file, or it is damaged.
-        MissingTensorError: A tensor that shall be removed is not there.
-        ConfigurationError: It is no ``.ts`` file, or a tensor, name or key cannot be written, or
-            not so.
-        StorageError: Writing failed. The file has what it had; or, when all that failed is that its
-            new state could not be brought to the disk, what is new.
+        CheckpointNotFoundError: There is no file at ``path``.
+        CheckpointError: It is damaged.
+        MissingTensorError: A tensor to remove does not exist.
+        ConfigurationError: The file is not a ``.ts`` file, or a tensor, name or key cannot be
+            written.
+        StorageError: Writing failed. The file is unchanged, or has the new content if only the last
+            flush failed.
+
+    Example:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.arange(3)}, "a.ts")
+        >>> ts.append_file({"b": torch.ones(1)}, "a.ts", remove=["a"])
+        >>> ts.load_file("a.ts")
+        {'b': tensor([1.])}
     """
     specs, values, total = _specs(tensors, metadata)
     writer = _native.FileWriter.append(
@@ -249,18 +277,22 @@ def save(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> bytes:
-    """The bytes of a file of these tensors, as :func:`save_file` would write it.
+    """Returns the bytes of a file of tensors, as :func:`save_file` would write it.
 
     Args:
-        tensors: By name; on any device.
+        tensors: The tensors by name, on any device.
         metadata: Text by key.
-        format: Of the file.
-        codec: How a ``.ts`` file keeps them; see :func:`convert`.
-        compression_level: The codec's, see there.
+        format: The format of the file.
+        codec: The compression of a ``.ts`` file; see :func:`convert`.
+        compression_level: The level of the codec; see :func:`convert`.
 
     Raises:
-        ConfigurationError: There is no such format, or a tensor, name or key cannot be written, or
-            not so.
+        ConfigurationError: There is no such format, or a tensor, name or key cannot be written.
+
+    Example:
+        >>> import tensorstream as ts, torch
+        >>> len(ts.save({"a": torch.zeros(100)}))
+        472
     """
     specs, values, total = _specs(tensors, metadata)
     name = f"bytes.{format}"
@@ -278,8 +310,8 @@ def _specs(
         for key, value in mapping.items():
             if not isinstance(key, str) or not isinstance(value, wanted):
                 raise ConfigurationError(
-                    f"cannot write {key!r}: {type(value).__name__}: names are str, metadata str "
-                    "by str"
+                    f"cannot write {key!r}: {type(value).__name__}: names are str, metadata str by "
+                    "str"
                 )
     specs: list[NewTensor] = [
         (name, dtype_name(name, tensor), list(tensor.shape), None)

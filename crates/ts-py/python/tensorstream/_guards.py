@@ -58,8 +58,8 @@ class Apply(Replaced):
             wanted = f"cast from {probe.dtype} to {outcome.dtype}"
         raise ModelError(
             f"a streamed model's weights cannot be {wanted}: they are read from disk for each use "
-            f"(`{stand_in.name}` "
-            "is one); nothing was changed. Give from_pretrained the dtype, or restore(model) first"
+            f"(`{stand_in.name}` is one); nothing was changed. Give from_pretrained the dtype, or "
+            "restore(model) first"
         )
 
 
@@ -85,8 +85,7 @@ class Load(Replaced):
             if name in own and not is_same(own[name], value):
                 raise ModelError(
                     f"`{name}` cannot be loaded: a streamed weight cannot be changed; nothing was "
-                    "changed. "
-                    "restore(model) first, or offload with another checkpoint"
+                    "changed. restore(model) first, or offload with another checkpoint"
                 )
         return self.original()(state_dict, *args, **kwargs)
 
@@ -97,6 +96,5 @@ class Save(Replaced):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise ModelError(
             "a streamed model cannot save_pretrained: restore(model) first, or write its weights "
-            "one after the other "
-            "with tensorstream.save_file(model.state_dict(), path)"
+            "one after the other with tensorstream.save_file(model.state_dict(), path)"
         )

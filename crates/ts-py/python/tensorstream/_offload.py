@@ -48,34 +48,42 @@ def offload(
     checkpoint: Path | None = None,
     budget: int | str | None = None,
 ) -> M:
-    """Makes ``model`` stream its parameters from disk under a hard memory budget.
+    """Streams the parameters of a model from disk under a hard memory budget.
 
-    With a ``checkpoint``, their values are those in it, whatever the model held before. Without
-    one, a model that holds weights has them written to the directory ``config.storage_path`` first:
-    to a ``.ts`` file that is named by its content, so that the same weights are written once and
-    others never taken for them. The model's own memory is freed. Buffers are kept in memory.
+    With a ``checkpoint``, the parameters get its values, whatever the model held before. Without
+    one, the weights of the model are written to ``config.storage_path``, into a ``.ts`` file that
+    is named by its content, and their memory is freed. Buffers stay in memory.
 
-    Results are bit-identical to the model's in memory where no gradients are recorded: a parameter
-    that had memory is placed as it was placed there, one on the meta device as ``from_pretrained``
-    would place it. Streamed parameters are frozen; which of them required gradients is noted now,
-    and is so again after :func:`restore`. From a checkpoint only headers are read; the first
-    forward reads weights.
+    Results are bit-identical to the model in memory. Parameters are frozen while they stream;
+    :func:`restore` makes those trainable again that were before. From a checkpoint, only headers
+    are read now. The first forward reads weights.
 
     Args:
         model: Any module, on the CPU or the meta device. Changed in place and returned.
-        config: Settings; the defaults if none.
-        checkpoint: A directory, ``.safetensors`` or ``.ts`` file, or shard index whose tensors are
-            named as the model's parameters are.
+        config: Settings.
+        checkpoint: A directory, ``.safetensors`` or ``.ts`` file, shard index or URL, whose tensors
+            have the names of the model's parameters.
         budget: Shorthand for ``Config(budget=...)``.
 
     Raises:
-        ConfigurationError: Neither a checkpoint nor a storage path is given, or the budget is given
+        ConfigurationError: There is neither a checkpoint nor a storage path, or the budget is given
             twice.
         MissingTensorError: The checkpoint lacks a parameter.
         CheckpointError: A tensor has another shape or dtype than the parameter, or a file is
             damaged.
-        BudgetError: The budget is too small; the message gives the smallest that works.
-        ModelError: The model has what cannot be streamed.
+        BudgetError: The budget is too small. The message gives the smallest that works.
+        ModelError: The model cannot be streamed.
+
+    Example:
+        >>> import tensorstream as ts, torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+        >>> model = ts.offload(model, ts.Config(storage_path="weights", budget="60KiB"))
+        >>> with torch.inference_mode():
+        ...     model(torch.ones(1, 64)).shape
+        torch.Size([1, 64])
+        >>> ts.stats(model)["passes"]
+        1
+        >>> model = ts.restore(model)
     """
     config = checked(config)
     if budget is not None:
@@ -105,7 +113,7 @@ def offload(
 
 
 def checked(config: Config | None) -> Config:
-    """The configuration that a caller gave, or the default."""
+    """Returns the configuration of a caller, or the default."""
     if config is None:
         return Config()
     if isinstance(config, Config):
@@ -127,10 +135,9 @@ def attach(
     *,
     freed_bytes: int = 0,
 ) -> M:
-    """As :func:`offload`, for a checkpoint that is open. The model is changed only once nothing can
-    fail.
+    """Does :func:`offload` for an open checkpoint. Changes the model only when nothing can fail.
 
-    ``freed_bytes`` of memory are given back when it streams.
+    ``freed_bytes`` of memory are freed when it streams.
     """
     derived = derived_of(model)
     if derived:
@@ -179,14 +186,17 @@ def attach(
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
-    """What an offloaded model's engine holds and has done.
+    """Returns what the engine of an offloaded model holds and has done. Does not wait for I/O.
 
-    Bytes are bytes and times seconds: ``budget_bytes``, ``reserved_high_water_bytes`` (never above
-    the budget), ``in_use_high_water_bytes``, ``read_bytes``, ``read_bytes_by_path``, ``stalls`` and
-    ``stall_s`` (uses that waited for a unit, and how long), ``passes``, ``backend`` and why others
-    were ``passed_over``, the ``plan`` in force and, under ``units``, the same for each unit.
-    ``watches_writes`` says whether writes past PyTorch to weights that stay in memory are found
-    (Linux since 6.7, where userfaultfd is allowed). Does not wait for I/O.
+    Sizes are bytes and times are seconds.
+
+    Returns:
+        ``budget_bytes``; ``reserved_high_water_bytes``, which never exceeds it;
+        ``in_use_high_water_bytes``; ``passes``; ``read_bytes`` and ``read_bytes_by_path``;
+        ``stalls`` and ``stall_s``, how often and how long modules waited for weights; ``backend``
+        and why others were ``passed_over``; the ``plan`` in force; ``units`` with the same for each
+        unit; ``watches_writes``, whether writes past PyTorch to resident weights are detected
+        (Linux 6.7 or later, where userfaultfd is allowed).
 
     Raises:
         ModelError: The model is not offloaded.
@@ -197,14 +207,13 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
 
 def restore(model: M) -> M:
-    """Undoes :func:`offload`: reads all weights into memory, as ordinary parameters where they
-    stood.
+    """Undoes :func:`offload`: reads all weights into ordinary parameters. Blocks.
 
-    Needs memory for all weights beside the budget until it returns. If it fails the model is still
+    Needs memory for all weights in addition to the budget. If it fails, the model is still
     offloaded.
 
     Raises:
-        ModelError: The model is not offloaded, or a forward runs.
+        ModelError: The model is not offloaded, or a forward is running.
         StorageError: Reading failed.
     """
     streaming = streaming_of(model)
@@ -374,9 +383,8 @@ class _Survey:
             return buffer.materialize()
         if qualified not in self.known:
             raise ModelError(
-                f"buffer `{qualified}` of {type(module).__name__} is on the meta device and not "
-                "in the "
-                "checkpoint: build the model with its buffers in memory"
+                f"buffer `{qualified}` of {type(module).__name__} is on the meta device and not in "
+                "the checkpoint: build the model with its buffers in memory"
             )
         self._match(buffer, qualified)
         return self.builder.stand_in(qualified).materialize()
@@ -417,8 +425,7 @@ class _Survey:
         if order is None and not (tensor.is_meta or tensor.is_contiguous()):
             raise ModelError(
                 f"parameter `{name}` is not contiguous and the checkpoint's is: results would "
-                "differ in their last "
-                "bits; make it contiguous, or offload without a checkpoint"
+                "differ in their last bits; make it contiguous, or offload without a checkpoint"
             )
         wanted = list(tensor.permute(order).shape) if order else list(tensor.shape)
         if wanted != shape or tensor.dtype != TORCH_DTYPES.get(dtype):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""plan: what streaming would do, before anything is loaded."""
+"""Plans streaming before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .config import Config
 
 @dataclass(frozen=True)
 class Plan:
-    """How a checkpoint would be held under a budget. Sizes in bytes; printing it gives a table."""
+    """How a checkpoint would be kept in memory. Sizes are bytes. ``str()`` returns a table."""
 
     budget_bytes: int
     resident_bytes: int
@@ -36,14 +36,27 @@ def plan(
     budget: int | str | None = None,
     max_passes: int = 1,
 ) -> Plan:
-    """Plans the streaming of a checkpoint by its tensors' names; reads headers only, needs no
-    model.
+    """Plans the streaming of a checkpoint. Reads headers only, and needs no model.
 
-    Units are guessed: tensors whose names differ in the last component. The prediction assumes
-    storage of 1 GB/s; a running engine measures.
+    Units are inferred from tensor names: tensors whose names differ only in the last component are
+    one unit. The prediction assumes storage of 1 GB/s; an engine measures it.
+
+    Args:
+        checkpoint: A file, a shard index, a directory with one of them, or a URL.
+        budget: The memory for weights, as of :class:`Config`.
+        max_passes: Forward passes that can run at once.
 
     Raises:
-        BudgetError: The budget is too small; the message gives the smallest that works.
+        BudgetError: The budget is too small. The message gives the smallest that works.
+        CheckpointNotFoundError: There is no checkpoint.
+        CheckpointError: It is damaged.
+
+    Example:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a.weight": torch.zeros(1000), "b.weight": torch.zeros(500)}, "a.ts")
+        >>> plan = ts.plan("a.ts", budget="1MiB")
+        >>> [(name, kept) for name, _, kept in plan.units]
+        [('a', True), ('b', True)]
     """
     config = Config(budget=budget, max_passes=max_passes)
     budget_bytes = config.working_bytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""safe_open: tensors of a checkpoint one at a time, or parts of them."""
+"""Reads tensors of a checkpoint one at a time, or parts of them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,30 @@ Index = int | slice | list[int] | torch.Tensor | EllipsisType | None
 
 
 class safe_open:
-    """A checkpoint whose tensors are read when they are asked for: as ``safetensors.safe_open``,
-    and also for ``.ts`` files, shard indexes and directories. A context manager.
+    """Opens a checkpoint, to read its tensors one at a time. A context manager.
+
+    Works as ``safetensors.safe_open``, and also with ``.ts`` files, shard indexes, directories and
+    URLs. Reads headers only.
 
     Args:
-        filename: A ``.safetensors`` or ``.ts`` file, a shard index, or a directory with one of
-            them.
-        framework: ``"pt"`` (or ``"torch"``) for torch tensors, ``"np"`` (or ``"numpy"``) for numpy
+        filename: The path or URL.
+        framework: ``"pt"`` (or ``"torch"``) for torch tensors, ``"np"`` (or ``"numpy"``) for NumPy
             arrays.
-        device: Where torch tensors go.
-        mapped: Make torch tensors on the CPU views of the file, in no time: see :func:`load_file`.
-        lenient: Take safetensors files that only their own library would: see there.
+        device: The device of torch tensors.
+        mapped: Return views of the file; see :func:`load_file`.
+        lenient: Accept what only the safetensors library accepts; see :func:`load_file`.
 
     Raises:
-        CheckpointNotFoundError, CheckpointError: There is no checkpoint, or it is damaged.
+        CheckpointNotFoundError: There is no checkpoint.
+        CheckpointError: It is damaged.
         ConfigurationError: There is no such framework.
+
+    Example:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.arange(12).reshape(4, 3)}, "a.safetensors")
+        >>> with ts.safe_open("a.safetensors") as file:
+        ...     print(file.keys(), file.get_slice("a")[1:3, 0])
+        ['a'] tensor([3, 6])
     """
 
     def __init__(
@@ -67,15 +76,15 @@ class safe_open:
         pass
 
     def keys(self) -> list[str]:
-        """The tensors' names, sorted."""
+        """Returns the names of the tensors, sorted."""
         return self._checkpoint.names()
 
     def offset_keys(self) -> list[str]:
-        """The tensors' names, in the order in which they lie in the files."""
+        """Returns the names of the tensors, in their order in the files."""
         return self._checkpoint.names_by_place()
 
     def metadata(self) -> dict[str, str] | None:
-        """The files' metadata as one dictionary; ``None`` if they have none."""
+        """Returns the metadata of all files, or ``None`` if they have none."""
         merged: dict[str, str] = {}
         for _, _, metadata in self._checkpoint.files():
             merged |= metadata
@@ -85,26 +94,22 @@ class safe_open:
         """Reads a tensor. Blocks.
 
         Raises:
-            MissingTensorError: There is none of this name.
-            ChecksumError: Its bytes are not those that were written.
+            MissingTensorError: There is no tensor of this name.
+            ChecksumError: Data differs from its checksum.
             StorageError: Reading failed.
-            ModelError: It has a dtype that torch lacks.
+            ModelError: It has a dtype that torch, or NumPy, lacks.
         """
         return self.get_slice(name)[...]
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A tensor of which parts can be read:
-
-        ``get_slice(name)[2:4, :, 0]``. Reads nothing yet.
+        """Returns a tensor of which parts can be read: ``get_slice(name)[2:4, :, 0]``. Reads
+        nothing yet.
         """
         return TensorSlice(self._checkpoint, self._files, name, self._device)
 
 
 class TensorSlice:
-    """A tensor in a file.
-
-    Indexing reads the smallest block that has what is asked for, and indexes that.
-    """
+    """A tensor in a file. Indexing reads the smallest block that contains the elements."""
 
     def __init__(
         self,
@@ -117,20 +122,21 @@ class TensorSlice:
         self._dtype, self._shape = torch_type(checkpoint, name)
 
     def get_shape(self) -> list[int]:
-        """Its shape."""
+        """Returns the shape."""
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        """The name of its dtype in files, such as ``BF16``."""
+        """Returns the name of the dtype in files, such as ``BF16``."""
         return self._checkpoint.entry(self._name)[0]
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
-        """Reads elements, as torch indexes. Blocks.
+        """Reads elements, indexed as in torch. Blocks.
 
         Raises:
-            IndexError: There are no such elements.
-            ModelError: numpy, where it was asked for, lacks the dtype.
-            ChecksumError, StorageError: As ``get_tensor`` of ``safe_open``.
+            IndexError: The index is out of bounds, or not supported.
+            ChecksumError: Data differs from its checksum.
+            StorageError: Reading failed.
+            ModelError: NumPy lacks the dtype.
         """
         block, within = _block(self._shape, index if isinstance(index, tuple) else (index,))
         view = (
@@ -148,7 +154,7 @@ class TensorSlice:
 def _block(
     shape: list[int], index: tuple[Index, ...]
 ) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
-    """The block of a tensor that has all that is asked for, and where in it that is."""
+    """Returns the block of a tensor that contains the elements, and their index within it."""
     taken = sum(1 for each in index if each is not None and each is not Ellipsis)
     if taken > len(shape):
         raise IndexError(f"{taken} indices for {len(shape)} dimensions")
@@ -174,7 +180,7 @@ def _block(
 
 
 def _bounds(size: int, index: Any, dimension: int) -> tuple[tuple[int, int], Any]:
-    """Of one dimension the first and last element wanted, and the index from the first on."""
+    """Returns the first and last element of a dimension, and the index from the first on."""
     if isinstance(index, slice):
         begin, end, step = index.indices(size)
         if step < 0:

@@ -38,51 +38,36 @@ def token_in(path: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tensorstream serve", description=__doc__)
-    parser.add_argument(
-        "--listen",
-        default="127.0.0.1:7470",
-        help="HOST:PORT (port 0: one that is free), or unix:PATH",
-    )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--devices",
-        type=int,
-        help="how many; all GPUs, or 8 that stand for the CPU, if none is given",
-    )
-    parser.add_argument(
-        "--token-file", help="a file whose first line is the secret that clients must know"
-    )
-    parser.add_argument("--tls-cert", help="a certificate (PEM), for connections under TLS")
-    parser.add_argument("--tls-key", help="its key (PEM)")
-    parser.add_argument(
-        "--tls-client-ca", help="only clients with a certificate of one of these (PEM) are let in"
-    )
-    parser.add_argument("--threads", type=int, help="threads of PyTorch's for one operator")
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="everybody who can reach the address may use the machine",
-    )
-    parser.add_argument(
-        "--peer", action="append", default=[], metavar="ADDRESS",
-        help="a machine with the same token, from which tensors that clients copy may be fetched "
-            "directly",
+    add = parser.add_argument
+    add(
+        "--listen", metavar="ADDRESS", default="127.0.0.1:7470",
+        help="HOST:PORT, with port 0 for a free port, or unix:PATH (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--peer-ca", help="whose certificates (PEM) such machines have, for connections under TLS"
-    )
-    parser.add_argument(
-        "--max-sessions", type=int, default=256,
-        help="the most sessions at a time (default: 256)",
+    add("--token-file", metavar="FILE", help="a file whose first line is the secret of the clients")
+    add("--tls-cert", metavar="FILE", help="a certificate chain (PEM); clients then use TLS")
+    add("--tls-key", metavar="FILE", help="the key of the certificate (PEM)")
+    add(
+        "--tls-client-ca", metavar="FILE",
+        help="accept only clients with a certificate of these authorities (PEM)",
     )  # fmt: skip
-    parser.add_argument(
-        "--session-memory",
-        metavar="SIZE",
+    add("--insecure", action="store_true", help="accept clients without a token or certificate")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="what runs the operators")
+    add("--devices", type=int, metavar="N", help="the number of devices (default: all GPUs, or 8)")
+    add("--threads", type=int, metavar="N", help="PyTorch threads of each session")
+    add(
+        "--max-sessions", type=int, default=256, metavar="N",
+        help="the most sessions at a time (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--session-memory", metavar="SIZE",
         help='the most memory of one session, such as "4GiB" (default: unlimited)',
-    )
-    parser.add_argument(
-        "--no-sandbox", action="store_true", help="do not restrict the processes of sessions"
-    )
+    )  # fmt: skip
+    add(
+        "--peer", action="append", default=[], metavar="ADDRESS",
+        help="a server with the same token, from which tensors can be copied directly",
+    )  # fmt: skip
+    add("--peer-ca", metavar="FILE", help="certificates (PEM) to trust for --peer")
+    add("--no-sandbox", action="store_true", help="do not restrict the processes of sessions")
     return parser
 
 

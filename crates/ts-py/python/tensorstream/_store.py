@@ -98,9 +98,8 @@ def store_derived(
         if needed > budget_bytes:
             raise BudgetError(
                 f"a budget of {budget_bytes} bytes is too small: `{name}` has to be computed from "
-                "the checkpoint, "
-                f"which needs {needed} bytes; the smallest budget that works is {needed} bytes or "
-                "more"
+                f"the checkpoint, which needs {needed} bytes; the smallest budget that works is "
+                f"{needed} bytes or more"
             )
         specs.append((name, dtype_name(name, tensor), list(tensor.shape), tensor.source.phase))
     directory = _directory(config.conversion_directory())
@@ -137,14 +136,12 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
             raise ModelError(
                 f"parameter `{name}` is a {type(parameter).__name__} on {parameter.device}: only "
-                "plain "
-                "parameters on the CPU can be streamed"
+                "plain parameters on the CPU can be streamed"
             )
         if not parameter.detach().permute(memory_order(parameter)).is_contiguous():
             raise ModelError(
                 f"parameter `{name}` lies scattered in memory (strides "
-                f"{list(parameter.stride())}): "
-                "make it contiguous"
+                f"{list(parameter.stride())}): make it contiguous"
             )
         yield name, parameter
 
@@ -177,8 +174,7 @@ def _refuse_what_never_fits(model: nn.Module, config: Config) -> None:
         enough = smallest(lambda unit: (sum(unit) + 64 * len(unit) + 3 * BLOCK) // BLOCK * BLOCK)
         raise BudgetError(
             f"a budget of {budget} bytes is too small: the largest unit is `{largest}` with "
-            f"{sum(sizes[largest])} "
-            f"bytes; the smallest budget that works is at most {enough} bytes"
+            f"{sum(sizes[largest])} bytes; the smallest budget that works is at most {enough} bytes"
         )
 
 

@@ -95,8 +95,7 @@ class StreamedTensor(torch.Tensor):
         elif not self.requires_grad:
             raise ModelError(
                 f"`{self.name}` cannot require gradients: nothing could keep what a streamed "
-                "weight learns; train an "
-                "adapter (PEFT) on top, or restore(model) first"
+                "weight learns; train an adapter (PEFT) on top, or restore(model) first"
             )
         return self
 
@@ -144,8 +143,8 @@ class StreamedTensor(torch.Tensor):
     def _no_memory(self, what: str) -> ModelError:
         return ModelError(
             f"{what} of `{self.name}`: a streamed weight has no memory that lasts; restore(model) "
-            "first, or use "
-            "tensorstream.save_file(model.state_dict(), path) to write a streamed model"
+            "first, or use tensorstream.save_file(model.state_dict(), path) to write a streamed "
+            "model"
         )
 
     @classmethod

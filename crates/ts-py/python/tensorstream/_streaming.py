@@ -234,15 +234,13 @@ class Replaced:
     def __getattr__(self, name: str) -> Any:
         raise _NotAFunction(
             f"an offloaded model's {self.__dict__.get('__name__', 'method')} has no `{name}`: it "
-            "cannot be scripted "
-            "or exported; restore(model) first"
+            "cannot be scripted or exported; restore(model) first"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(
             f"an offloaded {type(self.module()).__name__} cannot be copied or pickled: the copy "
-            "would stream into "
-            "the original; restore(model) first, or save its state_dict()"
+            "would stream into the original; restore(model) first, or save its state_dict()"
         )
 
 

@@ -193,9 +193,8 @@ class SymbolicTensor(torch.Tensor):
         )
         if not fits or (value.shape, value.stride()) != (self.shape, self.stride()):
             raise ModelError(
-                f"`{self.source.name}` is being loaded: its data can only be set to another "
-                "tensor of the "
-                "checkpoint, of its shape and dtype"
+                f"`{self.source.name}` is being loaded: its data can only be set to another tensor "
+                "of the checkpoint, of its shape and dtype"
             )
         other: Any = value
         self.memory, self.steps, self._seen = (

@@ -33,22 +33,27 @@ def from_pretrained(
 ) -> Any:
     """Loads a transformers model that streams its weights from ``path`` under ``budget``.
 
-    The result is what the model class's own ``from_pretrained(path)`` gives, bit for bit in its
-    outputs, but that its parameters are frozen and not in memory.
+    The result is that of the class's own ``from_pretrained(path)``, except that its parameters are
+    frozen and not in memory. Outputs are bit-identical.
 
     Args:
-        path: A directory as ``save_pretrained`` writes it: ``config.json`` and safetensors.
-        budget: All memory for weights: bytes or a size such as ``"600MiB"``; half of what is
-            available if none.
-        config: Further settings; not with ``budget``.
-        model_class: The class to load; the one that ``config.json`` names if none.
-        kwargs: Passed on to the class's ``from_pretrained``, such as ``attn_implementation``.
+        path: A directory that ``save_pretrained`` wrote: ``config.json`` and safetensors files.
+        budget: The memory for weights, as of :class:`Config`.
+        config: Further settings. Not together with ``budget``.
+        model_class: The class to load; by default the one that ``config.json`` names.
+        kwargs: Arguments of the class's ``from_pretrained``, such as ``attn_implementation``.
 
     Raises:
-        CheckpointNotFoundError: ``path`` holds no checkpoint.
-        MissingTensorError, CheckpointError: The checkpoint does not fit the model.
+        CheckpointNotFoundError: There is no checkpoint at ``path``.
+        MissingTensorError: The checkpoint lacks a parameter.
+        CheckpointError: The checkpoint does not fit the model, or is damaged.
         BudgetError: The budget is too small, or there is too little memory.
-        ConfigurationError: A setting is wrong, or transformers is not installed.
+        ConfigurationError: A setting is invalid, or transformers is not installed.
+
+    Example:
+        >>> import tensorstream as ts
+        >>> model = ts.from_pretrained("path/to/checkpoint", budget="600MiB")  # doctest: +SKIP
+        >>> output = model.generate(ids)  # doctest: +SKIP
     """
     if budget is not None and config is not None:
         raise ConfigurationError("give the budget in `config`, or `budget` alone")
@@ -101,8 +106,8 @@ def _refuse_at_once(checkpoint: _native.Checkpoint) -> None:
     if available is not None and available < needed + rest:
         raise BudgetError(
             f"{available >> 20} MiB of memory are available; tensor `{largest}` alone needs "
-            f"{needed >> 20} MiB, and "
-            f"the rest of the process {rest >> 20} MiB more; raise the memory limit of this process"
+            f"{needed >> 20} MiB, and the rest of the process {rest >> 20} MiB more; raise the "
+            "memory limit of this process"
         )
 
 
@@ -112,8 +117,8 @@ def _named_class(transformers: Any, model_config: Any, path: str) -> Any:
         if model_class is not None:
             return model_class
     raise ConfigurationError(
-        f"{path}: config.json names no model class of transformers "
-        f"({model_config.architectures}); give `model_class`"
+        f"{path}: config.json names no model class of transformers ({model_config.architectures}); "
+        "give `model_class`"
     )
 
 

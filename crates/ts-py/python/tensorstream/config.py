@@ -7,8 +7,8 @@ import dataclasses
 import difflib
 import enum
 import functools
+import logging
 import os
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from . import _native
 from .errors import BudgetError, BudgetWarning, ConfigurationError, NotBuiltWarning
 
 E = TypeVar("E", bound=enum.Enum)
+
+_log = logging.getLogger("tensorstream")
 
 
 class BackendType(enum.Enum):
@@ -97,46 +99,52 @@ FALLBACKS: dict[str, tuple[str | None, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of :func:`tensorstream.offload`. Every field has a working default.
+    """Settings of :func:`tensorstream.offload`. Every field has a default.
 
     Args:
-        budget: All memory for weights: bytes, or a size such as ``"600MiB"`` or ``"1.5GB"``.
-            ``None`` takes what ``memory_mode`` says and prints it.
-        storage_path: Where weights lie on disk. For a model that holds weights: a directory, made
-            if it is not there, that they are written to. For one on the meta device: the checkpoint
-            to stream from, where :func:`~tensorstream.offload` is given none. For
-            :func:`~tensorstream.from_pretrained`: the directory for what has to be converted; the
-            user's cache directory if none.
-        max_passes: Forward passes that may run at once, each needing memory of its own; more wait.
-        backend: How files are read: a :class:`BackendType`, its name, or a name of
+        budget: The memory for weights: bytes, or a size such as ``"600MiB"`` or ``"1.5GB"``. By
+            default the share of the available memory that ``memory_mode`` says. The logger
+            "tensorstream" reports the choice at level INFO.
+        storage_path: A directory for weights. For a model that holds weights, they are written
+            there; it is created if necessary. For a model on the meta device, the checkpoint to
+            stream from, if :func:`~tensorstream.offload` gets none. For
+            :func:`~tensorstream.from_pretrained`, the directory for converted tensors; the user's
+            cache directory by default.
+        max_passes: Forward passes that can run at once. Each needs its own memory; more wait.
+        backend: The I/O backend: a :class:`BackendType`, its name, or a name of
             :func:`tensorstream.backends`.
-        num_io_threads: Reads in flight at once, 1 to 256; nothing is measured then. ``None`` for
-            what suits the storage: the request size and depth that are measured, for files of 256
-            MiB or more, when a file system is first read from (within two seconds and the budget,
-            past the page cache), and remembered under ``tensorstream/io`` in the user's cache
-            directory.
-        prefetch_strategy: How far to read ahead; ``None`` for what ``memory_mode`` says.
-        memory_mode: A preset for what is not given.
-        vram_budget_gb: The budget in GB of 10^9 bytes: another spelling of ``budget``.
-        verify_checksums: Whether weights are compared with their checksums whenever they are read;
-            ``"once"`` for their first time. ``.ts`` files have checksums, safetensors files do not.
-        compression_enabled: Whether weights that are written to ``storage_path`` are compressed,
-            without loss: bf16 to two thirds. Pays where reading is slower than decoding, 4 GB/s a
-            core.
-        compression_level: 1 to 22: compresses by zstd with this level, and not by what makes each
-            tensor smaller.
+        io_depth: Reads in flight, 1 to 256. By default request size and depth are measured when a
+            file system is first read from, for files of 256 MiB or more, within two seconds and
+            the budget. They are stored under ``tensorstream/io`` in the user's cache directory.
+        num_io_threads: Another name for ``io_depth``.
+        prefetch_strategy: How far to read ahead; by default what ``memory_mode`` says.
+        memory_mode: A preset for settings that are not given.
+        vram_budget_gb: Deprecated: use ``budget``. The budget in GB of 10^9 bytes.
+        verify_checksums: Whether to compare weights with their checksums at each read. ``"once"``
+            compares them at the first read. ``.ts`` files have checksums, safetensors files do not.
+        compression_enabled: Whether to compress weights that are written to ``storage_path``,
+            without loss. bf16 shrinks to two thirds. Pays where reading is slower than decoding,
+            which reaches 4 GB/s per core.
+        compression_level: 1 to 22: compress with zstd at this level, instead of the codec that
+            makes each tensor smallest.
 
     Raises:
         ConfigurationError: A field is out of its range, or the budget is given twice.
 
     Warns:
-        NotBuiltWarning: A field asks for what is not built yet; once for each.
+        NotBuiltWarning: A field requests a feature that does not exist yet; once for each.
+
+    Example:
+        >>> import tensorstream as ts
+        >>> ts.Config(budget="600MiB", io_depth=8).budget
+        '600MiB'
     """
 
     budget: int | str | None = None
     storage_path: str | os.PathLike[str] | None = None
     max_passes: int = 1
     backend: BackendType | str = BackendType.AUTO
+    io_depth: int | None = None
     num_io_threads: int | None = None
     prefetch_strategy: PrefetchStrategy | str | None = None
     memory_mode: MemoryMode | str = MemoryMode.BALANCED
@@ -155,8 +163,7 @@ class Config:
                 raise invalid("storage_path", self.storage_path, "a path")
             object.__setattr__(self, "storage_path", expanded(self.storage_path))
         _check_int("max_passes", self.max_passes, 1, 64)
-        if self.num_io_threads is not None:
-            _check_int("num_io_threads", self.num_io_threads, 1, 256)
+        self._check_io_depth()
         if not isinstance(self.verify_checksums, bool) and self.verify_checksums != "once":
             raise invalid("verify_checksums", self.verify_checksums, 'True, False or "once"')
         if not isinstance(self.compression_enabled, bool):
@@ -183,6 +190,13 @@ class Config:
                     self.compression_level,
                     "None unless compression_enabled is True",
                 )
+
+    def _check_io_depth(self) -> None:
+        for name in ("io_depth", "num_io_threads"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1, 256)
+        if self.io_depth is not None and self.num_io_threads is not None:
+            raise ConfigurationError("io_depth and num_io_threads are the same setting; give one")
 
     def _check_vram_budget(self) -> None:
         gigabytes: Any = self.vram_budget_gb
@@ -225,9 +239,8 @@ class Config:
         return available + freed_bytes
 
     def fitted_bytes(self, smallest: int, whole: int, freed_bytes: int = 0) -> int:
-        """The budget for a model that needs at least ``smallest`` bytes and at most ``whole``: the
-        one that was given, or what ``memory_mode`` says and is printed to standard error; less
-        where there is less memory.
+        """Returns the budget for a model that needs ``smallest`` to ``whole`` bytes: the one that
+        was given, or the share of ``memory_mode``, but no more than there is memory for.
 
         Raises:
             BudgetError: There is less memory than the model needs.
@@ -244,30 +257,17 @@ class Config:
         wanted = self.share_bytes(freed_bytes) if asked is None else asked
         if smallest > available - HEADROOM // 2:
             raise BudgetError(
-                f"{_mib(available)} MiB of memory are available, and the model needs at least "
-                f"{_mib(smallest)} MiB "
-                f"for weights and {_mib(HEADROOM // 2)} MiB for the rest; raise the memory limit "
-                "of this process"
+                f"not enough memory: {_mib(available)} MiB are available, and the model needs at "
+                f"least {_mib(smallest)} MiB for weights and {_mib(HEADROOM // 2)} MiB for the "
+                "rest; raise the memory limit of this process"
             )
         budget = max(smallest, min(wanted, room))
         if asked is None:
-            share = SHARES[MemoryMode(self.memory_mode)]
-            what = (
-                f"{share:.0%} of"
-                if budget == wanted
-                else "the smallest that works, of"
-                if budget > wanted
-                else "of"
-            )
-            print(
-                f"tensorstream: budget {_mib(budget)} MiB, {what} {_mib(available)} MiB available",
-                file=sys.stderr,
-            )
+            _log.info("budget %s MiB of %s MiB available", _mib(budget), _mib(available))
         elif min(asked, whole) > budget:
             warnings.warn(
-                f"a budget of {_mib(asked)} MiB is more than there is: {_mib(available)} MiB of "
-                "memory are available "
-                f"within the limits of this process; {_mib(budget)} MiB are used",
+                f"budget {_mib(asked)} MiB exceeds the {_mib(available)} MiB of memory that are "
+                f"available to this process; using {_mib(budget)} MiB",
                 BudgetWarning,
                 stacklevel=4,
             )
@@ -294,7 +294,7 @@ class Config:
         return {
             "max_passes": self.max_passes,
             "backend": name,
-            "in_flight": self.num_io_threads,
+            "in_flight": self.io_depth or self.num_io_threads,
             "prefetch": PrefetchStrategy(self.prefetch_strategy).value,
             "verify": VERIFY[self.verify_checksums],
         }
@@ -316,7 +316,7 @@ class Config:
 OLDER = {
     "cache_size_layers": "the plan decides how many layers stay; give `budget`",
     "cache_size_gb": "give `budget`",
-    "chunk_size_mb": "reads are sized to suit the storage; give `num_io_threads` for their number",
+    "chunk_size_mb": "reads are sized to suit the storage; give `io_depth` for their number",
     "pin_memory": "there is no copy to a GPU to pin memory for",
     "temp_dir": "give `storage_path`",
     "enable_profiling": "tensorstream.stats(model) is always measured",

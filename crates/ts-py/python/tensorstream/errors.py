@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What can go wrong.
-
-Every class is a :class:`TensorStreamError` and the built-in that says the same.
-"""
+"""Exceptions. Each is a :class:`TensorStreamError` and also the built-in one that fits."""
 
 from __future__ import annotations
 
@@ -29,17 +26,15 @@ __all__ = [
 
 
 class TensorStreamError(Exception):
-    """Anything that TensorStream reports."""
+    """The base class of all exceptions of TensorStream."""
 
 
 class ConfigurationError(TensorStreamError, ValueError):
-    """A setting is out of its range: the message names the field, the value and the range."""
+    """A setting is invalid. The message names the field, the value and what is expected."""
 
 
 class CheckpointError(TensorStreamError, ValueError):
-    """A file is not the checkpoint it should be, or does not fit the model: names file, tensor and
-    place.
-    """
+    """A file is no valid checkpoint, or does not fit the model. Names file, tensor and offset."""
 
 
 class MissingTensorError(CheckpointError, KeyError):
@@ -50,7 +45,7 @@ class MissingTensorError(CheckpointError, KeyError):
 
 
 class ChecksumError(CheckpointError):
-    """Bytes of a file are not those that were written: names file, tensor and place."""
+    """Data differs from its checksum. Names file, tensor and offset."""
 
 
 class CheckpointNotFoundError(TensorStreamError, FileNotFoundError):
@@ -58,11 +53,11 @@ class CheckpointNotFoundError(TensorStreamError, FileNotFoundError):
 
 
 class CheckpointPermissionError(TensorStreamError, PermissionError):
-    """The system does not let this process read the checkpoint."""
+    """The process has no permission to read the checkpoint."""
 
 
 class StorageError(TensorStreamError, OSError):
-    """Reading failed: names file, tensor, byte and the system's error."""
+    """Reading or writing failed. Names file, tensor, offset and the system error."""
 
 
 class CheckpointChangedError(StorageError):
@@ -70,57 +65,52 @@ class CheckpointChangedError(StorageError):
 
 
 class BudgetError(TensorStreamError, MemoryError):
-    """The budget is too small, or there is less memory than the smallest that works: the message
-    gives both.
-    """
+    """The budget is too small, or there is too little memory. Names the smallest that works."""
 
 
 class UnitReferencedError(TensorStreamError, RuntimeError):
-    """Tensors of streamed weights that something keeps alive hold the memory that others need."""
+    """Tensors of streamed weights are still referenced, and others need their memory."""
 
 
 class NotBuiltWarning(UserWarning):
-    """A setting asks for what is not built yet: says what happens instead."""
+    """A setting requests a feature that does not exist yet. Says what happens instead."""
 
 
 class BudgetWarning(UserWarning):
-    """The budget is more memory than there is: says how much there is, and what is used instead."""
+    """The budget exceeds the available memory. Says how much is used instead."""
 
 
 class ModelError(TensorStreamError, TypeError):
-    """The model, or what is done with it, cannot be streamed."""
+    """The model cannot be streamed, or an operation on a streamed model is not supported."""
 
 
 class ConnectionLost(TensorStreamError, ConnectionError, RuntimeError):
-    """The other end is gone, or wants no more: names it, and says what was under way."""
+    """The connection is lost, or the peer refused or cancelled. Names the peer."""
 
 
 class ConnectionTimeout(TensorStreamError, TimeoutError, RuntimeError):
-    """The other end has been silent, or has done nothing of what was waited for, for too long."""
+    """The peer was silent, or made no progress, or nothing arrived within a timeout."""
 
 
 class ProtocolError(TensorStreamError, RuntimeError):
-    """The other end said what makes no sense, or cannot be trusted."""
+    """The peer sent invalid data, or cannot be trusted."""
 
 
 class OutOfMemoryError(TensorStreamError, MemoryError):
-    """There is no memory for a tensor: says how much it needs, and of which."""
+    """There is no memory for a tensor. Says how much it needs."""
 
 
 class RemoteTensorError(TensorStreamError, RuntimeError):
-    """An operator failed on its machine: says which, on what, and why.
-
-    What it would have given is not there.
-    """
+    """An operator failed on its machine. Names the operator, its arguments and the cause."""
 
 
 class RemoteOutOfMemoryError(RemoteTensorError, OutOfMemoryError):
-    """A machine had no memory for what an operator would have given."""
+    """A machine had no memory for the result of an operator."""
 
 
 class StaleReferenceError(RemoteTensorError):
-    """Something was asked of a tensor that its machine does not have, or no more."""
+    """A tensor no longer exists on its machine."""
 
 
 class CrossMachineError(TensorStreamError, RuntimeError):
-    """Tensors of two machines, where they must be of one: names both."""
+    """An operator got tensors of two machines. Names both."""

@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The same as :func:`tensorstream.load_file` and its like, with numpy arrays."""
+"""Reads and writes files of NumPy arrays.
+
+The functions are those of :mod:`tensorstream` with the same names. They raise ``ModelError`` for
+dtypes that NumPy lacks, such as BF16.
+
+>>> import numpy as np, tensorstream.numpy
+>>> tensorstream.numpy.save_file({"a": np.arange(3)}, "a.safetensors")
+>>> tensorstream.numpy.load_file("a.safetensors")
+{'a': array([0, 1, 2])}
+"""
 
 from __future__ import annotations
 
@@ -22,14 +31,12 @@ Array = np.ndarray[Any, Any]
 def load_file(
     path: Path, *, verify: bool = True, mapped: bool = False, lenient: bool = False
 ) -> dict[str, Array]:
-    """As :func:`tensorstream.load_file`; ``ModelError`` also for dtypes that numpy lacks, such as
-    BF16.
-    """
+    """Reads all tensors of a checkpoint, as :func:`tensorstream.load_file`."""
     return _arrays(_files.load_file(path, verify=verify, mapped=mapped, lenient=lenient))
 
 
 def load(data: bytes) -> dict[str, Array]:
-    """As :func:`tensorstream.load`; ``ModelError`` for dtypes that numpy lacks, such as BF16."""
+    """Reads all tensors of a file in memory, as :func:`tensorstream.load`."""
     return _arrays(_files.load(data))
 
 
@@ -41,7 +48,7 @@ def save_file(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> None:
-    """As :func:`tensorstream.save_file`."""
+    """Writes arrays to a file, as :func:`tensorstream.save_file`."""
     _files.save_file(
         _tensors(tensors), path, metadata, codec=codec, compression_level=compression_level
     )
@@ -55,7 +62,7 @@ def save(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> bytes:
-    """As :func:`tensorstream.save`."""
+    """Returns the bytes of a file of arrays, as :func:`tensorstream.save`."""
     return _files.save(
         _tensors(tensors), metadata, format=format, codec=codec, compression_level=compression_level
     )
@@ -66,7 +73,7 @@ def _arrays(tensors: dict[str, torch.Tensor]) -> dict[str, Array]:
 
 
 def as_array(name: str, tensor: torch.Tensor) -> Array:
-    """A tensor on the CPU as an array, over the same memory."""
+    """Returns a tensor on the CPU as an array that shares its memory."""
     try:
         array: Array = tensor.numpy()
     except TypeError as error:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors on machines that are elsewhere: PyTorch's device ``ts``.
+"""Runs PyTorch operators on other machines: the device ``ts``.
 
 >>> from tensorstream.remote import RemoteMachine
->>> with RemoteMachine("local") as machine:
+>>> with RemoteMachine.local() as machine:
 ...     x = torch.randn(4, 4, device=machine.device())
 ...     (x @ x).cpu()
 
-Operators are asked of the machine and not waited for; a value that the program looks at is.
+Operators are sent in batches and not waited for. Reading a value waits.
 """
 
 from ..errors import (
@@ -17,7 +17,13 @@ from ..errors import (
     RemoteTensorError,
     StaleReferenceError,
 )
-from ._machine import RemoteMachine, create_local_machine, create_mock_machine, create_tcp_machine
+from ._machine import (
+    RemoteMachine,
+    Wait,
+    create_local_machine,
+    create_mock_machine,
+    create_tcp_machine,
+)
 from ._trace import Event, Trace, metadata_hash, storage_id, trace
 
 __all__ = [
@@ -30,6 +36,7 @@ __all__ = [
     "RemoteTensorError",
     "StaleReferenceError",
     "Trace",
+    "Wait",
     "create_local_machine",
     "create_mock_machine",
     "create_tcp_machine",

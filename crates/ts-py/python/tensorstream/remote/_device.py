@@ -189,7 +189,7 @@ def _single_threaded_backward() -> None:
         return run(outputs, *args, **kwargs)
 
     graph._engine_run_backward = backward  # type: ignore[assignment]
-    torch.autograd._engine_run_backward = backward  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = backward  # type: ignore[assignment,attr-defined]
 
 
 def _storages() -> None:
@@ -325,8 +325,7 @@ def _refuse_trainers(model: str, at: torch.device) -> None:
                 f"{library} would move {model} from {at} to this computer and train it here: set "
                 "the environment "
                 f'variable ACCELERATE_TORCH_DEVICE="{at}" before it chooses a device, which is '
-                "when the first "
-                "Accelerator or TrainingArguments is made"
+                "when the first Accelerator or TrainingArguments is made"
             )
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import os
 import shutil
@@ -126,19 +127,45 @@ def _alone(
     return call
 
 
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """How often and how long a program has waited for a machine at one place."""
+
+    #: "FILE:LINE" of the program.
+    place: str
+    count: int
+    seconds: float
+
+
 class RemoteMachine:
-    """A machine that has tensors, and runs operators on them.
+    """A machine that holds tensors and runs operators on them.
 
-    kind: "mock" is a thread of this process, "local" a process of this computer's, both by a Unix
-    socket; "tcp" is
-    whoever listens at ``address``: ``tensorstream serve``. gpu_type: "cpu" or "cuda", what a
-    machine that is started
-    here runs operators on. gpu_count: how many devices it has. token, ca, cert, key: as of
-    :func:`tensorstream.connect`. retry: seconds for which a link that was lost is made again, while
-    nothing is lost. threads: of PyTorch's for one operator, on a machine that is started here.
+    :meth:`local`, :meth:`mock` and :meth:`tcp` create machines of each kind with the options that
+    it has. The machine starts when it is created, unless ``start=False``, and stops at the end of a
+    ``with`` block or with :meth:`stop`. Its tensors are then gone.
 
-    It is started at once, or by :meth:`start` if ``start=False``. At the end of a ``with`` it is
-    stopped: its tensors are gone.
+    Args:
+        kind: "local" for a process on this computer, "mock" for a thread of this process, or "tcp"
+            for a machine that runs ``tensorstream serve``.
+        address: Where a "tcp" machine listens: "HOST:PORT" or "unix:PATH".
+        device_type: "cpu" or "cuda": what the machine runs operators on.
+        device_count: The number of its devices, 1 to 127.
+        name: Its name in messages.
+        token: The secret of a "tcp" machine.
+        ca: A file of certificates (PEM) to trust. The connection then uses TLS.
+        cert: A certificate (PEM) of this client, if the machine requires one.
+        key: Its key (PEM).
+        timeout: Seconds of silence after which a connection is given up.
+        patience: Seconds after which a transfer without progress fails.
+        retry: Seconds for which a lost connection is retried. Nothing is lost meanwhile.
+        threads: PyTorch threads of a "local" machine; as many as this process has by default.
+        start: Whether to start now.
+        gpu_type: Another name for ``device_type``.
+        gpu_count: Another name for ``device_count``.
+
+    Raises:
+        ConfigurationError: An argument is invalid.
+        ConnectionLost: The machine cannot be reached or started.
     """
 
     def __init__(
@@ -146,8 +173,8 @@ class RemoteMachine:
         kind: Kind = "local",
         address: str | None = None,
         *,
-        gpu_type: str = "cpu",
-        gpu_count: int = 1,
+        device_type: str = "cpu",
+        device_count: int = 1,
         name: str | None = None,
         token: str | None = None,
         ca: Any = None,
@@ -158,33 +185,26 @@ class RemoteMachine:
         retry: float = 30.0,
         threads: int | None = None,
         start: bool = True,
+        gpu_type: str | None = None,
+        gpu_count: int | None = None,
     ) -> None:
         if kind not in ("mock", "local", "tcp"):
-            raise ConfigurationError(f"a machine of kind {kind!r}: there are mock, local and tcp")
+            raise ConfigurationError(f'invalid kind {kind!r}: expected "local", "mock" or "tcp"')
         if kind != "tcp" and address is not None:
             raise ConfigurationError(
-                f"address={address!r}: a machine of kind {kind} is started here, and only one of "
-                "kind tcp has an "
-                "address; what it runs operators on is gpu_type, cpu or cuda"
+                f'unexpected address {address!r} for a machine of kind "{kind}", which starts on '
+                'this computer: expected device_type="cpu" or "cuda", or kind "tcp"'
             )
         if kind == "tcp" and address is None:
-            raise ConfigurationError(
-                'a machine of kind tcp needs the address at which it listens: "HOST:7470"'
-            )
-        if gpu_type.lower() not in ("cpu", "cuda"):
-            raise ConfigurationError(
-                f"gpu_type={gpu_type!r}: cpu or cuda, which is what a machine runs operators on"
-            )
-        if not 1 <= gpu_count <= _MAX_DEVICES:
-            raise ConfigurationError(
-                f"gpu_count={gpu_count}: a machine has 1 to {_MAX_DEVICES} devices"
-            )
-        self.kind, self.address, self.gpu_type, self.gpu_count = (
-            kind,
-            address,
-            gpu_type.lower(),
-            gpu_count,
-        )
+            raise ConfigurationError('missing address: a machine of kind "tcp" needs HOST:PORT')
+        device_type, device_count = gpu_type or device_type, gpu_count or device_count
+        if gpu_count == 0 or not 1 <= device_count <= _MAX_DEVICES:
+            count = 0 if gpu_count == 0 else device_count
+            raise ConfigurationError(f"device_count must be 1 to {_MAX_DEVICES}, got {count}")
+        if device_type.lower() not in ("cpu", "cuda"):
+            raise ConfigurationError(f'device_type must be "cpu" or "cuda", got {device_type!r}')
+        self.kind, self.address = kind, address
+        self.device_type, self.device_count = device_type.lower(), device_count
         self._threads, self._retry = threads, retry
         self._settings = _settings(token, timeout, patience, True, None, LIMIT_BYTES)
         self._tls = {"ca": ca, "cert": cert, "key": key}
@@ -198,6 +218,52 @@ class RemoteMachine:
         self.name = name or (address or f"{kind}-{id(self):x}")
         if start:
             self.start()
+
+    @classmethod
+    def local(
+        cls, *, device_type: str = "cpu", device_count: int = 1, threads: int | None = None,
+        name: str | None = None, start: bool = True,
+    ) -> RemoteMachine:  # fmt: skip
+        """Starts a machine in a process on this computer. Blocks. Arguments as of the class."""
+        return cls(
+            "local", device_type=device_type, device_count=device_count, threads=threads, name=name,
+            start=start,
+        )  # fmt: skip
+
+    @classmethod
+    def mock(
+        cls, *, device_count: int = 1, name: str | None = None, start: bool = True
+    ) -> RemoteMachine:
+        """Starts a machine in a thread of this process, for tests. It uses the same protocol.
+
+        It also uses the default dtype of this process: call ``torch.set_default_dtype`` after
+        :meth:`synchronize`. Arguments as of the class.
+        """
+        return cls("mock", device_count=device_count, name=name, start=start)
+
+    @classmethod
+    def tcp(
+        cls, address: str, *, token: str | None = None, ca: Any = None, cert: Any = None,
+        key: Any = None, device_type: str = "cpu", device_count: int = 1, name: str | None = None,
+        timeout: float = 30.0, patience: float = 300.0, retry: float = 30.0, start: bool = True,
+    ) -> RemoteMachine:  # fmt: skip
+        """Connects to a machine that runs ``tensorstream serve``. Blocks. Arguments as of the
+        class."""
+        return cls(
+            "tcp", address, token=token, ca=ca, cert=cert, key=key, device_type=device_type,
+            device_count=device_count, name=name, timeout=timeout, patience=patience, retry=retry,
+            start=start,
+        )  # fmt: skip
+
+    @property
+    def gpu_type(self) -> str:
+        """Another name for ``device_type``."""
+        return self.device_type
+
+    @property
+    def gpu_count(self) -> int:
+        """Another name for ``device_count``."""
+        return self.device_count
 
     @_alone
     def start(self) -> RemoteMachine:
@@ -214,7 +280,7 @@ class RemoteMachine:
         address = self._listen()
         try:
             self._session = _native.RemoteSession(
-                address, self.name, self.gpu_count, self._settings, self._retry,
+                address, self.name, self.device_count, self._settings, self._retry,
                 first=self._first, returns=self.kind == "tcp", **self._tls,
             )  # fmt: skip
         except BaseException:
@@ -223,19 +289,19 @@ class RemoteMachine:
         self._first = first = self._session.first
         try:
             _device.SESSIONS[first] = self._session
-            _device.COUNT = max(_device.COUNT, first + self.gpu_count)
+            _device.COUNT = max(_device.COUNT, first + self.device_count)
             self._is_at(address)
             kind, count = _device.kind_of(first)
-            if self.kind == "tcp" and self.gpu_type == "cuda" != kind:
+            if self.kind == "tcp" and self.device_type == "cuda" != kind:
                 raise ConfigurationError(
-                    f"gpu_type='cuda': machine {self.name} runs operators on its {kind}"
+                    f"device_type='cuda': machine {self.name} runs operators on its {kind}"
                 )
-            if self.gpu_count > count:
+            if self.device_count > count:
                 raise ConfigurationError(
-                    f"gpu_count={self.gpu_count}: machine {self.name} has {count} devices"
+                    f"device_count={self.device_count}: machine {self.name} has {count} devices"
                 )
-            _composites.KINDS.update({first + index: kind for index in range(self.gpu_count)})
-            for index in range(self.gpu_count):
+            _composites.KINDS.update({first + index: kind for index in range(self.device_count)})
+            for index in range(self.device_count):
                 _device.seed_of(first + index, torch.initial_seed())
         except BaseException:
             self.stop()
@@ -248,7 +314,7 @@ class RemoteMachine:
     def _is_at(self, address: str | None) -> None:
         """Where others find it from now on; None when it is not there any more."""
         first = self._there().first
-        for index in range(first, first + self.gpu_count):
+        for index in range(first, first + self.device_count):
             if address is None:
                 _kernels.PLACES.pop(index, None)
             else:
@@ -267,7 +333,7 @@ class RemoteMachine:
         from ._server import devices_of, server
 
         self._server = server(
-            address, devices=devices_of(self.gpu_type, self.gpu_count), shared=True
+            address, devices=devices_of(self.device_type, self.device_count), shared=True
         )
         self._thread = threading.Thread(
             target=self._server.run, name="tensorstream-mock", daemon=True
@@ -279,7 +345,7 @@ class RemoteMachine:
         self._server = subprocess.Popen(
             [
                 sys.executable, "-m", "tensorstream.remote._local",
-                address, self.gpu_type, str(self.gpu_count), str(threads),
+                address, self.device_type, str(self.device_count), str(threads),
             ],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -334,9 +400,9 @@ class RemoteMachine:
             raise ConfigurationError(
                 f"machine {self.name} runs operators on its {runs_on}, and has no {kind}"
             )
-        if not 0 <= index < self.gpu_count:
+        if not 0 <= index < self.device_count:
             raise ConfigurationError(
-                f"machine {self.name} has devices 0 to {self.gpu_count - 1}, and no {index}"
+                f"machine {self.name} has devices 0 to {self.device_count - 1}, and no {index}"
             )
         return torch.device("ts", session.first + index)
 
@@ -354,9 +420,9 @@ class RemoteMachine:
         names = ("signature_hits", "signature_misses", "signatures")
         return self._there().stats() | dict(zip(names, _native.remote_cache_stats(), strict=True))
 
-    def waits(self) -> list[tuple[str, int, float]]:
-        """Where the program has waited: place, count and seconds; longest first."""
-        return self._there().waits()
+    def waits(self) -> list[Wait]:
+        """Returns where the program has waited, the longest time first."""
+        return [Wait(*wait) for wait in self._there().waits()]
 
     def _there(self) -> _native.RemoteSession:
         if self._session is None:
@@ -380,7 +446,7 @@ class RemoteMachine:
         try:
             session.synchronize()
             states = [
-                _device.get_rng_state(session.first + index) for index in range(self.gpu_count)
+                _device.get_rng_state(session.first + index) for index in range(self.device_count)
             ]
             for storage in session.storages():
                 saved.save(session, *storage)
@@ -428,7 +494,7 @@ class RemoteMachine:
         saved.remove()
         seed = _device.PAUSED.pop(session.first)
         if seed is not None:
-            for index in range(self.gpu_count):
+            for index in range(self.device_count):
                 _device.seed_of(session.first + index, seed)
         LOG.info("%s: resumed at %s", self.name, address)
 
@@ -480,24 +546,28 @@ class RemoteMachine:
     def __repr__(self) -> str:
         state = "stopped" if self._session is None else f"ts:{self._session.first}"
         state += ", paused" if self._paused is not None else ""
-        devices = f"gpu_type={self.gpu_type!r}, gpu_count={self.gpu_count}"
+        devices = f"device_type={self.device_type!r}, device_count={self.device_count}"
         return f"RemoteMachine({self.kind!r}, name={self.name!r}, {devices}, {state})"
 
 
-def create_mock_machine(gpu_type: str = "cpu", gpu_count: int = 1, **options: Any) -> RemoteMachine:
+def create_mock_machine(
+    device_type: str = "cpu", device_count: int = 1, **options: Any
+) -> RemoteMachine:
     """``RemoteMachine("mock", ...)``."""
-    return RemoteMachine("mock", gpu_type=gpu_type, gpu_count=gpu_count, **options)
+    return RemoteMachine("mock", device_type=device_type, device_count=device_count, **options)
 
 
 def create_local_machine(
-    gpu_type: str = "cpu", gpu_count: int = 1, **options: Any
+    device_type: str = "cpu", device_count: int = 1, **options: Any
 ) -> RemoteMachine:
     """``RemoteMachine("local", ...)``."""
-    return RemoteMachine("local", gpu_type=gpu_type, gpu_count=gpu_count, **options)
+    return RemoteMachine("local", device_type=device_type, device_count=device_count, **options)
 
 
 def create_tcp_machine(
-    address: str, gpu_type: str = "cpu", gpu_count: int = 1, **options: Any
+    address: str, device_type: str = "cpu", device_count: int = 1, **options: Any
 ) -> RemoteMachine:
     """``RemoteMachine("tcp", address, ...)``."""
-    return RemoteMachine("tcp", address, gpu_type=gpu_type, gpu_count=gpu_count, **options)
+    return RemoteMachine(
+        "tcp", address, device_type=device_type, device_count=device_count, **options
+    )

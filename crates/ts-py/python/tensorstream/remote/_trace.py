@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Where things were asked, and where they were waited for."""
+"""Records which operators a program calls, and where it waits."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ def place(code: types.CodeType, instruction: int) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """An operator that was asked, or a wait.
+    """An operator call, or a wait.
 
-    what: the operator's name, or what was waited for. place: the line of the program, which is
-    neither PyTorch's nor this package's. waited: seconds; None of what was not waited for."""
+    Attributes:
+        what: The name of the operator, or what was waited for.
+        place: The line of the program, outside of PyTorch and this package.
+        waited: Seconds; None for a call that did not wait.
+    """
 
     what: str
     place: str
@@ -45,15 +48,13 @@ class Event:
 
 @dataclass
 class Trace:
-    """What has been asked and waited for while it was on, in order: of all threads, and all
-    machines.
-    """
+    """What :class:`trace` has recorded, in order, of all threads and machines."""
 
     events: list[Event] = field(default_factory=list)
 
     @property
     def waits(self) -> list[Event]:
-        """Why the program did not simply go on."""
+        """The events that waited."""
         return [event for event in self.events if event.waited is not None]
 
     def __str__(self) -> str:
@@ -67,8 +68,15 @@ class Trace:
 
 
 class trace:
-    """``with trace() as t:`` notes what is asked of machines and waited for; ``print(t)`` says
-    where.
+    """Records operator calls and waits within a ``with`` block. Printing the result shows where.
+
+    Example:
+        >>> import torch
+        >>> from tensorstream.remote import RemoteMachine, trace
+        >>> with RemoteMachine.mock() as machine, trace() as traced:
+        ...     value = torch.ones(3, device=machine.device()).sum().item()
+        >>> len(traced.waits)
+        1
     """
 
     def __enter__(self) -> Trace:
@@ -94,16 +102,20 @@ def _names(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The number of a tensor's storage on its machine: tensors that share memory there have the
-    same.
+    """Returns the number of a tensor's storage on its machine. Tensors that share memory there have
+    the same.
 
-    TypeError of a tensor that is here."""
+    Raises:
+        TypeError: The tensor is not on a machine.
+    """
     return _names(tensor)[0]
 
 
 def metadata_hash(tensor: torch.Tensor) -> str:
-    """By what logs name a tensor: FNV-1a over shape, strides, dtype, offset and storage's number,
-    in hexadecimal.
+    """Returns the name of a tensor in logs: FNV-1a over shape, strides, dtype, offset and storage
+    number, in hexadecimal.
 
-    TypeError of a tensor that is here."""
+    Raises:
+        TypeError: The tensor is not on a machine.
+    """
     return f"{_names(tensor)[1]:016x}"
