@@ -30,8 +30,7 @@ use crate::{
 
 const MIB: f64 = 1048576.0;
 
-/// Tensors where the memory is not: looks into checkpoints, converts them, plans and tries their
-/// streaming.
+/// Inspects, converts, streams and serves checkpoints.
 #[derive(Debug, Parser)]
 #[command(name = "tensorstream", version)]
 struct Arguments {
@@ -43,90 +42,93 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Lists what is in a checkpoint: files, metadata, tensors. Reads headers only.
+    /// Lists files, metadata and tensors of a checkpoint. Reads headers only.
     Info {
         /// A .safetensors or .ts file, a shard index, or a directory with one of them.
         path: PathBuf,
     },
-    /// Reads a whole checkpoint and compares every byte that has a checksum.
+    /// Reads a whole checkpoint and verifies its checksums.
     Verify {
         /// A .safetensors or .ts file, a shard index, or a directory with one of them.
         path: PathBuf,
-        /// Threads; as many as there are cores if not given.
+        /// Threads. The number of cores by default.
         #[arg(long, default_value_t = 0, hide_default_value = true)]
         jobs: usize,
     },
-    /// Says in what two checkpoints differ: metadata, names, types, shapes, and how many values.
+    /// Compares two checkpoints: metadata, names, dtypes, shapes and values.
     Diff {
         /// A .safetensors or .ts file, a shard index, or a directory with one of them.
         first: PathBuf,
-        /// Another.
+        /// The other checkpoint.
         second: PathBuf,
-        /// Threads; as many as there are cores if not given.
+        /// Threads. The number of cores by default.
         #[arg(long, default_value_t = 0, hide_default_value = true)]
         jobs: usize,
     },
-    /// Writes a checkpoint into one file, bit for bit and with its metadata. After an interrupt the
-    /// same command resumes a .ts file after its last complete tensor; a .safetensors file begins
-    /// again.
+    /// Converts a checkpoint to another format, bit for bit and with its metadata. The same command
+    /// resumes an interrupted conversion to a .ts file, in steps of 1 GiB.
     Convert {
-        /// What to read: a .safetensors or .ts file, a shard index, or a directory with one of
-        /// them.
+        /// A .safetensors or .ts file, a shard index, or a directory with one of them.
         from: PathBuf,
-        /// The file to write: .ts or .safetensors. Replaced whole, if it is there.
+        /// A .ts or .safetensors file, which is replaced atomically. A name that ends in
+        /// .safetensors.index.json gives shards.
         to: PathBuf,
-        /// How tensors are kept in a .ts file: raw, auto (whatever makes each smaller), split
-        /// (floats, lossless), zstd, lz4 or zlib.
+        /// Lossless compression of a .ts file: raw (none), auto (the best for each tensor), split
+        /// (for floats), zstd, lz4 or zlib.
         #[arg(long, default_value = "raw")]
         codec: String,
-        /// The codec's level: -7 to 22 for zstd, 0 to 9 for zlib.
+        /// The level of the codec: -7 to 22 for zstd, 0 to 9 for zlib.
         #[arg(long, allow_negative_numbers = true)]
         level: Option<i32>,
-        /// Threads that compress; as many as there are cores if not given.
+        /// Threads that compress. The number of cores by default.
         #[arg(long, default_value_t = 0, hide_default_value = true)]
         jobs: usize,
     },
-    /// Writes a .ts file anew, without what appends have left unused.
+    /// Reclaims the space that appends have left unused in a .ts file.
     Compact {
-        /// The file. Replaced whole.
+        /// The file, which is replaced atomically.
         path: PathBuf,
     },
-    /// Says how a checkpoint would be held under a budget. Reads headers only.
+    /// Shows what would stay in memory and what would be streamed. Reads headers only.
     Plan {
         /// A .safetensors or .ts file, a shard index, or a directory with one of them.
         path: PathBuf,
-        /// All memory for weights, such as 600MiB; half of what is available if not given.
+        /// The memory for weights, such as 600MiB. Half of the available memory by default.
         #[arg(long, value_parser = budget)]
         budget: Option<usize>,
-        /// Forward passes that may run at once.
+        /// Forward passes that can run at once.
         #[arg(long, default_value_t = 1, value_parser = at_least_one)]
         max_passes: usize,
     },
-    /// Serves the files below a directory to whoever streams from them: `ts://HOST:PORT/NAME`.
+    /// Serves a directory of checkpoints, as `ts://HOST:PORT/NAME`.
     #[cfg(feature = "remote")]
     ServeWeights(serve::Arguments),
-    /// Fetches files of such a server to a directory, and serves them on as they come if it is to
-    /// listen: so many machines have them in about the time of one.
+    /// Copies files from such a server, and serves them to other machines while they arrive.
     #[cfg(feature = "remote")]
     Fetch(serve::FetchArguments),
-    /// Measures what this machine can do.
+    /// Runs PyTorch operators for remote clients. Part of the Python package only.
+    #[command(disable_help_flag = true)]
+    Serve {
+        /// See `tensorstream serve --help` of the Python package.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
+        arguments: Vec<OsString>,
+    },
+    /// Measures this machine.
     #[command(subcommand)]
     Bench(Bench),
-    /// Streams all units of a checkpoint, pass after pass, and tells the speed. Without one it
-    /// makes its own.
+    /// Streams a checkpoint without a model, and reports the speed.
     Demo {
-        /// A checkpoint; 256 MiB of made-up weights in the temporary directory if none is given.
+        /// A checkpoint. By default 256 MiB of random weights in the temporary directory.
         path: Option<PathBuf>,
-        /// All memory for weights, such as 600MiB; if not given a third of the weights, or the
-        /// smallest that works.
+        /// The memory for weights, such as 600MiB. By default a third of the weights, or the
+        /// smallest budget that works.
         #[arg(long, value_parser = budget)]
         budget: Option<usize>,
         /// Passes over all units.
         #[arg(long, default_value_t = 5, value_parser = at_least_one)]
         passes: usize,
     },
-    /// Writes a shell's completion script to standard output:
-    /// `source <(tensorstream completion bash)`.
+    /// Prints a completion script: `source <(tensorstream completion bash)`.
     Completion {
         /// The shell.
         shell: clap_complete::Shell,
@@ -135,10 +137,10 @@ enum Command {
 
 #[derive(Debug, Subcommand)]
 enum Bench {
-    /// How fast each I/O backend reads a file, cold and warm, and which one is chosen. The file
-    /// loses its place in the page cache, and must not be truncated meanwhile.
+    /// Measures how fast each I/O backend reads a file, cold and warm. Evicts the file from the page
+    /// cache. The file must not be truncated meanwhile.
     Io(bench_io::Arguments),
-    /// How small a checkpoint's tensors become, and how fast each way goes, in memory.
+    /// Measures compression of a checkpoint: ratio and speed, in memory.
     Codec(bench_codec::Arguments),
 }
 
@@ -147,7 +149,7 @@ fn budget(text: &str) -> Result<usize, String> {
     usize::try_from(bytes)
         .ok()
         .filter(|&bytes| bytes > 0)
-        .ok_or_else(|| format!("{text} is no budget"))
+        .ok_or_else(|| format!("invalid budget {text:?}: expected at least 1 byte"))
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {
@@ -213,6 +215,10 @@ impl Command {
             Command::Plan { path, budget, max_passes } => {
                 let budget = budget.or_else(half_of_available).ok_or(Error::NoBudget)?;
                 planned(&path, budget, max_passes, console)
+            }
+            Command::Serve { .. } => {
+                console.misused("serve is part of the Python package: pip install ./crates/ts-py");
+                Ok(2)
             }
             #[cfg(feature = "remote")]
             Command::ServeWeights(arguments) => serve::run(&arguments, console, interrupt),
@@ -348,7 +354,7 @@ fn verified(
         let (tensors, mib) = (found.tensors, found.bytes as f64 / MIB);
         match found.checked_bytes {
             0 if found.bytes > 0 => {
-                say(format_args!("{tensors} tensors, {mib:.1} MiB read; no checksums"))
+                say(format_args!("{tensors} tensors, {mib:.1} MiB read; no checksums"));
             }
             checked => say(format_args!(
                 "{tensors} tensors, {mib:.1} MiB read, {:.1} MiB with checksums, {} chunks damaged",

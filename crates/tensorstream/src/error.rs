@@ -65,8 +65,8 @@ pub enum Error {
     /// A directory has no checkpoint in it.
     #[error(
         "{}: no checkpoint: neither model.safetensors nor model.safetensors.index.json nor \
-         model.ts, and {found} other \
-         .safetensors or .ts files where one would have been taken", path.display()
+         model.ts, and {found} other .safetensors or .ts files where one would have been taken",
+        path.display()
     )]
     NoCheckpoint {
         /// The directory.

@@ -87,9 +87,7 @@ impl Controller {
 
 /// A size that could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "`{0}` is no size: write bytes (629145600) or a number with a unit (600MiB, 0.5GiB, 1.5GB)"
-)]
+#[error("invalid size {0:?}: expected bytes, or a number with a unit such as 600MiB or 1.5GB")]
 pub struct BadSize(String);
 
 /// Reads a size: a number and, optionally, one of B, KB, MB, GB, TB (powers of 1000) or KiB, MiB,

@@ -33,6 +33,7 @@ fn errors_are_json_where_json_is_asked_for() {
     for (arguments, status, kind) in [
         (vec!["--json", "info", none.to_str().unwrap()], 1, "not_found"),
         (vec!["info", "--json"], 2, "usage"),
+        (vec!["--json", "serve", "--listen", "x"], 2, "Python package"),
         (vec!["convert", "a.ts", "b.ts", "--codec", "best", "--json"], 1, "misuse"),
     ] {
         let done = run(&arguments);

@@ -17,13 +17,13 @@ use crate::{Checkpoint, Error};
 pub(super) struct Arguments {
     /// A .safetensors or .ts file, a shard index, or a directory with one of them.
     path: PathBuf,
-    /// auto, split, zstd, lz4 or zlib.
+    /// The codec: auto, split, zstd, lz4 or zlib.
     #[arg(long, default_value = "auto")]
     codec: String,
-    /// How much of the checkpoint to use, such as 64MiB: tensors in the order of their names.
+    /// How much of the checkpoint to use, in the order of names, such as 64MiB.
     #[arg(long, value_parser = super::budget, default_value = "64MiB")]
     bytes: usize,
-    /// Measurements of each, of which the median is told.
+    /// Measurements. The median is reported.
     #[arg(long, default_value_t = 9, value_parser = super::at_least_one)]
     rounds: usize,
 }

@@ -28,25 +28,25 @@ const TUNING_BYTES: usize = 128 << 20;
 
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
-    /// The file to read. A model's weights are a good one.
+    /// The file to read, such as the weights of a model.
     path: PathBuf,
-    /// Measurements of each backend and state, of which the median counts.
+    /// Measurements of each backend and state. The median is reported.
     #[arg(long, default_value_t = 3, value_parser = at_least_one)]
     rounds: usize,
-    /// How often to read it in each measurement.
+    /// How often to read the file in each measurement.
     #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     passes: usize,
-    /// Backends, separated by commas; all if not given. With `memcpy`, what a warm file is compared
-    /// with, and `views`, what mapping it costs.
+    /// Backends, separated by commas. All by default. Also `memcpy`, for comparison with a warm
+    /// file, and `views`, the cost of mapping it.
     #[arg(long, value_delimiter = ',')]
     backends: Vec<String>,
-    /// What the page cache holds of the file before each measurement.
+    /// The state of the page cache before each measurement.
     #[arg(long, value_delimiter = ',', default_values_t = [State::Cold, State::Warm])]
     states: Vec<State>,
-    /// What is warm together in a file that is half warm.
+    /// The length of the warm stretches of a half-warm file.
     #[arg(long, value_parser = budget, default_value = "32MiB")]
     stretch: usize,
-    /// How much of the file to read in each measurement, from its beginning on.
+    /// How much of the file to read, from its beginning.
     #[arg(long, value_parser = budget, default_value = "2GiB")]
     bytes: usize,
     /// Largest single read; measured first if not given, without remembering it.

@@ -11,14 +11,13 @@ use crate::{Bar, Error};
 /// How a command reports: results on standard output, everything else on standard error.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(super) struct Console {
-    /// Prints one JSON value to standard output instead of text; of an error
-    /// {"error": {"kind": ..., "message": ...}}.
+    /// Print one JSON value instead of text. Errors are {"error": {"kind": ..., "message": ...}}.
     #[arg(long, global = true)]
     pub(super) json: bool,
-    /// Writes only errors to standard error: no progress bars and no notes.
+    /// Print no progress bars and no notes to standard error.
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     pub(super) quiet: bool,
-    /// Writes more to standard error: causes of errors, connections, elapsed time.
+    /// Print causes of errors, connections and elapsed time to standard error.
     #[arg(short, long, global = true)]
     pub(super) verbose: bool,
 }
@@ -40,6 +39,15 @@ impl Console {
     pub(super) fn detail(self, text: impl Display) {
         if self.verbose {
             eprintln!("tensorstream: {text}");
+        }
+    }
+
+    /// Reports that a command cannot be used.
+    pub(super) fn misused(self, message: &str) {
+        if self.json {
+            say(described("usage", message));
+        } else {
+            eprintln!("tensorstream: {message}");
         }
     }
 

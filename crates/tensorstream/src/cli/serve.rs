@@ -13,13 +13,12 @@ use crate::{Error, FetchOptions, ServeOptions, fetch, serve_weights};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
-    /// The directory. Names of files are relative to it.
+    /// The directory.
     directory: PathBuf,
-    /// Where to listen: HOST:PORT, or unix:PATH. Port 0 is one that is free.
+    /// The address: HOST:PORT, with port 0 for a free port, or unix:PATH.
     #[arg(long, default_value = "127.0.0.1:7471", value_parser = address)]
     listen: Address,
-    /// Serves also what symbolic links lead to outside of the directory, as those of a Hugging Face
-    /// cache do.
+    /// Also serve targets of symbolic links outside of the directory. A Hugging Face cache needs it.
     #[arg(long)]
     follow_symlinks: bool,
     #[command(flatten)]
@@ -28,14 +27,14 @@ pub(super) struct Arguments {
 
 #[derive(Debug, clap::Args)]
 pub(super) struct FetchArguments {
-    /// What: ts://HOST:PORT/NAME, of a file or a directory, or all that is served without a name. A
-    /// token and certificates are read from the
-    /// environment: TENSORSTREAM_TOKEN, TENSORSTREAM_CA, TENSORSTREAM_CERT, TENSORSTREAM_KEY.
+    /// A file or directory, ts://HOST:PORT/NAME, or all files without a name. Token and
+    /// certificates come from the environment: TENSORSTREAM_TOKEN, TENSORSTREAM_CA,
+    /// TENSORSTREAM_CERT, TENSORSTREAM_KEY.
     url: String,
-    /// Where to.
+    /// The target directory.
     directory: PathBuf,
-    /// Where to serve what has come to others who fetch the same: HOST:PORT, which they must reach.
-    /// Goes on until it is interrupted.
+    /// Serve the files to others that fetch them, at this address, which they must reach. Runs
+    /// until it is interrupted.
     #[arg(long, value_parser = address)]
     listen: Option<Address>,
     #[command(flatten)]
@@ -45,28 +44,25 @@ pub(super) struct FetchArguments {
 /// How files are served.
 #[derive(Debug, clap::Args)]
 struct How {
-    /// A file whose first line is the secret that clients must know: in their environment, as
-    /// TENSORSTREAM_TOKEN.
+    /// A file whose first line is the secret of the clients. They pass it as TENSORSTREAM_TOKEN.
     #[arg(long)]
     token_file: Option<PathBuf>,
-    /// A certificate (PEM) and those that lead to its issuer, for connections under TLS:
-    /// tss://HOST:PORT/NAME.
+    /// A certificate chain (PEM). Clients then connect with TLS, to tss://HOST:PORT/NAME.
     #[arg(long, requires = "tls_key")]
     tls_cert: Option<PathBuf>,
-    /// Its key (PEM).
+    /// The key of the certificate (PEM).
     #[arg(long, requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// Only clients with a certificate that comes from one of these (PEM) are let in.
+    /// Accept only clients with a certificate of these authorities (PEM).
     #[arg(long, requires = "tls_cert")]
     tls_client_ca: Option<PathBuf>,
-    /// Memory for what was read and is not sent yet, such as 256MiB.
+    /// Memory for data that is read and not yet sent, such as 256MiB.
     #[arg(long, default_value = "256MiB", value_parser = super::budget)]
     memory: usize,
-    /// Lets everybody read who can reach the address.
+    /// Accept clients without a token or certificate on a public address.
     #[arg(long)]
     insecure: bool,
-    /// Seconds that transfers under way may take to end after Ctrl-C or SIGTERM. A second signal
-    /// ends them at once.
+    /// Seconds to wait for transfers after Ctrl-C or SIGTERM. A second signal ends them.
     #[arg(long, default_value_t = 10)]
     grace: u64,
 }
@@ -119,7 +115,7 @@ pub(super) fn run(
     let scheme = if options.server.tls.is_some() { "tss" } else { "ts" };
     let began = |address: &Address| match console.json {
         true => {
-            say(json!({ "address": address.to_string(), "url": format!("{scheme}://{address}/") }))
+            say(json!({ "address": address.to_string(), "url": format!("{scheme}://{address}/") }));
         }
         false => say(format_args!("{} as {scheme}://{address}/", arguments.directory.display())),
     };
