@@ -85,7 +85,7 @@ fn catalog(c: &mut Criterion) {
     let (container, safetensors) = (file("a.ts"), file("a.safetensors"));
     for (name, bytes) in [(".ts", &container), ("safetensors", &safetensors)] {
         group.bench_function(name, |b| {
-            b.iter(|| Catalog::from_bytes("m", black_box(bytes)).unwrap())
+            b.iter(|| Catalog::from_bytes("m", black_box(bytes)).unwrap());
         });
     }
     group.bench_function("the safetensors crate", |b| {

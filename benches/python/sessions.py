@@ -142,8 +142,8 @@ def main() -> int:
             rate = statistics.median(pair[0][2] / pair[1][2] for pair in pairs)
             wait = statistics.median(pair[0][0] / pair[1][0] for pair in pairs)
             print(
-                f"| {by} | {rates[0]:,.0f} | {rates[1]:,.0f} | {rate:.3f} "
-                f"| {waits[0]:.1f} | {waits[1]:.1f} | {wait:.3f} |"
+                f"| {by} | {rates[0]:,.0f} | {rates[1]:,.0f} | {rate:.3f} | {waits[0]:.1f} | "
+                f"{waits[1]:.1f} | {wait:.3f} |"
             )
             if by == "TCP":
                 times = _opened(addresses[0], options.opened)

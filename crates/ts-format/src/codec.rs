@@ -323,7 +323,7 @@ impl Encoder {
         let width = if self.codec == Codec::Split { float_width(dtype).unwrap_or(0) } else { 0 };
         match (self.codec, &mut self.zstd, &mut self.split) {
             (Codec::Split, _, Some(split)) if width > 0 => {
-                split.encode(raw, usize::from(width), out)
+                split.encode(raw, usize::from(width), out);
             }
             (Codec::Zstd, Some(zstd), _) => {
                 out.resize(begin + zstd_safe::compress_bound(raw.len()), 0);

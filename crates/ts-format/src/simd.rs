@@ -39,7 +39,7 @@ fn rotate_right<const W: usize>(bytes: [u8; W]) -> [u8; W] {
     let mut rotated = [0; W];
     match *bytes.as_slice() {
         [a, b] => {
-            rotated.copy_from_slice(&u16::from_le_bytes([a, b]).rotate_right(1).to_le_bytes())
+            rotated.copy_from_slice(&u16::from_le_bytes([a, b]).rotate_right(1).to_le_bytes());
         }
         [a, b, c, d] => {
             rotated

@@ -218,7 +218,7 @@ impl Table {
             match self.chunks(row) {
                 None => extents.push((row.offset, row.len, row)),
                 Some(chunks) => {
-                    extents.extend(chunks.iter().map(|c| (c.offset, u64::from(c.len), row)))
+                    extents.extend(chunks.iter().map(|c| (c.offset, u64::from(c.len), row)));
                 }
             }
         }

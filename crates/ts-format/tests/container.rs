@@ -156,7 +156,7 @@ fn every_flipped_bit_of_superblocks_index_and_data_is_found() {
         match tensor.chunks() {
             None => taken.push(tensor.range().offset..tensor.range().offset + tensor.range().len),
             Some(chunks) => {
-                taken.extend(chunks.iter().map(|c| c.offset..c.offset + u64::from(c.len)))
+                taken.extend(chunks.iter().map(|c| c.offset..c.offset + u64::from(c.len)));
             }
         }
     }
@@ -321,7 +321,7 @@ proptest! {
             for tensor in catalog.tensors() {
                 match tensor.chunks() {
                     None => {
-                        prop_assert!(tensor.range().offset + tensor.range().len <= begin as u64)
+                        prop_assert!(tensor.range().offset + tensor.range().len <= begin as u64);
                     }
                     Some(chunks) => {
                         prop_assert!(

@@ -119,8 +119,7 @@ pub enum Error {
     /// The system gave no answer in time.
     #[error(
         "{}: reading {len} bytes at byte {offset} has taken more than {timeout:?}: the device or \
-         the network does \
-         not answer",
+         the network does not answer",
         path.display()
     )]
     TimedOut {

@@ -150,7 +150,7 @@ impl Group {
             match (part.result, &mut sum) {
                 // Above all that buffers are missing.
                 (Err(e), _) if error.is_none() || matches!(e, Error::TimedOut { .. }) => {
-                    error = Some(e)
+                    error = Some(e);
                 }
                 (Err(_), _) => {}
                 (Ok(transfer), None) => sum = Some(transfer),

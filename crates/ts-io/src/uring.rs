@@ -285,7 +285,7 @@ impl Driver {
                 .wait(next.map(|deadline: Instant| deadline.saturating_duration_since(now)))
             {
                 Ok(ended) => {
-                    ended.into_iter().for_each(|(key, answer)| self.on_answer(key, answer))
+                    ended.into_iter().for_each(|(key, answer)| self.on_answer(key, answer));
                 }
                 // The system refuses, perhaps for want of memory. Each read's deadline ends this if
                 // nothing else does.

@@ -49,7 +49,7 @@ fn damage(path: &PathBuf, what: Damage) {
     match what {
         Damage::None => {}
         Damage::Truncated => {
-            OpenOptions::new().write(true).open(path).unwrap().set_len(5000).unwrap()
+            OpenOptions::new().write(true).open(path).unwrap().set_len(5000).unwrap();
         }
         Damage::Replaced => {
             let other = path.with_extension("other");

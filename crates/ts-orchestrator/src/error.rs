@@ -103,8 +103,7 @@ pub enum Error {
     /// Passes wait for each other's memory, and no one can go on.
     #[error(
         "unit `{unit}` needs {needed_bytes} bytes while {holders} are in use by passes that wait \
-         as well; \
-         raise the budget, or `max_passes` so that it is planned for"
+         as well; raise the budget, or `max_passes` so that it is planned for"
     )]
     Stuck {
         /** The unit that is wanted. */

@@ -121,8 +121,7 @@ impl Plan {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "a budget of {budget_bytes} bytes is too small: `{largest_unit}` needs {largest_bytes} bytes \
-     at once; the \
-     smallest budget that works is {smallest_budget_bytes} bytes"
+     at once; the smallest budget that works is {smallest_budget_bytes} bytes"
 )]
 pub struct NeverFits {
     /// The budget that was asked for.

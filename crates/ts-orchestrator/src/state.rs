@@ -694,7 +694,7 @@ impl<D: Device> State<D> {
         let load = self.loads.get_mut(&load_id).expect("what is read belongs to a load");
         match (slot, load.stays.take()) {
             (Some(slot), Some(home)) if load.error.is_none() => {
-                fixed.slots.upload(load_id, slot, home)
+                fixed.slots.upload(load_id, slot, home);
             }
             (_, Some(home)) => self.finish(fixed, load_id, Some(Home::Device(home)), now_ns),
             (slot, None) => self.finish(fixed, load_id, slot.map(Home::Host), now_ns),

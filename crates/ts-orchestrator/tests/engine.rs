@@ -231,7 +231,7 @@ fn a_write_to_a_kept_unit_is_found_and_the_unit_stays_kept() {
             let address = tensor.range().as_ptr();
             // SAFETY: as foreign code does it: inside the tensor, which nobody else reads now.
             unsafe {
-                address.add(100 * KIB).write_volatile(!address.add(100 * KIB).read_volatile())
+                address.add(100 * KIB).write_volatile(!address.add(100 * KIB).read_volatile());
             };
             drop(tensor);
             assert_eq!(engine.written(), [(UnitId(kept as u32), vec![0])]);

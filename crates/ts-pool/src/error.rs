@@ -58,9 +58,8 @@ pub enum Error {
     /// A device has no more memory for this pool, or the pool's limit is reached.
     #[error(
         "out of memory on {device}: {requested_bytes} bytes wanted; the pool has \
-         {capacity_bytes}{}, {in_use_bytes} in use, \
-         {pending_bytes} freed but used by other streams; largest free block \
-         {largest_free_bytes}{}",
+         {capacity_bytes}{}, {in_use_bytes} in use, {pending_bytes} freed but used by other \
+         streams; largest free block {largest_free_bytes}{}",
         at_most(*limit_bytes), by_stream(free_bytes)
     )]
     OutOfMemory {

@@ -92,7 +92,7 @@ fn work_of_a_stream_is_told_that_it_cannot_wait_before_anything_is_submitted() {
     let told = std::sync::Arc::new(Mutex::new(None));
     let tell = std::sync::Arc::clone(&told);
     let work = move || {
-        *tell.lock().unwrap() = Some(buffer.copy_from_slice(&[1; 8]).unwrap_err().to_string())
+        *tell.lock().unwrap() = Some(buffer.copy_from_slice(&[1; 8]).unwrap_err().to_string());
     };
     other.launch_host_fn(HostFn::new(work)).unwrap();
     other.synchronize().unwrap();

@@ -137,7 +137,7 @@ impl Hello {
                 THE_VERSION => version = Some(field.number()?),
                 WINDOW => this.window = field.number()?,
                 MAX_STREAMS => {
-                    this.max_streams = u32::try_from(field.number()?).unwrap_or(u32::MAX)
+                    this.max_streams = u32::try_from(field.number()?).unwrap_or(u32::MAX);
                 }
                 TOKEN => this.token = Some(field.text()?.into()),
                 SOFTWARE => this.software = field.text()?.into(),

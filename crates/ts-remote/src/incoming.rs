@@ -145,7 +145,7 @@ impl<S: Sink> Incoming<S> {
 
     /// Whether nothing of the tensor is left behind so many bytes more.
     pub(crate) fn is_last(&self, len: u64) -> bool {
-        let ends = |tensor: &Tensor| tensor.received + len == tensor.said.info.storage_len;
+        let ends = |tensor: &Arriving<S>| tensor.received + len == tensor.said.info.storage_len;
         matches!(self.items.back(), Some(Item::Tensor(last)) if ends(last))
     }
 
@@ -320,7 +320,7 @@ impl<S: Sink> Incoming<S> {
 
     /// Whether bytes of a tensor are still to come that has its memory.
     pub(crate) fn is_awaited(&self) -> bool {
-        let has_memory = |tensor: &Tensor| !tensor.ended && tensor.sink.is_some();
+        let has_memory = |tensor: &Arriving<S>| !tensor.ended && tensor.sink.is_some();
         matches!(self.items.front(), Some(Item::Tensor(first)) if has_memory(first))
     }
 

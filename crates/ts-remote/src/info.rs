@@ -246,7 +246,7 @@ impl Announcement {
                 }
                 SHAPE => shape = Some(field.numbers()?.collect()),
                 STRIDES => {
-                    info.strides = Some(field.numbers()?.map(|stride| stride as i64).collect())
+                    info.strides = Some(field.numbers()?.map(|stride| stride as i64).collect());
                 }
                 DEVICE => info.device = field.text()?.into(),
                 STORAGE_ID => info.storage_id = field.number()?,

@@ -155,7 +155,7 @@ impl<M: Memory> TensorReceiver<M> {
                 self.events.push_back(ReceiverEvent::End);
             }
             Event::Cancelled { reason, .. } => {
-                self.events.push_back(ReceiverEvent::Cancelled(reason))
+                self.events.push_back(ReceiverEvent::Cancelled(reason));
             }
             Event::Message { .. } | Event::Finished { .. } | Event::Connected { .. } => {}
         }

@@ -95,7 +95,7 @@ fn tensors_of_a_mebibyte_go_by_shared_memory() {
     let ended = loop {
         match link.next_event() {
             Ok(Event::Metadata { stream, .. }) => {
-                link.connection().accept(stream, vec![0; LEN]).unwrap()
+                link.connection().accept(stream, vec![0; LEN]).unwrap();
             }
             Ok(Event::End { sink, .. }) => {
                 assert!(sink.unwrap() == payload(LEN, seed), "tensor {seed}");
@@ -352,7 +352,7 @@ fn receive(link: &mut Link<Vec<u8>>, len: usize) {
     loop {
         match link.next_event().unwrap() {
             Event::Metadata { stream, .. } => {
-                link.connection().accept(stream, vec![0; len]).unwrap()
+                link.connection().accept(stream, vec![0; len]).unwrap();
             }
             Event::End { .. } => return,
             _ => {}

@@ -235,7 +235,7 @@ impl<D: Device> StreamPool<D> {
             match self.made().find(|slot| slot.stream.level() == level) {
                 Some(slot) => slot.given.store(true, Ordering::Release),
                 None if self.made.load(Ordering::Acquire) < Self::MAX_STREAMS => {
-                    self.grow(priority)?
+                    self.grow(priority)?;
                 }
                 None => {}
             }

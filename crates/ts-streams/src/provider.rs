@@ -90,7 +90,7 @@ impl DeviceRegistry {
                     return Ok(DeviceChoice { provider: Arc::clone(provider), passed_over });
                 }
                 DeviceAvailability::Unavailable(reason) => {
-                    passed_over.push((provider.name(), reason))
+                    passed_over.push((provider.name(), reason));
                 }
             }
         }

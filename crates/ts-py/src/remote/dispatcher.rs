@@ -74,7 +74,7 @@ impl Dispatcher {
             let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
             let (listener, dispatcher) = &mut *inner;
             let note = |peer: &str, error: &remote::Error| {
-                failed.push((peer.to_string(), error.to_string()))
+                failed.push((peer.to_string(), error.to_string()));
             };
             dispatcher.accept_within(listener, Duration::from_secs_f64(seconds.max(0.0)), note)
         });

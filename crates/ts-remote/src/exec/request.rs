@@ -155,7 +155,7 @@ impl Request {
                 into.extend_from_slice(bytes);
             }
             Self::Receive { storage, offset, bytes } => {
-                numbers(RECEIVE, &[*storage, *offset, *bytes])
+                numbers(RECEIVE, &[*storage, *offset, *bytes]);
             }
             Self::Sync { reply } => numbers(SYNC, &[*reply]),
             Self::List { reply } => numbers(LIST, &[*reply]),
