@@ -137,8 +137,8 @@ enum Command {
 
 #[derive(Debug, Subcommand)]
 enum Bench {
-    /// Measures how fast each I/O backend reads a file, cold and warm. Evicts the file from the page
-    /// cache. The file must not be truncated meanwhile.
+    /// Measures how fast each I/O backend reads a file, cold and warm. Evicts the file from the
+    /// page cache. The file must not be truncated meanwhile.
     Io(bench_io::Arguments),
     /// Measures compression of a checkpoint: ratio and speed, in memory.
     Codec(bench_codec::Arguments),

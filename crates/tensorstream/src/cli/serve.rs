@@ -18,7 +18,8 @@ pub(super) struct Arguments {
     /// The address: HOST:PORT, with port 0 for a free port, or unix:PATH.
     #[arg(long, default_value = "127.0.0.1:7471", value_parser = address)]
     listen: Address,
-    /// Also serve targets of symbolic links outside of the directory. A Hugging Face cache needs it.
+    /// Also serve targets of symbolic links outside of the directory. A Hugging Face cache needs
+    /// it.
     #[arg(long)]
     follow_symlinks: bool,
     #[command(flatten)]
