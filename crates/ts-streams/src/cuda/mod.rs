@@ -87,7 +87,7 @@ impl Shared {
             }
             // SAFETY: as above.
             (Owned::Driver { start, pinned: true }, None) => unsafe {
-                self.context.free_pinned(*start)
+                self.context.free_pinned(*start);
             },
             // SAFETY: as above.
             (Owned::Driver { start, pinned: false }, None) => unsafe { self.context.free(*start) },
