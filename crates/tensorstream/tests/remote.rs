@@ -402,7 +402,7 @@ fn who_reads_from_somebody_who_goes_has_it_all_the_same() {
         fetch(&url, to.path(), &public, &mut quiet)
             .unwrap_err()
             .to_string()
-            .contains("from elsewhere")
+            .contains("anyone could connect")
     );
 }
 
