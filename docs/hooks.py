@@ -23,7 +23,11 @@ ELSEWHERE = {
     "FORMAT.md": "reference/format.md",
     "PROTOCOL.md": "reference/protocol.md",
     "SECURITY.md": "remote/security.md",
-    "benches/RESULTS.md": "contributing/benchmarks.md",
+    "benches/RESULTS.md": "contributing/benchmarks/index.md",
+    **{
+        f"benches/results/{path.name}": f"contributing/benchmarks/{path.name}"
+        for path in sorted((ROOT / "benches" / "results").glob("*.md"))
+    },
 }
 
 

@@ -4,7 +4,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use ts_remote::exec::{Request, Requests};
+use ts_exec::{Request, Requests};
 
 fuzz_target!(|batch: &[u8]| {
     let Ok(requests) = Requests::new(batch, 1).collect::<Result<Vec<Request>, _>>() else { return };

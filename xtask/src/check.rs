@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the workspace may depend on.
+//! Checks of dependencies, licences and line lengths.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
@@ -8,14 +8,14 @@ use serde_json::Value;
 
 use crate::run::{Result, cargo, output, root};
 
-/// Licences that a dependency may be under; of alternatives one must be here.
+/// The licences that dependencies may have. Of alternatives, one must be in this list.
 const LICENCES: [&str; 10] = [
     "MIT",
     "Apache-2.0",
     "Apache-2.0 WITH LLVM-exception",
     "BSD-2-Clause",
     "BSD-3-Clause",
-    // Certificates of the public authorities, as data.
+    // webpki-root-certs, which is data.
     "CDLA-Permissive-2.0",
     "ISC",
     "Unlicense",
@@ -23,35 +23,49 @@ const LICENCES: [&str; 10] = [
     "Zlib",
 ];
 
-/// Packages that are there in two versions, and whose doing it is. Ours to end when theirs ends.
-const TWICE: [(&str, &str); 4] = [
+/// Packages that we depend on in two versions, and why. An entry must be removed when one version is
+/// left.
+const KNOWN_DUPLICATES: [(&str, &str); 4] = [
     (
         "crypto-common",
-        "crc-fast, which object_store's S3 needs, is at digest 0.10, its md-5 at 0.11",
+        "crc-fast, which object_store needs for S3, uses digest 0.10; object_store's md-5 uses 0.11",
     ),
-    ("digest", "as crypto-common"),
-    ("getrandom", "ring is at 0.2, object_store's rand at 0.4"),
-    ("syn", "macros at build time: tracing-attributes is at 2, async-trait at 3"),
+    ("digest", "the same as crypto-common"),
+    ("getrandom", "ring uses 0.2, object_store's rand uses 0.4"),
+    ("syn", "build-time macros: tracing-attributes uses 2, async-trait uses 3"),
 ];
 
-/// The arrows of ARCHITECTURE.md: what each member may use of the others.
-const EDGES: [(&str, &[&str]); 10] = [
+/// The members of the workspace that each member may depend on, as in ARCHITECTURE.md.
+const EDGES: [(&str, &[&str]); 11] = [
     ("ts-format", &[]),
     ("ts-streams", &[]),
     ("ts-pool", &["ts-streams"]),
     ("ts-io", &["ts-pool"]),
     ("ts-remote", &["ts-format", "ts-pool"]),
+    ("ts-exec", &["ts-format", "ts-remote"]),
     ("ts-orchestrator", &["ts-format", "ts-io", "ts-streams", "ts-pool"]),
     (
         "tensorstream",
-        &["ts-format", "ts-io", "ts-orchestrator", "ts-pool", "ts-remote", "ts-streams"],
+        &[
+            "ts-exec",
+            "ts-format",
+            "ts-io",
+            "ts-orchestrator",
+            "ts-pool",
+            "ts-remote",
+            "ts-streams",
+        ],
     ),
     ("ts-py", &["tensorstream"]),
     ("benches", &["tensorstream"]),
     ("xtask", &[]),
 ];
 
-/// Licences, arrows between crates, and one version of each normal dependency.
+/// Checks the licences of all packages, the dependencies between members, and that each normal
+/// dependency has one version.
+///
+/// # Errors
+/// Returns an error that lists all violations.
 pub(crate) fn dependencies() -> Result<()> {
     let text = output(cargo().args(["metadata", "--format-version", "1", "--locked"]))?;
     let metadata: Value = serde_json::from_str(&text).map_err(|e| e.to_string())?;
@@ -62,7 +76,7 @@ pub(crate) fn dependencies() -> Result<()> {
     wrong.extend(minimal()?);
     if wrong.is_empty() {
         println!(
-            "{} packages, all under allowed licences; arrows and versions as they should be",
+            "{} packages: licences, dependencies between crates and versions are allowed",
             packages.len()
         );
         return Ok(());
@@ -70,10 +84,13 @@ pub(crate) fn dependencies() -> Result<()> {
     Err(wrong.join("\n  "))
 }
 
-/// Columns that a line may have. Rows of tables and lines with a URL may be longer.
+/// The largest length of a line. Rows of tables and lines with a URL may be longer.
 const COLUMNS: usize = 100;
 
-/// Lines of tracked source files and pages that are too long.
+/// Checks that no line of a tracked source file or page is longer than [`COLUMNS`].
+///
+/// # Errors
+/// Returns an error that lists all longer lines.
 pub(crate) fn lines() -> Result<()> {
     let mut git = Command::new("git");
     let files =
@@ -86,7 +103,7 @@ pub(crate) fn lines() -> Result<()> {
             let row = line.trim_start().trim_start_matches("//!").trim_start_matches("///");
             let exempt = row.trim_start().starts_with('|') || line.contains("https://");
             if !exempt && line.chars().count() > COLUMNS {
-                wrong.push(format!("{path}:{}: more than {COLUMNS} columns", number + 1));
+                wrong.push(format!("{path}:{}: line too long: expected at most {COLUMNS} columns", number + 1));
             }
         }
     }
@@ -96,12 +113,12 @@ pub(crate) fn lines() -> Result<()> {
 fn licences(packages: &[Value]) -> Vec<String> {
     let refused = |package: &&Value| !package["license"].as_str().is_some_and(allowed);
     let said = |package: &Value| {
-        format!("{}: licence {} is not on the list", package["name"], package["license"])
+        format!("{}: licence {} is not in LICENCES", package["name"], package["license"])
     };
     packages.iter().filter(refused).map(said).collect()
 }
 
-/// Every part joined by AND must offer, among its alternatives, one of the list.
+/// Whether each operand of AND has an alternative that is in [`LICENCES`].
 fn allowed(expression: &str) -> bool {
     let plain = expression.replace(['(', ')'], "").replace('/', " OR ");
     plain.split(" AND ").all(|part| part.split(" OR ").any(|one| LICENCES.contains(&one.trim())))
@@ -113,7 +130,7 @@ fn edges(packages: &[Value]) -> Vec<String> {
     for package in packages.iter().filter(|p| p["source"].is_null()) {
         let name = package["name"].as_str().unwrap_or_default();
         let Some(may_use) = members.get(name) else {
-            wrong.push(format!("{name} is no crate of ARCHITECTURE.md"));
+            wrong.push(format!("{name} is not in EDGES: add its dependencies there and to ARCHITECTURE.md"));
             continue;
         };
         for dependency in package["dependencies"].as_array().into_iter().flatten() {
@@ -147,19 +164,20 @@ fn duplicates() -> Result<Vec<String>> {
         versions.entry(name).or_default().insert(rest.split(' ').next().unwrap_or(rest));
     }
     versions.retain(|_, versions| versions.len() > 1);
-    let known: BTreeMap<&str, &str> = TWICE.into_iter().collect();
+    let known: BTreeMap<&str, &str> = KNOWN_DUPLICATES.into_iter().collect();
     let unknown = versions.iter().filter(|(name, _)| !known.contains_key(*name));
     let mut wrong: Vec<_> = unknown
-        .map(|(name, versions)| format!("{name} in several versions: {versions:?}"))
+        .map(|(name, versions)| format!("{name} has several versions: {versions:?}"))
         .collect();
     let gone = known.keys().filter(|name| !versions.contains_key(*name));
     wrong.extend(
-        gone.map(|name| format!("{name} has one version again: check.rs need not excuse it")),
+        gone.map(|name| format!("{name} has one version: remove it from KNOWN_DUPLICATES")),
     );
     Ok(wrong)
 }
 
-/// What a library user's build must not pull in.
+/// Checks that the library without features does not depend on packages that only the command line
+/// or object storage needs.
 fn minimal() -> Result<Vec<String>> {
     let arguments =
         ["tree", "--package", "tensorstream", "--no-default-features", "--edges", "normal"];
@@ -167,7 +185,7 @@ fn minimal() -> Result<Vec<String>> {
     let unwanted =
         ["clap ", "clap_complete ", "indicatif ", "object_store ", "signal-hook ", "tokio "];
     let found = tree.lines().filter(|line| unwanted.iter().any(|name| line.starts_with(name)));
-    Ok(found.map(|line| format!("tensorstream without features depends on {line}")).collect())
+    Ok(found.map(|line| format!("tensorstream must not depend on {line} without features")).collect())
 }
 
 #[cfg(test)]
@@ -175,7 +193,7 @@ mod tests {
     use super::allowed;
 
     #[test]
-    fn licence_expressions_are_understood() {
+    fn licence_expressions_are_parsed() {
         for yes in [
             "MIT",
             "MIT OR Apache-2.0",

@@ -221,8 +221,8 @@ fn find_in(dir: &Path) -> Result<PathBuf, Error> {
 /// A file, an object, or with the feature `remote` a file of a server of weights.
 fn open_source(name: &str) -> Result<Arc<Source>, ts_io::Error> {
     #[cfg(feature = "remote")]
-    if crate::distant::is_distant(name) {
-        return crate::distant::open(name);
+    if crate::net::source::is_remote(name) {
+        return crate::net::source::open(name);
     }
     Source::open(name)
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tensors' bytes on their way into a file, compressed on as many threads as there may be.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use parking_lot::Mutex;
 use ts_format::{CHUNK_LEN, Codec, Dtype, Encoded, Encoder};
 
 /// Chunks that are encoded at a time, and by which a writer decides whether a tensor is worth it.
@@ -52,7 +52,7 @@ impl Encoders {
                 let Some(chunk) = chunks.get(index) else { return };
                 let mut out = Vec::new();
                 let encoded = encoder.encode(dtype, chunk, &mut out);
-                *ready[index].lock().expect("nobody panics with it") = Some((encoded, out));
+                *ready[index].lock() = Some((encoded, out));
             }
         };
         let (first, others) = self.encoders.split_first_mut().expect("there is at least one");
@@ -63,7 +63,7 @@ impl Encoders {
             work(first, interrupt);
         });
         // A chunk that nobody has encoded is one that an interrupt left.
-        ready.into_iter().map(|ready| ready.into_inner().expect("nobody panics with it")).collect()
+        ready.into_iter().map(Mutex::into_inner).collect()
     }
 }
 

@@ -36,20 +36,17 @@ pub mod cli;
 mod compact;
 mod convert;
 mod diff;
-#[cfg(feature = "remote")]
-mod distant;
 mod encode;
 mod error;
 mod explain;
-#[cfg(feature = "remote")]
-mod fetch;
 mod foreign;
 mod load;
 mod memory;
+#[cfg(feature = "remote")]
+mod net;
 mod pieces;
 mod read;
-#[cfg(feature = "remote")]
-mod serve;
+mod size;
 mod verify;
 mod write;
 
@@ -62,8 +59,9 @@ pub use diff::{Difference, TensorDifference, diff};
 pub use error::Error;
 pub use explain::Explanation;
 pub use load::{LoadOptions, Loaded};
-pub use memory::{BadSize, available_bytes, parse_bytes};
+pub use memory::available_bytes;
 pub use read::Damage;
+pub use size::{BadSize, parse_bytes};
 pub use verify::{Verified, verify};
 pub use write::{FileWriter, Format, NewTensor, WriteOptions};
 pub use {
@@ -72,11 +70,9 @@ pub use {
 };
 
 #[cfg(feature = "remote")]
-pub use fetch::{FetchOptions, Fetched, fetch};
+pub use net::{FetchOptions, Fetched, ServeOptions, fetch, serve_weights};
 #[cfg(feature = "remote")]
-pub use serve::{ServeOptions, serve_weights};
-#[cfg(feature = "remote")]
-pub use ts_remote as remote;
+pub use {ts_exec as exec, ts_remote as remote};
 
 /// The examples of pages of the documentation, compiled and run.
 #[cfg(all(doctest, feature = "remote"))]

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Whole checkpoints in memory, as fast as their storage and the cores give them.
 
-use std::sync::Mutex;
-
+use parking_lot::Mutex;
 use ts_format::{ByteRange, CHUNK_LEN, Tensor, TensorMeta};
 use ts_orchestrator::{Engine, EngineConfig, Phase, TensorBytes, Unit, UnitId, UnitTensor, Verify};
 
@@ -158,8 +157,7 @@ impl Checkpoint {
         let pieces: Vec<Vec<Mutex<&mut [u8]>>> = pieces.map(Iterator::collect).collect();
         let fill = |reader: &mut Reader, index: usize, begin: u64, _: usize| {
             let piece = &pieces[index][(begin / PIECE_BYTES) as usize];
-            let (whole, mut piece) =
-                (tensors[index].range(), piece.lock().expect("nobody panics with it"));
+            let (whole, mut piece) = (tensors[index].range(), piece.lock());
             let len = piece.len() as u64;
             match options.verify {
                 true => reader.read_checked(self, tensors[index], begin, &mut piece),

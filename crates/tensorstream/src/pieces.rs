@@ -3,12 +3,12 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::convert::Progress;
 use crate::read::Readers;
 use crate::{Error, Watch};
+use parking_lot::Mutex;
 
 /// How often a wait looks around.
 const POLL: Duration = Duration::from_millis(20);
@@ -51,7 +51,7 @@ pub(crate) fn over_pieces<S, T: Send>(
             let (readers, pieces, stop, begin, work) = (&readers, &pieces, &stop, &begin, &work);
             scope.spawn(move || {
                 let mut state = begin(readers);
-                let next = || pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let next = || pieces.lock().next();
                 while let Some((index, begin, len)) =
                     next().filter(|_| !stop.load(Ordering::Relaxed))
                 {

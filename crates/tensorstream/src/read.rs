@@ -4,8 +4,9 @@
 
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Condvar, Mutex};
 use ts_format::{ByteRange, CHUNK_LEN, ChunkPart, Digest, FileId, Scratch, Tensor, decode_chunk};
 use ts_io::DirectReader;
 use ts_pool::{Budget, HostPool};
@@ -291,9 +292,8 @@ struct Turns {
 impl Turns {
     /// Waits for a turn, which ends when what it gives is dropped.
     fn take(&self) -> Turn<'_> {
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut free =
-            self.freed.wait_while(free, |free| *free == 0).unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.free.lock();
+        self.freed.wait_while(&mut free, |free| *free == 0);
         *free -= 1;
         Turn(self)
     }
@@ -303,7 +303,7 @@ struct Turn<'a>(&'a Turns);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        *self.0.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        *self.0.free.lock() += 1;
         self.0.freed.notify_one();
     }
 }

@@ -125,7 +125,7 @@ fn a_checkpoint_on_another_machine_is_one_like_any() {
         }
     }
     let stats = server.end();
-    assert!(stats.accepted > 0 && stats.strangers == 0, "{stats:?}");
+    assert!(stats.accepted > 0 && stats.failed_handshakes == 0, "{stats:?}");
 }
 
 #[test]
@@ -431,13 +431,14 @@ fn a_server_that_is_stopped_lets_transfers_end_and_accepts_no_more() {
 }
 
 fn quick() -> ConnectionOptions {
-    ConnectionOptions { timeout: Duration::from_millis(300), ..ConnectionOptions::default() }
+    ConnectionOptions { idle_timeout: Duration::from_millis(300), ..ConnectionOptions::default() }
 }
 
 #[test]
 fn transfers_that_do_not_end_are_cut_after_the_grace_period() {
     let directory = directory();
-    let server = ServerOptions { grace: Duration::from_millis(700), ..ServerOptions::default() };
+    let server =
+        ServerOptions { grace_period: Duration::from_millis(700), ..ServerOptions::default() };
     let server =
         Server::start(directory.path(), ANY, ServeOptions { server, ..ServeOptions::default() });
     let mut reader = Reader::of(&server, "model.safetensors");

@@ -11,12 +11,12 @@ use ts_pool::HostPool;
 use crate::backend::{
     Backend, BackendOptions, Capabilities, CompletionSink, ReadRequest, Rejected,
 };
-use crate::distant::DistantProvider;
 use crate::file::Access;
 use crate::join::Joiner;
 #[cfg(feature = "object")]
 use crate::object::ObjectProvider;
 use crate::provider::{Availability, BackendProvider};
+use crate::remote::RemoteProvider;
 use crate::source::SAMPLES;
 use crate::{Error, Source};
 
@@ -119,7 +119,7 @@ impl AdaptiveBackend {
         if source.reader().is_some() {
             let distant = self
                 .distant
-                .get_or_init(|| DistantProvider.create(&self.options, sink_of(&self.joiner)));
+                .get_or_init(|| RemoteProvider.create(&self.options, sink_of(&self.joiner)));
             return Ok(vec![(distant.as_deref().map_err(Clone::clone)?, room)]);
         }
         #[cfg(feature = "object")]

@@ -2,9 +2,10 @@
 //! Requests that are read in parts, by whichever backend is best for each, and put together again.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use parking_lot::{Mutex, MutexGuard};
 use ts_pool::Buffer;
 
 use crate::Error;
@@ -135,7 +136,7 @@ impl Joiner {
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.lock()
     }
 }
 

@@ -59,7 +59,6 @@ mod adaptive;
 mod backend;
 pub mod conformance;
 mod direct;
-mod distant;
 mod error;
 pub mod fault;
 mod file;
@@ -72,6 +71,7 @@ mod memory;
 mod object;
 mod progress;
 mod provider;
+mod remote;
 mod source;
 mod sys;
 mod threads;
@@ -87,7 +87,6 @@ pub use backend::{
     Rejected, Transfer, completion_queue, monotonic_ns,
 };
 pub use direct::DirectReader;
-pub use distant::Distant;
 pub use error::{Error, ErrorKind, SharedIoError};
 #[cfg(target_os = "linux")]
 pub use gds::{GdsMode, gds_mode};
@@ -95,6 +94,7 @@ pub use gds::{GdsMode, gds_mode};
 pub use measure::measure_views;
 pub use measure::{Measured, Workload, measure, measure_memcpy};
 pub use provider::{Availability, BackendProvider, Choice, Registry};
+pub use remote::RemoteSource;
 pub use source::{Fingerprint, Source};
 pub use tune::{Trial, Tuner, Tuning};
 #[cfg(target_os = "linux")]

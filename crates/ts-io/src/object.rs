@@ -6,12 +6,13 @@ use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use futures_util::StreamExt;
 use object_store::path::Path as ObjectPath;
 use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::runtime::Runtime;
 use tokio::sync::Notify;
 use url::Url;
@@ -342,7 +343,7 @@ impl BackendProvider for ObjectProvider {
     }
 
     fn probe(&self, sources: &[Arc<Source>]) -> Availability {
-        match sources.iter().find(|source| source.remote().is_none()) {
+        match sources.iter().find(|source| source.object().is_none()) {
             Some(file) => Availability::Unavailable(format!("{} is a file", file.path().display())),
             None => Availability::Available,
         }
@@ -403,7 +404,7 @@ impl Backend for ObjectBackend {
         if let Err(error) = request.check_room() {
             return Err(Box::new(Rejected { request, error }));
         }
-        if request.source.remote().is_none() {
+        if request.source.object().is_none() {
             let reason = format!("{} is a file", request.source.path().display());
             let error = Error::Unavailable { backend: self.name().into(), reason };
             return Err(Box::new(Rejected { request, error }));
@@ -432,7 +433,7 @@ impl Drop for ObjectBackend {
         self.cancel(&|_| true);
         let mut queue = self.shared.lock();
         while !queue.active.is_empty() {
-            queue = self.shared.idle.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            self.shared.idle.wait(&mut queue);
         }
     }
 }
@@ -453,7 +454,7 @@ impl Drop for Ended {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 
     /// Begins as many reads as there is room for.
@@ -486,7 +487,7 @@ impl Shared {
     async fn read(&self, mut request: ReadRequest, end: &Notify) -> Completion {
         let started_ns = monotonic_ns();
         let source = Arc::clone(&request.source);
-        let remote = source.remote().expect("it was checked when it came");
+        let remote = source.object().expect("it was checked when it came");
         let (offset, len, mut buffers) =
             (request.offset, request.room(), std::mem::take(&mut request.buffers));
         let mut take = |at: usize, chunk: &[u8]| copy_to(&mut buffers, at, chunk);

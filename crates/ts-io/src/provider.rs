@@ -3,12 +3,12 @@ use std::sync::Arc;
 
 use crate::adaptive::AdaptiveProvider;
 use crate::backend::{Backend, BackendOptions, CompletionSink};
-use crate::distant::DistantProvider;
 use crate::file::Access;
 #[cfg(target_os = "linux")]
 use crate::gds::GdsProvider;
 #[cfg(feature = "object")]
 use crate::object::ObjectProvider;
+use crate::remote::RemoteProvider;
 #[cfg(target_os = "linux")]
 use crate::uring::UringProvider;
 use crate::{Error, Source};
@@ -76,7 +76,7 @@ impl Registry {
         this.register(Arc::new(Access::Direct));
         #[cfg(feature = "object")]
         this.register(Arc::new(ObjectProvider));
-        this.register(Arc::new(DistantProvider));
+        this.register(Arc::new(RemoteProvider));
         this.register(Arc::new(Access::Buffered));
         #[cfg(target_os = "linux")]
         this.register(Arc::new(Access::Mapped));

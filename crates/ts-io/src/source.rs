@@ -6,13 +6,13 @@ use std::sync::{Arc, OnceLock};
 use std::time::SystemTime;
 
 use crate::backend::BackendOptions;
-use crate::distant::Distant;
 use crate::fault::Faults;
 use crate::file::Access;
 use crate::memory::{Block, Memory};
 #[cfg(feature = "object")]
 use crate::object::Remote;
 use crate::progress::{Progress, Step};
+use crate::remote::RemoteSource;
 use crate::{Error, sys};
 
 /// What tells one state of a source from another.
@@ -86,7 +86,7 @@ enum Origin {
         quiet: OnceLock<Option<File>>,
     },
     Memory(Held),
-    Distant(Arc<dyn Distant>),
+    RemoteSource(Arc<dyn RemoteSource>),
     #[cfg(feature = "object")]
     Object(Remote),
 }
@@ -149,18 +149,18 @@ impl Source {
     }
 
     /// A file that somebody else reads, wherever that is; errors call it `name`.
-    pub fn distant(
+    pub fn remote(
         name: impl Into<PathBuf>,
         fingerprint: Fingerprint,
-        file: Arc<dyn Distant>,
+        file: Arc<dyn RemoteSource>,
     ) -> Arc<Self> {
-        Arc::new(Self { path: name.into(), fingerprint, origin: Origin::Distant(file) })
+        Arc::new(Self { path: name.into(), fingerprint, origin: Origin::RemoteSource(file) })
     }
 
     /// Who reads it, if that is somebody else.
-    pub(crate) fn reader(&self) -> Option<&Arc<dyn Distant>> {
+    pub(crate) fn reader(&self) -> Option<&Arc<dyn RemoteSource>> {
         match &self.origin {
-            Origin::Distant(file) => Some(file),
+            Origin::RemoteSource(file) => Some(file),
             _ => None,
         }
     }
@@ -212,9 +212,9 @@ impl Source {
 
     /// The object, if it is one.
     #[cfg(feature = "object")]
-    pub(crate) fn remote(&self) -> Option<&Remote> {
+    pub(crate) fn object(&self) -> Option<&Remote> {
         match &self.origin {
-            Origin::File { .. } | Origin::Memory(_) | Origin::Distant(_) => None,
+            Origin::File { .. } | Origin::Memory(_) | Origin::RemoteSource(_) => None,
             Origin::Object(remote) => Some(remote),
         }
     }
@@ -261,7 +261,7 @@ impl Source {
                 let there = self.len().saturating_sub(offset);
                 sys::residency(file, offset, usize::try_from(there).unwrap_or(usize::MAX).min(len))
             }
-            Origin::Memory(_) | Origin::Distant(_) => None,
+            Origin::Memory(_) | Origin::RemoteSource(_) => None,
             #[cfg(feature = "object")]
             Origin::Object(_) => None,
         }
@@ -305,7 +305,7 @@ impl Source {
     pub fn evict(&self) -> Result<(), Error> {
         match &self.origin {
             Origin::File { file, .. } => sys::evict(file).map_err(|e| self.failed(0, 0, e)),
-            Origin::Memory(_) | Origin::Distant(_) => Ok(()),
+            Origin::Memory(_) | Origin::RemoteSource(_) => Ok(()),
             #[cfg(feature = "object")]
             Origin::Object(_) => Ok(()),
         }
@@ -318,7 +318,7 @@ impl Source {
     /// [`Error::Read`]; of an object also [`Error::Changed`] and, after 60 s, [`Error::TimedOut`].
     /// Blocks.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, Error> {
-        if let Origin::Distant(file) = &self.origin {
+        if let Origin::RemoteSource(file) = &self.origin {
             return file.read_at(offset, buffer, BackendOptions::default().deadline());
         }
         #[cfg(feature = "object")]
@@ -392,7 +392,7 @@ impl Source {
     pub(crate) fn file(&self) -> Option<&File> {
         match &self.origin {
             Origin::File { file, .. } => Some(file),
-            Origin::Memory(_) | Origin::Distant(_) => None,
+            Origin::Memory(_) | Origin::RemoteSource(_) => None,
             #[cfg(feature = "object")]
             Origin::Object(_) => None,
         }

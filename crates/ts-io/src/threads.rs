@@ -2,7 +2,7 @@
 //! Threads that each do one blocking read at a time, and one that watches how long they take.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,7 @@ use crate::backend::{
     Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest,
     Rejected, Transfer, monotonic_ns,
 };
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// How a read is done by a thread that may block.
 pub(crate) trait BlockingRead: Send + Sync + 'static {
@@ -156,7 +157,7 @@ fn spawn(name: String, work: impl FnOnce() + Send + 'static) -> Result<JoinHandl
 
 impl<R> Shared<R> {
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 }
 
@@ -209,7 +210,7 @@ impl<R: BlockingRead> Shared<R> {
                 self.begun.notify_all();
                 return None;
             }
-            queue = self.work.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            self.work.wait(&mut queue);
         }
     }
 
@@ -242,14 +243,12 @@ impl<R: BlockingRead> Shared<R> {
                 continue;
             }
             let next = queue.active.values().map(|active| active.deadline).min();
-            queue = match next {
-                None => this.begun.wait(queue).unwrap_or_else(PoisonError::into_inner),
+            match next {
+                None => this.begun.wait(&mut queue),
                 Some(deadline) => {
-                    let waited =
-                        this.begun.wait_timeout(queue, deadline.saturating_duration_since(now));
-                    waited.unwrap_or_else(PoisonError::into_inner).0
+                    this.begun.wait_until(&mut queue, deadline);
                 }
-            };
+            }
         }
     }
 }

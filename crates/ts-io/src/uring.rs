@@ -3,11 +3,12 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use ts_pool::HostPool;
 
 use crate::backend::{
@@ -165,7 +166,7 @@ impl Drop for EndGuard {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Inbox> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inbox.lock()
     }
 }
 
@@ -232,7 +233,7 @@ impl Drop for UringBackend {
             if let Some(end) = inbox.end {
                 break end;
             }
-            inbox = self.shared.ended.wait(inbox).unwrap_or_else(PoisonError::into_inner);
+            self.shared.ended.wait(&mut inbox);
         };
         drop(inbox);
         if end == End::Idle {

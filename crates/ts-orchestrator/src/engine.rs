@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use ts_io::{BackendOptions, Choice, ReadPath, Registry, Source};
 use ts_pool::{Budget, HostPool, Reservation, WriteWatch};
 use ts_streams::{CpuDevice, Device};
@@ -520,7 +521,7 @@ impl<D: Device> Shared<D> {
     fn lock(&self) -> MutexGuard<'_, State<D>> {
         // A panic under this lock is a bug that the panicking thread reports; the others go on as
         // they can.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn acquire(
@@ -655,15 +656,12 @@ impl<D: Device> Shared<D> {
     /// Waits for a change, or for the time to ask the caller whether to go on.
     fn wait<'a>(
         &'a self,
-        state: MutexGuard<'a, State<D>>,
+        mut state: MutexGuard<'a, State<D>>,
         waiting: &mut Waiting,
         interrupt: Interrupt<'_>,
         what: impl Fn() -> String,
     ) -> Result<MutexGuard<'a, State<D>>, Error> {
-        let (state, _) = self
-            .changed
-            .wait_timeout(state, INTERRUPT_PERIOD)
-            .unwrap_or_else(PoisonError::into_inner);
+        self.changed.wait_for(&mut state, INTERRUPT_PERIOD);
         // By the time that has passed: changes may come more often than the period.
         if waiting.asked.elapsed() < INTERRUPT_PERIOD {
             return Ok(state);

@@ -2,11 +2,12 @@
 //! Where units are in memory, and how they get there.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use parking_lot::Mutex;
 use ts_format::Digest;
 use ts_pool::{
     BLOCK_ALIGN, Backing, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation,
@@ -334,12 +335,12 @@ impl<D: Device> Slot<D> {
 
     /// Notes what the bytes are now, to find out later whether somebody wrote to them.
     pub(crate) fn seal(&self) {
-        *self.seal.lock().unwrap_or_else(PoisonError::into_inner) = self.on_host().map(Digest::of);
+        *self.seal.lock() = self.on_host().map(Digest::of);
     }
 
     /// Whether the bytes are what they were when they were sealed, if they were.
     pub(crate) fn is_intact(&self) -> bool {
-        let seal = self.seal.lock().unwrap_or_else(PoisonError::into_inner);
+        let seal = self.seal.lock();
         match (&*seal, self.on_host()) {
             (Some(digest), Some(bytes)) => digest.mismatch(0, bytes).is_none(),
             _ => true,
@@ -351,7 +352,7 @@ impl<D: Device> Slot<D> {
         match self.bytes() {
             Bytes::Device { buffer, pool } => pool.record_use(buffer, stream),
             Bytes::Host { users, .. } => {
-                let mut users = users.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut users = users.lock();
                 if users.iter().all(|(id, _)| *id != stream.id()) {
                     users.push((stream.id(), stream.clone()));
                 }
@@ -373,7 +374,7 @@ impl<D: Device> Drop for Slot<D> {
         }
         drop(self.watched.take());
         if let Some(Bytes::Host { buffer, users, held_by_streams }) = self.bytes.take() {
-            for (_, stream) in users.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            for (_, stream) in users.into_inner() {
                 let held = HeldByStream::new(buffer.clone(), self.wake.clone(), &held_by_streams);
                 // One that takes no work has none left.
                 let _ = stream.launch_host_fn(HostFn::new(move || drop(held)));

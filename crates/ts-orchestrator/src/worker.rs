@@ -3,9 +3,10 @@
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use ts_format::{CHUNK_LEN, Chunk, DecodeError, Digest, Scratch, decode_chunk};
 use ts_pool::Buffer;
 use ts_streams::{
@@ -123,7 +124,7 @@ impl Job {
     fn run<D: Device>(self, decoders: &Mutex<Vec<Decoder>>) -> Event<D> {
         match self {
             Job::Bring { token, bounce, stored, fill, verify, mut target } => {
-                let free = || decoders.lock().unwrap_or_else(PoisonError::into_inner);
+                let free = || decoders.lock();
                 let mut decoder = free().pop().unwrap_or_default();
                 let damage = decoder.bring(&bounce[stored], fill, verify, &mut target).err();
                 free().push(decoder);

@@ -3,7 +3,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyType;
-use tensorstream::remote::exec::FailureKind;
+use tensorstream::exec::OpFailureKind;
 use tensorstream::{Error, format, io, orchestrator, pool, remote};
 
 /// The Python exception that says the same.
@@ -12,10 +12,10 @@ pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
 }
 
 /// What a machine did not do, of which `text` says what it was.
-pub(crate) fn of_failure(py: Python<'_>, kind: FailureKind, text: &str) -> PyErr {
+pub(crate) fn of_failure(py: Python<'_>, kind: OpFailureKind, text: &str) -> PyErr {
     let name = match kind {
-        FailureKind::OutOfMemory => "RemoteOutOfMemoryError",
-        FailureKind::Stale => "StaleReferenceError",
+        OpFailureKind::OutOfMemory => "RemoteOutOfMemoryError",
+        OpFailureKind::Stale => "StaleReferenceError",
         _ => "RemoteTensorError",
     };
     exception(py, name, text)

@@ -9,10 +9,11 @@ mod weights;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::PyIndexError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -349,7 +350,7 @@ impl Inner {
 
     /// The engine; in a child process one of its own.
     fn engine(&self, py: Python<'_>) -> PyResult<Arc<orchestrator::Engine>> {
-        let engine = Arc::clone(&self.engine.lock().unwrap_or_else(PoisonError::into_inner));
+        let engine = Arc::clone(&self.engine.lock());
         if !engine.is_foreign() {
             return Ok(engine);
         }
@@ -359,7 +360,7 @@ impl Inner {
         for unit in 0..self.places.len() {
             *self.place(unit) = Place::default();
         }
-        *self.engine.lock().unwrap_or_else(PoisonError::into_inner) = Arc::clone(&own);
+        *self.engine.lock() = Arc::clone(&own);
         Ok(own)
     }
 
@@ -384,7 +385,7 @@ impl Inner {
     }
 
     fn place(&self, unit: usize) -> MutexGuard<'_, Place> {
-        self.places[unit].lock().unwrap_or_else(PoisonError::into_inner)
+        self.places[unit].lock()
     }
 
     /// What a unit's users share, if it has any.
@@ -524,7 +525,7 @@ impl Use {
 
 impl Use {
     fn lock(&self) -> MutexGuard<'_, UseState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Lets tensors and leases go, but for those of units that something else refers to; the weight

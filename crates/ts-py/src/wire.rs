@@ -3,15 +3,16 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use tensorstream::format::{Codec, Compression};
 use tensorstream::pool::{self, PinnedMemoryPool};
 use tensorstream::remote::{
-    Address, Bytes, ConnectionOptions, Error, Event, Identity, Link, Listener, Lobby, Role,
+    Acceptor, Address, Bytes, ConnectionOptions, Error, Event, Identity, Link, Listener, Role,
     SendOptions, Sink, Socket, TensorInfo, TlsClient, TlsServer,
 };
 use tensorstream::streams::{AnyDevice, CpuDevice};
@@ -60,9 +61,9 @@ pub(crate) struct Settings {
     #[pyo3(item)]
     token: Option<String>,
     #[pyo3(item)]
-    timeout: f64,
+    idle_timeout: f64,
     #[pyo3(item)]
-    patience: f64,
+    stall_timeout: f64,
     #[pyo3(item)]
     shared_memory: bool,
     #[pyo3(item)]
@@ -88,8 +89,8 @@ impl Settings {
         let usual = ConnectionOptions::default();
         Ok(ConnectionOptions {
             token: self.token.clone(),
-            timeout: time("timeout", self.timeout)?,
-            patience: time("patience", self.patience)?,
+            idle_timeout: time("idle_timeout", self.idle_timeout)?,
+            stall_timeout: time("stall_timeout", self.stall_timeout)?,
             shared_bytes: if self.shared_memory { usual.shared_bytes } else { 0 },
             ..usual
         })
@@ -163,10 +164,10 @@ pub(crate) fn lobby<S: Sink>(
     options: ConnectionOptions,
     tls: [Option<&PathBuf>; 3],
     insecure: bool,
-) -> PyResult<(Listener, Lobby<S>, String)> {
+) -> PyResult<(Listener, Acceptor<S>, String)> {
     let (listener, tls) = listener(py, at, &options, tls, insecure)?;
     let address = listener.address().to_string();
-    let lobby = Lobby::new(options);
+    let lobby = Acceptor::new(options);
     Ok((listener, if let Some(tls) = tls { lobby.with_tls(tls) } else { lobby }, address))
 }
 
@@ -200,7 +201,7 @@ pub(crate) fn listener(
         );
         return Err(misuse(py, &what));
     }
-    Ok((Listener::bind(&at, options.timeout).map_err(|error| of_wire(py, &error))?, tls))
+    Ok((Listener::bind(&at, options.idle_timeout).map_err(|error| of_wire(py, &error))?, tls))
 }
 
 /// Connects, and waits until both ends know each other.
@@ -216,7 +217,7 @@ pub(crate) fn connect(
     let (to, options) = (address(py, to)?, settings.options(py)?);
     let tls = tls_client(py, ca.as_ref(), cert.as_ref(), key.as_ref())?;
     let link = py.detach(|| {
-        let mut socket = Socket::connect(&to, options.timeout)?;
+        let mut socket = Socket::connect(&to, options.idle_timeout)?;
         if let Some(tls) = &tls {
             socket = socket.into_tls_client(tls)?;
         }
@@ -241,7 +242,7 @@ fn meet(py: Python<'_>, link: Link<Target>, settings: &Settings) -> PyResult<PyC
 /// Where others connect to.
 #[pyclass(frozen, module = "tensorstream", name = "Listener")]
 pub(crate) struct PyListener {
-    listener: Mutex<Option<(Listener, Lobby<Target>)>>,
+    listener: Mutex<Option<(Listener, Acceptor<Target>)>>,
     settings: Settings,
     address: String,
 }
@@ -315,15 +316,8 @@ impl PyListener {
     }
 }
 
-fn held<'a, T>(
-    py: Python<'_>,
-    lock: Result<MutexGuard<'a, T>, TryLockError<MutexGuard<'a, T>>>,
-) -> PyResult<MutexGuard<'a, T>> {
-    match lock {
-        Ok(guard) => Ok(guard),
-        Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-        Err(TryLockError::WouldBlock) => Err(misuse(py, "another thread uses it now")),
-    }
+fn held<'a, T>(py: Python<'_>, lock: Option<MutexGuard<'a, T>>) -> PyResult<MutexGuard<'a, T>> {
+    lock.ok_or_else(|| misuse(py, "another thread uses it now"))
 }
 
 fn deadline(timeout: Option<f64>) -> Option<Instant> {

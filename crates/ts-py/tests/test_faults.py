@@ -28,7 +28,7 @@ TIMEOUT_S = 3.0
 # Sends one tensor after the other until it is told that it is enough.
 SEND = f"""
 import tensorstream as ts, torch
-times = dict(timeout={TIMEOUT_S}, patience={TIMEOUT_S})
+times = dict(idle_timeout={TIMEOUT_S}, stall_timeout={TIMEOUT_S})
 with ts.listen("10.77.0.1:7000", insecure=True, **times) as listener:
     print("ready", flush=True)
     connection = listener.accept()
@@ -51,7 +51,7 @@ RECEIVE = f"""
 import sys, time
 import tensorstream as ts, torch  # Loading PyTorch may take longer than the other end waits.
 count = int(sys.argv[1])
-connection = ts.connect("10.77.0.1:7000", timeout={TIMEOUT_S}, patience={TIMEOUT_S})
+connection = ts.connect("10.77.0.1:7000", idle_timeout={TIMEOUT_S}, stall_timeout={TIMEOUT_S})
 print("connected", flush=True)
 last = time.monotonic()
 try:

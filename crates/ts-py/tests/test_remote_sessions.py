@@ -456,7 +456,7 @@ def test_the_broker_validates_the_requests_of_sessions() -> None:
 @pytest.mark.parametrize("kill", [False, True])
 def test_a_session_that_does_not_end_is_killed(kill: bool) -> None:
     with Serving() as served:
-        machine = RemoteMachine("tcp", served.address, retry=0.1, timeout=2.0)
+        machine = RemoteMachine("tcp", served.address, retry=0.1, idle_timeout=2.0)
         assert torch.ones(3, device=machine.device()).sum().item() == 3.0
         processes = [served.zygote(), *served.sessions()]
         os.kill(processes[1], signal.SIGSTOP)

@@ -206,7 +206,7 @@ def test_errors_say_what_where_and_what_to_do() -> None:
     free = socket.create_server(("127.0.0.1", 0))
     nobody = f"127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(ts.ConnectionTimeout, match="127"):
-        ts.connect(nobody, timeout=0.3)  # it accepts, and says nothing
+        ts.connect(nobody, idle_timeout=0.3)  # it accepts, and says nothing
     free.close()
     with pytest.raises(ts.ConnectionLost, match="connecting"):
         ts.connect(nobody)
@@ -214,7 +214,7 @@ def test_errors_say_what_where_and_what_to_do() -> None:
         with pytest.raises(ts.ConfigurationError, match="HOST:PORT"):
             ts.connect(bad)
     with pytest.raises(ts.ConfigurationError, match="timeout"):
-        ts.connect("127.0.0.1:1", timeout=-1)
+        ts.connect("127.0.0.1:1", idle_timeout=-1)
     with ts.listen("127.0.0.1:0") as listener:
         with pytest.raises(TimeoutError, match="nobody connected to 127"):
             listener.accept(timeout=0.05)
@@ -262,8 +262,8 @@ def test_closing_after_the_other_end_has_closed_is_no_error() -> None:
 
 
 def test_two_that_send_at_once_and_do_not_listen_are_told() -> None:
-    patience = {"patience": 0.5}
-    with pair(near=patience, far=patience) as (near, far):
+    impatient = {"stall_timeout": 0.5}
+    with pair(near=impatient, far=impatient) as (near, far):
         failures: list[BaseException] = []
 
         def send(end: ts.Connection) -> None:

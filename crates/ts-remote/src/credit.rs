@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Byte credits.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
 
 /// What a [`TensorCreditTracker`] has if nothing else is said, in bytes.
 const DEFAULT_CREDIT: u64 = 256 << 10;
@@ -107,7 +107,7 @@ impl TensorCreditTracker {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 

@@ -66,7 +66,7 @@ pub enum Error {
     },
     /// The other end did not answer.
     #[error(
-        "nothing came from {peer} for {after:?}: it is gone, or takes longer than `timeout` allows"
+        "nothing came from {peer} for {after:?}: it is gone, or takes longer than `idle_timeout` allows"
     )]
     TimedOut {
         /** Who. */

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::RecvFlags;
 
+use crate::acceptor::accept_all;
 use crate::frame::{HEADER_LEN, Header, Kind, PREFACE};
 use crate::hello::Hello;
-use crate::lobby::accept_all;
 use crate::socket::{SLICE, send_with, timespec};
 #[cfg(feature = "tls")]
 use crate::tls::TlsServer;
@@ -119,7 +119,7 @@ impl Handoff {
 
 impl Dispatcher {
     /// Accepts clients of `options.service`, and of services that start with it and a `/`. Clients
-    /// that send no complete HELLO within `options.timeout` are disconnected.
+    /// that send no complete HELLO within `options.idle_timeout` are disconnected.
     pub fn new(options: ConnectionOptions) -> Self {
         Self {
             options,
@@ -238,7 +238,7 @@ impl Dispatcher {
             }
         };
         let Some(hello) = hello(&self.scratch[..len]) else {
-            let after = self.options.timeout;
+            let after = self.options.idle_timeout;
             if pending.since.elapsed() > after {
                 return Err(Error::TimedOut { peer: peer.into(), after });
             }

@@ -40,10 +40,10 @@ pub struct ConnectionOptions {
     pub shared_bytes: usize,
     /// How long the other end may be silent while it is waited for. It is asked for a sign of life
     /// before.
-    pub timeout: Duration,
+    pub idle_timeout: Duration,
     /// How long the other end may be there and yet not do what is waited for: give credit, or send
     /// the rest of a tensor.
-    pub patience: Duration,
+    pub stall_timeout: Duration,
 }
 
 impl fmt::Debug for ConnectionOptions {
@@ -55,8 +55,8 @@ impl fmt::Debug for ConnectionOptions {
             service,
             frame_bytes,
             shared_bytes,
-            timeout,
-            patience,
+            idle_timeout,
+            stall_timeout,
         } = self;
         f.debug_struct("ConnectionOptions")
             .field("window_bytes", window_bytes)
@@ -65,8 +65,8 @@ impl fmt::Debug for ConnectionOptions {
             .field("service", service)
             .field("frame_bytes", frame_bytes)
             .field("shared_bytes", shared_bytes)
-            .field("timeout", timeout)
-            .field("patience", patience)
+            .field("idle_timeout", idle_timeout)
+            .field("stall_timeout", stall_timeout)
             .finish()
     }
 }
@@ -82,8 +82,8 @@ impl Default for ConnectionOptions {
             service: String::new(),
             frame_bytes: 1 << 20,
             shared_bytes: 4 << 20,
-            timeout: Duration::from_secs(30),
-            patience: Duration::from_secs(300),
+            idle_timeout: Duration::from_secs(30),
+            stall_timeout: Duration::from_secs(300),
         }
     }
 }

@@ -6,10 +6,9 @@
 //! | [`Connection`] | one end of a connection without its socket: streams of tensors and messages, with byte credits |
 //! | [`Link`] | a connection and its socket (TCP, Unix, with the feature `tls` TLS), for callers that may block |
 //! | `AsyncLink` | the same for callers that await, with the feature `tokio` |
-//! | [`serve()`], [`Session`] | many connections on one thread |
-//! | [`RangeClient`], [`RangeSession`] | ranges of files that are elsewhere |
+//! | [`serve()`], [`Handler`] | many connections on one thread |
+//! | [`RangeClient`], [`RangeHandler`] | ranges of files that are elsewhere |
 //! | [`TensorSender`], [`TensorReceiver`] | one stream, for who has a transport of their own; to the host, a GPU, or blocks of pools |
-//! | [`exec`] | operators on tensors that are elsewhere |
 //! | [`TensorCreditTracker`] | an account of bytes under way, for senders of one's own |
 //!
 //! What travels is in PROTOCOL.md. This crate refuses to know files, models or what tensors are
@@ -21,7 +20,7 @@
 //! use ts_remote::{ConnectionOptions, Event, Link, Listener, Role, SendOptions, TensorInfo};
 //!
 //! let options = ConnectionOptions::default();
-//! let listener = Listener::bind(&"127.0.0.1:0".parse()?, options.timeout)?;
+//! let listener = Listener::bind(&"127.0.0.1:0".parse()?, options.idle_timeout)?;
 //! let address = listener.address().clone();
 //! let sender = thread::spawn(move || {
 //!     let mut link = Link::<Vec<u8>>::connect(&address, ConnectionOptions::default())?;
@@ -58,7 +57,7 @@
 //!   came. Headers are read ahead: a few of its bytes may come with them.
 //! - A peer has no more memory of a connection's than it was granted.
 //! - No method but those that say so blocks, and those end when the other end is silent for the
-//!   timeout, or is there and does nothing of what is under way while patience lasts. A wait for
+//!   timeout, or is there and does nothing of what is under way while stall_timeout lasts. A wait for
 //!   something to begin lasts as long as the other end lives.
 //!
 //! # Features
@@ -66,20 +65,19 @@
 //! whatever tokio reads and writes.
 #![forbid(unsafe_code)]
 
+mod acceptor;
 #[cfg(feature = "tokio")]
 mod async_link;
 mod connection;
 mod credit;
 mod delivery;
 mod error;
-pub mod exec;
 mod frame;
 mod handoff;
 mod hello;
 mod incoming;
 mod info;
 mod link;
-mod lobby;
 mod memory;
 mod outgoing;
 mod ranges;
@@ -96,6 +94,7 @@ mod tls;
 mod watch;
 mod wire;
 
+pub use acceptor::Acceptor;
 #[cfg(feature = "tokio")]
 pub use async_link::AsyncLink;
 pub use bytes::Bytes;
@@ -106,18 +105,17 @@ pub use handoff::{Dispatcher, Handoff};
 pub use hello::{ConnectionOptions, VERSION};
 pub use info::TensorInfo;
 pub use link::Link;
-pub use lobby::Lobby;
 pub use memory::{BufferSink, GpuMemory, HostMemory, Memory, PooledMemory, PooledSink};
 pub use outgoing::SendOptions;
 pub use ranges::{
-    Files, ListedFile, MAX_RANGE, RANGES, RangeClient, RangeSession, Refusal, RefusalKind,
+    Files, ListedFile, MAX_RANGE, RANGES, RangeClient, RangeHandler, Refusal, RefusalKind,
     RemoteFile,
 };
 pub use receiver::{
     GpuReceiverEvent, GpuTensorReceiver, PooledGpuReceiver, ReceiverEvent, TensorReceiver,
     TensorSender,
 };
-pub use serve::{ServerOptions, ServerStats, Session, serve};
+pub use serve::{Handler, ServerOptions, ServerStats, serve};
 pub use sink::Sink;
 pub use socket::{Address, Listener, Socket};
 pub use tensor::Tensor;

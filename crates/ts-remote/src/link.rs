@@ -19,7 +19,7 @@ use crate::{
 /// Nothing happens on it but while one of its methods runs; each that waits reads and writes
 /// whatever there is. Two ends that [`send`](Self::send) each other more than their windows at once
 /// wait for each other, for neither hears of what it is to give memory to, and fail when their
-/// patience ends: they send by [`connection`](Self::connection) and go on with
+/// stall_timeout ends: they send by [`connection`](Self::connection) and go on with
 /// [`next_event`](Self::next_event), which does both.
 #[derive(Debug)]
 pub struct Link<S> {
@@ -50,7 +50,7 @@ impl<S: Sink> Link<S> {
     /// [`Error::Io`] when nobody is there, [`Error::TimedOut`], [`Error::Closed`] with what the
     /// other end has against it. Blocks.
     pub fn connect(address: &Address, options: ConnectionOptions) -> Result<Self, Error> {
-        let socket = Socket::connect(address, options.timeout)?;
+        let socket = Socket::connect(address, options.idle_timeout)?;
         Self::new(socket, Role::Connector, options)
     }
 
@@ -105,8 +105,8 @@ impl<S: Sink> Link<S> {
         &mut self.connection
     }
 
-    pub(crate) fn patience(&self) -> Duration {
-        self.watch.patience()
+    pub(crate) fn stall_timeout(&self) -> Duration {
+        self.watch.stall_timeout()
     }
 
     /// Who is at the other end.

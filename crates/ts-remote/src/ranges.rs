@@ -7,7 +7,7 @@ use ts_format::Dtype;
 
 use crate::wire::{FieldWriter, Fields};
 use crate::{
-    Connection, ConnectionOptions, Error, Event, Link, Role, SendOptions, Session, Sink, Socket,
+    Connection, ConnectionOptions, Error, Event, Handler, Link, Role, SendOptions, Sink, Socket,
     TensorInfo,
 };
 
@@ -123,7 +123,7 @@ pub trait Files {
 
 /// Serves ranges of files to one that has connected.
 #[derive(Debug)]
-pub struct RangeSession<F> {
+pub struct RangeHandler<F> {
     files: F,
     stream: Option<u32>,
     /// What could not be read for want of memory.
@@ -133,7 +133,7 @@ pub struct RangeSession<F> {
 /// What is given to the socket ahead of what it takes, in bytes.
 const AHEAD: usize = 8 << 20;
 
-impl<F: Files> RangeSession<F> {
+impl<F: Files> RangeHandler<F> {
     /// One that has served nothing yet.
     pub fn new(files: F) -> Self {
         Self { files, stream: None, waiting: None }
@@ -237,7 +237,7 @@ fn refuse<'a>(fields: &'a mut FieldWriter, refusal: &Refusal) -> &'a mut FieldWr
     fields.number(REFUSED, refusal.kind as u64).field(REASON, reason)
 }
 
-impl<F: Files> Session for RangeSession<F> {
+impl<F: Files> Handler for RangeHandler<F> {
     type Sink = Vec<u8>;
 
     fn handle(
@@ -505,9 +505,9 @@ impl<S: Sink> RangeClient<S> {
 
     /// What the server says next, which may look for memory first, but not for ever.
     fn answer(&mut self) -> Result<Event<S>, Error> {
-        let patience = self.link.patience();
-        let stalled = Error::Stalled { peer: self.link.peer().into(), after: patience };
-        self.link.next_event_within(patience)?.ok_or(stalled)
+        let stall_timeout = self.link.stall_timeout();
+        let stalled = Error::Stalled { peer: self.link.peer().into(), after: stall_timeout };
+        self.link.next_event_within(stall_timeout)?.ok_or(stalled)
     }
 
     /// The memory of a range that was not read to its end, when the connection has ended.

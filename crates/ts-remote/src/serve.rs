@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::lobby::{accept, wait};
+use crate::acceptor::{accept, wait};
 #[cfg(feature = "tls")]
 use crate::tls::TlsServer;
 use crate::{
@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// What a server does for one that has connected.
-pub trait Session {
+pub trait Handler {
     /// What payloads are received to.
     type Sink: Sink;
 
@@ -40,15 +40,15 @@ pub struct ServerOptions {
     /// The most connections at a time. Of more those wait that come last.
     pub max_connections: usize,
     /// The most that have not said who they are; for another the oldest of them goes.
-    pub max_strangers: usize,
+    pub max_pending: usize,
     /// How long who connects may take to say who it is.
-    pub introduction: Duration,
+    pub handshake_timeout: Duration,
     /// How long a connection may be open and nothing be wanted of it. Who wants something later
     /// connects again.
-    pub idle: Duration,
+    pub idle_timeout: Duration,
     /// How long transfers that are under way may take to end after the server was stopped. A
     /// connection counts as idle when nothing has been sent or requested for half a second.
-    pub grace: Duration,
+    pub grace_period: Duration,
     /// Certificates, for connections by TCP.
     #[cfg(feature = "tls")]
     pub tls: Option<TlsServer>,
@@ -66,10 +66,10 @@ impl Default for ServerOptions {
                 ..ConnectionOptions::default()
             },
             max_connections: 512,
-            max_strangers: 128,
-            introduction: Duration::from_secs(10),
-            idle: Duration::from_secs(600),
-            grace: Duration::from_secs(10),
+            max_pending: 128,
+            handshake_timeout: Duration::from_secs(10),
+            idle_timeout: Duration::from_secs(600),
+            grace_period: Duration::from_secs(10),
             #[cfg(feature = "tls")]
             tls: None,
         }
@@ -82,7 +82,7 @@ pub struct ServerStats {
     /// Connections that were accepted.
     pub accepted: u64,
     /// Of these, those that never said who they were.
-    pub strangers: u64,
+    pub failed_handshakes: u64,
     /// Connections that ended with an error.
     pub failed: u64,
     /// Bytes written.
@@ -98,7 +98,7 @@ impl ServerStats {
     }
 }
 
-struct Guest<S: Session> {
+struct Guest<S: Handler> {
     link: Link<S::Sink>,
     session: S,
     since: Instant,
@@ -116,12 +116,12 @@ const QUIET: Duration = Duration::from_millis(500);
 const STOPPED: &str = "the server was stopped";
 
 /// Serves until `stop` returns true, which is asked at least every 50 ms. Then no connection is
-/// accepted, and those that are open go on until they are idle, at most [`ServerOptions::grace`].
+/// accepted, and those that are open go on until they are idle, at most [`ServerOptions::grace_period`].
 /// `session` makes what serves one that has connected; `log` hears why connections end. Blocks.
 ///
 /// # Errors
 /// [`Error::Io`] when the listener fails for good. No connection's error ends it.
-pub fn serve<S: Session>(
+pub fn serve<S: Handler>(
     listener: &Listener,
     options: &ServerOptions,
     stop: &mut dyn FnMut() -> bool,
@@ -136,7 +136,7 @@ pub fn serve<S: Session>(
     loop {
         // Also afterwards: who is asked may see that the process is to end at once.
         if stop() && end.is_none() {
-            end = Some(Instant::now() + options.grace);
+            end = Some(Instant::now() + options.grace_period);
         }
         if let Some(end) = end {
             let late = Instant::now() >= end;
@@ -166,7 +166,7 @@ pub fn serve<S: Session>(
                     break;
                 }
             }
-            stats.strangers += turn_away(&mut guests, options);
+            stats.failed_handshakes += turn_away(&mut guests, options);
         }
         busy = false;
         let mut number = 0;
@@ -175,12 +175,12 @@ pub fn serve<S: Session>(
             let polled = ready.get(number).copied().unwrap_or(true);
             let kept = polled || guest.waits();
             let result = if kept { guest.turn() } else { Ok(false) };
-            let result = result.and_then(|went| guest.check(options.idle).map(|()| went));
+            let result = result.and_then(|went| guest.check(options.idle_timeout).map(|()| went));
             match result {
                 Ok(went) => {
                     busy |= went;
-                    let late = !guest.met && guest.since.elapsed() > options.introduction;
-                    stats.strangers += u64::from(late);
+                    let late = !guest.met && guest.since.elapsed() > options.handshake_timeout;
+                    stats.failed_handshakes += u64::from(late);
                     !late
                 }
                 Err(error) => {
@@ -194,7 +194,7 @@ pub fn serve<S: Session>(
     }
 }
 
-fn guest<S: Session>(
+fn guest<S: Handler>(
     socket: Socket,
     options: &ServerOptions,
     session: &mut impl FnMut(&str) -> S,
@@ -207,9 +207,9 @@ fn guest<S: Session>(
 }
 
 /// Ends the oldest of those who have not said who they are, if there are too many; how many.
-fn turn_away<S: Session>(guests: &mut Vec<Guest<S>>, options: &ServerOptions) -> u64 {
+fn turn_away<S: Handler>(guests: &mut Vec<Guest<S>>, options: &ServerOptions) -> u64 {
     let strangers = guests.iter().filter(|guest| !guest.met).count();
-    let mut surplus = strangers.saturating_sub(options.max_strangers);
+    let mut surplus = strangers.saturating_sub(options.max_pending);
     let gone = surplus as u64;
     guests.retain(|guest| {
         let goes = surplus > 0 && !guest.met;
@@ -219,7 +219,7 @@ fn turn_away<S: Session>(guests: &mut Vec<Guest<S>>, options: &ServerOptions) ->
     gone
 }
 
-impl<S: Session> Guest<S> {
+impl<S: Handler> Guest<S> {
     /// Whether there may be something to do for it that its socket does not tell of: bytes that TLS
     /// has taken off it, events that waited, or what it was to be sent and there was no memory for.
     fn waits(&mut self) -> bool {
@@ -232,12 +232,12 @@ impl<S: Session> Guest<S> {
     /// # Errors
     /// [`Error::Stalled`] when it does not take what it is sent; [`Error::Closed`] when nothing has
     /// been wanted for long.
-    fn check(&mut self, idle: Duration) -> Result<(), Error> {
+    fn check(&mut self, idle_timeout: Duration) -> Result<(), Error> {
         self.link.check_progress()?;
-        if self.link.at_rest() < idle {
+        if self.link.at_rest() < idle_timeout {
             return Ok(());
         }
-        let reason = format!("nothing was wanted for {idle:?}");
+        let reason = format!("nothing was wanted for {idle_timeout:?}");
         self.link.connection().close(&reason);
         self.link.drive()?;
         Err(Error::Closed { reason })

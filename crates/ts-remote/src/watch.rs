@@ -14,7 +14,7 @@ const AWAY: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct Watch {
     timeout: Duration,
-    patience: Duration,
+    stall_timeout: Duration,
     since: Instant,
     /// When they were looked at last, and whether nothing that may take time was done since.
     now: Instant,
@@ -28,10 +28,11 @@ pub(crate) struct Watch {
 
 impl Watch {
     pub(crate) fn new(options: &ConnectionOptions) -> Self {
-        let (timeout, patience, now) = (options.timeout, options.patience, Instant::now());
+        let (timeout, stall_timeout, now) =
+            (options.idle_timeout, options.stall_timeout, Instant::now());
         Self {
             timeout,
-            patience,
+            stall_timeout,
             since: now,
             now,
             fresh: true,
@@ -45,8 +46,8 @@ impl Watch {
         self.timeout
     }
 
-    pub(crate) fn patience(&self) -> Duration {
-        self.patience
+    pub(crate) fn stall_timeout(&self) -> Duration {
+        self.stall_timeout
     }
 
     /// A wait begins. Silence counts from now on, if nobody has listened before.
@@ -107,10 +108,10 @@ impl Watch {
         connection: &Connection<S>,
         peer: &str,
     ) -> Result<(), Error> {
-        if self.at_rest(connection) < self.patience || !connection.is_under_way() {
+        if self.at_rest(connection) < self.stall_timeout || !connection.is_under_way() {
             return Ok(());
         }
-        Err(Error::Stalled { peer: peer.into(), after: self.patience })
+        Err(Error::Stalled { peer: peer.into(), after: self.stall_timeout })
     }
 
     /// How much longer the other end may be silent. Asks it for a sign of life when half of its

@@ -61,7 +61,7 @@ async fn it_talks_to_links_that_block() {
     let address = listener.local_addr().unwrap();
     let sizes = [70_000usize, 8 << 20];
     let blocking = std::thread::spawn(move || {
-        let socket = Socket::connect(&address.to_string().parse()?, options().timeout)?;
+        let socket = Socket::connect(&address.to_string().parse()?, options().idle_timeout)?;
         let mut link = Link::<Vec<u8>>::new(socket, Role::Connector, options())?;
         let came = exchange(&mut link, &sizes, 1)?;
         link.close("all is said").map(|()| came)
@@ -83,7 +83,7 @@ async fn it_talks_to_links_that_block() {
     assert_eq!(blocking.join().unwrap().unwrap(), sizes.map(|len| payload(len, 2)));
     // Also the other way round, where all of `together` is used.
     let listener =
-        ts_remote::Listener::bind(&"127.0.0.1:0".parse().unwrap(), options().timeout).unwrap();
+        ts_remote::Listener::bind(&"127.0.0.1:0".parse().unwrap(), options().idle_timeout).unwrap();
     tokio::task::spawn_blocking(move || both_ways(listener, Ok, ts_remote::Listener::accept))
         .await
         .unwrap();
@@ -92,8 +92,8 @@ async fn it_talks_to_links_that_block() {
 #[tokio::test]
 async fn waits_end_and_may_be_given_up() {
     let short = ConnectionOptions {
-        timeout: Duration::from_secs(1),
-        patience: Duration::from_secs(1),
+        idle_timeout: Duration::from_secs(1),
+        stall_timeout: Duration::from_secs(1),
         ..ConnectionOptions::default()
     };
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -27,7 +27,7 @@ fn wants(service: &str) -> ConnectionOptions {
 fn a_passed_connection_works_like_an_accepted_one() {
     let directory = tempfile::tempdir().unwrap();
     for at in ["127.0.0.1:0".parse().unwrap(), Address::Unix(directory.path().join("socket"))] {
-        let listener = Listener::bind(&at, options().timeout).unwrap();
+        let listener = Listener::bind(&at, options().idle_timeout).unwrap();
         both_ways(listener, Ok, |listener| dispatch(Dispatcher::new(options()), listener));
     }
 }
@@ -43,7 +43,8 @@ struct Full {
 
 impl Full {
     fn start(options: ConnectionOptions) -> Self {
-        let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap(), options.timeout).unwrap();
+        let listener =
+            Listener::bind(&"127.0.0.1:0".parse().unwrap(), options.idle_timeout).unwrap();
         let (stop, failed, services) =
             (Arc::<AtomicBool>::default(), Arc::default(), Arc::default());
         let mut this = Self {
@@ -119,7 +120,8 @@ fn refused_clients_get_the_reason() {
 
 #[test]
 fn clients_without_a_complete_hello_do_not_delay_others() {
-    let full = Full::start(ConnectionOptions { timeout: Duration::from_secs(1), ..wants("exec") });
+    let full =
+        Full::start(ConnectionOptions { idle_timeout: Duration::from_secs(1), ..wants("exec") });
     let Address::Tcp(address) = &full.address else { unreachable!() };
     let mut silent: Vec<_> = (0..300).filter_map(|_| TcpStream::connect(address).ok()).collect();
     for (number, socket) in silent.iter_mut().enumerate() {
@@ -172,7 +174,7 @@ fn hello(service: &str, token: Option<&str>) -> Vec<u8> {
 #[test]
 fn no_first_bytes_stop_a_dispatcher() {
     let full =
-        Full::start(ConnectionOptions { timeout: Duration::from_millis(50), ..wants("exec") });
+        Full::start(ConnectionOptions { idle_timeout: Duration::from_millis(50), ..wants("exec") });
     let good = hello("exec/x", Some("sesame"));
     let config = ProptestConfig { cases: 60, ..ProptestConfig::default() };
     proptest!(config, |(at in 0..good.len(), byte: u8, cut in 0..good.len())| {

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use ts_format::Dtype;
 use ts_remote::{
-    Address, ConnectionOptions, Error, ErrorKind, Event, Link, Listener, Lobby, Role, SendOptions,
-    TensorInfo,
+    Acceptor, Address, ConnectionOptions, Error, ErrorKind, Event, Link, Listener, Role,
+    SendOptions, TensorInfo,
 };
 
 use together::{both_ways, options, payload};
@@ -23,7 +23,7 @@ fn any_port() -> Address {
 
 #[test]
 fn both_ends_send_at_once_over_tcp() {
-    both_ways(Listener::bind(&any_port(), options().timeout).unwrap(), Ok, Listener::accept);
+    both_ways(Listener::bind(&any_port(), options().idle_timeout).unwrap(), Ok, Listener::accept);
 }
 
 #[test]
@@ -31,7 +31,7 @@ fn both_ends_send_at_once_over_a_unix_socket() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("socket");
     let address: Address = format!("unix:{}", path.display()).parse().unwrap();
-    both_ways(Listener::bind(&address, options().timeout).unwrap(), Ok, Listener::accept);
+    both_ways(Listener::bind(&address, options().idle_timeout).unwrap(), Ok, Listener::accept);
     assert!(!path.exists(), "who listens no more leaves nothing behind");
 }
 
@@ -44,7 +44,7 @@ fn strangers_keep_nobody_waiting() {
     let Address::Tcp(address) = listener.address().clone() else {
         unreachable!("it was asked for TCP")
     };
-    let mut lobby = Lobby::<Vec<u8>>::new(with.clone());
+    let mut lobby = Acceptor::<Vec<u8>>::new(with.clone());
     let (mut silent, mut sent_away) = (Vec::new(), Vec::new());
     let mut log = |_: &str, error: &Error| sent_away.push(error.to_string());
     // No more at a time than the system lets wait.
@@ -77,7 +77,7 @@ fn tensors_of_a_mebibyte_go_by_shared_memory() {
     let directory = tempfile::tempdir().unwrap();
     let address: Address =
         format!("unix:{}", directory.path().join("socket").display()).parse().unwrap();
-    let listener = Listener::bind(&address, options().timeout).unwrap();
+    let listener = Listener::bind(&address, options().idle_timeout).unwrap();
     let sender = thread::spawn(move || {
         let mut link = Link::<Vec<u8>>::connect(&address, options()).unwrap();
         let stream = link.connection().open_stream().unwrap();
@@ -113,8 +113,10 @@ fn tensors_of_a_mebibyte_go_by_shared_memory() {
 
 #[test]
 fn a_silent_end_is_given_up_in_time_and_a_slow_one_is_not() {
-    let short =
-        ConnectionOptions { timeout: Duration::from_millis(400), ..ConnectionOptions::default() };
+    let short = ConnectionOptions {
+        idle_timeout: Duration::from_millis(400),
+        ..ConnectionOptions::default()
+    };
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = Address::Tcp(silent.local_addr().unwrap().to_string());
     let begin = Instant::now();
@@ -181,7 +183,7 @@ fn what_is_no_peer_is_an_error_that_says_so() {
 
 #[test]
 fn an_end_that_dies_is_missed() {
-    let listener = Listener::bind(&any_port(), options().timeout).unwrap();
+    let listener = Listener::bind(&any_port(), options().idle_timeout).unwrap();
     let address = listener.address().clone();
     let other = thread::spawn(move || {
         let link =
@@ -199,7 +201,7 @@ fn an_end_that_dies_is_missed() {
     assert!(matches!(lost.kind(), ErrorKind::Network | ErrorKind::Refused), "{lost}");
 
     // In the middle of a frame.
-    let listener = Listener::bind(&any_port(), options().timeout).unwrap();
+    let listener = Listener::bind(&any_port(), options().idle_timeout).unwrap();
     let address = listener.address().to_string();
     let other = thread::spawn(move || {
         Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, options())
@@ -211,8 +213,8 @@ fn an_end_that_dies_is_missed() {
 
 #[test]
 fn two_ends_that_wait_for_each_other_are_told() {
-    let options = ConnectionOptions { patience: Duration::from_millis(300), ..options() };
-    let listener = Listener::bind(&any_port(), options.timeout).unwrap();
+    let options = ConnectionOptions { stall_timeout: Duration::from_millis(300), ..options() };
+    let listener = Listener::bind(&any_port(), options.idle_timeout).unwrap();
     let address = listener.address().clone();
     let send = |mut link: Link<Vec<u8>>| {
         let stream = link.connection().open_stream().unwrap();
@@ -269,7 +271,7 @@ fn on_one_host_payloads_go_by_shared_memory_where_descriptors_get_through() {
     let address = |name: &str| -> Address {
         format!("unix:{}", directory.path().join(name).display()).parse().unwrap()
     };
-    let listener = Listener::bind(&address("direct"), options().timeout).unwrap();
+    let listener = Listener::bind(&address("direct"), options().idle_timeout).unwrap();
     let direct = carried(&listener, listener.address());
     // What went before the other end had said that it takes it went by the socket.
     #[cfg(target_os = "linux")]
@@ -299,7 +301,7 @@ fn on_one_host_payloads_go_by_shared_memory_where_descriptors_get_through() {
 #[test]
 fn who_is_there_and_says_nothing_at_all_is_given_up() {
     let short =
-        ConnectionOptions { timeout: Duration::from_secs(1), ..ConnectionOptions::default() };
+        ConnectionOptions { idle_timeout: Duration::from_secs(1), ..ConnectionOptions::default() };
     let listener = Listener::bind(&any_port(), short.timeout).unwrap();
     let address = listener.address().clone();
     let with = short.clone();
@@ -340,7 +342,7 @@ fn who_is_there_and_says_nothing_at_all_is_given_up() {
 
 /// Two links that know each other, over a socket of this kind.
 fn pair(at: &Address) -> [Link<Vec<u8>>; 2] {
-    let listener = Listener::bind(at, options().timeout).unwrap();
+    let listener = Listener::bind(at, options().idle_timeout).unwrap();
     let address = listener.address().clone();
     let near = thread::spawn(move || Link::<Vec<u8>>::connect(&address, options()).unwrap());
     let far = Link::new(listener.accept().unwrap(), Role::Acceptor, options()).unwrap();
@@ -429,8 +431,9 @@ fn a_frame_that_never_ends_is_a_stall_though_bytes_arrive() {
             thread::sleep(Duration::from_millis(100));
         }
     });
-    let patience = Duration::from_secs(1);
-    let with = ConnectionOptions { timeout: Duration::from_millis(500), patience, ..options() };
+    let stall_timeout = Duration::from_secs(1);
+    let with =
+        ConnectionOptions { idle_timeout: Duration::from_millis(500), stall_timeout, ..options() };
     let since = Instant::now();
     let ended = Link::<Vec<u8>>::connect(&address, with).and_then(|mut link| {
         loop {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use ts_remote::{
     Bytes, ConnectionOptions, Dispatcher, Error, ErrorKind, Files, Identity, Link, Listener,
-    RangeClient, RangeSession, Refusal, RefusalKind, RemoteFile, Role, ServerOptions, Socket,
+    RangeClient, RangeHandler, Refusal, RefusalKind, RemoteFile, Role, ServerOptions, Socket,
     TlsClient, TlsServer, serve,
 };
 
@@ -68,7 +68,7 @@ impl Pem {
 }
 
 fn listener() -> Listener {
-    Listener::bind(&"127.0.0.1:0".parse().unwrap(), options().timeout).unwrap()
+    Listener::bind(&"127.0.0.1:0".parse().unwrap(), options().idle_timeout).unwrap()
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn a_client_that_stays_connected_keeps_no_relay_after_it_was_dropped() {
     let files = Pem::new("127.0.0.1");
     let listener = listener();
     let ts_remote::Address::Tcp(address) = listener.address().clone() else { unreachable!() };
-    let short = ConnectionOptions { timeout: Duration::from_millis(300), ..options() };
+    let short = ConnectionOptions { idle_timeout: Duration::from_millis(300), ..options() };
     let mut dispatcher = Dispatcher::new(short).with_tls(files.server(None));
     let connect = move || {
         (0..300).map(|_| std::net::TcpStream::connect(&address).unwrap()).collect::<Vec<_>>()
@@ -135,7 +135,7 @@ fn meet(server: TlsServer, client: &TlsClient) -> [Result<(), Error>; 2] {
         let socket = listener.accept()?.into_tls_server(&server)?;
         Link::<Vec<u8>>::new(socket, Role::Acceptor, options()).map(drop)
     });
-    let socket = Socket::connect(&address, options().timeout)
+    let socket = Socket::connect(&address, options().idle_timeout)
         .and_then(|socket| socket.into_tls_client(client));
     let met = socket
         .and_then(|socket| Link::<Vec<u8>>::new(socket, Role::Connector, options()))
@@ -187,14 +187,14 @@ fn a_server_of_ranges_reads_all_that_tls_has_taken_off_the_socket() {
     let asked = Arc::clone(&stop);
     let other = thread::spawn(move || {
         let options = ServerOptions { tls: Some(server), ..ServerOptions::default() };
-        let session = |_: &str| RangeSession::new(Held(content.clone()));
+        let session = |_: &str| RangeHandler::new(Held(content.clone()));
         serve(&listener, &options, &mut || asked.load(Ordering::Relaxed), session, |_, _| {})
             .unwrap()
     });
     let readers = (0..3u64).map(|reader| {
         let (address, client, held) = (address.clone(), client.clone(), held.clone());
         thread::spawn(move || {
-            let socket = Socket::connect(&address, options().timeout)
+            let socket = Socket::connect(&address, options().idle_timeout)
                 .unwrap()
                 .into_tls_client(&client)
                 .unwrap();

@@ -83,8 +83,8 @@ impl How {
         };
         let usual = ServerOptions::default();
         let connection = ConnectionOptions { token, ..usual.connection.clone() };
-        let grace = Duration::from_secs(self.grace);
-        let server = ServerOptions { connection, tls, grace, ..usual };
+        let grace_period = Duration::from_secs(self.grace);
+        let server = ServerOptions { connection, tls, grace_period, ..usual };
         Ok(ServeOptions {
             server,
             memory_bytes: self.memory,
@@ -135,7 +135,7 @@ pub(super) fn run(
     let sent = stats.sent_bytes as f64 / MIB;
     match console.json {
         true => say(json!({
-            "accepted": stats.accepted, "strangers": stats.strangers, "failed": stats.failed,
+            "accepted": stats.accepted, "failed_handshakes": stats.failed_handshakes, "failed": stats.failed,
             "sent_bytes": stats.sent_bytes, "received_bytes": stats.received_bytes,
         })),
         false => say(format_args!("{} connections, {sent:.1} MiB sent", stats.accepted)),

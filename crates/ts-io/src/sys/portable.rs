@@ -4,7 +4,8 @@
 use std::fs::{File, Metadata};
 use std::io::{self, IoSliceMut};
 use std::path::Path;
-use std::sync::{Condvar, Mutex, PoisonError};
+
+use parking_lot::{Condvar, Mutex};
 
 #[cfg(unix)]
 pub(crate) fn identity(metadata: &Metadata) -> (u64, u64) {
@@ -55,18 +56,17 @@ impl Gate {
     }
 
     pub(crate) fn open(&self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.0.lock() = true;
         self.1.notify_all();
     }
 
     pub(crate) fn wait(&self) {
-        let open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        drop(self.1.wait_while(open, |open| !*open));
+        self.1.wait_while(&mut self.0.lock(), |open| !*open);
     }
 
     #[cfg(feature = "object")]
     pub(crate) fn is_open(&self) -> bool {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.0.lock()
     }
 }
 

@@ -74,6 +74,6 @@ class Peers:
         if address not in self._machines:
             tls = {} if address.startswith("unix:") else self._tls
             self._machines[address] = RemoteMachine(
-                "tcp", address, token=self._token, timeout=_TIMEOUT, retry=0.0, **tls
+                "tcp", address, token=self._token, idle_timeout=_TIMEOUT, retry=0.0, **tls
             )
         return self._machines[address]

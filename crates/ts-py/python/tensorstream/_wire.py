@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from . import _native
+from ._deprecated import renamed
 from ._native import PoolConfig, Tensor
 
 __all__ = ["Connection", "Listener", "connect", "listen"]
@@ -21,6 +22,7 @@ Path = str | PathLike[str]
 LIMIT_BYTES = 64 << 30
 
 
+@renamed(timeout="idle_timeout", patience="stall_timeout")
 def connect(
     address: str,
     *,
@@ -28,8 +30,8 @@ def connect(
     ca: Path | None = None,
     cert: Path | None = None,
     key: Path | None = None,
-    timeout: float = 30.0,
-    patience: float = 300.0,
+    idle_timeout: float = 30.0,
+    stall_timeout: float = 300.0,
     shared_memory: bool = True,
     pool: PoolConfig | None = None,
     limit_bytes: int = LIMIT_BYTES,
@@ -42,8 +44,8 @@ def connect(
         ca: A file of certificates (PEM) to trust. The connection then uses TLS.
         cert: A certificate (PEM) of this side, if the listener requires one.
         key: Its key (PEM).
-        timeout: Seconds of silence after which the other side is given up.
-        patience: Seconds after which a transfer without progress fails, although the other side is
+        idle_timeout: Seconds without a byte from the peer after which the connection is lost.
+        stall_timeout: Seconds without progress after which a transfer fails, even if the peer is
             alive.
         shared_memory: Send large tensors through shared memory on the same host (Unix sockets).
         pool: Receive tensors into blocks of such a pool. A block returns to it when its tensor is
@@ -56,10 +58,11 @@ def connect(
         ProtocolError: It speaks another protocol.
         ConfigurationError: An argument is invalid.
     """
-    settings = _settings(token, timeout, patience, shared_memory, pool, limit_bytes)
+    settings = _settings(token, idle_timeout, stall_timeout, shared_memory, pool, limit_bytes)
     return Connection(_native.connect(address, settings, ca, cert, key))
 
 
+@renamed(timeout="idle_timeout", patience="stall_timeout")
 def listen(
     address: str,
     *,
@@ -68,8 +71,8 @@ def listen(
     cert: Path | None = None,
     key: Path | None = None,
     insecure: bool = False,
-    timeout: float = 30.0,
-    patience: float = 300.0,
+    idle_timeout: float = 30.0,
+    stall_timeout: float = 300.0,
     shared_memory: bool = True,
     pool: PoolConfig | None = None,
     limit_bytes: int = LIMIT_BYTES,
@@ -83,8 +86,8 @@ def listen(
         cert: A certificate (PEM) of this side. Connections then use TLS.
         key: Its key (PEM).
         insecure: Allow an address that other machines can reach without a token or certificates.
-        timeout: As of :func:`connect`, like the others.
-        patience: See there.
+        idle_timeout: As of :func:`connect`, like the others.
+        stall_timeout: See there.
         shared_memory: See there.
         pool: See there.
         limit_bytes: See there.
@@ -93,21 +96,21 @@ def listen(
         ConnectionLost: The address cannot be used.
         ConfigurationError: An argument is invalid.
     """
-    settings = _settings(token, timeout, patience, shared_memory, pool, limit_bytes)
+    settings = _settings(token, idle_timeout, stall_timeout, shared_memory, pool, limit_bytes)
     return Listener(_native.listen(address, settings, ca, cert, key, insecure))
 
 
 def _settings(
     token: str | None,
-    timeout: float,
-    patience: float,
+    idle_timeout: float,
+    stall_timeout: float,
     shared_memory: bool,
     pool: PoolConfig | None,
     limit_bytes: int,
 ) -> dict[str, Any]:
-    names = ("token", "timeout", "patience", "shared_memory", "pool", "limit_bytes")
+    names = ("token", "idle_timeout", "stall_timeout", "shared_memory", "pool", "limit_bytes")
     return dict(
-        zip(names, (token, timeout, patience, shared_memory, pool, limit_bytes), strict=True)
+        zip(names, (token, idle_timeout, stall_timeout, shared_memory, pool, limit_bytes), strict=True)
     )
 
 

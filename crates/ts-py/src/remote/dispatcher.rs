@@ -3,11 +3,11 @@
 
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
-use tensorstream::remote::exec::EXEC;
+use tensorstream::exec::EXEC;
 use tensorstream::remote::{self, ConnectionOptions, Listener};
 
 use crate::errors::{misuse, of_wire};
@@ -71,7 +71,7 @@ impl Dispatcher {
     ) -> PyResult<Option<Handoff>> {
         let mut failed = Vec::new();
         let handoff = py.detach(|| {
-            let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut inner = self.inner.lock();
             let (listener, dispatcher) = &mut *inner;
             let note = |peer: &str, error: &remote::Error| {
                 failed.push((peer.to_string(), error.to_string()));
@@ -109,7 +109,7 @@ impl Handoff {
 
 impl Handoff {
     fn take(&self, py: Python<'_>) -> PyResult<remote::Handoff> {
-        let taken = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let taken = self.inner.lock().take();
         taken.ok_or_else(|| misuse(py, "the connection has been passed on or refused already"))
     }
 }

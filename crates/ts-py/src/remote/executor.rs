@@ -10,10 +10,10 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
 use pyo3::{IntoPyObjectExt, intern};
-use tensorstream::remote::Bytes;
-use tensorstream::remote::exec::{
-    Call, Executor, Failure, FailureKind, Output, ScalarType, TensorRef, Value, View,
+use tensorstream::exec::{
+    Call, Executor, OpFailure, OpFailureKind, Output, ScalarType, StorageView, TensorRef, Value,
 };
+use tensorstream::remote::Bytes;
 
 use super::torch::integer;
 use crate::errors::misuse;
@@ -93,7 +93,7 @@ struct Held {
     identity: usize,
     /// Once something was written to it.
     storage: Option<Py<PyAny>>,
-    views: Vec<(View, Py<PyAny>)>,
+    views: Vec<(StorageView, Py<PyAny>)>,
 }
 
 /// A client's storages, and operators on them.
@@ -135,20 +135,20 @@ impl Drop for TorchExecutor {
     }
 }
 
-fn refused(what: impl Into<String>) -> Failure {
-    Failure::new(FailureKind::Refused, what)
+fn refused(what: impl Into<String>) -> OpFailure {
+    OpFailure::new(OpFailureKind::Refused, what)
 }
 
 /// What PyTorch says went wrong.
-fn raised(py: Python<'_>, what: &str, error: &PyErr) -> Failure {
+fn raised(py: Python<'_>, what: &str, error: &PyErr) -> OpFailure {
     let text = error.value(py).str().map_or_else(|_| "?".into(), |text| text.to_string());
     let kind = error.get_type(py).name().map_or_else(|_| "?".into(), |name| name.to_string());
     let memory = kind == "OutOfMemoryError"
         || kind == "MemoryError"
         || text.contains("can't allocate memory");
-    let kind_of = if memory { FailureKind::OutOfMemory } else { FailureKind::Raised };
+    let kind_of = if memory { OpFailureKind::OutOfMemory } else { OpFailureKind::Raised };
     let kind = if kind == "RuntimeError" { String::new() } else { format!("{kind}: ") };
-    Failure::new(kind_of, format!("{what}: {kind}{text}"))
+    OpFailure::new(kind_of, format!("{what}: {kind}{text}"))
 }
 
 impl Server {
@@ -196,7 +196,7 @@ impl Server {
         Ok(server)
     }
 
-    fn element(&self, dtype: ScalarType) -> Result<&(Py<PyAny>, u64), Failure> {
+    fn element(&self, dtype: ScalarType) -> Result<&(Py<PyAny>, u64), OpFailure> {
         let element = self.dtypes.get(usize::from(dtype.0)).and_then(Option::as_ref);
         element.ok_or_else(|| refused(format!("there is no dtype {}", dtype.0)))
     }
@@ -211,7 +211,7 @@ impl Server {
 }
 
 /// How a tensor lies in its storage.
-fn view_of(server: &Server, tensor: &Bound<'_, PyAny>) -> PyResult<View> {
+fn view_of(server: &Server, tensor: &Bound<'_, PyAny>) -> PyResult<StorageView> {
     let py = tensor.py();
     let layout = tensor.getattr(intern!(py, "layout"))?.str()?;
     if layout.to_str()? != "torch.strided" {
@@ -223,7 +223,7 @@ fn view_of(server: &Server, tensor: &Bound<'_, PyAny>) -> PyResult<View> {
     let dtype = tensor.getattr(intern!(py, "dtype"))?;
     let unknown =
         || misuse(py, &format!("an operator has given a tensor of {dtype}, which does not travel"));
-    Ok(View {
+    Ok(StorageView {
         dtype: server.number(&dtype).ok_or_else(unknown)?,
         sizes: tensor.getattr(intern!(py, "shape"))?.extract()?,
         strides: tensor.call_method0(intern!(py, "stride"))?.extract()?,
@@ -252,15 +252,18 @@ impl TorchExecutor {
         Ok(self.session.as_ref().expect("it was just made").bind(py).clone())
     }
 
-    fn held(&mut self, storage: u64) -> Result<&mut Held, Failure> {
+    fn held(&mut self, storage: u64) -> Result<&mut Held, OpFailure> {
         let stale = || {
-            Failure::new(FailureKind::Stale, format!("storage {storage} is not there, or no more"))
+            OpFailure::new(
+                OpFailureKind::Stale,
+                format!("storage {storage} is not there, or no more"),
+            )
         };
         self.storages.get_mut(&storage).ok_or_else(stale)
     }
 
     /// A storage, with its memory.
-    fn storage(&mut self, py: Python<'_>, storage: u64) -> Result<Py<PyAny>, Failure> {
+    fn storage(&mut self, py: Python<'_>, storage: u64) -> Result<Py<PyAny>, OpFailure> {
         let server = self.server.clone();
         let held = self.held(storage)?;
         if held.storage.is_none() {
@@ -276,7 +279,7 @@ impl TorchExecutor {
         Ok(held.storage.as_ref().expect("it was just made").clone_ref(py))
     }
 
-    fn tensor(&mut self, py: Python<'_>, tensor: &TensorRef) -> Result<Py<PyAny>, Failure> {
+    fn tensor(&mut self, py: Python<'_>, tensor: &TensorRef) -> Result<Py<PyAny>, OpFailure> {
         let held = self.held(tensor.storage)?;
         if let Some((_, known)) = held.views.iter().find(|(view, _)| *view == tensor.view) {
             return Ok(known.clone_ref(py));
@@ -284,7 +287,7 @@ impl TorchExecutor {
         let storage = self.storage(py, tensor.storage)?;
         let server = self.server.clone();
         let (dtype, _) = server.element(tensor.view.dtype)?;
-        let View { sizes, strides, offset, .. } = &tensor.view;
+        let StorageView { sizes, strides, offset, .. } = &tensor.view;
         let made = server.view.call1(py, (storage, dtype, sizes, strides, offset));
         let made = made.map_err(|error| {
             raised(py, &format!("a view of storage {}", tensor.storage), &error)
@@ -299,7 +302,7 @@ impl TorchExecutor {
         py: Python<'_>,
         tensor: &TensorRef,
         object: &Py<PyAny>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), OpFailure> {
         let views = &mut self.held(tensor.storage)?.views;
         if views.len() >= MAX_VIEWS {
             views.remove(0);
@@ -308,7 +311,7 @@ impl TorchExecutor {
         Ok(())
     }
 
-    fn argument(&mut self, py: Python<'_>, value: &Value) -> Result<Py<PyAny>, Failure> {
+    fn argument(&mut self, py: Python<'_>, value: &Value) -> Result<Py<PyAny>, OpFailure> {
         let server = self.server.clone();
         let object =
             |made: PyResult<Py<PyAny>>| made.map_err(|error| raised(py, "an argument", &error));
@@ -350,7 +353,7 @@ impl TorchExecutor {
         })
     }
 
-    fn run(&mut self, py: Python<'_>, call: &Call) -> Result<Vec<Value>, Failure> {
+    fn run(&mut self, py: Python<'_>, call: &Call) -> Result<Vec<Value>, OpFailure> {
         let server = self.server.clone();
         let args = call
             .args
@@ -392,7 +395,7 @@ impl TorchExecutor {
             let own = self.default_dtype.as_ref().unwrap_or(&server.default_dtype);
             server.with_default.bind(py).call1((own, callable, args, kwargs))
         };
-        let result = result.map_err(|error| Failure {
+        let result = result.map_err(|error| OpFailure {
             message: error.value(py).str().map_or_else(|_| "?".into(), |text| text.to_string()),
             ..raised(py, "", &error)
         })?;
@@ -438,7 +441,7 @@ impl TorchExecutor {
         &self,
         server: &Server,
         given: &Bound<'py, PyAny>,
-    ) -> Result<(Bound<'py, PyAny>, View, Bound<'py, PyAny>, usize), Failure> {
+    ) -> Result<(Bound<'py, PyAny>, StorageView, Bound<'py, PyAny>, usize), OpFailure> {
         let py = given.py();
         let failed = |error: PyErr| raised(py, "what it gave", &error);
         let call = |of: &Bound<'py, PyAny>, method| of.call_method0(method).map_err(failed);
@@ -474,18 +477,18 @@ impl TorchExecutor {
         Ok((given, view, storage, own))
     }
 
-    fn refuse_too_many(&self) -> Result<(), Failure> {
+    fn refuse_too_many(&self) -> Result<(), OpFailure> {
         if self.storages.len() < MAX_STORAGES {
             return Ok(());
         }
-        Err(Failure::new(
-            FailureKind::OutOfMemory,
+        Err(OpFailure::new(
+            OpFailureKind::OutOfMemory,
             format!("a machine keeps {MAX_STORAGES} storages of a client"),
         ))
     }
 
     /// Gives a storage a number.
-    fn hold(&mut self, number: u64, held: Held) -> Result<(), Failure> {
+    fn hold(&mut self, number: u64, held: Held) -> Result<(), OpFailure> {
         self.refuse_too_many()?;
         self.numbered.insert(held.identity);
         self.storages.insert(number, held);
@@ -499,7 +502,7 @@ impl TorchExecutor {
         server: &Server,
         output: Option<&Output>,
         given: &Bound<'_, PyAny>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), OpFailure> {
         let Some(Output::New { tensor, bytes }) = output else { return Ok(()) };
         let failed = |error: PyErr| raised(py, "what it gave", &error);
         if self.storages.contains_key(&tensor.storage) {
@@ -514,13 +517,13 @@ impl TorchExecutor {
                 "it gave a tensor of shape {:?} and dtype {}, where {:?} and {} were expected",
                 view.sizes, view.dtype.0, tensor.view.sizes, tensor.view.dtype.0
             );
-            return Err(Failure::new(FailureKind::Raised, what));
+            return Err(OpFailure::new(OpFailureKind::Raised, what));
         }
         let settled = if view == tensor.view {
             given
         } else {
             let (dtype, _) = server.element(tensor.view.dtype)?;
-            let View { sizes, strides, offset, .. } = &tensor.view;
+            let StorageView { sizes, strides, offset, .. } = &tensor.view;
             let settled =
                 server.settled.bind(py).call1((given, dtype, sizes, strides, offset, bytes));
             let settled = settled.map_err(failed)?;
@@ -544,7 +547,7 @@ impl TorchExecutor {
         server: &Server,
         storage: u64,
         given: &Bound<'_, PyAny>,
-    ) -> Result<Value, Failure> {
+    ) -> Result<Value, OpFailure> {
         if given.is_none() {
             return Ok(Value::None);
         }
@@ -599,14 +602,14 @@ impl TorchExecutor {
     }
 
     /// The elements of a tensor of few, where they are at hand: for who waits for a number.
-    fn small(&mut self, py: Python<'_>, tensor: &TensorRef) -> Result<Option<Vec<u8>>, Failure> {
+    fn small(&mut self, py: Python<'_>, tensor: &TensorRef) -> Result<Option<Vec<u8>>, OpFailure> {
         let (server, view) = (self.server.clone(), &tensor.view);
         let (_, element) = server.element(view.dtype)?;
         let Some(count) = view.elements().filter(|&count| count * element <= SMALL) else {
             return Ok(None);
         };
         if !server.on_host
-            || view.strides != View::contiguous(view.dtype, view.sizes.clone()).strides
+            || view.strides != StorageView::contiguous(view.dtype, view.sizes.clone()).strides
         {
             return Ok(None);
         }
@@ -638,7 +641,7 @@ impl TorchExecutor {
         storage: u64,
         offset: u64,
         bytes: u64,
-    ) -> Result<Arc<Memory>, Failure> {
+    ) -> Result<Arc<Memory>, OpFailure> {
         let server = self.server.clone();
         let object = self.storage(py, storage)?;
         let there = self.held(storage)?.bytes;
@@ -662,7 +665,7 @@ impl TorchExecutor {
     }
 
     /// What was staged goes to its storage.
-    fn land(&mut self, py: Python<'_>, storage: u64, offset: u64) -> Result<(), Failure> {
+    fn land(&mut self, py: Python<'_>, storage: u64, offset: u64) -> Result<(), OpFailure> {
         let Some(staged) = self.staged.take() else { return Ok(()) };
         let server = self.server.clone();
         let object = self.storage(py, storage)?;
@@ -716,7 +719,7 @@ impl Executor for TorchExecutor {
         });
     }
 
-    fn define(&mut self, _: u32, name: &str) -> Result<(), Failure> {
+    fn define(&mut self, _: u32, name: &str) -> Result<(), OpFailure> {
         Python::attach(|py| {
             let found = self.session(py).and_then(|session| {
                 session.call_method1(intern!(py, "define"), (name,))?.extract()
@@ -727,7 +730,7 @@ impl Executor for TorchExecutor {
                     Ok(Operator { name: name.into(), call, writes, writes_named })
                 }
                 Err(error) => {
-                    Err(Failure { kind: FailureKind::Refused, ..raised(py, name, &error) })
+                    Err(OpFailure { kind: OpFailureKind::Refused, ..raised(py, name, &error) })
                 }
             };
             let (op, failure) = match op {
@@ -739,7 +742,7 @@ impl Executor for TorchExecutor {
         })
     }
 
-    fn create(&mut self, storage: u64, bytes: u64, device: u32) -> Result<(), Failure> {
+    fn create(&mut self, storage: u64, bytes: u64, device: u32) -> Result<(), OpFailure> {
         if device as usize >= self.server.devices.len() {
             return Err(refused(format!("there is no device {device}")));
         }
@@ -752,7 +755,7 @@ impl Executor for TorchExecutor {
         Ok(())
     }
 
-    fn resize(&mut self, storage: u64, bytes: u64) -> Result<(), Failure> {
+    fn resize(&mut self, storage: u64, bytes: u64) -> Result<(), OpFailure> {
         Python::attach(|py| {
             let object = self.storage(py, storage)?;
             let resized = object.call_method1(py, intern!(py, "resize_"), (bytes,));
@@ -776,7 +779,7 @@ impl Executor for TorchExecutor {
         });
     }
 
-    fn write(&mut self, storage: u64, offset: u64, bytes: &[u8]) -> Result<(), Failure> {
+    fn write(&mut self, storage: u64, offset: u64, bytes: &[u8]) -> Result<(), OpFailure> {
         Python::attach(|py| {
             let part = self.part(py, storage, offset, bytes.len() as u64)?;
             let mut target = Target::new(part, 0, bytes.len())
@@ -786,18 +789,18 @@ impl Executor for TorchExecutor {
         })
     }
 
-    fn sink(&mut self, storage: u64, offset: u64, bytes: u64) -> Result<Target, Failure> {
+    fn sink(&mut self, storage: u64, offset: u64, bytes: u64) -> Result<Target, OpFailure> {
         Python::attach(|py| {
             let part = self.part(py, storage, offset, bytes)?;
             Target::new(part, 0, bytes as usize).ok_or_else(|| refused("it is not on the host"))
         })
     }
 
-    fn received(&mut self, storage: u64, offset: u64, _: Target) -> Result<(), Failure> {
+    fn received(&mut self, storage: u64, offset: u64, _: Target) -> Result<(), OpFailure> {
         Python::attach(|py| self.land(py, storage, offset))
     }
 
-    fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, Failure> {
+    fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, OpFailure> {
         Python::attach(|py| {
             if let Some(bytes) = self.small(py, tensor)? {
                 return Ok(bytes.into());
@@ -814,7 +817,7 @@ impl Executor for TorchExecutor {
         })
     }
 
-    fn call(&mut self, call: &Call) -> Result<Vec<Value>, Failure> {
+    fn call(&mut self, call: &Call) -> Result<Vec<Value>, OpFailure> {
         let done = Python::attach(|py| self.run(py, call));
         done.map_err(|failure| {
             let op = self.ops.get(call.op as usize).and_then(Option::as_ref);
@@ -824,7 +827,7 @@ impl Executor for TorchExecutor {
             let arguments: Vec<String> =
                 call.args.iter().map(|value| self.describe(value)).chain(named).collect();
             let message = format!("{}\n  in {op}({})", failure.message, arguments.join(", "));
-            Failure { message, ..failure }
+            OpFailure { message, ..failure }
         })
     }
 

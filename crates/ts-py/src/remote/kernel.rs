@@ -3,15 +3,16 @@
 //! its outputs, as they are known to be.
 
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock};
 
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyComplex, PyDict, PyFloat, PyList, PyString, PyTuple};
-use tensorstream::remote::exec::{
-    Answer, Call, Output, Request, ScalarType, Scalars, Signature, SignatureCache, TensorRef,
-    Value, View,
+use tensorstream::exec::{
+    Answer, Call, Output, Request, ScalarKeying, ScalarType, Signature, SignatureCache,
+    StorageView, TensorRef, Value,
 };
 
 use super::machine::{Seat, Session, new_storages, new_tensor, plain, same_machine, seat};
@@ -30,7 +31,7 @@ static KERNELS: AtomicU32 = AtomicU32::new(0);
 type Plans = SignatureCache<Box<[u8]>, Arc<Plan>>;
 
 fn plans() -> MutexGuard<'static, Plans> {
-    PLANS.lock().unwrap_or_else(PoisonError::into_inner)
+    PLANS.lock()
 }
 
 /// An operator of the device.
@@ -40,7 +41,7 @@ pub(crate) struct Kernel {
     /// Namespace, name and overload.
     name: String,
     op: Py<PyAny>,
-    scalars: Scalars,
+    scalars: ScalarKeying,
     /// Tensors on the host are taken to the device: indices.
     takes_host: bool,
     /// The name by which an overload for numbers is found, and places of arguments that are tensors
@@ -90,7 +91,7 @@ enum Leaf {
     Argument(usize),
     /// A view of the tensor argument of this place: sizes, strides, offset.
     #[pyo3(transparent)]
-    View((usize, Vec<u64>, Vec<i64>, u64)),
+    StorageView((usize, Vec<u64>, Vec<i64>, u64)),
     /// New: dtype, sizes, strides, offset, bytes of its storage, and which of the call's new
     /// storages that is.
     #[pyo3(transparent)]
@@ -280,7 +281,7 @@ impl Kernel {
             },
         };
         let returns = returns.into_iter().map(kind).collect::<PyResult<_>>()?;
-        let scalars = if by_value { Scalars::ByValue } else { Scalars::ByKind };
+        let scalars = if by_value { ScalarKeying::ByValue } else { ScalarKeying::ByKind };
         let base = name.split('.').next().unwrap_or(&name);
         let for_numbers = format!("{base}.*");
         let number = KERNELS.fetch_add(1, Ordering::Relaxed);
@@ -447,7 +448,7 @@ impl Kernel {
         )| {
             TensorRef {
                 storage: first + *group as u64,
-                view: View {
+                view: StorageView {
                     dtype: ScalarType(*dtype),
                     sizes: sizes.clone(),
                     strides: strides.clone(),
@@ -484,7 +485,7 @@ impl Kernel {
             let Some(leaf) = leaf else { return Ok(py.None().into_bound(py)) };
             match leaf {
                 Leaf::Argument(at) => Ok(argument(arguments, *at)?.clone()),
-                Leaf::View((at, sizes, strides, offset)) => arguments
+                Leaf::StorageView((at, sizes, strides, offset)) => arguments
                     .torch
                     .as_strided
                     .bind(py)

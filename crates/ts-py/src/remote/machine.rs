@@ -3,16 +3,18 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyList};
-use tensorstream::remote::exec::{
-    Answer, Call, Client, ClientStats, Fault, Request, ScalarType, TensorRef, Value, View,
+use tensorstream::exec::{
+    Answer, Call, Client, ClientStats, Request, ScalarType, StorageView, TensorRef, Value,
+    WaitError,
 };
 use tensorstream::remote::{Bytes, Error};
 
@@ -85,7 +87,7 @@ static TRACE: Mutex<Vec<Traced>> = Mutex::new(Vec::new());
 fn trace(py: Python<'_>, what: &str, line: &Line, waited: Option<Duration>) {
     if TRACING.load(Ordering::Relaxed) {
         let traced = (what.to_string(), line.clone_ref(py), waited);
-        TRACE.lock().unwrap_or_else(PoisonError::into_inner).push(traced);
+        TRACE.lock().push(traced);
     }
 }
 
@@ -104,7 +106,7 @@ pub(super) fn seat(py: Python<'_>, index: u32) -> PyResult<Seat> {
              spawn or forkserver",
         ));
     }
-    let seats = SEATS.read().unwrap_or_else(PoisonError::into_inner);
+    let seats = SEATS.read();
     seats.get(index as usize).cloned().flatten().ok_or_else(|| {
         misuse(py, &format!("there is no device ts:{index}: RemoteMachine(...).device() gives one"))
     })
@@ -132,7 +134,7 @@ impl Drop for Handle {
             return;
         }
         if ANY_SHARED.load(Ordering::Relaxed) {
-            let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut shared = SHARED.lock();
             if let Some(count) = shared.as_mut().and_then(|shared| shared.get_mut(&self.storage)) {
                 *count -= 1;
                 if *count == 0 {
@@ -175,7 +177,7 @@ pub(super) fn new_tensor<'py>(
 }
 
 /// One more than the last element that a view has, of its storage.
-fn extent(view: &View) -> u64 {
+fn extent(view: &StorageView) -> u64 {
     if view.sizes.contains(&0) {
         return 0;
     }
@@ -195,7 +197,7 @@ impl Session {
             );
             return Err(misuse(py, &what));
         }
-        let client = self.client.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let client = self.client.read().clone();
         client.ok_or_else(|| {
             misuse(py, &format!("machine {} is paused: resume() it first", self.name))
         })
@@ -219,17 +221,17 @@ impl Session {
     }
 
     fn numbers(&self) -> MutexGuard<'_, Scalars> {
-        self.scalars.lock().unwrap_or_else(PoisonError::into_inner)
+        self.scalars.lock()
     }
 
     /// Nobody has a view of a storage any more.
     fn free(&self, storage: u64) {
         let unwanted = self.numbers().gone(storage);
-        if let Some(freed) = &mut *self.freed.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(freed) = &mut *self.freed.lock() {
             freed.push(storage);
             return;
         }
-        if let Some(client) = &*self.client.read().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(client) = &*self.client.read() {
             unwanted.into_iter().for_each(|reply| client.forget(reply));
             client.free(storage);
         }
@@ -239,9 +241,7 @@ impl Session {
     pub(super) fn written(&self, storages: impl Iterator<Item = u64>) {
         for storage in storages {
             let unwanted = self.numbers().written(storage);
-            if let (Some(reply), Some(client)) =
-                (unwanted, &*self.client.read().unwrap_or_else(PoisonError::into_inner))
-            {
+            if let (Some(reply), Some(client)) = (unwanted, &*self.client.read()) {
                 client.forget(reply);
             }
         }
@@ -303,7 +303,7 @@ impl Session {
         let time = since.elapsed();
         if let Some(line) = torch(py)?.line(py) {
             trace(py, what, &line, Some(time));
-            let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut waits = self.waits.lock();
             let key = (line.code.as_ptr() as usize, line.instruction);
             let waited =
                 waits.entry(key).or_insert_with(|| Waited { line, count: 0, time: Duration::ZERO });
@@ -324,7 +324,7 @@ impl Session {
         let Some(line) = torch(py)?.line(py) else { return Ok(None) };
         trace(py, what, &line, None);
         let at = (line.code.as_ptr() as usize, line.instruction);
-        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lines = self.lines.lock();
         let oldest = if lines.len() >= MAX_LINES { lines.pop_front() } else { None };
         lines.push_back((number, line));
         drop(lines);
@@ -335,7 +335,7 @@ impl Session {
 
     /// Where a request was asked.
     fn place(&self, py: Python<'_>, request: u64) -> Option<String> {
-        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines = self.lines.lock();
         // Threads may have noted theirs in another order than they asked.
         let line = lines.iter().rev().find(|(number, _)| *number == request)?.1.clone_ref(py);
         drop(lines);
@@ -361,10 +361,10 @@ impl Session {
         of_wire_at(py, error, &format!("machine {}: ", self.name))
     }
 
-    pub(super) fn raise(&self, py: Python<'_>, fault: &Fault) -> PyErr {
+    pub(super) fn raise(&self, py: Python<'_>, fault: &WaitError) -> PyErr {
         match fault {
-            Fault::Lost(error) => self.lost(py, error),
-            Fault::Failed { request, failure, others } => {
+            WaitError::Lost(error) => self.lost(py, error),
+            WaitError::Failed { request, failure, others } => {
                 let asked = self
                     .place(py, *request)
                     .map_or_else(String::new, |at| format!("\n  asked at {at}"));
@@ -428,7 +428,7 @@ impl Machine {
             lines: Mutex::default(),
             waits: Mutex::default(),
         });
-        let mut seats = SEATS.write().unwrap_or_else(PoisonError::into_inner);
+        let mut seats = SEATS.write();
         let Some(first) = free_indices(&seats, count as usize, first) else {
             let what = format!(
                 "machine {} has {count} devices, and PyTorch counts those of all machines up to \
@@ -449,7 +449,7 @@ impl Machine {
 
     /// Whether the session is over, and nothing can be asked any more. Not while it is paused.
     fn is_over(&self) -> bool {
-        let client = self.session.client.read().unwrap_or_else(PoisonError::into_inner);
+        let client = self.session.client.read();
         client.as_ref().is_some_and(|client| client.is_over())
     }
 
@@ -462,9 +462,9 @@ impl Machine {
     /// Numbers of what was done.
     fn stats(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
         let session = &self.session;
-        let client = session.client.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let client = session.client.read().clone();
         let now = py.detach(|| client.map(|client| client.stats())).unwrap_or_default();
-        let stats = sum(*session.past.lock().unwrap_or_else(PoisonError::into_inner), now);
+        let stats = sum(*session.past.lock(), now);
         let dict = PyDict::new(py);
         dict.set_item("operators", session.operators.load(Ordering::Relaxed))?;
         dict.set_item("requests", stats.requests)?;
@@ -481,7 +481,7 @@ impl Machine {
 
     /// Where the program has waited: place, how often, and for how many seconds; longest first.
     fn waits(&self, py: Python<'_>) -> Vec<(String, u64, f64)> {
-        let waits = self.session.waits.lock().unwrap_or_else(PoisonError::into_inner);
+        let waits = self.session.waits.lock();
         let lines: Vec<_> = waits
             .values()
             .map(|waited| (waited.line.clone_ref(py), waited.count, waited.time))
@@ -521,7 +521,7 @@ impl Machine {
             }
         });
         let freed = {
-            let mut freed = self.session.freed.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut freed = self.session.freed.lock();
             if begins {
                 freed.get_or_insert_default();
             }
@@ -550,7 +550,7 @@ impl Machine {
     /// gone. What has failed and nobody was told of, as an exception, or None.
     fn close(&self, py: Python<'_>) -> PyResult<Option<PyErr>> {
         let session = &self.session;
-        let client = session.client.write().unwrap_or_else(PoisonError::into_inner).take();
+        let client = session.client.write().take();
         let Some(client) = client else { return Ok(None) };
         session.numbers().clear();
         session.default_dtype.store(FLOAT, Ordering::Relaxed);
@@ -558,10 +558,9 @@ impl Machine {
             py.detach(|| (client.close(), client.stats(), client.take_failed()));
         let failed = failed.map(|fault| session.raise(py, &fault));
         // Requests are counted anew by whoever goes on.
-        let lines =
-            std::mem::take(&mut *session.lines.lock().unwrap_or_else(PoisonError::into_inner));
+        let lines = std::mem::take(&mut *session.lines.lock());
         drop(lines);
-        let mut past = session.past.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut past = session.past.lock();
         *past = sum(*past, stats);
         closed.map(|()| failed).map_err(|error| session.lost(py, &error))
     }
@@ -569,14 +568,13 @@ impl Machine {
     /// Goes on with a new session: connects.
     fn resume(&self, py: Python<'_>, address: &str) -> PyResult<()> {
         let client = self.way.connect(py, address)?;
-        *self.session.client.write().unwrap_or_else(PoisonError::into_inner) =
-            Some(Arc::new(client));
+        *self.session.client.write() = Some(Arc::new(client));
         Ok(())
     }
 
     /// Whether a storage was given up since the pause began.
     fn was_freed(&self, storage: u64) -> bool {
-        let freed = self.session.freed.lock().unwrap_or_else(PoisonError::into_inner);
+        let freed = self.session.freed.lock();
         freed.as_ref().is_some_and(|freed| freed.contains(&storage))
     }
 
@@ -594,7 +592,7 @@ impl Machine {
         capsule: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let memory = Memory::of_capsule(capsule)?;
-        let mut view = View::contiguous(BYTES, vec![memory.len() as u64]);
+        let mut view = StorageView::contiguous(BYTES, vec![memory.len() as u64]);
         view.offset = offset;
         download(py, &self.session, TensorRef { storage, view }, memory)
     }
@@ -612,7 +610,7 @@ impl Machine {
 
     /// Its devices' indices mean nothing any more.
     fn forget(&self) {
-        let mut seats = SEATS.write().unwrap_or_else(PoisonError::into_inner);
+        let mut seats = SEATS.write();
         for at in self.first..self.first + self.count {
             seats[at as usize] = None;
         }
@@ -660,7 +658,7 @@ pub(crate) fn remote_empty<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let (torch, seat) = (torch(py)?, seat(py, index)?);
     let dtype = torch.scalar_type(dtype)?;
-    let view = View { dtype, sizes, strides, offset: 0 };
+    let view = StorageView { dtype, sizes, strides, offset: 0 };
     let bytes = extent(&view).saturating_mul(torch.element(dtype)?.bytes);
     let storage = new_storages(1);
     seat.machine.ask(py, &Request::Create { storage, bytes, device: seat.ordinal })?;
@@ -687,13 +685,13 @@ pub(crate) fn remote_whole<'py>(
         seat.machine.written([storage].into_iter());
     }
     {
-        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shared = SHARED.lock();
         *shared.get_or_insert_default().entry(storage).or_default() += 1;
         ANY_SHARED.store(true, Ordering::Relaxed);
     }
     let dtype = torch.scalar_type(dtype)?;
     let element = torch.element(dtype)?.bytes;
-    let view = View::contiguous(dtype, vec![bytes / element]);
+    let view = StorageView::contiguous(dtype, vec![bytes / element]);
     new_tensor(py, torch, &seat, index, &TensorRef { storage, view }, bytes / element * element)
 }
 
@@ -835,7 +833,7 @@ pub(crate) fn remote_names(
 #[pyfunction]
 pub(crate) fn remote_trace(py: Python<'_>, on: bool) -> Vec<(String, String, Option<f64>)> {
     TRACING.store(on, Ordering::Relaxed);
-    let traced = std::mem::take(&mut *TRACE.lock().unwrap_or_else(PoisonError::into_inner));
+    let traced = std::mem::take(&mut *TRACE.lock());
     let told =
         |(what, line, time): Traced| (what, line.place(py), time.map(|time| time.as_secs_f64()));
     traced.into_iter().map(told).collect()

@@ -39,7 +39,7 @@ mod system {
         SeccompRule, TargetArch, apply_filter_all_threads,
     };
 
-    type Failure = Box<dyn Error>;
+    type OpFailure = Box<dyn Error>;
     type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
     #[cfg(target_arch = "x86_64")]
@@ -249,7 +249,7 @@ mod system {
 
     /// Prevents access to files (not with `gpu`), TCP ports and other processes. Returns whether
     /// the kernel has Landlock.
-    fn landlocked(gpu: bool) -> Result<bool, Failure> {
+    fn landlocked(gpu: bool) -> Result<bool, OpFailure> {
         let ruleset = Ruleset::default().handle_access(AccessNet::from_all(LANDLOCK))?;
         let ruleset =
             if gpu { ruleset } else { ruleset.handle_access(AccessFs::from_all(LANDLOCK))? };
@@ -258,7 +258,7 @@ mod system {
         Ok(ruleset != RulesetStatus::NotEnforced)
     }
 
-    fn filter(gpu: bool) -> Result<BpfProgram, Failure> {
+    fn filter(gpu: bool) -> Result<BpfProgram, OpFailure> {
         let refused = SeccompAction::Errno(libc::EACCES as u32);
         if gpu {
             let refused_calls = REFUSED.iter().copied().chain(refused_x32());
@@ -269,7 +269,7 @@ mod system {
             return Ok(SeccompFilter::new(rules, SeccompAction::Allow, refused, ARCH)?.try_into()?);
         }
         let mut rules: Rules = ALLOWED.iter().chain(OLD).map(|&call| (call, Vec::new())).collect();
-        let mut only = |call: c_long, at: u8, values: &[i64]| -> Result<(), Failure> {
+        let mut only = |call: c_long, at: u8, values: &[i64]| -> Result<(), OpFailure> {
             let allowed =
                 |&value: &i64| Condition(at, SeccompCmpOp::Eq, u64::from(value as u32)).rule();
             rules.insert(call, values.iter().map(allowed).collect::<Result<_, _>>()?);
@@ -315,7 +315,7 @@ mod system {
         let no_new_limit = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?;
         let own = SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, 0)?;
         rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![own, no_new_limit])?]);
-        let option = |&(level, name): &(i32, i32)| -> Result<SeccompRule, Failure> {
+        let option = |&(level, name): &(i32, i32)| -> Result<SeccompRule, OpFailure> {
             let is = |at, value: i32| {
                 SeccompCondition::new(at, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value as u64)
             };
@@ -332,7 +332,7 @@ mod system {
     }
 
     /// Makes the C library fall back from clone3 to clone, whose flags a filter can read.
-    fn without_clone3() -> Result<BpfProgram, Failure> {
+    fn without_clone3() -> Result<BpfProgram, OpFailure> {
         let rules: Rules = [(libc::SYS_clone3, Vec::new())].into();
         let absent = SeccompAction::Errno(libc::ENOSYS as u32);
         Ok(SeccompFilter::new(rules, SeccompAction::Allow, absent, ARCH)?.try_into()?)
@@ -342,7 +342,7 @@ mod system {
     struct Condition(u8, SeccompCmpOp, u64);
 
     impl Condition {
-        fn rule(self) -> Result<SeccompRule, Failure> {
+        fn rule(self) -> Result<SeccompRule, OpFailure> {
             let Self(at, op, value) = self;
             Ok(SeccompRule::new(vec![SeccompCondition::new(
                 at,

@@ -4,7 +4,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use tensorstream::remote::exec::View;
+use tensorstream::exec::StorageView;
 
 /// Where a number is made: a line of the program, by its function's code and the instruction; the
 /// operator; and which of its outputs.
@@ -19,7 +19,7 @@ pub(super) struct Scalars {
     made: HashMap<u64, Site>,
     /// Where numbers are made at which the program looks.
     looked_at: HashSet<Site>,
-    numbers: HashMap<u64, (View, Number)>,
+    numbers: HashMap<u64, (StorageView, Number)>,
     pub(super) cached: u64,
     pub(super) early: u64,
 }
@@ -48,12 +48,12 @@ impl Scalars {
     }
 
     /// It is about to be asked for, with this answer, before anybody has looked.
-    pub(super) fn ask_early(&mut self, storage: u64, view: View, reply: u64) {
+    pub(super) fn ask_early(&mut self, storage: u64, view: StorageView, reply: u64) {
         self.numbers.insert(storage, (view, Number::Early(reply)));
     }
 
     /// The program looks at an element. If it is unknown it is asked for with this answer.
-    pub(super) fn look(&mut self, storage: u64, view: &View, reply: u64) -> Look {
+    pub(super) fn look(&mut self, storage: u64, view: &StorageView, reply: u64) -> Look {
         match self.numbers.get_mut(&storage) {
             Some((of, number)) if of == view => match number {
                 Number::Known(bytes) => {

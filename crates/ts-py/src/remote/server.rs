@@ -3,15 +3,16 @@
 
 use std::os::fd::RawFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tensorstream::remote::exec::{EXEC, Landing, Sessions};
-use tensorstream::remote::{ConnectionOptions, Error, Listener, Lobby};
+use tensorstream::exec::{EXEC, SessionServer, UploadSink};
+use tensorstream::remote::{Acceptor, ConnectionOptions, Error, Listener};
 
 use super::dispatcher::owned;
 use super::executor::{Server, TorchExecutor};
@@ -30,9 +31,9 @@ const ALONE: Duration = Duration::from_secs(5);
 /// A server of operators, for Python.
 #[pyclass(frozen, module = "tensorstream", name = "RemoteServer")]
 pub(crate) struct RemoteServer {
-    listener: Mutex<Option<(Listener, Lobby<Landing<Target>>)>>,
+    listener: Mutex<Option<(Listener, Acceptor<UploadSink<Target>>)>>,
     server: Arc<Server>,
-    sessions: Arc<Sessions<TorchExecutor>>,
+    sessions: Arc<SessionServer<TorchExecutor>>,
     stop: Arc<AtomicBool>,
     serving: Arc<AtomicUsize>,
     address: String,
@@ -88,9 +89,9 @@ impl RemoteServer {
     ) -> PyResult<Self> {
         let server = Server::new(py, objects)?;
         let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
-        let listener = Listener::from_handoffs(owned(channel), options.timeout);
+        let listener = Listener::from_handoffs(owned(channel), options.idle_timeout);
         let address = listener.address().to_string();
-        Ok(Self::of(server, listener, Lobby::new(options), address))
+        Ok(Self::of(server, listener, Acceptor::new(options), address))
     }
 
     /// Where it listens: with the port that was free, if 0 was asked for.
@@ -110,7 +111,7 @@ impl RemoteServer {
     /// or ends. Blocks.
     #[pyo3(signature = (log=None, once=false))]
     fn run(&self, py: Python<'_>, log: Option<&Bound<'_, PyAny>>, once: bool) -> PyResult<()> {
-        let taken = self.listener.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let taken = self.listener.lock().take();
         let (listener, mut lobby) =
             taken.ok_or_else(|| misuse(py, "the server is running, or was stopped"))?;
         let ended = Arc::new(Mutex::new(Vec::new()));
@@ -135,7 +136,7 @@ impl RemoteServer {
                 lobby.accept_within(&listener, Duration::from_millis(100), note)
             });
             self.sessions.sweep();
-            away.append(&mut ended.lock().unwrap_or_else(PoisonError::into_inner));
+            away.append(&mut ended.lock());
             if let Some(log) = log {
                 for (peer, reason) in away {
                     log.call1((peer, reason))?;
@@ -163,10 +164,7 @@ impl RemoteServer {
                 // What the interpreter has for a thread is kept for the next batch.
                 let served = Python::attach(|py| py.detach(|| sessions.serve(link, make, &stop)));
                 if let Err(error) = served {
-                    ended
-                        .lock()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .push((peer, error.to_string()));
+                    ended.lock().push((peer, error.to_string()));
                 }
                 drop(serving);
             };
@@ -192,13 +190,13 @@ impl RemoteServer {
     fn of(
         server: Server,
         listener: Listener,
-        lobby: Lobby<Landing<Target>>,
+        lobby: Acceptor<UploadSink<Target>>,
         address: String,
     ) -> Self {
         Self {
             listener: Mutex::new(Some((listener, lobby))),
             server: Arc::new(server),
-            sessions: Arc::new(Sessions::new(LINGER)),
+            sessions: Arc::new(SessionServer::new(LINGER)),
             stop: Arc::default(),
             serving: Arc::default(),
             address,

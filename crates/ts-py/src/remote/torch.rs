@@ -3,14 +3,14 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyInt, PyTuple, PyType};
-use tensorstream::remote::exec::{Call, Output, ScalarType, TensorRef, View};
+use tensorstream::exec::{Call, Output, ScalarType, StorageView, TensorRef};
 
 /// Of so many functions it is known at most whether they are the user's.
 const MAX_KNOWN: usize = 16 << 10;
@@ -152,7 +152,7 @@ impl Torch {
         loop {
             let code = frame.getattr(intern!(py, "f_code")).ok()?;
             let at = code.as_ptr() as usize;
-            let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut known = self.known.lock();
             let users = match known.get(&at) {
                 Some((_, users)) => *users,
                 None => {
@@ -246,7 +246,10 @@ impl Torch {
             address.wrapping_sub(offset * self.element(dtype)?.bytes)
         };
         let Some(storage) = storage_at(address) else { return Ok(None) };
-        Ok(Some((index, TensorRef { storage, view: View { dtype, sizes, strides, offset } })))
+        Ok(Some((
+            index,
+            TensorRef { storage, view: StorageView { dtype, sizes, strides, offset } },
+        )))
     }
 }
 

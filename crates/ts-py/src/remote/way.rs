@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use tensorstream::remote::exec::{Client, ClientOptions, Dial, service_of};
+use tensorstream::exec::{Client, ClientOptions, Dial, service_name};
 use tensorstream::remote::{Address, ConnectionOptions, Link, Role, Socket};
 
 use crate::errors::of_wire;
@@ -27,11 +27,11 @@ impl Way {
         let to: Address = address.parse().map_err(|error| of_wire(py, &error))?;
         let session = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
         let options =
-            ConnectionOptions { service: service_of(session), ..self.settings.options(py)? };
+            ConnectionOptions { service: service_name(session), ..self.settings.options(py)? };
         let [ca, cert, key] = &self.tls;
         let tls = tls_client(py, ca.as_ref(), cert.as_ref(), key.as_ref())?;
         let dial: Dial<Target> = Box::new(move || {
-            let mut socket = Socket::connect(&to, options.timeout)?;
+            let mut socket = Socket::connect(&to, options.idle_timeout)?;
             if let Some(tls) = &tls {
                 socket = socket.into_tls_client(tls)?;
             }

@@ -2,9 +2,10 @@
 //! The tensors and parameters over the bytes of a unit that is in memory.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::intern;
 use pyo3::prelude::*;
 use tensorstream::format::TensorMeta;
@@ -183,7 +184,7 @@ impl Live {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, LiveState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// The parameter over a weight's bytes, for a caller that records gradients or not.

@@ -12,7 +12,7 @@ use crate::together::options;
 pub(crate) fn channel() -> (OwnedFd, Listener) {
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
     let (here, there) = pair.unwrap();
-    (here, Listener::from_handoffs(there, options().timeout))
+    (here, Listener::from_handoffs(there, options().idle_timeout))
 }
 
 /// Accepts the next connection through a dispatcher.
@@ -20,7 +20,7 @@ pub(crate) fn dispatch(mut dispatcher: Dispatcher, listener: &Listener) -> Resul
     let (channel, receiver) = channel();
     let log = |peer: &str, error: &Error| panic!("{peer}: {error}");
     let handoff =
-        dispatcher.accept_within(listener, options().timeout, log)?.expect("it comes in time");
+        dispatcher.accept_within(listener, options().idle_timeout, log)?.expect("it comes in time");
     handoff.send_to(&channel)?;
     receiver.accept()
 }

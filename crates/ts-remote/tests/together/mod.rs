@@ -10,7 +10,7 @@ use ts_remote::{
 };
 
 pub(crate) fn options() -> ConnectionOptions {
-    ConnectionOptions { timeout: Duration::from_secs(20), ..ConnectionOptions::default() }
+    ConnectionOptions { idle_timeout: Duration::from_secs(20), ..ConnectionOptions::default() }
 }
 
 pub(crate) fn payload(len: usize, seed: u8) -> Vec<u8> {
@@ -60,7 +60,7 @@ pub(crate) fn both_ways(
         let came = exchange(&mut link, &sizes, 1)?;
         link.close("all is said").map(|()| came)
     });
-    let socket = client(Socket::connect(&address, options().timeout).unwrap()).unwrap();
+    let socket = client(Socket::connect(&address, options().idle_timeout).unwrap()).unwrap();
     let mut link = Link::<Vec<u8>>::new(socket, Role::Connector, options()).unwrap();
     let came = exchange(&mut link, &sizes, 2).unwrap();
     let expected = |seed| sizes.map(|len| payload(len, seed)).to_vec();

@@ -22,6 +22,7 @@ from typing import IO, Any, Concatenate, Literal, ParamSpec, TypeVar
 import torch
 
 from .. import _native
+from .._deprecated import renamed
 from .._wire import LIMIT_BYTES, _settings
 from ..errors import ConfigurationError, ConnectionLost, ProtocolError
 from . import _composites, _device, _kernels
@@ -155,8 +156,8 @@ class RemoteMachine:
         ca: A file of certificates (PEM) to trust. The connection then uses TLS.
         cert: A certificate (PEM) of this client, if the machine requires one.
         key: Its key (PEM).
-        timeout: Seconds of silence after which a connection is given up.
-        patience: Seconds after which a transfer without progress fails.
+        idle_timeout: Seconds without a byte from the machine after which a connection is lost.
+        stall_timeout: Seconds without progress after which a transfer fails.
         retry: Seconds for which a lost connection is retried. Nothing is lost meanwhile.
         threads: PyTorch threads of a "local" machine; as many as this process has by default.
         start: Whether to start now.
@@ -168,6 +169,7 @@ class RemoteMachine:
         ConnectionLost: The machine cannot be reached or started.
     """
 
+    @renamed(timeout="idle_timeout", patience="stall_timeout")
     def __init__(
         self,
         kind: Kind = "local",
@@ -180,8 +182,8 @@ class RemoteMachine:
         ca: Any = None,
         cert: Any = None,
         key: Any = None,
-        timeout: float = 30.0,
-        patience: float = 300.0,
+        idle_timeout: float = 30.0,
+        stall_timeout: float = 300.0,
         retry: float = 30.0,
         threads: int | None = None,
         start: bool = True,
@@ -206,7 +208,7 @@ class RemoteMachine:
         self.kind, self.address = kind, address
         self.device_type, self.device_count = device_type.lower(), device_count
         self._threads, self._retry = threads, retry
-        self._settings = _settings(token, timeout, patience, True, None, LIMIT_BYTES)
+        self._settings = _settings(token, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
         self._tls = {"ca": ca, "cert": cert, "key": key}
         self._session: _native.RemoteSession | None = None
         #: The index of its first device, which it has again when it is started again.
@@ -242,17 +244,19 @@ class RemoteMachine:
         return cls("mock", device_count=device_count, name=name, start=start)
 
     @classmethod
+    @renamed(timeout="idle_timeout", patience="stall_timeout")
     def tcp(
         cls, address: str, *, token: str | None = None, ca: Any = None, cert: Any = None,
         key: Any = None, device_type: str = "cpu", device_count: int = 1, name: str | None = None,
-        timeout: float = 30.0, patience: float = 300.0, retry: float = 30.0, start: bool = True,
+        idle_timeout: float = 30.0, stall_timeout: float = 300.0, retry: float = 30.0,
+        start: bool = True,
     ) -> RemoteMachine:  # fmt: skip
         """Connects to a machine that runs ``tensorstream serve``. Blocks. Arguments as of the
         class."""
         return cls(
             "tcp", address, token=token, ca=ca, cert=cert, key=key, device_type=device_type,
-            device_count=device_count, name=name, timeout=timeout, patience=patience, retry=retry,
-            start=start,
+            device_count=device_count, name=name, idle_timeout=idle_timeout,
+            stall_timeout=stall_timeout, retry=retry, start=start,
         )  # fmt: skip
 
     @property

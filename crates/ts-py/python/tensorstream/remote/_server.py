@@ -328,8 +328,8 @@ def _objects(
 
 def server(
     listen: str, *, devices: list[torch.device], token: str | None = None, insecure: bool = False,
-    cert: Any = None, key: Any = None, ca: Any = None, timeout: float = 30.0,
-    patience: float = 300.0,
+    cert: Any = None, key: Any = None, ca: Any = None, idle_timeout: float = 30.0,
+    stall_timeout: float = 300.0,
     staged: bool = False, peers: Peers | None = None, shared: bool = False,
 ) -> _native.RemoteServer:  # fmt: skip
     """Creates a server that runs operators in this process, and listens at "HOST:PORT" or
@@ -341,7 +341,7 @@ def server(
         shared: The process is also a client, whose default dtype operators use.
     """
     objects = _objects(devices, LocalExchange(peers or Peers()), staged=staged, shared=shared)
-    settings = _settings(token, timeout, patience, True, None, LIMIT_BYTES)
+    settings = _settings(token, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
     return _native.RemoteServer(listen, objects, settings, insecure, cert, key, ca)
 
 
@@ -349,12 +349,12 @@ def session_server(
     handoffs: socket.socket,
     exchange: Exchange,
     devices: list[torch.device],
-    timeout: float = 30.0,
-    patience: float = 300.0,
+    idle_timeout: float = 30.0,
+    stall_timeout: float = 300.0,
 ) -> _native.RemoteServer:
     """Creates a server of one session, whose connections another process passes over ``handoffs``.
     Takes ownership of ``handoffs``. Checks the indices of operators that PyTorch does not check."""
-    settings = _settings(None, timeout, patience, True, None, LIMIT_BYTES)
+    settings = _settings(None, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
     return _native.RemoteServer.from_handoffs(
         handoffs.detach(), _objects(devices, exchange, checked=True), settings
     )

@@ -3,18 +3,19 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::SystemTime;
 
+use parking_lot::Mutex;
 use ts_io::Source;
 use ts_pool::{Budget, HostPool, SharedBuffer};
 use ts_remote::{
-    Address, Bytes, Files, ListedFile, Listener, RangeSession, Refusal, RefusalKind, RemoteFile,
+    Address, Bytes, Files, ListedFile, Listener, RangeHandler, Refusal, RefusalKind, RemoteFile,
     ServerOptions, ServerStats, TlsServer, serve,
 };
 
+use super::source::path_in;
 use crate::Error;
-use crate::distant::path_in;
 
 /// The most files that one connection has open.
 const MAX_OPEN: usize = 512;
@@ -97,12 +98,12 @@ pub fn serve_weights(
     }
     options.check(address)?;
     let pool = options.pool()?;
-    let listener = Listener::bind(address, options.server.connection.timeout)?;
+    let listener = Listener::bind(address, options.server.connection.idle_timeout)?;
     began(listener.address());
     let chain = Arc::new(Mutex::new(Chain::default()));
     let session = |_: &str| {
         let (root, pool, chain) = (root.clone(), pool.clone(), Arc::clone(&chain));
-        RangeSession::new(Directory {
+        RangeHandler::new(Directory {
             root,
             follow_symlinks: options.follow_symlinks,
             pool,
@@ -171,7 +172,7 @@ impl Chain {
 
 impl Drop for Directory {
     fn drop(&mut self) {
-        let mut chain = self.chain.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut chain = self.chain.lock();
         self.joined.iter().for_each(|(name, address)| chain.leave(name, address));
     }
 }
@@ -319,7 +320,7 @@ impl Files for Directory {
         if !self.joined.contains(&own) && self.joined.len() < MAX_FETCHED {
             self.joined.push(own);
         }
-        self.chain.lock().unwrap_or_else(PoisonError::into_inner).join(name, address, lost)
+        self.chain.lock().join(name, address, lost)
     }
 }
 

@@ -21,14 +21,14 @@ const SHORTAGE: Duration = Duration::from_millis(5);
 /// else, keeps nobody waiting. For programs that have connections one by one;
 /// [`serve`](crate::serve()) does so by itself.
 #[derive(Debug)]
-pub struct Lobby<S> {
+pub struct Acceptor<S> {
     options: ConnectionOptions,
     strangers: Vec<Link<S>>,
     #[cfg(feature = "tls")]
     tls: Option<TlsServer>,
 }
 
-impl<S: Sink> Lobby<S> {
+impl<S: Sink> Acceptor<S> {
     /// An empty one. Who says nothing in the connection's `timeout` is sent away.
     pub fn new(options: ConnectionOptions) -> Self {
         Self {

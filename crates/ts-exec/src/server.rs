@@ -1,28 +1,35 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Sessions of clients whose tensors are here.
+//! SessionServer of clients whose tensors are here.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use ts_format::Dtype;
 
-use super::channel::{Channel, Greeting, Incoming, lost};
-use super::reply::Reply;
-use super::{Call, Executor, Failure, FailureKind, Output, Request, Requests, Value};
-use crate::{Error, ErrorKind, Link, Sink, TensorInfo};
+use crate::channel::{Channel, Greeting, Incoming, lost};
+use crate::reply::Reply;
+use crate::{Call, OpFailure, OpFailureKind, Output, Request, Requests, Value};
+use ts_remote::{Error, ErrorKind, Link, Sink, TensorInfo};
+
+mod executor;
+mod host;
+
+pub use executor::Executor;
+pub use host::HostExecutor;
 
 /// The service of sessions.
 pub const EXEC: &str = "exec";
 
 /// Returns the service that names a session in a client's HELLO, so that a
-/// [`Dispatcher`](crate::Dispatcher) can pass the client's connections to the process that has the
+/// [`Dispatcher`](ts_remote::Dispatcher) can pass the client's connections to the process that has the
 /// session.
-pub fn service_of(session: [u8; 16]) -> String {
+pub fn service_name(session: [u8; 16]) -> String {
     format!("{EXEC}/{:032x}", u128::from_be_bytes(session))
 }
 
@@ -44,9 +51,9 @@ const MAX_WAITING: usize = 64;
 /// Answers up to this are messages.
 const MAX_INLINE: usize = 32 << 10;
 
-/// Sessions, each with an [`Executor`]. A session outlives its link for a while: a client that
+/// SessionServer, each with an [`Executor`]. A session outlives its link for a while: a client that
 /// comes back finds its tensors, and what was under way is done once.
-pub struct Sessions<E: Executor> {
+pub struct SessionServer<E: Executor> {
     linger: Duration,
     held: Mutex<HashMap<[u8; 16], Slot<E>>>,
     changed: Condvar,
@@ -71,19 +78,19 @@ struct Service {
 /// What of a session outlives its links.
 struct State<E: Executor> {
     executor: E,
-    channel: Channel<Landing<E::Sink>>,
+    channel: Channel<UploadSink<E::Sink>>,
     /// Requests so far.
     requests: u64,
     /// What is wrong with each operator that was defined.
-    ops: Vec<Option<Failure>>,
+    ops: Vec<Option<OpFailure>>,
     /// Storages whose elements were never computed, and for want of which request.
-    poisoned: HashMap<u64, (u64, Failure)>,
+    poisoned: HashMap<u64, (u64, OpFailure)>,
     /// Bytes that come next: of which request, and where they go.
     receiving: Option<Receiving>,
     /// Requests that have come and are still to be done.
     rest: Bytes,
     /// What has come behind them.
-    behind: VecDeque<Incoming<Landing<E::Sink>>>,
+    behind: VecDeque<Incoming<UploadSink<E::Sink>>>,
     /// An answer is the executor's own memory: nothing is done before the client has it.
     lent: bool,
 }
@@ -98,7 +105,7 @@ struct Receiving {
 
 /// Where a payload is received to.
 #[derive(Debug)]
-pub enum Landing<S> {
+pub enum UploadSink<S> {
     /// The storage it is for.
     Memory(S),
     /// Nowhere: it was not wanted, and comes all the same.
@@ -110,7 +117,7 @@ pub enum Landing<S> {
     },
 }
 
-impl<S: Sink> Sink for Landing<S> {
+impl<S: Sink> Sink for UploadSink<S> {
     type Full = Option<S::Full>;
 
     fn byte_len(&self) -> u64 {
@@ -145,13 +152,13 @@ impl<S: Sink> Sink for Landing<S> {
     }
 }
 
-impl<E: Executor> fmt::Debug for Sessions<E> {
+impl<E: Executor> fmt::Debug for SessionServer<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sessions").field("linger", &self.linger).finish_non_exhaustive()
+        f.debug_struct("SessionServer").field("linger", &self.linger).finish_non_exhaustive()
     }
 }
 
-impl<E: Executor + Send> Sessions<E> {
+impl<E: Executor + Send> SessionServer<E> {
     /// None yet. Each outlives its link for `linger`.
     pub fn new(linger: Duration) -> Self {
         Self { linger, held: Mutex::default(), changed: Condvar::new() }
@@ -167,7 +174,7 @@ impl<E: Executor + Send> Sessions<E> {
     pub fn is_stuck(&self) -> bool {
         self.held().values().any(|slot| match slot {
             Slot::Busy(service) => {
-                locked(&service.lost).is_some_and(|since| since.elapsed() >= self.linger)
+                service.lost.lock().is_some_and(|since| since.elapsed() >= self.linger)
             }
             Slot::Waiting(..) => false,
         })
@@ -195,7 +202,7 @@ impl<E: Executor + Send> Sessions<E> {
     /// What ended the link. If it was lost the session goes on, for its client to come back to.
     pub fn serve(
         &self,
-        mut link: Link<Landing<E::Sink>>,
+        mut link: Link<UploadSink<E::Sink>>,
         make: impl FnOnce() -> E,
         stop: &AtomicBool,
     ) -> Result<(), Error> {
@@ -259,10 +266,7 @@ impl<E: Executor + Send> Sessions<E> {
                     "the session has another link, and is busy with it".into(),
                 ));
             }
-            held = self
-                .changed
-                .wait_timeout(held, SLICE)
-                .map_or_else(|poison| poison.into_inner().0, |(held, _)| held);
+            self.changed.wait_for(&mut held, SLICE);
         }
         match held.insert(session, Slot::Busy(service.clone())) {
             Some(Slot::Waiting(state, _)) => Ok(Some(state)),
@@ -271,7 +275,7 @@ impl<E: Executor + Send> Sessions<E> {
     }
 
     fn held(&self) -> MutexGuard<'_, HashMap<[u8; 16], Slot<E>>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.held.lock()
     }
 }
 
@@ -286,16 +290,12 @@ fn oldest_waiting<E: Executor>(held: &mut HashMap<[u8; 16], Slot<E>>) -> Option<
     held.remove(oldest)
 }
 
-type Line<E> = Mutex<Channel<Landing<<E as Executor>::Sink>>>;
-
-fn locked<T>(line: &Mutex<T>) -> MutexGuard<'_, T> {
-    line.lock().unwrap_or_else(PoisonError::into_inner)
-}
+type Line<E> = Mutex<Channel<UploadSink<<E as Executor>::Sink>>>;
 
 impl<E: Executor + Send> State<E> {
     fn run(
         &mut self,
-        mut link: Link<Landing<E::Sink>>,
+        mut link: Link<UploadSink<E::Sink>>,
         theirs: Greeting,
         service: &Service,
         stop: &AtomicBool,
@@ -313,10 +313,10 @@ impl<E: Executor + Send> State<E> {
                     while !over.load(Ordering::Relaxed) {
                         thread::park_timeout(KEEP);
                         // Whoever waits next hears of what is wrong.
-                        if let Ok(mut line) = line.try_lock()
+                        if let Some(mut line) = line.try_lock()
                             && line.drive().is_err()
                         {
-                            locked(&service.lost).get_or_insert_with(Instant::now);
+                            service.lost.lock().get_or_insert_with(Instant::now);
                         }
                     }
                 });
@@ -328,7 +328,7 @@ impl<E: Executor + Send> State<E> {
             keeper.iter().for_each(|keeper| keeper.thread().unpark());
             ended
         });
-        self.channel = line.into_inner().unwrap_or_else(PoisonError::into_inner);
+        self.channel = line.into_inner();
         ended
     }
 
@@ -346,31 +346,31 @@ impl<E: Executor + Send> State<E> {
             } else {
                 match self.behind.pop_front() {
                     Some(item) => Some(item),
-                    None => locked(line).next_within(SLICE)?,
+                    None => line.lock().next_within(SLICE)?,
                 }
             };
             match item {
                 Some(Incoming::Message(batch)) => self.rest = batch,
                 Some(Incoming::Announced(info)) => {
                     let sink = self.landing(&info, line)?;
-                    locked(line).accept(sink)?;
+                    line.lock().accept(sink)?;
                 }
                 Some(Incoming::Tensor(_, sink)) => self.landed(sink, line)?,
                 Some(Incoming::Finished) => {
                     // Whether the client hears of it or not, that is its end.
-                    let _ = locked(line).finish();
+                    let _ = line.lock().finish();
                     return Ok(());
                 }
                 None if let_go.load(Ordering::Relaxed) => return Err(lost()),
                 None if stop.load(Ordering::Relaxed) => {
-                    let mut line = locked(line);
+                    let mut line = line.lock();
                     if let Some(link) = line.link() {
                         link.connection().close("the server was stopped");
                         let _ = link.flush_all();
                     }
                     return Ok(());
                 }
-                None => locked(line).acknowledge()?,
+                None => line.lock().acknowledge()?,
             }
         }
     }
@@ -403,12 +403,12 @@ impl<E: Executor + Send> State<E> {
             self.rest = batch.slice(batch.len() - requests.left()..);
             ended?;
             // A client that takes no answers is not worked for.
-            while locked(line).unsent_bytes() > MAX_UNSENT && !self.lent {
-                locked(line).flush_within(SLICE)?;
+            while line.lock().unsent_bytes() > MAX_UNSENT && !self.lent {
+                line.lock().flush_within(SLICE)?;
             }
         }
         if replied {
-            let mut line = locked(line);
+            let mut line = line.lock();
             line.refuse_debts(MAX_OWED)?;
             line.acknowledge()?;
             line.drive()?;
@@ -419,7 +419,7 @@ impl<E: Executor + Send> State<E> {
     /// Waits for a while until the client has what was lent to the connection. What comes meanwhile
     /// is seen to when it has.
     fn lend(&mut self, line: &Line<E>) -> Result<(), Error> {
-        let mut line = locked(line);
+        let mut line = line.lock();
         if line.unsent_bytes() > 0 {
             line.flush_within(SLICE)?;
         } else if line.is_acked() {
@@ -442,7 +442,7 @@ impl<E: Executor + Send> State<E> {
     }
 
     /// Where the payload goes that was announced.
-    fn landing(&mut self, info: &TensorInfo, line: &Line<E>) -> Result<Landing<E::Sink>, Error> {
+    fn landing(&mut self, info: &TensorInfo, line: &Line<E>) -> Result<UploadSink<E::Sink>, Error> {
         let Some(to) = &self.receiving else {
             return Err(Error::Protocol {
                 stream: 0,
@@ -453,20 +453,20 @@ impl<E: Executor + Send> State<E> {
             let what = format!("{} bytes, where {} were announced", info.storage_len, to.bytes);
             return Err(Error::Protocol { stream: 0, what });
         }
-        let mut sink = Err(Failure::new(FailureKind::Refused, ""));
+        let mut sink = Err(OpFailure::new(OpFailureKind::Refused, ""));
         let (storage, offset, bytes, request) = (to.storage, to.offset, to.bytes, to.request);
         self.executor.batch(&mut |executor| sink = executor.sink(storage, offset, bytes));
         Ok(match sink {
-            Ok(sink) => Landing::Memory(sink),
+            Ok(sink) => UploadSink::Memory(sink),
             Err(failure) => {
                 self.not_received(request, storage, failure, line)?;
-                Landing::Nowhere { bytes, scratch: vec![0; (bytes as usize).min(64 << 10)] }
+                UploadSink::Nowhere { bytes, scratch: vec![0; (bytes as usize).min(64 << 10)] }
             }
         })
     }
 
     /// A payload has come.
-    fn landed(&mut self, sink: Option<Landing<E::Sink>>, line: &Line<E>) -> Result<(), Error> {
+    fn landed(&mut self, sink: Option<UploadSink<E::Sink>>, line: &Line<E>) -> Result<(), Error> {
         let full = sink.map(Sink::finish).transpose()?.flatten();
         let Some((to, full)) = self.receiving.take().zip(full) else { return Ok(()) };
         let (mut full, mut done) = (Some(full), Ok(()));
@@ -482,13 +482,13 @@ impl<E: Executor + Send> State<E> {
         &mut self,
         request: u64,
         storage: u64,
-        failure: Failure,
+        failure: OpFailure,
         line: &Line<E>,
     ) -> Result<(), Error> {
         self.poisoned.insert(storage, (request, failure.clone()));
         let mut failed = Vec::new();
         Reply::Failed { request, failure }.encode(&mut failed);
-        locked(line).send_message(&failed)
+        line.lock().send_message(&failed)
     }
 }
 
@@ -496,8 +496,8 @@ impl<E: Executor + Send> State<E> {
 struct Doing<'a, E: Executor> {
     executor: &'a mut E,
     line: &'a Line<E>,
-    ops: &'a mut Vec<Option<Failure>>,
-    poisoned: &'a mut HashMap<u64, (u64, Failure)>,
+    ops: &'a mut Vec<Option<OpFailure>>,
+    poisoned: &'a mut HashMap<u64, (u64, OpFailure)>,
     receiving: &'a mut Option<Receiving>,
     lent: &'a mut bool,
     replied: bool,
@@ -508,7 +508,7 @@ impl<E: Executor> Doing<'_, E> {
     /// Does it. Whether answers are to go before more is done.
     fn request(&mut self, request: Request) -> Result<bool, Error> {
         self.done(request)?;
-        Ok(*self.lent || self.replied && locked(self.line).unsent_bytes() > MAX_UNSENT)
+        Ok(*self.lent || self.replied && self.line.lock().unsent_bytes() > MAX_UNSENT)
     }
 
     fn done(&mut self, request: Request) -> Result<(), Error> {
@@ -618,7 +618,7 @@ impl<E: Executor> Doing<'_, E> {
         }
     }
 
-    fn fail(&mut self, failure: Failure, storages: &[u64]) -> Result<(), Error> {
+    fn fail(&mut self, failure: OpFailure, storages: &[u64]) -> Result<(), Error> {
         for &storage in storages {
             self.poisoned.insert(storage, (self.number, failure.clone()));
         }
@@ -629,7 +629,7 @@ impl<E: Executor> Doing<'_, E> {
         self.replied = true;
         let mut bytes = Vec::new();
         reply.encode(&mut bytes);
-        locked(self.line).send_message(&bytes)
+        self.line.lock().send_message(&bytes)
     }
 
     fn say_bytes(&mut self, reply: u64, bytes: Bytes) -> Result<(), Error> {
@@ -639,6 +639,6 @@ impl<E: Executor> Doing<'_, E> {
         self.say(&Reply::Tensor { reply })?;
         let info = TensorInfo::new("", Dtype::U8, [bytes.len() as u64])?;
         *self.lent = true;
-        locked(self.line).send_tensor(info, bytes)
+        self.line.lock().send_tensor(info, bytes)
     }
 }

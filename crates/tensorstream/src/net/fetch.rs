@@ -6,21 +6,22 @@ use std::fs::{self, File};
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, ScopedJoinHandle};
 use std::time::Duration;
 
-use ts_io::Distant;
+use parking_lot::{Mutex, MutexGuard};
+use ts_io::RemoteSource;
 use ts_pool::{Budget, Buffer, HostPool};
 use ts_remote::{
-    Address, Bytes, Files, ListedFile, Listener, RangeSession, Refusal, RefusalKind, RemoteFile,
+    Address, Bytes, Files, ListedFile, Listener, RangeHandler, Refusal, RefusalKind, RemoteFile,
     ServerStats, serve,
 };
 
+use super::serve_weights::{Sent, ServeOptions};
+use super::source::{self, Location, WeightServer, path_in};
 use crate::atomic::{is_at, partial_of};
-use crate::distant::{self, Server, path_in};
-use crate::serve::{Sent, ServeOptions};
 use crate::{Error, Progress, Watch};
 
 /// What is asked for, written and passed on at a time, in bytes: who reads from who fetches is
@@ -95,24 +96,25 @@ pub fn fetch(
     watch: &mut Watch<'_>,
 ) -> Result<Fetched, Error> {
     let misuse = |what: String| Error::Remote(ts_remote::Error::Misuse(what));
-    let place = distant::place(url)
+    let location = source::locate(url)
         .ok_or_else(|| misuse(format!("{url} is not of the form ts://HOST:PORT/NAME")))??;
     let timeout = ts_io::BackendOptions::default().timeout;
-    let listed = place
+    let listed = location
         .server
-        .list(&place.name, timeout)
-        .map_err(|failure| distant::unreadable(url, failure))?;
+        .list(&location.name, timeout)
+        .map_err(|failure| source::unreadable(url, failure))?;
     fs::create_dir_all(directory)
         .map_err(|source| Error::Write { path: directory.into(), source })?;
-    let mirror = Arc::new(Mirror::new(&place.server, directory, &listed, timeout, url)?);
+    let mirror = Arc::new(Mirror::new(&location.server, directory, &listed, timeout, url)?);
     let serving = match &options.serve {
         Some((address, how)) => Some(start(&mirror, address, how)?),
         None => None,
     };
-    let own = serving.as_ref().map(|serving| reachable(&serving.address, place.server.address()));
+    let own =
+        serving.as_ref().map(|serving| reachable(&serving.address, location.server.address()));
     let work = Work {
         url,
-        place: &place,
+        location: &location,
         own: own.as_deref(),
         next: AtomicUsize::new(0),
         from: Mutex::default(),
@@ -152,7 +154,7 @@ pub fn fetch(
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 /// Where others reach what listens here: the address from which this machine reaches the server, if
@@ -186,13 +188,13 @@ fn start(
 ) -> Result<Serving, Error> {
     options.check(address)?;
     let pool = options.pool()?;
-    let listener = Listener::bind(address, options.server.connection.timeout)?;
+    let listener = Listener::bind(address, options.server.connection.idle_timeout)?;
     let (address, stop) = (listener.address().clone(), Arc::new(AtomicBool::new(false)));
     let (mirror, server, asked) = (Arc::clone(mirror), options.server.clone(), Arc::clone(&stop));
     let thread = std::thread::Builder::new().name("ts-fetch-serve".into());
     let thread = thread.spawn(move || {
         let session = |_: &str| {
-            RangeSession::new(Passing {
+            RangeHandler::new(Passing {
                 mirror: Arc::clone(&mirror),
                 pool: pool.clone(),
                 open: Vec::new(),
@@ -228,7 +230,7 @@ struct Fetching {
 
 impl Mirror {
     fn new(
-        server: &Server,
+        server: &WeightServer,
         directory: &Path,
         listed: &[ListedFile],
         timeout: Duration,
@@ -245,7 +247,7 @@ impl Mirror {
                 })?;
             let opened = server
                 .open(&listed.name, timeout)
-                .map_err(|failure| distant::unreadable(url, failure))?;
+                .map_err(|failure| source::unreadable(url, failure))?;
             let written = |source| Error::Write { path: target.clone(), source };
             if let Some(parent) = target.parent() {
                 fs::create_dir_all(parent).map_err(written)?;
@@ -330,12 +332,12 @@ impl Drop for Fetching {
 #[derive(Debug, Clone)]
 struct From {
     address: String,
-    server: Arc<Server>,
+    server: Arc<WeightServer>,
 }
 
 struct Work<'a> {
     url: &'a str,
-    place: &'a distant::Place,
+    location: &'a Location,
     own: Option<&'a str>,
     next: AtomicUsize,
     /// From whom to read; the server itself if from nobody else.
@@ -357,12 +359,12 @@ impl Work<'_> {
             *from = None;
             return;
         }
-        let told = self.place.server.join(&self.place.name, own, lost, timeout);
+        let told = self.location.server.join(&self.location.name, own, lost, timeout);
         // Who cannot be asked, or names nobody that can be understood, is read from itself.
         let address =
             told.ok().flatten().filter(|address| address != own && Some(&address[..]) != lost);
         *from = address.and_then(|address| {
-            let server = self.place.server.beside(address.parse().ok()?);
+            let server = self.location.server.beside(address.parse().ok()?);
             Some(From { address, server })
         });
     }
@@ -409,10 +411,10 @@ impl Work<'_> {
         let mut buffers = vec![buffer];
         loop {
             let from = lock(&self.from).clone();
-            let server = from.as_ref().map_or(&self.place.server, |from| &from.server);
+            let server = from.as_ref().map_or(&self.location.server, |from| &from.server);
             let opened = RemoteFile { id: 0, len: file.len, version: file.version.clone() };
-            let distant = server.file(&file.name, self.url, opened);
-            let (back, read) = distant.read(offset, buffers, timeout);
+            let remote = server.file(&file.name, self.url, opened);
+            let (back, read) = remote.read(offset, buffers, timeout);
             buffers = back;
             match (read, from) {
                 (Ok(_), _) => return Ok(buffers.pop()),

@@ -5,7 +5,9 @@ use std::collections::HashMap;
 
 use bytes::Bytes;
 
-use super::{Call, Executor, Failure, FailureKind, Output, ScalarType, TensorRef, Value, View};
+use crate::{
+    Call, Executor, OpFailure, OpFailureKind, Output, ScalarType, StorageView, TensorRef, Value,
+};
 
 /// PyTorch's number for float32.
 const F32: ScalarType = ScalarType(6);
@@ -29,12 +31,12 @@ enum Op {
     Mm,
 }
 
-fn refused(what: impl Into<String>) -> Failure {
-    Failure::new(FailureKind::Refused, what)
+fn refused(what: impl Into<String>) -> OpFailure {
+    OpFailure::new(OpFailureKind::Refused, what)
 }
 
-fn raised(what: impl Into<String>) -> Failure {
-    Failure::new(FailureKind::Raised, what)
+fn raised(what: impl Into<String>) -> OpFailure {
+    OpFailure::new(OpFailureKind::Raised, what)
 }
 
 impl HostExecutor {
@@ -44,12 +46,13 @@ impl HostExecutor {
     }
 
     /// The bytes of a storage.
-    fn bytes(&mut self, storage: u64) -> Result<&mut Vec<u8>, Failure> {
-        let stale = || Failure::new(FailureKind::Stale, format!("there is no storage {storage}"));
+    fn bytes(&mut self, storage: u64) -> Result<&mut Vec<u8>, OpFailure> {
+        let stale =
+            || OpFailure::new(OpFailureKind::Stale, format!("there is no storage {storage}"));
         let (len, bytes) = self.storages.get_mut(&storage).ok_or_else(stale)?;
         if (bytes.len() as u64) < *len {
             let none =
-                || Failure::new(FailureKind::OutOfMemory, format!("no memory for {len} bytes"));
+                || OpFailure::new(OpFailureKind::OutOfMemory, format!("no memory for {len} bytes"));
             let len = usize::try_from(*len).map_err(|_| none())?;
             bytes.try_reserve_exact(len - bytes.len()).map_err(|_| none())?;
             bytes.resize(len, 0);
@@ -58,7 +61,7 @@ impl HostExecutor {
     }
 
     /// A part of a storage.
-    fn part(&mut self, storage: u64, offset: u64, len: u64) -> Result<&mut [u8], Failure> {
+    fn part(&mut self, storage: u64, offset: u64, len: u64) -> Result<&mut [u8], OpFailure> {
         let bytes = self.bytes(storage)?;
         let end = offset.checked_add(len).filter(|&end| end <= bytes.len() as u64);
         let there = bytes.len();
@@ -70,9 +73,9 @@ impl HostExecutor {
 
     /// Where the elements of a tensor begin in its storage, in bytes and in their order, which are
     /// all within it.
-    fn places(&mut self, tensor: &TensorRef) -> Result<Vec<usize>, Failure> {
+    fn places(&mut self, tensor: &TensorRef) -> Result<Vec<usize>, OpFailure> {
         let there = self.bytes(tensor.storage)?.len() as u64 / 4;
-        let View { dtype, sizes, strides, offset } = &tensor.view;
+        let StorageView { dtype, sizes, strides, offset } = &tensor.view;
         if *dtype != F32 {
             return Err(refused(format!(
                 "a tensor of dtype {}, where only float32 is known",
@@ -105,7 +108,7 @@ impl HostExecutor {
         Ok(places)
     }
 
-    fn get(&mut self, tensor: &TensorRef) -> Result<Vec<f32>, Failure> {
+    fn get(&mut self, tensor: &TensorRef) -> Result<Vec<f32>, OpFailure> {
         let places = self.places(tensor)?;
         let bytes = self.bytes(tensor.storage)?;
         let element = |&at: &usize| {
@@ -114,7 +117,7 @@ impl HostExecutor {
         Ok(places.iter().map(element).collect())
     }
 
-    fn put(&mut self, tensor: &TensorRef, values: &[f32]) -> Result<(), Failure> {
+    fn put(&mut self, tensor: &TensorRef, values: &[f32]) -> Result<(), OpFailure> {
         let places = self.places(tensor)?;
         if places.len() != values.len() {
             return Err(raised(format!(
@@ -130,7 +133,7 @@ impl HostExecutor {
         Ok(())
     }
 
-    fn same_shape(one: &TensorRef, other: &TensorRef) -> Result<(), Failure> {
+    fn same_shape(one: &TensorRef, other: &TensorRef) -> Result<(), OpFailure> {
         if one.view.sizes == other.view.sizes {
             return Ok(());
         }
@@ -141,7 +144,7 @@ impl HostExecutor {
     }
 }
 
-fn tensor(call: &Call, at: usize) -> Result<&TensorRef, Failure> {
+fn tensor(call: &Call, at: usize) -> Result<&TensorRef, OpFailure> {
     match call.args.get(at) {
         Some(Value::Tensor(tensor)) => Ok(tensor),
         other => Err(raised(format!("argument {at} is {other:?}, and no tensor"))),
@@ -151,7 +154,7 @@ fn tensor(call: &Call, at: usize) -> Result<&TensorRef, Failure> {
 impl Executor for HostExecutor {
     type Sink = Vec<u8>;
 
-    fn define(&mut self, _: u32, name: &str) -> Result<(), Failure> {
+    fn define(&mut self, _: u32, name: &str) -> Result<(), OpFailure> {
         let op = match name {
             "aten::copy_" => Some(Op::Copy),
             "aten::fill_.Scalar" => Some(Op::Fill),
@@ -164,7 +167,7 @@ impl Executor for HostExecutor {
         op.map(drop).ok_or_else(|| refused(format!("there is no operator {name}")))
     }
 
-    fn create(&mut self, storage: u64, bytes: u64, device: u32) -> Result<(), Failure> {
+    fn create(&mut self, storage: u64, bytes: u64, device: u32) -> Result<(), OpFailure> {
         if device != 0 {
             return Err(refused(format!("there is no device {device}")));
         }
@@ -175,7 +178,7 @@ impl Executor for HostExecutor {
         Ok(())
     }
 
-    fn resize(&mut self, storage: u64, bytes: u64) -> Result<(), Failure> {
+    fn resize(&mut self, storage: u64, bytes: u64) -> Result<(), OpFailure> {
         self.bytes(storage)?;
         let (len, held) = self.storages.get_mut(&storage).expect("it is there");
         held.truncate(usize::try_from(bytes).unwrap_or(usize::MAX));
@@ -187,17 +190,17 @@ impl Executor for HostExecutor {
         self.storages.remove(&storage);
     }
 
-    fn write(&mut self, storage: u64, offset: u64, bytes: &[u8]) -> Result<(), Failure> {
+    fn write(&mut self, storage: u64, offset: u64, bytes: &[u8]) -> Result<(), OpFailure> {
         self.part(storage, offset, bytes.len() as u64)?.copy_from_slice(bytes);
         Ok(())
     }
 
-    fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, Failure> {
+    fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, OpFailure> {
         let values = self.get(tensor)?;
         Ok(values.into_iter().flat_map(f32::to_le_bytes).collect())
     }
 
-    fn call(&mut self, call: &Call) -> Result<Vec<Value>, Failure> {
+    fn call(&mut self, call: &Call) -> Result<Vec<Value>, OpFailure> {
         let op = self.ops.get(call.op as usize).copied().flatten();
         let op = op.ok_or_else(|| refused("an operator that was not defined"))?;
         let first = tensor(call, 0)?;
@@ -265,11 +268,11 @@ impl Executor for HostExecutor {
         self.storages.iter().map(told).collect()
     }
 
-    fn sink(&mut self, storage: u64, offset: u64, bytes: u64) -> Result<Vec<u8>, Failure> {
+    fn sink(&mut self, storage: u64, offset: u64, bytes: u64) -> Result<Vec<u8>, OpFailure> {
         Ok(vec![0; self.part(storage, offset, bytes)?.len()])
     }
 
-    fn received(&mut self, storage: u64, offset: u64, full: Vec<u8>) -> Result<(), Failure> {
+    fn received(&mut self, storage: u64, offset: u64, full: Vec<u8>) -> Result<(), OpFailure> {
         self.write(storage, offset, &full)
     }
 

@@ -13,7 +13,7 @@ use crate::threads::{BlockingRead, ThreadBackend};
 use crate::{Error, Source};
 
 /// A file that is elsewhere, and how it is read. Several threads read it at once.
-pub trait Distant: fmt::Debug + Send + Sync {
+pub trait RemoteSource: fmt::Debug + Send + Sync {
     /// Fills buffers with what is at `offset` on, one after the other, as far as the file goes, and
     /// gives every one of them back. Blocks, at most so long.
     ///
@@ -35,9 +35,9 @@ pub trait Distant: fmt::Debug + Send + Sync {
 }
 
 /// `distant`: by whoever reads the file.
-pub(crate) struct DistantProvider;
+pub(crate) struct RemoteProvider;
 
-impl BackendProvider for DistantProvider {
+impl BackendProvider for RemoteProvider {
     fn name(&self) -> &'static str {
         "distant"
     }
@@ -60,18 +60,18 @@ impl BackendProvider for DistantProvider {
         options: &BackendOptions,
         sink: CompletionSink,
     ) -> Result<Box<dyn Backend>, Error> {
-        let reader = DistantReader { timeout: options.deadline() };
+        let reader = RemoteReader { timeout: options.deadline() };
         Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
     }
 }
 
-struct DistantReader {
+struct RemoteReader {
     timeout: Duration,
 }
 
-impl BlockingRead for DistantReader {
+impl BlockingRead for RemoteReader {
     fn name(&self) -> &'static str {
-        DistantProvider.name()
+        RemoteProvider.name()
     }
 
     fn needs_alignment(&self) -> bool {

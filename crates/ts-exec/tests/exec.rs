@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Sessions: what is asked is done, once and in order, whatever becomes of links and of operators.
+//! SessionServer: what is asked is done, once and in order, whatever becomes of links and of operators.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::io::{Read, Write};
@@ -10,11 +10,11 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use ts_remote::exec::{
-    Answer, Call, Client, ClientOptions, EXEC, FailureKind, Fault, HostExecutor, Landing, Output,
-    Request, ScalarType, Sessions, TensorRef, Value, View,
+use ts_exec::{
+    Answer, Call, Client, ClientOptions, EXEC, HostExecutor, OpFailureKind, Output, Request,
+    ScalarType, SessionServer, StorageView, TensorRef, UploadSink, Value, WaitError,
 };
-use ts_remote::{Address, ConnectionOptions, Error, Link, Listener, Lobby};
+use ts_remote::{Acceptor, Address, ConnectionOptions, Error, Link, Listener};
 
 const F32: ScalarType = ScalarType(6);
 const PATIENT: Duration = Duration::from_secs(20);
@@ -22,7 +22,7 @@ const PATIENT: Duration = Duration::from_secs(20);
 /// A machine, until it is dropped.
 struct Machine {
     address: Address,
-    sessions: Arc<Sessions<HostExecutor>>,
+    sessions: Arc<SessionServer<HostExecutor>>,
     stop: Arc<AtomicBool>,
     accepting: Option<JoinHandle<()>>,
 }
@@ -30,13 +30,15 @@ struct Machine {
 impl Machine {
     fn start() -> Self {
         let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
-        let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap(), options.timeout).unwrap();
+        let listener =
+            Listener::bind(&"127.0.0.1:0".parse().unwrap(), options.idle_timeout).unwrap();
         let address = listener.address().clone();
-        let sessions = Arc::new(Sessions::new(Duration::from_secs(20)));
+        let sessions = Arc::new(SessionServer::new(Duration::from_secs(20)));
         let stop = Arc::new(AtomicBool::new(false));
         let (all, stopped) = (sessions.clone(), stop.clone());
         let accepting = thread::spawn(move || {
-            let (mut lobby, mut serving) = (Lobby::<Landing<Vec<u8>>>::new(options), Vec::new());
+            let (mut lobby, mut serving) =
+                (Acceptor::<UploadSink<Vec<u8>>>::new(options), Vec::new());
             while !stopped.load(Ordering::Relaxed) {
                 let met =
                     lobby.accept_within(&listener, Duration::from_millis(20), |_, _| {}).unwrap();
@@ -74,7 +76,7 @@ fn client_of(address: &Address) -> Client<Vec<u8>> {
 }
 
 fn tensor(storage: u64, sizes: &[u64]) -> TensorRef {
-    TensorRef { storage, view: View::contiguous(F32, sizes.to_vec()) }
+    TensorRef { storage, view: StorageView::contiguous(F32, sizes.to_vec()) }
 }
 
 fn bytes_of(tensor: &TensorRef) -> u64 {
@@ -104,7 +106,7 @@ fn call(
     client.ask(&Request::Call(call)).unwrap()
 }
 
-fn read(client: &Client<Vec<u8>>, tensor: &TensorRef) -> Result<Vec<f32>, Fault> {
+fn read(client: &Client<Vec<u8>>, tensor: &TensorRef) -> Result<Vec<f32>, WaitError> {
     let reply = client.read(tensor.clone(), vec![0; bytes_of(tensor) as usize])?;
     match client.wait(reply, PATIENT)?.expect("it comes in time") {
         Answer::Memory(bytes) => Ok(floats(&bytes)),
@@ -116,7 +118,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect()
 }
 
-fn sync(client: &Client<Vec<u8>>) -> Result<(), Fault> {
+fn sync(client: &Client<Vec<u8>>) -> Result<(), WaitError> {
     let reply = client.reply();
     client.ask(&Request::Sync { reply })?;
     client.wait(reply, PATIENT)?.expect("it comes in time");
@@ -132,12 +134,15 @@ fn operators_run_elsewhere_and_values_come_back() {
     call(&client, "aten::add.Tensor", &[&ones, &ones], vec![], new(&sum));
     let transposed = TensorRef {
         storage: 1,
-        view: View { dtype: F32, sizes: vec![3, 2], strides: vec![1, 3], offset: 0 },
+        view: StorageView { dtype: F32, sizes: vec![3, 2], strides: vec![1, 3], offset: 0 },
     };
     call(&client, "aten::mm", &[&sum, &transposed], vec![], new(&product));
     assert_eq!(read(&client, &product).unwrap(), [6.0; 4]);
     // A view is a matter of the client's; what is written to its storage is seen by it.
-    let row = TensorRef { storage: 2, view: View { offset: 3, ..View::contiguous(F32, vec![3]) } };
+    let row = TensorRef {
+        storage: 2,
+        view: StorageView { offset: 3, ..StorageView::contiguous(F32, vec![3]) },
+    };
     call(&client, "aten::fill_.Scalar", &[&row], vec![Value::Int(5)], Output::Known);
     assert_eq!(read(&client, &sum).unwrap(), [2.0, 2.0, 2.0, 5.0, 5.0, 5.0]);
     assert_eq!(client.stats().waits, 2);
@@ -152,8 +157,8 @@ fn what_was_never_written_is_zero_and_what_was_freed_is_gone() {
     client.ask(&Request::Create { storage: 1, bytes: 16, device: 0 }).unwrap();
     assert_eq!(read(&client, &empty).unwrap(), [0.0; 4]);
     client.free(1);
-    let Fault::Failed { failure, .. } = read(&client, &empty).unwrap_err() else { panic!() };
-    assert_eq!(failure.kind, FailureKind::Stale);
+    let WaitError::Failed { failure, .. } = read(&client, &empty).unwrap_err() else { panic!() };
+    assert_eq!(failure.kind, OpFailureKind::Stale);
 }
 
 #[test]
@@ -167,18 +172,20 @@ fn a_failure_is_told_once_at_the_next_wait_and_spoils_what_needs_it_and_nothing_
     let failed = call(&client, "aten::add.Tensor", &[&a, &b], vec![], new(&bad));
     call(&client, "aten::add.Tensor", &[&bad, &a], vec![], new(&worse));
     call(&client, "aten::add.Tensor", &[&a, &a], vec![], new(&good));
-    let Fault::Failed { request, failure, others } = sync(&client).unwrap_err() else { panic!() };
-    assert_eq!((request, failure.kind, others), (failed, FailureKind::Raised, 0), "{failure}");
+    let WaitError::Failed { request, failure, others } = sync(&client).unwrap_err() else {
+        panic!()
+    };
+    assert_eq!((request, failure.kind, others), (failed, OpFailureKind::Raised, 0), "{failure}");
     assert!(failure.message.contains("[2] and [3]"), "{failure}");
     sync(&client).unwrap();
     assert_eq!(read(&client, &good).unwrap(), [2.0, 2.0]);
     // Who asks for what is not there is told why.
-    let Fault::Failed { request, .. } = read(&client, &worse).unwrap_err() else { panic!() };
+    let WaitError::Failed { request, .. } = read(&client, &worse).unwrap_err() else { panic!() };
     assert_eq!(request, failed);
     // An operator that is not known fails where it is called.
     let missing = call(&client, "aten::no_such_thing", &[&a], vec![], new(&tensor(6, &[2])));
-    let Fault::Failed { request, failure, .. } = sync(&client).unwrap_err() else { panic!() };
-    assert_eq!((request, failure.kind), (missing, FailureKind::Refused));
+    let WaitError::Failed { request, failure, .. } = sync(&client).unwrap_err() else { panic!() };
+    assert_eq!((request, failure.kind), (missing, OpFailureKind::Refused));
     assert_eq!(read(&client, &a).unwrap(), [1.0, 1.0]);
 }
 
@@ -199,8 +206,8 @@ fn long_tensors_come_and_go() {
     assert_eq!(read(&client, &long).unwrap(), expected);
     // Bytes for what is not there, or too short, are of no use to anybody, and harm nobody.
     client.write(9, 0, vec![0; 100_000].into()).unwrap();
-    let Fault::Failed { failure, .. } = sync(&client).unwrap_err() else { panic!() };
-    assert_eq!(failure.kind, FailureKind::Stale);
+    let WaitError::Failed { failure, .. } = sync(&client).unwrap_err() else { panic!() };
+    assert_eq!(failure.kind, OpFailureKind::Stale);
     client.write(1, bytes_of(&long) - 4, vec![0; 100_000].into()).unwrap();
     assert!(sync(&client).is_err());
     sync(&client).unwrap();
@@ -248,7 +255,7 @@ fn requests_of_any_length_arrive() {
     // An argument that is longer than a message may be.
     let list = Value::List(vec![Value::Int(7); 300_000]);
     let failed = call(&client, "aten::add.Tensor", &[&one], vec![list], new(&tensor(2, &[1])));
-    let Fault::Failed { request, .. } = sync(&client).unwrap_err() else { panic!() };
+    let WaitError::Failed { request, .. } = sync(&client).unwrap_err() else { panic!() };
     assert_eq!(request, failed);
     assert_eq!(read(&client, &one).unwrap(), [1.0]);
 }
@@ -373,7 +380,7 @@ fn a_machine_tells_what_storages_it_has() {
         client.ask(&Request::Create { storage: tensor.storage, bytes: 16, device: 0 }).unwrap();
     }
     call(&client, "aten::copy_", &[&bad, &tensor(9, &[4])], vec![], Output::Known);
-    assert!(matches!(sync(&client), Err(Fault::Failed { .. })));
+    assert!(matches!(sync(&client), Err(WaitError::Failed { .. })));
     let reply = client.reply();
     client.ask(&Request::List { reply }).unwrap();
     let Ok(Some(Answer::Values(values))) = client.wait(reply, PATIENT) else { panic!("no answer") };
@@ -399,7 +406,7 @@ fn a_machine_that_is_gone_ends_the_session_and_nobody_waits_for_ever() {
     create(&client, &tensor(1, &[2]), 1.0);
     sync(&client).unwrap();
     drop(machine);
-    assert!(matches!(sync(&client), Err(Fault::Lost(_))));
+    assert!(matches!(sync(&client), Err(WaitError::Lost(_))));
     assert!(client.ask(&Request::Free { storage: 1 }).is_err(), "it is over");
     client.free(1);
 }
@@ -424,13 +431,13 @@ fn a_session_that_there_is_no_more_is_not_begun_again() {
     for _ in 0..100 {
         ended = ended.and_then(|()| sync(&client));
     }
-    assert!(matches!(ended, Err(Fault::Lost(_))), "{ended:?}");
+    assert!(matches!(ended, Err(WaitError::Lost(_))), "{ended:?}");
 }
 
 /// One that connects, before either end has greeted.
 fn accept(listener: &Listener) -> Result<Link<Vec<u8>>, Error> {
     let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
-    let mut lobby = Lobby::<Vec<u8>>::new(options);
+    let mut lobby = Acceptor::<Vec<u8>>::new(options);
     loop {
         if let Some(link) = lobby.accept_within(listener, PATIENT, |_, _| {})? {
             return Ok(link);
@@ -504,7 +511,7 @@ fn an_answer_that_is_lost_ends_the_session_when_the_next_one_comes() {
     let client = Client::<Vec<u8>>::connect(options, [92; 16]).unwrap();
     let reply = client.read(tensor(1, &[2]), vec![0; 8]).unwrap();
     let lost = client.wait(reply, PATIENT);
-    assert!(matches!(&lost, Err(Fault::Lost(Error::Protocol { .. }))), "{lost:?}");
+    assert!(matches!(&lost, Err(WaitError::Lost(Error::Protocol { .. }))), "{lost:?}");
     machine.join().unwrap().unwrap();
 }
 
@@ -547,7 +554,7 @@ fn whoever_never_listens_again_is_not_waited_for() {
     let client = Client::<Vec<u8>>::connect(options, [93; 16]).unwrap();
     sync(&client).unwrap();
     drop(machine);
-    assert!(matches!(sync(&client), Err(Fault::Lost(_))));
+    assert!(matches!(sync(&client), Err(WaitError::Lost(_))));
     assert!(client.is_over());
 }
 

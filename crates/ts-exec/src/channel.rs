@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use super::value::{Decoder, put_number};
-use crate::{Error, Event, Link, SendOptions, Sink, TensorInfo};
+use crate::value::{Decoder, put_number};
+use ts_remote::{Error, Event, Link, SendOptions, Sink, TensorInfo};
 
 /// The first byte of each message: what it is.
 const CONTENT: u8 = 0;
@@ -35,11 +35,11 @@ const ACK_BYTES: u64 = 256 << 10;
 
 /// Who asks for a session and how much of it has come to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Greeting {
+pub(crate) struct Greeting {
     /// Drawn by the client.
-    pub(super) session: [u8; 16],
+    pub(crate) session: [u8; 16],
     /// How many things it has received.
-    pub(super) received: u64,
+    pub(crate) received: u64,
 }
 
 /// Something that is sent: a message or a part of one, or a tensor's bytes.
@@ -51,7 +51,7 @@ enum Outgoing {
 
 /// What has come.
 #[derive(Debug)]
-pub(super) enum Incoming<S> {
+pub(crate) enum Incoming<S> {
     /// A message, without its first byte.
     Message(Bytes),
     /// A tensor comes: [`accept`](Channel::accept) is to be called.
@@ -64,7 +64,7 @@ pub(super) enum Incoming<S> {
 
 impl<S> Incoming<S> {
     /// Bytes that it takes while it waits.
-    pub(super) fn byte_len(&self) -> usize {
+    pub(crate) fn byte_len(&self) -> usize {
         match self {
             Self::Message(bytes) => bytes.len(),
             Self::Tensor(info, _) => info.storage_len as usize,
@@ -75,7 +75,7 @@ impl<S> Incoming<S> {
 
 /// One end of it.
 #[derive(Debug)]
-pub(super) struct Channel<S> {
+pub(crate) struct Channel<S> {
     link: Option<Link<S>>,
     stream: u32,
     /// What was sent and has not been acknowledged, the first of which has the number `acked`.
@@ -101,7 +101,7 @@ impl Outgoing {
 
 impl<S: Sink> Channel<S> {
     /// One without a link.
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             link: None,
             stream: 0,
@@ -115,19 +115,19 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    pub(super) fn received(&self) -> u64 {
+    pub(crate) fn received(&self) -> u64 {
         self.received
     }
 
     /// Bytes that were sent, and may have to be sent again.
-    pub(super) fn unacked_bytes(&self) -> usize {
+    pub(crate) fn unacked_bytes(&self) -> usize {
         self.unacked_bytes
     }
 
     /// # Errors
     /// [`Error::Protocol`] when the other end owes acknowledgements of more bytes, or of more
     /// things, than these.
-    pub(super) fn refuse_debts(&self, (bytes, things): (usize, usize)) -> Result<(), Error> {
+    pub(crate) fn refuse_debts(&self, (bytes, things): (usize, usize)) -> Result<(), Error> {
         if self.unacked_bytes <= bytes && self.unacked.len() <= things {
             return Ok(());
         }
@@ -138,36 +138,36 @@ impl<S: Sink> Channel<S> {
     }
 
     /// Whether the other end has all.
-    pub(super) fn is_acked(&self) -> bool {
+    pub(crate) fn is_acked(&self) -> bool {
         self.unacked.is_empty()
     }
 
     /// The number that what is sent next has.
-    pub(super) fn next_number(&self) -> u64 {
+    pub(crate) fn next_number(&self) -> u64 {
         self.acked + self.unacked.len() as u64
     }
 
     /// Bytes that the socket has not taken.
-    pub(super) fn unsent_bytes(&mut self) -> usize {
+    pub(crate) fn unsent_bytes(&mut self) -> usize {
         self.link.as_mut().map_or(0, |link| link.connection().unsent_bytes())
     }
 
-    pub(super) fn link(&mut self) -> Option<&mut Link<S>> {
+    pub(crate) fn link(&mut self) -> Option<&mut Link<S>> {
         self.link.as_mut()
     }
 
     /// Whether the other end has said why it ended the connection.
-    pub(super) fn was_closed(&mut self) -> bool {
+    pub(crate) fn was_closed(&mut self) -> bool {
         self.link.as_mut().is_some_and(was_told_why)
     }
 
     /// Gives the link up; what was sent is kept.
-    pub(super) fn detach(&mut self) -> Option<Link<S>> {
+    pub(crate) fn detach(&mut self) -> Option<Link<S>> {
         self.link.take()
     }
 
     /// Says who this is on a new link, and hears who that is. Blocks.
-    pub(super) fn greet(link: &mut Link<S>, own: Greeting) -> Result<(u32, Greeting), Error> {
+    pub(crate) fn greet(link: &mut Link<S>, own: Greeting) -> Result<(u32, Greeting), Error> {
         let stream = link.connection().open_stream()?;
         let said = Self::say_hello(link, stream, own);
         let heard = said.and_then(|()| Self::hear_hello(link)).map_err(|error| match error {
@@ -181,7 +181,7 @@ impl<S: Sink> Channel<S> {
     }
 
     /// Says who this is.
-    pub(super) fn say_hello(link: &mut Link<S>, stream: u32, own: Greeting) -> Result<(), Error> {
+    pub(crate) fn say_hello(link: &mut Link<S>, stream: u32, own: Greeting) -> Result<(), Error> {
         let mut hello = vec![HELLO];
         hello.extend_from_slice(&own.session);
         put_number(&mut hello, own.received);
@@ -189,7 +189,7 @@ impl<S: Sink> Channel<S> {
     }
 
     /// Hears who is there, which is what each end says first. Blocks.
-    pub(super) fn hear_hello(link: &mut Link<S>) -> Result<Greeting, Error> {
+    pub(crate) fn hear_hello(link: &mut Link<S>) -> Result<Greeting, Error> {
         loop {
             match link.next_event()? {
                 Event::Message { stream, bytes } => {
@@ -211,7 +211,7 @@ impl<S: Sink> Channel<S> {
 
     /// Goes on with a link on which both have greeted: what the other end has not received is sent
     /// again.
-    pub(super) fn attach(&mut self, link: Link<S>, stream: u32, theirs: u64) -> Result<(), Error> {
+    pub(crate) fn attach(&mut self, link: Link<S>, stream: u32, theirs: u64) -> Result<(), Error> {
         if theirs > self.next_number() || theirs < self.acked {
             let what =
                 format!("has received {theirs} things, of which {} were sent", self.next_number());
@@ -227,7 +227,7 @@ impl<S: Sink> Channel<S> {
     }
 
     /// Sends a message, when the socket takes it. Without a link it is sent with the next.
-    pub(super) fn send_message(&mut self, message: &[u8]) -> Result<(), Error> {
+    pub(crate) fn send_message(&mut self, message: &[u8]) -> Result<(), Error> {
         let mut parts = message.chunks(MAX_PART).peekable();
         while let Some(part) = parts.next() {
             let mut bytes = Vec::with_capacity(part.len() + 1);
@@ -239,7 +239,7 @@ impl<S: Sink> Channel<S> {
     }
 
     /// Sends a tensor, as [`send_message`](Self::send_message).
-    pub(super) fn send_tensor(&mut self, info: TensorInfo, bytes: Bytes) -> Result<(), Error> {
+    pub(crate) fn send_tensor(&mut self, info: TensorInfo, bytes: Bytes) -> Result<(), Error> {
         self.send(Outgoing::Tensor(info, bytes))
     }
 
@@ -260,19 +260,19 @@ impl<S: Sink> Channel<S> {
     }
 
     /// Memory for the tensor that was announced.
-    pub(super) fn accept(&mut self, sink: S) -> Result<(), Error> {
+    pub(crate) fn accept(&mut self, sink: S) -> Result<(), Error> {
         let link = self.link.as_mut().ok_or_else(lost)?;
         link.connection().accept(self.theirs, sink)
     }
 
     /// Waits until the socket has all that was sent, at most so long.
-    pub(super) fn flush_within(&mut self, time: Duration) -> Result<bool, Error> {
+    pub(crate) fn flush_within(&mut self, time: Duration) -> Result<bool, Error> {
         let stream = self.stream;
         self.link.as_mut().ok_or_else(lost)?.flush_within(stream, time)
     }
 
     /// Reads and writes what goes without waiting.
-    pub(super) fn drive(&mut self) -> Result<(), Error> {
+    pub(crate) fn drive(&mut self) -> Result<(), Error> {
         match &mut self.link {
             Some(link) => link.drive().map(drop),
             None => Ok(()),
@@ -281,7 +281,7 @@ impl<S: Sink> Channel<S> {
 
     /// What comes next, at most so long; or `None`, and that too when there were acknowledgements
     /// alone, which end the wait.
-    pub(super) fn next_within(&mut self, time: Duration) -> Result<Option<Incoming<S>>, Error> {
+    pub(crate) fn next_within(&mut self, time: Duration) -> Result<Option<Incoming<S>>, Error> {
         // Those that came with what was heard last end nothing.
         if let Some(item) = self.next_heard()? {
             return Ok(Some(item));
@@ -303,7 +303,7 @@ impl<S: Sink> Channel<S> {
     }
 
     /// What has come and was not looked at yet, without a look at the socket.
-    pub(super) fn next_heard(&mut self) -> Result<Option<Incoming<S>>, Error> {
+    pub(crate) fn next_heard(&mut self) -> Result<Option<Incoming<S>>, Error> {
         while let Some(event) = self.link.as_mut().ok_or_else(lost)?.connection().poll() {
             if let Some(item) = self.hear(event)? {
                 return Ok(Some(item));
@@ -313,7 +313,7 @@ impl<S: Sink> Channel<S> {
     }
 
     /// What has come, if something has.
-    pub(super) fn poll(&mut self) -> Result<Option<Incoming<S>>, Error> {
+    pub(crate) fn poll(&mut self) -> Result<Option<Incoming<S>>, Error> {
         while let Some(link) = &mut self.link {
             let Some(event) = link.poll_event()? else { break };
             if let Some(item) = self.hear(event)? {
@@ -394,7 +394,7 @@ impl<S: Sink> Channel<S> {
     }
 
     /// What was sent and may have to be sent again is the channel's own from now on.
-    pub(super) fn copy_unacked(&mut self) {
+    pub(crate) fn copy_unacked(&mut self) {
         for item in &mut self.unacked {
             if let Outgoing::Tensor(_, bytes) = item {
                 *bytes = Bytes::copy_from_slice(bytes);
@@ -403,12 +403,12 @@ impl<S: Sink> Channel<S> {
     }
 
     /// Whether something waits for the socket.
-    pub(super) fn wants_write(&mut self) -> bool {
+    pub(crate) fn wants_write(&mut self) -> bool {
         self.link.as_mut().is_some_and(Link::wants_write)
     }
 
     /// Says how much has come, if that was not said.
-    pub(super) fn acknowledge(&mut self) -> Result<(), Error> {
+    pub(crate) fn acknowledge(&mut self) -> Result<(), Error> {
         if self.owed.0 > 0
             && let Some(link) = &mut self.link
         {
@@ -421,7 +421,7 @@ impl<S: Sink> Channel<S> {
     }
 
     /// Says that nothing more comes from this end, and waits until the socket has that. Blocks.
-    pub(super) fn finish(&mut self) -> Result<(), Error> {
+    pub(crate) fn finish(&mut self) -> Result<(), Error> {
         let Some(link) = &mut self.link else { return Ok(()) };
         link.connection().finish(self.stream)?;
         link.flush_all()
@@ -433,6 +433,6 @@ fn was_told_why<S: Sink>(link: &mut Link<S>) -> bool {
     matches!(link.connection().end_of_input(), Err(Error::Closed { .. }))
 }
 
-pub(super) fn lost() -> Error {
+pub(crate) fn lost() -> Error {
     Error::Lost { what: String::new() }
 }

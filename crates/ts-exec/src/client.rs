@@ -2,20 +2,21 @@
 //! A session with a machine that has the tensors.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 use bytes::Bytes;
+use parking_lot::{Mutex, MutexGuard};
 use ts_format::Dtype;
 
-use super::channel::{Channel, Greeting, Incoming};
-use super::reply::Reply;
-use super::value::Decoder;
-use super::{Failure, Request, TensorRef, Value};
-use crate::{Error, ErrorKind, Link, Sink, TensorInfo};
+use crate::channel::{Channel, Greeting, Incoming};
+use crate::reply::Reply;
+use crate::value::Decoder;
+use crate::{OpFailure, Request, TensorRef, Value};
+use ts_remote::{Error, ErrorKind, Link, Sink, TensorInfo};
 
 /// A batch goes when it has so many requests,
 const BATCH: usize = 64;
@@ -67,7 +68,7 @@ pub struct Client<S: Sink + Send + 'static> {
 
 /// Why a wait ended without what was waited for.
 #[derive(Debug, Clone, thiserror::Error)]
-pub enum Fault {
+pub enum WaitError {
     /// The session is over.
     #[error(transparent)]
     Lost(#[from] Error),
@@ -77,7 +78,7 @@ pub enum Fault {
         /** Which, in the order in which they were asked, from 1 on. */
         request: u64,
         /** Why. */
-        failure: Failure,
+        failure: OpFailure,
         /** How many more have failed since the last wait. */
         others: usize,
     },
@@ -158,12 +159,12 @@ struct Line<S> {
     channel: Channel<S>,
     /// By the answer that is waited for.
     doubts: HashMap<u64, Doubt>,
-    answers: HashMap<u64, Result<Answer<S>, (u64, Failure)>>,
+    answers: HashMap<u64, Result<Answer<S>, (u64, OpFailure)>>,
     /// Memory that answers go to.
     sinks: HashMap<u64, S>,
     /// The answer whose elements come next.
     arriving: Option<u64>,
-    failures: VecDeque<(u64, Failure)>,
+    failures: VecDeque<(u64, OpFailure)>,
     over: Option<Error>,
     reconnects: u64,
     downloaded_bytes: u64,
@@ -221,8 +222,11 @@ impl<S: Sink + Send + 'static> Client<S> {
             }
         };
         let thread = thread::Builder::new().name("tensorstream-flush".into()).spawn(run);
-        let thread =
-            thread.map_err(|source| Error::io("this process", "starting a thread", source))?;
+        let thread = thread.map_err(|source| Error::Io {
+            peer: "this process".into(),
+            what: "starting a thread",
+            source: source.into(),
+        })?;
         shared.queue().flusher = Some(thread.thread().clone());
         Ok(Self { shared })
     }
@@ -300,7 +304,7 @@ impl<S: Sink + Send + 'static> Client<S> {
 
     /// Nobody will wait for this answer: it is dropped when it is there. Never blocks.
     pub fn forget(&self, reply: u64) {
-        self.shared.unwanted.lock().unwrap_or_else(PoisonError::into_inner).insert(reply);
+        self.shared.unwanted.lock().insert(reply);
     }
 
     /// A number for an answer.
@@ -373,8 +377,8 @@ impl<S: Sink + Send + 'static> Client<S> {
     /// which failures are told.
     ///
     /// # Errors
-    /// [`Fault`]. The answer, if there was one, is gone then.
-    pub fn wait(&self, reply: u64, time: Duration) -> Result<Option<Answer<S>>, Fault> {
+    /// [`WaitError`]. The answer, if there was one, is gone then.
+    pub fn wait(&self, reply: u64, time: Duration) -> Result<Option<Answer<S>>, WaitError> {
         let shared = &*self.shared;
         let end = Instant::now() + time;
         loop {
@@ -432,7 +436,7 @@ impl<S: Sink + Send + 'static> Client<S> {
 
     /// Takes what has failed and nobody was told of, if anything did: as a wait would tell it. For
     /// who ends a session.
-    pub fn take_failed(&self) -> Option<Fault> {
+    pub fn take_failed(&self) -> Option<WaitError> {
         self.shared.line().failed()
     }
 
@@ -490,18 +494,14 @@ impl<S: Sink + Send + 'static> Client<S> {
 
 impl<S: Sink + Send> Shared<S> {
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 
     fn line(&self) -> MutexGuard<'_, Line<S>> {
-        match self.line.try_lock() {
-            Ok(line) => line,
-            Err(TryLockError::Poisoned(poison)) => poison.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                self.crowd.store(true, Ordering::Relaxed);
-                self.line.lock().unwrap_or_else(PoisonError::into_inner)
-            }
-        }
+        self.line.try_lock().unwrap_or_else(|| {
+            self.crowd.store(true, Ordering::Relaxed);
+            self.line.lock()
+        })
     }
 
     /// Wakes whoever flushes, if it sleeps.
@@ -521,7 +521,7 @@ impl<S: Sink + Send> Shared<S> {
         queue.seal();
         drop(queue);
         // Whoever has the line sends it.
-        if let Ok(mut line) = self.line.try_lock() {
+        if let Some(mut line) = self.line.try_lock() {
             let _ =
                 self.send(&mut line, false).and_then(|()| self.listen(&mut line, Duration::ZERO));
         } else if waits {
@@ -546,9 +546,8 @@ impl<S: Sink + Send> Shared<S> {
             }
         }
         match self.line.try_lock() {
-            Ok(mut line) => self.send(&mut line, false),
-            Err(TryLockError::Poisoned(poison)) => self.send(&mut poison.into_inner(), false),
-            Err(TryLockError::WouldBlock) => {
+            Some(mut line) => self.send(&mut line, false),
+            None => {
                 self.crowd.store(true, Ordering::Relaxed);
                 Ok(())
             }
@@ -603,7 +602,7 @@ impl<S: Sink + Send> Shared<S> {
     }
 
     fn drop_unwanted(&self, line: &mut Line<S>) {
-        let mut unwanted = self.unwanted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unwanted = self.unwanted.lock();
         if unwanted.is_empty() {
             return;
         }
@@ -800,15 +799,15 @@ impl<S: Sink + Send> Line<S> {
     }
 
     /// The first that has failed and was not told.
-    fn failed(&mut self) -> Option<Fault> {
+    fn failed(&mut self) -> Option<WaitError> {
         let others = self.failures.len().saturating_sub(1);
         let (request, failure) = self.failures.pop_front()?;
         self.failures.clear();
-        Some(Fault::Failed { request, failure, others })
+        Some(WaitError::Failed { request, failure, others })
     }
 
     /// The answer, if it has come, or what has failed before it and was not told.
-    fn answer(&mut self, reply: u64) -> Option<Result<Answer<S>, Fault>> {
+    fn answer(&mut self, reply: u64) -> Option<Result<Answer<S>, WaitError>> {
         if !self.answers.contains_key(&reply) {
             return None;
         }
@@ -817,7 +816,7 @@ impl<S: Sink + Send> Line<S> {
             return Some(Err(fault));
         }
         let answer = self.answers.remove(&reply)?;
-        Some(answer.map_err(|(request, failure)| Fault::Failed { request, failure, others: 0 }))
+        Some(answer.map_err(|(request, failure)| WaitError::Failed { request, failure, others: 0 }))
     }
 }
 

@@ -3,10 +3,11 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ts_io::{Distant, Fingerprint, Source};
+use parking_lot::{Mutex, MutexGuard};
+use ts_io::{Fingerprint, RemoteSource, Source};
 use ts_pool::Buffer;
 use ts_remote::{
     Address, ConnectionOptions, Identity, ListedFile, MAX_RANGE, RangeClient, Refusal, RefusalKind,
@@ -24,22 +25,22 @@ const MAX_KNOWN: usize = 256;
 const KEPT: usize = 32;
 
 /// Whether this names a file of a server of weights.
-pub(crate) fn is_distant(url: &str) -> bool {
+pub(crate) fn is_remote(url: &str) -> bool {
     SCHEMES.iter().any(|scheme| url.starts_with(scheme))
 }
 
 /// A server, and a name of its.
-pub(crate) struct Place {
-    pub(crate) server: Arc<Server>,
+pub(crate) struct Location {
+    pub(crate) server: Arc<WeightServer>,
     pub(crate) name: String,
 }
 
 /// What a URL names: `None` where it is none.
-pub(crate) fn place(url: &str) -> Option<Result<Place, ts_remote::Error>> {
+pub(crate) fn locate(url: &str) -> Option<Result<Location, ts_remote::Error>> {
     let scheme = SCHEMES.into_iter().find(|scheme| url.starts_with(scheme))?;
     let (address, name) = url[scheme.len()..].split_once('/')?;
-    let server = Server::of(address.parse().ok()?, scheme == SCHEMES[1]);
-    Some(server.map(|server| Place { server, name: name.into() }))
+    let server = WeightServer::of(address.parse().ok()?, scheme == SCHEMES[1]);
+    Some(server.map(|server| Location { server, name: name.into() }))
 }
 
 /// Opens a file of a server. Blocks, at most 60 s.
@@ -56,7 +57,7 @@ pub(crate) fn open(url: &str) -> Result<Arc<Source>, ts_io::Error> {
     let (address, name) =
         rest.split_once('/').filter(|(_, name)| !name.is_empty()).ok_or_else(invalid)?;
     let address: Address = address.parse().map_err(|_| invalid())?;
-    let server = Server::of(address, scheme == SCHEMES[1])
+    let server = WeightServer::of(address, scheme == SCHEMES[1])
         .map_err(|error| refused(kind_of(&error), error.to_string()))?;
     let timeout = ts_io::BackendOptions::default().timeout;
     let opened = server.open(name, timeout).map_err(|failure| unreadable(url, failure))?;
@@ -68,7 +69,7 @@ pub(crate) fn open(url: &str) -> Result<Arc<Source>, ts_io::Error> {
         etag: None,
     };
     let file = File { server, name: name.into(), url: url.into(), opened };
-    Ok(Source::distant(url, fingerprint, Arc::new(file)))
+    Ok(Source::remote(url, fingerprint, Arc::new(file)))
 }
 
 fn refused(url: &str, kind: std::io::ErrorKind, what: String) -> ts_io::Error {
@@ -98,7 +99,7 @@ fn kind_of(error: &ts_remote::Error) -> std::io::ErrorKind {
 
 /// A server, and the connections to it that nobody uses now.
 #[derive(Debug)]
-pub(crate) struct Server {
+pub(crate) struct WeightServer {
     address: Address,
     tls: Option<TlsClient>,
     options: ConnectionOptions,
@@ -124,12 +125,12 @@ impl From<ts_remote::Error> for Failure {
     }
 }
 
-impl Server {
+impl WeightServer {
     /// Files of one server share its connections.
     fn of(address: Address, secure: bool) -> Result<Arc<Self>, ts_remote::Error> {
-        type Servers = HashMap<(Address, bool), Arc<Server>>;
+        type Servers = HashMap<(Address, bool), Arc<WeightServer>>;
         static SERVERS: Mutex<Option<Servers>> = Mutex::new(None);
-        let mut servers = SERVERS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut servers = SERVERS.lock();
         let servers = servers.get_or_insert_default();
         let key = (address.clone(), secure);
         // Who changes its environment between two files wants the new one.
@@ -145,7 +146,7 @@ impl Server {
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<Conversation>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        self.idle.lock()
     }
 
     fn connect(&self, left: Duration, timeout: Duration) -> Result<Conversation, ts_remote::Error> {
@@ -153,7 +154,7 @@ impl Server {
         if let Some(tls) = &self.tls {
             socket = socket.into_tls_client(tls)?;
         }
-        let options = ConnectionOptions { timeout, ..self.options.clone() };
+        let options = ConnectionOptions { idle_timeout: timeout, ..self.options.clone() };
         Ok(Conversation { client: RangeClient::new(socket, options)?, files: HashMap::new() })
     }
 
@@ -173,7 +174,7 @@ impl Server {
         name: &str,
         url: &str,
         opened: RemoteFile,
-    ) -> impl Distant + use<> {
+    ) -> impl RemoteSource + use<> {
         File { server: Arc::clone(self), name: name.into(), url: url.into(), opened }
     }
 
@@ -275,7 +276,7 @@ impl Conversation {
 /// A file of a server's.
 #[derive(Debug)]
 struct File {
-    server: Arc<Server>,
+    server: Arc<WeightServer>,
     name: String,
     url: PathBuf,
     opened: RemoteFile,
@@ -337,7 +338,7 @@ impl File {
     }
 }
 
-impl Distant for File {
+impl RemoteSource for File {
     fn read(
         &self,
         offset: u64,

@@ -6,7 +6,7 @@
 //! deep; an argument that says it is longer than what is left of its batch is refused before memory
 //! is taken for it.
 
-use crate::Error;
+use ts_remote::Error;
 
 /// How deep lists may nest: operators of PyTorch have lists of lists at most.
 pub const MAX_DEPTH: usize = 4;
@@ -19,7 +19,7 @@ pub struct ScalarType(pub u8);
 
 /// Where in a storage a tensor's elements are.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct View {
+pub struct StorageView {
     /// What they are.
     pub dtype: ScalarType,
     /// Length of each dimension, in elements.
@@ -36,7 +36,7 @@ pub struct TensorRef {
     /// Of which storage.
     pub storage: u64,
     /// Which part of it, and how it is seen.
-    pub view: View,
+    pub view: StorageView,
 }
 
 /// An argument of an operator, or what it gives.
@@ -91,7 +91,7 @@ const LIST: u8 = 11;
 const SCALAR: u8 = 12;
 const CONJUGATE: u8 = 13;
 
-impl View {
+impl StorageView {
     /// One that has its elements in order, from the storage's first byte on.
     pub fn contiguous(dtype: ScalarType, sizes: Vec<u64>) -> Self {
         let strides = contiguous(&sizes);
@@ -155,7 +155,7 @@ impl TensorRef {
     /// A number by which logs name it: FNV-1a, 64 bits, over its sizes, strides, dtype, offset and
     /// storage, each number as 8 bytes, little-endian. <http://www.isthe.com/chongo/tech/comp/fnv/>
     pub fn metadata_hash(&self) -> u64 {
-        let View { dtype, sizes, strides, offset } = &self.view;
+        let StorageView { dtype, sizes, strides, offset } = &self.view;
         let strides = strides.iter().map(|&stride| stride as u64);
         let numbers =
             sizes.iter().copied().chain(strides).chain([u64::from(dtype.0), *offset, self.storage]);
@@ -170,7 +170,7 @@ impl TensorRef {
     }
 
     pub(crate) fn decode(from: &mut Decoder<'_>) -> Result<Self, Error> {
-        Ok(Self { storage: from.number()?, view: View::decode(from)? })
+        Ok(Self { storage: from.number()?, view: StorageView::decode(from)? })
     }
 }
 
@@ -387,28 +387,28 @@ impl<'a> Decoder<'a> {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use proptest::prelude::*;
 
     use super::*;
 
-    fn views() -> impl Strategy<Value = View> {
+    fn views() -> impl Strategy<Value = StorageView> {
         let sizes = prop::collection::vec(any::<u64>(), 0..5);
         let strides = prop::option::of(any::<i64>());
         (any::<u8>(), sizes, strides, prop_oneof![Just(0), any::<u64>()]).prop_map(
             |(dtype, sizes, stride, offset)| {
-                let mut view = View::contiguous(ScalarType(dtype), sizes);
+                let mut view = StorageView::contiguous(ScalarType(dtype), sizes);
                 view.strides.iter_mut().zip(stride).for_each(|(first, stride)| *first = stride);
-                View { offset, ..view }
+                StorageView { offset, ..view }
             },
         )
     }
 
-    pub(in crate::exec) fn tensors() -> impl Strategy<Value = TensorRef> {
+    pub(crate) fn tensors() -> impl Strategy<Value = TensorRef> {
         (any::<u64>(), views()).prop_map(|(storage, view)| TensorRef { storage, view })
     }
 
-    pub(in crate::exec) fn values() -> impl Strategy<Value = Value> {
+    pub(crate) fn values() -> impl Strategy<Value = Value> {
         let leaf = prop_oneof![
             Just(Value::None),
             any::<bool>().prop_map(Value::Bool),

@@ -3,13 +3,13 @@
 
 use bytes::Bytes;
 
-use super::{Call, Failure, TensorRef, Value};
-use crate::Sink;
+use crate::{Call, OpFailure, TensorRef, Value};
+use ts_remote::Sink;
 
-/// Storages, and operators on them. A [`Sessions`](super::Sessions) has one for each client.
+/// Storages, and operators on them. A [`SessionServer`](super::SessionServer) has one for each client.
 ///
 /// No method may be called with a storage that is not there without a
-/// [`Stale`](super::FailureKind::Stale) failure.
+/// [`Stale`](super::OpFailureKind::Stale) failure.
 pub trait Executor {
     /// Where long payloads are received to.
     type Sink: Sink + Send;
@@ -24,20 +24,20 @@ pub trait Executor {
     ///
     /// # Errors
     /// What is wrong with it; that is what each call of it fails with.
-    fn define(&mut self, op: u32, name: &str) -> Result<(), Failure>;
+    fn define(&mut self, op: u32, name: &str) -> Result<(), OpFailure>;
 
     /// A storage of so many bytes begins, which takes no memory before something is written to it,
     /// and is zero.
     ///
     /// # Errors
     /// There is such a storage, or no such device.
-    fn create(&mut self, storage: u64, bytes: u64, device: u32) -> Result<(), Failure>;
+    fn create(&mut self, storage: u64, bytes: u64, device: u32) -> Result<(), OpFailure>;
 
     /// A storage has another length; what fits of its bytes stays, new ones are zero.
     ///
     /// # Errors
     /// There is no memory for it.
-    fn resize(&mut self, storage: u64, bytes: u64) -> Result<(), Failure>;
+    fn resize(&mut self, storage: u64, bytes: u64) -> Result<(), OpFailure>;
 
     /// Nobody asks for a storage any more. Nothing happens if it is not there.
     fn free(&mut self, storage: u64);
@@ -46,13 +46,13 @@ pub trait Executor {
     ///
     /// # Errors
     /// They are not within the storage.
-    fn write(&mut self, storage: u64, offset: u64, bytes: &[u8]) -> Result<(), Failure>;
+    fn write(&mut self, storage: u64, offset: u64, bytes: &[u8]) -> Result<(), OpFailure>;
 
     /// Memory for many bytes, which come next: the storage's own, where that can be.
     ///
     /// # Errors
     /// They are not within the storage.
-    fn sink(&mut self, storage: u64, offset: u64, bytes: u64) -> Result<Self::Sink, Failure>;
+    fn sink(&mut self, storage: u64, offset: u64, bytes: u64) -> Result<Self::Sink, OpFailure>;
 
     /// They are all in what [`sink`](Self::sink) gave.
     ///
@@ -63,14 +63,14 @@ pub trait Executor {
         storage: u64,
         offset: u64,
         full: <Self::Sink as Sink>::Full,
-    ) -> Result<(), Failure>;
+    ) -> Result<(), OpFailure>;
 
     /// The elements of a tensor, in order, as they are now. They may be in the storage's own
     /// memory: nothing is written to it before the client has them, or what is left of a link has.
     ///
     /// # Errors
     /// The tensor is not within its storage.
-    fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, Failure>;
+    fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, OpFailure>;
 
     /// Runs an operator. What it gives goes where the call's outputs say; if it has a `reply`, what
     /// it gives is told: numbers as they are, tensors as a list of the [`Value::Tensor`] and its
@@ -78,7 +78,7 @@ pub trait Executor {
     ///
     /// # Errors
     /// What went wrong. Nothing that it would have given is there then.
-    fn call(&mut self, call: &Call) -> Result<Vec<Value>, Failure>;
+    fn call(&mut self, call: &Call) -> Result<Vec<Value>, OpFailure>;
 
     /// The storages there are: of each its number, bytes, device, and whether something was written
     /// to it.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What a client asks of the machine that has its tensors, in the order in which it is to be done.
 
-use super::value::{Decoder, TensorRef, Value, put_number, put_text};
-use crate::Error;
+use crate::value::{Decoder, TensorRef, Value, put_number, put_text};
+use ts_remote::Error;
 
 /// One thing to be done. Each has the number after the one before it, from 1 on, for as long as the
 /// session lasts.
@@ -297,8 +297,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::exec::value::tests::{tensors, values};
-    use crate::exec::value::{ScalarType, View};
+    use crate::value::tests::{tensors, values};
+    use crate::value::{ScalarType, StorageView};
 
     fn outputs() -> impl Strategy<Value = Output> {
         prop_oneof![
@@ -368,7 +368,7 @@ mod tests {
         let of = |storage| {
             Value::Tensor(TensorRef {
                 storage,
-                view: View::contiguous(ScalarType(6), vec![1000; 4]),
+                view: StorageView::contiguous(ScalarType(6), vec![1000; 4]),
             })
         };
         let foreach = call(vec![Value::List((0..50_000).map(of).collect())]);
@@ -389,7 +389,7 @@ mod tests {
     fn an_operator_of_two_matrices_is_short() {
         let of = |storage| TensorRef {
             storage,
-            view: View::contiguous(ScalarType(6), vec![1000, 1000]),
+            view: StorageView::contiguous(ScalarType(6), vec![1000, 1000]),
         };
         let args = vec![Value::Tensor(of(1000)), Value::Tensor(of(1001))];
         let output = Output::New { tensor: of(1002), bytes: 4_000_000 };

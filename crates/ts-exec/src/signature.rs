@@ -7,11 +7,11 @@ use std::collections::HashMap;
 use std::hash::Hash;
 use std::mem;
 
-use super::Value;
+use crate::Value;
 
 /// How numbers count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scalars {
+pub enum ScalarKeying {
     /// By what they are: operators that make tensors of nothing else.
     ByValue,
     /// By their kind: what an operator gives is like does not depend on them, but for its dtype.
@@ -40,7 +40,7 @@ impl Signature {
     pub fn of<'a>(
         &mut self,
         arguments: impl Iterator<Item = (&'a str, &'a Value)>,
-        scalars: Scalars,
+        scalars: ScalarKeying,
     ) -> &[u8] {
         self.bytes.clear();
         self.context.iter().for_each(|number| self.bytes.extend_from_slice(&number.to_le_bytes()));
@@ -53,7 +53,7 @@ impl Signature {
         &self.bytes
     }
 
-    fn add(&mut self, value: &Value, scalars: Scalars) {
+    fn add(&mut self, value: &Value, scalars: ScalarKeying) {
         match value {
             Value::Tensor(tensor) | Value::Conjugate(tensor) => {
                 let known = self.storages.iter().position(|&storage| storage == tensor.storage);
@@ -70,9 +70,9 @@ impl Signature {
                 self.bytes.extend_from_slice(&(values.len() as u32).to_le_bytes());
                 values.iter().for_each(|value| self.add(value, scalars));
             }
-            Value::Float(_) if scalars == Scalars::ByKind => self.bytes.push(b'f'),
-            Value::Complex(..) if scalars == Scalars::ByKind => self.bytes.push(b'c'),
-            Value::Scalar { dtype, .. } if scalars == Scalars::ByKind => {
+            Value::Float(_) if scalars == ScalarKeying::ByKind => self.bytes.push(b'f'),
+            Value::Complex(..) if scalars == ScalarKeying::ByKind => self.bytes.push(b'c'),
+            Value::Scalar { dtype, .. } if scalars == ScalarKeying::ByKind => {
                 self.bytes.extend_from_slice(&[b's', dtype.0]);
             }
             value => {
@@ -152,20 +152,23 @@ impl<K: Hash + Eq + Clone, V: Clone> SignatureCache<K, V> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::{ScalarType, TensorRef, View};
     use super::*;
+    use crate::{ScalarType, StorageView, TensorRef};
 
     fn tensor(storage: u64, sizes: &[u64]) -> Value {
-        Value::Tensor(TensorRef { storage, view: View::contiguous(ScalarType(6), sizes.to_vec()) })
+        Value::Tensor(TensorRef {
+            storage,
+            view: StorageView::contiguous(ScalarType(6), sizes.to_vec()),
+        })
     }
 
-    fn signature(values: &[Value], scalars: Scalars) -> Vec<u8> {
+    fn signature(values: &[Value], scalars: ScalarKeying) -> Vec<u8> {
         Signature::default().of(values.iter().map(|value| ("", value)), scalars).to_vec()
     }
 
     #[test]
     fn storages_count_by_which_are_the_same_and_numbers_by_their_kind() {
-        let of = |values: &[Value]| signature(values, Scalars::ByKind);
+        let of = |values: &[Value]| signature(values, ScalarKeying::ByKind);
         let (x, y) = (tensor(3, &[2, 3]), tensor(9, &[2, 3]));
         assert_eq!(of(&[x.clone(), y.clone()]), of(&[y.clone(), tensor(4, &[2, 3])]));
         assert_ne!(of(&[x.clone(), y.clone()]), of(&[x.clone(), x.clone()]));
@@ -173,7 +176,7 @@ mod tests {
         assert_eq!(of(&[x.clone(), Value::Float(1.0)]), of(&[x.clone(), Value::Float(2.0)]));
         assert_ne!(of(&[x.clone(), Value::Int(1)]), of(&[x.clone(), Value::Int(2)]));
         assert_ne!(of(&[x.clone(), Value::Int(1)]), of(&[x.clone(), Value::Bool(true)]));
-        let by_value = |value| signature(&[Value::Float(value)], Scalars::ByValue);
+        let by_value = |value| signature(&[Value::Float(value)], ScalarKeying::ByValue);
         assert_ne!(by_value(1.0), by_value(2.0));
         let (flat, nested) = (Value::List(vec![x.clone(), y.clone()]), Value::List(vec![x]));
         assert_ne!(of(&[flat]), of(&[nested, y]));

@@ -6,7 +6,7 @@
 //! |---|---|
 //! | [`Client`] | a session with a machine: asks, goes on, and waits only for values |
 //! | [`Request`], [`Call`], [`Value`] | what is asked |
-//! | [`Sessions`], [`Executor`] | the machine: sessions, and what runs their operators |
+//! | [`SessionServer`], [`Executor`] | the machine: sessions, and what runs their operators |
 //! | [`Signature`], [`SignatureCache`] | what a call gives, known by what its arguments are like |
 //! | [`HostExecutor`] | a small one, of f32 on this CPU |
 //!
@@ -14,22 +14,19 @@
 //! [outputs](Output). A client numbers its storages itself, so that it need not wait to know what a
 //! [`Call`] will give. [`Request`]s go in batches; what is sent is kept until the other end has it,
 //! so that a link that is lost is made again and everything is done once.
+#![forbid(unsafe_code)]
 
 mod channel;
 mod client;
-mod executor;
-mod host;
 mod reply;
 mod request;
 mod server;
 mod signature;
 mod value;
 
-pub use client::{Answer, Client, ClientOptions, ClientStats, Dial, Fault};
-pub use executor::Executor;
-pub use host::HostExecutor;
-pub use reply::{Failure, FailureKind};
+pub use client::{Answer, Client, ClientOptions, ClientStats, Dial, WaitError};
+pub use reply::{OpFailure, OpFailureKind};
 pub use request::{Call, Output, Request, Requests};
-pub use server::{EXEC, Landing, Sessions, service_of};
-pub use signature::{CacheStats, Scalars, Signature, SignatureCache};
-pub use value::{MAX_DEPTH, MAX_DIMS, ScalarType, TensorRef, Value, View};
+pub use server::{EXEC, Executor, HostExecutor, SessionServer, UploadSink, service_name};
+pub use signature::{CacheStats, ScalarKeying, Signature, SignatureCache};
+pub use value::{MAX_DEPTH, MAX_DIMS, ScalarType, StorageView, TensorRef, Value};

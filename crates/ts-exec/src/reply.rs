@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What the machine that has the tensors says.
 
-use super::value::{Decoder, Value, put_number, put_text};
-use crate::Error;
+use crate::value::{Decoder, Value, put_number, put_text};
+use ts_remote::Error;
 
 /// Why something was not done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum FailureKind {
+pub enum OpFailureKind {
     /// The operator itself said so.
     Raised,
     /// There was not enough memory.
@@ -21,23 +21,23 @@ pub enum FailureKind {
 /// Something that was asked and not done.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
-pub struct Failure {
+pub struct OpFailure {
     /// Why.
-    pub kind: FailureKind,
+    pub kind: OpFailureKind,
     /// What is wrong, and with what.
     pub message: String,
 }
 
-impl Failure {
+impl OpFailure {
     /// One of a kind.
-    pub fn new(kind: FailureKind, message: impl Into<String>) -> Self {
+    pub fn new(kind: OpFailureKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into() }
     }
 }
 
 /// One thing that is said.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Reply {
+pub(crate) enum Reply {
     /// What an operator gave, or that all before is done.
     Answer { reply: u64, values: Vec<Value> },
     /// The elements of a tensor.
@@ -45,9 +45,9 @@ pub(super) enum Reply {
     /// They are the next tensor of the stream.
     Tensor { reply: u64 },
     /// A request, by its number, was not done; nor will be what needs what it would have given.
-    Failed { request: u64, failure: Failure },
+    Failed { request: u64, failure: OpFailure },
     /// There is no answer, for this request was not done.
-    Refused { reply: u64, request: u64, failure: Failure },
+    Refused { reply: u64, request: u64, failure: OpFailure },
 }
 
 const ANSWER: u8 = 1;
@@ -56,13 +56,17 @@ const TENSOR: u8 = 3;
 const FAILED: u8 = 4;
 const REFUSED: u8 = 5;
 
-const KINDS: [FailureKind; 4] =
-    [FailureKind::Raised, FailureKind::OutOfMemory, FailureKind::Stale, FailureKind::Refused];
+const KINDS: [OpFailureKind; 4] = [
+    OpFailureKind::Raised,
+    OpFailureKind::OutOfMemory,
+    OpFailureKind::Stale,
+    OpFailureKind::Refused,
+];
 /// The most of a failure's message that travels, in bytes.
 const MAX_TEXT: usize = 16 << 10;
 
 impl Reply {
-    pub(super) fn encode(&self, into: &mut Vec<u8>) {
+    pub(crate) fn encode(&self, into: &mut Vec<u8>) {
         match self {
             Self::Answer { reply, values } => {
                 into.push(ANSWER);
@@ -94,7 +98,7 @@ impl Reply {
         }
     }
 
-    pub(super) fn decode(from: &mut Decoder<'_>) -> Result<Self, Error> {
+    pub(crate) fn decode(from: &mut Decoder<'_>) -> Result<Self, Error> {
         Ok(match from.byte()? {
             ANSWER => {
                 let (reply, len) = (from.number()?, from.len()?);
@@ -114,7 +118,7 @@ impl Reply {
     }
 }
 
-fn put_failure(into: &mut Vec<u8>, failure: &Failure) {
+fn put_failure(into: &mut Vec<u8>, failure: &OpFailure) {
     let kind = KINDS.iter().position(|&kind| kind == failure.kind).expect("all kinds are there");
     into.push(kind as u8);
     let text = &failure.message;
@@ -122,11 +126,11 @@ fn put_failure(into: &mut Vec<u8>, failure: &Failure) {
     put_text(into, &text[..end.unwrap_or(0)]);
 }
 
-fn failure(from: &mut Decoder<'_>) -> Result<Failure, Error> {
+fn failure(from: &mut Decoder<'_>) -> Result<OpFailure, Error> {
     let kind = from.byte()?;
     let kind = KINDS.get(usize::from(kind)).copied();
     let kind = kind.ok_or_else(|| from.bad("a failure of a kind that there is not".into()))?;
-    Ok(Failure { kind, message: from.text()?.into() })
+    Ok(OpFailure { kind, message: from.text()?.into() })
 }
 
 #[cfg(test)]
@@ -134,11 +138,11 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::exec::value::tests::values;
+    use crate::value::tests::values;
 
     fn replies() -> impl Strategy<Value = Reply> {
         let failure = (prop::sample::select(KINDS.to_vec()), ".*");
-        let failure = failure.prop_map(|(kind, message)| Failure { kind, message });
+        let failure = failure.prop_map(|(kind, message)| OpFailure { kind, message });
         prop_oneof![
             (any::<u64>(), prop::collection::vec(values(), 0..4))
                 .prop_map(|(reply, values)| Reply::Answer { reply, values }),

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Sizes in bytes as people write them, such as `600MiB`.
+
+/// A size that could not be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("invalid size {0:?}: expected bytes, or a number with a unit such as 600MiB or 1.5GB")]
+pub struct BadSize(String);
+
+/// Reads a size: a number and, optionally, one of B, KB, MB, GB, TB (powers of 1000) or KiB, MiB,
+/// GiB, TiB (powers of 1024), in any case. Fractions are rounded down to bytes.
+///
+/// # Errors
+/// [`BadSize`] for anything else, negative and non-finite numbers included.
+pub fn parse_bytes(text: &str) -> Result<u64, BadSize> {
+    const UNITS: [(&str, f64); 9] = [
+        ("kib", 1024.0),
+        ("mib", 1048576.0),
+        ("gib", 1073741824.0),
+        ("tib", 1099511627776.0),
+        ("kb", 1e3),
+        ("mb", 1e6),
+        ("gb", 1e9),
+        ("tb", 1e12),
+        ("b", 1.0),
+    ];
+    let lower = text.trim().to_ascii_lowercase();
+    let unit = UNITS.iter().find_map(|(unit, scale)| Some((lower.strip_suffix(unit)?, *scale)));
+    let (number, scale) = unit.unwrap_or((&lower, 1.0));
+    let bytes = number.trim().parse::<f64>().map(|n| n * scale);
+    match bytes {
+        Ok(n) if (0.0..1.8e19).contains(&n) => Ok(n as u64),
+        _ => Err(BadSize(text.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_as_people_write_them() {
+        for (text, bytes) in [
+            ("600MiB", 600 << 20),
+            ("0.5 GiB", 512 << 20),
+            ("1.5GB", 1_500_000_000),
+            ("4096", 4096),
+            ("10b", 10),
+            (" 2kb ", 2000),
+        ] {
+            assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "MiB", "-1GB", "1e400", "nan", "12 parsecs", "1 2"] {
+            assert!(parse_bytes(text).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Former names of arguments, which still work and warn."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+def renamed(
+    **names: str,
+) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
+    """Returns a decorator that accepts former names of keyword arguments.
+
+    Args:
+        names: The present name of each former name.
+    """
+
+    def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> _Result:
+            for old in kwargs.keys() & names.keys():
+                new = names[old]
+                if new in kwargs:
+                    raise TypeError(f"{function.__name__}() got both {new!r} and {old!r}")
+                warnings.warn(f"{old!r} is now {new!r}", DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
