@@ -11,7 +11,6 @@ use pyo3::prelude::*;
 use tensorstream::format::TensorMeta;
 use tensorstream::orchestrator::{self as orchestrator, TensorBytes, Unit};
 
-use super::Inner;
 use crate::dlpack;
 
 /// A parameter of the model: its unit and its place there, shape and strides where those of its
@@ -191,7 +190,7 @@ impl Live {
     pub(super) fn view(
         &self,
         py: Python<'_>,
-        inner: &Inner,
+        torch: &Torch,
         weight: &Weight,
         grad: bool,
     ) -> PyResult<Py<PyAny>> {
@@ -210,17 +209,16 @@ impl Live {
         let base = match base {
             Some(base) => base,
             None => {
-                let made = inner.torch.base(py, bytes, weight)?;
+                let made = torch.base(py, bytes, weight)?;
                 let storage = made.bind(py).call_method0(intern!(py, "untyped_storage"))?;
                 let storage: usize = storage.getattr(intern!(py, "_cdata"))?.extract()?;
-                let owners = inner.torch.owners(py, storage)?;
+                let owners = torch.owners(py, storage)?;
                 let mut state = self.lock();
                 let views = &mut state.tensors[weight.index];
                 (views.storage, views.owners) = (storage, owners);
                 views.base.get_or_insert(made).clone_ref(py)
             }
         };
-        let torch = &inner.torch;
         let made = torch.as_subclass.bind(py).call1((&torch.weight_class, &base, free))?.unbind();
         let mut state = self.lock();
         let views = &mut state.tensors[weight.index];
@@ -229,16 +227,21 @@ impl Live {
     }
 
     /// Whether something else than the tensors that are kept here refers to their memory.
-    pub(super) fn is_shared(&self, py: Python<'_>, inner: &Inner) -> bool {
+    pub(super) fn is_shared(&self, py: Python<'_>, torch: &Torch) -> bool {
         let state = self.lock();
         state.tensors.iter().filter(|views| views.base.is_some()).any(|views| {
             let made = usize::from(views.frozen.is_some()) + usize::from(views.free.is_some());
-            inner.torch.owners(py, views.storage).is_ok_and(|owners| owners > views.owners + made)
+            torch.owners(py, views.storage).is_ok_and(|owners| owners > views.owners + made)
         })
     }
 
     /// The weight that was written to, if one was. The engine gives its unit up then.
-    pub(super) fn written(&self, py: Python<'_>, inner: &Inner) -> Option<String> {
+    pub(super) fn written(
+        &self,
+        py: Python<'_>,
+        weights: &[Weight],
+        place: &Mutex<Place>,
+    ) -> Option<String> {
         let mut state = self.lock();
         if state.written.is_none() {
             let changed = |views: &Views| {
@@ -248,12 +251,11 @@ impl Live {
             };
             let index = state.tensors.iter().position(|views| changed(views).is_some());
             if let Some(index) = index {
-                let mut weights = inner.weights.iter();
                 let weight =
-                    weights.find(|weight| weight.unit == self.unit && weight.index == index);
+                    weights.iter().find(|weight| weight.unit == self.unit && weight.index == index);
                 state.written = Some(weight.map_or_else(String::new, |weight| weight.name.clone()));
                 // Who enters next begins with other bytes.
-                *inner.place(self.unit) = Place::default();
+                *place.lock() = Place::default();
                 if let Some(lease) = &state.lease {
                     lease.spoil();
                 }

@@ -5,8 +5,6 @@
 //! All state changes happen in native calls that run no bytecode, so that a signal's exception
 //! arrives before or after them and never in between. Whoever loses a [`Use`] ends it.
 
-mod weights;
-
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,9 +18,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use tensorstream::orchestrator::{self as orchestrator, PassId, UnitId};
 
-use crate::checkpoint::Checkpoint;
-use crate::engine::{Settings, TensorSpec, build, interruptible, stats_dict};
-use weights::{Live, Place, Torch, Weight, WeightSpec};
+use super::engine::{Settings, TensorSpec, build, interruptible, stats_dict};
+use super::weights::{Live, Place, Torch, Weight, WeightSpec};
+use crate::files::checkpoint::Checkpoint;
 
 /// Streams the weights of a model.
 #[pyclass(frozen, module = "tensorstream._native")]
@@ -266,7 +264,7 @@ impl Streamer {
         let this_thread = std::thread::current().id();
         match self.inner.in_use(weight.unit) {
             Some(live) if live.lock().lent_to.contains(&this_thread) => {
-                Ok(Some(live.view(py, &self.inner, weight, grad)?))
+                Ok(Some(live.view(py, &self.inner.torch, weight, grad)?))
             }
             _ => Ok(None),
         }
@@ -477,7 +475,7 @@ impl Use {
         let live = self.lock().live.iter().find(|live| live.unit == weight.unit).map(Arc::clone);
         let live =
             live.ok_or_else(|| PyIndexError::new_err("the use is not of this weight's unit"))?;
-        live.view(py, &streamer.inner, weight, grad)
+        live.view(py, &streamer.inner.torch, weight, grad)
     }
 
     /// Ends the use. True when something else still refers to the units' memory: see `addresses`,
@@ -547,7 +545,7 @@ impl Use {
                 let own = state.lent_to.iter().position(|&other| Some(other) == thread);
                 own.map(|own| state.lent_to.swap_remove(own));
             }
-            let changed = live.written(py, &inner);
+            let changed = live.written(py, &inner.weights, &inner.places[live.unit]);
             leaked.extend(inner.end_live(py, live, changed.is_some()));
             written = changed.or(written);
         }
@@ -574,7 +572,7 @@ impl Inner {
             return None;
         }
         let lease = live.lock().lease.take()?;
-        if !written && lease.is_resident() && !live.is_shared(py, self) {
+        if !written && lease.is_resident() && !live.is_shared(py, &self.torch) {
             let before = place.kept.replace(live);
             drop(place);
             drop(before);

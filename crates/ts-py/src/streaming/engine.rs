@@ -9,8 +9,8 @@ use tensorstream::orchestrator::{
     UnitStats, UnitTensor, Verify,
 };
 
-use crate::checkpoint::{Checkpoint, Part};
 use crate::errors::to_python;
+use crate::files::checkpoint::{Checkpoint, Part};
 
 /// A tensor of a unit: name, dtype, shape, parts, and its address modulo 64 or None for that of a
 /// mapping.
@@ -215,4 +215,24 @@ fn plan_dict<'py>(py: Python<'py>, plan: &Plan) -> PyResult<Bound<'py, PyDict>> 
     dict.set_item("bottleneck", plan.bottleneck.to_string())?;
     dict.set_item("smallest_budget_bytes", plan.smallest_budget_bytes)?;
     Ok(dict)
+}
+
+/// The smallest budget under which units of these sizes can run, in bytes, where sets of them are
+/// needed together.
+#[pyfunction]
+pub(crate) fn smallest_budget(
+    sizes: Vec<usize>,
+    together: Vec<Vec<u32>>,
+    max_passes: usize,
+) -> usize {
+    let demand = |&slot_bytes: &usize| orchestrator::UnitDemand {
+        name: String::new(),
+        slot_bytes,
+        read_bytes: slot_bytes as u64,
+        compute_s: 0.0,
+    };
+    let units: Vec<_> = sizes.iter().map(demand).collect();
+    let ids = |set: Vec<u32>| set.into_iter().map(UnitId).collect();
+    let together: Vec<_> = together.into_iter().map(ids).collect();
+    orchestrator::smallest_budget(&units, &together, max_passes)
 }

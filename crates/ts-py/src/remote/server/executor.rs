@@ -15,7 +15,7 @@ use tensorstream::exec::{
 };
 use tensorstream::remote::Bytes;
 
-use super::torch::integer;
+use crate::remote::client::torch::integer;
 use crate::errors::misuse;
 use crate::memory::{Memory, Shared, Target, copied};
 

@@ -11,7 +11,7 @@ use tensorstream::exec::EXEC;
 use tensorstream::remote::{self, ConnectionOptions, Listener};
 
 use crate::errors::{misuse, of_wire};
-use crate::wire::{Settings, listener};
+use crate::wire::{Settings, bind};
 
 /// Accepts and authenticates clients, for Python.
 #[pyclass(frozen, module = "tensorstream", name = "Dispatcher")]
@@ -48,7 +48,7 @@ impl Dispatcher {
     ) -> PyResult<Self> {
         let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
         let files = [ca.as_ref(), cert.as_ref(), key.as_ref()];
-        let (listener, tls) = listener(py, at, &options, files, insecure)?;
+        let (listener, tls) = bind(py, at, &options, files, insecure)?;
         let address = listener.address().to_string();
         let dispatcher = remote::Dispatcher::new(options);
         let dispatcher = if let Some(tls) = tls { dispatcher.with_tls(tls) } else { dispatcher };

@@ -262,6 +262,6 @@ fn numbers(tuple: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
 }
 
 /// An integer, if that is what it is.
-pub(super) fn integer(object: &Bound<'_, PyAny>) -> Option<i64> {
+pub(crate) fn integer(object: &Bound<'_, PyAny>) -> Option<i64> {
     object.cast::<PyInt>().ok()?.extract().ok()
 }

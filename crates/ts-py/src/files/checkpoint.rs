@@ -9,9 +9,10 @@ use tensorstream::format::{ByteRange, FileId, Tensor, TensorEntry};
 use tensorstream::io::Source;
 use tensorstream::{Error, LoadOptions, Loaded};
 
+use super::progress::watched;
+use super::writer::meta;
 use crate::dlpack::{self, Lent};
 use crate::errors::to_python;
-use crate::files::{meta, watched};
 
 /// One run of bytes: file, offset, length.
 pub(crate) type Part = (u32, u64, u64);
