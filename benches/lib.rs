@@ -1,3 +1,3 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Nothing but a home for the benchmarks: `parts.rs` for criterion, `python/` for wholes,
-//! RESULTS.md for tables.
+//! An empty library, which holds the benchmarks: criterion benchmarks of single parts next to this
+//! file, benchmarks of whole programs in `python/`. RESULTS.md lists the measured figures.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Allocators beside others: `cargo xtask bench memory`.
-// criterion's macros; a benchmark that cannot run may panic
+//! Compares the pools with other allocators: `cargo xtask bench memory`.
+// criterion_group! generates undocumented items; a benchmark that cannot run may panic.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::collections::VecDeque;
@@ -13,10 +13,11 @@ use crossbeam_queue::ArrayQueue;
 use tensorstream::pool::{BlockPool, OrderedOptions, PoolConfig, StreamOrderedPool};
 use tensorstream::streams::{CpuDevice, Device, StreamPriority};
 
-/// Numbers that look random (Knuth's MMIX).
-struct Chance(u64);
+/// A linear congruential generator, with the constants of Knuth's MMIX.
+struct Random(u64);
 
-impl Chance {
+impl Random {
+    /// Returns a number in `0..n`.
     fn below(&mut self, n: usize) -> usize {
         self.0 =
             self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -29,22 +30,22 @@ fn pool(device: &CpuDevice) -> StreamOrderedPool<CpuDevice> {
     StreamOrderedPool::new(device.clone(), options)
 }
 
+/// The sizes of the blocks, in bytes.
 const SIZES: [usize; 7] = [512, 4096, 20_000, 100_000, 300_000, 7_000, 65_536];
 
-/// Has the processor fetch something that is wanted soon, where there is a way to say so.
-fn prefetch<T>(wanted: &T) {
+/// Prefetches a value into the cache. Does nothing on processors other than x86-64.
+fn prefetch<T>(value: &T) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: every processor of this kind has the instruction, and to fetch what a reference is to
-    // does nothing else.
+    // SAFETY: x86-64 always has SSE, and prefetching from a valid reference has no other effect.
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
-            std::ptr::from_ref(wanted).cast(),
+            std::ptr::from_ref(value).cast(),
         );
     }
-    black_box(wanted);
+    black_box(value);
 }
 
-/// One of many blocks is freed and another allocated, of sizes that differ; the streams take turns.
+/// Frees a random one of many live blocks and allocates another. Sizes and streams alternate.
 fn allocate_and_free(c: &mut Criterion) {
     let mut group = c.benchmark_group("allocate+free");
     let device = CpuDevice::with_threads(1).unwrap();
@@ -52,26 +53,26 @@ fn allocate_and_free(c: &mut Criterion) {
         let pool = pool(&device);
         let streams: Vec<_> =
             (0..streams).map(|_| device.create_stream(StreamPriority::Normal).unwrap()).collect();
-        let mut chance = Chance(1);
+        let mut random = Random(1);
         let mut blocks: Vec<_> = (0..live)
             .map(|i| pool.allocate_for_stream(SIZES[i % 7], &streams[i % streams.len()]).unwrap())
             .collect();
         let name = format!("{live} live, {} streams", streams.len());
         group.bench_function(BenchmarkId::new("ts-pool", &name), |b| {
             b.iter(|| {
-                let i = chance.below(live);
+                let i = random.below(live);
                 blocks[i] =
                     pool.allocate_for_stream(SIZES[i % 7], &streams[i % streams.len()]).unwrap();
             });
         });
-        // How much of that is waiting for the caller's own table of handles, which is in no near
-        // cache if it is long.
-        let mut next: VecDeque<_> = [chance.below(live), chance.below(live)].into();
+        // Shows how long the above waits for the caller's table of handles, which does not fit the
+        // caches if it is long.
+        let mut next: VecDeque<_> = [random.below(live), random.below(live)].into();
         group.bench_function(
-            BenchmarkId::new("ts-pool, the handles fetched two ahead", &name),
+            BenchmarkId::new("ts-pool, handles prefetched two ahead", &name),
             |b| {
                 b.iter(|| {
-                    next.push_back(chance.below(live));
+                    next.push_back(random.below(live));
                     prefetch(&blocks[next[2]]);
                     let i = next.pop_front().unwrap();
                     blocks[i] = pool
@@ -91,7 +92,7 @@ fn allocate_and_free(c: &mut Criterion) {
                 .collect();
             group.bench_function(BenchmarkId::new("offset-allocator, in a mutex", &name), |b| {
                 b.iter(|| {
-                    let i = chance.below(live);
+                    let i = random.below(live);
                     let new = allocator.lock().unwrap().allocate(granules(i)).unwrap();
                     let old = std::mem::replace(&mut blocks[i], new);
                     allocator.lock().unwrap().free(old);
@@ -102,25 +103,25 @@ fn allocate_and_free(c: &mut Criterion) {
     group.finish();
 }
 
-/// RMM's `random_allocations`: sizes of up to 1 MiB, an allocation or a free by the toss of a coin.
+/// RMM's benchmark `random_allocations`: allocates or frees at random, in sizes of up to 1 MiB.
 fn random_allocations(c: &mut Criterion) {
     let mut group = c.benchmark_group("random allocations of up to 1 MiB");
     let device = CpuDevice::with_threads(1).unwrap();
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
     for count in [1000usize, 10_000] {
         let pool = pool(&device);
-        // An operation is an allocation or a free; all that is left is freed in the end.
+        // Each allocation is also freed, at the end if not before.
         group.throughput(Throughput::Elements(2 * count as u64)).sample_size(50);
         group.bench_function(BenchmarkId::new("ts-pool", count), |b| {
             b.iter(|| {
-                let (mut chance, mut live, mut allocated) = (Chance(1), Vec::new(), 0);
+                let (mut random, mut live, mut allocated) = (Random(1), Vec::new(), 0);
                 while allocated < count {
-                    if live.is_empty() || chance.below(2) == 0 {
-                        let bytes = 1 + chance.below(1 << 20);
+                    if live.is_empty() || random.below(2) == 0 {
+                        let bytes = 1 + random.below(1 << 20);
                         live.push(pool.allocate_for_stream(black_box(bytes), &stream).unwrap());
                         allocated += 1;
                     } else {
-                        drop(live.swap_remove(chance.below(live.len())));
+                        drop(live.swap_remove(random.below(live.len())));
                     }
                 }
             });
@@ -131,14 +132,14 @@ fn random_allocations(c: &mut Criterion) {
                 400_000,
             ));
             b.iter(|| {
-                let (mut chance, mut live, mut allocated) = (Chance(1), Vec::new(), 0);
+                let (mut random, mut live, mut allocated) = (Random(1), Vec::new(), 0);
                 while allocated < count {
-                    if live.is_empty() || chance.below(2) == 0 {
-                        let granules = (1 + chance.below(1 << 20)).div_ceil(512) as u32;
+                    if live.is_empty() || random.below(2) == 0 {
+                        let granules = (1 + random.below(1 << 20)).div_ceil(512) as u32;
                         live.push(allocator.lock().unwrap().allocate(black_box(granules)).unwrap());
                         allocated += 1;
                     } else {
-                        let gone = live.swap_remove(chance.below(live.len()));
+                        let gone = live.swap_remove(random.below(live.len()));
                         allocator.lock().unwrap().free(gone);
                     }
                 }
@@ -149,7 +150,7 @@ fn random_allocations(c: &mut Criterion) {
     group.finish();
 }
 
-/// A block is taken and put back: by one thread, and by more threads than there are cores.
+/// Takes a block and puts it back, on one thread and on twice as many threads as there are cores.
 fn blocks(c: &mut Criterion) {
     let device = CpuDevice::with_threads(1).unwrap();
     let pool = BlockPool::new(device, PoolConfig::default()).unwrap();
@@ -160,7 +161,7 @@ fn blocks(c: &mut Criterion) {
     let list = Mutex::new((0..64usize).collect::<Vec<_>>());
     let threads = 2 * std::thread::available_parallelism().unwrap().get();
     let mut group = c.benchmark_group("acquire+release of a block");
-    let mut beside = |name: &str, work: &(dyn Fn() + Sync)| {
+    let mut compare = |name: &str, work: &(dyn Fn() + Sync)| {
         group.bench_function(BenchmarkId::new(name, "1 thread"), |b| b.iter(work));
         group.bench_function(BenchmarkId::new(name, format!("{threads} threads")), |b| {
             b.iter_custom(|count| {
@@ -173,9 +174,9 @@ fn blocks(c: &mut Criterion) {
             });
         });
     };
-    beside("ts-pool", &|| drop(black_box(pool.acquire(black_box(100_000)).unwrap())));
-    beside("crossbeam's ArrayQueue", &|| queue.push(black_box(queue.pop().unwrap())).unwrap());
-    beside("a list in a mutex", &|| {
+    compare("ts-pool", &|| drop(black_box(pool.acquire(black_box(100_000)).unwrap())));
+    compare("ArrayQueue of crossbeam", &|| queue.push(black_box(queue.pop().unwrap())).unwrap());
+    compare("a Vec in a mutex", &|| {
         let taken = list.lock().unwrap().pop().unwrap();
         list.lock().unwrap().push(black_box(taken));
     });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The parts: `cargo xtask bench parts`.
-// criterion's macros; a benchmark that cannot run may panic
+//! Benchmarks of single parts: `cargo xtask bench parts`.
+// criterion_group! generates undocumented items; a benchmark that cannot run may panic.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::hint::black_box;
@@ -18,12 +18,12 @@ use tensorstream::orchestrator::{
 use tensorstream::pool::{Budget, HostPool};
 use tensorstream::{FileWriter, NewTensor};
 
-/// Allocate and free one block while others live.
+/// Allocates and frees a block of a fragmented pool.
 fn pool(c: &mut Criterion) {
     let mut group = c.benchmark_group("pool/allocate+free");
     for live in [100usize, 10_000] {
         let pool = HostPool::new(&Budget::new(1 << 30), 1 << 30).unwrap();
-        // Every other block is freed, so that the free space is in pieces.
+        // Freeing every other block fragments the free space.
         let blocks: Vec<_> =
             (0..2 * live).map(|i| pool.allocate(4096 * (1 + i % 7)).unwrap()).collect();
         let _kept: Vec<_> = blocks.into_iter().step_by(2).collect();
@@ -34,7 +34,7 @@ fn pool(c: &mut Criterion) {
     group.finish();
 }
 
-/// Plans a model of 22 layers with 9 units each under half its size.
+/// Plans a model of 22 layers with 9 units each, with a budget of about half of its size.
 fn planner(c: &mut Criterion) {
     let sizes = [
         8_392_704, 1_052_672, 1_052_672, 8_392_704, 23_072_768, 23_072_768, 23_072_768, 8192, 8192,
@@ -65,7 +65,7 @@ fn planner(c: &mut Criterion) {
     });
 }
 
-/// Opens a file of many tensors: ours, and the safetensors crate's of the same.
+/// Opens files of many tensors: `.ts` and safetensors, the latter also with the safetensors crate.
 fn catalog(c: &mut Criterion) {
     let tensors = 100_000u64;
     let meta = TensorMeta { dtype: Dtype::BF16, shape: vec![4, 4] };
@@ -92,18 +92,19 @@ fn catalog(c: &mut Criterion) {
         b.iter(|| safetensors::SafeTensors::deserialize(black_box(&safetensors)).unwrap());
     });
     let catalog = Catalog::from_bytes("m", &container).unwrap();
-    println!("a tensor takes {} bytes beside its name", catalog.heap_bytes() / tensors as usize);
+    println!("a tensor takes {} bytes besides its name", catalog.heap_bytes() / tensors as usize);
     group.finish();
 }
 
-/// One chunk of floats with exponents as weights have them, decoded into memory that is used again.
+/// Decodes one chunk of floats, whose exponents are distributed like those of weights, into memory
+/// that is reused.
 fn codecs(c: &mut Criterion) {
     let mut state = 1u32;
     let mut next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         state >> 8
     };
-    // The sum of four is nearly normal.
+    // The sum of four uniform numbers is nearly normal.
     let floats: Vec<f32> = (0..CHUNK_LEN / 4)
         .map(|_| (0..4).map(|_| next() as f32 / (1 << 24) as f32 - 0.5).sum::<f32>() * 0.02)
         .collect();
@@ -128,7 +129,8 @@ fn codecs(c: &mut Criterion) {
     group.finish();
 }
 
-/// What the engine adds to a pass over units that are in memory, and streaming from the page cache.
+/// A pass over resident units, which shows the overhead of the engine, and a pass that streams from
+/// the page cache.
 fn engine(c: &mut Criterion) {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = dir.path().join("weights");

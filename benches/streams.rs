@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Streams of the host: `cargo xtask bench streams`.
-// criterion's macros; a benchmark that cannot run may panic
+//! Benchmarks of CPU streams: `cargo xtask bench streams`.
+// criterion_group! generates undocumented items; a benchmark that cannot run may panic.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::hint::black_box;
@@ -13,9 +13,11 @@ use tensorstream::streams::{
     WorkloadType,
 };
 
+/// The duration of a task of the background load.
 const TASK: Duration = Duration::from_micros(100);
-/// Streams that keep the device busy, and what each of them always has to do.
+/// The number of streams that keep the device busy.
 const BUSY: usize = 64;
+/// The number of tasks that each of them always has queued.
 const BACKLOG: u64 = 8;
 
 fn busy_work() -> HostFn {
@@ -35,10 +37,9 @@ fn keep_busy(streams: &[CpuStream]) {
     }
 }
 
-/// From the submission of work to its beginning, while 64 streams of low urgency have 100 us of
-/// work eight times over.
-fn urgency(c: &mut Criterion) {
-    let mut group = c.benchmark_group("work begins on a saturated host, by its urgency");
+/// The time from submission until work begins, while streams of low priority keep the device busy.
+fn start_latency(c: &mut Criterion) {
+    let mut group = c.benchmark_group("start latency on a busy device, by priority");
     group.sample_size(30);
     for priority in [StreamPriority::High, StreamPriority::Normal, StreamPriority::Low] {
         let device = CpuDevice::new().unwrap();
@@ -63,7 +64,7 @@ fn urgency(c: &mut Criterion) {
     group.finish();
 }
 
-/// What it costs the host to submit, and to hear of the end.
+/// The cost of stream operations for the calling thread.
 fn operations(c: &mut Criterion) {
     let mut group = c.benchmark_group("operations");
     let device = CpuDevice::new().unwrap();
@@ -75,7 +76,7 @@ fn operations(c: &mut Criterion) {
         });
     });
     let event = device.create_event().unwrap();
-    group.bench_function("record and wait, of a stream that is done", |b| {
+    group.bench_function("record and wait, on an idle stream", |b| {
         b.iter(|| {
             streams[0].record(&event).unwrap();
             streams[1].wait(&event).unwrap();
@@ -87,12 +88,17 @@ fn operations(c: &mut Criterion) {
         AllocationStrategy::Workload,
     ] {
         let pool = StreamPool::new(device.clone(), 8, strategy).unwrap();
-        group.bench_function(BenchmarkId::new("a stream of eight", format!("{strategy:?}")), |b| {
-            b.iter(|| black_box(pool.stream_for_workload(black_box(WorkloadType::Compute)).id()));
-        });
+        group.bench_function(
+            BenchmarkId::new("choose one of eight streams", format!("{strategy:?}")),
+            |b| {
+                b.iter(|| {
+                    black_box(pool.stream_for_workload(black_box(WorkloadType::Compute)).id())
+                });
+            },
+        );
     }
     group.finish();
 }
 
-criterion_group!(streams, urgency, operations);
+criterion_group!(streams, start_latency, operations);
 criterion_main!(streams);

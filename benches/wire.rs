@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors between two processes, beside raw sockets: `cargo xtask bench wire`.
+//! Compares sending tensors between two processes with raw sockets: `cargo xtask bench wire`.
 //!
-//! A child has an array and sends tensors of it; this process times from asking for them to the
-//! last one in memory that it uses again and again.
+//! A child process has an array and sends tensors of it. This process measures the time from its
+//! request until the last tensor is in memory that it reuses.
 #![allow(missing_docs, clippy::unwrap_used)] // a benchmark that cannot run may panic
 
 use std::collections::BTreeMap;
@@ -23,12 +23,14 @@ use tensorstream::remote::{
 };
 
 const MIB: usize = 1 << 20;
-/// Of each so many that a round takes long enough to be timed.
+/// The sizes of tensors in bytes, and how many make a round long enough to measure.
 const SIZES: [(usize, usize); 3] = [(MIB, 256), (16 * MIB, 16), (256 * MIB, 4)];
+/// The number of round trips in a round.
 const PINGS: usize = 2000;
+/// The length of a message, in bytes.
 const MESSAGE: usize = 64;
 
-/// What is compared.
+/// The contenders.
 const KINDS: [&str; 11] = [
     "raw tcp, 64 KiB reads",
     "raw tcp, 1 MiB",
@@ -51,7 +53,7 @@ fn main() {
             serve(&arguments[at + 1], &arguments[at + 2]);
         }
         None => {
-            // As `cargo bench -- --test` asks: once, to see that it runs.
+            // `cargo bench -- --test` runs each benchmark once, without timing it.
             let brief = arguments.iter().any(|a| a == "--test");
             let only: Vec<_> =
                 arguments.iter().filter(|a| KINDS.contains(&a.as_str())).cloned().collect();
@@ -61,14 +63,15 @@ fn main() {
     }
 }
 
-/// Something that transports, at the end that asks.
+/// The requesting end of a contender.
 trait Transport {
-    /// Has so many tensors of so many bytes come.
+    /// Requests `count` tensors of `bytes` bytes and waits until the last one has arrived.
     fn receive(&mut self, bytes: usize, count: usize);
     /// Sends a message and waits for its echo.
     fn ping(&mut self);
 }
 
+/// A child process that serves a contender, and the requesting end.
 struct Peer {
     child: Child,
     transport: Box<dyn Transport>,
@@ -104,7 +107,7 @@ fn start(kind: &str) -> Peer {
     }
     let address = String::from_utf8(line).unwrap().trim().to_string();
     let most = SIZES.iter().map(|(bytes, _)| *bytes).max().unwrap();
-    // What a raw socket is asked for at a time.
+    // The length of a read of a raw socket.
     let piece = match kind {
         _ if kind.ends_with("whole") => usize::MAX,
         _ if kind.ends_with("64 KiB reads") => 64 << 10,
@@ -164,16 +167,16 @@ fn options(kind: &str) -> ConnectionOptions {
     }
 }
 
-/// Keeps this process on one core: who shares one with the other end is chance otherwise, and a
-/// matter of half the rate.
+/// Pins this process to a core. Otherwise it is up to chance whether both ends share one, which
+/// halves the rate.
 fn pin(core: usize) {
     let mut cores = rustix::thread::CpuSet::new();
     cores.set(core);
-    // Where there is no such core, or no leave, chance stays.
+    // Best effort: the core may not exist, or the call may not be permitted.
     let _ = rustix::thread::sched_setaffinity(None, &cores);
 }
 
-/// An authority and a certificate of its, for both to read.
+/// Writes the certificate of a new authority, and a certificate and key that it signed.
 fn write_certificates(directory: &Path) {
     std::fs::create_dir_all(directory).unwrap();
     let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
@@ -231,8 +234,8 @@ struct Linked {
 
 impl Transport for Linked {
     fn receive(&mut self, bytes: usize, count: usize) {
-        let order = [(bytes as u64).to_le_bytes(), (count as u64).to_le_bytes()].concat();
-        self.link.send_message(self.stream, order.into()).unwrap();
+        let request = [(bytes as u64).to_le_bytes(), (count as u64).to_le_bytes()].concat();
+        self.link.send_message(self.stream, request.into()).unwrap();
         let mut done = 0;
         while done < count {
             match self.link.next_event().unwrap() {
@@ -257,23 +260,23 @@ impl Transport for Linked {
     }
 }
 
-/// The end that has the array.
+/// The child process, which has the array.
 fn serve(kind: &str, path: &str) {
     let most = SIZES.iter().map(|(bytes, _)| *bytes).max().unwrap();
     let array = vec![7; most];
-    let say = |address: &str| {
+    let announce = |address: &str| {
         println!("{address}");
         std::io::stdout().flush().unwrap();
     };
     if kind.starts_with("raw tcp") {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        say(&listener.local_addr().unwrap().to_string());
+        announce(&listener.local_addr().unwrap().to_string());
         let (socket, _) = listener.accept().unwrap();
         socket.set_nodelay(true).unwrap();
         serve_raw(socket, &array, kind.ends_with("whole"));
     } else if kind.starts_with("raw unix") {
         let listener = UnixListener::bind(path).unwrap();
-        say(path);
+        announce(path);
         let (socket, _) = listener.accept().unwrap();
         std::fs::remove_file(path).unwrap();
         serve_raw(socket, &array, kind.ends_with("whole"));
@@ -288,7 +291,7 @@ fn serve(kind: &str, path: &str) {
             .with_single_cert(vec![certificate], key)
             .unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        say(&listener.local_addr().unwrap().to_string());
+        announce(&listener.local_addr().unwrap().to_string());
         let (socket, _) = listener.accept().unwrap();
         socket.set_nodelay(true).unwrap();
         let tls = rustls::ServerConnection::new(config.into()).unwrap();
@@ -300,7 +303,7 @@ fn serve(kind: &str, path: &str) {
             "127.0.0.1:0".into()
         };
         let listener = Listener::bind(&address.parse().unwrap(), Duration::from_secs(30)).unwrap();
-        say(&listener.address().to_string());
+        announce(&listener.address().to_string());
         let mut socket = listener.accept().unwrap();
         drop(listener);
         if kind == "link tls" {
@@ -315,23 +318,24 @@ fn serve(kind: &str, path: &str) {
 }
 
 fn serve_raw(mut socket: impl Read + Write, array: &[u8], whole: bool) {
-    let mut order = [0; MESSAGE];
+    let mut request = [0; MESSAGE];
     loop {
-        let Ok(len) = socket.read(&mut order) else { return };
+        let Ok(len) = socket.read(&mut request) else { return };
         match len {
             0 => return,
             16 => {
-                let number =
-                    |at: usize| u64::from_le_bytes(order[at..at + 8].try_into().unwrap()) as usize;
+                let number = |at: usize| {
+                    u64::from_le_bytes(request[at..at + 8].try_into().unwrap()) as usize
+                };
                 for _ in 0..number(8) {
                     let piece = if whole { number(0) } else { MIB };
-                    // The last bytes of the array are in every tensor's last place.
+                    // Every byte of the array is 7, so the last byte of each tensor is too.
                     for piece in array[..number(0)].chunks(piece) {
                         socket.write_all(piece).unwrap();
                     }
                 }
             }
-            _ => socket.write_all(&order[..len]).unwrap(),
+            _ => socket.write_all(&request[..len]).unwrap(),
         }
     }
 }
@@ -386,9 +390,9 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
                 }
             }
         }
-        // The other ends are on core 1.
-        for place in [0, 1] {
-            pin(place);
+        // The children are pinned to core 1.
+        for core in [0, 1] {
+            pin(core);
             for (kind, peer) in peers.iter_mut().enumerate() {
                 let mut times: Vec<f64> = (0..PINGS)
                     .map(|_| {
@@ -398,7 +402,7 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
                     })
                     .collect();
                 if round > 0 {
-                    trips.entry((kind, place)).or_default().push(median(&mut times));
+                    trips.entry((kind, core)).or_default().push(median(&mut times));
                 }
             }
         }
@@ -407,8 +411,7 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
     let names: Vec<String> =
         sizes.iter().map(|(bytes, _)| format!("{} MiB, GB/s", bytes / MIB)).collect();
     println!(
-        "| {rounds} rounds, medians | {} | {MESSAGE} bytes and back, us: from core to core, on one \
-         core |",
+        "| {rounds} rounds, medians | {} | {MESSAGE} bytes and back, µs: two cores, one core |",
         names.join(" | ")
     );
     println!("|---|{}---|", "---|".repeat(sizes.len()));
@@ -416,7 +419,7 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
         let cells: Vec<String> = (0..sizes.len())
             .map(|size| format!("{:.2}", median(&mut rates[&(kind, size)].clone())))
             .collect();
-        let trip = |place| median(&mut trips[&(kind, place)].clone());
+        let trip = |core| median(&mut trips[&(kind, core)].clone());
         println!("| {name} | {} | {:.1}, {:.1} |", cells.join(" | "), trip(0), trip(1));
     }
     for (link, raw) in [
@@ -432,7 +435,7 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
         }
         let cells: Vec<String> = (0..sizes.len())
             .map(|size| {
-                // The better of the raw ones, by its median.
+                // The raw socket with the best median.
                 let best = raws
                     .iter()
                     .map(|&raw| median(&mut rates[&(raw, size)].clone()))
@@ -440,13 +443,13 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
                 format!("{:.2}", median(&mut rates[&(own, size)].clone()) / best)
             })
             .collect();
-        let ratio = |place| {
-            let trip = |kind| median(&mut trips[&(kind, place)].clone());
+        let ratio = |core| {
+            let trip = |kind| median(&mut trips[&(kind, core)].clone());
             trip(own) / raws.iter().map(|&raw| trip(raw)).fold(f64::MAX, f64::min)
         };
-        let (apart, together) = (ratio(0), ratio(1));
+        let (two_cores, one_core) = (ratio(0), ratio(1));
         println!(
-            "| {link}, of the better {raw} | {} | {apart:.2}, {together:.2} |",
+            "| {link}, of the better {raw} | {} | {two_cores:.2}, {one_core:.2} |",
             cells.join(" | ")
         );
     }

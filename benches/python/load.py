@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Whole checkpoints into memory: `ts.load_file` beside what else loads them, nine interleaved
-rounds.
+"""Compares `ts.load_file` with other loaders of whole checkpoints, in nine interleaved rounds.
 
-`cargo xtask bench load`. Every contender runs in a process of its own, as its users call it, and
-takes its turn in random order; the figure is the file's bytes (compressed: those it stands for)
-over the seconds of that one call, without imports. Cold: the page cache is emptied before each
-call. The first load of a process and those that follow, each once the one before is gone, are told
-apart: a virtual machine gives memory that was free for some seconds back to its host, whence it
-comes slowly to whoever is first. How fast memory alone comes is measured too.
+`cargo xtask bench load`. Each contender runs in its own process, as its users call it, in random
+order. The rate is the size of the file, or of its decompressed tensors, divided by the duration of
+the call without imports. Cold: the page cache is emptied before each call.
+
+The first load of a process and the loads that follow are reported separately. A virtual machine
+returns memory that was free for some seconds to its host, so the first load waits for it. How fast
+memory alone arrives is measured too. A later load starts when the memory of the previous one is
+freed.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from typing import Any
 from models import SCRATCH, child, drop_caches, fio, huge_pages, llama_1b, spread
 
 ROUNDS = 9
-#: Cold loads in one process after the first; their median counts.
+#: Loads in a process after the first; their median counts.
 FOLLOWING = 3
-#: For ZipNN, which wants all of it in memory twice.
+#: Bytes of weights for ZipNN, which needs all of them in memory twice.
 ZIPPED_BYTES = 512 << 20
 
 
@@ -42,7 +43,7 @@ def main() -> int:
         print(json.dumps(CONTENDERS[name](*rest)))
         return 0
     shards = sorted(str(path) for path in llama_1b().glob("*.safetensors"))
-    container, packed, zipped = _made(Path(shards[0]))
+    container, packed, zipped = _make_files(Path(shards[0]))
     cold = {
         "memory alone, two threads": ("memory",),
         "ts.load_file, safetensors": ("ours", str(llama_1b())),
@@ -69,18 +70,18 @@ def main() -> int:
             seen["fio, ordinary pages"].append(fio(Path(shards[0]), 1) / 1e9)
             random.shuffle(contenders)
             for name, arguments in contenders:
-                _note(seen, name, child([], *arguments))
+                _record(seen, name, child([], *arguments))
             print(
                 f"round {number}: " + ", ".join(f"{k} {v[-1]:.2f}" for k, v in seen.items()),
                 flush=True,
             )
     print(
-        f"\nfio into {'huge' if huge else 'ordinary'} pages; ratios are of the same round, median "
-        "(range)"
+        f"\nfio reads into {'huge' if huge else 'ordinary'} pages; ratios are medians (ranges) of "
+        "those of each round"
     )
     for title, suffix in (
-        ("cold, once memory is there", ""),
-        ("cold, the first of a process", ", first"),
+        ("cold, later loads of a process", ""),
+        ("cold, first load of a process", ", first"),
     ):
         best_peer = [max(seen[peer + suffix][i] for peer in peers) for i in range(ROUNDS)]
         print(
@@ -91,45 +92,51 @@ def main() -> int:
         for name in cold:
             rates = seen[name + suffix]
             print(
-                f"| {name} | {spread(rates)} | {_pairs(rates, seen['fio'])} | "
-                f"{_pairs(rates, best_peer)} |"
+                f"| {name} | {spread(rates)} | {_ratios(rates, seen['fio'])} | "
+                f"{_ratios(rates, best_peer)} |"
             )
     print("\n| warm | GB/s, median (range) | ratio |\n|---|---|---|")
     for name, label, other in (
         (
             "packed, first",
-            "ts.load_file, .ts by split, verified, the first of a process",
+            "ts.load_file, .ts with `split`, verified, first of a process",
             "zipnn, first",
         ),
-        ("zipnn, first", "ZipNN, as called, the first of a process", None),
-        ("warm", "ts.load_into, .ts raw, into memory that is there, not verified", "memcpy"),
+        ("zipnn, first", "ZipNN, as called, first of a process", None),
+        ("warm", "ts.load_into, .ts raw, into existing memory, not verified", "memcpy"),
         ("warm verified", "the same, verified", "memcpy"),
-        ("memcpy", "memcpy, one thread, into memory that is there", None),
-        ("packed", "ts.load_file, .ts by split, verified", "zipnn"),
-        ("packed into", "ts.load_into, the same, into memory that is there", "zipnn"),
+        ("memcpy", "memcpy, one thread, into existing memory", None),
+        ("packed", "ts.load_file, .ts with `split`, verified", "zipnn"),
+        ("packed into", "ts.load_into, the same file, into existing memory", "zipnn"),
         ("zipnn", "ZipNN, as called", None),
     ):
-        ratio = f"{_pairs(seen[name], seen[other])} of {other.partition(',')[0]}" if other else ""
+        ratio = f"{_ratios(seen[name], seen[other])} of {other.partition(',')[0]}" if other else ""
         print(f"| {label} | {spread(seen[name])} | {ratio} |")
-    print("\n| a view of a raw tensor | microseconds, median (range) |\n|---|---|")
+    print("\n| a view of a raw tensor | µs, median (range) |\n|---|---|")
     for name in ("view of 8 KiB", "view of 131 MB"):
         print(f"| {name} | {spread(seen[name])} |")
     return 0
 
 
-def _note(seen: dict[str, list[float]], name: str, result: dict[str, Any]) -> None:
+def _record(seen: dict[str, list[float]], name: str, result: dict[str, Any]) -> None:
+    """Adds the figures of a run."""
     if "error" in result:
         sys.exit(f"{name}: {result['error']}")
     for key, value in result.items():
         seen[{"rate": name, "first": f"{name}, first"}.get(key, key)].append(value)
 
 
-def _pairs(ours: list[float], theirs: list[float]) -> str:
+def _ratios(ours: list[float], theirs: list[float]) -> str:
+    """The spread of the ratios of all rounds."""
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
-def _made(shard: Path) -> tuple[str, str, str]:
-    """The model as one raw .ts; the first half GiB of its weights by the split, and by ZipNN."""
+def _make_files(shard: Path) -> tuple[str, str, str]:
+    """Writes three files, unless they exist, and returns their paths.
+
+    They are the model as a raw `.ts`, and the first 512 MiB of its weights compressed: a `.ts` with
+    `split`, and a file of ZipNN.
+    """
     import tensorstream as ts
     import torch
 
@@ -156,16 +163,18 @@ def _made(shard: Path) -> tuple[str, str, str]:
 
 
 def _timed(load: Callable[[], Any], size: int) -> dict[str, float]:
+    """The rate of one load, in GB/s."""
     began = time.perf_counter()
-    kept = load()
+    result = load()
     rate = size / (time.perf_counter() - began) / 1e9
-    del kept
+    del result
     return {"rate": rate}
 
 
 def _timed_often(
     load: Callable[[], Any], size: int, prepare: Callable[[], Any] = drop_caches
 ) -> dict[str, float]:
+    """The rate of the first load, and the median rate of those that follow."""
     rates = []
     for _ in range(1 + FOLLOWING):
         gc.collect()
@@ -180,10 +189,10 @@ def _bytes(*files: str) -> int:
 
 def ours(path: str) -> dict[str, float]:
     import tensorstream as ts
-    import torch  # noqa: F401  # what load_file imports is not to be timed
+    import torch  # noqa: F401  # Imports must not be timed.
 
     files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else [path]
-    ts.load_file  # noqa: B018  # its module is imported when it is first asked for
+    ts.load_file  # noqa: B018  # The first access imports its module.
     return _timed_often(lambda: ts.load_file(path), _bytes(*map(str, files)))
 
 
@@ -206,26 +215,29 @@ def _into(tensors: dict[str, Any], path: str) -> dict[str, float]:
 
 
 def memory() -> dict[str, float]:
-    """What the largest of them takes, on huge pages, by two threads."""
-    import torch  # noqa: F401  # as long as the others take to begin
+    """Allocates as much memory as the largest contender, on huge pages, with two threads."""
+    import torch  # noqa: F401  # The other contenders import it too.
 
     libc, size, step = ctypes.CDLL(None), 2200 << 20, 32 << 20
 
-    def take() -> Any:
+    def allocate() -> Any:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
         base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         populate_write = 23
 
         def part(begin: int) -> int:
-            place, length = ctypes.c_void_p(base + begin), ctypes.c_size_t(min(step, size - begin))
-            return int(libc.madvise(place, length, populate_write))
+            address, length = (
+                ctypes.c_void_p(base + begin),
+                ctypes.c_size_t(min(step, size - begin)),
+            )
+            return int(libc.madvise(address, length, populate_write))
 
         with ThreadPoolExecutor(2) as threads:
             assert not any(threads.map(part, range(0, size, step)))
         return mapping
 
-    return _timed_often(take, size)
+    return _timed_often(allocate, size)
 
 
 def warm(path: str) -> dict[str, float]:
@@ -247,17 +259,17 @@ def warm(path: str) -> dict[str, float]:
         ("view of 131 MB", "lm_head.weight"),
     ):
         opened.get_tensor(name)
-        took = []
+        times = []
         for _ in range(99):
             began = time.perf_counter()
             opened.get_tensor(name)
-            took.append((time.perf_counter() - began) * 1e6)
-        views[label] = statistics.median(took)
+            times.append((time.perf_counter() - began) * 1e6)
+        views[label] = statistics.median(times)
     return {"rate": rate, "warm verified": verified, "memcpy": statistics.median(copies), **views}
 
 
 def _clones(path: str) -> dict[str, Any]:
-    """Memory of a checkpoint's tensors that has been written to."""
+    """Copies of the tensors of a checkpoint, in memory that has been written to."""
     import tensorstream as ts
 
     return {name: tensor.clone() for name, tensor in ts.load_file(path, mapped=True).items()}
@@ -266,7 +278,7 @@ def _clones(path: str) -> dict[str, Any]:
 def packed(path: str) -> dict[str, float]:
     import tensorstream as ts
 
-    size = sum(tensor.nbytes for tensor in _metas(path).values())
+    size = sum(tensor.nbytes for tensor in _meta_tensors(path).values())
     return _timed_often(lambda: ts.load_file(path), size, Path(path).read_bytes)
 
 
@@ -278,7 +290,7 @@ def packed_into(path: str) -> dict[str, float]:
     return _timed_often(lambda: ts.load_into(tensors, path), size, Path(path).read_bytes)
 
 
-def _metas(path: str) -> dict[str, Any]:
+def _meta_tensors(path: str) -> dict[str, Any]:
     import tensorstream as ts
 
     return ts.load_file(path, device="meta")
@@ -288,7 +300,7 @@ def zipnn_file(path: str, same: str) -> dict[str, float]:
     import zipnn
 
     coder = zipnn.ZipNN(bytearray_dtype="bfloat16", input_format="byte")
-    size = sum(tensor.nbytes for tensor in _metas(same).values())
+    size = sum(tensor.nbytes for tensor in _meta_tensors(same).values())
     return _timed_often(
         lambda: coder.decompress(Path(path).read_bytes()), size, Path(path).read_bytes
     )
@@ -324,7 +336,7 @@ def safetensors(*files: str) -> dict[str, float]:
 
     def load() -> Any:
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        # It maps the file: the bytes come when they are touched.
+        # load_file maps the file, which is read when it is touched.
         return tensors, [int(t.view(torch.uint8).flatten()[::4096].sum()) for t in tensors.values()]
 
     return _timed_often(load, _bytes(*files))

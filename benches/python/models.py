@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What the benchmarks share: a generated Llama, memory caps, cold caches, a decode loop."""
+"""Helpers of the benchmarks: a generated Llama, memory limits, cold caches, fio, decoding."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MIB = 2**20
 
 
 def llama_1b() -> Path:
-    """A random checkpoint of a 1.1B Llama's shape: 2.2 GB of bf16 in three shards, made once."""
+    """The path of a random 1.1B Llama, 2.2 GB of bf16 in three shards. Creates it if necessary."""
     path = SCRATCH / "llama-1.1b"
     if not (path / "model.safetensors.index.json").exists():
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        print(f"making {path} (2.2 GB)", flush=True)
+        print(f"creating {path} (2.2 GB)", flush=True)
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=2048,
@@ -51,21 +51,20 @@ def llama_1b() -> Path:
 
 
 def drop_caches() -> None:
-    """Makes the next reads cold; says once when it may not."""
+    """Empties the page cache, or prints a warning if this is not permitted."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
     except OSError:
-        print("(not root: the page cache stays warm)", file=sys.stderr)
+        print("cannot drop the page cache without root: reads are warm", file=sys.stderr)
 
 
 @contextmanager
 def memory_cap(limit: int) -> Iterator[list[str]]:
-    """The start of a command line that runs what follows under ``limit`` bytes, page cache
-    included.
+    """Yields the start of a command line that limits a program to ``limit`` bytes.
 
-    A memory cgroup of version 1 or 2 if one can be made, else a scope of systemd; empty, and said,
-    where neither can.
+    The limit includes the page cache. It uses a memory cgroup of version 1 or 2, or else a scope of
+    systemd. If neither works, it prints a warning and yields an empty list.
     """
     v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     if (v1 / "memory.limit_in_bytes").exists():
@@ -90,7 +89,7 @@ def memory_cap(limit: int) -> Iterator[list[str]]:
             yield scope
         else:
             print(
-                f"(no memory cap, so everything runs in all the memory there is: {error})",
+                f"cannot limit memory, so programs may use all of it: {error}",
                 file=sys.stderr,
             )
             yield []
@@ -103,7 +102,7 @@ def memory_cap(limit: int) -> Iterator[list[str]]:
 
 
 def succeeds(command: list[str]) -> bool:
-    """Whether a command is there and ends well."""
+    """Whether a command exists and exits with 0."""
     try:
         return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -111,7 +110,10 @@ def succeeds(command: list[str]) -> bool:
 
 
 def child(prefix: list[str], *args: str) -> dict[str, Any]:
-    """Runs this benchmark's script again, as one contender; what it printed last, as JSON."""
+    """Runs this script in a new process, as one contender.
+
+    Returns the JSON of its last line, or a dictionary with "error" if it failed.
+    """
     command = [*prefix, sys.executable, sys.argv[0], *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode != 0:
@@ -123,7 +125,7 @@ def child(prefix: list[str], *args: str) -> dict[str, Any]:
 
 
 def decode(model: Any, tokens: int) -> tuple[list[int], list[float]]:
-    """Greedy decoding after a prompt of 16: the tokens, and the seconds of each step."""
+    """Decodes greedily after a prompt of 16 tokens; returns tokens and seconds of each step."""
     import torch
 
     ids, past, out, seconds = torch.arange(1, 17).unsqueeze(0), None, [], []
@@ -139,7 +141,7 @@ def decode(model: Any, tokens: int) -> tuple[list[int], list[float]]:
 
 @contextmanager
 def huge_pages(count: int = 64) -> Iterator[bool]:
-    """Reserves huge pages of 2 MiB for fio, and gives them back; whether it may."""
+    """Reserves huge pages of 2 MiB for fio until the context ends; yields whether it succeeded."""
     pool = Path("/proc/sys/vm/nr_hugepages")
     try:
         before = pool.read_text()
@@ -156,10 +158,14 @@ def huge_pages(count: int = 64) -> Iterator[bool]:
 def fio(
     file: Path, seconds: int, *, engine: str = "libaio", huge: bool = False, fixed: bool = False
 ) -> float:
-    """Bytes per second that fio reads from ``file`` directly, 4 MiB at a time, 16 in flight.
+    """The rate of fio with direct I/O, 4 MiB and 16 in flight, in bytes per second.
 
-    Into ordinary memory, or into huge pages: a disk may take far fewer segments a request then.
-    ``fixed`` memory is registered with the kernel.
+    Args:
+        file: The file to read.
+        seconds: How long to read.
+        engine: The I/O engine of fio.
+        huge: Read into huge pages, which need fewer segments for each request.
+        fixed: Register the memory and the file with the kernel.
     """
     options = (
         f"--rw=read --bs=4M --direct=1 --ioengine={engine} --iodepth=16 --time_based "
@@ -173,12 +179,12 @@ def fio(
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except FileNotFoundError:
-        sys.exit("this benchmark needs fio: apt-get install fio")
+        sys.exit("cannot start fio: apt-get install fio")
     return float(json.loads(done.stdout)["jobs"][0]["read"]["bw_bytes"])
 
 
 def peak_rss() -> int:
-    """The most memory this process has had, in bytes."""
+    """The peak resident memory of this process, in bytes."""
     status = Path("/proc/self/status").read_text()
     found = re.search(r"VmHWM:\s+(\d+)", status)
     assert found is not None
@@ -186,12 +192,12 @@ def peak_rss() -> int:
 
 
 def spread(values: list[float]) -> str:
-    """Median, and the range around it."""
+    """The median, and the range in parentheses."""
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def read_into_memory(path: Path) -> dict[str, Any]:
-    """Every tensor of a checkpoint in memory of its own, read and not mapped."""
+    """Reads all tensors of a checkpoint into allocated memory, without mapping the files."""
     import tensorstream as ts
     import torch
     from tensorstream._symbolic_tensor import TORCH_DTYPES

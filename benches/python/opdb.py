@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""PyTorch's own tables of operators (op_db) and modules (module_db) on the device ``ts``, against
-the CPU.
+"""Compares operators and modules of PyTorch on the device ``ts`` with the CPU, bit for bit.
 
 usage: opdb.py [--only NAME ...] [--modules] [--every] [--served] [--samples 6] [--jobs 2] [--json]
 [--verbose]
 
-For each entry its samples of one dtype (float32 if it has that, else the first that it has) are
-made on the device, run there and on the CPU, and what they give is compared bit for bit: forward,
-and backward for what is differentiable. --modules: the table of modules, in training and in
-evaluation. --every: each of seven dtypes, and each set of inputs that require gradients. --served:
-on a machine of ``tensorstream serve``, whose processes may do little else, instead of one that is
-this program's own. What the CPU refuses does not count. A process that crashes is counted, and
-another goes on.
+The entries are those of PyTorch's own test tables: op_db for operators and module_db for modules.
+The samples of an entry are created on the device, or on the CPU with --modules and --every, and run
+on both. Results must have the same bits: those of the forward, and gradients if the entry is
+differentiable. Samples have one dtype, float32 if the entry supports it, else the first one that it
+supports. Samples that fail on the CPU do not count. If a process crashes, the entry counts as a
+crash, and another process continues.
+
+--modules: the table of modules, in training and in evaluation.
+--every: seven dtypes, and every set of inputs that require gradients.
+--served: on ``tensorstream serve``, whose sessions are sandboxed, instead of a local machine.
 """
 
 from __future__ import annotations
@@ -23,22 +25,20 @@ import itertools
 import json
 import math
 import multiprocessing as mp
-import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from servers import served
 
 PASS, SKIP = "pass", "none"
 #: Seconds that an entry may take.
 LIMIT = 120
-
-
-#: Of --every, by name.
+#: The dtypes of --every.
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64")
-#: Of --every, the most inputs of which all sets are tried.
+#: The number of inputs of which --every tries all sets that require gradients.
 MOST_GRADS = 4
 
 
@@ -53,6 +53,7 @@ def _table(modules: bool) -> list[Any]:
 
 
 def _dtype(info: Any) -> Any:
+    """The dtype of the samples of an operator, or None if the CPU supports none."""
     import torch
 
     order = [
@@ -68,10 +69,11 @@ def _dtype(info: Any) -> Any:
 
 
 def _to_host(value: Any, grad: bool = False) -> Any:
+    """Copies all tensors of nested containers to the CPU."""
     import torch
 
     if isinstance(value, torch.Tensor):
-        # As it lies in its storage: what is outside a view counts for some.
+        # The whole storage, because some operators read outside the view.
         whole = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
         host = whole.detach().cpu().as_strided(value.shape, value.stride(), value.storage_offset())
         return host.requires_grad_(value.requires_grad and grad)
@@ -86,6 +88,7 @@ def _to_host(value: Any, grad: bool = False) -> Any:
 
 
 def _leaves(value: Any) -> list[Any]:
+    """All tensors of nested containers."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -97,7 +100,7 @@ def _leaves(value: Any) -> list[Any]:
     return []
 
 
-#: What these give is not said by what they are given.
+#: Operators whose results have undefined contents.
 _UNDEFINED = (
     "empty",
     "empty_like",
@@ -108,44 +111,43 @@ _UNDEFINED = (
 )
 
 
-def _compare(name: str, expected: Any, given: Any) -> None:
+def _compare(name: str, expected: Any, actual: Any) -> None:
+    """Raises AssertionError unless two results are the same."""
     import torch
 
     if isinstance(expected, torch.Tensor):
-        assert isinstance(given, torch.Tensor), f"{type(given)}, where a tensor was expected"
-        assert given.shape == expected.shape and given.dtype == expected.dtype, (
-            f"{given.dtype} {tuple(given.shape)}, where {expected.dtype} {tuple(expected.shape)} "
-            "was expected"
+        assert isinstance(actual, torch.Tensor), f"expected a tensor, got {type(actual)}"
+        assert actual.shape == expected.shape and actual.dtype == expected.dtype, (
+            f"expected {expected.dtype} {tuple(expected.shape)}, got {actual.dtype} "
+            f"{tuple(actual.shape)}"
         )
         if name not in _UNDEFINED:
-            given = given.detach().cpu()
-            if not _same(expected.detach(), given):
+            actual = actual.detach().cpu()
+            if not _same(expected.detach(), actual):
                 torch.testing.assert_close(
-                    given, expected.detach(), equal_nan=True, check_stride=False
+                    actual, expected.detach(), equal_nan=True, check_stride=False
                 )
-                raise AssertionError("it rounds otherwise")
+                raise AssertionError("the values are close, but rounded differently")
     elif isinstance(expected, (list, tuple)):
-        assert len(expected) == len(given), (
-            f"{len(given)} results, where {len(expected)} were expected"
-        )
-        for one, other in zip(expected, given, strict=True):
+        assert len(expected) == len(actual), f"expected {len(expected)} results, got {len(actual)}"
+        for one, other in zip(expected, actual, strict=True):
             _compare(name, one, other)
     elif isinstance(expected, dict):
-        _compare(name, list(expected.values()), list(given.values()))
+        _compare(name, list(expected.values()), list(actual.values()))
     elif isinstance(expected, float):
         assert (
-            given == expected
-            or abs(given - expected) < 1e-5
-            or (math.isnan(given) and math.isnan(expected))
+            actual == expected
+            or abs(actual - expected) < 1e-5
+            or (math.isnan(actual) and math.isnan(expected))
         )
     elif isinstance(expected, torch.storage.UntypedStorage | torch.storage.TypedStorage):
         pass
     elif expected is not None and not isinstance(expected, torch.device):
-        assert given == expected, f"{given}, where {expected} was expected"
+        assert actual == expected, f"expected {expected}, got {actual}"
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Bit for bit, but for what a NaN says besides that it is none."""
+    """Whether two tensors have the same bits, except for the payloads of NaNs."""
     import torch
 
     if one.is_quantized or one.layout != torch.strided:
@@ -158,7 +160,7 @@ def _same(one: Any, other: Any) -> bool:
     if one.is_floating_point():
         both = one.isnan() & other.isnan()
         one, other = one.masked_fill(both, 0), other.masked_fill(both, 0)
-        # 0 and -0 are not the same.
+        # torch.equal considers 0 and -0 equal.
         return torch.equal(one.signbit(), other.signbit()) and torch.equal(one, other)
     return torch.equal(one, other)
 
@@ -173,11 +175,12 @@ def _samples(info: Any, device: Any, dtype: Any, grad: bool, most: int) -> list[
 
 
 def _forward(info: Any, device: Any, most: int) -> int:
+    """Compares up to ``most`` samples, and returns how many were compared."""
     import torch
 
     dtype = _dtype(info)
     if dtype is None:
-        raise NotImplementedError("it has no dtype on a CPU")
+        raise NotImplementedError("the CPU supports none of the dtypes")
     count = 0
     for sample in _samples(info, device, dtype, False, most):
         there = (sample.input, sample.args, sample.kwargs)
@@ -188,17 +191,18 @@ def _forward(info: Any, device: Any, most: int) -> int:
         except Exception:
             continue
         torch.manual_seed(count)
-        given = info.op(there[0], *there[1], **there[2])
+        actual = info.op(there[0], *there[1], **there[2])
         if sample.kwargs.get("device") != "cpu":
-            assert all(leaf.device.type == "ts" for leaf in _leaves(given)), (
+            assert all(leaf.device.type == "ts" for leaf in _leaves(actual)), (
                 "the result is not on the device"
             )
-        _compare(info.name, expected, given)
+        _compare(info.name, expected, actual)
         count += 1
     return count
 
 
 def _backward(info: Any, device: Any, most: int) -> int:
+    """Like `_forward`, for gradients."""
     import torch
 
     dtype = _dtype(info)
@@ -231,19 +235,19 @@ def _backward(info: Any, device: Any, most: int) -> int:
                 raise
             gradients.append(found)
         if len(gradients) == 2 and gradients[0]:
-            expected, given = gradients
-            for one, other in zip(expected, given, strict=True):
+            expected, actual = gradients
+            for one, other in zip(expected, actual, strict=True):
                 _compare(info.name, one, other)
             count += 1
     return count
 
 
-#: Operators that take indices from the host, whatever device the rest is on.
+#: Operators whose index arguments must be on the CPU, whatever the device.
 _INDICES_ON_HOST = ("tensor_split",)
 
 
 def _moved(value: Any, to: Any, name: str = "") -> Any:
-    """The same arguments elsewhere: tensors that are one stay one."""
+    """Copies arguments to a device. A tensor that occurs twice is copied once."""
     import torch
     from torch.utils._pytree import tree_map
 
@@ -264,7 +268,7 @@ def _moved(value: Any, to: Any, name: str = "") -> Any:
 
 
 def _gradients(run: Any, values: Any) -> tuple[Any, Any]:
-    """What a call gives, and the gradients of its inputs for given ones of its outputs."""
+    """The result of a call, and the gradients of its inputs for fixed gradients of its outputs."""
     import torch
 
     torch.manual_seed(3)
@@ -279,7 +283,10 @@ def _gradients(run: Any, values: Any) -> tuple[Any, Any]:
 
 
 def _both(name: str, run: Any, here: Any, device: Any) -> int:
-    """Runs a call on both, and compares what both give."""
+    """Runs a call on the CPU and on the device, and compares the results.
+
+    Returns 0 if the CPU fails, else 1.
+    """
     there = _moved(here, device, name)
     try:
         expected = _gradients(run, here)
@@ -290,6 +297,7 @@ def _both(name: str, run: Any, here: Any, device: Any) -> int:
 
 
 def _every(info: Any, device: Any, most: int) -> int:
+    """Compares every dtype, with every set of inputs that require gradients."""
     import torch
     from torch.utils._pytree import tree_map
 
@@ -298,7 +306,7 @@ def _every(info: Any, device: Any, most: int) -> int:
         dtype = getattr(torch, dtype_name)
         if dtype not in info.dtypes:
             continue
-        learns = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+        differentiable = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
         for sample in _samples(info, "cpu", dtype, False, most):
             values = (sample.input, tuple(sample.args), dict(sample.kwargs))
             leaves = list(
@@ -309,7 +317,7 @@ def _every(info: Any, device: Any, most: int) -> int:
                 }
             )
             sets: Any = [()]
-            if learns:
+            if differentiable:
                 most_of = min(len(leaves), MOST_GRADS)
                 sets = itertools.chain.from_iterable(
                     itertools.combinations(leaves, n) for n in range(most_of + 1)
@@ -340,6 +348,7 @@ def _every(info: Any, device: Any, most: int) -> int:
 
 
 def _module(info: Any, device: Any, training: bool) -> int:
+    """Compares results, gradients and buffers of a module."""
     import torch
 
     dtype = torch.float32 if torch.float32 in info.dtypes else info.dtypes[0]
@@ -357,7 +366,7 @@ def _module(info: Any, device: Any, training: bool) -> int:
             continue
         there = copy.deepcopy(here).to(device)
 
-        def given(module: Any, values: Any) -> Any:
+        def step(module: Any, values: Any) -> Any:
             torch.manual_seed(3)
             result = module(*values[0], **values[1])
             outputs = [leaf for leaf in _leaves(result) if leaf.requires_grad]
@@ -372,12 +381,12 @@ def _module(info: Any, device: Any, training: bool) -> int:
             return result, found, list(module.buffers())
 
         values = (tuple(forward.args), dict(forward.kwargs))
-        elsewhere = _moved(values, device)
+        moved = _moved(values, device)
         try:
-            expected = given(here, values)
+            expected = step(here, values)
         except Exception:
             continue
-        _compare(info.name, expected, given(there, elsewhere))
+        _compare(info.name, expected, step(there, moved))
         count += 1
     return count
 
@@ -391,6 +400,7 @@ def _evaluation(info: Any, device: Any, most: int) -> int:
 
 
 def _attempt(run: Any, *arguments: Any) -> tuple[str, str]:
+    """The outcome of a comparison, and why it failed."""
     try:
         count = run(*arguments)
     except BaseException as error:
@@ -401,7 +411,7 @@ def _attempt(run: Any, *arguments: Any) -> tuple[str, str]:
     return (PASS if count else SKIP), ""
 
 
-#: What is tried of an entry.
+#: The comparisons of an entry.
 _PARTS = {
     "operators": {"forward": _forward, "backward": _backward},
     "every": {"every dtype": _every},
@@ -410,7 +420,7 @@ _PARTS = {
 
 
 def _worker(pipe: Any, most: int, what: str, address: str | None) -> None:
-    """Tries entries whose numbers come, until none does."""
+    """Compares the entries whose numbers arrive, until None arrives."""
     warnings.simplefilter("ignore")
     import torch
     from tensorstream.remote import RemoteMachine
@@ -428,12 +438,12 @@ def _worker(pipe: Any, most: int, what: str, address: str | None) -> None:
                 try:
                     machine.synchronize()
                 except RuntimeError as error:
-                    done[part] = "fail", f"later: {error}"
+                    done[part] = "fail", f"asynchronous error: {error}"
             pipe.send(done)
 
 
 class _Worker:
-    """A process that tries entries, and another when that has crashed."""
+    """A process that compares entries. If it crashes, the next entry starts another."""
 
     def __init__(self, most: int, what: str, address: str | None) -> None:
         self._context, self._arguments = mp.get_context("spawn"), (most, what, address)
@@ -451,9 +461,9 @@ class _Worker:
             if self._pipe.poll(LIMIT):
                 done: dict[str, tuple[str, str]] = self._pipe.recv()
                 return done
-            why = f"nothing came in {LIMIT} s"
+            why = f"timed out after {LIMIT} s"
         except (EOFError, OSError):
-            why = "the process ended"
+            why = "the process exited"
         self._process.kill()
         self._process.join()
         why, self._process = f"{why}: exit code {self._process.exitcode}", None
@@ -482,38 +492,18 @@ def _sweep(
     return done
 
 
-@contextlib.contextmanager
-def _served() -> Iterator[str]:
-    """A server for all workers, and its address."""
-    command = [
-        sys.executable,
-        "-m",
-        "tensorstream._serve",
-        "--listen",
-        "127.0.0.1:0",
-        "--threads",
-        "1",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().removeprefix("listening at ").strip()
-        finally:
-            process.terminate()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--samples", type=int, default=6, help="of each entry")
+    parser.add_argument("--samples", type=int, default=6, help="samples of each entry")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--modules", action="store_true")
     parser.add_argument(
         "--every",
         action="store_true",
-        help="every dtype, every set of inputs that require gradients",
+        help="every dtype, and every set of inputs that require gradients",
     )
     parser.add_argument(
         "--served", action="store_true", help="on a machine of `tensorstream serve`"
@@ -529,7 +519,7 @@ def main() -> int:
         for at, info in enumerate(table)
         if not options.only or info.name in options.only or names[at] in options.only
     ]
-    with _served() if options.served else contextlib.nullcontext() as address:
+    with served() if options.served else contextlib.nullcontext() as address:
         done = _sweep(options.samples, options.jobs, wanted, what, address)
     if options.json:
         print(json.dumps({names[at]: done[at] for at in wanted}))

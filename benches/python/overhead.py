@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What streaming costs where everything is resident: forwards of small models, offloaded against in
-memory.
+"""Measures the cost of streaming when everything is resident.
 
-`cargo xtask bench overhead`. Rounds are interleaved; medians and minima.
+`cargo xtask bench overhead`. Compares forwards of small models, offloaded and in memory, in
+interleaved rounds. Prints medians and minima.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDS = 40
 
 
 def interleaved(calls: list[Callable[[], Any]], rounds: int = ROUNDS) -> list[list[float]]:
-    """Milliseconds of each call, round by round."""
+    """The milliseconds of each call in each round."""
     for _ in range(5):
         for call in calls:
             call()
@@ -38,28 +38,30 @@ def interleaved(calls: list[Callable[[], Any]], rounds: int = ROUNDS) -> list[li
 
 
 def show(name: str, uses: int, memory: list[float], offloaded: list[float]) -> None:
+    """Prints both times, their ratio, and the difference per use of a unit."""
     a, b = statistics.median(memory), statistics.median(offloaded)
     least = min(offloaded) / min(memory)
     each = (min(offloaded) - min(memory)) / uses * 1e3
     print(
-        f"{name:34} {a:8.3f} ms, offloaded {b:8.3f} ms: {b / a:.2f} (minima {least:.2f}), "
-        f"{each:5.1f} us a use"
+        f"{name:38} {a:8.3f} ms, offloaded {b:8.3f} ms: {b / a:.2f} (minima {least:.2f}), "
+        f"{each:5.1f} µs per use"
     )
 
 
-class Own(nn.Module):
-    """A matrix of its own beside a child."""
+class MatrixAndLinear(nn.Module):
+    """A module with its own parameter and a child."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.own, self.child = nn.Parameter(torch.randn(64, 64)), nn.Linear(64, 64)
+        self.matrix, self.linear = nn.Parameter(torch.randn(64, 64)), nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.child(x @ self.own)
+        result: torch.Tensor = self.linear(x @ self.matrix)
         return result
 
 
 def offloaded(model: nn.Module) -> nn.Module:
+    """A copy of the model, offloaded with a budget that keeps everything resident."""
     size = 3 * sum(parameter.nbytes for parameter in model.parameters()) + 8 * MIB
     return ts.offload(copy.deepcopy(model), ts.Config(storage_path=tempfile.mkdtemp(), budget=size))
 
@@ -89,7 +91,10 @@ def main() -> None:
         x = torch.randn(4, 64)
         for name, layers in (
             ("50 Linear(64, 64)", nn.Sequential(*(nn.Linear(64, 64) for _ in range(50)))),
-            ("25 times own matrix and Linear", nn.Sequential(*(Own() for _ in range(25)))),
+            (
+                "25 modules with a matrix and a Linear",
+                nn.Sequential(*(MatrixAndLinear() for _ in range(25))),
+            ),
         ):
             streamed = offloaded(layers)
             calls = [functools.partial(each, x) for each in (layers, streamed)]

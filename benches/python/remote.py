@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What the device ``ts`` costs, beside others, in one run of interleaved rounds; medians.
+"""Measures the device ``ts`` next to other ways to run operators remotely.
 
 usage: remote.py [--rounds 31] [--ops 2048] [--mib 256] [--steps 50] [--peers]
 
---rounds: of operators; of copies there are a third.
---peers: beside torch.distributed.rpc, Ray and mycelya-torch as well, where they can be imported.
+All figures are medians of interleaved rounds.
+
+--rounds: rounds of operators; copies have a third of them.
+--peers: also torch.distributed.rpc, Ray and mycelya-torch, if they can be imported.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import io
 import multiprocessing as mp
@@ -18,11 +19,10 @@ import os
 import socket
 import statistics
 import struct
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,11 +30,13 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import torch
 from remote_peers import Bare, Mycelya, Ray, Rpc, Tensors, exact, measure, median_us, seconds
+from servers import served
 from tensorstream.remote import RemoteMachine, _infer, _kernels
 from torch import nn
 
 
 def _rates(peers: dict[str, Any], rounds: int, count: int) -> None:
+    """Prints the cost of an operator for each peer, relative to the bare server."""
     seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in peers}
     for turn in range(-1, rounds):
         for name, peer in peers.items():
@@ -42,7 +44,7 @@ def _rates(peers: dict[str, Any], rounds: int, count: int) -> None:
             if turn >= 0:
                 seen[name].append(measured)
     print(
-        "| | operator and wait, us | of the bare server | issued, us | operators/s | of the bare "
+        "| | operator and wait, µs | of the bare server | issued, µs | operators/s | of the bare "
         "server |"
     )
     print("|---|---|---|---|---|---|")
@@ -54,31 +56,34 @@ def _rates(peers: dict[str, Any], rounds: int, count: int) -> None:
         print(f"| {name} | {wait:.1f} | {waits:.2f} | {issued:.2f} | {rate:,.0f} | {share:.3f} |")
 
 
-def _beside(ours: Tensors, rounds: int, count: int) -> None:
-    """Each of those that can be imported, alone with ours: some keep a core busy when they have
-    nothing to do.
+def _others(ours: Tensors, rounds: int, count: int) -> None:
+    """Compares ours with each installed library, one at a time, because some keep a core busy while
+    they are idle.
     """
     makes: dict[str, Callable[[], Any]] = {
         "mycelya-torch, mock": Mycelya,
-        "Ray, one a call": lambda: Ray(1),
-        "Ray, 64 a call": lambda: Ray(64),
+        "Ray, one per call": lambda: Ray(1),
+        "Ray, 64 per call": lambda: Ray(64),
         "torch rpc": Rpc,
     }
-    print("\n| | operator and wait, us | ours beside it | operators/s | ours beside it | times |")
+    print(
+        "\n| | operator and wait, µs | ours in the same rounds | operators/s | ours in the same "
+        "rounds | times |"
+    )
     print("|---|---|---|---|---|---|")
     for name, make in makes.items():
         try:
             peer = make()
         except ImportError as error:
-            print(f"| {name} | left out: {error} |")
+            print(f"| {name} | not measured: {error} |")
             continue
         pairs = [(measure(peer, count), measure(ours, count)) for _ in range(rounds + 1)][1:]
         peer.end()
-        wait, beside = (statistics.median(pair[at][0] for pair in pairs) for at in (0, 1))
-        rate, rate_beside = (statistics.median(pair[at][2] for pair in pairs) for at in (0, 1))
+        wait, ours_wait = (statistics.median(pair[at][0] for pair in pairs) for at in (0, 1))
+        rate, ours_rate = (statistics.median(pair[at][2] for pair in pairs) for at in (0, 1))
         times = statistics.median(other[2] / one[2] for one, other in pairs)
         print(
-            f"| {name} | {wait:.0f} | {beside:.0f} | {rate:,.0f} | {rate_beside:,.0f} | "
+            f"| {name} | {wait:.0f} | {ours_wait:.0f} | {rate:,.0f} | {ours_rate:,.0f} | "
             f"{times:.1f} |"
         )
 
@@ -93,7 +98,7 @@ class _Recurrent(nn.Module):
 
 
 def _models() -> dict[str, tuple[nn.Module, torch.Tensor, torch.Tensor]]:
-    """Each with inputs and labels."""
+    """Models, with inputs and labels."""
     perceptron = nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 3))
     convolutional = nn.Sequential(
         nn.Conv2d(3, 8, 3),
@@ -121,7 +126,7 @@ def _train(
     steps: int,
     waits: Callable[[], int],
 ) -> tuple[list[float], list[int], list[float]]:
-    """Losses, waits and milliseconds of each step."""
+    """Trains a model; returns the loss, waits and milliseconds of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     torch.manual_seed(3)
     losses, waited, times = [], [], []
@@ -139,13 +144,15 @@ def _train(
 
 
 def _steps(machine: RemoteMachine, steps: int) -> None:
+    """Trains models on the machine and on the CPU, and compares losses and times."""
+
     def waits() -> int:
         return machine.stats()["waits"]
 
-    print(f"\n{steps} steps of training, AdamW\n")
+    print(f"\n{steps} steps of training with AdamW\n")
     print(
-        "| | losses as on a CPU | waits a step (first) | operators a batch | ms a step | on the "
-        "CPU |"
+        "| | losses bit-identical to the CPU | waits per step (first) | operators per batch | "
+        "ms per step | on the CPU |"
     )
     print("|---|---|---|---|---|---|")
     torch.manual_seed(0)
@@ -154,11 +161,11 @@ def _steps(machine: RemoteMachine, steps: int) -> None:
             there = copy.deepcopy(model).to(machine.device())
             losses, _, here_ms = _train(model, inputs, labels, "cpu", steps, lambda: 0)
             before = machine.stats()
-            given, waited, there_ms = _train(there, inputs, labels, machine.device(), steps, waits)
+            actual, waited, there_ms = _train(there, inputs, labels, machine.device(), steps, waits)
             operators, batches = (
                 machine.stats()[name] - before[name] for name in ("operators", "batches")
             )
-            equal = sum(one == other for one, other in zip(losses, given, strict=True))
+            equal = sum(one == other for one, other in zip(losses, actual, strict=True))
             numbers = f"{max(waited[2:])} ({waited[0]}) | {operators / batches:.1f}"
             medians = f"{statistics.median(there_ms):.1f} | {statistics.median(here_ms):.1f}"
             print(f"| {name} | {equal} of {steps} | {numbers} | {medians} |")
@@ -166,6 +173,7 @@ def _steps(machine: RemoteMachine, steps: int) -> None:
 
 
 def _decode(machine: RemoteMachine, waits: Callable[[], int]) -> None:
+    """Decodes with tiny models on the machine and on the CPU, and counts waits."""
     import transformers
 
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
@@ -178,26 +186,27 @@ def _decode(machine: RemoteMachine, waits: Callable[[], int]) -> None:
     }
     tokens = torch.randint(2, 99, (2, 7))
     mask = torch.ones_like(tokens)
-    print("\ngreedy decode, tiny models\n")
-    print("| | tokens as on a CPU | waits a token | before the first |\n|---|---|---|---|")
+    print("\ngreedy decoding, tiny models\n")
+    print("| | same tokens as on the CPU | waits per token | before the first |\n|---|---|---|---|")
     for name, model in models.items():
         there = copy.deepcopy(model).eval().to(machine.device())
 
         def generate(count: int, there: Any = there) -> tuple[torch.Tensor, int]:
             inputs, before = tokens.to(machine.device()), waits()
             settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-            given = there.generate(inputs, attention_mask=mask.to(machine.device()), **settings)
-            return given.cpu(), waits() - before
+            result = there.generate(inputs, attention_mask=mask.to(machine.device()), **settings)
+            return result.cpu(), waits() - before
 
         settings = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
         expected = model.eval().generate(tokens, attention_mask=mask, **settings)
         generate(3)
-        (_, few), (given, many) = generate(20), generate(40)
+        (_, few), (actual, many) = generate(20), generate(40)
         each = (many - few) / 20
-        print(f"| {name} | {torch.equal(expected, given)} | {each:.2f} | {many - 40 * each:.0f} |")
+        print(f"| {name} | {torch.equal(expected, actual)} | {each:.2f} | {many - 40 * each:.0f} |")
 
 
 def _overhead(machine: RemoteMachine) -> None:
+    """Measures the client side of an addition, with and without a cached signature."""
     x, y = torch.ones(8, 8, device=machine.device()), torch.ones(8, 8, device=machine.device())
     here = torch.ones(8, 8)
     both: list[tuple[float, float]] = []
@@ -222,15 +231,16 @@ def _overhead(machine: RemoteMachine) -> None:
         inferred.append(seconds(lambda args=args: _infer.infer(op, args, None)))
     uncached_us, inferred_us = 1e6 * statistics.median(uncached), 1e6 * statistics.median(inferred)
     print(
-        f"\nadd of two tensors, one thread, median: {cached:.2f} us cached ({least:.2f} in the "
-        "best of 40 blocks),"
+        f"\naddition of two tensors, one thread, median: {cached:.2f} µs cached "
+        f"({least:.2f} in the best of 40 blocks),"
     )
-    print(f"{cached / on_cpu:.1f} of one that PyTorch does on the CPU ({on_cpu:.2f} us);")
-    print(f"{uncached_us:.1f} us not cached,")
-    print(f"{uncached_us / inferred_us:.2f} of meta inference alone ({inferred_us:.1f} us)")
+    print(f"{cached / on_cpu:.1f} of an addition on the CPU ({on_cpu:.2f} µs);")
+    print(f"{uncached_us:.1f} µs not cached,")
+    print(f"{uncached_us / inferred_us:.2f} of meta inference alone ({inferred_us:.1f} µs)")
 
 
 def _raw_server(address: Any, bound: Any, size: int) -> None:
+    """Serves raw copies (u, d) and copies by torch.save and torch.load (U, D) over a socket."""
     torch.set_num_threads(1)
     listener = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
     listener.bind(address)
@@ -246,39 +256,16 @@ def _raw_server(address: Any, bound: Any, size: int) -> None:
             sock.sendall(buffer)
         elif kind == b"U":
             body = exact(sock, struct.unpack("Q", exact(sock, 8))[0])
-            held = torch.load(io.BytesIO(body))
+            saved = torch.load(io.BytesIO(body))
             sock.sendall(b"k")
         else:
             out = io.BytesIO()
-            torch.save(held, out)
+            torch.save(saved, out)
             sock.sendall(struct.pack("Q", out.tell()) + out.getbuffer())
 
 
-@contextlib.contextmanager
-def _served() -> Iterator[RemoteMachine]:
-    """A machine that is reached by TCP, as others are."""
-    command = [
-        sys.executable,
-        "-m",
-        "tensorstream._serve",
-        "--listen",
-        "127.0.0.1:0",
-        "--threads",
-        "1",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            with RemoteMachine(
-                "tcp", process.stdout.readline().removeprefix("listening at ").strip()
-            ) as machine:
-                yield machine
-        finally:
-            process.terminate()
-
-
 def _copies(machine: RemoteMachine, address: Any, rounds: int, mib: int) -> None:
-    """Beside a raw socket at an address of the same kind."""
+    """Compares copies with a raw socket at an address of the same kind."""
     size, (ours, theirs) = mib << 20, mp.Pipe()
     mp.Process(target=_raw_server, args=(address, theirs, size), daemon=True).start()
     sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
@@ -318,20 +305,20 @@ def _copies(machine: RemoteMachine, address: Any, rounds: int, mib: int) -> None
             "torch.save, load": saved_down,
         },
     }
-    by = "a Unix socket" if isinstance(address, str) else "TCP"
+    transport = "a Unix socket" if isinstance(address, str) else "TCP"
     print(
-        f"\n{mib} MiB by {by}, GB/s\n\n| | ours | raw socket | torch.save, load | of raw | of "
-        "saved |"
+        f"\n{mib} MiB over {transport}, GB/s\n\n"
+        "| | ours | raw socket | torch.save, load | of raw | of saved |"
     )
     print("|---|---|---|---|---|---|")
-    for way, peers in runs.items():
+    for direction, peers in runs.items():
         seen: dict[str, list[float]] = {name: [] for name in peers}
         for turn in range(-1, rounds):
             for name, run in peers.items():
                 time_of = seconds(run)
                 if turn >= 0:
                     seen[name].append(size / time_of / 1e9)
-        assert torch.equal(here, host) or way == "up"
+        assert torch.equal(here, host) or direction == "up"
         shares = [
             statistics.median(
                 one / other for one, other in zip(seen["ours"], seen[peer], strict=True)
@@ -339,7 +326,7 @@ def _copies(machine: RemoteMachine, address: Any, rounds: int, mib: int) -> None
             for peer in ("raw socket", "torch.save, load")
         ]
         rates = " | ".join(f"{statistics.median(rows):.2f}" for rows in seen.values())
-        print(f"| {way} | {rates} | {shares[0]:.2f} | {shares[1]:.2f} |")
+        print(f"| {direction} | {rates} | {shares[0]:.2f} | {shares[1]:.2f} |")
 
 
 def main() -> int:
@@ -370,11 +357,11 @@ def main() -> int:
         _overhead(machine)
         rounds = max(options.rounds // 3, 1)
         _copies(machine, f"{directory}/raw", rounds, options.mib)
-        with _served() as served:
-            _copies(served, ("127.0.0.1", 0), rounds, options.mib)
+        with served() as address, RemoteMachine("tcp", address) as over_tcp:
+            _copies(over_tcp, ("127.0.0.1", 0), rounds, options.mib)
         _steps(machine, options.steps)
         if options.peers:
-            _beside(peers["ts, local"], options.rounds, options.ops)
+            _others(peers["ts, local"], options.rounds, options.ops)
     return 0
 
 

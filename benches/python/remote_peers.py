@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Others that run operators elsewhere, for remote.py.
+"""Other ways to run operators in another process, for remote.py.
 
-Each has the same three methods: ``one()``, an addition that is waited for; ``chain(count)``, so
-many that are not, each on what the one before gave, and what stands for the last; ``value(last)``,
-which waits for it. Everyone begins with a single 1.0 and adds 1.0.
+Each peer has three methods. ``one()`` adds once and waits for the result. ``chain(count)`` issues
+additions, each to the result of the one before, without waiting, and returns a reference to the
+last result. ``value(reference)`` waits for it. All peers start with 1.0 and add 1.0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BATCH = 64
 
 
 def exact(sock: socket.socket, size: int, into: bytearray | None = None) -> bytearray:
-    """So many bytes of a socket."""
+    """Reads exactly ``size`` bytes from a socket. Exits if the socket is closed."""
     into = bytearray(size) if into is None else into
     view, at = memoryview(into)[:size], 0
     while at < size:
@@ -38,12 +38,12 @@ def exact(sock: socket.socket, size: int, into: bytearray | None = None) -> byte
     return into
 
 
-def _put(sock: socket.socket, what: Any) -> None:
+def _send(sock: socket.socket, what: Any) -> None:
     body = marshal.dumps(what)
     sock.sendall(struct.pack("I", len(body)) + body)
 
 
-def _get(sock: socket.socket) -> Any:
+def _receive(sock: socket.socket) -> Any:
     return marshal.loads(bytes(exact(sock, struct.unpack("I", exact(sock, 4))[0])))
 
 
@@ -59,42 +59,44 @@ def _batches(count: int) -> list[list[tuple[Any, ...]]]:
 
 
 def _bare_server(family: socket.AddressFamily, address: Any, bound: Any) -> None:
+    """The process of `Bare`. Sends the address of its socket to ``bound``."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     listener = socket.socket(family)
     listener.bind(address)
     listener.listen(1)
     bound.send(listener.getsockname())
-    sock, held = _quick(listener.accept()[0]), {}
+    sock, tensors = _without_delay(listener.accept()[0]), {}
     while True:
-        batch, wanted = _get(sock)
+        batch, wanted = _receive(sock)
         for name, out, inputs, constants in batch:
-            held[out] = _operator(name)(*(held[i] for i in inputs), *constants)
+            tensors[out] = _operator(name)(*(tensors[i] for i in inputs), *constants)
         if wanted is not None:
-            _put(sock, held[wanted].flatten()[:1].tolist())
+            _send(sock, tensors[wanted].flatten()[:1].tolist())
 
 
-def _quick(sock: socket.socket) -> socket.socket:
+def _without_delay(sock: socket.socket) -> socket.socket:
+    """Turns off Nagle's algorithm."""
     if sock.family == socket.AF_INET:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """How long it takes."""
+    """The duration of a call."""
     since = time.perf_counter()
     run()
     return time.perf_counter() - since
 
 
 def median_us(run: Callable[[], object], count: int = 300) -> float:
-    """The same, of many."""
+    """The median duration of ``count`` calls, in microseconds."""
     return 1e6 * statistics.median(seconds(run) for _ in range(count))
 
 
 def measure(peer: Any, count: int) -> tuple[float, float, float]:
-    """Microseconds of an addition that is waited for, and of one that is issued; additions a
-    second.
+    """Measures a peer: microseconds of an addition with its wait, microseconds to issue one without
+    waiting, and additions per second.
     """
     if hasattr(peer, "measure"):
         return peer.measure(count)
@@ -107,8 +109,10 @@ def measure(peer: Any, count: int) -> tuple[float, float, float]:
 
 
 class Bare:
-    """A Python process that runs operators by name on tensors it holds, in marshalled batches of
-    64: no shapes are known at its client, nothing is acknowledged and nothing is freed."""
+    """A Python process that runs operators by name on its tensors, in marshalled batches of 64.
+
+    Its client knows no shapes, and it acknowledges and frees nothing.
+    """
 
     def __init__(self, address: Any) -> None:
         family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
@@ -116,25 +120,25 @@ class Bare:
         mp.Process(target=_bare_server, args=(family, address, theirs), daemon=True).start()
         self._sock = socket.socket(family)
         self._sock.connect(ours.recv())
-        _quick(self._sock)
-        _put(self._sock, ([("ones", 0, (), (1.0,))], None))
+        _without_delay(self._sock)
+        _send(self._sock, ([("ones", 0, (), (1.0,))], None))
 
     def chain(self, count: int) -> int:
         for batch in _batches(count):
-            _put(self._sock, (batch, None))
+            _send(self._sock, (batch, None))
         return count
 
     def value(self, number: int) -> float:
-        _put(self._sock, ([], number))
-        return _get(self._sock)[0]
+        _send(self._sock, ([], number))
+        return _receive(self._sock)[0]
 
     def one(self) -> float:
-        _put(self._sock, ([("add", 1, (0,), (1.0,))], 1))
-        return _get(self._sock)[0]
+        _send(self._sock, ([("add", 1, (0,), (1.0,))], 1))
+        return _receive(self._sock)[0]
 
 
 class Tensors:
-    """A tensor of a device: what a program of PyTorch's does."""
+    """A tensor of a PyTorch device, used as an ordinary program uses it."""
 
     def __init__(self, one: torch.Tensor) -> None:
         self._one = one
@@ -153,8 +157,10 @@ class Tensors:
 
 
 class Mycelya:
-    """mycelya-torch, whose mock is in the process and has no transport: in one of its own, for
-    PyTorch has room for one device that it does not know."""
+    """The mock machine of mycelya-torch, which runs in its client's process without a transport.
+
+    It has a separate process here, because a process of PyTorch supports one additional device.
+    """
 
     def __init__(self) -> None:
         if importlib.util.find_spec("mycelya_torch") is None:
@@ -190,6 +196,7 @@ def _mycelya() -> None:
 
 
 def _rpc(name: str, rank: int, port: int) -> Any:
+    """Joins a group of two processes on the loopback, and returns the module ``rpc``."""
     from torch.distributed import rpc
 
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TP_SOCKET_IFNAME="lo")
@@ -203,12 +210,12 @@ def _rpc_server(port: int) -> None:
     _rpc("server", 1, port).shutdown()
 
 
-def _added(reference: Any) -> torch.Tensor:
+def _add_one(reference: Any) -> torch.Tensor:
     return reference.local_value() + 1.0
 
 
 class Rpc:
-    """torch.distributed.rpc, tensors by reference."""
+    """torch.distributed.rpc, with tensors that stay on the server as RRefs."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -220,7 +227,7 @@ class Rpc:
     def chain(self, count: int) -> Any:
         value = self._one
         for _ in range(count):
-            value = self._rpc.remote("server", _added, (value,))
+            value = self._rpc.remote("server", _add_one, (value,))
         return value
 
     def value(self, reference: Any) -> float:
@@ -234,7 +241,7 @@ class Rpc:
 
 
 class Ray:
-    """An actor of Ray's that holds tensors by number: an operator a call, or 64."""
+    """A Ray actor that stores tensors by number, with one or 64 operators per call."""
 
     def __init__(self, batch: int) -> None:
         import ray
@@ -250,15 +257,15 @@ class Ray:
         class Actor:
             def __init__(self) -> None:
                 torch.set_num_threads(1)
-                self.held = {0: torch.ones(1, 1)}
+                self.tensors = {0: torch.ones(1, 1)}
 
             def run(self, batch: list[Any]) -> None:
                 for name, out, inputs, constants in batch:
                     operator = {"add": torch.add}[name]
-                    self.held[out] = operator(*(self.held[i] for i in inputs), *constants)
+                    self.tensors[out] = operator(*(self.tensors[i] for i in inputs), *constants)
 
             def value(self, number: int) -> float:
-                return self.held[number].item()
+                return self.tensors[number].item()
 
         self._batch, self._ray, self._actor = batch, ray, Actor.options(num_cpus=0).remote()
 

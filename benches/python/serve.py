@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A checkpoint loaded from a server on this machine: `cargo xtask bench serve`.
+"""Compares loading a checkpoint from a server with a raw socket and with the file itself.
 
-``tensorstream serve-weights`` has it in its page cache, as a server on another machine would.
-Beside it, to memory that is new each time as a loader's is: the file's bytes by a raw socket
-(``sendfile``), and the file itself.
+`cargo xtask bench serve`. ``tensorstream serve-weights`` runs on this machine, with the file in its
+page cache. The raw socket sends the bytes of the file with ``sendfile``. All load into new memory,
+as loaders do.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ TENSORS, BYTES, ROUNDS = 64, 16 << 20, 9
 
 
 def send(file: Path, port: multiprocessing.connection.Connection) -> None:
+    """Sends a file to each client of a raw socket. Sends the address of the socket to ``port``."""
     listener = socket.create_server(("127.0.0.1", 0))
     port.send(listener.getsockname())
     while True:
@@ -37,6 +38,7 @@ def send(file: Path, port: multiprocessing.connection.Connection) -> None:
 
 
 def by_socket(address: tuple[str, int], size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Receives a file from a raw socket."""
     array = np.empty(size, np.uint8)
     rest = memoryview(array)
     with socket.create_connection(address) as connection:
@@ -77,7 +79,7 @@ def main() -> int:
                 "load_file, the file": lambda: ts.load_file(file),
             }
             rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-            for turn in range(ROUNDS + 1):  # the first warms up
+            for turn in range(ROUNDS + 1):  # The first warms up.
                 for kind, load in kinds.items():
                     began = time.perf_counter()
                     loaded = load()
@@ -92,8 +94,8 @@ def main() -> int:
             server.terminate()
             server.wait()
     print(f"| {size / 1e9:.2f} GB in {TENSORS} tensors, {ROUNDS} rounds | GB/s |\n|---|---|")
-    for kind, those in rates.items():
-        print(f"| {kind} | {statistics.median(those):.2f} |")
+    for kind, measured in rates.items():
+        print(f"| {kind} | {statistics.median(measured):.2f} |")
     ours, raw = rates["load_file, ts://"], rates["raw socket, sendfile"]
     print(
         "| ts://, of the raw socket | "

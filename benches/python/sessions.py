@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What it costs that each session of ``tensorstream serve`` has a process of its own: beside the
-same server in one process, in interleaved pairs, by TCP, Unix sockets and TLS; and how soon a
-session is open.
+"""Measures the cost of one process for each session of ``tensorstream serve``.
 
 usage: sessions.py [--pairs 9] [--ops 4096] [--opened 50]
+
+Compares it with the same server in one process, in interleaved pairs, over TCP, Unix sockets and
+TLS. Also measures how long it takes to open a session. Needs openssl.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from remote_peers import Tensors, measure
+from servers import listening, served
 from tensorstream.remote import RemoteMachine
 
-#: One process for all sessions, as in the process of a ``local`` machine.
-_ONE = """
+#: A server with one process for all sessions, as in a ``local`` machine.
+_ONE_PROCESS = """
 import sys, torch
 from tensorstream.remote._server import devices_of, server
 torch.set_num_threads(1)
@@ -36,25 +37,10 @@ served = server(listen, devices=devices_of("cpu"), cert=cert, key=key)
 print("listening at", served.address, flush=True)
 served.run()
 """
-_OWN = ["-m", "tensorstream._serve", "--threads", "1"]
-
-
-@contextlib.contextmanager
-def _listening(*arguments: str) -> Iterator[str]:
-    """A process that serves, and its address."""
-    command = [sys.executable, *arguments]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().removeprefix("listening at ").strip()
-        finally:
-            process.terminate()
 
 
 def _certificates(directory: Path) -> tuple[str, str, str]:
-    """An authority, a certificate of its for 127.0.0.1, and the key of that."""
+    """Writes an authority, a certificate for 127.0.0.1 and its key, and returns their paths."""
     ca, ca_key, cert, key = (
         str(directory / f"{name}.pem") for name in ("ca", "ca-key", "cert", "key")
     )
@@ -87,7 +73,7 @@ def _certificates(directory: Path) -> tuple[str, str, str]:
 
 
 def _opened(address: str, count: int) -> list[float]:
-    """Milliseconds until a session is there, of so many."""
+    """The milliseconds to open a session, ``count`` times."""
     times = []
     for _ in range(count):
         since = time.perf_counter()
@@ -106,25 +92,34 @@ def main() -> int:
     parser.add_argument("--opened", type=int, default=50)
     options = parser.parse_args()
     if shutil.which("openssl") is None:
-        sys.exit("sessions.py needs openssl, which makes the certificates for TLS")
+        sys.exit("sessions.py needs openssl for the certificates: apt-get install openssl")
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    print("| by | operators/s, own process | one process | of it | a wait, us, own | one | of it |")
+    print(
+        "| | operators/s, own process | one process | ratio | a wait, µs, own process "
+        "| one process | ratio |"
+    )
     print("|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as servers:
-        directory = Path(made)
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as servers:
+        directory = Path(temporary)
         ca, cert, key = _certificates(directory)
-        places = {
+        transports = {
             "TCP": ("127.0.0.1:0", "127.0.0.1:0", False),
             "Unix": (f"unix:{directory}/own", f"unix:{directory}/one", False),
             "TLS": ("127.0.0.1:0", "127.0.0.1:0", True),
         }
-        for by, (own, one, tls) in places.items():
-            under = ["--tls-cert", cert, "--tls-key", key] if tls else []
+        for name, (own, one, tls) in transports.items():
+            tls_options = ["--tls-cert", cert, "--tls-key", key] if tls else []
             addresses = [
-                servers.enter_context(_listening(*_OWN, "--listen", own, *under)),
+                servers.enter_context(served(*tls_options, listen=own, stderr=subprocess.DEVNULL)),
                 servers.enter_context(
-                    _listening("-c", _ONE, one, *((cert, key) if tls else ("", "")))
+                    listening(
+                        "-c",
+                        _ONE_PROCESS,
+                        one,
+                        *((cert, key) if tls else ("", "")),
+                        stderr=subprocess.DEVNULL,
+                    )
                 ),
             ]
             with contextlib.ExitStack() as machines:
@@ -142,15 +137,15 @@ def main() -> int:
             rate = statistics.median(pair[0][2] / pair[1][2] for pair in pairs)
             wait = statistics.median(pair[0][0] / pair[1][0] for pair in pairs)
             print(
-                f"| {by} | {rates[0]:,.0f} | {rates[1]:,.0f} | {rate:.3f} | {waits[0]:.1f} | "
+                f"| {name} | {rates[0]:,.0f} | {rates[1]:,.0f} | {rate:.3f} | {waits[0]:.1f} | "
                 f"{waits[1]:.1f} | {wait:.3f} |"
             )
-            if by == "TCP":
+            if name == "TCP":
                 times = _opened(addresses[0], options.opened)
         times.sort()
         print(
-            f"\na session opens in {statistics.median(times):.1f} ms, at most {times[-1]:.1f} of "
-            f"{len(times)}"
+            f"\na session opens in {statistics.median(times):.1f} ms, median of {len(times)}; "
+            f"at most {times[-1]:.1f} ms"
         )
     return 0
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Bytes per second that a decoding model streams, against fio on the same shard, nine interleaved
-pairs.
+"""Compares the bandwidth of a model that streams with fio on the same shard, in nine rounds.
 
-`cargo xtask bench storage`. Both read directly; the model computes meanwhile. fio reads into
-ordinary memory and, where the system lets it reserve them, into huge pages as the engine does.
+`cargo xtask bench storage`. Both read with direct I/O, and the model decodes at the same time. fio
+reads into ordinary memory and, if they can be reserved, into huge pages, which the engine uses.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 
 from models import drop_caches, fio, huge_pages, llama_1b, spread
 
-PAIRS = 9
+ROUNDS = 9
 BUDGET = "800MiB"
 
 
@@ -32,11 +31,11 @@ def main() -> int:
     with torch.inference_mode(), huge_pages() as huge:
         for _ in range(2):
             model(ids)
-        for _ in range(PAIRS):
+        for _ in range(ROUNDS):
             disks["ordinary pages"].append(fio(shard, 2))
             if huge:
                 disks["huge pages"].append(fio(shard, 2, huge=True))
-            model(ids)  # the ring was full while fio ran: bring it to the steady state
+            model(ids)  # The ring was full while fio ran. This restores the steady state.
             before, began = ts.stats(model)["read_bytes"], time.perf_counter()
             for _ in range(2):
                 model(ids)
@@ -49,7 +48,7 @@ def main() -> int:
                 f"streamed {streamed[-1] / 1e9:.2f} GB/s",
                 flush=True,
             )
-    print(f"\nby path: {ts.stats(model)['read_bytes_by_path']}")
+    print(f"\nbytes read, by path: {ts.stats(model)['read_bytes_by_path']}")
     print(
         "| | GB/s, median (range) | fluctuation | streamed / fio, median of pairs (range) "
         "|\n|---|---|---|---|"
@@ -66,7 +65,7 @@ def main() -> int:
 
 
 def fluctuation(rates: list[float]) -> str:
-    """Standard deviation as a share of the mean."""
+    """The standard deviation divided by the mean."""
     return f"{statistics.stdev(rates) / statistics.mean(rates):.0%}"
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors between two processes in Python, beside what else one would use:
-`cargo xtask bench wire-peers`.
+"""Compares sending tensors between two Python processes with other libraries.
 
-These are raw sockets, Python's TLS, shared memory, Arrow Flight, gRPC and ZeroMQ. A child has a
-float32 array; this process times from asking for tensors of it to the last one in an array of
-numpy, whose last element it looks at. Every kind is used as its users would: raw sockets send 1 MiB
-at a time to an array that is used again, Flight and ZeroMQ give memory of their own without a copy,
-gRPC sends parts of 1 MiB that are copied. Kinds are interleaved, each end has a core of its own;
-ratios are medians of those of one round.
+`cargo xtask bench wire-peers`. The contenders are raw sockets, Python's TLS, shared memory, Arrow
+Flight, gRPC and ZeroMQ.
+
+A child process has a float32 array. This process measures the time from its request for tensors
+until the last one is in an array of numpy, whose last element it reads. Each contender is used as
+its users would: raw sockets send 1 MiB at a time into an array that is reused, Flight and ZeroMQ
+return their own memory without a copy, and gRPC sends parts of 1 MiB, which are copied. Rounds are
+interleaved, and each end is pinned to its own core unless ``--unpinned`` is given. Ratios are
+medians of the ratios of each round.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from typing import Any
 import numpy as np
 
 MIB = 1 << 20
+#: The largest tensor, in bytes.
 TOP = 256 * MIB
+#: Bytes of a tensor, and the number of tensors in a round.
 SIZES = {"1 MiB": (MIB, 256), "16 MiB": (16 * MIB, 16), "256 MiB": (TOP, 4)}
 ROUNDS, PINGS, MESSAGE = 10, 300, bytes(64)
 OURS = ("ours, TCP", "ours, TLS", "ours, shared memory")
@@ -52,6 +56,7 @@ Arrays = Callable[[int, int], Iterator[np.ndarray[Any, Any]]]
 def fill(
     connection: socket.socket, view: memoryview, piece: int = 256 << 10, flags: int = 0
 ) -> None:
+    """Fills a buffer from a socket, ``piece`` bytes at a time."""
     at = 0
     while at < len(view):
         count = connection.recv_into(view[at : at + piece], 0, flags)
@@ -61,11 +66,12 @@ def fill(
 
 
 def slots(segment: SharedMemory) -> list[np.ndarray[Any, Any]]:
+    """The two arrays of a shared memory segment, which are used in turn."""
     return [np.frombuffer(segment.buf, np.float32, TOP // 4, at * TOP) for at in (0, 1)]
 
 
 def serve(kind: str, control: Any, directory: str, segment: str | None) -> None:
-    """The child: it has the array."""
+    """The child process, which has the array. Sends its address to ``control``."""
     pin(1)
     array = np.ones(TOP // 4, np.float32)
     view = memoryview(array).cast("B")
@@ -79,7 +85,7 @@ def serve(kind: str, control: Any, directory: str, segment: str | None) -> None:
         zmq_socket = zmq.Context().socket(zmq.PAIR)
         zmq_socket.bind("tcp://127.0.0.1:*")
         control.send(zmq_socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        return obey(
+        return run_requests(
             control,
             lambda n, _: zmq_socket.send(view[:n], copy=False),
             lambda: zmq_socket.send(zmq_socket.recv()),
@@ -112,10 +118,13 @@ def serve(kind: str, control: Any, directory: str, segment: str | None) -> None:
         fill(connection, echoed)
         connection.sendall(echoed)
 
-    return obey(control, send, echo)
+    return run_requests(control, send, echo)
 
 
-def obey(control: Any, send: Callable[[int, int], object], echo: Callable[[], object]) -> None:
+def run_requests(
+    control: Any, send: Callable[[int, int], object], echo: Callable[[], object]
+) -> None:
+    """Sends tensors or echoes messages, as the other end requests."""
     for n, count in iter(control.recv, None):
         for number in range(count):
             if n:
@@ -140,7 +149,7 @@ def serve_ours(kind: str, array: np.ndarray[Any, Any], control: Any, directory: 
         assert isinstance(message, bytes)
         connection.send_message(message)
 
-    obey(control, lambda n, _: connection.send(parts[n]), echo)
+    run_requests(control, lambda n, _: connection.send(parts[n]), echo)
 
 
 def serve_flight(array: np.ndarray[Any, Any], control: Any) -> None:
@@ -178,11 +187,14 @@ def serve_grpc(view: memoryview, control: Any) -> None:
 def connect(
     kind: str, control: Any, address: Any, directory: str, segment: SharedMemory | None
 ) -> tuple[Arrays, Callable[[], object] | None]:
-    """What brings arrays, and what brings a message there and back."""
+    """Connects to a child.
+
+    Returns a function that receives arrays, and one that sends a message and waits for its echo.
+    """
     memory = np.zeros(TOP // 4, np.float32)
     view = memoryview(memory).cast("B")
 
-    def told(receive: Callable[[int, int, int], np.ndarray[Any, Any]]) -> Arrays:
+    def requested(receive: Callable[[int, int, int], np.ndarray[Any, Any]]) -> Arrays:
         def arrays(n: int, count: int) -> Iterator[np.ndarray[Any, Any]]:
             control.send((n, count))
             for number in range(count):
@@ -219,7 +231,9 @@ def connect(
 
         zmq_socket = zmq.Context().socket(zmq.PAIR)
         zmq_socket.connect(address)
-        receive = told(lambda *_: np.frombuffer(zmq_socket.recv(copy=False).buffer, np.float32))
+        receive = requested(
+            lambda *_: np.frombuffer(zmq_socket.recv(copy=False).buffer, np.float32)
+        )
         return receive, lambda: (zmq_socket.send(MESSAGE), zmq_socket.recv())
     if kind in OURS:
         import tensorstream as ts
@@ -233,7 +247,7 @@ def connect(
             assert connection.recv(into=into[n]) is not None
             return memory[: n // 4]
 
-        return told(take), lambda: (connection.send_message(MESSAGE), connection.recv())
+        return requested(take), lambda: (connection.send_message(MESSAGE), connection.recv())
     raw = socket.create_connection(address)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if kind == "Python TLS":
@@ -247,18 +261,23 @@ def connect(
         if not two:
             fill(raw, view[:n], *whole)
             return memory[: n // 4]
-        # A slot is free when the tensor before the last one in it has been looked at.
+        # Each byte grants a slot: two at the start, then one when a slot has been read.
         raw.send(b"c" * min(2, count) if number == 0 else b"c" * (number + 1 < count))
         raw.recv(1)
         np.copyto(memory[: n // 4], two[number & 1][: n // 4])
         return memory[: n // 4]
 
-    return told(receive_raw), None if two else lambda: (raw.sendall(MESSAGE), fill(raw, echoed))
+    return requested(receive_raw), None if two else lambda: (
+        raw.sendall(MESSAGE),
+        fill(raw, echoed),
+    )
 
 
 def pin(core: int) -> None:
-    """Keeps an end on a core of its own: who shares one is chance otherwise. Those that have
-    threads lose more by it, so ``--unpinned`` leaves it to chance.
+    """Pins this process to a core, unless ``--unpinned`` is given.
+
+    Otherwise it is up to chance which processes share a core. Libraries with several threads lose
+    more by pinning.
     """
     if "--unpinned" in sys.argv:
         return
@@ -281,9 +300,9 @@ def main() -> int:
             process = multiprocessing.Process(target=serve, args=arguments, daemon=True)
             process.start()
             peers[kind] = (process, near, *connect(kind, near, near.recv(), directory, shared))
-        for turn in range(ROUNDS + 1):  # the first warms up
+        for turn in range(ROUNDS + 1):  # The first warms up.
             for size, (n, count) in SIZES.items():
-                # Who comes first has what the last one left: each is in its turn.
+                # They take turns to run first, because the first one meets what the last one left.
                 for kind in KINDS[turn % len(KINDS) :] + KINDS[: turn % len(KINDS)]:
                     if kind not in peers:
                         continue
@@ -307,10 +326,11 @@ def main() -> int:
         segment.unlink()
     report(list(peers), rates, trips)
     sys.stdout.flush()
-    os._exit(0)  # views of the segment are still there
+    os._exit(0)  # Views of the segment are alive, so it cannot be closed.
 
 
 def pings(control: Any, trip: Callable[[], object], kind: str) -> Iterator[float]:
+    """The duration of each of many round trips, in microseconds."""
     if kind != "gRPC":
         control.send((0, PINGS))
     for _ in range(PINGS):
@@ -322,10 +342,11 @@ def pings(control: Any, trip: Callable[[], object], kind: str) -> Iterator[float
 def report(
     kinds: list[str], rates: dict[tuple[str, str], list[float]], trips: dict[str, list[float]]
 ) -> None:
+    """Prints the table of rates and ratios."""
     print(
         f"| {ROUNDS} rounds, medians | "
         + " | ".join(f"{size}, GB/s" for size in SIZES)
-        + " | 64 bytes and back, us |"
+        + " | 64 bytes and back, µs |"
     )
     print("|---|" + "---|" * (len(SIZES) + 1))
     for kind in kinds:
@@ -351,6 +372,7 @@ def report(
 
 
 def certificate(directory: str) -> None:
+    """Writes a self-signed certificate and its key."""
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 "
     command += "-subj /CN=127.0.0.1 "
     command += "-addext subjectAltName=IP:127.0.0.1 -addext basicConstraints=critical,CA:FALSE "

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A chunk, whatever its bytes: it decodes to exactly its length or is an error, by every codec;
-//! and what an encoder makes of any bytes decodes to them again.
+//! Decodes arbitrary bytes with each codec: the result is an error or has exactly the expected
+//! length. Also encodes arbitrary bytes, which must round-trip.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -12,7 +12,7 @@ fuzz_target!(|input: (u8, u8, u32, &[u8])| {
     let (codec, width, len, bytes) = input;
     let codec = Codec::ALL[usize::from(codec) % Codec::ALL.len()];
     let mut scratch = Scratch::default();
-    // No chunk is longer.
+    // The maximum length of a chunk.
     let mut out = vec![0xA5; len as usize % ((1 << 20) + 1)];
     let _ = decode_chunk(codec, width, bytes, &mut out, &mut scratch);
     assert!(scratch.bytes() <= Scratch::BYTES, "{} bytes of scratch", scratch.bytes());
@@ -20,11 +20,11 @@ fuzz_target!(|input: (u8, u8, u32, &[u8])| {
     let dtype = DTYPES[usize::from(width) % DTYPES.len()];
     let raw = &bytes[..bytes.len() / 8 * 8];
     let mut stored = Vec::new();
-    let encoded =
-        Encoder::new(codec, None).expect("its usual level").encode(dtype, raw, &mut stored);
+    let mut encoder = Encoder::new(codec, None).expect("every codec has a default level");
+    let encoded = encoder.encode(dtype, raw, &mut stored);
     assert!(stored.len() == encoded.len && encoded.len <= raw.len());
-    let mut back = vec![0x5A; raw.len()];
-    decode_chunk(encoded.codec, encoded.width, &stored, &mut back, &mut scratch)
-        .expect("it was just encoded");
-    assert!(back == raw);
+    let mut decoded = vec![0x5A; raw.len()];
+    decode_chunk(encoded.codec, encoded.width, &stored, &mut decoded, &mut scratch)
+        .expect("an encoded chunk is valid");
+    assert!(decoded == raw);
 });

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A `.ts` index, whatever its bytes, under superblocks that point to it rightly: a catalog within
-//! the file, or an error; and what is accepted can be written again and reads alike.
+//! Reads a `.ts` file with an arbitrary index or arbitrary superblocks: the result is an error or a
+//! catalog whose ranges are within the file. If accepted, the tensors are written to a new file,
+//! which must read the same.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -8,18 +9,19 @@ use ts_format::{CHUNK_LEN, Catalog, ContainerWriter, Digest, Scratch, decode_chu
 
 const DATA: usize = 8192;
 
-/// XXH3 of less than a chunk is the digest's only checksum.
+/// 64-bit XXH3. The digest of at most one chunk has no other checksum.
 fn hash(bytes: &[u8]) -> u64 {
     Digest::of(bytes).chunks().first().copied().unwrap_or_default()
 }
 
 fuzz_target!(|input: (u8, bool, &[u8])| {
-    let (data_len, raw, index) = input;
-    let mut file =
-        ContainerWriter::new(Default::default()).finish().expect("nothing is missing").superblocks;
+    let (data_len, raw_superblocks, index) = input;
+    let mut file = ContainerWriter::new(Default::default())
+        .finish()
+        .expect("an empty file is complete")
+        .superblocks;
     file.resize(DATA + usize::from(data_len), 0);
-    if raw {
-        // The superblocks themselves.
+    if raw_superblocks {
         file[..index.len().min(DATA)].copy_from_slice(&index[..index.len().min(DATA)]);
     } else if index.is_empty() || index.len() > 1 << 20 {
         return;
@@ -39,13 +41,12 @@ fuzz_target!(|input: (u8, bool, &[u8])| {
         let range = tensor.range();
         let Some(chunks) = tensor.chunks() else {
             let bytes = &file[range.offset as usize..(range.offset + range.len) as usize];
-            let offset = writer.begin(tensor.name(), tensor.meta(), None).expect(
-                "what was read can be \
-                    written",
-            );
+            let offset = writer
+                .begin(tensor.name(), tensor.meta(), None)
+                .expect("every tensor of a catalog can be written");
             copy.resize(offset as usize, 0);
             copy.extend(bytes);
-            writer.feed(bytes).expect("as many bytes as it has");
+            writer.feed(bytes).expect("the length matches");
             continue;
         };
         let mut scratch = Scratch::default();
@@ -57,14 +58,12 @@ fuzz_target!(|input: (u8, bool, &[u8])| {
             let _ = decode_chunk(chunk.codec, chunk.width, stored, &mut raw[..len], &mut scratch);
         }
     }
-    let ends = writer.finish().expect("all is complete");
+    let ends = writer.finish().expect("all tensors are complete");
     copy.extend(&ends.index);
     copy[..DATA].copy_from_slice(&ends.superblocks);
-    let again = Catalog::from_bytes("m", &copy).expect("what was written can be read");
-    for copied in again.tensors() {
-        assert_eq!(
-            catalog.tensor(copied.name()).expect("it came from there").meta(),
-            copied.meta()
-        );
+    let copied = Catalog::from_bytes("m", &copy).expect("a written file is valid");
+    for tensor in copied.tensors() {
+        let original = catalog.tensor(tensor.name()).expect("copied from this catalog");
+        assert_eq!(original.meta(), tensor.meta());
     }
 });

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A safetensors header, whatever its bytes: a catalog within the file or an error; what is
-//! accepted the safetensors library accepts too and reads alike; and a lenient reader accepts just
-//! what the library does.
+//! Compares readers of safetensors headers with the safetensors library, on arbitrary headers. A
+//! lenient reader accepts exactly what the library accepts. A strict reader accepts no more. What
+//! is accepted reads the same.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -9,8 +9,8 @@ use safetensors::SafeTensors;
 use ts_format::Catalog;
 
 fuzz_target!(|input: (u8, &[u8])| {
-    // The length field is made right: random ones are refused at once. The data's length is the
-    // fuzzer's.
+    // The length field is always correct, because random ones are refused at once. The fuzzer
+    // chooses the length of the data.
     let (data_len, header) = input;
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header);
@@ -21,8 +21,7 @@ fuzz_target!(|input: (u8, &[u8])| {
     let (Ok(lenient), Ok(theirs)) = (lenient, theirs) else {
         return assert!(
             Catalog::from_bytes("m", &file).is_err(),
-            "what is accepted the library \
-            accepts"
+            "a strict reader accepts only what the library accepts"
         );
     };
     compare(&file, &lenient, &theirs);
@@ -35,10 +34,10 @@ fn compare(file: &[u8], catalog: &Catalog, theirs: &SafeTensors<'_>) {
     assert_eq!(catalog.tensors().len(), theirs.len());
     for tensor in catalog.tensors() {
         let part = tensor.range();
-        let here = &file[part.offset as usize..(part.offset + part.len) as usize];
-        let there = theirs.tensor(tensor.name()).expect("it is listed");
-        assert_eq!(here.as_ptr_range(), there.data().as_ptr_range());
-        assert_eq!(tensor.dtype().name(), there.dtype().to_string());
-        assert!(tensor.shape().iter().copied().eq(there.shape().iter().map(|&n| n as u64)));
+        let ours = &file[part.offset as usize..(part.offset + part.len) as usize];
+        let view = theirs.tensor(tensor.name()).expect("listed by both");
+        assert_eq!(ours.as_ptr_range(), view.data().as_ptr_range());
+        assert_eq!(tensor.dtype().name(), view.dtype().to_string());
+        assert!(tensor.shape().iter().copied().eq(view.shape().iter().map(|&n| n as u64)));
     }
 }

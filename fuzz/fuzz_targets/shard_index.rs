@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A shard index, whatever its bytes: an error, or files beside it and nowhere else.
+//! Reads a shard index of arbitrary bytes: the result is an error, or names only files in the
+//! directory of the index.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -12,12 +13,13 @@ fuzz_target!(|index: &[u8]| {
     }
     let empty = b"\x02\0\0\0\0\0\0\0{}";
     while let Some(need) = reader.need() {
-        let name = need.file.strip_prefix("directory/").expect("a shard lies beside its index");
+        let name =
+            need.file.strip_prefix("directory/").expect("shards are in the directory of the index");
         assert!(
             !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
         );
         let end = (need.offset + need.len).min(empty.len() as u64) as usize;
-        // Its shards are empty, so the tensors it names are not in them.
+        // The shards are empty, so any tensor in the index is missing from its shard.
         if reader.feed(&empty[need.offset as usize..end], empty.len() as u64).is_err() {
             return;
         }

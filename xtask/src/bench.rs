@@ -1,50 +1,52 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Benchmarks: of parts by criterion, of wholes by the scripts in benches/python.
+//! Benchmarks: criterion for single parts, the scripts in benches/python for whole programs.
 
 use crate::python::{self, Venv};
 use crate::run::{self, Result, cargo};
 
-/// Runs one of the scripts, on some of its cases or all.
-pub(crate) fn run_script(venv: &Venv, name: &str, cases: &[&str]) -> Result<()> {
-    run::run(venv.python().arg(format!("benches/python/{name}.py")).args(cases))
+/// Runs `benches/python/NAME.py` with the arguments.
+pub(crate) fn run_script(venv: &Venv, name: &str, arguments: &[&str]) -> Result<()> {
+    run::run(venv.python().arg(format!("benches/python/{name}.py")).args(arguments))
 }
 
 fn run_criterion(name: &str) -> Result<()> {
     run::run(cargo().args(["bench", "--package", "benches", "--bench", name]))
 }
 
-/// Every criterion benchmark, once, to see that it runs.
+/// Runs each criterion benchmark once, without timing it.
 pub(crate) fn smoke() -> Result<()> {
     run::run(cargo().args(["bench", "--package", "benches", "--", "--test"]))
 }
 
-pub(crate) fn run(what: &str) -> Result<()> {
-    match what {
-        "parts" | "memory" | "streams" | "wire" => run_criterion(what),
+/// Runs the benchmark of this name, as `cargo xtask bench NAME` does.
+pub(crate) fn run(name: &str) -> Result<()> {
+    match name {
+        "parts" | "memory" | "streams" | "wire" => run_criterion(name),
         "broadcast" | "caps" | "codecs" | "exact" | "load" | "overhead" | "peak" | "llama"
-        | "serve" | "sessions" | "storage" => run_script(&python::prepared()?, what, &[]),
+        | "serve" | "sessions" | "storage" => run_script(&python::prepared()?, name, &[]),
         "io" => run_script(&python::prepared()?, "backends", &[]),
         "remote" => {
             let venv = python::prepared()?;
             run::run(venv.python().args(["-m", "pip", "install", "--quiet", "ray"]))?;
-            // mycelya-torch is measured where somebody has built it (pip install
-            // --no-build-isolation mycelya-torch).
+            // mycelya-torch must be built by hand (pip install --no-build-isolation
+            // mycelya-torch). The script measures it only if it is installed.
             run_script(&venv, "remote", &["--peers"])
         }
         "wire-peers" => {
-            // Nobody else's dependencies.
             let venv = python::prepared()?;
+            // Not in requirements-dev.txt, because only this benchmark needs them.
             run::run(
                 venv.python()
                     .args(["-m", "pip", "install", "--quiet", "pyarrow", "grpcio", "pyzmq"]),
             )?;
             run_script(&venv, "wire", &[])?;
-            println!("\nneither end kept on a core:");
+            println!("\nneither end pinned to a core:");
             run_script(&venv, "wire", &["--unpinned"])
         }
         _ => Err(format!(
-            "no benchmark {what}: parts, memory, streams, wire, wire-peers, serve, broadcast, \
-             caps, codecs, exact, io, llama, load, overhead, peak, remote, sessions or storage"
+            "unknown benchmark \"{name}\": expected parts, memory, streams, wire, wire-peers, \
+             serve, broadcast, caps, codecs, exact, io, llama, load, overhead, peak, remote, \
+             sessions or storage"
         )),
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The tests of the container and its codecs, golden files among them, where bytes lie the other
-//! way round: on s390x, emulated by QEMU, in a Debian of its own.
+//! Tests of the file format on a big-endian machine: s390x, emulated by QEMU, in a Debian that is
+//! installed under target/.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,19 +8,23 @@ use std::process::Command;
 use crate::run::{Result, output, root, run};
 
 const DEBIAN: &str = "http://deb.debian.org/debian";
-/// A compiler that matches the s390x libraries beside it, which the one outside does not.
+/// Debian's own Rust, because it must match Debian's s390x standard library.
 const PACKAGES: &str = "cargo rustc gcc libc6-dev gcc-s390x-linux-gnu libc6-dev-s390x-cross \
                         libstd-rust-dev:s390x qemu-user ca-certificates";
+/// Runs in the Debian, where the sources are in /work.
 const TEST: &str = "cd /work && \
     export CARGO_NET_OFFLINE=true CC_s390x_unknown_linux_gnu=s390x-linux-gnu-gcc && \
     export CARGO_TARGET_S390X_UNKNOWN_LINUX_GNU_LINKER=s390x-linux-gnu-gcc && \
     export CARGO_TARGET_S390X_UNKNOWN_LINUX_GNU_RUNNER='qemu-s390x -L /usr/s390x-linux-gnu' && \
     cargo test --release --target s390x-unknown-linux-gnu --package ts-format --tests";
 
-/// Makes the Debian under target/ the first time, which takes some minutes.
+/// Runs the tests of ts-format on s390x. The first call installs the Debian, which takes minutes.
+///
+/// # Errors
+/// Returns an error if debootstrap is missing, a command fails, or a test fails.
 pub(crate) fn test() -> Result<()> {
     if output(Command::new("debootstrap").arg("--version")).is_err() {
-        return Err("this needs debootstrap, and to be root: apt-get install debootstrap".into());
+        return Err("big-endian needs debootstrap and root: apt-get install debootstrap".into());
     }
     let debian = root().join("target/big-endian");
     if !debian.join("usr/bin/qemu-s390x").exists() {
@@ -28,7 +32,7 @@ pub(crate) fn test() -> Result<()> {
             .args(["--variant=minbase", "sid"])
             .arg(&debian)
             .arg(DEBIAN))?;
-        // How packages are reached from here is how they are from there.
+        // The Debian reaches its package servers the same way as this machine.
         copy(Path::new("/etc/resolv.conf"), &debian.join("etc/resolv.conf"))?;
         copy(Path::new("/etc/apt/apt.conf.d/."), &debian.join("etc/apt/apt.conf.d/"))?;
         run_inside(&debian, "dpkg --add-architecture s390x && apt-get update -q")?;

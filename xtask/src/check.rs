@@ -23,13 +23,9 @@ const LICENCES: [&str; 10] = [
     "Zlib",
 ];
 
-/// Packages that we depend on in two versions, and why. An entry must be removed when one version is
-/// left.
+/// Packages that we depend on in two versions, and why. Remove an entry when one version is left.
 const KNOWN_DUPLICATES: [(&str, &str); 4] = [
-    (
-        "crypto-common",
-        "crc-fast, which object_store needs for S3, uses digest 0.10; object_store's md-5 uses 0.11",
-    ),
+    ("crypto-common", "object_store uses crc-fast, with digest 0.10, and md-5, with digest 0.11"),
     ("digest", "the same as crypto-common"),
     ("getrandom", "ring uses 0.2, object_store's rand uses 0.4"),
     ("syn", "build-time macros: tracing-attributes uses 2, async-trait uses 3"),
@@ -46,15 +42,7 @@ const EDGES: [(&str, &[&str]); 11] = [
     ("ts-orchestrator", &["ts-format", "ts-io", "ts-streams", "ts-pool"]),
     (
         "tensorstream",
-        &[
-            "ts-exec",
-            "ts-format",
-            "ts-io",
-            "ts-orchestrator",
-            "ts-pool",
-            "ts-remote",
-            "ts-streams",
-        ],
+        &["ts-exec", "ts-format", "ts-io", "ts-orchestrator", "ts-pool", "ts-remote", "ts-streams"],
     ),
     ("ts-py", &["tensorstream"]),
     ("benches", &["tensorstream"]),
@@ -103,7 +91,10 @@ pub(crate) fn lines() -> Result<()> {
             let row = line.trim_start().trim_start_matches("//!").trim_start_matches("///");
             let exempt = row.trim_start().starts_with('|') || line.contains("https://");
             if !exempt && line.chars().count() > COLUMNS {
-                wrong.push(format!("{path}:{}: line too long: expected at most {COLUMNS} columns", number + 1));
+                wrong.push(format!(
+                    "{path}:{}: line too long: expected at most {COLUMNS} columns",
+                    number + 1
+                ));
             }
         }
     }
@@ -130,7 +121,9 @@ fn edges(packages: &[Value]) -> Vec<String> {
     for package in packages.iter().filter(|p| p["source"].is_null()) {
         let name = package["name"].as_str().unwrap_or_default();
         let Some(may_use) = members.get(name) else {
-            wrong.push(format!("{name} is not in EDGES: add its dependencies there and to ARCHITECTURE.md"));
+            wrong.push(format!(
+                "{name} is not in EDGES: add its dependencies there and to ARCHITECTURE.md"
+            ));
             continue;
         };
         for dependency in package["dependencies"].as_array().into_iter().flatten() {
@@ -185,7 +178,9 @@ fn minimal() -> Result<Vec<String>> {
     let unwanted =
         ["clap ", "clap_complete ", "indicatif ", "object_store ", "signal-hook ", "tokio "];
     let found = tree.lines().filter(|line| unwanted.iter().any(|name| line.starts_with(name)));
-    Ok(found.map(|line| format!("tensorstream must not depend on {line} without features")).collect())
+    Ok(found
+        .map(|line| format!("tensorstream must not depend on {line} without features"))
+        .collect())
 }
 
 #[cfg(test)]

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Fuzzing of every parser, by libFuzzer. Stable Rust is enough: the crate has no unsafe code that
-//! a sanitizer would watch.
+//! Fuzzes every parser with libFuzzer. Sanitizers, which need nightly Rust, are off: the parsers
+//! have no unsafe code except the `simd` module of ts-format.
 
 use std::fs;
 use std::process::Command;
 
 use crate::run::{Result, cargo, output, root, run};
 
-/// Runs each target for some seconds. A crash fails, and its input stays in fuzz/artifacts.
+/// Fuzzes each target for `seconds`. The first crash is an error, and its input is in
+/// fuzz/artifacts.
 pub(crate) fn all(seconds: u64) -> Result<()> {
     let tools = root().join("target/tools");
     let fuzz = tools.join("bin/cargo-fuzz");
@@ -15,7 +16,7 @@ pub(crate) fn all(seconds: u64) -> Result<()> {
         run(cargo().args(["install", "cargo-fuzz", "--locked", "--quiet", "--root"]).arg(&tools))?;
     }
     if output(Command::new("c++").arg("--version")).is_err() {
-        return Err("libFuzzer needs a C++ compiler, as c++".into());
+        return Err("libFuzzer needs a C++ compiler named c++: apt-get install g++".into());
     }
     for target in targets()? {
         println!("\n== {target}, {seconds} s");
@@ -38,6 +39,7 @@ pub(crate) fn all(seconds: u64) -> Result<()> {
     Ok(())
 }
 
+/// The names of all fuzz targets, sorted.
 fn targets() -> Result<Vec<String>> {
     let directory = root().join("fuzz/fuzz_targets");
     let files = fs::read_dir(&directory).map_err(|e| format!("{}: {e}", directory.display()))?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A folder that a machine with a GPU needs nothing beside for.
+//! Builds a folder of tests that run on a machine with an NVIDIA GPU but without Rust.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,17 +10,18 @@ use crate::python;
 use crate::run::{self, Result, cargo, output};
 
 const FOLDER: &str = "target/gpu-bundle";
-/// The most that it may be, in bytes.
+/// The largest size of the folder, in bytes.
 const LIMIT: u64 = 60 << 20;
 
-/// The tests that ask for a GPU: package, file of tests.
+/// The tests that use a GPU: package and test target.
 const TESTS: [(&str, &str); 3] =
     [("ts-streams", "gpu"), ("ts-pool", "gpu"), ("ts-orchestrator", "devices")];
 
+/// run.sh in the folder.
 const RUN: &str = r#"#!/bin/sh
-# Tests of TensorStream that need an NVIDIA GPU and its driver. compute-sanitizer and PyTorch are
-# used if they are installed.
-# Ends with 0 when nothing failed. Tests that find no GPU say "skipped: no CUDA device".
+# Runs the tests of TensorStream that need an NVIDIA GPU and its driver. It uses compute-sanitizer
+# and PyTorch if they are installed.
+# Exits with 0 if no test failed. Tests that find no GPU print "skipped: no CUDA device".
 cd "$(dirname "$0")" || exit 1
 failed=0
 if command -v nvidia-smi >/dev/null; then
@@ -28,7 +29,7 @@ if command -v nvidia-smi >/dev/null; then
 fi
 run() { echo "== $*"; "$@" || { failed=1; echo "FAILED: $*"; }; }
 for test in tests/*; do
-    # Those of drivers that are stubs build them, with a compiler.
+    # The tests with stub drivers compile them, and need a C compiler.
     run "$test" --nocapture --test-threads=1 --skip every_driver
 done
 if command -v compute-sanitizer >/dev/null; then
@@ -48,7 +49,8 @@ fi
 exit $failed
 "#;
 
-const LOAD: &str = r#"# Tensors that go to the GPU as they are loaded are what was saved.
+/// load.py in the folder.
+const LOAD: &str = r#"# Tensors that are loaded straight to the GPU are equal to the saved ones.
 import os, tempfile, torch, tensorstream as ts
 device = "cuda" if torch.cuda.is_available() else "cpu"
 tensors = {f"t{i}": torch.randn(1000 + i, 300, dtype=torch.bfloat16) for i in range(20)}
@@ -60,6 +62,10 @@ assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in tensors.i
 print(f"{len(loaded)} tensors on {device}" if device == "cuda" else "skipped: no CUDA device")
 "#;
 
+/// Builds the folder, `target/gpu-bundle`, and prints its size.
+///
+/// # Errors
+/// Returns an error if something does not build, or if the folder is larger than [`LIMIT`].
 pub(crate) fn make() -> Result<()> {
     let folder = Path::new(FOLDER);
     let _ = fs::remove_dir_all(folder);
@@ -89,11 +95,18 @@ pub(crate) fn make() -> Result<()> {
     }
     run::run(std::process::Command::new("chmod").arg("+x").arg(folder.join("run.sh")))?;
     let bytes = size(folder)?;
-    println!("{FOLDER}: {:.1} MiB; run.sh in it needs no Rust", bytes as f64 / f64::from(1 << 20));
-    if bytes > LIMIT { Err(format!("{FOLDER} is larger than {} MiB", LIMIT >> 20)) } else { Ok(()) }
+    println!(
+        "{FOLDER}: {:.1} MiB; run {FOLDER}/run.sh on the GPU machine",
+        bytes as f64 / f64::from(1 << 20)
+    );
+    if bytes > LIMIT {
+        Err(format!("{FOLDER} is too large: expected at most {} MiB", LIMIT >> 20))
+    } else {
+        Ok(())
+    }
 }
 
-/// Builds a file of tests for GPUs, without what a debugger needs.
+/// Builds a test target with CUDA and without debug information, and returns its program.
 fn build(package: &str, file: &str) -> Result<PathBuf> {
     let mut build = cargo();
     build.args([
@@ -113,9 +126,10 @@ fn build(package: &str, file: &str) -> Result<PathBuf> {
         let named = message["target"]["name"] == file && message["target"]["kind"][0] == "test";
         message["executable"].as_str().filter(|_| named).map(PathBuf::from)
     });
-    found.ok_or_else(|| format!("cargo built no test {file} of {package}"))
+    found.ok_or_else(|| format!("cargo built no test target \"{file}\" of {package}"))
 }
 
+/// The bytes of a file, or of all files below a directory.
 fn size(path: &Path) -> Result<u64> {
     let failed = |e: std::io::Error| format!("{}: {e}", path.display());
     if !path.is_dir() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The project's tasks: `cargo xtask help` lists them.
+//! The development tasks of the project. `cargo xtask help` lists them.
 
 mod bench;
 mod big_endian;
@@ -17,14 +17,14 @@ use run::{Counts, Result, cargo, cargo_test};
 
 const HELP: &str = "\
 cargo xtask demo                     run a real model with less memory than its weights need
-cargo xtask demo --large             run a 1.1B model under 1500 MB next to accelerate, diffusers
+cargo xtask demo --large             run a 1.1B model under 1500 MiB next to accelerate, diffusers
                                      and mmap; needs 15 GB of disk
 cargo xtask ci                       run everything that must pass
 cargo xtask docs                     build the documentation site in target/site
 cargo xtask test critical|fast|all   run tests only: 30 s, 5 min, all of them
 
-cargo xtask bench parts              criterion benchmarks of the parts
-cargo xtask bench llama              a 1.1B model under 1500 MB, three rounds
+cargo xtask bench parts              criterion benchmarks of single parts
+cargo xtask bench llama              a 1.1B model under 1500 MiB, three rounds
 cargo xtask bench exact              logits of a 1.1B model, streamed and in memory
 cargo xtask bench caps               a 1.1B model under memory limits and budgets (root)
 cargo xtask bench overhead           the cost of streaming when everything is resident
@@ -33,8 +33,8 @@ cargo xtask bench io                 each I/O backend next to fio, memcpy and cu
 cargo xtask bench storage            streamed bandwidth next to fio, interleaved
 cargo xtask bench load               whole checkpoints into memory, next to fio and other loaders
 cargo xtask bench codecs             lossless compression next to ZipNN
-cargo xtask bench memory             allocators next to others
-cargo xtask bench streams            latency of urgent work, and cost of streams
+cargo xtask bench memory             the pools next to other allocators
+cargo xtask bench streams            latency of high-priority work, and cost of stream operations
 cargo xtask bench wire               tensors between two processes, next to raw sockets
 cargo xtask bench wire-peers         the same in Python, next to Arrow Flight, gRPC, ZeroMQ, others
 cargo xtask bench serve              a checkpoint from a server, next to a raw socket and the file
@@ -45,7 +45,7 @@ cargo xtask bench sessions           one process for each session, next to one p
 cargo xtask opdb                     PyTorch's operator table on the device ts and on the CPU
 cargo xtask opdb modules             PyTorch's module table
 cargo xtask opdb every               every dtype, and every set of inputs with gradients
-cargo xtask opdb served              the operator table on a sandboxed `tensorstream serve`
+cargo xtask opdb served              the operator table in a sandbox of `tensorstream serve`
 cargo xtask attack                   200,000 hostile requests to `tensorstream serve`
 cargo xtask fuzz [SECONDS]           fuzz each parser, for 60 s by default
 cargo xtask valgrind                 tests of streams and pools under memcheck
@@ -85,13 +85,13 @@ fn main() -> ExitCode {
         ["fuzz"] => fuzz::all(60),
         ["fuzz", seconds] => seconds
             .parse()
-            .map_err(|_| format!("{seconds} is no number of seconds"))
+            .map_err(|_| format!("invalid time \"{seconds}\": expected a number of seconds"))
             .and_then(fuzz::all),
         ["help" | "--help"] | [] => {
             println!("{HELP}");
             Ok(())
         }
-        _ => Err(format!("no such task: {}\n\n{HELP}", args.join(" "))),
+        _ => Err(format!("unknown task \"{}\"\n\n{HELP}", args.join(" "))),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -111,7 +111,7 @@ fn docs() -> Result<()> {
     python::site(&python::prepared()?)
 }
 
-/// Cheap checks first, so that a slip is told early.
+/// Runs everything that must pass, cheap checks first.
 fn ci() -> Result<()> {
     let began = Instant::now();
     let mut counts = Counts::default();
@@ -124,7 +124,7 @@ fn ci() -> Result<()> {
     let packages =
         ["--package", "ts-streams", "--package", "ts-pool", "--package", "ts-orchestrator"];
     let cuda = [&packages[..], &["--features", "ts-orchestrator/cuda"]].concat();
-    step("lints of code for GPUs", || {
+    step("lints of GPU code", || {
         run::run(cargo().arg("clippy").args(&cuda).args(["--all-targets", "--", "-D", "warnings"]))
     })?;
     step("documentation", || {
@@ -132,13 +132,13 @@ fn ci() -> Result<()> {
         doc.args(["doc", "--workspace", "--no-deps", "--document-private-items"]);
         run::run(doc.env("RUSTDOCFLAGS", "-D warnings"))
     })?;
-    // Before the Rust tests, some of which talk to servers that are Python programs.
+    // Before the Rust tests, because some of them start Python servers.
     let venv = step("Python environment and wheel", python::prepared)?;
     step("Rust tests", || {
         counts += cargo_test(&["--workspace"])?;
         Ok(())
     })?;
-    step("tests of code for GPUs", || {
+    step("tests of GPU code", || {
         counts += cargo_test(&[&cuda[..], &["--test", "gpu", "--test", "devices"]].concat())?;
         Ok(())
     })?;
@@ -159,6 +159,7 @@ fn ci() -> Result<()> {
     Ok(())
 }
 
+/// Runs the tests of the device `ts` on the oldest PyTorch that it supports.
 fn oldest_torch() -> Result<()> {
     let venv = python::prepared_oldest()?;
     println!(
@@ -173,7 +174,7 @@ fn test(tier: &str) -> Result<()> {
         "critical" => (&["--workspace", "--lib"], &["-m", "critical"]),
         "fast" => (&["--workspace"], &["-m", "not slow"]),
         "all" => (&["--workspace"], &[]),
-        _ => return Err(format!("no tier {tier}: critical, fast or all")),
+        _ => return Err(format!("unknown tier \"{tier}\": expected critical, fast or all")),
     };
     let venv = python::prepared()?;
     let mut counts = cargo_test(rust)?;
@@ -182,6 +183,7 @@ fn test(tier: &str) -> Result<()> {
     Ok(())
 }
 
+/// Runs a step of `ci`, and prints its name and duration.
 fn step<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     println!("\n== {name}");
     let began = Instant::now();

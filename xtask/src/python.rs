@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The repository's own Python environment, in .venv.
+//! The Python environment of the repository, .venv, and the Python steps of `ci`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,19 +7,20 @@ use std::process::Command;
 
 use crate::run::{Counts, Result, listen, number_before, output, root, run};
 
-/// A virtual environment with everything in requirements-dev.txt.
+/// A virtual environment with the packages of requirements-dev.txt.
 pub(crate) struct Venv {
     bin: PathBuf,
 }
 
 impl Venv {
+    /// Python, at the root of the repository, without access to the Hugging Face hub.
     pub(crate) fn python(&self) -> Command {
         let mut command = Command::new(self.bin.join("python"));
         command.current_dir(root()).env("HF_HUB_OFFLINE", "1");
         command
     }
 
-    /// A module's command line, run in the Python project.
+    /// `python -m MODULE`, in the directory of the Python package.
     fn tool(&self, module: &str) -> Command {
         let mut command = self.python();
         command.current_dir(root().join("crates/ts-py")).args(["-m", module]);
@@ -27,17 +28,18 @@ impl Venv {
     }
 }
 
-/// The environment, made if it is not there yet, with the present sources' wheel in it.
+/// Returns the environment with a wheel of the current sources. Creates it if it does not exist, or
+/// if requirements-dev.txt has changed.
 pub(crate) fn prepared() -> Result<Venv> {
     let wanted =
         fs::read_to_string(root().join("requirements-dev.txt")).map_err(|e| e.to_string())?;
-    made(&root().join(".venv"), &wanted)
+    prepare(&root().join(".venv"), &wanted)
 }
 
-/// The oldest PyTorch that the device `ts` works with.
+/// The oldest PyTorch that the device `ts` supports.
 pub(crate) const OLDEST_TORCH: &str = "2.10";
 
-/// The same with [`OLDEST_TORCH`], in target.
+/// Like [`prepared`], but with [`OLDEST_TORCH`] and under target/.
 pub(crate) fn prepared_oldest() -> Result<Venv> {
     let newest =
         fs::read_to_string(root().join("requirements-dev.txt")).map_err(|e| e.to_string())?;
@@ -46,10 +48,11 @@ pub(crate) fn prepared_oldest() -> Result<Venv> {
         .map(String::from)
         .chain([format!("torch=={OLDEST_TORCH}.*"), String::new()])
         .collect();
-    made(&root().join("target").join(format!("torch-{OLDEST_TORCH}")), &wanted.join("\n"))
+    prepare(&root().join("target").join(format!("torch-{OLDEST_TORCH}")), &wanted.join("\n"))
 }
 
-fn made(dir: &Path, wanted: &str) -> Result<Venv> {
+/// Prepares the environment in `dir` from the text of a requirements file.
+fn prepare(dir: &Path, wanted: &str) -> Result<Venv> {
     let venv = Venv { bin: dir.join(if cfg!(windows) { "Scripts" } else { "bin" }) };
     let stamp = dir.join("requirements.stamp");
     if fs::read_to_string(&stamp).ok().as_deref() != Some(wanted) {
@@ -67,7 +70,7 @@ fn made(dir: &Path, wanted: &str) -> Result<Venv> {
     Ok(venv)
 }
 
-/// Builds the wheel as users get it, and installs it.
+/// Builds the wheel in release mode and installs it.
 fn install_wheel(venv: &Venv) -> Result<()> {
     let wheels = root().join("target/wheels/xtask");
     if wheels.exists() {
@@ -77,13 +80,13 @@ fn install_wheel(venv: &Venv) -> Result<()> {
     run(build.args(["build", "--release", "--quiet", "--out"]).arg(&wheels))?;
     let mut files =
         fs::read_dir(&wheels).map_err(|e| e.to_string())?.filter_map(std::result::Result::ok);
-    let wheel = files.next().ok_or("maturin built no wheel")?.path();
+    let wheel = files.next().ok_or("maturin succeeded but built no wheel")?.path();
     let mut pip = venv.python();
     pip.args(["-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps"]).arg(&wheel);
     run(&mut pip)
 }
 
-/// ruff, mypy, and the stubs against the built module.
+/// Runs ruff and mypy, and compares the stubs with the built module.
 pub(crate) fn lint(venv: &Venv) -> Result<()> {
     let sources = ["python", "tests", "../../examples", "../../benches/python", "../../docs"];
     let ruff = |args: &[&str]| {
@@ -92,19 +95,19 @@ pub(crate) fn lint(venv: &Venv) -> Result<()> {
     ruff(&["format", "--check"])?;
     ruff(&["check"])?;
     run(&mut venv.tool("mypy"))?;
-    // As a user's program sees the package.
+    // The examples import the installed package, as a user's program does.
     run(venv.tool("mypy").args(["--strict", "../../examples"]))?;
     run(venv.tool("mypy.stubtest").arg("tensorstream._native"))
 }
 
-/// Builds the documentation site, offline, and checks its links.
+/// Builds the documentation site offline. Broken links are errors.
 pub(crate) fn site(venv: &Venv) -> Result<()> {
     let mut mkdocs = venv.python();
     mkdocs.args(["-m", "mkdocs", "build", "--strict", "--quiet"]);
     run(mkdocs.env("NO_MKDOCS_2_WARNING", "1"))
 }
 
-/// Runs pytest and counts.
+/// Runs pytest and counts the tests by outcome.
 pub(crate) fn test(venv: &Venv, args: &[&str]) -> Result<Counts> {
     let mut counts = Counts::default();
     let mut pytest = venv.tool("pytest");
@@ -120,7 +123,7 @@ pub(crate) fn test(venv: &Venv, args: &[&str]) -> Result<Counts> {
     Ok(counts)
 }
 
-/// A Python that is new enough: $PYTHON, python3 or python.
+/// Finds Python 3.11 or later: $PYTHON, python3 or python.
 fn interpreter() -> Result<Command> {
     let named = std::env::var("PYTHON").ok();
     for name in named.iter().map(String::as_str).chain(["python3", "python"]) {
@@ -131,5 +134,7 @@ fn interpreter() -> Result<Command> {
             return Ok(command);
         }
     }
-    Err("needs Python 3.11 or later with venv, as python3, python or $PYTHON".into())
+    Err("no suitable Python found: expected 3.11 or later, with venv and ensurepip, as $PYTHON, \
+         python3 or python"
+        .into())
 }

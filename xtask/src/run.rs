@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Other programs: run, listened to, counted.
+//! Runs other programs, and counts the tests that they run.
 
 use std::fmt;
 use std::io::{BufRead, BufReader};
@@ -7,72 +7,85 @@ use std::ops::AddAssign;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// What went wrong, in a sentence.
+/// A result whose error is a message for the user.
 pub(crate) type Result<T> = std::result::Result<T, String>;
 
-/// The repository's root.
+/// The root directory of the repository.
 pub(crate) fn root() -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    here.parent().expect("xtask lies in the repository").to_path_buf()
+    here.parent().expect("xtask is a directory of the repository").to_path_buf()
 }
 
-/// Cargo, at the root of the repository.
+/// The `cargo` that runs this task, at the root of the repository.
 pub(crate) fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root());
     command
 }
 
-/// Runs a program to its end.
+/// Runs a program and waits until it exits.
+///
+/// # Errors
+/// Returns an error if it cannot be started or fails.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let status = command.status().map_err(|e| cannot_start(command, &e))?;
-    if status.success() { Ok(()) } else { Err(format!("{} ended with {status}", shown(command))) }
+    if status.success() { Ok(()) } else { Err(format!("{} failed with {status}", shown(command))) }
 }
 
-/// Runs a program to its end and returns what it printed.
+/// Runs a program and returns its standard output. Its errors are printed.
+///
+/// # Errors
+/// Returns an error if it cannot be started, fails, or prints invalid UTF-8.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let output =
         command.stderr(Stdio::inherit()).output().map_err(|e| cannot_start(command, &e))?;
     if !output.status.success() {
-        return Err(format!("{} ended with {}", shown(command), output.status));
+        return Err(format!("{} failed with {}", shown(command), output.status));
     }
-    String::from_utf8(output.stdout).map_err(|e| format!("{} printed no text: {e}", shown(command)))
+    String::from_utf8(output.stdout)
+        .map_err(|e| format!("{} printed invalid UTF-8: {e}", shown(command)))
 }
 
-/// Runs a program and passes on what it prints, also to `listen`.
-pub(crate) fn listen(command: &mut Command, mut listen: impl FnMut(&str)) -> Result<()> {
+/// Runs a program, prints its standard output, and passes each line to `on_line`.
+///
+/// # Errors
+/// Returns an error if it cannot be started or fails.
+pub(crate) fn listen(command: &mut Command, mut on_line: impl FnMut(&str)) -> Result<()> {
     let mut child =
         command.stdout(Stdio::piped()).spawn().map_err(|e| cannot_start(command, &e))?;
-    let stdout = child.stdout.take().expect("it was piped");
+    let stdout = child.stdout.take().expect("stdout is piped");
     for line in BufReader::new(stdout).lines().map_while(std::io::Result::ok) {
         println!("{line}");
-        listen(&line);
+        on_line(&line);
     }
     let status = child.wait().map_err(|e| cannot_start(command, &e))?;
-    if status.success() { Ok(()) } else { Err(format!("{} ended with {status}", shown(command))) }
+    if status.success() { Ok(()) } else { Err(format!("{} failed with {status}", shown(command))) }
 }
 
-/// Runs `cargo test` and counts.
+/// Runs `cargo test` and counts the tests by outcome.
 pub(crate) fn cargo_test(args: &[&str]) -> Result<Counts> {
     count_tests(cargo().arg("test").args(args))
 }
 
-/// Runs the models of concurrent code: loom tries all orders in which the threads of a small one
-/// can run, shuttle many of those of a large one. Built apart, as no other code is.
+/// Runs the models of concurrent code: loom with all interleavings of small models, up to three
+/// preemptions, and shuttle with many interleavings of large ones. They have their own target
+/// directory, because their `--cfg` flags apply to all crates.
 pub(crate) fn models() -> Result<Counts> {
-    let apart = ["--release", "--target-dir", "target/models"];
+    let common = ["--release", "--target-dir", "target/models"];
     let small = ["--package", "ts-pool", "--package", "ts-streams", "--lib", "models"];
     let large = ["--package", "ts-streams", "--test", "orders"];
     let mut counts =
-        count_tests(cargo().arg("test").args(apart).args(small).env("RUSTFLAGS", "--cfg loom"))?;
-    counts +=
-        count_tests(cargo().arg("test").args(apart).args(large).env("RUSTFLAGS", "--cfg shuttle"))?;
+        count_tests(cargo().arg("test").args(common).args(small).env("RUSTFLAGS", "--cfg loom"))?;
+    counts += count_tests(
+        cargo().arg("test").args(common).args(large).env("RUSTFLAGS", "--cfg shuttle"),
+    )?;
     Ok(counts)
 }
 
-/// Tests that found no GPU say so; the harness thinks that they passed.
+/// The line that a test prints if it finds no GPU. The test harness counts it as passed.
 const SKIPPED: &str = "skipped: no CUDA device";
 
+/// Runs a `cargo test` command and counts the tests by outcome. Tests without a GPU are skipped.
 fn count_tests(command: &mut Command) -> Result<Counts> {
     let (mut counts, mut without_gpu) = (Counts::default(), 0);
     listen(command, |line| {
@@ -86,14 +99,14 @@ fn count_tests(command: &mut Command) -> Result<Counts> {
         }
     })?;
     if counts.passed == 0 {
-        return Err("cargo test ran no test".into());
+        return Err("cargo test ran no tests".into());
     }
     counts.passed -= without_gpu;
     counts.skipped += without_gpu;
     Ok(counts)
 }
 
-/// Tests by outcome.
+/// Numbers of tests, by outcome.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Counts {
     pub(crate) passed: u32,
@@ -115,7 +128,7 @@ impl fmt::Display for Counts {
     }
 }
 
-/// The number that stands before `word` in a summary line; 0 if it does not say.
+/// The number directly before `word` in a summary line, or 0 if there is none.
 pub(crate) fn number_before(line: &str, word: &str) -> u32 {
     let before = line.split(word).next().filter(|before| before.len() < line.len());
     let digits = before.and_then(|before| before.rsplit(|c: char| !c.is_ascii_digit()).next());
@@ -130,7 +143,7 @@ fn shown(command: &Command) -> String {
 }
 
 fn cannot_start(command: &Command, error: &std::io::Error) -> String {
-    format!("{} cannot be started: {error}", command.get_program().to_string_lossy())
+    format!("cannot start {}: {error}", command.get_program().to_string_lossy())
 }
 
 #[cfg(test)]
@@ -138,7 +151,7 @@ mod tests {
     use super::number_before;
 
     #[test]
-    fn summary_lines_are_read() {
+    fn numbers_of_summary_lines_are_parsed() {
         let line = "test result: ok. 12 passed; 0 failed; 3 ignored; 0 measured";
         assert_eq!((number_before(line, " passed"), number_before(line, " ignored")), (12, 3));
         assert_eq!(number_before("81 passed, 2 skipped in 7.1s", " skipped"), 2);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The tests of crates with unsafe code that needs no kernel's help, and Python's tensors, under
-//! valgrind's memcheck: miri is no part of the stable toolchain, and neither knows io_uring.
+//! Runs tests under valgrind's memcheck: those of crates whose unsafe code works without kernel
+//! I/O, and a Python script that drops tensors. miri would need nightly Rust, and neither tool
+//! supports io_uring.
 
 use std::process::Command;
 
@@ -9,11 +10,17 @@ use serde_json::Value;
 use crate::python::{self, Venv};
 use crate::run::{self, Result, cargo, output};
 
+/// The crates whose tests run under memcheck.
 const PACKAGES: [&str; 2] = ["ts-streams", "ts-pool"];
 
+/// Runs the tests.
+///
+/// # Errors
+/// Returns an error if valgrind is missing, if it finds an error of ours, or if it misses a double
+/// free that is there on purpose.
 pub(crate) fn memcheck() -> Result<()> {
     let found = Command::new("valgrind").arg("--version").output();
-    found.map_err(|_| "this needs valgrind: apt-get install valgrind")?;
+    found.map_err(|_| "cannot start valgrind: apt-get install valgrind")?;
     let mut build = cargo();
     build.args(["test", "--no-run", "--message-format", "json"]);
     build.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
@@ -22,33 +29,34 @@ pub(crate) fn memcheck() -> Result<()> {
     let tests: Vec<String> =
         messages.filter_map(|message| message["executable"].as_str().map(String::from)).collect();
     if tests.is_empty() {
-        return Err("there are no tests to run".into());
+        return Err("cargo built no test programs".into());
     }
     for test in &tests {
-        // The test harness keeps its own memory to the end.
+        // No leak check: the test harness does not free its own memory.
         let mut valgrind = Command::new("valgrind");
         valgrind.args(["--quiet", "--error-exitcode=9", "--leak-check=no"]).arg(test);
-        // Those of GPUs start processes, of which valgrind sees nothing; a few random programs do.
+        // valgrind does not follow the child processes in which GPU tests run. It is slow, so
+        // property tests run eight cases.
         run::run(valgrind.env("PROPTEST_CASES", "8"))?;
     }
-    println!("{} test programs, no error", tests.len());
+    println!("{} test programs without errors", tests.len());
     let venv = python::prepared()?;
     let found = python_errors(&venv, &[])?;
     if let Some(first) = found.first() {
         return Err(format!(
-            "tensors that are dropped in Python: {} errors, the first:\n{first}",
+            "valgrind found {} errors in tensors that Python drops, the first:\n{first}",
             found.len()
         ));
     }
     if python_errors(&venv, &["twice"])?.is_empty() {
-        return Err("memory that is given back twice was not found".into());
+        return Err("valgrind did not find the double free of deleters.py".into());
     }
-    println!("tensors dropped in Python in every order: no error of ours");
+    println!("tensors dropped in Python in every order: no errors in our code");
     Ok(())
 }
 
-/// What is found of this package's in a run of the script: the interpreter and the loader have
-/// errors of their own.
+/// Runs deleters.py under memcheck and returns the errors that involve our native module. The
+/// interpreter and the loader have other errors, which are left out.
 fn python_errors(venv: &Venv, arguments: &[&str]) -> Result<Vec<String>> {
     let log = run::root().join("target/valgrind.log");
     let mut valgrind = Command::new("valgrind");
@@ -57,7 +65,7 @@ fn python_errors(venv: &Venv, arguments: &[&str]) -> Result<Vec<String>> {
     run::run(&mut valgrind)?;
     let text =
         std::fs::read_to_string(&log).map_err(|error| format!("{}: {error}", log.display()))?;
-    // An error's lines stand between lines that are empty behind the number of the process.
+    // Each line starts with the process number. Errors are separated by lines without more text.
     let without_number =
         |line: &str| line.split_once("== ").map(|(_, rest)| rest.to_string()).unwrap_or_default();
     let lines: Vec<String> = text.lines().map(without_number).collect();

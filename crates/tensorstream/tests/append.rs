@@ -99,13 +99,16 @@ fn what_cannot_be_appended_says_why_and_leaves_the_file() {
         writer.and_then(FileWriter::commit).unwrap_err().to_string()
     };
     assert!(append("no.ts", vec![], &[], plain()).contains("no.ts"));
-    assert!(append("a.safetensors", vec![], &[], plain()).contains("not one .ts file"));
+    assert!(append("a.safetensors", vec![], &[], plain()).contains("not a single .ts file"));
     assert!(append("later.ts", vec![], &[], plain()).contains("version 1.1"));
     assert!(append("a.ts", vec![], &["t9".into()], plain()).contains("no tensor `t9`"));
     assert!(
         append("a.ts", vec![u8s("x", &[4])], &[], plain()).contains("4 of its bytes are missing")
     );
-    assert!(append("a.ts", vec![u8s("x", &[0]), u8s("x", &[0])], &[], plain()).contains("before"));
+    assert!(
+        append("a.ts", vec![u8s("x", &[0]), u8s("x", &[0])], &[], plain())
+            .contains("duplicate tensor name")
+    );
     assert!(
         append("a.ts", vec![], &[], by(Compression::By(Codec::Zstd, Some(99)), 1))
             .contains("-7 to 22")
@@ -157,7 +160,7 @@ fn tensors_may_be_declared_late_and_grow() {
     let mut writer = create("b.ts");
     writer.push_growing(u8s("rows", &[0, 4])).unwrap();
     writer.write(b"12345").unwrap();
-    assert!(writer.commit().unwrap_err().to_string().contains("no multiple of the 4"));
+    assert!(writer.commit().unwrap_err().to_string().contains("not a multiple of its rows"));
     assert!(
         create("b.ts")
             .push_growing(u8s("scalar", &[]))
@@ -241,7 +244,7 @@ fn after_an_error_a_writer_takes_nothing_more() {
         twice.push(u8s("a", &[2])).unwrap();
         twice.write(b"ab").unwrap();
         let second = twice.push(u8s("a", &[2])).and_then(|()| twice.write(b"cd"));
-        assert!(second.unwrap_err().to_string().contains("before"));
+        assert!(second.unwrap_err().to_string().contains("duplicate tensor name"));
         assert!(twice.write(b"").unwrap_err().to_string().contains("earlier"));
         assert!(twice.commit().unwrap_err().to_string().contains("earlier"));
         let mut scalar = create();

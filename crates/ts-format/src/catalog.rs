@@ -5,103 +5,121 @@ use std::sync::OnceLock;
 use crate::digest::CHUNK_LEN;
 use crate::error::describe;
 use crate::superblock::Superblock;
-use crate::table::{Kept, Row, Table};
+use crate::table::{Layout, Row, Table};
 use crate::{CatalogReader, Chunk, Digest, Dtype, Error, TensorMeta};
 
-/// Which file of a [`Catalog`], as an index into [`Catalog::files`].
+/// A file of a [`Catalog`], as an index into [`Catalog::files`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FileId(pub u32);
 
-/// A run of a tensor's bytes in one file.
+/// A contiguous range of bytes of a tensor in one file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ByteRange {
     /// The file.
     pub file: FileId,
-    /// First byte, from the start of the file; or, from [`DECODED`](Self::DECODED) on, a place that
-    /// bytes have that the file keeps compressed. See [`Tensor::chunks`].
+    /// Offset of the first byte in the file; or, from [`DECODED`](Self::DECODED) on, a virtual
+    /// offset in the decoded bytes of compressed tensors.
     pub offset: u64,
     /// Length in bytes.
     pub len: u64,
 }
 
 impl ByteRange {
-    /// Where the places begin of bytes that are not in the file as they are. They lie there one
-    /// behind the other, each tensor at its own phase, so that a part of them is named as a part of
-    /// any bytes is.
+    /// The first virtual offset: 2^63.
+    ///
+    /// The decoded bytes of the compressed tensors of a file are assigned consecutive virtual
+    /// ranges, each at its tensor's phase (offset modulo 64). So a part of a compressed tensor is
+    /// addressed like a part of any other. [`Catalog::chunk_parts`] resolves such ranges to chunks.
     pub const DECODED: u64 = 1 << 63;
 
-    /// Whether these bytes must be decoded.
+    /// Returns whether the offset is virtual, so the bytes must be decoded from [`Tensor::chunks`].
     pub fn is_encoded(&self) -> bool {
         self.offset >= Self::DECODED
     }
 }
 
-/// A file that a catalog refers to.
+/// A file of a [`Catalog`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileEntry {
-    /// Name as the reader asked for it.
+    /// Name of the file, as in [`Need::file`](crate::Need::file).
     pub name: String,
     /// Length in bytes when its header was read.
     pub len: u64,
-    /// What the header says of the file as a whole (`__metadata__`).
+    /// Metadata of the file as a whole (`__metadata__` in safetensors).
     pub metadata: BTreeMap<String, String>,
-    /// Of a `.ts` file.
+    /// The active superblock, for `.ts` files.
     pub(crate) superblock: Option<Superblock>,
 }
 
 impl FileEntry {
-    /// How often a `.ts` file was written to: 1 when it is new, one more for each append. `None`
-    /// for other files.
+    /// Returns the generation of a `.ts` file: 1 for a new file, and one more after each append
+    /// (or, in an unfinished file, after each checkpoint). `None` for other files.
     pub fn generation(&self) -> Option<u64> {
         self.superblock.map(|block| block.generation)
     }
 
-    /// Where the superblock is that counts, of a `.ts` file: 4096 bytes.
+    /// Returns the offset of the active superblock of a `.ts` file. `None` for other files. A
+    /// superblock has 4096 bytes.
     pub fn superblock_offset(&self) -> Option<u64> {
         self.superblock.map(|block| block.offset())
     }
 
-    /// Bytes of the file that may count: those of a `.ts` file end with its index.
+    /// Returns the length of the used part of the file in bytes. A `.ts` file ends with its active
+    /// index; bytes after it are ignored.
     pub fn used_len(&self) -> u64 {
         self.superblock.map_or(self.len, |block| block.index_offset + block.index_len)
     }
 }
 
-/// A tensor and where its bytes are, in order.
+/// The type of a tensor and the ranges of its bytes, in order.
 ///
-/// One part is a tensor that lies in a file as it is used; several parts are an *assembled* tensor,
-/// as a loader makes it that stacks or concatenates what the file keeps apart.
+/// A tensor of a file has one part. An *assembled* tensor has several: a loader that stacks or
+/// concatenates tensors of a file creates it with [`Catalog::assemble`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorEntry {
     /// Element type and shape.
     pub meta: TensorMeta,
-    /// Source ranges; their lengths add up to [`TensorMeta::byte_len`].
+    /// Ranges of its bytes. Their lengths add up to [`TensorMeta::byte_len`].
     pub parts: Vec<ByteRange>,
 }
 
-/// Everything a checkpoint holds, without its bytes. A tensor takes some 100 bytes of memory and
-/// its name.
+/// The files and tensors of a checkpoint, without data. Each tensor takes about 100 bytes of
+/// memory, plus its name.
+///
+/// ```
+/// use ts_format::{Catalog, ContainerWriter, Dtype, TensorMeta};
+///
+/// let mut writer = ContainerWriter::new(Default::default());
+/// writer.begin("empty", TensorMeta { dtype: Dtype::F32, shape: vec![0, 4] }, None)?;
+/// let ends = writer.finish()?;
+/// let file = [ends.superblocks, ends.index].concat();
+///
+/// let catalog = Catalog::from_bytes("model.ts", &file)?;
+/// assert_eq!(catalog.require("empty")?.shape(), [0, 4]);
+/// assert!(catalog.tensor("other").is_none());
+/// # Ok::<(), ts_format::Error>(())
+/// ```
 #[derive(Debug, Clone, Default)]
 pub struct Catalog {
     files: Vec<FileEntry>,
-    /// Its rows are sorted by name.
+    /// Sorted by name.
     table: Table,
-    /// The rows by file and offset, once somebody asks.
-    by_place: OnceLock<Vec<u32>>,
+    /// Rows that have data, sorted by file and offset. Computed on first use.
+    by_offset: OnceLock<Vec<u32>>,
 }
 
-/// Bytes that one chunk has, or some of them.
+/// A range of the decoded bytes of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkPart {
-    /// Where the chunk lies.
+    /// The file that contains the chunk.
     pub file: FileId,
     /// The chunk.
     pub chunk: Chunk,
-    /// How many bytes it decodes to,
+    /// Decoded length of the whole chunk in bytes.
     pub raw_len: u32,
-    /// of which these come before those that are wanted,
+    /// Offset of the range in the decoded chunk.
     pub skip: u32,
-    /// and so many are.
+    /// Length of the range in bytes.
     pub len: u32,
 }
 
@@ -119,52 +137,55 @@ impl std::fmt::Debug for Tensor<'_> {
 }
 
 impl<'a> Tensor<'a> {
-    /// Its name.
+    /// Returns the name.
     pub fn name(&self) -> &'a str {
         self.table.name(self.row)
     }
 
-    /// Its element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> Dtype {
         self.row.dtype
     }
 
-    /// Its elements along each dimension, outermost first; empty for a scalar.
+    /// Returns the length of each dimension in elements, outermost first; empty for a scalar.
     pub fn shape(&self) -> &'a [u64] {
         self.table.shape(self.row)
     }
 
-    /// Its element type and shape.
+    /// Returns the element type and shape.
     pub fn meta(&self) -> TensorMeta {
         TensorMeta { dtype: self.dtype(), shape: self.shape().to_vec() }
     }
 
-    /// Its bytes, where they lie or, if they must be decoded, where they are thought to lie.
+    /// Returns the range of its bytes in the file, or its virtual range if it is compressed (see
+    /// [`ByteRange::DECODED`]).
     pub fn range(&self) -> ByteRange {
         ByteRange { file: FileId(self.row.file), offset: self.row.offset, len: self.row.len }
     }
 
-    /// The chunks that its bytes are kept in, if they are not kept as they are.
+    /// Returns the chunks of a compressed tensor, or `None` if it is stored uncompressed.
     pub fn chunks(&self) -> Option<&'a [Chunk]> {
         self.table.chunks(self.row)
     }
 
-    /// The checksums of its bytes, for each chunk of them, where it is kept as it is and the file
-    /// has them: `.ts` does, safetensors does not.
+    /// Returns the checksum of each [`CHUNK_LEN`] bytes of an uncompressed tensor. `None` for
+    /// compressed tensors, whose chunks have checksums, and for safetensors, which has none.
     pub fn sums(&self) -> Option<&'a [u64]> {
         self.table.sums(self.row)
     }
 
-    /// Names its content, wherever it lies and however it is kept, if the file has that: see
-    /// [`tensor_fingerprint`](crate::tensor_fingerprint).
+    /// Returns its [fingerprint](crate::tensor_fingerprint), which identifies its content. `None`
+    /// for safetensors.
     pub fn fingerprint(&self) -> Option<u128> {
-        match self.row.kept {
-            Kept::Plain => None,
-            Kept::Summed | Kept::Chunked => Some(u128::from_le_bytes(self.row.fingerprint)),
+        match self.row.layout {
+            Layout::Plain => None,
+            Layout::Checksummed | Layout::Chunked => {
+                Some(u128::from_le_bytes(self.row.fingerprint))
+            }
         }
     }
 
-    /// Bytes that it takes in the file.
+    /// Returns its length in the file in bytes, after compression.
     pub fn stored_bytes(&self) -> u64 {
         match self.chunks() {
             None => self.row.len,
@@ -172,14 +193,15 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// Where its first byte lies in the file, however it is kept.
+    /// Returns the offset in the file of its first byte, compressed or not. For an empty compressed
+    /// tensor, this is its virtual offset.
     pub fn stored_at(&self) -> u64 {
         self.chunks()
             .and_then(|chunks| chunks.first())
             .map_or(self.row.offset, |chunk| chunk.offset)
     }
 
-    /// The same on its own.
+    /// Returns the type and range of this tensor as an owned value.
     pub fn entry(&self) -> TensorEntry {
         TensorEntry { meta: self.meta(), parts: vec![self.range()] }
     }
@@ -187,22 +209,21 @@ impl<'a> Tensor<'a> {
 
 impl Catalog {
     pub(crate) fn new(files: Vec<FileEntry>, table: Table) -> Self {
-        Self { files, table, by_place: OnceLock::new() }
+        Self { files, table, by_offset: OnceLock::new() }
     }
 
-    /// Reads a file that is in memory: safetensors or `.ts`, whichever its first bytes say. `name`
-    /// is what errors call it.
+    /// Reads a safetensors or `.ts` file from memory. `name` identifies it in errors.
     ///
     /// # Errors
-    /// As [`CatalogReader::feed`].
+    /// Returns the errors of [`CatalogReader::feed`].
     pub fn from_bytes(name: &str, file: &[u8]) -> Result<Self, Error> {
         Self::read(CatalogReader::single(name), file)
     }
 
-    /// As [`from_bytes`](Self::from_bytes), by a [lenient](CatalogReader::lenient) reader.
+    /// Like [`from_bytes`](Self::from_bytes), with a [lenient](CatalogReader::lenient) reader.
     ///
     /// # Errors
-    /// As [`CatalogReader::feed`].
+    /// Returns the errors of [`CatalogReader::feed`].
     pub fn from_bytes_lenient(name: &str, file: &[u8]) -> Result<Self, Error> {
         Self::read(CatalogReader::single(name).lenient(), file)
     }
@@ -215,39 +236,39 @@ impl Catalog {
         reader.finish()
     }
 
-    /// Bytes of memory that it takes beside the names and the files' metadata.
+    /// Returns the memory used in bytes, without the names of tensors and the metadata of files.
     pub fn heap_bytes(&self) -> usize {
         self.table.heap_bytes()
-            + self.by_place.get().map_or(0, |order| order.capacity() * size_of::<u32>())
+            + self.by_offset.get().map_or(0, |order| order.capacity() * size_of::<u32>())
     }
 
-    /// The files, in the order of their [`FileId`]s.
+    /// Returns the files, in the order of their [`FileId`]s.
     pub fn files(&self) -> &[FileEntry] {
         &self.files
     }
 
-    /// All tensors, in the order of their names.
+    /// Returns all tensors, sorted by name.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = Tensor<'_>> {
         self.table.rows.iter().map(|row| Tensor { table: &self.table, row })
     }
 
-    /// All tensors, in the order in which they lie in the files, however they are kept.
+    /// Returns all tensors, sorted by file and [`Tensor::stored_at`].
     pub fn tensors_by_place(&self) -> Vec<Tensor<'_>> {
         let mut tensors: Vec<_> = self.tensors().collect();
         tensors.sort_by_key(|tensor| (tensor.row.file, tensor.stored_at(), tensor.row.len));
         tensors
     }
 
-    /// The tensor with this name.
+    /// Returns the tensor with this name, if it exists.
     pub fn tensor(&self, name: &str) -> Option<Tensor<'_>> {
         let found = self.table.rows.binary_search_by(|row| self.table.name(row).cmp(name)).ok()?;
         Some(Tensor { table: &self.table, row: &self.table.rows[found] })
     }
 
-    /// The tensor with this name.
+    /// Returns the tensor with this name.
     ///
     /// # Errors
-    /// [`Error::NoSuchTensor`], naming the files that were looked at.
+    /// Returns [`Error::NoSuchTensor`] if it does not exist.
     pub fn require(&self, name: &str) -> Result<Tensor<'_>, Error> {
         self.tensor(name).ok_or_else(|| {
             let names: Vec<&str> = self.files.iter().map(|f| f.name.as_str()).collect();
@@ -255,26 +276,26 @@ impl Catalog {
         })
     }
 
-    /// The tensor whose bytes have this range among them.
+    /// Returns the tensor that contains the whole range, if there is one.
     pub fn tensor_at(&self, range: ByteRange) -> Option<Tensor<'_>> {
         let rows = &self.table.rows;
-        let by_place = self.by_place.get_or_init(|| {
+        let by_offset = self.by_offset.get_or_init(|| {
             let mut order: Vec<u32> =
                 (0..rows.len() as u32).filter(|&i| rows[i as usize].len > 0).collect();
             order.sort_unstable_by_key(|&i| (rows[i as usize].file, rows[i as usize].offset));
             order
         });
-        let place = (range.file.0, range.offset);
-        let behind = by_place
-            .partition_point(|&i| (rows[i as usize].file, rows[i as usize].offset) <= place);
-        let row = &rows[*by_place.get(behind.checked_sub(1)?)? as usize];
+        let start = (range.file.0, range.offset);
+        let next = by_offset
+            .partition_point(|&i| (rows[i as usize].file, rows[i as usize].offset) <= start);
+        let row = &rows[*by_offset.get(next.checked_sub(1)?)? as usize];
         let end = range.offset.checked_add(range.len)?;
         let within = row.file == range.file.0 && end <= row.offset + row.len;
         within.then_some(Tensor { table: &self.table, row })
     }
 
-    /// What bytes that are kept compressed are decoded from, in their order; nothing if they are
-    /// not kept so.
+    /// Returns the parts of chunks that a virtual range consists of, in order. Empty if the range
+    /// is not virtual, or not within one tensor.
     pub fn chunk_parts(&self, range: ByteRange) -> impl Iterator<Item = ChunkPart> + '_ {
         let tensor = self.tensor_at(range).filter(|_| range.is_encoded() && range.len > 0);
         tensor.into_iter().flat_map(move |tensor| {
@@ -299,8 +320,10 @@ impl Catalog {
         })
     }
 
-    /// The checksums of exactly this range, where it is of a tensor that the file keeps as it is,
-    /// and has them of: it begins where a chunk does, and ends with one or with the tensor.
+    /// Returns the checksums of a range.
+    ///
+    /// `None` unless the range consists of whole chunks of an uncompressed tensor of a `.ts` file.
+    /// Its last chunk may be the shorter one at the end of the tensor.
     pub fn digest(&self, range: ByteRange) -> Option<Digest> {
         let tensor = self.tensor_at(range)?;
         let begin = range.offset - tensor.range().offset;
@@ -313,39 +336,41 @@ impl Catalog {
         Some(Digest::from_chunks(tensor.sums()?[first..first + count].to_vec()))
     }
 
-    /// This catalog and another as one. The other's files come behind its own, and its tensors take
-    /// the place of those of the same name.
+    /// Merges `other` into this catalog. The files of `other` are appended, and its tensors replace
+    /// those of the same name.
     ///
     /// # Errors
-    /// [`Error::TooLarge`] when they are more than one catalog holds.
+    /// Returns [`Error::TooLarge`] if the result would exceed the limits of a catalog.
     pub fn overlaid(self, other: Catalog) -> Result<Catalog, Error> {
         let (mut files, mut table) = (self.files, self.table);
-        let kept = table.rows.len();
+        let own_len = table.rows.len();
         table.append(&other.table, files.len() as u32)?;
         files.extend(other.files);
-        let added = table.rows.split_off(kept);
-        let mine = std::mem::take(&mut table.rows);
-        let (mut mine, mut added) = (mine.into_iter().peekable(), added.into_iter().peekable());
-        // Both are sorted.
+        let added = table.rows.split_off(own_len);
+        let own = std::mem::take(&mut table.rows);
+        let (mut own, mut added) = (own.into_iter().peekable(), added.into_iter().peekable());
+        // Merge two sorted lists.
         loop {
-            let order = match (mine.peek(), added.peek()) {
+            let order = match (own.peek(), added.peek()) {
                 (None, None) => break,
                 (Some(_), None) => std::cmp::Ordering::Less,
                 (None, Some(_)) => std::cmp::Ordering::Greater,
                 (Some(a), Some(b)) => table.name(a).cmp(table.name(b)),
             };
             if order.is_eq() {
-                mine.next();
+                own.next();
             }
-            table.rows.extend(if order.is_lt() { mine.next() } else { added.next() });
+            table.rows.extend(if order.is_lt() { own.next() } else { added.next() });
         }
         Ok(Self::new(files, table))
     }
 
-    /// Describes a tensor made of ranges of this catalog's files, laid one behind the other.
+    /// Describes a tensor that is the concatenation of ranges of this catalog's files. `name` is
+    /// used in errors.
     ///
     /// # Errors
-    /// [`Error::BadAssembly`] when a range leaves its file or the ranges do not add up to `meta`.
+    /// Returns [`Error::BadAssembly`] if a range is not within its file, or the ranges do not add
+    /// up to the size of `meta`.
     pub fn assemble(
         &self,
         name: &str,
@@ -357,7 +382,7 @@ impl Catalog {
         for part in &parts {
             let file = self.files.get(part.file.0 as usize);
             let file =
-                file.ok_or_else(|| bad(format!("file {} is not in the catalog", part.file.0)))?;
+                file.ok_or_else(|| bad(format!("the catalog has no file {}", part.file.0)))?;
             let end = part.offset.checked_add(part.len);
             let within = match part.is_encoded() {
                 false => end.is_some_and(|end| end <= file.len),
@@ -365,20 +390,20 @@ impl Catalog {
             };
             if !within {
                 return Err(bad(format!(
-                    "{} bytes at {} leave {} of {} bytes",
+                    "{} bytes at byte {} are not within {} ({} bytes)",
                     part.len, part.offset, file.name, file.len
                 )));
             }
-            total =
-                total.checked_add(part.len).ok_or_else(|| bad("more than 2^64 bytes".into()))?;
+            total = total
+                .checked_add(part.len)
+                .ok_or_else(|| bad("its parts exceed 2^64 bytes".into()))?;
         }
         if meta.byte_len() != Some(total) {
-            return Err(bad(format!(
-                "its {} parts hold {total} bytes, {} needs {:?}",
-                parts.len(),
-                describe(meta.dtype, &meta.shape),
-                meta.byte_len()
-            )));
+            let what = describe(meta.dtype, &meta.shape);
+            return Err(bad(match meta.byte_len() {
+                Some(len) => format!("{what} has {len} bytes, but its parts have {total}"),
+                None => format!("{what} is not a whole number of bytes below 2^64"),
+            }));
         }
         Ok(TensorEntry { meta, parts })
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How a chunk of a tensor's bytes is kept: as it is, or by a codec.
+//! The codecs that chunks of tensors are stored with.
 
 use std::fmt;
 
@@ -8,20 +8,20 @@ use zstd::zstd_safe::{self, CCtx, CParameter, DCtx};
 
 use crate::{Dtype, split};
 
-/// How bytes are kept.
+/// A codec for chunks of tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Codec {
-    /// As they are.
+    /// No compression.
     Raw,
-    /// An LZ4 block: fast, and of use where bytes repeat, as in masks and indices; not in trained
-    /// weights.
+    /// An LZ4 block: fast, and effective for repeated bytes, as in masks and indices, but not for
+    /// trained weights.
     Lz4,
     /// A zstd frame.
     Zstd,
-    /// Floats taken apart into planes of bytes, of which those with structure are zstd frames.
+    /// Floats, separated into planes of bytes. Planes that are compressible are zstd frames.
     Split,
-    /// A zlib stream, for those who need one.
+    /// A zlib stream.
     Zlib,
 }
 
@@ -30,7 +30,7 @@ impl Codec {
     pub const ALL: &'static [Codec] =
         &[Codec::Raw, Codec::Lz4, Codec::Zstd, Codec::Split, Codec::Zlib];
 
-    /// The name that users choose it by.
+    /// Returns the name, such as `zstd`.
     pub const fn name(self) -> &'static str {
         match self {
             Codec::Raw => "raw",
@@ -41,12 +41,13 @@ impl Codec {
         }
     }
 
-    /// The codec with this name.
+    /// Returns the codec with this name.
     pub fn from_name(name: &str) -> Option<Codec> {
         Self::ALL.iter().copied().find(|codec| codec.name() == name)
     }
 
-    /// Its code in `.ts` files: its place in the list, for ever.
+    /// Returns its code in `.ts` files. Codes are positions in the enum, so the order must never
+    /// change.
     pub(crate) const fn code(self) -> u8 {
         self as u8
     }
@@ -55,8 +56,8 @@ impl Codec {
         Self::ALL.get(usize::from(code)).copied()
     }
 
-    /// The levels it has, from the fastest to the smallest result, and the usual one; `None` where
-    /// there is no choice.
+    /// Returns the range of compression levels, from the fastest to the smallest result, and the
+    /// default level. `None` if the codec has no levels.
     pub const fn levels(self) -> Option<(std::ops::RangeInclusive<i32>, i32)> {
         match self {
             Codec::Raw | Codec::Lz4 | Codec::Split => None,
@@ -72,8 +73,8 @@ impl fmt::Display for Codec {
     }
 }
 
-/// The width in bytes of the floats that a tensor of this type is made of, if [`Codec::Split`]
-/// takes it.
+/// Returns the width in bytes of the floats that tensors of this dtype consist of, or `None` if
+/// [`Codec::Split`] does not support the dtype.
 pub(crate) fn float_width(dtype: Dtype) -> Option<u8> {
     match dtype {
         Dtype::F8_E5M2 | Dtype::F8_E4M3 | Dtype::F8_E4M3Fnuz | Dtype::F8_E5M2Fnuz => Some(1),
@@ -84,7 +85,7 @@ pub(crate) fn float_width(dtype: Dtype) -> Option<u8> {
     }
 }
 
-/// What decoding works with, between one chunk and the next. One for each thread; holds at most
+/// Memory that [`decode_chunk`] reuses between calls. Each thread needs its own. It uses at most
 /// [`Scratch::BYTES`].
 #[derive(Default)]
 pub struct Scratch {
@@ -93,10 +94,10 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// The most memory that one takes, in bytes: the planes of a chunk, and a zstd decoder.
+    /// Maximum memory use in bytes: the planes of a chunk and a zstd decoder.
     pub const BYTES: usize = (1 << 20) + (256 << 10);
 
-    /// What it takes now.
+    /// Returns the current memory use in bytes.
     pub fn bytes(&self) -> usize {
         self.planes.capacity() + self.zstd.as_ref().map_or(0, DCtx::sizeof)
     }
@@ -108,23 +109,25 @@ impl fmt::Debug for Scratch {
     }
 }
 
-/// Why a chunk cannot be decoded.
+/// A chunk cannot be decoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("not a chunk of {codec}: {reason}")]
+#[error("not a valid {codec} chunk: {reason}")]
 pub struct DecodeError {
-    /// What it should have been.
+    /// The codec of the chunk.
     pub codec: Codec,
-    /// What is wrong with it.
+    /// Why the chunk is invalid.
     pub reason: String,
 }
 
-/// Decodes `src`, a chunk kept by `codec`, into `dst`, which is as long as the chunk was. `width`
-/// is that of the floats of [`Codec::Split`], in bytes; for other codecs it is nothing. Allocates
-/// nothing once `scratch` has been used, whatever `src` says.
+/// Decodes a chunk from `src` into `dst`, which must have exactly the decoded length. `width` is
+/// the width of the floats of [`Codec::Split`] in bytes; other codecs ignore it.
+///
+/// The memory that it allocates does not depend on the content of `src`: it reuses `scratch`, and
+/// [`Codec::Zlib`] allocates a state of constant size for each call.
 ///
 /// # Errors
-/// [`DecodeError`] when `src` is not such a chunk, or one of another length. `dst` then has any
-/// bytes.
+/// Returns [`DecodeError`] if `src` is invalid or decodes to another length. The content of `dst`
+/// is then unspecified.
 pub fn decode_chunk(
     codec: Codec,
     width: u8,
@@ -132,7 +135,7 @@ pub fn decode_chunk(
     dst: &mut [u8],
     scratch: &mut Scratch,
 ) -> Result<(), DecodeError> {
-    let wrong = |reason: String| DecodeError { codec, reason };
+    let error = |reason: String| DecodeError { codec, reason };
     let Scratch { zstd, planes } = scratch;
     let zstd = zstd.get_or_insert_with(DCtx::create);
     let len = match codec {
@@ -143,23 +146,23 @@ pub fn decode_chunk(
             src.len()
         }
         Codec::Lz4 => {
-            lz4_flex::block::decompress_into(src, dst).map_err(|e| wrong(e.to_string()))?
+            lz4_flex::block::decompress_into(src, dst).map_err(|e| error(e.to_string()))?
         }
         Codec::Zstd => zstd
             .decompress(dst, src)
-            .map_err(|code| wrong(zstd_safe::get_error_name(code).into()))?,
-        Codec::Zlib => inflate(src, dst).map_err(wrong)?,
+            .map_err(|code| error(zstd_safe::get_error_name(code).into()))?,
+        Codec::Zlib => inflate(src, dst).map_err(error)?,
         Codec::Split => {
             let width = usize::from(width);
             if !split::WIDTHS.contains(&width) || !dst.len().is_multiple_of(width) {
-                return Err(wrong(format!("{} bytes are no floats of {width} bytes", dst.len())));
+                return Err(error(format!("{} bytes are not floats of width {width}", dst.len())));
             }
-            split::decode(src, width, zstd, planes, dst).map_err(wrong)?;
+            split::decode(src, width, zstd, planes, dst).map_err(error)?;
             dst.len()
         }
     };
     if len != dst.len() {
-        return Err(wrong(format!("it holds {len} bytes, not {}", dst.len())));
+        return Err(error(format!("it decodes to {len} bytes (expected {})", dst.len())));
     }
     Ok(())
 }
@@ -171,55 +174,64 @@ fn inflate(src: &[u8], dst: &mut [u8]) -> Result<usize, String> {
         Ok(Status::StreamEnd) if state.total_in() == src.len() as u64 => {
             Ok(state.total_out() as usize)
         }
-        Ok(Status::StreamEnd) => Err("bytes behind its end".into()),
-        Ok(_) => Err("it does not end where it should".into()),
+        Ok(Status::StreamEnd) => Err("trailing bytes after the zlib stream".into()),
+        Ok(_) => Err("the zlib stream is truncated or too long".into()),
         Err(error) => Err(error.to_string()),
     }
 }
 
-/// What a writer is to do with tensors' bytes.
+/// How a writer compresses tensors.
+///
+/// ```
+/// use ts_format::{Codec, Compression, Dtype};
+///
+/// let auto = Compression::named("auto", None)?;
+/// assert_eq!(auto.codec(Dtype::BF16), Some(Codec::Split));
+/// assert_eq!(auto.codec(Dtype::U8), None);
+/// assert_eq!(Compression::named("zstd", Some(9))?, Compression::By(Codec::Zstd, Some(9)));
+/// # Ok::<(), String>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Compression {
-    /// Keep them as they are: such tensors can be mapped, and read straight to where they belong.
+    /// No compression: tensors can be memory-mapped, and read directly to their destination.
     #[default]
     None,
-    /// For each tensor what makes it smaller: floats are split, wide integers and masks go through
-    /// zstd. It stays as it is where that saves less than 3% of its first 16 MiB, and if it is of
-    /// bytes or of narrower integers, which quantised weights are made of. The same tensor is
-    /// always kept the same way.
+    /// A codec by dtype: [`Codec::Split`] for floats, [`Codec::Zstd`] for masks and for integers of
+    /// 16 bits or more. 8-bit integers and packed types, which quantised weights use, stay
+    /// uncompressed. So does a tensor whose first 16 MiB shrink by less than 1/32. The choice is
+    /// deterministic.
     Auto,
-    /// This codec, at this level, for all that it can take; `None` is the codec's usual level.
+    /// This codec at this level, for all dtypes that it supports. `None` is its default level.
     By(Codec, Option<i32>),
 }
 
 impl Compression {
-    /// Of a gain smaller than one part in so many [`Auto`](Self::Auto) makes nothing.
-    const WORTH: u64 = 32;
+    /// [`Auto`](Self::Auto) compresses a tensor only if that saves at least 1/32.
+    const MIN_SAVING: u64 = 32;
 
-    /// What users call `raw`, `auto`, or by the name of a codec, at this level.
+    /// Parses a compression: `auto`, or the name of a codec with an optional level. `raw` is
+    /// [`None`](Self::None).
+    ///
+    /// [`Encoder::new`] checks whether the codec has this level.
     ///
     /// # Errors
-    /// The names there are; that there are no levels. Whether a codec has the level is found out
-    /// when it is used.
+    /// Returns an error message if the name is unknown, or if `auto` or `raw` has a level.
     pub fn named(name: &str, level: Option<i32>) -> Result<Self, String> {
         match (name, Codec::from_name(name), level) {
             ("auto" | "raw", _, Some(level)) => {
-                Err(format!("{name} has no levels, and so no level {level}"))
+                Err(format!("compression {name:?} has no levels (got level {level})"))
             }
             ("auto", ..) => Ok(Compression::Auto),
             (_, Some(Codec::Raw), _) => Ok(Compression::None),
             (_, Some(codec), level) => Ok(Compression::By(codec, level)),
             (_, None, _) => {
                 let names: Vec<_> = Codec::ALL.iter().map(|codec| codec.name()).collect();
-                Err(format!(
-                    "there is no codec {name:?}: it is auto or one of {}",
-                    names.join(", ")
-                ))
+                Err(format!("unknown codec {name:?} (expected auto, {})", names.join(", ")))
             }
         }
     }
 
-    /// The codec for a tensor of this type, if it may be compressed.
+    /// Returns the codec for tensors of this dtype, or `None` if they stay uncompressed.
     pub fn codec(self, dtype: Dtype) -> Option<Codec> {
         let floats = float_width(dtype).is_some();
         match (self, dtype) {
@@ -235,7 +247,7 @@ impl Compression {
         }
     }
 
-    /// The level that was asked for.
+    /// Returns the requested level, if any.
     pub fn level(self) -> Option<i32> {
         match self {
             Compression::By(_, level) => level,
@@ -243,31 +255,44 @@ impl Compression {
         }
     }
 
-    /// Whether a tensor is kept compressed whose first `raw` bytes, at most 16 MiB, came to
-    /// `stored`.
+    /// Returns whether to compress a tensor whose first `raw` bytes, at most 16 MiB, compress to
+    /// `stored` bytes. Always true except for [`Auto`](Self::Auto).
     pub fn is_worth(self, raw: u64, stored: u64) -> bool {
-        self != Compression::Auto || stored <= raw - raw.div_ceil(Self::WORTH)
+        self != Compression::Auto || stored <= raw - raw.div_ceil(Self::MIN_SAVING)
     }
 }
 
-/// A chunk that was encoded.
+/// An encoded chunk, without its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Encoded {
-    /// How it is kept.
+    /// The codec used: [`Codec::Raw`] if the encoder's codec would not have made the chunk smaller.
     pub codec: Codec,
-    /// See [`decode_chunk`].
+    /// Element width in bytes for [`Codec::Split`], else 0.
     pub width: u8,
-    /// Bytes it takes.
+    /// Encoded length in bytes.
     pub len: usize,
-    /// Bytes it is of.
+    /// Length before encoding in bytes.
     pub raw_len: usize,
-    /// XXH3 with 64 bits of the bytes it takes,
+    /// 64-bit XXH3 of the encoded bytes.
     pub sum: u64,
-    /// and of those it is of.
+    /// 64-bit XXH3 of the bytes before encoding.
     pub raw_sum: u64,
 }
 
-/// Encodes chunks. One for each thread.
+/// Encodes chunks, which [`decode_chunk`] decodes. Each thread needs its own.
+///
+/// ```
+/// use ts_format::{Codec, Dtype, Encoder, Scratch, decode_chunk};
+///
+/// let (raw, mut stored) = ([0; 4096], Vec::new());
+/// let encoded = Encoder::new(Codec::Zstd, None)?.encode(Dtype::I64, &raw, &mut stored);
+/// assert!(encoded.len < 100);
+///
+/// let mut decoded = [1; 4096];
+/// decode_chunk(encoded.codec, encoded.width, &stored, &mut decoded, &mut Scratch::default())?;
+/// assert_eq!(decoded, raw);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Encoder {
     codec: Codec,
     zstd: Option<CCtx<'static>>,
@@ -282,20 +307,22 @@ impl fmt::Debug for Encoder {
 }
 
 impl Encoder {
-    /// An encoder at a level that the codec has, or at its usual one.
+    /// Creates an encoder. A `level` of `None` is the default level of the codec.
     ///
     /// # Errors
-    /// The levels there are.
+    /// Returns an error message if the codec does not have this level.
     pub fn new(codec: Codec, level: Option<i32>) -> Result<Self, String> {
         let level = match (codec.levels(), level) {
             (Some((levels, _)), Some(level)) if !levels.contains(&level) => {
                 let (first, last) = levels.into_inner();
-                return Err(format!("{codec} has no level {level}: they are {first} to {last}"));
+                return Err(format!(
+                    "invalid level {level} for codec {codec} (expected {first} to {last})"
+                ));
             }
             (None, Some(level)) => {
-                return Err(format!("{codec} has no levels, and so no level {level}"));
+                return Err(format!("codec {codec} has no levels (got level {level})"));
             }
-            (levels, level) => level.or(levels.map(|(_, usual)| usual)).unwrap_or(0),
+            (levels, level) => level.or(levels.map(|(_, default)| default)).unwrap_or(0),
         };
         let zstd = (codec == Codec::Zstd).then(|| {
             let mut context = CCtx::create();
@@ -307,8 +334,8 @@ impl Encoder {
         Ok(Self { codec, zstd, split, level })
     }
 
-    /// Appends a chunk of a tensor of `dtype` to `out`, by this codec, or as it is where that is no
-    /// larger.
+    /// Encodes a chunk of a tensor of this dtype and appends it to `out`. Appends `raw` itself if
+    /// its encoded form would not be smaller.
     pub fn encode(&mut self, dtype: Dtype, raw: &[u8], out: &mut Vec<u8>) -> Encoded {
         let begin = out.len();
         let (codec, width) = self.append(dtype, raw, out);
@@ -329,13 +356,13 @@ impl Encoder {
                 out.resize(begin + zstd_safe::compress_bound(raw.len()), 0);
                 let len = zstd
                     .compress2(&mut out[begin..], raw)
-                    .expect("there is room for what it may come to");
+                    .expect("the buffer has the maximum compressed length");
                 out.truncate(begin + len);
             }
             (Codec::Lz4, ..) => {
                 out.resize(begin + lz4_flex::block::get_maximum_output_size(raw.len()), 0);
                 let len = lz4_flex::block::compress_into(raw, &mut out[begin..]);
-                out.truncate(begin + len.expect("there is room for what it may come to"));
+                out.truncate(begin + len.expect("the buffer has the maximum compressed length"));
             }
             (Codec::Zlib, ..) => deflate(raw, self.level, out),
             _ => out.extend(raw),
@@ -358,7 +385,7 @@ fn deflate(raw: &[u8], level: i32, out: &mut Vec<u8>) {
         match state.compress_vec(rest, out, FlushCompress::Finish) {
             Ok(Status::StreamEnd) => return,
             Ok(_) => {}
-            Err(error) => unreachable!("compressing has no bad input: {error}"),
+            Err(error) => unreachable!("deflate accepts any input: {error}"),
         }
     }
 }

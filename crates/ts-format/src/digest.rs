@@ -1,23 +1,33 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checksums of a tensor's bytes, chunk by chunk: XXH3 with 64 bits, <https://xxhash.com>.
+//! Checksums of tensors: one 64-bit XXH3 (<https://xxhash.com>) for each chunk.
 
 use std::hash::Hasher;
 use std::ops::Range;
 
 use twox_hash::XxHash3_64;
 
-/// Length of the chunks that are hashed each on its own, in bytes. The last one of a tensor may be
-/// shorter.
+/// Length of a chunk in bytes: 1 MiB. Each chunk has its own checksum. The last chunk of a tensor
+/// may be shorter.
 pub const CHUNK_LEN: u64 = 1 << 20;
 
-/// The checksums of one tensor.
+/// The checksums of a tensor, one for each chunk of [`CHUNK_LEN`] bytes.
+///
+/// ```
+/// use ts_format::Digest;
+///
+/// let mut bytes = vec![7; 3 << 20];
+/// let digest = Digest::of(&bytes);
+/// assert_eq!(digest.chunks().len(), 3);
+/// bytes[(1 << 20) + 5] ^= 1;
+/// assert_eq!(digest.mismatch(0, &bytes), Some(1 << 20..2 << 20));
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Digest {
     chunks: Vec<u64>,
 }
 
 impl Digest {
-    /// The digest of these bytes.
+    /// Computes the digest of `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         Self { chunks: bytes.chunks(CHUNK_LEN as usize).map(XxHash3_64::oneshot).collect() }
     }
@@ -26,13 +36,13 @@ impl Digest {
         Self { chunks }
     }
 
-    /// One checksum for each chunk.
+    /// Returns the checksum of each chunk.
     pub fn chunks(&self) -> &[u64] {
         &self.chunks
     }
 
-    /// Compares bytes that begin with chunk `first`: the first run of them, at most a chunk, that
-    /// is not what the digest was made of.
+    /// Compares `bytes`, which start at chunk `first`, with the digest. Returns the range in
+    /// `bytes` of the first chunk that differs, or `None` if all chunks match.
     pub fn mismatch(&self, first: usize, bytes: &[u8]) -> Option<Range<usize>> {
         let len = CHUNK_LEN as usize;
         let differs =
@@ -44,12 +54,12 @@ impl Digest {
     }
 }
 
-/// Digests bytes that come in pieces.
+/// Computes a [`Digest`] incrementally.
 #[derive(Default)]
 pub(crate) struct Digester {
     chunks: Vec<u64>,
     partial: XxHash3_64,
-    /// Bytes in `partial`.
+    /// Number of bytes hashed into `partial`.
     filled: u64,
 }
 
@@ -63,17 +73,17 @@ impl Digester {
     pub(crate) fn feed(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             let room = (CHUNK_LEN - self.filled) as usize;
-            let (now, later) = bytes.split_at(room.min(bytes.len()));
-            if now.len() as u64 == CHUNK_LEN {
-                self.chunks.push(XxHash3_64::oneshot(now)); // whole chunks need no state
+            let (head, rest) = bytes.split_at(room.min(bytes.len()));
+            if head.len() as u64 == CHUNK_LEN {
+                self.chunks.push(XxHash3_64::oneshot(head)); // `filled` is 0
             } else {
-                self.partial.write(now);
-                self.filled += now.len() as u64;
+                self.partial.write(head);
+                self.filled += head.len() as u64;
                 if self.filled == CHUNK_LEN {
                     self.end_chunk();
                 }
             }
-            bytes = later;
+            bytes = rest;
         }
     }
 
@@ -100,7 +110,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
         #[test]
-        fn pieces_give_the_digest_of_the_whole(
+        fn incremental_digest_equals_the_digest_of_all_bytes(
             cuts in prop::collection::vec(0usize..3_000_000, 0..6),
         ) {
             let bytes: Vec<u8> =
@@ -117,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_bit_is_found_in_its_chunk() {
+    fn mismatch_finds_the_damaged_chunk() {
         let mut bytes = vec![7u8; 2_500_000];
         let digest = Digest::of(&bytes);
         assert_eq!(digest.mismatch(0, &bytes), None);

@@ -3,28 +3,40 @@ use std::fmt;
 
 macro_rules! dtypes {
     ($($(#[$doc:meta])* $variant:ident = $name:literal, $bits:literal;)*) => {
-        /// The element type of a tensor: every dtype that safetensors names, in the order of that
-        /// library, which lays files out by it.
+        /// The element type of a tensor.
+        ///
+        /// These are the dtypes of safetensors, in the order of its library, which sorts the data
+        /// of a file by it.
+        ///
+        /// ```
+        /// use ts_format::Dtype;
+        ///
+        /// let dtype = Dtype::from_name("BF16").expect("a safetensors dtype");
+        /// assert_eq!((dtype, dtype.bits()), (Dtype::BF16, 16));
+        /// assert_eq!(Dtype::F4.byte_len(&[2, 8]), Some(8));
+        /// assert_eq!(Dtype::F4.byte_len(&[3]), None); // 12 bits
+        /// ```
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         #[allow(non_camel_case_types)]
         pub enum Dtype { $($(#[$doc])* $variant,)* }
 
         impl Dtype {
-            /// All dtypes, in order.
+            /// All dtypes, in the order of the enum.
             pub const ALL: &'static [Dtype] = &[$(Dtype::$variant,)*];
 
-            /// The name that safetensors headers use.
+            /// Returns the name in safetensors headers, such as `BF16`.
             pub const fn name(self) -> &'static str {
                 match self { $(Dtype::$variant => $name,)* }
             }
 
-            /// Width of one element in bits; under 8 for the packed microscaling types.
+            /// Returns the width of one element in bits; under 8 for the packed microscaling types.
             pub const fn bits(self) -> u32 {
                 match self { $(Dtype::$variant => $bits,)* }
             }
 
-            /// Its code in `.ts` files: its place in this list, for ever.
+            /// Returns its code in `.ts` files. Codes are positions in the enum, so the order must
+            /// never change.
             pub(crate) const fn code(self) -> u8 {
                 self as u8
             }
@@ -33,7 +45,7 @@ macro_rules! dtypes {
                 Self::ALL.get(usize::from(code)).copied()
             }
 
-            /// The dtype with this safetensors name.
+            /// Returns the dtype with this safetensors name.
             pub fn from_name(name: &str) -> Option<Dtype> {
                 match name { $($name => Some(Dtype::$variant),)* _ => None }
             }
@@ -89,8 +101,8 @@ dtypes! {
 }
 
 impl Dtype {
-    /// Length in bytes of a tensor of this shape, or `None` if it does not fit in 64 bits or is not
-    /// a whole number of bytes.
+    /// Returns the length in bytes of a tensor of this shape, or `None` if it does not fit in 64
+    /// bits or is not a whole number of bytes.
     pub fn byte_len(self, shape: &[u64]) -> Option<u64> {
         let count = shape.iter().try_fold(1u64, |count, &n| count.checked_mul(n))?;
         let bits = count.checked_mul(u64::from(self.bits()))?;
@@ -109,7 +121,7 @@ mod tests {
     use super::Dtype;
 
     #[test]
-    fn every_name_finds_its_dtype_again() {
+    fn names_and_codes_round_trip() {
         for &dtype in Dtype::ALL {
             assert_eq!(Dtype::from_name(dtype.name()), Some(dtype));
             assert_eq!(Dtype::from_code(dtype.code()), Some(dtype));

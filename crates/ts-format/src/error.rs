@@ -1,28 +1,30 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use crate::Dtype;
 
-/// Who is to blame, for callers that react to the class and not to the case.
+/// The class of an [`Error`], for callers that do not distinguish every variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The file does not say what its format requires.
+    /// The file is malformed or truncated.
     BadFile,
-    /// Something that was asked for is not in the file.
+    /// The requested tensor does not exist.
     NotFound,
-    /// The caller asked for what this crate cannot do.
+    /// The caller passed invalid arguments, or called methods in the wrong order.
     Misuse,
 }
 
-/// What is wrong with a checkpoint, and where.
+/// An error in a checkpoint or in a request, with its location.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The file is shorter than its own header says.
-    #[error("{file}: truncated: {what} needs bytes {offset}..{end}, the file has {file_len}")]
+    /// The file is shorter than its header requires.
+    #[error(
+        "{file}: truncated: {what} needs bytes {offset}..{end}, but the file has {file_len} bytes"
+    )]
     Truncated {
-        /** Path as given. */
+        /** Name of the file, as given to the reader. */
         file: String,
-        /** What was being read. */
+        /** The part of the file that is cut off. */
         what: String,
         /** First byte needed. */
         offset: u64,
@@ -31,58 +33,58 @@ pub enum Error {
         /** Length of the file in bytes. */
         file_len: u64,
     },
-    /// The header, or the index, breaks the format.
+    /// The header or the index violates the format.
     #[error("{file}: byte {offset}: {reason}")]
     BadHeader {
-        /** Path as given. */
+        /** Name of the file, as given to the reader. */
         file: String,
-        /** Where in the file. */
+        /** Position of the error, in bytes from the start of the file. */
         offset: u64,
         /** What is wrong. */
         reason: String,
     },
-    /// The entry of one tensor breaks the format.
+    /// The header entry of a tensor violates the format.
     #[error("{file}: tensor `{tensor}` (data at byte {offset}): {reason}")]
     BadTensor {
-        /** Path as given. */
+        /** Name of the file, as given to the reader. */
         file: String,
         /** Tensor name. */
         tensor: String,
-        /** Where its data begins, in bytes from the start of the file. */
+        /** Start of its data, in bytes from the start of the file. */
         offset: u64,
         /** What is wrong. */
         reason: String,
     },
-    /// A tensor is listed by the index, but not in the shard that should have it.
-    #[error("{file}: tensor `{tensor}` is listed in {index} and missing from this shard")]
+    /// The shard index assigns a tensor to a shard that does not contain it.
+    #[error("{file}: tensor `{tensor}` is listed in {index} but missing from this shard")]
     MissingFromShard {
-        /** The shard. */
+        /** Name of the shard. */
         file: String,
         /** Tensor name. */
         tensor: String,
-        /** The index. */
+        /** Name of the shard index. */
         index: String,
     },
-    /// Parts that are put together do not make the tensor.
-    #[error("tensor `{tensor}`: {reason}")]
+    /// The requested byte ranges do not match the tensor.
+    #[error("{}{reason}", tensor_prefix(tensor))]
     BadAssembly {
-        /** Tensor name. */
+        /** Tensor name; empty if no single tensor is concerned. */
         tensor: String,
-        /** What does not fit. */
+        /** What does not match. */
         reason: String,
     },
-    /// A tensor cannot be written.
-    #[error("tensor `{tensor}` cannot be written: {reason}")]
+    /// A tensor, or the file as a whole, cannot be written.
+    #[error("cannot write {}: {reason}", tensor_or_file(tensor))]
     Unwritable {
-        /** Tensor name. */
+        /** Tensor name; empty if no single tensor is concerned. */
         tensor: String,
         /** Why not. */
         reason: String,
     },
-    /// A file is not one that can be appended to, or compacted.
-    #[error("{file}: not a file to append to or compact: {reason}")]
+    /// The file cannot be appended to or compacted.
+    #[error("{file}: cannot append to this file or compact it: {reason}")]
     NotAppendable {
-        /** Path as given. */
+        /** Name of the file, as given to the reader. */
         file: String,
         /** Why not. */
         reason: String,
@@ -92,25 +94,33 @@ pub enum Error {
     NoSuchTensor {
         /** Tensor name. */
         tensor: String,
-        /** The files looked at. */
+        /** Names of the files that were searched. */
         files: String,
     },
-    /// More tensors, or longer names, than one catalog holds: 2^32 of each.
-    #[error("{file}: more tensors, chunks or names than one catalog holds")]
+    /// The catalog would exceed a limit: 2^32 tensors, dimensions, checksums, chunks, or bytes of
+    /// names.
+    #[error(
+        "{}the catalog would exceed 2^32 tensors, dimensions, checksums, chunks or bytes of names",
+        file_prefix(file)
+    )]
     TooLarge {
-        /** Path as given. */
+        /** Name of the file, as given to the reader; empty when catalogs are merged. */
         file: String,
     },
-    /// A reader was finished before it had all it asked for.
-    #[error("the catalog of {file} is not complete: more bytes were asked for than fed")]
+    /// [`CatalogReader::finish`](crate::CatalogReader::finish) was called too early, or after an
+    /// error.
+    #[error(
+        "{file}: the catalog is incomplete: feed the reader until `need` returns None, and stop \
+         at the first error"
+    )]
     Incomplete {
-        /** Path as given. */
+        /** Name of the file, as given to the reader. */
         file: String,
     },
 }
 
 impl Error {
-    /// The class of this error.
+    /// Returns the class of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Truncated { .. }
@@ -131,15 +141,27 @@ impl Error {
     }
 }
 
-/// "F32 [2, 3]", as error messages name a tensor's type.
+fn tensor_prefix(tensor: &str) -> String {
+    if tensor.is_empty() { String::new() } else { format!("tensor `{tensor}`: ") }
+}
+
+fn tensor_or_file(tensor: &str) -> String {
+    if tensor.is_empty() { "the file".into() } else { format!("tensor `{tensor}`") }
+}
+
+fn file_prefix(file: &str) -> String {
+    if file.is_empty() { String::new() } else { format!("{file}: ") }
+}
+
+/// Formats a dtype and shape for error messages, such as `F32 [2, 3]`.
 pub(crate) fn describe(dtype: Dtype, shape: &[u64]) -> String {
     format!("{dtype} {shape:?}")
 }
 
-/// What no container may call a tensor, and why.
+/// Returns an error message if no file may have a tensor with this name.
 pub(crate) fn check_name(name: &str) -> Result<(), String> {
     if name.is_empty() || name.contains('\0') {
-        Err(format!("{name:?} is no tensor name"))
+        Err(format!("invalid tensor name {name:?} (must not be empty or contain NUL)"))
     } else {
         Ok(())
     }

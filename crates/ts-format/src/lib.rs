@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tensors on disk: dtypes, metadata and checkpoint containers.
 //!
-//! This crate knows what the bytes of a checkpoint mean. It refuses to fetch them: it opens no
-//! file, starts no thread and knows no device. A [`CatalogReader`] says which bytes it wants next
-//! and is fed them, so the same parser serves a file, an object store and a socket.
+//! This crate parses and lays out checkpoints: safetensors files, sharded checkpoints, and `.ts`
+//! containers. It does no I/O: it opens no files, starts no threads and uses no devices. A
+//! [`CatalogReader`] requests byte ranges and the caller feeds them, so the same parser works for
+//! files, object stores and sockets.
 //!
 //! ```
 //! use ts_format::{CatalogReader, Dtype};
 //!
-//! // One safetensors file, held in memory here.
+//! // A safetensors file in memory.
 //! let header = br#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
 //! let mut file = (header.len() as u64).to_le_bytes().to_vec();
 //! file.extend_from_slice(header);
@@ -20,20 +21,17 @@
 //!     reader.feed(&file[need.offset as usize..end], file.len() as u64)?;
 //! }
 //! let catalog = reader.finish()?;
-//! let tensor = catalog.tensor("w").expect("it is in the header");
+//! let tensor = catalog.tensor("w").expect("listed in the header");
 //! assert_eq!((tensor.dtype(), tensor.range().offset), (Dtype::F32, 8 + header.len() as u64));
 //! # Ok::<(), ts_format::Error>(())
 //! ```
 //!
 //! # Invariants
-//! - Every [`ByteRange`] of a [`Catalog`] lies inside the file that it names, as long as that file
-//!   was when its header was read; the ranges of a tensor add up to exactly its dtype times its
-//!   shape.
-//! - Nothing is allocated before its size was checked against the file's, and nothing in a file is
-//!   evaluated.
-//!
-//! # Features
-//! None.
+//! - Every [`ByteRange`] of a [`Catalog`] is [virtual](ByteRange::DECODED) or lies within its file,
+//!   at the length that the file had when its header was read. The ranges of a tensor add up to
+//!   exactly the size of its dtype and shape.
+//! - Sizes are checked against the length of the file before memory is allocated.
+//! - Nothing in a file is evaluated.
 #![deny(unsafe_code)]
 
 mod catalog;

@@ -1,22 +1,30 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use crate::Dtype;
 
-/// What a tensor is, without its bytes: row-major and contiguous, little-endian.
+/// The dtype and shape of a tensor. Its elements are little-endian, row-major and contiguous.
+///
+/// ```
+/// use ts_format::{Dtype, TensorMeta};
+///
+/// let meta = TensorMeta { dtype: Dtype::BF16, shape: vec![3, 5] };
+/// assert_eq!((meta.element_count(), meta.byte_len()), (Some(15), Some(30)));
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorMeta {
     /// Element type.
     pub dtype: Dtype,
-    /// Elements along each dimension, outermost first; empty for a scalar.
+    /// Length of each dimension in elements, outermost first; empty for a scalar.
     pub shape: Vec<u64>,
 }
 
 impl TensorMeta {
-    /// Number of elements, or `None` if it does not fit in 64 bits.
+    /// Returns the number of elements, or `None` if it does not fit in 64 bits.
     pub fn element_count(&self) -> Option<u64> {
         self.shape.iter().try_fold(1u64, |count, &n| count.checked_mul(n))
     }
 
-    /// Length in bytes, or `None` if it does not fit in 64 bits or is not a whole number of bytes.
+    /// Returns the length in bytes, or `None` if it does not fit in 64 bits or is not a whole
+    /// number of bytes.
     pub fn byte_len(&self) -> Option<u64> {
         self.dtype.byte_len(&self.shape)
     }
@@ -31,7 +39,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_are_exact_or_absent() {
+    fn byte_len_is_exact_or_none() {
         assert_eq!(meta(Dtype::F32, &[]).byte_len(), Some(4));
         assert_eq!(meta(Dtype::BF16, &[3, 0]).byte_len(), Some(0));
         assert_eq!(meta(Dtype::F4, &[2]).byte_len(), Some(1));

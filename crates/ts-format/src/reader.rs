@@ -8,130 +8,152 @@ use crate::superblock::{self, DATA_START, MAGIC, Superblock};
 use crate::table::Table;
 use crate::{Error, index};
 
-/// Bytes that a [`CatalogReader`] wants next.
+/// The byte range that a [`CatalogReader`] needs next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Need {
-    /// The file, by the name it was introduced with.
+    /// Name of the file, as passed to the reader or derived from the shard index.
     pub file: String,
-    /// First byte.
+    /// Offset of the first byte.
     pub offset: u64,
-    /// Length in bytes; a file that ends earlier is fed as far as it goes.
+    /// Length in bytes. If the file ends earlier, feed what there is.
     pub len: u64,
 }
 
-/// Builds a [`Catalog`] from bytes it asks for: `while let Some(need) = need() { feed(..) }`, then
-/// `finish`.
+/// Builds a [`Catalog`] without doing I/O: the reader requests byte ranges, and the caller feeds
+/// them.
+///
+/// ```
+/// use ts_format::CatalogReader;
+///
+/// let file = b"\x02\0\0\0\0\0\0\0{}"; // a safetensors file without tensors
+/// let mut reader = CatalogReader::single("empty.safetensors");
+/// while let Some(need) = reader.need() {
+///     let bytes = &file[need.offset as usize..][..need.len as usize];
+///     reader.feed(bytes, file.len() as u64)?;
+/// }
+/// assert_eq!(reader.finish()?.tensors().len(), 0);
+/// # Ok::<(), ts_format::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct CatalogReader {
     root: String,
-    state: State,
+    state: ReaderState,
     lenient: bool,
-    /// Tensor -> shard, when an index was read.
+    /// Maps tensors to shards, after a shard index was read.
     weight_map: Option<BTreeMap<String, String>>,
-    waiting: VecDeque<String>,
+    pending_shards: VecDeque<String>,
     files: Vec<FileEntry>,
     table: Table,
 }
 
 #[derive(Debug)]
-enum State {
-    Index,
+enum ReaderState {
+    ShardIndex,
+    /// The first 8 bytes, which tell the formats apart.
     Prefix(String),
+    /// The JSON header of a safetensors file, and its length.
     Header(String, u64),
     Superblocks(String),
-    Container(String, Superblock),
+    /// The index of a `.ts` file.
+    ContainerIndex(String, Superblock),
     Done,
 }
 
 impl CatalogReader {
-    /// Reads one file, safetensors or `.ts`, whichever its first bytes say.
+    /// Creates a reader for one file. Its first bytes decide whether it is read as safetensors or
+    /// as `.ts`.
     pub fn single(file: impl Into<String>) -> Self {
         let root = file.into();
-        Self::new(root.clone(), State::Prefix(root))
+        Self::new(root.clone(), ReaderState::Prefix(root))
     }
 
-    /// Reads a shard index (`model.safetensors.index.json`), then the header of every shard it
-    /// names. Shards are asked for by the index's own directory and their name.
+    /// Creates a reader for a shard index (`model.safetensors.index.json`) and the headers of all
+    /// shards that it names. The names of shards in [`need`](Self::need) are prefixed with the
+    /// directory of the index.
     pub fn sharded(index: impl Into<String>) -> Self {
-        Self::new(index.into(), State::Index)
+        Self::new(index.into(), ReaderState::ShardIndex)
     }
 
-    fn new(root: String, state: State) -> Self {
-        let (lenient, weight_map, waiting) = (false, None, VecDeque::new());
+    fn new(root: String, state: ReaderState) -> Self {
+        let (lenient, weight_map, pending_shards) = (false, None, VecDeque::new());
         let (files, table) = (Vec::new(), Table::default());
-        Self { root, state, lenient, weight_map, waiting, files, table }
+        Self { root, state, lenient, weight_map, pending_shards, files, table }
     }
 
-    /// Takes safetensors files as their library does, which are otherwise refused: names that are
-    /// empty, have a NUL or stand twice (the last one counts), unknown fields, metadata keys that
-    /// stand twice, space before the header, a rank over 64, up to 255.
+    /// Accepts the safetensors files that the safetensors library accepts, up to rank 255.
+    ///
+    /// By default these are refused: duplicate tensor names and metadata keys (a lenient reader
+    /// uses the last one), empty names, NUL in names, unknown fields, whitespace before the header,
+    /// metadata that is `null`, and ranks over 64.
     #[must_use]
     pub fn lenient(self) -> Self {
         Self { lenient: true, ..self }
     }
 
-    /// The bytes to feed next; `None` when the catalog is complete.
+    /// Returns the byte range to feed next, or `None` if the catalog is complete.
     pub fn need(&self) -> Option<Need> {
         let (file, offset, len) = match &self.state {
-            State::Index => (&self.root, 0, MAX_INDEX_LEN + 1),
-            State::Prefix(file) => (file, 0, PREFIX_LEN),
-            State::Header(file, len) => (file, PREFIX_LEN, *len),
-            State::Superblocks(file) => (file, 0, DATA_START),
-            State::Container(file, block) => (file, block.index_offset, block.index_len),
-            State::Done => return None,
+            ReaderState::ShardIndex => (&self.root, 0, MAX_INDEX_LEN + 1),
+            ReaderState::Prefix(file) => (file, 0, PREFIX_LEN),
+            ReaderState::Header(file, len) => (file, PREFIX_LEN, *len),
+            ReaderState::Superblocks(file) => (file, 0, DATA_START),
+            ReaderState::ContainerIndex(file, block) => (file, block.index_offset, block.index_len),
+            ReaderState::Done => return None,
         };
         Some(Need { file: file.clone(), offset, len })
     }
 
-    /// Takes the bytes that [`need`](Self::need) asked for, of a file that is `file_len` bytes
-    /// long.
+    /// Parses the bytes that [`need`](Self::need) requested. `file_len` is the length of the whole
+    /// file.
     ///
     /// # Errors
-    /// The file is wrong: the error names it, the place and the reason. The reader is then of no
-    /// further use.
+    /// Returns an error of kind [`ErrorKind::BadFile`](crate::ErrorKind::BadFile) if the file is
+    /// malformed or truncated. The reader must not be used afterwards.
     pub fn feed(&mut self, bytes: &[u8], file_len: u64) -> Result<(), Error> {
-        match std::mem::replace(&mut self.state, State::Done) {
-            State::Index => self.feed_index(bytes)?,
-            State::Prefix(file) if bytes == MAGIC => self.state = State::Superblocks(file),
-            State::Superblocks(file) => {
-                let block = superblock::active(&file, bytes, file_len)?;
-                self.state = State::Container(file, block);
+        match std::mem::replace(&mut self.state, ReaderState::Done) {
+            ReaderState::ShardIndex => self.feed_index(bytes)?,
+            ReaderState::Prefix(file) if bytes == MAGIC => {
+                self.state = ReaderState::Superblocks(file);
             }
-            State::Container(file, block) => {
+            ReaderState::Superblocks(file) => {
+                let block = superblock::active(&file, bytes, file_len)?;
+                self.state = ReaderState::ContainerIndex(file, block);
+            }
+            ReaderState::ContainerIndex(file, block) => {
                 if bytes.len() as u64 != block.index_len {
                     let (what, offset) = ("the index".into(), block.index_offset);
                     let end = offset + block.index_len;
                     return Err(Error::Truncated { file, what, offset, end, file_len });
                 }
                 let (metadata, table) = index::parse(&file, bytes, &block)?;
-                self.take_file(file, table, metadata, file_len, Some(block))?;
+                self.add_file(file, table, metadata, file_len, Some(block))?;
                 self.next_shard();
             }
-            State::Prefix(file) => {
+            ReaderState::Prefix(file) => {
                 let len = safetensors::header_len(&file, bytes, file_len)?;
-                self.state = State::Header(file, len);
+                self.state = ReaderState::Header(file, len);
             }
-            State::Header(file, len) => {
+            ReaderState::Header(file, len) => {
                 if bytes.len() as u64 != len {
                     let (what, end) = ("the safetensors header".into(), PREFIX_LEN + len);
                     return Err(Error::Truncated { file, what, offset: PREFIX_LEN, end, file_len });
                 }
                 let header = safetensors::parse_header(&file, bytes, file_len, self.lenient)?;
-                self.take_file(file, header.table, header.metadata, file_len, None)?;
+                self.add_file(file, header.table, header.metadata, file_len, None)?;
                 self.next_shard();
             }
-            State::Done => {}
+            ReaderState::Done => {}
         }
         Ok(())
     }
 
-    /// The finished catalog.
+    /// Returns the catalog.
     ///
     /// # Errors
-    /// [`Error::Incomplete`] when bytes are still wanted.
+    /// Returns [`Error::Incomplete`] if [`need`](Self::need) still requests bytes.
     pub fn finish(self) -> Result<Catalog, Error> {
         match self.state {
-            State::Done if !self.files.is_empty() => {
+            ReaderState::Done if !self.files.is_empty() => {
                 let mut table = self.table;
                 table.sort();
                 table.shrink();
@@ -146,28 +168,28 @@ impl CatalogReader {
             return Err(Error::header(
                 &self.root,
                 MAX_INDEX_LEN,
-                "the index is larger than 256 MiB",
+                "the shard index exceeds 256 MiB",
             ));
         }
         let mut map = sharded::parse_index(&self.root, bytes)?;
-        // Shards lie beside their index.
         let directory = self.root.rfind(['/', '\\']).map_or("", |at| &self.root[..=at]);
         map.values_mut().for_each(|shard| shard.insert_str(0, directory));
         let mut shards: Vec<&String> = map.values().collect();
         shards.sort_unstable();
         shards.dedup();
-        self.waiting = shards.into_iter().cloned().collect();
+        self.pending_shards = shards.into_iter().cloned().collect();
         self.weight_map = Some(map);
         self.next_shard();
         Ok(())
     }
 
     fn next_shard(&mut self) {
-        self.state = self.waiting.pop_front().map_or(State::Done, State::Prefix);
+        self.state = self.pending_shards.pop_front().map_or(ReaderState::Done, ReaderState::Prefix);
     }
 
-    /// Adds a file's tensors. With an index, just those it assigns to this shard, and all of those.
-    fn take_file(
+    /// Adds the tensors of a file. With a shard index, adds exactly the tensors that it assigns to
+    /// this shard.
+    fn add_file(
         &mut self,
         file: String,
         mut table: Table,
@@ -176,12 +198,12 @@ impl CatalogReader {
         superblock: Option<Superblock>,
     ) -> Result<(), Error> {
         if let Some(name) = table.sort() {
-            return Err(Error::header(&file, 0, format!("the name `{name}` stands twice")));
+            return Err(Error::header(&file, 0, format!("duplicate tensor name `{name}`")));
         }
         if let Some(map) = &self.weight_map {
             let mut rows = std::mem::take(&mut table.rows);
             rows.retain(|row| map.get(table.name(row)).is_some_and(|shard| *shard == file));
-            // Both are sorted by name: the first that differs is missing.
+            // Both are sorted by name, so the first difference is a missing tensor.
             let mut wanted =
                 map.iter().filter(|(_, shard)| **shard == file).map(|(tensor, _)| tensor);
             let missing =
@@ -192,7 +214,8 @@ impl CatalogReader {
             }
             table.rows = rows;
         }
-        let id = u32::try_from(self.files.len()).expect("an index of 256 MiB names fewer files");
+        let id = u32::try_from(self.files.len())
+            .expect("an index of 256 MiB names fewer than 2^32 files");
         self.table.append(&table, id)?;
         self.files.push(FileEntry { name: file, len: file_len, metadata, superblock });
         Ok(())

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The safetensors header: 8 bytes of length, JSON, then the data of all tensors without a gap.
+//! The safetensors header: a length of 8 bytes, then JSON. The data of all tensors follow without
+//! gaps.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
@@ -10,14 +11,14 @@ use serde::de::{DeserializeOwned, MapAccess, Visitor};
 
 use crate::error::{check_name, describe};
 use crate::index::MAX_RANK;
-use crate::json::{offset_of, unique};
-use crate::table::{Kept, NewRow, Table};
+use crate::json::{offset_of, unique_strings};
+use crate::table::{Layout, NewRow, Table};
 use crate::{Dtype, Error, TensorMeta};
 
-/// Longest JSON header that is read, in bytes: the limit of the safetensors library itself.
+/// Maximum length of the JSON header in bytes, as in the safetensors library.
 pub const MAX_HEADER_LEN: u64 = 100_000_000;
 
-/// Length of the field that holds the header's length.
+/// Length in bytes of the field with the length of the header.
 pub(crate) const PREFIX_LEN: u64 = 8;
 
 #[derive(Debug)]
@@ -26,7 +27,7 @@ pub(crate) struct Header {
     pub(crate) metadata: BTreeMap<String, String>,
 }
 
-/// Checks the length field of `file` and returns the length of the JSON behind it.
+/// Validates the length field of `file` and returns the length of the JSON in bytes.
 pub(crate) fn header_len(file: &str, prefix: &[u8], file_len: u64) -> Result<u64, Error> {
     let truncated = |what: &str, offset, end| Error::Truncated {
         file: file.into(),
@@ -40,8 +41,8 @@ pub(crate) fn header_len(file: &str, prefix: &[u8], file_len: u64) -> Result<u64
     let len = u64::from_le_bytes(prefix);
     if len > MAX_HEADER_LEN {
         let reason = format!(
-            "the header length field says {len} bytes, more than the {MAX_HEADER_LEN} allowed: \
-             this is not a safetensors file, or it is damaged"
+            "header length {len} exceeds the maximum of {MAX_HEADER_LEN}: this is not a \
+             safetensors file, or it is damaged"
         );
         return Err(Error::header(file, 0, reason));
     }
@@ -51,8 +52,8 @@ pub(crate) fn header_len(file: &str, prefix: &[u8], file_len: u64) -> Result<u64
     Ok(len)
 }
 
-/// Parses the JSON of a header and checks every claim it makes about a file of `file_len` bytes. A
-/// `lenient` reader takes what the safetensors library does.
+/// Parses and validates the JSON of a header. With `lenient`, accepts what the safetensors library
+/// accepts.
 pub(crate) fn parse_header(
     file: &str,
     json: &[u8],
@@ -75,37 +76,51 @@ pub(crate) fn parse_header(
         parsed.map_err(|e| Error::header(file, PREFIX_LEN + offset_of(json, &e), e.to_string()))?;
     let data_start = PREFIX_LEN + json.len() as u64;
     let mut table = Table::default();
-    let mut places = Vec::with_capacity(tensors.len());
+    let mut rows = Vec::with_capacity(tensors.len());
     let max_rank = if lenient { usize::from(u8::MAX) } else { MAX_RANK };
     for (name, info) in &tensors {
         let tensor = check_tensor(file, name, info, max_rank, data_start, file_len)?;
         table.push_shape(info.shape.iter().copied());
-        // The rank was checked.
-        table.push(file, &tensor, Kept::Plain, info.shape.len() as u8, [0; 16])?;
-        places.push(tensor);
+        table.push(file, &tensor, Layout::Plain, info.shape.len() as u8, [0; 16])?;
+        rows.push(tensor);
     }
-    places.sort_by_key(|t| (t.offset, t.len));
-    check_cover(file, &places, data_start, file_len)?;
+    rows.sort_by_key(|t| (t.offset, t.len));
+    check_contiguous(file, &rows, data_start, file_len)?;
     Ok(Header { table, metadata })
 }
 
-/// How a safetensors file of given tensors begins, and in which order their data follow.
+/// The header of a new safetensors file, and the order of its data.
+///
+/// ```
+/// use ts_format::{Dtype, SafetensorsLayout, TensorMeta};
+///
+/// let meta = |dtype| TensorMeta { dtype, shape: vec![2] };
+/// let (a, b) = (meta(Dtype::U8), meta(Dtype::F32));
+/// let layout = SafetensorsLayout::new(&[("a", &a), ("b", &b)], &Default::default())?;
+/// let mut file = layout.header; // then the data: 8 bytes of `b`, 2 bytes of `a`
+/// assert_eq!(layout.order, [1, 0]);
+/// file.extend([0; 8 + 2]);
+/// # assert_eq!(ts_format::Catalog::from_bytes("m", &file)?.tensors().len(), 2);
+/// # Ok::<(), ts_format::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SafetensorsLayout {
     /// The first bytes of the file.
     pub header: Vec<u8>,
-    /// Indices of the tensors, in the order of their data: as the safetensors library orders them,
-    /// by dtype from wide to narrow and then by name, so that its files come out byte for byte.
+    /// Indices of the tensors, in the order of their data. As in the safetensors library, they are
+    /// sorted by descending [`Dtype`] and then by name, so files are equal byte for byte.
     pub order: Vec<usize>,
 }
 
 impl SafetensorsLayout {
-    /// Lays out tensors, given by name, and the file's metadata.
+    /// Computes the layout of a file with these tensors and this metadata.
     ///
     /// # Errors
-    /// [`Error::Unwritable`] for a name that is empty, has a NUL, is `__metadata__` or stands
-    /// twice, a rank over 64, a size that is no whole number of bytes, or a header over
-    /// [`MAX_HEADER_LEN`].
+    /// Returns [`Error::Unwritable`] if:
+    /// - a name is empty, contains NUL, is `__metadata__`, or is used twice;
+    /// - a rank exceeds 64;
+    /// - a size is not a whole number of bytes below 2^64;
+    /// - the header exceeds [`MAX_HEADER_LEN`].
     pub fn new(
         tensors: &[(&str, &TensorMeta)],
         metadata: &BTreeMap<String, String>,
@@ -123,14 +138,21 @@ impl SafetensorsLayout {
             let bad = |reason: String| Error::Unwritable { tensor: name.into(), reason };
             check_name(name).map_err(bad)?;
             if name == "__metadata__" || !seen.insert(name) {
-                return Err(bad("the name is taken".into()));
+                return Err(bad("duplicate or reserved name".into()));
             }
             if meta.shape.len() > MAX_RANK {
-                return Err(bad(format!("rank {}, more than {MAX_RANK}", meta.shape.len())));
+                return Err(bad(format!(
+                    "rank {} exceeds the maximum of {MAX_RANK}",
+                    meta.shape.len()
+                )));
             }
             let end = meta.byte_len().and_then(|len| at.checked_add(len));
-            let end = end
-                .ok_or_else(|| bad(format!("{} has no size", describe(meta.dtype, &meta.shape))))?;
+            let end = end.ok_or_else(|| {
+                let what = describe(meta.dtype, &meta.shape);
+                bad(format!(
+                    "{what} is not a whole number of bytes, or the file exceeds 2^64 bytes"
+                ))
+            })?;
             let shape = serde_json::to_string(&meta.shape).expect("numbers are JSON");
             json.push_str(&format!(
                 "{}:{{\"dtype\":\"{}\",\"shape\":{shape},\"data_offsets\":[{at},{end}]}},",
@@ -145,7 +167,7 @@ impl SafetensorsLayout {
         json.push('}');
         json.push_str(&" ".repeat(json.len().next_multiple_of(8) - json.len()));
         if json.len() as u64 > MAX_HEADER_LEN {
-            let reason = format!("the header would be over {MAX_HEADER_LEN} bytes");
+            let reason = format!("the header would exceed {MAX_HEADER_LEN} bytes");
             return Err(Error::Unwritable { tensor: String::new(), reason });
         }
         let mut header = (json.len() as u64).to_le_bytes().to_vec();
@@ -174,18 +196,21 @@ fn check_tensor<'a>(
         return Err(bad(format!("unknown dtype `{}`", info.dtype)));
     };
     if begin > end {
-        return Err(bad(format!("data_offsets [{begin}, {end}] run backwards")));
+        return Err(bad(format!("data_offsets [{begin}, {end}] end before they begin")));
     }
     if info.shape.len() > max_rank {
-        return Err(bad(format!("rank {}, more than {max_rank}", info.shape.len())));
+        return Err(bad(format!("rank {} exceeds the maximum of {max_rank}", info.shape.len())));
     }
     let Some(len) = dtype.byte_len(&info.shape) else {
         let what = describe(dtype, &info.shape);
-        return Err(bad(format!("{what} is no whole number of bytes below 2^64")));
+        return Err(bad(format!("{what} is not a whole number of bytes below 2^64")));
     };
     if len != end - begin {
         let what = describe(dtype, &info.shape);
-        return Err(bad(format!("{what} is {len} bytes, its data_offsets hold {}", end - begin)));
+        return Err(bad(format!(
+            "{what} has {len} bytes, but its data_offsets span {}",
+            end - begin
+        )));
     }
     match data_start.checked_add(end) {
         Some(stop) if stop <= file_len => Ok(NewRow { name, dtype, offset, len }),
@@ -199,8 +224,9 @@ fn check_tensor<'a>(
     }
 }
 
-/// The data must be covered from its first byte to the end of the file, each byte by one tensor.
-fn check_cover(
+/// Checks that each byte from `data_start` to the end of the file belongs to exactly one tensor.
+/// `tensors` must be sorted by offset.
+fn check_contiguous(
     file: &str,
     tensors: &[NewRow<'_>],
     data_start: u64,
@@ -209,12 +235,8 @@ fn check_cover(
     let mut next = data_start;
     for t in tensors {
         if t.offset != next {
-            let how = if t.offset < next {
-                "overlaps the tensor before it"
-            } else {
-                "leaves a gap before it"
-            };
-            let reason = format!("its data {how}, which ends at byte {next}");
+            let how = if t.offset < next { "overlaps the previous tensor" } else { "leaves a gap" };
+            let reason = format!("its data {how} (expected it to begin at byte {next})");
             return Err(Error::BadTensor {
                 file: file.into(),
                 tensor: t.name.into(),
@@ -234,7 +256,7 @@ fn check_cover(
     Ok(())
 }
 
-/// What a header says of a tensor. Other fields are passed over.
+/// The header entry of a tensor. Unknown fields are ignored.
 #[derive(Deserialize)]
 struct RawTensor {
     dtype: String,
@@ -242,7 +264,7 @@ struct RawTensor {
     data_offsets: (u64, u64),
 }
 
-/// The same, without other fields.
+/// The header entry of a tensor. Unknown fields are errors.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct StrictTensor {
@@ -257,25 +279,25 @@ impl From<StrictTensor> for RawTensor {
     }
 }
 
-/// Which kind of entry a header is read as, and so how strictly.
-trait Entry: DeserializeOwned + Into<RawTensor> {
+/// The type of the header entries, which decides how strictly a header is read.
+trait HeaderEntry: DeserializeOwned + Into<RawTensor> {
     type Metadata: DeserializeOwned + Into<Option<BTreeMap<String, String>>>;
-    /// Whether a name may be empty, have a NUL, or stand twice: the last one counts then.
-    const ANY_NAME: bool;
+    /// Whether names may be empty, contain NUL, or be used twice (the last entry wins).
+    const LENIENT_NAMES: bool;
 }
 
-impl Entry for RawTensor {
+impl HeaderEntry for RawTensor {
     type Metadata = Option<BTreeMap<String, String>>;
-    const ANY_NAME: bool = true;
+    const LENIENT_NAMES: bool = true;
 }
 
-impl Entry for StrictTensor {
+impl HeaderEntry for StrictTensor {
     type Metadata = UniqueKeys;
-    const ANY_NAME: bool = false;
+    const LENIENT_NAMES: bool = false;
 }
 
 #[derive(Deserialize)]
-struct UniqueKeys(#[serde(deserialize_with = "unique")] BTreeMap<String, String>);
+struct UniqueKeys(#[serde(deserialize_with = "unique_strings")] BTreeMap<String, String>);
 
 impl From<UniqueKeys> for Option<BTreeMap<String, String>> {
     fn from(UniqueKeys(map): UniqueKeys) -> Self {
@@ -289,17 +311,16 @@ struct RawHeader<E> {
     entry: PhantomData<E>,
 }
 
-impl<'de, E: Entry> Deserialize<'de> for RawHeader<E> {
+impl<'de, E: HeaderEntry> Deserialize<'de> for RawHeader<E> {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_map(HeaderVisitor(PhantomData))
     }
 }
 
-/// A map's visitor rather than a map, because a map would keep the last of two equal names in
-/// silence.
+/// Reads entries one by one, because a map would silently keep the last of two equal names.
 struct HeaderVisitor<E>(PhantomData<E>);
 
-impl<'de, E: Entry> Visitor<'de> for HeaderVisitor<E> {
+impl<'de, E: HeaderEntry> Visitor<'de> for HeaderVisitor<E> {
     type Value = RawHeader<E>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -312,19 +333,19 @@ impl<'de, E: Entry> Visitor<'de> for HeaderVisitor<E> {
         let mut seen = HashMap::new();
         while let Some(name) = map.next_key::<String>()? {
             let before = seen.insert(name.clone(), header.tensors.len());
-            if before.is_some() && (!E::ANY_NAME || name == "__metadata__") {
-                return Err(serde::de::Error::custom(format!("the name `{name}` stands twice")));
+            if before.is_some() && (!E::LENIENT_NAMES || name == "__metadata__") {
+                return Err(serde::de::Error::custom(format!("duplicate tensor name `{name}`")));
             }
             if name == "__metadata__" {
                 header.metadata = map.next_value::<E::Metadata>()?.into().unwrap_or_default();
                 continue;
             }
-            if !E::ANY_NAME {
+            if !E::LENIENT_NAMES {
                 check_name(&name).map_err(serde::de::Error::custom)?;
             }
             let tensor: RawTensor = map.next_value::<E>()?.into();
-            // The library minds also in an entry that a later one takes the place of.
-            if E::ANY_NAME && Dtype::from_name(&tensor.dtype).is_none() {
+            // Like the library, check the dtype of entries that a later duplicate replaces, too.
+            if E::LENIENT_NAMES && Dtype::from_name(&tensor.dtype).is_none() {
                 return Err(serde::de::Error::custom(format!("unknown dtype `{}`", tensor.dtype)));
             }
             match before {

@@ -1,35 +1,35 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The lossless float split. A float's sign and mantissa are noise in trained weights and its
-//! exponent is not: so elements are rotated left by a bit, which leaves the exponent's bits
-//! together in the last byte, and taken apart into planes of their first, second, ... bytes. Each
-//! plane is kept as it is or Huffman-coded, as a standard zstd frame without matches, where that
-//! saves something. FORMAT.md is the normative page.
+//! The codec `split`, a lossless compression of floats. In trained weights, signs and mantissas are
+//! close to random, but exponents are not. Elements are rotated left by one bit, which moves the
+//! exponent to the last bytes, and then separated into planes: plane `i` is byte `i` of all
+//! elements. Each plane is stored as is or, if that saves enough, Huffman-coded, as a standard zstd
+//! frame without matches. FORMAT.md is normative.
 
 use zstd::zstd_safe::{self, CCtx, CParameter, DCtx, ParamSwitch};
 
 use crate::simd;
 
-/// Elements of a block, and so bytes of a plane in it: few enough for what is coded to stay in a
-/// core's own cache, enough that what a frame begins with costs nothing.
+/// Elements of a block, which is also the length of its planes in bytes. A block is small enough to
+/// stay in the cache of a core, and large enough that the headers of frames do not matter.
 pub(crate) const BLOCK: usize = 256 << 10;
-/// Bytes that share a Huffman code: each of these is tried for each plane.
+/// Block sizes for Huffman codes, in bytes. All are tried for each plane.
 const HUFFMAN_BLOCKS: [u32; 3] = [32 << 10, 64 << 10, 128 << 10];
-/// A plane is coded where that saves at least one part in so many.
-const WORTH: usize = 32;
-/// Bytes of a length in the table that a chunk begins with.
-const LEN: usize = 4;
+/// A plane is encoded only if that saves at least 1/32 of it.
+const MIN_SAVING: usize = 32;
+/// Length in bytes of an entry of the table that a chunk begins with.
+const ENTRY_LEN: usize = 4;
 
-/// Widths of elements, in bytes, that can be split.
+/// Widths of elements that can be split, in bytes.
 pub(crate) const WIDTHS: [usize; 4] = [1, 2, 4, 8];
 
-/// Makes frames of Huffman-coded literals and nothing else.
+/// An encoder for the codec `split`.
 pub(crate) struct Coder {
-    /// What is best depends on how fast the bytes' distribution changes; so one for each of
-    /// [`HUFFMAN_BLOCKS`].
+    /// One for each of [`HUFFMAN_BLOCKS`]. Which of them is best depends on how fast the
+    /// distribution of bytes changes.
     zstd: [CCtx<'static>; HUFFMAN_BLOCKS.len()],
-    /// Planes of a block.
+    /// Scratch memory: the planes of a block.
     planes: Vec<u8>,
-    /// The shortest frame so far, and another.
+    /// Scratch memory: the shortest frame so far, and the next one.
     frames: [Vec<u8>; 2],
 }
 
@@ -38,27 +38,27 @@ impl Coder {
         let zstd = HUFFMAN_BLOCKS.map(|len| {
             let mut context = CCtx::create();
             for parameter in [
-                // Steps over so many bytes that it never looks for a match: chance matches cost
-                // ratio and speed.
+                // The lowest level skips so many bytes that it does not search for matches.
+                // Accidental matches make frames longer and slower.
                 CParameter::CompressionLevel(zstd_safe::min_c_level()),
                 CParameter::LiteralCompressionMode(ParamSwitch::Enable),
                 CParameter::MaxBlockSize(len),
             ] {
                 context
                     .set_parameter(parameter)
-                    .expect("this version of zstd has these parameters");
+                    .expect("the bundled zstd supports these parameters");
             }
             context
         });
         Self { zstd, planes: Vec::new(), frames: Default::default() }
     }
 
-    /// Appends a coded chunk to `out`: a table of lengths, then the planes' blocks. `raw` is whole
-    /// elements of `width` bytes.
+    /// Appends an encoded chunk to `out`: a table of lengths, then the planes of each block. `raw`
+    /// consists of whole elements of `width` bytes.
     pub(crate) fn encode(&mut self, raw: &[u8], width: usize, out: &mut Vec<u8>) {
         let table = out.len();
         let blocks = raw.len().div_ceil(BLOCK * width);
-        out.resize(table + blocks * width * LEN, 0);
+        out.resize(table + blocks * width * ENTRY_LEN, 0);
         let mut planes = std::mem::take(&mut self.planes);
         planes.resize(BLOCK * width, 0);
         for (block, elements) in raw.chunks(BLOCK * width).enumerate() {
@@ -66,19 +66,19 @@ impl Coder {
             split(elements, width, &mut planes);
             for (plane, bytes) in planes.chunks_exact(BLOCK).enumerate() {
                 let begin = out.len();
-                out.extend_from_slice(self.shortest(&bytes[..count]));
+                out.extend_from_slice(self.encode_plane(&bytes[..count]));
                 let len = (out.len() - begin) as u32;
-                let at = table + (block * width + plane) * LEN;
-                out[at..at + LEN].copy_from_slice(&len.to_le_bytes());
+                let at = table + (block * width + plane) * ENTRY_LEN;
+                out[at..at + ENTRY_LEN].copy_from_slice(&len.to_le_bytes());
             }
         }
         self.planes = planes;
     }
 
-    /// A plane's bytes, or a frame of them if that is worth it.
-    fn shortest<'a>(&'a mut self, bytes: &'a [u8]) -> &'a [u8] {
-        let most = bytes.len() - bytes.len().div_ceil(WORTH);
-        if bound(bytes) > most {
+    /// Returns the shortest frame of a plane, or the plane itself if no frame saves enough.
+    fn encode_plane<'a>(&'a mut self, bytes: &'a [u8]) -> &'a [u8] {
+        let max_len = bytes.len() - bytes.len().div_ceil(MIN_SAVING);
+        if min_len(bytes) > max_len {
             return bytes;
         }
         let [best, other] = &mut self.frames;
@@ -92,13 +92,14 @@ impl Coder {
                 std::mem::swap(best, other);
             }
         }
-        if shortest <= most { &best[..shortest] } else { bytes }
+        if shortest <= max_len { &best[..shortest] } else { bytes }
     }
 }
 
-/// What a code for single bytes comes to at least: their entropy.
-fn bound(bytes: &[u8]) -> usize {
-    // Four tables, so that equal bytes in a row do not wait for each other.
+/// Returns the entropy of `bytes` in bytes: a lower bound on the length of any code for single
+/// bytes.
+fn min_len(bytes: &[u8]) -> usize {
+    // With four tables, runs of equal bytes do not stall on the same counter.
     let mut counts = [[0u32; 256]; 4];
     let (quads, rest) = bytes.as_chunks::<4>();
     for quad in quads {
@@ -116,10 +117,11 @@ fn bound(bytes: &[u8]) -> usize {
     (bits / 8.0) as usize
 }
 
-/// Decodes a chunk into `out`, which is whole elements of `width` bytes. `planes` is scratch.
+/// Decodes a chunk into `out`, which consists of whole elements of `width` bytes. `planes` is
+/// scratch memory.
 ///
 /// # Errors
-/// What is wrong with `coded`; `out` then has any bytes.
+/// Returns the reason if `coded` is invalid. The content of `out` is then unspecified.
 pub(crate) fn decode(
     coded: &[u8],
     width: usize,
@@ -128,39 +130,43 @@ pub(crate) fn decode(
     out: &mut [u8],
 ) -> Result<(), String> {
     let blocks = out.len().div_ceil(BLOCK * width);
-    let Some((table, mut data)) = coded.split_at_checked(blocks * width * LEN) else {
-        return Err("it ends within its table".into());
+    let Some((table, mut data)) = coded.split_at_checked(blocks * width * ENTRY_LEN) else {
+        return Err("truncated table of lengths".into());
     };
     let stride = BLOCK.min(out.len() / width).max(1);
     planes.resize(stride * width, 0);
-    let mut lens = table.as_chunks::<LEN>().0.iter().map(|len| u32::from_le_bytes(*len) as usize);
+    let mut lens =
+        table.as_chunks::<ENTRY_LEN>().0.iter().map(|len| u32::from_le_bytes(*len) as usize);
     for elements in out.chunks_mut(BLOCK * width) {
         let count = elements.len() / width;
-        let mut ready: [&[u8]; 8] = [&[]; 8];
-        for (plane, scratch) in ready.iter_mut().zip(planes.chunks_exact_mut(stride)) {
-            let len = lens.next().expect("the table has a length for each");
-            let (bytes, later) = data.split_at_checked(len).ok_or("it ends within a plane")?;
-            data = later;
+        let mut decoded: [&[u8]; 8] = [&[]; 8];
+        for (plane, scratch) in decoded.iter_mut().zip(planes.chunks_exact_mut(stride)) {
+            let len = lens.next().expect("the table has an entry for each plane");
+            let (bytes, rest) = data.split_at_checked(len).ok_or("truncated plane")?;
+            data = rest;
             *plane = if len == count {
                 bytes
             } else {
                 let scratch = &mut scratch[..count];
-                let came = zstd.decompress(scratch, bytes).map_err(zstd_safe::get_error_name)?;
-                if came != count {
-                    return Err(format!("a plane of {came} bytes, not {count}"));
+                let decoded_len =
+                    zstd.decompress(scratch, bytes).map_err(zstd_safe::get_error_name)?;
+                if decoded_len != count {
+                    return Err(format!(
+                        "a plane decodes to {decoded_len} bytes (expected {count})"
+                    ));
                 }
                 scratch
             };
         }
-        merge(&ready, width, elements);
+        merge(&decoded, width, elements);
     }
     match data.len() {
         0 => Ok(()),
-        more => Err(format!("{more} bytes behind its last plane")),
+        more => Err(format!("{more} trailing bytes after the last plane")),
     }
 }
 
-/// Takes elements apart: plane `i` is at `i * BLOCK`.
+/// Separates elements into planes. Plane `i` starts at `i * BLOCK`.
 fn split(elements: &[u8], width: usize, planes: &mut [u8]) {
     let planes = planes.chunks_exact_mut(BLOCK);
     match width {
@@ -174,7 +180,7 @@ fn split(elements: &[u8], width: usize, planes: &mut [u8]) {
         8 => split_wide::<8>(elements, planes, |e| {
             u64::from_le_bytes(e).rotate_left(1).to_le_bytes()
         }),
-        _ => unreachable!("elements of {width} bytes are not split"),
+        _ => unreachable!("unsupported element width {width}"),
     }
 }
 
@@ -191,7 +197,7 @@ fn split_wide<'a, const W: usize>(
     }
 }
 
-/// Puts elements together from their planes.
+/// Reassembles elements from their planes.
 fn merge(planes: &[&[u8]; 8], width: usize, elements: &mut [u8]) {
     let [a, b, c, d, ..] = *planes;
     match width {
@@ -199,7 +205,7 @@ fn merge(planes: &[&[u8]; 8], width: usize, elements: &mut [u8]) {
         2 => simd::merge([a, b], elements.as_chunks_mut().0),
         4 => simd::merge([a, b, c, d], elements.as_chunks_mut().0),
         8 => simd::merge(*planes, elements.as_chunks_mut().0),
-        _ => unreachable!("elements of {width} bytes are not split"),
+        _ => unreachable!("unsupported element width {width}"),
     }
 }
 
@@ -209,7 +215,7 @@ mod tests {
 
     use super::*;
 
-    /// The definition, a byte at a time.
+    /// The definition of a plane, computed bit by bit.
     fn plane_byte(raw: &[u8], width: usize, plane: usize, element: usize) -> u8 {
         let bit = |i: usize| raw[element * width + i / 8] >> (i % 8) & 1;
         // Bit i of the rotated element is bit i - 1 of the element.
@@ -220,7 +226,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
         #[test]
-        fn what_is_split_is_merged(
+        fn encoded_chunks_round_trip(
             width in prop::sample::select(&WIDTHS[..]),
             count in prop_oneof![
                 0usize..40,
@@ -247,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn planes_are_what_the_definition_says() {
+    fn planes_match_the_definition() {
         let raw: Vec<u8> = (0..=255).map(|i: u8| i.wrapping_mul(151) ^ 0x5A).collect();
         for width in [2, 4, 8] {
             let mut planes = vec![0; BLOCK * width];

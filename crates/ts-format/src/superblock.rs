@@ -1,29 +1,33 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The two superblocks that a `.ts` file begins with, of which the newer valid one counts.
+//! The two superblocks at the start of a `.ts` file. The valid one with the higher generation is
+//! active.
 
 use twox_hash::XxHash3_64;
 
 use crate::Error;
 use crate::sharded::MAX_INDEX_LEN;
 
-/// The first bytes of a `.ts` file: no text, and broken by whatever converts line ends.
+/// The first bytes of a `.ts` file. As in PNG, they are chosen so that a conversion of line endings
+/// damages them.
 pub const MAGIC: [u8; 8] = *b"\x89TSF\r\n\x1a\n";
 
-/// Room of one superblock, in bytes: a sector of the devices that have the largest.
+/// Length of one superblock in bytes: the largest sector size of common devices.
 pub(crate) const SUPERBLOCK_LEN: u64 = 4096;
-/// Where data may begin.
+/// The lowest offset of data.
 pub(crate) const DATA_START: u64 = 2 * SUPERBLOCK_LEN;
-const SUPERBLOCK_USED: usize = 64;
+/// Length of the fields of a superblock; the rest is zero padding.
+const FIELDS_LEN: usize = 64;
 const MAJOR: u16 = 1;
-/// Of the version that is written.
+/// Minor version of the files that this crate writes.
 pub(crate) const MINOR: u16 = 0;
-/// Where the index is, as the active superblock says.
+
+/// A superblock, which locates the index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Superblock {
-    /// Whether it is the second one.
+    /// Whether this is superblock B.
     pub(crate) second: bool,
     pub(crate) generation: u64,
-    /// Of the version that wrote it.
+    /// Minor version of the writer.
     pub(crate) minor: u16,
     pub(crate) index_offset: u64,
     pub(crate) index_len: u64,
@@ -45,49 +49,48 @@ impl Superblock {
         out
     }
 
-    /// Where it is in the file.
+    /// Returns its offset in the file.
     pub(crate) fn offset(&self) -> u64 {
         if self.second { SUPERBLOCK_LEN } else { 0 }
     }
 
-    /// Reads one of the two; the reason when it is not valid.
+    /// Decodes a superblock, or returns why it is invalid.
     fn decode(block: &[u8], second: bool) -> Result<Self, String> {
-        let Some((used, padding)) = block.split_at_checked(SUPERBLOCK_USED) else {
-            return Err("it is cut off".into());
+        let Some((fields, padding)) = block.split_at_checked(FIELDS_LEN) else {
+            return Err("truncated".into());
         };
-        let word = |i: usize| u64::from_le_bytes(used[i..i + 8].try_into().expect("8 bytes"));
-        if used[..8] != MAGIC {
-            return Err("it does not begin as a superblock".into());
+        let word = |i: usize| u64::from_le_bytes(fields[i..i + 8].try_into().expect("8 bytes"));
+        if fields[..8] != MAGIC {
+            return Err("wrong magic bytes".into());
         }
-        if word(56) != XxHash3_64::oneshot(&used[..56]) {
-            return Err("its checksum is wrong".into());
+        if word(56) != XxHash3_64::oneshot(&fields[..56]) {
+            return Err("checksum mismatch".into());
         }
-        let major = u16::from_le_bytes([used[8], used[9]]);
+        let major = u16::from_le_bytes([fields[8], fields[9]]);
         if major != MAJOR {
-            return Err(format!("it is of version {major}, this reader knows version {MAJOR}"));
+            return Err(format!("unsupported version {major} (expected {MAJOR})"));
         }
-        if word(48) != 0 || used[12..16] != [0; 4] {
-            return Err("it has flags that this reader does not know".into());
+        if word(48) != 0 || fields[12..16] != [0; 4] {
+            return Err("unknown flags".into());
         }
         if padding.iter().any(|&b| b != 0) {
-            return Err("its padding is not zero".into());
+            return Err("nonzero padding".into());
         }
-        let minor = u16::from_le_bytes([used[10], used[11]]);
+        let minor = u16::from_le_bytes([fields[10], fields[11]]);
         let (generation, index_offset, index_len, index_hash) =
             (word(16), word(24), word(32), word(40));
         Ok(Self { second, generation, minor, index_offset, index_len, index_hash })
     }
 }
 
-/// The active superblock of a file's first 8192 bytes.
+/// Returns the active superblock. `bytes` are the first 8192 bytes of the file.
 pub(crate) fn active(file: &str, bytes: &[u8], file_len: u64) -> Result<Superblock, Error> {
     let (first, second) = bytes.split_at((SUPERBLOCK_LEN as usize).min(bytes.len()));
     let block = match (Superblock::decode(first, false), Superblock::decode(second, true)) {
         (Ok(a), Ok(b)) => std::cmp::max_by_key(a, b, |s| s.generation),
         (Ok(one), Err(_)) | (Err(_), Ok(one)) => one,
         (Err(first), Err(second)) => {
-            let reason =
-                format!("no valid superblock: of the first, {first}; of the second, {second}");
+            let reason = format!("no valid superblock (A: {first}; B: {second})");
             return Err(Error::header(file, 0, reason));
         }
     };
@@ -96,14 +99,14 @@ pub(crate) fn active(file: &str, bytes: &[u8], file_len: u64) -> Result<Superblo
         return Err(Error::header(
             file,
             0,
-            format!("an index of {} bytes is too large", block.index_len),
+            format!("index of {} bytes exceeds the maximum of {MAX_INDEX_LEN}", block.index_len),
         ));
     }
     if block.index_offset < DATA_START {
         return Err(Error::header(
             file,
             0,
-            format!("an index at byte {} is too early", block.index_offset),
+            format!("index offset {} is below the minimum of {DATA_START}", block.index_offset),
         ));
     }
     if end > file_len {

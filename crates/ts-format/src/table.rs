@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What files say of their tensors, in as little memory as will do: rows of one size, which point
-//! into lists that all of them share.
+//! A compact table of tensors. Rows have a fixed size and point into shared lists of names, shapes,
+//! checksums and chunks.
 
 use twox_hash::XxHash3_64;
 
@@ -8,28 +8,29 @@ use crate::catalog::ByteRange;
 use crate::digest::CHUNK_LEN;
 use crate::{Codec, Dtype, Error};
 
-/// A piece of a tensor's bytes that the file keeps by a codec: 2^20 of them, but for the last.
+/// A chunk of a compressed tensor: [`CHUNK_LEN`] bytes before encoding, or fewer for the last one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
-    /// Where it lies in the file.
+    /// Offset in the file.
     pub offset: u64,
-    /// Bytes it takes there.
+    /// Encoded length in bytes.
     pub len: u32,
-    /// How it is kept.
+    /// How it is encoded.
     pub codec: Codec,
-    /// For [`decode_chunk`](crate::decode_chunk).
+    /// Element width in bytes for [`Codec::Split`], else 0.
     pub width: u8,
-    /// XXH3 with 64 bits of the bytes that lie there.
+    /// 64-bit XXH3 of the encoded bytes.
     pub sum: u64,
 }
 
 impl Chunk {
-    /// Whether these are the bytes that were written there.
+    /// Returns whether `stored`, the encoded bytes, have the length and checksum of this chunk.
     pub fn matches(&self, stored: &[u8]) -> bool {
         stored.len() == self.len as usize && XxHash3_64::oneshot(stored) == self.sum
     }
 }
 
+/// The tensors of one or more files.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Table {
     pub(crate) rows: Vec<Row>,
@@ -39,42 +40,43 @@ pub(crate) struct Table {
     chunks: Vec<Chunk>,
 }
 
-/// How a tensor's bytes are kept.
+/// How the bytes of a tensor are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kept {
-    /// As they are.
+pub(crate) enum Layout {
+    /// Contiguous, without checksums.
     Plain,
-    /// As they are, with checksums.
-    Summed,
-    /// In chunks.
+    /// Contiguous, with a checksum for each chunk.
+    Checksummed,
+    /// In encoded chunks.
     Chunked,
 }
 
+/// A tensor. Its `*_start` fields are positions in the lists of its [`Table`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Row {
-    name_at: u32,
+    name_start: u32,
     name_len: u32,
-    shape_at: u32,
-    /// Into sums or chunks.
-    pieces_at: u32,
+    shape_start: u32,
+    /// In `sums` or `chunks`, depending on the layout.
+    chunks_start: u32,
     pub(crate) file: u32,
     pub(crate) dtype: Dtype,
     rank: u8,
-    pub(crate) kept: Kept,
+    pub(crate) layout: Layout,
     pub(crate) offset: u64,
-    /// Of the bytes as they are used.
+    /// Decoded length in bytes.
     pub(crate) len: u64,
-    /// An u128, which would be aligned as one.
+    /// A little-endian u128. As bytes, it does not align the row to 16.
     pub(crate) fingerprint: [u8; 16],
 }
 
 impl Row {
-    fn piece_count(&self) -> usize {
+    fn chunk_count(&self) -> usize {
         self.len.div_ceil(CHUNK_LEN) as usize
     }
 }
 
-/// What is known of a tensor when it is added.
+/// The name, dtype and range of a tensor to add.
 pub(crate) struct NewRow<'a> {
     pub(crate) name: &'a str,
     pub(crate) dtype: Dtype,
@@ -84,54 +86,54 @@ pub(crate) struct NewRow<'a> {
 
 impl Table {
     pub(crate) fn name(&self, row: &Row) -> &str {
-        &self.names[row.name_at as usize..][..row.name_len as usize]
+        &self.names[row.name_start as usize..][..row.name_len as usize]
     }
 
     pub(crate) fn shape(&self, row: &Row) -> &[u64] {
-        &self.shapes[row.shape_at as usize..][..usize::from(row.rank)]
+        &self.shapes[row.shape_start as usize..][..usize::from(row.rank)]
     }
 
     pub(crate) fn sums(&self, row: &Row) -> Option<&[u64]> {
-        let sums = || &self.sums[row.pieces_at as usize..][..row.piece_count()];
-        (row.kept == Kept::Summed).then(sums)
+        let sums = || &self.sums[row.chunks_start as usize..][..row.chunk_count()];
+        (row.layout == Layout::Checksummed).then(sums)
     }
 
     pub(crate) fn chunks(&self, row: &Row) -> Option<&[Chunk]> {
-        let chunks = || &self.chunks[row.pieces_at as usize..][..row.piece_count()];
-        (row.kept == Kept::Chunked).then(chunks)
+        let chunks = || &self.chunks[row.chunks_start as usize..][..row.chunk_count()];
+        (row.layout == Layout::Chunked).then(chunks)
     }
 
-    /// Adds a tensor; its shape and pieces were pushed just before.
+    /// Adds a tensor. Its shape, and its checksums or chunks, must have been pushed just before.
     pub(crate) fn push(
         &mut self,
         file: &str,
         new: &NewRow<'_>,
-        kept: Kept,
+        layout: Layout,
         rank: u8,
         fingerprint: [u8; 16],
     ) -> Result<(), Error> {
-        let place =
+        let to_u32 =
             |len: usize| u32::try_from(len).map_err(|_| Error::TooLarge { file: file.into() });
         let count = new.len.div_ceil(CHUNK_LEN) as usize;
-        let pieces_at = match kept {
-            Kept::Plain => 0,
-            Kept::Summed => place(self.sums.len() - count)?,
-            Kept::Chunked => place(self.chunks.len() - count)?,
+        let chunks_start = match layout {
+            Layout::Plain => 0,
+            Layout::Checksummed => to_u32(self.sums.len() - count)?,
+            Layout::Chunked => to_u32(self.chunks.len() - count)?,
         };
         let row = Row {
-            name_at: place(self.names.len())?,
-            name_len: place(new.name.len())?,
-            shape_at: place(self.shapes.len() - usize::from(rank))?,
-            pieces_at,
+            name_start: to_u32(self.names.len())?,
+            name_len: to_u32(new.name.len())?,
+            shape_start: to_u32(self.shapes.len() - usize::from(rank))?,
+            chunks_start,
             file: 0,
             dtype: new.dtype,
             rank,
-            kept,
+            layout,
             offset: new.offset,
             len: new.len,
             fingerprint,
         };
-        place(self.rows.len())?;
+        to_u32(self.rows.len())?;
         self.names.push_str(new.name);
         self.rows.push(row);
         Ok(())
@@ -151,29 +153,28 @@ impl Table {
         self.chunks.push(chunk);
     }
 
-    /// Adds another's rows, whose file 0 is this one's `first_file`.
+    /// Appends the rows of `other`, and adds `first_file` to their file numbers.
     pub(crate) fn append(&mut self, other: &Table, first_file: u32) -> Result<(), Error> {
-        let place =
+        let to_u32 =
             |len: usize| u32::try_from(len).map_err(|_| Error::TooLarge { file: String::new() });
-        // All that comes must be within reach, not only where it begins.
-        for (mine, theirs) in [
+        for (own, added) in [
             (self.rows.len(), other.rows.len()),
             (self.names.len(), other.names.len()),
             (self.shapes.len(), other.shapes.len()),
             (self.sums.len(), other.sums.len()),
             (self.chunks.len(), other.chunks.len()),
         ] {
-            place(mine + theirs)?;
+            to_u32(own + added)?;
         }
         let (names, shapes) = (self.names.len() as u32, self.shapes.len() as u32);
         let (sums, chunks) = (self.sums.len() as u32, self.chunks.len() as u32);
         self.rows.extend(other.rows.iter().map(|row| Row {
-            name_at: row.name_at + names,
-            shape_at: row.shape_at + shapes,
-            pieces_at: match row.kept {
-                Kept::Plain => 0,
-                Kept::Summed => row.pieces_at + sums,
-                Kept::Chunked => row.pieces_at + chunks,
+            name_start: row.name_start + names,
+            shape_start: row.shape_start + shapes,
+            chunks_start: match row.layout {
+                Layout::Plain => 0,
+                Layout::Checksummed => row.chunks_start + sums,
+                Layout::Chunked => row.chunks_start + chunks,
             },
             file: row.file + first_file,
             ..*row
@@ -185,7 +186,7 @@ impl Table {
         Ok(())
     }
 
-    /// Gives back the room that came of growing.
+    /// Releases unused capacity.
     pub(crate) fn shrink(&mut self) {
         self.rows.shrink_to_fit();
         self.names.shrink_to_fit();
@@ -194,16 +195,17 @@ impl Table {
         self.chunks.shrink_to_fit();
     }
 
-    /// Sorts by name; the name that stands twice, if one does.
+    /// Sorts the rows by name. Returns a duplicate name, if there is one.
     pub(crate) fn sort(&mut self) -> Option<&str> {
         let mut rows = std::mem::take(&mut self.rows);
         rows.sort_unstable_by(|a, b| self.name(a).cmp(self.name(b)));
         self.rows = rows;
-        let twice = self.rows.windows(2).find(|pair| self.name(&pair[0]) == self.name(&pair[1]))?;
-        Some(self.name(&twice[0]))
+        let duplicate =
+            self.rows.windows(2).find(|pair| self.name(&pair[0]) == self.name(&pair[1]))?;
+        Some(self.name(&duplicate[0]))
     }
 
-    /// Bytes of memory that it takes, names aside.
+    /// Returns the allocated memory in bytes, without names.
     pub(crate) fn heap_bytes(&self) -> usize {
         self.rows.capacity() * size_of::<Row>()
             + self.shapes.capacity() * size_of::<u64>()
@@ -211,7 +213,8 @@ impl Table {
             + self.chunks.capacity() * size_of::<Chunk>()
     }
 
-    /// What takes room in the file, in order: offset, length and the tensor it is of.
+    /// Returns the offset, length and tensor of all stored byte ranges, sorted by offset. Expects
+    /// the rows of a single file.
     pub(crate) fn extents(&self) -> Vec<(u64, u64, &Row)> {
         let mut extents = Vec::with_capacity(self.rows.len());
         for row in self.rows.iter().filter(|row| row.len > 0) {
@@ -227,8 +230,8 @@ impl Table {
     }
 }
 
-/// The next place for bytes that are kept compressed: behind `end`, at this phase.
-pub(crate) fn decoded_place(end: u64, phase: u8) -> u64 {
+/// Returns the first virtual offset from `end` on that has this phase (offset modulo 64).
+pub(crate) fn next_virtual_offset(end: u64, phase: u8) -> u64 {
     debug_assert!(end >= ByteRange::DECODED);
     let phase = u64::from(phase) % 64;
     (end + 63 - phase) / 64 * 64 + phase

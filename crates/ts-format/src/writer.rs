@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Writing `.ts` files, but for the writing itself.
+//! Layout of new and appended `.ts` files. The caller does the I/O.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -8,20 +8,22 @@ use twox_hash::{XxHash3_64, XxHash3_128};
 use crate::codec::Encoded;
 use crate::digest::{CHUNK_LEN, Digest, Digester};
 use crate::error::{check_name, describe};
-use crate::index::{IndexWriter, MAX_RANK, Written, most_record_bytes, put_text};
+use crate::index::{IndexWriter, MAX_RANK, Placement, max_record_len, put_str};
 use crate::sharded::MAX_INDEX_LEN;
 use crate::superblock::{DATA_START, MINOR, Superblock};
 use crate::table::Chunk;
 use crate::{Catalog, Error, FileEntry, Tensor, TensorMeta};
 
-/// Tensors begin at multiples of this unless they have a phase.
+/// Tensors begin at multiples of this, plus their phase.
 const ALIGNMENT: u64 = 64;
-/// What is appended begins at a multiple of this: no block of a disk that has bytes in use is
-/// written again.
+/// Appended data begin at a multiple of this, so that no disk block with active data is
+/// overwritten.
 const BLOCK: u64 = 4096;
 
-/// Names the content of a tensor: 128 bits of XXH3 over its dtype, shape and the checksums of its
-/// bytes, each a mebibyte.
+/// Computes the fingerprint of a tensor, which identifies its content.
+///
+/// It is the 128-bit XXH3 of the dtype, the shape, and the checksum of each [`CHUNK_LEN`] bytes of
+/// decoded data. It does not depend on how the tensor is stored.
 pub fn tensor_fingerprint(meta: &TensorMeta, digest: &Digest) -> u128 {
     let mut described = vec![meta.dtype.code(), meta.shape.len() as u8];
     described.extend(meta.shape.iter().flat_map(|n| n.to_le_bytes()));
@@ -29,35 +31,40 @@ pub fn tensor_fingerprint(meta: &TensorMeta, digest: &Digest) -> u128 {
     XxHash3_128::oneshot(&described)
 }
 
-/// Names the content of a set of tensors, wherever they lie and however they are kept: 128 bits of
-/// XXH3 over names and [`tensor_fingerprint`]s, in the order of the names.
+/// Computes the fingerprint of a set of named tensors: 128-bit XXH3 of their names and
+/// [`tensor_fingerprint`]s, sorted by name.
 pub fn fingerprint<'a>(tensors: impl IntoIterator<Item = (&'a str, u128)>) -> u128 {
     let mut tensors: Vec<_> = tensors.into_iter().collect();
     tensors.sort_by_key(|(name, _)| *name);
     let mut described = Vec::new();
     for (name, fingerprint) in tensors {
-        put_text(&mut described, name);
+        put_str(&mut described, name);
         described.extend(fingerprint.to_le_bytes());
     }
     XxHash3_128::oneshot(&described)
 }
 
-/// Says where in a `.ts` file which bytes go, and what its ends are. Holds no tensor data.
+/// Computes the layout, index and superblocks of a `.ts` file. It does no I/O and stores no tensor
+/// data: the caller writes each byte range to the offset that the writer returns.
 ///
-/// Of a tensor that is kept as it is, [`begin`](Self::begin) says where, and [`feed`](Self::feed)
-/// takes its bytes while they are written there. One that is compressed is begun with
-/// [`begin_chunked`](Self::begin_chunked), and [`push_chunk`](Self::push_chunk) says where each of
-/// its chunks goes, which an [`Encoder`](crate::Encoder) made. [`finish`](Self::finish) gives index
-/// and superblocks.
+/// A tensor is *pending* from its beginning until the next one begins.
 ///
-/// [`append`](Self::append) goes on with a file that is there, in which nothing in use is written
-/// over but, as the very last, the superblock that is not; [`copy`](Self::copy) takes a tensor from
-/// another file as it is kept there.
+/// - For an uncompressed tensor, [`begin`](Self::begin) returns its offset, and the caller passes
+///   its bytes to [`feed`](Self::feed), which computes their checksums.
+/// - For a compressed tensor, call [`begin_chunked`](Self::begin_chunked). Then
+///   [`push_chunk`](Self::push_chunk) returns the offset of each chunk from an
+///   [`Encoder`](crate::Encoder).
+/// - [`copy`](Self::copy) adds a tensor of another `.ts` file in its stored form.
+/// - [`finish`](Self::finish) returns the index and the superblocks. Write the superblocks only
+///   after everything else is on disk.
+///
+/// [`append`](Self::append) continues an existing file. It overwrites no active data; the inactive
+/// superblock, written last, makes the change visible.
 ///
 /// ```
 /// use ts_format::{ContainerWriter, Dtype, TensorMeta};
 ///
-/// let mut file = vec![0; 8192]; // the superblocks come last
+/// let mut file = vec![0; 8192]; // the superblocks are written last
 /// let mut writer = ContainerWriter::new(Default::default());
 /// let offset = writer.begin("w", TensorMeta { dtype: Dtype::U8, shape: vec![3] }, None)?;
 /// file.resize(offset as usize, 0);
@@ -73,105 +80,118 @@ pub struct ContainerWriter {
     metadata: BTreeMap<String, String>,
     index: IndexWriter,
     names: HashSet<String>,
-    open: Option<Open>,
-    /// One past the last byte that is taken.
+    pending: Option<PendingTensor>,
+    /// End of the space that is assigned to data.
     end: u64,
-    /// Of the file that is appended to.
+    /// The active superblock of the file that is appended to.
     active: Option<Superblock>,
+    /// Number of checkpoints so far.
     checkpoints: u64,
 }
 
-/// A tensor whose bytes are coming.
+/// A tensor that was begun and is not in the index yet.
 #[derive(Debug)]
-struct Open {
+struct PendingTensor {
     name: String,
     meta: TensorMeta,
-    /// How many bytes it has, if that is known,
+    /// Length in bytes, or `None` for a [growing](ContainerWriter::grow) tensor.
     len: Option<u64>,
-    /// and how many have come.
+    /// Number of bytes received.
     fed: u64,
-    kept: Keeping,
+    layout: PendingLayout,
 }
 
+/// How a pending tensor is stored.
 #[derive(Debug)]
-enum Keeping {
-    AsItIs { offset: u64, digester: Box<Digester> },
+enum PendingLayout {
+    Contiguous { offset: u64, digester: Box<Digester> },
     Chunked { phase: u8, chunks: Vec<Chunk>, raw_sums: Vec<u64> },
 }
 
-/// What frames the data of a `.ts` file.
+/// The index and superblocks to write to a `.ts` file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerEnds {
-    /// Where the index goes: directly behind the data.
+    /// Offset of the index: the end of the data, or, for a checkpoint, after the space of the
+    /// finished file.
     pub index_offset: u64,
     /// The index.
     pub index: Vec<u8>,
-    /// Where the superblocks go: 0, or where the one is that is not in use.
+    /// Offset of `superblocks`: 0 for both, else that of the inactive superblock.
     pub superblocks_offset: u64,
-    /// Both, or that one; to be written when everything else is on the disk.
+    /// Both superblocks, or one. Write them only after everything else is on disk.
     pub superblocks: Vec<u8>,
 }
 
-/// Where checkpoints of a file go.
+/// The space in a file for the indexes of [checkpoints](ContainerWriter::checkpoint).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CheckpointRoom {
-    /// All data, and the index, lie before this.
+    /// Upper bound on the end of the data and the final index.
     data_end: u64,
-    /// No index is longer.
+    /// Upper bound on the length of the index of a checkpoint.
     index_len: u64,
 }
 
-/// Bytes that lie in one file and go to another.
+/// A byte range to copy from one file to another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Move {
-    /// Where they begin there,
+    /// Offset in the source file.
     pub from: u64,
-    /// how many they are,
+    /// Length in bytes.
     pub len: u64,
-    /// and where they go here.
+    /// Offset in the new file.
     pub to: u64,
-    /// XXH3 with 64 bits of them.
+    /// 64-bit XXH3 of the bytes.
     pub sum: u64,
 }
 
 impl ContainerWriter {
-    /// A file with this metadata and no tensors yet.
+    /// Starts a new file with this metadata.
     pub fn new(metadata: BTreeMap<String, String>) -> Self {
         let (index, names) = (IndexWriter::default(), HashSet::new());
-        Self { metadata, index, names, open: None, end: DATA_START, active: None, checkpoints: 0 }
+        Self {
+            metadata,
+            index,
+            names,
+            pending: None,
+            end: DATA_START,
+            active: None,
+            checkpoints: 0,
+        }
     }
 
-    /// Goes on with the one `.ts` file that `catalog` is of. Its metadata stay, and the tensors
-    /// that `keep` says yes to; what the others take is not used again.
+    /// Continues an existing `.ts` file. The metadata stay, and so do the tensors for whose names
+    /// `keep` returns true. The space of removed tensors is not reused.
     ///
     /// # Errors
-    /// [`Error::NotAppendable`] for anything else than one `.ts` file, and for one of a later minor
-    /// version, whose records may say more than this writer knows.
+    /// Returns [`Error::NotAppendable`] if the catalog does not consist of a single `.ts` file, or
+    /// the file has a later minor version. Records of later versions may have fields that this
+    /// writer cannot copy.
     pub fn append(catalog: &Catalog, keep: impl Fn(&str) -> bool) -> Result<Self, Error> {
         let tensors = catalog.tensors_by_place().into_iter();
         let kept = tensors.filter(|tensor| keep(tensor.name())).collect();
-        let (mut this, block) = Self::with_records_of(catalog, kept)?;
+        let (mut this, block) = Self::with_records(catalog, kept)?;
         if block.generation == u64::MAX {
-            return Err(not_appendable(catalog, "it is of the last generation there is".into()));
+            return Err(not_appendable(catalog, "its generation counter is exhausted".into()));
         }
         this.end = (block.index_offset + block.index_len).next_multiple_of(BLOCK);
         this.active = Some(block);
         Ok(this)
     }
 
-    /// Goes on with a new file that was left at a [`checkpoint`](Self::checkpoint), of which
-    /// `catalog` is; its tensors were begun in this `order`. What is written in the end is what
-    /// would have been written without a pause.
+    /// Continues an unfinished file from its last [`checkpoint`](Self::checkpoint). `catalog` is
+    /// read from that file, and `order` lists its tensors in the order in which they were begun.
+    /// The finished file is the same as without an interruption.
     ///
     /// # Errors
-    /// As [`append`](Self::append); [`Error::NoSuchTensor`].
+    /// Returns the errors of [`append`](Self::append), and [`Error::NoSuchTensor`] if `order` has a
+    /// name that `catalog` does not contain.
     pub fn resume(
         catalog: &Catalog,
         order: &[&str],
         metadata: BTreeMap<String, String>,
     ) -> Result<Self, Error> {
         let kept: Result<Vec<_>, _> = order.iter().map(|name| catalog.require(name)).collect();
-        let (mut this, block) = Self::with_records_of(catalog, kept?)?;
+        let (mut this, block) = Self::with_records(catalog, kept?)?;
         let end = |tensor: Tensor<'_>| match tensor.chunks() {
             None => tensor.range().offset + tensor.range().len,
             Some(chunks) => {
@@ -183,38 +203,37 @@ impl ContainerWriter {
         Ok(this)
     }
 
-    /// A new file with the metadata of the one `.ts` file that `catalog` is of, for its tensors to
-    /// be [copied](Self::copy) to.
+    /// Starts a new file with the metadata of an existing `.ts` file. [`copy`](Self::copy) the
+    /// tensors to it to compact that file.
     ///
     /// # Errors
-    /// As [`append`](Self::append).
+    /// Returns the errors of [`append`](Self::append).
     pub fn compact(catalog: &Catalog) -> Result<Self, Error> {
-        the_one_file(catalog).map(|(_, metadata)| Self::new(metadata.clone()))
+        single_container(catalog).map(|(_, metadata)| Self::new(metadata.clone()))
     }
 
-    fn with_records_of(
-        catalog: &Catalog,
-        kept: Vec<Tensor<'_>>,
-    ) -> Result<(Self, Superblock), Error> {
-        let (block, metadata) = the_one_file(catalog)?;
+    /// Creates a writer whose index contains the tensors `kept`, at their current locations.
+    fn with_records(catalog: &Catalog, kept: Vec<Tensor<'_>>) -> Result<(Self, Superblock), Error> {
+        let (block, metadata) = single_container(catalog)?;
         let mut this = Self::new(metadata.clone());
         for tensor in kept {
             let (range, phase) = (tensor.range(), (tensor.range().offset % ALIGNMENT) as u8);
-            let written = match tensor.chunks() {
-                None => Written::Contiguous {
+            let placement = match tensor.chunks() {
+                None => Placement::Contiguous {
                     offset: range.offset,
                     sums: tensor.sums().unwrap_or_default(),
                 },
-                Some(chunks) => Written::Chunked { phase, chunks },
+                Some(chunks) => Placement::Chunked { phase, chunks },
             };
             let fingerprint = tensor.fingerprint().unwrap_or_default();
-            this.index.push(tensor.name(), &tensor.meta(), fingerprint, &written);
+            this.index.push(tensor.name(), &tensor.meta(), fingerprint, &placement);
             this.names.insert(tensor.name().into());
         }
         Ok((this, block))
     }
 
-    /// Room for [`checkpoint`](Self::checkpoint)s of this file, if it will have just these tensors.
+    /// Computes the space for [`checkpoint`](Self::checkpoint)s of a file that will have exactly
+    /// these tensors.
     pub fn room<'a>(
         &self,
         tensors: impl IntoIterator<Item = (&'a str, &'a TensorMeta)>,
@@ -226,98 +245,111 @@ impl ContainerWriter {
         for (name, meta) in tensors {
             let len = meta.byte_len().unwrap_or(0);
             room.data_end = room.data_end.saturating_add(len).saturating_add(2 * ALIGNMENT);
-            room.index_len += most_record_bytes(name, meta.shape.len(), len);
+            room.index_len += max_record_len(name, meta.shape.len(), len);
         }
-        // The file's own index comes first.
+        // The final index precedes the indexes of checkpoints.
         room.data_end = room.data_end.saturating_add(room.index_len).next_multiple_of(BLOCK);
         room.index_len = room.index_len.next_multiple_of(BLOCK);
         room
     }
 
-    /// Where what is written next begins, at the earliest.
+    /// Returns the end of the space that is assigned so far. The next tensor or index begins here
+    /// or later.
     pub fn end(&self) -> u64 {
         self.end
     }
 
-    /// The metadata that will be written.
+    /// Returns the metadata of the file, to change it before [`finish`](Self::finish).
     pub fn metadata_mut(&mut self) -> &mut BTreeMap<String, String> {
         &mut self.metadata
     }
 
-    /// Adds a tensor that is kept as it is, and returns where its bytes go: at a multiple of 64, or
-    /// at `phase` modulo 64.
+    /// Adds an uncompressed tensor and returns the offset of its data. The offset modulo 64 is
+    /// `phase`, or 0 if `None`. Pass the data to [`feed`](Self::feed).
     ///
     /// # Errors
-    /// [`Error::Unwritable`] for a name that is empty, has a NUL or was given before, a rank over
-    /// 64, a size that is no whole number of bytes below 2^62, or when the tensor before is not
-    /// complete.
+    /// Returns [`Error::Unwritable`] if:
+    /// - the name is empty, contains NUL, or is in use;
+    /// - the rank exceeds 64;
+    /// - the size is not a whole number of bytes below 2^62;
+    /// - the file would exceed 2^63 bytes;
+    /// - the previous tensor is incomplete.
     pub fn begin(&mut self, name: &str, meta: TensorMeta, phase: Option<u8>) -> Result<u64, Error> {
-        let (len, phase) = self.check(name, &meta, phase)?;
+        let (len, phase) = self.start_tensor(name, &meta, phase)?;
         let offset = (self.end + ALIGNMENT - 1 - phase) / ALIGNMENT * ALIGNMENT + phase;
         let end = offset.checked_add(len).filter(|&end| end < 1 << 63);
-        self.end = end.ok_or_else(|| unwritable(name, "the file would be too large".into()))?;
-        let kept = Keeping::AsItIs { offset, digester: Box::default() };
-        self.open = Some(Open { name: name.into(), meta, len: Some(len), fed: 0, kept });
+        self.end =
+            end.ok_or_else(|| unwritable(name, "the file would exceed 2^63 bytes".into()))?;
+        let layout = PendingLayout::Contiguous { offset, digester: Box::default() };
+        self.pending =
+            Some(PendingTensor { name: name.into(), meta, len: Some(len), fed: 0, layout });
         Ok(offset)
     }
 
-    /// Adds a tensor that is kept in chunks. Its phase is remembered for the memory that it is
-    /// decoded to.
+    /// Adds a compressed tensor. Pass its chunks to [`push_chunk`](Self::push_chunk). `phase` is
+    /// the address modulo 64 of the memory that readers decode it to, 0 if `None`.
     ///
     /// # Errors
-    /// As [`begin`](Self::begin).
+    /// Returns the errors of [`begin`](Self::begin).
     pub fn begin_chunked(
         &mut self,
         name: &str,
         meta: TensorMeta,
         phase: Option<u8>,
     ) -> Result<(), Error> {
-        let (len, phase) = self.check(name, &meta, phase)?;
+        let (len, phase) = self.start_tensor(name, &meta, phase)?;
         self.end = self.end.next_multiple_of(ALIGNMENT);
-        let kept =
-            Keeping::Chunked { phase: phase as u8, chunks: Vec::new(), raw_sums: Vec::new() };
-        self.open = Some(Open { name: name.into(), meta, len: Some(len), fed: 0, kept });
+        let layout =
+            PendingLayout::Chunked { phase: phase as u8, chunks: Vec::new(), raw_sums: Vec::new() };
+        self.pending =
+            Some(PendingTensor { name: name.into(), meta, len: Some(len), fed: 0, layout });
         Ok(())
     }
 
-    /// Lets the tensor that was begun last, of which nothing has come yet, have as many bytes as
-    /// will come: its first dimension is counted when the next one begins.
+    /// Makes the length of the pending tensor depend on the bytes that it receives. Its first
+    /// dimension is set when the next tensor begins or the file is finished.
     ///
     /// # Errors
-    /// [`Error::Unwritable`] when it has no dimension, or what one step along the first has is no
-    /// whole number of bytes.
+    /// Returns [`Error::Unwritable`] if no tensor is pending, it has received bytes, it is a
+    /// scalar, or a row of it (one index of the first dimension) is empty or not a whole number of
+    /// bytes.
     pub fn grow(&mut self) -> Result<(), Error> {
-        let open =
-            self.open.as_mut().ok_or_else(|| unwritable("", "no tensor was begun".into()))?;
-        if row_len(&open.meta).is_none() || open.fed > 0 {
-            let reason = format!("{} cannot grow", describe(open.meta.dtype, &open.meta.shape));
-            return Err(unwritable(&open.name, reason));
+        let pending = self
+            .pending
+            .as_mut()
+            .ok_or_else(|| unwritable("", "no tensor is pending; begin one first".into()))?;
+        if row_len(&pending.meta).is_none() || pending.fed > 0 {
+            let what = describe(pending.meta.dtype, &pending.meta.shape);
+            let reason = format!(
+                "{what} cannot grow: it needs rows of whole bytes, and must not have received data"
+            );
+            return Err(unwritable(&pending.name, reason));
         }
-        if let Keeping::AsItIs { offset, .. } = open.kept {
+        if let PendingLayout::Contiguous { offset, .. } = pending.layout {
             self.end = offset;
         }
-        open.len = None;
+        pending.len = None;
         Ok(())
     }
 
-    /// Drops the tensor whose bytes are coming, if there is one, so that a
-    /// [`checkpoint`](Self::checkpoint) can be made of those before it.
+    /// Removes the pending tensor if it is incomplete, so that a [`checkpoint`](Self::checkpoint)
+    /// of the tensors before it is possible.
     pub fn drop_incomplete(&mut self) {
-        let incomplete = |open: &mut Open| open.len != Some(open.fed);
-        if let Some(open) = self.open.take_if(incomplete) {
-            self.names.remove(&open.name);
+        let incomplete = |pending: &mut PendingTensor| pending.len != Some(pending.fed);
+        if let Some(pending) = self.pending.take_if(incomplete) {
+            self.names.remove(&pending.name);
         }
     }
 
-    /// Takes a tensor of another file as it is kept there, and returns its bytes' way: where they
-    /// are there, and go here.
+    /// Adds a tensor of another `.ts` file in its stored form, and returns the byte ranges to copy.
     ///
     /// # Errors
-    /// As [`begin`](Self::begin); also when the other file has no checksums.
+    /// Returns the errors of [`begin`](Self::begin), and [`Error::Unwritable`] if the source file
+    /// has no checksums.
     pub fn copy(&mut self, tensor: Tensor<'_>) -> Result<Vec<Move>, Error> {
         let (name, meta, range) = (tensor.name(), tensor.meta(), tensor.range());
         let Some(fingerprint) = tensor.fingerprint() else {
-            return Err(unwritable(name, "it is of a file without checksums".into()));
+            return Err(unwritable(name, "the source file has no checksums".into()));
         };
         let phase = (range.offset % ALIGNMENT) as u8;
         let moves: Vec<Move> = match tensor.chunks() {
@@ -337,7 +369,7 @@ impl ContainerWriter {
                     name,
                     &meta,
                     fingerprint,
-                    &Written::Contiguous { offset: to, sums },
+                    &Placement::Contiguous { offset: to, sums },
                 );
                 moves.collect()
             }
@@ -352,81 +384,96 @@ impl ContainerWriter {
                     name,
                     &meta,
                     fingerprint,
-                    &Written::Chunked { phase, chunks: &moved },
+                    &Placement::Chunked { phase, chunks: &moved },
                 );
                 let pairs = chunks.iter().zip(&moved);
-                let way = |(old, new): (&Chunk, &Chunk)| Move {
+                let to_move = |(old, new): (&Chunk, &Chunk)| Move {
                     from: old.offset,
                     len: u64::from(old.len),
                     to: new.offset,
                     sum: old.sum,
                 };
-                pairs.map(way).collect()
+                pairs.map(to_move).collect()
             }
         };
-        self.open = None;
+        self.pending = None;
         Ok(moves)
     }
 
-    /// Takes the next bytes of the tensor that was begun last, which is kept as it is.
+    /// Takes the next bytes of the pending uncompressed tensor, to compute their checksums.
     ///
     /// # Errors
-    /// [`Error::Unwritable`] when they are more than the tensor has.
+    /// Returns [`Error::Unwritable`] if the tensor would exceed its length, or no uncompressed
+    /// tensor is pending.
     pub fn feed(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        match &mut self.open {
-            Some(Open { kept: Keeping::AsItIs { digester, .. }, name, len, fed, .. }) => {
+        match &mut self.pending {
+            Some(PendingTensor {
+                layout: PendingLayout::Contiguous { digester, .. },
+                name,
+                len,
+                fed,
+                ..
+            }) => {
                 if let Some(len) = len.filter(|len| bytes.len() as u64 > len - *fed) {
-                    return Err(unwritable(name, format!("it has {len} bytes and gets more")));
+                    return Err(unwritable(name, format!("received more than its {len} bytes")));
                 }
                 digester.feed(bytes);
                 *fed += bytes.len() as u64;
                 Ok(())
             }
-            Some(open) => Err(unwritable(&open.name, "it was begun as one kept in chunks".into())),
-            None => Err(unwritable("", "no tensor was begun".into())),
+            Some(pending) => {
+                Err(unwritable(&pending.name, "it is compressed; use push_chunk".into()))
+            }
+            None => Err(unwritable("", "no tensor is pending; begin one first".into())),
         }
     }
 
-    /// Takes the next chunk of the tensor that was begun last, which is kept in chunks, and returns
-    /// where it goes: directly behind the chunk before.
+    /// Adds the next chunk of the pending compressed tensor and returns its offset, directly after
+    /// the previous chunk.
     ///
     /// # Errors
-    /// [`Error::Unwritable`] when it is not of as many bytes as the tensor's next chunk has.
+    /// Returns [`Error::Unwritable`] if the chunk does not have the decoded length of the tensor's
+    /// next chunk, or no compressed tensor is pending.
     pub fn push_chunk(&mut self, encoded: &Encoded) -> Result<u64, Error> {
-        match &mut self.open {
-            Some(Open {
-                kept: Keeping::Chunked { chunks, raw_sums, .. }, name, len, fed, ..
+        match &mut self.pending {
+            Some(PendingTensor {
+                layout: PendingLayout::Chunked { chunks, raw_sums, .. },
+                name,
+                len,
+                fed,
+                ..
             }) => {
-                // One that grows has whole chunks, but for its last.
-                let (next, given) = (
+                // A growing tensor may have a short chunk, which must be its last.
+                let (next_len, raw_len) = (
                     len.map_or(CHUNK_LEN, |len| (len - *fed).min(CHUNK_LEN)),
                     encoded.raw_len as u64,
                 );
-                let fits = given == next || (len.is_none() && given < next);
-                if given == 0 || !fits || !fed.is_multiple_of(CHUNK_LEN) {
+                let fits = raw_len == next_len || (len.is_none() && raw_len < next_len);
+                if raw_len == 0 || !fits || !fed.is_multiple_of(CHUNK_LEN) {
                     let reason =
-                        format!("its next chunk has {next} bytes and gets {}", encoded.raw_len);
+                        format!("wrong chunk length (expected {next_len} bytes, got {raw_len})");
                     return Err(unwritable(name, reason));
                 }
                 let Encoded { len, codec, width, sum, raw_sum, .. } = *encoded;
                 let offset = self.end;
                 chunks.push(Chunk { offset, len: len as u32, codec, width, sum });
                 raw_sums.push(raw_sum);
-                *fed += given;
+                *fed += raw_len;
                 self.end += len as u64;
                 Ok(offset)
             }
-            Some(open) => Err(unwritable(&open.name, "it was begun as one kept as it is".into())),
-            None => Err(unwritable("", "no tensor was begun".into())),
+            Some(pending) => Err(unwritable(&pending.name, "it is uncompressed; use feed".into())),
+            None => Err(unwritable("", "no tensor is pending; begin one first".into())),
         }
     }
 
-    /// Index and superblocks.
+    /// Returns the index and superblocks that complete the file.
     ///
     /// # Errors
-    /// [`Error::Unwritable`] when the last tensor is not complete or the index is over 256 MiB.
+    /// Returns [`Error::Unwritable`] if the last tensor is incomplete, or the index exceeds 256
+    /// MiB.
     pub fn finish(mut self) -> Result<ContainerEnds, Error> {
-        self.close()?;
+        self.end_tensor()?;
         self.ends(
             self.end,
             &self.metadata,
@@ -434,19 +481,21 @@ impl ContainerWriter {
         )
     }
 
-    /// What makes a file of the tensors that are complete, which [`resume`](Self::resume) goes on
-    /// with. The indices go, in turns, to two places behind all that will be written. They have
-    /// these metadata instead of the file's own, 2 KiB at most.
+    /// Returns an index and superblocks that make the unfinished file readable, with the tensors so
+    /// far. [`resume`](Self::resume) continues such a file.
+    ///
+    /// The indexes of successive checkpoints alternate between two ranges after the end of the
+    /// finished file. They contain `metadata`, at most 2 KiB, instead of the metadata of the file.
     ///
     /// # Errors
-    /// As [`finish`](Self::finish).
+    /// Returns the errors of [`finish`](Self::finish).
     pub fn checkpoint(
         &mut self,
         room: CheckpointRoom,
         metadata: &BTreeMap<String, String>,
     ) -> Result<ContainerEnds, Error> {
-        self.close()?;
-        // The first one goes to the first superblock, and then in turns.
+        self.end_tensor()?;
+        // The superblocks alternate, beginning with superblock A.
         let active = (self.checkpoints > 0)
             .then_some((self.checkpoints, self.checkpoints.is_multiple_of(2)));
         let index_offset = room.data_end.saturating_add(self.checkpoints % 2 * room.index_len);
@@ -455,8 +504,7 @@ impl ContainerWriter {
         Ok(ends)
     }
 
-    /// `active` is the superblock that counts until these are written: its generation, and whether
-    /// it is the second.
+    /// `active` is the generation of the active superblock, and whether it is superblock B.
     fn ends(
         &self,
         index_offset: u64,
@@ -465,7 +513,7 @@ impl ContainerWriter {
     ) -> Result<ContainerEnds, Error> {
         let index = self.index.finish(metadata);
         if index.len() as u64 > MAX_INDEX_LEN {
-            return Err(unwritable("", "the index would be over 256 MiB".into()));
+            return Err(unwritable("", "the index would exceed 256 MiB".into()));
         }
         let (index_len, index_hash) = (index.len() as u64, XxHash3_64::oneshot(&index));
         let (generation, second) =
@@ -479,30 +527,39 @@ impl ContainerWriter {
         Ok(ContainerEnds { index_offset, index, superblocks_offset: block.offset(), superblocks })
     }
 
-    /// Length in bytes and phase of a tensor that may be written.
-    fn check(
+    /// Completes the pending tensor, validates a new one, and returns its length in bytes and its
+    /// phase.
+    fn start_tensor(
         &mut self,
         name: &str,
         meta: &TensorMeta,
         phase: Option<u8>,
     ) -> Result<(u64, u64), Error> {
-        self.close()?;
+        self.end_tensor()?;
         let bad = |reason: String| unwritable(name, reason);
         check_name(name).map_err(bad)?;
         if meta.shape.len() > MAX_RANK {
-            return Err(bad(format!("rank {}, more than {MAX_RANK}", meta.shape.len())));
+            return Err(bad(format!(
+                "rank {} exceeds the maximum of {MAX_RANK}",
+                meta.shape.len()
+            )));
         }
         let len = meta.byte_len().filter(|&len| len < 1 << 62);
-        let len =
-            len.ok_or_else(|| bad(format!("{} has no size", describe(meta.dtype, &meta.shape))))?;
+        let len = len.ok_or_else(|| {
+            let what = describe(meta.dtype, &meta.shape);
+            bad(format!("{what} is not a whole number of bytes below 2^62"))
+        })?;
         if !self.names.insert(name.into()) {
-            return Err(bad("the name was given before".into()));
+            return Err(bad("duplicate tensor name".into()));
         }
         Ok((len, u64::from(phase.unwrap_or(0)) % ALIGNMENT))
     }
 
-    fn close(&mut self) -> Result<(), Error> {
-        let Some(Open { name, mut meta, len, fed, kept }) = self.open.take() else { return Ok(()) };
+    /// Adds the pending tensor to the index.
+    fn end_tensor(&mut self) -> Result<(), Error> {
+        let Some(PendingTensor { name, mut meta, len, fed, layout }) = self.pending.take() else {
+            return Ok(());
+        };
         match (len, row_len(&meta)) {
             (Some(len), _) if fed == len => {}
             (None, Some(row)) if fed.is_multiple_of(row) => meta.shape[0] = fed / row,
@@ -510,31 +567,32 @@ impl ContainerWriter {
                 let row = row.unwrap_or_default();
                 return Err(unwritable(
                     &name,
-                    format!("{fed} bytes are no multiple of the {row} of a step"),
+                    format!("received {fed} bytes, not a multiple of its rows of {row} bytes"),
                 ));
             }
             (Some(len), _) => {
-                return Err(unwritable(&name, format!("it has {len} bytes and got {fed}")));
+                let reason = format!("incomplete data (expected {len} bytes, got {fed})");
+                return Err(unwritable(&name, reason));
             }
         }
-        if let (None, Keeping::AsItIs { offset, .. }) = (len, &kept) {
+        if let (None, PendingLayout::Contiguous { offset, .. }) = (len, &layout) {
             let end = offset.checked_add(fed).filter(|&end| end < 1 << 63);
             self.end =
-                end.ok_or_else(|| unwritable(&name, "the file would be too large".into()))?;
+                end.ok_or_else(|| unwritable(&name, "the file would exceed 2^63 bytes".into()))?;
         }
-        match kept {
-            Keeping::AsItIs { offset, digester } => {
+        match layout {
+            PendingLayout::Contiguous { offset, digester } => {
                 let digest = digester.finish();
-                let written = Written::Contiguous { offset, sums: digest.chunks() };
-                self.index.push(&name, &meta, tensor_fingerprint(&meta, &digest), &written);
+                let placement = Placement::Contiguous { offset, sums: digest.chunks() };
+                self.index.push(&name, &meta, tensor_fingerprint(&meta, &digest), &placement);
             }
-            Keeping::Chunked { phase, chunks, raw_sums } => {
+            PendingLayout::Chunked { phase, chunks, raw_sums } => {
                 let fingerprint = tensor_fingerprint(&meta, &Digest::from_chunks(raw_sums));
                 self.index.push(
                     &name,
                     &meta,
                     fingerprint,
-                    &Written::Chunked { phase, chunks: &chunks },
+                    &Placement::Chunked { phase, chunks: &chunks },
                 );
             }
         }
@@ -542,19 +600,20 @@ impl ContainerWriter {
     }
 }
 
-/// Bytes of one step along the first dimension, if there are some.
+/// Returns the length in bytes of a row (one index of the first dimension). `None` for scalars, for
+/// empty rows, and for rows that are not a whole number of bytes.
 fn row_len(meta: &TensorMeta) -> Option<u64> {
     meta.dtype.byte_len(meta.shape.get(1..)?).filter(|&len| len > 0)
 }
 
-/// The superblock and the metadata of the one file that there is, if this writer knows all that its
-/// records say.
-fn the_one_file(catalog: &Catalog) -> Result<(Superblock, &BTreeMap<String, String>), Error> {
+/// Returns the superblock and metadata of the only file of `catalog`, which must be a `.ts` file of
+/// a version that this writer supports.
+fn single_container(catalog: &Catalog) -> Result<(Superblock, &BTreeMap<String, String>), Error> {
     let [FileEntry { superblock: Some(block), metadata, .. }] = catalog.files() else {
-        return Err(not_appendable(catalog, "it is not one .ts file".into()));
+        return Err(not_appendable(catalog, "it is not a single .ts file".into()));
     };
     if block.minor > MINOR {
-        let reason = format!("it is of version 1.{}, this writer knows 1.{MINOR}", block.minor);
+        let reason = format!("unsupported version 1.{} (expected at most 1.{MINOR})", block.minor);
         return Err(not_appendable(catalog, reason));
     }
     Ok((*block, metadata))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The catalog seen from outside: what it reads, and how it names what it refuses.
+//! Reading safetensors files and shard indexes, and the errors for malformed ones.
 
 use std::collections::BTreeMap;
 
@@ -32,11 +32,11 @@ const TWO: &str = concat!(
     r#""b":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]},"#,
     r#""a":{"dtype":"F32","shape":[],"data_offsets":[12,16]}}"#,
 );
-/// Texts of the parts of a header.
+/// Regular expression of random headers, made of the tokens of real ones.
 const HEADER: &str = "(\\{|\\}|\\[|\\]|\"|:|,|a|dtype|shape|data_offsets|F32|[0-9]|-|e|\\\\){0,60}";
 
 #[test]
-fn a_single_file_gives_every_tensor_its_place_in_the_file() {
+fn tensors_of_a_file_have_their_ranges() {
     let catalog = read_one(&safetensors(TWO, 16)).unwrap();
     let start = 8 + TWO.len() as u64;
     let b = catalog.tensor("b").unwrap();
@@ -48,16 +48,16 @@ fn a_single_file_gives_every_tensor_its_place_in_the_file() {
 }
 
 #[test]
-fn a_file_cut_anywhere_is_a_typed_error() {
+fn truncation_at_any_byte_is_an_error() {
     let whole = safetensors(TWO, 16);
     for len in 0..whole.len() {
-        let error = read_one(&whole[..len]).expect_err("a cut file has no catalog");
+        let error = read_one(&whole[..len]).expect_err("a truncated file has no catalog");
         assert!(matches!(error, Error::Truncated { .. }), "cut at {len}: {error}");
     }
 }
 
 #[test]
-fn wrong_headers_are_refused_with_the_reason() {
+fn malformed_headers_are_refused_with_a_reason() {
     let cases = [
         (r#"[]"#, 0, "begin with"),
         (r#" {}"#, 0, "begin with"),
@@ -67,11 +67,11 @@ fn wrong_headers_are_refused_with_the_reason() {
                 r#""a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#,
             ),
             8,
-            "twice",
+            "duplicate tensor name",
         ),
-        (r#"{"":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#, 4, "no tensor name"),
+        (r#"{"":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#, 4, "invalid tensor name"),
         (r#"{"a":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}}"#, 4, "unknown dtype"),
-        (r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#, 4, "backwards"),
+        (r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#, 4, "end before they begin"),
         (r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#, 4, "8 bytes"),
         (r#"{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}"#, 4, "-1"),
         (r#"{"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}"#, 4, "floating point"),
@@ -108,10 +108,10 @@ fn wrong_headers_are_refused_with_the_reason() {
 }
 
 #[test]
-fn a_lenient_reader_takes_what_the_library_takes_and_no_more() {
+fn a_lenient_reader_accepts_exactly_what_the_library_accepts() {
     let dims = ["1"; 200].join(",");
     let deep = format!(r#"{{"a":{{"dtype":"U8","shape":[{dims}],"data_offsets":[0,1]}}}}"#);
-    let taken = [
+    let accepted = [
         (r#"{"":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#, ""),
         ("{\"a\\u0000\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}", "a\0"),
         (r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":[{}]}}"#, "a"),
@@ -133,7 +133,7 @@ fn a_lenient_reader_takes_what_the_library_takes_and_no_more() {
         ("\r\n{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}", "a"),
         (&deep, "a"),
     ];
-    for (header, name) in taken {
+    for (header, name) in accepted {
         let file = safetensors(header, 1);
         assert!(read_one(&file).is_err(), "{header}");
         let catalog = Catalog::from_bytes_lenient("m", &file).expect(header);
@@ -150,7 +150,7 @@ fn a_lenient_reader_takes_what_the_library_takes_and_no_more() {
 }
 
 #[test]
-fn a_length_field_that_lies_is_refused_before_anything_is_read() {
+fn an_excessive_header_length_is_refused() {
     let mut file = u64::MAX.to_le_bytes().to_vec();
     file.extend_from_slice(b"{}");
     assert!(matches!(read_one(&file), Err(Error::BadHeader { offset: 0, .. })));
@@ -170,14 +170,14 @@ fn sharded(index: &str) -> Result<Catalog, Error> {
 }
 
 #[test]
-fn an_index_brings_the_tensors_of_its_shards_together() {
+fn a_shard_index_combines_its_shards() {
     let catalog = sharded(r#"{"metadata":{},"weight_map":{"x":"s1","y":"s2"}}"#).unwrap();
-    let places: Vec<_> = catalog.tensors().map(|t| (t.name(), t.range().file.0)).collect();
-    assert_eq!(places, [("x", 0), ("y", 1)]);
+    let files: Vec<_> = catalog.tensors().map(|t| (t.name(), t.range().file.0)).collect();
+    assert_eq!(files, [("x", 0), ("y", 1)]);
 }
 
 #[test]
-fn an_index_that_disagrees_with_its_shards_or_leaves_the_directory_is_refused() {
+fn an_invalid_shard_index_is_refused() {
     let missing = sharded(r#"{"weight_map":{"x":"s1","z":"s2"}}"#).unwrap_err();
     assert_eq!(
         missing,
@@ -189,7 +189,7 @@ fn an_index_that_disagrees_with_its_shards_or_leaves_the_directory_is_refused() 
 }
 
 #[test]
-fn assembled_tensors_are_checked_against_their_files() {
+fn assemble_validates_ranges() {
     let catalog = read_one(&safetensors(TWO, 16)).unwrap();
     let end = catalog.files()[0].len;
     let meta = || TensorMeta { dtype: Dtype::U8, shape: vec![8] };
@@ -202,9 +202,9 @@ fn assembled_tensors_are_checked_against_their_files() {
 }
 
 proptest! {
-    /// Any bytes at all end in a catalog or an error, and a catalog's ranges stay inside the file.
+    /// Reading any bytes returns a catalog, whose ranges are within the file, or an error.
     #[test]
-    fn no_header_panics_or_points_outside(json in HEADER, data in 0usize..32) {
+    fn no_header_causes_a_panic_or_an_outside_range(json in HEADER, data in 0usize..32) {
         let file = safetensors(&json, data);
         let len = file.len() as u64;
         if let Ok(catalog) = read_one(&file) {
@@ -215,7 +215,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_written_is_what_is_read(
+    fn headers_round_trip(
         shapes in prop::collection::vec(prop::collection::vec(0u64..5, 0..4), 0..8),
     ) {
         let (mut fields, mut at) = (Vec::new(), 0u64);

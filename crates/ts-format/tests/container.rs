@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `.ts` files: what is written is read, and what is damaged is refused.
+//! `.ts` files: they round-trip, and damage is detected.
 
 use std::collections::BTreeMap;
 
@@ -9,17 +9,17 @@ use ts_format::{
     Scratch, TensorMeta, decode_chunk, fingerprint, tensor_fingerprint,
 };
 
-/// Name, type, phase, bytes, and how they are kept.
+/// Name, type, phase, bytes and codec.
 type Tensor = (String, TensorMeta, Option<u8>, Vec<u8>, Codec);
 
 fn tensor(name: &str, dtype: Dtype, shape: &[u64], phase: Option<u8>, seed: u8) -> Tensor {
     let meta = TensorMeta { dtype, shape: shape.to_vec() };
-    let len = meta.byte_len().expect("a size") as usize;
+    let len = meta.byte_len().expect("the size fits in 64 bits") as usize;
     let bytes = (0..len).map(|i| (i as u8).wrapping_mul(31).wrapping_add(seed)).collect();
     (name.into(), meta, phase, bytes, Codec::Raw)
 }
 
-fn by(codec: Codec, tensor: Tensor) -> Tensor {
+fn with_codec(codec: Codec, tensor: Tensor) -> Tensor {
     (tensor.0, tensor.1, tensor.2, tensor.3, codec)
 }
 
@@ -29,32 +29,32 @@ fn write(tensors: &[Tensor], metadata: &[(&str, &str)]) -> Vec<u8> {
     let mut file = vec![0; 8192];
     for (name, meta, phase, bytes, codec) in tensors {
         if *codec == Codec::Raw {
-            let offset = writer.begin(name, meta.clone(), *phase).expect("begins");
+            let offset = writer.begin(name, meta.clone(), *phase).expect("the tensor is valid");
             file.resize(offset as usize, 0);
             file.extend(bytes);
             for piece in bytes.chunks(777_777) {
-                writer.feed(piece).expect("fits");
+                writer.feed(piece).expect("the tensor is not complete yet");
             }
             continue;
         }
-        writer.begin_chunked(name, meta.clone(), *phase).expect("begins");
-        let mut encoder = Encoder::new(*codec, None).expect("its usual level");
+        writer.begin_chunked(name, meta.clone(), *phase).expect("the tensor is valid");
+        let mut encoder = Encoder::new(*codec, None).expect("every codec has a default level");
         for raw in bytes.chunks(CHUNK_LEN as usize) {
             let mut stored = Vec::new();
             let encoded = encoder.encode(meta.dtype, raw, &mut stored);
-            let offset = writer.push_chunk(&encoded).expect("a chunk of it");
+            let offset = writer.push_chunk(&encoded).expect("the chunk has the right length");
             file.resize(offset as usize, 0);
             file.extend(stored);
         }
     }
-    let ends = writer.finish().expect("complete");
+    let ends = writer.finish().expect("all tensors are complete");
     file.resize(ends.index_offset as usize, 0);
     file.extend(&ends.index);
     file[..ends.superblocks.len()].copy_from_slice(&ends.superblocks);
     file
 }
 
-/// A tensor's bytes, every checksum compared; what is wrong with them otherwise.
+/// Returns the bytes of a tensor, or an error if a checksum does not match.
 fn read(file: &[u8], tensor: ts_format::Tensor<'_>) -> Result<Vec<u8>, String> {
     let range = tensor.range();
     let Some(chunks) = tensor.chunks() else {
@@ -63,7 +63,7 @@ fn read(file: &[u8], tensor: ts_format::Tensor<'_>) -> Result<Vec<u8>, String> {
         return if Some(digest.chunks()) == tensor.sums() {
             Ok(bytes)
         } else {
-            Err("a sum differs".into())
+            Err("checksum mismatch".into())
         };
     };
     let mut bytes = vec![0; range.len as usize];
@@ -71,7 +71,7 @@ fn read(file: &[u8], tensor: ts_format::Tensor<'_>) -> Result<Vec<u8>, String> {
     for (chunk, out) in chunks.iter().zip(bytes.chunks_mut(CHUNK_LEN as usize)) {
         let stored = &file[chunk.offset as usize..][..chunk.len as usize];
         if !chunk.matches(stored) {
-            return Err("a chunk's sum differs".into());
+            return Err("checksum mismatch in a chunk".into());
         }
         decode_chunk(chunk.codec, chunk.width, stored, out, &mut scratch)
             .map_err(|e| e.to_string())?;
@@ -84,32 +84,28 @@ fn small() -> Vec<u8> {
         tensor("a.weight", Dtype::F32, &[3, 5], None, 1),
         tensor("empty", Dtype::BF16, &[0, 4], None, 2),
         tensor("scalar", Dtype::F64, &[], Some(8), 3),
-        by(Codec::Split, tensor("split", Dtype::F32, &[300], Some(20), 4)),
-        by(Codec::Zstd, tensor("zstd", Dtype::I64, &[99], None, 5)),
+        with_codec(Codec::Split, tensor("split", Dtype::F32, &[300], Some(20), 4)),
+        with_codec(Codec::Zstd, tensor("zstd", Dtype::I64, &[99], None, 5)),
     ];
     write(&tensors, &[("format", "pt"), ("ключ", "значение")])
 }
 
 #[test]
-fn a_small_file_reads_as_it_was_written() {
+fn a_small_file_round_trips() {
     let file = small();
     let catalog = Catalog::from_bytes("m", &file).unwrap();
     let names: Vec<_> = catalog.tensors().map(|t| t.name()).collect();
     assert_eq!(names, ["a.weight", "empty", "scalar", "split", "zstd"]);
     assert_eq!(catalog.files()[0].metadata["ключ"], "значение");
-    assert_eq!(catalog.tensor("scalar").unwrap().range().offset % 64, 8, "it has its phase");
+    assert_eq!(catalog.tensor("scalar").unwrap().range().offset % 64, 8, "the phase is kept");
     let weight = catalog.tensor("a.weight").unwrap();
     let bytes = read(&file, weight).unwrap();
     assert_eq!(catalog.digest(weight.range()).unwrap().mismatch(0, &bytes), None);
-    assert_eq!(
-        (weight.range().offset % 64, small()),
-        (0, file),
-        "the same input gives the same bytes"
-    );
+    assert_eq!((weight.range().offset % 64, small()), (0, file), "writing is deterministic");
 }
 
 #[test]
-fn compressed_bytes_have_places_of_their_own_and_parts_of_them_are_found() {
+fn ranges_of_compressed_tensors_are_virtual_and_can_be_divided() {
     let file = small();
     let catalog = Catalog::from_bytes("m", &file).unwrap();
     let split = catalog.tensor("split").unwrap();
@@ -119,7 +115,7 @@ fn compressed_bytes_have_places_of_their_own_and_parts_of_them_are_found() {
     for (begin, len) in [(0, 1200), (1199, 1), (400, 800)] {
         assert_eq!(catalog.tensor_at(part(begin, len)).unwrap().name(), "split");
     }
-    assert!(catalog.tensor_at(part(400, 801)).is_none(), "it leaves the tensor");
+    assert!(catalog.tensor_at(part(400, 801)).is_none(), "the range exceeds the tensor");
     assert_eq!(catalog.digest(range), None);
     let meta = || TensorMeta { dtype: Dtype::F32, shape: vec![2, 100] };
     let halves = || vec![part(800, 400), part(0, 400)];
@@ -128,49 +124,50 @@ fn compressed_bytes_have_places_of_their_own_and_parts_of_them_are_found() {
 }
 
 #[test]
-fn a_file_cut_anywhere_is_a_typed_error() {
+fn truncation_at_any_byte_is_an_error() {
     let file = small();
     for len in 0..file.len() {
-        let error = Catalog::from_bytes("m", &file[..len]).expect_err("a cut file has no catalog");
+        let error =
+            Catalog::from_bytes("m", &file[..len]).expect_err("a truncated file has no catalog");
         assert_eq!(error.kind(), ErrorKind::BadFile, "cut at {len}: {error}");
     }
 }
 
 #[test]
-fn every_flipped_bit_of_superblocks_index_and_data_is_found() {
+fn every_flipped_bit_is_detected_except_in_padding() {
     let file = small();
     let clean = Catalog::from_bytes("m", &file).unwrap();
-    let mut unseen = Vec::new();
+    let mut undetected = Vec::new();
     for bit in 0..file.len() * 8 {
-        let mut harmed = file.clone();
-        harmed[bit / 8] ^= 1 << (bit % 8);
-        let Ok(catalog) = Catalog::from_bytes("m", &harmed) else { continue };
-        let found = catalog.tensors().any(|tensor| read(&harmed, tensor).is_err());
-        if !found {
-            unseen.push(bit / 8);
+        let mut damaged = file.clone();
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        let Ok(catalog) = Catalog::from_bytes("m", &damaged) else { continue };
+        let detected = catalog.tensors().any(|tensor| read(&damaged, tensor).is_err());
+        if !detected {
+            undetected.push(bit / 8);
         }
     }
-    // What is left is padding between tensors and the superblock that is not in use.
-    let mut taken = Vec::new();
+    // Only the padding between tensors and the inactive superblock have no checksum.
+    let mut used = Vec::new();
     for tensor in clean.tensors() {
         match tensor.chunks() {
-            None => taken.push(tensor.range().offset..tensor.range().offset + tensor.range().len),
+            None => used.push(tensor.range().offset..tensor.range().offset + tensor.range().len),
             Some(chunks) => {
-                taken.extend(chunks.iter().map(|c| c.offset..c.offset + u64::from(c.len)));
+                used.extend(chunks.iter().map(|c| c.offset..c.offset + u64::from(c.len)));
             }
         }
     }
     let padding =
-        |at: usize| (4096..8192).contains(&at) || !taken.iter().any(|r| r.contains(&(at as u64)));
-    assert!(unseen.iter().all(|&at| padding(at)), "{unseen:?}");
+        |at: usize| (4096..8192).contains(&at) || !used.iter().any(|r| r.contains(&(at as u64)));
+    assert!(undetected.iter().all(|&at| padding(at)), "{undetected:?}");
     assert!(
-        unseen.iter().all(|&at| at >= 4096),
-        "the superblock in use is checked to its last bit"
+        undetected.iter().all(|&at| at >= 4096),
+        "every bit of the active superblock is checked"
     );
 }
 
 #[test]
-fn a_tensor_takes_fewer_than_200_bytes_beside_its_name() {
+fn a_tensor_takes_less_than_200_bytes_plus_its_name() {
     let meta = || TensorMeta { dtype: Dtype::F32, shape: vec![16, 2, 2] };
     let mut writer = ContainerWriter::new(BTreeMap::new());
     let count = 100_000;
@@ -190,7 +187,7 @@ fn a_tensor_takes_fewer_than_200_bytes_beside_its_name() {
 }
 
 #[test]
-fn a_later_version_is_refused_by_its_number() {
+fn a_later_major_version_is_refused() {
     let mut file = small();
     file[8] = 2;
     let sum = Digest::of(&file[..56]).chunks()[0];
@@ -200,38 +197,50 @@ fn a_later_version_is_refused_by_its_number() {
     minor[10] = 9;
     let sum = Digest::of(&minor[..56]).chunks()[0];
     minor[56..64].copy_from_slice(&sum.to_le_bytes());
-    assert!(Catalog::from_bytes("m", &minor).is_ok(), "a newer minor version is readable");
+    assert!(Catalog::from_bytes("m", &minor).is_ok(), "a later minor version is readable");
 }
 
 #[test]
-fn what_cannot_be_written_says_why() {
+fn invalid_writes_are_errors_with_a_reason() {
     let meta = || TensorMeta { dtype: Dtype::U8, shape: vec![2] };
     let mut writer = ContainerWriter::new(BTreeMap::new());
     for name in ["", "a\0b"] {
         assert!(
-            writer.begin(name, meta(), None).unwrap_err().to_string().contains("no tensor name")
+            writer
+                .begin(name, meta(), None)
+                .unwrap_err()
+                .to_string()
+                .contains("invalid tensor name")
         );
     }
-    assert!(writer.feed(b"x").is_err(), "nothing was begun");
+    assert!(writer.feed(b"x").is_err(), "no tensor is pending");
     let deep = TensorMeta { dtype: Dtype::U8, shape: vec![1; 65] };
     assert!(writer.begin("deep", deep, None).unwrap_err().to_string().contains("rank 65"));
     let huge = TensorMeta { dtype: Dtype::F64, shape: vec![1 << 60, 2] };
-    assert!(writer.begin("huge", huge, None).unwrap_err().to_string().contains("no size"));
+    assert!(
+        writer.begin("huge", huge, None).unwrap_err().to_string().contains("whole number of bytes")
+    );
     writer.begin("a", meta(), None).unwrap();
-    assert!(writer.feed(b"xyz").unwrap_err().to_string().contains("gets more"));
+    assert!(writer.feed(b"xyz").unwrap_err().to_string().contains("more than its 2 bytes"));
     assert!(writer.begin("b", meta(), None).unwrap_err().to_string().contains("got 0"));
     let mut writer = ContainerWriter::new(BTreeMap::new());
     writer.begin("a", meta(), None).unwrap();
     writer.feed(b"xy").unwrap();
-    assert!(writer.begin("a", meta(), None).unwrap_err().to_string().contains("before"));
+    assert!(
+        writer.begin("a", meta(), None).unwrap_err().to_string().contains("duplicate tensor name")
+    );
 }
 
 #[test]
-fn a_fingerprint_names_the_content_and_not_the_place() {
+fn fingerprints_depend_only_on_content() {
     let of = |tensors: &[Tensor]| {
         let file = write(tensors, &[]);
         let catalog = Catalog::from_bytes("m", &file).unwrap();
-        fingerprint(catalog.tensors().map(|t| (t.name(), t.fingerprint().expect("a .ts has them"))))
+        fingerprint(
+            catalog
+                .tensors()
+                .map(|t| (t.name(), t.fingerprint().expect(".ts files have fingerprints"))),
+        )
     };
     let (a, b) = (tensor("a", Dtype::F32, &[9], None, 1), tensor("b", Dtype::F32, &[9], None, 2));
     let moved = tensor("a", Dtype::F32, &[9], Some(24), 1);
@@ -239,8 +248,8 @@ fn a_fingerprint_names_the_content_and_not_the_place() {
     for &codec in Codec::ALL {
         assert_eq!(
             of(&[a.clone(), b.clone()]),
-            of(&[by(codec, b.clone()), a.clone()]),
-            "however it is kept"
+            of(&[with_codec(codec, b.clone()), a.clone()]),
+            "the codec does not matter"
         );
     }
     assert_ne!(
@@ -255,7 +264,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn what_is_written_is_what_is_read(
+    fn files_round_trip(
         specs in prop::collection::vec(
             (
                 prop::sample::select(Dtype::ALL),
@@ -274,12 +283,13 @@ proptest! {
         let mut tensors: Vec<Tensor> = Vec::new();
         for (i, (dtype, codec, mut shape, phase)) in specs.into_iter().enumerate() {
             if dtype.bits() < 8 {
-                shape.push(4); // whole bytes
+                shape.push(4); // makes a whole number of bytes
             }
-            tensors.push(by(codec, tensor(&format!("t{i}"), dtype, &shape, phase, i as u8)));
+            let name = format!("t{i}");
+            tensors.push(with_codec(codec, tensor(&name, dtype, &shape, phase, i as u8)));
         }
         let (codec, dtype) = long_as;
-        tensors.push(by(
+        tensors.push(with_codec(
             codec,
             tensor("long", dtype, &[long * 8 / u64::from(dtype.bits())], None, 77),
         ));
@@ -287,22 +297,21 @@ proptest! {
         let catalog = Catalog::from_bytes("m", &file).unwrap();
         prop_assert_eq!(catalog.tensors().len(), tensors.len());
         for (name, meta, phase, bytes, codec) in &tensors {
-            let there = catalog.tensor(name).unwrap();
-            prop_assert_eq!(&there.meta(), meta);
-            prop_assert_eq!(there.range().offset % 64, u64::from(phase.unwrap_or(0)));
-            prop_assert!(&read(&file, there).unwrap() == bytes);
-            prop_assert_eq!(there.chunks().is_none(), *codec == Codec::Raw);
+            let read_back = catalog.tensor(name).unwrap();
+            prop_assert_eq!(&read_back.meta(), meta);
+            prop_assert_eq!(read_back.range().offset % 64, u64::from(phase.unwrap_or(0)));
+            prop_assert!(&read(&file, read_back).unwrap() == bytes);
+            prop_assert_eq!(read_back.chunks().is_none(), *codec == Codec::Raw);
             prop_assert_eq!(
-                there.fingerprint(),
+                read_back.fingerprint(),
                 Some(tensor_fingerprint(meta, &Digest::of(bytes)))
             );
         }
     }
 
-    /// An index that is rewritten at random, with its checksums made right again, ends in a catalog
-    /// or an error.
+    /// Reading an index with random changes, but valid checksums, returns a catalog or an error.
     #[test]
-    fn no_index_panics_or_points_outside(
+    fn no_index_causes_a_panic_or_an_outside_range(
         edits in prop::collection::vec((0usize..600, any::<u8>()), 1..8),
     ) {
         let mut file = small();
@@ -312,7 +321,7 @@ proptest! {
         for (at, value) in edits {
             file[begin + at % len] = value;
         }
-        // A chunk's checksum is plain XXH3, which the index and the superblock use too.
+        // The checksum of a single chunk is plain XXH3, as in the index and the superblock.
         let sum = Digest::of(&file[begin..begin + len]).chunks()[0];
         file[40..48].copy_from_slice(&sum.to_le_bytes());
         let sum = Digest::of(&file[..56]).chunks()[0];
@@ -335,7 +344,7 @@ proptest! {
     }
 }
 
-/// Every dtype by every codec, of lengths that are odd where they can be, and what has no bytes.
+/// A file with every dtype in every codec, a scalar and an empty tensor.
 fn golden() -> Vec<u8> {
     let mut tensors = vec![
         tensor("scalar", Dtype::F64, &[], Some(8), 3),
@@ -345,29 +354,28 @@ fn golden() -> Vec<u8> {
         for (j, &codec) in Codec::ALL.iter().enumerate() {
             let (name, phase) =
                 (format!("{dtype}.{codec}"), (j == 1).then_some((i as u8 * 8) % 64));
-            let mut made = tensor(&name, dtype, &[3, 52], phase, i as u8);
-            // Bytes that every codec makes smaller.
-            made.3.iter_mut().for_each(|byte| *byte &= 0x30);
-            tensors.push(by(codec, made));
+            let mut tensor = tensor(&name, dtype, &[3, 52], phase, i as u8);
+            // Makes the bytes compressible by every codec.
+            tensor.3.iter_mut().for_each(|byte| *byte &= 0x30);
+            tensors.push(with_codec(codec, tensor));
         }
     }
     write(&tensors, &[("format", "pt"), ("written by", "version 1.0")])
 }
 
-/// Files of version 1.0 are read by whatever comes after it. `TS_WRITE_GOLDEN=1` writes this one,
-/// which is done once.
+/// Later versions must read this file. It was written once, with `TS_WRITE_GOLDEN=1`.
 #[test]
-fn the_first_file_of_version_1_0_is_still_read() {
+fn a_file_of_version_1_0_is_readable() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/version-1.0.ts");
     if std::env::var_os("TS_WRITE_GOLDEN").is_some() {
         std::fs::write(path, golden()).unwrap();
     }
     let file = std::fs::read(path).unwrap();
-    let (there, expected) = (Catalog::from_bytes("m", &file).unwrap(), golden());
-    let wanted = Catalog::from_bytes("m", &expected).unwrap();
-    assert_eq!(there.files()[0].metadata, wanted.files()[0].metadata);
-    assert_eq!(there.tensors().len(), 2 + Dtype::ALL.len() * Codec::ALL.len());
-    for (old, new) in there.tensors().zip(wanted.tensors()) {
+    let (catalog, expected) = (Catalog::from_bytes("m", &file).unwrap(), golden());
+    let expected_catalog = Catalog::from_bytes("m", &expected).unwrap();
+    assert_eq!(catalog.files()[0].metadata, expected_catalog.files()[0].metadata);
+    assert_eq!(catalog.tensors().len(), 2 + Dtype::ALL.len() * Codec::ALL.len());
+    for (old, new) in catalog.tensors().zip(expected_catalog.tensors()) {
         assert_eq!(
             (old.name(), old.meta(), old.fingerprint()),
             (new.name(), new.meta(), new.fingerprint())

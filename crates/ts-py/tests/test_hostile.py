@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Make, str]] = {
     "nested deeply in metadata": (single(raw('{"__metadata__":' + DEEP + "}")), "byte [0-9]+: "),
     "metadata of numbers": (single(raw('{"__metadata__":{"a":1}}', 0)), "byte [0-9]+: .*string"),
     "metadata key twice": (single(raw('{"__metadata__":{"a":"1","a":"2"}}', 0)),
-        "key `a` stands twice"),
+        "duplicate key `a`"),
     "overlapping": (single(raw(two((0, 8), (4, 12)), 12)), "tensor `bad.one` .data at byte "
         "[0-9]+.*overlaps"),
     "gapped": (single(raw(two((0, 8), (12, 20)), 20)), "tensor `bad.one` .data at byte "
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Make, str]] = {
     "a gap at the start": (single(raw(one(data_offsets=[4, 20]), 20)), "tensor `bad.one` .data at "
         "byte.*gap"),
     "reversed offsets": (single(raw(one(data_offsets=[16, 0]))), "tensor `bad.one` .data at "
-        "byte.*backwards"),
+        "byte.*end before they begin"),
     "negative offsets": (single(raw(one(data_offsets=[-16, 0]))), "byte [0-9]+: .*-16"),
     "float offsets": (single(raw(one(data_offsets=[0, 16.5]))), "byte [0-9]+: .*16.5"),
     "overflowing offsets": (single(raw(one(data_offsets=[0, 2**64]))), "byte [0-9]+: "),
@@ -128,18 +128,19 @@ CASES: dict[str, tuple[Make, str]] = {
         "`bad.one`.*16 bytes.*12"),
     "negative shape": (single(raw(one(shape=[-4]))), "byte [0-9]+: .*-4"),
     "a shape whose size overflows": (single(raw(one(shape=[2**40, 2**40]))),
-        "tensor `bad.one`.*no whole number"),
+        "tensor `bad.one`.*not a whole number"),
     "absurd rank": (single(raw(one(shape=[1] * 100_000 + [4]))), "tensor `bad.one`.*rank 100001"),
     "rank 65": (single(raw(one(shape=[1] * 64 + [4]))), "tensor `bad.one`.*rank 65"),
     "unknown dtype": (single(raw(one(dtype="F33"))), "tensor `bad.one`.*unknown dtype `F33`"),
     "half a byte": (single(raw(one(dtype="F4", shape=[3], data_offsets=[0, 1]), 1)),
-        "tensor `bad.one`.*no whole"),
+        "tensor `bad.one`.*not a whole"),
     "a missing field": (single(raw('{"bad.one":{"dtype":"F32","shape":[4]}}')),
         "byte [0-9]+: missing field"),
     "an unknown field": (single(raw(one(stride=[1]))), "byte [0-9]+: unknown field"),
-    "a name twice": (single(raw(one()[:-1] + "," + one()[1:])), "`bad.one` stands twice"),
-    "NUL in a name": (single(raw(one().replace("bad.one", "bad\\u0000one"))), "no tensor name"),
-    "an empty name": (single(raw(one().replace("bad.one", ""))), "no tensor name"),
+    "a name twice": (single(raw(one()[:-1] + "," + one()[1:])), "duplicate tensor name `bad.one`"),
+    "NUL in a name": (single(raw(one().replace("bad.one", "bad\\u0000one"))),
+        "invalid tensor name"),
+    "an empty name": (single(raw(one().replace("bad.one", ""))), "invalid tensor name"),
     "trailing bytes": (single(GOOD + b"x"), "byte [0-9]+: 1 bytes after the last tensor"),
     "data cut": (single(GOOD[:-1]), "truncated: tensor `bad.one` needs bytes"),
     "index that is no JSON": (sharded({}, text="{'weight_map'"), f"{INDEX}: byte 1: "),
@@ -149,16 +150,16 @@ CASES: dict[str, tuple[Make, str]] = {
     "index of numbers": (sharded({"bad.one": 1}), f"{INDEX}: byte .*string"),
     "a name twice in the index": (
         sharded({}, text='{"weight_map":{"bad.one":"s1","bad.one":"s2"}}'),
-            f"{INDEX}: .*`bad.one` stands twice"),
+            f"{INDEX}: .*duplicate key `bad.one`"),
     "a shard that is missing": (sharded({"bad.one": "gone"}), "gone: cannot open"),
     "a shard that leaves the directory": (sharded({"bad.one": "../s1"}),
-        f"{INDEX}: .*`bad.one`.*no file name"),
+        f"{INDEX}: .*`bad.one`.*invalid shard"),
     "a shard at an absolute path": (sharded({"bad.one": "/etc/passwd"}),
-        f"{INDEX}: .*`bad.one`.*no file name"),
-    "a shard with NUL in its name": (sharded({"bad.one": "s\0"}), f"{INDEX}: .*`bad.one`.*no file "
-        "name"),
-    "a shard that is the directory": (sharded({"bad.one": "."}), f"{INDEX}: .*`bad.one`.*no file "
-        "name"),
+        f"{INDEX}: .*`bad.one`.*invalid shard"),
+    "a shard with NUL in its name": (sharded({"bad.one": "s\0"}), f"{INDEX}: .*`bad.one`.*invalid "
+        "shard"),
+    "a shard that is the directory": (sharded({"bad.one": "."}), f"{INDEX}: .*`bad.one`.*invalid "
+        "shard"),
     "a shard that disagrees with the index": (sharded({"other": "s1"}), "s1: tensor `other` is "
         "listed in .*json"),
     "a shard that is cut": (sharded({"bad.one": "s1"}, shards={"s1": GOOD[:-3]}), "s1: truncated: "
@@ -174,7 +175,7 @@ CASES: dict[str, tuple[Make, str]] = {
         "superblock.*checksum"),
     ".ts: index cut": (container(lambda file: file.pop()), "truncated: the index needs bytes"),
     ".ts: index damaged": (container(lambda file: overwrite(len(file) - 9, b"\xff")(file)),
-        "checksum of the index"),
+        "index checksum mismatch"),
     ".ts: data cut away": (container(cut(8192)), "truncated: the index"),
 }  # fmt: skip
 
