@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Devices whose kind is known only when the program runs.
+//! Devices whose kind is chosen at run time.
 
 use std::alloc::Layout;
 use std::time::Duration;
@@ -15,16 +15,27 @@ use crate::priority::StreamPriority;
 use crate::sim::{SimDevice, SimEvent, SimMemory, SimStream};
 use crate::{DeviceKind, Error, MemoryMetrics, StreamMetrics};
 
-/// A device of any kind. Code that is written for a [`Device`] runs on it as on the device inside;
-/// events and streams of different kinds do not go together, which is [`Error::MixedDevices`].
+/// A device of any kind, chosen at run time.
+///
+/// It is a [`Device`] like the one inside. Combining streams, events or memory of different kinds
+/// returns [`Error::MixedDevices`].
+///
+/// # Examples
+/// ```
+/// use ts_streams::{AnyDevice, Device, DeviceKind, DeviceRegistry};
+///
+/// let device: AnyDevice = DeviceRegistry::builtin().open(Some("cpu"))?;
+/// assert_eq!(device.info().kind, DeviceKind::Cpu);
+/// # Ok::<(), ts_streams::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum AnyDevice {
     /// The host.
     Cpu(CpuDevice),
-    /// A simulation.
+    /// A simulated GPU.
     Sim(SimDevice),
-    /// A GPU of NVIDIA.
+    /// An NVIDIA GPU.
     #[cfg(feature = "cuda")]
     Cuda(CudaDevice),
 }
@@ -33,11 +44,11 @@ pub enum AnyDevice {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum AnyStream {
-    /// Of the host.
+    /// A stream on the host.
     Cpu(CpuStream),
-    /// Of a simulation.
+    /// A stream on a simulated GPU.
     Sim(SimStream),
-    /// Of a GPU of NVIDIA.
+    /// A stream on an NVIDIA GPU.
     #[cfg(feature = "cuda")]
     Cuda(CudaStream),
 }
@@ -46,11 +57,11 @@ pub enum AnyStream {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum AnyEvent {
-    /// Of the host.
+    /// An event on the host.
     Cpu(CpuEvent),
-    /// Of a simulation.
+    /// An event on a simulated GPU.
     Sim(SimEvent),
-    /// Of a GPU of NVIDIA.
+    /// An event on an NVIDIA GPU.
     #[cfg(feature = "cuda")]
     Cuda(CudaEvent),
 }
@@ -59,17 +70,17 @@ pub enum AnyEvent {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum AnyMemory {
-    /// For the host.
+    /// Host memory of a [`CpuDevice`].
     Cpu(CpuMemory),
-    /// For a simulation.
+    /// Memory of a simulated GPU.
     Sim(SimMemory),
-    /// For a GPU of NVIDIA.
+    /// Memory of an NVIDIA GPU.
     #[cfg(feature = "cuda")]
     Cuda(CudaMemory),
 }
 
-/// Does the same with what is inside, whatever it is.
-macro_rules! each {
+/// Evaluates the same expression for every variant.
+macro_rules! dispatch {
     ($of:ident, $value:expr, $inner:ident => $result:expr) => {
         match $value {
             $of::Cpu($inner) => $result,
@@ -80,8 +91,8 @@ macro_rules! each {
     };
 }
 
-/// As `each`, and the result is inside again.
-macro_rules! each_into {
+/// Like `dispatch`, and wraps the result in the same variant of another enum.
+macro_rules! dispatch_into {
     ($of:ident, $value:expr, $inner:ident => $result:expr, $into:ident) => {
         match $value {
             $of::Cpu($inner) => $result.map($into::Cpu),
@@ -92,8 +103,8 @@ macro_rules! each_into {
     };
 }
 
-/// Does the same with two things of one kind.
-macro_rules! both {
+/// Evaluates an expression for two values of the same kind, or returns `Error::MixedDevices`.
+macro_rules! dispatch_pair {
     (
         ($of:ident, $value:expr, $inner:ident),
         ($with:ident, $other:expr, $inner_other:ident) => $result:expr
@@ -126,9 +137,9 @@ macro_rules! device_kind {
 }
 
 impl AnyDevice {
-    /// How much of its memory is allocated.
+    /// Returns how much memory is allocated on the device.
     pub fn memory(&self) -> MemoryMetrics {
-        each!(AnyDevice, self, device => device.memory())
+        dispatch!(AnyDevice, self, device => device.memory())
     }
 }
 
@@ -153,23 +164,23 @@ impl Device for AnyDevice {
     }
 
     fn info(&self) -> &DeviceInfo {
-        each!(AnyDevice, self, device => device.info())
+        dispatch!(AnyDevice, self, device => device.info())
     }
 
     fn create_stream(&self, priority: StreamPriority) -> Result<AnyStream, Error> {
-        each_into!(AnyDevice, self, device => device.create_stream(priority), AnyStream)
+        dispatch_into!(AnyDevice, self, device => device.create_stream(priority), AnyStream)
     }
 
     fn create_event(&self) -> Result<AnyEvent, Error> {
-        each_into!(AnyDevice, self, device => device.create_event(), AnyEvent)
+        dispatch_into!(AnyDevice, self, device => device.create_event(), AnyEvent)
     }
 
     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<AnyMemory, Error> {
-        each_into!(AnyDevice, self, device => device.allocate(layout, kind), AnyMemory)
+        dispatch_into!(AnyDevice, self, device => device.allocate(layout, kind), AnyMemory)
     }
 
     fn allocate_in_order(&self, layout: Layout, stream: &AnyStream) -> Result<AnyMemory, Error> {
-        both!((AnyDevice, self, device), (AnyStream, stream, stream) => {
+        dispatch_pair!((AnyDevice, self, device), (AnyStream, stream, stream) => {
             device.allocate_in_order(layout, stream).map(AnyMemory::from)
         })
     }
@@ -196,7 +207,7 @@ impl Device for AnyDevice {
     }
 
     fn synchronize(&self) -> Result<(), Error> {
-        each!(AnyDevice, self, device => device.synchronize())
+        dispatch!(AnyDevice, self, device => device.synchronize())
     }
 }
 
@@ -204,92 +215,92 @@ impl Stream for AnyStream {
     type Event = AnyEvent;
 
     fn id(&self) -> StreamId {
-        each!(AnyStream, self, stream => stream.id())
+        dispatch!(AnyStream, self, stream => stream.id())
     }
 
     fn level(&self) -> i32 {
-        each!(AnyStream, self, stream => stream.level())
+        dispatch!(AnyStream, self, stream => stream.level())
     }
 
     fn record(&self, event: &AnyEvent) -> Result<(), Error> {
-        both!((AnyStream, self, stream), (AnyEvent, event, event) => stream.record(event))
+        dispatch_pair!((AnyStream, self, stream), (AnyEvent, event, event) => stream.record(event))
     }
 
     fn wait(&self, event: &AnyEvent) -> Result<(), Error> {
-        both!((AnyStream, self, stream), (AnyEvent, event, event) => stream.wait(event))
+        dispatch_pair!((AnyStream, self, stream), (AnyEvent, event, event) => stream.wait(event))
     }
 
     fn follow(&self, event: &AnyEvent) -> Result<(), Error> {
-        both!((AnyStream, self, stream), (AnyEvent, event, event) => stream.follow(event))
+        dispatch_pair!((AnyStream, self, stream), (AnyEvent, event, event) => stream.follow(event))
     }
 
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
-        // SAFETY: the caller's promise is the same.
-        each!(AnyStream, self, stream => unsafe { stream.copy(to, from) })
+        // SAFETY: the caller fulfills the same requirements.
+        dispatch!(AnyStream, self, stream => unsafe { stream.copy(to, from) })
     }
 
     unsafe fn fill(&self, to: MemoryRange, byte: u8) -> Result<(), Error> {
-        // SAFETY: the caller's promise is the same.
-        each!(AnyStream, self, stream => unsafe { stream.fill(to, byte) })
+        // SAFETY: the caller fulfills the same requirements.
+        dispatch!(AnyStream, self, stream => unsafe { stream.fill(to, byte) })
     }
 
     fn launch_host_fn(&self, work: HostFn) -> Result<(), Error> {
-        each!(AnyStream, self, stream => stream.launch_host_fn(work))
+        dispatch!(AnyStream, self, stream => stream.launch_host_fn(work))
     }
 
     fn prefetch(&self, range: MemoryRange, to: MemoryLocation) -> Result<(), Error> {
-        each!(AnyStream, self, stream => stream.prefetch(range, to))
+        dispatch!(AnyStream, self, stream => stream.prefetch(range, to))
     }
 
     fn query(&self) -> Result<Status, Error> {
-        each!(AnyStream, self, stream => stream.query())
+        dispatch!(AnyStream, self, stream => stream.query())
     }
 
     fn synchronize(&self) -> Result<(), Error> {
-        each!(AnyStream, self, stream => stream.synchronize())
+        dispatch!(AnyStream, self, stream => stream.synchronize())
     }
 
     fn take_error(&self) -> Option<Error> {
-        each!(AnyStream, self, stream => stream.take_error())
+        dispatch!(AnyStream, self, stream => stream.take_error())
     }
 
     fn metrics(&self) -> StreamMetrics {
-        each!(AnyStream, self, stream => stream.metrics())
+        dispatch!(AnyStream, self, stream => stream.metrics())
     }
 }
 
 impl Event for AnyEvent {
     fn query(&self) -> Result<Status, Error> {
-        each!(AnyEvent, self, event => event.query())
+        dispatch!(AnyEvent, self, event => event.query())
     }
 
     fn synchronize(&self) -> Result<(), Error> {
-        each!(AnyEvent, self, event => event.synchronize())
+        dispatch!(AnyEvent, self, event => event.synchronize())
     }
 
     fn elapsed_since(&self, start: &Self) -> Result<Duration, Error> {
-        both!((AnyEvent, self, event), (AnyEvent, start, start) => event.elapsed_since(start))
+        dispatch_pair!((AnyEvent, self, end), (AnyEvent, start, start) => end.elapsed_since(start))
     }
 }
 
-// SAFETY: what is inside says so.
+// SAFETY: every variant implements `RawMemory`.
 unsafe impl RawMemory for AnyMemory {
     fn range(&self) -> MemoryRange {
-        each!(AnyMemory, self, memory => memory.range())
+        dispatch!(AnyMemory, self, memory => memory.range())
     }
 
     fn kind(&self) -> MemoryKind {
-        each!(AnyMemory, self, memory => memory.kind())
+        dispatch!(AnyMemory, self, memory => memory.kind())
     }
 
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Error> {
-        // SAFETY: the caller's promise is the same.
-        each!(AnyMemory, self, memory => unsafe { memory.read(offset, bytes) })
+        // SAFETY: the caller fulfills the same requirements.
+        dispatch!(AnyMemory, self, memory => unsafe { memory.read(offset, bytes) })
     }
 
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
-        // SAFETY: the caller's promise is the same.
-        each!(AnyMemory, self, memory => unsafe { memory.write(offset, bytes) })
+        // SAFETY: the caller fulfills the same requirements.
+        dispatch!(AnyMemory, self, memory => unsafe { memory.write(offset, bytes) })
     }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Several streams that work on one thing.
+//! Coordination of several streams.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -9,8 +9,36 @@ use crate::graph::{Task, TaskGraph};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::{Device, Error, Event, HostFn, Status, Stream};
 
-/// Streams that work on one thing: in parallel, in the order of a graph, up to barriers. The host
-/// waits for none of it unless it asks to.
+/// Runs related work on several streams: in parallel, in the order of a [`TaskGraph`], or between
+/// barriers. For embedders.
+///
+/// The host waits only where a method says so.
+///
+/// # Examples
+/// ```
+/// use ts_streams::{
+///     CancelToken, CpuDevice, Device, MultiStreamCoordinator, StreamPriority, TaskGraph,
+/// };
+///
+/// let device = CpuDevice::new()?;
+/// let streams = vec![
+///     device.create_stream(StreamPriority::Normal)?,
+///     device.create_stream(StreamPriority::Normal)?,
+/// ];
+/// let coordinator = MultiStreamCoordinator::new(device, streams);
+///
+/// let mut graph = TaskGraph::new();
+/// let first = graph.add_host_fn("load a", || println!("a"));
+/// let second = graph.add_host_fn("load b", || println!("b")); // in parallel with `load a`
+/// let last = graph.add_host_fn("add", || println!("a + b"));
+/// graph.depend(last, first)?;
+/// graph.depend(last, second)?;
+///
+/// let execution = coordinator.execute(graph, &CancelToken::default());
+/// execution.wait()?;
+/// assert!(execution.problems().is_empty());
+/// # Ok::<(), ts_streams::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct MultiStreamCoordinator<D: Device> {
     device: D,
@@ -18,55 +46,60 @@ pub struct MultiStreamCoordinator<D: Device> {
 }
 
 impl<D: Device> MultiStreamCoordinator<D> {
-    /// Coordinates these streams; events are made on `device`.
+    /// Creates a coordinator for `streams`. Events are created on `device`.
     ///
     /// # Panics
-    /// Without streams.
+    /// Panics if `streams` is empty.
     pub fn new(device: D, streams: Vec<D::Stream>) -> Self {
-        assert!(!streams.is_empty(), "there is nothing to coordinate");
+        assert!(!streams.is_empty(), "a coordinator needs at least one stream");
         Self { device, streams }
     }
 
-    /// The streams.
+    /// Returns the streams.
     pub fn streams(&self) -> &[D::Stream] {
         &self.streams
     }
 
-    /// Has what is submitted to `later` from now on wait for all that was submitted to `earlier`. A
-    /// wait for what was submitted before cannot close a circle, however often streams wait for
-    /// each other.
+    /// Makes all work submitted to `later` from now on wait for the work submitted to `earlier` so
+    /// far.
+    ///
+    /// Such waits cannot form a cycle, however often two streams wait for each other, because each
+    /// is for work that was submitted before.
     ///
     /// # Errors
-    /// That of work on one of them; [`Error::ForeignStream`] when one is not of the coordinator's
-    /// device. Nothing has happened then.
+    /// Returns [`Error::ForeignStream`] if a stream belongs to another device; nothing is submitted
+    /// then. Returns the error of `later` if it has failed.
     pub fn order(&self, later: &D::Stream, earlier: &D::Stream) -> Result<(), Error> {
         if let Some(foreign) = [later, earlier].into_iter().find(|stream| !self.device.owns(stream))
         {
             let device = self.device.info().name.clone();
             return Err(Error::ForeignStream { stream: foreign.id(), device });
         }
-        later.wait(&self.mark(earlier)?)
+        later.wait(&self.record_event(earlier)?)
     }
 
-    /// Has what is submitted to any of the streams from now on wait for all that was submitted to
-    /// all of them. On the device: the host goes on.
+    /// Makes all work submitted to any of the streams from now on wait for the work submitted to
+    /// all of them so far. Does not block the host.
     ///
     /// # Errors
-    /// That of work on one of them; the others are ordered among each other all the same.
+    /// Returns the error of a stream that has failed. Since each stream waits for all, a failure
+    /// spreads to all of them.
     pub fn barrier(&self) -> Result<(), Error> {
-        let (first, others) = self.streams.split_first().expect("there is one");
-        let reached: Vec<_> = others.iter().map(|stream| self.mark(stream)).collect();
+        let (first, others) = self.streams.split_first().expect("`new` requires a stream");
+        let reached: Vec<_> = others.iter().map(|stream| self.record_event(stream)).collect();
         let joined = reached.into_iter().map(|event| first.wait(&event?)).collect::<Vec<_>>();
-        let all = self.mark(first)?;
+        let all = self.record_event(first)?;
         let waited = others.iter().map(|stream| stream.wait(&all)).collect::<Vec<_>>();
         joined.into_iter().chain(waited).collect()
     }
 
-    /// Has each function submit to a stream of its own, in turn where there are more of them, and
-    /// the first stream wait for all. All of them are called, on this thread, also when one fails.
+    /// Calls each function on this thread to submit work, with the streams in turn.
+    ///
+    /// All functions are called, even if one fails.
     ///
     /// # Errors
-    /// The first that one of them gives; [`Error::Failed`] for a panic.
+    /// Returns the first error of a function, or [`Error::Failed`] if one panics. Work that was
+    /// already submitted still runs.
     pub fn execute_parallel<F>(
         &self,
         work: impl IntoIterator<Item = F>,
@@ -85,62 +118,63 @@ impl<D: Device> MultiStreamCoordinator<D> {
         }
     }
 
-    /// Submits the tasks of a graph, each to the stream of one that it waits for, if nobody has
-    /// followed that one yet, else to the stream with the fewest tasks. It waits for others by
-    /// events, of which there are no more than the order needs.
+    /// Submits the tasks of a graph and returns without waiting for them.
     ///
-    /// Does not block, as far as the tasks do not. A task that fails to submit takes with it those
-    /// that wait for it; see [`Execution::problems`]. So does a cancellation, for all tasks that
-    /// were not submitted before.
+    /// A task goes to the stream of one of its dependencies, if no other task follows that one
+    /// there yet, otherwise to the stream with the fewest tasks. It waits for its other
+    /// dependencies through events. No more events are recorded than the order requires.
+    ///
+    /// If a task fails to submit, the tasks that depend on it are not submitted. After a
+    /// cancellation, no further task is submitted. [`Execution::problems`] lists all of these.
     pub fn execute(&self, graph: TaskGraph<D::Stream>, cancel: &CancelToken) -> Execution<D> {
         let (tasks, waits) = graph.into_order();
-        let mut placed = Placement::new(self, &waits);
+        let mut placement = Placement::new(self, &waits);
         let mut problems = Vec::new();
         for (task, Task { name, submit }) in tasks.into_iter().enumerate() {
             let submitted = match () {
                 () if cancel.is_cancelled() => Err(Error::Cancelled { task: name.clone() }),
-                () => placed.prepare(task).and_then(|stream| {
-                    // A task's panic must not leave others half submitted.
+                () => placement.prepare(task, &name).and_then(|stream| {
+                    // A panic in one task must not keep the others from being submitted.
                     let done = catch_unwind(AssertUnwindSafe(|| submit(stream)));
                     done.unwrap_or_else(|_| {
                         Err(Error::Failed {
                             stream: stream.id(),
-                            what: format!("task `{name}` panicked"),
+                            what: format!("task {name:?} panicked"),
                         })
                     })
                 }),
             };
-            if let Err(error) = submitted.and_then(|()| placed.finish(task)) {
-                placed.lost[task] = true;
+            if let Err(error) = submitted.and_then(|()| placement.finish(task)) {
+                placement.skipped[task] = true;
                 problems.push((name, error));
             }
         }
         Execution {
-            ends: placed.ends(),
+            end_events: placement.end_events(),
             problems,
-            events: placed.events_recorded,
-            polls: self.device.info().runs_by_itself,
+            events: placement.events_recorded,
+            sleeps: self.device.info().runs_by_itself,
         }
     }
 
-    fn mark(&self, stream: &D::Stream) -> Result<D::Event, Error> {
+    fn record_event(&self, stream: &D::Stream) -> Result<D::Event, Error> {
         let event = self.device.create_event()?;
         stream.record(&event)?;
         Ok(event)
     }
 }
 
-/// Where tasks go.
+/// The assignment of tasks to streams. All tasks are assigned before the first is submitted,
+/// because only then is it known which tasks need an event.
 struct Placement<'a, D: Device> {
     coordinator: &'a MultiStreamCoordinator<D>,
     waits: &'a [Vec<usize>],
-    /// Whether somebody on another stream waits for it, which is known only once its followers are
-    /// placed: all are placed first.
+    /// The stream of each task.
     stream_of: Vec<usize>,
     needs_event: Vec<bool>,
     events: Vec<Option<D::Event>>,
     events_recorded: usize,
-    lost: Vec<bool>,
+    skipped: Vec<bool>,
 }
 
 impl<'a, D: Device> Placement<'a, D> {
@@ -150,14 +184,16 @@ impl<'a, D: Device> Placement<'a, D> {
         let mut load = vec![0usize; coordinator.streams.len()];
         let mut needs_event = vec![false; count];
         for before in waits {
-            // Behind one of them no event is needed.
-            let behind = before.iter().copied().find(|&task| !followed[task]);
-            let stream = match behind {
+            // A task that shares the stream of a dependency needs no event for it.
+            let predecessor = before.iter().copied().find(|&task| !followed[task]);
+            let stream = match predecessor {
                 Some(task) => {
                     followed[task] = true;
                     stream_of[task]
                 }
-                None => (0..load.len()).min_by_key(|&stream| load[stream]).expect("there is one"),
+                None => (0..load.len())
+                    .min_by_key(|&stream| load[stream])
+                    .expect("`new` requires a stream"),
             };
             load[stream] += 1;
             before
@@ -174,7 +210,7 @@ impl<'a, D: Device> Placement<'a, D> {
             needs_event,
             events,
             events_recorded: 0,
-            lost: vec![false; count],
+            skipped: vec![false; count],
         }
     }
 
@@ -182,12 +218,12 @@ impl<'a, D: Device> Placement<'a, D> {
         &self.coordinator.streams[self.stream_of[task]]
     }
 
-    /// Has the task's stream wait for what the task waits for.
-    fn prepare(&self, task: usize) -> Result<&'a D::Stream, Error> {
+    /// Makes the task's stream wait for the task's dependencies.
+    fn prepare(&self, task: usize, name: &str) -> Result<&'a D::Stream, Error> {
         let stream = self.stream(task);
         for &before in &self.waits[task] {
-            if self.lost[before] {
-                return Err(Error::Cancelled { task: "one that it waits for was not run".into() });
+            if self.skipped[before] {
+                return Err(Error::Cancelled { task: name.into() });
             }
             if let Some(event) = &self.events[before]
                 .as_ref()
@@ -199,53 +235,53 @@ impl<'a, D: Device> Placement<'a, D> {
         Ok(stream)
     }
 
-    /// Marks where a task ends, if somebody waits for that.
+    /// Records an event after the task, if a task on another stream waits for it.
     fn finish(&mut self, task: usize) -> Result<(), Error> {
         if self.needs_event[task] {
-            self.events[task] = Some(self.coordinator.mark(self.stream(task))?);
+            self.events[task] = Some(self.coordinator.record_event(self.stream(task))?);
             self.events_recorded += 1;
         }
         Ok(())
     }
 
-    /// The end of what each stream was given.
-    fn ends(&self) -> Vec<Result<D::Event, Error>> {
+    /// Records an event at the end of each stream that was used.
+    fn end_events(&self) -> Vec<Result<D::Event, Error>> {
         let mut used: Vec<usize> = self.stream_of.clone();
         used.sort_unstable();
         used.dedup();
         used.into_iter()
-            .map(|stream| self.coordinator.mark(&self.coordinator.streams[stream]))
+            .map(|stream| self.coordinator.record_event(&self.coordinator.streams[stream]))
             .collect()
     }
 }
 
-/// Work that was submitted together.
+/// The tasks of one [`MultiStreamCoordinator::execute`] call.
 #[derive(Debug)]
 pub struct Execution<D: Device> {
-    ends: Vec<Result<D::Event, Error>>,
+    end_events: Vec<Result<D::Event, Error>>,
     problems: Vec<(String, Error)>,
     events: usize,
-    polls: bool,
+    sleeps: bool,
 }
 
 impl<D: Device> Execution<D> {
-    /// The tasks that were not submitted, by name, and why.
+    /// Returns the name of each task that was not submitted, with the reason.
     pub fn problems(&self) -> &[(String, Error)] {
         &self.problems
     }
 
-    /// How many events order it.
+    /// Returns the number of events recorded to order the tasks.
     pub fn events(&self) -> usize {
         self.events
     }
 
-    /// Whether all that was submitted is done. Does not block.
+    /// Returns whether all submitted work is done. Does not block.
     ///
     /// # Errors
-    /// That of work on one of the streams.
+    /// Returns the error of a stream whose work failed.
     pub fn query(&self) -> Result<Status, Error> {
         let mut all = Status::Ready;
-        for end in &self.ends {
+        for end in &self.end_events {
             if end.as_ref().map_err(Clone::clone)?.query()? == Status::Pending {
                 all = Status::Pending;
             }
@@ -253,14 +289,14 @@ impl<D: Device> Execution<D> {
         Ok(all)
     }
 
-    /// Waits until all that was submitted is done. Blocks.
+    /// Blocks until all submitted work has ended.
     ///
     /// # Errors
-    /// The first problem with a task; that of work on one of the streams. All of them have ended
-    /// then.
+    /// Returns the error of a stream whose work failed, otherwise the reason of the first task that
+    /// was not submitted. Returns [`Error::WaitInHostFn`] if called from a host function.
     pub fn wait(&self) -> Result<(), Error> {
         let ended: Vec<_> = self
-            .ends
+            .end_events
             .iter()
             .map(|end| end.as_ref().map_err(Clone::clone).and_then(Event::synchronize))
             .collect();
@@ -268,52 +304,63 @@ impl<D: Device> Execution<D> {
         self.problems.first().map_or(Ok(()), |(_, error)| Err(error.clone()))
     }
 
-    /// As [`wait`](Self::wait), not longer than this.
+    /// Like [`wait`](Self::wait), but gives up after `timeout`.
     ///
     /// # Errors
-    /// As [`wait`](Self::wait); [`Error::TimedOut`].
+    /// Returns the same errors as [`wait`](Self::wait), and [`Error::TimedOut`].
     pub fn wait_timeout(&self, timeout: Duration) -> Result<(), Error> {
         let deadline = Instant::now().checked_add(timeout);
         while self.query()? == Status::Pending {
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return Err(Error::TimedOut { timeout });
             }
-            if self.polls {
+            if self.sleeps {
                 std::thread::sleep(Duration::from_micros(50));
             }
         }
         self.wait()
     }
 
-    /// Has a stream run a function when all of it is done.
+    /// Runs a function on `stream` after all submitted work is done. If any of it failed, the
+    /// function does not run and `stream` fails with the same error.
     ///
     /// # Errors
-    /// That of work on one of the streams.
+    /// Returns the error of a stream that has failed.
     pub fn on_complete(
         &self,
         stream: &D::Stream,
         run: impl FnOnce() + Send + 'static,
     ) -> Result<(), Error> {
-        for end in &self.ends {
+        for end in &self.end_events {
             stream.wait(end.as_ref().map_err(Clone::clone)?)?;
         }
         stream.launch_host_fn(HostFn::new(run))
     }
 }
 
-/// Calls things off. Clones call off the same.
+/// Cancels the execution of a task graph. Clones share the same state.
+///
+/// # Examples
+/// ```
+/// use ts_streams::CancelToken;
+///
+/// let token = CancelToken::default();
+/// let clone = token.clone(); // for example, for a signal handler
+/// clone.cancel();
+/// assert!(token.is_cancelled());
+/// ```
 #[derive(Debug, Clone, Default)]
 pub struct CancelToken {
     cancelled: Arc<AtomicBool>,
 }
 
 impl CancelToken {
-    /// Calls it off, for good. Does not block.
+    /// Cancels, permanently. Does not block.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
     }
 
-    /// Whether it was called off.
+    /// Returns whether [`cancel`](Self::cancel) was called.
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Acquire)
     }

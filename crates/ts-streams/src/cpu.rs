@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The host as a device: threads that do the work of streams, the most urgent first.
+//! The host as a device: threads that run the work of streams, most urgent first.
 
 use std::alloc::Layout;
 use std::sync::{Arc, OnceLock, PoisonError, Weak};
@@ -14,54 +14,74 @@ use crate::device::{
 use crate::memory::{HostBlock, MemoryKind, MemoryRange, Transfer};
 use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::{PriorityRange, StreamPriority};
-use crate::queue::{Effects, Fails, Op, Owner, Point, Queues, Released, Work, may_wait};
+use crate::queue::{Effects, OnFailure, Op, Owner, Point, Queues, Released, Work, may_wait};
 use crate::race::Clock;
 use crate::sync::{Condvar, Mutex, MutexGuard, thread};
 
-/// The host as a device. Its streams share some threads, which always take the most urgent work
-/// that could run; work that has begun is not interrupted. All memory is the host's. Dropping the
-/// last handle to it, its streams and its memory waits until all work is done, unless work does
-/// that.
+/// The host as a device.
+///
+/// Its streams share a set of threads, which always take the most urgent work that can run. Work
+/// that has begun is not interrupted. All memory is ordinary host memory.
+///
+/// Dropping the last handle to the device, its streams and its memory blocks until all work is
+/// done, unless it is dropped inside work of a stream.
+///
+/// # Examples
+/// ```
+/// use ts_streams::{CpuDevice, Device, HostFn, Stream, StreamPriority};
+///
+/// let device = CpuDevice::with_threads(2)?;
+/// let loader = device.create_stream(StreamPriority::Normal)?;
+/// let worker = device.create_stream(StreamPriority::High)?;
+/// let loaded = device.create_event()?;
+///
+/// loader.launch_host_fn(HostFn::new(|| println!("load")))?;
+/// loader.record(&loaded)?;
+/// worker.wait(&loaded)?; // does not block this thread
+/// worker.launch_host_fn(HostFn::new(|| println!("compute")))?;
+/// worker.synchronize()?;
+/// # Ok::<(), ts_streams::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct CpuDevice {
-    crew: Arc<Crew>,
+    workers: Arc<Workers>,
 }
 
-/// The threads, which end with the last handle to the device, its streams and its memory, when all
-/// work is done.
+/// The worker threads. They end when all handles to the device, its streams and its memory are
+/// dropped and all work is done.
 #[derive(Debug)]
-struct Crew {
-    shared: Arc<Shared>,
+struct Workers {
+    shared: Arc<CpuShared>,
     threads: Vec<thread::JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct CpuShared {
     info: DeviceInfo,
-    state: Mutex<State>,
+    state: Mutex<CpuState>,
     work: Condvar,
     memory: MemoryCounters,
 }
 
 #[derive(Debug)]
-struct State {
+struct CpuState {
     queues: Queues,
     closed: bool,
 }
 
 impl CpuDevice {
-    /// With as many threads as there are cores.
+    /// Creates a device with one thread per available core.
     ///
     /// # Errors
-    /// [`Error::Thread`].
+    /// Returns [`Error::Thread`] if the system cannot start a thread.
     pub fn new() -> Result<Self, Error> {
         Self::with_threads(available_parallelism().map_or(1, usize::from))
     }
 
-    /// With so many threads, at least one.
+    /// Creates a device with `count` threads, at least one.
     ///
     /// # Errors
-    /// [`Error::Thread`].
+    /// Returns [`Error::Thread`] if the system cannot start a thread.
     pub fn with_threads(count: usize) -> Result<Self, Error> {
         let info = DeviceInfo {
             kind: DeviceKind::Cpu,
@@ -73,40 +93,41 @@ impl CpuDevice {
             runs_by_itself: true,
             can_prefetch: false,
         };
-        let shared = Arc::new_cyclic(|this: &Weak<Shared>| Shared {
+        let shared = Arc::new_cyclic(|this: &Weak<CpuShared>| CpuShared {
             info,
-            state: Mutex::new(State {
+            state: Mutex::new(CpuState {
                 queues: Queues::new(Weak::clone(this) as Weak<dyn Owner>),
                 closed: false,
             }),
             work: Condvar::new(),
             memory: MemoryCounters::default(),
         });
-        // Built first and filled after, so that a thread that cannot start still ends the others.
-        let mut crew = Crew { shared, threads: Vec::new() };
+        // Created before the threads, so that if one cannot start, dropping this ends the others.
+        let mut workers = Workers { shared, threads: Vec::new() };
         for number in 0..count.max(1) {
-            let shared = Arc::clone(&crew.shared);
+            let shared = Arc::clone(&workers.shared);
             let thread = thread::Builder::new().name(format!("ts-cpu-{number}"));
             let thread = thread
                 .spawn(move || shared.run())
                 .map_err(|e| Error::Thread { reason: e.to_string() })?;
-            crew.threads.push(thread);
+            workers.threads.push(thread);
         }
-        Ok(Self { crew: Arc::new(crew) })
+        Ok(Self { workers: Arc::new(workers) })
     }
 
-    /// How much of its memory is allocated.
+    /// Returns how much memory is allocated on the device.
     pub fn memory(&self) -> MemoryMetrics {
-        self.crew.shared.memory.read()
+        self.workers.shared.memory.read()
     }
 }
 
-impl Drop for Crew {
+impl Drop for Workers {
     fn drop(&mut self) {
         self.shared.lock().closed = true;
         self.shared.work.notify_all();
-        // The last handle may be part of work: that thread cannot wait for itself, nor the others
-        // before it is done. Nor can work of another device that these may wait for.
+        // If work of a stream drops the last handle, that thread cannot join itself, nor the others
+        // before its work ends. Work of another device must not block either: these threads may
+        // wait for that device.
         if may_wait().is_ok() {
             for thread in self.threads.drain(..) {
                 let _ = thread.join();
@@ -115,13 +136,13 @@ impl Drop for Crew {
     }
 }
 
-impl Owner for Shared {
+impl Owner for CpuShared {
     fn wake(&self, stream: StreamId) -> Effects {
-        self.go_on(|queues| queues.proceed(stream))
+        self.advance(|queues| queues.proceed(stream))
     }
 
     fn dropped(&self, stream: StreamId, outcome: Result<(), String>) -> Effects {
-        self.go_on(|queues| queues.dropped(stream, outcome))
+        self.advance(|queues| queues.dropped(stream, outcome))
     }
 
     fn drive(&self, _: &mut Vec<*const ()>) -> bool {
@@ -129,39 +150,39 @@ impl Owner for Shared {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing that can panic runs under it.
+impl CpuShared {
+    fn lock(&self) -> MutexGuard<'_, CpuState> {
+        // No code that can panic runs while this lock is held, so the state stays consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A stream goes on, perhaps to its end.
-    fn go_on(&self, step: impl FnOnce(&mut Queues) -> Effects) -> Effects {
+    /// Advances a stream, possibly to its end.
+    fn advance(&self, step: impl FnOnce(&mut Queues) -> Effects) -> Effects {
         let mut state = self.lock();
         let effects = step(&mut state.queues);
-        let ends = state.closed && state.queues.streams().is_empty();
+        let finished = state.closed && state.queues.streams().is_empty();
         drop(state);
-        self.notify(effects.ready, ends);
+        self.notify(effects.ready, finished);
         effects
     }
 
-    /// Tells threads of work, or that there is none any more.
-    fn notify(&self, ready: usize, ends: bool) {
+    /// Wakes one thread for each ready stream, and all threads if the device has finished.
+    fn notify(&self, ready: usize, finished: bool) {
         for _ in 0..ready {
             self.work.notify_one();
         }
-        if ends {
+        if finished {
             self.work.notify_all();
         }
     }
 
-    /// What each thread does, until there is nothing more to do and the device is gone.
+    /// Runs work until none is left and the device is closed.
     fn run(&self) {
         let mut state = self.lock();
         loop {
             let next = state.queues.ready().next();
             let Some((ready, _)) = next else {
-                // Streams without handles go once their work is done.
+                // Streams without handles are removed once their work is done.
                 if state.closed && state.queues.streams().is_empty() {
                     self.work.notify_all();
                     return;
@@ -176,9 +197,9 @@ impl Shared {
             state = self.lock();
             let effects = state.queues.complete(ready.stream, outcome, now_ns);
             drop(state);
-            // This thread looks for itself.
+            // This thread takes one of them itself.
             self.notify(effects.ready.saturating_sub(1), false);
-            effects.settle();
+            effects.apply();
             state = self.lock();
         }
     }
@@ -186,32 +207,32 @@ impl Shared {
     fn submit(&self, stream: StreamId, op: Op) -> Result<(), Error> {
         let now_ns = monotonic_ns();
         let submitted = self.lock().queues.submit(stream, op, now_ns);
-        // What is refused is dropped here, without the lock.
+        // A refused operation is dropped here, without the lock.
         let effects = submitted.map_err(|refused| refused.0)?;
         self.notify(effects.ready, false);
-        effects.settle();
+        effects.apply();
         Ok(())
     }
 
-    /// The point behind all that a stream was given.
+    /// Records a point after all work submitted to a stream.
     fn record(self: &Arc<Self>, stream: StreamId) -> Result<Arc<Point>, Error> {
         let point = self.point();
         self.submit(stream, Op::Record(Arc::clone(&point)))?;
         Ok(point)
     }
 
-    /// The points behind all that any stream was given: of those that are there at one moment.
+    /// Records a point on every stream that exists now.
     fn record_all(self: &Arc<Self>) -> Vec<Arc<Point>> {
         let (now_ns, mut points, mut all) = (monotonic_ns(), Vec::new(), Vec::new());
         let mut state = self.lock();
         for stream in state.queues.streams() {
             let point = self.point();
-            // A stream that failed takes points too.
+            // A stream that has failed accepts records too.
             all.extend(state.queues.submit(stream, Op::Record(Arc::clone(&point)), now_ns));
             points.push(point);
         }
         drop(state);
-        all.into_iter().for_each(Effects::settle);
+        all.into_iter().for_each(Effects::apply);
         points
     }
 
@@ -220,7 +241,7 @@ impl Shared {
     }
 }
 
-/// Nanoseconds since this process first asked; never goes back.
+/// Returns nanoseconds since the first call in this process. Monotonic.
 pub(crate) fn monotonic_ns() -> u64 {
     static START: OnceLock<Instant> = OnceLock::new();
     u64::try_from(START.get_or_init(Instant::now).elapsed().as_nanos()).unwrap_or(u64::MAX)
@@ -232,17 +253,17 @@ impl Device for CpuDevice {
     type Memory = CpuMemory;
 
     fn owns(&self, stream: &CpuStream) -> bool {
-        Arc::ptr_eq(&self.crew, &stream.handle.crew)
+        Arc::ptr_eq(&self.workers, &stream.handle.workers)
     }
 
     fn info(&self) -> &DeviceInfo {
-        &self.crew.shared.info
+        &self.workers.shared.info
     }
 
     fn create_stream(&self, priority: StreamPriority) -> Result<CpuStream, Error> {
         let level = self.info().priorities.level(priority);
-        let (id, counters) = self.crew.shared.lock().queues.open(level);
-        let handle = StreamHandle { id, level, counters, crew: Arc::clone(&self.crew) };
+        let (id, counters) = self.workers.shared.lock().queues.open(level);
+        let handle = StreamHandle { id, level, counters, workers: Arc::clone(&self.workers) };
         Ok(CpuStream { handle: Arc::new(handle) })
     }
 
@@ -251,14 +272,14 @@ impl Device for CpuDevice {
     }
 
     fn allocate(&self, layout: Layout, _: MemoryKind) -> Result<CpuMemory, Error> {
-        let crew = Arc::clone(&self.crew);
-        let full = || Error::OutOfMemory {
+        let workers = Arc::clone(&self.workers);
+        let out_of_memory = || Error::OutOfMemory {
             device: self.info().name.clone(),
             requested_bytes: layout.size(),
         };
-        let block = HostBlock::new(layout).ok_or_else(full)?;
-        crew.shared.memory.taken(layout.size());
-        Ok(CpuMemory { block, crew })
+        let block = HostBlock::new(layout).ok_or_else(out_of_memory)?;
+        workers.shared.memory.allocated(layout.size());
+        Ok(CpuMemory { block, workers })
     }
 
     fn allocate_in_order(&self, layout: Layout, _: &CpuStream) -> Result<CpuMemory, Error> {
@@ -271,8 +292,8 @@ impl Device for CpuDevice {
 
     fn synchronize(&self) -> Result<(), Error> {
         may_wait()?;
-        // All of them, also when one fails.
-        let points = self.crew.shared.record_all();
+        // Waits for all streams even if one fails.
+        let points = self.workers.shared.record_all();
         let outcomes: Vec<_> = points.into_iter().map(|point| point.block().map(drop)).collect();
         outcomes.into_iter().collect()
     }
@@ -289,25 +310,25 @@ struct StreamHandle {
     id: StreamId,
     level: i32,
     counters: Arc<Counters>,
-    crew: Arc<Crew>,
+    workers: Arc<Workers>,
 }
 
 impl Drop for StreamHandle {
     fn drop(&mut self) {
-        self.crew.shared.lock().queues.close(self.id);
+        self.workers.shared.lock().queues.close(self.id);
     }
 }
 
 impl CpuStream {
-    fn wait_for(&self, event: &CpuEvent, fails: Fails) -> Result<(), Error> {
+    fn wait_for(&self, event: &CpuEvent, on_failure: OnFailure) -> Result<(), Error> {
         match event.point() {
-            Some(point) => self.submit(Op::Wait(point, fails)),
-            None => self.handle.crew.shared.lock().queues.failure(self.handle.id),
+            Some(point) => self.submit(Op::Wait(point, on_failure)),
+            None => self.handle.workers.shared.lock().queues.failure(self.handle.id),
         }
     }
 
     fn submit(&self, op: Op) -> Result<(), Error> {
-        self.handle.crew.shared.submit(self.handle.id, op)
+        self.handle.workers.shared.submit(self.handle.id, op)
     }
 
     fn transfer(&self, transfer: Transfer) -> Result<(), Error> {
@@ -330,26 +351,26 @@ impl Stream for CpuStream {
     }
 
     fn record(&self, event: &CpuEvent) -> Result<(), Error> {
-        let point = self.handle.crew.shared.record(self.handle.id)?;
+        let point = self.handle.workers.shared.record(self.handle.id)?;
         *event.point.lock().unwrap_or_else(PoisonError::into_inner) = Some(point);
         Ok(())
     }
 
     fn wait(&self, event: &CpuEvent) -> Result<(), Error> {
-        self.wait_for(event, Fails::Along)
+        self.wait_for(event, OnFailure::Propagate)
     }
 
     fn follow(&self, event: &CpuEvent) -> Result<(), Error> {
-        self.wait_for(event, Fails::ByItself)
+        self.wait_for(event, OnFailure::Ignore)
     }
 
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller fulfills the same requirements.
         self.transfer(unsafe { Transfer::copy(to, from) }?)
     }
 
     unsafe fn fill(&self, to: MemoryRange, byte: u8) -> Result<(), Error> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller fulfills the same requirements.
         self.transfer(unsafe { Transfer::fill(to, byte) })
     }
 
@@ -360,21 +381,21 @@ impl Stream for CpuStream {
     }
 
     fn prefetch(&self, _: MemoryRange, _: MemoryLocation) -> Result<(), Error> {
-        let device = self.handle.crew.shared.info.name.clone();
-        Err(Error::Unsupported { device, what: "memory that moves" })
+        let device = self.handle.workers.shared.info.name.clone();
+        Err(Error::Unsupported { device, what: "prefetching managed memory" })
     }
 
     fn query(&self) -> Result<Status, Error> {
-        self.handle.crew.shared.lock().queues.status(self.handle.id)
+        self.handle.workers.shared.lock().queues.status(self.handle.id)
     }
 
     fn synchronize(&self) -> Result<(), Error> {
         may_wait()?;
-        self.handle.crew.shared.record(self.handle.id)?.block().map(drop)
+        self.handle.workers.shared.record(self.handle.id)?.block().map(drop)
     }
 
     fn take_error(&self) -> Option<Error> {
-        self.handle.crew.shared.lock().queues.take_error(self.handle.id)
+        self.handle.workers.shared.lock().queues.take_error(self.handle.id)
     }
 
     fn metrics(&self) -> StreamMetrics {
@@ -409,7 +430,7 @@ impl Event for CpuEvent {
     }
 }
 
-/// The time between two points.
+/// Returns the time between two points.
 pub(crate) fn elapsed(start: Option<&Point>, end: Option<&Point>) -> Result<Duration, Error> {
     let at = |point: Option<&Point>| match point.and_then(Point::outcome) {
         Some(outcome) => outcome.clone(),
@@ -418,20 +439,20 @@ pub(crate) fn elapsed(start: Option<&Point>, end: Option<&Point>) -> Result<Dura
     Ok(Duration::from_nanos(at(end)?.saturating_sub(at(start)?)))
 }
 
-/// Memory of the host, for a [`CpuDevice`].
+/// Host memory of a [`CpuDevice`].
 #[derive(Debug)]
 pub struct CpuMemory {
     block: HostBlock,
-    crew: Arc<Crew>,
+    workers: Arc<Workers>,
 }
 
 impl Drop for CpuMemory {
     fn drop(&mut self) {
-        self.crew.shared.memory.given_back(self.block.range().len());
+        self.workers.shared.memory.freed(self.block.range().len());
     }
 }
 
-// SAFETY: its block is its own, and is freed with it.
+// SAFETY: the memory owns its block, which is freed with it.
 unsafe impl RawMemory for CpuMemory {
     fn range(&self) -> MemoryRange {
         self.block.range()
@@ -443,7 +464,7 @@ unsafe impl RawMemory for CpuMemory {
 
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Error> {
         let from = self.range().slice(offset..offset + bytes.len());
-        // SAFETY: the caller's promise; `bytes` is borrowed for as long as it takes.
+        // SAFETY: the caller's promise; `bytes` is borrowed during the copy.
         unsafe { Transfer::copy(MemoryRange::of(bytes), from) }?.run();
         Ok(())
     }
@@ -451,8 +472,7 @@ unsafe impl RawMemory for CpuMemory {
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
         let to = self.range().slice(offset..offset + bytes.len());
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-        // SAFETY: the caller's promise; `bytes` is borrowed for as long as it takes, and is only
-        // read.
+        // SAFETY: the caller's promise; `bytes` is borrowed during the copy, which only reads it.
         unsafe { Transfer::copy(to, from) }?.run();
         Ok(())
     }

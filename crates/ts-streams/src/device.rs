@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a device is: streams, events and memory.
+//! The traits of devices, streams, events and memory.
 
 use std::alloc::Layout;
 use std::fmt;
@@ -9,7 +9,7 @@ use crate::memory::{MemoryKind, MemoryRange};
 use crate::priority::{PriorityRange, StreamPriority};
 use crate::{Error, StreamMetrics};
 
-/// Which implementation a device is of.
+/// The implementation behind a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DeviceKind {
@@ -21,28 +21,29 @@ pub enum DeviceKind {
     Cuda,
 }
 
-/// What is known of a device.
+/// Properties of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Its implementation.
+    /// The implementation.
     pub kind: DeviceKind,
-    /// What it is called.
+    /// Name of the device, for example the GPU model.
     pub name: String,
-    /// Its number among those of its kind.
+    /// Index among the devices of the same kind.
     pub ordinal: u32,
-    /// Its memory in bytes, if that is known.
+    /// Total memory in bytes, if known.
     pub total_bytes: Option<u64>,
-    /// The urgencies it tells apart.
+    /// Range of stream priority levels.
     pub priorities: PriorityRange,
-    /// Whether all its memory is the host's own, so that nothing has to be copied to it.
+    /// Whether all device memory is ordinary host memory, so that no copy to the device is needed.
     pub host_memory: bool,
-    /// Whether submitted work goes on by itself, and not only while the host waits or asks.
+    /// Whether submitted work runs in the background. If not, it runs only while the host waits or
+    /// queries, as on [`SimDevice`](crate::SimDevice).
     pub runs_by_itself: bool,
-    /// Whether [`Stream::prefetch`] does something.
+    /// Whether [`Stream::prefetch`] is supported.
     pub can_prefetch: bool,
 }
 
-/// Names a stream for as long as the process lives.
+/// Identifies a stream. Unique within the process, and never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StreamId(pub u64);
 
@@ -52,65 +53,88 @@ impl fmt::Display for StreamId {
     }
 }
 
-/// Whether what was asked about has been reached.
+/// The result of a query that does not block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
-    /// All of it is done.
+    /// All of the work is done.
     Ready,
-    /// Some of it is not.
+    /// Some of the work is not done yet.
     Pending,
 }
 
-/// Where managed memory is to be.
+/// The destination of a prefetch of managed memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryLocation {
-    /// On the stream's device.
+    /// The device of the stream.
     Device,
-    /// On the host.
+    /// The host.
     Host,
 }
 
-/// A device: a place that runs what is submitted to its streams, each in its order. Cloning gives
-/// another handle.
+/// A device that runs the work submitted to its streams. Clones are handles to the same device.
+///
+/// Code that is generic over `Device` runs on the host, on the simulated GPU and on CUDA GPUs.
+///
+/// # Examples
+/// ```
+/// use ts_streams::{
+///     CpuDevice, Device, Error, HostFn, SimDevice, SimOptions, Stream, StreamPriority,
+/// };
+///
+/// fn run<D: Device>(device: &D) -> Result<(), Error> {
+///     let stream = device.create_stream(StreamPriority::Normal)?;
+///     stream.launch_host_fn(HostFn::new(|| println!("on a stream")))?;
+///     stream.synchronize()
+/// }
+///
+/// run(&CpuDevice::new()?)?;
+/// run(&SimDevice::new(SimOptions::default()))?;
+/// # Ok::<(), Error>(())
+/// ```
 pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
-    /// Its streams.
+    /// The streams of this device.
     type Stream: Stream<Event = Self::Event>;
-    /// Its events.
+    /// The events of this device.
     type Event: Event;
-    /// Its memory.
+    /// The memory of this device.
     type Memory: RawMemory;
 
-    /// What is known of it.
+    /// Returns the properties of the device.
     fn info(&self) -> &DeviceInfo;
 
-    /// A new stream.
+    /// Creates a stream.
     ///
     /// # Errors
-    /// [`Error::Thread`], [`Error::Driver`].
+    /// Returns [`Error::Driver`] if a CUDA driver call fails.
     fn create_stream(&self, priority: StreamPriority) -> Result<Self::Stream, Error>;
 
-    /// Whether a stream was created from this handle or a clone of it.
+    /// Returns whether `stream` was created from this handle or a clone of it.
     fn owns(&self, stream: &Self::Stream) -> bool;
 
-    /// A new event, which nothing has been recorded in: to wait for it is to wait for nothing.
+    /// Creates an event. Waiting for an event that was never recorded returns at once.
     ///
     /// # Errors
-    /// [`Error::Driver`].
+    /// Returns [`Error::Driver`] if a CUDA driver call fails.
     fn create_event(&self) -> Result<Self::Event, Error>;
 
-    /// Memory, which is free when the value is dropped: not before streams are done with it, which
-    /// is the owner's to see to. What it holds is undefined. May block.
+    /// Allocates memory with undefined contents. May block.
+    ///
+    /// Dropping the returned value frees the memory at once. The owner must first make sure that no
+    /// stream still uses it.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Unsupported`].
+    /// Returns [`Error::OutOfMemory`] if there is not enough memory, or [`Error::Driver`] if a
+    /// CUDA driver call fails.
     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<Self::Memory, Error>;
 
-    /// Memory of the device from an allocator of its own that goes by the order of streams, for
-    /// work that is submitted to `stream` from now on: CUDA's is `cuMemAllocAsync`, with a pool
-    /// that keeps what is freed. What it holds is undefined.
+    /// Allocates device memory, with undefined contents, for work submitted to `stream` from now
+    /// on.
+    ///
+    /// On CUDA this is `cuMemAllocAsync` on a pool that keeps freed memory.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Unsupported`] where there is none, as by default.
+    /// Returns [`Error::Unsupported`] if the device has no stream-ordered allocator, as by default,
+    /// and [`Error::OutOfMemory`] if there is not enough memory.
     fn allocate_in_order(
         &self,
         layout: Layout,
@@ -118,185 +142,235 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     ) -> Result<Self::Memory, Error> {
         let _ = (layout, stream);
         let device = self.info().name.clone();
-        Err(Error::Unsupported { device, what: "allocator in the order of streams" })
+        Err(Error::Unsupported { device, what: "stream-ordered allocation" })
     }
 
-    /// Gives such memory back when all that was submitted to `stream` by now is done.
-    ///
-    /// Also a stream that failed does so, in its turn.
+    /// Frees memory from [`allocate_in_order`](Self::allocate_in_order) once all work submitted to
+    /// `stream` so far is done. A stream that has failed frees it too, in the same order.
     ///
     /// # Errors
-    /// [`Error::Driver`]; [`Error::Race`] when a simulation finds that others may use it;
-    /// [`Error::Unsupported`] where there is no such memory. It is dropped then.
+    /// Returns [`Error::Race`] if a simulated device finds that another stream may still use the
+    /// memory, [`Error::Driver`] if a CUDA driver call fails, and [`Error::Unsupported`] if the
+    /// device has no stream-ordered allocator. The memory is dropped in each case.
     fn free_in_order(&self, memory: Self::Memory, stream: &Self::Stream) -> Result<(), Error> {
         let _ = (memory, stream);
         let device = self.info().name.clone();
-        Err(Error::Unsupported { device, what: "allocator in the order of streams" })
+        Err(Error::Unsupported { device, what: "stream-ordered allocation" })
     }
 
-    /// Blocks until all that was submitted to all streams is done.
+    /// Blocks until all work submitted to all streams is done.
     ///
     /// # Errors
-    /// The first that a stream reports; [`Error::WaitInHostFn`].
+    /// Returns the first error of a stream, or [`Error::WaitInHostFn`] if called from a host
+    /// function.
     fn synchronize(&self) -> Result<(), Error>;
 }
 
-/// A point on a stream. Cloning gives another handle.
+/// A marker for a point on a stream. Clones are handles to the same event.
 ///
-/// It stands for where it was last recorded; who waits for it waits for where it was recorded then,
-/// whatever happens to it later.
+/// An event marks the point where it was last recorded. A wait is for the point that the event
+/// marks when the wait is submitted; recording the event again does not change earlier waits.
+///
+/// # Examples
+/// ```
+/// use ts_streams::{CpuDevice, Device, Event, HostFn, Stream, StreamPriority};
+///
+/// let device = CpuDevice::new()?;
+/// let stream = device.create_stream(StreamPriority::Normal)?;
+/// let (start, end) = (device.create_event()?, device.create_event()?);
+/// stream.record(&start)?;
+/// stream.launch_host_fn(HostFn::new(|| println!("work")))?;
+/// stream.record(&end)?;
+/// end.synchronize()?;
+/// println!("the work took {:?}", end.elapsed_since(&start)?);
+/// # Ok::<(), ts_streams::Error>(())
+/// ```
 pub trait Event: Clone + fmt::Debug + Send + Sync + 'static {
-    /// Whether its point has been reached. Does not block.
+    /// Returns whether the recorded point was reached. Does not block.
     ///
     /// # Errors
-    /// Why the work before it failed.
+    /// Returns the error of the work before that point, if it failed.
     fn query(&self) -> Result<Status, Error>;
 
-    /// Blocks until its point has been reached.
+    /// Blocks until the recorded point is reached.
     ///
     /// # Errors
-    /// As [`query`](Self::query); [`Error::WaitInHostFn`].
+    /// Returns the same errors as [`query`](Self::query), and [`Error::WaitInHostFn`] if called
+    /// from a host function.
     fn synchronize(&self) -> Result<(), Error>;
 
-    /// The time on the device from `start` to this, both reached; zero when this was reached first.
+    /// Returns the device time from `start` to this event, or zero if this event was reached first.
     ///
     /// # Errors
-    /// [`Error::TimedOut`] with no timeout when one of them was not recorded, or is not reached; as
-    /// [`query`](Self::query).
+    /// Returns [`Error::TimedOut`] with a timeout of zero if one of the events was not recorded or
+    /// not reached yet, and the same errors as [`query`](Self::query).
     fn elapsed_since(&self, start: &Self) -> Result<Duration, Error>;
 }
 
-/// Work in order. Cloning gives another handle; when the last one is dropped, what was submitted is
-/// still done.
+/// A queue of operations that run in order. Clones are handles to the same stream. Work that was
+/// submitted still runs after the last handle is dropped.
 ///
-/// No call blocks the host but [`synchronize`](Stream::synchronize), and on a device of CUDA copies
-/// from and to memory of the host that is not pinned, for which the driver may wait. When work
-/// fails, what is behind it on the stream and what waits for it elsewhere is not run; every such
-/// stream reports the error from then on, whatever is asked of it, until the error is
-/// [taken](Stream::take_error).
+/// Only [`synchronize`](Stream::synchronize) blocks the host. The exception is CUDA: copies from or
+/// to host memory that is not pinned may wait in the driver.
+///
+/// When an operation fails, later operations on the stream are skipped, and so is work on other
+/// streams that [waits](Stream::wait) for it. From then on each such stream returns the error from
+/// every call that submits work or waits, except [`record`](Stream::record), until
+/// [`take_error`](Stream::take_error).
 pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
-    /// Its device's events.
+    /// The events of the same device.
     type Event: Event;
 
-    /// Its name.
+    /// Returns the identifier of the stream.
     fn id(&self) -> StreamId;
 
-    /// The level of urgency that it has on its device.
+    /// Returns the priority level of the stream on its device; smaller is more urgent.
     fn level(&self) -> i32;
 
-    /// Makes `event` stand for this point: all that was submitted so far. Also of a stream that
-    /// failed: the event fails with it.
+    /// Records `event` at this point, after all work submitted so far. On a stream that has failed,
+    /// the event fails with the same error.
     ///
     /// # Errors
-    /// [`Error::Driver`].
+    /// Returns [`Error::Driver`] if a CUDA driver call fails.
     fn record(&self, event: &Self::Event) -> Result<(), Error>;
 
-    /// Has all that is submitted from now on wait for what `event` stands for now, on the device.
+    /// Makes all work submitted from now on wait, on the device, for the point that `event` marks
+    /// now.
     ///
     /// # Errors
-    /// That of work on this stream.
+    /// Returns the error of this stream if it has failed.
     fn wait(&self, event: &Self::Event) -> Result<(), Error>;
 
-    /// As [`wait`](Self::wait), but in time only: what failed before the event fails nothing here.
-    /// For who is to have what others are done with, however that went.
+    /// Like [`wait`](Self::wait), but work on this stream still runs if the work before the event
+    /// failed.
+    ///
+    /// Use it where only the order matters, for example to reuse memory that another stream has
+    /// finished with.
     ///
     /// # Errors
-    /// That of work on this stream.
+    /// Returns the error of this stream if it has failed.
     fn follow(&self, event: &Self::Event) -> Result<(), Error>;
 
-    /// Copies, from or to the host or a device.
+    /// Copies `from` to `to`, each in memory of the host or of a device.
     ///
     /// # Errors
-    /// [`Error::BadCopy`]; that of work on this stream.
+    /// Returns [`Error::BadCopy`] if the lengths differ or the ranges overlap, and the error of
+    /// this stream if it has failed. A simulated device returns [`Error::Race`] if the copy is not
+    /// ordered after a conflicting access.
     ///
     /// # Safety
-    /// Both ranges are memory that the device reaches, until the stream has passed this point;
-    /// nobody writes `from` and nobody else uses `to` while it is done, which is whenever other
-    /// work orders it: on this stream, or through events and waits.
+    /// Until the copy is done, both ranges must be valid memory that the device can access. While
+    /// it runs, nothing may write to `from` or access `to`. The copy may run at any time that the
+    /// ordering of the stream and its waits allows.
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error>;
 
-    /// Sets every byte to `byte`.
+    /// Sets every byte of `to` to `byte`.
     ///
     /// # Errors
-    /// That of work on this stream.
+    /// Returns the error of this stream if it has failed. A simulated device returns
+    /// [`Error::Race`] if the fill is not ordered after a conflicting access.
     ///
     /// # Safety
-    /// As [`copy`](Self::copy) for `to`.
+    /// `to` must fulfill the requirements of [`copy`](Self::copy).
     unsafe fn fill(&self, to: MemoryRange, byte: u8) -> Result<(), Error>;
 
-    /// Runs a function of the host when all before it is done; what is behind it waits for it. It
-    /// must not wait for streams, nor submit to them on a device of CUDA. When it panics, the
-    /// stream fails.
+    /// Runs a function on the host after all earlier work; later work waits for it.
+    ///
+    /// The function must not wait for streams. On CUDA it must not submit work either. If it
+    /// panics, the stream fails.
     ///
     /// # Errors
-    /// That of work on this stream.
+    /// Returns the error of this stream if it has failed. A simulated device returns
+    /// [`Error::Race`] if the function is not ordered after an access that conflicts with the
+    /// ranges it declares.
     fn launch_host_fn(&self, work: HostFn) -> Result<(), Error>;
 
-    /// Moves managed memory to where it will be used.
+    /// Migrates managed memory to where it will be used next.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where memory does not move; that of work on this stream.
+    /// Returns [`Error::Unsupported`] if the device cannot prefetch, and the error of this stream
+    /// if it has failed.
     fn prefetch(&self, range: MemoryRange, to: MemoryLocation) -> Result<(), Error>;
 
-    /// Whether all that was submitted is over. Does not block.
+    /// Returns whether all submitted work is done. Does not block.
     ///
     /// # Errors
-    /// That of work on this stream, once the rest is over too.
+    /// Returns the error of this stream if it has failed, once its remaining work has ended.
     fn query(&self) -> Result<Status, Error>;
 
-    /// Blocks until all that was submitted is done.
+    /// Blocks until all submitted work is done.
     ///
     /// # Errors
-    /// That of work on this stream; [`Error::WaitInHostFn`].
+    /// Returns the error of this stream if it has failed, or [`Error::WaitInHostFn`] if called from
+    /// a host function.
     fn synchronize(&self) -> Result<(), Error>;
 
-    /// Takes the failure of this stream, if it has one: it takes work again. `None` also for a
-    /// failure that nothing but the end of the process mends, as those of CUDA are. Does not block.
+    /// Takes the error of this stream, so that it accepts work again. Does not block.
+    ///
+    /// Returns `None` if the stream has not failed, or if it cannot recover, as after an error of
+    /// the CUDA driver.
     fn take_error(&self) -> Option<Error>;
 
-    /// What was submitted and done so far. Does not block.
+    /// Returns counters of the work submitted and done so far. Does not block.
     fn metrics(&self) -> StreamMetrics;
 }
 
-/// Memory of a device, or of the host for a device.
+/// Memory that a device allocated.
 ///
 /// # Safety
-/// [`range`](Self::range) is always the same, and is memory that is there, and nobody else's, for
-/// as long as this value; the host may read and write it as its own if [`kind`](Self::kind) is not
-/// [`MemoryKind::Device`].
+/// [`range`](Self::range) must always return the same range, which must be valid memory that
+/// belongs to this value alone for as long as the value lives. Unless [`kind`](Self::kind) returns
+/// [`MemoryKind::Device`], the host must be able to read and write it directly.
 pub unsafe trait RawMemory: fmt::Debug + Send + Sync + 'static {
-    /// Where it is.
+    /// Returns the address range.
     fn range(&self) -> MemoryRange;
 
-    /// Of what kind it is, which may not be what was asked for: see [`MemoryKind`].
+    /// Returns the kind of the memory, which may differ from the kind requested: see
+    /// [`MemoryKind`].
     fn kind(&self) -> MemoryKind;
 
-    /// Copies bytes at `offset` to the host. Blocks.
+    /// Copies bytes from `offset` into `bytes` on the host. Blocks.
     ///
     /// # Errors
-    /// [`Error::Driver`]; on [`SimDevice`](crate::SimDevice) also [`Error::Race`].
+    /// Returns [`Error::Driver`] if a CUDA driver call fails. [`SimDevice`](crate::SimDevice)
+    /// returns [`Error::Race`] if a stream may be writing to the bytes.
     ///
     /// # Panics
-    /// If they are not all inside.
+    /// Panics if the bytes are not all inside the range.
     ///
     /// # Safety
-    /// No stream writes to these bytes now.
+    /// No stream may write to these bytes during the call.
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Error>;
 
-    /// Copies bytes of the host to `offset`. Blocks.
+    /// Copies `bytes` from the host to `offset`. Blocks.
     ///
     /// # Errors
-    /// As [`read`](Self::read).
+    /// Returns the same errors as [`read`](Self::read).
     ///
     /// # Panics
-    /// If they are not all inside.
+    /// Panics if the bytes are not all inside the range.
     ///
     /// # Safety
-    /// No stream uses these bytes now.
+    /// No stream may access these bytes during the call.
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), Error>;
 }
 
-/// A function of the host that runs on a stream, and the memory that it uses.
+/// A function that runs on the host as work of a stream, with the memory it declares to use.
+///
+/// # Examples
+/// ```
+/// use std::sync::mpsc;
+/// use ts_streams::{CpuDevice, Device, HostFn, Stream, StreamPriority};
+///
+/// let device = CpuDevice::new()?;
+/// let stream = device.create_stream(StreamPriority::Normal)?;
+/// let (sender, receiver) = mpsc::channel();
+/// stream.launch_host_fn(HostFn::new(move || {
+///     let _ = sender.send("done");
+/// }))?;
+/// assert_eq!(receiver.recv(), Ok("done"));
+/// # Ok::<(), ts_streams::Error>(())
+/// ```
 pub struct HostFn {
     pub(crate) run: Box<dyn FnOnce() + Send>,
     pub(crate) reads: Vec<MemoryRange>,
@@ -304,19 +378,21 @@ pub struct HostFn {
 }
 
 impl HostFn {
-    /// One that uses no memory of streams, or none that is said.
+    /// Wraps `run`, with no declared memory accesses.
     pub fn new(run: impl FnOnce() + Send + 'static) -> Self {
         Self { run: Box::new(run), reads: Vec::new(), writes: Vec::new() }
     }
 
-    /// Says that it reads memory, which [`SimDevice`](crate::SimDevice) looks after.
+    /// Declares that the function reads `range`, so that [`SimDevice`](crate::SimDevice) checks it
+    /// for races.
     #[must_use]
     pub fn reading(mut self, range: MemoryRange) -> Self {
         self.reads.push(range);
         self
     }
 
-    /// Says that it writes memory, which [`SimDevice`](crate::SimDevice) looks after.
+    /// Declares that the function writes `range`, so that [`SimDevice`](crate::SimDevice) checks it
+    /// for races.
     #[must_use]
     pub fn writing(mut self, range: MemoryRange) -> Self {
         self.writes.push(range);

@@ -3,160 +3,162 @@ use std::time::Duration;
 
 use crate::{DeviceKind, GpuStatus, Race, StreamId};
 
-/// Who is to blame.
+/// The category of an [`Error`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// This device cannot do it.
+    /// The device, or this machine, does not support the operation.
     Unsupported,
-    /// No memory now; there may be after something else is freed.
+    /// Not enough memory now. There may be enough after something is freed.
     Full,
-    /// The caller asked for what makes no sense.
+    /// The caller made a mistake.
     Misuse,
-    /// Work on a stream failed; what depends on it has not run.
+    /// Work failed, or was not run because work that it depends on failed.
     Failed,
-    /// It is not ready yet.
+    /// Not ready within the timeout.
     TimedOut,
-    /// The operating system or the driver refused.
+    /// A call of the operating system or the driver failed.
     System,
 }
 
-/// Why a device did not do what it was asked for.
+/// An error of a device or of its streams, events and memory.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The device has no such thing.
-    #[error("{device} has no {what}")]
+    /// The device does not support an operation.
+    #[error("{device} does not support {what}")]
     Unsupported {
-        /** The device. */
+        /// The device.
         device: String,
-        /** What it lacks. */
+        /// The operation or property.
         what: &'static str,
     },
-    /// There is no such GPU.
+    /// The GPU does not exist or cannot be used.
     #[error("no GPU {ordinal}: {status}")]
     NoGpu {
-        /** Its number. */
+        /// Index of the GPU, from 0.
         ordinal: usize,
-        /** What there is. */
+        /// Whether GPUs can be used at all, and how many there are.
         status: GpuStatus,
     },
-    /// There is no kind of device of this name.
-    #[error("no device `{name}`; there are {known}, with a number as in `cuda:0`")]
+    /// The device name is not known.
+    #[error(
+        "unknown device {name:?}: expected one of {known}, with an optional number as in cuda:0"
+    )]
     UnknownDevice {
-        /** What was asked for. */
+        /// The name.
         name: String,
-        /** The kinds there are. */
+        /// The known names, separated by commas.
         known: String,
     },
-    /// There is no device of this kind and number here.
-    #[error("no device `{device}` here: {reason}")]
+    /// The device does not exist on this machine.
+    #[error("device {device:?} is not available: {reason}")]
     DeviceUnavailable {
-        /** What was asked for. */
+        /// Name of the device.
         device: String,
-        /** Why. */
+        /// Why it is not available.
         reason: String,
     },
-    /// Something of one kind of device was given to another kind.
-    #[error("something of a device of kind {with:?} where it must be of one of kind {of:?}")]
+    /// Streams, events or memory of different kinds of devices were combined.
+    #[error("cannot combine devices of different kinds: expected {of:?}, got {with:?}")]
     MixedDevices {
-        /** The kind that takes what is its own. */
+        /// The expected kind.
         of: DeviceKind,
-        /** The kind of what was given. */
+        /// The kind that was passed.
         with: DeviceKind,
     },
-    /// A stream of another device, or of the same one opened separately.
+    /// The stream belongs to another device, or to the same one opened separately.
     #[error(
         "stream {stream} belongs to another device: expected a stream of {device}, created from \
          the same handle or a clone of it"
     )]
     ForeignStream {
-        /** The stream. */
+        /// The stream.
         stream: StreamId,
-        /** The device that it must be of. */
+        /// The expected device.
         device: String,
     },
-    /// The device has not so much memory left.
-    #[error("out of memory: {requested_bytes} bytes wanted of {device}")]
+    /// The device does not have enough free memory.
+    #[error("out of memory: cannot allocate {requested_bytes} bytes on {device}")]
     OutOfMemory {
-        /** The device. */
+        /// The device.
         device: String,
-        /** Bytes asked for. */
+        /// Bytes requested.
         requested_bytes: usize,
     },
-    /// Two ranges of a copy are of different lengths, or overlap.
+    /// The two ranges of a copy differ in length or overlap.
     #[error(
-        "a copy of {from_bytes} bytes to {to_bytes}{}",
-        if *overlap { ", which overlap" } else { "" }
+        "cannot copy {from_bytes} bytes to {to_bytes} bytes: the ranges {}",
+        if *overlap { "overlap" } else { "differ in length" }
     )]
     BadCopy {
-        /** Length of what is copied. */
+        /// Length of the source in bytes.
         from_bytes: usize,
-        /** Length of where it goes. */
+        /// Length of the destination in bytes.
         to_bytes: usize,
-        /** Whether they overlap. */
+        /// Whether the ranges overlap.
         overlap: bool,
     },
-    /// A function that runs on a stream waited for a stream.
-    #[error("a function that runs on a stream must not wait for one: it may be waiting for itself")]
+    /// A host function tried to block on a stream.
+    #[error("a host function must not wait for a stream: it may be waiting for itself")]
     WaitInHostFn,
-    /// Work on a stream failed. What was behind it on the stream, or waited for it on others, has
-    /// not run.
+    /// Work on a stream failed. Later work on the stream, and work on other streams that waits for
+    /// it, was not run.
     #[error("stream {stream} failed: {what}")]
     Failed {
-        /** The stream on which it began. */
+        /// The stream on which the failure began.
         stream: StreamId,
-        /** What a panic said, or what went wrong on the device. */
+        /// The message of a panic, or the fault of the device.
         what: String,
     },
-    /// Two accesses to the same memory, at least one of which writes, with nothing that orders
-    /// them.
+    /// Two conflicting accesses to the same memory are not ordered.
     #[error(transparent)]
     Race(#[from] Race),
-    /// A dependency would close a circle.
-    #[error("a dependency that closes a circle: {}", path.join(" -> "))]
+    /// The dependency would close a cycle.
+    #[error("dependency cycle: {}", path.join(" -> "))]
     Cycle {
-        /** The points around it; the last is the first. */
+        /// The tasks on the cycle. The last is the first again.
         path: Vec<String>,
     },
-    /// A point that is not one of this coordinator's, or no longer.
-    #[error("{point} is not a point of this coordinator, or is complete and forgotten")]
+    /// The point is unknown to the coordinator. No function of this crate returns this.
+    #[error("unknown point {point:?}: it is of another coordinator, or complete and forgotten")]
     NoSuchPoint {
-        /** The point. */
+        /// The point.
         point: String,
     },
-    /// Nothing was ready in time.
-    #[error("nothing was ready within {timeout:?}")]
+    /// Something was not ready in time.
+    #[error("not ready within {timeout:?}")]
     TimedOut {
-        /** How long was waited. */
+        /// The timeout. Zero for calls that do not wait.
         timeout: Duration,
     },
-    /// It was called off before it began.
-    #[error("`{task}` was cancelled")]
+    /// The task was not submitted: it was cancelled, or a task that it depends on was not
+    /// submitted.
+    #[error("task {task:?} was not submitted: it was cancelled, or a dependency was not submitted")]
     Cancelled {
-        /** What was. */
+        /// Name of the task.
         task: String,
     },
-    /// The system gives no thread.
+    /// The system cannot start a thread.
     #[error("cannot start a thread: {reason}")]
     Thread {
-        /** The system's reason. */
+        /// The message of the system.
         reason: String,
     },
-    /// The driver answered with an error.
-    #[error("{call}: {name} ({code})")]
+    /// A call of the CUDA driver failed.
+    #[error("{call} failed: {name} ({code})")]
     Driver {
-        /** The call. */
+        /// The driver function.
         call: &'static str,
-        /** Its answer. */
+        /// The result code.
         code: i32,
-        /** What the driver calls that. */
+        /// The driver's name of that code.
         name: String,
     },
 }
 
 impl Error {
-    /// The class of this error.
+    /// Returns the category of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Unsupported { .. } | Error::NoGpu { .. } | Error::DeviceUnavailable { .. } => {

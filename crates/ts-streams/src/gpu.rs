@@ -3,27 +3,38 @@ use std::fmt;
 
 use crate::Error;
 
-/// What goes wrong with GPUs: the errors of all devices.
+/// The error type of GPU operations, which is the [`Error`] of all devices.
 pub type GpuError = Error;
 
-/// Whether there are GPUs to be used.
+/// Whether CUDA GPUs can be used, and if not, why.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GpuStatus {
-    /// This was built without the feature `cuda`.
+    /// The crate was built without the feature `cuda`.
     NotCompiled,
-    /// There is no driver, or it does not work: why.
+    /// The CUDA driver is missing or does not work, with the reason.
     NoCuda(String),
-    /// There is a driver, and nothing for it to drive, or nothing that the environment shows.
+    /// The driver works but finds no GPU, or `CUDA_VISIBLE_DEVICES` hides all of them.
     NoDevices,
-    /// There are.
+    /// At least one GPU can be used.
     Available {
-        /// How many.
+        /// Number of GPUs.
         device_count: usize,
     },
 }
 
 impl GpuStatus {
-    /// Looks, the first time; what it finds stays for as long as the process lives. Never panics.
+    /// Looks for CUDA GPUs. The first call loads the driver; its result is cached for the life of
+    /// the process. Never panics.
+    ///
+    /// # Examples
+    /// ```
+    /// use ts_streams::GpuStatus;
+    ///
+    /// match GpuStatus::detect() {
+    ///     GpuStatus::Available { device_count } => println!("{device_count} GPUs"),
+    ///     status => println!("running on the CPU: {status}"),
+    /// }
+    /// ```
     pub fn detect() -> Self {
         #[cfg(feature = "cuda")]
         return crate::cuda::status();
@@ -31,12 +42,12 @@ impl GpuStatus {
         Self::NotCompiled
     }
 
-    /// Whether there is at least one.
+    /// Returns whether there is at least one GPU.
     pub fn is_available(&self) -> bool {
         self.device_count() > 0
     }
 
-    /// How many there are.
+    /// Returns the number of GPUs, 0 if CUDA is not available.
     pub fn device_count(&self) -> usize {
         match self {
             GpuStatus::Available { device_count } => *device_count,
@@ -44,8 +55,10 @@ impl GpuStatus {
         }
     }
 
+    /// Checks that the GPU `ordinal` exists.
+    ///
     /// # Errors
-    /// [`Error::NoGpu`] when there is no device of this number, saying why.
+    /// Returns [`Error::NoGpu`] with the reason if it does not.
     pub fn require(&self, ordinal: usize) -> Result<(), GpuError> {
         if ordinal < self.device_count() {
             Ok(())
@@ -59,11 +72,11 @@ impl fmt::Display for GpuStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             GpuStatus::NotCompiled => {
-                f.write_str("this build has no support for GPUs: it lacks the feature `cuda`")
+                f.write_str("this build has no GPU support: enable the feature `cuda`")
             }
             GpuStatus::NoCuda(reason) => write!(f, "CUDA is not available: {reason}"),
-            GpuStatus::NoDevices => f.write_str("CUDA finds no device"),
-            GpuStatus::Available { device_count } => write!(f, "{device_count} devices of CUDA"),
+            GpuStatus::NoDevices => f.write_str("CUDA found no device"),
+            GpuStatus::Available { device_count } => write!(f, "{device_count} CUDA devices"),
         }
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tasks and what they wait for.
+//! Task graphs.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -10,14 +10,29 @@ use petgraph::visit::EdgeRef;
 
 use crate::{Error, HostFn, Stream};
 
-/// Names a task of a [`TaskGraph`].
+/// Identifies a task of a [`TaskGraph`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TaskId(NodeIndex);
 
-/// Submits a task's work to the stream that it is given.
+/// Submits the work of a task to a stream.
 pub(crate) type Submit<S> = Box<dyn FnOnce(&S) -> Result<(), Error> + Send>;
 
-/// Tasks, each of which submits work to a stream, and their order. A circle cannot be made.
+/// A directed acyclic graph of tasks, each of which submits work to a stream. For embedders.
+///
+/// [`MultiStreamCoordinator::execute`](crate::MultiStreamCoordinator::execute) runs it. An edge
+/// that would close a cycle is refused.
+///
+/// # Examples
+/// ```
+/// use ts_streams::{CpuStream, Error, TaskGraph};
+///
+/// let mut graph = TaskGraph::<CpuStream>::new();
+/// let load = graph.add_host_fn("load", || println!("loaded"));
+/// let compute = graph.add_host_fn("compute", || println!("computed"));
+/// graph.depend(compute, load)?; // `compute` waits for `load`
+/// assert!(matches!(graph.depend(load, compute), Err(Error::Cycle { .. })));
+/// # Ok::<(), Error>(())
+/// ```
 pub struct TaskGraph<S> {
     tasks: DiGraph<Task<S>, ()>,
 }
@@ -44,14 +59,15 @@ impl<S: Stream> Default for TaskGraph<S> {
 }
 
 impl<S: Stream> TaskGraph<S> {
-    /// Without tasks.
+    /// Creates an empty graph.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds a task. `submit` is called once, on the thread that executes the graph, with the stream
-    /// that the task is to use; what it submits there runs after what the task waits for. It should
-    /// not block.
+    /// Adds a task.
+    ///
+    /// The thread that executes the graph calls `submit` once, with the stream chosen for the task.
+    /// Work that it submits there runs after the task's dependencies. `submit` should not block.
     pub fn add(
         &mut self,
         name: impl Into<String>,
@@ -60,7 +76,7 @@ impl<S: Stream> TaskGraph<S> {
         TaskId(self.tasks.add_node(Task { name: name.into(), submit: Box::new(submit) }))
     }
 
-    /// Adds a task that is a function of the host.
+    /// Adds a task that runs a function on the host.
     pub fn add_host_fn(
         &mut self,
         name: impl Into<String>,
@@ -69,13 +85,14 @@ impl<S: Stream> TaskGraph<S> {
         self.add(name, move |stream| stream.launch_host_fn(HostFn::new(run)))
     }
 
-    /// Has `later` wait for `earlier`. Twice is once.
+    /// Makes `later` wait for `earlier`. Repeating a dependency has no effect.
     ///
     /// # Errors
-    /// [`Error::Cycle`], naming the tasks around it; the graph is as it was.
+    /// Returns [`Error::Cycle`] with the names of the tasks on the cycle. The graph is then
+    /// unchanged.
     ///
     /// # Panics
-    /// If one of them is not a task of this graph.
+    /// Panics if one of the tasks is not in this graph.
     pub fn depend(&mut self, later: TaskId, earlier: TaskId) -> Result<(), Error> {
         let (later, earlier) = (later.0, earlier.0);
         if has_path_connecting(&self.tasks, later, earlier, None) {
@@ -85,52 +102,56 @@ impl<S: Stream> TaskGraph<S> {
         Ok(())
     }
 
-    /// Number of tasks.
+    /// Returns the number of tasks.
     pub fn len(&self) -> usize {
         self.tasks.node_count()
     }
 
-    /// Whether there are no tasks.
+    /// Returns whether the graph has no tasks.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The names on a shortest way from one task to another, and the first again.
+    /// Returns the task names on a shortest path between two tasks, followed by the first name
+    /// again.
     fn path(&self, from: NodeIndex, to: NodeIndex) -> Vec<String> {
-        let way = petgraph::algo::astar(&self.tasks, from, |at| at == to, |_| 1, |_| 0);
-        let (_, mut way) = way.unwrap_or((0, vec![from]));
-        way.push(from);
-        way.into_iter().map(|at| self.tasks[at].name.clone()).collect()
+        let path = petgraph::algo::astar(&self.tasks, from, |at| at == to, |_| 1, |_| 0);
+        let (_, mut path) = path.unwrap_or((0, vec![from]));
+        path.push(from);
+        path.into_iter().map(|at| self.tasks[at].name.clone()).collect()
     }
 
-    /// The tasks, each behind all that it waits for, and for each the places in that order of those
-    /// that it must wait for itself: not for what they wait for in turn.
+    /// Returns the tasks in topological order. For each task also returns the positions of its
+    /// direct dependencies, without those that another dependency already implies.
     pub(crate) fn into_order(self) -> (Vec<Task<S>>, Vec<Vec<usize>>) {
-        let order = toposort(&self.tasks, None).expect("a circle is never made");
-        let place: HashMap<NodeIndex, usize> =
+        let order = toposort(&self.tasks, None).expect("`depend` refuses cycles");
+        let position: HashMap<NodeIndex, usize> =
             order.iter().enumerate().map(|(i, &at)| (at, i)).collect();
         let direct = order.iter().map(|&at| {
             let before = self.tasks.edges_directed(at, petgraph::Direction::Incoming);
-            before.map(|edge| place[&edge.source()]).collect::<Vec<_>>()
+            before.map(|edge| position[&edge.source()]).collect::<Vec<_>>()
         });
-        let waits = reduced(&direct.collect::<Vec<_>>());
+        let waits = transitive_reduction(&direct.collect::<Vec<_>>());
         let (nodes, _) = self.tasks.into_nodes_edges();
         let mut tasks: Vec<Option<Task<S>>> =
             nodes.into_iter().map(|node| Some(node.weight)).collect();
-        let tasks =
-            order.iter().map(|at| tasks[at.index()].take().expect("each is there once")).collect();
+        let tasks = order
+            .iter()
+            .map(|at| tasks[at.index()].take().expect("each task occurs once in the order"))
+            .collect();
         (tasks, waits)
     }
 }
 
-/// Without what others of a task's predecessors wait for already (Aho, Garey and Ullman, 1972).
-fn reduced(direct: &[Vec<usize>]) -> Vec<Vec<usize>> {
+/// Computes the transitive reduction of a graph given by each task's predecessors (Aho, Garey and
+/// Ullman, 1972).
+fn transitive_reduction(direct: &[Vec<usize>]) -> Vec<Vec<usize>> {
     let words = direct.len().div_ceil(64);
     let mut before = vec![vec![0u64; words]; direct.len()];
     let mut kept = Vec::with_capacity(direct.len());
     for (i, predecessors) in direct.iter().enumerate() {
         let mut predecessors = predecessors.clone();
-        // The latest first: what an earlier one has seen, a later one may have seen too.
+        // Latest first: a later predecessor may already imply an earlier one.
         predecessors.sort_unstable_by(|a, b| b.cmp(a));
         let mut seen = vec![0u64; words];
         predecessors.retain(|&p| {
@@ -155,7 +176,7 @@ mod tests {
     use crate::CpuStream;
 
     #[test]
-    fn a_circle_is_refused_by_name() {
+    fn a_cycle_is_refused_with_its_task_names() {
         let mut graph = TaskGraph::<CpuStream>::new();
         let [a, b, c] = ["a", "b", "c"].map(|name| graph.add_host_fn(name, || ()));
         graph.depend(b, a).unwrap();
@@ -167,7 +188,7 @@ mod tests {
         assert_eq!(graph.into_order().1, [vec![], vec![0], vec![1]]);
     }
 
-    /// All that comes before each.
+    /// Returns, for each task, which tasks come before it.
     fn closure(direct: &[Vec<usize>]) -> Vec<Vec<bool>> {
         let mut before = vec![vec![false; direct.len()]; direct.len()];
         for (i, predecessors) in direct.iter().enumerate() {
@@ -182,7 +203,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn fewer_edges_say_the_same(
+        fn the_reduction_keeps_every_dependency(
             direct in prop::collection::vec(
                 prop::collection::vec(any::<prop::sample::Index>(), 0..6),
                 1..90,
@@ -195,13 +216,13 @@ mod tests {
                     predecessors.iter().filter(|_| i > 0).map(|p| p.index(i)).collect()
                 })
                 .collect();
-            let fewer = reduced(&direct);
+            let fewer = transitive_reduction(&direct);
             prop_assert_eq!(closure(&fewer), closure(&direct));
             for (i, predecessors) in fewer.iter().enumerate() {
                 for (at, _) in predecessors.iter().enumerate() {
                     let mut less = fewer.clone();
                     less[i].remove(at);
-                    prop_assert_ne!(closure(&less), closure(&direct), "one is not needed");
+                    prop_assert_ne!(closure(&less), closure(&direct), "an edge is redundant");
                 }
             }
         }

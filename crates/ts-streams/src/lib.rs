@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Devices, streams and events: work that is submitted in order, runs when it may, and never keeps
-//! the host waiting.
+//! Devices, streams and events: asynchronous work in the order that the caller defines.
 //!
-//! Code that is written for a [`Device`] runs on the host ([`CpuDevice`]), on a simulated GPU that
-//! finds missing dependencies ([`SimDevice`]), and on a real one; which it is, a [`DeviceRegistry`]
-//! can find out. It refuses to know tensors and files.
+//! Code that is generic over [`Device`] runs on the host ([`CpuDevice`]), on a simulated GPU that
+//! finds missing synchronization ([`SimDevice`]), and on NVIDIA GPUs (`CudaDevice`). A
+//! [`DeviceRegistry`] chooses a device at run time. This crate knows nothing about tensors or
+//! files.
 //!
 //! ```
 //! use std::alloc::Layout;
-//! use ts_streams::{
-//!     CpuDevice, Device, Event, HostFn, MemoryKind, RawMemory, Stream, StreamPriority,
-//! };
+//! use ts_streams::{CpuDevice, Device, HostFn, MemoryKind, RawMemory, Stream, StreamPriority};
 //!
 //! let device = CpuDevice::new()?;
 //! let copies = device.create_stream(StreamPriority::Normal)?;
@@ -18,33 +16,39 @@
 //! let layout = Layout::from_size_align(1024, 64).expect("a power of two");
 //! let memory = device.allocate(layout, MemoryKind::Device)?;
 //!
-//! // SAFETY: nobody else uses the memory, which outlives the work.
+//! // SAFETY: nothing else uses the memory, and it outlives the work.
 //! unsafe { copies.fill(memory.range(), 7)? };
 //! let filled = device.create_event()?;
 //! copies.record(&filled)?;
-//! compute.wait(&filled)?;                      // on the device: the host goes on
+//! compute.wait(&filled)?; // the stream waits, not the host
 //! compute.launch_host_fn(HostFn::new(|| println!("filled")).reading(memory.range()))?;
 //! compute.synchronize()?;
 //!
 //! let mut bytes = [0; 4];
-//! // SAFETY: all work on it is done.
+//! // SAFETY: all work on the memory is done.
 //! unsafe { memory.read(1020, &mut bytes)? };
 //! assert_eq!(bytes, [7; 4]);
 //! # Ok::<(), ts_streams::Error>(())
 //! ```
 //!
+//! `examples/overlap.rs` is a longer example, which overlaps copies with computation.
+//!
 //! # Invariants
-//! - Submitting work never waits for work: only `synchronize` does, calls that say so, dropping the
-//!   last handle to a [`CpuDevice`], and CUDA's driver where it copies from or to memory that is
-//!   not pinned.
-//! - What is submitted to a stream runs in that order, each operation once, after all that it waits
-//!   for.
-//! - What fails takes with it what is behind it and what waits for it, and nothing else; whoever
-//!   waits for such a thing is told.
+//! - Submitting work never blocks. The host blocks only in calls that say so, when the last handle
+//!   to a [`CpuDevice`] is dropped, and in CUDA copies from or to memory that is not pinned.
+//! - Operations on a stream run in the order of submission, each once, after everything that they
+//!   wait for.
+//! - A failure skips the later work of its stream and the work that waits for it, and nothing else.
+//!   All of these streams report the error.
+//!
+//! # For embedders
+//! TensorStream itself uses devices, streams, events and [`StreamPool`]. The coordinator
+//! ([`MultiStreamCoordinator`], [`TaskGraph`], [`CancelToken`], [`Execution`]) and the profiler
+//! ([`StreamProfiler`], [`Profile`]) are for embedders: programs that use this crate directly.
 //!
 //! # Features
-//! `cuda` (off by default): `CudaDevice`, by a driver that is loaded when there is one. The same
-//! program runs on machines without: [`GpuStatus::detect`] says what there is.
+//! `cuda` (off by default) adds `CudaDevice`. The driver is loaded at run time, so the same program
+//! also runs on machines without it; [`GpuStatus::detect`] reports whether GPUs can be used.
 
 mod any;
 mod coordinator;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory by its address, and blocks of the host's. The only unsafe module of the devices without a
-//! driver.
+//! Memory ranges and host allocations. Without CUDA, the only module that accesses raw memory.
 
 use std::alloc::Layout;
 use std::ops::Range;
@@ -8,79 +7,79 @@ use std::ptr::NonNull;
 
 use crate::Error;
 
-/// What kind of memory a device is asked for.
+/// The kind of memory to allocate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MemoryKind {
-    /// The device's own.
+    /// Memory of the device.
     Device,
-    /// The host's, where the device reaches it directly.
+    /// Page-locked host memory that the device can access directly.
     PinnedHost,
-    /// The host's ordinary memory: what a [`CpuDevice`](crate::CpuDevice) gives whatever it is
-    /// asked for.
+    /// Ordinary host memory. A [`CpuDevice`](crate::CpuDevice) returns it for every requested kind.
     Host,
-    /// One that moves to where it is used.
+    /// Managed memory, which migrates to where it is used.
     Managed,
 }
 
-/// A run of bytes at an address, which is valid for host and devices alike. Having one says nothing
-/// of who may use the bytes.
+/// An address range, valid on the host and on devices. Holding one gives no right to access the
+/// bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MemoryRange {
     start: *mut u8,
     len: usize,
 }
 
-// SAFETY: it is an address; whoever reads or writes there has promised to be allowed to.
+// SAFETY: this is a plain address; each access through it is unsafe and has its own requirements.
 unsafe impl Send for MemoryRange {}
 // SAFETY: as above.
 unsafe impl Sync for MemoryRange {}
 
 impl MemoryRange {
-    /// `len` bytes from `start` on.
+    /// Creates a range of `len` bytes from `start`.
     pub fn new(start: *mut u8, len: usize) -> Self {
         Self { start, len }
     }
 
-    /// Bytes of the host, which nobody else uses while this is used.
+    /// Creates the range of a host slice. Nothing else may access the slice while work uses the
+    /// range.
     pub fn of(bytes: &mut [u8]) -> Self {
         Self::new(bytes.as_mut_ptr(), bytes.len())
     }
 
-    /// Where it begins.
+    /// Returns the first address as a pointer.
     pub fn as_ptr(self) -> *mut u8 {
         self.start
     }
 
-    /// Where it begins, as a number.
+    /// Returns the first address as a number.
     pub fn address(self) -> usize {
         self.start.addr()
     }
 
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     pub fn len(self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether the range is empty.
     pub fn is_empty(self) -> bool {
         self.len == 0
     }
 
-    /// Some of its bytes.
+    /// Returns the sub-range `bytes`, relative to the start.
     ///
     /// # Panics
-    /// If they are not all inside.
+    /// Panics if `bytes` is not inside the range.
     #[must_use]
     pub fn slice(self, bytes: Range<usize>) -> Self {
         assert!(
             bytes.start <= bytes.end && bytes.end <= self.len,
-            "{bytes:?} of {} bytes",
+            "range {bytes:?} is out of bounds: the memory has {} bytes",
             self.len
         );
         Self { start: self.start.wrapping_add(bytes.start), len: bytes.len() }
     }
 
-    /// Whether a byte is in both.
+    /// Returns whether the two ranges share at least one byte.
     pub fn overlaps(self, other: Self) -> bool {
         !self.is_empty()
             && !other.is_empty()
@@ -89,28 +88,29 @@ impl MemoryRange {
     }
 }
 
-/// Zeroed memory of the host, of which the system gives each page when it is first touched.
+/// A zeroed host allocation. The system provides each page on first access.
 #[derive(Debug)]
 pub(crate) struct HostBlock {
-    /// What was allocated, with room to begin at a multiple of the alignment.
+    /// The allocation, with room to align the range inside it.
     allocated: NonNull<u8>,
     layout: Layout,
     range: MemoryRange,
 }
 
-// SAFETY: it owns plain memory, which it itself does not touch until it frees it.
+// SAFETY: the block owns plain memory, and accesses it only in `poison` and when it frees it.
 unsafe impl Send for HostBlock {}
 // SAFETY: as above.
 unsafe impl Sync for HostBlock {}
 
 impl HostBlock {
-    /// `None` when the system has none.
+    /// Allocates a block, or returns `None` if the system is out of memory.
     pub(crate) fn new(layout: Layout) -> Option<Self> {
-        // What every allocator aligns to. Of more, zeroed memory is written to at once, all of it.
+        // Every allocator gives this alignment. For larger ones `alloc_zeroed` writes zeros to the
+        // whole allocation at once, so the block is aligned by hand.
         const USUAL_ALIGN: usize = 16;
         let (len, align) = (layout.size(), layout.align());
         let room = if align > USUAL_ALIGN { align } else { 0 };
-        // An allocation of no bytes is not allowed.
+        // Allocations of zero bytes are not allowed.
         let layout =
             Layout::from_size_align(len.checked_add(room)?.max(1), align.min(USUAL_ALIGN)).ok()?;
         // SAFETY: the size is not zero.
@@ -124,22 +124,22 @@ impl HostBlock {
         self.range
     }
 
-    /// Overwrites it. Only its owner may still use it.
+    /// Overwrites the block with `byte`. Only its owner may use it meanwhile.
     pub(crate) fn poison(&self, byte: u8) {
-        // SAFETY: the block is this value's, and no work on it is left: `SimDevice` calls this for
-        // memory that is new, and for memory that it knows nobody uses.
+        // SAFETY: this value owns the block, and no work uses it: `SimDevice` calls this only for
+        // new memory and for memory that it knows to be unused.
         unsafe { std::ptr::write_bytes(self.range.as_ptr(), byte, self.range.len()) };
     }
 }
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
-        // SAFETY: it was allocated with this very layout, and is freed once.
+        // SAFETY: the block was allocated with this layout, and is freed once.
         unsafe { std::alloc::dealloc(self.allocated.as_ptr(), self.layout) };
     }
 }
 
-/// What any copy must satisfy.
+/// Checks that two ranges have equal lengths and do not overlap.
 pub(crate) fn check_copy(to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
     let overlap = to.overlaps(from);
     if to.len != from.len || overlap {
@@ -148,35 +148,39 @@ pub(crate) fn check_copy(to: MemoryRange, from: MemoryRange) -> Result<(), Error
     Ok(())
 }
 
-/// A copy or a fill that somebody has promised to be allowed.
+/// A copy or fill whose memory accesses were promised to be valid.
 #[derive(Debug)]
 pub(crate) struct Transfer {
     to: MemoryRange,
-    from: From,
+    from: Source,
 }
 
 #[derive(Debug)]
-enum From {
+enum Source {
     Memory(MemoryRange),
     Byte(u8),
 }
 
 impl Transfer {
+    /// Creates a copy.
+    ///
     /// # Errors
-    /// [`Error::BadCopy`].
+    /// Returns [`Error::BadCopy`] if the lengths differ or the ranges overlap.
     ///
     /// # Safety
-    /// As [`Stream::copy`](crate::Stream::copy), whenever it runs; both ranges are the host's to
-    /// reach.
+    /// The requirements of [`Stream::copy`](crate::Stream::copy) must hold whenever the copy runs,
+    /// and the host must be able to access both ranges.
     pub(crate) unsafe fn copy(to: MemoryRange, from: MemoryRange) -> Result<Self, Error> {
         check_copy(to, from)?;
-        Ok(Self { to, from: From::Memory(from) })
+        Ok(Self { to, from: Source::Memory(from) })
     }
 
+    /// Creates a fill.
+    ///
     /// # Safety
-    /// As [`copy`](Self::copy).
+    /// As for [`copy`](Self::copy).
     pub(crate) unsafe fn fill(to: MemoryRange, byte: u8) -> Self {
-        Self { to, from: From::Byte(byte) }
+        Self { to, from: Source::Byte(byte) }
     }
 
     pub(crate) fn to(&self) -> MemoryRange {
@@ -185,19 +189,21 @@ impl Transfer {
 
     pub(crate) fn from(&self) -> Option<MemoryRange> {
         match self.from {
-            From::Memory(from) => Some(from),
-            From::Byte(_) => None,
+            Source::Memory(from) => Some(from),
+            Source::Byte(_) => None,
         }
     }
 
     pub(crate) fn run(self) {
         match self.from {
-            // SAFETY: promised when it was made, as were equal lengths and disjointness checked.
-            From::Memory(from) => unsafe {
+            // SAFETY: the creator promised valid accesses; lengths and overlap were checked.
+            Source::Memory(from) => unsafe {
                 std::ptr::copy_nonoverlapping(from.start, self.to.start, self.to.len);
             },
-            // SAFETY: promised when it was made.
-            From::Byte(byte) => unsafe { std::ptr::write_bytes(self.to.start, byte, self.to.len) },
+            // SAFETY: the creator promised valid accesses.
+            Source::Byte(byte) => unsafe {
+                std::ptr::write_bytes(self.to.start, byte, self.to.len);
+            },
         }
     }
 }

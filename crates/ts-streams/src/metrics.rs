@@ -2,37 +2,41 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// What a stream was given and has done.
+/// Counters of the work that was submitted to a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StreamMetrics {
-    /// Everything that was submitted: copies, fills, functions, records and waits.
+    /// Operations submitted: copies, fills, host functions, records, waits, prefetches and frees.
+    ///
+    /// On a [`CpuDevice`](crate::CpuDevice) or [`SimDevice`](crate::SimDevice), each call of
+    /// `synchronize` on the stream or on the device adds one operation.
     pub operations: u64,
-    /// Of these, those that are done or were not run because something before them failed.
+    /// Operations that completed, or were skipped because an earlier one failed.
     pub completed: u64,
     /// Copies and fills submitted.
     pub transfers: u64,
-    /// Their bytes.
+    /// Bytes of those copies and fills.
     pub transferred_bytes: u64,
-    /// Functions submitted.
+    /// Host functions submitted.
     pub launches: u64,
-    /// The time from submission to completion, of all that is completed.
+    /// Sum of the times from submission to completion, over all completed operations.
     pub latency: Duration,
 }
 
 impl StreamMetrics {
-    /// What is submitted and not completed.
+    /// Returns the number of operations submitted but not completed.
     pub fn outstanding(&self) -> u64 {
         self.operations.saturating_sub(self.completed)
     }
 
-    /// The average time from submission to completion; `None` when nothing is completed.
+    /// Returns the average time from submission to completion, or `None` before the first
+    /// completion.
     pub fn average_latency(&self) -> Option<Duration> {
         let nanos = self.latency.as_nanos().checked_div(u128::from(self.completed))?;
         Some(Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)))
     }
 }
 
-/// A stream's metrics as they are counted.
+/// The live counters behind [`StreamMetrics`].
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     operations: AtomicU64,
@@ -75,12 +79,12 @@ impl Counters {
     }
 }
 
-/// How much memory of a device is allocated.
+/// Memory allocated from a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryMetrics {
-    /// Bytes now.
+    /// Bytes allocated now.
     pub in_use_bytes: usize,
-    /// The most at any time.
+    /// The most bytes allocated at any one time.
     pub peak_bytes: usize,
 }
 
@@ -91,12 +95,12 @@ pub(crate) struct MemoryCounters {
 }
 
 impl MemoryCounters {
-    pub(crate) fn taken(&self, bytes: usize) {
+    pub(crate) fn allocated(&self, bytes: usize) {
         let before = self.in_use.fetch_add(bytes, Ordering::Relaxed);
         self.peak.fetch_max(before + bytes, Ordering::Relaxed);
     }
 
-    pub(crate) fn given_back(&self, bytes: usize) {
+    pub(crate) fn freed(&self, bytes: usize) {
         self.in_use.fetch_sub(bytes, Ordering::Relaxed);
     }
 

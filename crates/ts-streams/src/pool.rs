@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Streams that are made once and used again and again.
+//! A pool of reusable streams.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::{Device, Error, Status, Stream, StreamId, StreamPriority};
 
-/// What work is mostly made of.
+/// What dominates a piece of work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WorkloadType {
     /// Arithmetic.
@@ -16,48 +16,69 @@ pub enum WorkloadType {
     Memory,
     /// Both.
     Mixed,
-    /// Neither: waits and records, small functions.
+    /// Neither: waits, records and small functions.
     Coordination,
 }
 
 impl WorkloadType {
-    /// All of them.
+    /// All workload types.
     pub const ALL: [Self; 4] = [Self::Compute, Self::Memory, Self::Mixed, Self::Coordination];
 }
 
-/// Which stream work goes to.
+/// How a pool chooses a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum AllocationStrategy {
-    /// Each in turn.
+    /// Each stream in turn.
     RoundRobin,
-    /// The one with the least outstanding work.
+    /// The stream with the fewest outstanding operations.
     LoadBalanced,
-    /// The least loaded of those whose urgency suits the work: coordination, on which others wait,
-    /// goes to the most urgent streams, copies to the least urgent.
+    /// The least loaded of the streams whose priority suits the work. Coordination goes to the most
+    /// urgent streams, since other work waits for it, and copies go to the least urgent.
     Priority,
-    /// The one that should be done first, by the time that such work took there before and what is
-    /// outstanding.
+    /// The stream expected to finish first, from its recorded times for this kind of work and its
+    /// outstanding operations.
     Workload,
 }
 
-/// A pool of streams of one device. Choosing one takes no lock and does not block; streams stay for
-/// as long as the pool does.
+/// A pool of streams of one device.
+///
+/// Choosing a stream takes no lock of the pool and does not block. Streams live as long as the
+/// pool.
+///
+/// # Examples
+/// ```
+/// use std::sync::Arc;
+/// use std::sync::atomic::{AtomicUsize, Ordering};
+/// use ts_streams::{AllocationStrategy, CpuDevice, Device, HostFn, Stream, StreamPool};
+///
+/// let pool = StreamPool::new(CpuDevice::new()?, 4, AllocationStrategy::LoadBalanced)?;
+/// let done = Arc::new(AtomicUsize::new(0));
+/// for _ in 0..16 {
+///     let done = Arc::clone(&done);
+///     pool.stream().launch_host_fn(HostFn::new(move || {
+///         done.fetch_add(1, Ordering::Relaxed);
+///     }))?;
+/// }
+/// pool.device().synchronize()?;
+/// assert_eq!(done.load(Ordering::Relaxed), 16);
+/// # Ok::<(), ts_streams::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct StreamPool<D: Device> {
     device: D,
-    slots: Box<[OnceLock<Slot<D::Stream>>]>,
-    /// How many there are, from the first one on.
-    made: AtomicUsize,
+    streams: Box<[OnceLock<PooledStream<D::Stream>>]>,
+    /// Number of streams created. They fill `streams` from the start.
+    created: AtomicUsize,
     turn: AtomicUsize,
     strategy: AtomicU8,
     times: [Average; 4],
 }
 
 #[derive(Debug)]
-struct Slot<S> {
+struct PooledStream<S> {
     stream: S,
-    /// Whether it is given out.
-    given: AtomicBool,
+    /// Whether the pool hands this stream out.
+    active: AtomicBool,
     times: [Average; 4],
 }
 
@@ -83,37 +104,39 @@ impl Average {
     }
 }
 
-/// A pool that is doing better another way, and why.
+/// A change of strategy by [`StreamPool::optimize`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct StrategyChange {
-    /// What it did so far.
+    /// The previous strategy.
     pub from: AllocationStrategy,
-    /// What it does now.
+    /// The new strategy.
     pub to: AllocationStrategy,
-    /// What was measured.
+    /// The measurement behind the change, as a sentence.
     pub evidence: String,
 }
 
 impl<D: Device> StreamPool<D> {
-    /// As many streams as a pool ever has.
+    /// The most streams that a pool can have.
     pub const MAX_STREAMS: usize = 256;
-    /// Completions of a kind of work before its times say something.
+    /// Completions of a kind of work that must be recorded on a stream before its times are used.
     pub const EVIDENCE: u64 = 16;
 
-    /// A pool of `count` streams of normal urgency, at least one and at most
-    /// [`MAX_STREAMS`](Self::MAX_STREAMS).
+    /// Creates a pool of `count` streams of normal priority. `count` is clamped to at least 1 and
+    /// at most [`MAX_STREAMS`](Self::MAX_STREAMS).
     ///
     /// # Errors
-    /// As [`Device::create_stream`].
+    /// Returns the same errors as [`Device::create_stream`].
     pub fn new(device: D, count: usize, strategy: AllocationStrategy) -> Result<Self, Error> {
         let priorities = vec![StreamPriority::Normal; count.clamp(1, Self::MAX_STREAMS)];
         Self::with_priorities(device, &priorities, strategy)
     }
 
-    /// A pool with a stream for each of these urgencies; without any, with one of normal urgency.
+    /// Creates a pool with one stream for each priority, at most
+    /// [`MAX_STREAMS`](Self::MAX_STREAMS). If `priorities` is empty, the pool has one stream of
+    /// normal priority.
     ///
     /// # Errors
-    /// As [`Device::create_stream`].
+    /// Returns the same errors as [`Device::create_stream`].
     pub fn with_priorities(
         device: D,
         priorities: &[StreamPriority],
@@ -121,83 +144,87 @@ impl<D: Device> StreamPool<D> {
     ) -> Result<Self, Error> {
         let this = Self {
             device,
-            slots: (0..Self::MAX_STREAMS).map(|_| OnceLock::new()).collect(),
-            made: AtomicUsize::new(0),
+            streams: (0..Self::MAX_STREAMS).map(|_| OnceLock::new()).collect(),
+            created: AtomicUsize::new(0),
             turn: AtomicUsize::new(0),
             strategy: AtomicU8::new(strategy as u8),
             times: Default::default(),
         };
         for &priority in priorities.iter().take(Self::MAX_STREAMS) {
-            this.grow(priority)?;
+            this.add_stream(priority)?;
         }
         if priorities.is_empty() {
-            this.grow(StreamPriority::Normal)?;
+            this.add_stream(StreamPriority::Normal)?;
         }
         Ok(this)
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &D {
         &self.device
     }
 
-    /// How many streams it gives out.
+    /// Returns the number of active streams.
     pub fn len(&self) -> usize {
-        self.slots().count()
+        self.active().count()
     }
 
-    /// Never.
+    /// Returns `false`: a pool always has a stream.
     pub fn is_empty(&self) -> bool {
         false
     }
 
-    /// The streams that it gives out.
+    /// Returns the active streams, which are those that the pool hands out.
     pub fn streams(&self) -> impl Iterator<Item = &D::Stream> {
-        self.slots().map(|slot| &slot.stream)
+        self.active().map(|pooled| &pooled.stream)
     }
 
-    /// How it chooses.
+    /// Returns the current strategy.
     pub fn strategy(&self) -> AllocationStrategy {
         use AllocationStrategy::{LoadBalanced, Priority, RoundRobin, Workload};
         [RoundRobin, LoadBalanced, Priority, Workload]
             [usize::from(self.strategy.load(Ordering::Relaxed))]
     }
 
-    /// Has it choose so from now on.
+    /// Sets the strategy for later choices.
     pub fn set_strategy(&self, strategy: AllocationStrategy) {
         self.strategy.store(strategy as u8, Ordering::Relaxed);
     }
 
-    /// Gives out so many streams from now on, at least one: new ones are of normal urgency. Those
-    /// that are given out no longer go on with what they have.
+    /// Sets the number of active streams, clamped to at least 1 and at most
+    /// [`MAX_STREAMS`](Self::MAX_STREAMS).
+    ///
+    /// New streams have normal priority. Streams that become inactive still finish their work.
     ///
     /// # Errors
-    /// As [`Device::create_stream`].
+    /// Returns the same errors as [`Device::create_stream`].
     pub fn resize(&self, count: usize) -> Result<(), Error> {
         let count = count.clamp(1, Self::MAX_STREAMS);
-        while self.made.load(Ordering::Acquire) < count {
-            self.grow(StreamPriority::Normal)?;
+        while self.created.load(Ordering::Acquire) < count {
+            self.add_stream(StreamPriority::Normal)?;
         }
-        for (number, slot) in self.made().enumerate() {
-            slot.given.store(number < count, Ordering::Release);
+        for (number, pooled) in self.created().enumerate() {
+            pooled.active.store(number < count, Ordering::Release);
         }
         Ok(())
     }
 
-    /// A stream for work of which nothing is known.
+    /// Returns a stream for [mixed](WorkloadType::Mixed) work.
     pub fn stream(&self) -> &D::Stream {
         self.stream_for_workload(WorkloadType::Mixed)
     }
 
-    /// A stream for such work.
+    /// Returns a stream for the given kind of work.
     pub fn stream_for_workload(&self, workload: WorkloadType) -> &D::Stream {
-        let slot = match self.strategy() {
+        let pooled = match self.strategy() {
             AllocationStrategy::RoundRobin => {
                 let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-                // There may be fewer by now; then the first.
-                self.slots().nth(turn % self.len().max(1)).or_else(|| self.slots().next())
+                // If the pool was shrunk meanwhile, take the first.
+                self.active().nth(turn % self.len().max(1)).or_else(|| self.active().next())
             }
-            AllocationStrategy::LoadBalanced => self.slots().min_by_key(|slot| outstanding(slot)),
+            AllocationStrategy::LoadBalanced => {
+                self.active().min_by_key(|pooled| outstanding(pooled))
+            }
             AllocationStrategy::Priority => {
                 let range = self.device.info().priorities;
                 let wanted = match workload {
@@ -207,55 +234,55 @@ impl<D: Device> StreamPool<D> {
                     }
                     WorkloadType::Memory => range.level(StreamPriority::Low),
                 };
-                self.slots()
-                    .min_by_key(|slot| (slot.stream.level().abs_diff(wanted), outstanding(slot)))
+                self.active().min_by_key(|pooled| {
+                    (pooled.stream.level().abs_diff(wanted), outstanding(pooled))
+                })
             }
             AllocationStrategy::Workload => {
                 let usual_ns = self.times[workload as usize].ns().unwrap_or(1);
-                // What waits there, and this.
-                let done_ns = |slot: &Slot<D::Stream>| {
-                    let each_ns = slot.times[workload as usize].ns().unwrap_or(usual_ns);
-                    each_ns.max(1).saturating_mul(outstanding(slot) + 1)
+                // The outstanding operations and this one.
+                let done_ns = |pooled: &PooledStream<D::Stream>| {
+                    let each_ns = pooled.times[workload as usize].ns().unwrap_or(usual_ns);
+                    each_ns.max(1).saturating_mul(outstanding(pooled) + 1)
                 };
-                self.slots().min_by_key(|slot| done_ns(slot))
+                self.active().min_by_key(|pooled| done_ns(pooled))
             }
         };
-        &slot.expect("there is at least one stream").stream
+        &pooled.expect("a pool has at least one active stream").stream
     }
 
-    /// The least loaded stream of this urgency, made if there is none; of the nearest where there
-    /// is no room for more.
+    /// Returns the least loaded stream of a priority, creating one if there is none. If the pool is
+    /// full, returns one of the nearest priority.
     ///
     /// # Errors
-    /// As [`Device::create_stream`].
+    /// Returns the same errors as [`Device::create_stream`].
     pub fn priority_stream(&self, priority: StreamPriority) -> Result<&D::Stream, Error> {
         let level = self.device.info().priorities.level(priority);
-        if self.slots().all(|slot| slot.stream.level() != level) {
-            // One that is given out no longer is as good as a new one.
-            match self.made().find(|slot| slot.stream.level() == level) {
-                Some(slot) => slot.given.store(true, Ordering::Release),
-                None if self.made.load(Ordering::Acquire) < Self::MAX_STREAMS => {
-                    self.grow(priority)?;
+        if self.active().all(|pooled| pooled.stream.level() != level) {
+            // Reuse an inactive stream before creating one.
+            match self.created().find(|pooled| pooled.stream.level() == level) {
+                Some(pooled) => pooled.active.store(true, Ordering::Release),
+                None if self.created.load(Ordering::Acquire) < Self::MAX_STREAMS => {
+                    self.add_stream(priority)?;
                 }
                 None => {}
             }
         }
         let nearest = self
-            .slots()
-            .min_by_key(|slot| (slot.stream.level().abs_diff(level), outstanding(slot)));
-        Ok(&nearest.expect("there is at least one stream").stream)
+            .active()
+            .min_by_key(|pooled| (pooled.stream.level().abs_diff(level), outstanding(pooled)));
+        Ok(&nearest.expect("a pool has at least one active stream").stream)
     }
 
-    /// Whether a stream has nothing to do. Does not block.
+    /// Returns whether a stream is idle. Does not block.
     pub fn has_ready(&self) -> bool {
         self.ready().is_some()
     }
 
-    /// A stream that has nothing to do; waits for one. Blocks. `None` when none was ready within
-    /// the timeout.
+    /// Blocks until a stream is idle and returns it, or returns `None` after `timeout`.
     ///
     /// # Errors
-    /// That of work on a stream, when all streams failed: none of them becomes ready.
+    /// Returns the error of a stream if all streams have failed.
     pub fn wait_any_ready(&self, timeout: Duration) -> Result<Option<&D::Stream>, Error> {
         let deadline = Instant::now().checked_add(timeout);
         let mut pause = Duration::from_micros(5);
@@ -275,7 +302,7 @@ impl<D: Device> StreamPool<D> {
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return Ok(None);
             }
-            // A device that runs only when it is asked is asked again at once.
+            // A device without threads makes progress only through the next query.
             if self.device.info().runs_by_itself {
                 std::thread::sleep(pause);
                 pause = (pause * 2).min(Duration::from_millis(1));
@@ -283,23 +310,29 @@ impl<D: Device> StreamPool<D> {
         }
     }
 
-    /// Notes how long such work took on a stream of this pool; others are not counted.
+    /// Records how long a piece of work took on a stream. Ignored if the stream is not active in
+    /// this pool.
     pub fn record_completion(&self, stream: StreamId, workload: WorkloadType, time: Duration) {
-        if let Some(slot) = self.slots().find(|slot| slot.stream.id() == stream) {
-            slot.times[workload as usize].add(time);
+        if let Some(pooled) = self.active().find(|pooled| pooled.stream.id() == stream) {
+            pooled.times[workload as usize].add(time);
             self.times[workload as usize].add(time);
         }
     }
 
-    /// How long such work took on average, of what was [recorded](Self::record_completion); `None`
-    /// when nothing was.
+    /// Returns the average of the [recorded](Self::record_completion) times of a workload, or
+    /// `None` if there are none.
     pub fn average_time(&self, workload: WorkloadType) -> Option<Duration> {
         self.times[workload as usize].ns().map(Duration::from_nanos)
     }
 
-    /// Chooses another way if what was measured speaks for it, and says why: the times of work,
-    /// when streams differ in them by half and each has done it [`EVIDENCE`](Self::EVIDENCE) times;
-    /// loads that are far apart, while streams take turns.
+    /// Changes the strategy if measurements favor another one, and returns the change.
+    ///
+    /// - Switches to [`Workload`](AllocationStrategy::Workload) if the average time of a workload
+    ///   is more than 1.5 times as long on one stream as on another. Only streams with at least
+    ///   [`EVIDENCE`](Self::EVIDENCE) completions count.
+    /// - Otherwise switches to [`LoadBalanced`](AllocationStrategy::LoadBalanced), except from
+    ///   `Workload`, if one stream has at least [`EVIDENCE`](Self::EVIDENCE) outstanding operations
+    ///   and more than twice as many as another.
     pub fn optimize(&self) -> Option<StrategyChange> {
         let from = self.strategy();
         let (to, evidence) = self.uneven_times().or_else(|| self.uneven_loads())?;
@@ -314,22 +347,23 @@ impl<D: Device> StreamPool<D> {
 
     fn uneven_times(&self) -> Option<(AllocationStrategy, String)> {
         WorkloadType::ALL.into_iter().find_map(|workload| {
-            let times = self.slots().map(|slot| &slot.times[workload as usize]);
+            let times = self.active().map(|pooled| &pooled.times[workload as usize]);
             let known: Vec<u64> = times
                 .filter(|time| time.count() >= Self::EVIDENCE)
                 .filter_map(Average::ns)
                 .collect();
             let (least, most) = (*known.iter().min()?, *known.iter().max()?);
             (most - least > least / 2).then(|| {
-                let evidence =
-                    format!("{workload:?} takes {least} ns on one stream and {most} ns on another");
+                let evidence = format!(
+                    "{workload:?} work takes {least} ns on one stream and {most} ns on another"
+                );
                 (AllocationStrategy::Workload, evidence)
             })
         })
     }
 
     fn uneven_loads(&self) -> Option<(AllocationStrategy, String)> {
-        let loads: Vec<u64> = self.slots().map(outstanding).collect();
+        let loads: Vec<u64> = self.active().map(outstanding).collect();
         let (least, most) = (*loads.iter().min()?, *loads.iter().max()?);
         (most >= Self::EVIDENCE && most > 2 * least).then(|| {
             let evidence =
@@ -342,32 +376,33 @@ impl<D: Device> StreamPool<D> {
         self.streams().find(|stream| stream.query() == Ok(Status::Ready))
     }
 
-    fn slot(&self, index: usize) -> &Slot<D::Stream> {
-        self.slots[index].get().expect("it was made")
+    fn entry(&self, index: usize) -> &PooledStream<D::Stream> {
+        self.streams[index].get().expect("the first `created` entries are set")
     }
 
-    fn made(&self) -> impl Iterator<Item = &Slot<D::Stream>> {
-        (0..self.made.load(Ordering::Acquire)).map(|index| self.slot(index))
+    fn created(&self) -> impl Iterator<Item = &PooledStream<D::Stream>> {
+        (0..self.created.load(Ordering::Acquire)).map(|index| self.entry(index))
     }
 
-    /// Those that are given out.
-    fn slots(&self) -> impl Iterator<Item = &Slot<D::Stream>> {
-        self.made().filter(|slot| slot.given.load(Ordering::Acquire))
+    /// Returns the active streams.
+    fn active(&self) -> impl Iterator<Item = &PooledStream<D::Stream>> {
+        self.created().filter(|pooled| pooled.active.load(Ordering::Acquire))
     }
 
-    /// Makes one more, in the first place that is free.
-    fn grow(&self, priority: StreamPriority) -> Result<(), Error> {
+    /// Creates a stream in the first free entry.
+    fn add_stream(&self, priority: StreamPriority) -> Result<(), Error> {
         let stream = self.device.create_stream(priority)?;
-        let slot = Slot { stream, given: AtomicBool::new(true), times: Default::default() };
-        let mut slot = Some(slot);
-        for (index, place) in self.slots.iter().enumerate() {
-            let mut placed = false;
-            place.get_or_init(|| {
-                placed = true;
-                slot.take().expect("placed once")
+        let pooled =
+            PooledStream { stream, active: AtomicBool::new(true), times: Default::default() };
+        let mut pooled = Some(pooled);
+        for (index, entry) in self.streams.iter().enumerate() {
+            let mut inserted = false;
+            entry.get_or_init(|| {
+                inserted = true;
+                pooled.take().expect("the closure runs at most once")
             });
-            if placed {
-                self.made.fetch_max(index + 1, Ordering::AcqRel);
+            if inserted {
+                self.created.fetch_max(index + 1, Ordering::AcqRel);
                 return Ok(());
             }
         }
@@ -375,6 +410,6 @@ impl<D: Device> StreamPool<D> {
     }
 }
 
-fn outstanding<S: Stream>(slot: &Slot<S>) -> u64 {
-    slot.stream.metrics().outstanding()
+fn outstanding<S: Stream>(pooled: &PooledStream<S>) -> u64 {
+    pooled.stream.metrics().outstanding()
 }

@@ -1,31 +1,30 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-/// How urgent the work of a stream is, beside that of other streams of its device.
+/// The priority of a stream relative to the other streams of its device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum StreamPriority {
-    /// The most urgent that the device knows.
+    /// The highest priority of the device.
     High,
-    /// In between.
+    /// Halfway between high and low.
     #[default]
     Normal,
-    /// The least urgent that it knows.
+    /// The lowest priority of the device.
     Low,
-    /// A level of the device's own, the smaller the more urgent, as CUDA counts; brought into its
-    /// range.
+    /// A level as CUDA numbers them: smaller is more urgent. Clamped to the range of the device.
     Level(i32),
 }
 
-/// The levels of urgency that a device tells apart.
+/// The priority levels of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PriorityRange {
-    /// The least urgent level: the greatest number.
+    /// The least urgent level, which is the largest number.
     pub least: i32,
-    /// The most urgent level: the smallest number.
+    /// The most urgent level, which is the smallest number.
     pub greatest: i32,
 }
 
 impl PriorityRange {
-    /// The level that a priority is on this device.
+    /// Returns the level of a priority on this device.
     pub fn level(self, priority: StreamPriority) -> i32 {
         let Self { least, greatest } = self;
         match priority {
@@ -42,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn priorities_are_levels_of_the_device() {
+    fn priorities_map_to_device_levels() {
         let range = PriorityRange { least: 0, greatest: -5 };
         let levels = [StreamPriority::High, StreamPriority::Normal, StreamPriority::Low]
             .map(|p| range.level(p));

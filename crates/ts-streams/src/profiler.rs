@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where the time of streams goes.
+//! Profiling of streams.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,11 +11,11 @@ use crate::{Device, Error, Event, Status, Stream, StreamId, StreamPriority};
 /// What a span of time was spent on.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Activity {
-    /// A scope that has a name.
+    /// A named scope.
     Scope(String),
     /// Copies and fills.
     Transfer,
-    /// Kernels or functions.
+    /// A kernel or host function, by name.
     Launch(String),
 }
 
@@ -28,29 +28,48 @@ impl fmt::Display for Activity {
     }
 }
 
-/// Measures what streams do: scopes by events of the device, each from the point on its stream
-/// where it was opened to that where it was closed. Durations that a caller measured elsewhere are
-/// kept, apart from those.
+/// Measures work on streams with device events. For embedders.
 ///
-/// No call blocks but [`finish`](Self::finish).
+/// Each scope lasts from the point on its stream where it was opened to the point where it was
+/// dropped. Durations that the caller measured can be added; they are reported separately.
+///
+/// Only [`new`](Self::new) and [`finish`](Self::finish) block.
+///
+/// # Examples
+/// ```
+/// use ts_streams::{CpuDevice, Device, HostFn, Stream, StreamPriority, StreamProfiler};
+///
+/// let device = CpuDevice::new()?;
+/// let stream = device.create_stream(StreamPriority::Normal)?;
+/// let profiler = StreamProfiler::new(device)?;
+/// {
+///     let _scope = profiler.scope(&stream, "layer 0")?;
+///     stream.launch_host_fn(HostFn::new(|| ()))?;
+/// }
+/// let profile = profiler.finish()?;
+/// assert_eq!(profile.spans.len(), 1);
+/// println!("{profile}"); // a table; `chrome_trace` returns a trace
+/// # Ok::<(), ts_streams::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct StreamProfiler<D: Device> {
     device: D,
-    /// What all times are counted from.
+    /// The event from which all times are counted.
     origin: D::Event,
     records: Mutex<Records<D>>,
 }
 
 #[derive(Debug)]
 struct Records<D: Device> {
-    open: Vec<Scope<D>>,
+    pending: Vec<PendingScope<D>>,
     measured: Vec<Span>,
     reported: Vec<(StreamId, Activity, Duration, u64)>,
     lost: u64,
 }
 
+/// A closed scope whose end may not be reached yet.
 #[derive(Debug)]
-struct Scope<D: Device> {
+struct PendingScope<D: Device> {
     stream: StreamId,
     activity: Activity,
     bytes: u64,
@@ -63,17 +82,17 @@ struct Scope<D: Device> {
 pub struct Span {
     /// The stream.
     pub stream: StreamId,
-    /// What was done.
+    /// What the time was spent on.
     pub activity: Activity,
-    /// Bytes that were moved, of a transfer.
+    /// Bytes moved, for a transfer.
     pub bytes: u64,
-    /// When it began, since the profiler did.
+    /// Start, relative to the creation of the profiler.
     pub start: Duration,
-    /// How long it took.
+    /// Duration.
     pub time: Duration,
 }
 
-/// A scope that is open; it ends, on its stream, where this is dropped.
+/// An open scope. It ends at the point of its stream where this value is dropped.
 #[derive(Debug)]
 #[must_use = "the scope ends where this is dropped"]
 pub struct OpenScope<'a, D: Device> {
@@ -85,24 +104,26 @@ pub struct OpenScope<'a, D: Device> {
 }
 
 impl<D: Device> StreamProfiler<D> {
-    /// Begins to measure now. Blocks for a moment.
+    /// Creates a profiler and starts its clock. Blocks briefly.
     ///
     /// # Errors
-    /// As [`Device::create_stream`] and [`Device::create_event`].
+    /// Returns the same errors as [`Device::create_stream`] and [`Device::create_event`], and
+    /// [`Error::WaitInHostFn`] if called from a host function.
     pub fn new(device: D) -> Result<Self, Error> {
         let (origin, stream) =
             (device.create_event()?, device.create_stream(StreamPriority::High)?);
         stream.record(&origin)?;
         origin.synchronize()?;
         let records =
-            Records { open: Vec::new(), measured: Vec::new(), reported: Vec::new(), lost: 0 };
+            Records { pending: Vec::new(), measured: Vec::new(), reported: Vec::new(), lost: 0 };
         Ok(Self { device, origin, records: Mutex::new(records) })
     }
 
-    /// Opens a scope on a stream: what is submitted until it is dropped is inside.
+    /// Opens a named scope, which covers all work submitted to `stream` until the returned value is
+    /// dropped.
     ///
     /// # Errors
-    /// As [`Stream::record`].
+    /// Returns the same errors as [`Stream::record`].
     pub fn scope<'a>(
         &'a self,
         stream: &'a D::Stream,
@@ -111,10 +132,10 @@ impl<D: Device> StreamProfiler<D> {
         self.open(stream, Activity::Scope(name.into()), 0)
     }
 
-    /// As [`scope`](Self::scope), for transfers of so many bytes.
+    /// Opens a scope for transfers of `bytes` bytes. Otherwise like [`scope`](Self::scope).
     ///
     /// # Errors
-    /// As [`Stream::record`].
+    /// Returns the same errors as [`Stream::record`].
     pub fn transfer<'a>(
         &'a self,
         stream: &'a D::Stream,
@@ -123,10 +144,10 @@ impl<D: Device> StreamProfiler<D> {
         self.open(stream, Activity::Transfer, bytes)
     }
 
-    /// As [`scope`](Self::scope), for a kernel or function.
+    /// Opens a scope for a kernel or host function. Otherwise like [`scope`](Self::scope).
     ///
     /// # Errors
-    /// As [`Stream::record`].
+    /// Returns the same errors as [`Stream::record`].
     pub fn launch<'a>(
         &'a self,
         stream: &'a D::Stream,
@@ -135,8 +156,8 @@ impl<D: Device> StreamProfiler<D> {
         self.open(stream, Activity::Launch(name.into()), 0)
     }
 
-    /// Keeps a duration that the caller has measured, whatever clock it was; it is reported as
-    /// such.
+    /// Adds a duration that the caller measured, with any clock. It appears in
+    /// [`Profile::reported`].
     pub fn record_operation(
         &self,
         stream: StreamId,
@@ -147,31 +168,31 @@ impl<D: Device> StreamProfiler<D> {
         self.lock().reported.push((stream, activity, time, bytes));
     }
 
-    /// Waits until all scopes that were closed have ended, and gives what was measured so far.
-    /// Scopes whose stream failed are counted as lost. Blocks.
+    /// Blocks until all closed scopes have ended, and returns what was measured so far. Scopes
+    /// whose stream failed count as lost.
     ///
     /// # Errors
-    /// [`Error::WaitInHostFn`].
+    /// Returns [`Error::WaitInHostFn`] if called from a host function.
     pub fn finish(&self) -> Result<Profile, Error> {
-        let open = std::mem::take(&mut self.lock().open);
-        for scope in &open {
+        let pending = std::mem::take(&mut self.lock().pending);
+        for scope in &pending {
             match scope.end.synchronize() {
                 Err(error @ Error::WaitInHostFn) => {
-                    self.lock().open.extend(open);
+                    self.lock().pending.extend(pending);
                     return Err(error);
                 }
                 _ => continue,
             }
         }
-        self.lock().open.extend(open);
+        self.lock().pending.extend(pending);
         Ok(self.profile())
     }
 
-    /// What was measured so far. Does not block.
+    /// Returns what was measured so far. Does not block.
     pub fn profile(&self) -> Profile {
-        let scopes = std::mem::take(&mut self.lock().open);
-        // Without the lock: work of streams, which may report to this, can run wherever they are
-        // asked.
+        let scopes = std::mem::take(&mut self.lock().pending);
+        // Without the lock: a query may run work of a simulated device, and that work may use this
+        // profiler.
         let judged: Vec<_> = scopes
             .into_iter()
             .map(|scope| match scope.end.query() {
@@ -184,7 +205,7 @@ impl<D: Device> StreamProfiler<D> {
         for scope in judged {
             match scope {
                 Ok(span) => records.measured.push(span),
-                Err(Some(open)) => records.open.push(open),
+                Err(Some(scope)) => records.pending.push(scope),
                 Err(None) => records.lost += 1,
             }
         }
@@ -195,8 +216,8 @@ impl<D: Device> StreamProfiler<D> {
         Profile { spans, reported, lost }
     }
 
-    fn span(&self, scope: &Scope<D>) -> Result<Span, Error> {
-        let Scope { stream, activity, bytes, start, end } = scope;
+    fn span(&self, scope: &PendingScope<D>) -> Result<Span, Error> {
+        let PendingScope { stream, activity, bytes, start, end } = scope;
         let (stream, activity, bytes) = (*stream, activity.clone(), *bytes);
         Ok(Span {
             stream,
@@ -232,7 +253,7 @@ impl<D: Device> Drop for OpenScope<'_, D> {
             .and_then(|end| self.stream.record(&end).map(|()| end));
         let mut records = self.profiler.lock();
         match end {
-            Ok(end) => records.open.push(Scope {
+            Ok(end) => records.pending.push(PendingScope {
                 stream: self.stream.id(),
                 activity: self.activity.clone(),
                 bytes: self.bytes,
@@ -244,33 +265,33 @@ impl<D: Device> Drop for OpenScope<'_, D> {
     }
 }
 
-/// What was measured.
+/// The measurements of a [`StreamProfiler`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Profile {
-    /// What the device measured, as it began.
+    /// Spans measured by the device, sorted by start.
     pub spans: Vec<Span>,
-    /// What callers have measured: the stream, what it did, how long, and how many bytes.
+    /// Durations reported by callers: stream, activity, duration and bytes.
     pub reported: Vec<(StreamId, Activity, Duration, u64)>,
-    /// Scopes whose end was never reached.
+    /// Number of scopes that did not complete, usually because their stream failed.
     pub lost: u64,
 }
 
-/// The times of one activity. Percentiles are those of the nearest rank.
+/// Statistics of the durations of one activity. Percentiles use the nearest-rank method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Times {
-    /// How often.
+    /// Number of durations.
     pub count: usize,
-    /// All of it.
+    /// Sum of the durations.
     pub total: Duration,
-    /// The shortest.
+    /// The shortest duration.
     pub min: Duration,
-    /// Half took no longer.
+    /// The median.
     pub p50: Duration,
-    /// 90% took no longer.
+    /// The 90th percentile.
     pub p90: Duration,
-    /// 99% took no longer.
+    /// The 99th percentile.
     pub p99: Duration,
-    /// The longest.
+    /// The longest duration.
     pub max: Duration,
     /// Bytes moved.
     pub bytes: u64,
@@ -292,7 +313,7 @@ impl Times {
         }
     }
 
-    /// Bytes in a second; 0 where no time passed.
+    /// Returns the bytes moved per second, or 0 if no time passed.
     pub fn bytes_per_s(&self) -> f64 {
         let seconds = self.total.as_secs_f64();
         if seconds > 0.0 { self.bytes as f64 / seconds } else { 0.0 }
@@ -300,21 +321,21 @@ impl Times {
 }
 
 impl Profile {
-    /// The times of each activity that the device measured: on one stream, or on all.
+    /// Returns statistics of each activity measured by the device, on one stream or on all.
     pub fn times(&self, stream: Option<StreamId>) -> BTreeMap<Activity, Times> {
         let spans =
             self.spans.iter().filter(|span| stream.is_none_or(|stream| span.stream == stream));
         times(spans.map(|span| (&span.activity, span.time, span.bytes)))
     }
 
-    /// The times that callers have measured: on one stream, or on all.
+    /// Returns statistics of each activity reported by callers, on one stream or on all.
     pub fn reported_times(&self, stream: Option<StreamId>) -> BTreeMap<Activity, Times> {
         let reported =
             self.reported.iter().filter(|(of, ..)| stream.is_none_or(|stream| *of == stream));
         times(reported.map(|(_, activity, time, bytes)| (activity, *time, *bytes)))
     }
 
-    /// The streams that something was measured of.
+    /// Returns the streams that have spans.
     pub fn streams(&self) -> Vec<StreamId> {
         let mut streams: Vec<StreamId> = self.spans.iter().map(|span| span.stream).collect();
         streams.sort_unstable();
@@ -322,9 +343,9 @@ impl Profile {
         streams
     }
 
-    /// How long anything was measured on any stream, and how long on two or more at once.
+    /// Returns for how long at least one stream had a span, and for how long at least two had one.
     pub fn busy(&self) -> (Duration, Duration) {
-        // Scopes inside others on one stream are no overlap: each stream's spans are joined first.
+        // Nested scopes on one stream are not overlap, so each stream's spans are merged first.
         let mut edges = Vec::new();
         for stream in self.streams() {
             let mut end = None;
@@ -352,14 +373,14 @@ impl Profile {
         (any, several)
     }
 
-    /// The share of the busy time in which two or more streams were, in percent.
+    /// Returns the percentage of the busy time in which at least two streams were busy.
     pub fn overlap_percent(&self) -> f64 {
         let (any, several) = self.busy();
         if any.is_zero() { 0.0 } else { 100.0 * several.as_secs_f64() / any.as_secs_f64() }
     }
 
-    /// What the device measured as a trace that Perfetto and Chrome open: JSON of complete events
-    /// ("ph": "X"), in microseconds, a thread for each stream.
+    /// Returns the spans as a JSON trace for Perfetto and Chrome: complete events (`"ph": "X"`) in
+    /// microseconds, with one thread per stream.
     pub fn chrome_trace(&self) -> String {
         let event = |span: &Span| {
             let kind = match span.activity {
@@ -418,19 +439,14 @@ impl fmt::Display for Profile {
             table(f, self.times(Some(stream)))?;
         }
         if !self.reported.is_empty() {
-            writeln!(f, "as callers measured")?;
+            writeln!(f, "reported by callers")?;
             table(f, self.reported_times(None))?;
         }
         if self.lost > 0 {
-            writeln!(f, "{} scopes never ended", self.lost)?;
+            writeln!(f, "{} scopes did not complete", self.lost)?;
         }
         let (any, _) = self.busy();
-        write!(
-            f,
-            "busy {:.1}, with two streams or more {:.1}%",
-            micros(any),
-            self.overlap_percent()
-        )
+        write!(f, "busy {:.1}, on two or more streams {:.1}%", micros(any), self.overlap_percent())
     }
 }
 

@@ -1,87 +1,103 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which devices there are.
+//! Discovery of devices.
 
 use std::fmt;
 use std::sync::Arc;
 
 use crate::{AnyDevice, CpuDevice, Error, GpuStatus, SimDevice, SimOptions};
 
-/// A kind of device that may or may not be here.
+/// A kind of device that may or may not exist on this machine.
 pub trait DeviceProvider: fmt::Debug + Send + Sync {
-    /// The name it is asked for by.
+    /// Returns the name by which callers select this kind, for example `cuda`.
     fn name(&self) -> &'static str;
 
-    /// Higher is tried first when the caller names none.
+    /// Returns the priority: the highest is tried first when the caller names no device.
     fn priority(&self) -> u8;
 
-    /// Whether there is one. Never panics; may load a driver.
+    /// Checks whether a device exists. May load a driver. Never panics.
     fn probe(&self) -> DeviceAvailability;
 
-    /// The device of this number, from 0 on.
+    /// Opens the device `ordinal`, counted from 0.
     ///
     /// # Errors
-    /// [`Error::NoGpu`], [`Error::DeviceUnavailable`]; [`Error::Driver`], [`Error::Thread`] when
-    /// the system refuses what it needs.
+    /// Returns [`Error::NoGpu`] or [`Error::DeviceUnavailable`] if there is no such device, and
+    /// [`Error::Driver`] or [`Error::Thread`] if a driver or system call fails.
     fn create(&self, ordinal: usize) -> Result<AnyDevice, Error>;
 }
 
-/// What a probe found.
+/// The result of a probe.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DeviceAvailability {
-    /// So many.
+    /// Devices exist.
     Available {
-        /// At least one.
+        /// Number of devices, at least one.
         device_count: usize,
     },
-    /// None, for this reason.
+    /// No device, with the reason.
     Unavailable(String),
 }
 
-/// The kinds of devices there are to choose from.
+/// The kinds of devices to choose from.
+///
+/// # Examples
+/// ```
+/// use ts_streams::{Device, DeviceRegistry};
+///
+/// let registry = DeviceRegistry::builtin();
+/// let choice = registry.choose(None)?; // the best device here: a GPU, else the CPU
+/// for (name, reason) in &choice.passed_over {
+///     println!("not {name}: {reason}");
+/// }
+/// let device = choice.provider.create(0)?;
+/// println!("using {}", device.info().name);
+/// # Ok::<(), ts_streams::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct DeviceRegistry {
     providers: Vec<Arc<dyn DeviceProvider>>,
 }
 
-/// A provider, and why those before it in priority were passed over.
+/// The result of [`DeviceRegistry::choose`].
 #[derive(Debug, Clone)]
 pub struct DeviceChoice {
-    /// The one chosen.
+    /// The chosen provider.
     pub provider: Arc<dyn DeviceProvider>,
-    /// Name and reason of each that was tried first and has no device.
+    /// Name and reason of each provider that was tried first and has no device.
     pub passed_over: Vec<(&'static str, String)>,
 }
 
 impl DeviceRegistry {
-    /// Those of this crate: `cuda`, also where this build has no support for it, which it says
-    /// then; `cpu`; and `sim`, which is chosen by name only.
+    /// Creates a registry with the providers of this crate: `cuda`, `cpu` and `sim`.
+    ///
+    /// Without the feature `cuda`, the provider `cuda` reports that the build has no GPU support.
+    /// `sim` has the lowest priority, so it is used only when selected by name.
     pub fn builtin() -> Self {
         let mut this = Self { providers: Vec::new() };
         this.register(Arc::new(CudaProvider));
         let cpu = || Ok(CpuDevice::new()?.into());
-        this.register(Arc::new(Always { name: "cpu", priority: 100, create: cpu }));
+        this.register(Arc::new(SingleDevice { name: "cpu", priority: 100, create: cpu }));
         let sim = || Ok(SimDevice::new(SimOptions::default()).into());
-        this.register(Arc::new(Always { name: "sim", priority: 0, create: sim }));
+        this.register(Arc::new(SingleDevice { name: "sim", priority: 0, create: sim }));
         this
     }
 
-    /// Adds a provider; one of the same name is replaced.
+    /// Adds a provider, replacing any provider of the same name.
     pub fn register(&mut self, provider: Arc<dyn DeviceProvider>) {
         self.providers.retain(|p| p.name() != provider.name());
         self.providers.push(provider);
         self.providers.sort_by_key(|p| std::cmp::Reverse(p.priority()));
     }
 
-    /// All providers, highest priority first.
+    /// Returns all providers, highest priority first.
     pub fn providers(&self) -> &[Arc<dyn DeviceProvider>] {
         &self.providers
     }
 
-    /// The provider called `name`, or the first that has a device when no name is given.
+    /// Returns the provider called `name`, or the first that has a device if `name` is `None`.
     ///
     /// # Errors
-    /// [`Error::UnknownDevice`]; [`Error::DeviceUnavailable`] with the reason that the named one
-    /// gave.
+    /// Returns [`Error::UnknownDevice`] if there is no such provider, and
+    /// [`Error::DeviceUnavailable`] with the reason if it has no device.
     pub fn choose(&self, name: Option<&str>) -> Result<DeviceChoice, Error> {
         let mut passed_over = Vec::new();
         for provider in self.providers.iter().filter(|p| name.is_none_or(|name| p.name() == name)) {
@@ -102,11 +118,11 @@ impl DeviceRegistry {
         }
     }
 
-    /// A device by its kind and number as PyTorch names them, `cuda:1` or `cpu`; without a name the
-    /// best there is.
+    /// Opens a device by its PyTorch-style name, such as `cuda:1` or `cpu`. `None` opens the best
+    /// device available.
     ///
     /// # Errors
-    /// As [`choose`](Self::choose) and [`DeviceProvider::create`].
+    /// Returns the same errors as [`choose`](Self::choose) and [`DeviceProvider::create`].
     pub fn open(&self, device: Option<&str>) -> Result<AnyDevice, Error> {
         let (kind, ordinal) = match device.map(|device| (device, device.split_once(':'))) {
             None => (None, 0),
@@ -154,19 +170,19 @@ impl DeviceProvider for CudaProvider {
         #[cfg(feature = "cuda")]
         return Ok(crate::CudaDevice::new(ordinal)?.into());
         #[cfg(not(feature = "cuda"))]
-        unreachable!("there is no such GPU without the feature `cuda`")
+        unreachable!("`require` fails without the feature `cuda`")
     }
 }
 
-/// Of a kind of which there is always one device.
+/// A kind of which exactly one device always exists.
 #[derive(Debug)]
-struct Always {
+struct SingleDevice {
     name: &'static str,
     priority: u8,
     create: fn() -> Result<AnyDevice, Error>,
 }
 
-impl DeviceProvider for Always {
+impl DeviceProvider for SingleDevice {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -184,6 +200,6 @@ impl DeviceProvider for Always {
             return (self.create)();
         }
         let device = format!("{}:{ordinal}", self.name);
-        Err(Error::DeviceUnavailable { device, reason: "there is one".into() })
+        Err(Error::DeviceUnavailable { device, reason: "there is only one".into() })
     }
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is submitted to streams that have no driver below them, and when it may run. Runs nothing
-//! itself: [`CpuDevice`] lets threads take what is ready, [`SimDevice`] whoever asks.
+//! The operation queues of streams without a driver, and when each operation may run.
+//!
+//! Nothing runs here: the threads of a [`CpuDevice`] take ready work, and on a [`SimDevice`] the
+//! caller that waits or queries does.
 //!
 //! [`CpuDevice`]: crate::CpuDevice
 //! [`SimDevice`]: crate::SimDevice
@@ -19,70 +21,72 @@ use crate::sync::{Condvar, Mutex, thread_local};
 use crate::{Error, HostFn, Status, StreamId};
 
 thread_local! {
-    /// Whether this thread is inside work of a stream.
+    /// Whether this thread is running work of a stream.
     #[allow(clippy::missing_const_for_thread_local)] // not with loom's and shuttle's
     static IN_HOST_FN: Cell<bool> = Cell::new(false);
 }
 
-/// Whether this thread may wait for streams, which work of a stream may not.
+/// Checks that this thread may block on a stream.
 ///
 /// # Errors
-/// [`Error::WaitInHostFn`].
+/// Returns [`Error::WaitInHostFn`] inside a host function, and in destructors that a stream runs.
 pub fn may_wait() -> Result<(), Error> {
     if IN_HOST_FN.with(Cell::get) { Err(Error::WaitInHostFn) } else { Ok(()) }
 }
 
-/// A name that no other stream of this process has.
+/// Returns an identifier that no other stream of this process has.
 pub(crate) fn next_stream_id() -> StreamId {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     StreamId(NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// One point on a stream, that events stand for and other streams wait for.
+/// A recorded point on a stream: events refer to it, and other streams wait for it.
 #[derive(Debug)]
 pub(crate) struct Point {
     outcome: OnceLock<Result<u64, Error>>,
-    parked: Mutex<Vec<Parked>>,
+    waiters: Mutex<Vec<Waiter>>,
     reached: Condvar,
-    /// Who must be driven for it to be reached.
+    /// The device to drive until the point is reached.
     pub(crate) owner: Weak<dyn Owner>,
-    /// What happened before it, where races are looked for.
+    /// What happened before the point. Used only for race detection.
     pub(crate) history: Clock,
 }
 
 /// A stream that waits for a point.
 #[derive(Debug, Clone)]
-pub(crate) struct Parked {
+pub(crate) struct Waiter {
     owner: Weak<dyn Owner>,
     stream: StreamId,
 }
 
 /// A device whose streams are queues.
 pub(crate) trait Owner: std::fmt::Debug + Send + Sync {
-    /// A point is reached that this stream waited for. What is left to do then is the caller's.
+    /// Continues a stream after the point it waited for was reached. The caller must apply the
+    /// result.
     fn wake(&self, stream: StreamId) -> Effects;
 
-    /// What was over on this stream is dropped, or panicked; see [`Effects::settle`]. What is left
-    /// to do then is the caller's.
+    /// Continues a stream after its finished operations were dropped. `outcome` is the message of a
+    /// panic in a destructor. The caller must apply the result; see [`Effects::apply`].
     fn dropped(&self, stream: StreamId, outcome: Result<(), String>) -> Effects;
 
-    /// Gets on with its work, or with what that waits for, where nobody else does; whether
-    /// something was done. `asked` are those that are at it already.
-    fn drive(&self, asked: &mut Vec<*const ()>) -> bool;
+    /// Does some work of this device, or of devices that it waits for, and returns whether there
+    /// was any. Devices with threads do nothing here. `visited` lists the devices already driven.
+    fn drive(&self, visited: &mut Vec<*const ()>) -> bool;
 }
 
 impl Point {
     pub(crate) fn new(owner: Weak<dyn Owner>, history: Clock) -> Self {
         Self {
             outcome: OnceLock::new(),
-            parked: Mutex::default(),
+            waiters: Mutex::default(),
             reached: Condvar::new(),
             owner,
             history,
         }
     }
 
-    /// When it was reached, in nanoseconds, or why it never is; `None` before.
+    /// Returns when the point was reached, in nanoseconds, or the error of the work before it.
+    /// Returns `None` before that.
     pub(crate) fn outcome(&self) -> Option<&Result<u64, Error>> {
         self.outcome.get()
     }
@@ -96,35 +100,35 @@ impl Point {
     }
 
     fn reach(&self, outcome: Result<u64, Error>, effects: &mut Effects) {
-        let mut parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiters = self.waiters.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = self.outcome.set(outcome);
-        effects.woken.append(&mut parked);
+        effects.woken.append(&mut waiters);
         self.reached.notify_all();
     }
 
-    /// Blocks until it is reached by what others do.
+    /// Blocks until other threads reach the point.
     pub(crate) fn block(&self) -> Result<u64, Error> {
-        let mut parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiters = self.waiters.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(outcome) = self.outcome.get() {
                 return outcome.clone();
             }
-            parked = self.reached.wait(parked).unwrap_or_else(PoisonError::into_inner);
+            waiters = self.reached.wait(waiters).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    /// Its outcome; without one, `who` is woken when there is one.
-    fn outcome_or_park(&self, who: &Parked) -> Option<Result<u64, Error>> {
-        let mut parked = self.parked.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Returns the outcome, or registers `waiter` to be woken when there is one.
+    fn outcome_or_register(&self, waiter: &Waiter) -> Option<Result<u64, Error>> {
+        let mut waiters = self.waiters.lock().unwrap_or_else(PoisonError::into_inner);
         let outcome = self.outcome.get().cloned();
         if outcome.is_none() {
-            parked.push(who.clone());
+            waiters.push(waiter.clone());
         }
         outcome
     }
 }
 
-/// What is done while nothing else happens on its stream.
+/// Work that runs alone on its stream.
 #[derive(Debug)]
 pub(crate) enum Work {
     Transfer(Transfer),
@@ -132,15 +136,17 @@ pub(crate) enum Work {
 }
 
 impl Work {
+    /// Runs the work.
+    ///
     /// # Errors
-    /// What its panic said.
+    /// Returns the message of a panic.
     pub(crate) fn run(self) -> Result<(), String> {
         match self {
             Work::Transfer(transfer) => {
                 transfer.run();
                 Ok(())
             }
-            Work::HostFn(HostFn { run, .. }) => inside_work(run),
+            Work::HostFn(HostFn { run, .. }) => run_as_work(run),
         }
     }
 }
@@ -149,13 +155,13 @@ impl Work {
 pub(crate) enum Op {
     Work(Work),
     Record(Arc<Point>),
-    /// Drops something in its turn.
-    Release(#[expect(dead_code, reason = "it is there to be dropped")] Released),
-    /// Whether what waits fails with what it waits for.
-    Wait(Arc<Point>, Fails),
+    /// Drops a value in stream order.
+    Release(#[expect(dead_code, reason = "held only to be dropped")] Released),
+    /// Waits for a point. Says whether the stream fails if the work before the point failed.
+    Wait(Arc<Point>, OnFailure),
 }
 
-/// What a stream is to drop.
+/// A value that a stream drops.
 pub(crate) struct Released(Box<dyn Any + Send>);
 
 impl Released {
@@ -171,66 +177,66 @@ impl std::fmt::Debug for Released {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Fails {
-    Along,
-    ByItself,
+pub(crate) enum OnFailure {
+    Propagate,
+    Ignore,
 }
 
-/// What is left to do once the lock is released: other locks may be taken for it, and code of
-/// others runs.
+/// Follow-up work to do without the lock, because it takes other locks and runs callers' code.
 #[derive(Debug, Default)]
 #[must_use]
 pub(crate) struct Effects {
-    woken: Vec<Parked>,
-    /// Streams with what is over on them: memory that they give back, work that is not run.
-    /// Whatever it is made of is dropped before the stream goes on, so that who waits for the
-    /// stream finds it gone.
-    over: Vec<(Parked, Vec<Op>)>,
-    /// How many streams have work that did not have before.
+    woken: Vec<Waiter>,
+    /// Streams with their finished operations: memory to free, and skipped work. They are dropped
+    /// before the stream continues, so that they are gone when a wait for it returns.
+    finished: Vec<(Waiter, Vec<Op>)>,
+    /// Number of streams that became ready.
     pub(crate) ready: usize,
 }
 
 impl Effects {
-    /// With no lock held. Not by recursion: chains of streams that wait for each other can be long.
-    pub(crate) fn settle(self) {
+    /// Applies the effects. The caller must hold no lock. Iterative, because chains of streams that
+    /// wait for each other can be long.
+    pub(crate) fn apply(self) {
         let mut left = vec![self];
-        while let Some(Effects { woken, over, .. }) = left.pop() {
-            for Parked { owner, stream } in woken {
+        while let Some(Effects { woken, finished, .. }) = left.pop() {
+            for Waiter { owner, stream } in woken {
                 left.extend(owner.upgrade().map(|owner| owner.wake(stream)));
             }
-            for (Parked { owner, stream }, over) in over {
-                // It is made of anything, the last handle to a device too, and this may be a thread
-                // of that device.
-                let outcome = inside_work(|| drop(over));
+            for (Waiter { owner, stream }, finished) in finished {
+                // Dropping may run any destructor, even that of the last handle to the device whose
+                // thread this is.
+                let outcome = run_as_work(|| drop(finished));
                 left.extend(owner.upgrade().map(|owner| owner.dropped(stream, outcome)));
             }
         }
     }
 }
 
-/// Does something as work of a stream, which does not wait.
+/// Runs `work` as work of a stream, which must not block on streams.
 ///
 /// # Errors
-/// What its panic said.
-fn inside_work(work: impl FnOnce()) -> Result<(), String> {
+/// Returns the message of a panic.
+fn run_as_work(work: impl FnOnce()) -> Result<(), String> {
     let outer = IN_HOST_FN.with(|inside| inside.replace(true));
     let result = catch_unwind(AssertUnwindSafe(work));
     IN_HOST_FN.with(|inside| inside.set(outer));
     result.map_err(|panic| {
         let text = panic.downcast_ref::<&str>().map(ToString::to_string);
-        text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic".into())
+        text.or_else(|| panic.downcast_ref::<String>().cloned())
+            .unwrap_or_else(|| "panicked without a message".into())
     })
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    /// Nothing to do, or waiting for a point.
-    Still,
-    /// Its first operation could run.
+enum QueueState {
+    /// Empty, or waiting for a point.
+    Idle,
+    /// The first operation can run.
     Ready,
-    /// Work that was submitted then is being done.
+    /// Work that was submitted at `submitted_ns` is running.
     Running { submitted_ns: u64 },
-    /// What is over is being dropped.
+    /// Finished operations are being dropped.
     Dropping,
 }
 
@@ -238,19 +244,19 @@ enum State {
 struct Queue {
     level: i32,
     ops: VecDeque<(Op, u64)>,
-    state: State,
+    state: QueueState,
     failed: Option<Error>,
-    /// How many operations it was given, and the last of them that is not to be run.
+    /// Number of operations submitted, and the number of the last one to skip.
     submitted: u64,
     skipped_until: u64,
     /// When the last operation ended.
-    at_ns: u64,
+    ended_ns: u64,
     counters: Arc<Counters>,
-    /// Nobody has a handle to it any more.
+    /// Whether the last handle was dropped.
     closed: bool,
 }
 
-/// A stream with work that could run: the most urgent first, then in turn.
+/// A stream with work that can run. Sorts by priority level, then by the order of becoming ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Ready {
     level: i32,
@@ -277,11 +283,11 @@ impl Queues {
         let queue = Queue {
             level,
             ops: VecDeque::new(),
-            state: State::Still,
+            state: QueueState::Idle,
             failed: None,
             submitted: 0,
             skipped_until: 0,
-            at_ns: 0,
+            ended_ns: 0,
             counters: Arc::clone(&counters),
             closed: false,
         };
@@ -289,20 +295,21 @@ impl Queues {
         (id, counters)
     }
 
-    /// Nobody will submit to it any more; it is forgotten when its work is done.
+    /// Marks a stream as closed, since no handle is left. It is removed when its work is done.
     pub(crate) fn close(&mut self, stream: StreamId) {
         let queue = self.queue(stream);
         queue.closed = true;
-        if queue.ops.is_empty() && queue.state == State::Still {
+        if queue.ops.is_empty() && queue.state == QueueState::Idle {
             self.queues.remove(&stream);
         }
     }
 
-    /// A stream that failed takes points, which fail with it, and what it is to drop.
+    /// Submits an operation. A stream that has failed still accepts records, which fail too, and
+    /// releases.
     ///
     /// # Errors
-    /// Why the stream failed, and what it does not take: to be dropped without a lock, whatever it
-    /// is made of.
+    /// Returns the stream's error and the refused operation, which the caller must drop without
+    /// holding the lock.
     pub(crate) fn submit(
         &mut self,
         stream: StreamId,
@@ -310,49 +317,55 @@ impl Queues {
         now_ns: u64,
     ) -> Result<Effects, Box<(Error, Op)>> {
         let queue = self.queue(stream);
-        let taken = matches!(op, Op::Record(_) | Op::Release(_));
-        if let (Some(error), false) = (&queue.failed, taken) {
+        let always_accepted = matches!(op, Op::Record(_) | Op::Release(_));
+        if let (Some(error), false) = (&queue.failed, always_accepted) {
             return Err(Box::new((error.clone(), op)));
         }
         queue.counters.submitted();
         queue.submitted += 1;
         queue.ops.push_back((op, now_ns));
-        Ok(if queue.state == State::Still && queue.ops.len() == 1 {
-            queue.at_ns = queue.at_ns.max(now_ns);
+        Ok(if queue.state == QueueState::Idle && queue.ops.len() == 1 {
+            queue.ended_ns = queue.ended_ns.max(now_ns);
             self.proceed(stream)
         } else {
             Effects::default()
         })
     }
 
-    /// Passes points, up to work that could run, a point that is not reached, or what is to be
-    /// dropped first. Also a stream that failed waits for those, lest what comes after it is
-    /// thought to come after them.
+    /// Advances a stream until it has work that can run, waits for a point, or has operations to
+    /// drop.
+    ///
+    /// A stream that has failed also waits for points. Otherwise its later records could be reached
+    /// before the points that they must come after.
     pub(crate) fn proceed(&mut self, stream: StreamId) -> Effects {
         let mut effects = Effects::default();
-        let who = Parked { owner: Weak::clone(&self.owner), stream };
-        // It may be woken when it is gone.
+        let waiter = Waiter { owner: Weak::clone(&self.owner), stream };
+        // A stream may be woken after it was removed.
         let Some(queue) = self.queues.get_mut(&stream) else { return effects };
-        if queue.state != State::Still {
+        if queue.state != QueueState::Idle {
             return effects;
         }
-        let mut over = Vec::new();
+        let mut finished = Vec::new();
         while let Some((op, _)) = queue.ops.front() {
             let number = queue.submitted - queue.ops.len() as u64 + 1;
             match op {
                 Op::Release(_) => {}
                 Op::Work(_) if queue.failed.is_some() || number <= queue.skipped_until => {}
-                _ if !over.is_empty() => break,
-                Op::Wait(point, fails) => match (point.outcome_or_park(&who), fails) {
-                    (None, _) => return effects,
-                    (Some(Ok(at_ns)), _) => queue.at_ns = queue.at_ns.max(at_ns),
-                    (Some(Err(error)), Fails::Along) if number > queue.skipped_until => {
-                        queue.failed.get_or_insert(error);
+                _ if !finished.is_empty() => break,
+                Op::Wait(point, on_failure) => {
+                    match (point.outcome_or_register(&waiter), on_failure) {
+                        (None, _) => return effects,
+                        (Some(Ok(ended_ns)), _) => queue.ended_ns = queue.ended_ns.max(ended_ns),
+                        (Some(Err(error)), OnFailure::Propagate)
+                            if number > queue.skipped_until =>
+                        {
+                            queue.failed.get_or_insert(error);
+                        }
+                        (Some(Err(_)), _) => {}
                     }
-                    (Some(Err(_)), _) => {}
-                },
+                }
                 Op::Work(_) => {
-                    queue.state = State::Ready;
+                    queue.state = QueueState::Ready;
                     self.turn += 1;
                     self.ready.insert(Ready { level: queue.level, turn: self.turn, stream });
                     effects.ready += 1;
@@ -360,56 +373,62 @@ impl Queues {
                 }
                 Op::Record(_) => {}
             }
-            let (op, submitted_ns) = queue.ops.pop_front().expect("just seen");
-            // Counted before anybody hears of it.
-            queue.counters.completed(queue.at_ns.saturating_sub(submitted_ns));
+            let (op, submitted_ns) = queue.ops.pop_front().expect("the loop saw an operation");
+            // Counted first, so that a waiter that wakes sees it.
+            queue.counters.completed(queue.ended_ns.saturating_sub(submitted_ns));
             match op {
                 Op::Record(point) => {
-                    point.reach(queue.failed.clone().map_or(Ok(queue.at_ns), Err), &mut effects);
+                    point.reach(queue.failed.clone().map_or(Ok(queue.ended_ns), Err), &mut effects);
                 }
                 Op::Wait(..) => {}
-                Op::Release(_) | Op::Work(_) => over.push(op),
+                Op::Release(_) | Op::Work(_) => finished.push(op),
             }
         }
-        if !over.is_empty() {
-            queue.state = State::Dropping;
-            effects.over.push((who, over));
+        if !finished.is_empty() {
+            queue.state = QueueState::Dropping;
+            effects.finished.push((waiter, finished));
         } else if queue.closed {
             self.queues.remove(&stream);
         }
         effects
     }
 
-    /// What [`proceed`](Self::proceed) found to be over is dropped.
+    /// Continues a stream after the operations that [`proceed`](Self::proceed) finished were
+    /// dropped.
     pub(crate) fn dropped(&mut self, stream: StreamId, outcome: Result<(), String>) -> Effects {
         let queue = self.queue(stream);
-        debug_assert_eq!(queue.state, State::Dropping, "only then is there something to drop");
-        queue.state = State::Still;
+        debug_assert_eq!(
+            queue.state,
+            QueueState::Dropping,
+            "only a stream in this state drops operations"
+        );
+        queue.state = QueueState::Idle;
         if let Err(what) = outcome {
             queue.failed.get_or_insert(Error::Failed { stream, what });
         }
         self.proceed(stream)
     }
 
-    /// Streams that have work to run, the most urgent first, and when their last operation ended.
+    /// Returns the streams that have work to run, most urgent first, and when their last operation
+    /// ended.
     pub(crate) fn ready(&self) -> impl Iterator<Item = (Ready, u64)> + '_ {
-        self.ready.iter().map(|ready| (*ready, self.queues[&ready.stream].at_ns))
+        self.ready.iter().map(|ready| (*ready, self.queues[&ready.stream].ended_ns))
     }
 
-    /// Takes the work of one that is ready.
+    /// Takes the work of a ready stream.
     pub(crate) fn take(&mut self, ready: Ready) -> Work {
-        assert!(self.ready.remove(&ready), "it is ready");
+        assert!(self.ready.remove(&ready), "`ready` returned it");
         let queue = self.queue(ready.stream);
         match queue.ops.pop_front() {
             Some((Op::Work(work), submitted_ns)) => {
-                queue.state = State::Running { submitted_ns };
+                queue.state = QueueState::Running { submitted_ns };
                 work
             }
-            other => unreachable!("work is what makes a stream ready: {other:?}"),
+            other => unreachable!("the first operation of a ready stream is work, not {other:?}"),
         }
     }
 
-    /// Work that was taken is done.
+    /// Continues a stream after the work that was taken from it has ended.
     pub(crate) fn complete(
         &mut self,
         stream: StreamId,
@@ -417,11 +436,12 @@ impl Queues {
         now_ns: u64,
     ) -> Effects {
         let queue = self.queue(stream);
-        let State::Running { submitted_ns } = std::mem::replace(&mut queue.state, State::Still)
+        let QueueState::Running { submitted_ns } =
+            std::mem::replace(&mut queue.state, QueueState::Idle)
         else {
-            unreachable!("it was taken")
+            unreachable!("only running work completes")
         };
-        queue.at_ns = queue.at_ns.max(now_ns);
+        queue.ended_ns = queue.ended_ns.max(now_ns);
         if let Err(what) = outcome {
             queue.failed = Some(Error::Failed { stream, what });
         }
@@ -429,25 +449,28 @@ impl Queues {
         self.proceed(stream)
     }
 
-    /// Whether all that was submitted to a stream is over.
+    /// Returns whether all work submitted to a stream is done.
     ///
     /// # Errors
-    /// Why it failed, once it is.
+    /// Returns the error of the stream if it has failed, once its work has ended.
     pub(crate) fn status(&self, stream: StreamId) -> Result<Status, Error> {
         let queue = &self.queues[&stream];
-        if !queue.ops.is_empty() || queue.state != State::Still {
+        if !queue.ops.is_empty() || queue.state != QueueState::Idle {
             return Ok(Status::Pending);
         }
         self.failure(stream).map(|()| Status::Ready)
     }
 
+    /// Checks that a stream has not failed.
+    ///
     /// # Errors
-    /// Why a stream takes nothing.
+    /// Returns the error of the stream if it has failed.
     pub(crate) fn failure(&self, stream: StreamId) -> Result<(), Error> {
         self.queues[&stream].failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Lets a stream that failed take work again. What it was given before is not run.
+    /// Takes the error of a stream, so that it accepts work again. Operations submitted before are
+    /// skipped.
     pub(crate) fn take_error(&mut self, stream: StreamId) -> Option<Error> {
         let queue = self.queue(stream);
         let error = queue.failed.take()?;
@@ -455,12 +478,12 @@ impl Queues {
         Some(error)
     }
 
-    /// All of them.
+    /// Returns all streams.
     pub(crate) fn streams(&self) -> Vec<StreamId> {
         self.queues.keys().copied().collect()
     }
 
-    /// The points that streams wait for.
+    /// Returns the points that streams wait for.
     pub(crate) fn awaited(&self) -> Vec<Arc<Point>> {
         let first = |queue: &Queue| match queue.ops.front() {
             Some((Op::Wait(point, _), _)) => Some(Arc::clone(point)),
@@ -470,7 +493,7 @@ impl Queues {
     }
 
     fn queue(&mut self, stream: StreamId) -> &mut Queue {
-        self.queues.get_mut(&stream).expect("a stream is there until its last handle is gone")
+        self.queues.get_mut(&stream).expect("a stream exists until its last handle is dropped")
     }
 }
 
@@ -479,7 +502,7 @@ mod models {
     use super::*;
     use crate::sync::thread;
 
-    /// The least of a device that threads share.
+    /// A minimal device that threads share.
     #[derive(Debug)]
     struct Host(Mutex<Queues>);
 
@@ -500,10 +523,10 @@ mod models {
     impl Host {
         fn submit(&self, stream: StreamId, op: Op) {
             let submitted = self.0.lock().unwrap().submit(stream, op, 0);
-            submitted.map_err(|_| "refused").unwrap().settle();
+            submitted.map_err(|_| "refused").unwrap().apply();
         }
 
-        /// Does the work that is ready, if there is some.
+        /// Runs one ready operation, if any, and returns its stream.
         fn work(&self) -> Option<StreamId> {
             let mut queues = self.0.lock().unwrap();
             let (ready, _) = queues.ready().next()?;
@@ -511,7 +534,7 @@ mod models {
             drop(queues);
             let outcome = work.run();
             let effects = self.0.lock().unwrap().complete(ready.stream, outcome, 0);
-            effects.settle();
+            effects.apply();
             Some(ready.stream)
         }
     }
@@ -526,11 +549,11 @@ mod models {
         })
     }
 
-    /// One thread does the work before a point while another has a stream of another device wait
-    /// for it, and itself: whichever is first, the stream has its work ready in the end, and nobody
-    /// waits for what is over. Loom tries all orders with up to three preemptions.
+    /// One thread does the work before a point. Another waits for the point, and makes a stream of
+    /// another device wait for it. In every interleaving the stream becomes ready and no thread
+    /// waits forever. Loom tries all interleavings with up to three preemptions.
     #[test]
-    fn whoever_waits_for_a_point_hears_of_it() {
+    fn every_waiter_of_a_point_is_woken() {
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(3);
         builder.check(|| {
@@ -542,7 +565,7 @@ mod models {
             first.submit(earlier, Op::Record(Arc::clone(&point)));
             let worker = Arc::clone(&first);
             let thread = thread::spawn(move || assert_eq!(worker.work(), Some(earlier)));
-            second.submit(later, Op::Wait(Arc::clone(&point), Fails::Along));
+            second.submit(later, Op::Wait(Arc::clone(&point), OnFailure::Propagate));
             second.submit(later, work());
             assert_eq!(point.block(), Ok(0));
             thread.join().unwrap();
@@ -551,12 +574,12 @@ mod models {
         });
     }
 
-    /// One thread finds something over and drops it, without the lock; another comes behind it on
-    /// the same stream in the meantime, and is not told that all is done before it is gone.
+    /// One thread drops a finished operation, without the lock. Another records a point behind it
+    /// on the same stream. The point must not be reached before the operation is dropped.
     #[test]
-    fn what_is_over_is_gone_before_who_waits_behind_it_hears() {
-        struct Gone(Arc<loom::sync::atomic::AtomicBool>);
-        impl Drop for Gone {
+    fn finished_work_is_dropped_before_later_waiters_wake() {
+        struct SetOnDrop(Arc<loom::sync::atomic::AtomicBool>);
+        impl Drop for SetOnDrop {
             fn drop(&mut self) {
                 self.0.store(true, Ordering::Relaxed);
             }
@@ -566,16 +589,16 @@ mod models {
         builder.check(|| {
             let host = host();
             let stream = host.0.lock().unwrap().open(0).0;
-            let gone = Arc::new(loom::sync::atomic::AtomicBool::new(false));
+            let dropped = Arc::new(loom::sync::atomic::AtomicBool::new(false));
             host.submit(stream, work());
-            host.submit(stream, Op::Release(Released::new(Gone(Arc::clone(&gone)))));
+            host.submit(stream, Op::Release(Released::new(SetOnDrop(Arc::clone(&dropped)))));
             let worker = Arc::clone(&host);
             let thread = thread::spawn(move || assert_eq!(worker.work(), Some(stream)));
             let owner: Weak<dyn Owner> = Arc::downgrade(&host) as Weak<dyn Owner>;
             let point = Arc::new(Point::new(owner, Clock::new()));
             host.submit(stream, Op::Record(Arc::clone(&point)));
             assert_eq!(point.block(), Ok(0));
-            assert!(gone.load(Ordering::Relaxed));
+            assert!(dropped.load(Ordering::Relaxed));
             thread.join().unwrap();
             assert_eq!(host.0.lock().unwrap().status(stream), Ok(Status::Ready));
         });

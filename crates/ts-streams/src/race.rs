@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Happens-before, by vector clocks (Mattern, 1989): which accesses to memory nothing orders.
+//! Detection of unordered memory accesses, by vector clocks (Mattern, 1989).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -7,101 +7,105 @@ use std::fmt;
 use crate::StreamId;
 use crate::memory::MemoryRange;
 
-/// How many operations of each thread came before: of streams, and of hosts, each as its devices
-/// see it.
+/// A vector clock: the number of operations of each thread that happened before. The threads are
+/// the streams, and for each device the host.
 pub(crate) type Clock = BTreeMap<StreamId, u64>;
 
-/// Who used memory, and how.
+/// An access to memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Access {
     /// The stream, or `None` for the host.
     pub stream: Option<StreamId>,
-    /// Which of its operations it was, from 1 on.
+    /// The number of the operation on its stream or on the host, from 1.
     pub operation: u64,
-    /// Whether it writes.
+    /// Whether the access writes.
     pub writes: bool,
 }
 
 impl fmt::Display for Access {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let verb = if self.writes { "writes" } else { "reads" };
+        let kind = if self.writes { "write" } else { "read" };
         match self.stream {
-            Some(stream) => write!(f, "operation {} of stream {stream} {verb}", self.operation),
-            None => write!(f, "the host {verb}"),
+            Some(stream) => write!(f, "operation {} of stream {stream} ({kind})", self.operation),
+            None => write!(f, "the host ({kind})"),
         }
     }
 }
 
-/// Two accesses to the same bytes, at least one of which writes, that nothing orders.
+/// Two accesses to the same bytes, at least one of which writes, without an order between them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("race: {later} {len} bytes at {address:#x}, and nothing orders it after: {earlier} there")]
+#[error(
+    "data race on {len} bytes at {address:#x}: {later} is not ordered after {earlier}; add a wait \
+     between them"
+)]
 pub struct Race {
-    /// The one that was submitted first.
+    /// The access that was submitted first.
     pub earlier: Access,
-    /// The other.
+    /// The access that was submitted second.
     pub later: Access,
-    /// Where.
+    /// The first address that both access.
     pub address: usize,
-    /// How many bytes.
+    /// Number of bytes in the conflicting range.
     pub len: usize,
 }
 
-/// What was done last to a run of bytes.
+/// The latest accesses to a range of bytes.
 #[derive(Debug, Clone, Default)]
-struct Uses {
+struct LatestAccesses {
     end: usize,
     write: Option<(StreamId, Access)>,
-    /// Since then, the last of each thread.
+    /// The last read of each thread since that write.
     reads: Vec<(StreamId, Access)>,
 }
 
 #[derive(Debug)]
 pub(crate) struct Detector {
-    /// What the host goes by: a name that no stream has.
+    /// The identifier of the host, which no stream has.
     host: StreamId,
-    /// What each has seen.
+    /// What each thread has seen.
     clocks: HashMap<StreamId, Clock>,
-    /// By their first byte.
-    uses: BTreeMap<usize, Uses>,
+    /// Accesses by the first byte of their range.
+    accesses: BTreeMap<usize, LatestAccesses>,
     races: Vec<Race>,
 }
 
 impl Detector {
-    /// `host` is a name that no stream has.
+    /// Creates a detector. `host` must be an identifier that no stream has.
     pub(crate) fn new(host: StreamId) -> Self {
-        Self { host, clocks: HashMap::new(), uses: BTreeMap::new(), races: Vec::new() }
+        Self { host, clocks: HashMap::new(), accesses: BTreeMap::new(), races: Vec::new() }
     }
 
     pub(crate) fn races(&self) -> &[Race] {
         &self.races
     }
 
-    /// Something is submitted to a stream: the host had done what it had done. What came before it,
-    /// itself included.
+    /// Registers an operation submitted to a stream, and returns its history, itself included.
+    /// Everything the host did before happens before it.
     pub(crate) fn submit(&mut self, stream: StreamId) -> Clock {
         let host = self.clock(self.host).clone();
-        self.tick(stream, &host)
+        self.advance(stream, &host)
     }
 
-    /// A stream will wait for what came before a point.
+    /// Orders a stream after a recorded point.
     pub(crate) fn stream_joins(&mut self, stream: StreamId, history: &Clock) {
         join(self.clock(stream), history);
     }
 
-    /// The host knows that a point was reached.
+    /// Orders the host after a point that it has seen reached.
     pub(crate) fn host_joins(&mut self, history: &Clock) {
         join(self.clock(self.host), history);
     }
 
-    /// The host does something itself.
+    /// Registers an action of the host, and returns its history.
     pub(crate) fn host_acts(&mut self) -> Clock {
-        self.tick(self.host, &Clock::new())
+        self.advance(self.host, &Clock::new())
     }
 
-    /// Notes what is used, if it may be.
+    /// Records accesses if they race with no earlier one.
     ///
     /// # Errors
-    /// The first race with what came before. All are kept; what is refused has not happened.
+    /// Returns the first race. All races are kept; the accesses of a refused operation are not
+    /// recorded.
     pub(crate) fn check(
         &mut self,
         stream: Option<StreamId>,
@@ -111,12 +115,12 @@ impl Detector {
     ) -> Result<(), Race> {
         let thread = stream.unwrap_or(self.host);
         let before = self.races.len();
-        for notes in [false, true] {
+        for records in [false, true] {
             for (ranges, writes) in [(reads, false), (writes, true)] {
                 let access = Access { stream, operation: history[&thread], writes };
                 for range in ranges.iter().filter(|range| !range.is_empty()) {
                     let (begin, end) = (range.address(), range.address() + range.len());
-                    self.access(thread, access, history, begin, end, notes);
+                    self.access(thread, access, history, begin, end, records);
                 }
             }
             if let Some(race) = self.races.get(before) {
@@ -126,18 +130,18 @@ impl Detector {
         Ok(())
     }
 
-    /// Memory is gone, or new: what was done to it is over.
+    /// Forgets all accesses to memory that was freed or newly allocated.
     pub(crate) fn forget(&mut self, range: MemoryRange) {
         let (begin, end) = (range.address(), range.address() + range.len());
-        self.cut(begin);
-        self.cut(end);
-        let gone: Vec<usize> = self.uses.range(begin..end).map(|(&begin, _)| begin).collect();
+        self.split(begin);
+        self.split(end);
+        let gone: Vec<usize> = self.accesses.range(begin..end).map(|(&begin, _)| begin).collect();
         for begin in gone {
-            self.uses.remove(&begin);
+            self.accesses.remove(&begin);
         }
     }
 
-    /// Looks for races of an access, or else notes it.
+    /// Records an access if `records` is set; otherwise only looks for races with it.
     fn access(
         &mut self,
         thread: StreamId,
@@ -145,28 +149,32 @@ impl Detector {
         history: &Clock,
         begin: usize,
         end: usize,
-        notes: bool,
+        records: bool,
     ) {
-        self.cut(begin);
-        self.cut(end);
+        self.split(begin);
+        self.split(end);
         let mut at = begin;
         while at < end {
-            let next = self.uses.range(at..end).next().map(|(&begin, uses)| (begin, uses.end));
+            let next =
+                self.accesses.range(at..end).next().map(|(&begin, accesses)| (begin, accesses.end));
             let stop = match next {
                 Some((first, stop)) if first == at => stop,
                 Some((first, _)) => first,
                 None => end,
             };
-            let uses = self.uses.entry(at).or_insert_with(|| Uses { end: stop, ..Uses::default() });
-            if notes && access.writes {
-                uses.write = Some((thread, access));
-                uses.reads.clear();
-            } else if notes {
-                uses.reads.retain(|(other, _)| *other != thread);
-                uses.reads.push((thread, access));
+            let accesses = self
+                .accesses
+                .entry(at)
+                .or_insert_with(|| LatestAccesses { end: stop, ..LatestAccesses::default() });
+            if records && access.writes {
+                accesses.write = Some((thread, access));
+                accesses.reads.clear();
+            } else if records {
+                accesses.reads.retain(|(other, _)| *other != thread);
+                accesses.reads.push((thread, access));
             } else {
                 let mut conflicts =
-                    uses.write.iter().chain(uses.reads.iter().filter(|_| access.writes));
+                    accesses.write.iter().chain(accesses.reads.iter().filter(|_| access.writes));
                 let unseen = |(thread, access): &&(StreamId, Access)| {
                     history.get(thread).is_none_or(|&seen| seen < access.operation)
                 };
@@ -178,23 +186,23 @@ impl Detector {
         }
     }
 
-    /// Cuts the run that `at` is in the middle of.
-    fn cut(&mut self, at: usize) {
-        let Some((_, uses)) =
-            self.uses.range_mut(..at).next_back().filter(|(_, uses)| uses.end > at)
+    /// Splits the range that contains `at` in its middle.
+    fn split(&mut self, at: usize) {
+        let Some((_, accesses)) =
+            self.accesses.range_mut(..at).next_back().filter(|(_, accesses)| accesses.end > at)
         else {
             return;
         };
-        let tail = uses.clone();
-        uses.end = at;
-        self.uses.insert(at, tail);
+        let tail = accesses.clone();
+        accesses.end = at;
+        self.accesses.insert(at, tail);
     }
 
     fn clock(&mut self, thread: StreamId) -> &mut Clock {
         self.clocks.entry(thread).or_default()
     }
 
-    fn tick(&mut self, thread: StreamId, seen: &Clock) -> Clock {
+    fn advance(&mut self, thread: StreamId, seen: &Clock) -> Clock {
         let clock = self.clock(thread);
         join(clock, seen);
         *clock.entry(thread).or_default() += 1;
@@ -202,7 +210,7 @@ impl Detector {
     }
 }
 
-/// Everything that either has seen.
+/// Sets `clock` to the element-wise maximum of both clocks.
 fn join(clock: &mut Clock, other: &Clock) {
     for (&thread, &seen) in other {
         let mine = clock.entry(thread).or_default();

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A device that is simulated: what code for GPUs gets wrong shows here, on any machine, and again
-//! with the same seed.
+//! A simulated GPU, which finds synchronization bugs on any machine, reproducibly by seed.
 
 use std::alloc::Layout;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -16,33 +15,33 @@ use crate::memory::{HostBlock, MemoryKind, MemoryRange, Transfer};
 use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::{PriorityRange, StreamPriority};
 use crate::queue::{
-    Effects, Fails, Op, Owner, Point, Queues, Released, Work, may_wait, next_stream_id,
+    Effects, OnFailure, Op, Owner, Point, Queues, Released, Work, may_wait, next_stream_id,
 };
 use crate::race::{Clock, Detector, Race};
 
-/// What is written to memory that is new, and to memory that is gone.
+/// The byte that fills new and freed memory.
 const POISON: u8 = 0xA5;
 
-/// How a device is simulated.
+/// Parameters of a simulation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimOptions {
-    /// Decides all that is left to chance.
+    /// Seed of all random choices.
     pub seed: u64,
-    /// Bytes that a copy or fill moves in a microsecond of the device's time.
+    /// Copy and fill throughput, in bytes per microsecond of simulated time.
     pub bytes_per_us: u64,
-    /// What every operation takes at least, in nanoseconds of the device's time.
+    /// Minimum duration of an operation, in nanoseconds of simulated time.
     pub overhead_ns: u64,
-    /// The share of operations that take up to a hundred times as long.
+    /// Fraction of operations that take up to 100 times as long, from 0 to 1.
     pub stalls: f64,
-    /// The share of operations that fail.
+    /// Fraction of operations that fail, from 0 to 1.
     pub faults: f64,
-    /// Its memory in bytes; more is refused.
+    /// Device memory in bytes. Allocations beyond it fail.
     pub total_bytes: usize,
 }
 
 impl Default for SimOptions {
-    /// About as a GPU on PCIe 3: 12 GB/s, 5 us an operation, a tenth of which stall; 1 GiB of
-    /// memory; nothing fails.
+    /// Roughly a GPU on PCIe 3: 12 GB/s, 5 us per operation, a tenth of which stall, 1 GiB of
+    /// memory and no faults.
     fn default() -> Self {
         Self {
             seed: 0,
@@ -55,43 +54,69 @@ impl Default for SimOptions {
     }
 }
 
-/// A device without threads. Work runs while the host waits or asks, in an order that is possible
-/// on a real device and that the seed decides; every question lets the device's own time pass a
-/// little. What nobody waits for may never run. Memory is poisoned when it is new and when it is
-/// gone.
+/// A simulated GPU that reports missing synchronization.
 ///
-/// Every access to its memory, by streams or, through [`RawMemory`], by the host, is compared with
-/// those before it: two that overlap, one of which writes, must be ordered by streams, events and
-/// waits. What is not is refused with a [`Race`] where it is submitted, whether or not it would go
-/// well this time, and [`races`](Self::races) tells them all. The host counts as one thread.
+/// It has no threads. Work runs while the host waits or queries, in an order that a real device
+/// could choose and that depends on the seed. Each query advances the simulated time a little. Work
+/// may never run if nothing waits for it. New and freed memory is filled with a poison byte.
+///
+/// Every access to its memory, by streams or by the host through [`RawMemory`], is checked against
+/// earlier ones. Two overlapping accesses, one of which writes, must be ordered by streams, events
+/// or waits. Otherwise the second is refused with [`Error::Race`] when it is submitted, even if
+/// this schedule would have been right. [`races`](Self::races) returns all races so far. The host
+/// counts as one thread.
+///
+/// # Examples
+/// ```
+/// use std::alloc::Layout;
+/// use ts_streams::{
+///     Device, Error, MemoryKind, RawMemory, SimDevice, SimOptions, Stream, StreamPriority,
+/// };
+///
+/// let device = SimDevice::new(SimOptions::default());
+/// let writer = device.create_stream(StreamPriority::Normal)?;
+/// let other = device.create_stream(StreamPriority::Normal)?;
+/// let layout = Layout::from_size_align(64, 64).expect("a power of two");
+/// let memory = device.allocate(layout, MemoryKind::Device)?;
+///
+/// // SAFETY: the simulation runs work only on this thread; the memory outlives it.
+/// unsafe {
+///     writer.fill(memory.range(), 1)?;
+///     // Nothing orders the second fill after the first.
+///     assert!(matches!(other.fill(memory.range(), 2), Err(Error::Race(_))));
+/// }
+/// writer.synchronize()?;
+/// assert_eq!(device.races().len(), 1);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct SimDevice {
-    shared: Arc<Shared>,
+    shared: Arc<SimShared>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SimShared {
     info: DeviceInfo,
     options: SimOptions,
-    state: Mutex<Sim>,
+    state: Mutex<SimState>,
     memory: MemoryCounters,
 }
 
 #[derive(Debug)]
-struct Sim {
+struct SimState {
     queues: Queues,
     detector: Detector,
-    /// The device's time.
+    /// Simulated time.
     now_ns: u64,
-    chance: Chance,
-    /// Memory that is gone but for work that may still reach it.
-    buried: Vec<HostBlock>,
-    /// Devices whose work this one's waits for, which must be there to do it.
-    others: Vec<Arc<dyn Owner>>,
+    rng: Rng,
+    /// Freed memory that work may still access.
+    leaked: Vec<HostBlock>,
+    /// Devices that this one waits for, kept alive so that they can do that work.
+    awaited_devices: Vec<Arc<dyn Owner>>,
 }
 
 impl SimDevice {
-    /// Simulates one so.
+    /// Creates a device.
     pub fn new(options: SimOptions) -> Self {
         let info = DeviceInfo {
             kind: DeviceKind::Sim,
@@ -103,15 +128,15 @@ impl SimDevice {
             runs_by_itself: false,
             can_prefetch: false,
         };
-        let shared = Arc::new_cyclic(|this: &Weak<Shared>| Shared {
+        let shared = Arc::new_cyclic(|this: &Weak<SimShared>| SimShared {
             info,
-            state: Mutex::new(Sim {
+            state: Mutex::new(SimState {
                 queues: Queues::new(Weak::clone(this) as Weak<dyn Owner>),
                 detector: Detector::new(next_stream_id()),
                 now_ns: 0,
-                chance: Chance(options.seed),
-                buried: Vec::new(),
-                others: Vec::new(),
+                rng: Rng(options.seed),
+                leaked: Vec::new(),
+                awaited_devices: Vec::new(),
             }),
             options,
             memory: MemoryCounters::default(),
@@ -119,23 +144,23 @@ impl SimDevice {
         Self { shared }
     }
 
-    /// All races so far.
+    /// Returns all races found so far.
     pub fn races(&self) -> Vec<Race> {
         self.shared.lock().detector.races().to_vec()
     }
 
-    /// The device's time.
+    /// Returns the simulated time since the device was created.
     pub fn now(&self) -> Duration {
         Duration::from_nanos(self.shared.lock().now_ns)
     }
 
-    /// How much of its memory is allocated.
+    /// Returns how much memory is allocated on the device.
     pub fn memory(&self) -> MemoryMetrics {
         self.shared.memory.read()
     }
 }
 
-impl Owner for Shared {
+impl Owner for SimShared {
     fn wake(&self, stream: StreamId) -> Effects {
         self.lock().queues.proceed(stream)
     }
@@ -144,48 +169,48 @@ impl Owner for Shared {
         self.lock().queues.dropped(stream, outcome)
     }
 
-    fn drive(&self, asked: &mut Vec<*const ()>) -> bool {
+    fn drive(&self, visited: &mut Vec<*const ()>) -> bool {
         let this = std::ptr::from_ref(self).cast();
-        if asked.contains(&this) {
+        if visited.contains(&this) {
             return false;
         }
-        asked.push(this);
+        visited.push(this);
         self.step() || {
             let awaited = self.lock().queues.awaited();
             awaited
                 .iter()
-                .any(|point| point.owner.upgrade().is_some_and(|owner| owner.drive(asked)))
+                .any(|point| point.owner.upgrade().is_some_and(|owner| owner.drive(visited)))
         }
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Sim> {
+impl SimShared {
+    fn lock(&self) -> MutexGuard<'_, SimState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs the work whose turn it is in the device's time; whether there was some.
+    /// Runs the ready operation that starts first in simulated time. Returns whether there was one.
     fn step(&self) -> bool {
         let mut sim = self.lock();
-        // Of those that could begin at the same time the most urgent.
+        // `ready` yields the most urgent first, so ties go to the most urgent.
         let Some((ready, began_ns)) = sim.queues.ready().min_by_key(|&(_, at_ns)| at_ns) else {
             return false;
         };
         let work = sim.queues.take(ready);
-        let cost_ns = self.cost_ns(&work, &mut sim.chance);
-        let fails = sim.chance.happens(self.options.faults);
+        let cost_ns = self.cost_ns(&work, &mut sim.rng);
+        let fails = sim.rng.happens(self.options.faults);
         drop(sim);
-        let outcome = if fails { Err("a fault that was asked for".into()) } else { work.run() };
+        let outcome = if fails { Err("injected fault".into()) } else { work.run() };
         let mut sim = self.lock();
         let end_ns = began_ns.saturating_add(cost_ns);
         sim.now_ns = sim.now_ns.max(end_ns);
         let effects = sim.queues.complete(ready.stream, outcome, end_ns);
         drop(sim);
-        effects.settle();
+        effects.apply();
         true
     }
 
-    fn cost_ns(&self, work: &Work, chance: &mut Chance) -> u64 {
+    fn cost_ns(&self, work: &Work, rng: &mut Rng) -> u64 {
         let bytes = match work {
             Work::Transfer(transfer) => transfer.to().len() as u64,
             Work::HostFn(_) => 0,
@@ -193,49 +218,51 @@ impl Shared {
         let options = &self.options;
         let moving_ns = bytes.saturating_mul(1000) / options.bytes_per_us.max(1);
         let usual_ns = options.overhead_ns + moving_ns;
-        if chance.happens(options.stalls) {
-            usual_ns.saturating_mul(1 + chance.below(100))
+        if rng.happens(options.stalls) {
+            usual_ns.saturating_mul(1 + rng.below(100))
         } else {
             usual_ns
         }
     }
 
-    /// Works on, here and where it depends on others, until a point is reached.
+    /// Drives this device, and those it depends on, until a point is reached.
     fn drive_to(&self, point: &Point) -> Result<u64, Error> {
         loop {
             if let Some(outcome) = point.outcome() {
                 return outcome.clone();
             }
             if !self.drive_towards(Some(point)) {
-                // Others than this thread are at it.
+                // Another thread is running the work.
                 std::thread::yield_now();
             }
         }
     }
 
-    /// Works on a little, on this device or on one that a point or work of this is for.
+    /// Runs a little work, on this device or on the owner of `point`.
     fn drive_towards(&self, point: Option<&Point>) -> bool {
-        let mut asked = Vec::new();
+        let mut visited = Vec::new();
         let owner = point.and_then(|point| point.owner.upgrade());
-        self.drive(&mut asked) || owner.is_some_and(|owner| owner.drive(&mut asked))
+        self.drive(&mut visited) || owner.is_some_and(|owner| owner.drive(&mut visited))
     }
 
     fn record(self: &Arc<Self>, stream: StreamId) -> Result<Arc<Point>, Error> {
         let (point, effects) = self.record_in(&mut self.lock(), stream);
-        effects.settle();
+        effects.apply();
         Ok(point)
     }
 
-    fn record_in(self: &Arc<Self>, sim: &mut Sim, stream: StreamId) -> (Arc<Point>, Effects) {
+    fn record_in(self: &Arc<Self>, sim: &mut SimState, stream: StreamId) -> (Arc<Point>, Effects) {
         let owner = Arc::downgrade(self) as Weak<dyn Owner>;
         let point = Arc::new(Point::new(owner, sim.detector.submit(stream)));
         let submitted = sim.queues.submit(stream, Op::Record(Arc::clone(&point)), sim.now_ns);
-        // A stream that failed takes points too.
+        // A stream that has failed accepts records too.
         (point, submitted.unwrap_or_default())
     }
 
+    /// Submits work that accesses the given memory.
+    ///
     /// # Errors
-    /// [`Error::Race`], and it is not submitted.
+    /// Returns [`Error::Race`] and submits nothing if an access is not ordered.
     fn submit_work(
         &self,
         stream: StreamId,
@@ -250,21 +277,21 @@ impl Shared {
         let now_ns = sim.now_ns;
         let submitted = sim.queues.submit(stream, Op::Work(work), now_ns);
         drop(sim);
-        submitted.map_err(|refused| refused.0)?.settle();
+        submitted.map_err(|refused| refused.0)?.apply();
         Ok(())
     }
 
-    /// The host has seen that a point was reached.
-    fn seen(&self, history: &Clock) {
+    /// Orders the host after a point that it has seen reached.
+    fn host_saw(&self, history: &Clock) {
         self.lock().detector.host_joins(history);
     }
 }
 
-/// Numbers that look random (Vigna's SplitMix64).
+/// A pseudo-random number generator (Vigna's SplitMix64).
 #[derive(Debug)]
-struct Chance(u64);
+struct Rng(u64);
 
-impl Chance {
+impl Rng {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
@@ -277,8 +304,8 @@ impl Chance {
         self.next() % n.max(1)
     }
 
-    fn happens(&mut self, share: f64) -> bool {
-        ((self.next() >> 11) as f64 / (1u64 << 53) as f64) < share
+    fn happens(&mut self, probability: f64) -> bool {
+        ((self.next() >> 11) as f64 / (1u64 << 53) as f64) < probability
     }
 }
 
@@ -308,17 +335,23 @@ impl Device for SimDevice {
 
     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<SimMemory, Error> {
         let (shared, requested_bytes) = (&self.shared, layout.size());
-        let full = || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes };
+        let out_of_memory =
+            || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes };
         if shared.memory.read().in_use_bytes.saturating_add(requested_bytes)
             > shared.options.total_bytes
         {
-            return Err(full());
+            return Err(out_of_memory());
         }
-        let block = HostBlock::new(layout).ok_or_else(full)?;
-        shared.memory.taken(requested_bytes);
+        let block = HostBlock::new(layout).ok_or_else(out_of_memory)?;
+        shared.memory.allocated(requested_bytes);
         block.poison(POISON);
         shared.lock().detector.forget(block.range());
-        Ok(SimMemory { block: Some(block), kind, in_order: false, shared: Arc::clone(shared) })
+        Ok(SimMemory {
+            block: Some(block),
+            kind,
+            freed_in_order: false,
+            shared: Arc::clone(shared),
+        })
     }
 
     fn allocate_in_order(&self, layout: Layout, _: &SimStream) -> Result<SimMemory, Error> {
@@ -329,13 +362,13 @@ impl Device for SimDevice {
         let StreamHandle { id, shared, .. } = &*stream.handle;
         let mut sim = shared.lock();
         let history = sim.detector.submit(*id);
-        // To the detector the stream writes to it.
+        // To the detector, a free is a write by the stream.
         let ordered = sim.detector.check(Some(*id), &history, &[], &[memory.range()]);
-        memory.in_order = ordered.is_ok();
+        memory.freed_in_order = ordered.is_ok();
         let now_ns = sim.now_ns;
         let submitted = sim.queues.submit(*id, Op::Release(Released::new(memory)), now_ns);
         drop(sim);
-        submitted.map_err(|refused| refused.0)?.settle();
+        submitted.map_err(|refused| refused.0)?.apply();
         Ok(ordered?)
     }
 
@@ -347,19 +380,19 @@ impl Device for SimDevice {
             streams.into_iter().map(|stream| self.shared.record_in(&mut sim, stream)).collect();
         drop(sim);
         let (points, effects): (Vec<_>, Vec<_>) = recorded.into_iter().unzip();
-        effects.into_iter().for_each(Effects::settle);
+        effects.into_iter().for_each(Effects::apply);
         let reached: Vec<_> = points.iter().map(|point| self.shared.wait_for(point)).collect();
         reached.into_iter().collect()
     }
 }
 
-impl Shared {
-    /// Works on until a point is reached, and has the host know it.
+impl SimShared {
+    /// Drives the device until a point is reached, and orders the host after it.
     fn wait_for(&self, point: &Point) -> Result<(), Error> {
         may_wait()?;
         let outcome = self.drive_to(point);
-        // It is reached, however that ended.
-        self.seen(&point.history);
+        // The point is reached even if the work before it failed.
+        self.host_saw(&point.history);
         outcome.map(drop)
     }
 }
@@ -375,7 +408,7 @@ struct StreamHandle {
     id: StreamId,
     level: i32,
     counters: Arc<Counters>,
-    shared: Arc<Shared>,
+    shared: Arc<SimShared>,
 }
 
 impl Drop for StreamHandle {
@@ -385,24 +418,26 @@ impl Drop for StreamHandle {
 }
 
 impl SimStream {
-    fn wait_for(&self, event: &SimEvent, fails: Fails) -> Result<(), Error> {
+    fn wait_for(&self, event: &SimEvent, on_failure: OnFailure) -> Result<(), Error> {
         let StreamHandle { id, shared, .. } = &*self.handle;
         let Some(point) = event.point() else { return shared.lock().queues.failure(*id) };
         let mut sim = shared.lock();
         sim.queues.failure(*id)?;
         sim.detector.stream_joins(*id, &point.history);
-        let this: *const Shared = Arc::as_ptr(shared);
+        let this: *const SimShared = Arc::as_ptr(shared);
         if let Some(owner) = point.owner.upgrade() {
             let known =
                 |other: &Arc<dyn Owner>| std::ptr::addr_eq(Arc::as_ptr(other), Arc::as_ptr(&owner));
-            if !std::ptr::addr_eq(Arc::as_ptr(&owner), this) && !sim.others.iter().any(known) {
-                sim.others.push(owner);
+            if !std::ptr::addr_eq(Arc::as_ptr(&owner), this)
+                && !sim.awaited_devices.iter().any(known)
+            {
+                sim.awaited_devices.push(owner);
             }
         }
         let now_ns = sim.now_ns;
-        let submitted = sim.queues.submit(*id, Op::Wait(point, fails), now_ns);
+        let submitted = sim.queues.submit(*id, Op::Wait(point, on_failure), now_ns);
         drop(sim);
-        submitted.map_err(|refused| refused.0)?.settle();
+        submitted.map_err(|refused| refused.0)?.apply();
         Ok(())
     }
 
@@ -433,20 +468,20 @@ impl Stream for SimStream {
     }
 
     fn wait(&self, event: &SimEvent) -> Result<(), Error> {
-        self.wait_for(event, Fails::Along)
+        self.wait_for(event, OnFailure::Propagate)
     }
 
     fn follow(&self, event: &SimEvent) -> Result<(), Error> {
-        self.wait_for(event, Fails::ByItself)
+        self.wait_for(event, OnFailure::Ignore)
     }
 
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller fulfills the same requirements.
         self.transfer(unsafe { Transfer::copy(to, from) }?)
     }
 
     unsafe fn fill(&self, to: MemoryRange, byte: u8) -> Result<(), Error> {
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the caller fulfills the same requirements.
         self.transfer(unsafe { Transfer::fill(to, byte) })
     }
 
@@ -460,7 +495,7 @@ impl Stream for SimStream {
 
     fn prefetch(&self, _: MemoryRange, _: MemoryLocation) -> Result<(), Error> {
         let device = self.handle.shared.info.name.clone();
-        Err(Error::Unsupported { device, what: "memory that moves" })
+        Err(Error::Unsupported { device, what: "prefetching managed memory" })
     }
 
     fn query(&self) -> Result<Status, Error> {
@@ -469,7 +504,7 @@ impl Stream for SimStream {
         let mut sim = shared.lock();
         let status = sim.queues.status(*id);
         if status != Ok(Status::Pending) {
-            // What it was given last, the host knows now to be over.
+            // The host now knows that the last operation has ended.
             let history = sim.detector.submit(*id);
             sim.detector.host_joins(&history);
         }
@@ -493,7 +528,7 @@ impl Stream for SimStream {
 /// An event of a [`SimDevice`].
 #[derive(Debug, Clone)]
 pub struct SimEvent {
-    shared: Arc<Shared>,
+    shared: Arc<SimShared>,
     point: Arc<Mutex<Option<Arc<Point>>>>,
 }
 
@@ -510,7 +545,7 @@ impl Event for SimEvent {
             self.shared.drive_towards(Some(&point));
         }
         if point.outcome().is_some() {
-            self.shared.seen(&point.history);
+            self.shared.host_saw(&point.history);
         }
         point.status()
     }
@@ -527,22 +562,24 @@ impl Event for SimEvent {
 /// Memory of a [`SimDevice`].
 #[derive(Debug)]
 pub struct SimMemory {
-    /// Until it is dropped.
+    /// `None` only while dropping.
     block: Option<HostBlock>,
     kind: MemoryKind,
-    /// A stream gives it back, in its order.
-    in_order: bool,
-    shared: Arc<Shared>,
+    /// Whether a stream frees the memory, in its order.
+    freed_in_order: bool,
+    shared: Arc<SimShared>,
 }
 
 impl SimMemory {
     fn block(&self) -> &HostBlock {
-        self.block.as_ref().expect("it is there until it is dropped")
+        self.block.as_ref().expect("the block exists until the memory is dropped")
     }
 
+    /// Checks an access by the host.
+    ///
     /// # Errors
-    /// [`Error::Race`] with what streams do to the same bytes.
-    fn used_by_host(&self, range: MemoryRange, writes: bool) -> Result<(), Error> {
+    /// Returns [`Error::Race`] if a stream may be accessing the same bytes.
+    fn check_host_access(&self, range: MemoryRange, writes: bool) -> Result<(), Error> {
         let mut sim = self.shared.lock();
         let history = sim.detector.host_acts();
         let (read, written) =
@@ -553,28 +590,26 @@ impl SimMemory {
 
 impl Drop for SimMemory {
     fn drop(&mut self) {
-        let block = self.block.take().expect("dropped once");
+        let block = self.block.take().expect("a value is dropped only once");
         let range = block.range();
         let mut sim = self.shared.lock();
-        // Whoever still uses it races with this. There is nobody to tell but those who ask for
-        // races.
-        let in_use = !self.in_order && {
+        // Work that still uses the memory races with this drop. Only `races` can report that.
+        let in_use = !self.freed_in_order && {
             let history = sim.detector.host_acts();
             sim.detector.check(None, &history, &[], &[range]).is_err()
         };
         sim.detector.forget(range);
-        self.shared.memory.given_back(range.len());
+        self.shared.memory.freed(range.len());
         if in_use {
-            // It is kept, so that the mistake stays one of the simulated device.
-            sim.buried.push(block);
+            // The memory is kept, so that the simulated bug is not a real use after free.
+            sim.leaked.push(block);
         } else {
             block.poison(POISON);
         }
     }
 }
 
-// SAFETY: as `CpuMemory`; that the simulation would rather not have the host touch it is another
-// matter.
+// SAFETY: as for `CpuMemory`. The simulation checks accesses by the host; it does not forbid them.
 unsafe impl RawMemory for SimMemory {
     fn range(&self) -> MemoryRange {
         self.block().range()
@@ -586,18 +621,17 @@ unsafe impl RawMemory for SimMemory {
 
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Error> {
         let from = self.range().slice(offset..offset + bytes.len());
-        self.used_by_host(from, false)?;
-        // SAFETY: the caller's promise; `bytes` is borrowed for as long as it takes.
+        self.check_host_access(from, false)?;
+        // SAFETY: the caller's promise; `bytes` is borrowed during the copy.
         unsafe { Transfer::copy(MemoryRange::of(bytes), from) }?.run();
         Ok(())
     }
 
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
         let to = self.range().slice(offset..offset + bytes.len());
-        self.used_by_host(to, true)?;
+        self.check_host_access(to, true)?;
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-        // SAFETY: the caller's promise; `bytes` is borrowed for as long as it takes, and is only
-        // read.
+        // SAFETY: the caller's promise; `bytes` is borrowed during the copy, which only reads it.
         unsafe { Transfer::copy(to, from) }?.run();
         Ok(())
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Threads and what they wait with: the standard library's, or, where `cargo xtask ci` tries the
-//! orders in which threads can run, what loom (all orders of a small model) and shuttle (many of a
-//! large one) have in their place.
+//! Threads and synchronization primitives of the standard library. The model checks of
+//! `cargo xtask ci` replace them with those of loom (every interleaving of a small model) or
+//! shuttle (many interleavings of a large one).
 
 #[cfg(loom)]
 pub(crate) use loom::{

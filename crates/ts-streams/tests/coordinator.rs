@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Graphs of tasks, barriers and pools, on the host and simulated.
+//! Task graphs, barriers and pools, on the host and on simulated devices.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -24,8 +24,8 @@ fn coordinator<D: Device>(device: &D, count: usize) -> MultiStreamCoordinator<D>
     MultiStreamCoordinator::new(device.clone(), streams(device, count))
 }
 
-/// Runs a graph in which each task writes memory of its own and reads that of all that it waits
-/// for; the order it ran in.
+/// Runs a graph in which each task writes its own memory and reads that of its dependencies.
+/// Returns the order in which the tasks ran and the number of events.
 fn run<D: Device>(device: &D, streams: usize, waits: &[Vec<usize>]) -> (Vec<usize>, usize) {
     let layout = Layout::from_size_align(8, 8).unwrap();
     let memory: Vec<_> =
@@ -58,7 +58,7 @@ fn graphs() -> impl Strategy<Value = Vec<Vec<usize>>> {
         })
 }
 
-fn keeps_order(order: &[usize], waits: &[Vec<usize>]) -> bool {
+fn respects_dependencies(order: &[usize], waits: &[Vec<usize>]) -> bool {
     let mut done = HashSet::new();
     order
         .iter()
@@ -70,16 +70,16 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
 
     #[test]
-    fn tasks_run_after_what_they_wait_for(waits in graphs(), count in 1..5usize, seed: u64) {
+    fn tasks_run_after_their_dependencies(waits in graphs(), count in 1..5usize, seed: u64) {
         let simulated = SimDevice::new(SimOptions { seed, stalls: 0.5, ..SimOptions::default() });
         let (order, events) = run(&simulated, count, &waits);
-        prop_assert!(keeps_order(&order, &waits), "{order:?}");
-        // Also what went well this time would go well always.
+        prop_assert!(respects_dependencies(&order, &waits), "{order:?}");
+        // No other schedule could have gone wrong either.
         prop_assert_eq!(simulated.races(), []);
         prop_assert!(events <= waits.len());
-        prop_assert!(count > 1 || events == 0, "a stream needs no events");
+        prop_assert!(count > 1 || events == 0, "one stream needs no events");
         let (order, _) = run(&CpuDevice::with_threads(3).unwrap(), count, &waits);
-        prop_assert!(keeps_order(&order, &waits), "{order:?}");
+        prop_assert!(respects_dependencies(&order, &waits), "{order:?}");
     }
 }
 
@@ -89,21 +89,22 @@ fn a_chain_stays_on_its_stream() {
     let chains: Vec<Vec<usize>> =
         (0..30usize).map(|i| i.checked_sub(3).into_iter().collect()).collect();
     assert_eq!(run(&device, 3, &chains).1, 0);
-    // A fork needs one event, a join one for each but the one that it follows.
+    // A fork needs one event, and a join one for each dependency but the one whose stream it
+    // shares.
     let diamond = [vec![], vec![0], vec![0], vec![0], vec![1, 2, 3, 0]];
     assert_eq!(run(&device, 3, &diamond).1, 3);
 }
 
-/// The regression of a library that looked for circles among streams and not among points on them.
+/// Regression: a library looked for cycles among streams instead of points.
 #[test]
-fn copies_and_compute_that_wait_for_each_other_are_no_circle() {
+fn streams_may_wait_for_each_other_repeatedly() {
     let device = SimDevice::new(SimOptions::default());
     let coordinator = coordinator(&device, 2);
     let [copies, compute] = coordinator.streams() else { panic!() };
     let memory =
         device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
     for i in 0..10 {
-        // SAFETY: a simulated device runs nothing at the same time; the memory outlives the work.
+        // SAFETY: a simulated device runs one operation at a time; the memory outlives the work.
         unsafe { copies.fill(memory.range(), i) }.unwrap();
         coordinator.order(compute, copies).unwrap();
         compute.launch_host_fn(HostFn::new(|| ()).reading(memory.range())).unwrap();
@@ -113,9 +114,9 @@ fn copies_and_compute_that_wait_for_each_other_are_no_circle() {
     assert_eq!(device.races(), []);
 }
 
-/// The regression of a barrier that waited for one stream, on the host.
+/// Regression: a barrier waited for only one stream, and on the host.
 #[test]
-fn a_barrier_is_for_all_streams_and_not_for_the_host() {
+fn a_barrier_covers_all_streams_without_blocking_the_host() {
     let device = CpuDevice::with_threads(2).unwrap();
     let coordinator = coordinator(&device, 4);
     let (open, gate) = mpsc::channel::<()>();
@@ -137,7 +138,7 @@ fn a_barrier_is_for_all_streams_and_not_for_the_host() {
         let look = move || seen.lock().unwrap().push(before.load(Ordering::SeqCst));
         stream.launch_host_fn(HostFn::new(look)).unwrap();
     }
-    // Still here, though the first stream is held.
+    // `barrier` returned although the first stream is blocked.
     assert_eq!(coordinator.streams()[3].query(), Ok(Status::Pending));
     drop(open);
     device.synchronize().unwrap();
@@ -145,7 +146,7 @@ fn a_barrier_is_for_all_streams_and_not_for_the_host() {
 }
 
 #[test]
-fn what_waits_for_a_task_that_failed_is_not_run() {
+fn dependents_of_a_failed_task_do_not_run() {
     for panics in [false, true] {
         let device = CpuDevice::with_threads(2).unwrap();
         let (mut graph, ran) = (TaskGraph::new(), Arc::new(AtomicUsize::new(0)));
@@ -175,7 +176,7 @@ fn what_waits_for_a_task_that_failed_is_not_run() {
 }
 
 #[test]
-fn a_task_that_panics_as_it_runs_is_told_and_the_stream_can_go_on() {
+fn a_stream_recovers_from_a_panicking_task() {
     let device = CpuDevice::with_threads(2).unwrap();
     let coordinator = coordinator(&device, 1);
     let mut graph = TaskGraph::new();
@@ -187,7 +188,7 @@ fn a_task_that_panics_as_it_runs_is_told_and_the_stream_can_go_on() {
 }
 
 #[test]
-fn what_is_called_off_is_not_submitted() {
+fn cancelled_tasks_are_not_submitted() {
     let device = SimDevice::new(SimOptions::default());
     let (mut graph, cancel) = (TaskGraph::new(), CancelToken::default());
     let inner = cancel.clone();
@@ -195,14 +196,14 @@ fn what_is_called_off_is_not_submitted() {
         inner.cancel();
         Ok(())
     });
-    let second = graph.add_host_fn("second", || panic!("it was called off"));
+    let second = graph.add_host_fn("second", || panic!("the task was cancelled"));
     graph.depend(second, first).unwrap();
     let execution = coordinator(&device, 2).execute(graph, &cancel);
     assert!(matches!(execution.wait(), Err(Error::Cancelled { task }) if task == "second"));
 }
 
 #[test]
-fn everything_is_done_when_completion_is_told() {
+fn on_complete_runs_after_all_work() {
     let device = CpuDevice::with_threads(2).unwrap();
     let (coordinator, last) =
         (coordinator(&device, 3), device.create_stream(StreamPriority::High).unwrap());
@@ -217,18 +218,18 @@ fn everything_is_done_when_completion_is_told() {
         }
     });
     let execution = coordinator.execute_parallel(works).unwrap();
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     execution
         .on_complete(&last, move || {
-            let _ = tell.send(done.load(Ordering::SeqCst));
+            let _ = sender.send(done.load(Ordering::SeqCst));
         })
         .unwrap();
-    assert_eq!(told.recv().unwrap(), 9);
+    assert_eq!(receiver.recv().unwrap(), 9);
     execution.wait_timeout(Duration::from_secs(10)).unwrap();
 }
 
 #[test]
-fn a_pool_chooses_as_it_was_told_to() {
+fn a_pool_follows_its_strategy() {
     let device = SimDevice::new(SimOptions::default());
     let pool = StreamPool::new(device.clone(), 3, AllocationStrategy::RoundRobin).unwrap();
     let ids: Vec<_> = (0..6).map(|_| pool.stream().id()).collect();
@@ -267,7 +268,7 @@ fn a_pool_chooses_as_it_was_told_to() {
     assert_ne!(pool.stream_for_workload(WorkloadType::Compute).id(), urgent.id());
     pool.resize(2).unwrap();
     assert_eq!(pool.streams().count(), 2);
-    // What is asked for comes back, and nothing with it.
+    // Only the requested stream becomes active again.
     assert_eq!(pool.priority_stream(StreamPriority::High).unwrap().id(), urgent.id());
     assert_eq!(pool.len(), 3);
     pool.set_strategy(AllocationStrategy::RoundRobin);
@@ -278,7 +279,7 @@ fn a_pool_chooses_as_it_was_told_to() {
 }
 
 #[test]
-fn a_pool_changes_its_mind_on_evidence_only() {
+fn a_pool_changes_strategy_only_on_evidence() {
     let device = SimDevice::new(SimOptions::default());
     let pool = StreamPool::new(device, 2, AllocationStrategy::RoundRobin).unwrap();
     assert_eq!(pool.optimize(), None);
@@ -305,7 +306,7 @@ fn a_pool_changes_its_mind_on_evidence_only() {
 }
 
 #[test]
-fn a_pool_knows_who_has_nothing_to_do() {
+fn a_pool_finds_idle_streams() {
     let device = CpuDevice::with_threads(2).unwrap();
     let pool = StreamPool::new(device, 2, AllocationStrategy::RoundRobin).unwrap();
     assert!(pool.has_ready());
@@ -332,7 +333,7 @@ fn a_pool_knows_who_has_nothing_to_do() {
 }
 
 #[test]
-fn a_pool_whose_streams_all_failed_is_not_waited_for() {
+fn waiting_for_a_failed_pool_returns_its_error() {
     let pool =
         StreamPool::new(CpuDevice::new().unwrap(), 2, AllocationStrategy::RoundRobin).unwrap();
     for stream in pool.streams() {
@@ -345,7 +346,7 @@ fn a_pool_whose_streams_all_failed_is_not_waited_for() {
 }
 
 #[test]
-fn streams_of_another_device_are_not_ordered() {
+fn ordering_a_foreign_stream_is_an_error() {
     let (own, other) =
         (SimDevice::new(SimOptions::default()), SimDevice::new(SimOptions::default()));
     let coordinator = coordinator(&own, 1);
@@ -361,7 +362,7 @@ fn streams_of_another_device_are_not_ordered() {
         assert_eq!(refused.kind(), ErrorKind::Misuse);
     }
     assert_eq!((stream.metrics(), foreign.metrics()), before);
-    // Another handle to the same device is the same device.
+    // A clone of the handle is the same device.
     let same = own.clone().create_stream(StreamPriority::Normal).unwrap();
     coordinator.order(stream, &same).unwrap();
 }

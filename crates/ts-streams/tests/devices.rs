@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The conformance suite on every device that there is.
+//! The conformance suite on the CPU and simulated devices, and tests of each.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -14,24 +14,24 @@ use ts_streams::{
 };
 
 #[test]
-fn the_host_conforms() {
+fn cpu_devices_conform() {
     conformance::check(|| CpuDevice::new().unwrap());
     conformance::check(|| CpuDevice::with_threads(7).unwrap());
 }
 
 #[test]
-fn one_thread_conforms() {
+fn a_cpu_device_with_one_thread_conforms() {
     conformance::check(|| CpuDevice::with_threads(1).unwrap());
 }
 
 #[test]
-fn devices_whose_kind_is_known_late_conform() {
+fn any_devices_conform() {
     conformance::check(|| AnyDevice::from(CpuDevice::with_threads(2).unwrap()));
     conformance::check(|| AnyDevice::from(SimDevice::new(SimOptions::default())));
 }
 
 #[test]
-fn events_of_another_kind_of_device_are_refused() {
+fn mixing_device_kinds_is_an_error() {
     let devices = ["cpu", "sim"].map(|name| DeviceRegistry::builtin().open(Some(name)).unwrap());
     let stream = devices[0].create_stream(StreamPriority::Normal).unwrap();
     let (own, other) = (devices[0].create_event().unwrap(), devices[1].create_event().unwrap());
@@ -41,11 +41,11 @@ fn events_of_another_kind_of_device_are_refused() {
     assert_eq!(stream.wait(&other), Err(mixed.clone()));
     assert_eq!(stream.follow(&other), Err(mixed.clone()));
     assert_eq!(own.elapsed_since(&other), Err(mixed));
-    assert_eq!(stream.wait(&own), Ok(()), "and nothing has failed by that");
+    assert_eq!(stream.wait(&own), Ok(()), "a refused call does not fail the stream");
 }
 
 #[test]
-fn the_registry_finds_the_best_device_and_says_why_not_another() {
+fn the_registry_chooses_the_best_device() {
     let registry = DeviceRegistry::builtin();
     let names: Vec<_> = registry.providers().iter().map(|p| p.name()).collect();
     assert_eq!(names, ["cuda", "cpu", "sim"]);
@@ -60,21 +60,23 @@ fn the_registry_finds_the_best_device_and_says_why_not_another() {
         );
         let error = registry.open(Some("cuda")).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
-        assert_eq!(error.to_string(), format!("no device `cuda` here: {status}"));
+        assert_eq!(error.to_string(), format!("device \"cuda\" is not available: {status}"));
     }
     assert_eq!(registry.open(Some("sim")).unwrap().info().kind, DeviceKind::Sim);
     assert_eq!(registry.open(Some("cpu:0")).unwrap().info().kind, DeviceKind::Cpu);
     for (name, kind, message) in [
-        ("cpu:1", ErrorKind::Unsupported, "no device `cpu:1` here: there is one"),
+        ("cpu:1", ErrorKind::Unsupported, "device \"cpu:1\" is not available: there is only one"),
         (
             "tpu",
             ErrorKind::Misuse,
-            "no device `tpu`; there are cuda, cpu, sim, with a number as in `cuda:0`",
+            "unknown device \"tpu\": expected one of cuda, cpu, sim, with an \
+             optional number as in cuda:0",
         ),
         (
             "cpu:x",
             ErrorKind::Misuse,
-            "no device `cpu:x`; there are cuda, cpu, sim, with a number as in `cuda:0`",
+            "unknown device \"cpu:x\": expected one of cuda, cpu, sim, with an \
+             optional number as in cuda:0",
         ),
     ] {
         let error = registry.open(Some(name)).unwrap_err();
@@ -82,11 +84,11 @@ fn the_registry_finds_the_best_device_and_says_why_not_another() {
     }
 }
 
-/// What somebody else adds: a host with two threads.
+/// A provider from outside the crate: a host with two threads.
 #[derive(Debug)]
-struct Small;
+struct TwoThreads;
 
-impl DeviceProvider for Small {
+impl DeviceProvider for TwoThreads {
     fn name(&self) -> &'static str {
         "small"
     }
@@ -105,17 +107,17 @@ impl DeviceProvider for Small {
 }
 
 #[test]
-fn a_device_of_others_is_chosen_when_it_comes_first() {
+fn a_registered_provider_is_chosen_by_priority() {
     let mut registry = DeviceRegistry::builtin();
-    registry.register(Arc::new(Small));
-    registry.register(Arc::new(Small));
-    assert_eq!(registry.providers().len(), 4, "one of the same name takes the place of the first");
+    registry.register(Arc::new(TwoThreads));
+    registry.register(Arc::new(TwoThreads));
+    assert_eq!(registry.providers().len(), 4, "a provider replaces one of the same name");
     assert_eq!(registry.choose(None).unwrap().provider.name(), "small");
     assert_eq!(registry.open(None).unwrap().info().kind, DeviceKind::Cpu);
 }
 
 #[test]
-fn simulations_conform() {
+fn simulated_devices_conform() {
     for seed in 0..10 {
         let device = std::cell::RefCell::new(Vec::new());
         conformance::check(|| {
@@ -127,9 +129,9 @@ fn simulations_conform() {
     }
 }
 
-/// The regression of a library whose priorities were dropped on the way.
+/// Regression: a library ignored priorities.
 #[test]
-fn urgent_work_begins_before_work_that_was_there_first() {
+fn urgent_work_starts_before_earlier_work() {
     let device = CpuDevice::with_threads(2).unwrap();
     let started = Arc::new(Mutex::new(Vec::new()));
     let (gates, holds): (Vec<_>, Vec<_>) = (0..2).map(|_| mpsc::channel::<()>()).unzip();
@@ -151,33 +153,33 @@ fn urgent_work_begins_before_work_that_was_there_first() {
     drop(gates);
     device.synchronize().unwrap();
     let started = started.lock().unwrap();
-    // Two threads note what they begin.
+    // Two threads record what they start, so the order is not exact.
     let last_high = started.iter().rposition(|&name| name == "high").unwrap();
     assert!(last_high <= 3, "{started:?}");
 }
 
 #[test]
-fn the_last_handle_to_a_device_can_be_part_of_its_work() {
+fn work_may_drop_the_last_device_handle() {
     for threads in [1, 3] {
         let device = CpuDevice::with_threads(threads).unwrap();
         let stream = device.create_stream(StreamPriority::Normal).unwrap();
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let (open, gate) = mpsc::channel::<()>();
         let (work, last) = (stream.clone(), device.clone());
         let run = HostFn::new(move || {
             let _ = gate.recv();
             drop((work, last));
-            let _ = tell.send(());
+            let _ = sender.send(());
         });
         stream.launch_host_fn(run).unwrap();
         drop((stream, device));
         drop(open);
-        told.recv_timeout(Duration::from_secs(10)).expect("it waits for nobody");
+        receiver.recv_timeout(Duration::from_secs(10)).expect("the drop does not block");
     }
 }
 
 #[test]
-fn a_simulation_is_the_same_again_with_its_seed() {
+fn simulations_are_reproducible_by_seed() {
     let run = |seed| {
         let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
         let order = Arc::new(Mutex::new(Vec::new()));
@@ -198,13 +200,13 @@ fn a_simulation_is_the_same_again_with_its_seed() {
 }
 
 #[test]
-fn what_the_host_forgets_to_wait_for_is_a_race() {
+fn a_host_read_without_a_wait_is_a_race() {
     let device = SimDevice::new(SimOptions::default());
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
     let memory =
         device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
     let mut bytes = [0; 64];
-    // SAFETY: a simulated device runs nothing behind this thread's back.
+    // SAFETY: a simulated device runs work only on this thread.
     unsafe {
         stream.fill(memory.range(), 1).unwrap();
         let refused = memory.read(0, &mut bytes).unwrap_err();
@@ -223,7 +225,7 @@ fn what_the_host_forgets_to_wait_for_is_a_race() {
 }
 
 #[test]
-fn memory_that_is_freed_while_it_is_used_is_a_race() {
+fn freeing_memory_in_use_is_a_race() {
     let device = SimDevice::new(SimOptions::default());
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
     let memory =
@@ -236,7 +238,7 @@ fn memory_that_is_freed_while_it_is_used_is_a_race() {
 }
 
 #[test]
-fn faults_that_are_asked_for_come_and_are_told() {
+fn injected_faults_are_reported() {
     let options = SimOptions { faults: 0.2, seed: 3, ..SimOptions::default() };
     let device = SimDevice::new(options);
     let mut failed = 0;
@@ -254,24 +256,24 @@ fn faults_that_are_asked_for_come_and_are_told() {
     assert!((1..40).contains(&failed), "{failed}");
 }
 
-/// Given back in the order of one stream while another may still write to it: found, and the memory
-/// stays where it is.
+/// One stream frees the memory while another may still write to it. The race is found and the
+/// memory stays allocated.
 #[test]
-fn memory_that_is_given_back_in_order_while_another_stream_uses_it_is_a_race() {
+fn freeing_in_order_while_another_stream_writes_is_a_race() {
     let device = SimDevice::new(SimOptions::default());
     let [own, other] = [(); 2].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
     let layout = Layout::from_size_align(64, 64).unwrap();
     let memory = device.allocate_in_order(layout, &own).unwrap();
-    // SAFETY: that it is not allowed is what the device is to say.
+    // SAFETY: the device detects the race and keeps the memory.
     unsafe { other.fill(memory.range(), 1) }.unwrap();
     assert!(matches!(device.free_in_order(memory, &own), Err(Error::Race(_))));
     device.synchronize().unwrap();
     assert_ne!(device.races(), []);
 }
 
-/// A stream that failed gives memory back in its turn as well: behind what it waits for.
+/// A stream that has failed frees memory in order too, after the events that it waits for.
 #[test]
-fn a_stream_that_fails_gives_memory_back_in_its_turn() {
+fn a_failed_stream_frees_memory_in_order() {
     let device = CpuDevice::with_threads(2).unwrap();
     let [own, other] = [(); 2].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
     let (open, gate) = mpsc::channel::<()>();
@@ -282,11 +284,11 @@ fn a_stream_that_fails_gives_memory_back_in_its_turn() {
     let done = device.create_event().unwrap();
     other.record(&done).unwrap();
     let memory = device.allocate_in_order(Layout::from_size_align(64, 64).unwrap(), &own).unwrap();
-    own.launch_host_fn(HostFn::new(|| panic!("as it shall"))).unwrap();
+    own.launch_host_fn(HostFn::new(|| panic!("on purpose"))).unwrap();
     own.wait(&done).unwrap_or(());
     device.free_in_order(memory, &own).unwrap();
     if own.query() == Ok(ts_streams::Status::Pending) {
-        assert_eq!(device.memory().in_use_bytes, 64, "it waits");
+        assert_eq!(device.memory().in_use_bytes, 64, "the free waits");
     }
     drop(open);
     assert!(own.synchronize().is_err());
@@ -294,7 +296,7 @@ fn a_stream_that_fails_gives_memory_back_in_its_turn() {
 }
 
 #[test]
-fn memory_has_an_end() {
+fn allocations_beyond_the_capacity_fail() {
     let device = SimDevice::new(SimOptions { total_bytes: 1000, ..SimOptions::default() });
     let layout = |len| Layout::from_size_align(len, 8).unwrap();
     let held = device.allocate(layout(600), MemoryKind::Device).unwrap();
@@ -325,7 +327,7 @@ fn an_event_orders_streams_of_two_devices() {
 }
 
 #[test]
-fn a_device_goes_when_what_its_streams_wait_for_is_done() {
+fn dropping_a_device_waits_for_foreign_events() {
     let [a, b] = [(); 2].map(|()| CpuDevice::with_threads(1).unwrap());
     let [waits, works] =
         [&a, &b].map(|device| device.create_stream(StreamPriority::Normal).unwrap());
@@ -337,9 +339,9 @@ fn a_device_goes_when_what_its_streams_wait_for_is_done() {
     drop(a);
 }
 
-/// Also where a device's handles are gone, and where the one that it waits for waits for another.
+/// This works even if the handles to a device are dropped, and through a chain of devices.
 #[test]
-fn simulated_devices_work_for_each_other() {
+fn simulated_devices_drive_each_other() {
     let [a, b, c] = [(); 3].map(|()| SimDevice::new(SimOptions::default()));
     let [first, second, third] =
         [&c, &b, &a].map(|device| device.create_stream(StreamPriority::Normal).unwrap());
@@ -357,18 +359,18 @@ fn simulated_devices_work_for_each_other() {
 }
 
 #[test]
-fn what_is_refused_has_not_happened() {
+fn a_refused_operation_has_no_effect() {
     let device = SimDevice::new(SimOptions::default());
     let [a, b, c] = [(); 3].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
     let memory =
         device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
     let done = device.create_event().unwrap();
-    // SAFETY: a simulated device runs nothing behind this thread's back.
+    // SAFETY: a simulated device runs work only on this thread.
     unsafe {
         a.fill(memory.range(), 1).unwrap();
         assert!(matches!(b.fill(memory.range(), 2), Err(Error::Race(_))));
         b.synchronize().unwrap();
-        assert!(memory.read(0, &mut [0; 64]).is_err(), "the first is not waited for");
+        assert!(memory.read(0, &mut [0; 64]).is_err(), "nothing waits for the first fill");
         a.record(&done).unwrap();
         c.wait(&done).unwrap();
         c.fill(memory.range(), 3).unwrap();

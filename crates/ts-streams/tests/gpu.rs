@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is said of GPUs where there are none, with drivers that are not there, too old, or find
-//! nothing; and, where there is one, that it conforms.
+//! The GPU status with missing, outdated and empty drivers, and the conformance suite on a GPU if
+//! there is one.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
@@ -14,7 +14,8 @@ use ts_streams::{
     Stream, StreamPriority, conformance,
 };
 
-/// The device, or a line that says that there is none, past the test harness to whoever counts.
+/// Returns the GPU. Without one, prints a line that the test runner counts as skipped, past the
+/// capture of the test harness.
 fn device() -> Option<CudaDevice> {
     match GpuStatus::detect() {
         GpuStatus::Available { .. } => Some(CudaDevice::new(0).unwrap()),
@@ -33,9 +34,9 @@ fn a_gpu_conforms() {
     }
 }
 
-/// As long as a copy of 256 MiB to the device takes, one from it goes on.
+/// A copy of 256 MiB to the GPU overlaps with one from it.
 #[test]
-fn copies_on_two_streams_of_a_gpu_overlap() {
+fn gpu_copies_on_two_streams_overlap() {
     let Some(device) = device() else { return };
     let layout = std::alloc::Layout::from_size_align(256 << 20, 4096).unwrap();
     let [near, far] = [(); 2].map(|()| device.allocate(layout, MemoryKind::Device).unwrap());
@@ -45,7 +46,7 @@ fn copies_on_two_streams_of_a_gpu_overlap() {
         let [start, end] = [(); 2].map(|()| device.create_event().unwrap());
         up.record(&start).unwrap();
         down.wait(&start).unwrap();
-        // SAFETY: four blocks that nobody else uses, until the device is done.
+        // SAFETY: nothing else uses the four blocks until the device is done.
         unsafe {
             up.copy(near.range(), from.range()).unwrap();
             (if both { &down } else { &up }).copy(to.range(), far.range()).unwrap();
@@ -58,32 +59,32 @@ fn copies_on_two_streams_of_a_gpu_overlap() {
         end.elapsed_since(&start).unwrap()
     };
     timed(true);
-    let (one_after_the_other, at_once) = (timed(false), timed(true));
+    let (sequential, concurrent) = (timed(false), timed(true));
     assert!(
-        at_once.as_secs_f64() < 0.8 * one_after_the_other.as_secs_f64(),
-        "{at_once:?} {one_after_the_other:?}"
+        concurrent.as_secs_f64() < 0.8 * sequential.as_secs_f64(),
+        "{concurrent:?} {sequential:?}"
     );
 }
 
-/// Of work that waits for the GPU, what is on an urgent stream begins first: small copies behind
-/// the same event, on streams that were given theirs before.
+/// Of several small copies that wait for the same event, the one on an urgent stream finishes
+/// first, although the others were submitted before.
 #[test]
-fn urgent_copies_of_a_gpu_end_before_others() {
+fn urgent_gpu_copies_finish_first() {
     let Some(device) = device() else { return };
     let levels = device.info().priorities;
-    println!("levels of urgency: {} to {}", levels.least, levels.greatest);
+    println!("priority levels: {} to {}", levels.least, levels.greatest);
     let layout = std::alloc::Layout::from_size_align(64 << 20, 4096).unwrap();
     let memory: Vec<_> =
         (0..10).map(|_| device.allocate(layout, MemoryKind::Device).unwrap()).collect();
     let gate = device.create_stream(StreamPriority::Normal).unwrap();
     let open = device.create_event().unwrap();
-    // SAFETY: memory of this test's own, until the device is done.
+    // SAFETY: only this test uses the memory, until the device is done.
     unsafe { gate.copy(memory[0].range(), memory[1].range()) }.unwrap();
     gate.record(&open).unwrap();
     let timed = |priority, at: usize| {
         let stream = device.create_stream(priority).unwrap();
         stream.wait(&open).unwrap();
-        // SAFETY: as above; each pair of blocks is for one stream.
+        // SAFETY: as above; each pair of blocks belongs to one stream.
         unsafe { stream.copy(memory[at].range(), memory[at + 1].range()) }.unwrap();
         let end = device.create_event().unwrap();
         stream.record(&end).unwrap();
@@ -94,7 +95,7 @@ fn urgent_copies_of_a_gpu_end_before_others() {
     device.synchronize().unwrap();
     let ends: Vec<_> = low.iter().map(|(_, end)| end.elapsed_since(&open).unwrap()).collect();
     let urgent = high.1.elapsed_since(&open).unwrap();
-    println!("urgent after {urgent:?}, others after {ends:?}");
+    println!("urgent copy after {urgent:?}, others after {ends:?}");
     assert!(
         levels.least == levels.greatest || ends.iter().any(|&end| urgent <= end),
         "{urgent:?} {ends:?}"
@@ -102,7 +103,7 @@ fn urgent_copies_of_a_gpu_end_before_others() {
 }
 
 #[test]
-fn no_device_is_beyond_those_there_are() {
+fn opening_a_missing_gpu_is_an_error() {
     let status = GpuStatus::detect();
     let refused = CudaDevice::new(status.device_count()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unsupported);
@@ -110,15 +111,15 @@ fn no_device_is_beyond_those_there_are() {
     assert_eq!(status.is_available(), status.device_count() > 0);
 }
 
-/// Not a test of its own: what the one below starts with another driver.
+/// Not a test: the test below runs this in a process with another driver.
 #[test]
-fn says_what_there_is() {
+fn prints_the_gpu_status() {
     println!("status: {:?}", GpuStatus::detect());
     let _ = (Status::Ready, HostFn::new(|| ()));
 }
 
 #[test]
-fn every_driver_is_told_what_is_wrong_with_it() {
+fn every_driver_problem_is_reported() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let works = [
         "cuCtxGetStreamPriorityRange cuCtxSetCurrent cuDeviceGet cuDeviceGetAttribute \
@@ -164,7 +165,7 @@ fn every_driver_is_told_what_is_wrong_with_it() {
         build(&path, &source);
         assert!(
             status_with(&path).starts_with(&expected),
-            "{name}: {} and not {expected}",
+            "{name}: got {}, expected {expected}",
             status_with(&path)
         );
     }
@@ -178,7 +179,7 @@ fn build(directory: &Path, source: &str) {
     let file = directory.join("stub.c");
     std::fs::write(&file, source).unwrap();
     for name in ["libcuda.so", "libcuda.so.1"] {
-        // As Rust's own linking needs it.
+        // Rust needs `cc` for linking anyway.
         let mut cc = Command::new("cc");
         let built = cc
             .args(["-shared", "-fPIC", "-w", "-o"])
@@ -190,10 +191,10 @@ fn build(directory: &Path, source: &str) {
     }
 }
 
-/// What is found by a process that sees this driver first.
+/// Returns the status that a process reports which finds this driver first.
 fn status_with(driver: &Path) -> String {
     let mut test = Command::new(std::env::current_exe().unwrap());
-    test.args(["--exact", "says_what_there_is", "--nocapture"]).env("LD_LIBRARY_PATH", driver);
+    test.args(["--exact", "prints_the_gpu_status", "--nocapture"]).env("LD_LIBRARY_PATH", driver);
     let output = test.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).unwrap();

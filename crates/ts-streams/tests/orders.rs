@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Coordinator and executor under many orders in which threads can run: shuttle chooses them, and
-//! finds who waits for ever. `cargo xtask ci` builds this apart; without shuttle there is nothing
-//! here.
+//! Coordinator and executor under many thread interleavings. Shuttle chooses them and finds
+//! deadlocks. `cargo xtask ci` builds this separately; without shuttle this file is empty.
 #![cfg(shuttle)]
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -14,8 +13,8 @@ use ts_streams::{
     TaskGraph,
 };
 
-/// Orders that are tried of each: at random, and with few preemptions at the worst places
-/// (Burckhardt et al., 2010).
+/// Runs a model under random schedules, and under schedules with few preemptions at the worst
+/// places (Burckhardt et al., 2010).
 fn check(model: impl Fn() + Send + Sync + 'static) {
     let model = Arc::new(model);
     let same = Arc::clone(&model);
@@ -29,10 +28,10 @@ fn coordinator(device: &CpuDevice, count: usize) -> MultiStreamCoordinator<CpuDe
     MultiStreamCoordinator::new(device.clone(), streams)
 }
 
-/// Two diamonds, one behind the other: what each task waits for.
+/// Two diamonds in sequence, as the dependencies of each task.
 const DIAMONDS: [&[usize]; 7] = [&[], &[0], &[0], &[1, 2], &[3], &[3], &[4, 5]];
 
-/// A graph whose tasks fail when what they wait for is not done.
+/// A graph whose tasks record whether their dependencies were done.
 fn graph(done: &Arc<[AtomicBool; 7]>) -> TaskGraph<<CpuDevice as Device>::Stream> {
     let (mut graph, mut ids) = (TaskGraph::new(), Vec::new());
     for (task, waits) in DIAMONDS.into_iter().enumerate() {
@@ -49,7 +48,7 @@ fn graph(done: &Arc<[AtomicBool; 7]>) -> TaskGraph<<CpuDevice as Device>::Stream
 }
 
 #[test]
-fn a_graph_is_done_in_its_order() {
+fn tasks_run_in_graph_order() {
     check(|| {
         let device = CpuDevice::with_threads(2).unwrap();
         let done: Arc<[AtomicBool; 7]> = Arc::default();
@@ -60,7 +59,7 @@ fn a_graph_is_done_in_its_order() {
 }
 
 #[test]
-fn who_cancels_meanwhile_ends_the_wait_and_nothing_runs_before_its_turn() {
+fn concurrent_cancellation_ends_the_wait() {
     check(|| {
         let device = CpuDevice::with_threads(2).unwrap();
         let (done, cancel): (Arc<[AtomicBool; 7]>, _) = (Arc::default(), CancelToken::default());
@@ -75,12 +74,12 @@ fn who_cancels_meanwhile_ends_the_wait_and_nothing_runs_before_its_turn() {
             execution.problems().iter().all(|(_, error)| matches!(error, Error::Cancelled { .. }))
         );
         let ran = done.iter().filter(|done| done.load(Ordering::SeqCst)).count();
-        assert_eq!(ran + lost, 7, "what was submitted ran, each after what it waits for");
+        assert_eq!(ran + lost, 7, "all submitted tasks ran after their dependencies");
     });
 }
 
 #[test]
-fn a_task_that_cannot_be_submitted_takes_with_it_what_waits_for_it() {
+fn dependents_of_a_refused_task_are_skipped() {
     check(|| {
         let device = CpuDevice::with_threads(2).unwrap();
         let ran = Arc::new(AtomicUsize::new(0));
@@ -93,20 +92,20 @@ fn a_task_that_cannot_be_submitted_takes_with_it_what_waits_for_it() {
         };
         let first = count(&mut graph, "first");
         let lost = graph.add("lost", |_: &_| Err(Error::WaitInHostFn));
-        let behind = count(&mut graph, "behind");
-        let beside = count(&mut graph, "beside");
+        let dependent = count(&mut graph, "dependent");
+        let sibling = count(&mut graph, "sibling");
         graph.depend(lost, first).unwrap();
-        graph.depend(behind, lost).unwrap();
-        graph.depend(beside, first).unwrap();
+        graph.depend(dependent, lost).unwrap();
+        graph.depend(sibling, first).unwrap();
         let execution = coordinator(&device, 2).execute(graph, &CancelToken::default());
         assert_eq!(execution.wait(), Err(Error::WaitInHostFn));
         let names: Vec<_> = execution.problems().iter().map(|(name, _)| name.as_str()).collect();
-        assert_eq!((names, ran.load(Ordering::SeqCst)), (vec!["lost", "behind"], 2));
+        assert_eq!((names, ran.load(Ordering::SeqCst)), (vec!["lost", "dependent"], 2));
     });
 }
 
 #[test]
-fn a_barrier_is_for_all_streams_however_they_run() {
+fn a_barrier_covers_all_streams() {
     check(|| {
         let device = CpuDevice::with_threads(2).unwrap();
         let coordinator = coordinator(&device, 3);
@@ -132,7 +131,7 @@ fn a_barrier_is_for_all_streams_however_they_run() {
 }
 
 #[test]
-fn all_is_done_and_all_threads_end_when_the_last_handle_goes() {
+fn dropping_the_device_finishes_all_work() {
     check(|| {
         let device = CpuDevice::with_threads(2).unwrap();
         let ran = Arc::new(AtomicUsize::new(0));
@@ -151,7 +150,7 @@ fn all_is_done_and_all_threads_end_when_the_last_handle_goes() {
 }
 
 #[test]
-fn devices_that_wait_for_each_other_end_with_all_done() {
+fn devices_that_wait_for_each_other_finish() {
     check(|| {
         let devices = [(); 2].map(|()| CpuDevice::with_threads(1).unwrap());
         let streams =
@@ -164,7 +163,7 @@ fn devices_that_wait_for_each_other_end_with_all_done() {
             stream.record(&done).unwrap();
             streams[(step + 1) % 2].wait(&done).unwrap();
         }
-        // The last handles go while all that may still be on its way.
+        // The last handles are dropped while work may still be pending.
         drop((devices, streams));
         assert_eq!(*order.lock().unwrap(), [0, 1, 2, 3]);
     });

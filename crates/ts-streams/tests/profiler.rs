@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Times of scopes, on a clock that is known.
+//! Profiling of scopes, in simulated time.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -11,9 +11,10 @@ use ts_streams::{
     StreamId, StreamPriority, StreamProfiler,
 };
 
-/// Half of what is busy is busy twice: two streams of which one begins when the other is half done.
+/// Two streams have a scope of 60 us each. The second starts 30 us after the first, so a third of
+/// the busy time overlaps.
 #[test]
-fn scopes_are_timed_by_the_device_and_overlaps_seen() {
+fn the_device_times_scopes_and_overlap() {
     let options =
         SimOptions { stalls: 0.0, overhead_ns: 1000, bytes_per_us: 1, ..SimOptions::default() };
     let device = SimDevice::new(options);
@@ -25,19 +26,19 @@ fn scopes_are_timed_by_the_device_and_overlaps_seen() {
         let whole = profiler.scope(&a, "whole").unwrap();
         for _ in 0..2 {
             let _transfer = profiler.transfer(&a, 29).unwrap();
-            // SAFETY: a simulated device runs nothing at the same time; the memory outlives the
+            // SAFETY: a simulated device runs one operation at a time; the memory outlives the
             // work.
             unsafe { a.fill(memory.range().slice(0..29), 1) }.unwrap();
         }
         drop(whole);
-        // As long as one of them.
+        // Together as long as one transfer.
         b.launch_host_fn(HostFn::new(|| ())).unwrap();
         (0..29).for_each(|_| b.launch_host_fn(HostFn::new(|| ())).unwrap());
         let _launch = profiler.launch(&b, "kernel \"quoted\"").unwrap();
         (0..60).for_each(|_| b.launch_host_fn(HostFn::new(|| ())).unwrap());
     }
     profiler.record_operation(a.id(), Activity::Transfer, Duration::from_secs(5), 7);
-    assert!(profiler.profile().spans.len() < 4, "most has not run");
+    assert!(profiler.profile().spans.len() < 4, "most work has not run");
     let profile = profiler.finish().unwrap();
     let us = Duration::from_micros;
     let transfers = profile.times(Some(a.id()))[&Activity::Transfer];
@@ -66,7 +67,7 @@ fn scopes_are_timed_by_the_device_and_overlaps_seen() {
 }
 
 #[test]
-fn scopes_that_never_end_are_counted_as_lost() {
+fn scopes_of_failed_streams_are_lost() {
     let device = CpuDevice::with_threads(1).unwrap();
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
     let profiler = StreamProfiler::new(device).unwrap();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The race detector beside a naive oracle: paths in the graph of all operations.
+//! Compares the race detector with a naive oracle: paths in the graph of all operations.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -15,13 +15,13 @@ const BLOCK: usize = 64;
 const BLOCKS: usize = 4;
 const STREAMS: usize = 3;
 
-/// An operation: its stream, and what it writes and reads, as blocks from..to.
+/// An operation on a stream: a copy between blocks, or a fill without `from`.
 #[derive(Debug, Clone)]
 struct Operation {
     stream: usize,
     to: usize,
     from: Option<usize>,
-    /// How many blocks.
+    /// Number of blocks.
     len: usize,
 }
 
@@ -45,7 +45,7 @@ impl Operation {
     }
 }
 
-/// Whether an operation comes after another, by way of streams' order and waits.
+/// Returns whether stream order and waits order one operation after another.
 fn is_ordered(program: &[Operation], waits: &[Vec<usize>], earlier: usize, later: usize) -> bool {
     let mut reached = vec![false; program.len()];
     reached[later] = true;
@@ -58,7 +58,7 @@ fn is_ordered(program: &[Operation], waits: &[Vec<usize>], earlier: usize, later
     reached[earlier]
 }
 
-/// Runs a program, each operation after the waits given for it; the races that were found.
+/// Runs a program, each operation after its waits, and returns the number of races found.
 fn run(program: &[Operation], waits: &[Vec<usize>], seed: u64) -> usize {
     let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
     let memory = device
@@ -72,7 +72,7 @@ fn run(program: &[Operation], waits: &[Vec<usize>], seed: u64) -> usize {
     for (i, operation) in program.iter().enumerate() {
         let (stream, to) = (&streams[operation.stream], blocks(operation.to, operation.len));
         waits[i].iter().for_each(|&before| stream.wait(&events[before]).unwrap());
-        // SAFETY: a simulated device runs nothing at the same time, ordered or not; the memory
+        // SAFETY: a simulated device runs one operation at a time, ordered or not; the memory
         // outlives the work.
         let submitted = unsafe {
             match operation.from {
@@ -98,7 +98,7 @@ proptest! {
         missing in any::<prop::sample::Index>(),
         seed: u64,
     ) {
-        // After all that it conflicts with.
+        // Each operation waits for all that it conflicts with.
         let all: Vec<Vec<usize>> = (0..program.len())
             .map(|i| (0..i).filter(|&before| program[before].conflicts(&program[i])).collect())
             .collect();
@@ -112,7 +112,7 @@ proptest! {
         let (before, after) = edges[missing.index(edges.len())];
         let mut seeded = all.clone();
         seeded[after].retain(|&wait| wait != before);
-        // Others may order them all the same.
+        // The other waits may order the two anyway.
         let needed = !is_ordered(&program, &seeded, before, after);
         prop_assert_eq!(run(&program, &seeded, seed) > 0, needed);
     }

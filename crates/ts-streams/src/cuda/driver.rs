@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls of the CUDA driver, checked. The raw ones are cudarc's, which looks each up in libcuda
-//! when it is first called and panics when it is not there: nothing here is called before [`load`]
-//! has found them all.
+//! Checked calls of the CUDA driver.
+//!
+//! The raw functions of cudarc look up their symbol on the first call and panic if it is missing.
+//! So nothing here may be called before [`load`] has found all symbols.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
@@ -12,7 +13,7 @@ use cudarc::driver::sys::{self, CUcontext, CUdevice, CUevent, CUresult, CUstream
 use crate::Error;
 use crate::memory::MemoryRange;
 
-/// What this module calls.
+/// The driver functions that this module calls.
 const SYMBOLS: [&str; 34] = [
     "cuInit",
     "cuCtxGetStreamPriorityRange",
@@ -51,57 +52,59 @@ const SYMBOLS: [&str; 34] = [
 ];
 const MORE_SYMBOLS: [&str; 2] = ["cuStreamQuery", "cuStreamSynchronize"];
 
-/// Finds the driver and has it look for devices, once. How many there are.
+/// Loads and initializes the driver, once, and returns the number of devices.
 ///
 /// # Errors
-/// Why there is no driver, or what it answered and what that is called.
-pub(super) fn load() -> &'static Result<usize, Absent> {
-    static LOADED: OnceLock<Result<usize, Absent>> = OnceLock::new();
+/// Returns why CUDA cannot be used.
+pub(super) fn load() -> &'static Result<usize, Unavailable> {
+    static LOADED: OnceLock<Result<usize, Unavailable>> = OnceLock::new();
     LOADED.get_or_init(|| {
-        // SAFETY: opening libcuda runs its initialisers, which every program that uses CUDA does.
+        // SAFETY: opening libcuda runs its initializers, which every CUDA program does.
         if !unsafe { sys::is_culib_present() } {
-            return Err(Absent::NoDriver("there is no libcuda.so.1".into()));
+            return Err(Unavailable::NoDriver("cannot load libcuda.so.1".into()));
         }
         let missing = SYMBOLS.iter().chain(&MORE_SYMBOLS).find(|name| {
-            // SAFETY: libcuda is there, as just seen, and a symbol is looked for and not used.
+            // SAFETY: libcuda is loaded, and the symbol is only looked up.
             unsafe { sys::culib().get::<*const c_void>(name.as_bytes()) }.is_err()
         });
         if let Some(name) = missing {
-            return Err(Absent::NoDriver(format!("libcuda has no {name}: the driver is too old")));
+            return Err(Unavailable::NoDriver(format!(
+                "libcuda has no {name}: the driver is too old"
+            )));
         }
-        // SAFETY: no pointers.
+        // SAFETY: the call takes no pointers.
         match unsafe { sys::cuInit(0) } {
             CUresult::CUDA_SUCCESS => {}
-            CUresult::CUDA_ERROR_NO_DEVICE => return Err(Absent::NoDevices),
-            other => return Err(Absent::NoDriver(format!("cuInit: {}", name(other)))),
+            CUresult::CUDA_ERROR_NO_DEVICE => return Err(Unavailable::NoDevices),
+            other => return Err(Unavailable::NoDriver(format!("cuInit: {}", name(other)))),
         }
         let mut count = 0;
-        // SAFETY: `count` is there to be written to.
+        // SAFETY: `count` is valid for writes.
         match unsafe { sys::cuDeviceGetCount(&raw mut count) } {
             CUresult::CUDA_SUCCESS if count > 0 => Ok(count as usize),
-            CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NO_DEVICE => Err(Absent::NoDevices),
-            other => Err(Absent::NoDriver(format!("cuDeviceGetCount: {}", name(other)))),
+            CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NO_DEVICE => Err(Unavailable::NoDevices),
+            other => Err(Unavailable::NoDriver(format!("cuDeviceGetCount: {}", name(other)))),
         }
     })
 }
 
-/// Why nothing can be done with CUDA here.
+/// Why CUDA cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Absent {
+pub(super) enum Unavailable {
     NoDriver(String),
     NoDevices,
 }
 
-/// What the driver calls an answer.
+/// Returns the driver's name of a result code.
 fn name(code: CUresult) -> String {
     let mut text = std::ptr::null();
-    // SAFETY: `text` is there to be written to.
+    // SAFETY: `text` is valid for writes.
     let known = unsafe { sys::cuGetErrorName(code, &raw mut text) } == CUresult::CUDA_SUCCESS
         && !text.is_null();
     if !known {
         return format!("{code:?}");
     }
-    // SAFETY: the driver gives a string of its own that is never freed.
+    // SAFETY: the driver returns a static string.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
@@ -112,33 +115,33 @@ fn check(call: &'static str, code: CUresult) -> Result<(), Error> {
     }
 }
 
-/// Whether it is done; an answer that says "not yet" is none that says what went wrong.
-fn done(call: &'static str, code: CUresult) -> Result<bool, Error> {
+/// Returns whether the work is done. "Not ready" is not an error.
+fn is_complete(call: &'static str, code: CUresult) -> Result<bool, Error> {
     match code {
         CUresult::CUDA_ERROR_NOT_READY => Ok(false),
         code => check(call, code).map(|()| true),
     }
 }
 
-/// A device and its primary context, which is current for the thread that calls a method. Kept
-/// until dropped.
+/// A device and its primary context, which each method makes current for its thread. Retained until
+/// dropped.
 #[derive(Debug)]
 pub(super) struct Context {
     device: CUdevice,
     raw: CUcontext,
 }
 
-// SAFETY: a context may be current for any number of threads; the driver locks what it has to.
+// SAFETY: a context may be current on several threads; the driver synchronizes its calls.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// After [`load`] has said how many there are.
+    /// Retains the primary context of a device. [`load`] must have returned their number.
     pub(super) fn new(ordinal: usize) -> Result<Self, Error> {
         let (mut device, mut raw) = (0, null_mut());
         let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
-        // SAFETY: both are there to be written to.
+        // SAFETY: both variables are valid for writes.
         unsafe {
             check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal))?;
             check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&raw mut raw, device))?;
@@ -147,65 +150,65 @@ impl Context {
     }
 
     fn make_current(&self) -> Result<(), Error> {
-        // SAFETY: the context is retained until this is dropped.
+        // SAFETY: the context is retained until this value is dropped.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.raw) })
     }
 
     pub(super) fn name(&self) -> Result<String, Error> {
         let mut text = [0; 128];
-        // SAFETY: the driver writes at most so many bytes, a zero at their end.
+        // SAFETY: the driver writes at most this many bytes, including a terminating zero.
         let code =
             unsafe { sys::cuDeviceGetName(text.as_mut_ptr(), text.len() as i32, self.device) };
         check("cuDeviceGetName", code)?;
-        // SAFETY: as above.
+        // SAFETY: the driver wrote a terminated string.
         Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
     }
 
     pub(super) fn total_bytes(&self) -> Result<u64, Error> {
         let mut bytes = 0;
-        // SAFETY: `bytes` is there to be written to.
+        // SAFETY: `bytes` is valid for writes.
         check("cuDeviceTotalMem", unsafe {
             sys::cuDeviceTotalMem_v2(&raw mut bytes, self.device)
         })?;
         Ok(bytes as u64)
     }
 
-    /// Whether managed memory moves while host and device use it.
-    pub(super) fn moves_memory(&self) -> Result<bool, Error> {
+    /// Returns whether managed memory can migrate while host and device use it.
+    pub(super) fn supports_concurrent_managed_access(&self) -> Result<bool, Error> {
         let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS;
         let mut value = 0;
-        // SAFETY: `value` is there to be written to.
+        // SAFETY: `value` is valid for writes.
         let code = unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, self.device) };
         check("cuDeviceGetAttribute", code)?;
         Ok(value != 0)
     }
 
-    /// The least urgent level and the most urgent.
-    pub(super) fn priorities(&self) -> Result<(i32, i32), Error> {
+    /// Returns the lowest and the highest priority level.
+    pub(super) fn priority_range(&self) -> Result<(i32, i32), Error> {
         self.make_current()?;
         let (mut least, mut greatest) = (0, 0);
-        // SAFETY: both are there to be written to.
+        // SAFETY: both variables are valid for writes.
         let code = unsafe { sys::cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest) };
         check("cuCtxGetStreamPriorityRange", code)?;
         Ok((least, greatest))
     }
 
-    /// Memory of the device; `None` when there is not so much.
+    /// Allocates device memory. Returns `None` if there is not enough.
     pub(super) fn allocate_device(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
         self.make_current()?;
         let mut address = 0;
-        // SAFETY: `address` is there to be written to.
+        // SAFETY: `address` is valid for writes.
         let code = unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes) };
         memory("cuMemAlloc", code, address)
     }
 
-    /// Has the driver's own pool keep what is freed, where it would give it back whenever a stream
-    /// is waited for.
+    /// Makes the default memory pool keep freed memory. By default it returns memory to the system
+    /// at each synchronization.
     pub(super) fn keep_freed_memory(&self) -> Result<(), Error> {
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
         let (mut pool, mut threshold) = (null_mut(), u64::MAX);
-        // SAFETY: `pool` is there to be written to, `threshold` to be read from: 64 bits, as the
-        // attribute is.
+        // SAFETY: `pool` is valid for writes, and `threshold` for reads of 64 bits, the size of the
+        // attribute.
         unsafe {
             check(
                 "cuDeviceGetDefaultMemPool",
@@ -216,8 +219,8 @@ impl Context {
         }
     }
 
-    /// Memory of the device from the driver's pool, for work behind this on the stream; `None` when
-    /// there is not so much.
+    /// Allocates device memory from the default pool, for later work on the stream. Returns `None`
+    /// if there is not enough.
     pub(super) fn allocate_in_order(
         &self,
         bytes: usize,
@@ -225,14 +228,16 @@ impl Context {
     ) -> Result<Option<*mut u8>, Error> {
         self.make_current()?;
         let mut address = 0;
-        // SAFETY: `address` is there to be written to, the stream until it is dropped.
+        // SAFETY: `address` is valid for writes, and the stream exists until it is dropped.
         let code = unsafe { sys::cuMemAllocAsync(&raw mut address, bytes, stream.0) };
         memory("cuMemAllocAsync", code, address)
     }
 
+    /// Frees memory after the work submitted to the stream so far.
+    ///
     /// # Safety
-    /// It came from [`allocate_in_order`](Self::allocate_in_order), and nothing will use it but
-    /// what is before this on the stream.
+    /// The memory must come from [`allocate_in_order`](Self::allocate_in_order), and only work
+    /// submitted to the stream before may use it.
     pub(super) unsafe fn free_in_order(
         &self,
         start: *mut u8,
@@ -243,30 +248,33 @@ impl Context {
         check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(start.addr() as u64, stream.0) })
     }
 
-    /// Memory that moves.
+    /// Allocates managed memory. Returns `None` if there is not enough.
     pub(super) fn allocate_managed(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
         self.make_current()?;
         let mut address = 0;
         let flags = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL as u32;
-        // SAFETY: `address` is there to be written to.
+        // SAFETY: `address` is valid for writes.
         let code = unsafe { sys::cuMemAllocManaged(&raw mut address, bytes, flags) };
         memory("cuMemAllocManaged", code, address)
     }
 
-    /// Memory of the host that all devices reach. Not write-combined: that is slow to read.
+    /// Allocates page-locked host memory that all devices can access. Not write-combined, because
+    /// that is slow to read. Returns `None` if there is not enough.
     pub(super) fn allocate_pinned(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
         const PORTABLE: u32 = 1;
         self.make_current()?;
         let mut start = null_mut();
-        // SAFETY: `start` is there to be written to.
+        // SAFETY: `start` is valid for writes.
         let code = unsafe { sys::cuMemHostAlloc(&raw mut start, bytes, PORTABLE) };
         memory("cuMemHostAlloc", code, start.addr() as u64)
     }
 
+    /// Frees device or managed memory.
+    ///
     /// # Safety
-    /// It came from [`allocate_device`](Self::allocate_device),
+    /// The memory must come from [`allocate_device`](Self::allocate_device),
     /// [`allocate_in_order`](Self::allocate_in_order) or
-    /// [`allocate_managed`](Self::allocate_managed), and nobody will use it.
+    /// [`allocate_managed`](Self::allocate_managed), and nothing may use it any more.
     pub(super) unsafe fn free(&self, start: *mut u8) {
         if self.make_current().is_ok() {
             // SAFETY: the caller's promise.
@@ -274,8 +282,11 @@ impl Context {
         }
     }
 
+    /// Frees page-locked memory.
+    ///
     /// # Safety
-    /// It came from [`allocate_pinned`](Self::allocate_pinned), and nobody will use it.
+    /// The memory must come from [`allocate_pinned`](Self::allocate_pinned), and nothing may use it
+    /// any more.
     pub(super) unsafe fn free_pinned(&self, start: *mut u8) {
         if self.make_current().is_ok() {
             // SAFETY: the caller's promise.
@@ -283,10 +294,11 @@ impl Context {
         }
     }
 
-    /// Copies, and waits until that is done.
+    /// Copies, and blocks until done.
     ///
     /// # Safety
-    /// As [`Stream::copy`](crate::Stream::copy), now; the ranges are of the same length.
+    /// The requirements of [`Stream::copy`](crate::Stream::copy) must hold during the call, and the
+    /// ranges must have equal lengths.
     pub(super) unsafe fn copy_now(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
         self.make_current()?;
         // SAFETY: the caller's promise.
@@ -299,7 +311,7 @@ impl Context {
         const NON_BLOCKING: u32 = 1;
         self.make_current()?;
         let mut raw = null_mut();
-        // SAFETY: `raw` is there to be written to.
+        // SAFETY: `raw` is valid for writes.
         let code = unsafe { sys::cuStreamCreateWithPriority(&raw mut raw, NON_BLOCKING, level) };
         check("cuStreamCreateWithPriority", code)?;
         Ok(RawStream(raw))
@@ -308,25 +320,28 @@ impl Context {
     pub(super) fn create_event(&self) -> Result<RawEvent, Error> {
         self.make_current()?;
         let mut raw = null_mut();
-        // SAFETY: `raw` is there to be written to.
+        // SAFETY: `raw` is valid for writes.
         check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut raw, 0) })?;
         Ok(RawEvent(raw))
     }
 
     pub(super) fn record(&self, stream: &RawStream, event: &RawEvent) -> Result<(), Error> {
         self.make_current()?;
-        // SAFETY: both are there until they are dropped.
+        // SAFETY: both handles are valid until they are dropped.
         check("cuEventRecord", unsafe { sys::cuEventRecord(event.0, stream.0) })
     }
 
     pub(super) fn wait(&self, stream: &RawStream, event: &RawEvent) -> Result<(), Error> {
         self.make_current()?;
-        // SAFETY: both are there until they are dropped.
+        // SAFETY: both handles are valid until they are dropped.
         check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream.0, event.0, 0) })
     }
 
+    /// Submits a copy.
+    ///
     /// # Safety
-    /// As [`Stream::copy`](crate::Stream::copy); the ranges are of the same length.
+    /// The requirements of [`Stream::copy`](crate::Stream::copy) must hold, and the ranges must
+    /// have equal lengths.
     pub(super) unsafe fn copy(
         &self,
         stream: &RawStream,
@@ -341,8 +356,10 @@ impl Context {
         check("cuMemcpyAsync", code)
     }
 
+    /// Submits a fill.
+    ///
     /// # Safety
-    /// As [`Stream::fill`](crate::Stream::fill).
+    /// The requirements of [`Stream::fill`](crate::Stream::fill) must hold.
     pub(super) unsafe fn fill(
         &self,
         stream: &RawStream,
@@ -355,7 +372,7 @@ impl Context {
         check("cuMemsetD8Async", code)
     }
 
-    /// Moves managed memory: to the device, or to the host.
+    /// Submits a migration of managed memory, to the device or to the host.
     pub(super) fn prefetch(
         &self,
         stream: &RawStream,
@@ -365,34 +382,35 @@ impl Context {
         const HOST: CUdevice = -1;
         self.make_current()?;
         let to = if to_device { self.device } else { HOST };
-        // SAFETY: an address that is not managed memory's is an error of the driver's.
+        // SAFETY: the driver returns an error for addresses outside managed memory.
         let code =
             unsafe { sys::cuMemPrefetchAsync(range.address() as u64, range.len(), to, stream.0) };
         check("cuMemPrefetchAsync", code)
     }
 
-    /// Has the driver call a function on a thread of its own when all before it on the stream is
-    /// done.
+    /// Makes the driver call a function, on one of its threads, after the work submitted so far.
     pub(super) fn launch_host_fn(
         &self,
         stream: &RawStream,
         run: Box<dyn FnOnce() + Send>,
     ) -> Result<(), Error> {
+        /// Calls and frees the function.
+        ///
         /// # Safety
-        /// `run` is from the `Box::into_raw` below, and this is called once.
+        /// `run` must come from the `Box::into_raw` below, and is passed only once.
         unsafe extern "C" fn call(run: *mut c_void) {
             // SAFETY: the caller's promise.
             let run = unsafe { Box::from_raw(run.cast::<Box<dyn FnOnce() + Send>>()) };
-            // Unwinding into the driver would end the process; the functions given here catch their
-            // panics themselves.
+            // Unwinding into the driver would abort the process. All functions passed here catch
+            // panics.
             run();
         }
         self.make_current()?;
         let run = Box::into_raw(Box::new(run));
-        // SAFETY: `call` takes what it is given, once.
+        // SAFETY: `call` takes ownership of `run`, and the driver calls it at most once.
         let code = unsafe { sys::cuLaunchHostFunc(stream.0, Some(call), run.cast()) };
         if code != CUresult::CUDA_SUCCESS {
-            // SAFETY: the driver did not take it.
+            // SAFETY: the driver did not accept the function, so it never calls it.
             drop(unsafe { Box::from_raw(run) });
         }
         check("cuLaunchHostFunc", code)
@@ -400,29 +418,29 @@ impl Context {
 
     pub(super) fn is_done(&self, stream: &RawStream) -> Result<bool, Error> {
         self.make_current()?;
-        // SAFETY: it is there until it is dropped.
-        done("cuStreamQuery", unsafe { sys::cuStreamQuery(stream.0) })
+        // SAFETY: the handle is valid until it is dropped.
+        is_complete("cuStreamQuery", unsafe { sys::cuStreamQuery(stream.0) })
     }
 
     pub(super) fn synchronize(&self, stream: &RawStream) -> Result<(), Error> {
         self.make_current()?;
-        // SAFETY: it is there until it is dropped.
+        // SAFETY: the handle is valid until it is dropped.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream.0) })
     }
 
     pub(super) fn is_reached(&self, event: &RawEvent) -> Result<bool, Error> {
         self.make_current()?;
-        // SAFETY: it is there until it is dropped.
-        done("cuEventQuery", unsafe { sys::cuEventQuery(event.0) })
+        // SAFETY: the handle is valid until it is dropped.
+        is_complete("cuEventQuery", unsafe { sys::cuEventQuery(event.0) })
     }
 
-    pub(super) fn reach(&self, event: &RawEvent) -> Result<(), Error> {
+    pub(super) fn wait_for_event(&self, event: &RawEvent) -> Result<(), Error> {
         self.make_current()?;
-        // SAFETY: it is there until it is dropped.
+        // SAFETY: the handle is valid until it is dropped.
         check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event.0) })
     }
 
-    /// Milliseconds between two events that were recorded; `None` when one is not reached.
+    /// Returns the milliseconds between two recorded events, or `None` if one is not reached yet.
     pub(super) fn elapsed_ms(
         &self,
         start: &RawEvent,
@@ -430,26 +448,30 @@ impl Context {
     ) -> Result<Option<f32>, Error> {
         self.make_current()?;
         let mut milliseconds = 0.0;
-        // SAFETY: both are there until they are dropped; `milliseconds` is there to be written to.
+        // SAFETY: both handles are valid until they are dropped, and `milliseconds` is valid for
+        // writes.
         let code = unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, start.0, end.0) };
-        Ok(done("cuEventElapsedTime", code)?.then_some(milliseconds))
+        Ok(is_complete("cuEventElapsedTime", code)?.then_some(milliseconds))
     }
 
+    /// Destroys a stream.
+    ///
     /// # Safety
-    /// It is of this context, and is used no more.
+    /// The stream must belong to this context, and must not be used any more.
     pub(super) unsafe fn destroy_stream(&self, stream: &RawStream) {
         if self.make_current().is_ok() {
-            // SAFETY: the caller's promise. The driver keeps what is left of it until its work is
-            // done.
+            // SAFETY: the caller's promise. The driver keeps its resources until the work is done.
             let _ = unsafe { sys::cuStreamDestroy_v2(stream.0) };
         }
     }
 
+    /// Destroys an event.
+    ///
     /// # Safety
-    /// It is of this context, and is used no more.
+    /// The event must belong to this context, and must not be used any more.
     pub(super) unsafe fn destroy_event(&self, event: &RawEvent) {
         if self.make_current().is_ok() {
-            // SAFETY: the caller's promise. The driver keeps what is left of it until streams have
+            // SAFETY: the caller's promise. The driver keeps its resources until all streams have
             // passed it.
             let _ = unsafe { sys::cuEventDestroy_v2(event.0) };
         }
@@ -458,8 +480,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: it was retained once, and all that is of it is gone: whatever has a handle keeps
-        // this.
+        // SAFETY: the context was retained once, and each of its handles keeps this value alive.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
@@ -476,7 +497,7 @@ fn memory(call: &'static str, code: CUresult, address: u64) -> Result<Option<*mu
 #[derive(Debug)]
 pub(super) struct RawStream(CUstream);
 
-// SAFETY: a handle, which the driver takes from any thread.
+// SAFETY: a handle, which the driver accepts from any thread.
 unsafe impl Send for RawStream {}
 // SAFETY: as above.
 unsafe impl Sync for RawStream {}
@@ -491,7 +512,7 @@ impl RawStream {
 #[derive(Debug)]
 pub(super) struct RawEvent(CUevent);
 
-// SAFETY: a handle, which the driver takes from any thread.
+// SAFETY: a handle, which the driver accepts from any thread.
 unsafe impl Send for RawEvent {}
 // SAFETY: as above.
 unsafe impl Sync for RawEvent {}

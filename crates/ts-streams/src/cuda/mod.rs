@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Devices of NVIDIA, by a driver that is loaded when there is one. Raw calls are cudarc's, checked
-//! ones `driver`'s.
+//! NVIDIA GPUs. The driver is loaded at run time. The raw calls are those of cudarc; `driver`
+//! checks their results.
 
 mod driver;
 
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
-use self::driver::{Absent, Context, RawEvent, RawStream};
+use self::driver::{Context, RawEvent, RawStream, Unavailable};
 use crate::cpu::monotonic_ns;
 use crate::device::{
     Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream,
@@ -22,90 +22,96 @@ use crate::priority::{PriorityRange, StreamPriority};
 use crate::queue::{Work, may_wait, next_stream_id};
 use crate::{Error, GpuStatus};
 
-/// What there is; see [`GpuStatus::detect`].
+/// Implements [`GpuStatus::detect`].
 pub(crate) fn status() -> GpuStatus {
     match driver::load() {
         Ok(device_count) => GpuStatus::Available { device_count: *device_count },
-        Err(Absent::NoDevices) => GpuStatus::NoDevices,
-        Err(Absent::NoDriver(reason)) => GpuStatus::NoCuda(reason.clone()),
+        Err(Unavailable::NoDevices) => GpuStatus::NoDevices,
+        Err(Unavailable::NoDriver(reason)) => GpuStatus::NoCuda(reason.clone()),
     }
 }
 
-/// A device of NVIDIA, by its primary context. It has not been tried on one yet. Functions of
-/// streams run on a thread of the driver's. Such a failure that the driver itself reports is for
-/// good, and for all that the process does with the device.
+/// An NVIDIA GPU, used through its primary context. This code has not yet run on a GPU.
 ///
-/// When a function panics, functions behind it are not run, and neither are those of streams that
-/// wait for it; copies and fills are that were submitted before it was known, for the device has
-/// them already.
+/// Host functions run on a thread of the driver. An error that the driver reports is permanent: it
+/// affects all use of the GPU by this process.
+///
+/// When a host function panics, later host functions on its stream, and on streams that wait for
+/// it, are skipped. Copies and fills that were submitted before the failure is known still run,
+/// because the GPU has them already.
 #[derive(Debug, Clone)]
 pub struct CudaDevice {
-    shared: Arc<Shared>,
+    shared: Arc<CudaShared>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct CudaShared {
     info: DeviceInfo,
     context: Context,
     streams: Mutex<Vec<Weak<StreamHandle>>>,
     memory: MemoryCounters,
-    /// What was let go of where the driver takes no calls: in functions of streams.
-    late: Mutex<Vec<Late>>,
-    /// Whether the driver's own pool was told to keep what is freed, once it is used.
-    keeps_freed: OnceLock<bool>,
+    /// Memory dropped in host functions, where calls of the driver are forbidden.
+    deferred_frees: Mutex<Vec<DeferredFree>>,
+    /// Whether the default memory pool was set to keep freed memory. Set on first use.
+    pool_keeps_memory: OnceLock<bool>,
 }
 
-/// Memory that is to be given back when the driver takes calls again.
+/// Memory to free when calls of the driver are allowed again.
 #[derive(Debug)]
-struct Late {
-    owned: Owned,
-    /// The stream in whose order.
+struct DeferredFree {
+    allocation: Allocation,
+    /// The stream in whose order to free it.
     stream: Option<Arc<StreamHandle>>,
 }
 
-impl Shared {
-    /// Gives back what could not be before.
-    fn free_late(&self) {
+impl CudaShared {
+    /// Frees the memory that was dropped in host functions.
+    fn run_deferred_frees(&self) {
         if may_wait().is_err() {
             return;
         }
-        let late = std::mem::take(&mut *lock(&self.late));
-        for Late { owned, stream } in late {
-            // SAFETY: it was let go of, and is taken from the list once.
-            unsafe { self.free(&owned, stream.as_deref()) };
+        let deferred_frees = std::mem::take(&mut *lock(&self.deferred_frees));
+        for DeferredFree { allocation, stream } in deferred_frees {
+            // SAFETY: the owner has dropped the memory, and it is taken from the list once.
+            unsafe { self.free(&allocation, stream.as_deref()) };
         }
     }
 
+    /// Frees an allocation, in the order of `stream` if there is one.
+    ///
     /// # Safety
-    /// It came from this context, and nobody will use it but what is before this on the stream.
-    unsafe fn free(&self, owned: &Owned, stream: Option<&StreamHandle>) {
-        match (owned, stream) {
-            // What the driver refuses stays taken.
-            (Owned::Driver { start, .. }, Some(stream)) => {
+    /// The allocation must belong to this context, and only work submitted to `stream` before may
+    /// use it.
+    unsafe fn free(&self, allocation: &Allocation, stream: Option<&StreamHandle>) {
+        match (allocation, stream) {
+            // Memory that the driver refuses to free is leaked.
+            (Allocation::Driver { start, .. }, Some(stream)) => {
                 // SAFETY: the caller's promise.
                 let _ = unsafe { self.context.free_in_order(*start, &stream.raw) };
             }
-            // SAFETY: as above.
-            (Owned::Driver { start, pinned: true }, None) => unsafe {
+            // SAFETY: the caller's promise.
+            (Allocation::Driver { start, pinned: true }, None) => unsafe {
                 self.context.free_pinned(*start);
             },
-            // SAFETY: as above.
-            (Owned::Driver { start, pinned: false }, None) => unsafe { self.context.free(*start) },
-            (Owned::Block(_) | Owned::Gone, _) => {}
+            // SAFETY: the caller's promise.
+            (Allocation::Driver { start, pinned: false }, None) => unsafe {
+                self.context.free(*start);
+            },
+            (Allocation::Host(_) | Allocation::Released, _) => {}
         }
     }
 }
 
 impl CudaDevice {
-    /// The device of this number, among those that the environment shows (`CUDA_VISIBLE_DEVICES`).
+    /// Opens the GPU `ordinal`, counted among those that `CUDA_VISIBLE_DEVICES` shows.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with the reason when there is no driver, or no such device;
-    /// [`Error::Driver`].
+    /// Returns [`Error::NoGpu`] with the reason if there is no such GPU or no driver, and
+    /// [`Error::Driver`] if a call fails.
     pub fn new(ordinal: usize) -> Result<Self, Error> {
         status().require(ordinal)?;
         let context = Context::new(ordinal)?;
-        let (least, greatest) = context.priorities()?;
+        let (least, greatest) = context.priority_range()?;
         let info = DeviceInfo {
             kind: DeviceKind::Cuda,
             name: context.name()?,
@@ -114,20 +120,20 @@ impl CudaDevice {
             priorities: PriorityRange { least, greatest },
             host_memory: false,
             runs_by_itself: true,
-            can_prefetch: context.moves_memory()?,
+            can_prefetch: context.supports_concurrent_managed_access()?,
         };
-        let shared = Shared {
+        let shared = CudaShared {
             info,
             context,
             streams: Mutex::default(),
             memory: MemoryCounters::default(),
-            keeps_freed: OnceLock::new(),
-            late: Mutex::default(),
+            pool_keeps_memory: OnceLock::new(),
+            deferred_frees: Mutex::default(),
         };
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// How much of its memory is allocated by way of this handle and its clones.
+    /// Returns how much memory is allocated through this handle and its clones.
     pub fn memory(&self) -> MemoryMetrics {
         self.shared.memory.read()
     }
@@ -153,7 +159,7 @@ impl Device for CudaDevice {
             id: next_stream_id(),
             level,
             raw,
-            lineage: Mutex::new(Lineage::default()),
+            dependencies: Mutex::new(Dependencies::default()),
             counts: Counts::default(),
             shared: Arc::clone(&self.shared),
         });
@@ -172,117 +178,125 @@ impl Device for CudaDevice {
 
     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<CudaMemory, Error> {
         let (shared, bytes) = (&self.shared, layout.size());
-        shared.free_late();
-        let full =
+        shared.run_deferred_frees();
+        let out_of_memory =
             || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: bytes };
-        // The driver aligns to 256 bytes at least, and what is large to more; for the rest there is
-        // room around it.
+        // The driver aligns to at least 256 bytes. For larger alignments, room is added.
         let take = |bytes: usize| match kind {
             MemoryKind::Device => shared.context.allocate_device(bytes),
             MemoryKind::Managed => shared.context.allocate_managed(bytes),
             MemoryKind::PinnedHost => shared.context.allocate_pinned(bytes),
-            MemoryKind::Host => unreachable!("that is no memory of the driver's"),
+            MemoryKind::Host => unreachable!("host memory is not allocated by the driver"),
         };
         if kind == MemoryKind::Host {
-            let block = HostBlock::new(layout).ok_or_else(full)?;
+            let block = HostBlock::new(layout).ok_or_else(out_of_memory)?;
             let range = block.range();
-            shared.memory.taken(bytes);
+            shared.memory.allocated(bytes);
             return Ok(CudaMemory {
-                owned: Owned::Block(block),
+                allocation: Allocation::Host(block),
                 range,
                 kind,
                 shared: Arc::clone(shared),
             });
         }
-        let owned = |start| Owned::Driver { start, pinned: kind == MemoryKind::PinnedHost };
-        let start = take(bytes.max(1))?.ok_or_else(full)?;
+        let allocation =
+            |start| Allocation::Driver { start, pinned: kind == MemoryKind::PinnedHost };
+        let start = take(bytes.max(1))?.ok_or_else(out_of_memory)?;
         let mut memory = CudaMemory {
-            owned: owned(start),
+            allocation: allocation(start),
             range: MemoryRange::new(start, bytes),
             kind,
             shared: Arc::clone(shared),
         };
-        shared.memory.taken(bytes);
+        shared.memory.allocated(bytes);
         if !start.addr().is_multiple_of(layout.align()) {
             drop(memory);
-            let start = take(bytes + layout.align())?.ok_or_else(full)?;
+            let start = take(bytes + layout.align())?.ok_or_else(out_of_memory)?;
             let range =
                 MemoryRange::new(start.wrapping_add(start.align_offset(layout.align())), bytes);
-            memory = CudaMemory { owned: owned(start), range, kind, shared: Arc::clone(shared) };
-            shared.memory.taken(bytes);
+            memory = CudaMemory {
+                allocation: allocation(start),
+                range,
+                kind,
+                shared: Arc::clone(shared),
+            };
+            shared.memory.allocated(bytes);
         }
         Ok(memory)
     }
 
     fn allocate_in_order(&self, layout: Layout, stream: &CudaStream) -> Result<CudaMemory, Error> {
         let (shared, bytes) = (&self.shared, layout.size());
-        shared.free_late();
-        if !shared.keeps_freed.get_or_init(|| shared.context.keep_freed_memory().is_ok()) {
+        shared.run_deferred_frees();
+        if !shared.pool_keeps_memory.get_or_init(|| shared.context.keep_freed_memory().is_ok()) {
             let device = self.info().name.clone();
-            return Err(Error::Unsupported { device, what: "allocator in the order of streams" });
+            return Err(Error::Unsupported { device, what: "stream-ordered allocation" });
         }
-        let full =
+        let out_of_memory =
             || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: bytes };
-        let start =
-            shared.context.allocate_in_order(bytes.max(1), &stream.handle.raw)?.ok_or_else(full)?;
-        shared.memory.taken(bytes);
-        let (owned, range) =
-            (Owned::Driver { start, pinned: false }, MemoryRange::new(start, bytes));
+        let start = shared
+            .context
+            .allocate_in_order(bytes.max(1), &stream.handle.raw)?
+            .ok_or_else(out_of_memory)?;
+        shared.memory.allocated(bytes);
+        let (allocation, range) =
+            (Allocation::Driver { start, pinned: false }, MemoryRange::new(start, bytes));
         let memory =
-            CudaMemory { owned, range, kind: MemoryKind::Device, shared: Arc::clone(shared) };
+            CudaMemory { allocation, range, kind: MemoryKind::Device, shared: Arc::clone(shared) };
         if !start.addr().is_multiple_of(layout.align()) {
             // The driver aligns to 512 bytes.
             let device = self.info().name.clone();
             self.free_in_order(memory, stream)?;
             return Err(Error::Unsupported {
                 device,
-                what: "such alignment in the order of streams",
+                what: "this alignment in stream-ordered allocation",
             });
         }
         Ok(memory)
     }
 
     fn free_in_order(&self, mut memory: CudaMemory, stream: &CudaStream) -> Result<(), Error> {
-        let Owned::Driver { start, pinned: false } = memory.owned else { return Ok(()) };
+        let Allocation::Driver { start, pinned: false } = memory.allocation else { return Ok(()) };
         let StreamHandle { raw, shared, .. } = &*stream.handle;
         if may_wait().is_err() {
-            let owned = std::mem::replace(&mut memory.owned, Owned::Gone);
-            lock(&shared.late).push(Late { owned, stream: Some(Arc::clone(&stream.handle)) });
+            let allocation = std::mem::replace(&mut memory.allocation, Allocation::Released);
+            lock(&shared.deferred_frees)
+                .push(DeferredFree { allocation, stream: Some(Arc::clone(&stream.handle)) });
             return Ok(());
         }
-        stream.handle.submit_whatever(|_| {
-            // SAFETY: its owner gives it up, and says by which stream others are done with it; it
-            // is taken from `memory`.
+        stream.handle.submit_even_if_failed(|_| {
+            // SAFETY: the owner passed the memory to this call, so only earlier work on the stream
+            // uses it. Its allocation is cleared below, so it is freed once.
             unsafe { shared.context.free_in_order(start, raw) }
         })?;
-        memory.owned = Owned::Gone;
+        memory.allocation = Allocation::Released;
         Ok(())
     }
 
     fn synchronize(&self) -> Result<(), Error> {
         may_wait()?;
-        self.shared.free_late();
+        self.shared.run_deferred_frees();
         let streams: Vec<_> = lock(&self.shared.streams).iter().filter_map(Weak::upgrade).collect();
-        let ended: Vec<_> =
+        let results: Vec<_> =
             streams.into_iter().map(|handle| CudaStream { handle }.synchronize()).collect();
-        ended.into_iter().collect()
+        results.into_iter().collect()
     }
 }
 
-/// Where a failure of a function can come from: the streams that this one has waited for, and up to
-/// which of their operations.
+/// The streams that a point depends on, each up to the given operation. Shows whether a host
+/// function failed before the point.
 #[derive(Debug, Clone, Default)]
-struct Lineage {
+struct Dependencies {
     own: Arc<Failure>,
     operations: u64,
     others: Vec<(Arc<Failure>, u64)>,
 }
 
-/// The first failure of a stream, and the number of the operation.
+/// The first failure of a stream: the number of the operation and its error.
 type Failure = OnceLock<(u64, Error)>;
 
-impl Lineage {
-    /// What failed that all from here on depends on.
+impl Dependencies {
+    /// Returns the first known failure among the dependencies.
     fn failure(&self) -> Option<&Error> {
         let others = self
             .others
@@ -291,8 +305,8 @@ impl Lineage {
         self.own.get().into_iter().chain(others).map(|(_, error)| error).next()
     }
 
-    /// Depends on all that `other` does.
-    fn join(&mut self, other: &Lineage) {
+    /// Adds the dependencies of `other`.
+    fn join(&mut self, other: &Dependencies) {
         let all = other.others.iter().cloned().chain([(Arc::clone(&other.own), other.operations)]);
         for (failure, until) in all.filter(|(failure, _)| !Arc::ptr_eq(failure, &self.own)) {
             match self.others.iter_mut().find(|(known, _)| Arc::ptr_eq(known, &failure)) {
@@ -300,13 +314,13 @@ impl Lineage {
                 None => self.others.push((failure, until)),
             }
         }
-        // A stream that is gone and has not failed never will.
+        // A stream that was dropped without a failure cannot fail any more.
         self.others
             .retain(|(failure, _)| Arc::strong_count(failure) > 1 || failure.get().is_some());
     }
 }
 
-/// What is counted. Completions are seen when somebody asks.
+/// Counters of a stream. Completions are noticed only by queries.
 #[derive(Debug, Default)]
 struct Counts {
     operations: AtomicU64,
@@ -318,10 +332,10 @@ struct Counts {
     latency_ns: AtomicU64,
 }
 
-/// A stream of a [`CudaDevice`]. What it submits to the driver it submits in one go: threads that
-/// share it take turns.
+/// A stream of a [`CudaDevice`].
 ///
-/// Its metrics see completions when it is asked for anything: latencies are at most so long.
+/// Its metrics notice completions only when the stream is queried or synchronized, so latencies are
+/// upper bounds.
 #[derive(Debug, Clone)]
 pub struct CudaStream {
     handle: Arc<StreamHandle>,
@@ -332,38 +346,41 @@ struct StreamHandle {
     id: StreamId,
     level: i32,
     raw: RawStream,
-    lineage: Mutex<Lineage>,
+    dependencies: Mutex<Dependencies>,
     counts: Counts,
-    shared: Arc<Shared>,
+    shared: Arc<CudaShared>,
 }
 
 impl Drop for StreamHandle {
     fn drop(&mut self) {
-        // SAFETY: the last handle is gone.
+        // SAFETY: this is the last handle.
         unsafe { self.shared.context.destroy_stream(&self.raw) };
     }
 }
 
 impl StreamHandle {
-    /// Submits something, unless what it depends on has failed.
-    fn submit(&self, submit: impl FnOnce(&mut Lineage) -> Result<(), Error>) -> Result<(), Error> {
+    /// Submits work, unless the stream has failed.
+    fn submit(
+        &self,
+        submit: impl FnOnce(&mut Dependencies) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         self.error()?;
-        self.submit_whatever(submit)
+        self.submit_even_if_failed(submit)
     }
 
-    fn submit_whatever(
+    fn submit_even_if_failed(
         &self,
-        submit: impl FnOnce(&mut Lineage) -> Result<(), Error>,
+        submit: impl FnOnce(&mut Dependencies) -> Result<(), Error>,
     ) -> Result<(), Error> {
-        let mut lineage = lock(&self.lineage);
-        lineage.operations += 1;
-        submit(&mut lineage)?;
+        let mut dependencies = lock(&self.dependencies);
+        dependencies.operations += 1;
+        submit(&mut dependencies)?;
         self.counts.operations.fetch_add(1, Ordering::Relaxed);
         self.counts.submitted_ns.fetch_add(monotonic_ns(), Ordering::Relaxed);
         Ok(())
     }
 
-    /// All that was submitted so far is done.
+    /// Counts all operations up to `operations` as completed.
     fn completed(&self, operations: u64, submitted_ns: u64) {
         let before = self.counts.completed.fetch_max(operations, Ordering::Relaxed);
         let now = monotonic_ns().saturating_mul(operations);
@@ -380,12 +397,13 @@ impl StreamHandle {
     }
 
     fn error(&self) -> Result<(), Error> {
-        lock(&self.lineage).failure().map_or(Ok(()), |error| Err(error.clone()))
+        lock(&self.dependencies).failure().map_or(Ok(()), |error| Err(error.clone()))
     }
 }
 
 impl CudaStream {
-    /// The driver's handle, `CUstream`, for kernels and libraries. Valid as long as this is.
+    /// Returns the driver's `CUstream`, for kernels and libraries. Valid as long as a handle to
+    /// this stream exists.
     pub fn as_ptr(&self) -> *mut c_void {
         self.handle.raw.as_ptr()
     }
@@ -393,14 +411,14 @@ impl CudaStream {
     fn wait_for(
         &self,
         event: &CudaEvent,
-        join: impl FnOnce(&mut Lineage, &Lineage),
+        join: impl FnOnce(&mut Dependencies, &Dependencies),
     ) -> Result<(), Error> {
         let StreamHandle { raw, shared, .. } = &*self.handle;
-        self.handle.submit(|lineage| {
+        self.handle.submit(|dependencies| {
             let recorded = lock(&event.handle.recorded);
             let Some(history) = &*recorded else { return Ok(()) };
             shared.context.wait(raw, &event.handle.raw)?;
-            join(lineage, history);
+            join(dependencies, history);
             Ok(())
         })
     }
@@ -424,17 +442,18 @@ impl Stream for CudaStream {
 
     fn record(&self, event: &CudaEvent) -> Result<(), Error> {
         let StreamHandle { raw, shared, .. } = &*self.handle;
-        self.handle.submit_whatever(|lineage| {
-            // Both at once, lest another thread waits for one of them with the other's history.
+        self.handle.submit_even_if_failed(|dependencies| {
+            // Both under the lock, so that no other thread combines one of them with an older
+            // version of the other.
             let mut recorded = lock(&event.handle.recorded);
             shared.context.record(raw, &event.handle.raw)?;
-            *recorded = Some(lineage.clone());
+            *recorded = Some(dependencies.clone());
             Ok(())
         })
     }
 
     fn wait(&self, event: &CudaEvent) -> Result<(), Error> {
-        self.wait_for(event, Lineage::join)
+        self.wait_for(event, Dependencies::join)
     }
 
     fn follow(&self, event: &CudaEvent) -> Result<(), Error> {
@@ -446,8 +465,8 @@ impl Stream for CudaStream {
         let StreamHandle { raw, shared, .. } = &*self.handle;
         self.handle.submit(|_| Ok(()))?;
         if !to.is_empty() {
-            // Without the lock: from or to memory that is not pinned the driver may wait for all
-            // that is before it.
+            // Not under the lock, because for pageable memory the driver may wait for all earlier
+            // work.
             // SAFETY: the caller's promise; the lengths were compared.
             unsafe { shared.context.copy(raw, to, from) }?;
         }
@@ -469,16 +488,16 @@ impl Stream for CudaStream {
     fn launch_host_fn(&self, work: HostFn) -> Result<(), Error> {
         let StreamHandle { id, raw, shared, .. } = &*self.handle;
         let stream = *id;
-        self.handle.submit(|lineage| {
-            let lineage = lineage.clone();
+        self.handle.submit(|dependencies| {
+            let dependencies = dependencies.clone();
             let run = move || {
-                let failed = lineage.failure().cloned();
+                let failed = dependencies.failure().cloned();
                 let outcome = match failed {
                     Some(error) => Err(error),
                     None => Work::HostFn(work).run().map_err(|what| Error::Failed { stream, what }),
                 };
                 if let Err(error) = outcome {
-                    let _ = lineage.own.set((lineage.operations, error));
+                    let _ = dependencies.own.set((dependencies.operations, error));
                 }
             };
             shared.context.launch_host_fn(raw, Box::new(run))
@@ -492,7 +511,7 @@ impl Stream for CudaStream {
         if !shared.info.can_prefetch {
             return Err(Error::Unsupported {
                 device: shared.info.name.clone(),
-                what: "memory that moves",
+                what: "prefetching managed memory",
             });
         }
         self.handle.submit(|_| shared.context.prefetch(raw, range, to == MemoryLocation::Device))
@@ -500,7 +519,7 @@ impl Stream for CudaStream {
 
     fn query(&self) -> Result<Status, Error> {
         let (operations, submitted_ns) = self.handle.counted();
-        // The device may still do what was submitted before a failure was known.
+        // Work that was submitted before the failure was known may still be running.
         if !self.handle.shared.context.is_done(&self.handle.raw)? {
             return Ok(Status::Pending);
         }
@@ -517,13 +536,14 @@ impl Stream for CudaStream {
     }
 
     fn take_error(&self) -> Option<Error> {
-        let mut lineage = lock(&self.handle.lineage);
-        let error = lineage.failure().cloned()?;
-        // Only what a function did is over with it.
+        let mut dependencies = lock(&self.handle.dependencies);
+        let error = dependencies.failure().cloned()?;
+        // Only failures of host functions can be cleared.
         if !matches!(error, Error::Failed { .. }) {
             return None;
         }
-        *lineage = Lineage { operations: lineage.operations, ..Lineage::default() };
+        *dependencies =
+            Dependencies { operations: dependencies.operations, ..Dependencies::default() };
         Some(error)
     }
 
@@ -559,28 +579,32 @@ pub struct CudaEvent {
 #[derive(Debug)]
 struct EventHandle {
     raw: RawEvent,
-    /// What came before where it was recorded last.
-    recorded: Mutex<Option<Lineage>>,
-    shared: Arc<Shared>,
+    /// The dependencies of the point that was recorded last.
+    recorded: Mutex<Option<Dependencies>>,
+    shared: Arc<CudaShared>,
 }
 
 impl Drop for EventHandle {
     fn drop(&mut self) {
-        // SAFETY: the last handle is gone.
+        // SAFETY: this is the last handle.
         unsafe { self.shared.context.destroy_event(&self.raw) };
     }
 }
 
 impl CudaEvent {
-    /// The driver's handle, `CUevent`, is not given out: what is recorded behind this crate's back
-    /// it knows nothing of.
+    /// Returns the failure of the work before the recorded point.
+    ///
+    /// The driver's `CUevent` is not exposed, because this would miss records made through it.
     fn error(&self) -> Result<(), Error> {
         let recorded = lock(&self.handle.recorded);
-        let Some(lineage) = &*recorded else { return Ok(()) };
-        // Of its own stream only what came before.
-        let own =
-            lineage.own.get().filter(|(at, _)| *at <= lineage.operations).map(|(_, error)| error);
-        let others = Lineage { own: Arc::default(), ..lineage.clone() };
+        let Some(dependencies) = &*recorded else { return Ok(()) };
+        // Later failures of the same stream do not count.
+        let own = dependencies
+            .own
+            .get()
+            .filter(|(at, _)| *at <= dependencies.operations)
+            .map(|(_, error)| error);
+        let others = Dependencies { own: Arc::default(), ..dependencies.clone() };
         own.or_else(|| others.failure()).map_or(Ok(()), |error| Err(error.clone()))
     }
 }
@@ -599,7 +623,7 @@ impl Event for CudaEvent {
     fn synchronize(&self) -> Result<(), Error> {
         may_wait()?;
         if lock(&self.handle.recorded).is_some() {
-            self.handle.shared.context.reach(&self.handle.raw)?;
+            self.handle.shared.context.wait_for_event(&self.handle.raw)?;
         }
         self.error()
     }
@@ -616,46 +640,47 @@ impl Event for CudaEvent {
     }
 }
 
-/// Memory of a [`CudaDevice`], or of the host for one.
+/// Memory of a [`CudaDevice`], or host memory for it.
 #[derive(Debug)]
 pub struct CudaMemory {
-    owned: Owned,
+    allocation: Allocation,
     range: MemoryRange,
     kind: MemoryKind,
-    shared: Arc<Shared>,
+    shared: Arc<CudaShared>,
 }
 
 #[derive(Debug)]
-enum Owned {
+enum Allocation {
     Driver {
         start: *mut u8,
         pinned: bool,
     },
-    /// Given back already.
-    Gone,
-    Block(#[expect(dead_code, reason = "owns what `range` says")] HostBlock),
+    /// Freed already, or passed on.
+    Released,
+    Host(#[expect(dead_code, reason = "owns the memory of `range`")] HostBlock),
 }
 
-// SAFETY: it owns memory by its address, which it itself never reads or writes.
-unsafe impl Send for Owned {}
+// SAFETY: this owns memory by its address, and never reads or writes it.
+unsafe impl Send for Allocation {}
 // SAFETY: as above.
-unsafe impl Sync for Owned {}
+unsafe impl Sync for Allocation {}
 
 impl Drop for CudaMemory {
     fn drop(&mut self) {
-        self.shared.memory.given_back(self.range.len());
-        let owned = std::mem::replace(&mut self.owned, Owned::Gone);
-        if may_wait().is_err() && matches!(owned, Owned::Driver { .. }) {
-            lock(&self.shared.late).push(Late { owned, stream: None });
+        self.shared.memory.freed(self.range.len());
+        let allocation = std::mem::replace(&mut self.allocation, Allocation::Released);
+        if may_wait().is_err() && matches!(allocation, Allocation::Driver { .. }) {
+            lock(&self.shared.deferred_frees).push(DeferredFree { allocation, stream: None });
             return;
         }
-        // SAFETY: it came from there, and is freed once, when its owner says that nobody uses it.
-        unsafe { self.shared.free(&owned, None) };
+        // SAFETY: the allocation belongs to this context and is freed once, when its owner drops
+        // it.
+        unsafe { self.shared.free(&allocation, None) };
     }
 }
 
-// SAFETY: the driver gave it to this value alone, and pinned and managed memory is mapped for the
-// host.
+// SAFETY: the allocation belongs to this value alone, and the host can access pinned and managed
+// memory.
 unsafe impl RawMemory for CudaMemory {
     fn range(&self) -> MemoryRange {
         self.range
@@ -670,7 +695,7 @@ unsafe impl RawMemory for CudaMemory {
         if bytes.is_empty() {
             return Ok(());
         }
-        // SAFETY: the caller's promise; `bytes` is borrowed for as long as it takes.
+        // SAFETY: the caller's promise; `bytes` is borrowed during the copy.
         unsafe { self.shared.context.copy_now(MemoryRange::of(bytes), from) }
     }
 
@@ -680,13 +705,12 @@ unsafe impl RawMemory for CudaMemory {
             return Ok(());
         }
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-        // SAFETY: the caller's promise; `bytes` is borrowed for as long as it takes, and is only
-        // read.
+        // SAFETY: the caller's promise; `bytes` is borrowed during the copy, which only reads it.
         unsafe { self.shared.context.copy_now(to, from) }
     }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing that can panic runs under these.
+    // No code that can panic runs while these locks are held.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
