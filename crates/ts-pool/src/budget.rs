@@ -4,78 +4,88 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::Error;
 
-/// A hard limit on bytes that several owners of memory share. Cloning gives another handle to the
-/// same account.
+/// A hard limit on bytes that several memory pools share. Clones are handles to the same budget.
+///
+/// ```
+/// use ts_pool::Budget;
+///
+/// let budget = Budget::new(100);
+/// let reservation = budget.reserve(60)?;
+/// assert!(budget.reserve(41).is_err());
+/// drop(reservation);
+/// assert_eq!((budget.used_bytes(), budget.high_water_bytes()), (0, 60));
+/// # Ok::<(), ts_pool::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Budget {
-    account: Arc<Account>,
+    inner: Arc<BudgetInner>,
 }
 
 #[derive(Debug)]
-struct Account {
+struct BudgetInner {
     limit: usize,
     used: AtomicUsize,
     high_water: AtomicUsize,
 }
 
 impl Budget {
-    /// An account of `limit_bytes`, all free.
+    /// Creates a budget of `limit_bytes` with no reservations.
     pub fn new(limit_bytes: usize) -> Self {
-        let account = Account {
+        let inner = BudgetInner {
             limit: limit_bytes,
             used: AtomicUsize::new(0),
             high_water: AtomicUsize::new(0),
         };
-        Self { account: Arc::new(account) }
+        Self { inner: Arc::new(inner) }
     }
 
-    /// Takes `bytes` from the account until the reservation is dropped. Never blocks.
+    /// Reserves `bytes` until the returned reservation is dropped. Never blocks.
     ///
     /// # Errors
-    /// [`Error::OverBudget`] when fewer bytes are left; nothing is taken then.
+    /// Returns [`Error::OverBudget`], and reserves nothing, if fewer bytes are left.
     pub fn reserve(&self, bytes: usize) -> Result<Reservation, Error> {
-        let account = &self.account;
-        let taken = account.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, |used| {
-            used.checked_add(bytes).filter(|&sum| sum <= account.limit)
+        let inner = &self.inner;
+        let taken = inner.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, |used| {
+            used.checked_add(bytes).filter(|&sum| sum <= inner.limit)
         });
         match taken {
             Ok(before) => {
-                account.high_water.fetch_max(before + bytes, Ordering::AcqRel);
-                Ok(Reservation { account: Arc::clone(account), bytes })
+                inner.high_water.fetch_max(before + bytes, Ordering::AcqRel);
+                Ok(Reservation { inner: Arc::clone(inner), bytes })
             }
             Err(used_bytes) => Err(Error::OverBudget {
                 requested_bytes: bytes,
                 used_bytes,
-                limit_bytes: account.limit,
+                limit_bytes: inner.limit,
             }),
         }
     }
 
-    /// The limit.
+    /// Returns the limit in bytes.
     pub fn limit_bytes(&self) -> usize {
-        self.account.limit
+        self.inner.limit
     }
 
-    /// Bytes reserved now.
+    /// Returns the number of bytes that are currently reserved.
     pub fn used_bytes(&self) -> usize {
-        self.account.used.load(Ordering::Acquire)
+        self.inner.used.load(Ordering::Acquire)
     }
 
-    /// The most that was reserved at any time.
+    /// Returns the most bytes that were ever reserved at the same time.
     pub fn high_water_bytes(&self) -> usize {
-        self.account.high_water.load(Ordering::Acquire)
+        self.inner.high_water.load(Ordering::Acquire)
     }
 }
 
-/// Bytes taken from a [`Budget`]; dropping it gives them back.
+/// Bytes reserved from a [`Budget`]. Dropping it releases them.
 #[derive(Debug)]
 pub struct Reservation {
-    account: Arc<Account>,
+    inner: Arc<BudgetInner>,
     bytes: usize,
 }
 
 impl Reservation {
-    /// How many bytes it holds.
+    /// Returns the number of reserved bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -83,7 +93,7 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.account.used.fetch_sub(self.bytes, Ordering::AcqRel);
+        self.inner.used.fetch_sub(self.bytes, Ordering::AcqRel);
     }
 }
 
@@ -92,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_budget_gives_what_it_has_and_takes_it_back() {
+    fn reservations_stop_at_the_limit_and_are_released_on_drop() {
         let budget = Budget::new(100);
         let a = budget.reserve(60).unwrap();
         assert!(matches!(budget.reserve(41), Err(Error::OverBudget { used_bytes: 60, .. })));

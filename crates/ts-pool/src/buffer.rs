@@ -5,42 +5,57 @@ use std::sync::Arc;
 
 use crate::pool::Block;
 
-/// Memory that one owner may read and write: a whole block of a pool, or a part split off it.
+/// A mutable byte buffer in a [`HostPool`](crate::HostPool): a whole block, or a part split off
+/// one.
 ///
-/// Not `Clone`. Parts of one block can be filled at the same time by different threads, then joined
-/// again with [`unsplit`](Buffer::unsplit) or simply dropped; the block is freed with its last
-/// part.
+/// Different threads can fill the parts of one block at the same time. Join the parts again with
+/// [`unsplit`](Buffer::unsplit), or drop them; the block is freed when its last part is dropped.
+///
+/// ```
+/// use ts_pool::{Budget, HostPool};
+///
+/// let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20)?;
+/// let mut head = pool.allocate(10)?;
+/// let mut tail = head.split_off(4);
+/// std::thread::scope(|scope| {
+///     scope.spawn(|| head.fill(1));
+///     scope.spawn(|| tail.fill(2));
+/// });
+/// head.unsplit(tail).expect("the parts are adjacent");
+/// assert_eq!(head[..], [1, 1, 1, 1, 2, 2, 2, 2, 2, 2]);
+/// # Ok::<(), ts_pool::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Buffer {
     block: Arc<Block>,
-    /// This part: `offset..offset + len` of the block, no byte of which another `Buffer` covers.
+    /// This part is `offset..offset + len` of the block. No other `Buffer` overlaps it.
     offset: usize,
     len: usize,
 }
 
 impl Buffer {
-    pub(crate) fn of_block(block: Block, len: usize) -> Self {
+    pub(crate) fn from_block(block: Block, len: usize) -> Self {
         assert!(len <= block.size());
         Self { block: Arc::new(block), offset: 0, len }
     }
 
-    /// Keeps the first `at` bytes and returns the others.
+    /// Splits the buffer: it keeps the first `at` bytes, and the rest is returned.
     ///
     /// # Panics
-    /// If `at` is greater than the length.
-    #[must_use = "the bytes split off are freed with what this returns"]
+    /// Panics if `at` is greater than the length.
+    #[must_use = "dropping the returned buffer frees its bytes"]
     pub fn split_off(&mut self, at: usize) -> Buffer {
-        assert!(at <= self.len, "split at {at} of {}", self.len);
+        assert!(at <= self.len, "cannot split at {at}: the buffer has {} bytes", self.len);
         let tail =
             Buffer { block: Arc::clone(&self.block), offset: self.offset + at, len: self.len - at };
         self.len = at;
         tail
     }
 
-    /// Joins `tail`, which must begin in the same block where this buffer ends.
+    /// Appends `tail`, which must start in the same block where this buffer ends. Copies nothing.
     ///
     /// # Errors
-    /// Gives `tail` back when it is not that neighbour.
+    /// Returns `tail` unchanged if it is not adjacent.
     pub fn unsplit(&mut self, tail: Buffer) -> Result<(), Buffer> {
         if !Arc::ptr_eq(&self.block, &tail.block) || tail.offset != self.offset + self.len {
             return Err(tail);
@@ -49,12 +64,12 @@ impl Buffer {
         Ok(())
     }
 
-    /// Where this part begins in its block, in bytes.
+    /// Returns the offset of this part in its block, in bytes.
     pub fn offset(&self) -> usize {
         self.offset
     }
 
-    /// Ends writing: the same bytes, read-only and shareable.
+    /// Makes the bytes read-only and shareable. Copies nothing.
     pub fn freeze(self) -> SharedBuffer {
         SharedBuffer { block: self.block, offset: self.offset, len: self.len }
     }
@@ -68,22 +83,22 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the arena is mapped and zeroed while the block lives, the part is inside the
-        // block (`of_block`, `split_off`), and no other `Buffer` covers these bytes, so none is
-        // being written.
+        // SAFETY: the arena is mapped and initialised while the block lives. The part is inside the
+        // block (`from_block`, `split_off`). No other `Buffer` overlaps it, so nobody writes to it.
         unsafe { std::slice::from_raw_parts(self.ptr().as_ptr(), self.len) }
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`; `&mut self` and the disjointness of parts make the access
-        // exclusive.
+        // SAFETY: as in `deref`. The access is exclusive because parts do not overlap and this one
+        // is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr(), self.len) }
     }
 }
 
-/// Bytes that are no longer written. Clones share them; the block is freed with the last one.
+/// Read-only bytes of a [`Buffer`] that was [frozen](Buffer::freeze). Clones share the bytes; the
+/// block is freed when the last clone is dropped.
 #[derive(Debug, Clone)]
 pub struct SharedBuffer {
     block: Arc<Block>,
@@ -95,14 +110,14 @@ impl Deref for SharedBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: `freeze` consumed the only `Buffer` over these bytes, so nobody writes them, and
-        // the arena is mapped while the block lives.
+        // SAFETY: `freeze` consumed the only `Buffer` over these bytes, so nobody writes to them.
+        // The arena is mapped while the block lives.
         unsafe { std::slice::from_raw_parts(part_ptr(&self.block, self.offset).as_ptr(), self.len) }
     }
 }
 
 fn part_ptr(block: &Block, offset: usize) -> NonNull<u8> {
     debug_assert!(offset <= block.size());
-    // SAFETY: parts are made by `of_block` and `split_off`, which keep `offset` within the block.
+    // SAFETY: `from_block` and `split_off` create all parts and keep `offset` inside the block.
     unsafe { block.ptr().add(offset) }
 }

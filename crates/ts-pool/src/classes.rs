@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Blocks of a few sizes, kept to be used again.
+//! Pools of blocks in a few fixed sizes, which are recycled.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use parking_lot::{Mutex, MutexGuard};
 use ts_streams::{
     Device, ErrorKind as DeviceErrorKind, HostFn, MemoryKind, MemoryRange, RawMemory, Stream,
 };
@@ -11,27 +12,29 @@ use ts_streams::{
 use crate::Error;
 use crate::stack::{Links, Stack};
 
-/// The most shelves that a pool has.
-const MAX_SHELVES: usize = 64;
+/// The maximum number of shards of a pool.
+const MAX_SHARDS: usize = 64;
 
-/// How a pool of blocks is set up.
+/// Configuration of a [`BlockPool`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolConfig {
-    /// The most memory that the pool holds, in bytes, in use or not.
+    /// Maximum size of the pool in bytes, including blocks in use.
     pub pool_bytes: usize,
-    /// The smallest block, in bytes.
+    /// Size of the smallest block in bytes.
     pub min_block_bytes: usize,
-    /// The largest block that is kept, in bytes.
+    /// Size of the largest block that is recycled, in bytes. Larger requests are allocated from the
+    /// device and freed again.
     pub max_block_bytes: usize,
-    /// How many sizes there are between these, each as many times the one before.
+    /// Number of block sizes, at least 2. They form a geometric progression from `min_block_bytes`
+    /// to `max_block_bytes`, rounded up to multiples of 4096 bytes.
     pub classes: usize,
-    /// Whether blocks are taken from the device when the pool is made, some of each size: half of
-    /// the pool.
+    /// Whether to allocate up to half of `pool_bytes` when the pool is created, in equal shares for
+    /// all block sizes.
     pub preallocate: bool,
 }
 
 impl Default for PoolConfig {
-    /// 256 MB in blocks of 64 KB to 64 MB, of 16 sizes.
+    /// 256 MiB, with 16 block sizes from 64 KiB to 64 MiB.
     fn default() -> Self {
         Self {
             pool_bytes: 256 << 20,
@@ -44,7 +47,7 @@ impl Default for PoolConfig {
 }
 
 impl PoolConfig {
-    /// For large transfers: 512 MB, from 1 MB on, taken at once.
+    /// A configuration for large transfers: 512 MiB, blocks of at least 1 MiB, preallocated.
     pub fn high_throughput() -> Self {
         Self {
             pool_bytes: 512 << 20,
@@ -54,7 +57,7 @@ impl PoolConfig {
         }
     }
 
-    /// For small machines: 64 MB, from 16 KB on.
+    /// A configuration for machines with little memory: 64 MiB, blocks from 16 KiB to 16 MiB.
     pub fn low_memory() -> Self {
         Self {
             pool_bytes: 64 << 20,
@@ -64,8 +67,8 @@ impl PoolConfig {
         }
     }
 
-    /// The sizes, the smallest first: multiples of 4096 bytes.
-    fn sizes(&self) -> Vec<usize> {
+    /// Returns the block sizes in ascending order, as multiples of 4096 bytes.
+    fn block_sizes(&self) -> Vec<usize> {
         let (least, most) =
             (self.min_block_bytes.max(1) as f64, self.max_block_bytes.max(1) as f64);
         let steps = self.classes.max(2) - 1;
@@ -77,52 +80,70 @@ impl PoolConfig {
     }
 }
 
-/// A pool of a device's memory in blocks: see [`BlockPool`].
+/// A [`BlockPool`] of device memory.
 pub type GpuMemoryPool<D> = BlockPool<D>;
 
-/// Blocks of memory of some sizes, kept to be used again. A block that is there is had without a
-/// lock. Cloning gives another handle.
+/// A pool of memory blocks in a few fixed sizes. Acquiring a free block takes no lock. Clones are
+/// handles to the same pool.
 ///
-/// Threads have shelves of their own, as far as there are shelves, and take from those of others
-/// when theirs is empty; a block goes back to where it was taken from, whoever drops it.
+/// The pool is sharded by thread. A thread takes free blocks from its own shard first, and from the
+/// other shards if its own has none. A block returns to the shard of the thread that acquired it,
+/// whichever thread drops it.
 ///
-/// Work of streams is the owner's to wait for: see [`PooledBuffer::release_after`].
+/// The pool does not track streams: dropping a [`PooledBuffer`] recycles its block at once. If work
+/// on a stream may still use the block, call [`PooledBuffer::release_after`] instead.
+///
+/// ```
+/// use ts_pool::ts_streams::CpuDevice;
+/// use ts_pool::{BlockPool, PoolConfig};
+///
+/// let pool = BlockPool::new(CpuDevice::new()?, PoolConfig::low_memory())?;
+/// let first = pool.acquire(10_000)?;
+/// assert_eq!((first.len(), first.block_bytes()), (10_000, 16 << 10));
+/// let address = first.range().address();
+/// drop(first);
+/// // The same block serves the next request of its size class.
+/// assert_eq!(pool.acquire(16_000)?.range().address(), address);
+/// assert_eq!((pool.stats().hits, pool.stats().misses), (1, 1));
+/// # Ok::<(), ts_pool::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct BlockPool<D: Device> {
-    shelves: Arc<[Arc<Shelf<D>>]>,
+    shards: Arc<[Arc<Shard<D>>]>,
 }
 
 impl<D: Device> Clone for BlockPool<D> {
     fn clone(&self) -> Self {
-        Self { shelves: Arc::clone(&self.shelves) }
+        Self { shards: Arc::clone(&self.shards) }
     }
 }
 
-/// What threads have in common.
+/// The state that all shards share.
 #[derive(Debug)]
-struct Shared<D: Device> {
+struct BlockPoolInner<D: Device> {
     device: D,
     kind: MemoryKind,
-    limit: usize,
+    limit_bytes: usize,
+    /// The block sizes in ascending order. The index of a size is its class.
     sizes: Vec<usize>,
-    /// Places for blocks that there are not.
-    empty: Stack,
+    /// Indices of slots without a block.
+    empty_slots: Stack,
     links: Links,
-    places: Box<[BlockPlace<D::Memory>]>,
-    /// Bytes of all blocks.
-    held: AtomicUsize,
-    held_high_water: AtomicUsize,
+    slots: Box<[BlockSlot<D::Memory>]>,
+    /// Bytes of all blocks, free or in use.
+    total: AtomicUsize,
+    total_high_water: AtomicUsize,
     drops: AtomicU64,
 }
 
-/// The free blocks of some threads. On cache lines of its own.
+/// The free blocks and counters of some threads, on its own cache lines.
 #[derive(Debug)]
 #[repr(align(128))]
-struct Shelf<D: Device> {
-    shared: Arc<Shared<D>>,
-    /// Free blocks of each size.
-    free: Box<[Row]>,
-    /// Bytes of blocks that were taken from here.
+struct Shard<D: Device> {
+    shared: Arc<BlockPoolInner<D>>,
+    /// One stack of free blocks per class.
+    free: Box<[StackGroup]>,
+    /// Bytes of blocks that threads of this shard acquired.
     in_use: AtomicUsize,
     high_water: AtomicUsize,
     hits: AtomicU64,
@@ -130,99 +151,103 @@ struct Shelf<D: Device> {
     returns: AtomicU64,
 }
 
-/// As many stacks as cache lines that are fetched together hold.
+/// The stacks that fit into 128 bytes, the pair of cache lines that processors fetch together.
 #[derive(Debug)]
 #[repr(align(128))]
-struct Row([Stack; ROW]);
+struct StackGroup([Stack; GROUP_LEN]);
 
-const ROW: usize = 16;
+const GROUP_LEN: usize = 16;
 
+/// Storage for one block. Whoever owns the slot's index owns the block.
 #[derive(Debug)]
-struct BlockPlace<M> {
+struct BlockSlot<M> {
     memory: Mutex<Option<M>>,
-    /// Where the memory is, for those who have the place.
+    /// Address of the memory. The owner of the slot can read it without the lock.
     address: AtomicPtr<u8>,
 }
 
-/// What a [`BlockPool`] holds and has done.
+/// Statistics of a [`BlockPool`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockStats {
-    /// Bytes in blocks that are free.
+    /// Bytes in free blocks.
     pub available_bytes: usize,
-    /// Bytes in blocks that somebody has.
+    /// Bytes in acquired blocks.
     pub in_use_bytes: usize,
-    /// Bytes in all blocks.
+    /// Bytes in all blocks, free or in use.
     pub pool_bytes: usize,
-    /// The most that was in use at any time. Never less; where several threads use the pool perhaps
-    /// more, for each shelf's most counts, whenever it was.
+    /// An upper bound of the most bytes that were ever in use at the same time. Exact for one
+    /// thread; with several threads it adds their individual maxima, which may lie at different
+    /// times.
     pub high_water_bytes: usize,
-    /// Requests that a free block was there for.
+    /// Requests that were served with a free block.
     pub hits: u64,
-    /// Requests for which memory came from the device.
+    /// Requests that found no free block, whether or not the device then had memory.
     pub misses: u64,
-    /// Blocks that came back and were kept.
+    /// Dropped blocks that were kept for reuse.
     pub returns: u64,
-    /// Blocks that went back to the device.
+    /// Blocks that were freed to the device.
     pub drops: u64,
 }
 
 impl BlockStats {
-    /// The share of requests that a free block was there for; 0 without requests.
+    /// Returns the fraction of requests that were served with a free block; 0 without requests.
     pub fn hit_rate(&self) -> f64 {
         let all = self.hits + self.misses;
         if all > 0 { self.hits as f64 / all as f64 } else { 0.0 }
     }
 }
 
-/// Memory of a [`BlockPool`]. Not `Clone`; dropping it gives it back.
+/// A block of a [`BlockPool`]. Dropping it returns the block to the pool.
 #[derive(Debug)]
 pub struct PooledBuffer<D: Device> {
-    shelf: Arc<Shelf<D>>,
-    place: u32,
-    /// Its size; `None` for one that is larger than all and is not kept.
+    shard: Arc<Shard<D>>,
+    slot: u32,
+    /// The size class; `None` for a block larger than all classes, which is not recycled.
     class: Option<u16>,
     range: MemoryRange,
     block_bytes: usize,
 }
 
 impl<D: Device> BlockPool<D> {
-    /// A pool of the device's own memory.
+    /// Creates a pool of device memory.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Device`] when blocks are to be taken at once and cannot be
-    /// had.
+    /// With [`PoolConfig::preallocate`], returns [`Error::OutOfMemory`] or [`Error::Device`] if the
+    /// device cannot allocate the blocks. Otherwise it does not fail.
     pub fn new(device: D, config: PoolConfig) -> Result<Self, Error> {
         Self::of(device, MemoryKind::Device, config)
     }
 
-    /// A pool of memory of a kind.
+    /// Creates a pool of memory of the given kind.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// The same as [`new`](Self::new).
     pub fn of(device: D, kind: MemoryKind, config: PoolConfig) -> Result<Self, Error> {
-        let sizes = config.sizes();
-        // No block is smaller than the smallest.
+        let sizes = config.block_sizes();
+        // No block is smaller than `sizes[0]`, so the pool never needs more slots.
         let count = u32::try_from(config.pool_bytes / sizes[0] + 1).unwrap_or(u32::MAX - 1);
-        let (links, empty) = (Links::new(count), Stack::new());
-        (0..count).rev().for_each(|place| empty.push(&links, place));
-        let place = |_| BlockPlace { memory: Mutex::new(None), address: AtomicPtr::default() };
-        let rows = sizes.len().div_ceil(ROW);
-        let shared = Arc::new(Shared {
+        let (links, empty_slots) = (Links::new(count), Stack::new());
+        (0..count).rev().for_each(|slot| empty_slots.push(&links, slot));
+        let slot = |_| BlockSlot { memory: Mutex::new(None), address: AtomicPtr::default() };
+        let groups = sizes.len().div_ceil(GROUP_LEN);
+        let shared = Arc::new(BlockPoolInner {
             device,
             kind,
-            limit: config.pool_bytes,
+            limit_bytes: config.pool_bytes,
             sizes,
-            empty,
+            empty_slots,
             links,
-            places: (0..count).map(place).collect(),
-            held: AtomicUsize::new(0),
-            held_high_water: AtomicUsize::new(0),
+            slots: (0..count).map(slot).collect(),
+            total: AtomicUsize::new(0),
+            total_high_water: AtomicUsize::new(0),
             drops: AtomicU64::new(0),
         });
-        let shelf = |_| {
-            Arc::new(Shelf {
+        let shard = |_| {
+            Arc::new(Shard {
                 shared: Arc::clone(&shared),
-                free: (0..rows).map(|_| Row(std::array::from_fn(|_| Stack::new()))).collect(),
+                free: (0..groups)
+                    .map(|_| StackGroup(std::array::from_fn(|_| Stack::new())))
+                    .collect(),
                 in_use: AtomicUsize::new(0),
                 high_water: AtomicUsize::new(0),
                 hits: AtomicU64::new(0),
@@ -230,86 +255,88 @@ impl<D: Device> BlockPool<D> {
                 returns: AtomicU64::new(0),
             })
         };
-        // More than cores: threads that take turns on one need not meet.
-        let shelves = 4 * std::thread::available_parallelism().map_or(1, usize::from);
-        let this = Self { shelves: (0..shelves.min(MAX_SHELVES)).map(shelf).collect() };
+        // More shards than cores, so that threads that share a core rarely share a shard.
+        let shards = 4 * std::thread::available_parallelism().map_or(1, usize::from);
+        let this = Self { shards: (0..shards.min(MAX_SHARDS)).map(shard).collect() };
         if config.preallocate {
             let share = config.pool_bytes / 2 / shared.sizes.len();
             for (class, &size) in shared.sizes.iter().enumerate() {
                 for number in 0..share / size {
-                    let place = this.new_block(size)?;
-                    this.shelves[number % this.shelves.len()].put(class, place);
+                    let slot = this.new_block(size)?;
+                    this.shards[number % this.shards.len()].push_free(class, slot);
                 }
             }
         }
         Ok(this)
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &D {
         &self.shared().device
     }
 
-    /// Memory of at least one block's size for `bytes` bytes. What it holds is undefined. Blocks
-    /// only while the device gives new memory, if no block is free.
+    /// Acquires a block of at least `bytes` bytes. Its contents are undefined.
+    ///
+    /// If no block of the size class is free, the pool allocates one from the device, which may
+    /// block. If the pool is at its limit or the device is full, it frees other free blocks first.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] when the pool holds as much as it may, all of it in use, or the
-    /// device has no more; [`Error::Device`].
+    /// Returns [`Error::OutOfMemory`] if all blocks are in use and the pool has reached its limit
+    /// or the device has no more memory. Returns [`Error::Device`] if the device fails otherwise.
     pub fn acquire(&self, bytes: usize) -> Result<PooledBuffer<D>, Error> {
         let shared = self.shared();
         let class = shared.sizes.partition_point(|&size| size < bytes);
-        let kept = shared.sizes.get(class).copied();
-        let Some(block_bytes) = kept.or_else(|| bytes.checked_next_multiple_of(4096)) else {
+        let class_bytes = shared.sizes.get(class).copied();
+        let Some(block_bytes) = class_bytes.or_else(|| bytes.checked_next_multiple_of(4096)) else {
             return Err(self.out_of_memory(bytes));
         };
-        let number = shelf_number() % self.shelves.len();
-        let shelf = &self.shelves[number];
-        let free = kept.and_then(|_| self.take(class, number));
-        let count = if free.is_some() { &shelf.hits } else { &shelf.misses };
+        let index = shard_index() % self.shards.len();
+        let shard = &self.shards[index];
+        let free = class_bytes.and_then(|_| self.pop_free(class, index));
+        let count = if free.is_some() { &shard.hits } else { &shard.misses };
         count.fetch_add(1, Ordering::Relaxed);
-        let place = free.map_or_else(|| self.new_block(block_bytes), Ok)?;
-        shelf.taken(block_bytes);
+        let slot = free.map_or_else(|| self.new_block(block_bytes), Ok)?;
+        shard.count_acquired(block_bytes);
         let range =
-            MemoryRange::new(shared.places[place as usize].address.load(Ordering::Relaxed), bytes);
-        let class = kept.map(|_| class as u16);
-        Ok(PooledBuffer { shelf: Arc::clone(shelf), place, class, range, block_bytes })
+            MemoryRange::new(shared.slots[slot as usize].address.load(Ordering::Relaxed), bytes);
+        let class = class_bytes.map(|_| class as u16);
+        Ok(PooledBuffer { shard: Arc::clone(shard), slot, class, range, block_bytes })
     }
 
-    /// Gives all free blocks back to the device. Blocks while the device takes them.
+    /// Frees all free blocks to the device. Blocks while the device frees them.
     pub fn clear(&self) {
         for class in 0..self.shared().sizes.len() {
             while self.evict(class) {}
         }
     }
 
-    /// Statistics of this moment; while others use the pool its numbers are of moments close to
-    /// each other.
+    /// Returns current statistics. The counters are read one after the other, so they may be
+    /// slightly inconsistent while other threads use the pool.
     pub fn stats(&self) -> BlockStats {
         let shared = self.shared();
-        let held = shared.held.load(Ordering::Relaxed);
+        let total = shared.total.load(Ordering::Relaxed);
         let (in_use, peaks) = self.in_use();
-        let sum = |count: fn(&Shelf<D>) -> &AtomicU64| {
-            self.shelves.iter().map(|shelf| count(shelf).load(Ordering::Relaxed)).sum()
+        let sum = |count: fn(&Shard<D>) -> &AtomicU64| {
+            self.shards.iter().map(|shard| count(shard).load(Ordering::Relaxed)).sum()
         };
         BlockStats {
-            available_bytes: held.saturating_sub(in_use),
+            available_bytes: total.saturating_sub(in_use),
             in_use_bytes: in_use,
-            pool_bytes: held,
-            high_water_bytes: peaks.min(shared.held_high_water.load(Ordering::Relaxed)),
-            hits: sum(|shelf| &shelf.hits),
-            misses: sum(|shelf| &shelf.misses),
-            returns: sum(|shelf| &shelf.returns),
+            pool_bytes: total,
+            high_water_bytes: peaks.min(shared.total_high_water.load(Ordering::Relaxed)),
+            hits: sum(|shard| &shard.hits),
+            misses: sum(|shard| &shard.misses),
+            returns: sum(|shard| &shard.returns),
             drops: shared.drops.load(Ordering::Relaxed),
         }
     }
 
-    /// Bytes of blocks that somebody has, and the most that each shelf ever gave, summed.
+    /// Returns the bytes in acquired blocks, and the sum of the high-water marks of all shards.
     fn in_use(&self) -> (usize, usize) {
-        self.shelves.iter().fold((0, 0), |(now, most), shelf| {
+        self.shards.iter().fold((0, 0), |(now, peaks), shard| {
             (
-                now + shelf.in_use.load(Ordering::Relaxed),
-                most + shelf.high_water.load(Ordering::Relaxed),
+                now + shard.in_use.load(Ordering::Relaxed),
+                peaks + shard.high_water.load(Ordering::Relaxed),
             )
         })
     }
@@ -319,8 +346,8 @@ impl<D: Device> BlockPool<D> {
         Error::OutOfMemory {
             device: shared.device.info().name.clone(),
             requested_bytes,
-            capacity_bytes: shared.held.load(Ordering::Relaxed),
-            limit_bytes: shared.limit,
+            capacity_bytes: shared.total.load(Ordering::Relaxed),
+            limit_bytes: shared.limit_bytes,
             in_use_bytes: self.in_use().0,
             largest_free_bytes: 0,
             pending_bytes: 0,
@@ -328,30 +355,31 @@ impl<D: Device> BlockPool<D> {
         }
     }
 
-    fn shared(&self) -> &Shared<D> {
-        &self.shelves[0].shared
+    fn shared(&self) -> &BlockPoolInner<D> {
+        &self.shards[0].shared
     }
 
-    /// A free block, of this shelf or of the next that has one.
-    fn take(&self, class: usize, number: usize) -> Option<u32> {
-        let (before, from) = self.shelves.split_at(number);
-        from.iter().chain(before).find_map(|shelf| shelf.take(class))
+    /// Pops a free block of this shard, or else of the next one that has any.
+    fn pop_free(&self, class: usize, shard: usize) -> Option<u32> {
+        let (before, from) = self.shards.split_at(shard);
+        from.iter().chain(before).find_map(|shard| shard.pop_free(class))
     }
 
-    /// Takes memory from the device, at the cost of blocks of other sizes that are free.
+    /// Allocates a block from the device, and frees other free blocks until there is room for it.
     #[cold]
     fn new_block(&self, bytes: usize) -> Result<u32, Error> {
         let shared = self.shared();
         loop {
-            let reserved = shared.held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |held| {
-                held.checked_add(bytes).filter(|&sum| sum <= shared.limit)
-            });
-            if let Ok(held) = reserved {
-                shared.held_high_water.fetch_max(held + bytes, Ordering::Relaxed);
-                match shared.fill_place(bytes) {
-                    Ok(Some(place)) => return Ok(place),
+            let reserved =
+                shared.total.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |total| {
+                    total.checked_add(bytes).filter(|&sum| sum <= shared.limit_bytes)
+                });
+            if let Ok(total) = reserved {
+                shared.total_high_water.fetch_max(total + bytes, Ordering::Relaxed);
+                match shared.fill_slot(bytes) {
+                    Ok(Some(slot)) => return Ok(slot),
                     failed => {
-                        shared.held.fetch_sub(bytes, Ordering::Relaxed);
+                        shared.total.fetch_sub(bytes, Ordering::Relaxed);
                         failed?;
                     }
                 }
@@ -362,109 +390,112 @@ impl<D: Device> BlockPool<D> {
         }
     }
 
-    /// Gives a free block back to the device, of the largest there are; whether there was one.
+    /// Frees one of the largest free blocks to the device. Returns whether there was a free block.
     fn evict_any(&self) -> bool {
         (0..self.shared().sizes.len()).rev().any(|class| self.evict(class))
     }
 
+    /// Frees one free block of a class to the device. Returns whether there was one.
     fn evict(&self, class: usize) -> bool {
-        let Some(place) = self.take(class, 0) else { return false };
-        self.shared().discard(place, self.shared().sizes[class]);
+        let Some(slot) = self.pop_free(class, 0) else { return false };
+        self.shared().free_block(slot, self.shared().sizes[class]);
         true
     }
 }
 
-/// Which shelf this thread uses, of as many as there are.
-fn shelf_number() -> usize {
+/// Returns a number per thread, which selects its shard modulo the number of shards.
+fn shard_index() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
-        static NUMBER: usize = NEXT.fetch_add(1, Ordering::Relaxed);
+        static INDEX: usize = NEXT.fetch_add(1, Ordering::Relaxed);
     }
-    // A thread that ends has no number any more.
-    NUMBER.try_with(|number| *number).unwrap_or(0)
+    // The thread-local is gone while the thread exits.
+    INDEX.try_with(|index| *index).unwrap_or(0)
 }
 
-impl<D: Device> Shelf<D> {
-    /// Counts a block that somebody has now.
-    fn taken(&self, bytes: usize) {
+impl<D: Device> Shard<D> {
+    /// Counts a block that was just acquired.
+    fn count_acquired(&self, bytes: usize) {
         let used = self.in_use.fetch_add(bytes, Ordering::Relaxed) + bytes;
         if used > self.high_water.load(Ordering::Relaxed) {
             self.high_water.fetch_max(used, Ordering::Relaxed);
         }
     }
 
-    fn take(&self, class: usize) -> Option<u32> {
+    fn pop_free(&self, class: usize) -> Option<u32> {
         self.stack(class).pop(&self.shared.links)
     }
 
-    fn put(&self, class: usize, place: u32) {
-        self.stack(class).push(&self.shared.links, place);
+    fn push_free(&self, class: usize, slot: u32) {
+        self.stack(class).push(&self.shared.links, slot);
     }
 
     fn stack(&self, class: usize) -> &Stack {
-        &self.free[class / ROW].0[class % ROW]
+        &self.free[class / GROUP_LEN].0[class % GROUP_LEN]
     }
 }
 
-impl<D: Device> Shared<D> {
-    /// `None` when the device has no more.
-    fn fill_place(&self, bytes: usize) -> Result<Option<u32>, Error> {
+impl<D: Device> BlockPoolInner<D> {
+    /// Allocates a block from the device into an empty slot; `None` if the device has no memory or
+    /// no slot is empty.
+    fn fill_slot(&self, bytes: usize) -> Result<Option<u32>, Error> {
         let layout = std::alloc::Layout::from_size_align(bytes, 4096).ok();
         let memory = match layout.map(|layout| self.device.allocate(layout, self.kind)) {
             Some(Ok(memory)) => memory,
             Some(Err(error)) if error.kind() != DeviceErrorKind::Full => return Err(error.into()),
             _ => return Ok(None),
         };
-        let Some(place) = self.empty.pop(&self.links) else { return Ok(None) };
-        self.places[place as usize].address.store(memory.range().as_ptr(), Ordering::Relaxed);
-        *self.memory(place) = Some(memory);
-        Ok(Some(place))
+        let Some(slot) = self.empty_slots.pop(&self.links) else { return Ok(None) };
+        self.slots[slot as usize].address.store(memory.range().as_ptr(), Ordering::Relaxed);
+        *self.memory(slot) = Some(memory);
+        Ok(Some(slot))
     }
 
-    fn discard(&self, place: u32, bytes: usize) {
-        let memory = self.memory(place).take();
-        self.empty.push(&self.links, place);
+    fn free_block(&self, slot: u32, bytes: usize) {
+        let memory = self.memory(slot).take();
+        self.empty_slots.push(&self.links, slot);
         drop(memory);
-        self.held.fetch_sub(bytes, Ordering::Relaxed);
+        self.total.fetch_sub(bytes, Ordering::Relaxed);
         self.drops.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn memory(&self, place: u32) -> MutexGuard<'_, Option<D::Memory>> {
-        self.places[place as usize].memory.lock().unwrap_or_else(PoisonError::into_inner)
+    fn memory(&self, slot: u32) -> MutexGuard<'_, Option<D::Memory>> {
+        self.slots[slot as usize].memory.lock()
     }
 }
 
 impl<D: Device> PooledBuffer<D> {
-    /// Where it is: as many bytes as were asked for.
+    /// Returns the address range of the requested bytes.
     pub fn range(&self) -> MemoryRange {
         self.range
     }
 
-    /// The bytes that were asked for.
+    /// Returns the requested size in bytes.
     pub fn len(&self) -> usize {
         self.range.len()
     }
 
-    /// Whether none were.
+    /// Returns whether the requested size is zero.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// What kind of memory its pool is of.
+    /// Returns the kind of memory that the pool requests from the device.
     pub fn kind(&self) -> MemoryKind {
-        self.shelf.shared.kind
+        self.shard.shared.kind
     }
 
-    /// What it takes of the pool, in bytes.
+    /// Returns the size of the whole block in bytes.
     pub fn block_bytes(&self) -> usize {
         self.block_bytes
     }
 
-    /// Gives it back when all that was submitted to a stream is done. Does not block.
+    /// Returns the block to the pool when all work submitted to `stream` so far has completed. Does
+    /// not block.
     ///
     /// # Errors
-    /// [`Error::Device`] when the stream has failed; it is given back then, for nothing on it is
-    /// done any more.
+    /// Returns [`Error::Device`] if the stream has failed. The block returns to the pool at once
+    /// then, because a failed stream runs no more work.
     pub fn release_after(self, stream: &D::Stream) -> Result<(), Error> {
         Ok(stream.launch_host_fn(HostFn::new(move || drop(self)))?)
     }
@@ -472,20 +503,32 @@ impl<D: Device> PooledBuffer<D> {
 
 impl<D: Device> Drop for PooledBuffer<D> {
     fn drop(&mut self) {
-        let Shelf { shared, returns, in_use, .. } = &*self.shelf;
+        let Shard { shared, returns, in_use, .. } = &*self.shard;
         in_use.fetch_sub(self.block_bytes, Ordering::Relaxed);
         match self.class {
             Some(class) => {
                 returns.fetch_add(1, Ordering::Relaxed);
-                self.shelf.put(usize::from(class), self.place);
+                self.shard.push_free(usize::from(class), self.slot);
             }
-            None => shared.discard(self.place, self.block_bytes),
+            None => shared.free_block(self.slot, self.block_bytes),
         }
     }
 }
 
-/// A pool of the host's memory where a device reaches it directly. On a device without such a thing
-/// it is the host's ordinary memory, and says so.
+/// A [`BlockPool`] of pinned host memory, which the device can access directly. On a device without
+/// pinned memory it uses ordinary host memory; see [`is_pinned`](Self::is_pinned).
+///
+/// ```
+/// use ts_pool::ts_streams::CpuDevice;
+/// use ts_pool::{PinnedMemoryPool, PoolConfig};
+///
+/// let pool = PinnedMemoryPool::new(CpuDevice::new()?, PoolConfig::low_memory())?;
+/// assert!(!pool.is_pinned(), "the CPU device has only ordinary memory");
+/// let mut buffer = pool.acquire(4)?;
+/// let bytes = buffer.host_bytes_mut().expect("the pool is of host memory");
+/// bytes.copy_from_slice(&[1, 2, 3, 4]);
+/// # Ok::<(), ts_pool::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct PinnedMemoryPool<D: Device> {
     pool: BlockPool<D>,
@@ -493,41 +536,41 @@ pub struct PinnedMemoryPool<D: Device> {
 }
 
 impl<D: Device> PinnedMemoryPool<D> {
-    /// Makes one, and asks the device for a first block to see what it gives.
+    /// Creates a pool, and allocates a first block to find out whether the memory is pinned.
     ///
     /// # Errors
-    /// As [`BlockPool::new`].
+    /// Returns [`Error::OutOfMemory`] or [`Error::Device`] if the device cannot allocate a block.
     pub fn new(device: D, config: PoolConfig) -> Result<Self, Error> {
         let pool = BlockPool::of(device, MemoryKind::PinnedHost, config)?;
         let first = pool.acquire(1)?;
         let is_pinned = pool
             .shared()
-            .memory(first.place)
+            .memory(first.slot)
             .as_ref()
             .is_some_and(|m| m.kind() == MemoryKind::PinnedHost);
         drop(first);
         Ok(Self { pool, is_pinned })
     }
 
-    /// Whether the device reaches this memory directly.
+    /// Returns whether the memory is pinned, so that the device can access it directly.
     pub fn is_pinned(&self) -> bool {
         self.is_pinned
     }
 
-    /// The pool.
+    /// Returns the underlying pool.
     pub fn blocks(&self) -> &BlockPool<D> {
         &self.pool
     }
 
-    /// As [`BlockPool::acquire`].
+    /// Acquires a block of at least `bytes` bytes: see [`BlockPool::acquire`].
     ///
     /// # Errors
-    /// As [`BlockPool::acquire`].
+    /// The same as [`BlockPool::acquire`].
     pub fn acquire(&self, bytes: usize) -> Result<PooledBuffer<D>, Error> {
         self.pool.acquire(bytes)
     }
 
-    /// As [`BlockPool::stats`].
+    /// Returns current statistics: see [`BlockPool::stats`].
     pub fn stats(&self) -> BlockStats {
         self.pool.stats()
     }

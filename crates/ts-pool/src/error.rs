@@ -4,152 +4,166 @@ use std::ops::Range;
 
 use ts_streams::StreamId;
 
-/// Who is to blame.
+/// The class of an [`Error`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// Nothing free now; it may be after something else is freed.
+    /// No memory is free now. The request may succeed after other memory is freed.
     Full,
-    /// Larger than the pool or the budget will ever hold.
+    /// The request exceeds the size of the pool, or what is left of the budget.
     NeverFits,
-    /// The operating system or a device refused.
+    /// The operating system or a device reported an error.
     System,
-    /// The caller asked for what makes no sense.
+    /// The request was invalid.
     Misuse,
 }
 
-/// Why memory could not be had.
+/// An error of a pool, a buffer or an allocation log.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The pool has no free block of this size now.
     #[error(
-        "out of memory: {requested_bytes} bytes wanted, largest free block {largest_free_bytes}, \
-         {free_bytes} free of {capacity_bytes} in the pool"
+        "out of memory: cannot allocate {requested_bytes} bytes: the largest free block has \
+         {largest_free_bytes} bytes ({free_bytes} of the pool's {capacity_bytes} bytes are free)"
     )]
     Full {
-        /** Bytes asked for. */
+        /// Requested size.
         requested_bytes: usize,
-        /** Largest contiguous free block. */
+        /// Largest contiguous free block.
         largest_free_bytes: usize,
-        /** All free bytes. */
+        /// All free bytes.
         free_bytes: usize,
-        /** The pool's size. */
+        /// The pool's size.
         capacity_bytes: usize,
     },
-    /// The request exceeds the whole pool, or what one allocation may have.
-    #[error("{requested_bytes} bytes wanted, the pool can never give more than {capacity_bytes}")]
+    /// The request exceeds the size of the pool, or the limit for one allocation.
+    #[error(
+        "cannot allocate {requested_bytes} bytes: the limit for one allocation is \
+         {capacity_bytes} bytes"
+    )]
     NeverFits {
-        /** Bytes asked for. */
+        /// Requested size.
         requested_bytes: usize,
-        /** The most that the pool gives to one allocation when it is empty. */
+        /// The largest allocation that can succeed.
         capacity_bytes: usize,
     },
-    /// A reservation would exceed the budget.
-    #[error("{requested_bytes} bytes wanted, {used_bytes} are reserved{}", of_budget(*limit_bytes))]
+    /// The reservation would exceed the budget.
+    #[error(
+        "cannot reserve {requested_bytes} bytes: {used_bytes} bytes are already reserved{}",
+        of_budget(*limit_bytes)
+    )]
     OverBudget {
-        /** Bytes asked for. */
+        /// Requested size.
         requested_bytes: usize,
-        /** Bytes reserved. */
+        /// Bytes that are already reserved.
         used_bytes: usize,
-        /** The budget. */
+        /// The budget.
         limit_bytes: usize,
     },
-    /// A device has no more memory for this pool, or the pool's limit is reached.
+    /// The device has no more memory, or the pool has reached its limit.
     #[error(
-        "out of memory on {device}: {requested_bytes} bytes wanted; the pool has \
-         {capacity_bytes}{}, {in_use_bytes} in use, {pending_bytes} freed but used by other \
-         streams; largest free block {largest_free_bytes}{}",
+        "out of memory on {device}: cannot allocate {requested_bytes} bytes: the pool holds \
+         {capacity_bytes} bytes{}, {in_use_bytes} in use, {pending_bytes} freed but still used by \
+         other streams; largest free block {largest_free_bytes}{}",
         at_most(*limit_bytes), by_stream(free_bytes)
     )]
     OutOfMemory {
-        /** The device. */
+        /// The device's name.
         device: String,
-        /** Bytes asked for. */
+        /// Requested size.
         requested_bytes: usize,
-        /** What the pool has taken from the device. */
+        /// Bytes that the pool has allocated from the device.
         capacity_bytes: usize,
-        /** What it may take; [`usize::MAX`] for any amount. */
+        /// The most that the pool may allocate from the device; [`usize::MAX`] if unlimited.
         limit_bytes: usize,
-        /** What is in use of it. */
+        /// Bytes in live blocks.
         in_use_bytes: usize,
-        /** Largest contiguous free block. */
+        /// Largest contiguous free block.
         largest_free_bytes: usize,
-        /** What is freed and waits for other streams. */
+        /// Bytes that are freed but may still be used by other streams.
         pending_bytes: usize,
-        /** What is free, by stream. */
+        /// Free bytes per stream.
         free_bytes: Vec<(StreamId, usize)>,
     },
-    /// What is to be copied is not as long as where it goes.
-    #[error("{given_bytes} bytes for a buffer of {buffer_bytes}")]
+    /// The source of a copy does not have the length of the buffer.
+    #[error(
+        "cannot copy {given_bytes} bytes into a buffer of {buffer_bytes} bytes: the lengths must \
+         be equal"
+    )]
     WrongLength {
-        /** Length of what was given. */
+        /// Length of the source.
         given_bytes: usize,
-        /** Length of the buffer. */
+        /// Length of the buffer.
         buffer_bytes: usize,
     },
-    /// Bytes that are not all inside a buffer.
-    #[error("{len} bytes at offset {offset} are not inside the buffer of {size_bytes} bytes")]
+    /// A byte range is not completely inside the buffer.
+    #[error(
+        "range out of bounds: {len} bytes at offset {offset} are not inside the buffer of \
+         {size_bytes} bytes"
+    )]
     OutOfRange {
-        /** Where they begin in the buffer. */
+        /// First byte of the range.
         offset: usize,
-        /** How many they are. */
+        /// Length of the range in bytes.
         len: usize,
-        /** The buffer's size. */
+        /// The buffer's size.
         size_bytes: usize,
     },
-    /// The memory was freed for its stream, and may be another's.
-    #[error("this memory was freed with all of its stream's")]
+    /// The buffer's memory was freed by
+    /// [`free_for_stream`](crate::StreamOrderedPool::free_for_stream) and may belong to another
+    /// buffer.
+    #[error("stale buffer: its memory was freed together with all memory of its stream")]
     Stale,
-    /// Blocks are not aligned so much.
+    /// The requested alignment exceeds the alignment of the pool's blocks.
     #[error(
-        "memory aligned to {align} bytes from a pool with granules of {granule_bytes}: give it \
-         larger ones"
+        "cannot align memory to {align} bytes: the pool aligns blocks to {granule_bytes} bytes; \
+         create it with `granule_bytes: {align}` or more"
     )]
     BadAlignment {
-        /** What was asked for. */
+        /// Requested alignment.
         align: usize,
-        /** What blocks are aligned to. */
+        /// Alignment of the pool's blocks.
         granule_bytes: usize,
     },
-    /// A pool serves 65,536 streams.
-    #[error("this pool has served 65,536 streams and takes no more")]
+    /// The pool has served 65,536 streams, which is the maximum.
+    #[error("cannot serve another stream: the pool has reached its limit of 65,536 streams")]
     TooManyStreams,
-    /// A line that no allocation log has.
-    #[error("line {line} of the log: {reason}")]
+    /// A line of an allocation log cannot be parsed.
+    #[error("invalid allocation log: line {line}: {reason}")]
     BadLog {
-        /** From 1 on. */
+        /// Line number, counted from 1.
         line: usize,
-        /** What is wrong with it. */
+        /// What is wrong with the line.
         reason: String,
     },
-    /// The device refused.
+    /// The device reported an error.
     #[error(transparent)]
     Device(#[from] ts_streams::Error),
-    /// The system did not map the memory.
-    #[error("cannot map an arena of {bytes} bytes: {source}")]
+    /// The operating system could not map the memory.
+    #[error("cannot map {bytes} bytes of memory: {source}")]
     Map {
-        /** Bytes asked for. */
+        /// Requested size.
         bytes: usize,
-        /** The system's error. */
+        /// The system's error.
         source: std::io::Error,
     },
 }
 
-/// The limit of a pool, if it has one.
+/// The limit of a pool for an error message; empty if it is unlimited.
 fn at_most(limit_bytes: usize) -> String {
     if limit_bytes == usize::MAX { String::new() } else { format!(" of at most {limit_bytes}") }
 }
 
-/// The same of a budget.
+/// The limit of a budget for an error message. An unlimited budget refuses only what overflows.
 fn of_budget(limit_bytes: usize) -> String {
     match limit_bytes {
-        usize::MAX => " and both together are more than can be counted".into(),
-        limit_bytes => format!(" of the budget's {limit_bytes}"),
+        usize::MAX => " and the total overflows".into(),
+        limit_bytes => format!(", and the budget is {limit_bytes} bytes"),
     }
 }
 
-/// Where bytes lie in a buffer of this size.
+/// Returns the range of `len` bytes at `offset` if it lies inside a buffer of `size_bytes`.
 pub(crate) fn range_in(
     size_bytes: usize,
     offset: usize,
@@ -160,11 +174,11 @@ pub(crate) fn range_in(
 }
 
 fn by_stream(free_bytes: &[(StreamId, usize)]) -> String {
-    free_bytes.iter().map(|(stream, bytes)| format!(", {bytes} free of stream {stream}")).collect()
+    free_bytes.iter().map(|(stream, bytes)| format!(", {bytes} free on stream {stream}")).collect()
 }
 
 impl Error {
-    /// The class of this error.
+    /// Returns the class of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Full { .. } | Error::OutOfMemory { .. } => ErrorKind::Full,

@@ -1,49 +1,67 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory for tensors: on the host under an exact budget, and of devices in the order of their
-//! streams.
+//! Memory pools for tensors: host memory under an exact budget, and device memory that is allocated
+//! and freed in stream order.
 //!
-//! | | |
-//! |---|---|
-//! | [`HostPool`] | one mapping of the host, sub-allocated: [`Buffer`]s that can be split and filled by several at once |
-//! | [`StreamOrderedPool`] | segments of a device's memory; what a stream frees it may have again at once, others when they have waited for it |
-//! | [`BlockPool`], [`PinnedMemoryPool`] | blocks of a few sizes, had and given back without a lock |
-//! | [`TensorBuffer`] | bytes on the host or on a GPU, whichever there is |
-//! | [`Budget`] | an account of bytes that several of them share |
-//! | [`AllocationLog`] | what RMM has logged, done again |
+//! - [`HostPool`] sub-allocates one host mapping. Its [`Buffer`]s can be split, so that several
+//!   threads fill one block at once.
+//! - [`StreamOrderedPool`] sub-allocates segments of device memory. The stream that freed a block
+//!   can reuse it at once; another stream first waits on the device.
+//! - [`BlockPool`] and [`PinnedMemoryPool`] recycle blocks of a few fixed sizes without locks.
+//! - [`TensorBuffer`] holds bytes in host memory or on a GPU.
+//! - [`Budget`] is a byte limit that several pools share.
+//! - `SharedMemory` and `SharedView` are sealed memory shared between two processes (Linux).
+//! - [`WriteWatch`] detects writes to buffers that should not change (Linux).
+//! - [`AllocationLog`] replays an allocation log of RMM (the RAPIDS Memory Manager) against a pool.
 //!
-//! Metadata lives outside the memory, so the same allocator serves memory the CPU cannot touch.
-//! This crate refuses to know files, tensors or models.
+//! The allocators keep their metadata outside the memory that they manage, so they also work for
+//! memory that the CPU cannot access. This crate knows nothing about files, tensor layouts or
+//! models.
 //!
 //! ```
 //! use ts_pool::{Budget, HostPool};
 //!
 //! let budget = Budget::new(1 << 20);
 //! let pool = HostPool::new(&budget, 1 << 20)?;
-//! let mut whole = pool.allocate(8192)?;
-//! let mut tail = whole.split_off(4096);        // two owners, one block: read into both at once
-//! whole.fill(1);
+//! let mut head = pool.allocate(8192)?;
+//! let mut tail = head.split_off(4096); // two owners of one block: fill both in parallel
+//! head.fill(1);
 //! tail.fill(2);
-//! whole.unsplit(tail).expect("they were neighbours");
-//! // read-only, cloneable; the last clone frees the block
-//! let shared = whole.freeze();
+//! head.unsplit(tail).expect("the parts are adjacent");
+//! // Read-only and cloneable; dropping the last clone frees the block.
+//! let shared = head.freeze();
 //! assert_eq!((shared[0], shared[4096]), (1, 2));
 //! drop(shared);
 //! assert_eq!(pool.stats().in_use_bytes, 0);
 //! # Ok::<(), ts_pool::Error>(())
 //! ```
 //!
+//! `examples/stream_ordered.rs` shows a [`StreamOrderedPool`] on the CPU device.
+//!
+//! # For embedders
+//! The streaming engine and the Python package do not use these parts. They are public, tested and
+//! documented for programs that embed this crate:
+//!
+//! - [`BlockPool`] and [`GpuMemoryPool`] as pools of device memory, with [`Upload`] and
+//!   [`PooledBuffer::release_after`]. `PooledMemory` of ts-remote receives tensors into them. The
+//!   Python package uses only [`PinnedMemoryPool`].
+//! - [`AllocationLog`], [`LogEvent`] and [`Replay`].
+//! - Of [`StreamOrderedPool`]: [`Backing::Device`],
+//!   [`prime_in_background`](StreamOrderedPool::prime_in_background) and [`Priming`],
+//!   [`free_for_stream`](StreamOrderedPool::free_for_stream),
+//!   [`trim`](StreamOrderedAllocator::trim), and [`snapshot`](StreamOrderedAllocator::snapshot)
+//!   with [`PoolSnapshot`].
+//!
 //! # Invariants
-//! - A byte of the arena belongs to at most one live block, and inside a block to at most one
-//!   [`Buffer`].
-//! - A block returns to the pool when its last owner is dropped, on whatever thread, and never
-//!   before.
-//! - No work of a stream uses memory that a [`StreamOrderedPool`] has given to another, as far as
-//!   every use by other streams than its own was [recorded](StreamOrderedAllocator::record_use).
+//! - Each byte of an arena belongs to at most one live block, and each byte of a block to at most
+//!   one [`Buffer`].
+//! - A block returns to its pool exactly when its last owner is dropped, on any thread.
+//! - No stream uses memory that a [`StreamOrderedPool`] has handed to another stream, provided that
+//!   every use by a stream other than the owner was [recorded](StreamOrderedAllocator::record_use).
 //! - [`Budget::used_bytes`] never exceeds [`Budget::limit_bytes`].
 //!
 //! # Features
-//! `cuda` (off by default), as that of `ts_streams`: [`TensorBuffer`]s go to GPUs where there are
-//! some.
+//! `cuda` (off by default): enables CUDA devices in `ts_streams`, so [`TensorBuffer`]s can live on
+//! a GPU if the machine has one.
 
 mod arena;
 mod budget;
@@ -78,6 +96,6 @@ pub use replay::{AllocationLog, LogEvent, Replay};
 pub use shared::{SharedMemory, SharedView};
 pub use tensor_buffer::TensorBuffer;
 pub use transfer::Upload;
-/// The devices whose memory this is.
+/// The devices and streams that the pools work with.
 pub use ts_streams;
 pub use watch::{Watched, WriteWatch};

@@ -1,31 +1,33 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Allocation of offsets: which part of ranges of granules is taken, and by whom what is free may
-//! be taken. Touches no memory.
+//! Allocates offsets in ranges of granules. It only does the bookkeeping and touches no memory.
 //!
-//! Free blocks hang in bins of rounded sizes, eight to a power of two, found by two bitmaps as in
-//! TLSF (Masmano et al., 2004); neighbours are linked so that a freed block joins them. All steps
-//! are O(1), but for a last look through one bin when no larger bin has a block: a pool that is
-//! meant to be full should not refuse a block that fits exactly.
+//! Free blocks are kept in bins by size, eight bins per power of two, with a bitmap of the
+//! non-empty bins as in TLSF (Masmano et al., 2004). Blocks are linked to their neighbours, so that
+//! a freed block coalesces with them. Allocating and freeing take O(1), with one exception: if no
+//! larger bin has a block, the bin of the requested size is searched linearly. A pool that is meant
+//! to be full must not refuse a block that fits exactly.
 //!
-//! Each free block has an owner, whose bins it hangs in. Neighbours join if their owner is the
-//! same.
+//! Each block has an owner (for example a stream). A free block is in the bins of its owner, and
+//! coalesces only with neighbours of the same owner.
 //!
-//! Programs ask for the same sizes again and again. So a block of such a size that is freed first
-//! rests as it is, and joins its neighbours only when memory is short. Nothing that is known of it
-//! changes meanwhile, and nothing of it is looked at: of a hundred thousand blocks that is in no
-//! cache.
+//! Programs request the same sizes again and again. A freed block of such a size goes to a quick
+//! list and is not coalesced before memory is short. Freeing and reusing it does not read or change
+//! its node, which with 100,000 blocks is rarely in the cache.
 
 const NONE: u32 = u32::MAX;
-/// Places to rest of each owner, and how many blocks of one size fit in one.
-const BEDS: usize = 32;
-const BED_LEN: usize = 16;
-/// How often in a row a size is asked for before its blocks rest, and after how many others they do
-/// no more.
-const TRUSTED: u16 = 2;
-const MOST_TRUST: u16 = 4;
+/// Number of quick lists per owner.
+const QUICK_LISTS: usize = 32;
+/// Capacity of a quick list in blocks.
+const QUICK_LIST_LEN: usize = 16;
+/// The score from which a quick list accepts blocks. A request of its size adds one to the score,
+/// and a request of another size with the same hash subtracts one.
+const MIN_SCORE: u16 = 2;
+/// The highest score, which is the number of other requests after which the list changes its size.
+const MAX_SCORE: u16 = 4;
 const BIN_COUNT: usize = 8 * 32;
 
-/// Names a block of an [`OffsetAllocator`], and its state: a block that was freed since is another.
+/// Identifies an allocated block of an [`OffsetAllocator`]. It becomes invalid when the block is
+/// freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlockId {
     node: u32,
@@ -33,41 +35,43 @@ pub(crate) struct BlockId {
 }
 
 impl BlockId {
-    /// A number that no other block has while this is taken.
-    pub(crate) fn number(self) -> u32 {
+    /// Returns a number that is unique among the allocated blocks.
+    pub(crate) fn index(self) -> u32 {
         self.node
     }
 }
 
-/// Whose free blocks.
+/// The owner of a block: only it can allocate the block again, unless the block is stolen or given
+/// to another owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Owner(pub(crate) u16);
 
-/// A block as it lies.
+/// Position, owner and state of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
-    /// The range that it is in, as [`OffsetAllocator::add_range`] was told.
+pub(crate) struct BlockInfo {
+    /// Number of the range, as passed to [`OffsetAllocator::add_range`].
     pub(crate) range: u16,
     /// In granules.
     pub(crate) offset: u32,
     /// In granules.
     pub(crate) len: u32,
-    /// Whose it is, or who had it last.
+    /// The owner. A free block keeps its owner.
     pub(crate) owner: Owner,
     pub(crate) free: bool,
 }
 
+/// A block, or an unused entry of the node table with `len` 0.
 #[derive(Debug, Clone, Copy)]
 struct Node {
     offset: u32,
     len: u32,
-    /// Neighbours in address order.
+    /// Neighbours in the range, by offset.
     before: u32,
     after: u32,
-    /// Neighbours in the free list of the block's bin.
+    /// Neighbours in the free list of the bin.
     previous: u32,
     next: u32,
-    /// Odd while the block is taken.
+    /// Odd while the block is allocated.
     generation: u32,
     owner: u16,
     range: u16,
@@ -79,23 +83,23 @@ impl Node {
     }
 }
 
-/// Resting blocks of one size.
+/// Freed blocks of one size that were not coalesced. Their nodes still count as allocated.
 #[derive(Debug, Clone, Copy)]
-struct Bed {
-    /// In granules.
+struct QuickList {
+    /// Size of the blocks in granules.
     len: u32,
     count: u16,
-    /// How sure it is that this size will be asked for again.
-    trust: u16,
-    blocks: [BlockId; BED_LEN],
+    /// How likely this size is to be requested again.
+    score: u16,
+    blocks: [BlockId; QUICK_LIST_LEN],
 }
 
-impl Bed {
+impl QuickList {
     const EMPTY: Self = Self {
         len: 0,
         count: 0,
-        trust: 0,
-        blocks: [BlockId { node: NONE, generation: 0 }; BED_LEN],
+        score: 0,
+        blocks: [BlockId { node: NONE, generation: 0 }; QUICK_LIST_LEN],
     };
 
     fn push(&mut self, block: BlockId) {
@@ -112,21 +116,24 @@ impl Bed {
 /// The free blocks of one owner.
 #[derive(Debug)]
 struct Bins {
-    beds: [Bed; BEDS],
+    quick_lists: [QuickList; QUICK_LISTS],
+    /// The first node of each bin.
     heads: [u32; BIN_COUNT],
-    /// Bit `b` of word `w`: bin `w * 32 + b` has a block.
+    /// Bit `b` of word `w` is set if bin `w * 32 + b` has a block.
     used: [u32; BIN_COUNT / 32],
+    /// Free granules, including those in quick lists.
     free: u64,
 }
 
 impl Bins {
     const EMPTY: Self = Self {
-        beds: [Bed::EMPTY; BEDS],
+        quick_lists: [QuickList::EMPTY; QUICK_LISTS],
         heads: [NONE; BIN_COUNT],
         used: [0; BIN_COUNT / 32],
         free: 0,
     };
 
+    /// Returns the first non-empty bin from `bin` on.
     fn lowest_from(&self, bin: usize) -> Option<usize> {
         let mut mask = u32::MAX << (bin % 32);
         for word in bin / 32..self.used.len() {
@@ -139,29 +146,32 @@ impl Bins {
         None
     }
 
+    /// Returns the last non-empty bin.
     fn highest(&self) -> Option<usize> {
         let word = self.used.iter().rposition(|&bits| bits != 0)?;
         Some(word * 32 + self.used[word].ilog2() as usize)
     }
 }
 
-/// Hands out disjoint runs of ranges, in granules.
+/// Allocates disjoint blocks in one or more ranges. All lengths are in granules.
 #[derive(Debug, Default)]
 pub(crate) struct OffsetAllocator {
     nodes: Vec<Node>,
-    spare: Vec<u32>,
+    /// Unused entries of `nodes`.
+    unused_nodes: Vec<u32>,
+    /// The bins of each owner.
     bins: Vec<Bins>,
 }
 
 impl OffsetAllocator {
-    /// One range, `0..capacity`, of the first owner's.
+    /// Creates an allocator with one range `0..capacity`, which belongs to owner 0.
     pub(crate) fn new(capacity: u32) -> Self {
         let mut this = Self::default();
         this.add_range(0, capacity, Owner(0));
         this
     }
 
-    /// More to hand out, of `owner`'s: `0..len` of a range of its own.
+    /// Adds a free range `0..len` with the number `range`, which belongs to `owner`.
     pub(crate) fn add_range(&mut self, range: u16, len: u32, owner: Owner) {
         self.add_owner(owner);
         if len > 0 {
@@ -181,47 +191,48 @@ impl OffsetAllocator {
         }
     }
 
-    /// Takes ranges back that are free in one piece and of which `is_done` says so; their numbers.
-    pub(crate) fn remove_ranges(&mut self, mut is_done: impl FnMut(Place) -> bool) -> Vec<u16> {
-        self.wake_all();
+    /// Removes the ranges that are one free block and for which `remove` returns `true`. Returns
+    /// their numbers.
+    pub(crate) fn remove_ranges(&mut self, mut remove: impl FnMut(BlockInfo) -> bool) -> Vec<u16> {
+        self.coalesce_all();
         let mut removed = Vec::new();
         for id in 0..self.nodes.len() as u32 {
             let node = self.nodes[id as usize];
             let whole = node.len > 0 && node.is_free() && node.before == NONE && node.after == NONE;
-            if whole && is_done(place(&node)) {
+            if whole && remove(block_info(&node)) {
                 self.remove_free(id);
-                self.retire(id);
+                self.recycle_node(id);
                 removed.push(node.range);
             }
         }
         removed
     }
 
-    /// Makes room for the free blocks of an owner.
+    /// Creates the bins of an owner.
     pub(crate) fn add_owner(&mut self, owner: Owner) {
         while self.bins.len() <= usize::from(owner.0) {
             self.bins.push(Bins::EMPTY);
         }
     }
 
-    /// Takes `len` granules of what is `owner`'s; `None` when no free block of its is that long.
+    /// Allocates `len` granules from the free blocks of `owner`; `None` if none is long enough.
     pub(crate) fn allocate(&mut self, len: u32, owner: Owner) -> Option<BlockId> {
         let len = len.max(1);
-        if let Some(block) = self.rouse(len, owner) {
+        if let Some(block) = self.take_quick(len, owner) {
             return Some(block);
         }
         let id = match self.find(len, owner) {
             Some(id) => id,
             None => {
-                self.wake(owner);
+                self.coalesce(owner);
                 self.find(len, owner)?
             }
         };
         Some(self.take(id, len))
     }
 
-    /// Takes `len` granules of what is another's, the best that fits, where `may_take` allows it,
-    /// and makes it `owner`'s.
+    /// Allocates `len` granules for `owner` from the free blocks of another owner that `may_take`
+    /// accepts. Takes the smallest block found. Returns the block and its previous owner.
     pub(crate) fn steal(
         &mut self,
         len: u32,
@@ -239,9 +250,10 @@ impl OffsetAllocator {
         };
         let id = match best(self) {
             Some(id) => id,
-            // What rests is what its owner wants next.
+            // Quick lists are the last resort, because their owners will probably request their
+            // blocks next.
             None => {
-                others.iter().for_each(|&other| self.wake(other));
+                others.iter().for_each(|&other| self.coalesce(other));
                 best(self)?
             }
         };
@@ -251,102 +263,103 @@ impl OffsetAllocator {
         Some((block, from))
     }
 
-    /// Gives back what was stolen, as if it had not been.
+    /// Reverts [`steal`](Self::steal): frees the block for its previous owner.
     pub(crate) fn unsteal(&mut self, block: BlockId, from: Owner) {
         self.nodes[block.node as usize].owner = from.0;
-        self.join_bins(block);
+        self.free_to_bins(block);
     }
 
-    /// Gives a block back to its owner, joined with its free neighbours. Whether it was still
-    /// taken.
+    /// Frees a block and coalesces it with its free neighbours. Returns `false` if it was already
+    /// free.
     pub(crate) fn release(&mut self, block: BlockId) -> bool {
         let live = self.is_live(block);
         if live {
-            self.join_bins(block);
+            self.free_to_bins(block);
         }
         live
     }
 
-    /// Gives a block back that is taken, of this length and owner, to rest. Nobody may ask for it
-    /// by its name any more.
+    /// Frees an allocated block of known length and owner, if possible to a quick list. The caller
+    /// must not use the id any more, because it stays valid while the block is in the quick list.
     pub(crate) fn release_sized(&mut self, block: BlockId, len: u32, owner: Owner) {
         let bins = &mut self.bins[usize::from(owner.0)];
-        let bed = &mut bins.beds[bed_of(len)];
-        if bed.len == len && bed.trust >= TRUSTED && usize::from(bed.count) < BED_LEN {
-            bed.push(block);
+        let list = &mut bins.quick_lists[quick_list_of(len)];
+        if list.len == len && list.score >= MIN_SCORE && usize::from(list.count) < QUICK_LIST_LEN {
+            list.push(block);
             bins.free += u64::from(len);
         } else {
-            self.join_bins(block);
+            self.free_to_bins(block);
         }
     }
 
-    /// Joins a block that is taken with its free neighbours.
-    fn join_bins(&mut self, block: BlockId) {
+    /// Frees an allocated block, coalesces it and inserts it into its bin.
+    fn free_to_bins(&mut self, block: BlockId) {
         let node = &mut self.nodes[block.node as usize];
         node.generation = node.generation.wrapping_add(1);
-        let id = self.join(block.node);
+        let id = self.merge_neighbours(block.node);
         self.insert_free(id);
     }
 
-    /// A block of exactly this size that rests, and does no more.
-    fn rouse(&mut self, len: u32, owner: Owner) -> Option<BlockId> {
+    /// Takes a block of exactly this length from a quick list, and updates the score of the list.
+    fn take_quick(&mut self, len: u32, owner: Owner) -> Option<BlockId> {
         let bins = self.bins.get_mut(usize::from(owner.0))?;
-        let bed = &mut bins.beds[bed_of(len)];
-        if bed.len == len {
-            bed.trust = (bed.trust + 1).min(MOST_TRUST);
-            let block = bed.pop()?;
+        let list = &mut bins.quick_lists[quick_list_of(len)];
+        if list.len == len {
+            list.score = (list.score + 1).min(MAX_SCORE);
+            let block = list.pop()?;
             bins.free -= u64::from(len);
             return Some(block);
         }
-        bed.trust = bed.trust.saturating_sub(1);
-        if bed.trust == 0 {
-            self.clear_bed(owner, bed_of(len));
-            let bed = &mut self.bins[usize::from(owner.0)].beds[bed_of(len)];
-            (bed.len, bed.trust) = (len, 1);
+        list.score = list.score.saturating_sub(1);
+        if list.score == 0 {
+            self.flush_quick_list(owner, quick_list_of(len));
+            let list = &mut self.bins[usize::from(owner.0)].quick_lists[quick_list_of(len)];
+            (list.len, list.score) = (len, 1);
         }
         None
     }
 
-    /// Has blocks that rest join their neighbours.
-    fn clear_bed(&mut self, owner: Owner, bed: usize) {
+    /// Moves the blocks of a quick list to the bins.
+    fn flush_quick_list(&mut self, owner: Owner, list: usize) {
         loop {
             let bins = &mut self.bins[usize::from(owner.0)];
-            let bed = &mut bins.beds[bed];
-            let Some(block) = bed.pop() else { return };
-            bins.free -= u64::from(bed.len);
-            self.join_bins(block);
+            let list = &mut bins.quick_lists[list];
+            let Some(block) = list.pop() else { return };
+            bins.free -= u64::from(list.len);
+            self.free_to_bins(block);
         }
     }
 
-    fn wake(&mut self, owner: Owner) {
+    /// Coalesces the blocks in the quick lists of an owner.
+    fn coalesce(&mut self, owner: Owner) {
         if usize::from(owner.0) < self.bins.len() {
-            (0..BEDS).for_each(|bed| self.clear_bed(owner, bed));
+            (0..QUICK_LISTS).for_each(|list| self.flush_quick_list(owner, list));
         }
     }
 
-    /// Has all that rests join its neighbours.
-    pub(crate) fn wake_all(&mut self) {
-        (0..self.bins.len() as u16).for_each(|owner| self.wake(Owner(owner)));
+    /// Coalesces the blocks in all quick lists.
+    pub(crate) fn coalesce_all(&mut self) {
+        (0..self.bins.len() as u16).for_each(|owner| self.coalesce(Owner(owner)));
     }
 
-    /// Takes a block back with its range, all of which it is; the range's number. `None` when it
-    /// was not taken any more.
+    /// Frees a block that fills its whole range, and removes the range. Returns the range's number,
+    /// or `None` if the block was already free.
     pub(crate) fn release_with_range(&mut self, block: BlockId) -> Option<u16> {
         if !self.is_live(block) {
             return None;
         }
         let node = &mut self.nodes[block.node as usize];
-        debug_assert!(node.before == NONE && node.after == NONE, "others are in the range");
+        debug_assert!(node.before == NONE && node.after == NONE, "the range has other blocks");
         node.generation = node.generation.wrapping_add(1);
         let range = node.range;
-        self.retire(block.node);
+        self.recycle_node(block.node);
         Some(range)
     }
 
-    /// Makes what is free and of those that `may_take` allows `owner`'s, and joins what can be
-    /// joined.
+    /// Transfers the free blocks of all owners that `may_take` accepts to `owner`, and coalesces
+    /// them.
     pub(crate) fn give(&mut self, owner: Owner, mut may_take: impl FnMut(Owner) -> bool) {
-        self.wake_all();
+        self.coalesce_all();
         for id in 0..self.nodes.len() as u32 {
             let node = self.nodes[id as usize];
             if node.len > 0
@@ -356,61 +369,61 @@ impl OffsetAllocator {
             {
                 self.remove_free(id);
                 self.nodes[id as usize].owner = owner.0;
-                let id = self.join(id);
+                let id = self.merge_neighbours(id);
                 self.insert_free(id);
             }
         }
     }
 
-    /// The same block under another name: who knew the old one finds it gone.
-    pub(crate) fn renamed(&mut self, block: BlockId) -> BlockId {
+    /// Replaces the id of an allocated block, so that the old id becomes invalid.
+    pub(crate) fn renew_id(&mut self, block: BlockId) -> BlockId {
         debug_assert!(self.is_live(block));
         let generation = block.generation.wrapping_add(2);
         self.nodes[block.node as usize].generation = generation;
         BlockId { generation, ..block }
     }
 
-    /// The blocks that are taken and `owner`'s.
+    /// Returns the allocated blocks of `owner`.
     pub(crate) fn live_of(&mut self, owner: Owner) -> Vec<BlockId> {
-        self.wake(owner);
+        self.coalesce(owner);
         let live =
             |(_, node): &(usize, &Node)| node.len > 0 && !node.is_free() && node.owner == owner.0;
         let nodes = self.nodes.iter().enumerate().filter(live);
         nodes.map(|(id, node)| BlockId { node: id as u32, generation: node.generation }).collect()
     }
 
-    /// Whether a block is still taken by whoever was given it.
+    /// Returns whether the id is valid: the block has not been freed since it was allocated.
     pub(crate) fn is_live(&self, block: BlockId) -> bool {
         self.nodes[block.node as usize].generation == block.generation
     }
 
-    /// Where a block lies, as long as it is taken by whoever was given it.
-    pub(crate) fn place(&self, block: BlockId) -> Option<Place> {
-        self.is_live(block).then(|| place(&self.nodes[block.node as usize]))
+    /// Returns position and owner of an allocated block; `None` if it was freed.
+    pub(crate) fn block_info(&self, block: BlockId) -> Option<BlockInfo> {
+        self.is_live(block).then(|| block_info(&self.nodes[block.node as usize]))
     }
 
-    /// All blocks, in the order of their ranges and offsets.
-    pub(crate) fn places(&mut self) -> Vec<Place> {
-        self.wake_all();
-        let mut places: Vec<Place> =
-            self.nodes.iter().filter(|node| node.len > 0).map(place).collect();
-        places.sort_unstable_by_key(|place| (place.range, place.offset));
-        places
+    /// Returns all blocks, ordered by range and offset.
+    pub(crate) fn blocks(&mut self) -> Vec<BlockInfo> {
+        self.coalesce_all();
+        let mut blocks: Vec<BlockInfo> =
+            self.nodes.iter().filter(|node| node.len > 0).map(block_info).collect();
+        blocks.sort_unstable_by_key(|block| (block.range, block.offset));
+        blocks
     }
 
-    /// Granules that are free.
+    /// Returns the number of free granules.
     pub(crate) fn free(&self) -> u64 {
         self.bins.iter().map(|bins| bins.free).sum()
     }
 
-    /// Granules that are free and `owner`'s.
+    /// Returns the number of free granules of `owner`.
     pub(crate) fn free_of(&self, owner: Owner) -> u64 {
         self.bins.get(usize::from(owner.0)).map_or(0, |bins| bins.free)
     }
 
-    /// Length of the longest free block, whosesoever.
+    /// Returns the length of the longest free block of any owner.
     pub(crate) fn largest_free(&mut self) -> u32 {
-        self.wake_all();
+        self.coalesce_all();
         let largest = |owner: usize| {
             let bin = self.bins[owner].highest()?;
             self.bin(owner, bin).map(|id| self.nodes[id as usize].len).max()
@@ -418,21 +431,23 @@ impl OffsetAllocator {
         (0..self.bins.len()).filter_map(largest).max().unwrap_or(0)
     }
 
+    /// Returns a free block of `owner` with at least `len` granules.
     fn find(&self, len: u32, owner: Owner) -> Option<u32> {
         let bins = self.bins.get(usize::from(owner.0))?;
-        // What was freed last is often what is wanted next.
+        // The block that was freed last often fits, because programs repeat their requests.
         let last = bins.heads[bin_of(len)];
         if last != NONE && self.nodes[last as usize].len >= len {
             return Some(last);
         }
-        // Any block of a bin whose smallest size is enough will do; else one of the bin that
-        // straddles `len`.
+        // Any block of a bin whose smallest size is at least `len` fits. Otherwise, search the bin
+        // that contains `len`, whose blocks may be shorter.
         bins.lowest_from(bin_at_least(len)).map(|bin| bins.heads[bin]).or_else(|| {
             self.bin(usize::from(owner.0), bin_of(len))
                 .find(|&id| self.nodes[id as usize].len >= len)
         })
     }
 
+    /// Iterates over the free blocks in a bin.
     fn bin(&self, owner: usize, bin: usize) -> impl Iterator<Item = u32> + '_ {
         let first = self.bins[owner].heads[bin];
         std::iter::successors((first != NONE).then_some(first), |&id| {
@@ -441,7 +456,7 @@ impl OffsetAllocator {
         })
     }
 
-    /// Takes the first `len` granules of a free block.
+    /// Allocates the first `len` granules of a free block, and frees the rest as a new block.
     fn take(&mut self, id: u32, len: u32) -> BlockId {
         self.remove_free(id);
         let node = self.nodes[id as usize];
@@ -466,21 +481,21 @@ impl OffsetAllocator {
         BlockId { node: id, generation: node.generation }
     }
 
-    /// Joins a block that hangs in no bin with its free neighbours of the same owner; the block
-    /// that it is then.
-    fn join(&mut self, id: u32) -> u32 {
+    /// Coalesces a block that is in no bin with its free neighbours of the same owner. Returns the
+    /// resulting block.
+    fn merge_neighbours(&mut self, id: u32) -> u32 {
         let mut id = id;
         let Node { before, after, owner, .. } = self.nodes[id as usize];
-        let joins = |this: &Self, other: u32| {
+        let can_merge = |this: &Self, other: u32| {
             other != NONE
                 && this.nodes[other as usize].is_free()
                 && this.nodes[other as usize].owner == owner
         };
-        if joins(self, after) {
+        if can_merge(self, after) {
             self.remove_free(after);
             self.absorb_after(id);
         }
-        if joins(self, before) {
+        if can_merge(self, before) {
             self.remove_free(before);
             self.absorb_after(before);
             id = before;
@@ -488,6 +503,7 @@ impl OffsetAllocator {
         id
     }
 
+    /// Extends a block by its next neighbour, which must be in no bin.
     fn absorb_after(&mut self, id: u32) {
         let gone = self.nodes[id as usize].after;
         let Node { len, after, .. } = self.nodes[gone as usize];
@@ -496,25 +512,27 @@ impl OffsetAllocator {
         if after != NONE {
             self.nodes[after as usize].before = id;
         }
-        self.retire(gone);
+        self.recycle_node(gone);
     }
 
-    /// A node that stands for nothing any more. Its generation goes on, so that who had it knows.
-    fn retire(&mut self, id: u32) {
+    /// Makes a node available for another block. It keeps its generation, so that old ids stay
+    /// invalid.
+    fn recycle_node(&mut self, id: u32) {
         self.nodes[id as usize].len = 0;
-        self.spare.push(id);
+        self.unused_nodes.push(id);
     }
 
     fn new_node(&mut self, node: Node) -> u32 {
-        if let Some(id) = self.spare.pop() {
+        if let Some(id) = self.unused_nodes.pop() {
             let generation = self.nodes[id as usize].generation;
             self.nodes[id as usize] = Node { generation, ..node };
             return id;
         }
         self.nodes.push(node);
-        u32::try_from(self.nodes.len() - 1).expect("there are at most as many blocks as granules")
+        u32::try_from(self.nodes.len() - 1).expect("there are at most `u32::MAX` blocks")
     }
 
+    /// Inserts a block at the head of its bin.
     fn insert_free(&mut self, id: u32) {
         let Node { len, owner, .. } = self.nodes[id as usize];
         let (bin, bins) = (bin_of(len), &mut self.bins[usize::from(owner)]);
@@ -528,6 +546,7 @@ impl OffsetAllocator {
         }
     }
 
+    /// Removes a block from its bin.
     fn remove_free(&mut self, id: u32) {
         let Node { len, previous, next, owner, .. } = self.nodes[id as usize];
         let (bin, bins) = (bin_of(len), &mut self.bins[usize::from(owner)]);
@@ -547,17 +566,18 @@ impl OffsetAllocator {
     }
 }
 
-fn bed_of(len: u32) -> usize {
-    // Fibonacci hashing (Knuth): neighbouring sizes lie apart.
+/// Returns the quick list for blocks of `len` granules.
+fn quick_list_of(len: u32) -> usize {
+    // Fibonacci hashing (Knuth) spreads similar sizes over different lists.
     (len.wrapping_mul(0x9E37_79B9) >> 27) as usize
 }
 
-fn place(node: &Node) -> Place {
+fn block_info(node: &Node) -> BlockInfo {
     let Node { offset, len, owner, range, .. } = *node;
-    Place { range, offset, len, owner: Owner(owner), free: node.is_free() }
+    BlockInfo { range, offset, len, owner: Owner(owner), free: node.is_free() }
 }
 
-/// The bin that holds blocks of `len`: 3 bits of mantissa below the leading one.
+/// Returns the bin for blocks of `len` granules: the exponent and the 3 bits below the leading one.
 fn bin_of(len: u32) -> usize {
     let exponent = len.ilog2();
     if exponent < 3 {
@@ -567,7 +587,7 @@ fn bin_of(len: u32) -> usize {
     ((exponent - 2) * 8 + mantissa) as usize
 }
 
-/// The first bin whose every block has at least `len`.
+/// Returns the first bin in which all blocks have at least `len` granules.
 fn bin_at_least(len: u32) -> usize {
     let bin = bin_of(len);
     let exponent = len.ilog2();

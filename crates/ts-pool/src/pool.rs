@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
+use parking_lot::{Mutex, MutexGuard};
 use ts_streams::Device;
 
 use crate::arena::Arena;
@@ -10,28 +11,42 @@ use crate::buffer::Buffer;
 use crate::offset::{BlockId, OffsetAllocator, Owner};
 use crate::{Budget, Error, Reservation};
 
-/// Every block begins at a multiple of this many bytes and is a multiple of it long: a page, which
-/// satisfies the memory alignment that any file system asks of direct I/O.
+/// Alignment of blocks in bytes; their sizes are multiples of it. One page, which satisfies the
+/// memory alignment that any file system requires for direct I/O.
 pub const BLOCK_ALIGN: usize = 4096;
 
-/// A pool of host memory. Cloning gives another handle to the same pool; the memory goes back to
-/// the system when the last handle and the last buffer are gone.
+/// A pool of host memory that is allocated once and handed out as [`Buffer`]s.
+///
+/// Clones are handles to the same pool. The memory returns to the system when the last handle and
+/// the last buffer are dropped.
+///
+/// ```
+/// use ts_pool::{BLOCK_ALIGN, Budget, HostPool};
+///
+/// let budget = Budget::new(1 << 20);
+/// let pool = HostPool::new(&budget, 2 * BLOCK_ALIGN)?;
+/// let buffer = pool.allocate(100)?; // zeroed, because nobody has used the memory yet
+/// assert_eq!(buffer[..], [0; 100]);
+/// assert_eq!(pool.stats().in_use_bytes, BLOCK_ALIGN);
+/// assert!(pool.allocate(2 * BLOCK_ALIGN).is_err(), "full until the buffer is dropped");
+/// # Ok::<(), ts_pool::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct HostPool {
-    shared: Arc<Shared>,
+    inner: Arc<PoolInner>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct PoolInner {
     arena: Arena,
-    state: Mutex<State>,
-    /// Whether buffers that come back leave for the system.
+    state: Mutex<PoolState>,
+    /// Whether freed blocks return their pages to the system.
     retired: AtomicBool,
     _reservation: Reservation,
 }
 
 #[derive(Debug)]
-struct State {
+struct PoolState {
     offsets: OffsetAllocator,
     in_use: usize,
     high_water: usize,
@@ -39,47 +54,50 @@ struct State {
     failures: u64,
 }
 
-/// What a pool holds and has done. Bytes are those of whole blocks.
+/// Statistics of a [`HostPool`]. Byte counts are of whole blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolStats {
-    /// Size of the arena.
+    /// Size of the pool.
     pub capacity_bytes: usize,
     /// Bytes in live blocks.
     pub in_use_bytes: usize,
-    /// The most that was in use at any time.
+    /// The most bytes that were ever in live blocks at the same time.
     pub high_water_bytes: usize,
-    /// The largest block that could be had now.
+    /// Size of the largest free block.
     pub largest_free_bytes: usize,
-    /// Blocks handed out since the beginning.
+    /// Successful allocations since the pool was created.
     pub allocations: u64,
-    /// Requests that found no block.
+    /// Allocations that failed because no free block was large enough.
     pub failures: u64,
 }
 
 impl HostPool {
-    /// A pool of `capacity_bytes`, rounded down to whole blocks and reserved from `budget` at once.
+    /// Creates a pool of `capacity_bytes`, rounded down to a multiple of [`BLOCK_ALIGN`].
+    ///
+    /// The whole size is reserved from `budget` now; the system allocates pages on first touch.
     ///
     /// # Errors
-    /// [`Error::OverBudget`], or [`Error::Map`] when the system refuses the address space.
+    /// Returns [`Error::OverBudget`] if the budget has fewer bytes left, and [`Error::Map`] if the
+    /// system cannot map the memory.
     pub fn new(budget: &Budget, capacity_bytes: usize) -> Result<Self, Error> {
-        Self::of(Arena::new, budget, capacity_bytes)
+        Self::with_arena(Arena::new, budget, capacity_bytes)
     }
 
-    /// As [`new`](Self::new), of the memory that a device reaches directly, if it has such a thing:
-    /// copies from there need no other.
+    /// Creates a pool of host memory that the device can access directly (pinned memory). Copies
+    /// between it and the device need no staging buffer.
     ///
     /// # Errors
-    /// As [`new`](Self::new); [`Error::Device`].
+    /// The same as [`new`](Self::new), and [`Error::Device`] if the device has no such memory.
     pub fn for_device<D: Device>(
         device: &D,
         budget: &Budget,
         capacity_bytes: usize,
     ) -> Result<Self, Error> {
-        Self::of(|len| Arena::of_device(device, len), budget, capacity_bytes)
+        Self::with_arena(|len| Arena::of_device(device, len), budget, capacity_bytes)
     }
 
-    fn of(
-        arena: impl FnOnce(usize) -> Result<Arena, Error>,
+    fn with_arena(
+        allocate: impl FnOnce(usize) -> Result<Arena, Error>,
         budget: &Budget,
         capacity_bytes: usize,
     ) -> Result<Self, Error> {
@@ -87,38 +105,39 @@ impl HostPool {
             u32::try_from(capacity_bytes / BLOCK_ALIGN).unwrap_or(u32::MAX - 1).min(u32::MAX - 1);
         let capacity = blocks as usize * BLOCK_ALIGN;
         let reservation = budget.reserve(capacity)?;
-        let state = State {
+        let state = PoolState {
             offsets: OffsetAllocator::new(blocks),
             in_use: 0,
             high_water: 0,
             allocations: 0,
             failures: 0,
         };
-        let shared = Shared {
-            arena: arena(capacity)?,
+        let inner = PoolInner {
+            arena: allocate(capacity)?,
             state: Mutex::new(state),
             retired: AtomicBool::new(false),
             _reservation: reservation,
         };
-        Ok(Self { shared: Arc::new(shared) })
+        Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Takes a buffer of `len` bytes that begins at a multiple of [`BLOCK_ALIGN`]. Never blocks.
+    /// Allocates a buffer of `len` bytes, aligned to [`BLOCK_ALIGN`]. Never waits for memory.
     ///
-    /// What it holds is what its last owner left there, zeros at first.
+    /// The buffer contains what the previous owner of the memory left there, or zeros if the memory
+    /// was never used.
     ///
     /// # Errors
-    /// [`Error::Full`] when no free block is large enough now, [`Error::NeverFits`] when none can
-    /// ever be.
+    /// Returns [`Error::Full`] if no free block is large enough now, and [`Error::NeverFits`] if
+    /// `len` exceeds the size of the pool.
     pub fn allocate(&self, len: usize) -> Result<Buffer, Error> {
-        let capacity_bytes = self.shared.arena.len();
+        let capacity_bytes = self.inner.arena.len();
         if len > capacity_bytes {
             return Err(Error::NeverFits { requested_bytes: len, capacity_bytes });
         }
         let granules = len.div_ceil(BLOCK_ALIGN).max(1);
-        let mut state = self.shared.lock();
-        let taken = u32::try_from(granules).ok().and_then(|n| state.offsets.allocate(n, Owner(0)));
-        let Some(id) = taken else {
+        let mut state = self.inner.lock();
+        let found = u32::try_from(granules).ok().and_then(|n| state.offsets.allocate(n, Owner(0)));
+        let Some(id) = found else {
             state.failures += 1;
             return Err(Error::Full {
                 requested_bytes: len,
@@ -127,31 +146,35 @@ impl HostPool {
                 capacity_bytes,
             });
         };
-        let place = state.offsets.place(id).expect("just taken");
+        let info = state.offsets.block_info(id).expect("the block was just allocated");
         state.allocations += 1;
         state.in_use += granules * BLOCK_ALIGN;
         state.high_water = state.high_water.max(state.in_use);
         drop(state);
-        let ptr = self.shared.arena.at(place.offset as usize * BLOCK_ALIGN);
+        let ptr = self.inner.arena.at(info.offset as usize * BLOCK_ALIGN);
         let block = Block { pool: self.clone(), id, ptr, size: granules * BLOCK_ALIGN };
-        Ok(Buffer::of_block(block, len))
+        Ok(Buffer::from_block(block, len))
     }
 
-    /// Where its memory lies, for those who tell the system or a device of it. It stays there while
-    /// the pool lives.
+    /// Returns the address range of the pool, for example to register it with the kernel or a
+    /// device. It does not change during the lifetime of the pool.
     pub fn as_ptr_range(&self) -> std::ops::Range<*const u8> {
-        let arena = &self.shared.arena;
+        let arena = &self.inner.arena;
         arena.at(0).as_ptr().cast_const()..arena.at(arena.len()).as_ptr().cast_const()
     }
 
-    /// Says that no more will be allocated: from now on the memory of buffers that are dropped goes
-    /// back to the system at once, and not with the last of them. What is free already goes now.
+    /// Returns free memory to the system, now and whenever a buffer is dropped from now on.
+    ///
+    /// Call it when no more buffers will be needed, so that memory does not stay allocated until
+    /// the last buffer is dropped. Has no effect on the memory of [`for_device`](Self::for_device)
+    /// pools and on systems other than Linux.
     pub fn retire(&self) {
-        self.shared.retired.store(true, Ordering::SeqCst);
+        self.inner.retired.store(true, Ordering::SeqCst);
         let mut free = Vec::new();
-        // All that is free is taken, let go of, and kept from others meanwhile.
+        // Allocates all free memory and then drops it, which returns its pages. Nobody else can
+        // allocate that memory in between.
         loop {
-            let largest = self.shared.lock().offsets.largest_free() as usize * BLOCK_ALIGN;
+            let largest = self.inner.lock().offsets.largest_free() as usize * BLOCK_ALIGN;
             match self.allocate(largest) {
                 Ok(buffer) if largest > 0 => free.push(buffer),
                 _ => break,
@@ -159,21 +182,23 @@ impl HostPool {
         }
     }
 
-    /// Takes the memory of a range of the pool from the system now, whether anybody uses it or not,
-    /// so that nobody waits for it later: fresh pages are slower than many a disk. What it holds
-    /// stays as it is. Blocks.
+    /// Allocates the pages of a byte range of the pool from the system now, and keeps their
+    /// contents.
+    ///
+    /// The first touch of a page is slower than many disks, so populating ahead of a read speeds up
+    /// the read. Blocks until the pages are allocated. Buffers in the range may be in use.
     ///
     /// # Panics
-    /// When the range leaves the pool.
+    /// Panics if the range is not inside the pool.
     pub fn populate(&self, range: std::ops::Range<usize>) {
-        self.shared.arena.populate(range.start, range.len());
+        self.inner.arena.populate(range.start, range.len());
     }
 
-    /// Statistics of this moment.
+    /// Returns current statistics.
     pub fn stats(&self) -> PoolStats {
-        let mut state = self.shared.lock();
+        let mut state = self.inner.lock();
         PoolStats {
-            capacity_bytes: self.shared.arena.len(),
+            capacity_bytes: self.inner.arena.len(),
             in_use_bytes: state.in_use,
             high_water_bytes: state.high_water,
             largest_free_bytes: state.offsets.largest_free() as usize * BLOCK_ALIGN,
@@ -183,14 +208,14 @@ impl HostPool {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        // No code that can panic runs between two states that belong together.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl PoolInner {
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
+        // No code that can panic runs while the state is inconsistent.
+        self.state.lock()
     }
 }
 
-/// A run of the arena that nobody else has; dropping it gives the run back.
+/// Exclusive ownership of a range of the arena. Dropping it frees the range.
 #[derive(Debug)]
 pub(crate) struct Block {
     pool: HostPool,
@@ -199,11 +224,11 @@ pub(crate) struct Block {
     size: usize,
 }
 
-// SAFETY: `ptr` points into the arena that `pool` keeps alive, and `OffsetAllocator` gives a run to
-// one block at a time, so the block may go to any thread.
+// SAFETY: `ptr` points into the arena, which `pool` keeps alive. `OffsetAllocator` assigns a range
+// to one block at a time, so the block may move to any thread.
 unsafe impl Send for Block {}
-// SAFETY: a shared `Block` gives out its address alone; access is `Buffer`'s and `SharedBuffer`'s
-// affair.
+// SAFETY: a inner `Block` only returns its address. `Buffer` and `SharedBuffer` control access to
+// the memory.
 unsafe impl Sync for Block {}
 
 impl Block {
@@ -218,15 +243,15 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        if self.pool.shared.retired.load(Ordering::SeqCst) {
-            let offset = self.ptr.as_ptr().addr() - self.pool.shared.arena.at(0).as_ptr().addr();
-            // SAFETY: the run is this block's alone until it is released below, and nobody uses it
-            // any more; whoever gets it next is told nothing of what it holds but that it is
-            // initialised, as zeros are.
-            unsafe { self.pool.shared.arena.discard(offset, self.size) };
+        if self.pool.inner.retired.load(Ordering::SeqCst) {
+            let offset = self.ptr.as_ptr().addr() - self.pool.inner.arena.at(0).as_ptr().addr();
+            // SAFETY: this block owns the range until it is released below, and nobody uses the
+            // memory any more. `allocate` promises the next owner initialised bytes, and zeros are.
+            unsafe { self.pool.inner.arena.discard(offset, self.size) };
         }
-        let mut state = self.pool.shared.lock();
-        // Joined at once: of a budget that is just enough the free memory must be in one piece.
+        let mut state = self.pool.inner.lock();
+        // Coalesces at once: under a budget that is just large enough, the free memory must be
+        // contiguous.
         state.offsets.release(self.id);
         state.in_use -= self.size;
     }

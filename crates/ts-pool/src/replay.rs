@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Allocation logs as RMM's `logging_resource_adaptor` writes them, and what a pool makes of them.
+//! Replays allocation logs of RMM's `logging_resource_adaptor` against a pool.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -8,86 +8,110 @@ use ts_streams::{Device, StreamPriority};
 
 use crate::{DeviceBuffer, Error, ErrorKind, StreamOrderedAllocator};
 
-/// What a program allocated and freed, in the order in which it did.
+/// The allocations and frees of a program, in order.
+///
+/// ```
+/// use ts_pool::ts_streams::CpuDevice;
+/// use ts_pool::{AllocationLog, OrderedOptions, StreamOrderedPool};
+///
+/// let log = AllocationLog::parse(
+///     "Thread,Time,Action,Pointer,Size,Stream\n\
+///      1,14:21:19.998,allocate,0x30a000000,256,0x2\n\
+///      1,14:21:32.661,free,0x30a000000,256,0x2\n",
+/// )?;
+/// let device = CpuDevice::new()?;
+/// let pool = StreamOrderedPool::new(device.clone(), OrderedOptions::default());
+/// let replay = log.replay(&device, &pool)?;
+/// assert_eq!((replay.allocations, replay.frees, replay.peak_bytes), (1, 1, 256));
+/// # Ok::<(), ts_pool::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AllocationLog {
     events: Vec<LogEvent>,
 }
 
-/// A line of an [`AllocationLog`].
+/// One allocation or free in an [`AllocationLog`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LogEvent {
-    /// Whether it allocates; else it frees.
+    /// `true` for an allocation, `false` for a free.
     pub allocates: bool,
-    /// Where the memory was.
+    /// Address of the memory.
     pub pointer: u64,
-    /// How many bytes it is.
+    /// Size of the memory.
     pub bytes: usize,
-    /// What the stream was called, as a number.
+    /// Number of the stream. Stream names that are not numbers are assigned one each.
     pub stream: u64,
 }
 
-/// What a pool made of a log. Bytes are those that were asked for.
+/// The outcome of [`AllocationLog::replay`]. Byte counts are of requested sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Replay {
-    /// Allocations that the pool made.
+    /// Allocations that succeeded.
     pub allocations: usize,
-    /// Frees of these.
+    /// Frees of memory that the replay had allocated.
     pub frees: usize,
-    /// Allocations that it refused for lack of memory.
+    /// Allocations that failed because the pool had too little memory.
     pub refused: usize,
-    /// Frees of what the log does not say was allocated, or what was refused.
+    /// Frees of memory that the log does not allocate, or whose allocation failed.
     pub unmatched: usize,
-    /// Streams.
+    /// Number of streams.
     pub streams: usize,
-    /// The most that was allocated at any time.
+    /// The most bytes that were ever allocated at the same time.
     pub peak_bytes: usize,
-    /// What the pool held when it was over.
+    /// Size of the pool at the end, in bytes allocated from the device.
     pub capacity_bytes: usize,
 }
 
 impl AllocationLog {
-    /// Reads the columns `Thread,Time,Action,Pointer,Size,Stream`, with or without that header.
-    /// Actions are `allocate`, `free` or `deallocate`, and `allocate failure`, which is passed
-    /// over. Numbers are decimal or, behind `0x`, hexadecimal; streams can be words.
+    /// Parses lines of the columns `Thread,Time,Action,Pointer,Size,Stream`, with or without that
+    /// header.
+    ///
+    /// The actions are `allocate`, `free`, `deallocate`, and `allocate failure`, which is skipped.
+    /// Pointers and streams are decimal numbers, or hexadecimal numbers with the prefix `0x`. Sizes
+    /// are decimal. Streams can also be names.
     ///
     /// # Errors
-    /// [`Error::BadLog`], with the line.
+    /// Returns [`Error::BadLog`] with the number of the first invalid line.
     pub fn parse(text: &str) -> Result<Self, Error> {
-        let mut words = HashMap::new();
+        let mut names = HashMap::new();
         let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
         let events = lines.filter_map(|(number, line)| {
-            event(line, &mut words)
+            parse_line(line, &mut names)
                 .map_err(|reason| Error::BadLog { line: number + 1, reason })
                 .transpose()
         });
         Ok(Self { events: events.collect::<Result<_, _>>()? })
     }
 
-    /// Its lines.
+    /// Returns the allocations and frees in order.
     pub fn events(&self) -> &[LogEvent] {
         &self.events
     }
 
-    /// Does the same with a pool, each of the log's streams one of the device's. What is freed on
-    /// another stream than it was allocated for is free when that has done what it was given. What
-    /// the log leaves allocated is freed in the end.
+    /// Repeats the allocations and frees on `pool`, with one stream of `device` for each stream of
+    /// the log.
+    ///
+    /// A free on a stream other than the one of the allocation first records a use by that stream.
+    /// Memory that the log does not free is freed at the end.
     ///
     /// # Errors
-    /// [`Error::Device`]. Want of memory is none: it is counted.
+    /// Returns [`Error::Device`] if the device fails, and [`Error::NeverFits`] if a size exceeds
+    /// the address space. Allocations that fail for lack of memory are counted in
+    /// [`Replay::refused`].
     pub fn replay<D: Device>(
         &self,
         device: &D,
         pool: &impl StreamOrderedAllocator<D>,
     ) -> Result<Replay, Error> {
         let mut streams: HashMap<u64, D::Stream> = HashMap::new();
-        // A pointer that is there twice was freed late by another thread.
+        // A pointer can be allocated twice without a free in between if another thread logged the
+        // free late.
         let mut live: HashMap<u64, Vec<(DeviceBuffer<D>, u64)>> = HashMap::new();
         let (mut replay, mut bytes) = (Replay::default(), 0);
         for event in &self.events {
             let stream = match streams.entry(event.stream) {
-                Entry::Occupied(there) => there.into_mut(),
-                Entry::Vacant(place) => place.insert(device.create_stream(StreamPriority::Normal)?),
+                Entry::Occupied(entry) => entry.into_mut(),
+                Entry::Vacant(entry) => entry.insert(device.create_stream(StreamPriority::Normal)?),
             };
             if event.allocates {
                 let layout = std::alloc::Layout::from_size_align(event.bytes, 1);
@@ -127,26 +151,26 @@ impl AllocationLog {
     }
 }
 
-/// One line; `None` for the header and for allocations that failed.
-fn event(line: &str, words: &mut HashMap<String, u64>) -> Result<Option<LogEvent>, String> {
+/// Parses one line. Returns `None` for the header and for failed allocations.
+fn parse_line(line: &str, names: &mut HashMap<String, u64>) -> Result<Option<LogEvent>, String> {
     let fields: Vec<&str> = line.split(',').map(str::trim).collect();
     let [_, _, action, pointer, bytes, stream] = fields[..] else {
-        return Err(format!("{} columns, not 6", fields.len()));
+        return Err(format!("expected 6 columns, got {}", fields.len()));
     };
     let allocates = match action {
         "Action" | "allocate failure" => return Ok(None),
         "allocate" => true,
         "free" | "deallocate" => false,
-        other => return Err(format!("the action `{other}`")),
+        other => return Err(format!("unknown action {other:?}")),
     };
     let number = |text: &str| match text.strip_prefix("0x") {
         Some(digits) => u64::from_str_radix(digits, 16).ok(),
         None => text.parse().ok(),
     };
-    let pointer = number(pointer).ok_or_else(|| format!("the pointer `{pointer}`"))?;
-    let bytes = bytes.parse().map_err(|_| format!("the size `{bytes}`"))?;
-    // Words such as `per-thread default` are streams of their own, at numbers that are no pointers.
-    let next = u64::MAX - words.len() as u64;
-    let stream = number(stream).unwrap_or_else(|| *words.entry(stream.into()).or_insert(next));
+    let pointer = number(pointer).ok_or_else(|| format!("invalid pointer {pointer:?}"))?;
+    let bytes = bytes.parse().map_err(|_| format!("invalid size {bytes:?}"))?;
+    // Names such as `per-thread default` get numbers from the top, which are not valid pointers.
+    let next = u64::MAX - names.len() as u64;
+    let stream = number(stream).unwrap_or_else(|| *names.entry(stream.into()).or_insert(next));
     Ok(Some(LogEvent { allocates, pointer, bytes, stream }))
 }

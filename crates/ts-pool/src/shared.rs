@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory that two processes have at once. This crate's fourth unsafe module.
+//! Memory shared between two processes.
 //!
-//! No reference to it is given out, for who else has it may write at any time: bytes are copied in
-//! and out, as the kernel would do it with a socket's.
+//! It never hands out references to the shared bytes, because the other process may write to them
+//! at any time. Bytes are copied in and out, as with a socket.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,8 +11,9 @@ use memmap2::{MmapOptions, MmapRaw};
 
 use crate::Error;
 
-/// Memory for another process to read: anonymous, of a fixed length, gone with the last that has
-/// it.
+/// Anonymous shared memory of a fixed length that another process can read.
+///
+/// The system frees it when the last descriptor and the last mapping in any process are gone.
 ///
 /// ```
 /// use ts_pool::{SharedMemory, SharedView};
@@ -20,7 +21,7 @@ use crate::Error;
 /// # if cfg!(target_os = "linux") {
 /// let mut memory = SharedMemory::create(4096)?;
 /// memory.write(100, b"tensor");
-/// // The other process has the descriptor by way of a Unix socket.
+/// // The other process receives the descriptor over a Unix socket.
 /// let view = SharedView::open(memory.descriptor(), 4096)?;
 /// let mut bytes = [0; 6];
 /// view.read(100, &mut bytes);
@@ -35,11 +36,10 @@ pub struct SharedMemory {
 }
 
 impl SharedMemory {
-    /// Zeroed memory of so many bytes. Its pages are taken from the system when they are first
-    /// touched.
+    /// Creates `len` bytes of zeroed memory. The system allocates its pages on first touch.
     ///
     /// # Errors
-    /// [`Error::Map`] when the system has no more, or no such thing (others than Linux).
+    /// Returns [`Error::Map`] if the system cannot create it; always on systems other than Linux.
     pub fn create(len: usize) -> Result<Self, Error> {
         let failed = |source| Error::Map { bytes: len, source };
         let descriptor = sealed_descriptor(len).map_err(failed)?;
@@ -47,43 +47,43 @@ impl SharedMemory {
         Ok(Self { mapping, descriptor })
     }
 
-    /// What another process opens it by.
+    /// Returns the file descriptor with which another process [opens](SharedView::open) it.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.descriptor.as_fd()
     }
 
-    /// Its length in bytes.
-    #[allow(clippy::len_without_is_empty)] // it is never empty: the system maps no such thing
+    /// Returns the length in bytes.
+    #[allow(clippy::len_without_is_empty)] // never empty: the system refuses empty mappings
     pub fn len(&self) -> usize {
         self.mapping.len()
     }
 
-    /// Copies bytes to it. Who reads at the same time gets some of what was and some of what is
-    /// there then.
+    /// Copies bytes into the memory, starting at byte `offset`.
+    ///
+    /// A process that reads the same bytes at the same time can see a mix of old and new bytes.
     ///
     /// # Panics
-    /// If they do not fit.
+    /// Panics if the bytes do not fit.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
-        let to = at(&self.mapping, offset, bytes.len());
-        // SAFETY: `at` has checked that so many bytes of the mapping are there, which is writable
-        // and as long as its descriptor: that cannot be shortened. Nobody in this process has a
-        // reference to them.
+        let to = ptr_at(&self.mapping, offset, bytes.len());
+        // SAFETY: `ptr_at` has checked the range. The mapping is writable and as long as its file,
+        // which is sealed against shrinking. No reference to these bytes exists in this process.
         unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     }
 }
 
-/// Another process's [`SharedMemory`], to be read.
+/// A read-only mapping of the [`SharedMemory`] of another process.
 #[derive(Debug)]
 pub struct SharedView {
     mapping: MmapRaw,
 }
 
 impl SharedView {
-    /// Maps it.
+    /// Maps the shared memory behind `descriptor`, which must have exactly `len` bytes.
     ///
     /// # Errors
-    /// [`Error::Map`] of what is no such memory, or has another length: what could be shortened
-    /// while it is read is refused.
+    /// Returns [`Error::Map`] if the length differs, or if the file is not memory that is sealed
+    /// against shrinking. Reading a file that shrinks would crash this process.
     pub fn open(descriptor: BorrowedFd<'_>, len: usize) -> Result<Self, Error> {
         let failed = |source| Error::Map { bytes: len, source };
         check(descriptor, len).map_err(failed)?;
@@ -91,80 +91,86 @@ impl SharedView {
         Ok(Self { mapping })
     }
 
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     #[allow(clippy::len_without_is_empty)] // as above
     pub fn len(&self) -> usize {
         self.mapping.len()
     }
 
-    /// Copies bytes from it.
+    /// Copies bytes out of the memory, starting at byte `offset`.
     ///
     /// # Panics
-    /// If it has not so many.
+    /// Panics if the range is not inside the memory.
     pub fn read(&self, offset: usize, into: &mut [u8]) {
-        let from = at(&self.mapping, offset, into.len());
-        // SAFETY: as in `write`; that the other process may write at the same time changes which
-        // bytes these are, and nothing else.
+        let from = ptr_at(&self.mapping, offset, into.len());
+        // SAFETY: as in `SharedMemory::write`. If the other process writes at the same time, only
+        // the values of the copied bytes are undetermined.
         unsafe { from.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) };
     }
 
-    /// As [`read`](Self::read), by stores that go past the caches, where the processor has such
-    /// (x86-64): for parts of what is longer than a cache, whose memory is otherwise read before it
-    /// is written.
+    /// Copies bytes like [`read`](Self::read), but with non-temporal stores on x86-64.
+    ///
+    /// These stores bypass the cache. Use them when the whole payload is larger than the cache:
+    /// ordinary stores would first read each cache line of the destination.
     ///
     /// # Panics
-    /// If it has not so many.
+    /// Panics if the range is not inside the memory.
     pub fn read_non_temporal(&self, offset: usize, into: &mut [u8]) {
-        let from = at(&self.mapping, offset, into.len());
+        let from = ptr_at(&self.mapping, offset, into.len());
         // SAFETY: as in `read`.
         unsafe { copy_non_temporal(from, into) };
     }
 }
 
+/// Copies `into.len()` bytes with stores that bypass the cache.
+///
 /// # Safety
-/// So many bytes can be read at `from` as `into` has, and are no part of it.
+/// `from` is valid for reads of `into.len()` bytes, and does not overlap `into`.
 #[cfg(target_arch = "x86_64")]
 unsafe fn copy_non_temporal(from: *const u8, into: &mut [u8]) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
 
-    /// What goes to memory at a time.
     #[repr(align(64))]
-    struct Line([__m128i; 4]);
+    struct CacheLine([__m128i; 4]);
 
-    // SAFETY: any bytes are a valid line, and nobody else has these.
-    let (head, lines, tail) = unsafe { into.align_to_mut::<Line>() };
-    // SAFETY: the three parts are the whole of `into`, in order, and as long as `from` is promised
-    // to be. Lines are aligned, as stores past the caches must be; the fence orders them before
-    // whatever tells others that they are there.
+    // SAFETY: every bit pattern is a valid `CacheLine`, and `into` is borrowed exclusively.
+    let (head, lines, tail) = unsafe { into.align_to_mut::<CacheLine>() };
+    // SAFETY: the three parts make up `into`, in order, so all reads are inside the caller's range.
+    // The lines are aligned, as non-temporal stores require. The fence orders these stores before
+    // any later store that publishes the bytes.
     unsafe {
         from.copy_to_nonoverlapping(head.as_mut_ptr(), head.len());
         let mut from = from.add(head.len());
-        for Line(line) in lines {
+        for CacheLine(line) in lines {
             let parts = std::array::from_fn::<_, 4, _>(|part| {
                 _mm_loadu_si128(from.cast::<__m128i>().add(part))
             });
             for (to, part) in line.iter_mut().zip(parts) {
                 _mm_stream_si128(to, part);
             }
-            from = from.add(size_of::<Line>());
+            from = from.add(size_of::<CacheLine>());
         }
         _mm_sfence();
         from.copy_to_nonoverlapping(tail.as_mut_ptr(), tail.len());
     }
 }
 
+/// Copies `into.len()` bytes.
+///
 /// # Safety
 /// As above.
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn copy_non_temporal(from: *const u8, into: &mut [u8]) {
-    // SAFETY: that is what it promises.
+    // SAFETY: the caller guarantees that the ranges are valid and do not overlap.
     unsafe { from.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) };
 }
 
-fn at(mapping: &MmapRaw, offset: usize, len: usize) -> *mut u8 {
+/// Returns the address of byte `offset`, after a check that `len` bytes follow it.
+fn ptr_at(mapping: &MmapRaw, offset: usize, len: usize) -> *mut u8 {
     let fits = offset.checked_add(len).is_some_and(|end| end <= mapping.len());
-    assert!(fits, "{len} bytes at {offset} of shared memory of {}", mapping.len());
-    // SAFETY: just checked that it stays inside the mapping.
+    let total = mapping.len();
+    assert!(fits, "range out of bounds: {len} bytes at offset {offset} of {total} shared bytes");
+    // SAFETY: the check above keeps the result inside the mapping or at its end.
     unsafe { mapping.as_mut_ptr().add(offset) }
 }
 
@@ -182,14 +188,15 @@ fn sealed_descriptor(len: usize) -> io::Result<OwnedFd> {
 fn check(descriptor: BorrowedFd<'_>, len: usize) -> io::Result<()> {
     use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
 
-    /// Ordinary memory: huge pages of the other's could be taken away again.
+    /// The file system of an ordinary memfd. On hugetlbfs, which is refused, the other process
+    /// could remove pages again.
     const TMPFS: u64 = 0x0102_1994;
 
     let seals = fcntl_get_seals(descriptor)?;
     let ordinary = fstatfs(descriptor)?.f_type as u64 == TMPFS;
     if !ordinary || !seals.contains(SealFlags::SHRINK) || fstat(descriptor)?.st_size != len as i64 {
-        let what = "shared memory of another length, or one that may change";
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+        let reason = "the descriptor is not shared memory of this length, sealed against shrinking";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
     }
     Ok(())
 }
@@ -209,7 +216,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_one_writes_the_other_reads() {
+    fn a_view_reads_what_was_written() {
         let mut memory = SharedMemory::create(10_000).unwrap();
         let view = SharedView::open(memory.descriptor(), 10_000).unwrap();
         let bytes: Vec<u8> = (0..5000).map(|i| i as u8).collect();
@@ -226,17 +233,17 @@ mod tests {
             let mut read = vec![1; to - from + 2];
             view.read_non_temporal(from, &mut read[1..=to - from]);
             assert_eq!(read[1..=to - from], bytes[from - 5000..to - 5000]);
-            assert_eq!((read[0], read[to - from + 1]), (1, 1), "what is beside it stays");
+            assert_eq!((read[0], read[to - from + 1]), (1, 1), "the bytes around it are unchanged");
         }
     }
 
     #[test]
-    fn what_could_be_shortened_is_refused() {
+    fn memory_that_could_shrink_is_refused() {
         let memory = SharedMemory::create(4096).unwrap();
         assert!(SharedView::open(memory.descriptor(), 8192).is_err());
         assert!(
             rustix::fs::ftruncate(memory.descriptor(), 0).is_err(),
-            "it stays as long as it is"
+            "the seal prevents shrinking"
         );
         let file = rustix::fs::memfd_create("plain", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, 4096).unwrap();
@@ -244,8 +251,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "6 bytes at 4091 of shared memory of 4096")]
-    fn nothing_is_written_outside() {
+    #[should_panic(expected = "6 bytes at offset 4091 of 4096 shared bytes")]
+    fn writing_out_of_bounds_panics() {
         SharedMemory::create(4096).unwrap().write(4091, &[0; 6]);
     }
 }

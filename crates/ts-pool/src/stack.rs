@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Stacks of numbers that many threads push to and pop from without locks (Treiber, 1986). The head
-//! has a count beside the number on top, so that a head which came back is not mistaken for one
-//! that never left.
+//! Lock-free stacks of indices (Treiber, 1986). The head combines the top index with a counter of
+//! changes, which solves the ABA problem: a head whose top index was popped and pushed again
+//! differs from the head before.
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -10,28 +10,28 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 const NONE: u32 = u32::MAX;
 
-/// What is below each number, in whatever stack it is: it is in one at a time.
+/// For each index the index below it, in whichever stack it is. An index is in at most one stack.
 #[derive(Debug)]
 pub(crate) struct Links {
     below: Box<[Link]>,
 }
 
-/// On a cache line of its own: the numbers beside it may be with other threads.
+/// On its own cache line, because different threads use neighbouring indices.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Link(AtomicU32);
 
 impl Links {
-    /// For the numbers `0..count`.
+    /// Creates links for the indices `0..count`.
     pub(crate) fn new(count: u32) -> Self {
         Self { below: (0..count).map(|_| Link(AtomicU32::new(NONE))).collect() }
     }
 }
 
-/// A stack. All that is done to it names the same links.
+/// A stack of indices. All calls for one stack must pass the same [`Links`].
 #[derive(Debug)]
 pub(crate) struct Stack {
-    /// A count in the upper half, the top in the lower.
+    /// The counter in the upper 32 bits, the top index in the lower 32 bits.
     head: AtomicU64,
 }
 
@@ -40,13 +40,13 @@ impl Stack {
         Self { head: AtomicU64::new(u64::from(NONE)) }
     }
 
-    /// Whoever pushes a number has it, and has it no more.
-    pub(crate) fn push(&self, links: &Links, number: u32) {
+    /// Pushes an index that the caller owns, and gives up that ownership.
+    pub(crate) fn push(&self, links: &Links, index: u32) {
         let mut head = self.head.load(Ordering::Relaxed);
         loop {
-            links.below[number as usize].0.store(head as u32, Ordering::Relaxed);
-            let new = next_count(head) | u64::from(number);
-            // Releases what was done to what the number stands for.
+            links.below[index as usize].0.store(head as u32, Ordering::Relaxed);
+            let new = next_counter(head) | u64::from(index);
+            // Release: the next owner of the index sees all writes of this one.
             match self.head.compare_exchange_weak(head, new, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(now) => head = now,
@@ -54,6 +54,7 @@ impl Stack {
         }
     }
 
+    /// Pops an index, which the caller then owns; `None` if the stack is empty.
     pub(crate) fn pop(&self, links: &Links) -> Option<u32> {
         let mut head = self.head.load(Ordering::Acquire);
         loop {
@@ -61,9 +62,10 @@ impl Stack {
             if top == NONE {
                 return None;
             }
-            // It may be another's by now; then the count has changed.
+            // Another thread may have popped `top` by now. The counter has changed then, and the
+            // exchange fails.
             let below = links.below[top as usize].0.load(Ordering::Relaxed);
-            let new = next_count(head) | u64::from(below);
+            let new = next_counter(head) | u64::from(below);
             match self.head.compare_exchange_weak(head, new, Ordering::Acquire, Ordering::Acquire) {
                 Ok(_) => return Some(top),
                 Err(now) => head = now,
@@ -72,8 +74,8 @@ impl Stack {
     }
 }
 
-/// The next count, in its place.
-fn next_count(head: u64) -> u64 {
+/// Returns the incremented counter, in the upper 32 bits.
+fn next_counter(head: u64) -> u64 {
     ((head >> 32) + 1) << 32
 }
 
@@ -84,24 +86,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_is_with_one_thread_at_a_time() {
+    fn an_index_has_one_owner_at_a_time() {
         let (links, stack) = (Links::new(64), Stack::new());
-        (0..64).for_each(|number| stack.push(&links, number));
+        (0..64).for_each(|index| stack.push(&links, index));
         let taken: Vec<_> = (0..64).map(|_| std::sync::atomic::AtomicBool::new(false)).collect();
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..50_000 {
                         let held: Vec<u32> = (0..3).map_while(|_| stack.pop(&links)).collect();
-                        for &number in &held {
+                        for &index in &held {
                             assert!(
-                                !taken[number as usize].swap(true, Ordering::Relaxed),
-                                "{number} twice"
+                                !taken[index as usize].swap(true, Ordering::Relaxed),
+                                "index {index} has two owners"
                             );
                         }
-                        for number in held {
-                            taken[number as usize].store(false, Ordering::Relaxed);
-                            stack.push(&links, number);
+                        for index in held {
+                            taken[index as usize].store(false, Ordering::Relaxed);
+                            stack.push(&links, index);
                         }
                     }
                 });
@@ -120,42 +122,43 @@ mod models {
 
     use super::*;
 
-    struct Shared {
+    struct StackModel {
         links: Links,
         stack: Stack,
-        /// What the numbers stand for: only who has a number touches it.
+        /// One value per index. Only the owner of an index accesses its value.
         values: Vec<UnsafeCell<u32>>,
     }
 
-    impl Shared {
+    impl StackModel {
         fn pop(&self) -> Option<u32> {
             self.stack.pop(&self.links)
         }
 
-        fn push(&self, number: Option<u32>) {
-            number.into_iter().for_each(|number| self.stack.push(&self.links, number));
+        fn push(&self, index: Option<u32>) {
+            index.into_iter().for_each(|index| self.stack.push(&self.links, index));
         }
 
-        fn touch(&self, number: Option<u32>) {
-            if let Some(number) = number {
-                // SAFETY: this thread alone has the number; loom fails the test otherwise.
-                self.values[number as usize].with_mut(|value| unsafe { *value += 1 });
+        fn touch(&self, index: Option<u32>) {
+            if let Some(index) = index {
+                // SAFETY: only this thread owns the index; otherwise loom fails the test.
+                self.values[index as usize].with_mut(|value| unsafe { *value += 1 });
             }
         }
     }
 
-    /// Loom checks, for all orders with up to three preemptions, that no two threads touch a value
-    /// at once and that each sees what the last one left. One thread takes both numbers and puts
-    /// back the first alone: to the other the top is then what it was, and what is below it is not.
+    /// Loom checks all interleavings with up to three preemptions: no two threads access a value at
+    /// the same time, and each owner sees the writes of the previous one. One thread pops both
+    /// indices and pushes back only the first, so the other thread sees the same top index with a
+    /// different index below it (ABA).
     #[test]
-    fn who_has_a_number_has_what_it_stands_for() {
+    fn the_owner_of_an_index_has_exclusive_access() {
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(3);
         builder.check(|| {
             let values = (0..2).map(|_| UnsafeCell::new(0)).collect();
-            let shared = Arc::new(Shared { links: Links::new(2), stack: Stack::new(), values });
-            (0..2).for_each(|number| shared.push(Some(number)));
-            let other = Arc::clone(&shared);
+            let model = Arc::new(StackModel { links: Links::new(2), stack: Stack::new(), values });
+            (0..2).for_each(|index| model.push(Some(index)));
+            let other = Arc::clone(&model);
             let thread = thread::spawn(move || {
                 let (first, second) = (other.pop(), other.pop());
                 other.touch(first);
@@ -163,14 +166,14 @@ mod models {
                 other.touch(second);
                 other.push(second);
             });
-            let first = shared.pop();
-            shared.touch(first);
-            let second = shared.pop();
-            shared.touch(second);
-            shared.push(first);
-            shared.push(second);
+            let first = model.pop();
+            model.touch(first);
+            let second = model.pop();
+            model.touch(second);
+            model.push(first);
+            model.push(second);
             thread.join().unwrap();
-            let mut left = [shared.pop(), shared.pop(), shared.pop()];
+            let mut left = [model.pop(), model.pop(), model.pop()];
             left.sort_unstable();
             assert_eq!(left, [None, Some(0), Some(1)]);
         });

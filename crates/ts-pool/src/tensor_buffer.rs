@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Bytes that are on the host or on a GPU.
+//! Bytes in host memory or on a GPU.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, Once, PoisonError};
+use std::sync::Once;
 
+use parking_lot::Mutex;
 use ts_streams::{AnyDevice, AnyStream, Device, DeviceRegistry, GpuStatus, StreamPriority};
 
 use crate::error::range_in;
 use crate::{DeviceBuffer, Error, OrderedOptions, StreamOrderedPool};
 
-/// The bytes of a tensor, on the host or on a device. Not `Clone`: copies are asked for.
+/// The bytes of a tensor, in host memory or in device memory.
 ///
-/// All copies block until they are done. Those that are on a GPU are of a pool that this process
-/// has for each.
+/// All copies are explicit and block until they are done. GPU buffers come from one
+/// [`StreamOrderedPool`] per GPU, which lives until the process exits.
 ///
 /// ```
 /// use ts_pool::TensorBuffer;
 ///
-/// // on the host where there is no GPU
+/// // Falls back to host memory if there is no GPU 0.
 /// let mut buffer = TensorBuffer::try_allocate_gpu(4, 0);
 /// buffer.copy_from_slice(&[1, 2, 3, 4])?;
 /// assert_eq!(buffer.to_host()?, [1, 2, 3, 4]);
@@ -25,113 +26,115 @@ use crate::{DeviceBuffer, Error, OrderedOptions, StreamOrderedPool};
 /// ```
 #[derive(Debug)]
 pub struct TensorBuffer {
-    place: Place,
+    storage: Storage,
 }
 
 #[derive(Debug)]
-enum Place {
+enum Storage {
     Host(Vec<u8>),
     Device(DeviceBuffer<AnyDevice>),
 }
 
 impl TensorBuffer {
-    /// These bytes, on the host. Copies nothing.
+    /// Wraps host bytes. Copies nothing.
     pub fn cpu(bytes: Vec<u8>) -> Self {
-        Self { place: Place::Host(bytes) }
+        Self { storage: Storage::Host(bytes) }
     }
 
-    /// So many zeros, on the host.
+    /// Allocates `len` zeros in host memory.
     pub fn cpu_zeros(len: usize) -> Self {
         Self::cpu(vec![0; len])
     }
 
-    /// So many bytes on the GPU of this number, or else zeros on the host: the first time with a
-    /// warning in the log that says why.
+    /// Allocates `len` bytes on GPU `ordinal`, or zeros in host memory if that fails.
+    ///
+    /// On a GPU the contents are undefined. The first fallback in the process logs a warning with
+    /// the cause.
     pub fn try_allocate_gpu(len: usize, ordinal: usize) -> Self {
         static WARN: Once = Once::new();
         Self::allocate_gpu(len, ordinal).unwrap_or_else(|error| {
-            WARN.call_once(|| log::warn!("{len} bytes for a GPU are on the host: {error}"));
+            WARN.call_once(|| log::warn!("using host memory for {len} bytes: {error}"));
             Self::cpu_zeros(len)
         })
     }
 
-    /// So many bytes on the GPU of this number. What they hold is undefined.
+    /// Allocates `len` bytes on GPU `ordinal`. Their contents are undefined.
     ///
     /// # Errors
-    /// [`Error::Device`] with [`ts_streams::Error::NoGpu`] when there is none;
-    /// [`Error::OutOfMemory`].
+    /// Returns [`Error::Device`] with [`ts_streams::Error::NoGpu`] if the GPU does not exist, and
+    /// [`Error::OutOfMemory`] if its memory is full.
     pub fn allocate_gpu(len: usize, ordinal: usize) -> Result<Self, Error> {
         let (pool, stream) = gpu(ordinal)?;
         Self::allocate_in(&pool, &stream, len)
     }
 
-    /// So many bytes of a pool, for work on a stream. What they hold is undefined.
+    /// Allocates `len` bytes from `pool` for work on `stream`. Their contents are undefined.
     ///
     /// # Errors
-    /// As [`StreamOrderedPool::allocate_for_stream`].
+    /// The same as [`StreamOrderedPool::allocate_for_stream`].
     pub fn allocate_in(
         pool: &StreamOrderedPool<AnyDevice>,
         stream: &AnyStream,
         len: usize,
     ) -> Result<Self, Error> {
-        Ok(Self { place: Place::Device(pool.allocate_for_stream(len, stream)?) })
+        Ok(Self { storage: Storage::Device(pool.allocate_for_stream(len, stream)?) })
     }
 
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
-        match &self.place {
-            Place::Host(bytes) => bytes.len(),
-            Place::Device(buffer) => buffer.len(),
+        match &self.storage {
+            Storage::Host(bytes) => bytes.len(),
+            Storage::Device(buffer) => buffer.len(),
         }
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether the length is zero.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether it is on the host.
+    /// Returns whether the bytes are in host memory.
     pub fn is_cpu(&self) -> bool {
         self.as_slice().is_some()
     }
 
-    /// Whether it is on a device.
+    /// Returns whether the bytes are in device memory.
     pub fn is_gpu(&self) -> bool {
         !self.is_cpu()
     }
 
-    /// Its bytes, if they are on the host.
+    /// Returns the bytes if they are in host memory.
     pub fn as_slice(&self) -> Option<&[u8]> {
-        match &self.place {
-            Place::Host(bytes) => Some(bytes),
-            Place::Device(_) => None,
+        match &self.storage {
+            Storage::Host(bytes) => Some(bytes),
+            Storage::Device(_) => None,
         }
     }
 
-    /// Its bytes, if they are on the host, to write to.
+    /// Returns the bytes for writing if they are in host memory.
     pub fn as_mut_slice(&mut self) -> Option<&mut [u8]> {
-        match &mut self.place {
-            Place::Host(bytes) => Some(bytes),
-            Place::Device(_) => None,
+        match &mut self.storage {
+            Storage::Host(bytes) => Some(bytes),
+            Storage::Device(_) => None,
         }
     }
 
-    /// Its memory, if it is on a device.
+    /// Returns the device buffer if the bytes are in device memory.
     pub fn as_device(&self) -> Option<&DeviceBuffer<AnyDevice>> {
-        match &self.place {
-            Place::Host(_) => None,
-            Place::Device(buffer) => Some(buffer),
+        match &self.storage {
+            Storage::Host(_) => None,
+            Storage::Device(buffer) => Some(buffer),
         }
     }
 
-    /// A copy of its bytes.
+    /// Copies the bytes to a vector in host memory.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// Returns [`Error::Device`] if the copy from the device fails.
     pub fn to_host(&self) -> Result<Vec<u8>, Error> {
-        match &self.place {
-            Place::Host(bytes) => Ok(bytes.clone()),
-            Place::Device(buffer) => {
+        match &self.storage {
+            Storage::Host(bytes) => Ok(bytes.clone()),
+            Storage::Device(buffer) => {
                 let mut bytes = vec![0; buffer.len()];
                 buffer.read(0, &mut bytes)?;
                 Ok(bytes)
@@ -139,44 +142,46 @@ impl TensorBuffer {
         }
     }
 
-    /// A copy on the host.
+    /// Copies the bytes to a new buffer in host memory.
     ///
     /// # Errors
-    /// As [`to_host`](Self::to_host).
+    /// The same as [`to_host`](Self::to_host).
     pub fn to_cpu(&self) -> Result<Self, Error> {
         Ok(Self::cpu(self.to_host()?))
     }
 
-    /// A copy on the GPU of this number: from another GPU by way of the host.
+    /// Copies the bytes to a new buffer on GPU `ordinal`. A copy from another GPU goes through host
+    /// memory.
     ///
     /// # Errors
-    /// As [`allocate_gpu`](Self::allocate_gpu); [`Error::Device`].
+    /// The same as [`allocate_gpu`](Self::allocate_gpu), and [`Error::Device`] if the copy fails.
     pub fn to_gpu(&self, ordinal: usize) -> Result<Self, Error> {
         let (pool, stream) = gpu(ordinal)?;
         self.to_pool(&pool, &stream)
     }
 
-    /// A copy in a pool, for work on a stream.
+    /// Copies the bytes to a new buffer from `pool`, for work on `stream`.
     ///
     /// # Errors
-    /// As [`allocate_in`](Self::allocate_in); [`Error::Device`].
+    /// The same as [`allocate_in`](Self::allocate_in), and [`Error::Device`] if the copy fails.
     pub fn to_pool(
         &self,
         pool: &StreamOrderedPool<AnyDevice>,
         stream: &AnyStream,
     ) -> Result<Self, Error> {
         let mut copy = pool.allocate_for_stream(self.len(), stream)?;
-        match &self.place {
-            Place::Host(bytes) => copy.write(0, bytes)?,
-            Place::Device(buffer) => copy.copy_from(buffer)?,
+        match &self.storage {
+            Storage::Host(bytes) => copy.write(0, bytes)?,
+            Storage::Device(buffer) => copy.copy_from(buffer)?,
         }
-        Ok(Self { place: Place::Device(copy) })
+        Ok(Self { storage: Storage::Device(copy) })
     }
 
-    /// Overwrites all of it.
+    /// Overwrites the whole buffer with `bytes`.
     ///
     /// # Errors
-    /// [`Error::WrongLength`] when there are not as many bytes; [`Error::Device`].
+    /// Returns [`Error::WrongLength`] if the lengths differ, and [`Error::Device`] if the copy
+    /// fails.
     pub fn copy_from_slice(&mut self, bytes: &[u8]) -> Result<(), Error> {
         if bytes.len() != self.len() {
             return Err(Error::WrongLength { given_bytes: bytes.len(), buffer_bytes: self.len() });
@@ -184,18 +189,19 @@ impl TensorBuffer {
         self.write(0, bytes)
     }
 
-    /// Overwrites a part of it.
+    /// Overwrites a part of the buffer, starting at byte `offset`.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] when the bytes are not all inside; [`Error::Device`].
+    /// Returns [`Error::OutOfRange`] if the bytes do not fit, and [`Error::Device`] if the copy
+    /// fails.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
-        match &mut self.place {
-            Place::Host(own) => {
-                let part = range_in(own.len(), offset, bytes.len())?;
-                own[part].copy_from_slice(bytes);
+        match &mut self.storage {
+            Storage::Host(host) => {
+                let range = range_in(host.len(), offset, bytes.len())?;
+                host[range].copy_from_slice(bytes);
                 Ok(())
             }
-            Place::Device(buffer) => buffer.write(offset, bytes),
+            Storage::Device(buffer) => buffer.write(offset, bytes),
         }
     }
 }
@@ -208,11 +214,11 @@ impl From<Vec<u8>> for TensorBuffer {
 
 type Gpu = (StreamOrderedPool<AnyDevice>, AnyStream);
 
-/// The pool of a GPU, and the stream for its copies. They stay for as long as the process does.
+/// Returns the pool of a GPU and the stream for its copies. Both live until the process exits.
 fn gpu(ordinal: usize) -> Result<Gpu, Error> {
     static GPUS: Mutex<Option<HashMap<usize, Gpu>>> = Mutex::new(None);
     GpuStatus::detect().require(ordinal)?;
-    let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut gpus = GPUS.lock();
     let gpus = gpus.get_or_insert_default();
     if let Some(gpu) = gpus.get(&ordinal) {
         return Ok(gpu.clone());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Bytes between the host and buffers of a device.
+//! Copies between host memory and device buffers.
 
 use std::ops::Range;
 
@@ -9,48 +9,55 @@ use crate::error::range_in;
 use crate::{DeviceBuffer, Error, PinnedMemoryPool, PooledBuffer};
 
 impl<D: Device> DeviceBuffer<D> {
-    /// Copies bytes of the host to `offset`, on the stream that the buffer was allocated for and
-    /// behind what was submitted there. Blocks until that is done.
+    /// Copies host bytes into the buffer, starting at byte `offset`.
+    ///
+    /// The copy runs on the stream that the buffer was allocated for, after all work submitted to
+    /// it. Blocks until the copy is done.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] when they are not all inside; [`Error::Stale`]; [`Error::Device`] with
-    /// what failed on the stream, or when work of a stream calls this.
+    /// Returns [`Error::OutOfRange`] if the bytes do not fit, [`Error::Stale`] if the memory was
+    /// freed with its stream, and [`Error::Device`] if the stream has failed or if called from a
+    /// host function on a stream.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
         let (part, from) = (
-            self.part(offset, bytes.len())?,
+            self.range_for_copy(offset, bytes.len())?,
             MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len()),
         );
         self.transfer(|stream, range| {
-            // SAFETY: both are there until `transfer` returns, which waits; `bytes` are borrowed,
-            // and only read. The buffer is this one's alone, and its stream's order is that of its
-            // uses.
+            // SAFETY: both ranges are valid until `transfer` returns, which waits for the copy.
+            // `bytes` is borrowed and only read. Only this value uses the buffer, and the copy runs
+            // on the buffer's own stream, after its other uses.
             unsafe { stream.copy(range.slice(part), from) }
         })
     }
 
-    /// Copies bytes at `offset` to the host, as [`write`](Self::write) does the other way. Work of
-    /// other streams that writes here is the caller's to wait for.
+    /// Copies bytes from the buffer to the host, starting at byte `offset`. Blocks like
+    /// [`write`](Self::write).
+    ///
+    /// If another stream writes to the buffer, the caller must first wait for that work.
     ///
     /// # Errors
-    /// As [`write`](Self::write).
+    /// The same as [`write`](Self::write).
     pub fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Error> {
-        let (part, to) = (self.part(offset, bytes.len())?, MemoryRange::of(bytes));
+        let (part, to) = (self.range_for_copy(offset, bytes.len())?, MemoryRange::of(bytes));
         self.transfer(|stream, range| {
-            // SAFETY: as in `write`, with `bytes` borrowed for as long to be written.
+            // SAFETY: as in `write`, except that `bytes` is borrowed mutably and written to.
             unsafe { stream.copy(to, range.slice(part)) }
         })
     }
 
-    /// Copies all of another buffer here, on this buffer's stream and behind what was submitted for
-    /// either. Blocks until that is done. Between two pools it goes by way of the host.
+    /// Overwrites this buffer with the contents of `from`. Blocks until the copy is done.
+    ///
+    /// The copy runs on this buffer's stream, after all work submitted to the streams of both
+    /// buffers. Between buffers of different pools it goes through host memory.
     ///
     /// # Errors
-    /// As [`write`](Self::write); [`Error::Device`] when they are not equally long.
+    /// The same as [`write`](Self::write), and [`Error::Device`] if the lengths differ.
     pub fn copy_from(&mut self, from: &Self) -> Result<(), Error> {
         may_wait()?;
         let copied = self.transfer_with(from, |stream, to, from| {
-            // SAFETY: `write`'s reasons, for both buffers; other work on `from` is before this, or
-            // ordered by its owner.
+            // SAFETY: as in `write`, for both buffers. Work on the stream of `from` is ordered
+            // before the copy; its owner orders work on other streams.
             unsafe { stream.copy(to, from) }
         });
         if let Some(copied) = copied {
@@ -65,29 +72,29 @@ impl<D: Device> DeviceBuffer<D> {
         self.write(0, &bytes)
     }
 
-    /// Some of its bytes, for who may wait: asked first, for once a copy is submitted nothing may
-    /// keep this from waiting for it.
-    fn part(&self, offset: usize, len: usize) -> Result<Range<usize>, Error> {
-        let part = range_in(self.len(), offset, len)?;
+    /// Checks a byte range, and that this thread may wait for streams. Both must be known before a
+    /// copy is submitted, because the caller then has to wait for it.
+    fn range_for_copy(&self, offset: usize, len: usize) -> Result<Range<usize>, Error> {
+        let range = range_in(self.len(), offset, len)?;
         may_wait()?;
-        Ok(part)
+        Ok(range)
     }
 }
 
 impl<D: Device> PooledBuffer<D> {
-    /// Its bytes, if they are the host's: of a [`PinnedMemoryPool`], or a pool of
-    /// [`MemoryKind::Host`]. Work of streams that uses them is the caller's to wait for.
+    /// Returns the bytes if they are host memory: from a [`PinnedMemoryPool`], or from a pool of
+    /// [`MemoryKind::Host`]. The caller must first wait for streams that write to them.
     pub fn host_bytes(&self) -> Option<&[u8]> {
         let range = self.is_host().then(|| self.range())?;
-        // SAFETY: it is memory of the host, which was written when it was taken from the system;
-        // this value has it, and is borrowed.
+        // SAFETY: it is host memory, which the system initialised when it allocated the pages. This
+        // value owns it and is borrowed.
         Some(unsafe { std::slice::from_raw_parts(range.as_ptr(), range.len()) })
     }
 
-    /// As [`host_bytes`](Self::host_bytes), to write to.
+    /// Returns the bytes for writing if they are host memory: see [`host_bytes`](Self::host_bytes).
     pub fn host_bytes_mut(&mut self) -> Option<&mut [u8]> {
         let range = self.is_host().then(|| self.range())?;
-        // SAFETY: as in `host_bytes`, and borrowed by one alone.
+        // SAFETY: as in `host_bytes`; the mutable borrow makes the access exclusive.
         Some(unsafe { std::slice::from_raw_parts_mut(range.as_ptr(), range.len()) })
     }
 
@@ -95,73 +102,105 @@ impl<D: Device> PooledBuffer<D> {
         matches!(self.kind(), MemoryKind::PinnedHost | MemoryKind::Host)
     }
 
-    /// Copies bytes of the host to `offset`, on a stream and behind what was submitted there.
-    /// Blocks until that is done. Work of other streams that uses the buffer is the caller's to
-    /// wait for.
+    /// Copies host bytes into the buffer, starting at byte `offset`.
+    ///
+    /// The copy runs on `stream`, after all work submitted to it. Blocks until the copy is done.
+    /// The caller must first wait for other streams that use the buffer.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] when they are not all inside; [`Error::Device`] with what failed on
-    /// the stream, or when work of a stream calls this.
+    /// Returns [`Error::OutOfRange`] if the bytes do not fit, and [`Error::Device`] if the stream
+    /// has failed or if called from a host function on a stream.
     pub fn write(&mut self, offset: usize, bytes: &[u8], stream: &D::Stream) -> Result<(), Error> {
         let part = range_in(self.range().len(), offset, bytes.len())?;
         may_wait()?;
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-        // SAFETY: `bytes` are borrowed, and only read, and the buffer is this one's, until this has
-        // waited.
+        // SAFETY: `bytes` is borrowed and only read, and this value owns the buffer. Both stay
+        // valid until the `synchronize` below returns.
         unsafe { stream.copy(self.range().slice(part), from) }?;
         Ok(stream.synchronize()?)
     }
 
-    /// Copies bytes at `offset` to the host, as [`write`](Self::write) does the other way.
+    /// Copies bytes from the buffer to the host, starting at byte `offset`. Blocks like
+    /// [`write`](Self::write).
     ///
     /// # Errors
-    /// As [`write`](Self::write).
+    /// The same as [`write`](Self::write).
     pub fn read(&self, offset: usize, bytes: &mut [u8], stream: &D::Stream) -> Result<(), Error> {
         let part = range_in(self.range().len(), offset, bytes.len())?;
         may_wait()?;
         let from = self.range().slice(part);
-        // SAFETY: as in `write`, with `bytes` borrowed for as long to be written.
+        // SAFETY: as in `write`, except that `bytes` is borrowed mutably and written to.
         unsafe { stream.copy(MemoryRange::of(bytes), from) }?;
         Ok(stream.synchronize()?)
     }
 }
 
-/// A block of memory that is filled from the host, piece by piece: while one piece is copied to the
-/// device, the next is written.
+/// Fills a device block from the host with double buffering: while one staging buffer is copied to
+/// the device, the caller writes to the other.
 ///
-/// Dropped before its [`finish`](Self::finish), it gives all its memory back when the copies that
-/// were begun are done.
+/// If it is dropped before [`finish`](Self::finish), all its memory returns to the pools when the
+/// copies in flight are done.
+///
+/// ```
+/// use ts_pool::ts_streams::{CpuDevice, Device, StreamPriority};
+/// use ts_pool::{BlockPool, PinnedMemoryPool, PoolConfig, Upload};
+///
+/// let device = CpuDevice::new()?;
+/// let stream = device.create_stream(StreamPriority::Normal)?;
+/// let blocks = BlockPool::new(device.clone(), PoolConfig::low_memory())?;
+/// let pinned = PinnedMemoryPool::new(device, PoolConfig::low_memory())?;
+///
+/// let mut bytes: &[u8] = &[7; 10_000];
+/// let mut upload = Upload::new(blocks.acquire(bytes.len())?, &pinned, 4096, &stream)?;
+/// while !bytes.is_empty() {
+///     let space = upload.space()?;
+///     let len = space.len().min(bytes.len());
+///     space[..len].copy_from_slice(&bytes[..len]);
+///     upload.written(len)?;
+///     bytes = &bytes[len..];
+/// }
+/// let block = upload.finish()?;
+///
+/// let mut end = [0; 2];
+/// block.read(9998, &mut end, &stream)?;
+/// assert_eq!(end, [7, 7]);
+/// # Ok::<(), ts_pool::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Upload<D: Device> {
-    to: Option<PooledBuffer<D>>,
+    target: Option<PooledBuffer<D>>,
     stream: D::Stream,
-    pieces: [Piece<D>; 2],
+    staging: [StagingBuffer<D>; 2],
+    /// Index of the staging buffer that is being written.
     current: usize,
-    /// Bytes of the current piece that are written.
-    have: usize,
-    /// Bytes before them, which are copied, or will be.
-    sent: usize,
+    /// Bytes written to the current staging buffer.
+    filled: usize,
+    /// Bytes before them, whose copies are submitted.
+    submitted: usize,
 }
 
 #[derive(Debug)]
-struct Piece<D: Device> {
+struct StagingBuffer<D: Device> {
     pinned: Option<PooledBuffer<D>>,
-    /// Reached when what was copied from it last has been.
+    /// Completes with the last copy from this buffer.
     copied: D::Event,
 }
 
-impl<D: Device> Piece<D> {
+impl<D: Device> StagingBuffer<D> {
     fn range(&self) -> MemoryRange {
-        self.pinned.as_ref().expect("it is there until the upload is dropped").range()
+        self.pinned.as_ref().expect("only `finish` and `drop` take the buffer").range()
     }
 }
 
 impl<D: Device> Upload<D> {
-    /// Takes two pieces of a pool, from which bytes go to `to` on a stream. Work of other streams
-    /// that uses it is the caller's to wait for.
+    /// Starts an upload to the block `to` with copies on `stream`.
+    ///
+    /// Acquires two staging buffers of `piece_bytes` each from `pinned`. The caller must first wait
+    /// for other streams that use the block.
     ///
     /// # Errors
-    /// As [`PinnedMemoryPool::acquire`].
+    /// The same as [`PinnedMemoryPool::acquire`], and [`Error::Device`] if the device cannot create
+    /// an event.
     pub fn new(
         to: PooledBuffer<D>,
         pinned: &PinnedMemoryPool<D>,
@@ -169,85 +208,92 @@ impl<D: Device> Upload<D> {
         stream: &D::Stream,
     ) -> Result<Self, Error> {
         let device = pinned.blocks().device();
-        let piece = || -> Result<_, Error> {
-            Ok(Piece { pinned: Some(pinned.acquire(piece_bytes)?), copied: device.create_event()? })
+        let staging = || -> Result<_, Error> {
+            let pinned = Some(pinned.acquire(piece_bytes)?);
+            Ok(StagingBuffer { pinned, copied: device.create_event()? })
         };
-        let pieces = [piece()?, piece()?];
-        Ok(Self { to: Some(to), stream: stream.clone(), pieces, current: 0, have: 0, sent: 0 })
+        let staging = [staging()?, staging()?];
+        let (target, stream) = (Some(to), stream.clone());
+        Ok(Self { target, stream, staging, current: 0, filled: 0, submitted: 0 })
     }
 
-    /// The length of the block in bytes.
+    /// Returns the length of the target block in bytes.
     pub fn byte_len(&self) -> usize {
-        self.to.as_ref().map_or(0, PooledBuffer::len)
+        self.target.as_ref().map_or(0, PooledBuffer::len)
     }
 
-    /// Memory of the host to write the next bytes to, those behind all that was
-    /// [`written`](Self::written): at least one. Blocks while what was in it before is still
-    /// copied.
+    /// Returns host memory for the next bytes, those after all that were
+    /// [`written`](Self::written). It is never empty unless `piece_bytes` is 0.
+    ///
+    /// Blocks while the staging buffer's previous contents are still being copied.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// Returns [`Error::Device`] if the stream has failed, or if called from a host function on a
+    /// stream.
     pub fn space(&mut self) -> Result<&mut [u8], Error> {
         may_wait()?;
-        let piece = &mut self.pieces[self.current];
-        if self.have == 0 {
-            piece.copied.synchronize()?;
+        let staging = &mut self.staging[self.current];
+        if self.filled == 0 {
+            staging.copied.synchronize()?;
         }
-        let range = piece.range().slice(self.have..piece.range().len());
-        // SAFETY: the range is the host's own memory (`PinnedMemoryPool`), this value's alone, and
-        // has been written when it was taken from the system; what copied from it is done: its
-        // event was waited for, and nothing is submitted before it is full.
+        let range = staging.range().slice(self.filled..staging.range().len());
+        // SAFETY: the range is host memory (`PinnedMemoryPool`) that only this value uses, and that
+        // the system initialised when it allocated the pages. The last copy from it is done: its
+        // event was waited for, and no new copy is submitted before the buffer is full.
         Ok(unsafe { std::slice::from_raw_parts_mut(range.as_ptr(), range.len()) })
     }
 
-    /// So many bytes are in what [`space`](Self::space) gave last. A piece that is full, and the
-    /// last, is copied to the block, which this does not wait for.
+    /// Reports that the caller has written the first `len` bytes of [`space`](Self::space).
+    ///
+    /// Submits a copy to the block when the staging buffer is full or the last byte is written.
+    /// Does not wait for the copy.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// Returns [`Error::Device`] if the stream has failed.
     ///
     /// # Panics
-    /// If they are more than that was, or than the block has.
+    /// Panics if `len` exceeds the length of that space or the rest of the block.
     pub fn written(&mut self, len: usize) -> Result<(), Error> {
         let whole = self.byte_len();
-        let (piece, have) = (&self.pieces[self.current], self.have + len);
+        let (staging, filled) = (&self.staging[self.current], self.filled + len);
+        let end = self.submitted + filled;
         assert!(
-            have <= piece.range().len() && self.sent + have <= whole,
-            "{len} bytes more than there is room"
+            filled <= staging.range().len() && end <= whole,
+            "{len} bytes written: the staging buffer or the block has less room"
         );
-        self.have = have;
-        if have < piece.range().len() && self.sent + have < whole {
+        self.filled = filled;
+        if filled < staging.range().len() && end < whole {
             return Ok(());
         }
-        let to = self.to.as_ref().expect("it is there until this is dropped").range();
-        // SAFETY: both are this value's, which `finish` and `drop` keep until the stream is done;
-        // `space` lends the piece again when the event is reached.
+        let target = self.target.as_ref().expect("only `finish` and `drop` take the block").range();
+        // SAFETY: this value owns both buffers, and `finish` and `drop` keep them until the stream
+        // is done. `space` lends the staging buffer again only after the event.
         unsafe {
-            self.stream.copy(to.slice(self.sent..self.sent + have), piece.range().slice(0..have))
+            self.stream.copy(target.slice(self.submitted..end), staging.range().slice(0..filled))
         }?;
-        self.stream.record(&piece.copied)?;
-        (self.sent, self.have, self.current) = (self.sent + have, 0, 1 - self.current);
+        self.stream.record(&staging.copied)?;
+        (self.submitted, self.filled, self.current) = (end, 0, 1 - self.current);
         Ok(())
     }
 
-    /// The block, when all that was written is in it. Blocks.
+    /// Waits until all submitted copies are done, and returns the block. Blocks.
     ///
     /// # Errors
-    /// [`Error::Device`] with what failed on the stream.
+    /// Returns [`Error::Device`] if the stream has failed, or if called from a host function on a
+    /// stream.
     pub fn finish(mut self) -> Result<PooledBuffer<D>, Error> {
         may_wait()?;
         self.stream.synchronize()?;
-        self.pieces.iter_mut().for_each(|piece| drop(piece.pinned.take()));
-        Ok(self.to.take().expect("it is there until this is dropped"))
+        self.staging.iter_mut().for_each(|staging| drop(staging.pinned.take()));
+        Ok(self.target.take().expect("only `finish` and `drop` take the block"))
     }
 }
 
 impl<D: Device> Drop for Upload<D> {
     fn drop(&mut self) {
-        let pieces = self.pieces.iter_mut().filter_map(|piece| piece.pinned.take());
-        for buffer in pieces.chain(self.to.take()) {
-            // On a stream that has failed nothing is copied any more, and the buffer is dropped
-            // with the error.
+        let staging = self.staging.iter_mut().filter_map(|staging| staging.pinned.take());
+        for buffer in staging.chain(self.target.take()) {
+            // A failed stream runs no more copies; the buffer is dropped together with the error.
             let _ = buffer.release_after(&self.stream);
         }
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Finds writes to memory that should not change. This crate's sixth unsafe module.
+//! Detects writes to memory that should not change.
 //!
-//! The system marks pages as write-protected (userfaultfd). The first write to a page clears its
-//! mark and goes on, without anybody being called (`WP_ASYNC`); reading the marks (`PAGEMAP_SCAN`)
-//! tells which pages were written to. Linux has both since 6.7.
+//! The kernel write-protects pages with userfaultfd. In mode `WP_ASYNC` the first write to a page
+//! removes the protection and continues without a notification. The ioctl `PAGEMAP_SCAN` then lists
+//! the pages that lost their protection. Linux supports both since 6.7.
 
 use std::fs::File;
 use std::ops::Range;
@@ -17,8 +17,8 @@ use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use crate::buffer::SharedBuffer;
 use crate::pool::{BLOCK_ALIGN, HostPool};
 
-/// Watches buffers of a pool for writes, by whatever means: foreign code that has their address, or
-/// the kernel on somebody's behalf. Devices that reach memory by themselves are not seen.
+/// Detects writes to buffers of a pool, by foreign code that has their address or by the kernel on
+/// behalf of a process. Writes by devices (DMA) are not detected.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -26,21 +26,21 @@ use crate::pool::{BLOCK_ALIGN, HostPool};
 ///
 /// let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20)?;
 /// let buffer = pool.allocate(8192)?.freeze();
-/// // `None` where the system cannot.
+/// // `None` if the system does not support it.
 /// if let Some(watch) = WriteWatch::new(&pool).map(Arc::new) {
-///     let watched = watch.watch(buffer).expect("the watch is for this pool");
+///     let watched = watch.watch(buffer).expect("the buffer is from this pool");
 ///     assert!(watched.written().is_empty());
 /// }
 /// # Ok::<(), ts_pool::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct WriteWatch {
-    marks: OwnedFd,
-    pages: File,
+    userfaultfd: OwnedFd,
+    pagemap: File,
     pool: HostPool,
 }
 
-/// A buffer that is watched until this is dropped.
+/// A buffer that is watched for writes until this value is dropped.
 #[derive(Debug)]
 pub struct Watched {
     watch: Arc<WriteWatch>,
@@ -48,77 +48,86 @@ pub struct Watched {
 }
 
 impl WriteWatch {
-    /// `None` where the system cannot: another than Linux, Linux before 6.7, a sandbox that forbids
-    /// it, memory that is a device's, pages larger than [`BLOCK_ALIGN`].
+    /// Creates a watch for the buffers of `pool`.
+    ///
+    /// Returns `None` if watching is not supported: on systems other than Linux, on Linux before
+    /// 6.7, in a sandbox that forbids it, for memory of a device, for an empty pool, and if pages
+    /// are larger than [`BLOCK_ALIGN`].
     pub fn new(pool: &HostPool) -> Option<Self> {
         if rustix::param::page_size() > BLOCK_ALIGN || pool.stats().capacity_bytes == 0 {
             return None;
         }
-        // SAFETY: what is made is asked for nothing but marks that the system clears by itself; no
-        // thread ever waits for an answer.
-        let made = unsafe {
+        // SAFETY: the descriptor is only used for asynchronous write protection, which the kernel
+        // resolves itself. No thread ever blocks on a fault.
+        let created = unsafe {
             userfaultfd(
                 UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::from_bits_retain(USER_MODE_ONLY),
             )
         };
-        let (marks, pages) = (made.ok()?, File::open("/proc/self/pagemap").ok()?);
+        let (userfaultfd, pagemap) = (created.ok()?, File::open("/proc/self/pagemap").ok()?);
         let features = FEATURE_WP | FEATURE_WP_UNPOPULATED | FEATURE_WP_ASYNC;
-        run(&marks, API, &mut Api { api: 0xaa, features, ioctls: 0 }).ok()?;
+        run(&userfaultfd, API, &mut UffdioApi { api: 0xaa, features, ioctls: 0 }).ok()?;
         let range = pool.as_ptr_range();
-        let span = Span {
+        let span = UffdioRange {
             start: range.start.addr() as u64,
             len: (range.end.addr() - range.start.addr()) as u64,
         };
-        run(&marks, REGISTER, &mut Register { span, mode: REGISTER_WP, ioctls: 0 }).ok()?;
-        let watch = Self { marks, pages, pool: pool.clone() };
-        // Asked once, so that a system that only has half of it is found here.
+        let mut register = UffdioRegister { range: span, mode: REGISTER_WP, ioctls: 0 };
+        run(&userfaultfd, REGISTER, &mut register).ok()?;
+        let watch = Self { userfaultfd, pagemap, pool: pool.clone() };
+        // Scans once to check that the kernel also supports `PAGEMAP_SCAN`.
         watch.scan(range.start.addr()..range.start.addr() + BLOCK_ALIGN).ok()?;
         Some(watch)
     }
 
-    /// Watches a buffer of this pool, from now on.
+    /// Starts to watch a buffer of this pool.
     ///
     /// # Errors
-    /// Gives the buffer back when it is not of this pool, or the system has no memory for its
-    /// marks.
+    /// Returns the buffer if it is not from this pool, or if the kernel cannot write-protect it.
     pub fn watch(self: &Arc<Self>, buffer: SharedBuffer) -> Result<Watched, SharedBuffer> {
         let (pool, bytes) = (self.pool.as_ptr_range(), buffer.as_ptr_range());
-        if bytes.start < pool.start || bytes.end > pool.end || self.mark(&buffer, true).is_err() {
+        if bytes.start < pool.start || bytes.end > pool.end || self.protect(&buffer, true).is_err()
+        {
             return Err(buffer);
         }
         Ok(Watched { watch: Arc::clone(self), buffer })
     }
 
-    /// Whether any of some buffers may have been written to since they are watched. Those that lie
-    /// side by side are looked at together: takes half a microsecond a run of them, and what
-    /// [`Watched::written`] takes for its pages.
+    /// Returns whether any of the buffers may have been written to since they are watched.
+    ///
+    /// Adjacent buffers are scanned together. Each run of adjacent buffers takes half a
+    /// microsecond, plus the time that [`Watched::written`] takes for its pages. Buffers that
+    /// cannot be scanned count as not written.
     pub fn any_written<'a>(watched: impl IntoIterator<Item = &'a Watched>) -> bool {
-        let mut pages: Vec<_> =
-            watched.into_iter().map(|one| (pages_of(&one.buffer), &one.watch)).collect();
+        let mut pages: Vec<_> = watched
+            .into_iter()
+            .map(|watched| (pages_of(&watched.buffer), &watched.watch))
+            .collect();
         pages.sort_unstable_by_key(|(pages, _)| pages.start);
-        let runs = pages
-            .chunk_by(|(one, of), (next, other)| one.end == next.start && Arc::ptr_eq(of, other));
+        let runs =
+            pages.chunk_by(|(a, of_a), (b, of_b)| a.end == b.start && Arc::ptr_eq(of_a, of_b));
         runs.filter_map(|run| run.first().zip(run.last())).any(|((first, watch), (last, _))| {
             watch.scan(first.start..last.end).is_ok_and(|found| !found.is_empty())
         })
     }
 
-    fn mark(&self, buffer: &SharedBuffer, protect: bool) -> Result<(), Errno> {
+    /// Adds or removes the write protection of the pages of a buffer.
+    fn protect(&self, buffer: &SharedBuffer, protect: bool) -> Result<(), Errno> {
         let pages = pages_of(buffer);
-        let span = Span { start: pages.start as u64, len: pages.len() as u64 };
-        run(&self.marks, WRITE_PROTECT, &mut WriteProtect { span, mode: u64::from(protect) })
-            .map(drop)
+        let range = UffdioRange { start: pages.start as u64, len: pages.len() as u64 };
+        let mut argument = UffdioWriteProtect { range, mode: u64::from(protect) };
+        run(&self.userfaultfd, WRITE_PROTECT, &mut argument).map(drop)
     }
 
-    /// The addresses in a range of whole pages that have lost their mark.
+    /// Returns the address ranges inside `pages` that have lost their write protection.
     fn scan(&self, pages: Range<usize>) -> Result<Vec<Range<usize>>, Errno> {
         let mut found: Vec<Range<usize>> = Vec::new();
         let (mut start, end) = (pages.start as u64, pages.end as u64);
         while start < end {
-            let mut regions = [Region::default(); 32];
-            let mut scan = Scan {
-                size: size_of::<Scan>() as u64,
-                flags: SCAN_ONLY_WATCHED,
+            let mut regions = [PageRegion::default(); 32];
+            let mut scan = PmScanArg {
+                size: size_of::<PmScanArg>() as u64,
+                flags: SCAN_CHECK_WPASYNC,
                 start,
                 end,
                 walk_end: 0,
@@ -130,7 +139,7 @@ impl WriteWatch {
                 category_any_of: 0,
                 return_mask: IS_WRITTEN,
             };
-            let count = run(&self.pages, PAGEMAP_SCAN, &mut scan)?;
+            let count = run(&self.pagemap, PAGEMAP_SCAN, &mut scan)?;
             found.extend(
                 regions[..count].iter().map(|region| region.start as usize..region.end as usize),
             );
@@ -141,11 +150,11 @@ impl WriteWatch {
 }
 
 impl Watched {
-    /// The bytes of the buffer that may have been written to since it is watched, in order: whole
-    /// pages of them, as far as they are the buffer's. What cannot be asked for is taken for not
-    /// written.
+    /// Returns the byte ranges of the buffer that may have been written to since it is watched, in
+    /// ascending order.
     ///
-    /// Takes some ten microseconds for 64 MiB in small pages, less in huge ones.
+    /// The ranges are whole pages, clipped to the buffer. If the scan fails, the result is empty. A
+    /// scan takes about ten microseconds for 64 MiB in small pages, and less in huge pages.
     pub fn written(&self) -> Vec<Range<usize>> {
         let (base, len) = (self.buffer.as_ptr().addr(), self.buffer.len());
         let found = self.watch.scan(pages_of(&self.buffer)).unwrap_or_default();
@@ -155,20 +164,20 @@ impl Watched {
             .collect()
     }
 
-    /// The bytes.
+    /// Returns the watched buffer.
     pub fn buffer(&self) -> &SharedBuffer {
         &self.buffer
     }
 }
 
 impl Drop for Watched {
-    /// Lest the next owner of the memory pay for marks that nobody reads.
+    /// Removes the write protection, so that the next owner of the memory does not pay for it.
     fn drop(&mut self) {
-        let _ = self.watch.mark(&self.buffer, false);
+        let _ = self.watch.protect(&self.buffer, false);
     }
 }
 
-/// The addresses of the pages in which a buffer lies.
+/// Returns the addresses of the pages that contain a buffer.
 fn pages_of(buffer: &SharedBuffer) -> Range<usize> {
     let page = rustix::param::page_size();
     let bytes = buffer.as_ptr_range();
@@ -176,7 +185,7 @@ fn pages_of(buffer: &SharedBuffer) -> Range<usize> {
     start - start % page..bytes.end.addr().next_multiple_of(page)
 }
 
-// linux/userfaultfd.h and linux/fs.h.
+// From linux/userfaultfd.h and linux/fs.h.
 
 const USER_MODE_ONLY: u32 = 1;
 const FEATURE_WP: u64 = 1;
@@ -184,47 +193,47 @@ const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 const FEATURE_WP_ASYNC: u64 = 1 << 15;
 const REGISTER_WP: u64 = 1 << 1;
 const IS_WRITTEN: u64 = 1 << 1;
-/// Fails for memory that is not registered.
-const SCAN_ONLY_WATCHED: u64 = 1 << 1;
+/// Makes the scan fail for memory that is not registered.
+const SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 
-const API: Opcode = opcode::read_write::<Api>(0xaa, 0x3f);
-const REGISTER: Opcode = opcode::read_write::<Register>(0xaa, 0x00);
-const WRITE_PROTECT: Opcode = opcode::read_write::<WriteProtect>(0xaa, 0x06);
-const PAGEMAP_SCAN: Opcode = opcode::read_write::<Scan>(b'f', 16);
+const API: Opcode = opcode::read_write::<UffdioApi>(0xaa, 0x3f);
+const REGISTER: Opcode = opcode::read_write::<UffdioRegister>(0xaa, 0x00);
+const WRITE_PROTECT: Opcode = opcode::read_write::<UffdioWriteProtect>(0xaa, 0x06);
+const PAGEMAP_SCAN: Opcode = opcode::read_write::<PmScanArg>(b'f', 16);
 
 #[repr(C)]
-struct Api {
+struct UffdioApi {
     api: u64,
     features: u64,
     ioctls: u64,
 }
 
 #[repr(C)]
-struct Span {
+struct UffdioRange {
     start: u64,
     len: u64,
 }
 
 #[repr(C)]
-struct Register {
-    span: Span,
+struct UffdioRegister {
+    range: UffdioRange,
     mode: u64,
     ioctls: u64,
 }
 
 #[repr(C)]
-struct WriteProtect {
-    span: Span,
+struct UffdioWriteProtect {
+    range: UffdioRange,
     mode: u64,
 }
 
 #[repr(C)]
-struct Scan {
+struct PmScanArg {
     size: u64,
     flags: u64,
     start: u64,
     end: u64,
-    /// Where it stopped: at the end, or because there was no room for another region.
+    /// Address where the scan stopped: the end, or earlier if `regions` is full.
     walk_end: u64,
     regions: u64,
     region_count: u64,
@@ -237,20 +246,20 @@ struct Scan {
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Region {
+struct PageRegion {
     start: u64,
     end: u64,
     categories: u64,
 }
 
-/// A request whose argument the system reads and writes. Its answer is a count.
+/// An ioctl whose argument the kernel reads and writes, and which returns a count.
 struct Request<'a, T> {
     opcode: Opcode,
     argument: &'a mut T,
 }
 
-// SAFETY: the pointer is that of a structure of the length that the opcode says, which lives while
-// the system uses it, and any bits are a value of it.
+// SAFETY: the pointer is to a structure of the size that the opcode encodes. It lives during the
+// call, and every bit pattern is a valid value of it.
 unsafe impl<T> Ioctl for Request<'_, T> {
     type Output = usize;
 
@@ -273,8 +282,8 @@ unsafe impl<T> Ioctl for Request<'_, T> {
 }
 
 fn run<T>(descriptor: impl AsFd, opcode: Opcode, argument: &mut T) -> Result<usize, Errno> {
-    // SAFETY: the opcode is that of the argument's type, which holds the address of memory only in
-    // `Scan`, whose regions are as many as it says and live in the caller's frame.
+    // SAFETY: the opcode matches the type of the argument. The only argument that contains a
+    // pointer is `PmScanArg`; it points to `region_count` regions that live in the caller's frame.
     unsafe { ioctl(descriptor, Request { opcode, argument }) }
 }
 
@@ -289,26 +298,26 @@ mod tests {
         let pool = HostPool::new(&Budget::new(bytes), bytes).unwrap();
         let watch = WriteWatch::new(&pool).map(Arc::new);
         if watch.is_none() {
-            eprintln!("nothing to test: this system cannot watch for writes");
+            eprintln!("skipped: this system does not support watching for writes");
         }
         (pool, watch)
     }
 
-    /// As foreign code does it.
+    /// Writes through a raw pointer, as foreign code does.
     fn write(buffer: &SharedBuffer, at: usize) {
-        // SAFETY: inside the buffer, and no other thread is here; who looks at the byte does so
-        // after this.
+        // SAFETY: `at` is inside the buffer, no other thread uses it, and the test reads the byte
+        // only after this write.
         unsafe { buffer.as_ptr().add(at).cast_mut().write_volatile(7) };
     }
 
     #[test]
-    fn a_write_is_found_and_where_it_was() {
+    fn written_returns_the_pages_of_each_write() {
         let (pool, watch) = pool_of(16 * MIB);
         let Some(watch) = watch else { return };
         let mut buffer = pool.allocate(9 * MIB + 5).unwrap();
         buffer.fill(1);
         let watched = watch.watch(buffer.freeze()).unwrap();
-        assert!(watched.buffer().iter().all(|&byte| byte == 1), "reading is no writing");
+        assert!(watched.buffer().iter().all(|&byte| byte == 1), "a read is not a write");
         assert!(watched.written().is_empty());
         for at in [0, 5 * MIB + 1, 9 * MIB + 4] {
             write(watched.buffer(), at);
@@ -316,12 +325,12 @@ mod tests {
         let page = rustix::param::page_size();
         let pages = [0..page, 5 * MIB..5 * MIB + page, 9 * MIB..9 * MIB + 5];
         assert_eq!(watched.written(), pages);
-        assert_eq!(watched.written(), pages, "asking changes nothing");
-        assert_eq!(watched.buffer()[5 * MIB + 1], 7, "the write was done");
+        assert_eq!(watched.written(), pages, "`written` does not reset the protection");
+        assert_eq!(watched.buffer()[5 * MIB + 1], 7, "the write takes effect");
     }
 
     #[test]
-    fn many_writes_are_found() {
+    fn many_separate_writes_are_found() {
         let (pool, watch) = pool_of(4 * MIB);
         let Some(watch) = watch else { return };
         let watched = watch.watch(pool.allocate(4 * MIB).unwrap().freeze()).unwrap();
@@ -330,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_and_later_owners_are_not_watched() {
+    fn adjacent_buffers_and_later_owners_are_not_watched() {
         let (pool, watch) = pool_of(4 * MIB);
         let Some(watch) = watch else { return };
         let (first, mut second) = (pool.allocate(5000).unwrap(), pool.allocate(5000).unwrap());
@@ -346,12 +355,12 @@ mod tests {
     }
 
     #[test]
-    fn buffers_side_by_side_are_looked_at_together() {
+    fn adjacent_buffers_are_scanned_together() {
         let (pool, watch) = pool_of(4 * MIB);
         let Some(watch) = watch else { return };
         let buffers = (0..8).map(|_| pool.allocate(5000).unwrap().freeze());
         let mut watched: Vec<_> = buffers.map(|buffer| watch.watch(buffer).unwrap()).collect();
-        // A gap that anybody may write to.
+        // Leaves a gap of unwatched memory, and writes to it.
         drop(watched.remove(3));
         pool.allocate(5000).unwrap().fill(9);
         assert!(!WriteWatch::any_written(&watched));
@@ -361,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_of_another_pool_comes_back() {
+    fn watching_a_buffer_of_another_pool_returns_it() {
         let (_pool, watch) = pool_of(MIB);
         let Some(watch) = watch else { return };
         let (other, _) = pool_of(MIB);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! [`WriteWatch`] where the system has no such thing.
+//! [`WriteWatch`] for systems that do not support it.
 
 use std::convert::Infallible;
 use std::ops::Range;
@@ -8,41 +8,41 @@ use std::sync::Arc;
 use crate::buffer::SharedBuffer;
 use crate::pool::HostPool;
 
-/// Watches buffers of a pool for writes: on Linux alone.
+/// Detects writes to buffers of a pool. Supported only on Linux.
 #[derive(Debug)]
 pub struct WriteWatch(Infallible);
 
-/// A buffer that is watched until this is dropped.
+/// A buffer that is watched for writes until this value is dropped.
 #[derive(Debug)]
 pub struct Watched(Infallible);
 
 impl WriteWatch {
-    /// `None`.
+    /// Returns `None`, because this system is not supported.
     pub fn new(_pool: &HostPool) -> Option<Self> {
         None
     }
 
-    /// Whether any of some buffers may have been written to.
+    /// Returns whether any of the buffers may have been written to.
     pub fn any_written<'a>(watched: impl IntoIterator<Item = &'a Watched>) -> bool {
         watched.into_iter().next().is_some()
     }
 
-    /// Watches a buffer of this pool, from now on.
+    /// Starts to watch a buffer of this pool.
     ///
     /// # Errors
-    /// Gives the buffer back when it is not of this pool.
+    /// Returns the buffer if it is not from this pool.
     pub fn watch(self: &Arc<Self>, _buffer: SharedBuffer) -> Result<Watched, SharedBuffer> {
         match self.0 {}
     }
 }
 
 impl Watched {
-    /// The bytes of the buffer that may have been written to.
+    /// Returns the byte ranges of the buffer that may have been written to.
     pub fn written(&self) -> Vec<Range<usize>> {
         match self.0 {}
     }
 
-    /// The bytes.
+    /// Returns the watched buffer.
     pub fn buffer(&self) -> &SharedBuffer {
         match self.0 {}
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Pools of blocks.
+//! Tests of `BlockPool` and `PinnedMemoryPool`.
 
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
+#![allow(clippy::unwrap_used)] // a panic fails the test
 
 use std::sync::mpsc;
 
@@ -22,14 +22,14 @@ fn small() -> PoolConfig {
 }
 
 #[test]
-fn a_block_that_came_back_is_had_again() {
+fn a_dropped_block_is_reused() {
     let device = SimDevice::new(SimOptions::default());
     let pool = BlockPool::new(device.clone(), small()).unwrap();
     let first = pool.acquire(5000).unwrap();
     assert_eq!((first.len(), first.block_bytes()), (5000, 8192));
-    let place = first.range();
+    let range = first.range();
     drop(first);
-    assert_eq!(pool.acquire(8000).unwrap().range().address(), place.address());
+    assert_eq!(pool.acquire(8000).unwrap().range().address(), range.address());
     let stats = pool.stats();
     assert_eq!((stats.hits, stats.misses, stats.returns, stats.drops), (1, 1, 2, 0));
     assert_eq!(
@@ -37,7 +37,7 @@ fn a_block_that_came_back_is_had_again() {
         (0, 8192, 8192)
     );
     assert!((stats.hit_rate() - 0.5).abs() < 1e-9);
-    // What is too large to keep is not kept.
+    // A block larger than `max_block_bytes` is not kept.
     drop(pool.acquire(2 * MIB).unwrap());
     assert_eq!((pool.stats().drops, pool.stats().pool_bytes), (1, 8192));
     pool.clear();
@@ -45,7 +45,7 @@ fn a_block_that_came_back_is_had_again() {
 }
 
 #[test]
-fn free_blocks_make_room_for_others_and_those_in_use_do_not() {
+fn free_blocks_are_evicted_to_make_room() {
     let device = SimDevice::new(SimOptions::default());
     let pool = BlockPool::new(device.clone(), small()).unwrap();
     let blocks: Vec<_> = (0..4).map(|_| pool.acquire(MIB).unwrap()).collect();
@@ -62,7 +62,7 @@ fn free_blocks_make_room_for_others_and_those_in_use_do_not() {
     for bytes in [usize::MAX, usize::MAX - 5000, usize::MAX / 2] {
         assert_eq!(pool.acquire(bytes).unwrap_err().kind(), ErrorKind::Full);
     }
-    // A device that is full is not the end, as long as something is free.
+    // The pool also evicts free blocks if the device is full.
     let device = SimDevice::new(SimOptions { total_bytes: MIB + 5000, ..SimOptions::default() });
     let pool = BlockPool::new(device, self::small()).unwrap();
     drop(pool.acquire(MIB).unwrap());
@@ -71,7 +71,7 @@ fn free_blocks_make_room_for_others_and_those_in_use_do_not() {
 }
 
 #[test]
-fn configurations_are_what_they_are_called() {
+fn configurations_have_the_documented_sizes() {
     let device = CpuDevice::with_threads(1).unwrap();
     for (config, first) in [
         (PoolConfig::default(), 64 << 10),
@@ -80,18 +80,18 @@ fn configurations_are_what_they_are_called() {
     ] {
         let pool = BlockPool::new(device.clone(), config).unwrap();
         assert_eq!(pool.acquire(1).unwrap().block_bytes(), first);
-        let kept = pool.acquire(config.max_block_bytes).unwrap();
-        assert_eq!(kept.block_bytes(), config.max_block_bytes);
+        let largest = pool.acquire(config.max_block_bytes).unwrap();
+        assert_eq!(largest.block_bytes(), config.max_block_bytes);
         assert_eq!(pool.stats().hits > 0, config.preallocate);
         assert!(pool.stats().pool_bytes <= config.pool_bytes);
     }
 }
 
 #[test]
-fn pinned_memory_says_whether_it_is() {
-    let here = PinnedMemoryPool::new(CpuDevice::with_threads(1).unwrap(), PoolConfig::low_memory())
+fn is_pinned_depends_on_the_device() {
+    let cpu = PinnedMemoryPool::new(CpuDevice::with_threads(1).unwrap(), PoolConfig::low_memory())
         .unwrap();
-    assert!(!here.is_pinned());
+    assert!(!cpu.is_pinned());
     let simulated =
         PinnedMemoryPool::new(SimDevice::new(SimOptions::default()), PoolConfig::low_memory())
             .unwrap();
@@ -101,7 +101,7 @@ fn pinned_memory_says_whether_it_is() {
 }
 
 #[test]
-fn a_block_comes_back_when_the_stream_is_done_with_it() {
+fn release_after_waits_for_the_stream() {
     let device = CpuDevice::with_threads(1).unwrap();
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
     let pool = BlockPool::new(device, small()).unwrap();
@@ -119,7 +119,7 @@ fn a_block_comes_back_when_the_stream_is_done_with_it() {
 }
 
 #[test]
-fn threads_never_have_the_same_block() {
+fn threads_never_share_a_block() {
     let pool = BlockPool::new(CpuDevice::with_threads(1).unwrap(), small()).unwrap();
     std::thread::scope(|scope| {
         for thread in 0..8usize {
@@ -143,7 +143,7 @@ fn threads_never_have_the_same_block() {
 
 proptest! {
     #[test]
-    fn statistics_are_those_of_what_was_done(
+    fn statistics_match_the_operations(
         program in prop::collection::vec((any::<bool>(), 1..2 * MIB, any::<usize>()), 1..200),
     ) {
         let device = SimDevice::new(SimOptions::default());
@@ -163,7 +163,7 @@ proptest! {
                     }
                     Err(error) => {
                         prop_assert_eq!(error.kind(), ErrorKind::Full);
-                        // Nothing that is free was in the way.
+                        // All free blocks were evicted before the request failed.
                         prop_assert_eq!(pool.stats().available_bytes, 0);
                         failed += 1;
                     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Pools on a GPU, where there is one, and on a simulated one, which is to show that the programs
-//! here are right.
+//! Tests of the pools on a GPU if there is one, and on a simulated GPU, which checks the test
+//! programs themselves.
 
 #![cfg(feature = "cuda")]
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
+#![allow(clippy::unwrap_used)] // a panic fails the test
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -14,20 +14,21 @@ use ts_pool::{
 };
 use ts_streams::{CudaDevice, Device, SimDevice, SimOptions, Stream, StreamPriority};
 
-/// The device, or a line that says that there is none, past the test harness to whoever counts.
+/// Opens GPU 0. Without one, it prints a line to the real stdout, which `cargo xtask` counts; the
+/// test harness does not capture it.
 fn gpu() -> Option<CudaDevice> {
     CudaDevice::new(0)
-        .inspect_err(|why| {
-            let line = format!("skipped: no CUDA device: {why}\n");
+        .inspect_err(|error| {
+            let line = format!("skipped: no CUDA device: {error}\n");
             std::io::stdout().write_all(line.as_bytes()).unwrap();
         })
         .ok()
 }
 
-/// Numbers that look random (Knuth's MMIX).
-struct Chance(u64);
+/// A pseudorandom generator (Knuth's MMIX).
+struct Random(u64);
 
-impl Chance {
+impl Random {
     fn below(&mut self, n: usize) -> usize {
         self.0 =
             self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -35,8 +36,8 @@ impl Chance {
     }
 }
 
-/// Buffers of four streams come and go, are filled with a byte of their own, and copied to each
-/// other; in the end each must have what was meant for it.
+/// Allocates and frees buffers on four streams, fills each with its own byte or copies another
+/// buffer, and checks the contents of every buffer when it is freed.
 fn random_programs<D: Device>(device: &D, backing: Backing, steps: usize) {
     let options = OrderedOptions {
         backing,
@@ -46,18 +47,18 @@ fn random_programs<D: Device>(device: &D, backing: Backing, steps: usize) {
     };
     let pool = StreamOrderedPool::new(device.clone(), options);
     let streams = [(); 4].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
-    let (mut chance, mut live): (_, Vec<(DeviceBuffer<D>, u8)>) = (Chance(7), Vec::new());
+    let (mut random, mut live): (_, Vec<(DeviceBuffer<D>, u8)>) = (Random(7), Vec::new());
     for step in 0..steps {
         let byte = (step % 251) as u8;
-        if live.len() > 20 || (!live.is_empty() && chance.below(5) < 2) {
-            let (buffer, byte) = live.swap_remove(chance.below(live.len()));
+        if live.len() > 20 || (!live.is_empty() && random.below(5) < 2) {
+            let (buffer, byte) = live.swap_remove(random.below(live.len()));
             let mut bytes = vec![0; buffer.len()];
             buffer.read(0, &mut bytes).unwrap();
             assert!(bytes.iter().all(|&found| found == byte), "step {step}");
             continue;
         }
-        let stream = &streams[chance.below(4)];
-        let bytes = 1 + chance.below(300_000);
+        let stream = &streams[random.below(4)];
+        let bytes = 1 + random.below(300_000);
         let Ok(mut buffer) = pool.allocate_for_stream(bytes, stream) else { continue };
         match live.iter().find(|(other, _)| other.len() == bytes) {
             Some((other, of_other)) => {
@@ -65,8 +66,7 @@ fn random_programs<D: Device>(device: &D, backing: Backing, steps: usize) {
                 live.push((buffer, *of_other));
             }
             None => {
-                // SAFETY: the buffer is this program's alone, and its stream's order is that of its
-                // uses.
+                // SAFETY: only this program uses the buffer, and only on its own stream.
                 unsafe { stream.fill(buffer.range().unwrap(), byte) }.unwrap();
                 live.push((buffer, byte));
             }
@@ -82,7 +82,7 @@ fn random_programs<D: Device>(device: &D, backing: Backing, steps: usize) {
 }
 
 #[test]
-fn memory_of_a_simulated_gpu_is_given_on_in_order() {
+fn a_simulated_gpu_reuses_memory_in_stream_order() {
     for backing in [Backing::Segments, Backing::Device] {
         let device = SimDevice::new(SimOptions::default());
         random_programs(&device, backing, 600);
@@ -91,14 +91,14 @@ fn memory_of_a_simulated_gpu_is_given_on_in_order() {
 }
 
 #[test]
-fn memory_of_a_gpu_is_given_on_in_order() {
+fn a_gpu_reuses_memory_in_stream_order() {
     let Some(device) = gpu() else { return };
     random_programs(&device, Backing::Segments, 20_000);
     random_programs(&device, Backing::Device, 20_000);
 }
 
 #[test]
-fn blocks_and_tensors_go_to_a_gpu_and_back() {
+fn blocks_and_tensors_round_trip_through_a_gpu() {
     let Some(device) = gpu() else { return };
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
     let pinned = PinnedMemoryPool::new(device.clone(), PoolConfig::default()).unwrap();
@@ -119,20 +119,20 @@ fn blocks_and_tensors_go_to_a_gpu_and_back() {
     assert!(buffer.is_gpu() && buffer.to_gpu(0).unwrap().to_host().unwrap() == bytes);
 }
 
-/// What eight streams do in turn: a buffer is allocated, filled, and freed again while others live.
+/// Times 20,000 allocations and frees on eight streams, with up to 64 live buffers.
 fn workload<D: Device>(device: &D, backing: Backing) -> Duration {
     let options = OrderedOptions { backing, segment_bytes: 256 << 20, ..Default::default() };
     let pool = StreamOrderedPool::new(device.clone(), options);
     let streams = [(); 8].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
     let run = |count: usize| {
-        let (mut chance, mut live) = (Chance(3), Vec::new());
+        let (mut random, mut live) = (Random(3), Vec::new());
         let began = Instant::now();
         for _ in 0..count {
             if live.len() >= 64 {
-                live.swap_remove(chance.below(64));
+                live.swap_remove(random.below(64));
             }
-            let stream = &streams[chance.below(8)];
-            live.push(pool.allocate_for_stream(4096 + chance.below(1 << 20), stream).unwrap());
+            let stream = &streams[random.below(8)];
+            live.push(pool.allocate_for_stream(4096 + random.below(1 << 20), stream).unwrap());
         }
         drop(live);
         device.synchronize().unwrap();
@@ -142,21 +142,21 @@ fn workload<D: Device>(device: &D, backing: Backing) -> Duration {
     run(20_000)
 }
 
-/// Says how the pool does beside the driver's own; nothing fails by it.
+/// Prints the speed of the pool relative to the driver's allocator. It never fails.
 #[test]
-fn the_pool_of_a_gpu_beside_the_drivers() {
+fn speed_relative_to_the_drivers_allocator() {
     let Some(device) = gpu() else { return };
     let mut ratios: Vec<f64> = (0..9)
         .map(|_| {
             let [own, driver] =
                 [Backing::Segments, Backing::Device].map(|backing| workload(&device, backing));
-            println!("20,000 allocations on 8 streams: {own:?}, cuMemAllocAsync {driver:?}");
+            println!("20,000 allocations on 8 streams: pool {own:?}, cuMemAllocAsync {driver:?}");
             driver.as_secs_f64() / own.as_secs_f64()
         })
         .collect();
     ratios.sort_by(f64::total_cmp);
     println!(
-        "the pool is {:.2} times as fast (median of 9; {:.2} to {:.2})",
+        "the pool is {:.2} times as fast as the driver (median of 9; {:.2} to {:.2})",
         ratios[4], ratios[0], ratios[8]
     );
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The stream-ordered pool on a simulated device, which finds every use of memory that nothing
-//! orders.
+//! Tests of the stream-ordered pool, most of them on a simulated device, which detects every access
+//! to memory that is not ordered.
 
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
+#![allow(clippy::unwrap_used)] // a panic fails the test
 
 use std::alloc::Layout;
 use std::sync::mpsc;
@@ -27,34 +27,34 @@ fn streams<D: Device>(device: &D, count: usize) -> Vec<D::Stream> {
     (0..count).map(|_| device.create_stream(StreamPriority::Normal).unwrap()).collect()
 }
 
-/// Work on a stream that writes a buffer.
+/// Submits work to a stream that fills a buffer.
 fn write<D: Device>(stream: &D::Stream, buffer: &DeviceBuffer<D>, byte: u8) {
-    // SAFETY: the pool's order is what is tested, on a device that refuses what is not ordered.
+    // SAFETY: the pool orders the accesses. If it does not, the simulated device reports a race.
     unsafe { stream.fill(buffer.range().unwrap(), byte) }.unwrap();
 }
 
 #[test]
-fn a_stream_has_its_memory_back_at_once_and_others_when_it_is_done() {
+fn freed_memory_is_reused_in_stream_order() {
     let device = SimDevice::new(SimOptions::default());
     let pool = StreamOrderedPool::new(device.clone(), options(64 * KIB, 64 * KIB));
     let [a, b] = &streams(&device, 2)[..] else { panic!() };
     let first = pool.allocate_for_stream(64 * KIB, a).unwrap();
-    let place = first.range().unwrap();
+    let range = first.range().unwrap();
     write(a, &first, 1);
     drop(first);
     let again = pool.allocate_for_stream(64 * KIB, a).unwrap();
-    assert_eq!(again.range().unwrap(), place);
+    assert_eq!(again.range().unwrap(), range);
     write(a, &again, 2);
     drop(again);
-    // It has not run, and runs before what the other stream does.
+    // The first stream still has work to do; the second must wait for it.
     assert!(a.metrics().outstanding() > 0);
     let other = pool.allocate_for_stream(64 * KIB, b).unwrap();
-    assert_eq!(other.range().unwrap(), place);
+    assert_eq!(other.range().unwrap(), range);
     write(b, &other, 3);
     assert_eq!(pool.stats().stolen, 1);
     device.synchronize().unwrap();
     assert_eq!(device.races(), []);
-    // Of one that has nothing to do memory is had without waiting.
+    // Taking memory from an idle stream needs no wait.
     drop(other);
     let before = a.metrics().operations;
     let third = pool.allocate_for_stream(64 * KIB, a).unwrap();
@@ -65,7 +65,7 @@ fn a_stream_has_its_memory_back_at_once_and_others_when_it_is_done() {
 }
 
 #[test]
-fn memory_that_another_stream_uses_is_free_when_that_is_done() {
+fn memory_used_by_another_stream_is_freed_after_that_use() {
     let device = SimDevice::new(SimOptions::default());
     let pool = StreamOrderedPool::new(device.clone(), options(64 * KIB, 128 * KIB));
     let [copies, compute] = &streams(&device, 2)[..] else { panic!() };
@@ -76,23 +76,23 @@ fn memory_that_another_stream_uses_is_free_when_that_is_done() {
     compute.wait(&copied).unwrap();
     compute.launch_host_fn(HostFn::new(|| ()).reading(buffer.range().unwrap())).unwrap();
     pool.record_use(&buffer, compute).unwrap();
-    let place = buffer.range().unwrap();
+    let range = buffer.range().unwrap();
     drop(buffer);
     assert_eq!((pool.stats().in_use_bytes, pool.stats().pending_bytes), (0, 64 * KIB));
-    // There is other memory, so nobody waits.
+    // Other memory is free, so the pool does not wait.
     let other = pool.allocate_for_stream(64 * KIB, copies).unwrap();
-    assert_ne!(other.range().unwrap(), place);
+    assert_ne!(other.range().unwrap(), range);
     write(copies, &other, 2);
-    // Now there is none.
+    // No other memory is free.
     let third = pool.allocate_for_stream(64 * KIB, copies).unwrap();
-    assert_eq!(third.range().unwrap(), place);
+    assert_eq!(third.range().unwrap(), range);
     write(copies, &third, 3);
     device.synchronize().unwrap();
     assert_eq!(device.races(), []);
 }
 
 #[test]
-fn all_of_a_stream_can_be_freed_and_who_has_it_is_told() {
+fn free_for_stream_makes_buffers_stale() {
     let device = SimDevice::new(SimOptions::default());
     let pool = StreamOrderedPool::new(device.clone(), options(64 * KIB, usize::MAX));
     let [a, b] = &streams(&device, 2)[..] else { panic!() };
@@ -111,11 +111,11 @@ fn all_of_a_stream_can_be_freed_and_who_has_it_is_told() {
 }
 
 #[test]
-fn a_full_pool_says_where_its_memory_is() {
+fn an_out_of_memory_error_reports_the_pool_state() {
     let device = SimDevice::new(SimOptions::default());
     let pool = StreamOrderedPool::new(device.clone(), options(16 * KIB, 64 * KIB));
     let [a, b] = &streams(&device, 2)[..] else { panic!() };
-    let _held = pool.allocate_for_stream(40 * KIB, a).unwrap();
+    let _live = pool.allocate_for_stream(40 * KIB, a).unwrap();
     drop(pool.allocate_for_stream(10 * KIB, b).unwrap());
     let error = pool.allocate_for_stream(30 * KIB, a).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Full);
@@ -130,17 +130,17 @@ fn a_full_pool_says_where_its_memory_is() {
 }
 
 #[test]
-fn memory_goes_back_to_the_device_when_nobody_uses_it() {
+fn trim_frees_only_segments_of_idle_streams() {
     let device = SimDevice::new(SimOptions::default());
     let pool = StreamOrderedPool::new(device.clone(), options(64 * KIB, usize::MAX));
     let [a] = &streams(&device, 1)[..] else { panic!() };
     pool.prime(100 * KIB, a).unwrap();
     let buffers: Vec<_> = (0..3).map(|_| pool.allocate_for_stream(50 * KIB, a).unwrap()).collect();
     assert_eq!(pool.stats().capacity_bytes, 100 * KIB + 64 * KIB);
-    assert_eq!(pool.trim(0), 0, "all is in use");
+    assert_eq!(pool.trim(0), 0, "all segments are in use");
     buffers.iter().for_each(|buffer| write(a, buffer, 1));
     drop(buffers);
-    assert_eq!(pool.trim(0), 0, "the stream is not done with it");
+    assert_eq!(pool.trim(0), 0, "the stream still uses the memory");
     device.synchronize().unwrap();
     assert_eq!(pool.trim(70 * KIB), 100 * KIB);
     assert_eq!(pool.trim(0), 64 * KIB);
@@ -152,7 +152,7 @@ fn memory_goes_back_to_the_device_when_nobody_uses_it() {
 }
 
 #[test]
-fn what_was_freed_in_order_outlives_its_pool_until_streams_are_done_with_it() {
+fn dropping_a_pool_waits_for_its_streams() {
     let device = SimDevice::new(SimOptions::default());
     let [a] = &streams(&device, 1)[..] else { panic!() };
     let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, usize::MAX));
@@ -163,21 +163,22 @@ fn what_was_freed_in_order_outlives_its_pool_until_streams_are_done_with_it() {
     assert_eq!((device.races(), device.memory().in_use_bytes), (vec![], 0));
 }
 
-/// A stream that works until it is told to stop, and has freed all there is.
-fn busy(device: &CpuDevice, pool: &StreamOrderedPool<CpuDevice>) -> mpsc::Sender<()> {
+/// Starts a stream that is busy until the returned sender is dropped, and that has freed the only
+/// block of the pool.
+fn start_busy_stream(device: &CpuDevice, pool: &StreamOrderedPool<CpuDevice>) -> mpsc::Sender<()> {
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
-    let held = pool.allocate_for_stream(4 * KIB, &stream).unwrap();
+    let buffer = pool.allocate_for_stream(4 * KIB, &stream).unwrap();
     let (stop, gate) = mpsc::channel::<()>();
     let work = HostFn::new(move || {
         let _ = gate.recv();
     });
     stream.launch_host_fn(work).unwrap();
-    drop(held);
+    drop(buffer);
     stop
 }
 
 #[test]
-fn a_stream_that_fails_does_not_lose_its_place_behind_others() {
+fn a_failed_stream_keeps_its_place_in_order() {
     let device = CpuDevice::with_threads(3).unwrap();
     let panics = || HostFn::new(|| std::panic::resume_unwind(Box::new("on purpose")));
     let is_ordered = |stream: &<CpuDevice as Device>::Stream| {
@@ -185,9 +186,9 @@ fn a_stream_that_fails_does_not_lose_its_place_behind_others() {
         std::thread::sleep(Duration::from_millis(20));
         stream.query() == Ok(Status::Pending)
     };
-    // It fails before it asks for memory, and is refused.
+    // The stream has failed before the allocation, which returns an error.
     let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 4 * KIB));
-    let (stop, stream) = (busy(&device, &pool), &streams(&device, 1)[0]);
+    let (stop, stream) = (start_busy_stream(&device, &pool), &streams(&device, 1)[0]);
     stream.launch_host_fn(panics()).unwrap();
     stream.synchronize().unwrap_err();
     assert!(pool.allocate_for_stream(4 * KIB, stream).is_err());
@@ -195,9 +196,9 @@ fn a_stream_that_fails_does_not_lose_its_place_behind_others() {
     let buffer = pool.allocate_for_stream(4 * KIB, stream).unwrap();
     assert!(is_ordered(stream));
     drop((buffer, stop));
-    // It fails when it waits for it already.
+    // The stream fails after the allocation, while it waits for the busy stream.
     let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 4 * KIB));
-    let (stop, stream) = (busy(&device, &pool), &streams(&device, 1)[0]);
+    let (stop, stream) = (start_busy_stream(&device, &pool), &streams(&device, 1)[0]);
     let (fail, gate) = mpsc::channel::<()>();
     let fails = HostFn::new(move || {
         let _ = gate.recv();
@@ -214,7 +215,7 @@ fn a_stream_that_fails_does_not_lose_its_place_behind_others() {
 }
 
 #[test]
-fn failures_do_not_spread_with_memory() {
+fn reusing_memory_does_not_spread_failures() {
     let device = SimDevice::new(SimOptions::default());
     let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 4 * KIB));
     let [a, b, c] = &streams(&device, 3)[..] else { panic!() };
@@ -233,7 +234,7 @@ fn failures_do_not_spread_with_memory() {
 }
 
 #[test]
-fn segments_can_come_and_go_for_ever() {
+fn segment_numbers_are_reused() {
     let device = CpuDevice::with_threads(1).unwrap();
     let [stream] = &streams(&device, 1)[..] else { panic!() };
     let pool = StreamOrderedPool::new(device, options(4 * KIB, usize::MAX));
@@ -243,10 +244,10 @@ fn segments_can_come_and_go_for_ever() {
     }
 }
 
-/// Work of streams may own buffers, and streams are asked, and work on, while a pool looks for
-/// memory.
+/// A pool calls streams while it looks for memory. On this device such a call runs work, and that
+/// work may drop buffers of the pool.
 #[test]
-fn work_may_own_buffers_of_the_pool_that_asks_its_stream() {
+fn stream_work_may_own_buffers_of_the_pool() {
     let device = SimDevice::new(SimOptions::default());
     let pool = StreamOrderedPool::new(device.clone(), options(64 * KIB, 64 * KIB));
     let [a, b] = &streams(&device, 2)[..] else { panic!() };
@@ -256,7 +257,7 @@ fn work_may_own_buffers_of_the_pool_that_asks_its_stream() {
         owned.iter().for_each(|buffer| pool.record_use(buffer, b).unwrap());
         let kept = owned.into_iter().map(|buffer| HostFn::new(move || drop(buffer)));
         kept.for_each(|work| a.launch_host_fn(work).unwrap());
-        // Nothing is free before some of that has run.
+        // No memory is free before some of the work has run.
         let mut other = pool.allocate_for_stream(64 * KIB, b);
         while other.is_err() {
             device.synchronize().unwrap();
@@ -276,7 +277,7 @@ enum Step {
         bytes: usize,
     },
     Free(usize),
-    /// Another stream reads what a buffer's stream has written.
+    /// Another stream reads the buffer.
     Share {
         buffer: usize,
         stream: usize,
@@ -299,7 +300,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         4 => (stream.clone(), 1..20 * KIB)
             .prop_map(|(stream, bytes)| Step::Allocate { stream, bytes }),
-        // What is asked for again and again.
+        // Sizes that repeat, so that quick lists are used.
         6 => (stream.clone(), prop::sample::select(vec![1000, 3000, 10 * KIB]))
             .prop_map(|(stream, bytes)| Step::Allocate { stream, bytes }),
         6 => any::<usize>().prop_map(Step::Free),
@@ -318,7 +319,7 @@ struct Live {
 }
 
 #[test]
-fn memory_comes_in_the_background_and_counts_while_it_does() {
+fn priming_in_the_background_counts_towards_the_limit() {
     for backing in [Backing::Segments, Backing::Device] {
         let device = SimDevice::new(SimOptions::default());
         let limited = OrderedOptions { backing, ..options(4 * KIB, 100 * KIB) };
@@ -335,7 +336,7 @@ fn memory_comes_in_the_background_and_counts_while_it_does() {
         device.synchronize().unwrap();
         assert_eq!(device.races(), []);
     }
-    // A device that has less than the pool may take says so in the end, and nothing is lost.
+    // If the device has less memory than the limit, `wait` reports it and the limit is restored.
     let device = SimDevice::new(SimOptions { total_bytes: 50 * KIB, ..SimOptions::default() });
     let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 100 * KIB));
     let stream = &streams(&device, 1)[0];
@@ -365,10 +366,10 @@ fn a_snapshot_is_json() {
     assert_eq!(pool.snapshot().to_string(), expected);
 }
 
-/// What the device allocates itself goes back to it in the order of the stream, and not before
-/// others are done with it.
+/// With the allocator of the device, blocks are freed in stream order, after the uses by other
+/// streams.
 #[test]
-fn the_devices_own_allocator_can_be_what_is_behind_a_pool() {
+fn the_allocator_of_the_device_can_back_a_pool() {
     let device = SimDevice::new(SimOptions::default());
     let own = OrderedOptions { backing: Backing::Device, ..options(64 * KIB, 64 * KIB) };
     let pool = StreamOrderedPool::new(device.clone(), own);
@@ -387,14 +388,14 @@ fn the_devices_own_allocator_can_be_what_is_behind_a_pool() {
     b.launch_host_fn(HostFn::new(|| ()).reading(first.range().unwrap())).unwrap();
     pool.record_use(&first, b).unwrap();
     drop(first);
-    assert_eq!(pool.stats().pending_bytes, 40 * KIB, "the other stream may still read it");
+    assert_eq!(pool.stats().pending_bytes, 40 * KIB, "the other stream may still read the memory");
     b.synchronize().unwrap();
     let second = pool.allocate_for_stream(40 * KIB, a).unwrap();
     assert_eq!((pool.stats().pending_bytes, pool.stats().segments), (0, 1));
     drop(second);
     device.synchronize().unwrap();
     assert_eq!((device.memory().in_use_bytes, device.races()), (0, vec![]));
-    // A stream that fails gives back what it has all the same.
+    // Memory of a failed stream is freed too.
     let failing = SimDevice::new(SimOptions { faults: 1.0, ..SimOptions::default() });
     let pool = StreamOrderedPool::new(failing.clone(), own);
     let stream = failing.create_stream(StreamPriority::Normal).unwrap();
@@ -425,7 +426,7 @@ proptest! {
         let streams = streams(&device, STREAMS);
         let mut live: Vec<Live> = Vec::new();
         let rounded = |bytes: usize| bytes.next_multiple_of(512);
-        for (number, (step, look)) in program.into_iter().enumerate() {
+        for (number, (step, check)) in program.into_iter().enumerate() {
             match step {
                 Step::Allocate { stream, bytes } => match pool
                     .allocate_for_stream(bytes, &streams[stream])
@@ -441,7 +442,7 @@ proptest! {
                     }
                     Err(error) => {
                         prop_assert_eq!(error.kind(), ErrorKind::Full);
-                        // Nothing that is free in one piece is refused.
+                        // A request that fits into a free block never fails.
                         prop_assert!(pool.stats().largest_free_bytes < rounded(bytes), "{error}");
                     }
                 },
@@ -469,8 +470,8 @@ proptest! {
                 }
                 Step::Synchronize { stream } => streams[stream].synchronize().unwrap(),
             }
-            if !look {
-                // To look has what rests join.
+            if !check {
+                // The checks below coalesce the quick lists.
                 continue;
             }
             let stats = pool.stats();
@@ -490,7 +491,7 @@ proptest! {
                     std::mem::replace(&mut at, block.offset + block.len) == block.offset
                 }) && at == segment.len
             };
-            prop_assert!(blocks.iter().all(whole), "segments are made of blocks");
+            prop_assert!(blocks.iter().all(whole), "blocks cover their segment without gaps");
         }
         device.synchronize().unwrap();
         prop_assert_eq!(device.races(), []);
@@ -501,13 +502,13 @@ proptest! {
                 ts_streams::MemoryKind::Device,
             );
             let (own, mut bytes) = (own.unwrap(), vec![0; range.len()]);
-            // SAFETY: all work is done.
+            // SAFETY: all work on both ranges is done.
             unsafe {
                 streams[0].copy(own.range(), range).unwrap();
                 streams[0].synchronize().unwrap();
                 own.read(0, &mut bytes).unwrap();
             }
-            prop_assert!(bytes.iter().all(|b| b == byte), "nobody else wrote there");
+            prop_assert!(bytes.iter().all(|b| b == byte), "no other buffer overwrote this one");
         }
         drop(live);
         device.synchronize().unwrap();
@@ -516,7 +517,7 @@ proptest! {
         prop_assert_eq!(
             (pool.stats().in_use_bytes, pool.stats().capacity_bytes),
             (0, 0),
-            "all of it joins"
+            "all segments are free and trimmed"
         );
         drop(pool);
         prop_assert_eq!(device.memory().in_use_bytes, 0);
@@ -539,7 +540,7 @@ fn threads_share_a_pool() {
                     buffers.iter().for_each(|buffer| write(&stream, buffer, byte));
                     let range = buffers[3].range().unwrap();
                     let (mut read, own) = (vec![0; range.len()], vec![byte; range.len()]);
-                    // SAFETY: nobody else has it, and it is waited for.
+                    // SAFETY: only this thread uses both ranges, and it waits for the copy.
                     unsafe { stream.copy(ts_streams::MemoryRange::of(&mut read), range) }.unwrap();
                     stream.synchronize().unwrap();
                     assert!(read == own);
@@ -552,7 +553,7 @@ fn threads_share_a_pool() {
 }
 
 #[test]
-fn a_pool_without_a_limit_names_the_limit_there_is() {
+fn errors_name_the_limit_that_applies() {
     let device = SimDevice::new(SimOptions { total_bytes: 1 << 20, ..SimOptions::default() });
     let pool = StreamOrderedPool::new(device.clone(), OrderedOptions::default());
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
@@ -561,30 +562,33 @@ fn a_pool_without_a_limit_names_the_limit_there_is() {
     let most = granule_bytes * u32::MAX as usize;
     assert_eq!(
         never.to_string(),
-        format!("{} bytes wanted, the pool can never give more than {most}", usize::MAX)
+        format!(
+            "cannot allocate {} bytes: the limit for one allocation is {most} bytes",
+            usize::MAX
+        )
     );
     let full = pool.allocate_for_stream(1 << 30, &stream).unwrap_err();
     assert_eq!(full.kind(), ErrorKind::Full);
-    assert!(full.to_string().contains("the pool has 0, 0 in use"), "{full}");
+    assert!(full.to_string().contains("the pool holds 0 bytes, 0 in use"), "{full}");
     let limited = StreamOrderedPool::new(device, options(4096, 8192));
     let full = limited.allocate_for_stream(1 << 14, &stream).unwrap_err();
-    assert!(full.to_string().contains("0 of at most 8192"), "{full}");
+    assert!(full.to_string().contains("0 bytes of at most 8192, 0 in use"), "{full}");
 }
 
 #[test]
-fn bytes_outside_a_buffer_are_refused_and_nothing_is_copied() {
+fn out_of_range_copies_are_errors_and_copy_nothing() {
     let device = CpuDevice::new().unwrap();
     let pool = StreamOrderedPool::new(device.clone(), OrderedOptions::default());
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
     let mut buffer = pool.allocate_for_stream(8, &stream).unwrap();
     buffer.write(0, &[7; 8]).unwrap();
     let mut read = [0; 4];
-    for (offset, refused) in [
+    for (offset, result) in [
         (5, buffer.write(5, &[1; 4])),
         (5, buffer.read(5, &mut read)),
         (usize::MAX, buffer.write(usize::MAX, &[1; 4])),
     ] {
-        let error = refused.unwrap_err();
+        let error = result.unwrap_err();
         assert!(
             matches!(error, Error::OutOfRange { offset: at, len: 4, size_bytes: 8 } if at == offset)
         );
@@ -596,7 +600,7 @@ fn bytes_outside_a_buffer_are_refused_and_nothing_is_copied() {
     buffer.read(0, &mut all).unwrap();
     buffer.read(8, &mut []).unwrap();
     assert_eq!(all, [7; 8]);
-    // The same of blocks of pools, and of buffers of the host.
+    // The same holds for pooled blocks and for host buffers.
     let blocks = BlockPool::new(device, PoolConfig::low_memory()).unwrap();
     let mut block = blocks.acquire(8).unwrap();
     assert!(matches!(block.write(7, &[1; 2], &stream), Err(Error::OutOfRange { offset: 7, .. })));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The pool seen from outside.
+//! Tests of `HostPool` through its public API.
 
 use proptest::prelude::*;
 use ts_pool::{BLOCK_ALIGN, Budget, Error, ErrorKind, HostPool};
@@ -9,7 +9,7 @@ fn pool(blocks: usize) -> HostPool {
 }
 
 #[test]
-fn buffers_are_aligned_disjoint_and_given_back() {
+fn buffers_are_aligned_disjoint_and_freed() {
     let pool = pool(8);
     let mut a = pool.allocate(3 * BLOCK_ALIGN).unwrap();
     let mut b = pool.allocate(5 * BLOCK_ALIGN).unwrap();
@@ -28,7 +28,7 @@ fn buffers_are_aligned_disjoint_and_given_back() {
 }
 
 #[test]
-fn a_block_outlives_its_pool_handle_until_its_last_clone_is_dropped_on_another_thread() {
+fn a_shared_buffer_outlives_its_pool_handle() {
     let budget = Budget::new(1 << 20);
     let pool = HostPool::new(&budget, 1 << 20).unwrap();
     let mut buffer = pool.allocate(100).unwrap();
@@ -42,7 +42,7 @@ fn a_block_outlives_its_pool_handle_until_its_last_clone_is_dropped_on_another_t
 }
 
 #[test]
-fn only_neighbours_of_one_block_join() {
+fn only_adjacent_parts_of_one_block_join() {
     let pool = pool(4);
     let mut a = pool.allocate(BLOCK_ALIGN).unwrap();
     let b = pool.allocate(BLOCK_ALIGN).unwrap();
@@ -57,7 +57,7 @@ fn only_neighbours_of_one_block_join() {
 }
 
 #[test]
-fn what_can_never_fit_is_told_apart_from_what_does_not_fit_now() {
+fn a_request_that_can_never_fit_is_a_distinct_error() {
     let pool = pool(2);
     assert!(matches!(pool.allocate(3 * BLOCK_ALIGN), Err(Error::NeverFits { .. })));
     let over = HostPool::new(&Budget::new(BLOCK_ALIGN), 2 * BLOCK_ALIGN).unwrap_err();
@@ -66,7 +66,7 @@ fn what_can_never_fit_is_told_apart_from_what_does_not_fit_now() {
 
 proptest! {
     #[test]
-    fn parts_of_a_block_never_share_a_byte(cuts in prop::collection::vec(0usize..1000, 1..8)) {
+    fn parts_of_a_block_never_overlap(cuts in prop::collection::vec(0usize..1000, 1..8)) {
         let pool = pool(1);
         let mut head = pool.allocate(1000).unwrap();
         let mut parts = Vec::new();
@@ -87,10 +87,10 @@ proptest! {
     }
 }
 
-/// Memory that went back to the system comes as zeros when it is had again.
+/// Memory that was returned to the system reads as zeros when it is allocated again.
 #[test]
 #[cfg(target_os = "linux")]
-fn a_retired_pool_gives_back_what_is_free_and_then_each_buffer_that_is_dropped() {
+fn a_retired_pool_returns_memory_to_the_system() {
     let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20).unwrap();
     let filled = |len: usize| {
         let mut buffer = pool.allocate(len).unwrap();
@@ -100,11 +100,14 @@ fn a_retired_pool_gives_back_what_is_free_and_then_each_buffer_that_is_dropped()
     let (kept, dropped, early) = (filled(100_000), filled(200_000), filled(300_000));
     drop(early);
     pool.retire();
-    assert!(pool.allocate(300_000).unwrap().iter().all(|&byte| byte == 0), "it was free");
+    assert!(
+        pool.allocate(300_000).unwrap().iter().all(|&byte| byte == 0),
+        "`retire` returns free memory"
+    );
     drop(dropped);
     assert!(
         pool.allocate(200_000).unwrap().iter().all(|&byte| byte == 0),
-        "it was dropped afterwards"
+        "later drops return their memory"
     );
-    assert!(kept.iter().all(|&byte| byte == 7), "it is in use");
+    assert!(kept.iter().all(|&byte| byte == 7), "live buffers keep their contents");
 }

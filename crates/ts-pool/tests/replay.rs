@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Logs of RMM.
+//! Tests of the replay of RMM logs.
 
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
+#![allow(clippy::unwrap_used)] // a panic fails the test
 
 use proptest::prelude::*;
 use ts_pool::{AllocationLog, Error, OrderedOptions, StreamOrderedAllocator, StreamOrderedPool};
 use ts_streams::{Device, SimDevice, SimOptions};
 
-/// As RMM's documents and those of its users show it.
+/// Lines in the formats that appear in the documentation of RMM and in reports of its users.
 const LOG: &str = "\
 Thread,Time,Action,Pointer,Size,Stream
 1979932,14:21:19.998533,allocate,0x30a000000,256,0x2
@@ -21,7 +21,7 @@ Thread,Time,Action,Pointer,Size,Stream
 ";
 
 #[test]
-fn what_rmm_writes_is_read_and_done_again() {
+fn a_log_of_rmm_is_parsed_and_replayed() {
     let log = AllocationLog::parse(LOG).unwrap();
     assert_eq!(log.events().len(), 7);
     let device = SimDevice::new(SimOptions::default());
@@ -40,16 +40,16 @@ fn what_rmm_writes_is_read_and_done_again() {
 }
 
 #[test]
-fn what_is_no_log_is_refused_with_its_line() {
-    for (line, what) in [
-        ("1,2,allocate,0x1,5", "5 columns"),
-        ("1,2,grow,0x1,5,0", "`grow`"),
-        ("1,2,free,0xyz,5,0", "`0xyz`"),
-        ("1,2,free,0x1,-5,0", "`-5`"),
+fn an_invalid_line_is_reported_with_its_number() {
+    for (line, reason) in [
+        ("1,2,allocate,0x1,5", "expected 6 columns, got 5"),
+        ("1,2,grow,0x1,5,0", "unknown action \"grow\""),
+        ("1,2,free,0xyz,5,0", "invalid pointer \"0xyz\""),
+        ("1,2,free,0x1,-5,0", "invalid size \"-5\""),
     ] {
         let error = AllocationLog::parse(&format!("{LOG}\n{line}\n")).unwrap_err();
         assert!(
-            matches!(error, Error::BadLog { line: 11, .. }) && error.to_string().contains(what),
+            matches!(error, Error::BadLog { line: 11, .. }) && error.to_string().ends_with(reason),
             "{error}"
         );
     }
@@ -57,7 +57,7 @@ fn what_is_no_log_is_refused_with_its_line() {
 
 proptest! {
     #[test]
-    fn no_text_makes_it_panic(
+    fn no_input_makes_the_parser_panic(
         text in "(.{0,40}\n|[0-9],[0-9],(allocate|free),0x[0-9a-f]{1,3},[0-9]{1,6},[0-9]\n){0,30}",
     ) {
         if let Ok(log) = AllocationLog::parse(&text) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Buffers of tensors, on the host and on a simulated GPU.
+//! Tests of `TensorBuffer` on the host and on a simulated GPU.
 
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
+#![allow(clippy::unwrap_used)] // a panic fails the test
 
 use std::sync::Mutex;
 
@@ -17,7 +17,7 @@ fn simulated(options: SimOptions) -> (SimDevice, StreamOrderedPool<AnyDevice>) {
 }
 
 #[test]
-fn bytes_of_the_host_are_kept_as_they_are() {
+fn host_bytes_are_wrapped_without_a_copy() {
     let bytes = vec![1, 2, 3];
     let at = bytes.as_ptr();
     let mut buffer = TensorBuffer::cpu(bytes);
@@ -28,15 +28,14 @@ fn bytes_of_the_host_are_kept_as_they_are() {
     assert_eq!(TensorBuffer::cpu_zeros(5).to_cpu().unwrap().as_slice(), Some(&[0; 5][..]));
     assert!(TensorBuffer::cpu_zeros(0).is_empty());
     let error = buffer.copy_from_slice(&[1, 2]).unwrap_err();
-    assert_eq!(
-        (error.kind(), error.to_string()),
-        (ErrorKind::Misuse, "2 bytes for a buffer of 3".into())
-    );
+    assert_eq!(error.kind(), ErrorKind::Misuse);
+    let message = error.to_string();
+    assert!(message.starts_with("cannot copy 2 bytes into a buffer of 3 bytes"), "{message}");
     assert_eq!(buffer.to_host().unwrap(), [4, 5, 6]);
 }
 
 #[test]
-fn a_buffer_goes_to_a_device_and_back_and_between_streams_and_pools() {
+fn copies_between_host_streams_and_pools_keep_the_bytes() {
     let (device, pool) = simulated(SimOptions::default());
     let streams = [(); 2].map(|()| pool.device().create_stream(StreamPriority::Normal).unwrap());
     let bytes: Vec<u8> = (0..5000).map(|i| (i % 251) as u8).collect();
@@ -44,7 +43,7 @@ fn a_buffer_goes_to_a_device_and_back_and_between_streams_and_pools() {
     assert!(first.is_gpu() && first.as_slice().is_none());
     let copy = first.to_pool(&pool, &streams[1]).unwrap();
     drop(first);
-    // On the first stream, where the first buffer was: the copy from there is before it.
+    // Reuses the memory of `first` on the first stream. The copy from `first` runs before.
     let mut next = TensorBuffer::allocate_in(&pool, &streams[0], 5000).unwrap();
     next.copy_from_slice(&[7; 5000]).unwrap();
     let (other_device, other_pool) = simulated(SimOptions { seed: 1, ..SimOptions::default() });
@@ -60,7 +59,7 @@ fn a_buffer_goes_to_a_device_and_back_and_between_streams_and_pools() {
 }
 
 #[test]
-fn copies_that_fail_are_errors_and_the_buffer_is_as_good_as_before() {
+fn a_buffer_stays_usable_after_a_failed_copy() {
     let (device, pool) = simulated(SimOptions { faults: 0.5, seed: 3, ..SimOptions::default() });
     let stream = pool.device().create_stream(StreamPriority::Normal).unwrap();
     let mut buffer = TensorBuffer::allocate_in(&pool, &stream, 1000).unwrap();
@@ -84,23 +83,23 @@ fn copies_that_fail_are_errors_and_the_buffer_is_as_good_as_before() {
 }
 
 #[test]
-fn work_of_a_stream_is_told_that_it_cannot_wait_before_anything_is_submitted() {
+fn copying_in_a_host_function_is_an_error() {
     let (_device, pool) = simulated(SimOptions::default());
     let stream = pool.device().create_stream(StreamPriority::Normal).unwrap();
     let mut buffer = TensorBuffer::allocate_in(&pool, &stream, 8).unwrap();
     let other = pool.device().create_stream(StreamPriority::Normal).unwrap();
-    let told = std::sync::Arc::new(Mutex::new(None));
-    let tell = std::sync::Arc::clone(&told);
+    let error = std::sync::Arc::new(Mutex::new(None));
+    let result = std::sync::Arc::clone(&error);
     let work = move || {
-        *tell.lock().unwrap() = Some(buffer.copy_from_slice(&[1; 8]).unwrap_err().to_string());
+        *result.lock().unwrap() = Some(buffer.copy_from_slice(&[1; 8]).unwrap_err().to_string());
     };
     other.launch_host_fn(HostFn::new(work)).unwrap();
     other.synchronize().unwrap();
-    let told = told.lock().unwrap().take().unwrap();
-    assert!(told.contains("must not wait"), "{told}");
+    let error = error.lock().unwrap().take().unwrap();
+    assert!(error.contains("must not wait"), "{error}");
 }
 
-/// Keeps what is logged.
+/// A logger that collects all records.
 struct Log;
 
 static LOGGED: Mutex<Vec<String>> = Mutex::new(Vec::new());
@@ -118,20 +117,20 @@ impl log::Log for Log {
 }
 
 #[test]
-fn without_a_gpu_the_host_does_and_that_is_logged_once() {
+fn without_a_gpu_it_falls_back_and_warns_once() {
     log::set_logger(&Log).unwrap();
     log::set_max_level(log::LevelFilter::Trace);
     let status = GpuStatus::detect();
     if status.is_available() {
         assert!(TensorBuffer::try_allocate_gpu(100, 0).is_gpu());
-        println!("skipped: this machine has a GPU, nothing falls back");
+        println!("skipped: this machine has a GPU, so there is no fallback");
         return;
     }
     for len in [100, 200] {
         let buffer = TensorBuffer::try_allocate_gpu(len, 0);
         assert!(buffer.is_cpu() && buffer.as_slice().unwrap() == vec![0; len]);
     }
-    let expected = format!("WARN: 100 bytes for a GPU are on the host: no GPU 0: {status}");
+    let expected = format!("WARN: using host memory for 100 bytes: no GPU 0: {status}");
     assert_eq!(*LOGGED.lock().unwrap(), [expected]);
     let error = TensorBuffer::allocate_gpu(100, 0).unwrap_err();
     assert_eq!(error.to_string(), format!("no GPU 0: {status}"));

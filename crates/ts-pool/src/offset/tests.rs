@@ -9,7 +9,7 @@ use super::*;
 const ONLY: Owner = Owner(0);
 
 #[test]
-fn bins_are_ordered_and_a_block_fits_every_request_of_its_bin_or_below() {
+fn bins_are_ordered_by_size() {
     let mut last = 0;
     for len in 1..70_000u32 {
         let bin = bin_of(len);
@@ -22,17 +22,17 @@ fn bins_are_ordered_and_a_block_fits_every_request_of_its_bin_or_below() {
 }
 
 #[test]
-fn a_block_that_fits_exactly_is_found_in_a_full_pool() {
+fn an_exact_fit_is_found() {
     let mut a = OffsetAllocator::new(1733);
     let id = a.allocate(1733, ONLY).unwrap();
     assert!(a.allocate(1, ONLY).is_none());
     assert!(a.release(id));
-    assert!(!a.release(id), "once");
+    assert!(!a.release(id), "freed twice");
     let again = a.allocate(1733, ONLY).unwrap();
-    assert_eq!(a.place(again).unwrap().offset, 0);
+    assert_eq!(a.block_info(again).unwrap().offset, 0);
 }
 
-/// The classic that wastes least: the smallest free block that is long enough, wherever it is.
+/// The best-fit policy as a reference: it allocates the smallest free block that is long enough.
 #[derive(Default)]
 struct BestFit {
     by_offset: BTreeMap<u64, u64>,
@@ -44,7 +44,7 @@ impl BestFit {
     fn allocate(&mut self, len: u64) -> u64 {
         let found = self.by_len.range((len, 0)..).next().copied();
         let (have, offset) = found.unwrap_or_else(|| {
-            // The end grows, behind what is free there.
+            // Extends the heap, after using the free block at its end.
             let last = self.by_offset.last_key_value().filter(|(at, have)| *at + *have == self.end);
             last.map_or((0, self.end), |(at, have)| (*have, *at))
         });
@@ -82,9 +82,10 @@ impl BestFit {
     }
 }
 
-/// RMM's random allocations: sizes of up to 1 MiB, an allocation or a free by the toss of a coin.
+/// The random workload of RMM's benchmark: sizes up to 1 MiB, and allocations and frees with equal
+/// probability.
 #[test]
-fn no_more_memory_is_needed_than_by_best_fit_and_a_tenth() {
+fn memory_use_is_within_ten_percent_of_best_fit() {
     for (seed, count) in [(1u64, 1000), (2, 10_000), (3, 100_000)] {
         let (mut ours, mut best, mut end) =
             (OffsetAllocator::new(u32::MAX - 1), BestFit::default(), 0);
@@ -100,8 +101,8 @@ fn no_more_memory_is_needed_than_by_best_fit_and_a_tenth() {
             if live.is_empty() || below(2) == 0 {
                 let len = 1 + below((1 << 20) / 512);
                 let block = ours.allocate(len as u32, ONLY).unwrap();
-                let place = ours.place(block).unwrap();
-                end = end.max(u64::from(place.offset) + len);
+                let info = ours.block_info(block).unwrap();
+                end = end.max(u64::from(info.offset) + len);
                 live.push((block, best.allocate(len), len));
                 allocated += 1;
             } else {
@@ -111,15 +112,15 @@ fn no_more_memory_is_needed_than_by_best_fit_and_a_tenth() {
             }
         }
         let ratio = end as f64 / best.end as f64;
-        println!("{count} allocations: {ratio:.3} of best fit");
-        assert!(ratio <= 1.1, "{count} allocations: {ratio}");
+        println!("{count} allocations: {ratio:.3} times the memory of best fit");
+        assert!(ratio <= 1.1, "{count} allocations: {ratio} times the memory of best fit");
     }
 }
 
-/// The naive oracle: for each granule of each range who may have it, or nobody while it is taken.
+/// The reference model: the owner of each free granule of each range; `None` if it is allocated.
 type Oracle = Vec<Vec<Option<Owner>>>;
 
-/// The longest run of an owner's free granules.
+/// Returns the length of the longest run of free granules of an owner, or of any owner.
 fn longest(oracle: &Oracle, owner: Option<Owner>) -> u32 {
     let runs = oracle.iter().flat_map(|range| range.chunk_by(|a, b| a == b));
     let free = runs.filter(|run| run[0].is_some() && (owner.is_none() || run[0] == owner));
@@ -142,7 +143,7 @@ fn step() -> impl Strategy<Value = Step> {
     let owner = 0..3u16;
     prop_oneof![
         4 => (1..80u32, owner.clone()).prop_map(|(len, owner)| Step::Allocate { len, owner }),
-        // What is asked for again and again.
+        // Sizes that repeat, so that quick lists are used.
         8 => (prop::sample::select(vec![3, 7, 20]), owner.clone())
             .prop_map(|(len, owner)| Step::Allocate { len, owner }),
         4 => any::<usize>().prop_map(Step::Release),
@@ -158,42 +159,42 @@ fn step() -> impl Strategy<Value = Step> {
 
 proptest! {
     #[test]
-    fn random_programs_agree_with_one_owner_per_granule(
+    fn random_programs_agree_with_the_reference_model(
         capacity in 1u32..300,
         program in prop::collection::vec((step(), prop::bool::weighted(0.1)), 1..200),
     ) {
         let mut a = OffsetAllocator::new(capacity);
         (0..3).for_each(|owner| a.add_owner(Owner(owner)));
         let mut oracle: Oracle = vec![vec![Some(ONLY); capacity as usize]];
-        let mut live: Vec<(BlockId, Place)> = Vec::new();
-        let granules = |place: &Place| place.offset as usize..(place.offset + place.len) as usize;
-        for (step, look) in program {
+        let mut live: Vec<(BlockId, BlockInfo)> = Vec::new();
+        let granules = |info: &BlockInfo| info.offset as usize..(info.offset + info.len) as usize;
+        for (step, check) in program {
             match step {
                 Step::Allocate { len, owner } => match a.allocate(len, Owner(owner)) {
                     Some(id) => {
-                        let place = a.place(id).unwrap();
-                        prop_assert_eq!((place.len, place.owner), (len, Owner(owner)));
-                        for granule in &mut oracle[usize::from(place.range)][granules(&place)] {
-                            prop_assert_eq!(granule.take(), Some(Owner(owner)), "overlap");
+                        let info = a.block_info(id).unwrap();
+                        prop_assert_eq!((info.len, info.owner), (len, Owner(owner)));
+                        for granule in &mut oracle[usize::from(info.range)][granules(&info)] {
+                            prop_assert_eq!(granule.take(), Some(Owner(owner)), "blocks overlap");
                         }
-                        live.push((id, place));
+                        live.push((id, info));
                     }
                     None => prop_assert!(longest(&oracle, Some(Owner(owner))) < len),
                 },
                 Step::Steal { len, owner, keep } => {
                     match a.steal(len, Owner(owner), |other| other != Owner(1)) {
                         Some((id, from)) => {
-                            let place = a.place(id).unwrap();
+                            let info = a.block_info(id).unwrap();
                             prop_assert!(from != Owner(owner) && from != Owner(1));
                             if !keep {
                                 a.unsteal(id, from);
                                 prop_assert!(!a.is_live(id));
                                 continue;
                             }
-                            for granule in &mut oracle[usize::from(place.range)][granules(&place)] {
-                                prop_assert_eq!(granule.take(), Some(from), "overlap");
+                            for granule in &mut oracle[usize::from(info.range)][granules(&info)] {
+                                prop_assert_eq!(granule.take(), Some(from), "blocks overlap");
                             }
-                            live.push((id, place));
+                            live.push((id, info));
                         }
                         None => {
                             let others = (0..3).filter(|&other| other != 1 && other != owner);
@@ -204,29 +205,29 @@ proptest! {
                     }
                 }
                 Step::Release(n) if !live.is_empty() => {
-                    let (id, place) = live.swap_remove(n % live.len());
+                    let (id, info) = live.swap_remove(n % live.len());
                     prop_assert!(a.release(id) && !a.release(id));
-                    oracle[usize::from(place.range)][granules(&place)].fill(Some(place.owner));
+                    oracle[usize::from(info.range)][granules(&info)].fill(Some(info.owner));
                 }
                 Step::ReleaseSized(n) if !live.is_empty() => {
-                    let (id, place) = live.swap_remove(n % live.len());
-                    a.release_sized(id, place.len, place.owner);
-                    oracle[usize::from(place.range)][granules(&place)].fill(Some(place.owner));
+                    let (id, info) = live.swap_remove(n % live.len());
+                    a.release_sized(id, info.len, info.owner);
+                    oracle[usize::from(info.range)][granules(&info)].fill(Some(info.owner));
                 }
                 Step::Release(_) | Step::ReleaseSized(_) => {}
                 Step::ReleaseAll { owner } => {
                     let (gone, left): (Vec<_>, Vec<_>) =
-                        live.into_iter().partition(|(_, place)| place.owner == Owner(owner));
+                        live.into_iter().partition(|(_, info)| info.owner == Owner(owner));
                     live = left;
                     let found = a.live_of(Owner(owner));
                     prop_assert_eq!(found.len(), gone.len());
-                    for (id, place) in gone {
+                    for (id, info) in gone {
                         prop_assert!(found.contains(&id) && a.release(id));
-                        oracle[usize::from(place.range)][granules(&place)].fill(Some(place.owner));
+                        oracle[usize::from(info.range)][granules(&info)].fill(Some(info.owner));
                     }
                 }
                 Step::Give { owner } => {
-                    // Of the third only itself may take.
+                    // Blocks of owner 2 are not given away.
                     let may_take = |other: Owner| other != Owner(2);
                     a.give(Owner(owner), may_take);
                     let given =
@@ -238,7 +239,7 @@ proptest! {
                     oracle.push(vec![Some(Owner(owner)); len as usize]);
                 }
                 Step::RemoveRanges => {
-                    let mut removed = a.remove_ranges(|place| place.owner == Owner(2));
+                    let mut removed = a.remove_ranges(|info| info.owner == Owner(2));
                     removed.sort_unstable();
                     let is_whole = |range: &Vec<Option<Owner>>| {
                         !range.is_empty() && range.iter().all(|granule| *granule == Some(Owner(2)))
@@ -254,8 +255,8 @@ proptest! {
             prop_assert!(live.iter().all(|(id, _)| a.is_live(*id)));
             let free = oracle.iter().flatten().flatten();
             prop_assert_eq!(a.free(), free.clone().count() as u64);
-            if !look {
-                // To look wakes what rests.
+            if !check {
+                // The checks below coalesce the quick lists.
                 continue;
             }
             prop_assert_eq!(a.largest_free(), longest(&oracle, None));
@@ -268,8 +269,8 @@ proptest! {
                 );
             }
             let taken: u32 =
-                a.places().iter().filter(|place| !place.free).map(|place| place.len).sum();
-            prop_assert_eq!(taken, live.iter().map(|(_, place)| place.len).sum::<u32>());
+                a.blocks().iter().filter(|info| !info.free).map(|info| info.len).sum();
+            prop_assert_eq!(taken, live.iter().map(|(_, info)| info.len).sum::<u32>());
         }
     }
 }

@@ -1,78 +1,91 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory that is allocated and freed in the order of streams.
+//! Device memory that is allocated and freed in stream order.
 
 mod snapshot;
 mod state;
 
 use std::alloc::Layout;
 use std::cell::RefCell;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use ts_streams::{Device, MemoryKind, MemoryRange, RawMemory, Status, Stream};
 
 pub use self::snapshot::{BlockSnapshot, OrderedStats, PoolSnapshot, SegmentSnapshot};
-use self::state::{Counts, SEGMENT_ALIGN, State};
+use self::state::{Counts, PoolState, SEGMENT_ALIGN};
 use crate::Error;
-use crate::offset::{BlockId, Owner, Place};
+use crate::offset::{BlockId, BlockInfo, Owner};
 
-/// Allocates memory of a device in the order of its streams.
+/// Allocates device memory in stream order.
 pub trait StreamOrderedAllocator<D: Device>: Send + Sync {
-    /// Memory that may be used by work that is submitted to `stream` from now on. Does not wait for
+    /// Allocates memory for work that is submitted to `stream` from now on. Does not wait for
     /// streams.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::BadAlignment`], [`Error::Device`].
+    /// Returns [`Error::OutOfMemory`] if the device is full or the pool's limit is reached,
+    /// [`Error::NeverFits`] if the size exceeds `u32::MAX` granules, [`Error::BadAlignment`] if the
+    /// alignment exceeds that of the pool's blocks, and [`Error::TooManyStreams`] or
+    /// [`Error::Device`] otherwise.
     fn allocate(&self, layout: Layout, stream: &D::Stream) -> Result<DeviceBuffer<D>, Error>;
 
-    /// Says that work on `stream`, submitted by now, uses the buffer too: its memory is free when
-    /// that is done as well. Not needed for the stream that it was allocated for.
+    /// Records that work on `stream` uses the buffer. When the buffer is dropped, its memory
+    /// becomes free only after all work that was submitted to `stream` before the drop.
+    ///
+    /// Not needed for the stream that the buffer was allocated for.
     ///
     /// # Errors
-    /// [`Error::Stale`].
+    /// Returns [`Error::Stale`] if the memory was freed with its stream, and
+    /// [`Error::TooManyStreams`] if the pool cannot serve another stream.
     fn record_use(&self, buffer: &DeviceBuffer<D>, stream: &D::Stream) -> Result<(), Error>;
 
-    /// Gives memory back to the device that nothing uses, until the pool holds at most
-    /// `keep_bytes`, as far as whole segments are free; how much that was. Does not wait for
-    /// streams.
+    /// Frees unused segments to the device until the pool holds at most `keep_bytes`, and returns
+    /// the number of bytes freed.
+    ///
+    /// Frees only segments that are completely free and whose streams are idle. Does not wait for
+    /// streams, but the device may block while it frees memory.
     fn trim(&self, keep_bytes: usize) -> usize;
 
-    /// Statistics of this moment.
+    /// Returns current statistics.
     fn stats(&self) -> OrderedStats;
 
-    /// Where everything lies at this moment.
+    /// Returns the current layout of all segments and blocks.
     fn snapshot(&self) -> PoolSnapshot;
 }
 
-/// Where a [`StreamOrderedPool`] has its memory from.
+/// Where a [`StreamOrderedPool`] gets its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Backing {
-    /// From segments of its own, which it takes from the device and divides.
+    /// The pool allocates segments from the device and sub-allocates them.
     #[default]
     Segments,
-    /// From the device's own allocator, block by block: CUDA's `cuMemAllocAsync`. The pool counts,
-    /// limits, and sees to streams that use what is not theirs; 65,536 blocks at most. Its limit is
-    /// one on what is not freed: the device has a block until the stream has come to where it was.
+    /// The pool allocates each block from the stream-ordered allocator of the device, such as
+    /// CUDA's `cuMemAllocAsync`.
+    ///
+    /// The pool adds statistics, the limit, and uses by other streams. It holds at most 65,536
+    /// blocks. Its limit counts blocks that are not freed; the device can use more memory, because
+    /// a freed block stays allocated until its stream reaches the free.
     Device,
 }
 
-/// How a [`StreamOrderedPool`] is set up.
+/// Options of a [`StreamOrderedPool`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OrderedOptions {
-    /// Where the memory is from.
+    /// Where the pool gets its memory.
     pub backing: Backing,
-    /// What memory it is; of [`Backing::Device`] always the device's.
+    /// Kind of memory. [`Backing::Device`] ignores it and always uses device memory.
     pub kind: MemoryKind,
-    /// What the pool takes from the device at a time, in bytes, if no more is wanted at once.
+    /// Size of a segment in bytes. A larger allocation gets a larger segment.
     pub segment_bytes: usize,
-    /// The most that it ever takes, in bytes.
+    /// The most memory that the pool holds, in bytes; [`usize::MAX`] for no limit.
     pub limit_bytes: usize,
-    /// What sizes are rounded up to, and every block is aligned to: a power of two, in bytes.
+    /// Allocation granularity in bytes, a power of two: sizes are rounded up to a multiple of it,
+    /// and blocks are aligned to it.
     pub granule_bytes: usize,
 }
 
 impl Default for OrderedOptions {
-    /// Device memory without a limit but the device's, 64 MiB at a time, on 512 bytes as CUDA gives
-    /// it.
+    /// Device memory in segments of 64 MiB without a limit, with the granularity of 512 bytes that
+    /// CUDA uses.
     fn default() -> Self {
         Self {
             backing: Backing::Segments,
@@ -84,192 +97,224 @@ impl Default for OrderedOptions {
     }
 }
 
-/// A pool of a device's memory, in segments. What is freed for a stream is there for the same
-/// stream at once; for another once it has waited, on the device, for what the first was given by
-/// then. Cloning gives another handle.
+/// A pool of device memory in which allocations and frees take effect in stream order.
 ///
-/// When the last handle and the last buffer are dropped, all streams that it has served are waited
-/// for; where work of a stream drops them, which cannot wait, the memory is never given back.
+/// - Dropping a [`DeviceBuffer`] frees its memory without waiting for the device. The same stream
+///   can reuse the memory at once, because its work runs in order.
+/// - Another stream can take the memory too. Unless the first stream is idle, the pool makes the
+///   other stream wait, on the device, for the work submitted to the first.
+/// - A block that other streams have used ([`record_use`](StreamOrderedAllocator::record_use)) is
+///   free when those uses are done. The pool checks that when memory is short.
 ///
-/// A block that other streams have used ([`record_use`](StreamOrderedAllocator::record_use)) is
-/// free when they are done with it, which is looked at when memory is short.
+/// Clones are handles to the same pool. Dropping the last handle and buffer waits for all streams
+/// that the pool has served. If that happens in a host function on a stream, which must not wait,
+/// the memory is leaked.
+///
+/// ```
+/// use ts_pool::ts_streams::{CpuDevice, Device, StreamPriority};
+/// use ts_pool::{OrderedOptions, StreamOrderedAllocator, StreamOrderedPool};
+///
+/// let device = CpuDevice::new()?;
+/// let stream = device.create_stream(StreamPriority::Normal)?;
+/// let pool = StreamOrderedPool::new(device, OrderedOptions::default());
+///
+/// let mut buffer = pool.allocate_for_stream(4096, &stream)?;
+/// buffer.write(0, &[7; 4096])?;
+/// let range = buffer.range()?;
+/// drop(buffer);
+///
+/// let reused = pool.allocate_for_stream(4096, &stream)?;
+/// assert_eq!(reused.range()?, range);
+/// assert_eq!((pool.stats().allocations, pool.stats().segments), (2, 1));
+/// # Ok::<(), ts_pool::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct StreamOrderedPool<D: Device> {
-    shared: Arc<Shared<D>>,
+    inner: Arc<PoolInner<D>>,
 }
 
 impl<D: Device> Clone for StreamOrderedPool<D> {
     fn clone(&self) -> Self {
-        Self { shared: Arc::clone(&self.shared) }
+        Self { inner: Arc::clone(&self.inner) }
     }
 }
 
 #[derive(Debug)]
-struct Shared<D: Device> {
+struct PoolInner<D: Device> {
     device: D,
     options: OrderedOptions,
-    /// A granule's bytes are two to the power of it.
+    /// Binary logarithm of the granule size.
     granule_shift: u32,
-    state: Mutex<State<D>>,
-    /// Blocks that this very thread let go of while it had the state: work of streams may own some,
-    /// and ends wherever streams are asked for something.
-    returned: Mutex<Vec<Held>>,
+    state: Mutex<PoolState<D>>,
+    /// Blocks freed by a thread that already holds the lock on `state`. A call on a stream can run
+    /// or drop its work, and that work may own buffers of this pool.
+    deferred_frees: Mutex<Vec<AllocatedBlock>>,
 }
 
-/// A block that somebody has, and all that must be known to free it.
+/// An allocated block, with everything that is needed to free it.
 #[derive(Debug, Clone, Copy)]
-struct Held {
+struct AllocatedBlock {
     block: BlockId,
     granules: u32,
     owner: Owner,
 }
 
-/// Memory of a [`StreamOrderedPool`], for work on the stream that it was allocated for. Not
-/// `Clone`; dropping it frees it in that stream's order: what is submitted there later may get the
-/// same memory.
+/// A buffer of a [`StreamOrderedPool`], for work on the stream that it was allocated for.
+///
+/// Dropping it frees the memory in the order of that stream: work that is submitted to the stream
+/// later may get the same memory.
 #[derive(Debug)]
 pub struct DeviceBuffer<D: Device> {
-    shared: Arc<Shared<D>>,
+    inner: Arc<PoolInner<D>>,
     block: BlockId,
     owner: Owner,
-    /// The bytes that were asked for. Where they are its block knows: programs have many of these.
+    /// The requested size in bytes. The address is not stored, to keep buffers small; the allocator
+    /// knows it.
     len: usize,
 }
 
 impl<D: Device> StreamOrderedPool<D> {
-    /// A pool that takes nothing from the device yet.
+    /// Creates a pool. It allocates nothing from the device yet.
     ///
     /// # Panics
-    /// If `granule_bytes` is no power of two.
+    /// Panics if `granule_bytes` is not a power of two.
     pub fn new(device: D, options: OrderedOptions) -> Self {
         assert!(
             options.granule_bytes.is_power_of_two(),
-            "granules of {} bytes",
+            "granule_bytes must be a power of two, got {}",
             options.granule_bytes
         );
         let granule_shift = options.granule_bytes.trailing_zeros();
-        let (state, returned) = (Mutex::new(State::new()), Mutex::default());
-        Self { shared: Arc::new(Shared { device, options, granule_shift, state, returned }) }
+        let (state, deferred_frees) = (Mutex::new(PoolState::new()), Mutex::default());
+        let inner = PoolInner { device, options, granule_shift, state, deferred_frees };
+        Self { inner: Arc::new(inner) }
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &D {
-        &self.shared.device
+        &self.inner.device
     }
 
-    /// Takes memory from the device for `stream` now, so that nobody waits for it later: at least
-    /// so many bytes in one piece. Blocks.
+    /// Allocates a segment of at least `bytes` bytes from the device now, so that later allocations
+    /// for `stream` do not wait for the device. Blocks.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::Device`].
+    /// Returns [`Error::OutOfMemory`] if the device is full or the pool's limit is reached, and
+    /// [`Error::Device`] if the device fails otherwise.
     pub fn prime(&self, bytes: usize, stream: &D::Stream) -> Result<(), Error> {
-        if self.shared.options.backing == Backing::Device {
-            // The device's allocator keeps what it has given once.
-            return self.shared.allocate(bytes, stream).map(drop);
+        if self.inner.options.backing == Backing::Device {
+            // The allocator of the device keeps memory that was allocated once.
+            return self.inner.allocate(bytes, stream).map(drop);
         }
-        let mut state = self.shared.lock();
+        let mut state = self.inner.lock();
         let owner = state.owner(stream)?;
-        let granules = self.shared.granules(bytes)?;
-        match state.grow(&self.shared, granules, owner)? {
+        let granules = self.inner.granules(bytes)?;
+        match state.grow(&self.inner, granules, owner)? {
             true => Ok(()),
-            false => Err(state.out_of_memory(&self.shared, bytes)),
+            false => Err(state.out_of_memory(&self.inner, bytes)),
         }
     }
 
-    /// As [`prime`](Self::prime), on a thread of its own: the pool serves others meanwhile. What is
-    /// on its way counts towards the limit.
+    /// Does the same as [`prime`](Self::prime) on a new thread, and returns at once. The pool stays
+    /// usable meanwhile. The bytes count towards the limit from the start.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] when the pool may not take so much more; [`Error::Device`] when there
-    /// is no thread.
+    /// Returns [`Error::OutOfMemory`] if the bytes would exceed the limit, and [`Error::Device`] if
+    /// the thread cannot be created.
     pub fn prime_in_background(&self, bytes: usize, stream: &D::Stream) -> Result<Priming, Error> {
-        let OrderedOptions { backing, kind, limit_bytes, granule_bytes, .. } = self.shared.options;
-        let granules = self.shared.granules(bytes)?;
-        let whole = granules as usize * granule_bytes;
-        let promised = if backing == Backing::Segments { whole } else { 0 };
-        let mut state = self.shared.lock();
+        let OrderedOptions { backing, kind, limit_bytes, granule_bytes, .. } = self.inner.options;
+        let granules = self.inner.granules(bytes)?;
+        let rounded = granules as usize * granule_bytes;
+        let priming_bytes = if backing == Backing::Segments { rounded } else { 0 };
+        let mut state = self.inner.lock();
         let owner = state.owner(stream)?;
-        if whole > limit_bytes.saturating_sub(state.capacity + state.promised) {
-            return Err(state.out_of_memory(&self.shared, bytes));
+        if rounded > limit_bytes.saturating_sub(state.capacity + state.priming_bytes) {
+            return Err(state.out_of_memory(&self.inner, bytes));
         }
-        state.promised += promised;
+        state.priming_bytes += priming_bytes;
         drop(state);
         let (pool, stream) = (self.clone(), stream.clone());
         let work = move || {
             if backing == Backing::Device {
                 return pool.prime(bytes, &stream);
             }
-            let layout = Layout::from_size_align(whole, granule_bytes.max(SEGMENT_ALIGN)).ok();
-            let taken = layout.map(|layout| pool.shared.device.allocate(layout, kind));
-            let mut state = pool.shared.lock();
-            state.promised -= promised;
-            let added = match taken {
+            let layout = Layout::from_size_align(rounded, granule_bytes.max(SEGMENT_ALIGN)).ok();
+            let allocated = layout.map(|layout| pool.inner.device.allocate(layout, kind));
+            let mut state = pool.inner.lock();
+            state.priming_bytes -= priming_bytes;
+            let added = match allocated {
                 Some(Ok(memory)) => state.add_segment(memory, granules, owner),
                 Some(Err(error)) if error.kind() != ts_streams::ErrorKind::Full => {
                     return Err(error.into());
                 }
                 _ => None,
             };
-            added.ok_or_else(|| state.out_of_memory(&pool.shared, bytes))
+            added.ok_or_else(|| state.out_of_memory(&pool.inner, bytes))
         };
         let thread = std::thread::Builder::new().name("ts-prime".into()).spawn(work);
         match thread {
             Ok(thread) => Ok(Priming { thread }),
             Err(error) => {
-                self.shared.lock().promised -= promised;
+                self.inner.lock().priming_bytes -= priming_bytes;
                 Err(ts_streams::Error::Thread { reason: error.to_string() }.into())
             }
         }
     }
 
-    /// As [`allocate`](StreamOrderedAllocator::allocate), of so many bytes.
+    /// Allocates `bytes` bytes for work that is submitted to `stream` from now on. Does not wait
+    /// for streams.
     ///
     /// # Errors
-    /// As [`allocate`](StreamOrderedAllocator::allocate).
+    /// The same as [`allocate`](StreamOrderedAllocator::allocate).
     pub fn allocate_for_stream(
         &self,
         bytes: usize,
         stream: &D::Stream,
     ) -> Result<DeviceBuffer<D>, Error> {
-        self.shared.allocate(bytes, stream)
+        self.inner.allocate(bytes, stream)
     }
 
-    /// Has blocks that are kept as they are, for who asks for their size again, join what is free
-    /// beside them: so that what is allocated next lies together. Memory that is short has them
-    /// join by itself. Does not block.
+    /// Coalesces all free blocks with their free neighbours, so that the next allocations are
+    /// contiguous.
+    ///
+    /// The pool keeps freed blocks of frequent sizes as they are. It coalesces them itself when
+    /// memory is short. Does not block.
     pub fn coalesce(&self) {
-        self.shared.lock().offsets.wake_all();
+        self.inner.lock().offsets.coalesce_all();
     }
 
-    /// Frees all that was allocated for a stream, in its order, but what is copied at this moment
-    /// by the buffers' own methods. Who still has a buffer of it finds it [stale](Error::Stale).
-    /// How many bytes that were.
+    /// Frees all memory that was allocated for `stream`, in stream order, and returns the number of
+    /// bytes freed.
+    ///
+    /// Buffers that still exist become [stale](Error::Stale). Buffers that one of their own methods
+    /// is copying at this moment are not freed.
     pub fn free_for_stream(&self, stream: &D::Stream) -> usize {
-        let mut state = self.shared.lock();
+        let mut state = self.inner.lock();
         let Some(&owner) = state.owners.get(&stream.id()) else { return 0 };
         let before = state.counts.in_use;
-        state.free_all(&self.shared, owner);
+        state.free_all_of(&self.inner, owner);
         before - state.counts.in_use
     }
 }
 
-/// Memory on its way from the device to a pool. Dropping this does not stop it.
+/// A running [`prime_in_background`](StreamOrderedPool::prime_in_background). Dropping it does not
+/// stop the allocation.
 #[derive(Debug)]
-#[must_use = "whether there was so much memory is known at the end"]
+#[must_use = "`wait` returns whether the allocation succeeded"]
 pub struct Priming {
     thread: std::thread::JoinHandle<Result<(), Error>>,
 }
 
 impl Priming {
-    /// Whether it has ended, well or not. Does not block.
+    /// Returns whether the allocation has finished or failed. Does not block.
     pub fn is_finished(&self) -> bool {
         self.thread.is_finished()
     }
 
-    /// Waits until it has ended. Blocks.
+    /// Waits until the allocation has finished. Blocks.
     ///
     /// # Errors
-    /// As [`StreamOrderedPool::prime`].
+    /// The same as [`StreamOrderedPool::prime`].
     pub fn wait(self) -> Result<(), Error> {
         self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
@@ -277,58 +322,57 @@ impl Priming {
 
 impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
     fn allocate(&self, layout: Layout, stream: &D::Stream) -> Result<DeviceBuffer<D>, Error> {
-        let granule_bytes = self.shared.options.granule_bytes;
+        let granule_bytes = self.inner.options.granule_bytes;
         if layout.align() > granule_bytes {
             return Err(Error::BadAlignment { align: layout.align(), granule_bytes });
         }
-        self.shared.allocate(layout.size(), stream)
+        self.inner.allocate(layout.size(), stream)
     }
 
     fn record_use(&self, buffer: &DeviceBuffer<D>, stream: &D::Stream) -> Result<(), Error> {
-        let mut state = self.shared.lock();
+        let mut state = self.inner.lock();
         let owner = state.owner(stream)?;
-        let place = state.offsets.place(buffer.block).ok_or(Error::Stale)?;
-        if owner != place.owner {
-            state.note_use(buffer.block, owner);
+        let info = state.offsets.block_info(buffer.block).ok_or(Error::Stale)?;
+        if owner != info.owner {
+            state.add_use(buffer.block, owner);
         }
         Ok(())
     }
 
     fn trim(&self, keep_bytes: usize) -> usize {
-        let mut state = self.shared.lock();
-        let idle = self.shared.asking(&mut state, |state| {
-            state.settle_pending(&self.shared);
+        let mut state = self.inner.lock();
+        let idle = self.inner.with_deferred_frees(&mut state, |state| {
+            state.release_finished(&self.inner);
             let is_idle = |stream: &D::Stream| !matches!(stream.query(), Ok(Status::Pending));
             state.streams.iter().map(is_idle).collect::<Vec<_>>()
         });
         let (before, mut capacity) = (state.capacity, state.capacity);
-        let State { offsets, segments, .. } = &mut *state;
-        // What is free of those that have nothing to do is free for all.
+        let PoolState { offsets, segments, .. } = &mut *state;
+        // The free blocks of idle streams can belong to any stream, so give them all to one.
         let is_idle = |owner: Owner| idle[usize::from(owner.0)];
         if let Some(anyone) = idle.iter().position(|idle| *idle) {
             offsets.give(Owner(anyone as u16), is_idle);
         }
-        let removed = offsets.remove_ranges(|place| {
-            let bytes = segments[usize::from(place.range)]
-                .as_ref()
-                .map_or(0, |memory| memory.range().len());
-            let goes = capacity > keep_bytes && is_idle(place.owner);
-            capacity -= if goes { bytes } else { 0 };
-            goes
+        let removed = offsets.remove_ranges(|info| {
+            let bytes =
+                segments[usize::from(info.range)].as_ref().map_or(0, |memory| memory.range().len());
+            let remove = capacity > keep_bytes && is_idle(info.owner);
+            capacity -= if remove { bytes } else { 0 };
+            remove
         });
-        let gone: Vec<_> =
+        let freed: Vec<_> =
             removed.iter().map(|&segment| segments[usize::from(segment)].take()).collect();
-        state.vacant.extend(removed);
+        state.vacant_segments.extend(removed);
         state.capacity = capacity;
         drop(state);
-        // The device may block.
-        drop(gone);
+        // Outside the lock, because the device may block.
+        drop(freed);
         before - capacity
     }
 
     fn stats(&self) -> OrderedStats {
-        let mut state = self.shared.lock();
-        let granule = self.shared.options.granule_bytes;
+        let mut state = self.inner.lock();
+        let granule = self.inner.options.granule_bytes;
         let Counts { in_use, high_water, allocations, frees, stolen, failures } = state.counts;
         OrderedStats {
             capacity_bytes: state.capacity,
@@ -346,8 +390,8 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
     }
 
     fn snapshot(&self) -> PoolSnapshot {
-        let mut state = self.shared.lock();
-        let granule = self.shared.options.granule_bytes;
+        let mut state = self.inner.lock();
+        let granule = self.inner.options.granule_bytes;
         let mut segments: Vec<Option<SegmentSnapshot>> = state
             .segments
             .iter()
@@ -360,7 +404,7 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
                 })
             })
             .collect();
-        for Place { range, offset, len, owner, free } in state.offsets.places() {
+        for BlockInfo { range, offset, len, owner, free } in state.offsets.blocks() {
             let block = BlockSnapshot {
                 offset: offset as usize * granule,
                 len: len as usize * granule,
@@ -375,52 +419,58 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
     }
 }
 
-impl<D: Device> Drop for Shared<D> {
-    /// Streams may still use what was freed in their order: they are waited for.
+impl<D: Device> Drop for PoolInner<D> {
+    /// Waits for all streams, because they may still use memory that was freed in stream order.
     fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // All of them, also when one failed: that is over then too.
-        let ended: Vec<_> = state.streams.iter().map(Stream::synchronize).collect();
-        if ended.contains(&Err(ts_streams::Error::WaitInHostFn)) {
-            // Work of a stream had the last handle, and cannot wait. Rather than that, the memory
-            // stays taken.
+        let state = self.state.get_mut();
+        // Waits for every stream, even if one has failed.
+        let results: Vec<_> = state.streams.iter().map(Stream::synchronize).collect();
+        if results.contains(&Err(ts_streams::Error::WaitInHostFn)) {
+            // A host function on a stream dropped the last handle, and it must not wait. Leaks the
+            // memory, because streams may still use it.
             std::mem::forget(std::mem::take(&mut state.segments));
         }
     }
 }
 
-impl<D: Device> Shared<D> {
-    fn lock(&self) -> MutexGuard<'_, State<D>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl<D: Device> PoolInner<D> {
+    fn lock(&self) -> MutexGuard<'_, PoolState<D>> {
+        self.state.lock()
     }
 
-    /// Does something that asks streams while this thread has the state.
-    fn asking<T>(&self, state: &mut State<D>, work: impl FnOnce(&mut State<D>) -> T) -> T {
+    /// Runs `work`, which calls streams, while this thread holds the lock. Buffers that it drops on
+    /// this thread are freed afterwards, because freeing needs the lock.
+    fn with_deferred_frees<T>(
+        &self,
+        state: &mut PoolState<D>,
+        work: impl FnOnce(&mut PoolState<D>) -> T,
+    ) -> T {
         let result = {
-            let _inside = Inside::enter(self.number());
+            let _guard = LockedPool::enter(self.id());
             work(state)
         };
         loop {
-            let returned = self.returned.lock().unwrap_or_else(PoisonError::into_inner).pop();
-            match returned {
-                Some(held) => state.free(self, held),
+            let deferred = self.deferred_frees.lock().pop();
+            match deferred {
+                Some(block) => state.free(self, block),
                 None => return result,
             }
         }
     }
 
-    /// Tells this pool from others.
-    fn number(&self) -> usize {
+    /// Returns an id that is unique among the existing pools.
+    fn id(&self) -> usize {
         std::ptr::from_ref(self).addr()
     }
 
+    /// Returns the number of granules for `bytes` bytes, at least one.
     fn granules(&self, bytes: usize) -> Result<u32, Error> {
-        // A division would be a good part of all the work.
-        let begun = usize::from(bytes & (self.options.granule_bytes - 1) != 0);
-        let granules = ((bytes >> self.granule_shift) + begun).max(1);
-        // Granules are counted in 32 bits.
-        let countable_bytes = self.options.granule_bytes.saturating_mul(u32::MAX as usize);
-        let capacity_bytes = self.options.limit_bytes.min(countable_bytes);
+        // A division would take a considerable part of the time of an allocation.
+        let partial = usize::from(bytes & (self.options.granule_bytes - 1) != 0);
+        let granules = ((bytes >> self.granule_shift) + partial).max(1);
+        // The number of granules has 32 bits.
+        let max_bytes = self.options.granule_bytes.saturating_mul(u32::MAX as usize);
+        let capacity_bytes = self.options.limit_bytes.min(max_bytes);
         u32::try_from(granules)
             .map_err(|_| Error::NeverFits { requested_bytes: bytes, capacity_bytes })
     }
@@ -439,71 +489,77 @@ impl<D: Device> Shared<D> {
         };
         let block = match found {
             Some(block) => block,
-            None => self.asking(&mut state, |state| state.search(self, bytes, granules, owner))?,
+            None => self.with_deferred_frees(&mut state, |state| {
+                state.allocate_slow(self, bytes, granules, owner)
+            })?,
         };
         state.counts.allocations += 1;
         state.counts.in_use += granules as usize * self.options.granule_bytes;
         state.counts.high_water = state.counts.high_water.max(state.counts.in_use);
         drop(state);
-        Ok(DeviceBuffer { shared: Arc::clone(self), block, owner, len: bytes })
+        Ok(DeviceBuffer { inner: Arc::clone(self), block, owner, len: bytes })
     }
 }
 
 impl<D: Device> DeviceBuffer<D> {
-    /// Where it is.
+    /// Returns the address range of the buffer.
     ///
     /// # Errors
-    /// [`Error::Stale`].
+    /// Returns [`Error::Stale`] if the memory was freed with its stream.
     pub fn range(&self) -> Result<MemoryRange, Error> {
-        Ok(self.shared.lock().find(&self.shared, self)?.0)
+        Ok(self.inner.lock().locate(&self.inner, self)?.0)
     }
 
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether the length is zero.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
 impl<D: Device> DeviceBuffer<D> {
-    /// Submits something to its own stream for its memory, and waits for that. Meanwhile nobody
-    /// frees it, and nobody waits for this: a driver may take as long as the copy itself takes.
+    /// Submits work that uses the buffer to its stream, and waits for the work.
+    ///
+    /// [`free_for_stream`](StreamOrderedPool::free_for_stream) does not free the buffer meanwhile.
+    /// The pool is not locked, because a driver may take as long as the copy to submit it.
     pub(crate) fn transfer(
         &self,
         submit: impl FnOnce(&D::Stream, MemoryRange) -> Result<(), ts_streams::Error>,
     ) -> Result<(), Error> {
-        let mut state = self.shared.lock();
-        let (range, owner) = state.find(&self.shared, self)?;
+        let mut state = self.inner.lock();
+        let (range, owner) = state.locate(&self.inner, self)?;
         let stream = state.streams[usize::from(owner.0)].clone();
-        let _moving = Moving::begin(&self.shared, &mut state, &[self.block]);
+        let _guard = CopyGuard::begin(&self.inner, &mut state, &[self.block]);
         drop(state);
         submit(&stream, range)?;
-        // An error is one of work that is over, and this with it.
+        // Even if this fails, the submitted work is over.
         Ok(stream.synchronize()?)
     }
 
-    /// As [`transfer`](Self::transfer), for work that uses another buffer of the same pool too,
-    /// behind what was submitted for that; `None` when it is of another pool.
+    /// Does the same as [`transfer`](Self::transfer) for work that also uses another buffer, after
+    /// all work submitted to that buffer's stream. Returns `None` if the other buffer is from
+    /// another pool.
     pub(crate) fn transfer_with(
         &self,
         other: &Self,
         submit: impl FnOnce(&D::Stream, MemoryRange, MemoryRange) -> Result<(), ts_streams::Error>,
     ) -> Option<Result<(), Error>> {
-        Arc::ptr_eq(&self.shared, &other.shared).then(|| {
-            let mut state = self.shared.lock();
-            let (range, owner) = state.find(&self.shared, self)?;
-            let (range_other, owner_other) = state.find(&self.shared, other)?;
+        Arc::ptr_eq(&self.inner, &other.inner).then(|| {
+            let mut state = self.inner.lock();
+            let (range, owner) = state.locate(&self.inner, self)?;
+            let (range_other, owner_other) = state.locate(&self.inner, other)?;
             let stream = state.streams[usize::from(owner.0)].clone();
             if owner != owner_other {
-                self.shared
-                    .asking(&mut state, |state| state.wait_for(&self.shared, owner, owner_other))?;
-                state.note_use(other.block, owner);
+                self.inner.with_deferred_frees(&mut state, |state| {
+                    state.wait_for(&self.inner, owner, owner_other)
+                })?;
+                state.add_use(other.block, owner);
             }
-            let _moving = Moving::begin(&self.shared, &mut state, &[self.block, other.block]);
+            let _guard = CopyGuard::begin(&self.inner, &mut state, &[self.block, other.block]);
             drop(state);
             submit(&stream, range, range_other)?;
             Ok(stream.synchronize()?)
@@ -511,68 +567,67 @@ impl<D: Device> DeviceBuffer<D> {
     }
 }
 
-/// Blocks that are copied to or from: as long as this lives, they are not freed with all of their
-/// stream's.
-struct Moving<'a, D: Device> {
-    shared: &'a Shared<D>,
+/// Keeps [`free_for_stream`](StreamOrderedPool::free_for_stream) from freeing blocks during a copy.
+struct CopyGuard<'a, D: Device> {
+    inner: &'a PoolInner<D>,
     blocks: Vec<BlockId>,
 }
 
-impl<'a, D: Device> Moving<'a, D> {
-    fn begin(shared: &'a Shared<D>, state: &mut State<D>, blocks: &[BlockId]) -> Self {
-        state.moving.extend(blocks);
-        Self { shared, blocks: blocks.to_vec() }
+impl<'a, D: Device> CopyGuard<'a, D> {
+    fn begin(inner: &'a PoolInner<D>, state: &mut PoolState<D>, blocks: &[BlockId]) -> Self {
+        state.copying.extend(blocks);
+        Self { inner, blocks: blocks.to_vec() }
     }
 }
 
-impl<D: Device> Drop for Moving<'_, D> {
+impl<D: Device> Drop for CopyGuard<'_, D> {
     fn drop(&mut self) {
-        let mut state = self.shared.lock();
+        let mut state = self.inner.lock();
         for block in &self.blocks {
-            let at = state
-                .moving
+            let index = state
+                .copying
                 .iter()
-                .position(|moving| moving == block)
-                .expect("noted when it began");
-            state.moving.swap_remove(at);
+                .position(|copying| copying == block)
+                .expect("`begin` has added the block");
+            state.copying.swap_remove(index);
         }
     }
 }
 
 impl<D: Device> Drop for DeviceBuffer<D> {
     fn drop(&mut self) {
-        let granules = self.shared.granules(self.len).expect("so many were had");
-        let held = Held { block: self.block, granules, owner: self.owner };
-        if Inside::has(self.shared.number()) {
-            self.shared.returned.lock().unwrap_or_else(PoisonError::into_inner).push(held);
+        let granules = self.inner.granules(self.len).expect("the allocation had this size");
+        let block = AllocatedBlock { block: self.block, granules, owner: self.owner };
+        if LockedPool::contains(self.inner.id()) {
+            self.inner.deferred_frees.lock().push(block);
         } else {
-            self.shared.lock().free(&self.shared, held);
+            self.inner.lock().free(&self.inner, block);
         }
     }
 }
 
 thread_local! {
-    /// The pools whose state this thread has while it asks streams for something.
-    static INSIDE: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+    /// The pools whose lock this thread holds in `with_deferred_frees`.
+    static LOCKED_POOLS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
-/// As long as this lives, the thread has a pool's state.
-struct Inside;
+/// Marks a pool as locked by this thread until it is dropped.
+struct LockedPool;
 
-impl Inside {
+impl LockedPool {
     fn enter(pool: usize) -> Self {
-        INSIDE.with_borrow_mut(|inside| inside.push(pool));
+        LOCKED_POOLS.with_borrow_mut(|pools| pools.push(pool));
         Self
     }
 
-    fn has(pool: usize) -> bool {
-        // When the thread ends nothing is asked any more.
-        INSIDE.try_with(|inside| inside.borrow().contains(&pool)).unwrap_or(false)
+    fn contains(pool: usize) -> bool {
+        // A thread that is exiting has no thread-local any more, and holds no lock.
+        LOCKED_POOLS.try_with(|pools| pools.borrow().contains(&pool)).unwrap_or(false)
     }
 }
 
-impl Drop for Inside {
+impl Drop for LockedPool {
     fn drop(&mut self) {
-        INSIDE.with_borrow_mut(Vec::pop);
+        LOCKED_POOLS.with_borrow_mut(Vec::pop);
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a pool holds and has done, and where.
+//! Statistics and snapshots of a pool.
 
 use std::fmt;
 
@@ -8,39 +8,43 @@ use ts_streams::StreamId;
 #[cfg(doc)]
 use super::StreamOrderedPool;
 
-/// What a [`StreamOrderedPool`] holds and has done. Bytes are those of whole blocks.
+/// Statistics of a [`StreamOrderedPool`]. Byte counts are of whole blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OrderedStats {
-    /// Taken from the device.
+    /// Bytes allocated from the device.
     pub capacity_bytes: usize,
-    /// In blocks that somebody has.
+    /// Bytes in live buffers.
     pub in_use_bytes: usize,
-    /// The most that was in use at any time.
+    /// The most bytes that were ever in use at the same time.
     pub high_water_bytes: usize,
-    /// In blocks that are freed, and that streams may still use which do not own them.
+    /// Bytes in freed blocks that other streams than the owner may still use.
     pub pending_bytes: usize,
-    /// The longest free block.
+    /// Size of the largest free block.
     pub largest_free_bytes: usize,
-    /// What is free, by the stream whose it is.
+    /// Free bytes per owning stream.
     pub free_bytes: Vec<(StreamId, usize)>,
-    /// Segments.
+    /// Number of segments.
     pub segments: usize,
-    /// Blocks handed out since the beginning.
+    /// Successful allocations since the pool was created.
     pub allocations: u64,
-    /// Blocks freed since the beginning.
+    /// Frees since the pool was created.
     pub frees: u64,
-    /// Blocks handed out that another stream had freed.
+    /// Allocations that took a block that another stream had freed.
     pub stolen: u64,
-    /// Requests that found no memory.
+    /// Allocations that failed for lack of memory.
     pub failures: u64,
 }
 
-/// Where everything lies in a pool. Its text is JSON:
-/// `{"segments":[{"address":0,"len":0,"blocks":[{"offset":0,"len":0,"free":true, "stream":0}]}]}`,
-/// all numbers in bytes but the stream's.
+/// The layout of all segments and blocks of a pool. Its `Display` output is JSON:
+///
+/// ```json
+/// {"segments":[{"address":0,"len":0,"blocks":[{"offset":0,"len":0,"free":true,"stream":0}]}]}
+/// ```
+///
+/// `offset` and `len` are in bytes; `stream` is a stream id.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolSnapshot {
-    /// The segments.
+    /// The segments of the pool.
     pub segments: Vec<SegmentSnapshot>,
 }
 
@@ -58,26 +62,26 @@ impl fmt::Display for PoolSnapshot {
     }
 }
 
-/// A segment, and what lies in it.
+/// A segment and its blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SegmentSnapshot {
-    /// Where it begins.
+    /// Address of the segment.
     pub address: usize,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub len: usize,
-    /// Its blocks, one behind the other.
+    /// The blocks in ascending order; they cover the segment without gaps.
     pub blocks: Vec<BlockSnapshot>,
 }
 
 /// A block of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockSnapshot {
-    /// From the segment's beginning, in bytes.
+    /// Offset in the segment, in bytes.
     pub offset: usize,
-    /// In bytes.
+    /// Length in bytes.
     pub len: usize,
-    /// Whether it is free.
+    /// Whether the block is free.
     pub free: bool,
-    /// The stream whose it is.
+    /// The stream that owns the block.
     pub stream: StreamId,
 }
