@@ -379,7 +379,7 @@ class Session:
 
 def on_offer() -> list[str]:
     """The names of the operators that a server offers, and of some that it does not."""
-    from tensorstream.remote._server import NAMESPACES, OWN
+    from tensorstream.remote.server._server import NAMESPACES, OWN
 
     names = [str(name) for name in torch._C._dispatch_get_all_op_names()]
     names = [name for name in names if name.partition("::")[0] in NAMESPACES - {"tensorstream"}]
@@ -524,7 +524,7 @@ def main() -> int:
         (Path(directory) / "token").write_bytes(SECRET)
         server = subprocess.Popen(
             [
-                sys.executable, "-m", "tensorstream._serve", "--listen", "127.0.0.1:0",
+                sys.executable, "-m", "tensorstream.serve", "--listen", "127.0.0.1:0",
                 "--threads", "1",
                 "--session-memory", "1GiB", "--token-file", f"{directory}/token",
             ],

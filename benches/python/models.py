@@ -200,7 +200,7 @@ def read_into_memory(path: Path) -> dict[str, Any]:
     """Reads all tensors of a checkpoint into allocated memory, without mapping the files."""
     import tensorstream as ts
     import torch
-    from tensorstream._symbolic_tensor import TORCH_DTYPES
+    from tensorstream._dtypes import TORCH_DTYPES
 
     checkpoint = ts._native.Checkpoint(path)
     handles = [os.open(file, os.O_RDONLY) for file, _, _ in checkpoint.files()]

@@ -31,7 +31,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import torch
 from remote_peers import Bare, Mycelya, Ray, Rpc, Tensors, exact, measure, median_us, seconds
 from servers import served
-from tensorstream.remote import RemoteMachine, _infer, _kernels
+from tensorstream.remote import RemoteMachine
+from tensorstream.remote.client import _infer, _kernels
 from torch import nn
 
 

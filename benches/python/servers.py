@@ -28,5 +28,5 @@ def served(
     *options: str, listen: str = "127.0.0.1:0", stderr: int | None = None
 ) -> contextlib.AbstractContextManager[str]:
     """Runs ``tensorstream serve`` with one thread per session, and yields its address."""
-    command = ("-m", "tensorstream._serve", "--threads", "1", "--listen", listen)
+    command = ("-m", "tensorstream.serve", "--threads", "1", "--listen", listen)
     return listening(*command, *options, stderr=stderr)

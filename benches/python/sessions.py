@@ -30,7 +30,7 @@ from tensorstream.remote import RemoteMachine
 #: A server with one process for all sessions, as in a ``local`` machine.
 _ONE_PROCESS = """
 import sys, torch
-from tensorstream.remote._server import devices_of, server
+from tensorstream.remote.server._server import devices_of, server
 torch.set_num_threads(1)
 listen, cert, key = (part or None for part in sys.argv[1:])
 served = server(listen, devices=devices_of("cpu"), cert=cert, key=key)

@@ -12,6 +12,8 @@ use pyo3::prelude::*;
 use tensorstream::format::{Dtype, TensorMeta};
 use tensorstream::orchestrator::TensorBytes;
 
+use crate::dtype::row_of;
+
 const NAME: &CStr = c"dltensor";
 const USED: &CStr = c"used_dltensor";
 const VERSIONED_NAME: &CStr = c"dltensor_versioned";
@@ -24,6 +26,9 @@ pub(crate) const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
 const CUDA_HOST: i32 = 3;
 const EXTENSION: i32 = 12;
+
+/// Type codes from this one on are newer than the unversioned structure.
+const FIRST_LATER_CODE: u8 = 7;
 
 const READ_ONLY: u64 = 1;
 const IS_COPIED: u64 = 2;
@@ -493,33 +498,11 @@ impl Lent {
 }
 
 fn data_type(dtype: Dtype) -> Option<DataType> {
-    const INT: u8 = 0;
-    const UINT: u8 = 1;
-    const FLOAT: u8 = 2;
-    const BFLOAT: u8 = 4;
-    const COMPLEX: u8 = 5;
-    const BOOL: u8 = 6;
-    let code = match dtype {
-        Dtype::Bool => BOOL,
-        Dtype::U8 | Dtype::U16 | Dtype::U32 | Dtype::U64 => UINT,
-        Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64 => INT,
-        Dtype::F16 | Dtype::F32 | Dtype::F64 => FLOAT,
-        Dtype::BF16 => BFLOAT,
-        Dtype::C64 => COMPLEX,
-        _ => return None,
-    };
-    Some(DataType { code, bits: dtype.bits() as u8, lanes: 1 })
+    later_data_type(dtype).filter(|kind| kind.code < FIRST_LATER_CODE)
 }
 
 /// As [`data_type`], with what later versions have added.
 fn later_data_type(dtype: Dtype) -> Option<DataType> {
-    let code = match dtype {
-        Dtype::F8_E4M3 => 10,
-        Dtype::F8_E4M3Fnuz => 11,
-        Dtype::F8_E5M2 => 12,
-        Dtype::F8_E5M2Fnuz => 13,
-        Dtype::F8_E8M0 => 14,
-        _ => return data_type(dtype),
-    };
-    Some(DataType { code, bits: dtype.bits() as u8, lanes: 1 })
+    let (code, bits) = row_of(dtype)?.dlpack_type();
+    Some(DataType { code, bits, lanes: 1 })
 }

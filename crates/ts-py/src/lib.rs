@@ -6,6 +6,7 @@
 #![allow(clippy::needless_pass_by_value)]
 
 mod dlpack;
+mod dtype;
 mod errors;
 mod files;
 mod memory;
@@ -38,7 +39,7 @@ fn backends() -> Vec<&'static str> {
 
 #[pymodule]
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<tensor::PyDtype>()?;
+    m.add_class::<dtype::PyDtype>()?;
     m.add_class::<tensor::PyGpuStatus>()?;
     m.add_class::<tensor::PyPoolConfig>()?;
     m.add_class::<tensor::PyTensor>()?;
@@ -51,6 +52,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     files::register(m)?;
     wire::register(m)?;
     remote::register(m)?;
+    m.add("DTYPES", dtype::rows())?;
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     Ok(())
 }

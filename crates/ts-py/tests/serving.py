@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["SERVE", "Serving"]
 
-SERVE = [sys.executable, "-m", "tensorstream._serve"]
+SERVE = [sys.executable, "-m", "tensorstream.serve"]
 
 
 class Serving:

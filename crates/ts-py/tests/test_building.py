@@ -15,9 +15,9 @@ import pytest
 import tensorstream as ts
 import torch
 from conftest import leased
-from tensorstream._builder import Builder
-from tensorstream._offload import attach
-from tensorstream._symbolic_tensor import Source, SymbolicTensor
+from tensorstream.streaming._builder import Builder
+from tensorstream.streaming._offload import attach
+from tensorstream.streaming._symbolic_tensor import Source, SymbolicTensor
 from torch import nn
 
 Real = dict[str, torch.Tensor]

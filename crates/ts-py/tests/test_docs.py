@@ -26,14 +26,14 @@ _BLOCK = re.compile(
 _README_WORDS, _README_LINES = 700, 120
 #: Modules whose docstrings have examples.
 MODULES = [
-    "tensorstream._convert",
-    "tensorstream._files",
-    "tensorstream._offload",
-    "tensorstream._plan",
-    "tensorstream._safe_open",
+    "tensorstream.files._convert",
+    "tensorstream.files._state_dict",
+    "tensorstream.streaming._offload",
+    "tensorstream.streaming._plan",
+    "tensorstream.files._safe_open",
     "tensorstream.config",
     "tensorstream.numpy",
-    "tensorstream.remote._trace",
+    "tensorstream.remote.client._trace",
 ]
 
 

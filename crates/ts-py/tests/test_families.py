@@ -218,8 +218,8 @@ def test_what_cannot_be_computed_within_the_budget_is_refused_with_the_least_tha
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Transposed weights, as a loader gives them that wants another layout."""
-    from tensorstream._builder import Builder
-    from tensorstream._offload import attach
+    from tensorstream.streaming._builder import Builder
+    from tensorstream.streaming._offload import attach
 
     path = saved("gpt2")
     checkpoint = ts._native.Checkpoint(path)

@@ -25,7 +25,7 @@ import tensorstream as ts
 import tensorstream.numpy
 import torch
 from conftest import Llama
-from tensorstream._symbolic_tensor import SAFETENSORS_DTYPES
+from tensorstream._dtypes import SAFETENSORS_DTYPES
 from tensorstream.config import Codec
 
 FORMATS = ["ts", "safetensors"]

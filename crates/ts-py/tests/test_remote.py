@@ -605,7 +605,7 @@ def test_a_draw_that_fails_leaves_the_devices_own_generator_as_it_was(device: to
 def test_others_draw_as_if_nobody_had_given_a_generator(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensorstream.remote import _kernels
+    from tensorstream.remote.client import _kernels
 
     asked, others = _kernels._GIVEN, []
 

@@ -156,7 +156,7 @@ def test_a_machine_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_what_is_received_can_be_staged(tmp_path: Path) -> None:
-    from tensorstream.remote._server import devices_of, server
+    from tensorstream.remote.server._server import devices_of, server
 
     served = server(f"unix:{tmp_path}/socket", devices=devices_of("cpu"), staged=True, shared=True)
     thread = threading.Thread(target=served.run)
@@ -197,15 +197,15 @@ def test_machines_under_tls_fetch_under_tls(trusted: dict[str, Path], tmp_path: 
 
 
 def test_the_token_is_not_told_in_the_clear(trusted: dict[str, Path]) -> None:
-    from tensorstream._peers import Peers
-    from tensorstream.remote._exchange import LocalExchange
+    from tensorstream.remote.server._exchange import LocalExchange
+    from tensorstream.serve._peers import Peers
 
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
         peers = Peers(
             (address,), "sesame", {"cert": trusted["cert"], "key": trusted["key"], "ca": None}
         )
-        assert "--peer-ca" in LocalExchange(peers).fetch(torch.ones(1), address, "ticket")
+        assert "--peer-ca" in LocalExchange(peers.claimed).fetch(torch.ones(1), address, "ticket")
         nobody.settimeout(0.2)
         with pytest.raises(TimeoutError):
             nobody.accept()
@@ -220,7 +220,7 @@ def test_the_token_is_not_told_in_the_clear(trusted: dict[str, Path]) -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_operator_is_refused(name: str) -> None:
-    from tensorstream.remote._server import Session
+    from tensorstream.remote.server._server import Session
 
     with pytest.raises((LookupError, PermissionError)):
         Session().define(name)
@@ -249,7 +249,7 @@ def test_copies_between_machines_do_not_come_by_here(
 
 
 def test_who_knows_no_ticket_fetches_nothing(machine: RemoteMachine, device: torch.device) -> None:
-    from tensorstream.remote import _kernels
+    from tensorstream.remote.client import _kernels
 
     with pytest.raises(RemoteTensorError, match="no session offers this tensor"):
         _kernels.CLAIM(torch.empty(0, dtype=torch.uint8, device=device), "guess")
@@ -262,7 +262,7 @@ def test_who_knows_no_ticket_fetches_nothing(machine: RemoteMachine, device: tor
 
 
 def test_a_pause_loses_nothing_and_makes_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorstream.remote._machine import _Saved
+    from tensorstream.remote.client._machine import _Saved
 
     with RemoteMachine("local", threads=1, retry=0.0) as machine:
         device = machine.device()
@@ -317,7 +317,7 @@ def test_a_pause_loses_nothing_and_makes_nothing_up(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_machine_that_dies_when_all_is_saved_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorstream.remote._machine import _Saved
+    from tensorstream.remote.client._machine import _Saved
 
     save = _Saved.save
     with RemoteMachine("local", threads=1, retry=0.0) as machine:
@@ -339,7 +339,7 @@ def test_a_machine_that_dies_when_all_is_saved_is_paused(monkeypatch: pytest.Mon
 
 
 def test_pauses_from_two_threads_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorstream.remote._machine import _Saved
+    from tensorstream.remote.client._machine import _Saved
 
     save, threads = _Saved.save, []
 
@@ -361,10 +361,10 @@ def test_pauses_from_two_threads_are_one(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_two_sessions_with_one_machine_are_two(
     machine: RemoteMachine, device: torch.device
 ) -> None:
-    from tensorstream.remote import _kernels
+    from tensorstream.remote import _registry
 
     x = torch.ones(3, device=device)
-    with RemoteMachine("tcp", _kernels.PLACES[device.index][1]) as other:
+    with RemoteMachine("tcp", _registry.ADDRESSES[device.index][1]) as other:
         assert x.to(other.device()).tolist() == [1.0] * 3
         bad = torch.ones(2, device=other.device()).index_select(
             0, torch.tensor([5], device=other.device())
@@ -549,7 +549,7 @@ def test_what_an_operator_gives_is_a_tensor_of_the_machine_and_no_other_ones(
     device: torch.device,
 ) -> None:
     from tensorstream import _native
-    from tensorstream.remote._kernels import kernel
+    from tensorstream.remote.client._kernels import kernel
 
     x = torch.arange(4.0, device=device)
     elsewhere = kernel(torch.ops.aten.empty_like.default)(x, device="meta")
@@ -574,7 +574,7 @@ def test_what_an_operator_gives_is_a_tensor_of_the_machine_and_no_other_ones(
 
 
 def test_a_server_runs_no_operator_that_reaches_beyond_its_tensors() -> None:
-    from tensorstream.remote._server import Session
+    from tensorstream.remote.server._server import Session
 
     session = Session(checked=True)
     for name in (

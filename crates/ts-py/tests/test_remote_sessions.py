@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 from serving import Serving, is_there
-from tensorstream import _broker, _messages, _peers
 from tensorstream.errors import ConnectionLost
 from tensorstream.remote import RemoteMachine, _exchange
+from tensorstream.serve import _broker, _messages, _peers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes as Linux has them")
 

@@ -20,13 +20,6 @@ from ._native import (
 )
 
 if TYPE_CHECKING:
-    from ._convert import compact, convert
-    from ._files import append_file, load, load_file, load_into, save, save_file
-    from ._offload import offload, restore, stats
-    from ._plan import Plan, plan
-    from ._safe_open import TensorSlice, safe_open
-    from ._transformers import from_pretrained
-    from ._wire import Connection, Listener, connect, listen
     from .config import BackendType, Config, MemoryMode, PrefetchStrategy
     from .errors import (
         BudgetError,
@@ -48,6 +41,13 @@ if TYPE_CHECKING:
         TensorStreamError,
         UnitReferencedError,
     )
+    from .files._convert import compact, convert
+    from .files._safe_open import TensorSlice, safe_open
+    from .files._state_dict import append_file, load, load_file, load_into, save, save_file
+    from .streaming._offload import offload, restore, stats
+    from .streaming._plan import Plan, plan
+    from .streaming._transformers import from_pretrained
+    from .wire._connection import Connection, Listener, connect, listen
 
 __all__ = [
     "BackendType",
@@ -103,13 +103,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "_convert": ("compact", "convert"),
-    "_files": ("append_file", "load", "load_file", "load_into", "save", "save_file"),
-    "_safe_open": ("TensorSlice", "safe_open"),
-    "_offload": ("offload", "restore", "stats"),
-    "_plan": ("Plan", "plan"),
-    "_transformers": ("from_pretrained",),
-    "_wire": ("Connection", "Listener", "connect", "listen"),
+    "files._convert": ("compact", "convert"),
+    "files._state_dict": ("append_file", "load", "load_file", "load_into", "save", "save_file"),
+    "files._safe_open": ("TensorSlice", "safe_open"),
+    "streaming._offload": ("offload", "restore", "stats"),
+    "streaming._plan": ("Plan", "plan"),
+    "streaming._transformers": ("from_pretrained",),
+    "wire._connection": ("Connection", "Listener", "connect", "listen"),
     "config": ("BackendType", "Config", "MemoryMode", "PrefetchStrategy"),
 }
 

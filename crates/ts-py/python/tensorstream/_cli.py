@@ -36,7 +36,7 @@ def main() -> int:
         The exit status: by convention 128 plus the signal's number when a signal ended the command.
     """
     if sys.argv[1:2] == ["serve"]:
-        from ._serve import main as serve
+        from .serve.__main__ import main as serve
 
         return serve(sys.argv[2:])
     signals = _Signals()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 from collections.abc import Callable, Sequence
 from os import PathLike
+from types import SimpleNamespace
 from typing import Any, TypeAlias, final
 
 import torch
@@ -55,6 +56,9 @@ __all__ = [
 ]
 
 __version__: str
+
+#: Name, safetensors name, PyTorch's number (c10::ScalarType) and bytes of an element of each dtype.
+DTYPES: list[tuple[str, str | None, int, int]]
 
 _Path: TypeAlias = str | PathLike[str]
 _bool: TypeAlias = bool  # DType has a method of that name
@@ -419,7 +423,7 @@ class Listener:
     ) -> Connection: ...
     def close(self) -> None: ...
 
-def remote_setup(objects: dict[str, Any]) -> None: ...
+def remote_setup(hooks: SimpleNamespace) -> None: ...
 def remote_forked() -> None: ...
 def remote_cache_stats() -> tuple[int, int, int]: ...
 def remote_empty(
@@ -492,7 +496,7 @@ class RemoteServer:
     def __new__(
         cls,
         at: str,
-        objects: dict[str, Any],
+        hooks: SimpleNamespace,
         settings: dict[str, Any],
         insecure: bool,
         cert: Any = None,
@@ -505,7 +509,7 @@ class RemoteServer:
     def sessions(self) -> int: ...
     @staticmethod
     def from_handoffs(
-        channel: int, objects: dict[str, Any], settings: dict[str, Any]
+        channel: int, hooks: SimpleNamespace, settings: dict[str, Any]
     ) -> RemoteServer: ...
     def run(self, log: Callable[[str, str], object] | None = None, once: bool = False) -> None: ...
     def stop(self) -> None: ...

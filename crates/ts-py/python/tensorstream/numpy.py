@@ -18,10 +18,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from . import _files
-from ._files import Path
 from .config import Codec
 from .errors import ConfigurationError, ModelError
+from .files import _state_dict as _files
+from .files._state_dict import Path
 
 __all__ = ["load", "load_file", "save", "save_file"]
 

@@ -50,7 +50,7 @@ impl Checkpoint {
     /// name, and its files come behind.
     fn overlaid(&self, py: Python<'_>, other: &Self) -> PyResult<Self> {
         let inner =
-            self.inner.clone().overlaid(other.inner.clone()).map_err(|e| to_python(py, &e))?;
+            self.inner.clone().merge(other.inner.clone()).map_err(|e| to_python(py, &e))?;
         Ok(Self { inner })
     }
 
@@ -158,7 +158,7 @@ impl Checkpoint {
 
     /// The tensors' names, in the order in which they lie in the files.
     fn names_by_place(&self) -> Vec<&str> {
-        self.inner.catalog().tensors_by_place().iter().map(Tensor::name).collect()
+        self.inner.catalog().tensors_by_offset().iter().map(Tensor::name).collect()
     }
 
     /// Whether a file is read over the network.

@@ -207,7 +207,7 @@ pub(super) fn options(
     level: Option<i32>,
     jobs: usize,
 ) -> PyResult<WriteOptions> {
-    let compression = Compression::named(codec, level)
+    let compression = Compression::parse(codec, level)
         .map_err(|reason| to_python(py, &Error::Compression { path: path.into(), reason }))?;
     Ok(WriteOptions { compression, jobs, ..WriteOptions::default() })
 }

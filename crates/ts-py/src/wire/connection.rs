@@ -11,9 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use tensorstream::format::{Codec, Compression};
 use tensorstream::pool::{self, PinnedMemoryPool};
-use tensorstream::remote::{
-    Bytes, Error, Event, Link, Role, SendOptions, Socket, TensorInfo,
-};
+use tensorstream::remote::{Bytes, Error, Event, Link, Role, SendOptions, Socket, TensorInfo};
 use tensorstream::streams::AnyDevice;
 
 use super::settings::{Settings, address, tls_client};
@@ -347,7 +345,7 @@ fn compression(py: Python<'_>, name: Option<&str>) -> PyResult<Compression> {
         None | Some("raw") => Ok(Compression::None),
         Some("auto") => Ok(Compression::Auto),
         Some(name) => match Codec::from_name(name) {
-            Some(codec) => Ok(Compression::By(codec, None)),
+            Some(codec) => Ok(Compression::Codec(codec, None)),
             None => Err(misuse(
                 py,
                 &format!("compression={name:?}: \"lz4\", \"zstd\", \"split\" and \"auto\" are"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 
-from . import _native
-from .config import Codec
+from .. import _native
+from ..config import Codec
 
 Path = str | os.PathLike[str]
 

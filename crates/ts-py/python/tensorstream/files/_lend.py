@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 from torch.utils import dlpack
 
-from . import _native
-from ._symbolic_tensor import SAFETENSORS_DTYPES
-from .errors import ConfigurationError
+from .. import _native
+from .._dtypes import SAFETENSORS_DTYPES
+from ..errors import ConfigurationError
 
 T = TypeVar("T")
 

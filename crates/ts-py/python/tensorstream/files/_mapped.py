@@ -9,8 +9,8 @@ import os
 
 import torch
 
-from . import _native
-from .errors import CheckpointChangedError, ConfigurationError
+from .. import _native
+from ..errors import CheckpointChangedError, ConfigurationError
 
 #: Where the places begin of bytes that the file keeps compressed.
 _DECODED = 1 << 63

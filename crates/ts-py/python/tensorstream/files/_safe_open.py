@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from . import _native
-from ._files import read_tensor, torch_type
+from .. import _native
+from ..errors import ConfigurationError
+from ..numpy import as_array
 from ._mapped import MappedFiles
-from .errors import ConfigurationError
-from .numpy import as_array
+from ._state_dict import read_tensor, torch_type
 
 Path = str | os.PathLike[str]
 #: What picks elements of one dimension.

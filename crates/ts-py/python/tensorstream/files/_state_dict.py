@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
-from . import _native
+from .. import _native
+from .._dtypes import TORCH_DTYPES
+from ..config import Codec
+from ..errors import ConfigurationError, ModelError
 from ._lend import NewTensor, as_tensor, dtype_name, lent, write_all, write_then
 from ._mapped import MappedFiles
-from ._symbolic_tensor import TORCH_DTYPES
-from .config import Codec
-from .errors import ConfigurationError, ModelError
 
 Path = str | os.PathLike[str]
 

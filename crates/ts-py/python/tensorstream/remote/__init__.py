@@ -17,14 +17,14 @@ from ..errors import (
     RemoteTensorError,
     StaleReferenceError,
 )
-from ._machine import (
+from .client._machine import (
     RemoteMachine,
     Wait,
     create_local_machine,
     create_mock_machine,
     create_tcp_machine,
 )
-from ._trace import Event, Trace, metadata_hash, storage_id, trace
+from .client._trace import Event, Trace, metadata_hash, storage_id, trace
 
 __all__ = [
     "ConnectionLost",

@@ -11,10 +11,10 @@ import resource
 import signal
 import sys
 
-from . import _native
+from .. import _native
+from ..wire._connection import LIMIT_BYTES, _settings
 from ._broker import Broker
 from ._peers import Peers
-from ._wire import LIMIT_BYTES, _settings
 
 _log = logging.getLogger("tensorstream.remote")
 

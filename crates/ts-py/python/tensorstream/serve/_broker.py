@@ -21,7 +21,7 @@ import threading
 import time
 from typing import Any
 
-from . import _native
+from .. import _native
 from ._messages import is_sealed, pair, receive, send
 from ._peers import Peers
 
@@ -106,7 +106,7 @@ class _Processes:
         command = [
             sys.executable,
             "-m",
-            "tensorstream.remote._zygote",
+            "tensorstream.remote.server._zygote",
             str(its.fileno()),
             self._options,
         ]
@@ -459,7 +459,7 @@ class Broker:
         try:
             fetched = self._peers.claimed(address, ticket, self._memory)
             # PyTorch is imported by now, which the broker needs only for this.
-            from .remote._exchange import pack
+            from ..remote.server._exchange import pack
 
             tensor, descriptor = pack(fetched)
         except (RuntimeError, OSError, MemoryError) as error:

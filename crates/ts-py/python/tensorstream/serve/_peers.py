@@ -50,13 +50,13 @@ class Peers:
         if self._tls and "ca" not in self._tls and not address.startswith("unix:"):
             # Without TLS the token would be sent in the clear.
             raise RuntimeError("this machine uses TLS, and needs --peer-ca to verify others")
-        from .remote import _device, _kernels
+        from ..remote.client import _device, _kernels
 
         with self._locks[address]:
             try:
                 machine = self._machine(address)
                 tensor: torch.Tensor = _kernels.CLAIM(
-                    _device._anchor(machine.device().index), ticket
+                    _device.anchor(machine.device().index), ticket
                 )
                 if limit is None or tensor.nbytes <= limit:
                     return tensor.cpu()
@@ -69,7 +69,7 @@ class Peers:
             )
 
     def _machine(self, address: str) -> Any:
-        from .remote._machine import RemoteMachine
+        from ..remote.client._machine import RemoteMachine
 
         if address not in self._machines:
             tls = {} if address.startswith("unix:") else self._tls

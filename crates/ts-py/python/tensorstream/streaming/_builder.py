@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from . import _native
-from ._lend import lent
-from ._symbolic_tensor import TORCH_DTYPES, Derived, Source, SymbolicTensor
-from .errors import ModelError
+from .. import _native
+from .._dtypes import TORCH_DTYPES
+from ..errors import ModelError
+from ..files._lend import lent
+from ._symbolic_tensor import Derived, Source, SymbolicTensor
 
 aten = torch.ops.aten
 

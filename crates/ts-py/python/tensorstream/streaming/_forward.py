@@ -15,85 +15,19 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from . import _native
-from ._streamed_tensor import FIRST, StreamedTensor, StreamedWeight, is_same, stand_in, unlent
-from .errors import ModelError
+from .. import _native
+from ..errors import ModelError
+from ._streamed_tensor import FIRST, StreamedTensor, StreamedWeight, is_same, unlent
+from ._weights import Weights
 
 _raw = dict.__getitem__
 _is_grad_enabled = torch.is_grad_enabled
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One distinct parameter: what it is, and which tensor of which unit."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    unit: int
-    index: int
-    requires_grad: bool
-    strides: tuple[int, ...]
-    #: The shape in which its bytes are row-major: another order of its dimensions, for some
-    #: strides.
-    stored_shape: list[int]
-
-    def spec(self) -> Any:
-        """What the native module is told."""
-        row_major = torch.empty(self.stored_shape, device="meta").stride()
-        plain = list(self.shape) == self.stored_shape and self.strides == row_major
-        strided = None if plain else (list(self.shape), list(self.strides))
-        return self.unit, self.index, strided, self.requires_grad, self.name, self.dtype
-
-
-class Weights:
-    """The streamed weights of a model, and the native object that leases them."""
-
-    def __init__(self, streamer: _native.Streamer, specs: list[Weight], budget_bytes: int) -> None:
-        self.streamer = streamer
-        self.specs = specs
-        self.budget_bytes = budget_bytes
-        self._frozen: set[int] = set()
-
-    def learns(self, key: int) -> bool:
-        """Whether the model's own parameter requires gradients."""
-        return self.specs[key].requires_grad and key not in self._frozen
-
-    def freeze(self, key: int) -> None:
-        """Notes that a parameter requires no gradients any more."""
-        if self.learns(key):
-            self._frozen.add(key)
-            self.streamer.freeze(key)
-
-    def elements(self, key: int, dtype: torch.dtype) -> int:
-        """How many elements of a dtype a weight's memory has."""
-        spec = self.specs[key]
-        count = 1
-        for n in spec.shape:
-            count *= n
-        return count * spec.dtype.itemsize // dtype.itemsize
-
-    def stand_ins(self, key: int) -> tuple[StreamedTensor, StreamedTensor | None]:
-        """A weight's stand-ins: one that requires no gradient, and one that does if the model's own
-        did.
-        """
-        spec = self.specs[key]
-
-        def make(requires_grad: bool) -> StreamedTensor:
-            made = stand_in(
-                self, key, spec.dtype, spec.shape, spec.strides, requires_grad=requires_grad
-            )
-            made._is_param = True
-            return made
-
-        return make(False), make(True) if spec.requires_grad else None
 
 
 class Parameters(dict[str, Any]):

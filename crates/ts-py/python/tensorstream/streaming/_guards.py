@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import ModelError
+from ._forward import Replaced, replace, streamed_of
 from ._streamed_tensor import StreamedTensor, is_same
-from ._streaming import Replaced, replace, streamed_of
-from .errors import ModelError
 
 
 def guard(model: nn.Module) -> None:

@@ -11,29 +11,21 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from . import _native
+from .. import _native
+from .._dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
+from ..config import Config, expanded
+from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
 from ._builder import Builder
+from ._forward import Forward, Parameters, Pass, Streaming, put_back, recurrent, streaming_of
+from ._forward import (
+    replace as replace_method,
+)
 from ._guards import guard
 from ._interrupts import deferred
 from ._store import FUSED, Orders, derived_of, store_derived, store_live
-from ._streamed_tensor import StreamedTensor, StreamedWeight
-from ._streaming import (
-    Forward,
-    Parameters,
-    Pass,
-    Streaming,
-    Weight,
-    Weights,
-    put_back,
-    recurrent,
-    streaming_of,
-)
-from ._streaming import (
-    replace as replace_method,
-)
-from ._symbolic_tensor import SAFETENSORS_DTYPES, TORCH_DTYPES, Source, SymbolicTensor
-from .config import Config, expanded
-from .errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
+from ._streamed_tensor import StreamedTensor, StreamedWeight, stand_ins
+from ._symbolic_tensor import Source, SymbolicTensor
+from ._weights import Weight, Weights
 
 Path = str | os.PathLike[str]
 M = TypeVar("M", bound=nn.Module)
@@ -163,13 +155,13 @@ def attach(
     )
     weights = Weights(streamer, survey.weights, budget)
     buffers = survey.read_buffers()
-    stand_ins = [weights.stand_ins(key) for key in range(len(survey.weights))]
+    made = [stand_ins(weights, key) for key in range(len(survey.weights))]
     streaming = Streaming(checkpoint, survey.units, weights, config.passed_over())
     owned = []
     for module, keys in survey.modules:
         parameters = Parameters(module._parameters, weights)
         for name, key in keys.items():
-            parameters.bind(name, *stand_ins[key])
+            parameters.bind(name, *made[key])
         owned.append((module, parameters))
     with deferred():
         for module, name, value in buffers:

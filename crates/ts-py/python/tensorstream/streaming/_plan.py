@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from . import _native
-from .config import Config
+from .. import _native
+from ..config import Config
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _native
+from .. import _native
+from ..config import Config, invalid
+from ..errors import BudgetError, CheckpointPermissionError, ModelError, StorageError
+from ..files._lend import NewTensor, dtype_name, lent, write_all
 from ._builder import Builder
-from ._lend import NewTensor, dtype_name, lent, write_all
 from ._symbolic_tensor import Derived, Source, SymbolicTensor
-from .config import Config, invalid
-from .errors import BudgetError, CheckpointPermissionError, ModelError, StorageError
 
 #: Modules that hand the weights of all modules below them to one operation.
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

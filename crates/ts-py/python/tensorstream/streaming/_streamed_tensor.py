@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
-from .errors import BudgetError, ModelError
-
-if TYPE_CHECKING:
-    from ._streaming import Weights
+from ..errors import BudgetError, ModelError
+from ._weights import Weights
 
 FIRST = "a streamed weight cannot be changed; restore(model) first"
 
@@ -193,6 +191,22 @@ def stand_in(
         )
     made.weights, made.key = weights, key
     return made
+
+
+def stand_ins(weights: Weights, key: int) -> tuple[StreamedTensor, StreamedTensor | None]:
+    """A weight's stand-ins: one that requires no gradient, and one that does if the model's own
+    did.
+    """
+    spec = weights.specs[key]
+
+    def make(requires_grad: bool) -> StreamedTensor:
+        made = stand_in(
+            weights, key, spec.dtype, spec.shape, spec.strides, requires_grad=requires_grad
+        )
+        made._is_param = True
+        return made
+
+    return make(False), make(True) if spec.requires_grad else None
 
 
 class StreamedWeight(nn.Parameter):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..errors import ModelError
 from ._symbolic_tensor import Derived, Source, SymbolicTensor, written_through
-from .errors import ModelError
 
 aten = torch.ops.aten
 

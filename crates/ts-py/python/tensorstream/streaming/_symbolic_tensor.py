@@ -16,32 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
-from .errors import ModelError
-
-#: safetensors dtype names and torch's. What torch lacks cannot be a parameter.
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    # Not in torch 2.6.
-    "F8_E8M0": getattr(torch, "float8_e8m0fnu", None),  # type: ignore[dict-item]
-}
-SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is not None}
+from ..errors import ModelError
 
 
 @dataclass(frozen=True)

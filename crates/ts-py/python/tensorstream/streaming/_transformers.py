@@ -13,11 +13,11 @@ import os
 import sys
 from typing import Any
 
-from . import _native
+from .. import _native
+from ..config import HEADROOM, Config, expanded
+from ..errors import BudgetError, CheckpointError, ConfigurationError, MissingTensorError
 from ._builder import Builder
 from ._offload import Path, attach, checked
-from .config import HEADROOM, Config, expanded
-from .errors import BudgetError, CheckpointError, ConfigurationError, MissingTensorError
 
 #: Memory that importing transformers and building a model take at least.
 TRANSFORMERS_BYTES = 96 << 20

@@ -9,9 +9,9 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Literal
 
-from . import _native
-from ._deprecated import renamed
-from ._native import PoolConfig, Tensor
+from .. import _native
+from .._deprecated import renamed
+from .._native import PoolConfig, Tensor
 
 __all__ = ["Connection", "Listener", "connect", "listen"]
 
@@ -108,10 +108,14 @@ def _settings(
     pool: PoolConfig | None,
     limit_bytes: int,
 ) -> dict[str, Any]:
-    names = ("token", "idle_timeout", "stall_timeout", "shared_memory", "pool", "limit_bytes")
-    return dict(
-        zip(names, (token, idle_timeout, stall_timeout, shared_memory, pool, limit_bytes), strict=True)
-    )
+    return {
+        "token": token,
+        "idle_timeout": idle_timeout,
+        "stall_timeout": stall_timeout,
+        "shared_memory": shared_memory,
+        "pool": pool,
+        "limit_bytes": limit_bytes,
+    }
 
 
 class Connection:

@@ -91,11 +91,36 @@ enum Leaf {
     Argument(usize),
     /// A view of the tensor argument of this place: sizes, strides, offset.
     #[pyo3(transparent)]
-    StorageView((usize, Vec<u64>, Vec<i64>, u64)),
-    /// New: dtype, sizes, strides, offset, bytes of its storage, and which of the call's new
-    /// storages that is.
+    View((usize, Vec<u64>, Vec<i64>, u64)),
     #[pyo3(transparent)]
-    New((u8, Vec<u64>, Vec<i64>, u64, u64, usize)),
+    New(NewTensor),
+}
+
+/// A tensor that a call makes.
+struct NewTensor {
+    view: StorageView,
+    /// The size of its storage, in bytes.
+    bytes: u64,
+    /// Which of the call's new storages it is a view of.
+    storage: usize,
+}
+
+impl<'py> FromPyObject<'_, 'py> for NewTensor {
+    type Error = PyErr;
+
+    /// Extracts the tuple of `_infer.infer`: dtype, sizes, strides, offset, bytes, storage.
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let (dtype, sizes, strides, offset, bytes, storage) = object.extract()?;
+        let view = StorageView { dtype: ScalarType(dtype), sizes, strides, offset };
+        Ok(Self { view, bytes, storage })
+    }
+}
+
+impl NewTensor {
+    /// Returns its reference on the machine, if the call's storages are numbered from `first`.
+    fn reference(&self, first: u64) -> TensorRef {
+        TensorRef { storage: first + self.storage as u64, view: self.view.clone() }
+    }
 }
 
 /// The arguments of a call.
@@ -171,9 +196,7 @@ impl<'py> Arguments<'_, 'py> {
         let index: Option<u32> = device.getattr(intern!(py, "index"))?.extract()?;
         let index = match index {
             Some(index) => index,
-            None => {
-                self.torch.infer.bind(py).call_method0(intern!(py, "current_device"))?.extract()?
-            }
+            None => self.torch.hooks.current_device.bind(py).call0()?.extract()?,
         };
         self.on(py, index)?;
         Ok(Value::Device(self.seat.as_ref().map_or(0, |seat| seat.ordinal)))
@@ -226,22 +249,13 @@ impl<'py> Arguments<'_, 'py> {
         let dims: usize = tensor.call_method0(intern!(py, "dim"))?.extract()?;
         if dims == 0 && tensor.getattr(intern!(py, "is_cpu"))?.extract()? {
             let dtype = self.torch.scalar_type(&tensor.getattr(intern!(py, "dtype"))?)?;
-            let raw: Vec<u8> = self
-                .torch
-                .infer
-                .bind(py)
-                .call_method1(intern!(py, "element"), (tensor,))?
-                .extract()?;
+            let raw: Vec<u8> = self.torch.hooks.element.bind(py).call1((tensor,))?.extract()?;
             let mut bytes = [0; 16];
             bytes[..raw.len()].copy_from_slice(&raw);
             return Ok(Value::Scalar { dtype, bytes });
         }
         if let (true, Some(index)) = (self.kernel.takes_host, self.index) {
-            let there = self
-                .torch
-                .infer
-                .bind(py)
-                .call_method1(intern!(py, "to_device"), (tensor, index))?;
+            let there = self.torch.hooks.to_device.bind(py).call1((tensor, index))?;
             return self.tensor(&there);
         }
         let device = tensor.getattr(intern!(py, "device"))?;
@@ -316,10 +330,8 @@ impl Kernel {
             _ => None,
         };
         if generator.is_some_and(|of| !of.is_none() && !of.is_instance_of::<PyString>()) {
-            return torch.infer.bind(py).call_method1(
-                intern!(py, "drawn"),
-                (&self.op, args, kwargs.map_or_else(|| PyDict::new(py), Clone::clone)),
-            );
+            let kwargs = kwargs.map_or_else(|| PyDict::new(py), Clone::clone);
+            return torch.hooks.draw.bind(py).call1((&self.op, args, kwargs));
         }
         // Whoever infers may find that an argument is to have another shape first.
         for _ in 0..4 {
@@ -364,14 +376,13 @@ impl Kernel {
                 plan
             } else {
                 let key: Box<[u8]> = key.into();
-                let infer = torch.infer.bind(py);
                 let found = if self.learned {
                     py.None().into_bound(py)
                 } else {
-                    infer.call_method1(intern!(py, "infer"), (&self.op, args, kwargs))?
+                    torch.hooks.infer.bind(py).call1((&self.op, args, kwargs))?
                 };
                 if found.is_none() {
-                    return self.asked(called, call, key, &arguments, &place, py);
+                    return self.run_and_wait(called, call, key, &arguments, &place, py);
                 }
                 if let Ok(done) = found.cast::<PyTuple>() {
                     return done.get_item(0);
@@ -435,31 +446,17 @@ impl Kernel {
             })
         };
         let count = leaves()
-            .filter_map(|leaf| if let Some(Leaf::New(new)) = leaf { Some(new.5 + 1) } else { None })
+            .filter_map(
+                |leaf| if let Some(Leaf::New(new)) = leaf { Some(new.storage + 1) } else { None },
+            )
             .max();
         let first = new_storages(count.unwrap_or(0) as u64);
-        let new = |(dtype, sizes, strides, offset, _, group): &(
-            u8,
-            Vec<u64>,
-            Vec<i64>,
-            u64,
-            u64,
-            usize,
-        )| {
-            TensorRef {
-                storage: first + *group as u64,
-                view: StorageView {
-                    dtype: ScalarType(*dtype),
-                    sizes: sizes.clone(),
-                    strides: strides.clone(),
-                    offset: *offset,
-                },
-            }
-        };
         call.op = session.client(py)?.op(name).map_err(|error| session.lost(py, &error))?;
         call.outputs = leaves()
             .map(|leaf| match leaf {
-                Some(Leaf::New(leaf)) => Output::New { tensor: new(leaf), bytes: leaf.4 },
+                Some(Leaf::New(new)) => {
+                    Output::New { tensor: new.reference(first), bytes: new.bytes }
+                }
                 _ => Output::Known,
             })
             .collect();
@@ -469,7 +466,7 @@ impl Kernel {
         let number = session.ask(py, &request)?;
         let line = session.note(py, number, &self.name)?;
         if let Request::Call(call) = &request {
-            self.asked_for(py, session, call)?;
+            self.record(py, session, call)?;
             for (at, output) in call.outputs.iter().enumerate() {
                 if let (Some(line), Output::New { tensor, bytes }) = (line, output)
                     && *bytes <= 16
@@ -485,21 +482,22 @@ impl Kernel {
             let Some(leaf) = leaf else { return Ok(py.None().into_bound(py)) };
             match leaf {
                 Leaf::Argument(at) => Ok(argument(arguments, *at)?.clone()),
-                Leaf::StorageView((at, sizes, strides, offset)) => arguments
+                Leaf::View((at, sizes, strides, offset)) => arguments
                     .torch
+                    .hooks
                     .as_strided
                     .bind(py)
                     .call1((argument(arguments, *at)?, sizes, strides, offset)),
-                Leaf::New(leaf) => {
-                    if let Some((_, other)) = made.iter().find(|(group, _)| *group == leaf.5) {
-                        return arguments
-                            .torch
-                            .as_strided
-                            .bind(py)
-                            .call1((other, &leaf.1, &leaf.2, leaf.3));
+                Leaf::New(new) => {
+                    let NewTensor { view, bytes, storage } = new;
+                    if let Some((_, other)) = made.iter().find(|(made, _)| made == storage) {
+                        let (sizes, strides) = (&view.sizes, &view.strides);
+                        let as_strided = arguments.torch.hooks.as_strided.bind(py);
+                        return as_strided.call1((other, sizes, strides, view.offset));
                     }
-                    let tensor = new_tensor(py, arguments.torch, seat, *index, &new(leaf), leaf.4)?;
-                    made.push((leaf.5, tensor.clone()));
+                    let reference = new.reference(first);
+                    let tensor = new_tensor(py, arguments.torch, seat, *index, &reference, *bytes)?;
+                    made.push((*storage, tensor.clone()));
                     Ok(tensor)
                 }
             }
@@ -518,7 +516,7 @@ impl Kernel {
     }
 
     /// What a call means for others, now that it was asked for.
-    fn asked_for(&self, py: Python<'_>, session: &Session, call: &Call) -> PyResult<()> {
+    fn record(&self, py: Python<'_>, session: &Session, call: &Call) -> PyResult<()> {
         session.operators.fetch_add(1, Ordering::Relaxed);
         if self.writes {
             session.written(call.tensors().map(|tensor| tensor.storage));
@@ -527,7 +525,7 @@ impl Kernel {
     }
 
     /// Asks what it gives, and waits for that.
-    fn asked<'py>(
+    fn run_and_wait<'py>(
         &self,
         name: &str,
         mut call: Call,
@@ -550,7 +548,7 @@ impl Kernel {
         let number = session.ask(py, &request)?;
         session.note(py, number, &self.name)?;
         if let Request::Call(call) = &request {
-            self.asked_for(py, session, call)?;
+            self.record(py, session, call)?;
         }
         let Answer::Values(values) = session.wait(py, reply, &self.name)? else {
             return Err(PyRuntimeError::new_err("an answer that is not that to the question"));
@@ -565,8 +563,10 @@ impl Kernel {
             return Err(PyRuntimeError::new_err(what));
         }
         if self.learned {
-            let leaves =
-                values.iter().enumerate().map(|(group, value)| Given::One(leaf_of(value, group)));
+            let leaves = values
+                .iter()
+                .enumerate()
+                .map(|(storage, value)| Given::One(leaf_of(value, storage)));
             let plan = Arc::new(Plan { returns: leaves.collect() });
             plans().put(key, plan);
         }
@@ -588,17 +588,10 @@ impl Kernel {
 }
 
 /// The next tensor that is as this one, which an operator gave.
-fn leaf_of(value: &Value, group: usize) -> Option<Leaf> {
+fn leaf_of(value: &Value, storage: usize) -> Option<Leaf> {
     let Value::List(pair) = value else { return None };
     let [Value::Tensor(TensorRef { view, .. }), Value::Int(bytes)] = &pair[..] else { return None };
-    Some(Leaf::New((
-        view.dtype.0,
-        view.sizes.clone(),
-        view.strides.clone(),
-        view.offset,
-        *bytes as u64,
-        group,
-    )))
+    Some(Leaf::New(NewTensor { view: view.clone(), bytes: *bytes as u64, storage }))
 }
 
 fn argument<'a, 'py>(

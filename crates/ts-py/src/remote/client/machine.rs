@@ -159,21 +159,21 @@ pub(super) fn new_tensor<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let keep = Box::new(Handle { machine: seat.machine.clone(), storage: tensor.storage });
     let view = &tensor.view;
-    let element = torch.element(view.dtype)?;
-    let whole = view.offset == 0 && extent(view) * element.bytes == bytes;
+    let row = torch.row(view.dtype)?;
+    let whole = view.offset == 0 && extent(view) * row.bytes == bytes;
     // What is not all of its storage is a view of what is.
     let (shape, strides) = if whole {
         (view.sizes.iter().map(|&size| size as i64).collect(), view.strides.clone())
     } else {
-        (vec![(bytes / element.bytes) as i64], vec![1])
+        (vec![(bytes / row.bytes) as i64], vec![1])
     };
     let address = address_of(tensor.storage);
-    let capsule = dlpack::extension(py, (address, index), element.dlpack, shape, strides, keep)?;
+    let capsule = dlpack::extension(py, (address, index), row.dlpack_type(), shape, strides, keep)?;
     let made = torch.from_dlpack.bind(py).call1((capsule,))?;
     if whole {
         return Ok(made);
     }
-    torch.as_strided.bind(py).call1((made, &view.sizes, &view.strides, view.offset))
+    torch.hooks.as_strided.bind(py).call1((made, &view.sizes, &view.strides, view.offset))
 }
 
 /// One more than the last element that a view has, of its storage.
@@ -659,7 +659,7 @@ pub(crate) fn remote_empty<'py>(
     let (torch, seat) = (torch(py)?, seat(py, index)?);
     let dtype = torch.scalar_type(dtype)?;
     let view = StorageView { dtype, sizes, strides, offset: 0 };
-    let bytes = extent(&view).saturating_mul(torch.element(dtype)?.bytes);
+    let bytes = extent(&view).saturating_mul(torch.row(dtype)?.bytes);
     let storage = new_storages(1);
     seat.machine.ask(py, &Request::Create { storage, bytes, device: seat.ordinal })?;
     new_tensor(py, torch, &seat, index, &TensorRef { storage, view }, bytes)
@@ -690,7 +690,7 @@ pub(crate) fn remote_whole<'py>(
         ANY_SHARED.store(true, Ordering::Relaxed);
     }
     let dtype = torch.scalar_type(dtype)?;
-    let element = torch.element(dtype)?.bytes;
+    let element = torch.row(dtype)?.bytes;
     let view = StorageView::contiguous(dtype, vec![bytes / element]);
     new_tensor(py, torch, &seat, index, &TensorRef { storage, view }, bytes / element * element)
 }
@@ -742,7 +742,7 @@ pub(crate) fn remote_upload(
     let torch = torch(py)?;
     let (index, to) = torch.describe(tensor)?.ok_or_else(|| elsewhere(tensor))?;
     let (seat, memory) = (seat(py, index)?, Memory::of_capsule(capsule)?);
-    let offset = to.view.offset * torch.element(to.view.dtype)?.bytes;
+    let offset = to.view.offset * torch.row(to.view.dtype)?.bytes;
     upload(py, &seat.machine, to.storage, offset, memory)
 }
 

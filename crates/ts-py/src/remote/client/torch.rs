@@ -9,81 +9,76 @@ use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyInt, PyTuple, PyType};
+use pyo3::types::{PyInt, PyTuple, PyType};
 use tensorstream::exec::{Call, Output, ScalarType, StorageView, TensorRef};
+
+use crate::dtype::{Row, TorchDtypes};
 
 /// Of so many functions it is known at most whether they are the user's.
 const MAX_KNOWN: usize = 16 << 10;
 
-/// Objects of PyTorch's and of the Python side of this package, found once.
+/// The Python half of the client, `tensorstream/remote/client/_bridge.py`.
+#[derive(FromPyObject)]
+pub(crate) struct Hooks {
+    /// `infer(op, args, kwargs)`: what a call that is not in the cache will return.
+    pub(super) infer: Py<PyAny>,
+    /// `element(tensor)`: the bytes of a tensor on the host without dimensions.
+    pub(super) element: Py<PyAny>,
+    /// `to_device(tensor, index)`: a copy, on the device, of a tensor on the host.
+    pub(super) to_device: Py<PyAny>,
+    /// `current_device()`: the index of the current device.
+    pub(super) current_device: Py<PyAny>,
+    /// `draw(op, args, kwargs)`: runs an operator that draws from a generator of the host.
+    pub(super) draw: Py<PyAny>,
+    /// `as_strided(tensor, sizes, strides, offset)`: a view, below autograd.
+    pub(super) as_strided: Py<PyAny>,
+    /// `source_line(code, instruction)`: file, line and function of the user's program.
+    source_line: Py<PyAny>,
+    /// `is_logging(level)`: whether the logger writes messages of a level.
+    is_logging: Py<PyAny>,
+    /// `log(name, inputs, outputs)`: logs an operator and the hashes of its tensors.
+    log: Py<PyAny>,
+    /// Directories of functions that are not part of the user's program.
+    libraries: Vec<String>,
+}
+
+/// Objects of PyTorch and of the Python half of the client, looked up once.
 pub(crate) struct Torch {
     tensor: Py<PyType>,
     parameter: Py<PyType>,
     pub(super) device: Py<PyType>,
     pub(super) dtype: Py<PyType>,
-    /// Memory formats and layouts, which are told by their names.
+    /// Classes whose values are sent by name: memory formats and layouts.
     pub(super) named: [Py<PyType>; 2],
-    /// By PyTorch's number, where there is one.
-    dtypes: Vec<Option<Element>>,
+    dtypes: TorchDtypes,
     pub(super) from_dlpack: Py<PyAny>,
-    /// Python's part of calls that have not been seen before.
-    pub(super) infer: Py<PyAny>,
-    /// A view of a tensor: of it, sizes, strides and offset.
-    pub(super) as_strided: Py<PyAny>,
-    /// The frame of the function that calls.
-    frame: Py<PyAny>,
-    /// What numbers become that have no dtype: a function.
-    default_dtype: Py<PyAny>,
-    /// Whether there is a log of a level.
-    logs: Py<PyAny>,
-    /// Directories whose functions are not the user's.
-    libraries: Vec<String>,
+    get_default_dtype: Py<PyAny>,
+    getframe: Py<PyAny>,
+    pub(super) hooks: Hooks,
     /// Whether functions are the user's, by the address of their code, which is kept.
     known: Mutex<HashMap<usize, (Py<PyAny>, bool)>>,
-}
-
-/// A dtype.
-pub(super) struct Element {
-    pub(super) object: Py<PyAny>,
-    pub(super) bytes: u64,
-    /// DLPack's code and bits.
-    pub(super) dlpack: (u8, u8),
 }
 
 static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
 static FORKED: AtomicBool = AtomicBool::new(false);
 
-/// What is used of PyTorch: called once, when the device is set up.
+/// Gives the client its Python half. Called once, when the device is set up.
 #[pyfunction]
-pub(crate) fn remote_setup(py: Python<'_>, objects: &Bound<'_, PyDict>) -> PyResult<()> {
-    let get = |name: &str| {
-        let missing = || PyTypeError::new_err(format!("{name} is missing"));
-        objects.get_item(name)?.ok_or_else(missing)
-    };
-    let class = |name: &str| Ok::<_, PyErr>(get(name)?.cast_into::<PyType>()?.unbind());
-    let mut dtypes: Vec<Option<Element>> = Vec::new();
-    for (object, number, bytes, dlpack) in
-        get("dtypes")?.extract::<Vec<(Py<PyAny>, u8, u64, (u8, u8))>>()?
-    {
-        if dtypes.len() <= usize::from(number) {
-            dtypes.resize_with(usize::from(number) + 1, || None);
-        }
-        dtypes[usize::from(number)] = Some(Element { object, bytes, dlpack });
-    }
+pub(crate) fn remote_setup(py: Python<'_>, hooks: Hooks) -> PyResult<()> {
+    let torch = py.import("torch")?;
+    let class = |name: &str| Ok::<_, PyErr>(torch.getattr(name)?.cast_into::<PyType>()?.unbind());
+    let parameter = torch.getattr("nn")?.getattr("Parameter")?;
     let torch = Torch {
-        tensor: class("tensor")?,
-        parameter: class("parameter")?,
+        tensor: class("Tensor")?,
+        parameter: parameter.cast_into::<PyType>()?.unbind(),
         device: class("device")?,
         dtype: class("dtype")?,
         named: [class("memory_format")?, class("layout")?],
-        dtypes,
-        from_dlpack: get("from_dlpack")?.unbind(),
-        infer: get("infer")?.unbind(),
-        as_strided: get("as_strided")?.unbind(),
-        frame: get("frame")?.unbind(),
-        default_dtype: get("default_dtype")?.unbind(),
-        logs: get("logs")?.unbind(),
-        libraries: get("libraries")?.extract()?,
+        dtypes: TorchDtypes::load(&torch)?,
+        from_dlpack: torch.getattr("_C")?.getattr("_from_dlpack")?.unbind(),
+        get_default_dtype: torch.getattr("get_default_dtype")?.unbind(),
+        getframe: py.import("sys")?.getattr("_getframe")?.unbind(),
+        hooks,
         known: Mutex::default(),
     };
     let _ = TORCH.set(py, torch);
@@ -135,10 +130,7 @@ impl Line {
     /// File, line and function.
     pub(super) fn place(&self, py: Python<'_>) -> String {
         let told = torch(py).and_then(|torch| {
-            torch
-                .infer
-                .call_method1(py, intern!(py, "place"), (&self.code, self.instruction))?
-                .extract(py)
+            torch.hooks.source_line.call1(py, (&self.code, self.instruction))?.extract(py)
         });
         told.unwrap_or_else(|_| "?".into())
     }
@@ -148,7 +140,7 @@ impl Torch {
     /// The line of the user's that is under way: the innermost that is neither PyTorch's nor this
     /// package's.
     pub(super) fn line(&self, py: Python<'_>) -> Option<Line> {
-        let mut frame = self.frame.bind(py).call0().ok()?;
+        let mut frame = self.getframe.bind(py).call0().ok()?;
         loop {
             let code = frame.getattr(intern!(py, "f_code")).ok()?;
             let at = code.as_ptr() as usize;
@@ -158,7 +150,8 @@ impl Torch {
                 None => {
                     let file: String =
                         code.getattr(intern!(py, "co_filename")).ok()?.extract().ok()?;
-                    let users = !self.libraries.iter().any(|library| file.starts_with(library));
+                    let users =
+                        !self.hooks.libraries.iter().any(|library| file.starts_with(library));
                     if known.len() >= MAX_KNOWN {
                         known.clear();
                     }
@@ -183,7 +176,7 @@ impl Torch {
     pub(super) fn log(&self, py: Python<'_>, name: &str, call: &Call) -> PyResult<()> {
         /// `logging.DEBUG`.
         const EVERYTHING: u8 = 10;
-        if !self.logs.bind(py).call1((EVERYTHING,))?.extract::<bool>()? {
+        if !self.hooks.is_logging.bind(py).call1((EVERYTHING,))?.extract::<bool>()? {
             return Ok(());
         }
         let hash = |tensor: &TensorRef| format!("{:016x}", tensor.metadata_hash());
@@ -193,12 +186,12 @@ impl Torch {
             _ => None,
         });
         let made: Vec<String> = made.collect();
-        self.infer.bind(py).call_method1(intern!(py, "log"), (name, given, made)).map(drop)
+        self.hooks.log.bind(py).call1((name, given, made)).map(drop)
     }
 
     /// What numbers become that have no dtype.
     pub(super) fn default_dtype(&self, py: Python<'_>) -> PyResult<ScalarType> {
-        self.scalar_type(&self.default_dtype.bind(py).call0()?)
+        self.scalar_type(&self.get_default_dtype.bind(py).call0()?)
     }
 
     pub(super) fn is_tensor(&self, object: &Bound<'_, PyAny>) -> PyResult<bool> {
@@ -211,20 +204,19 @@ impl Torch {
 
     /// A dtype by its object.
     pub(super) fn scalar_type(&self, object: &Bound<'_, PyAny>) -> PyResult<ScalarType> {
-        let at = self.dtypes.iter().position(|element| {
-            element.as_ref().is_some_and(|element| element.object.as_ptr() == object.as_ptr())
-        });
-        let at = at.ok_or_else(|| {
+        self.dtypes.number(object).ok_or_else(|| {
             PyTypeError::new_err(format!(
                 "tensors of {object} cannot be on a device of tensorstream"
             ))
-        })?;
-        Ok(ScalarType(at as u8))
+        })
     }
 
-    pub(super) fn element(&self, dtype: ScalarType) -> PyResult<&Element> {
-        let element = self.dtypes.get(usize::from(dtype.0)).and_then(Option::as_ref);
-        element.ok_or_else(|| PyTypeError::new_err(format!("there is no dtype {}", dtype.0)))
+    /// The row of a dtype in the table.
+    pub(super) fn row(&self, dtype: ScalarType) -> PyResult<&'static Row> {
+        self.dtypes
+            .get(dtype)
+            .map(|dtype| dtype.row)
+            .ok_or_else(|| PyTypeError::new_err(format!("there is no dtype {}", dtype.0)))
     }
 
     /// A tensor of the device: its index there, and what it is a view of. None of a tensor that is
@@ -243,7 +235,7 @@ impl Torch {
             let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
             storage.call_method0(intern!(py, "data_ptr"))?.extract()?
         } else {
-            address.wrapping_sub(offset * self.element(dtype)?.bytes)
+            address.wrapping_sub(offset * self.row(dtype)?.bytes)
         };
         let Some(storage) = storage_at(address) else { return Ok(None) };
         Ok(Some((

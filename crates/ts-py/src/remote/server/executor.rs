@@ -15,9 +15,10 @@ use tensorstream::exec::{
 };
 use tensorstream::remote::Bytes;
 
-use crate::remote::client::torch::integer;
+use crate::dtype::{TorchDtype, TorchDtypes};
 use crate::errors::misuse;
 use crate::memory::{Memory, Shared, Target, copied};
+use crate::remote::client::torch::integer;
 
 /// The most views of a storage that are kept for the next operator that asks for them.
 const MAX_VIEWS: usize = 8;
@@ -36,44 +37,48 @@ static ODD: AtomicUsize = AtomicUsize::new(0);
 /// How many operators are under way that began when none had.
 static LOOSE: AtomicUsize = AtomicUsize::new(0);
 
-/// Objects of PyTorch's and of the Python side of the server.
-pub(super) struct Server {
-    /// `session()`: what operators of one client have in common, and its `define(name)`: what is
-    /// called for an operator, and which of its arguments it writes to.
+/// The Python half of the server, `tensorstream/remote/server/_server.py`.
+#[derive(FromPyObject)]
+pub(super) struct Hooks {
+    /// `session()`: the Python half of a session. Its `define(name)` returns what to call for an
+    /// operator, and which of its arguments it writes to.
     session: Py<PyAny>,
-    /// By PyTorch's number: the dtype, and the bytes of an element.
-    dtypes: Vec<Option<(Py<PyAny>, u64)>>,
-    /// `realise(bytes, device)`: an untyped storage of zeros.
-    realise: Py<PyAny>,
+    /// `allocate(bytes, device)`: an untyped storage of zeros.
+    allocate: Py<PyAny>,
     /// `view(storage, dtype, sizes, strides, offset)`: a tensor.
     view: Py<PyAny>,
-    /// `settled(tensor, dtype, sizes, strides, offset, bytes)`: the same elements, as they are to
-    /// lie.
-    settled: Py<PyAny>,
+    /// `restrided(tensor, dtype, sizes, strides, offset, bytes)`: a copy with this layout.
+    restrided: Py<PyAny>,
     /// `scalar(dtype, bytes)`: a tensor without dimensions.
     scalar: Py<PyAny>,
-    /// `named(name)`: a memory format or a layout.
-    named: Py<PyAny>,
-    /// `host(tensor)`: a capsule of its elements, contiguous and on the host.
-    host: Py<PyAny>,
-    /// `part(storage, offset, bytes)`: a capsule of a part of a storage that is on the host.
-    part: Py<PyAny>,
-    /// `stage(storage, bytes)`: memory on the host for so many bytes that are to go to a storage
-    /// elsewhere: a tensor, and a capsule of it.
-    stage: Py<PyAny>,
-    /// `land(storage, offset, tensor)`: copies such a tensor there.
-    land: Py<PyAny>,
-    /// What numbers become where a session has not said so.
+    /// `constant(name)`: a memory format or a layout.
+    constant: Py<PyAny>,
+    /// `host_bytes(tensor)`: a capsule of its elements, contiguous and on the host.
+    host_bytes: Py<PyAny>,
+    /// `storage_bytes(storage, offset, bytes)`: a capsule of a part of a storage on the host.
+    storage_bytes: Py<PyAny>,
+    /// `staging(storage, bytes)`: host memory for bytes on their way to a storage on a device, as
+    /// a tensor and as a capsule of it.
+    staging: Py<PyAny>,
+    /// `copy_staged(storage, offset, tensor)`: copies such a tensor to the storage.
+    copy_staged: Py<PyAny>,
+    /// The default dtype of sessions that have not set one.
     default_dtype: Py<PyAny>,
-    /// `with_default(dtype, operator, args, kwargs)`: runs an operator while numbers become this.
+    /// `with_default(dtype, operator, args, kwargs)`: calls an operator with a default dtype.
     with_default: Py<PyAny>,
-    /// `guard()`: a context in which operators are run.
+    /// `guard()`: the context in which operators run.
     guard: Py<PyAny>,
-    tensor: Py<PyAny>,
     devices: Vec<Py<PyAny>>,
-    /// Whether their memory is the host's.
+    /// Whether storages are in host memory.
     on_host: bool,
-    /// Whether they all stand for the CPU.
+}
+
+/// What the sessions of a server share: its Python half, and objects of PyTorch.
+pub(super) struct Backend {
+    hooks: Hooks,
+    dtypes: TorchDtypes,
+    tensor: Py<PyAny>,
+    /// Whether all devices are the CPU.
     on_cpu: bool,
 }
 
@@ -98,7 +103,7 @@ struct Held {
 
 /// A client's storages, and operators on them.
 pub(super) struct TorchExecutor {
-    server: Arc<Server>,
+    backend: Arc<Backend>,
     session: Option<Py<PyAny>>,
     ops: Vec<Option<Operator>>,
     storages: HashMap<u64, Held>,
@@ -151,67 +156,25 @@ fn raised(py: Python<'_>, what: &str, error: &PyErr) -> OpFailure {
     OpFailure::new(kind_of, format!("{what}: {kind}{text}"))
 }
 
-impl Server {
-    /// Of the objects by these names.
-    pub(super) fn new(py: Python<'_>, objects: &Bound<'_, PyDict>) -> PyResult<Self> {
-        let get = |name: &str| {
-            let missing = || misuse(py, &format!("{name} is missing"));
-            objects.get_item(name)?.ok_or_else(missing)
-        };
-        let function = |name: &str| get(name).map(Bound::unbind);
-        let mut dtypes: Vec<Option<(Py<PyAny>, u64)>> = Vec::new();
-        for (object, number, bytes, _) in
-            get("dtypes")?.extract::<Vec<(Py<PyAny>, u8, u64, (u8, u8))>>()?
-        {
-            if dtypes.len() <= usize::from(number) {
-                dtypes.resize_with(usize::from(number) + 1, || None);
-            }
-            dtypes[usize::from(number)] = Some((object, bytes));
-        }
-        let server = Self {
-            session: function("session")?,
-            dtypes,
-            realise: function("realise")?,
-            view: function("view")?,
-            settled: function("settled")?,
-            scalar: function("scalar")?,
-            named: function("named")?,
-            host: function("host")?,
-            part: function("part")?,
-            stage: function("stage")?,
-            land: function("land")?,
-            default_dtype: function("default_dtype")?,
-            with_default: function("with_default")?,
-            guard: function("guard")?,
-            tensor: function("tensor")?,
-            on_cpu: get("devices")?.try_iter()?.all(|device| {
-                device.and_then(|device| device.str()).is_ok_and(|name| name == "cpu")
-            }),
-            devices: get("devices")?.extract()?,
-            on_host: get("on_host")?.extract()?,
-        };
-        if server.devices.is_empty() {
+impl Backend {
+    pub(super) fn new(py: Python<'_>, hooks: Hooks) -> PyResult<Self> {
+        if hooks.devices.is_empty() {
             return Err(misuse(py, "a machine has at least one device"));
         }
-        Ok(server)
+        let torch = py.import("torch")?;
+        let on_cpu = hooks.devices.iter().all(|device| device.to_string() == "cpu");
+        let tensor = torch.getattr("Tensor")?.unbind();
+        Ok(Self { hooks, dtypes: TorchDtypes::load(&torch)?, tensor, on_cpu })
     }
 
-    fn element(&self, dtype: ScalarType) -> Result<&(Py<PyAny>, u64), OpFailure> {
-        let element = self.dtypes.get(usize::from(dtype.0)).and_then(Option::as_ref);
-        element.ok_or_else(|| refused(format!("there is no dtype {}", dtype.0)))
-    }
-
-    /// A dtype's number.
-    fn number(&self, dtype: &Bound<'_, PyAny>) -> Option<ScalarType> {
-        let is = |element: &Option<(Py<PyAny>, u64)>| {
-            element.as_ref().is_some_and(|(object, _)| object.as_ptr() == dtype.as_ptr())
-        };
-        self.dtypes.iter().position(is).map(|at| ScalarType(at as u8))
+    fn dtype(&self, number: ScalarType) -> Result<&TorchDtype, OpFailure> {
+        let unknown = || refused(format!("there is no dtype {}", number.0));
+        self.dtypes.get(number).ok_or_else(unknown)
     }
 }
 
 /// How a tensor lies in its storage.
-fn view_of(server: &Server, tensor: &Bound<'_, PyAny>) -> PyResult<StorageView> {
+fn view_of(backend: &Backend, tensor: &Bound<'_, PyAny>) -> PyResult<StorageView> {
     let py = tensor.py();
     let layout = tensor.getattr(intern!(py, "layout"))?.str()?;
     if layout.to_str()? != "torch.strided" {
@@ -224,7 +187,7 @@ fn view_of(server: &Server, tensor: &Bound<'_, PyAny>) -> PyResult<StorageView> 
     let unknown =
         || misuse(py, &format!("an operator has given a tensor of {dtype}, which does not travel"));
     Ok(StorageView {
-        dtype: server.number(&dtype).ok_or_else(unknown)?,
+        dtype: backend.dtypes.number(&dtype).ok_or_else(unknown)?,
         sizes: tensor.getattr(intern!(py, "shape"))?.extract()?,
         strides: tensor.call_method0(intern!(py, "stride"))?.extract()?,
         offset: tensor.call_method0(intern!(py, "storage_offset"))?.extract()?,
@@ -233,9 +196,9 @@ fn view_of(server: &Server, tensor: &Bound<'_, PyAny>) -> PyResult<StorageView> 
 
 impl TorchExecutor {
     /// Of a client that has no tensors yet.
-    pub(super) fn new(server: Arc<Server>) -> Self {
+    pub(super) fn new(backend: Arc<Backend>) -> Self {
         Self {
-            server,
+            backend,
             session: None,
             ops: Vec::new(),
             storages: HashMap::new(),
@@ -247,7 +210,7 @@ impl TorchExecutor {
 
     fn session<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         if self.session.is_none() {
-            self.session = Some(self.server.session.call0(py)?);
+            self.session = Some(self.backend.hooks.session.call0(py)?);
         }
         Ok(self.session.as_ref().expect("it was just made").bind(py).clone())
     }
@@ -264,11 +227,11 @@ impl TorchExecutor {
 
     /// A storage, with its memory.
     fn storage(&mut self, py: Python<'_>, storage: u64) -> Result<Py<PyAny>, OpFailure> {
-        let server = self.server.clone();
+        let backend = self.backend.clone();
         let held = self.held(storage)?;
         if held.storage.is_none() {
-            let device = &server.devices[held.device as usize];
-            let made = server.realise.call1(py, (held.bytes, device));
+            let device = &backend.hooks.devices[held.device as usize];
+            let made = backend.hooks.allocate.call1(py, (held.bytes, device));
             let made =
                 made.map_err(|error| raised(py, &format!("{} bytes", held.bytes), &error))?;
             let own = identity(made.bind(py)).map_err(|error| raised(py, "a storage", &error))?;
@@ -285,10 +248,10 @@ impl TorchExecutor {
             return Ok(known.clone_ref(py));
         }
         let storage = self.storage(py, tensor.storage)?;
-        let server = self.server.clone();
-        let (dtype, _) = server.element(tensor.view.dtype)?;
+        let backend = self.backend.clone();
+        let dtype = &backend.dtype(tensor.view.dtype)?.object;
         let StorageView { sizes, strides, offset, .. } = &tensor.view;
-        let made = server.view.call1(py, (storage, dtype, sizes, strides, offset));
+        let made = backend.hooks.view.call1(py, (storage, dtype, sizes, strides, offset));
         let made = made.map_err(|error| {
             raised(py, &format!("a view of storage {}", tensor.storage), &error)
         })?;
@@ -312,7 +275,7 @@ impl TorchExecutor {
     }
 
     fn argument(&mut self, py: Python<'_>, value: &Value) -> Result<Py<PyAny>, OpFailure> {
-        let server = self.server.clone();
+        let backend = self.backend.clone();
         let object =
             |made: PyResult<Py<PyAny>>| made.map_err(|error| raised(py, "an argument", &error));
         Ok(match value {
@@ -324,22 +287,22 @@ impl TorchExecutor {
                 PyComplex::from_doubles(py, *real, *imaginary).into_any().unbind()
             }
             Value::Text(text) => PyString::new(py, text).into_any().unbind(),
-            Value::Dtype(dtype) => server.element(*dtype)?.0.clone_ref(py),
+            Value::Dtype(dtype) => backend.dtype(*dtype)?.object.clone_ref(py),
             Value::Device(ordinal) => {
-                let device = server.devices.get(*ordinal as usize);
+                let device = backend.hooks.devices.get(*ordinal as usize);
                 device
                     .ok_or_else(|| refused(format!("there is no device {ordinal}")))?
                     .clone_ref(py)
             }
-            Value::Name(name) => object(server.named.call1(py, (name,)))?,
+            Value::Name(name) => object(backend.hooks.constant.call1(py, (name,)))?,
             Value::Tensor(tensor) => self.tensor(py, tensor)?,
             Value::Conjugate(tensor) => {
                 object(self.tensor(py, tensor)?.call_method0(py, intern!(py, "conj")))?
             }
             Value::Scalar { dtype, bytes } => {
-                let (object_of, size) = server.element(*dtype)?;
-                let bytes = &bytes[..(*size as usize).min(16)];
-                object(server.scalar.call1(py, (object_of, bytes)))?
+                let TorchDtype { object: object_of, row } = backend.dtype(*dtype)?;
+                let bytes = &bytes[..(row.bytes as usize).min(16)];
+                object(backend.hooks.scalar.call1(py, (object_of, bytes)))?
             }
             Value::List(values) => {
                 let values = values.iter().map(|value| self.argument(py, value)).collect::<Result<
@@ -354,7 +317,7 @@ impl TorchExecutor {
     }
 
     fn run(&mut self, py: Python<'_>, call: &Call) -> Result<Vec<Value>, OpFailure> {
-        let server = self.server.clone();
+        let backend = self.backend.clone();
         let args = call
             .args
             .iter()
@@ -371,7 +334,7 @@ impl TorchExecutor {
         let kwargs = (!kwargs.is_empty()).then_some(&kwargs);
         let Some(callable) = &op.call else {
             let dtype = args.get_item(0).map_err(failed)?;
-            if !dtype.get_type().is(server.default_dtype.bind(py).get_type()) {
+            if !dtype.get_type().is(backend.hooks.default_dtype.bind(py).get_type()) {
                 return Err(refused(format!("{DEFAULT_DTYPE} of {dtype}, which is no dtype")));
             }
             if self.default_dtype.replace(dtype.unbind()).is_none() {
@@ -392,8 +355,8 @@ impl TorchExecutor {
         } else if let Some(_loose) = Loose::unless_odd() {
             callable.bind(py).call(args, kwargs)
         } else {
-            let own = self.default_dtype.as_ref().unwrap_or(&server.default_dtype);
-            server.with_default.bind(py).call1((own, callable, args, kwargs))
+            let own = self.default_dtype.as_ref().unwrap_or(&backend.hooks.default_dtype);
+            backend.hooks.with_default.bind(py).call1((own, callable, args, kwargs))
         };
         let result = result.map_err(|error| OpFailure {
             message: error.value(py).str().map_or_else(|_| "?".into(), |text| text.to_string()),
@@ -411,22 +374,22 @@ impl TorchExecutor {
                 (Some(list), Some(Output::Asked { storage })) => {
                     outputs.next();
                     let bound =
-                        |(at, tensor)| self.bind_asked(py, &server, storage + at as u64, &tensor);
+                        |(at, tensor)| self.bind_asked(py, &backend, storage + at as u64, &tensor);
                     Value::List(list.iter().enumerate().map(bound).collect::<Result<_, _>>()?)
                 }
                 (Some(list), _) => {
                     for tensor in list.iter() {
-                        self.bind(py, &server, outputs.next(), &tensor)?;
+                        self.bind(py, &backend, outputs.next(), &tensor)?;
                     }
                     Value::None
                 }
                 (None, Some(Output::Asked { storage })) => {
                     outputs.next();
-                    self.bind_asked(py, &server, *storage, &returned)?
+                    self.bind_asked(py, &backend, *storage, &returned)?
                 }
                 (None, _) => {
-                    self.bind(py, &server, outputs.next(), &returned)?;
-                    if call.reply.is_some() { number(&server, &returned) } else { Value::None }
+                    self.bind(py, &backend, outputs.next(), &returned)?;
+                    if call.reply.is_some() { number(&backend, &returned) } else { Value::None }
                 }
             };
             values.push(value);
@@ -439,13 +402,13 @@ impl TorchExecutor {
     /// that storage, and what tells it from others.
     fn as_new<'py>(
         &self,
-        server: &Server,
+        backend: &Backend,
         given: &Bound<'py, PyAny>,
     ) -> Result<(Bound<'py, PyAny>, StorageView, Bound<'py, PyAny>, usize), OpFailure> {
         let py = given.py();
         let failed = |error: PyErr| raised(py, "what it gave", &error);
         let call = |of: &Bound<'py, PyAny>, method| of.call_method0(method).map_err(failed);
-        if !server.on_cpu
+        if !backend.on_cpu
             || !given
                 .getattr(intern!(py, "is_cpu"))
                 .and_then(|is| is.is_truthy())
@@ -453,24 +416,24 @@ impl TorchExecutor {
         {
             let device = given.getattr(intern!(py, "device")).map_err(failed)?;
             let ours = |own: &Py<PyAny>| device.eq(own.bind(py)).unwrap_or(false);
-            if !server.devices.iter().any(ours) {
+            if !backend.hooks.devices.iter().any(ours) {
                 let what =
                     format!("it gave a tensor on {device}, which is no device of this machine");
                 return Err(refused(what));
             }
         }
         let mut given = given.clone();
-        let mut view = view_of(server, &given).map_err(failed)?;
+        let mut view = view_of(backend, &given).map_err(failed)?;
         if view.is_complex() {
             // What PyTorch only notes of its elements is done.
             given = call(&call(&given, intern!(py, "resolve_conj"))?, intern!(py, "resolve_neg"))?;
-            view = view_of(server, &given).map_err(failed)?;
+            view = view_of(backend, &given).map_err(failed)?;
         }
         let mut storage = call(&given, intern!(py, "untyped_storage"))?;
         let mut own = identity(&storage).map_err(failed)?;
         if self.numbered.contains(&own) {
             given = call(&given, intern!(py, "clone"))?;
-            view = view_of(server, &given).map_err(failed)?;
+            view = view_of(backend, &given).map_err(failed)?;
             storage = call(&given, intern!(py, "untyped_storage"))?;
             own = identity(&storage).map_err(failed)?;
         }
@@ -499,7 +462,7 @@ impl TorchExecutor {
     fn bind(
         &mut self,
         py: Python<'_>,
-        server: &Server,
+        backend: &Backend,
         output: Option<&Output>,
         given: &Bound<'_, PyAny>,
     ) -> Result<(), OpFailure> {
@@ -511,7 +474,7 @@ impl TorchExecutor {
             there.call_method1(py, intern!(py, "copy_"), (given,)).map_err(failed)?;
             return Ok(());
         }
-        let (given, view, mut storage, mut own) = self.as_new(server, given)?;
+        let (given, view, mut storage, mut own) = self.as_new(backend, given)?;
         if view.sizes != tensor.view.sizes || view.dtype != tensor.view.dtype {
             let what = format!(
                 "it gave a tensor of shape {:?} and dtype {}, where {:?} and {} were expected",
@@ -522,10 +485,13 @@ impl TorchExecutor {
         let settled = if view == tensor.view {
             given
         } else {
-            let (dtype, _) = server.element(tensor.view.dtype)?;
+            let dtype = &backend.dtype(tensor.view.dtype)?.object;
             let StorageView { sizes, strides, offset, .. } = &tensor.view;
-            let settled =
-                server.settled.bind(py).call1((given, dtype, sizes, strides, offset, bytes));
+            let settled = backend
+                .hooks
+                .restrided
+                .bind(py)
+                .call1((given, dtype, sizes, strides, offset, bytes));
             let settled = settled.map_err(failed)?;
             storage = settled.call_method0(intern!(py, "untyped_storage")).map_err(failed)?;
             own = identity(&storage).map_err(failed)?;
@@ -544,7 +510,7 @@ impl TorchExecutor {
     fn bind_asked(
         &mut self,
         py: Python<'_>,
-        server: &Server,
+        backend: &Backend,
         storage: u64,
         given: &Bound<'_, PyAny>,
     ) -> Result<Value, OpFailure> {
@@ -552,13 +518,13 @@ impl TorchExecutor {
             return Ok(Value::None);
         }
         let failed = |error: PyErr| raised(py, "what it gave", &error);
-        if !given.is_instance(server.tensor.bind(py)).map_err(failed)? {
-            return Ok(number(server, given));
+        if !given.is_instance(backend.tensor.bind(py)).map_err(failed)? {
+            return Ok(number(backend, given));
         }
         if self.storages.contains_key(&storage) {
             return Err(refused(format!("there is a storage {storage}")));
         }
-        let (given, view, own, identity) = self.as_new(server, given)?;
+        let (given, view, own, identity) = self.as_new(backend, given)?;
         let bytes: u64 = own
             .call_method0(intern!(py, "nbytes"))
             .and_then(|bytes| bytes.extract())
@@ -572,7 +538,7 @@ impl TorchExecutor {
     /// An argument, for who reads of an error.
     fn describe(&self, value: &Value) -> String {
         let dtype = |dtype: ScalarType| {
-            let name = self.server.element(dtype).map(|(object, _)| object.to_string());
+            let name = self.backend.dtype(dtype).map(|dtype| dtype.object.to_string());
             name.map_or_else(|_| "?".into(), |name| name.trim_start_matches("torch.").to_string())
         };
         match value {
@@ -598,17 +564,17 @@ impl TorchExecutor {
 
     /// Which of the machine's devices this is.
     fn device_of(&self, index: Option<u32>) -> u32 {
-        index.filter(|&index| (index as usize) < self.server.devices.len()).unwrap_or(0)
+        index.filter(|&index| (index as usize) < self.backend.hooks.devices.len()).unwrap_or(0)
     }
 
     /// The elements of a tensor of few, where they are at hand: for who waits for a number.
     fn small(&mut self, py: Python<'_>, tensor: &TensorRef) -> Result<Option<Vec<u8>>, OpFailure> {
-        let (server, view) = (self.server.clone(), &tensor.view);
-        let (_, element) = server.element(view.dtype)?;
+        let (backend, view) = (self.backend.clone(), &tensor.view);
+        let element = backend.dtype(view.dtype)?.row.bytes;
         let Some(count) = view.elements().filter(|&count| count * element <= SMALL) else {
             return Ok(None);
         };
-        if !server.on_host
+        if !backend.hooks.on_host
             || view.strides != StorageView::contiguous(view.dtype, view.sizes.clone()).strides
         {
             return Ok(None);
@@ -617,7 +583,7 @@ impl TorchExecutor {
         let numbers = |name| storage.call_method0(py, name)?.extract::<u64>(py);
         let failed = |error: PyErr| raised(py, "a storage", &error);
         let bytes = numbers(intern!(py, "nbytes")).map_err(failed)?;
-        let end = view.offset.checked_add(count).and_then(|end| end.checked_mul(*element));
+        let end = view.offset.checked_add(count).and_then(|end| end.checked_mul(element));
         if end.is_none_or(|end| end > bytes) {
             return Err(refused(format!(
                 "a tensor that is not within the {bytes} bytes of storage {}",
@@ -642,7 +608,7 @@ impl TorchExecutor {
         offset: u64,
         bytes: u64,
     ) -> Result<Arc<Memory>, OpFailure> {
-        let server = self.server.clone();
+        let backend = self.backend.clone();
         let object = self.storage(py, storage)?;
         let there = self.held(storage)?.bytes;
         if offset.checked_add(bytes).is_none_or(|end| end > there) {
@@ -653,10 +619,10 @@ impl TorchExecutor {
         let failed = |error: PyErr| {
             raised(py, &format!("{bytes} bytes at {offset} of storage {storage}"), &error)
         };
-        let capsule = if server.on_host {
-            server.part.bind(py).call1((object, offset, bytes)).map_err(failed)?
+        let capsule = if backend.hooks.on_host {
+            backend.hooks.storage_bytes.bind(py).call1((object, offset, bytes)).map_err(failed)?
         } else {
-            let staged = server.stage.bind(py).call1((object, bytes));
+            let staged = backend.hooks.staging.bind(py).call1((object, bytes));
             let (tensor, capsule) = staged.and_then(|staged| staged.extract()).map_err(failed)?;
             self.staged = Some(tensor);
             capsule
@@ -667,9 +633,9 @@ impl TorchExecutor {
     /// What was staged goes to its storage.
     fn land(&mut self, py: Python<'_>, storage: u64, offset: u64) -> Result<(), OpFailure> {
         let Some(staged) = self.staged.take() else { return Ok(()) };
-        let server = self.server.clone();
+        let backend = self.backend.clone();
         let object = self.storage(py, storage)?;
-        let landed = server.land.call1(py, (object, offset, staged));
+        let landed = backend.hooks.copy_staged.call1(py, (object, offset, staged));
         landed
             .map(drop)
             .map_err(|error| raised(py, &format!("writing to storage {storage}"), &error))
@@ -687,7 +653,7 @@ fn call_device(tensor: &Bound<'_, PyAny>) -> Option<u32> {
 }
 
 /// A value that is no tensor.
-fn number(server: &Server, object: &Bound<'_, PyAny>) -> Value {
+fn number(backend: &Backend, object: &Bound<'_, PyAny>) -> Value {
     if let Ok(value) = object.cast_exact::<PyBool>() {
         return Value::Bool(value.is_true());
     }
@@ -703,7 +669,7 @@ fn number(server: &Server, object: &Bound<'_, PyAny>) -> Value {
     if let Ok(text) = object.extract::<String>() {
         return Value::Text(text);
     }
-    server.number(object).map_or(Value::None, Value::Dtype)
+    backend.dtypes.number(object).map_or(Value::None, Value::Dtype)
 }
 
 impl Executor for TorchExecutor {
@@ -711,9 +677,9 @@ impl Executor for TorchExecutor {
 
     fn batch(&mut self, run: &mut dyn FnMut(&mut Self)) {
         Python::attach(|py| {
-            let server = self.server.clone();
+            let backend = self.backend.clone();
             // Operators are run as they are below autograd, which the client has seen to.
-            let guard = server.guard.call0(py);
+            let guard = backend.hooks.guard.call0(py);
             run(self);
             drop(guard);
         });
@@ -743,7 +709,7 @@ impl Executor for TorchExecutor {
     }
 
     fn create(&mut self, storage: u64, bytes: u64, device: u32) -> Result<(), OpFailure> {
-        if device as usize >= self.server.devices.len() {
+        if device as usize >= self.backend.hooks.devices.len() {
             return Err(refused(format!("there is no device {device}")));
         }
         if self.storages.contains_key(&storage) {
@@ -807,8 +773,9 @@ impl Executor for TorchExecutor {
             }
             let object = self.tensor(py, tensor)?;
             let capsule = self
-                .server
-                .host
+                .backend
+                .hooks
+                .host_bytes
                 .bind(py)
                 .call1((object,))
                 .and_then(|capsule| Memory::of_capsule(&capsule));

@@ -10,12 +10,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 use tensorstream::exec::{EXEC, SessionServer, UploadSink};
 use tensorstream::remote::{Acceptor, ConnectionOptions, Error, Listener};
 
 use super::dispatcher::owned;
-use super::executor::{Server, TorchExecutor};
+use super::executor::{Backend, Hooks, TorchExecutor};
 use crate::errors::{misuse, of_wire};
 use crate::memory::Target;
 use crate::wire::{Settings, acceptor};
@@ -32,7 +31,7 @@ const ALONE: Duration = Duration::from_secs(5);
 #[pyclass(frozen, module = "tensorstream", name = "RemoteServer")]
 pub(crate) struct RemoteServer {
     listener: Mutex<Option<(Listener, Acceptor<UploadSink<Target>>)>>,
-    server: Arc<Server>,
+    backend: Arc<Backend>,
     sessions: Arc<SessionServer<TorchExecutor>>,
     stop: Arc<AtomicBool>,
     serving: Arc<AtomicUsize>,
@@ -59,23 +58,23 @@ impl Drop for Serving {
 impl RemoteServer {
     /// Listens.
     #[new]
-    #[pyo3(signature = (at, objects, settings, insecure, cert=None, key=None, ca=None))]
+    #[pyo3(signature = (at, hooks, settings, insecure, cert=None, key=None, ca=None))]
     #[allow(clippy::too_many_arguments)] // a call of Python's, by name
     fn new(
         py: Python<'_>,
         at: &str,
-        objects: &Bound<'_, PyDict>,
+        hooks: Hooks,
         settings: Settings,
         insecure: bool,
         cert: Option<PathBuf>,
         key: Option<PathBuf>,
         ca: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let server = Server::new(py, objects)?;
+        let backend = Backend::new(py, hooks)?;
         let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
         let tls = [ca.as_ref(), cert.as_ref(), key.as_ref()];
         let (listener, acceptor, address) = acceptor(py, at, options, tls, insecure)?;
-        Ok(Self::of(server, listener, acceptor, address))
+        Ok(Self::of(backend, listener, acceptor, address))
     }
 
     /// Serves connections that another process passes over this socket, and takes ownership of the
@@ -84,14 +83,14 @@ impl RemoteServer {
     fn from_handoffs(
         py: Python<'_>,
         channel: RawFd,
-        objects: &Bound<'_, PyDict>,
+        hooks: Hooks,
         settings: Settings,
     ) -> PyResult<Self> {
-        let server = Server::new(py, objects)?;
+        let backend = Backend::new(py, hooks)?;
         let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
         let listener = Listener::from_handoffs(owned(channel), options.idle_timeout);
         let address = listener.address().to_string();
-        Ok(Self::of(server, listener, Acceptor::new(options), address))
+        Ok(Self::of(backend, listener, Acceptor::new(options), address))
     }
 
     /// Where it listens: with the port that was free, if 0 was asked for.
@@ -153,14 +152,14 @@ impl RemoteServer {
                 }
                 Err(error) => return Err(of_wire(py, &error)),
             };
-            let (server, sessions, stop) =
-                (self.server.clone(), self.sessions.clone(), self.stop.clone());
+            let (backend, sessions, stop) =
+                (self.backend.clone(), self.sessions.clone(), self.stop.clone());
             let (serving, ended, peer) =
                 (self.serving.clone(), ended.clone(), link.peer().to_string());
             let serving = Serving::new(serving);
             served = true;
             let serve = move || {
-                let make = || TorchExecutor::new(server);
+                let make = || TorchExecutor::new(backend);
                 // What the interpreter has for a thread is kept for the next batch.
                 let served = Python::attach(|py| py.detach(|| sessions.serve(link, make, &stop)));
                 if let Err(error) = served {
@@ -188,14 +187,14 @@ impl RemoteServer {
 
 impl RemoteServer {
     fn of(
-        server: Server,
+        backend: Backend,
         listener: Listener,
         acceptor: Acceptor<UploadSink<Target>>,
         address: String,
     ) -> Self {
         Self {
             listener: Mutex::new(Some((listener, acceptor))),
-            server: Arc::new(server),
+            backend: Arc::new(backend),
             sessions: Arc::new(SessionServer::new(LINGER)),
             stop: Arc::default(),
             serving: Arc::default(),

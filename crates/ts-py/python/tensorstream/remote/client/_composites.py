@@ -10,19 +10,17 @@ from typing import Any
 
 import torch
 
+from .. import _registry
 from ._recurrent import RECURRENT
 
 aten = torch.ops.aten
-
-#: What the machine of a device's index runs operators on: "cpu" or "cuda".
-KINDS: dict[int, str] = {}
 
 #: PyTorch's number for the kernel that a CPU has (``SDPBackend.FLASH_ATTENTION``).
 _FLASH = 1
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
-    return KINDS.get(tensor.device.index, "cpu") == "cpu"
+    return _registry.runs_on_cpu(tensor.device.index)
 
 
 # Attention.

@@ -5,45 +5,14 @@ does not know.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
-from .. import _native
-from ._dtypes import NUMBERS, TAKES_NUMBERS
-
-META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
-_as_strided = torch.ops.aten.as_strided.default
-
-
-def as_strided(tensor: torch.Tensor, sizes: Any, strides: Any, offset: Any) -> torch.Tensor:
-    """A view of a tensor of the device, below autograd."""
-    return _as_strided.redispatch(META, tensor, sizes, strides, offset)
-
-
-def is_ours(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "ts"
-
-
-def replace(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """A tensor is what another is: its storage, shape and strides. It stays the same object."""
-    tensor.data = other
-
-
-def whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """Another tensor of a storage: all of it, in one dimension."""
-    return _native.remote_whole(storage.device.index, storage.data_ptr(), storage.nbytes(), dtype)
-
-
-def reshape(tensor: torch.Tensor, sizes: Any, strides: Any, offset: Any, nbytes: Any) -> None:
-    """Gives a tensor another shape in its storage, which grows to ``nbytes`` if it has fewer."""
-    storage, there = tensor.untyped_storage(), tensor
-    if nbytes > storage.nbytes():
-        there = _native.remote_whole(
-            tensor.device.index, storage.data_ptr(), nbytes, tensor.dtype, True
-        )
-    replace(tensor, as_strided(there, sizes, strides, offset))
+from ..._dtypes import SCALAR_TYPES
+from ._kernels import kernel_of
+from ._schema import functional, has_numbers
+from ._views import is_ours, reshape
 
 
 class _Metas:
@@ -141,7 +110,7 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         group = groups.setdefault(key, len(groups))
         nbytes = given.untyped_storage().nbytes()
         shape = list(given.shape), list(given.stride()), given.storage_offset()
-        return NUMBERS[given.dtype], *shape, nbytes, group
+        return SCALAR_TYPES[given.dtype], *shape, nbytes, group
 
     plan: list[Any] = []
     for given in returns:
@@ -159,12 +128,10 @@ def _by_others(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     outs = [argument.name for argument in op._schema.arguments if argument.is_out]
     if not outs:
         return None
-    functional = _functional(op)
-    if functional is None:
+    without_outs = functional(op)
+    if without_outs is None:
         return None
-    from ._kernels import kernel_of
-
-    given = kernel_of(functional)(
+    given = kernel_of(without_outs)(
         *args, **{name: value for name, value in kwargs.items() if name not in outs}
     )
     results = given if isinstance(given, tuple) else (given,)
@@ -175,36 +142,6 @@ def _by_others(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
         out.copy_(result)
     targets = tuple(kwargs[name] for name in outs)
     return (targets if len(targets) > 1 else targets[0],)
-
-
-def has_numbers(op: torch._ops.OpOverload, args: Any) -> bool:
-    """Whether a number is in a tensor's place, of an operator that must not be called so."""
-    return any(
-        at < len(args) and isinstance(args[at], (bool, int, float, complex))
-        for at in tensor_places(op)
-    )
-
-
-@functools.cache
-def tensor_places(op: torch._ops.OpOverload) -> list[int]:
-    """Places of arguments that are tensors, where a number must be known."""
-    if op._schema.name.partition("::")[2] in TAKES_NUMBERS:
-        return []
-    return [
-        at for at, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"
-    ]
-
-
-@functools.cache
-def _functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The operator that returns what this one writes to its outputs."""
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
-    packet = op.overloadpacket
-    for name in packet.overloads():
-        other = getattr(packet, name)
-        if other is not op and [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
-            return other
-    return None
 
 
 def element(tensor: torch.Tensor) -> bytes:

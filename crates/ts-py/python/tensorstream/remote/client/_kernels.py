@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from .. import _native
-from . import _autocast, _infer
-from ._composites import COMPOSITES, KINDS
-from ._infer import META, as_strided, is_ours, replace, reshape
+from ... import _native
+from .. import _registry
+from . import _autocast
+from ._composites import COMPOSITES
+from ._schema import is_view, overload, returns, tensor_places
 from ._trace import LOG
+from ._views import META, as_strided, is_ours, replace, reshape, whole
 
 aten = torch.ops.aten
 
@@ -51,58 +53,21 @@ _LEARNED = {
 _WHOLE = ["aten::convolution", "aten::convolution_backward", "aten::_convolution"]
 
 
-def _returns(op: torch._ops.OpOverload) -> list[Any]:
-    kinds: list[Any] = []
-    tensors = [a for a in op._schema.arguments if str(a.type) == "Tensor"]
-    for given in op._schema.returns:
-        alias = given.alias_info
-        if alias is not None and alias.is_write:
-            written = [
-                at for at, a in enumerate(tensors)
-                if a.alias_info is not None and a.alias_info.before_set == alias.before_set
-            ]  # fmt: skip
-            if written:
-                kinds.append(written[0])
-                continue
-        kind = str(given.type)
-        kinds.append(
-            "tensor"
-            if kind in ("Tensor", "Optional[Tensor]")
-            else "tensors"
-            if kind == "List[Tensor]"
-            else "other"
-        )
-    return kinds
-
-
 def kernel(op: torch._ops.OpOverload) -> _native.RemoteKernel:
     """What PyTorch is to call for an operator."""
     name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
     kinds = [str(argument.type) for argument in op._schema.arguments]
     without = not any("Tensor" in kind for kind in kinds)
     learned = op._schema.name.removeprefix("aten::") in _LEARNED
-    tensors = _infer.tensor_places(op)
+    tensors = tensor_places(op)
     # Some that are learned write to arguments of which their schemas do not say so.
     writes = learned or op._schema.is_mutable
     unnamed = [a.name for a in op._schema.arguments if not a.kwarg_only]
     generator = unnamed.index("generator") if "generator" in unnamed else None
     takes_host = name in _TAKES_HOST
     return _native.RemoteKernel(
-        name, op, without, takes_host, learned, writes, generator, tensors, _returns(op)
+        name, op, without, takes_host, learned, writes, generator, tensors, returns(op)
     )
-
-
-def _is_view(op: torch._ops.OpOverload) -> bool:
-    returns = op._schema.returns
-    return bool(returns) and all(
-        r.alias_info is not None and not r.alias_info.is_write for r in returns
-    )
-
-
-def _overload(name: str) -> torch._ops.OpOverload | None:
-    base, _, overload = name.removeprefix("aten::").partition(".")
-    packet = getattr(aten, base, None)
-    return getattr(packet, overload or "default", None) if packet is not None else None
 
 
 # What is not simply asked.
@@ -116,10 +81,8 @@ def _contiguous(sizes: Any) -> list[int]:
     return strides
 
 
-def _device(device: Any) -> int:
-    from ._device import current_device
-
-    return current_device() if device is None or device.index is None else device.index
+def _index(device: Any) -> int:
+    return _registry.index_of(None if device is None else device.index)
 
 
 def _empty(
@@ -132,7 +95,7 @@ def _empty(
         strides: Any = _contiguous(size)
     else:
         strides = torch.empty(size, device="meta", memory_format=memory_format).stride()
-    return _native.remote_empty(_device(device), size, strides, dtype or torch.get_default_dtype())
+    return _native.remote_empty(_index(device), size, strides, dtype or torch.get_default_dtype())
 
 
 def _empty_strided(
@@ -144,7 +107,7 @@ def _empty_strided(
     device: Any = None,
     pin_memory: Any = None,
 ) -> torch.Tensor:
-    return _native.remote_empty(_device(device), size, stride, dtype or torch.get_default_dtype())
+    return _native.remote_empty(_index(device), size, stride, dtype or torch.get_default_dtype())
 
 
 def _as_strided(
@@ -214,7 +177,8 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
         source = plain(source)
         if to.is_neg() or to.is_conj():
             return _copy_noted(source, to)
-        one, other = PLACES.get(source.device.index), PLACES.get(to.device.index)
+        one = _registry.ADDRESSES.get(source.device.index)
+        other = _registry.ADDRESSES.get(to.device.index)
         if one is None or other is None or one[0] == other[0]:
             _COPY(to, source)
         elif not _fetched(source, to, one[1], other[1]):
@@ -248,9 +212,6 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
     return to
 
 
-#: Of each device that is there: the index of its machine's first one, and where the machine
-#: listens.
-PLACES: dict[int, tuple[int, str]] = {}
 #: Pairs of addresses of which the second could not fetch from the first, and when that is tried
 #: again.
 _APART: dict[tuple[str, str], float] = {}
@@ -304,7 +265,7 @@ def _set_empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _set_storage(tensor: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:
-    replace(tensor, _infer.whole(source, tensor.dtype))
+    replace(tensor, whole(source, tensor.dtype))
     return tensor
 
 
@@ -317,7 +278,7 @@ def _set_storage_offset(
 ) -> torch.Tensor:
     strides = list(stride) or _contiguous(size)
     reach = storage_offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) + 1
-    there = _infer.whole(source, tensor.dtype)
+    there = whole(source, tensor.dtype)
     if 0 not in size and reach > there.numel():
         needed = reach * tensor.element_size()
         there = _native.remote_whole(
@@ -337,7 +298,7 @@ def _view_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), dtype
     )
     old, new = tensor.element_size(), like.element_size()
-    there = _infer.whole(tensor.untyped_storage(), dtype)
+    there = whole(tensor.untyped_storage(), dtype)
     return as_strided(there, like.shape, like.stride(), tensor.storage_offset() * old // new)
 
 
@@ -459,7 +420,7 @@ def _absent(what: str, instead: str) -> Callable[..., Any]:
 _drawing = threading.Lock()
 
 
-def drawn(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def draw(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator that draws from a generator of the host's: the machine draws from one that is in
     its state, and what state that is in then is waited for."""
     if "generator" not in kwargs:
@@ -470,11 +431,11 @@ def drawn(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     tensor = next(
         (value for value in values if isinstance(value, torch.Tensor) and is_ours(value)), None
     )
-    index = _device(kwargs.get("device")) if tensor is None else tensor.device.index
-    if KINDS.get(index, "cpu") != generator.device.type:
+    index = _index(kwargs.get("device")) if tensor is None else tensor.device.index
+    if _registry.KINDS.get(index, "cpu") != generator.device.type:
         raise RuntimeError(
             f"{op}: a generator of {generator.device}, and a machine that draws as "
-            f"{KINDS.get(index)} does"
+            f"{_registry.KINDS.get(index)} does"
         )
     anchor = torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
     with _drawing:
@@ -493,12 +454,12 @@ def register() -> None:
         if name.startswith("aten::")
     ]
     for name in {*names, *_WHOLE, *_MANUAL}:
-        op = _overload(name)
+        op = overload(name)
         if op is None:
             continue
         if name in _MANUAL:
             run = _MANUAL[name]
-        elif _is_view(op):
+        elif is_view(op):
             run = functools.partial(op.redispatch, META)
         else:
             run = kernel(op)

@@ -21,11 +21,12 @@ from typing import IO, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
-from .. import _native
-from .._deprecated import renamed
-from .._wire import LIMIT_BYTES, _settings
-from ..errors import ConfigurationError, ConnectionLost, ProtocolError
-from . import _composites, _device, _kernels
+from ... import _native
+from ..._deprecated import renamed
+from ...errors import ConfigurationError, ConnectionLost, ProtocolError
+from ...wire._connection import LIMIT_BYTES, _settings
+from .. import _registry
+from . import _device
 from ._trace import LOG
 
 Kind = Literal["mock", "local", "tcp"]
@@ -117,7 +118,7 @@ def _alone(
 
     @functools.wraps(method)
     def call(self: RemoteMachine, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if _device.is_forked():
+        if _registry.is_forked():
             raise ConfigurationError(
                 f"machine {self.name} is the parent's of this forked process: start processes by "
                 "spawn or forkserver"
@@ -292,8 +293,7 @@ class RemoteMachine:
             raise
         self._first = first = self._session.first
         try:
-            _device.SESSIONS[first] = self._session
-            _device.COUNT = max(_device.COUNT, first + self.device_count)
+            _registry.add(self._session, self.device_count)
             self._is_at(address)
             kind, count = _device.kind_of(first)
             if self.kind == "tcp" and self.device_type == "cuda" != kind:
@@ -304,7 +304,7 @@ class RemoteMachine:
                 raise ConfigurationError(
                     f"device_count={self.device_count}: machine {self.name} has {count} devices"
                 )
-            _composites.KINDS.update({first + index: kind for index in range(self.device_count)})
+            _registry.KINDS.update({first + index: kind for index in range(self.device_count)})
             for index in range(self.device_count):
                 _device.seed_of(first + index, torch.initial_seed())
         except BaseException:
@@ -320,9 +320,9 @@ class RemoteMachine:
         first = self._there().first
         for index in range(first, first + self.device_count):
             if address is None:
-                _kernels.PLACES.pop(index, None)
+                _registry.ADDRESSES.pop(index, None)
             else:
-                _kernels.PLACES[index] = first, address
+                _registry.ADDRESSES[index] = first, address
 
     def _listen(self) -> str:
         """Starts what is started here. Where it listens."""
@@ -334,7 +334,7 @@ class RemoteMachine:
         return address
 
     def _start_thread(self, address: str) -> None:
-        from ._server import devices_of, server
+        from ..server._server import devices_of, server
 
         self._server = server(
             address, devices=devices_of(self.device_type, self.device_count), shared=True
@@ -348,7 +348,7 @@ class RemoteMachine:
         threads = self._threads or torch.get_num_threads()
         self._server = subprocess.Popen(
             [
-                sys.executable, "-m", "tensorstream.remote._local",
+                sys.executable, "-m", "tensorstream.remote.server._local",
                 address, self.device_type, str(self.device_count), str(threads),
             ],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -400,7 +400,7 @@ class RemoteMachine:
             raise ConfigurationError(
                 f"device({index!r}, {of_kind!r}): an index, or a kind and an index"
             )
-        if kind not in (None, "ts", runs_on := _composites.KINDS[session.first]):
+        if kind not in (None, "ts", runs_on := _registry.KINDS[session.first]):
             raise ConfigurationError(
                 f"machine {self.name} runs operators on its {runs_on}, and has no {kind}"
             )
@@ -458,7 +458,7 @@ class RemoteMachine:
             session.pausing(False, True)
             saved.remove()
             raise
-        _device.PAUSED[session.first] = None
+        _registry.PAUSED[session.first] = None
         self._paused = saved, states
         self._is_at(None)
         try:
@@ -496,7 +496,7 @@ class RemoteMachine:
         self._paused = None
         session.pausing(False, True)
         saved.remove()
-        seed = _device.PAUSED.pop(session.first)
+        seed = _registry.PAUSED.pop(session.first)
         if seed is not None:
             for index in range(self.device_count):
                 _device.seed_of(session.first + index, seed)
@@ -507,7 +507,7 @@ class RemoteMachine:
         called again.
 
         In a child process that was forked it does nothing: the machine is the parent's."""
-        if not _device.is_forked():
+        if not _registry.is_forked():
             self._stop()
 
     @_alone
@@ -520,9 +520,9 @@ class RemoteMachine:
         if self._paused is not None:
             self._paused[0].remove()
             self._paused = None
-            _device.PAUSED.pop(session.first, None)
+            _registry.PAUSED.pop(session.first, None)
         atexit.unregister(self.stop)
-        _device.SESSIONS.pop(session.first, None)
+        _registry.SESSIONS.pop(session.first, None)
         try:
             failed = session.close()
             if failed is not None:

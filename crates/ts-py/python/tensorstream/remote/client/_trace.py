@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from .. import _native
+from ... import _native
 
 #: At DEBUG it has every operator, with tensors by their :func:`metadata_hash`.
 LOG = logging.getLogger("tensorstream.remote")
@@ -22,7 +22,7 @@ def log(name: str, given: list[str], made: list[str]) -> None:
     LOG.debug("%s(%s)%s", name, ", ".join(given), f" -> {', '.join(made)}" if made else "")
 
 
-def place(code: types.CodeType, instruction: int) -> str:
+def source_line(code: types.CodeType, instruction: int) -> str:
     """File, line and function of an instruction."""
     line = next(
         (n for start, end, n in code.co_lines() if start <= instruction < end and n),

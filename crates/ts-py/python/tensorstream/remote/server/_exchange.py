@@ -5,7 +5,7 @@ client.
 A session offers a tensor under a ticket, a random secret. Any session of the same machine can claim
 the tensor with the ticket, and another machine fetches it by connecting and claiming it. Where each
 session has its own process, tensors travel as descriptors of memory via the broker
-(:mod:`tensorstream._broker`), and only the broker connects to other machines.
+(:mod:`tensorstream.serve._broker`), and only the broker connects to other machines.
 """
 
 from __future__ import annotations
@@ -17,15 +17,25 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from .._messages import SEALS, receive, send
-from .._peers import Peers
-from . import _dtypes
+from ..._dtypes import SCALAR_TYPES
+from ...serve._messages import SEALS, receive, send
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype, *_ in _dtypes.DTYPES}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALAR_TYPES}
+
+
+#: Copies a tensor, which the machine at an address offers under a ticket, to the CPU. Raises
+#: RuntimeError if that is not possible.
+Fetch = Callable[[str, str], torch.Tensor]
+
+
+def fetch_nothing(address: str, ticket: str) -> torch.Tensor:
+    """The :data:`Fetch` of a machine that may not connect to others."""
+    raise RuntimeError(f"this machine may not fetch from {address}; allow it with --peer")
 
 
 class Exchange(Protocol):
@@ -53,8 +63,8 @@ class Exchange(Protocol):
 class LocalExchange:
     """The exchange of sessions that share one process."""
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self, fetch: Fetch = fetch_nothing) -> None:
+        self._fetch = fetch
         self._offered: dict[str, torch.Tensor] = {}
 
     def offer(self, tensor: torch.Tensor) -> str:
@@ -73,7 +83,7 @@ class LocalExchange:
 
     def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
         try:
-            into.copy_(self._peers.claimed(address, ticket))
+            into.copy_(self._fetch(address, ticket))
         except RuntimeError as error:
             return str(error)
         return ""

@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from .._peers import Peers
+from ...serve._peers import Peers
 from ._server import devices_of, server
 
 _log = logging.getLogger("tensorstream.remote")
@@ -30,7 +30,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         devices = devices_of(options.device, options.devices)
-        served = server(options.listen, devices=devices, peers=Peers(("any",)))
+        served = server(options.listen, devices=devices, fetch=Peers(("any",)).claimed)
     except Exception as error:
         sys.exit(str(error))
 

@@ -6,18 +6,17 @@ from __future__ import annotations
 import functools
 import socket
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .. import _native
-from .._peers import Peers
-from .._wire import LIMIT_BYTES, _settings
-from ..errors import ConfigurationError
+from ... import _native
+from ...errors import ConfigurationError
+from ...wire._connection import LIMIT_BYTES, _settings
 from . import _bounds
-from ._dtypes import DTYPES
-from ._exchange import Exchange, LocalExchange
+from ._exchange import Exchange, Fetch, LocalExchange, fetch_nothing
 
 #: Namespaces whose operators may be asked for.
 NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized", "tensorstream"})
@@ -58,7 +57,7 @@ class Session:
         self._generators: dict[torch.device, torch.Generator] = {}
         #: Those that stand for one of the client's while it draws from it.
         self._given: dict[torch.device, torch.Generator] = {}
-        self._exchange = exchange or LocalExchange(Peers())
+        self._exchange = exchange or LocalExchange()
         self._tickets: set[str] = set()
 
     def __del__(self) -> None:
@@ -233,7 +232,7 @@ def _with_default(
             torch.set_default_dtype(before)
 
 
-def _as_it_is(
+def _with_present_default(
     dtype: torch.dtype,
     call: Callable[..., Any],
     args: tuple[Any, ...],
@@ -242,7 +241,7 @@ def _as_it_is(
     return call(*args, **(kwargs or {}))
 
 
-def _realise(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+def _allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     return torch.zeros(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
@@ -261,10 +260,10 @@ def _view(
     return empty.set_(storage, offset, sizes, strides)
 
 
-def _settled(
+def _restrided(
     given: torch.Tensor, dtype: torch.dtype, sizes: Any, strides: Any, offset: int, nbytes: int
 ) -> torch.Tensor:
-    there = _view(_realise(nbytes, given.device), dtype, sizes, strides, offset)
+    there = _view(_allocate(nbytes, given.device), dtype, sizes, strides, offset)
     return there.copy_(given)
 
 
@@ -272,14 +271,14 @@ def _scalar(dtype: torch.dtype, element: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(element), dtype=dtype).reshape(())
 
 
-def _named(name: str) -> Any:
+def _constant(name: str) -> Any:
     found = getattr(torch, name, None)
     if not isinstance(found, (torch.memory_format, torch.layout)):
         raise LookupError(f"PyTorch has no memory format and no layout {name}")
     return found
 
 
-def _host(tensor: torch.Tensor) -> Any:
+def _host_bytes(tensor: torch.Tensor) -> Any:
     host = tensor.contiguous() if tensor.device.type == "cpu" else tensor.cpu().contiguous()
     flat = host.detach().as_strided((host.numel(),), (1,))
     return torch._C._to_dlpack(flat.view(torch.uint8))
@@ -291,58 +290,66 @@ def _bytes_of(storage: torch.UntypedStorage, offset: int, nbytes: int) -> torch.
     )
 
 
-def _part(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Any:
+def _storage_bytes(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Any:
     return torch._C._to_dlpack(_bytes_of(storage, offset, nbytes))
 
 
-def _stage(storage: torch.UntypedStorage, nbytes: int) -> tuple[torch.Tensor, Any]:
+def _staging(storage: torch.UntypedStorage, nbytes: int) -> tuple[torch.Tensor, Any]:
     """Memory that a GPU copies from by itself, where there is one."""
     staged = torch.empty(nbytes, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
     return staged, torch._C._to_dlpack(staged)
 
 
-def _land(storage: torch.UntypedStorage, offset: int, staged: torch.Tensor) -> None:
+def _copy_staged(storage: torch.UntypedStorage, offset: int, staged: torch.Tensor) -> None:
     # PyTorch keeps pinned memory from being used again before it was copied.
     _bytes_of(storage, offset, staged.numel()).copy_(staged, non_blocking=True)
 
 
-def _objects(
+def _hooks(
     devices: list[torch.device],
     exchange: Exchange,
     *,
     staged: bool = False,
     shared: bool = False,
     checked: bool = False,
-) -> dict[str, Any]:
-    """Returns the Python objects that the native server uses, by name."""
-    return {
-        "session": functools.partial(Session, exchange, len(devices), checked),
-        "dtypes": DTYPES, "realise": _realise, "view": _view, "settled": _settled,
-        "scalar": _scalar, "named": _named, "host": _host, "part": _part, "stage": _stage,
-        "land": _land,
-        "default_dtype": torch.float32, "with_default": _as_it_is if shared else _with_default,
-        "tensor": torch.Tensor, "guard": torch._C._AutoDispatchBelowAutograd, "devices": devices,
-        "on_host": not staged and all(device.type == "cpu" for device in devices),
-    }  # fmt: skip
+) -> types.SimpleNamespace:
+    """Returns what the native half calls (``Hooks`` in remote/server/executor.rs)."""
+    return types.SimpleNamespace(
+        session=functools.partial(Session, exchange, len(devices), checked),
+        allocate=_allocate,
+        view=_view,
+        restrided=_restrided,
+        scalar=_scalar,
+        constant=_constant,
+        host_bytes=_host_bytes,
+        storage_bytes=_storage_bytes,
+        staging=_staging,
+        copy_staged=_copy_staged,
+        default_dtype=torch.float32,
+        with_default=_with_present_default if shared else _with_default,
+        guard=torch._C._AutoDispatchBelowAutograd,
+        devices=devices,
+        on_host=not staged and all(device.type == "cpu" for device in devices),
+    )
 
 
 def server(
     listen: str, *, devices: list[torch.device], token: str | None = None, insecure: bool = False,
     cert: Any = None, key: Any = None, ca: Any = None, idle_timeout: float = 30.0,
     stall_timeout: float = 300.0,
-    staged: bool = False, peers: Peers | None = None, shared: bool = False,
+    staged: bool = False, fetch: Fetch = fetch_nothing, shared: bool = False,
 ) -> _native.RemoteServer:  # fmt: skip
     """Creates a server that runs operators in this process, and listens at "HOST:PORT" or
     "unix:PATH".
 
     Args:
         staged: Receive payloads into separate memory, as for devices without host memory.
-        peers: The machines from which sessions may fetch tensors; none by default.
+        fetch: Fetches tensors from other machines; not allowed by default.
         shared: The process is also a client, whose default dtype operators use.
     """
-    objects = _objects(devices, LocalExchange(peers or Peers()), staged=staged, shared=shared)
+    hooks = _hooks(devices, LocalExchange(fetch), staged=staged, shared=shared)
     settings = _settings(token, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
-    return _native.RemoteServer(listen, objects, settings, insecure, cert, key, ca)
+    return _native.RemoteServer(listen, hooks, settings, insecure, cert, key, ca)
 
 
 def session_server(
@@ -356,7 +363,7 @@ def session_server(
     Takes ownership of ``handoffs``. Checks the indices of operators that PyTorch does not check."""
     settings = _settings(None, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
     return _native.RemoteServer.from_handoffs(
-        handoffs.detach(), _objects(devices, exchange, checked=True), settings
+        handoffs.detach(), _hooks(devices, exchange, checked=True), settings
     )
 
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from .. import _native
-from .._messages import MAX_MESSAGE, send
-from ..errors import ConfigurationError
+from ... import _native
+from ...errors import ConfigurationError
+from ...serve._messages import MAX_MESSAGE, send
 from ._exchange import BrokerExchange
 from ._server import devices_of, session_server
 

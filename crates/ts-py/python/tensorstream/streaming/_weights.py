@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The streamed weights of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import _native
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One distinct parameter: what it is, and which tensor of which unit."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    unit: int
+    index: int
+    requires_grad: bool
+    strides: tuple[int, ...]
+    #: The shape in which its bytes are row-major: another order of its dimensions, for some
+    #: strides.
+    stored_shape: list[int]
+
+    def spec(self) -> Any:
+        """What the native module is told."""
+        row_major = torch.empty(self.stored_shape, device="meta").stride()
+        plain = list(self.shape) == self.stored_shape and self.strides == row_major
+        strided = None if plain else (list(self.shape), list(self.strides))
+        return self.unit, self.index, strided, self.requires_grad, self.name, self.dtype
+
+
+class Weights:
+    """The streamed weights of a model, and the native object that leases them."""
+
+    def __init__(self, streamer: _native.Streamer, specs: list[Weight], budget_bytes: int) -> None:
+        self.streamer = streamer
+        self.specs = specs
+        self.budget_bytes = budget_bytes
+        self._frozen: set[int] = set()
+
+    def learns(self, key: int) -> bool:
+        """Whether the model's own parameter requires gradients."""
+        return self.specs[key].requires_grad and key not in self._frozen
+
+    def freeze(self, key: int) -> None:
+        """Notes that a parameter requires no gradients any more."""
+        if self.learns(key):
+            self._frozen.add(key)
+            self.streamer.freeze(key)
+
+    def elements(self, key: int, dtype: torch.dtype) -> int:
+        """How many elements of a dtype a weight's memory has."""
+        spec = self.specs[key]
+        count = 1
+        for n in spec.shape:
+            count *= n
+        return count * spec.dtype.itemsize // dtype.itemsize

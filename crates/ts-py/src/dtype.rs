@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The table of dtypes: their names, their numbers in PyTorch and in DLPack, and the class `DType`.
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use tensorstream::exec::ScalarType;
+use tensorstream::format::Dtype;
+
+const INT: u8 = 0;
+const UINT: u8 = 1;
+const FLOAT: u8 = 2;
+const BFLOAT: u8 = 4;
+const COMPLEX: u8 = 5;
+const BOOL: u8 = 6;
+
+/// A dtype of PyTorch.
+pub(crate) struct Row {
+    /// The name in PyTorch and, where it has the dtype, NumPy.
+    pub(crate) name: &'static str,
+    /// The dtype in files, if files can have it.
+    pub(crate) format: Option<Dtype>,
+    /// PyTorch's number (`c10::ScalarType`), also used in requests to remote machines.
+    pub(crate) scalar_type: u8,
+    /// The size of an element, in bytes.
+    pub(crate) bytes: u64,
+    /// DLPack's type code. Codes from 7 on are newer than the first version of DLPack.
+    pub(crate) dlpack: u8,
+}
+
+const fn row(
+    name: &'static str,
+    format: Option<Dtype>,
+    scalar_type: u8,
+    bytes: u64,
+    dlpack: u8,
+) -> Row {
+    Row { name, format, scalar_type, bytes, dlpack }
+}
+
+/// Every dtype of PyTorch that has whole bytes and no quantization parameters.
+#[rustfmt::skip]
+pub(crate) const TABLE: [Row; 21] = [
+    row("uint8", Some(Dtype::U8), 0, 1, UINT),
+    row("int8", Some(Dtype::I8), 1, 1, INT),
+    row("int16", Some(Dtype::I16), 2, 2, INT),
+    row("int32", Some(Dtype::I32), 3, 4, INT),
+    row("int64", Some(Dtype::I64), 4, 8, INT),
+    row("float16", Some(Dtype::F16), 5, 2, FLOAT),
+    row("float32", Some(Dtype::F32), 6, 4, FLOAT),
+    row("float64", Some(Dtype::F64), 7, 8, FLOAT),
+    row("complex32", None, 8, 4, COMPLEX),
+    row("complex64", Some(Dtype::C64), 9, 8, COMPLEX),
+    row("complex128", None, 10, 16, COMPLEX),
+    row("bool", Some(Dtype::Bool), 11, 1, BOOL),
+    row("bfloat16", Some(Dtype::BF16), 15, 2, BFLOAT),
+    row("float8_e5m2", Some(Dtype::F8_E5M2), 23, 1, 12),
+    row("float8_e4m3fn", Some(Dtype::F8_E4M3), 24, 1, 10),
+    row("float8_e5m2fnuz", Some(Dtype::F8_E5M2Fnuz), 25, 1, 13),
+    row("float8_e4m3fnuz", Some(Dtype::F8_E4M3Fnuz), 26, 1, 11),
+    row("uint16", Some(Dtype::U16), 27, 2, UINT),
+    row("uint32", Some(Dtype::U32), 28, 4, UINT),
+    row("uint64", Some(Dtype::U64), 29, 8, UINT),
+    row("float8_e8m0fnu", Some(Dtype::F8_E8M0), 44, 1, 14),
+];
+
+impl Row {
+    /// DLPack's type code and bits.
+    pub(crate) fn dlpack_type(&self) -> (u8, u8) {
+        (self.dlpack, (self.bytes * 8) as u8)
+    }
+}
+
+/// Returns the row of a dtype of files. Dtypes with elements of less than one byte have none.
+pub(crate) fn row_of(dtype: Dtype) -> Option<&'static Row> {
+    TABLE.iter().find(|row| row.format == Some(dtype))
+}
+
+/// Name, safetensors name or None, PyTorch's number and bytes of an element of each dtype.
+pub(crate) fn rows() -> Vec<(&'static str, Option<&'static str>, u8, u64)> {
+    let row =
+        |row: &Row| (row.name, row.format.map(|dtype| dtype.name()), row.scalar_type, row.bytes);
+    TABLE.iter().map(row).collect()
+}
+
+/// A dtype of the PyTorch that is installed.
+pub(crate) struct TorchDtype {
+    pub(crate) object: Py<PyAny>,
+    pub(crate) row: &'static Row,
+}
+
+/// The dtypes that the installed PyTorch has, by their numbers.
+pub(crate) struct TorchDtypes(Vec<Option<TorchDtype>>);
+
+impl TorchDtypes {
+    /// Looks the dtypes up in the module `torch`.
+    pub(crate) fn load(torch: &Bound<'_, PyModule>) -> PyResult<Self> {
+        let mut dtypes = Vec::new();
+        for row in &TABLE {
+            let number = usize::from(row.scalar_type);
+            if dtypes.len() <= number {
+                dtypes.resize_with(number + 1, || None);
+            }
+            if let Some(object) = torch.getattr_opt(row.name)? {
+                dtypes[number] = Some(TorchDtype { object: object.unbind(), row });
+            }
+        }
+        Ok(Self(dtypes))
+    }
+
+    pub(crate) fn get(&self, number: ScalarType) -> Option<&TorchDtype> {
+        self.0.get(usize::from(number.0))?.as_ref()
+    }
+
+    /// Returns the number of a `torch.dtype`.
+    pub(crate) fn number(&self, object: &Bound<'_, PyAny>) -> Option<ScalarType> {
+        let is = |dtype: &Option<TorchDtype>| {
+            dtype.as_ref().is_some_and(|dtype| dtype.object.as_ptr() == object.as_ptr())
+        };
+        self.0.iter().position(is).map(|number| ScalarType(number as u8))
+    }
+}
+
+/// The element type of a tensor.
+#[pyclass(frozen, eq, hash, module = "tensorstream", name = "DType")]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct PyDtype(pub(crate) Dtype);
+
+impl PyDtype {
+    /// A DType, its name, or a dtype of PyTorch or numpy.
+    pub(crate) fn extract(value: &Bound<'_, PyAny>) -> PyResult<Dtype> {
+        if let Ok(dtype) = value.cast::<Self>() {
+            return Ok(dtype.get().0);
+        }
+        // numpy's classes of scalars, as numpy.float32, have a name of their own.
+        let text = match value.getattr("__name__").or_else(|_| value.getattr("name")) {
+            Ok(name) => name.str()?.to_string(),
+            Err(_) => value.str()?.to_string(),
+        };
+        Self::named(&text)
+    }
+
+    pub(crate) fn named(text: &str) -> PyResult<Dtype> {
+        let name = text.strip_prefix("torch.").unwrap_or(text);
+        let known = TABLE.iter().find(|row| row.name == name).and_then(|row| row.format);
+        known.or_else(|| Dtype::from_name(name)).ok_or_else(|| {
+            PyTypeError::new_err(format!(
+                "invalid dtype {text:?}: expected a tensorstream.DType, torch.dtype, NumPy dtype \
+                 or a name such as \"float32\""
+            ))
+        })
+    }
+}
+
+macro_rules! dtypes {
+    ($($method:ident $name:literal = $dtype:ident,)*) => {
+        #[pymethods]
+        impl PyDtype {
+            $(
+                #[staticmethod]
+                #[pyo3(name = $name)]
+                fn $method() -> Self {
+                    Self(Dtype::$dtype)
+                }
+            )*
+
+            /// The dtype of this name, of PyTorch, numpy or safetensors, or the same as one of
+            /// theirs.
+            #[staticmethod]
+            fn of(value: &Bound<'_, PyAny>) -> PyResult<Self> {
+                Self::extract(value).map(Self)
+            }
+
+            /// PyTorch's name, such as "float32".
+            #[getter]
+            pub(crate) fn name(&self) -> &'static str {
+                row_of(self.0).map_or(self.0.name(), |row| row.name)
+            }
+
+            /// Bytes of an element; 0 if it has less than one.
+            #[getter]
+            fn itemsize(&self) -> u32 {
+                self.0.bits() / 8
+            }
+
+            fn __repr__(&self) -> String {
+                format!("DType({})", self.name())
+            }
+        }
+    };
+}
+
+dtypes! {
+    boolean "bool" = Bool,
+    uint8 "uint8" = U8,
+    int8 "int8" = I8,
+    uint16 "uint16" = U16,
+    int16 "int16" = I16,
+    uint32 "uint32" = U32,
+    int32 "int32" = I32,
+    uint64 "uint64" = U64,
+    int64 "int64" = I64,
+    float16 "float16" = F16,
+    bfloat16 "bfloat16" = BF16,
+    float32 "float32" = F32,
+    float64 "float64" = F64,
+    complex64 "complex64" = C64,
+    float8_e4m3fn "float8_e4m3fn" = F8_E4M3,
+    float8_e5m2 "float8_e5m2" = F8_E5M2,
+}
