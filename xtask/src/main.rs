@@ -4,6 +4,7 @@
 mod bench;
 mod big_endian;
 mod check;
+mod cycles;
 mod fuzz;
 mod gpu_bundle;
 mod python;
@@ -121,6 +122,7 @@ fn ci() -> Result<()> {
     })?;
     step("dependencies and licences", check::dependencies)?;
     step("line lengths", check::lines)?;
+    step("cycles of imports", cycles::cycles)?;
     let packages =
         ["--package", "ts-streams", "--package", "ts-pool", "--package", "ts-orchestrator"];
     let cuda = [&packages[..], &["--features", "ts-orchestrator/cuda"]].concat();

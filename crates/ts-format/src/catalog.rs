@@ -4,44 +4,15 @@ use std::sync::OnceLock;
 
 use crate::digest::CHUNK_LEN;
 use crate::error::describe;
+use crate::range::{ByteRange, FileId};
 use crate::superblock::Superblock;
 use crate::table::{Layout, Row, Table};
-use crate::{CatalogReader, Chunk, Digest, Dtype, Error, TensorMeta};
-
-/// A file of a [`Catalog`], as an index into [`Catalog::files`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct FileId(pub u32);
-
-/// A contiguous range of bytes of a tensor in one file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct ByteRange {
-    /// The file.
-    pub file: FileId,
-    /// Offset of the first byte in the file; or, from [`DECODED`](Self::DECODED) on, a virtual
-    /// offset in the decoded bytes of compressed tensors.
-    pub offset: u64,
-    /// Length in bytes.
-    pub len: u64,
-}
-
-impl ByteRange {
-    /// The first virtual offset: 2^63.
-    ///
-    /// The decoded bytes of the compressed tensors of a file are assigned consecutive virtual
-    /// ranges, each at its tensor's phase (offset modulo 64). So a part of a compressed tensor is
-    /// addressed like a part of any other. [`Catalog::chunk_parts`] resolves such ranges to chunks.
-    pub const DECODED: u64 = 1 << 63;
-
-    /// Returns whether the offset is virtual, so the bytes must be decoded from [`Tensor::chunks`].
-    pub fn is_encoded(&self) -> bool {
-        self.offset >= Self::DECODED
-    }
-}
+use crate::{Chunk, Digest, Dtype, Error, TensorMeta};
 
 /// A file of a [`Catalog`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileEntry {
-    /// Name of the file, as in [`Need::file`](crate::Need::file).
+    /// Name of the file, as in [`ReadRequest::file`](crate::ReadRequest::file).
     pub name: String,
     /// Length in bytes when its header was read.
     pub len: u64,
@@ -91,8 +62,8 @@ pub struct TensorEntry {
 ///
 /// let mut writer = ContainerWriter::new(Default::default());
 /// writer.begin("empty", TensorMeta { dtype: Dtype::F32, shape: vec![0, 4] }, None)?;
-/// let ends = writer.finish()?;
-/// let file = [ends.superblocks, ends.index].concat();
+/// let tail = writer.finish()?;
+/// let file = [tail.superblocks, tail.index].concat();
 ///
 /// let catalog = Catalog::from_bytes("model.ts", &file)?;
 /// assert_eq!(catalog.require("empty")?.shape(), [0, 4]);
@@ -158,7 +129,7 @@ impl<'a> Tensor<'a> {
     }
 
     /// Returns the range of its bytes in the file, or its virtual range if it is compressed (see
-    /// [`ByteRange::DECODED`]).
+    /// [`ByteRange::VIRTUAL_START`]).
     pub fn range(&self) -> ByteRange {
         ByteRange { file: FileId(self.row.file), offset: self.row.offset, len: self.row.len }
     }
@@ -170,8 +141,8 @@ impl<'a> Tensor<'a> {
 
     /// Returns the checksum of each [`CHUNK_LEN`] bytes of an uncompressed tensor. `None` for
     /// compressed tensors, whose chunks have checksums, and for safetensors, which has none.
-    pub fn sums(&self) -> Option<&'a [u64]> {
-        self.table.sums(self.row)
+    pub fn checksums(&self) -> Option<&'a [u64]> {
+        self.table.checksums(self.row)
     }
 
     /// Returns its [fingerprint](crate::tensor_fingerprint), which identifies its content. `None`
@@ -186,7 +157,7 @@ impl<'a> Tensor<'a> {
     }
 
     /// Returns its length in the file in bytes, after compression.
-    pub fn stored_bytes(&self) -> u64 {
+    pub fn stored_len(&self) -> u64 {
         match self.chunks() {
             None => self.row.len,
             Some(chunks) => chunks.iter().map(|chunk| u64::from(chunk.len)).sum(),
@@ -195,7 +166,7 @@ impl<'a> Tensor<'a> {
 
     /// Returns the offset in the file of its first byte, compressed or not. For an empty compressed
     /// tensor, this is its virtual offset.
-    pub fn stored_at(&self) -> u64 {
+    pub fn stored_offset(&self) -> u64 {
         self.chunks()
             .and_then(|chunks| chunks.first())
             .map_or(self.row.offset, |chunk| chunk.offset)
@@ -210,30 +181,6 @@ impl<'a> Tensor<'a> {
 impl Catalog {
     pub(crate) fn new(files: Vec<FileEntry>, table: Table) -> Self {
         Self { files, table, by_offset: OnceLock::new() }
-    }
-
-    /// Reads a safetensors or `.ts` file from memory. `name` identifies it in errors.
-    ///
-    /// # Errors
-    /// Returns the errors of [`CatalogReader::feed`].
-    pub fn from_bytes(name: &str, file: &[u8]) -> Result<Self, Error> {
-        Self::read(CatalogReader::single(name), file)
-    }
-
-    /// Like [`from_bytes`](Self::from_bytes), with a [lenient](CatalogReader::lenient) reader.
-    ///
-    /// # Errors
-    /// Returns the errors of [`CatalogReader::feed`].
-    pub fn from_bytes_lenient(name: &str, file: &[u8]) -> Result<Self, Error> {
-        Self::read(CatalogReader::single(name).lenient(), file)
-    }
-
-    fn read(mut reader: CatalogReader, file: &[u8]) -> Result<Self, Error> {
-        while let Some(need) = reader.need() {
-            let end = need.offset.saturating_add(need.len).min(file.len() as u64) as usize;
-            reader.feed(&file[(need.offset as usize).min(end)..end], file.len() as u64)?;
-        }
-        reader.finish()
     }
 
     /// Returns the memory used in bytes, without the names of tensors and the metadata of files.
@@ -252,10 +199,10 @@ impl Catalog {
         self.table.rows.iter().map(|row| Tensor { table: &self.table, row })
     }
 
-    /// Returns all tensors, sorted by file and [`Tensor::stored_at`].
-    pub fn tensors_by_place(&self) -> Vec<Tensor<'_>> {
+    /// Returns all tensors, sorted by file and [`Tensor::stored_offset`].
+    pub fn tensors_by_offset(&self) -> Vec<Tensor<'_>> {
         let mut tensors: Vec<_> = self.tensors().collect();
-        tensors.sort_by_key(|tensor| (tensor.row.file, tensor.stored_at(), tensor.row.len));
+        tensors.sort_by_key(|tensor| (tensor.row.file, tensor.stored_offset(), tensor.row.len));
         tensors
     }
 
@@ -277,7 +224,7 @@ impl Catalog {
     }
 
     /// Returns the tensor that contains the whole range, if there is one.
-    pub fn tensor_at(&self, range: ByteRange) -> Option<Tensor<'_>> {
+    pub fn tensor_containing(&self, range: ByteRange) -> Option<Tensor<'_>> {
         let rows = &self.table.rows;
         let by_offset = self.by_offset.get_or_init(|| {
             let mut order: Vec<u32> =
@@ -297,7 +244,7 @@ impl Catalog {
     /// Returns the parts of chunks that a virtual range consists of, in order. Empty if the range
     /// is not virtual, or not within one tensor.
     pub fn chunk_parts(&self, range: ByteRange) -> impl Iterator<Item = ChunkPart> + '_ {
-        let tensor = self.tensor_at(range).filter(|_| range.is_encoded() && range.len > 0);
+        let tensor = self.tensor_containing(range).filter(|_| range.is_virtual() && range.len > 0);
         tensor.into_iter().flat_map(move |tensor| {
             let (whole, chunks) = (tensor.range(), tensor.chunks().unwrap_or_default());
             let (first, last) =
@@ -325,7 +272,7 @@ impl Catalog {
     /// `None` unless the range consists of whole chunks of an uncompressed tensor of a `.ts` file.
     /// Its last chunk may be the shorter one at the end of the tensor.
     pub fn digest(&self, range: ByteRange) -> Option<Digest> {
-        let tensor = self.tensor_at(range)?;
+        let tensor = self.tensor_containing(range)?;
         let begin = range.offset - tensor.range().offset;
         let at_end = begin + range.len == tensor.range().len;
         if !begin.is_multiple_of(CHUNK_LEN) || !(at_end || range.len.is_multiple_of(CHUNK_LEN)) {
@@ -333,7 +280,7 @@ impl Catalog {
         }
         let first = (begin / CHUNK_LEN) as usize;
         let count = range.len.div_ceil(CHUNK_LEN) as usize;
-        Some(Digest::from_chunks(tensor.sums()?[first..first + count].to_vec()))
+        Some(Digest::from_chunks(tensor.checksums()?[first..first + count].to_vec()))
     }
 
     /// Merges `other` into this catalog. The files of `other` are appended, and its tensors replace
@@ -341,10 +288,11 @@ impl Catalog {
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if the result would exceed the limits of a catalog.
-    pub fn overlaid(self, other: Catalog) -> Result<Catalog, Error> {
+    pub fn merge(self, other: Catalog) -> Result<Catalog, Error> {
         let (mut files, mut table) = (self.files, self.table);
         let own_len = table.rows.len();
-        table.append(&other.table, files.len() as u32)?;
+        let added_names: Vec<&str> = other.files.iter().map(|file| file.name.as_str()).collect();
+        table.append(&other.table, files.len() as u32, &added_names.join(", "))?;
         files.extend(other.files);
         let added = table.rows.split_off(own_len);
         let own = std::mem::take(&mut table.rows);
@@ -384,9 +332,9 @@ impl Catalog {
             let file =
                 file.ok_or_else(|| bad(format!("the catalog has no file {}", part.file.0)))?;
             let end = part.offset.checked_add(part.len);
-            let within = match part.is_encoded() {
+            let within = match part.is_virtual() {
                 false => end.is_some_and(|end| end <= file.len),
-                true => part.len == 0 || self.tensor_at(*part).is_some(),
+                true => part.len == 0 || self.tensor_containing(*part).is_some(),
             };
             if !within {
                 return Err(bad(format!(

@@ -185,10 +185,10 @@ fn inflate(src: &[u8], dst: &mut [u8]) -> Result<usize, String> {
 /// ```
 /// use ts_format::{Codec, Compression, Dtype};
 ///
-/// let auto = Compression::named("auto", None)?;
+/// let auto = Compression::parse("auto", None)?;
 /// assert_eq!(auto.codec(Dtype::BF16), Some(Codec::Split));
 /// assert_eq!(auto.codec(Dtype::U8), None);
-/// assert_eq!(Compression::named("zstd", Some(9))?, Compression::By(Codec::Zstd, Some(9)));
+/// assert_eq!(Compression::parse("zstd", Some(9))?, Compression::Codec(Codec::Zstd, Some(9)));
 /// # Ok::<(), String>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -202,7 +202,7 @@ pub enum Compression {
     /// deterministic.
     Auto,
     /// This codec at this level, for all dtypes that it supports. `None` is its default level.
-    By(Codec, Option<i32>),
+    Codec(Codec, Option<i32>),
 }
 
 impl Compression {
@@ -216,14 +216,14 @@ impl Compression {
     ///
     /// # Errors
     /// Returns an error message if the name is unknown, or if `auto` or `raw` has a level.
-    pub fn named(name: &str, level: Option<i32>) -> Result<Self, String> {
+    pub fn parse(name: &str, level: Option<i32>) -> Result<Self, String> {
         match (name, Codec::from_name(name), level) {
             ("auto" | "raw", _, Some(level)) => {
                 Err(format!("compression {name:?} has no levels (got level {level})"))
             }
             ("auto", ..) => Ok(Compression::Auto),
             (_, Some(Codec::Raw), _) => Ok(Compression::None),
-            (_, Some(codec), level) => Ok(Compression::By(codec, level)),
+            (_, Some(codec), level) => Ok(Compression::Codec(codec, level)),
             (_, None, _) => {
                 let names: Vec<_> = Codec::ALL.iter().map(|codec| codec.name()).collect();
                 Err(format!("unknown codec {name:?} (expected auto, {})", names.join(", ")))
@@ -235,9 +235,9 @@ impl Compression {
     pub fn codec(self, dtype: Dtype) -> Option<Codec> {
         let floats = float_width(dtype).is_some();
         match (self, dtype) {
-            (Compression::None | Compression::By(Codec::Raw, _), _) => None,
-            (Compression::By(Codec::Split, _), _) => floats.then_some(Codec::Split),
-            (Compression::By(codec, _), _) => Some(codec),
+            (Compression::None | Compression::Codec(Codec::Raw, _), _) => None,
+            (Compression::Codec(Codec::Split, _), _) => floats.then_some(Codec::Split),
+            (Compression::Codec(codec, _), _) => Some(codec),
             (Compression::Auto, _) if floats => Some(Codec::Split),
             (Compression::Auto, Dtype::Bool | Dtype::I16 | Dtype::U16 | Dtype::I32) => {
                 Some(Codec::Zstd)
@@ -250,14 +250,14 @@ impl Compression {
     /// Returns the requested level, if any.
     pub fn level(self) -> Option<i32> {
         match self {
-            Compression::By(_, level) => level,
+            Compression::Codec(_, level) => level,
             Compression::None | Compression::Auto => None,
         }
     }
 
     /// Returns whether to compress a tensor whose first `raw` bytes, at most 16 MiB, compress to
     /// `stored` bytes. Always true except for [`Auto`](Self::Auto).
-    pub fn is_worth(self, raw: u64, stored: u64) -> bool {
+    pub fn is_worthwhile(self, raw: u64, stored: u64) -> bool {
         self != Compression::Auto || stored <= raw - raw.div_ceil(Self::MIN_SAVING)
     }
 }
@@ -274,9 +274,9 @@ pub struct Encoded {
     /// Length before encoding in bytes.
     pub raw_len: usize,
     /// 64-bit XXH3 of the encoded bytes.
-    pub sum: u64,
+    pub checksum: u64,
     /// 64-bit XXH3 of the bytes before encoding.
-    pub raw_sum: u64,
+    pub raw_checksum: u64,
 }
 
 /// Encodes chunks, which [`decode_chunk`] decodes. Each thread needs its own.
@@ -340,9 +340,10 @@ impl Encoder {
         let begin = out.len();
         let (codec, width) = self.append(dtype, raw, out);
         let len = out.len() - begin;
-        let raw_sum = XxHash3_64::oneshot(raw);
-        let sum = if codec == Codec::Raw { raw_sum } else { XxHash3_64::oneshot(&out[begin..]) };
-        Encoded { codec, width, len, raw_len: raw.len(), sum, raw_sum }
+        let raw_checksum = XxHash3_64::oneshot(raw);
+        let checksum =
+            if codec == Codec::Raw { raw_checksum } else { XxHash3_64::oneshot(&out[begin..]) };
+        Encoded { codec, width, len, raw_len: raw.len(), checksum, raw_checksum }
     }
 
     fn append(&mut self, dtype: Dtype, raw: &[u8], out: &mut Vec<u8>) -> (Codec, u8) {

@@ -100,11 +100,11 @@ pub enum Error {
     /// The catalog would exceed a limit: 2^32 tensors, dimensions, checksums, chunks, or bytes of
     /// names.
     #[error(
-        "{}the catalog would exceed 2^32 tensors, dimensions, checksums, chunks or bytes of names",
-        file_prefix(file)
+        "{file}: the catalog would exceed 2^32 tensors, dimensions, checksums, chunks or bytes of \
+         names"
     )]
     TooLarge {
-        /** Name of the file, as given to the reader; empty when catalogs are merged. */
+        /** Name of the file, as given to the reader, or of the files that are merged. */
         file: String,
     },
     /// [`CatalogReader::finish`](crate::CatalogReader::finish) was called too early, or after an
@@ -147,10 +147,6 @@ fn tensor_prefix(tensor: &str) -> String {
 
 fn tensor_or_file(tensor: &str) -> String {
     if tensor.is_empty() { "the file".into() } else { format!("tensor `{tensor}`") }
-}
-
-fn file_prefix(file: &str) -> String {
-    if file.is_empty() { String::new() } else { format!("{file}: ") }
 }
 
 /// Formats a dtype and shape for error messages, such as `F32 [2, 3]`.

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 
 use twox_hash::XxHash3_64;
 
-use crate::catalog::ByteRange;
 use crate::digest::CHUNK_LEN;
 use crate::error::{check_name, describe};
+use crate::range::ByteRange;
 use crate::split::WIDTHS;
 use crate::superblock::{DATA_START, Superblock};
 use crate::table::{Chunk, Layout, NewRow, Table, next_virtual_offset};
@@ -38,7 +38,7 @@ pub(crate) struct IndexWriter {
 /// Where and how the bytes of a tensor are stored.
 #[derive(Debug)]
 pub(crate) enum Placement<'a> {
-    Contiguous { offset: u64, sums: &'a [u64] },
+    Contiguous { offset: u64, checksums: &'a [u64] },
     Chunked { phase: u8, chunks: &'a [Chunk] },
 }
 
@@ -62,16 +62,16 @@ impl IndexWriter {
         meta.shape.iter().for_each(|n| out.extend(n.to_le_bytes()));
         out.extend(fingerprint.to_le_bytes());
         match placement {
-            Placement::Contiguous { offset, sums } => {
+            Placement::Contiguous { offset, checksums } => {
                 out.extend(offset.to_le_bytes());
-                sums.iter().for_each(|sum| out.extend(sum.to_le_bytes()));
+                checksums.iter().for_each(|checksum| out.extend(checksum.to_le_bytes()));
             }
             Placement::Chunked { chunks, .. } => {
                 for chunk in *chunks {
                     out.extend(chunk.offset.to_le_bytes());
                     out.extend(chunk.len.to_le_bytes());
                     out.extend([chunk.codec.code(), chunk.width, 0, 0]);
-                    out.extend(chunk.sum.to_le_bytes());
+                    out.extend(chunk.checksum.to_le_bytes());
                 }
             }
         }
@@ -122,7 +122,7 @@ pub(crate) fn parse(
     let mut records = Records {
         table: Table::default(),
         data_end: block.index_offset,
-        decoded_end: ByteRange::DECODED,
+        decoded_end: ByteRange::VIRTUAL_START,
     };
     for _ in 0..tensor_count {
         let len = cursor.u32()? as usize;
@@ -162,7 +162,7 @@ struct Records {
     table: Table,
     /// Upper bound of the data in the file.
     data_end: u64,
-    /// End of the virtual ranges so far; see [`ByteRange::DECODED`].
+    /// End of the virtual ranges so far; see [`ByteRange::VIRTUAL_START`].
     decoded_end: u64,
 }
 
@@ -191,8 +191,9 @@ impl Records {
             (CONTIGUOUS, 0) => {
                 let offset = cursor.u64()?;
                 self.check_bounds(cursor, name, offset, len)?;
-                let sums = cursor.entries::<8>(len)?;
-                self.table.push_sums(sums.iter().map(|sum| u64::from_le_bytes(*sum)));
+                let checksums = cursor.entries::<8>(len)?;
+                self.table
+                    .push_checksums(checksums.iter().map(|checksum| u64::from_le_bytes(*checksum)));
                 (offset, Layout::Checksummed)
             }
             (CHUNKED, 0..64) => {
@@ -259,7 +260,7 @@ fn parse_chunk(entry: &[u8; CHUNK_ENTRY], len: u64) -> Result<Chunk, String> {
              of {len} bytes"
         ));
     }
-    Ok(Chunk { offset: word(0), len: stored, codec, width, sum: word(16) })
+    Ok(Chunk { offset: word(0), len: stored, codec, width, checksum: word(16) })
 }
 
 /// Reads an index from front to back.

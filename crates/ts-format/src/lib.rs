@@ -27,9 +27,9 @@
 //! ```
 //!
 //! # Invariants
-//! - Every [`ByteRange`] of a [`Catalog`] is [virtual](ByteRange::DECODED) or lies within its file,
-//!   at the length that the file had when its header was read. The ranges of a tensor add up to
-//!   exactly the size of its dtype and shape.
+//! - Every [`ByteRange`] of a [`Catalog`] is [virtual](ByteRange::VIRTUAL_START) or lies within its
+//!   file, at the length that the file had when its header was read. The ranges of a tensor add up
+//!   to exactly the size of its dtype and shape.
 //! - Sizes are checked against the length of the file before memory is allocated.
 //! - Nothing in a file is evaluated.
 #![deny(unsafe_code)]
@@ -42,6 +42,7 @@ mod error;
 mod index;
 mod json;
 mod meta;
+mod range;
 mod reader;
 mod safetensors;
 mod sharded;
@@ -52,18 +53,19 @@ mod superblock;
 mod table;
 mod writer;
 
-pub use catalog::{ByteRange, Catalog, ChunkPart, FileEntry, FileId, Tensor, TensorEntry};
+pub use catalog::{Catalog, ChunkPart, FileEntry, Tensor, TensorEntry};
 pub use codec::{Codec, Compression, DecodeError, Encoded, Encoder, Scratch, decode_chunk};
 pub use digest::{CHUNK_LEN, Digest};
 pub use dtype::Dtype;
 pub use error::{Error, ErrorKind};
 pub use index::MAX_RANK;
 pub use meta::TensorMeta;
-pub use reader::{CatalogReader, Need};
+pub use range::{ByteRange, FileId};
+pub use reader::{CatalogReader, ReadRequest};
 pub use safetensors::{MAX_HEADER_LEN, SafetensorsLayout};
 pub use sharded::{MAX_INDEX_LEN, shard_index};
 pub use superblock::MAGIC;
 pub use table::Chunk;
 pub use writer::{
-    CheckpointRoom, ContainerEnds, ContainerWriter, Move, fingerprint, tensor_fingerprint,
+    CheckpointSpace, ContainerTail, ContainerWriter, CopyRange, fingerprint, tensor_fingerprint,
 };

@@ -10,7 +10,7 @@ use crate::{Error, index};
 
 /// The byte range that a [`CatalogReader`] needs next.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Need {
+pub struct ReadRequest {
     /// Name of the file, as passed to the reader or derived from the shard index.
     pub file: String,
     /// Offset of the first byte.
@@ -57,6 +57,8 @@ enum ReaderState {
     /// The index of a `.ts` file.
     ContainerIndex(String, Superblock),
     Done,
+    /// A file was invalid.
+    Failed,
 }
 
 impl CatalogReader {
@@ -90,17 +92,18 @@ impl CatalogReader {
         Self { lenient: true, ..self }
     }
 
-    /// Returns the byte range to feed next, or `None` if the catalog is complete.
-    pub fn need(&self) -> Option<Need> {
+    /// Returns the byte range to feed next, or `None` if the catalog is complete or
+    /// [`feed`](Self::feed) failed.
+    pub fn need(&self) -> Option<ReadRequest> {
         let (file, offset, len) = match &self.state {
             ReaderState::ShardIndex => (&self.root, 0, MAX_INDEX_LEN + 1),
             ReaderState::Prefix(file) => (file, 0, PREFIX_LEN),
             ReaderState::Header(file, len) => (file, PREFIX_LEN, *len),
             ReaderState::Superblocks(file) => (file, 0, DATA_START),
             ReaderState::ContainerIndex(file, block) => (file, block.index_offset, block.index_len),
-            ReaderState::Done => return None,
+            ReaderState::Done | ReaderState::Failed => return None,
         };
-        Some(Need { file: file.clone(), offset, len })
+        Some(ReadRequest { file: file.clone(), offset, len })
     }
 
     /// Parses the bytes that [`need`](Self::need) requested. `file_len` is the length of the whole
@@ -108,9 +111,9 @@ impl CatalogReader {
     ///
     /// # Errors
     /// Returns an error of kind [`ErrorKind::BadFile`](crate::ErrorKind::BadFile) if the file is
-    /// malformed or truncated. The reader must not be used afterwards.
+    /// malformed or truncated. After an error, all further calls return [`Error::Incomplete`].
     pub fn feed(&mut self, bytes: &[u8], file_len: u64) -> Result<(), Error> {
-        match std::mem::replace(&mut self.state, ReaderState::Done) {
+        match std::mem::replace(&mut self.state, ReaderState::Failed) {
             ReaderState::ShardIndex => self.feed_index(bytes)?,
             ReaderState::Prefix(file) if bytes == MAGIC => {
                 self.state = ReaderState::Superblocks(file);
@@ -142,7 +145,8 @@ impl CatalogReader {
                 self.add_file(file, header.table, header.metadata, file_len, None)?;
                 self.next_shard();
             }
-            ReaderState::Done => {}
+            ReaderState::Done => self.state = ReaderState::Done,
+            ReaderState::Failed => return Err(Error::Incomplete { file: self.root.clone() }),
         }
         Ok(())
     }
@@ -150,7 +154,8 @@ impl CatalogReader {
     /// Returns the catalog.
     ///
     /// # Errors
-    /// Returns [`Error::Incomplete`] if [`need`](Self::need) still requests bytes.
+    /// Returns [`Error::Incomplete`] if [`need`](Self::need) still requests bytes, or
+    /// [`feed`](Self::feed) failed.
     pub fn finish(self) -> Result<Catalog, Error> {
         match self.state {
             ReaderState::Done if !self.files.is_empty() => {
@@ -216,8 +221,34 @@ impl CatalogReader {
         }
         let id = u32::try_from(self.files.len())
             .expect("an index of 256 MiB names fewer than 2^32 files");
-        self.table.append(&table, id)?;
+        self.table.append(&table, id, &file)?;
         self.files.push(FileEntry { name: file, len: file_len, metadata, superblock });
         Ok(())
+    }
+}
+
+impl Catalog {
+    /// Reads a safetensors or `.ts` file from memory. `name` identifies it in errors.
+    ///
+    /// # Errors
+    /// Returns the errors of [`CatalogReader::feed`].
+    pub fn from_bytes(name: &str, file: &[u8]) -> Result<Self, Error> {
+        Self::read(CatalogReader::single(name), file)
+    }
+
+    /// Like [`from_bytes`](Self::from_bytes), with a [lenient](CatalogReader::lenient) reader.
+    ///
+    /// # Errors
+    /// Returns the errors of [`CatalogReader::feed`].
+    pub fn from_bytes_lenient(name: &str, file: &[u8]) -> Result<Self, Error> {
+        Self::read(CatalogReader::single(name).lenient(), file)
+    }
+
+    fn read(mut reader: CatalogReader, file: &[u8]) -> Result<Self, Error> {
+        while let Some(need) = reader.need() {
+            let end = need.offset.saturating_add(need.len).min(file.len() as u64) as usize;
+            reader.feed(&file[(need.offset as usize).min(end)..end], file.len() as u64)?;
+        }
+        reader.finish()
     }
 }

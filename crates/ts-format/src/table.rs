@@ -4,8 +4,8 @@
 
 use twox_hash::XxHash3_64;
 
-use crate::catalog::ByteRange;
 use crate::digest::CHUNK_LEN;
+use crate::range::ByteRange;
 use crate::{Codec, Dtype, Error};
 
 /// A chunk of a compressed tensor: [`CHUNK_LEN`] bytes before encoding, or fewer for the last one.
@@ -20,13 +20,13 @@ pub struct Chunk {
     /// Element width in bytes for [`Codec::Split`], else 0.
     pub width: u8,
     /// 64-bit XXH3 of the encoded bytes.
-    pub sum: u64,
+    pub checksum: u64,
 }
 
 impl Chunk {
     /// Returns whether `stored`, the encoded bytes, have the length and checksum of this chunk.
     pub fn matches(&self, stored: &[u8]) -> bool {
-        stored.len() == self.len as usize && XxHash3_64::oneshot(stored) == self.sum
+        stored.len() == self.len as usize && XxHash3_64::oneshot(stored) == self.checksum
     }
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct Table {
     pub(crate) rows: Vec<Row>,
     names: String,
     shapes: Vec<u64>,
-    sums: Vec<u64>,
+    checksums: Vec<u64>,
     chunks: Vec<Chunk>,
 }
 
@@ -57,7 +57,7 @@ pub(crate) struct Row {
     name_start: u32,
     name_len: u32,
     shape_start: u32,
-    /// In `sums` or `chunks`, depending on the layout.
+    /// In `checksums` or `chunks`, depending on the layout.
     chunks_start: u32,
     pub(crate) file: u32,
     pub(crate) dtype: Dtype,
@@ -93,9 +93,9 @@ impl Table {
         &self.shapes[row.shape_start as usize..][..usize::from(row.rank)]
     }
 
-    pub(crate) fn sums(&self, row: &Row) -> Option<&[u64]> {
-        let sums = || &self.sums[row.chunks_start as usize..][..row.chunk_count()];
-        (row.layout == Layout::Checksummed).then(sums)
+    pub(crate) fn checksums(&self, row: &Row) -> Option<&[u64]> {
+        let checksums = || &self.checksums[row.chunks_start as usize..][..row.chunk_count()];
+        (row.layout == Layout::Checksummed).then(checksums)
     }
 
     pub(crate) fn chunks(&self, row: &Row) -> Option<&[Chunk]> {
@@ -112,12 +112,11 @@ impl Table {
         rank: u8,
         fingerprint: [u8; 16],
     ) -> Result<(), Error> {
-        let to_u32 =
-            |len: usize| u32::try_from(len).map_err(|_| Error::TooLarge { file: file.into() });
+        let to_u32 = |len: usize| u32::try_from(len).map_err(|_| too_large(file));
         let count = new.len.div_ceil(CHUNK_LEN) as usize;
         let chunks_start = match layout {
             Layout::Plain => 0,
-            Layout::Checksummed => to_u32(self.sums.len() - count)?,
+            Layout::Checksummed => to_u32(self.checksums.len() - count)?,
             Layout::Chunked => to_u32(self.chunks.len() - count)?,
         };
         let row = Row {
@@ -145,35 +144,31 @@ impl Table {
         &self.shapes[begin..]
     }
 
-    pub(crate) fn push_sums(&mut self, sums: impl Iterator<Item = u64>) {
-        self.sums.extend(sums);
+    pub(crate) fn push_checksums(&mut self, checksums: impl Iterator<Item = u64>) {
+        self.checksums.extend(checksums);
     }
 
     pub(crate) fn push_chunk(&mut self, chunk: Chunk) {
         self.chunks.push(chunk);
     }
 
-    /// Appends the rows of `other`, and adds `first_file` to their file numbers.
-    pub(crate) fn append(&mut self, other: &Table, first_file: u32) -> Result<(), Error> {
-        let to_u32 =
-            |len: usize| u32::try_from(len).map_err(|_| Error::TooLarge { file: String::new() });
-        for (own, added) in [
-            (self.rows.len(), other.rows.len()),
-            (self.names.len(), other.names.len()),
-            (self.shapes.len(), other.shapes.len()),
-            (self.sums.len(), other.sums.len()),
-            (self.chunks.len(), other.chunks.len()),
-        ] {
-            to_u32(own + added)?;
-        }
+    /// Appends the rows of `other`, and adds `first_file` to their file numbers. `file` names the
+    /// origin of `other` in errors.
+    pub(crate) fn append(
+        &mut self,
+        other: &Table,
+        first_file: u32,
+        file: &str,
+    ) -> Result<(), Error> {
+        self.check_append(other, file, u32::MAX as usize)?;
         let (names, shapes) = (self.names.len() as u32, self.shapes.len() as u32);
-        let (sums, chunks) = (self.sums.len() as u32, self.chunks.len() as u32);
+        let (checksums, chunks) = (self.checksums.len() as u32, self.chunks.len() as u32);
         self.rows.extend(other.rows.iter().map(|row| Row {
             name_start: row.name_start + names,
             shape_start: row.shape_start + shapes,
             chunks_start: match row.layout {
                 Layout::Plain => 0,
-                Layout::Checksummed => row.chunks_start + sums,
+                Layout::Checksummed => row.chunks_start + checksums,
                 Layout::Chunked => row.chunks_start + chunks,
             },
             file: row.file + first_file,
@@ -181,9 +176,22 @@ impl Table {
         }));
         self.names.push_str(&other.names);
         self.shapes.extend(&other.shapes);
-        self.sums.extend(&other.sums);
+        self.checksums.extend(&other.checksums);
         self.chunks.extend(&other.chunks);
         Ok(())
+    }
+
+    /// Returns an error if a list would have more than `max` entries after appending `other`.
+    fn check_append(&self, other: &Table, file: &str, max: usize) -> Result<(), Error> {
+        let lens = [
+            (self.rows.len(), other.rows.len()),
+            (self.names.len(), other.names.len()),
+            (self.shapes.len(), other.shapes.len()),
+            (self.checksums.len(), other.checksums.len()),
+            (self.chunks.len(), other.chunks.len()),
+        ];
+        let fits = |(own, added): (usize, usize)| own.saturating_add(added) <= max;
+        if lens.into_iter().all(fits) { Ok(()) } else { Err(too_large(file)) }
     }
 
     /// Releases unused capacity.
@@ -191,7 +199,7 @@ impl Table {
         self.rows.shrink_to_fit();
         self.names.shrink_to_fit();
         self.shapes.shrink_to_fit();
-        self.sums.shrink_to_fit();
+        self.checksums.shrink_to_fit();
         self.chunks.shrink_to_fit();
     }
 
@@ -209,7 +217,7 @@ impl Table {
     pub(crate) fn heap_bytes(&self) -> usize {
         self.rows.capacity() * size_of::<Row>()
             + self.shapes.capacity() * size_of::<u64>()
-            + self.sums.capacity() * size_of::<u64>()
+            + self.checksums.capacity() * size_of::<u64>()
             + self.chunks.capacity() * size_of::<Chunk>()
     }
 
@@ -230,9 +238,29 @@ impl Table {
     }
 }
 
+fn too_large(file: &str) -> Error {
+    Error::TooLarge { file: file.into() }
+}
+
 /// Returns the first virtual offset from `end` on that has this phase (offset modulo 64).
 pub(crate) fn next_virtual_offset(end: u64, phase: u8) -> u64 {
-    debug_assert!(end >= ByteRange::DECODED);
+    debug_assert!(end >= ByteRange::VIRTUAL_START);
     let phase = u64::from(phase) % 64;
     (end + 63 - phase) / 64 * 64 + phase
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_append_beyond_the_limit_names_the_file() {
+        let table = Table { names: "abc".into(), checksums: vec![1, 2], ..Table::default() };
+        assert!(table.check_append(&table, "model.ts", 6).is_ok());
+        let error = table.check_append(&table, "model.ts", 5).expect_err("the names take 6 bytes");
+        assert!(
+            error.to_string().starts_with("model.ts: the catalog would exceed 2^32"),
+            "{error}"
+        );
+    }
 }

@@ -27,7 +27,7 @@ const BLOCK: u64 = 4096;
 pub fn tensor_fingerprint(meta: &TensorMeta, digest: &Digest) -> u128 {
     let mut described = vec![meta.dtype.code(), meta.shape.len() as u8];
     described.extend(meta.shape.iter().flat_map(|n| n.to_le_bytes()));
-    described.extend(digest.chunks().iter().flat_map(|sum| sum.to_le_bytes()));
+    described.extend(digest.chunks().iter().flat_map(|checksum| checksum.to_le_bytes()));
     XxHash3_128::oneshot(&described)
 }
 
@@ -70,9 +70,9 @@ pub fn fingerprint<'a>(tensors: impl IntoIterator<Item = (&'a str, u128)>) -> u1
 /// file.resize(offset as usize, 0);
 /// file.extend(b"abc");
 /// writer.feed(b"abc")?;
-/// let ends = writer.finish()?;
-/// file.extend(&ends.index);
-/// file[..8192].copy_from_slice(&ends.superblocks);
+/// let tail = writer.finish()?;
+/// file.extend(&tail.index);
+/// file[..8192].copy_from_slice(&tail.superblocks);
 /// # Ok::<(), ts_format::Error>(())
 /// ```
 #[derive(Debug)]
@@ -105,12 +105,12 @@ struct PendingTensor {
 #[derive(Debug)]
 enum PendingLayout {
     Contiguous { offset: u64, digester: Box<Digester> },
-    Chunked { phase: u8, chunks: Vec<Chunk>, raw_sums: Vec<u64> },
+    Chunked { phase: u8, chunks: Vec<Chunk>, raw_checksums: Vec<u64> },
 }
 
 /// The index and superblocks to write to a `.ts` file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ContainerEnds {
+pub struct ContainerTail {
     /// Offset of the index: the end of the data, or, for a checkpoint, after the space of the
     /// finished file.
     pub index_offset: u64,
@@ -124,7 +124,7 @@ pub struct ContainerEnds {
 
 /// The space in a file for the indexes of [checkpoints](ContainerWriter::checkpoint).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CheckpointRoom {
+pub struct CheckpointSpace {
     /// Upper bound on the end of the data and the final index.
     data_end: u64,
     /// Upper bound on the length of the index of a checkpoint.
@@ -133,7 +133,7 @@ pub struct CheckpointRoom {
 
 /// A byte range to copy from one file to another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Move {
+pub struct CopyRange {
     /// Offset in the source file.
     pub from: u64,
     /// Length in bytes.
@@ -141,7 +141,7 @@ pub struct Move {
     /// Offset in the new file.
     pub to: u64,
     /// 64-bit XXH3 of the bytes.
-    pub sum: u64,
+    pub checksum: u64,
 }
 
 impl ContainerWriter {
@@ -167,7 +167,7 @@ impl ContainerWriter {
     /// the file has a later minor version. Records of later versions may have fields that this
     /// writer cannot copy.
     pub fn append(catalog: &Catalog, keep: impl Fn(&str) -> bool) -> Result<Self, Error> {
-        let tensors = catalog.tensors_by_place().into_iter();
+        let tensors = catalog.tensors_by_offset().into_iter();
         let kept = tensors.filter(|tensor| keep(tensor.name())).collect();
         let (mut this, block) = Self::with_records(catalog, kept)?;
         if block.generation == u64::MAX {
@@ -221,7 +221,7 @@ impl ContainerWriter {
             let placement = match tensor.chunks() {
                 None => Placement::Contiguous {
                     offset: range.offset,
-                    sums: tensor.sums().unwrap_or_default(),
+                    checksums: tensor.checksums().unwrap_or_default(),
                 },
                 Some(chunks) => Placement::Chunked { phase, chunks },
             };
@@ -234,23 +234,23 @@ impl ContainerWriter {
 
     /// Computes the space for [`checkpoint`](Self::checkpoint)s of a file that will have exactly
     /// these tensors.
-    pub fn room<'a>(
+    pub fn checkpoint_space<'a>(
         &self,
         tensors: impl IntoIterator<Item = (&'a str, &'a TensorMeta)>,
-    ) -> CheckpointRoom {
+    ) -> CheckpointSpace {
         let metadata =
             self.metadata.iter().map(|(key, value)| (8 + key.len() + value.len()) as u64);
-        let mut room =
-            CheckpointRoom { data_end: DATA_START, index_len: BLOCK + metadata.sum::<u64>() };
+        let mut space =
+            CheckpointSpace { data_end: DATA_START, index_len: BLOCK + metadata.sum::<u64>() };
         for (name, meta) in tensors {
             let len = meta.byte_len().unwrap_or(0);
-            room.data_end = room.data_end.saturating_add(len).saturating_add(2 * ALIGNMENT);
-            room.index_len += max_record_len(name, meta.shape.len(), len);
+            space.data_end = space.data_end.saturating_add(len).saturating_add(2 * ALIGNMENT);
+            space.index_len += max_record_len(name, meta.shape.len(), len);
         }
         // The final index precedes the indexes of checkpoints.
-        room.data_end = room.data_end.saturating_add(room.index_len).next_multiple_of(BLOCK);
-        room.index_len = room.index_len.next_multiple_of(BLOCK);
-        room
+        space.data_end = space.data_end.saturating_add(space.index_len).next_multiple_of(BLOCK);
+        space.index_len = space.index_len.next_multiple_of(BLOCK);
+        space
     }
 
     /// Returns the end of the space that is assigned so far. The next tensor or index begins here
@@ -299,8 +299,11 @@ impl ContainerWriter {
     ) -> Result<(), Error> {
         let (len, phase) = self.start_tensor(name, &meta, phase)?;
         self.end = self.end.next_multiple_of(ALIGNMENT);
-        let layout =
-            PendingLayout::Chunked { phase: phase as u8, chunks: Vec::new(), raw_sums: Vec::new() };
+        let layout = PendingLayout::Chunked {
+            phase: phase as u8,
+            chunks: Vec::new(),
+            raw_checksums: Vec::new(),
+        };
         self.pending =
             Some(PendingTensor { name: name.into(), meta, len: Some(len), fed: 0, layout });
         Ok(())
@@ -334,7 +337,7 @@ impl ContainerWriter {
 
     /// Removes the pending tensor if it is incomplete, so that a [`checkpoint`](Self::checkpoint)
     /// of the tensors before it is possible.
-    pub fn drop_incomplete(&mut self) {
+    pub fn discard_incomplete(&mut self) {
         let incomplete = |pending: &mut PendingTensor| pending.len != Some(pending.fed);
         if let Some(pending) = self.pending.take_if(incomplete) {
             self.names.remove(&pending.name);
@@ -346,32 +349,32 @@ impl ContainerWriter {
     /// # Errors
     /// Returns the errors of [`begin`](Self::begin), and [`Error::Unwritable`] if the source file
     /// has no checksums.
-    pub fn copy(&mut self, tensor: Tensor<'_>) -> Result<Vec<Move>, Error> {
+    pub fn copy(&mut self, tensor: Tensor<'_>) -> Result<Vec<CopyRange>, Error> {
         let (name, meta, range) = (tensor.name(), tensor.meta(), tensor.range());
         let Some(fingerprint) = tensor.fingerprint() else {
             return Err(unwritable(name, "the source file has no checksums".into()));
         };
         let phase = (range.offset % ALIGNMENT) as u8;
-        let moves: Vec<Move> = match tensor.chunks() {
+        let ranges: Vec<CopyRange> = match tensor.chunks() {
             None => {
-                let (to, sums) = (
+                let (to, checksums) = (
                     self.begin(name, meta.clone(), Some(phase))?,
-                    tensor.sums().unwrap_or_default(),
+                    tensor.checksums().unwrap_or_default(),
                 );
                 let begins = (0..range.len).step_by(CHUNK_LEN as usize);
-                let moves = begins.zip(sums).map(|(at, &sum)| Move {
+                let ranges = begins.zip(checksums).map(|(at, &checksum)| CopyRange {
                     from: range.offset + at,
                     len: CHUNK_LEN.min(range.len - at),
                     to: to + at,
-                    sum,
+                    checksum,
                 });
                 self.index.push(
                     name,
                     &meta,
                     fingerprint,
-                    &Placement::Contiguous { offset: to, sums },
+                    &Placement::Contiguous { offset: to, checksums },
                 );
-                moves.collect()
+                ranges.collect()
             }
             Some(chunks) => {
                 self.begin_chunked(name, meta.clone(), Some(phase))?;
@@ -387,17 +390,17 @@ impl ContainerWriter {
                     &Placement::Chunked { phase, chunks: &moved },
                 );
                 let pairs = chunks.iter().zip(&moved);
-                let to_move = |(old, new): (&Chunk, &Chunk)| Move {
+                let to_range = |(old, new): (&Chunk, &Chunk)| CopyRange {
                     from: old.offset,
                     len: u64::from(old.len),
                     to: new.offset,
-                    sum: old.sum,
+                    checksum: old.checksum,
                 };
-                pairs.map(to_move).collect()
+                pairs.map(to_range).collect()
             }
         };
         self.pending = None;
-        Ok(moves)
+        Ok(ranges)
     }
 
     /// Takes the next bytes of the pending uncompressed tensor, to compute their checksums.
@@ -437,7 +440,7 @@ impl ContainerWriter {
     pub fn push_chunk(&mut self, encoded: &Encoded) -> Result<u64, Error> {
         match &mut self.pending {
             Some(PendingTensor {
-                layout: PendingLayout::Chunked { chunks, raw_sums, .. },
+                layout: PendingLayout::Chunked { chunks, raw_checksums, .. },
                 name,
                 len,
                 fed,
@@ -454,10 +457,10 @@ impl ContainerWriter {
                         format!("wrong chunk length (expected {next_len} bytes, got {raw_len})");
                     return Err(unwritable(name, reason));
                 }
-                let Encoded { len, codec, width, sum, raw_sum, .. } = *encoded;
+                let Encoded { len, codec, width, checksum, raw_checksum, .. } = *encoded;
                 let offset = self.end;
-                chunks.push(Chunk { offset, len: len as u32, codec, width, sum });
-                raw_sums.push(raw_sum);
+                chunks.push(Chunk { offset, len: len as u32, codec, width, checksum });
+                raw_checksums.push(raw_checksum);
                 *fed += raw_len;
                 self.end += len as u64;
                 Ok(offset)
@@ -472,9 +475,9 @@ impl ContainerWriter {
     /// # Errors
     /// Returns [`Error::Unwritable`] if the last tensor is incomplete, or the index exceeds 256
     /// MiB.
-    pub fn finish(mut self) -> Result<ContainerEnds, Error> {
+    pub fn finish(mut self) -> Result<ContainerTail, Error> {
         self.end_tensor()?;
-        self.ends(
+        self.tail(
             self.end,
             &self.metadata,
             self.active.map(|block| (block.generation, block.second)),
@@ -491,26 +494,26 @@ impl ContainerWriter {
     /// Returns the errors of [`finish`](Self::finish).
     pub fn checkpoint(
         &mut self,
-        room: CheckpointRoom,
+        space: CheckpointSpace,
         metadata: &BTreeMap<String, String>,
-    ) -> Result<ContainerEnds, Error> {
+    ) -> Result<ContainerTail, Error> {
         self.end_tensor()?;
         // The superblocks alternate, beginning with superblock A.
         let active = (self.checkpoints > 0)
             .then_some((self.checkpoints, self.checkpoints.is_multiple_of(2)));
-        let index_offset = room.data_end.saturating_add(self.checkpoints % 2 * room.index_len);
-        let ends = self.ends(index_offset, metadata, active)?;
+        let index_offset = space.data_end.saturating_add(self.checkpoints % 2 * space.index_len);
+        let tail = self.tail(index_offset, metadata, active)?;
         self.checkpoints += 1;
-        Ok(ends)
+        Ok(tail)
     }
 
     /// `active` is the generation of the active superblock, and whether it is superblock B.
-    fn ends(
+    fn tail(
         &self,
         index_offset: u64,
         metadata: &BTreeMap<String, String>,
         active: Option<(u64, bool)>,
-    ) -> Result<ContainerEnds, Error> {
+    ) -> Result<ContainerTail, Error> {
         let index = self.index.finish(metadata);
         if index.len() as u64 > MAX_INDEX_LEN {
             return Err(unwritable("", "the index would exceed 256 MiB".into()));
@@ -524,7 +527,7 @@ impl ContainerWriter {
         if active.is_none() {
             superblocks.resize(DATA_START as usize, 0);
         }
-        Ok(ContainerEnds { index_offset, index, superblocks_offset: block.offset(), superblocks })
+        Ok(ContainerTail { index_offset, index, superblocks_offset: block.offset(), superblocks })
     }
 
     /// Completes the pending tensor, validates a new one, and returns its length in bytes and its
@@ -583,11 +586,11 @@ impl ContainerWriter {
         match layout {
             PendingLayout::Contiguous { offset, digester } => {
                 let digest = digester.finish();
-                let placement = Placement::Contiguous { offset, sums: digest.chunks() };
+                let placement = Placement::Contiguous { offset, checksums: digest.chunks() };
                 self.index.push(&name, &meta, tensor_fingerprint(&meta, &digest), &placement);
             }
-            PendingLayout::Chunked { phase, chunks, raw_sums } => {
-                let fingerprint = tensor_fingerprint(&meta, &Digest::from_chunks(raw_sums));
+            PendingLayout::Chunked { phase, chunks, raw_checksums } => {
+                let fingerprint = tensor_fingerprint(&meta, &Digest::from_chunks(raw_checksums));
                 self.index.push(
                     &name,
                     &meta,

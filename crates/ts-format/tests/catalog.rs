@@ -189,6 +189,21 @@ fn an_invalid_shard_index_is_refused() {
 }
 
 #[test]
+fn a_reader_that_failed_returns_no_catalog() {
+    let index = r#"{"weight_map":{"a":"1","b":"2"}}"#;
+    let mut reader = CatalogReader::sharded("i.json");
+    reader.feed(index.as_bytes(), index.len() as u64).unwrap();
+    let first = shard("a");
+    for range in [0..8, 8..first.len() - 4] {
+        reader.feed(&first[range], first.len() as u64).unwrap();
+    }
+    assert!(reader.feed(b"[]", 2).is_err(), "the second shard is not a safetensors file");
+    assert_eq!(reader.need(), None);
+    assert!(matches!(reader.feed(b"", 0), Err(Error::Incomplete { .. })));
+    assert!(matches!(reader.finish(), Err(Error::Incomplete { .. })));
+}
+
+#[test]
 fn assemble_validates_ranges() {
     let catalog = read_one(&safetensors(TWO, 16)).unwrap();
     let end = catalog.files()[0].len;

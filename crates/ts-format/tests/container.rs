@@ -47,10 +47,10 @@ fn write(tensors: &[Tensor], metadata: &[(&str, &str)]) -> Vec<u8> {
             file.extend(stored);
         }
     }
-    let ends = writer.finish().expect("all tensors are complete");
-    file.resize(ends.index_offset as usize, 0);
-    file.extend(&ends.index);
-    file[..ends.superblocks.len()].copy_from_slice(&ends.superblocks);
+    let tail = writer.finish().expect("all tensors are complete");
+    file.resize(tail.index_offset as usize, 0);
+    file.extend(&tail.index);
+    file[..tail.superblocks.len()].copy_from_slice(&tail.superblocks);
     file
 }
 
@@ -59,8 +59,8 @@ fn read(file: &[u8], tensor: ts_format::Tensor<'_>) -> Result<Vec<u8>, String> {
     let range = tensor.range();
     let Some(chunks) = tensor.chunks() else {
         let bytes = file[range.offset as usize..(range.offset + range.len) as usize].to_vec();
-        let digest = tensor.sums().map_or(Digest::default(), |_| Digest::of(&bytes));
-        return if Some(digest.chunks()) == tensor.sums() {
+        let digest = tensor.checksums().map_or(Digest::default(), |_| Digest::of(&bytes));
+        return if Some(digest.chunks()) == tensor.checksums() {
             Ok(bytes)
         } else {
             Err("checksum mismatch".into())
@@ -110,12 +110,12 @@ fn ranges_of_compressed_tensors_are_virtual_and_can_be_divided() {
     let catalog = Catalog::from_bytes("m", &file).unwrap();
     let split = catalog.tensor("split").unwrap();
     let range = split.range();
-    assert!(range.is_encoded() && range.offset % 64 == 20 && range.len == 1200);
+    assert!(range.is_virtual() && range.offset % 64 == 20 && range.len == 1200);
     let part = |begin: u64, len: u64| ByteRange { offset: range.offset + begin, len, ..range };
     for (begin, len) in [(0, 1200), (1199, 1), (400, 800)] {
-        assert_eq!(catalog.tensor_at(part(begin, len)).unwrap().name(), "split");
+        assert_eq!(catalog.tensor_containing(part(begin, len)).unwrap().name(), "split");
     }
-    assert!(catalog.tensor_at(part(400, 801)).is_none(), "the range exceeds the tensor");
+    assert!(catalog.tensor_containing(part(400, 801)).is_none(), "the range exceeds the tensor");
     assert_eq!(catalog.digest(range), None);
     let meta = || TensorMeta { dtype: Dtype::F32, shape: vec![2, 100] };
     let halves = || vec![part(800, 400), part(0, 400)];
@@ -175,13 +175,13 @@ fn a_tensor_takes_less_than_200_bytes_plus_its_name() {
         writer.begin(&format!("model.layers.{i}.self_attn.q_proj.weight"), meta(), None).unwrap();
         writer.feed(&[7; 256]).unwrap();
     }
-    let ends = writer.finish().unwrap();
-    let mut file = ends.superblocks;
-    file.resize(ends.index_offset as usize, 0);
-    file.extend(&ends.index);
+    let tail = writer.finish().unwrap();
+    let mut file = tail.superblocks;
+    file.resize(tail.index_offset as usize, 0);
+    file.extend(&tail.index);
     let catalog = Catalog::from_bytes("m", &file).unwrap();
     let range = catalog.tensor("model.layers.5.self_attn.q_proj.weight").unwrap().range();
-    assert!(catalog.tensor_at(range).is_some());
+    assert!(catalog.tensor_containing(range).is_some());
     let each = catalog.heap_bytes() / count;
     assert!((64..200).contains(&each), "{each} bytes");
 }

@@ -29,7 +29,7 @@ fn main() -> Result<(), Error> {
     // uses `second` runs after it.
     let first = pool.allocate_for_stream(MIB, &copies)?;
     let range = first.range()?;
-    copies.launch_host_fn(kernel().writing(range))?;
+    copies.launch_host_fn(kernel().writes(range))?;
     drop(first);
     let second = pool.allocate_for_stream(MIB, &copies)?;
     assert_eq!(second.range()?, range);
@@ -39,15 +39,15 @@ fn main() -> Result<(), Error> {
     drop(second);
     let third = pool.allocate_for_stream(MIB, &compute)?;
     assert_eq!(third.range()?, range);
-    println!("taken from another stream: {}", pool.stats().stolen);
+    println!("taken from another stream: {}", pool.stats().reused_across_streams);
 
     // A buffer can be used on a second stream. The event orders the accesses, and `record_use`
     // keeps the memory from being reused before the second stream is done with it.
-    compute.launch_host_fn(kernel().writing(range))?;
+    compute.launch_host_fn(kernel().writes(range))?;
     let written = device.create_event()?;
     compute.record(&written)?;
     copies.wait(&written)?;
-    copies.launch_host_fn(kernel().reading(range))?;
+    copies.launch_host_fn(kernel().reads(range))?;
     pool.record_use(&third, &copies)?;
     drop(third);
     println!("freed, but still in use by another stream: {} bytes", pool.stats().pending_bytes);

@@ -11,6 +11,10 @@ use ts_streams::{Device, MemoryKind, RawMemory};
 
 use crate::Error;
 
+/// Alignment of blocks in bytes; their sizes are multiples of it. One page, which satisfies the
+/// memory alignment that any file system requires for direct I/O.
+pub const BLOCK_ALIGN: usize = 4096;
+
 /// Alignment of the arena's first byte: the size of a huge page on x86-64 and arm64.
 const HUGE_PAGE: usize = 2 << 20;
 
@@ -68,7 +72,7 @@ impl Arena {
     /// Returns [`Error::Device`] if the device has no such memory.
     pub(crate) fn of_device<D: Device>(device: &D, len: usize) -> Result<Self, Error> {
         let failed = || Error::Map { bytes: len, source: std::io::ErrorKind::OutOfMemory.into() };
-        let layout = Layout::from_size_align(len, crate::BLOCK_ALIGN).map_err(|_| failed())?;
+        let layout = Layout::from_size_align(len, BLOCK_ALIGN).map_err(|_| failed())?;
         let memory = device.allocate(layout, MemoryKind::PinnedHost)?;
         if memory.kind() == MemoryKind::Device {
             let device = device.info().name.clone();
@@ -77,7 +81,7 @@ impl Arena {
             );
         }
         let range = memory.range();
-        if range.len() < len || !range.address().is_multiple_of(crate::BLOCK_ALIGN) {
+        if range.len() < len || !range.address().is_multiple_of(BLOCK_ALIGN) {
             return Err(failed());
         }
         let base = NonNull::new(range.as_ptr()).ok_or_else(failed)?;

@@ -3,9 +3,10 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::pool::Block;
+use crate::Error;
+use crate::pool::{Block, HostPool};
 
-/// A mutable byte buffer in a [`HostPool`](crate::HostPool): a whole block, or a part split off
+/// A mutable byte buffer in a [`HostPool`]: a whole block, or a part split off
 /// one.
 ///
 /// Different threads can fill the parts of one block at the same time. Join the parts again with
@@ -33,8 +34,22 @@ pub struct Buffer {
     len: usize,
 }
 
+impl HostPool {
+    /// Allocates a buffer of `len` bytes, aligned to [`BLOCK_ALIGN`](crate::BLOCK_ALIGN). Never waits for memory.
+    ///
+    /// The buffer contains what the previous owner of the memory left there, or zeros if the memory
+    /// was never used.
+    ///
+    /// # Errors
+    /// Returns [`Error::Full`] if no free block is large enough now, and [`Error::NeverFits`] if
+    /// `len` exceeds the size of the pool.
+    pub fn allocate(&self, len: usize) -> Result<Buffer, Error> {
+        Ok(Buffer::from_block(self.allocate_block(len)?, len))
+    }
+}
+
 impl Buffer {
-    pub(crate) fn from_block(block: Block, len: usize) -> Self {
+    fn from_block(block: Block, len: usize) -> Self {
         assert!(len <= block.size());
         Self { block: Arc::new(block), offset: 0, len }
     }

@@ -215,14 +215,14 @@ impl<D: Device> BlockPool<D> {
     /// With [`PoolConfig::preallocate`], returns [`Error::OutOfMemory`] or [`Error::Device`] if the
     /// device cannot allocate the blocks. Otherwise it does not fail.
     pub fn new(device: D, config: PoolConfig) -> Result<Self, Error> {
-        Self::of(device, MemoryKind::Device, config)
+        Self::with_kind(device, MemoryKind::Device, config)
     }
 
     /// Creates a pool of memory of the given kind.
     ///
     /// # Errors
     /// The same as [`new`](Self::new).
-    pub fn of(device: D, kind: MemoryKind, config: PoolConfig) -> Result<Self, Error> {
+    pub fn with_kind(device: D, kind: MemoryKind, config: PoolConfig) -> Result<Self, Error> {
         let sizes = config.block_sizes();
         // No block is smaller than `sizes[0]`, so the pool never needs more slots.
         let count = u32::try_from(config.pool_bytes / sizes[0] + 1).unwrap_or(u32::MAX - 1);
@@ -541,7 +541,7 @@ impl<D: Device> PinnedMemoryPool<D> {
     /// # Errors
     /// Returns [`Error::OutOfMemory`] or [`Error::Device`] if the device cannot allocate a block.
     pub fn new(device: D, config: PoolConfig) -> Result<Self, Error> {
-        let pool = BlockPool::of(device, MemoryKind::PinnedHost, config)?;
+        let pool = BlockPool::with_kind(device, MemoryKind::PinnedHost, config)?;
         let first = pool.acquire(1)?;
         let is_pinned = pool
             .shared()

@@ -9,7 +9,7 @@
 //! - [`BlockPool`] and [`PinnedMemoryPool`] recycle blocks of a few fixed sizes without locks.
 //! - [`TensorBuffer`] holds bytes in host memory or on a GPU.
 //! - [`Budget`] is a byte limit that several pools share.
-//! - `SharedMemory` and `SharedView` are sealed memory shared between two processes (Linux).
+//! - `SharedMemory` and `SharedMemoryView` are sealed memory shared between two processes (Linux).
 //! - [`WriteWatch`] detects writes to buffers that should not change (Linux).
 //! - [`AllocationLog`] replays an allocation log of RMM (the RAPIDS Memory Manager) against a pool.
 //!
@@ -46,7 +46,7 @@
 //!   Python package uses only [`PinnedMemoryPool`].
 //! - [`AllocationLog`], [`LogEvent`] and [`Replay`].
 //! - Of [`StreamOrderedPool`]: [`Backing::Device`],
-//!   [`prime_in_background`](StreamOrderedPool::prime_in_background) and [`Priming`],
+//!   [`reserve_segment_in_background`](StreamOrderedPool::reserve_segment_in_background) and [`PendingSegment`],
 //!   [`free_for_stream`](StreamOrderedPool::free_for_stream),
 //!   [`trim`](StreamOrderedAllocator::trim), and [`snapshot`](StreamOrderedAllocator::snapshot)
 //!   with [`PoolSnapshot`].
@@ -80,6 +80,7 @@ mod transfer;
 #[cfg_attr(not(target_os = "linux"), path = "watch_portable.rs")]
 mod watch;
 
+pub use arena::BLOCK_ALIGN;
 pub use budget::{Budget, Reservation};
 pub use buffer::{Buffer, SharedBuffer};
 pub use classes::{
@@ -87,15 +88,15 @@ pub use classes::{
 };
 pub use error::{Error, ErrorKind};
 pub use ordered::{
-    Backing, BlockSnapshot, DeviceBuffer, OrderedOptions, OrderedStats, PoolSnapshot, Priming,
-    SegmentSnapshot, StreamOrderedAllocator, StreamOrderedPool,
+    Backing, BlockSnapshot, DeviceBuffer, OrderedOptions, OrderedStats, PendingSegment,
+    PoolSnapshot, SegmentSnapshot, StreamOrderedAllocator, StreamOrderedPool,
 };
-pub use pool::{BLOCK_ALIGN, HostPool, PoolStats};
+pub use pool::{HostPool, PoolStats};
 pub use replay::{AllocationLog, LogEvent, Replay};
 #[cfg(unix)]
-pub use shared::{SharedMemory, SharedView};
+pub use shared::{SharedMemory, SharedMemoryView};
 pub use tensor_buffer::TensorBuffer;
 pub use transfer::Upload;
 /// The devices and streams that the pools work with.
 pub use ts_streams;
-pub use watch::{Watched, WriteWatch};
+pub use watch::{WatchedBuffer, WriteWatch};

@@ -41,7 +41,7 @@ impl BlockId {
     }
 }
 
-/// The owner of a block: only it can allocate the block again, unless the block is stolen or given
+/// The owner of a block: only it can allocate the block again, unless the block is reused_across_streams or given
 /// to another owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Owner(pub(crate) u16);

@@ -6,16 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::{Mutex, MutexGuard};
 use ts_streams::Device;
 
-use crate::arena::Arena;
-use crate::buffer::Buffer;
+use crate::arena::{Arena, BLOCK_ALIGN};
 use crate::offset::{BlockId, OffsetAllocator, Owner};
 use crate::{Budget, Error, Reservation};
 
-/// Alignment of blocks in bytes; their sizes are multiples of it. One page, which satisfies the
-/// memory alignment that any file system requires for direct I/O.
-pub const BLOCK_ALIGN: usize = 4096;
-
-/// A pool of host memory that is allocated once and handed out as [`Buffer`]s.
+/// A pool of host memory that is allocated once and handed out as [`Buffer`](crate::Buffer)s.
 ///
 /// Clones are handles to the same pool. The memory returns to the system when the last handle and
 /// the last buffer are dropped.
@@ -121,15 +116,8 @@ impl HostPool {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Allocates a buffer of `len` bytes, aligned to [`BLOCK_ALIGN`]. Never waits for memory.
-    ///
-    /// The buffer contains what the previous owner of the memory left there, or zeros if the memory
-    /// was never used.
-    ///
-    /// # Errors
-    /// Returns [`Error::Full`] if no free block is large enough now, and [`Error::NeverFits`] if
-    /// `len` exceeds the size of the pool.
-    pub fn allocate(&self, len: usize) -> Result<Buffer, Error> {
+    /// Allocates a block of at least `len` bytes. See [`allocate`](Self::allocate).
+    pub(crate) fn allocate_block(&self, len: usize) -> Result<Block, Error> {
         let capacity_bytes = self.inner.arena.len();
         if len > capacity_bytes {
             return Err(Error::NeverFits { requested_bytes: len, capacity_bytes });
@@ -152,8 +140,7 @@ impl HostPool {
         state.high_water = state.high_water.max(state.in_use);
         drop(state);
         let ptr = self.inner.arena.at(info.offset as usize * BLOCK_ALIGN);
-        let block = Block { pool: self.clone(), id, ptr, size: granules * BLOCK_ALIGN };
-        Ok(Buffer::from_block(block, len))
+        Ok(Block { pool: self.clone(), id, ptr, size: granules * BLOCK_ALIGN })
     }
 
     /// Returns the address range of the pool, for example to register it with the kernel or a

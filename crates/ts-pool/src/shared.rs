@@ -16,13 +16,13 @@ use crate::Error;
 /// The system frees it when the last descriptor and the last mapping in any process are gone.
 ///
 /// ```
-/// use ts_pool::{SharedMemory, SharedView};
+/// use ts_pool::{SharedMemory, SharedMemoryView};
 ///
 /// # if cfg!(target_os = "linux") {
 /// let mut memory = SharedMemory::create(4096)?;
 /// memory.write(100, b"tensor");
 /// // The other process receives the descriptor over a Unix socket.
-/// let view = SharedView::open(memory.descriptor(), 4096)?;
+/// let view = SharedMemoryView::open(memory.descriptor(), 4096)?;
 /// let mut bytes = [0; 6];
 /// view.read(100, &mut bytes);
 /// assert_eq!(&bytes, b"tensor");
@@ -47,7 +47,7 @@ impl SharedMemory {
         Ok(Self { mapping, descriptor })
     }
 
-    /// Returns the file descriptor with which another process [opens](SharedView::open) it.
+    /// Returns the file descriptor with which another process [opens](SharedMemoryView::open) it.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.descriptor.as_fd()
     }
@@ -74,11 +74,11 @@ impl SharedMemory {
 
 /// A read-only mapping of the [`SharedMemory`] of another process.
 #[derive(Debug)]
-pub struct SharedView {
+pub struct SharedMemoryView {
     mapping: MmapRaw,
 }
 
-impl SharedView {
+impl SharedMemoryView {
     /// Maps the shared memory behind `descriptor`, which must have exactly `len` bytes.
     ///
     /// # Errors
@@ -218,7 +218,7 @@ mod tests {
     #[test]
     fn a_view_reads_what_was_written() {
         let mut memory = SharedMemory::create(10_000).unwrap();
-        let view = SharedView::open(memory.descriptor(), 10_000).unwrap();
+        let view = SharedMemoryView::open(memory.descriptor(), 10_000).unwrap();
         let bytes: Vec<u8> = (0..5000).map(|i| i as u8).collect();
         memory.write(5000, &bytes);
         drop(memory);
@@ -240,14 +240,14 @@ mod tests {
     #[test]
     fn memory_that_could_shrink_is_refused() {
         let memory = SharedMemory::create(4096).unwrap();
-        assert!(SharedView::open(memory.descriptor(), 8192).is_err());
+        assert!(SharedMemoryView::open(memory.descriptor(), 8192).is_err());
         assert!(
             rustix::fs::ftruncate(memory.descriptor(), 0).is_err(),
             "the seal prevents shrinking"
         );
         let file = rustix::fs::memfd_create("plain", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, 4096).unwrap();
-        assert!(SharedView::open(file.as_fd(), 4096).is_err());
+        assert!(SharedMemoryView::open(file.as_fd(), 4096).is_err());
     }
 
     #[test]

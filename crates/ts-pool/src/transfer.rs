@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use ts_streams::{Device, Event, MemoryKind, MemoryRange, Stream, may_wait};
+use ts_streams::{Device, Event, MemoryKind, MemoryRange, Stream, check_may_block};
 
 use crate::error::range_in;
 use crate::{DeviceBuffer, Error, PinnedMemoryPool, PooledBuffer};
@@ -54,7 +54,7 @@ impl<D: Device> DeviceBuffer<D> {
     /// # Errors
     /// The same as [`write`](Self::write), and [`Error::Device`] if the lengths differ.
     pub fn copy_from(&mut self, from: &Self) -> Result<(), Error> {
-        may_wait()?;
+        check_may_block()?;
         let copied = self.transfer_with(from, |stream, to, from| {
             // SAFETY: as in `write`, for both buffers. Work on the stream of `from` is ordered
             // before the copy; its owner orders work on other streams.
@@ -76,7 +76,7 @@ impl<D: Device> DeviceBuffer<D> {
     /// copy is submitted, because the caller then has to wait for it.
     fn range_for_copy(&self, offset: usize, len: usize) -> Result<Range<usize>, Error> {
         let range = range_in(self.len(), offset, len)?;
-        may_wait()?;
+        check_may_block()?;
         Ok(range)
     }
 }
@@ -112,7 +112,7 @@ impl<D: Device> PooledBuffer<D> {
     /// has failed or if called from a host function on a stream.
     pub fn write(&mut self, offset: usize, bytes: &[u8], stream: &D::Stream) -> Result<(), Error> {
         let part = range_in(self.range().len(), offset, bytes.len())?;
-        may_wait()?;
+        check_may_block()?;
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
         // SAFETY: `bytes` is borrowed and only read, and this value owns the buffer. Both stay
         // valid until the `synchronize` below returns.
@@ -127,7 +127,7 @@ impl<D: Device> PooledBuffer<D> {
     /// The same as [`write`](Self::write).
     pub fn read(&self, offset: usize, bytes: &mut [u8], stream: &D::Stream) -> Result<(), Error> {
         let part = range_in(self.range().len(), offset, bytes.len())?;
-        may_wait()?;
+        check_may_block()?;
         let from = self.range().slice(part);
         // SAFETY: as in `write`, except that `bytes` is borrowed mutably and written to.
         unsafe { stream.copy(MemoryRange::of(bytes), from) }?;
@@ -231,7 +231,7 @@ impl<D: Device> Upload<D> {
     /// Returns [`Error::Device`] if the stream has failed, or if called from a host function on a
     /// stream.
     pub fn space(&mut self) -> Result<&mut [u8], Error> {
-        may_wait()?;
+        check_may_block()?;
         let staging = &mut self.staging[self.current];
         if self.filled == 0 {
             staging.copied.synchronize()?;
@@ -282,7 +282,7 @@ impl<D: Device> Upload<D> {
     /// Returns [`Error::Device`] if the stream has failed, or if called from a host function on a
     /// stream.
     pub fn finish(mut self) -> Result<PooledBuffer<D>, Error> {
-        may_wait()?;
+        check_may_block()?;
         self.stream.synchronize()?;
         self.staging.iter_mut().for_each(|staging| drop(staging.pinned.take()));
         Ok(self.target.take().expect("only `finish` and `drop` take the block"))

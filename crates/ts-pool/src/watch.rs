@@ -14,8 +14,9 @@ use rustix::io::Errno;
 use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, ioctl, opcode};
 use rustix::mm::{UserfaultfdFlags, userfaultfd};
 
+use crate::arena::BLOCK_ALIGN;
 use crate::buffer::SharedBuffer;
-use crate::pool::{BLOCK_ALIGN, HostPool};
+use crate::pool::HostPool;
 
 /// Detects writes to buffers of a pool, by foreign code that has their address or by the kernel on
 /// behalf of a process. Writes by devices (DMA) are not detected.
@@ -27,7 +28,7 @@ use crate::pool::{BLOCK_ALIGN, HostPool};
 /// let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20)?;
 /// let buffer = pool.allocate(8192)?.freeze();
 /// // `None` if the system does not support it.
-/// if let Some(watch) = WriteWatch::new(&pool).map(Arc::new) {
+/// if let Some(watch) = WriteWatch::try_new(&pool).map(Arc::new) {
 ///     let watched = watch.watch(buffer).expect("the buffer is from this pool");
 ///     assert!(watched.written().is_empty());
 /// }
@@ -42,7 +43,7 @@ pub struct WriteWatch {
 
 /// A buffer that is watched for writes until this value is dropped.
 #[derive(Debug)]
-pub struct Watched {
+pub struct WatchedBuffer {
     watch: Arc<WriteWatch>,
     buffer: SharedBuffer,
 }
@@ -53,7 +54,7 @@ impl WriteWatch {
     /// Returns `None` if watching is not supported: on systems other than Linux, on Linux before
     /// 6.7, in a sandbox that forbids it, for memory of a device, for an empty pool, and if pages
     /// are larger than [`BLOCK_ALIGN`].
-    pub fn new(pool: &HostPool) -> Option<Self> {
+    pub fn try_new(pool: &HostPool) -> Option<Self> {
         if rustix::param::page_size() > BLOCK_ALIGN || pool.stats().capacity_bytes == 0 {
             return None;
         }
@@ -84,21 +85,21 @@ impl WriteWatch {
     ///
     /// # Errors
     /// Returns the buffer if it is not from this pool, or if the kernel cannot write-protect it.
-    pub fn watch(self: &Arc<Self>, buffer: SharedBuffer) -> Result<Watched, SharedBuffer> {
+    pub fn watch(self: &Arc<Self>, buffer: SharedBuffer) -> Result<WatchedBuffer, SharedBuffer> {
         let (pool, bytes) = (self.pool.as_ptr_range(), buffer.as_ptr_range());
         if bytes.start < pool.start || bytes.end > pool.end || self.protect(&buffer, true).is_err()
         {
             return Err(buffer);
         }
-        Ok(Watched { watch: Arc::clone(self), buffer })
+        Ok(WatchedBuffer { watch: Arc::clone(self), buffer })
     }
 
     /// Returns whether any of the buffers may have been written to since they are watched.
     ///
     /// Adjacent buffers are scanned together. Each run of adjacent buffers takes half a
-    /// microsecond, plus the time that [`Watched::written`] takes for its pages. Buffers that
+    /// microsecond, plus the time that [`WatchedBuffer::written`] takes for its pages. Buffers that
     /// cannot be scanned count as not written.
-    pub fn any_written<'a>(watched: impl IntoIterator<Item = &'a Watched>) -> bool {
+    pub fn any_written<'a>(watched: impl IntoIterator<Item = &'a WatchedBuffer>) -> bool {
         let mut pages: Vec<_> = watched
             .into_iter()
             .map(|watched| (pages_of(&watched.buffer), &watched.watch))
@@ -149,7 +150,7 @@ impl WriteWatch {
     }
 }
 
-impl Watched {
+impl WatchedBuffer {
     /// Returns the byte ranges of the buffer that may have been written to since it is watched, in
     /// ascending order.
     ///
@@ -170,7 +171,7 @@ impl Watched {
     }
 }
 
-impl Drop for Watched {
+impl Drop for WatchedBuffer {
     /// Removes the write protection, so that the next owner of the memory does not pay for it.
     fn drop(&mut self) {
         let _ = self.watch.protect(&self.buffer, false);
@@ -296,7 +297,7 @@ mod tests {
 
     fn pool_of(bytes: usize) -> (HostPool, Option<Arc<WriteWatch>>) {
         let pool = HostPool::new(&Budget::new(bytes), bytes).unwrap();
-        let watch = WriteWatch::new(&pool).map(Arc::new);
+        let watch = WriteWatch::try_new(&pool).map(Arc::new);
         if watch.is_none() {
             eprintln!("skipped: this system does not support watching for writes");
         }

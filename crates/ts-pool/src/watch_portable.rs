@@ -14,7 +14,7 @@ pub struct WriteWatch(Infallible);
 
 /// A buffer that is watched for writes until this value is dropped.
 #[derive(Debug)]
-pub struct Watched(Infallible);
+pub struct WatchedBuffer(Infallible);
 
 impl WriteWatch {
     /// Returns `None`, because this system is not supported.
@@ -23,7 +23,7 @@ impl WriteWatch {
     }
 
     /// Returns whether any of the buffers may have been written to.
-    pub fn any_written<'a>(watched: impl IntoIterator<Item = &'a Watched>) -> bool {
+    pub fn any_written<'a>(watched: impl IntoIterator<Item = &'a WatchedBuffer>) -> bool {
         watched.into_iter().next().is_some()
     }
 
@@ -31,12 +31,12 @@ impl WriteWatch {
     ///
     /// # Errors
     /// Returns the buffer if it is not from this pool.
-    pub fn watch(self: &Arc<Self>, _buffer: SharedBuffer) -> Result<Watched, SharedBuffer> {
+    pub fn watch(self: &Arc<Self>, _buffer: SharedBuffer) -> Result<WatchedBuffer, SharedBuffer> {
         match self.0 {}
     }
 }
 
-impl Watched {
+impl WatchedBuffer {
     /// Returns the byte ranges of the buffer that may have been written to.
     pub fn written(&self) -> Vec<Range<usize>> {
         match self.0 {}

@@ -51,7 +51,7 @@ fn freed_memory_is_reused_in_stream_order() {
     let other = pool.allocate_for_stream(64 * KIB, b).unwrap();
     assert_eq!(other.range().unwrap(), range);
     write(b, &other, 3);
-    assert_eq!(pool.stats().stolen, 1);
+    assert_eq!(pool.stats().reused_across_streams, 1);
     device.synchronize().unwrap();
     assert_eq!(device.races(), []);
     // Taking memory from an idle stream needs no wait.
@@ -74,7 +74,7 @@ fn memory_used_by_another_stream_is_freed_after_that_use() {
     let copied = device.create_event().unwrap();
     copies.record(&copied).unwrap();
     compute.wait(&copied).unwrap();
-    compute.launch_host_fn(HostFn::new(|| ()).reading(buffer.range().unwrap())).unwrap();
+    compute.launch_host_fn(HostFn::new(|| ()).reads(buffer.range().unwrap())).unwrap();
     pool.record_use(&buffer, compute).unwrap();
     let range = buffer.range().unwrap();
     drop(buffer);
@@ -134,7 +134,7 @@ fn trim_frees_only_segments_of_idle_streams() {
     let device = SimDevice::new(SimOptions::default());
     let pool = StreamOrderedPool::new(device.clone(), options(64 * KIB, usize::MAX));
     let [a] = &streams(&device, 1)[..] else { panic!() };
-    pool.prime(100 * KIB, a).unwrap();
+    pool.reserve_segment(100 * KIB, a).unwrap();
     let buffers: Vec<_> = (0..3).map(|_| pool.allocate_for_stream(50 * KIB, a).unwrap()).collect();
     assert_eq!(pool.stats().capacity_bytes, 100 * KIB + 64 * KIB);
     assert_eq!(pool.trim(0), 0, "all segments are in use");
@@ -325,11 +325,11 @@ fn priming_in_the_background_counts_towards_the_limit() {
         let limited = OrderedOptions { backing, ..options(4 * KIB, 100 * KIB) };
         let pool = StreamOrderedPool::new(device.clone(), limited);
         let stream = &streams(&device, 1)[0];
-        let priming = pool.prime_in_background(60 * KIB, stream).unwrap();
+        let priming = pool.reserve_segment_in_background(60 * KIB, stream).unwrap();
         priming.wait().unwrap();
         let buffer = pool.allocate_for_stream(60 * KIB, stream).unwrap();
         assert_eq!((pool.stats().capacity_bytes, pool.stats().segments), (60 * KIB, 1));
-        let error = pool.prime_in_background(60 * KIB, stream).unwrap_err();
+        let error = pool.reserve_segment_in_background(60 * KIB, stream).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Full);
         write(stream, &buffer, 1);
         drop(buffer);
@@ -341,10 +341,10 @@ fn priming_in_the_background_counts_towards_the_limit() {
     let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 100 * KIB));
     let stream = &streams(&device, 1)[0];
     assert_eq!(
-        pool.prime_in_background(60 * KIB, stream).unwrap().wait().unwrap_err().kind(),
+        pool.reserve_segment_in_background(60 * KIB, stream).unwrap().wait().unwrap_err().kind(),
         ErrorKind::Full
     );
-    pool.prime_in_background(40 * KIB, stream).unwrap().wait().unwrap();
+    pool.reserve_segment_in_background(40 * KIB, stream).unwrap().wait().unwrap();
 }
 
 #[test]
@@ -374,7 +374,7 @@ fn the_allocator_of_the_device_can_back_a_pool() {
     let own = OrderedOptions { backing: Backing::Device, ..options(64 * KIB, 64 * KIB) };
     let pool = StreamOrderedPool::new(device.clone(), own);
     let [a, b] = &streams(&device, 2)[..] else { panic!() };
-    pool.prime(10 * KIB, a).unwrap();
+    pool.reserve_segment(10 * KIB, a).unwrap();
     let first = pool.allocate_for_stream(40 * KIB, a).unwrap();
     write(a, &first, 1);
     let error = pool.allocate_for_stream(40 * KIB, a).unwrap_err();
@@ -385,7 +385,7 @@ fn the_allocator_of_the_device_can_back_a_pool() {
     let written = device.create_event().unwrap();
     a.record(&written).unwrap();
     b.wait(&written).unwrap();
-    b.launch_host_fn(HostFn::new(|| ()).reading(first.range().unwrap())).unwrap();
+    b.launch_host_fn(HostFn::new(|| ()).reads(first.range().unwrap())).unwrap();
     pool.record_use(&first, b).unwrap();
     drop(first);
     assert_eq!(pool.stats().pending_bytes, 40 * KIB, "the other stream may still read the memory");
@@ -396,7 +396,7 @@ fn the_allocator_of_the_device_can_back_a_pool() {
     device.synchronize().unwrap();
     assert_eq!((device.memory().in_use_bytes, device.races()), (0, vec![]));
     // Memory of a failed stream is freed too.
-    let failing = SimDevice::new(SimOptions { faults: 1.0, ..SimOptions::default() });
+    let failing = SimDevice::new(SimOptions { fault_rate: 1.0, ..SimOptions::default() });
     let pool = StreamOrderedPool::new(failing.clone(), own);
     let stream = failing.create_stream(StreamPriority::Normal).unwrap();
     let buffers = [(); 2].map(|()| pool.allocate_for_stream(10 * KIB, &stream).unwrap());
@@ -452,7 +452,7 @@ proptest! {
                     let written = device.create_event().unwrap();
                     streams[shared.stream].record(&written).unwrap();
                     streams[stream].wait(&written).unwrap();
-                    let read = HostFn::new(|| ()).reading(shared.buffer.range().unwrap());
+                    let read = HostFn::new(|| ()).reads(shared.buffer.range().unwrap());
                     streams[stream].launch_host_fn(read).unwrap();
                     pool.record_use(&shared.buffer, &streams[stream]).unwrap();
                 }

@@ -60,7 +60,8 @@ fn copies_between_host_streams_and_pools_keep_the_bytes() {
 
 #[test]
 fn a_buffer_stays_usable_after_a_failed_copy() {
-    let (device, pool) = simulated(SimOptions { faults: 0.5, seed: 3, ..SimOptions::default() });
+    let (device, pool) =
+        simulated(SimOptions { fault_rate: 0.5, seed: 3, ..SimOptions::default() });
     let stream = pool.device().create_stream(StreamPriority::Normal).unwrap();
     let mut buffer = TensorBuffer::allocate_in(&pool, &stream, 1000).unwrap();
     let (mut failed, mut copied) = (0, 0);

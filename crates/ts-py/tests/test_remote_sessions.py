@@ -21,7 +21,8 @@ import pytest
 import torch
 from serving import Serving, is_there
 from tensorstream.errors import ConnectionLost
-from tensorstream.remote import RemoteMachine, _exchange
+from tensorstream.remote import RemoteMachine
+from tensorstream.remote.server import _exchange
 from tensorstream.serve import _broker, _messages, _peers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes as Linux has them")

@@ -88,7 +88,7 @@ unsafe fn submit(
             let bytes = unsafe { std::slice::from_raw_parts(buffer.as_ptr(), buffer.len()) };
             total.fetch_add(sum(bytes), Ordering::Relaxed);
         };
-        compute.launch_host_fn(HostFn::new(work).reading(buffer))?;
+        compute.launch_host_fn(HostFn::new(work).reads(buffer))?;
         drop(scope);
         compute.record(&summed[index])?;
     }

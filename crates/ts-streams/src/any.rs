@@ -7,11 +7,10 @@ use std::time::Duration;
 use crate::cpu::{CpuDevice, CpuEvent, CpuMemory, CpuStream};
 #[cfg(feature = "cuda")]
 use crate::cuda::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
-use crate::device::{
-    Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream, StreamId,
-};
-use crate::memory::{MemoryKind, MemoryRange};
+use crate::device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream};
+use crate::id::StreamId;
 use crate::priority::StreamPriority;
+use crate::range::{MemoryKind, MemoryRange};
 use crate::sim::{SimDevice, SimEvent, SimMemory, SimStream};
 use crate::{DeviceKind, Error, MemoryMetrics, StreamMetrics};
 
@@ -114,9 +113,10 @@ macro_rules! dispatch_pair {
             ($of::Sim($inner), $with::Sim($inner_other)) => $result,
             #[cfg(feature = "cuda")]
             ($of::Cuda($inner), $with::Cuda($inner_other)) => $result,
-            (value, other) => {
-                Err(Error::MixedDevices { of: value.device_kind(), with: other.device_kind() })
-            }
+            (value, other) => Err(Error::MixedDevices {
+                expected: value.device_kind(),
+                actual: other.device_kind(),
+            }),
         }
     };
 }
@@ -179,29 +179,29 @@ impl Device for AnyDevice {
         dispatch_into!(AnyDevice, self, device => device.allocate(layout, kind), AnyMemory)
     }
 
-    fn allocate_in_order(&self, layout: Layout, stream: &AnyStream) -> Result<AnyMemory, Error> {
+    fn allocate_async(&self, layout: Layout, stream: &AnyStream) -> Result<AnyMemory, Error> {
         dispatch_pair!((AnyDevice, self, device), (AnyStream, stream, stream) => {
-            device.allocate_in_order(layout, stream).map(AnyMemory::from)
+            device.allocate_async(layout, stream).map(AnyMemory::from)
         })
     }
 
-    fn free_in_order(&self, memory: AnyMemory, stream: &AnyStream) -> Result<(), Error> {
+    fn free_async(&self, memory: AnyMemory, stream: &AnyStream) -> Result<(), Error> {
         match (self, memory, stream) {
             (AnyDevice::Cpu(device), AnyMemory::Cpu(memory), AnyStream::Cpu(stream)) => {
-                device.free_in_order(memory, stream)
+                device.free_async(memory, stream)
             }
             (AnyDevice::Sim(device), AnyMemory::Sim(memory), AnyStream::Sim(stream)) => {
-                device.free_in_order(memory, stream)
+                device.free_async(memory, stream)
             }
             #[cfg(feature = "cuda")]
             (AnyDevice::Cuda(device), AnyMemory::Cuda(memory), AnyStream::Cuda(stream)) => {
-                device.free_in_order(memory, stream)
+                device.free_async(memory, stream)
             }
             (device, memory, stream) => {
                 let kinds = [memory.device_kind(), stream.device_kind()];
                 let of = device.device_kind();
                 let with = kinds.into_iter().find(|&kind| kind != of).unwrap_or(of);
-                Err(Error::MixedDevices { of, with })
+                Err(Error::MixedDevices { expected: of, actual: with })
             }
         }
     }
@@ -230,8 +230,8 @@ impl Stream for AnyStream {
         dispatch_pair!((AnyStream, self, stream), (AnyEvent, event, event) => stream.wait(event))
     }
 
-    fn follow(&self, event: &AnyEvent) -> Result<(), Error> {
-        dispatch_pair!((AnyStream, self, stream), (AnyEvent, event, event) => stream.follow(event))
+    fn wait_ignoring_failure(&self, event: &AnyEvent) -> Result<(), Error> {
+        dispatch_pair!((AnyStream, self, stream), (AnyEvent, event, event) => stream.wait_ignoring_failure(event))
     }
 
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {

@@ -68,7 +68,7 @@ fn stream_ordered_memory_is_freed_in_order<D: Device>(device: &D) {
         (stream(device), Layout::from_size_align(4096, 256).expect("a power of two"));
     let mut copies = vec![[0u8; 4096]; 20];
     for (number, copy) in copies.iter_mut().enumerate() {
-        let memory = match device.allocate_in_order(layout, &stream) {
+        let memory = match device.allocate_async(layout, &stream) {
             Ok(memory) => memory,
             Err(error) => return assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}"),
         };
@@ -79,7 +79,7 @@ fn stream_ordered_memory_is_freed_in_order<D: Device>(device: &D) {
             stream.fill(memory.range(), number as u8).expect("the stream has not failed");
             stream.copy(MemoryRange::of(copy), memory.range()).expect("the stream has not failed");
         }
-        device.free_in_order(memory, &stream).expect("the stream has not failed");
+        device.free_async(memory, &stream).expect("the stream has not failed");
     }
     stream.synchronize().expect("the work succeeds");
     assert!(copies.iter().enumerate().all(|(number, copy)| *copy == [number as u8; 4096]));
@@ -251,7 +251,7 @@ fn a_failure_stops_only_its_dependents<D: Device>(device: &D) {
     failing.record(&point).expect("a failed stream accepts records");
     dependent.wait(&point).expect("the wait is accepted");
     let _ = dependent.launch_host_fn(add(100));
-    follower.follow(&point).expect("the wait is accepted");
+    follower.wait_ignoring_failure(&point).expect("the wait is accepted");
     follower.launch_host_fn(add(10)).expect("a following stream does not fail");
     other.launch_host_fn(add(1)).expect("the host function is accepted");
     other.synchronize().expect("an independent stream succeeds");

@@ -31,12 +31,12 @@ use crate::{Device, Error, Event, HostFn, Status, Stream};
 /// let first = graph.add_host_fn("load a", || println!("a"));
 /// let second = graph.add_host_fn("load b", || println!("b")); // in parallel with `load a`
 /// let last = graph.add_host_fn("add", || println!("a + b"));
-/// graph.depend(last, first)?;
-/// graph.depend(last, second)?;
+/// graph.add_dependency(last, first)?;
+/// graph.add_dependency(last, second)?;
 ///
 /// let execution = coordinator.execute(graph, &CancelToken::default());
 /// execution.wait()?;
-/// assert!(execution.problems().is_empty());
+/// assert!(execution.failures().is_empty());
 /// # Ok::<(), ts_streams::Error>(())
 /// ```
 #[derive(Debug)]
@@ -112,7 +112,7 @@ impl<D: Device> MultiStreamCoordinator<D> {
             graph.add(number.to_string(), submit);
         }
         let execution = self.execute(graph, &CancelToken::default());
-        match execution.problems.first() {
+        match execution.failures.first() {
             None => Ok(execution),
             Some((_, error)) => Err(error.clone()),
         }
@@ -125,11 +125,11 @@ impl<D: Device> MultiStreamCoordinator<D> {
     /// dependencies through events. No more events are recorded than the order requires.
     ///
     /// If a task fails to submit, the tasks that depend on it are not submitted. After a
-    /// cancellation, no further task is submitted. [`Execution::problems`] lists all of these.
+    /// cancellation, no further task is submitted. [`Execution::failures`] lists all of these.
     pub fn execute(&self, graph: TaskGraph<D::Stream>, cancel: &CancelToken) -> Execution<D> {
         let (tasks, waits) = graph.into_order();
         let mut placement = Placement::new(self, &waits);
-        let mut problems = Vec::new();
+        let mut failures = Vec::new();
         for (task, Task { name, submit }) in tasks.into_iter().enumerate() {
             let submitted = match () {
                 () if cancel.is_cancelled() => Err(Error::Cancelled { task: name.clone() }),
@@ -146,12 +146,12 @@ impl<D: Device> MultiStreamCoordinator<D> {
             };
             if let Err(error) = submitted.and_then(|()| placement.finish(task)) {
                 placement.skipped[task] = true;
-                problems.push((name, error));
+                failures.push((name, error));
             }
         }
         Execution {
             end_events: placement.end_events(),
-            problems,
+            failures,
             events: placement.events_recorded,
             sleeps: self.device.info().runs_by_itself,
         }
@@ -259,19 +259,19 @@ impl<'a, D: Device> Placement<'a, D> {
 #[derive(Debug)]
 pub struct Execution<D: Device> {
     end_events: Vec<Result<D::Event, Error>>,
-    problems: Vec<(String, Error)>,
+    failures: Vec<(String, Error)>,
     events: usize,
     sleeps: bool,
 }
 
 impl<D: Device> Execution<D> {
     /// Returns the name of each task that was not submitted, with the reason.
-    pub fn problems(&self) -> &[(String, Error)] {
-        &self.problems
+    pub fn failures(&self) -> &[(String, Error)] {
+        &self.failures
     }
 
     /// Returns the number of events recorded to order the tasks.
-    pub fn events(&self) -> usize {
+    pub fn event_count(&self) -> usize {
         self.events
     }
 
@@ -301,7 +301,7 @@ impl<D: Device> Execution<D> {
             .map(|end| end.as_ref().map_err(Clone::clone).and_then(Event::synchronize))
             .collect();
         ended.into_iter().collect::<Result<(), Error>>()?;
-        self.problems.first().map_or(Ok(()), |(_, error)| Err(error.clone()))
+        self.failures.first().map_or(Ok(()), |(_, error)| Err(error.clone()))
     }
 
     /// Like [`wait`](Self::wait), but gives up after `timeout`.

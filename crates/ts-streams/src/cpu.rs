@@ -7,15 +7,14 @@ use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 use crate::Error;
-use crate::device::{
-    Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream,
-    StreamId,
-};
-use crate::memory::{HostBlock, MemoryKind, MemoryRange, Transfer};
+use crate::device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream};
+use crate::id::{DeviceKind, StreamId};
+use crate::memory::{HostBlock, Transfer};
 use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::{PriorityRange, StreamPriority};
-use crate::queue::{Effects, OnFailure, Op, Owner, Point, Queues, Released, Work, may_wait};
+use crate::queue::{Effects, OnFailure, Op, Owner, Point, Queues, Released, Work, check_may_block};
 use crate::race::Clock;
+use crate::range::{MemoryKind, MemoryRange};
 use crate::sync::{Condvar, Mutex, MutexGuard, thread};
 
 /// The host as a device.
@@ -128,7 +127,7 @@ impl Drop for Workers {
         // If work of a stream drops the last handle, that thread cannot join itself, nor the others
         // before its work ends. Work of another device must not block either: these threads may
         // wait for that device.
-        if may_wait().is_ok() {
+        if check_may_block().is_ok() {
             for thread in self.threads.drain(..) {
                 let _ = thread.join();
             }
@@ -282,16 +281,16 @@ impl Device for CpuDevice {
         Ok(CpuMemory { block, workers })
     }
 
-    fn allocate_in_order(&self, layout: Layout, _: &CpuStream) -> Result<CpuMemory, Error> {
+    fn allocate_async(&self, layout: Layout, _: &CpuStream) -> Result<CpuMemory, Error> {
         self.allocate(layout, MemoryKind::Device)
     }
 
-    fn free_in_order(&self, memory: CpuMemory, stream: &CpuStream) -> Result<(), Error> {
+    fn free_async(&self, memory: CpuMemory, stream: &CpuStream) -> Result<(), Error> {
         stream.submit(Op::Release(Released::new(memory)))
     }
 
     fn synchronize(&self) -> Result<(), Error> {
-        may_wait()?;
+        check_may_block()?;
         // Waits for all streams even if one fails.
         let points = self.workers.shared.record_all();
         let outcomes: Vec<_> = points.into_iter().map(|point| point.block().map(drop)).collect();
@@ -360,7 +359,7 @@ impl Stream for CpuStream {
         self.wait_for(event, OnFailure::Propagate)
     }
 
-    fn follow(&self, event: &CpuEvent) -> Result<(), Error> {
+    fn wait_ignoring_failure(&self, event: &CpuEvent) -> Result<(), Error> {
         self.wait_for(event, OnFailure::Ignore)
     }
 
@@ -390,7 +389,7 @@ impl Stream for CpuStream {
     }
 
     fn synchronize(&self) -> Result<(), Error> {
-        may_wait()?;
+        check_may_block()?;
         self.handle.workers.shared.record(self.handle.id)?.block().map(drop)
     }
 
@@ -421,7 +420,7 @@ impl Event for CpuEvent {
     }
 
     fn synchronize(&self) -> Result<(), Error> {
-        may_wait()?;
+        check_may_block()?;
         self.point().map_or(Ok(()), |point| point.block().map(drop))
     }
 

@@ -5,21 +5,10 @@ use std::alloc::Layout;
 use std::fmt;
 use std::time::Duration;
 
-use crate::memory::{MemoryKind, MemoryRange};
+use crate::id::{DeviceKind, StreamId};
 use crate::priority::{PriorityRange, StreamPriority};
+use crate::range::{MemoryKind, MemoryRange};
 use crate::{Error, StreamMetrics};
-
-/// The implementation behind a device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum DeviceKind {
-    /// [`CpuDevice`](crate::CpuDevice).
-    Cpu,
-    /// [`SimDevice`](crate::SimDevice).
-    Sim,
-    /// `CudaDevice`, with the feature `cuda`.
-    Cuda,
-}
 
 /// Properties of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,16 +30,6 @@ pub struct DeviceInfo {
     pub runs_by_itself: bool,
     /// Whether [`Stream::prefetch`] is supported.
     pub can_prefetch: bool,
-}
-
-/// Identifies a stream. Unique within the process, and never reused.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct StreamId(pub u64);
-
-impl fmt::Display for StreamId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)
-    }
 }
 
 /// The result of a query that does not block.
@@ -135,24 +114,20 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// Returns [`Error::Unsupported`] if the device has no stream-ordered allocator, as by default,
     /// and [`Error::OutOfMemory`] if there is not enough memory.
-    fn allocate_in_order(
-        &self,
-        layout: Layout,
-        stream: &Self::Stream,
-    ) -> Result<Self::Memory, Error> {
+    fn allocate_async(&self, layout: Layout, stream: &Self::Stream) -> Result<Self::Memory, Error> {
         let _ = (layout, stream);
         let device = self.info().name.clone();
         Err(Error::Unsupported { device, what: "stream-ordered allocation" })
     }
 
-    /// Frees memory from [`allocate_in_order`](Self::allocate_in_order) once all work submitted to
+    /// Frees memory from [`allocate_async`](Self::allocate_async) once all work submitted to
     /// `stream` so far is done. A stream that has failed frees it too, in the same order.
     ///
     /// # Errors
     /// Returns [`Error::Race`] if a simulated device finds that another stream may still use the
     /// memory, [`Error::Driver`] if a CUDA driver call fails, and [`Error::Unsupported`] if the
     /// device has no stream-ordered allocator. The memory is dropped in each case.
-    fn free_in_order(&self, memory: Self::Memory, stream: &Self::Stream) -> Result<(), Error> {
+    fn free_async(&self, memory: Self::Memory, stream: &Self::Stream) -> Result<(), Error> {
         let _ = (memory, stream);
         let device = self.info().name.clone();
         Err(Error::Unsupported { device, what: "stream-ordered allocation" })
@@ -249,7 +224,7 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// Returns the error of this stream if it has failed.
-    fn follow(&self, event: &Self::Event) -> Result<(), Error>;
+    fn wait_ignoring_failure(&self, event: &Self::Event) -> Result<(), Error>;
 
     /// Copies `from` to `to`, each in memory of the host or of a device.
     ///
@@ -386,7 +361,7 @@ impl HostFn {
     /// Declares that the function reads `range`, so that [`SimDevice`](crate::SimDevice) checks it
     /// for races.
     #[must_use]
-    pub fn reading(mut self, range: MemoryRange) -> Self {
+    pub fn reads(mut self, range: MemoryRange) -> Self {
         self.reads.push(range);
         self
     }
@@ -394,7 +369,7 @@ impl HostFn {
     /// Declares that the function writes `range`, so that [`SimDevice`](crate::SimDevice) checks it
     /// for races.
     #[must_use]
-    pub fn writing(mut self, range: MemoryRange) -> Self {
+    pub fn writes(mut self, range: MemoryRange) -> Self {
         self.writes.push(range);
         self
     }

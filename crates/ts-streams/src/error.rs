@@ -60,12 +60,12 @@ pub enum Error {
         reason: String,
     },
     /// Streams, events or memory of different kinds of devices were combined.
-    #[error("cannot combine devices of different kinds: expected {of:?}, got {with:?}")]
+    #[error("cannot combine devices of different kinds: expected {expected:?}, got {actual:?}")]
     MixedDevices {
         /// The expected kind.
-        of: DeviceKind,
+        expected: DeviceKind,
         /// The kind that was passed.
-        with: DeviceKind,
+        actual: DeviceKind,
     },
     /// The stream belongs to another device, or to the same one opened separately.
     #[error(
@@ -120,12 +120,6 @@ pub enum Error {
         /// The tasks on the cycle. The last is the first again.
         path: Vec<String>,
     },
-    /// The point is unknown to the coordinator. No function of this crate returns this.
-    #[error("unknown point {point:?}: it is of another coordinator, or complete and forgotten")]
-    NoSuchPoint {
-        /// The point.
-        point: String,
-    },
     /// Something was not ready in time.
     #[error("not ready within {timeout:?}")]
     TimedOut {
@@ -171,8 +165,7 @@ impl Error {
             | Error::BadCopy { .. }
             | Error::WaitInHostFn
             | Error::Race(_)
-            | Error::Cycle { .. }
-            | Error::NoSuchPoint { .. } => ErrorKind::Misuse,
+            | Error::Cycle { .. } => ErrorKind::Misuse,
             Error::Failed { .. } | Error::Cancelled { .. } => ErrorKind::Failed,
             Error::TimedOut { .. } => ErrorKind::TimedOut,
             Error::Thread { .. } | Error::Driver { .. } => ErrorKind::System,

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//! Whether GPUs can be used.
+
 use std::fmt;
-
-use crate::Error;
-
-/// The error type of GPU operations, which is the [`Error`] of all devices.
-pub type GpuError = Error;
 
 /// Whether CUDA GPUs can be used, and if not, why.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,25 +20,6 @@ pub enum GpuStatus {
 }
 
 impl GpuStatus {
-    /// Looks for CUDA GPUs. The first call loads the driver; its result is cached for the life of
-    /// the process. Never panics.
-    ///
-    /// # Examples
-    /// ```
-    /// use ts_streams::GpuStatus;
-    ///
-    /// match GpuStatus::detect() {
-    ///     GpuStatus::Available { device_count } => println!("{device_count} GPUs"),
-    ///     status => println!("running on the CPU: {status}"),
-    /// }
-    /// ```
-    pub fn detect() -> Self {
-        #[cfg(feature = "cuda")]
-        return crate::cuda::status();
-        #[cfg(not(feature = "cuda"))]
-        Self::NotCompiled
-    }
-
     /// Returns whether there is at least one GPU.
     pub fn is_available(&self) -> bool {
         self.device_count() > 0
@@ -52,18 +30,6 @@ impl GpuStatus {
         match self {
             GpuStatus::Available { device_count } => *device_count,
             _ => 0,
-        }
-    }
-
-    /// Checks that the GPU `ordinal` exists.
-    ///
-    /// # Errors
-    /// Returns [`Error::NoGpu`] with the reason if it does not.
-    pub fn require(&self, ordinal: usize) -> Result<(), GpuError> {
-        if ordinal < self.device_count() {
-            Ok(())
-        } else {
-            Err(Error::NoGpu { ordinal, status: self.clone() })
         }
     }
 }

@@ -29,8 +29,8 @@ pub(crate) type Submit<S> = Box<dyn FnOnce(&S) -> Result<(), Error> + Send>;
 /// let mut graph = TaskGraph::<CpuStream>::new();
 /// let load = graph.add_host_fn("load", || println!("loaded"));
 /// let compute = graph.add_host_fn("compute", || println!("computed"));
-/// graph.depend(compute, load)?; // `compute` waits for `load`
-/// assert!(matches!(graph.depend(load, compute), Err(Error::Cycle { .. })));
+/// graph.add_dependency(compute, load)?; // `compute` waits for `load`
+/// assert!(matches!(graph.add_dependency(load, compute), Err(Error::Cycle { .. })));
 /// # Ok::<(), Error>(())
 /// ```
 pub struct TaskGraph<S> {
@@ -93,7 +93,7 @@ impl<S: Stream> TaskGraph<S> {
     ///
     /// # Panics
     /// Panics if one of the tasks is not in this graph.
-    pub fn depend(&mut self, later: TaskId, earlier: TaskId) -> Result<(), Error> {
+    pub fn add_dependency(&mut self, later: TaskId, earlier: TaskId) -> Result<(), Error> {
         let (later, earlier) = (later.0, earlier.0);
         if has_path_connecting(&self.tasks, later, earlier, None) {
             return Err(Error::Cycle { path: self.path(later, earlier) });
@@ -179,12 +179,12 @@ mod tests {
     fn a_cycle_is_refused_with_its_task_names() {
         let mut graph = TaskGraph::<CpuStream>::new();
         let [a, b, c] = ["a", "b", "c"].map(|name| graph.add_host_fn(name, || ()));
-        graph.depend(b, a).unwrap();
-        graph.depend(c, b).unwrap();
-        let refused = graph.depend(a, c).unwrap_err();
+        graph.add_dependency(b, a).unwrap();
+        graph.add_dependency(c, b).unwrap();
+        let refused = graph.add_dependency(a, c).unwrap_err();
         assert_eq!(refused, Error::Cycle { path: ["a", "b", "c", "a"].map(String::from).to_vec() });
-        assert!(graph.depend(a, a).is_err());
-        graph.depend(c, a).unwrap();
+        assert!(graph.add_dependency(a, a).is_err());
+        graph.add_dependency(c, a).unwrap();
         assert_eq!(graph.into_order().1, [vec![], vec![0], vec![1]]);
     }
 

@@ -21,7 +21,7 @@
 //! let filled = device.create_event()?;
 //! copies.record(&filled)?;
 //! compute.wait(&filled)?; // the stream waits, not the host
-//! compute.launch_host_fn(HostFn::new(|| println!("filled")).reading(memory.range()))?;
+//! compute.launch_host_fn(HostFn::new(|| println!("filled")).reads(memory.range()))?;
 //! compute.synchronize()?;
 //!
 //! let mut bytes = [0; 4];
@@ -55,10 +55,12 @@ mod coordinator;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod detect;
 mod device;
 mod error;
 mod gpu;
 mod graph;
+mod id;
 mod memory;
 mod metrics;
 mod pool;
@@ -67,6 +69,7 @@ mod profiler;
 mod provider;
 mod queue;
 mod race;
+mod range;
 mod sim;
 mod sync;
 
@@ -77,19 +80,18 @@ pub use coordinator::{CancelToken, Execution, MultiStreamCoordinator};
 pub use cpu::{CpuDevice, CpuEvent, CpuMemory, CpuStream};
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
-pub use device::{
-    Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream,
-    StreamId,
-};
+pub use detect::GpuError;
+pub use device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream};
 pub use error::{Error, ErrorKind};
-pub use gpu::{GpuError, GpuStatus};
+pub use gpu::GpuStatus;
 pub use graph::{TaskGraph, TaskId};
-pub use memory::{MemoryKind, MemoryRange};
+pub use id::{DeviceKind, StreamId};
 pub use metrics::{MemoryMetrics, StreamMetrics};
 pub use pool::{AllocationStrategy, StrategyChange, StreamPool, WorkloadType};
 pub use priority::{PriorityRange, StreamPriority};
-pub use profiler::{Activity, OpenScope, Profile, Span, StreamProfiler, Times};
+pub use profiler::{Activity, ActivityStats, Profile, ScopeGuard, Span, StreamProfiler};
 pub use provider::{DeviceAvailability, DeviceChoice, DeviceProvider, DeviceRegistry};
-pub use queue::may_wait;
+pub use queue::check_may_block;
 pub use race::{Access, Race};
+pub use range::{MemoryKind, MemoryRange};
 pub use sim::{SimDevice, SimEvent, SimMemory, SimOptions, SimStream};

@@ -119,7 +119,7 @@ impl<D: Device> StreamPool<D> {
     /// The most streams that a pool can have.
     pub const MAX_STREAMS: usize = 256;
     /// Completions of a kind of work that must be recorded on a stream before its times are used.
-    pub const EVIDENCE: u64 = 16;
+    pub const MIN_SAMPLES: u64 = 16;
 
     /// Creates a pool of `count` streams of normal priority. `count` is clamped to at least 1 and
     /// at most [`MAX_STREAMS`](Self::MAX_STREAMS).
@@ -329,9 +329,9 @@ impl<D: Device> StreamPool<D> {
     ///
     /// - Switches to [`Workload`](AllocationStrategy::Workload) if the average time of a workload
     ///   is more than 1.5 times as long on one stream as on another. Only streams with at least
-    ///   [`EVIDENCE`](Self::EVIDENCE) completions count.
+    ///   [`MIN_SAMPLES`](Self::MIN_SAMPLES) completions count.
     /// - Otherwise switches to [`LoadBalanced`](AllocationStrategy::LoadBalanced), except from
-    ///   `Workload`, if one stream has at least [`EVIDENCE`](Self::EVIDENCE) outstanding operations
+    ///   `Workload`, if one stream has at least [`MIN_SAMPLES`](Self::MIN_SAMPLES) outstanding operations
     ///   and more than twice as many as another.
     pub fn optimize(&self) -> Option<StrategyChange> {
         let from = self.strategy();
@@ -349,7 +349,7 @@ impl<D: Device> StreamPool<D> {
         WorkloadType::ALL.into_iter().find_map(|workload| {
             let times = self.active().map(|pooled| &pooled.times[workload as usize]);
             let known: Vec<u64> = times
-                .filter(|time| time.count() >= Self::EVIDENCE)
+                .filter(|time| time.count() >= Self::MIN_SAMPLES)
                 .filter_map(Average::ns)
                 .collect();
             let (least, most) = (*known.iter().min()?, *known.iter().max()?);
@@ -365,7 +365,7 @@ impl<D: Device> StreamPool<D> {
     fn uneven_loads(&self) -> Option<(AllocationStrategy, String)> {
         let loads: Vec<u64> = self.active().map(outstanding).collect();
         let (least, most) = (*loads.iter().min()?, *loads.iter().max()?);
-        (most >= Self::EVIDENCE && most > 2 * least).then(|| {
+        (most >= Self::MIN_SAMPLES && most > 2 * least).then(|| {
             let evidence =
                 format!("{most} operations are outstanding on one stream and {least} on another");
             (AllocationStrategy::LoadBalanced, evidence)

@@ -95,7 +95,7 @@ pub struct Span {
 /// An open scope. It ends at the point of its stream where this value is dropped.
 #[derive(Debug)]
 #[must_use = "the scope ends where this is dropped"]
-pub struct OpenScope<'a, D: Device> {
+pub struct ScopeGuard<'a, D: Device> {
     profiler: &'a StreamProfiler<D>,
     stream: &'a D::Stream,
     activity: Activity,
@@ -128,7 +128,7 @@ impl<D: Device> StreamProfiler<D> {
         &'a self,
         stream: &'a D::Stream,
         name: impl Into<String>,
-    ) -> Result<OpenScope<'a, D>, Error> {
+    ) -> Result<ScopeGuard<'a, D>, Error> {
         self.open(stream, Activity::Scope(name.into()), 0)
     }
 
@@ -140,7 +140,7 @@ impl<D: Device> StreamProfiler<D> {
         &'a self,
         stream: &'a D::Stream,
         bytes: u64,
-    ) -> Result<OpenScope<'a, D>, Error> {
+    ) -> Result<ScopeGuard<'a, D>, Error> {
         self.open(stream, Activity::Transfer, bytes)
     }
 
@@ -152,7 +152,7 @@ impl<D: Device> StreamProfiler<D> {
         &'a self,
         stream: &'a D::Stream,
         name: impl Into<String>,
-    ) -> Result<OpenScope<'a, D>, Error> {
+    ) -> Result<ScopeGuard<'a, D>, Error> {
         self.open(stream, Activity::Launch(name.into()), 0)
     }
 
@@ -233,10 +233,10 @@ impl<D: Device> StreamProfiler<D> {
         stream: &'a D::Stream,
         activity: Activity,
         bytes: u64,
-    ) -> Result<OpenScope<'a, D>, Error> {
+    ) -> Result<ScopeGuard<'a, D>, Error> {
         let start = self.device.create_event()?;
         stream.record(&start)?;
-        Ok(OpenScope { profiler: self, stream, activity, bytes, start })
+        Ok(ScopeGuard { profiler: self, stream, activity, bytes, start })
     }
 
     fn lock(&self) -> MutexGuard<'_, Records<D>> {
@@ -244,7 +244,7 @@ impl<D: Device> StreamProfiler<D> {
     }
 }
 
-impl<D: Device> Drop for OpenScope<'_, D> {
+impl<D: Device> Drop for ScopeGuard<'_, D> {
     fn drop(&mut self) {
         let end = self
             .profiler
@@ -278,7 +278,7 @@ pub struct Profile {
 
 /// Statistics of the durations of one activity. Percentiles use the nearest-rank method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Times {
+pub struct ActivityStats {
     /// Number of durations.
     pub count: usize,
     /// Sum of the durations.
@@ -297,7 +297,7 @@ pub struct Times {
     pub bytes: u64,
 }
 
-impl Times {
+impl ActivityStats {
     fn of(mut times: Vec<Duration>, bytes: u64) -> Self {
         times.sort_unstable();
         let rank = |percent: usize| times[(times.len() * percent).div_ceil(100).max(1) - 1];
@@ -322,14 +322,14 @@ impl Times {
 
 impl Profile {
     /// Returns statistics of each activity measured by the device, on one stream or on all.
-    pub fn times(&self, stream: Option<StreamId>) -> BTreeMap<Activity, Times> {
+    pub fn times(&self, stream: Option<StreamId>) -> BTreeMap<Activity, ActivityStats> {
         let spans =
             self.spans.iter().filter(|span| stream.is_none_or(|stream| span.stream == stream));
         times(spans.map(|span| (&span.activity, span.time, span.bytes)))
     }
 
     /// Returns statistics of each activity reported by callers, on one stream or on all.
-    pub fn reported_times(&self, stream: Option<StreamId>) -> BTreeMap<Activity, Times> {
+    pub fn reported_times(&self, stream: Option<StreamId>) -> BTreeMap<Activity, ActivityStats> {
         let reported =
             self.reported.iter().filter(|(of, ..)| stream.is_none_or(|stream| *of == stream));
         times(reported.map(|(_, activity, time, bytes)| (activity, *time, *bytes)))
@@ -417,7 +417,7 @@ impl Profile {
 impl fmt::Display for Profile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
-        let table = |f: &mut fmt::Formatter<'_>, times: BTreeMap<Activity, Times>| {
+        let table = |f: &mut fmt::Formatter<'_>, times: BTreeMap<Activity, ActivityStats>| {
             times.into_iter().try_for_each(|(activity, t)| {
                 let (total, p50, p90, p99) =
                     (micros(t.total), micros(t.p50), micros(t.p90), micros(t.p99));
@@ -452,7 +452,7 @@ impl fmt::Display for Profile {
 
 fn times<'a>(
     spans: impl Iterator<Item = (&'a Activity, Duration, u64)>,
-) -> BTreeMap<Activity, Times> {
+) -> BTreeMap<Activity, ActivityStats> {
     let mut all: BTreeMap<&Activity, (Vec<Duration>, u64)> = BTreeMap::new();
     for (activity, time, bytes) in spans {
         let (times, total) = all.entry(activity).or_default();
@@ -460,6 +460,6 @@ fn times<'a>(
         *total += bytes;
     }
     all.into_iter()
-        .map(|(activity, (times, bytes))| (activity.clone(), Times::of(times, bytes)))
+        .map(|(activity, (times, bytes))| (activity.clone(), ActivityStats::of(times, bytes)))
         .collect()
 }

@@ -45,7 +45,7 @@ pub enum DeviceAvailability {
 ///
 /// let registry = DeviceRegistry::builtin();
 /// let choice = registry.choose(None)?; // the best device here: a GPU, else the CPU
-/// for (name, reason) in &choice.passed_over {
+/// for (name, reason) in &choice.unavailable {
 ///     println!("not {name}: {reason}");
 /// }
 /// let device = choice.provider.create(0)?;
@@ -63,7 +63,7 @@ pub struct DeviceChoice {
     /// The chosen provider.
     pub provider: Arc<dyn DeviceProvider>,
     /// Name and reason of each provider that was tried first and has no device.
-    pub passed_over: Vec<(&'static str, String)>,
+    pub unavailable: Vec<(&'static str, String)>,
 }
 
 impl DeviceRegistry {
@@ -99,18 +99,18 @@ impl DeviceRegistry {
     /// Returns [`Error::UnknownDevice`] if there is no such provider, and
     /// [`Error::DeviceUnavailable`] with the reason if it has no device.
     pub fn choose(&self, name: Option<&str>) -> Result<DeviceChoice, Error> {
-        let mut passed_over = Vec::new();
+        let mut unavailable = Vec::new();
         for provider in self.providers.iter().filter(|p| name.is_none_or(|name| p.name() == name)) {
             match provider.probe() {
                 DeviceAvailability::Available { .. } => {
-                    return Ok(DeviceChoice { provider: Arc::clone(provider), passed_over });
+                    return Ok(DeviceChoice { provider: Arc::clone(provider), unavailable });
                 }
                 DeviceAvailability::Unavailable(reason) => {
-                    passed_over.push((provider.name(), reason));
+                    unavailable.push((provider.name(), reason));
                 }
             }
         }
-        match passed_over.into_iter().next_back() {
+        match unavailable.into_iter().next_back() {
             Some((device, reason)) => {
                 Err(Error::DeviceUnavailable { device: device.into(), reason })
             }

@@ -30,7 +30,7 @@ thread_local! {
 ///
 /// # Errors
 /// Returns [`Error::WaitInHostFn`] inside a host function, and in destructors that a stream runs.
-pub fn may_wait() -> Result<(), Error> {
+pub fn check_may_block() -> Result<(), Error> {
     if IN_HOST_FN.with(Cell::get) { Err(Error::WaitInHostFn) } else { Ok(()) }
 }
 

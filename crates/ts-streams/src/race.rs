@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
 use crate::StreamId;
-use crate::memory::MemoryRange;
+use crate::range::MemoryRange;
 
 /// A vector clock: the number of operations of each thread that happened before. The threads are
 /// the streams, and for each device the host.

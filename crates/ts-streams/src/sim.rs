@@ -7,17 +7,16 @@ use std::time::Duration;
 
 use crate::Error;
 use crate::cpu::elapsed;
-use crate::device::{
-    Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream,
-    StreamId,
-};
-use crate::memory::{HostBlock, MemoryKind, MemoryRange, Transfer};
+use crate::device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream};
+use crate::id::{DeviceKind, StreamId};
+use crate::memory::{HostBlock, Transfer};
 use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::{PriorityRange, StreamPriority};
 use crate::queue::{
-    Effects, OnFailure, Op, Owner, Point, Queues, Released, Work, may_wait, next_stream_id,
+    Effects, OnFailure, Op, Owner, Point, Queues, Released, Work, check_may_block, next_stream_id,
 };
 use crate::race::{Clock, Detector, Race};
+use crate::range::{MemoryKind, MemoryRange};
 
 /// The byte that fills new and freed memory.
 const POISON: u8 = 0xA5;
@@ -32,9 +31,9 @@ pub struct SimOptions {
     /// Minimum duration of an operation, in nanoseconds of simulated time.
     pub overhead_ns: u64,
     /// Fraction of operations that take up to 100 times as long, from 0 to 1.
-    pub stalls: f64,
+    pub stall_rate: f64,
     /// Fraction of operations that fail, from 0 to 1.
-    pub faults: f64,
+    pub fault_rate: f64,
     /// Device memory in bytes. Allocations beyond it fail.
     pub total_bytes: usize,
 }
@@ -47,8 +46,8 @@ impl Default for SimOptions {
             seed: 0,
             bytes_per_us: 12_000,
             overhead_ns: 5_000,
-            stalls: 0.1,
-            faults: 0.0,
+            stall_rate: 0.1,
+            fault_rate: 0.0,
             total_bytes: 1 << 30,
         }
     }
@@ -198,7 +197,7 @@ impl SimShared {
         };
         let work = sim.queues.take(ready);
         let cost_ns = self.cost_ns(&work, &mut sim.rng);
-        let fails = sim.rng.happens(self.options.faults);
+        let fails = sim.rng.happens(self.options.fault_rate);
         drop(sim);
         let outcome = if fails { Err("injected fault".into()) } else { work.run() };
         let mut sim = self.lock();
@@ -218,7 +217,7 @@ impl SimShared {
         let options = &self.options;
         let moving_ns = bytes.saturating_mul(1000) / options.bytes_per_us.max(1);
         let usual_ns = options.overhead_ns + moving_ns;
-        if rng.happens(options.stalls) {
+        if rng.happens(options.stall_rate) {
             usual_ns.saturating_mul(1 + rng.below(100))
         } else {
             usual_ns
@@ -354,11 +353,11 @@ impl Device for SimDevice {
         })
     }
 
-    fn allocate_in_order(&self, layout: Layout, _: &SimStream) -> Result<SimMemory, Error> {
+    fn allocate_async(&self, layout: Layout, _: &SimStream) -> Result<SimMemory, Error> {
         self.allocate(layout, MemoryKind::Device)
     }
 
-    fn free_in_order(&self, mut memory: SimMemory, stream: &SimStream) -> Result<(), Error> {
+    fn free_async(&self, mut memory: SimMemory, stream: &SimStream) -> Result<(), Error> {
         let StreamHandle { id, shared, .. } = &*stream.handle;
         let mut sim = shared.lock();
         let history = sim.detector.submit(*id);
@@ -373,7 +372,7 @@ impl Device for SimDevice {
     }
 
     fn synchronize(&self) -> Result<(), Error> {
-        may_wait()?;
+        check_may_block()?;
         let mut sim = self.shared.lock();
         let streams = sim.queues.streams();
         let recorded: Vec<_> =
@@ -389,7 +388,7 @@ impl Device for SimDevice {
 impl SimShared {
     /// Drives the device until a point is reached, and orders the host after it.
     fn wait_for(&self, point: &Point) -> Result<(), Error> {
-        may_wait()?;
+        check_may_block()?;
         let outcome = self.drive_to(point);
         // The point is reached even if the work before it failed.
         self.host_saw(&point.history);
@@ -471,7 +470,7 @@ impl Stream for SimStream {
         self.wait_for(event, OnFailure::Propagate)
     }
 
-    fn follow(&self, event: &SimEvent) -> Result<(), Error> {
+    fn wait_ignoring_failure(&self, event: &SimEvent) -> Result<(), Error> {
         self.wait_for(event, OnFailure::Ignore)
     }
 

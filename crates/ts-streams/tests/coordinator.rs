@@ -36,16 +36,16 @@ fn run<D: Device>(device: &D, streams: usize, waits: &[Vec<usize>]) -> (Vec<usiz
         let (order, own) = (Arc::clone(&order), memory[task].range());
         let read: Vec<_> = before.iter().map(|&task| memory[task].range()).collect();
         let id = graph.add(format!("task {task}"), move |stream: &D::Stream| {
-            let work = HostFn::new(move || order.lock().unwrap().push(task)).writing(own);
-            stream.launch_host_fn(read.into_iter().fold(work, HostFn::reading))
+            let work = HostFn::new(move || order.lock().unwrap().push(task)).writes(own);
+            stream.launch_host_fn(read.into_iter().fold(work, HostFn::reads))
         });
-        before.iter().for_each(|&task| graph.depend(id, ids[task]).unwrap());
+        before.iter().for_each(|&task| graph.add_dependency(id, ids[task]).unwrap());
         ids.push(id);
     }
     let execution = coordinator(device, streams).execute(graph, &CancelToken::default());
     execution.wait().unwrap();
     let order = order.lock().unwrap().clone();
-    (order, execution.events())
+    (order, execution.event_count())
 }
 
 fn graphs() -> impl Strategy<Value = Vec<Vec<usize>>> {
@@ -71,7 +71,7 @@ proptest! {
 
     #[test]
     fn tasks_run_after_their_dependencies(waits in graphs(), count in 1..5usize, seed: u64) {
-        let simulated = SimDevice::new(SimOptions { seed, stalls: 0.5, ..SimOptions::default() });
+        let simulated = SimDevice::new(SimOptions { seed, stall_rate: 0.5, ..SimOptions::default() });
         let (order, events) = run(&simulated, count, &waits);
         prop_assert!(respects_dependencies(&order, &waits), "{order:?}");
         // No other schedule could have gone wrong either.
@@ -107,7 +107,7 @@ fn streams_may_wait_for_each_other_repeatedly() {
         // SAFETY: a simulated device runs one operation at a time; the memory outlives the work.
         unsafe { copies.fill(memory.range(), i) }.unwrap();
         coordinator.order(compute, copies).unwrap();
-        compute.launch_host_fn(HostFn::new(|| ()).reading(memory.range())).unwrap();
+        compute.launch_host_fn(HostFn::new(|| ()).reads(memory.range())).unwrap();
         coordinator.order(copies, compute).unwrap();
     }
     device.synchronize().unwrap();
@@ -163,13 +163,13 @@ fn dependents_of_a_failed_task_do_not_run() {
         let after = graph.add_host_fn("after", add(10));
         let last = graph.add_host_fn("last", add(100));
         graph.add_host_fn("other", add(1));
-        graph.depend(after, fails).unwrap();
-        graph.depend(last, after).unwrap();
+        graph.add_dependency(after, fails).unwrap();
+        graph.add_dependency(last, after).unwrap();
         let execution = coordinator(&device, 2).execute(graph, &CancelToken::default());
         let error = execution.wait().unwrap_err();
         assert_eq!(error.kind(), if panics { ErrorKind::Failed } else { ErrorKind::TimedOut });
         let names: HashSet<&str> =
-            execution.problems().iter().map(|(name, _)| name.as_str()).collect();
+            execution.failures().iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, HashSet::from(["fails", "after", "last"]));
         assert_eq!(ran.load(Ordering::SeqCst), 1);
     }
@@ -197,7 +197,7 @@ fn cancelled_tasks_are_not_submitted() {
         Ok(())
     });
     let second = graph.add_host_fn("second", || panic!("the task was cancelled"));
-    graph.depend(second, first).unwrap();
+    graph.add_dependency(second, first).unwrap();
     let execution = coordinator(&device, 2).execute(graph, &cancel);
     assert!(matches!(execution.wait(), Err(Error::Cancelled { task }) if task == "second"));
 }

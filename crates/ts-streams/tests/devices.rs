@@ -36,10 +36,10 @@ fn mixing_device_kinds_is_an_error() {
     let stream = devices[0].create_stream(StreamPriority::Normal).unwrap();
     let (own, other) = (devices[0].create_event().unwrap(), devices[1].create_event().unwrap());
     stream.record(&own).unwrap();
-    let mixed = Error::MixedDevices { of: DeviceKind::Cpu, with: DeviceKind::Sim };
+    let mixed = Error::MixedDevices { expected: DeviceKind::Cpu, actual: DeviceKind::Sim };
     assert_eq!(stream.record(&other), Err(mixed.clone()));
     assert_eq!(stream.wait(&other), Err(mixed.clone()));
-    assert_eq!(stream.follow(&other), Err(mixed.clone()));
+    assert_eq!(stream.wait_ignoring_failure(&other), Err(mixed.clone()));
     assert_eq!(own.elapsed_since(&other), Err(mixed));
     assert_eq!(stream.wait(&own), Ok(()), "a refused call does not fail the stream");
 }
@@ -55,7 +55,7 @@ fn the_registry_chooses_the_best_device() {
         assert_eq!(choice.provider.name(), "cuda");
     } else {
         assert_eq!(
-            (choice.provider.name(), choice.passed_over),
+            (choice.provider.name(), choice.unavailable),
             ("cpu", vec![("cuda", status.to_string())])
         );
         let error = registry.open(Some("cuda")).unwrap_err();
@@ -121,7 +121,8 @@ fn simulated_devices_conform() {
     for seed in 0..10 {
         let device = std::cell::RefCell::new(Vec::new());
         conformance::check(|| {
-            let made = SimDevice::new(SimOptions { seed, stalls: 0.5, ..SimOptions::default() });
+            let made =
+                SimDevice::new(SimOptions { seed, stall_rate: 0.5, ..SimOptions::default() });
             device.borrow_mut().push(made.clone());
             made
         });
@@ -239,7 +240,7 @@ fn freeing_memory_in_use_is_a_race() {
 
 #[test]
 fn injected_faults_are_reported() {
-    let options = SimOptions { faults: 0.2, seed: 3, ..SimOptions::default() };
+    let options = SimOptions { fault_rate: 0.2, seed: 3, ..SimOptions::default() };
     let device = SimDevice::new(options);
     let mut failed = 0;
     for _ in 0..50 {
@@ -263,10 +264,10 @@ fn freeing_in_order_while_another_stream_writes_is_a_race() {
     let device = SimDevice::new(SimOptions::default());
     let [own, other] = [(); 2].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
     let layout = Layout::from_size_align(64, 64).unwrap();
-    let memory = device.allocate_in_order(layout, &own).unwrap();
+    let memory = device.allocate_async(layout, &own).unwrap();
     // SAFETY: the device detects the race and keeps the memory.
     unsafe { other.fill(memory.range(), 1) }.unwrap();
-    assert!(matches!(device.free_in_order(memory, &own), Err(Error::Race(_))));
+    assert!(matches!(device.free_async(memory, &own), Err(Error::Race(_))));
     device.synchronize().unwrap();
     assert_ne!(device.races(), []);
 }
@@ -283,10 +284,10 @@ fn a_failed_stream_frees_memory_in_order() {
     other.launch_host_fn(HostFn::new(wait)).unwrap();
     let done = device.create_event().unwrap();
     other.record(&done).unwrap();
-    let memory = device.allocate_in_order(Layout::from_size_align(64, 64).unwrap(), &own).unwrap();
+    let memory = device.allocate_async(Layout::from_size_align(64, 64).unwrap(), &own).unwrap();
     own.launch_host_fn(HostFn::new(|| panic!("on purpose"))).unwrap();
     own.wait(&done).unwrap_or(());
-    device.free_in_order(memory, &own).unwrap();
+    device.free_async(memory, &own).unwrap();
     if own.query() == Ok(ts_streams::Status::Pending) {
         assert_eq!(device.memory().in_use_bytes, 64, "the free waits");
     }

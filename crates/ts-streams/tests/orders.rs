@@ -41,7 +41,7 @@ fn graph(done: &Arc<[AtomicBool; 7]>) -> TaskGraph<<CpuDevice as Device>::Stream
             let before = waits.iter().all(|&before| done[before].load(Ordering::SeqCst));
             done[task].store(before, Ordering::SeqCst);
         });
-        waits.iter().for_each(|&before| graph.depend(id, ids[before]).unwrap());
+        waits.iter().for_each(|&before| graph.add_dependency(id, ids[before]).unwrap());
         ids.push(id);
     }
     graph
@@ -68,10 +68,10 @@ fn concurrent_cancellation_ends_the_wait() {
         let execution = coordinator(&device, 2).execute(graph(&done), &cancel);
         let ended = execution.wait();
         other.join().unwrap();
-        let lost = execution.problems().len();
+        let lost = execution.failures().len();
         assert_eq!(ended.is_err(), lost > 0);
         assert!(
-            execution.problems().iter().all(|(_, error)| matches!(error, Error::Cancelled { .. }))
+            execution.failures().iter().all(|(_, error)| matches!(error, Error::Cancelled { .. }))
         );
         let ran = done.iter().filter(|done| done.load(Ordering::SeqCst)).count();
         assert_eq!(ran + lost, 7, "all submitted tasks ran after their dependencies");
@@ -94,12 +94,12 @@ fn dependents_of_a_refused_task_are_skipped() {
         let lost = graph.add("lost", |_: &_| Err(Error::WaitInHostFn));
         let dependent = count(&mut graph, "dependent");
         let sibling = count(&mut graph, "sibling");
-        graph.depend(lost, first).unwrap();
-        graph.depend(dependent, lost).unwrap();
-        graph.depend(sibling, first).unwrap();
+        graph.add_dependency(lost, first).unwrap();
+        graph.add_dependency(dependent, lost).unwrap();
+        graph.add_dependency(sibling, first).unwrap();
         let execution = coordinator(&device, 2).execute(graph, &CancelToken::default());
         assert_eq!(execution.wait(), Err(Error::WaitInHostFn));
-        let names: Vec<_> = execution.problems().iter().map(|(name, _)| name.as_str()).collect();
+        let names: Vec<_> = execution.failures().iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!((names, ran.load(Ordering::SeqCst)), (vec!["lost", "dependent"], 2));
     });
 }

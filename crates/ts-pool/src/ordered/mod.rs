@@ -201,7 +201,7 @@ impl<D: Device> StreamOrderedPool<D> {
     /// # Errors
     /// Returns [`Error::OutOfMemory`] if the device is full or the pool's limit is reached, and
     /// [`Error::Device`] if the device fails otherwise.
-    pub fn prime(&self, bytes: usize, stream: &D::Stream) -> Result<(), Error> {
+    pub fn reserve_segment(&self, bytes: usize, stream: &D::Stream) -> Result<(), Error> {
         if self.inner.options.backing == Backing::Device {
             // The allocator of the device keeps memory that was allocated once.
             return self.inner.allocate(bytes, stream).map(drop);
@@ -215,13 +215,17 @@ impl<D: Device> StreamOrderedPool<D> {
         }
     }
 
-    /// Does the same as [`prime`](Self::prime) on a new thread, and returns at once. The pool stays
+    /// Does the same as [`prime`](Self::reserve_segment) on a new thread, and returns at once. The pool stays
     /// usable meanwhile. The bytes count towards the limit from the start.
     ///
     /// # Errors
     /// Returns [`Error::OutOfMemory`] if the bytes would exceed the limit, and [`Error::Device`] if
     /// the thread cannot be created.
-    pub fn prime_in_background(&self, bytes: usize, stream: &D::Stream) -> Result<Priming, Error> {
+    pub fn reserve_segment_in_background(
+        &self,
+        bytes: usize,
+        stream: &D::Stream,
+    ) -> Result<PendingSegment, Error> {
         let OrderedOptions { backing, kind, limit_bytes, granule_bytes, .. } = self.inner.options;
         let granules = self.inner.granules(bytes)?;
         let rounded = granules as usize * granule_bytes;
@@ -236,7 +240,7 @@ impl<D: Device> StreamOrderedPool<D> {
         let (pool, stream) = (self.clone(), stream.clone());
         let work = move || {
             if backing == Backing::Device {
-                return pool.prime(bytes, &stream);
+                return pool.reserve_segment(bytes, &stream);
             }
             let layout = Layout::from_size_align(rounded, granule_bytes.max(SEGMENT_ALIGN)).ok();
             let allocated = layout.map(|layout| pool.inner.device.allocate(layout, kind));
@@ -253,7 +257,7 @@ impl<D: Device> StreamOrderedPool<D> {
         };
         let thread = std::thread::Builder::new().name("ts-prime".into()).spawn(work);
         match thread {
-            Ok(thread) => Ok(Priming { thread }),
+            Ok(thread) => Ok(PendingSegment { thread }),
             Err(error) => {
                 self.inner.lock().priming_bytes -= priming_bytes;
                 Err(ts_streams::Error::Thread { reason: error.to_string() }.into())
@@ -297,15 +301,15 @@ impl<D: Device> StreamOrderedPool<D> {
     }
 }
 
-/// A running [`prime_in_background`](StreamOrderedPool::prime_in_background). Dropping it does not
+/// A running [`reserve_segment_in_background`](StreamOrderedPool::reserve_segment_in_background). Dropping it does not
 /// stop the allocation.
 #[derive(Debug)]
 #[must_use = "`wait` returns whether the allocation succeeded"]
-pub struct Priming {
+pub struct PendingSegment {
     thread: std::thread::JoinHandle<Result<(), Error>>,
 }
 
-impl Priming {
+impl PendingSegment {
     /// Returns whether the allocation has finished or failed. Does not block.
     pub fn is_finished(&self) -> bool {
         self.thread.is_finished()
@@ -314,7 +318,7 @@ impl Priming {
     /// Waits until the allocation has finished. Blocks.
     ///
     /// # Errors
-    /// The same as [`StreamOrderedPool::prime`].
+    /// The same as [`StreamOrderedPool::reserve_segment`].
     pub fn wait(self) -> Result<(), Error> {
         self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
@@ -373,7 +377,8 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
     fn stats(&self) -> OrderedStats {
         let mut state = self.inner.lock();
         let granule = self.inner.options.granule_bytes;
-        let Counts { in_use, high_water, allocations, frees, stolen, failures } = state.counts;
+        let Counts { in_use, high_water, allocations, frees, reused_across_streams, failures } =
+            state.counts;
         OrderedStats {
             capacity_bytes: state.capacity,
             in_use_bytes: in_use,
@@ -384,7 +389,7 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
             segments: state.segments.iter().flatten().count(),
             allocations,
             frees,
-            stolen,
+            reused_across_streams,
             failures,
         }
     }

@@ -30,7 +30,7 @@ pub struct OrderedStats {
     /// Frees since the pool was created.
     pub frees: u64,
     /// Allocations that took a block that another stream had freed.
-    pub stolen: u64,
+    pub reused_across_streams: u64,
     /// Allocations that failed for lack of memory.
     pub failures: u64,
 }

@@ -20,7 +20,7 @@ pub(super) struct PoolState<D: Device> {
     pub(super) vacant_segments: Vec<u16>,
     /// Bytes in all segments.
     pub(super) capacity: usize,
-    /// Bytes that `prime_in_background` is allocating, which `capacity` does not include.
+    /// Bytes that `reserve_segment_in_background` is allocating, which `capacity` does not include.
     pub(super) priming_bytes: usize,
     /// The streams that the pool has served, by owner number.
     pub(super) streams: Vec<D::Stream>,
@@ -62,7 +62,7 @@ pub(super) struct Counts {
     pub(super) high_water: usize,
     pub(super) allocations: u64,
     pub(super) frees: u64,
-    pub(super) stolen: u64,
+    pub(super) reused_across_streams: u64,
     pub(super) failures: u64,
 }
 
@@ -202,7 +202,7 @@ impl<D: Device> PoolState<D> {
         let any = !recorded.is_empty();
         for pending in recorded {
             let stream = &self.streams[usize::from(pending.owner.0)];
-            match pending.events.iter().try_for_each(|event| stream.follow(event)) {
+            match pending.events.iter().try_for_each(|event| stream.wait_ignoring_failure(event)) {
                 Ok(()) => self.release_pending(pool, pending),
                 Err(_) => self.pending.push_back(pending),
             }
@@ -227,7 +227,7 @@ impl<D: Device> PoolState<D> {
         self.capacity -= memory.range().len();
         self.vacant_segments.push(segment);
         // An error has no receiver here. The device has dropped the memory anyway.
-        let _ = pool.device.free_in_order(memory, &self.streams[usize::from(owner.0)]);
+        let _ = pool.device.free_async(memory, &self.streams[usize::from(owner.0)]);
     }
 
     /// Takes a free block of another stream: of an idle one, or else of a busy one, for which
@@ -255,7 +255,7 @@ impl<D: Device> PoolState<D> {
                 None => None,
             },
         };
-        self.counts.stolen += u64::from(found.is_some());
+        self.counts.reused_across_streams += u64::from(found.is_some());
         Ok(found)
     }
 
@@ -269,7 +269,7 @@ impl<D: Device> PoolState<D> {
     ) -> Result<(), Error> {
         let event = self.event(pool)?;
         self.streams[usize::from(other.0)].record(&event)?;
-        self.streams[usize::from(owner.0)].follow(&event)?;
+        self.streams[usize::from(owner.0)].wait_ignoring_failure(&event)?;
         self.events.push(event);
         Ok(())
     }
@@ -290,7 +290,7 @@ impl<D: Device> PoolState<D> {
         self.pending
             .iter()
             .flat_map(|pending| &pending.events)
-            .try_for_each(|event| stream.follow(event))?;
+            .try_for_each(|event| stream.wait_ignoring_failure(event))?;
         std::mem::take(&mut self.pending)
             .into_iter()
             .for_each(|pending| self.release_pending(pool, pending));
@@ -342,12 +342,11 @@ impl<D: Device> PoolState<D> {
         if bytes > limit_bytes.saturating_sub(self.capacity + self.priming_bytes) {
             return Ok(None);
         }
-        let memory =
-            match pool.device.allocate_in_order(layout, &self.streams[usize::from(owner.0)]) {
-                Ok(memory) => memory,
-                Err(error) if error.kind() == ts_streams::ErrorKind::Full => return Ok(None),
-                Err(error) => return Err(error.into()),
-            };
+        let memory = match pool.device.allocate_async(layout, &self.streams[usize::from(owner.0)]) {
+            Ok(memory) => memory,
+            Err(error) if error.kind() == ts_streams::ErrorKind::Full => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
         let added = self.add_segment(memory, granules, owner);
         Ok(added.and_then(|()| self.offsets.allocate(granules, owner)))
     }

@@ -9,6 +9,7 @@ import torch
 from .config import Settings as _Settings
 
 __all__ = [
+    "DTYPES",
     "Checkpoint",
     "Connection",
     "DType",

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUevent, CUresult, CUstream};
 
 use crate::Error;
-use crate::memory::MemoryRange;
+use crate::range::MemoryRange;
 
 /// The driver functions that this module calls.
 const SYMBOLS: [&str; 34] = [
@@ -221,7 +221,7 @@ impl Context {
 
     /// Allocates device memory from the default pool, for later work on the stream. Returns `None`
     /// if there is not enough.
-    pub(super) fn allocate_in_order(
+    pub(super) fn allocate_async(
         &self,
         bytes: usize,
         stream: &RawStream,
@@ -236,9 +236,9 @@ impl Context {
     /// Frees memory after the work submitted to the stream so far.
     ///
     /// # Safety
-    /// The memory must come from [`allocate_in_order`](Self::allocate_in_order), and only work
+    /// The memory must come from [`allocate_async`](Self::allocate_async), and only work
     /// submitted to the stream before may use it.
-    pub(super) unsafe fn free_in_order(
+    pub(super) unsafe fn free_async(
         &self,
         start: *mut u8,
         stream: &RawStream,
@@ -273,7 +273,7 @@ impl Context {
     ///
     /// # Safety
     /// The memory must come from [`allocate_device`](Self::allocate_device),
-    /// [`allocate_in_order`](Self::allocate_in_order) or
+    /// [`allocate_async`](Self::allocate_async) or
     /// [`allocate_managed`](Self::allocate_managed), and nothing may use it any more.
     pub(super) unsafe fn free(&self, start: *mut u8) {
         if self.make_current().is_ok() {

@@ -12,14 +12,13 @@ use std::time::Duration;
 
 use self::driver::{Context, RawEvent, RawStream, Unavailable};
 use crate::cpu::monotonic_ns;
-use crate::device::{
-    Device, DeviceInfo, DeviceKind, Event, HostFn, MemoryLocation, RawMemory, Status, Stream,
-    StreamId,
-};
-use crate::memory::{HostBlock, MemoryKind, MemoryRange, check_copy};
+use crate::device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream};
+use crate::id::{DeviceKind, StreamId};
+use crate::memory::{HostBlock, check_copy};
 use crate::metrics::{MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::{PriorityRange, StreamPriority};
-use crate::queue::{Work, may_wait, next_stream_id};
+use crate::queue::{Work, check_may_block, next_stream_id};
+use crate::range::{MemoryKind, MemoryRange};
 use crate::{Error, GpuStatus};
 
 /// Implements [`GpuStatus::detect`].
@@ -67,7 +66,7 @@ struct DeferredFree {
 impl CudaShared {
     /// Frees the memory that was dropped in host functions.
     fn run_deferred_frees(&self) {
-        if may_wait().is_err() {
+        if check_may_block().is_err() {
             return;
         }
         let deferred_frees = std::mem::take(&mut *lock(&self.deferred_frees));
@@ -87,7 +86,7 @@ impl CudaShared {
             // Memory that the driver refuses to free is leaked.
             (Allocation::Driver { start, .. }, Some(stream)) => {
                 // SAFETY: the caller's promise.
-                let _ = unsafe { self.context.free_in_order(*start, &stream.raw) };
+                let _ = unsafe { self.context.free_async(*start, &stream.raw) };
             }
             // SAFETY: the caller's promise.
             (Allocation::Driver { start, pinned: true }, None) => unsafe {
@@ -225,7 +224,7 @@ impl Device for CudaDevice {
         Ok(memory)
     }
 
-    fn allocate_in_order(&self, layout: Layout, stream: &CudaStream) -> Result<CudaMemory, Error> {
+    fn allocate_async(&self, layout: Layout, stream: &CudaStream) -> Result<CudaMemory, Error> {
         let (shared, bytes) = (&self.shared, layout.size());
         shared.run_deferred_frees();
         if !shared.pool_keeps_memory.get_or_init(|| shared.context.keep_freed_memory().is_ok()) {
@@ -236,7 +235,7 @@ impl Device for CudaDevice {
             || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: bytes };
         let start = shared
             .context
-            .allocate_in_order(bytes.max(1), &stream.handle.raw)?
+            .allocate_async(bytes.max(1), &stream.handle.raw)?
             .ok_or_else(out_of_memory)?;
         shared.memory.allocated(bytes);
         let (allocation, range) =
@@ -246,7 +245,7 @@ impl Device for CudaDevice {
         if !start.addr().is_multiple_of(layout.align()) {
             // The driver aligns to 512 bytes.
             let device = self.info().name.clone();
-            self.free_in_order(memory, stream)?;
+            self.free_async(memory, stream)?;
             return Err(Error::Unsupported {
                 device,
                 what: "this alignment in stream-ordered allocation",
@@ -255,10 +254,10 @@ impl Device for CudaDevice {
         Ok(memory)
     }
 
-    fn free_in_order(&self, mut memory: CudaMemory, stream: &CudaStream) -> Result<(), Error> {
+    fn free_async(&self, mut memory: CudaMemory, stream: &CudaStream) -> Result<(), Error> {
         let Allocation::Driver { start, pinned: false } = memory.allocation else { return Ok(()) };
         let StreamHandle { raw, shared, .. } = &*stream.handle;
-        if may_wait().is_err() {
+        if check_may_block().is_err() {
             let allocation = std::mem::replace(&mut memory.allocation, Allocation::Released);
             lock(&shared.deferred_frees)
                 .push(DeferredFree { allocation, stream: Some(Arc::clone(&stream.handle)) });
@@ -267,14 +266,14 @@ impl Device for CudaDevice {
         stream.handle.submit_even_if_failed(|_| {
             // SAFETY: the owner passed the memory to this call, so only earlier work on the stream
             // uses it. Its allocation is cleared below, so it is freed once.
-            unsafe { shared.context.free_in_order(start, raw) }
+            unsafe { shared.context.free_async(start, raw) }
         })?;
         memory.allocation = Allocation::Released;
         Ok(())
     }
 
     fn synchronize(&self) -> Result<(), Error> {
-        may_wait()?;
+        check_may_block()?;
         self.shared.run_deferred_frees();
         let streams: Vec<_> = lock(&self.shared.streams).iter().filter_map(Weak::upgrade).collect();
         let results: Vec<_> =
@@ -456,7 +455,7 @@ impl Stream for CudaStream {
         self.wait_for(event, Dependencies::join)
     }
 
-    fn follow(&self, event: &CudaEvent) -> Result<(), Error> {
+    fn wait_ignoring_failure(&self, event: &CudaEvent) -> Result<(), Error> {
         self.wait_for(event, |_, _| ())
     }
 
@@ -528,7 +527,7 @@ impl Stream for CudaStream {
     }
 
     fn synchronize(&self) -> Result<(), Error> {
-        may_wait()?;
+        check_may_block()?;
         let (operations, submitted_ns) = self.handle.counted();
         self.handle.shared.context.synchronize(&self.handle.raw)?;
         self.handle.completed(operations, submitted_ns);
@@ -621,7 +620,7 @@ impl Event for CudaEvent {
     }
 
     fn synchronize(&self) -> Result<(), Error> {
-        may_wait()?;
+        check_may_block()?;
         if lock(&self.handle.recorded).is_some() {
             self.handle.shared.context.wait_for_event(&self.handle.raw)?;
         }
@@ -669,7 +668,7 @@ impl Drop for CudaMemory {
     fn drop(&mut self) {
         self.shared.memory.freed(self.range.len());
         let allocation = std::mem::replace(&mut self.allocation, Allocation::Released);
-        if may_wait().is_err() && matches!(allocation, Allocation::Driver { .. }) {
+        if check_may_block().is_err() && matches!(allocation, Allocation::Driver { .. }) {
             lock(&self.shared.deferred_frees).push(DeferredFree { allocation, stream: None });
             return;
         }
