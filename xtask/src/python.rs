@@ -86,7 +86,7 @@ fn install_wheel(venv: &Venv) -> Result<()> {
     run(&mut pip)
 }
 
-/// Runs ruff and mypy, and compares the stubs with the built module.
+/// Runs ruff, mypy and pyright, and compares the stubs with the built module.
 pub(crate) fn lint(venv: &Venv) -> Result<()> {
     let sources = ["python", "tests", "../../examples", "../../benches/python", "../../docs"];
     let ruff = |args: &[&str]| {
@@ -97,6 +97,8 @@ pub(crate) fn lint(venv: &Venv) -> Result<()> {
     run(&mut venv.tool("mypy"))?;
     // The examples import the installed package, as a user's program does.
     run(venv.tool("mypy").args(["--strict", "../../examples"]))?;
+    let python = venv.bin.join("python");
+    run(venv.tool("pyright").arg("--pythonpath").arg(python).arg("../../examples"))?;
     run(venv.tool("mypy.stubtest").arg("tensorstream._native"))
 }
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tensorstream as ts
+import torch
 
 _PROGRAM = """
 import tensorstream as ts
@@ -28,13 +30,43 @@ ts.safe_open("x").keys()
         ("ts.plan(3)", "incompatible type"),
     ],
 )
-def test_a_misspelt_name_is_an_error(wrong: str, error: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(_PROGRAM.format(wrong=wrong), encoding="utf-8")
-    command = [sys.executable, "-m", "mypy", "--strict", str(program)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_mypy_reports_a_misspelt_name(wrong: str, error: str, tmp_path: Path) -> None:
+    done = _check(wrong, tmp_path, "mypy", "--strict")
     assert done.returncode == 1 and error in done.stdout, done.stdout
     assert "Found 1 error" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [("ts.from_pretraind('x')", "from_pretraind"), ("ts.Config(bugdet='1GiB')", "bugdet")],
+)
+def test_pyright_reports_a_misspelt_name(wrong: str, error: str, tmp_path: Path) -> None:
+    done = _check(wrong, tmp_path, "pyright", "--pythonpath", sys.executable)
+    assert done.returncode == 1 and error in done.stdout, done.stdout
+    assert "1 error," in done.stdout
+
+
+def _check(wrong: str, tmp_path: Path, *checker: str) -> subprocess.CompletedProcess[str]:
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM.format(wrong=wrong), encoding="utf-8")
+    command = [sys.executable, "-m", *checker, str(program)]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+
+def test_statistics_have_the_documented_keys(tmp_path: Path) -> None:
+    model = ts.offload(torch.nn.Linear(8, 8), ts.Config(storage_path=tmp_path, budget="1MiB"))
+    stats = ts.stats(model)
+    assert stats.keys() == ts.Stats.__annotations__.keys()
+    assert stats["plan"].keys() == ts.PlanStats.__annotations__.keys()
+    assert stats["units"][0].keys() == ts.UnitStats.__annotations__.keys()
+    with ts.listen("127.0.0.1:0") as listener, ThreadPoolExecutor(1) as threads:
+        far = threads.submit(listener.accept)
+        with ts.connect(listener.address, pool=ts.PoolConfig.high_throughput()) as near:
+            wire = near.stats()
+        far.result().close()
+    assert wire.keys() == ts.ConnectionStats.__annotations__.keys()
+    assert wire["pool"].keys() == ts.BlockPoolStats.__annotations__.keys()
 
 
 def test_dir_lists_the_public_names() -> None:

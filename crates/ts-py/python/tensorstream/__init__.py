@@ -46,11 +46,20 @@ if TYPE_CHECKING:
     from .files._state_dict import append_file, load, load_file, load_into, save, save_file
     from .streaming._offload import offload, restore, stats
     from .streaming._plan import Plan, plan
+    from .streaming._stats import PlanStats, Stats, UnitStats
     from .streaming._transformers import from_pretrained
-    from .wire._connection import Connection, Listener, connect, listen
+    from .wire._connection import (
+        BlockPoolStats,
+        Connection,
+        ConnectionStats,
+        Listener,
+        connect,
+        listen,
+    )
 
 __all__ = [
     "BackendType",
+    "BlockPoolStats",
     "BudgetError",
     "BudgetWarning",
     "CheckpointChangedError",
@@ -62,6 +71,7 @@ __all__ = [
     "ConfigurationError",
     "Connection",
     "ConnectionLost",
+    "ConnectionStats",
     "ConnectionTimeout",
     "DType",
     "GpuStatus",
@@ -72,9 +82,11 @@ __all__ = [
     "NotBuiltWarning",
     "OutOfMemoryError",
     "Plan",
+    "PlanStats",
     "PoolConfig",
     "PrefetchStrategy",
     "ProtocolError",
+    "Stats",
     "StorageError",
     "Tensor",
     "TensorBuffer",
@@ -82,6 +94,7 @@ __all__ = [
     "TensorSlice",
     "TensorStreamError",
     "UnitReferencedError",
+    "UnitStats",
     "__version__",
     "append_file",
     "backends",
@@ -108,8 +121,16 @@ _HOMES = {
     "files._safe_open": ("TensorSlice", "safe_open"),
     "streaming._offload": ("offload", "restore", "stats"),
     "streaming._plan": ("Plan", "plan"),
+    "streaming._stats": ("PlanStats", "Stats", "UnitStats"),
     "streaming._transformers": ("from_pretrained",),
-    "wire._connection": ("Connection", "Listener", "connect", "listen"),
+    "wire._connection": (
+        "BlockPoolStats",
+        "Connection",
+        "ConnectionStats",
+        "Listener",
+        "connect",
+        "listen",
+    ),
     "config": ("BackendType", "Config", "MemoryMode", "PrefetchStrategy"),
 }
 

@@ -24,7 +24,7 @@ _log = logging.getLogger("tensorstream")
 
 class BackendType(enum.Enum):
     """How files are read, in the terms of older configurations. Each is a backend of
-    :func:`tensorstream.backends`, or falls back to one; :func:`tensorstream.stats` gives the reason
+    ``tensorstream.backends``, or falls back to one; ``tensorstream.stats`` gives the reason
     under ``passed_over``."""
 
     #: The best that is available.
@@ -99,7 +99,7 @@ FALLBACKS: dict[str, tuple[str | None, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of :func:`tensorstream.offload`. Every field has a default.
+    """Settings of ``tensorstream.offload``. Every field has a default.
 
     Args:
         budget: The memory for weights: bytes, or a size such as ``"600MiB"`` or ``"1.5GB"``. By
@@ -107,12 +107,12 @@ class Config:
             "tensorstream" reports the choice at level INFO.
         storage_path: A directory for weights. For a model that holds weights, they are written
             there; it is created if necessary. For a model on the meta device, the checkpoint to
-            stream from, if :func:`~tensorstream.offload` gets none. For
-            :func:`~tensorstream.from_pretrained`, the directory for converted tensors; the user's
+            stream from, if ``tensorstream.offload`` gets none. For
+            ``tensorstream.from_pretrained``, the directory for converted tensors; the user's
             cache directory by default.
         max_passes: Forward passes that can run at once. Each needs its own memory; more wait.
-        backend: The I/O backend: a :class:`BackendType`, its name, or a name of
-            :func:`tensorstream.backends`.
+        backend: The I/O backend: a ``BackendType``, its name, or a name of
+            ``tensorstream.backends``.
         io_depth: Reads in flight, 1 to 256. By default request size and depth are measured when a
             file system is first read from, for files of 256 MiB or more, within two seconds and
             the budget. They are stored under ``tensorstream/io`` in the user's cache directory.
@@ -134,7 +134,7 @@ class Config:
     Warns:
         NotBuiltWarning: A field requests a feature that does not exist yet; once for each.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts
         >>> ts.Config(budget="600MiB", io_depth=8).budget
         '600MiB'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Exceptions. Each is a :class:`TensorStreamError` and also the built-in one that fits."""
+"""Exceptions. Each is a ``TensorStreamError`` and also the built-in one that fits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Reads and writes files of NumPy arrays.
 
-The functions are those of :mod:`tensorstream` with the same names. They raise ``ModelError`` for
+The functions are those of ``tensorstream`` with the same names. They raise ``ModelError`` for
 dtypes that NumPy lacks, such as BF16.
 
 >>> import numpy as np, tensorstream.numpy
@@ -31,12 +31,12 @@ Array = np.ndarray[Any, Any]
 def load_file(
     path: Path, *, verify: bool = True, mapped: bool = False, lenient: bool = False
 ) -> dict[str, Array]:
-    """Reads all tensors of a checkpoint, as :func:`tensorstream.load_file`."""
+    """Reads all tensors of a checkpoint, as ``tensorstream.load_file``."""
     return _arrays(_files.load_file(path, verify=verify, mapped=mapped, lenient=lenient))
 
 
 def load(data: bytes) -> dict[str, Array]:
-    """Reads all tensors of a file in memory, as :func:`tensorstream.load`."""
+    """Reads all tensors of a file in memory, as ``tensorstream.load``."""
     return _arrays(_files.load(data))
 
 
@@ -48,7 +48,7 @@ def save_file(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> None:
-    """Writes arrays to a file, as :func:`tensorstream.save_file`."""
+    """Writes arrays to a file, as ``tensorstream.save_file``."""
     _files.save_file(
         _tensors(tensors), path, metadata, codec=codec, compression_level=compression_level
     )
@@ -62,7 +62,7 @@ def save(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> bytes:
-    """Returns the bytes of a file of arrays, as :func:`tensorstream.save`."""
+    """Returns the bytes of a file of arrays, as ``tensorstream.save``."""
     return _files.save(
         _tensors(tensors), metadata, format=format, codec=codec, compression_level=compression_level
     )

@@ -48,7 +48,7 @@ def convert(
         ConfigurationError: The suffix of ``target`` names no format, or an argument does not fit.
         StorageError: Reading or writing failed. An existing ``target`` is unchanged.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts, torch
         >>> ts.save_file({"a": torch.arange(3)}, "a.safetensors")
         >>> ts.convert("a.safetensors", "a.ts", codec="auto")
@@ -60,7 +60,7 @@ def convert(
 
 
 def compact(path: Path) -> None:
-    """Reclaims the space that :func:`append_file` left unused. Blocks; shows a progress bar on a
+    """Reclaims the space that ``append_file`` left unused. Blocks; shows a progress bar on a
     terminal.
 
     Writes a new file, which needs space next to the old one, and verifies all checksums.
@@ -75,7 +75,7 @@ def compact(path: Path) -> None:
         ConfigurationError: It is not a ``.ts`` file.
         StorageError: Reading or writing failed. The file is unchanged.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts, torch
         >>> ts.save_file({"a": torch.arange(3)}, "a.ts")
         >>> ts.append_file({"a": torch.ones(1)}, "a.ts")

@@ -31,15 +31,15 @@ class safe_open:
         framework: ``"pt"`` (or ``"torch"``) for torch tensors, ``"np"`` (or ``"numpy"``) for NumPy
             arrays.
         device: The device of torch tensors.
-        mapped: Return views of the file; see :func:`load_file`.
-        lenient: Accept what only the safetensors library accepts; see :func:`load_file`.
+        mapped: Return views of the file; see ``load_file``.
+        lenient: Accept what only the safetensors library accepts; see ``load_file``.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
         CheckpointError: It is damaged.
         ConfigurationError: There is no such framework.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts, torch
         >>> ts.save_file({"a": torch.arange(12).reshape(4, 3)}, "a.safetensors")
         >>> with ts.safe_open("a.safetensors") as file:

@@ -61,7 +61,7 @@ def load_file(
         StorageError: Reading failed.
         ModelError: A tensor has a dtype that torch lacks.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts, torch
         >>> ts.save_file({"a": torch.arange(3)}, "a.safetensors")
         >>> ts.load_file("a.safetensors")
@@ -92,15 +92,15 @@ def load_into(
 ) -> None:
     """Reads tensors of a checkpoint into existing tensors. Blocks; shows a progress bar.
 
-    Needs no new memory for the tensors, and is faster than :func:`load_file` where new pages are
+    Needs no new memory for the tensors, and is faster than ``load_file`` where new pages are
     the limit. Uses about 2 MiB for each of 16 threads, or of as many as there are cores.
 
     Args:
         tensors: The targets, by name in the checkpoint: of the same dtype and shape, on the CPU,
             contiguous, and not overlapping. Autograd does not notice the change.
-        path: As of :func:`load_file`.
-        verify: As of :func:`load_file`.
-        lenient: As of :func:`load_file`.
+        path: As of ``load_file``.
+        verify: As of ``load_file``.
+        lenient: As of ``load_file``.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at ``path``.
@@ -110,7 +110,7 @@ def load_into(
         ChecksumError: Data differs from its checksum. The targets are undefined then.
         StorageError: Reading failed. The targets are undefined then.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts, torch
         >>> ts.save_file({"a": torch.arange(3)}, "a.safetensors")
         >>> target = torch.zeros(3, dtype=torch.int64)
@@ -150,7 +150,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
         ChecksumError: Data differs from its checksum.
         ModelError: A tensor has a dtype that torch lacks.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts, torch
         >>> ts.load(ts.save({"a": torch.arange(3)}))
         {'a': tensor([0, 1, 2])}
@@ -207,14 +207,14 @@ def save_file(
         tensors: The tensors by name, on any device.
         path: A ``.ts`` or ``.safetensors`` file. An existing file is replaced.
         metadata: Text by key.
-        codec: The compression of a ``.ts`` file; see :func:`convert`.
-        compression_level: The level of the codec; see :func:`convert`.
+        codec: The compression of a ``.ts`` file; see ``convert``.
+        compression_level: The level of the codec; see ``convert``.
 
     Raises:
         ConfigurationError: The suffix names no format, or a tensor, name or key cannot be written.
         StorageError: Writing failed. An existing file is unchanged.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts, torch
         >>> ts.save_file({"a": torch.arange(3)}, "a.ts", codec="auto")
     """
@@ -234,7 +234,7 @@ def append_file(
 ) -> None:
     """Adds or replaces tensors of a ``.ts`` file, atomically. Blocks; shows a progress bar.
 
-    After a crash or a power failure, the file has all of the change or none. :func:`compact`
+    After a crash or a power failure, the file has all of the change or none. ``compact``
     reclaims the space of replaced and removed tensors. Readers that have the file open get a
     ``CheckpointChangedError`` at their next read.
 
@@ -243,8 +243,8 @@ def append_file(
         path: The file.
         metadata: Text by key, which is added to that of the file.
         remove: Names of tensors to remove.
-        codec: The compression of the new tensors; see :func:`convert`.
-        compression_level: The level of the codec; see :func:`convert`.
+        codec: The compression of the new tensors; see ``convert``.
+        compression_level: The level of the codec; see ``convert``.
 
     Raises:
         CheckpointNotFoundError: There is no file at ``path``.
@@ -255,7 +255,7 @@ def append_file(
         StorageError: Writing failed. The file is unchanged, or has the new content if only the last
             flush failed.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts, torch
         >>> ts.save_file({"a": torch.arange(3)}, "a.ts")
         >>> ts.append_file({"b": torch.ones(1)}, "a.ts", remove=["a"])
@@ -277,19 +277,19 @@ def save(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> bytes:
-    """Returns the bytes of a file of tensors, as :func:`save_file` would write it.
+    """Returns the bytes of a file of tensors, as ``save_file`` would write it.
 
     Args:
         tensors: The tensors by name, on any device.
         metadata: Text by key.
         format: The format of the file.
-        codec: The compression of a ``.ts`` file; see :func:`convert`.
-        compression_level: The level of the codec; see :func:`convert`.
+        codec: The compression of a ``.ts`` file; see ``convert``.
+        compression_level: The level of the codec; see ``convert``.
 
     Raises:
         ConfigurationError: There is no such format, or a tensor, name or key cannot be written.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts, torch
         >>> len(ts.save({"a": torch.zeros(100)}))
         472

@@ -78,7 +78,7 @@ class Builder:
             yield self.materialize(tensor).contiguous().view(-1)
 
     def needed_bytes(self, tensor: SymbolicTensor) -> int:
-        """Memory that :meth:`pieces` takes at most, but for pieces themselves: what is computed is
+        """Memory that ``pieces`` takes at most, but for pieces themselves: what is computed is
         there whole, with all that it is computed from."""
         source = tensor.source
         if isinstance(source, Source):

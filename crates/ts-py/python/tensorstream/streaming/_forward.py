@@ -184,7 +184,7 @@ def replace(module: nn.Module, replaced: Replaced) -> None:
 
 
 def put_back(module: nn.Module) -> None:
-    """Undoes every :func:`replace` of a module."""
+    """Undoes every ``replace`` of a module."""
     for name in list(module.__dict__):
         while isinstance(replaced := module.__dict__.get(name), Replaced):
             del module.__dict__[name]

@@ -22,6 +22,7 @@ from ._forward import (
 )
 from ._guards import guard
 from ._interrupts import deferred
+from ._stats import Stats
 from ._store import FUSED, Orders, derived_of, store_derived, store_live
 from ._streamed_tensor import StreamedTensor, StreamedWeight, stand_ins
 from ._symbolic_tensor import Source, SymbolicTensor
@@ -47,7 +48,7 @@ def offload(
     is named by its content, and their memory is freed. Buffers stay in memory.
 
     Results are bit-identical to the model in memory. Parameters are frozen while they stream;
-    :func:`restore` makes those trainable again that were before. From a checkpoint, only headers
+    ``restore`` makes those trainable again that were before. From a checkpoint, only headers
     are read now. The first forward reads weights.
 
     Args:
@@ -66,7 +67,7 @@ def offload(
         BudgetError: The budget is too small. The message gives the smallest that works.
         ModelError: The model cannot be streamed.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts, torch
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
         >>> model = ts.offload(model, ts.Config(storage_path="weights", budget="60KiB"))
@@ -127,7 +128,7 @@ def attach(
     *,
     freed_bytes: int = 0,
 ) -> M:
-    """Does :func:`offload` for an open checkpoint. Changes the model only when nothing can fail.
+    """Does ``offload`` for an open checkpoint. Changes the model only when nothing can fail.
 
     ``freed_bytes`` of memory are freed when it streams.
     """
@@ -177,29 +178,22 @@ def attach(
     return model
 
 
-def stats(model: nn.Module) -> dict[str, Any]:
+def stats(model: nn.Module) -> Stats:
     """Returns what the engine of an offloaded model holds and has done. Does not wait for I/O.
 
-    Sizes are bytes and times are seconds.
-
-    Returns:
-        ``budget_bytes``; ``reserved_high_water_bytes``, which never exceeds it;
-        ``in_use_high_water_bytes``; ``passes``; ``read_bytes`` and ``read_bytes_by_path``;
-        ``stalls`` and ``stall_s``, how often and how long modules waited for weights; ``backend``
-        and why others were ``passed_over``; the ``plan`` in force; ``units`` with the same for each
-        unit; ``watches_writes``, whether writes past PyTorch to resident weights are detected
-        (Linux 6.7 or later, where userfaultfd is allowed).
+    Sizes are bytes, and times are seconds.
 
     Raises:
         ModelError: The model is not offloaded.
     """
     streaming = streaming_of(model)
     stats = streaming.weights.streamer.stats()
-    return {**stats, "passed_over": [*streaming.passed_over, *stats["passed_over"]]}
+    stats["passed_over"] = [*streaming.passed_over, *stats["passed_over"]]
+    return stats
 
 
 def restore(model: M) -> M:
-    """Undoes :func:`offload`: reads all weights into ordinary parameters. Blocks.
+    """Undoes ``offload``: reads all weights into ordinary parameters. Blocks.
 
     Needs memory for all weights in addition to the budget. If it fails, the model is still
     offloaded.

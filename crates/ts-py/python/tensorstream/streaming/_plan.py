@@ -43,7 +43,7 @@ def plan(
 
     Args:
         checkpoint: A file, a shard index, a directory with one of them, or a URL.
-        budget: The memory for weights, as of :class:`Config`.
+        budget: The memory for weights, as of ``Config``.
         max_passes: Forward passes that can run at once.
 
     Raises:
@@ -51,7 +51,7 @@ def plan(
         CheckpointNotFoundError: There is no checkpoint.
         CheckpointError: It is damaged.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts, torch
         >>> ts.save_file({"a.weight": torch.zeros(1000), "b.weight": torch.zeros(500)}, "a.ts")
         >>> plan = ts.plan("a.ts", budget="1MiB")

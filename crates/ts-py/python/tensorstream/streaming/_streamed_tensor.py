@@ -260,7 +260,7 @@ class StreamedWeight(nn.Parameter):
 
 
 class _Detached(torch.Tensor):
-    """What :meth:`StreamedWeight.detach` gives, and views of it: none becomes a writable array."""
+    """What ``StreamedWeight.detach`` gives, and views of it: none becomes a writable array."""
 
     @classmethod
     def __torch_function__(

@@ -2,8 +2,8 @@
 """Operations on stand-ins that need no bytes.
 
 A loader that slices, stacks and concatenates only says where bytes lie; such steps give a
-:class:`Source` of the pieces. What changes bytes (a cast, a transposition) is written down as
-:class:`Derived`, to be computed later, of what its operands are at that moment.
+``Source`` of the pieces. What changes bytes (a cast, a transposition) is written down as
+``Derived``, to be computed later, of what its operands are at that moment.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def from_pretrained(
 
     Args:
         path: A directory that ``save_pretrained`` wrote: ``config.json`` and safetensors files.
-        budget: The memory for weights, as of :class:`Config`.
+        budget: The memory for weights, as of ``Config``.
         config: Further settings. Not together with ``budget``.
         model_class: The class to load; by default the one that ``config.json`` names.
         kwargs: Arguments of the class's ``from_pretrained``, such as ``attn_implementation``.
@@ -50,7 +50,7 @@ def from_pretrained(
         BudgetError: The budget is too small, or there is too little memory.
         ConfigurationError: A setting is invalid, or transformers is not installed.
 
-    Example:
+    Examples:
         >>> import tensorstream as ts
         >>> model = ts.from_pretrained("path/to/checkpoint", budget="600MiB")  # doctest: +SKIP
         >>> output = model.generate(ids)  # doctest: +SKIP

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Sends tensors between processes: :func:`tensorstream.connect` and :func:`tensorstream.listen`."""
+"""Sends tensors between processes: ``tensorstream.connect`` and ``tensorstream.listen``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 from .. import _native
 from .._deprecated import renamed
@@ -36,7 +36,7 @@ def connect(
     pool: PoolConfig | None = None,
     limit_bytes: int = LIMIT_BYTES,
 ) -> Connection:
-    """Connects to a :class:`Listener`. Blocks until the handshake is done.
+    """Connects to a ``Listener``. Blocks until the handshake is done.
 
     Args:
         address: "HOST:PORT" or "unix:PATH".
@@ -86,7 +86,7 @@ def listen(
         cert: A certificate (PEM) of this side. Connections then use TLS.
         key: Its key (PEM).
         insecure: Allow an address that other machines can reach without a token or certificates.
-        idle_timeout: As of :func:`connect`, like the others.
+        idle_timeout: As of ``connect``, like the others.
         stall_timeout: See there.
         shared_memory: See there.
         pool: See there.
@@ -118,11 +118,32 @@ def _settings(
     }
 
 
+class BlockPoolStats(TypedDict):
+    """The pool of a connection (``pool=``)."""
+
+    #: The share of tensors that were received into reused memory, from 0 to 1.
+    hit_rate: float
+    in_use_bytes: int
+    available_bytes: int
+
+
+class ConnectionStats(TypedDict):
+    """What a connection has done."""
+
+    sent_bytes: int
+    received_bytes: int
+    #: Payload bytes that were copied on their way; the others were read to where they belong.
+    copied_bytes: int
+    #: Seconds since the connection began.
+    seconds: float
+    pool: NotRequired[BlockPoolStats]
+
+
 class Connection:
     """One side of a connection. One thread can use it at a time.
 
-    A tensor must not be written to until :meth:`send` returns. Delivery of what was sent is only
-    certain after :meth:`close`, or the end of a ``with`` block.
+    A tensor must not be written to until ``send`` returns. Delivery of what was sent is only
+    certain after ``close``, or the end of a ``with`` block.
     """
 
     def __init__(self, native: _native.Connection) -> None:
@@ -146,7 +167,7 @@ class Connection:
         """Sends a tensor. Blocks until the system has all of it.
 
         Args:
-            tensor: A :class:`Tensor`, or any object in host memory that supports DLPack. Strides
+            tensor: A ``Tensor``, or any object in host memory that supports DLPack. Strides
                 are preserved.
             name: Its name at the receiver.
             metadata: Further text for the receiver.
@@ -171,7 +192,7 @@ class Connection:
         checksums: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Sends named tensors. Blocks as :meth:`send`, whose arguments it has.
+        """Sends named tensors. Blocks as ``send``, whose arguments it has.
 
         Tensors that share a storage, such as tied weights, share one at the receiver. Its bytes are
         sent once.
@@ -204,7 +225,7 @@ class Connection:
             progress: Called about ten times a second with the bytes received so far.
 
         Returns:
-            A :class:`Tensor`, the bytes of a message, or None at the end.
+            A ``Tensor``, the bytes of a message, or None at the end.
 
         Raises:
             ConnectionTimeout: Nothing arrived within ``timeout``. The connection stays usable. Or
@@ -221,16 +242,15 @@ class Connection:
     def recv_state_dict(
         self, *, timeout: float | None = None, progress: Callable[[int], object] | None = None
     ) -> dict[str, Tensor] | None:
-        """Returns what :meth:`send_state_dict` has sent, or None at the end. Blocks.
+        """Returns what ``send_state_dict`` has sent, or None at the end. Blocks.
 
-        Arguments and errors are those of :meth:`recv`. After a timeout, the next call continues.
+        Arguments and errors are those of ``recv``. After a timeout, the next call continues.
         """
         tensors = self._native._recv_all(timeout=timeout, progress=progress)
         return None if tensors is None else {tensor.name: tensor for tensor in tensors}
 
-    def stats(self) -> dict[str, Any]:
-        """Returns bytes sent, received and copied, seconds since the connection began, and of its
-        pool the hit rate and bytes in use and available."""
+    def stats(self) -> ConnectionStats:
+        """Returns what the connection has done."""
         return self._native.stats()
 
     def close(self, reason: str = "it was closed") -> None:
