@@ -17,6 +17,8 @@ SAYS = {
     "advanced_configuration.py": "do not have their checksum",
     "huggingface_directory.py": "embeddings bit-identical to the model in memory: True",
     "comparison.py": "same tokens: True",
+    "remote_training.py": "same losses as on this computer: True",
+    "send_tensors.py": "all delivered: True",
 }
 
 
