@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Messages and tensors both ways, each once and in their order, also over links that are lost and
-//! made again.
+//! A reliable channel of messages and tensors over links that may be lost.
 //!
-//! An end numbers what it sends, and keeps it until the other has said that it has it. On a new
-//! link each end says first how much it has, and what it has not is sent again. A tensor that was
-//! cut off is sent again from its beginning.
+//! Each end numbers the items that it sends and keeps them until the peer has acknowledged them. On
+//! a new link, each end first says how many items it has received, and then sends again what the
+//! peer does not have. A tensor that was interrupted is sent again from its beginning. So every
+//! item arrives once and in order.
+
+mod hello;
 
 use std::collections::VecDeque;
 use std::thread;
@@ -12,83 +14,35 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use crate::value::{Decoder, put_number};
+use crate::codec::{Decoder, put_number};
 use ts_remote::{Error, Event, Link, SendOptions, Sink, TensorInfo};
 
-/// The first byte of each message: what it is.
+pub(crate) use hello::Hello;
+use hello::closed_by_peer;
+
+/// The type of a message, its first byte. [`hello::HELLO`] is another one.
 const CONTENT: u8 = 0;
 const ACK: u8 = 1;
-const HELLO: u8 = 2;
 const PART: u8 = 3;
 
-/// The longest message; what is longer goes in parts.
+/// The longest message, in bytes. Longer ones are sent in parts.
 const MAX_PART: usize = 60 << 10;
-/// The longest that parts may make.
+/// The longest message that may be assembled from parts, in bytes.
 const MAX_MESSAGE: usize = 64 << 20;
 
-/// How long whoever waits looks again and again before it sleeps.
-const AWAKE: Duration = Duration::from_micros(50);
+/// How long a wait polls the socket before it sleeps.
+const SPIN: Duration = Duration::from_micros(50);
 
-/// What is received until that is said, in things and in bytes.
-const ACK_EVERY: u64 = 16;
+/// An acknowledgement is sent after this many items,
+const ACK_ITEMS: u64 = 16;
+/// or after this many bytes.
 const ACK_BYTES: u64 = 256 << 10;
 
-/// Who asks for a session and how much of it has come to it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Greeting {
-    /// Drawn by the client.
-    pub(crate) session: [u8; 16],
-    /// How many things it has received.
-    pub(crate) received: u64,
-}
-
-/// Something that is sent: a message or a part of one, or a tensor's bytes.
+/// An item that this end has sent: a message, a part of one, or a tensor.
 #[derive(Debug, Clone)]
 enum Outgoing {
     Message(Bytes),
     Tensor(TensorInfo, Bytes),
-}
-
-/// What has come.
-#[derive(Debug)]
-pub(crate) enum Incoming<S> {
-    /// A message, without its first byte.
-    Message(Bytes),
-    /// A tensor comes: [`accept`](Channel::accept) is to be called.
-    Announced(TensorInfo),
-    /// It is there.
-    Tensor(TensorInfo, Option<S>),
-    /// Nothing more comes.
-    Finished,
-}
-
-impl<S> Incoming<S> {
-    /// Bytes that it takes while it waits.
-    pub(crate) fn byte_len(&self) -> usize {
-        match self {
-            Self::Message(bytes) => bytes.len(),
-            Self::Tensor(info, _) => info.storage_len as usize,
-            Self::Announced(_) | Self::Finished => 0,
-        }
-    }
-}
-
-/// One end of it.
-#[derive(Debug)]
-pub(crate) struct Channel<S> {
-    link: Option<Link<S>>,
-    stream: u32,
-    /// What was sent and has not been acknowledged, the first of which has the number `acked`.
-    unacked: VecDeque<Outgoing>,
-    acked: u64,
-    unacked_bytes: usize,
-    received: u64,
-    /// Received and not said so.
-    owed: (u64, u64),
-    /// On which the tensor comes that was announced last.
-    theirs: u32,
-    /// The first parts of a message.
-    parts: Vec<u8>,
 }
 
 impl Outgoing {
@@ -99,8 +53,62 @@ impl Outgoing {
     }
 }
 
+/// What a channel receives.
+#[derive(Debug)]
+pub(crate) enum Incoming<S> {
+    /// A message, without its type byte.
+    Message(Bytes),
+    /// A tensor follows. The caller provides memory with [`accept`](Channel::accept).
+    Announced(TensorInfo),
+    /// A complete tensor.
+    Tensor(TensorInfo, Option<S>),
+    /// The peer has ended its stream.
+    Finished,
+}
+
+impl<S> Incoming<S> {
+    /// Returns the bytes of memory that this uses while it is queued.
+    pub(crate) fn byte_len(&self) -> usize {
+        match self {
+            Self::Message(bytes) => bytes.len(),
+            Self::Tensor(info, _) => info.storage_len as usize,
+            Self::Announced(_) | Self::Finished => 0,
+        }
+    }
+}
+
+/// A number of items, and their bytes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Backlog {
+    pub(crate) bytes: usize,
+    pub(crate) items: usize,
+}
+
+/// One end of a reliable channel.
+///
+/// Without a link, it keeps what is sent, for the next link.
+#[derive(Debug)]
+pub(crate) struct Channel<S> {
+    link: Option<Link<S>>,
+    /// The stream that this end sends on.
+    stream: u32,
+    /// Items that were sent and not acknowledged.
+    unacked: VecDeque<Outgoing>,
+    /// How many items the peer has acknowledged: the number of the first one in `unacked`.
+    acked: u64,
+    unacked_bytes: usize,
+    /// How many items were received.
+    received: u64,
+    /// How many of these items, and how many bytes, were not acknowledged.
+    pending_ack: (u64, u64),
+    /// The peer's stream that the last announced tensor comes on.
+    tensor_stream: u32,
+    /// The parts of an incomplete message.
+    parts: Vec<u8>,
+}
+
 impl<S: Sink> Channel<S> {
-    /// One without a link.
+    /// Creates a channel without a link.
     pub(crate) fn new() -> Self {
         Self {
             link: None,
@@ -109,45 +117,50 @@ impl<S: Sink> Channel<S> {
             acked: 0,
             unacked_bytes: 0,
             received: 0,
-            owed: (0, 0),
-            theirs: 0,
+            pending_ack: (0, 0),
+            tensor_stream: 0,
             parts: Vec::new(),
         }
     }
 
+    /// Returns how many items were received.
     pub(crate) fn received(&self) -> u64 {
         self.received
     }
 
-    /// Bytes that were sent, and may have to be sent again.
+    /// Returns how many bytes were sent and not acknowledged.
     pub(crate) fn unacked_bytes(&self) -> usize {
         self.unacked_bytes
     }
 
+    /// Checks that the peer acknowledges what it receives.
+    ///
     /// # Errors
-    /// [`Error::Protocol`] when the other end owes acknowledgements of more bytes, or of more
-    /// things, than these.
-    pub(crate) fn refuse_debts(&self, (bytes, things): (usize, usize)) -> Result<(), Error> {
-        if self.unacked_bytes <= bytes && self.unacked.len() <= things {
+    /// Returns [`Error::Protocol`] if more than `limit` is unacknowledged.
+    pub(crate) fn check_unacked(&self, limit: Backlog) -> Result<(), Error> {
+        let (bytes, items) = (self.unacked_bytes, self.unacked.len());
+        if bytes <= limit.bytes && items <= limit.items {
             return Ok(());
         }
-        Err(Error::Protocol {
-            stream: self.stream,
-            what: "nothing that was sent is acknowledged".into(),
-        })
+        let what = format!(
+            "{bytes} bytes in {items} items are not acknowledged (expected at most {} bytes in {} \
+             items)",
+            limit.bytes, limit.items
+        );
+        Err(Error::Protocol { stream: self.stream, what })
     }
 
-    /// Whether the other end has all.
+    /// Returns whether the peer has acknowledged everything.
     pub(crate) fn is_acked(&self) -> bool {
         self.unacked.is_empty()
     }
 
-    /// The number that what is sent next has.
-    pub(crate) fn next_number(&self) -> u64 {
+    /// Returns how many items were sent: the number of the next one.
+    fn sent(&self) -> u64 {
         self.acked + self.unacked.len() as u64
     }
 
-    /// Bytes that the socket has not taken.
+    /// Returns how many bytes wait for the socket.
     pub(crate) fn unsent_bytes(&mut self) -> usize {
         self.link.as_mut().map_or(0, |link| link.connection().unsent_bytes())
     }
@@ -156,77 +169,28 @@ impl<S: Sink> Channel<S> {
         self.link.as_mut()
     }
 
-    /// Whether the other end has said why it ended the connection.
-    pub(crate) fn was_closed(&mut self) -> bool {
-        self.link.as_mut().is_some_and(was_told_why)
+    /// Returns whether the peer has closed the connection with a reason.
+    pub(crate) fn closed_by_peer(&mut self) -> bool {
+        self.link.as_mut().is_some_and(closed_by_peer)
     }
 
-    /// Gives the link up; what was sent is kept.
+    /// Removes the link, if there is one. Unacknowledged items are kept.
     pub(crate) fn detach(&mut self) -> Option<Link<S>> {
         self.link.take()
     }
 
-    /// Says who this is on a new link, and hears who that is. Blocks.
-    pub(crate) fn greet(link: &mut Link<S>, own: Greeting) -> Result<(u32, Greeting), Error> {
-        let stream = link.connection().open_stream()?;
-        let said = Self::say_hello(link, stream, own);
-        let heard = said.and_then(|()| Self::hear_hello(link)).map_err(|error| match error {
-            // Who refuses says so; an end without a word is that of the link alone.
-            Error::Closed { reason } if !was_told_why(link) => {
-                Error::Lost { what: format!("before it greeted: {reason}") }
-            }
-            other => other,
-        })?;
-        Ok((stream, heard))
-    }
-
-    /// Says who this is.
-    pub(crate) fn say_hello(link: &mut Link<S>, stream: u32, own: Greeting) -> Result<(), Error> {
-        let mut hello = vec![HELLO];
-        hello.extend_from_slice(&own.session);
-        put_number(&mut hello, own.received);
-        link.send_message(stream, hello.into())
-    }
-
-    /// Hears who is there, which is what each end says first. Blocks.
-    pub(crate) fn hear_hello(link: &mut Link<S>) -> Result<Greeting, Error> {
-        loop {
-            match link.next_event()? {
-                Event::Message { stream, bytes } => {
-                    let mut fields = Decoder::new(&bytes, stream);
-                    if fields.byte()? != HELLO {
-                        return Err(fields.bad("something before a greeting".into()));
-                    }
-                    let session = fields.array()?;
-                    return Ok(Greeting { session, received: fields.number()? });
-                }
-                Event::Connected { .. } => {}
-                _ => {
-                    let what = "something before a greeting".into();
-                    return Err(Error::Protocol { stream: 0, what });
-                }
-            }
-        }
-    }
-
-    /// Goes on with a link on which both have greeted: what the other end has not received is sent
-    /// again.
-    pub(crate) fn attach(&mut self, link: Link<S>, stream: u32, theirs: u64) -> Result<(), Error> {
-        if theirs > self.next_number() || theirs < self.acked {
-            let what =
-                format!("has received {theirs} things, of which {} were sent", self.next_number());
-            return Err(Error::Protocol { stream, what });
-        }
-        self.heard(theirs);
-        (self.link, self.stream, self.owed) = (Some(link), stream, (0, 0));
+    /// Continues on a new link, after the handshake: sends again what the peer has not received.
+    pub(crate) fn attach(&mut self, link: Link<S>, stream: u32, acked: u64) -> Result<(), Error> {
+        self.acknowledged(stream, acked)?;
+        (self.link, self.stream, self.pending_ack) = (Some(link), stream, (0, 0));
         for at in 0..self.unacked.len() {
             let item = self.unacked[at].clone();
-            self.put(item)?;
+            self.transmit(item)?;
         }
         Ok(())
     }
 
-    /// Sends a message, when the socket takes it. Without a link it is sent with the next.
+    /// Sends a message. Does not block: the socket may take it later, or the next link.
     pub(crate) fn send_message(&mut self, message: &[u8]) -> Result<(), Error> {
         let mut parts = message.chunks(MAX_PART).peekable();
         while let Some(part) = parts.next() {
@@ -246,10 +210,11 @@ impl<S: Sink> Channel<S> {
     fn send(&mut self, item: Outgoing) -> Result<(), Error> {
         self.unacked_bytes += item.byte_len();
         self.unacked.push_back(item.clone());
-        self.put(item)
+        self.transmit(item)
     }
 
-    fn put(&mut self, item: Outgoing) -> Result<(), Error> {
+    /// Passes an item to the link, if there is one.
+    fn transmit(&mut self, item: Outgoing) -> Result<(), Error> {
         let Some(link) = &mut self.link else { return Ok(()) };
         match item {
             Outgoing::Message(bytes) => link.connection().send_message(self.stream, bytes),
@@ -259,19 +224,19 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    /// Memory for the tensor that was announced.
+    /// Provides memory for the tensor that was announced last.
     pub(crate) fn accept(&mut self, sink: S) -> Result<(), Error> {
-        let link = self.link.as_mut().ok_or_else(lost)?;
-        link.connection().accept(self.theirs, sink)
+        let link = self.link.as_mut().ok_or_else(link_lost)?;
+        link.connection().accept(self.tensor_stream, sink)
     }
 
-    /// Waits until the socket has all that was sent, at most so long.
+    /// Waits up to `time` until the socket has taken everything. Returns whether it has.
     pub(crate) fn flush_within(&mut self, time: Duration) -> Result<bool, Error> {
         let stream = self.stream;
-        self.link.as_mut().ok_or_else(lost)?.flush_within(stream, time)
+        self.link.as_mut().ok_or_else(link_lost)?.flush_within(stream, time)
     }
 
-    /// Reads and writes what goes without waiting.
+    /// Reads and writes as much as is possible without blocking.
     pub(crate) fn drive(&mut self) -> Result<(), Error> {
         match &mut self.link {
             Some(link) => link.drive().map(drop),
@@ -279,66 +244,65 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    /// What comes next, at most so long; or `None`, and that too when there were acknowledgements
-    /// alone, which end the wait.
+    /// Waits up to `time` for the next incoming item. An acknowledgement also ends the wait, with
+    /// `None`.
     pub(crate) fn next_within(&mut self, time: Duration) -> Result<Option<Incoming<S>>, Error> {
-        // Those that came with what was heard last end nothing.
-        if let Some(item) = self.next_heard()? {
+        // Acknowledgements that were read together with the last item must not end this wait.
+        if let Some(item) = self.next_buffered()? {
             return Ok(Some(item));
         }
-        let link = self.link.as_mut().ok_or_else(lost)?;
-        // Falling asleep and being woken takes longer than most operators.
-        let (since, awake) = (Instant::now(), AWAKE.min(time));
+        let link = self.link.as_mut().ok_or_else(link_lost)?;
+        // Poll first, because sleeping and being woken takes longer than most operators.
+        let (since, spin) = (Instant::now(), SPIN.min(time));
         let mut event = None;
-        while event.is_none() && since.elapsed() < awake {
+        while event.is_none() && since.elapsed() < spin {
             thread::yield_now();
             link.drive()?;
             event = link.connection().poll();
         }
         let event = match event {
-            None => link.next_event_within(time.saturating_sub(awake))?,
+            None => link.next_event_within(time.saturating_sub(spin))?,
             some => some,
         };
-        event.map_or(Ok(None), |event| self.hear(event))
+        event.map_or(Ok(None), |event| self.handle(event))
     }
 
-    /// What has come and was not looked at yet, without a look at the socket.
-    pub(crate) fn next_heard(&mut self) -> Result<Option<Incoming<S>>, Error> {
-        while let Some(event) = self.link.as_mut().ok_or_else(lost)?.connection().poll() {
-            if let Some(item) = self.hear(event)? {
+    /// Returns the next item among those that were already read from the socket.
+    pub(crate) fn next_buffered(&mut self) -> Result<Option<Incoming<S>>, Error> {
+        while let Some(event) = self.link.as_mut().ok_or_else(link_lost)?.connection().poll() {
+            if let Some(item) = self.handle(event)? {
                 return Ok(Some(item));
             }
         }
         Ok(None)
     }
 
-    /// What has come, if something has.
+    /// Returns the next item, if one has arrived. Does not block.
     pub(crate) fn poll(&mut self) -> Result<Option<Incoming<S>>, Error> {
         while let Some(link) = &mut self.link {
             let Some(event) = link.poll_event()? else { break };
-            if let Some(item) = self.hear(event)? {
+            if let Some(item) = self.handle(event)? {
                 return Ok(Some(item));
             }
         }
         Ok(None)
     }
 
-    fn hear(&mut self, event: Event<S>) -> Result<Option<Incoming<S>>, Error> {
+    fn handle(&mut self, event: Event<S>) -> Result<Option<Incoming<S>>, Error> {
         match event {
             Event::Message { stream, bytes } => {
                 let mut fields = Decoder::new(&bytes, stream);
                 match fields.byte()? {
                     PART => {
                         if self.parts.len() + bytes.len() > MAX_MESSAGE {
-                            return Err(
-                                fields.bad(format!("a message of more than {MAX_MESSAGE} bytes"))
-                            );
+                            let what = format!("message of more than {MAX_MESSAGE} bytes");
+                            return Err(fields.error(what));
                         }
                         self.parts.extend_from_slice(&bytes[1..]);
-                        self.took(bytes.len() as u64)?;
+                        self.count_received(bytes.len() as u64)?;
                     }
                     CONTENT => {
-                        self.took(bytes.len() as u64)?;
+                        self.count_received(bytes.len() as u64)?;
                         let last = bytes.slice(1..);
                         if self.parts.is_empty() {
                             return Ok(Some(Incoming::Message(last)));
@@ -347,24 +311,16 @@ impl<S: Sink> Channel<S> {
                         message.extend_from_slice(&last);
                         return Ok(Some(Incoming::Message(message.into())));
                     }
-                    ACK => {
-                        let theirs = fields.number()?;
-                        if theirs > self.next_number() || theirs < self.acked {
-                            return Err(
-                                fields.bad(format!("an acknowledgement of {theirs} things"))
-                            );
-                        }
-                        self.heard(theirs);
-                    }
-                    kind => return Err(fields.bad(format!("a message of kind {kind}"))),
+                    ACK => self.acknowledged(stream, fields.number()?)?,
+                    kind => return Err(fields.error(format!("unknown message type {kind}"))),
                 }
             }
             Event::Metadata { stream, info, .. } if info.storage_len > 0 => {
-                self.theirs = stream;
+                self.tensor_stream = stream;
                 return Ok(Some(Incoming::Announced(info)));
             }
             Event::End { info, sink, .. } => {
-                self.took(info.storage_len)?;
+                self.count_received(info.storage_len)?;
                 return Ok(Some(Incoming::Tensor(*info, sink)));
             }
             Event::Finished { .. } => return Ok(Some(Incoming::Finished)),
@@ -376,24 +332,32 @@ impl<S: Sink> Channel<S> {
         Ok(None)
     }
 
-    fn heard(&mut self, theirs: u64) {
-        for item in self.unacked.drain(..(theirs - self.acked) as usize) {
+    /// Drops the items that the peer has: the first `acked` of the session.
+    fn acknowledged(&mut self, stream: u32, acked: u64) -> Result<(), Error> {
+        let (least, most) = (self.acked, self.sent());
+        if !(least..=most).contains(&acked) {
+            let what = format!("acknowledged {acked} items (expected {least} to {most})");
+            return Err(Error::Protocol { stream, what });
+        }
+        for item in self.unacked.drain(..(acked - least) as usize) {
             self.unacked_bytes -= item.byte_len();
         }
-        self.acked = theirs;
+        self.acked = acked;
+        Ok(())
     }
 
-    fn took(&mut self, bytes: u64) -> Result<(), Error> {
+    fn count_received(&mut self, bytes: u64) -> Result<(), Error> {
         self.received += 1;
-        self.owed = (self.owed.0 + 1, self.owed.1 + bytes);
-        if self.owed.0 >= ACK_EVERY || self.owed.1 >= ACK_BYTES {
-            self.acknowledge()
+        self.pending_ack = (self.pending_ack.0 + 1, self.pending_ack.1 + bytes);
+        if self.pending_ack.0 >= ACK_ITEMS || self.pending_ack.1 >= ACK_BYTES {
+            self.send_ack()
         } else {
             Ok(())
         }
     }
 
-    /// What was sent and may have to be sent again is the channel's own from now on.
+    /// Copies the payload of each unacknowledged tensor, so that the memory that it came from may
+    /// change.
     pub(crate) fn copy_unacked(&mut self) {
         for item in &mut self.unacked {
             if let Outgoing::Tensor(_, bytes) = item {
@@ -402,25 +366,25 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    /// Whether something waits for the socket.
+    /// Returns whether anything waits for the socket.
     pub(crate) fn wants_write(&mut self) -> bool {
         self.link.as_mut().is_some_and(Link::wants_write)
     }
 
-    /// Says how much has come, if that was not said.
-    pub(crate) fn acknowledge(&mut self) -> Result<(), Error> {
-        if self.owed.0 > 0
+    /// Acknowledges what was received since the last acknowledgement, if anything.
+    pub(crate) fn send_ack(&mut self) -> Result<(), Error> {
+        if self.pending_ack.0 > 0
             && let Some(link) = &mut self.link
         {
             let mut ack = vec![ACK];
             put_number(&mut ack, self.received);
-            self.owed = (0, 0);
+            self.pending_ack = (0, 0);
             link.connection().send_message(self.stream, ack.into())?;
         }
         Ok(())
     }
 
-    /// Says that nothing more comes from this end, and waits until the socket has that. Blocks.
+    /// Ends this end's stream, and waits until the socket has everything. Blocks.
     pub(crate) fn finish(&mut self) -> Result<(), Error> {
         let Some(link) = &mut self.link else { return Ok(()) };
         link.connection().finish(self.stream)?;
@@ -428,11 +392,7 @@ impl<S: Sink> Channel<S> {
     }
 }
 
-/// Whether the other end has said why it ended the connection.
-fn was_told_why<S: Sink>(link: &mut Link<S>) -> bool {
-    matches!(link.connection().end_of_input(), Err(Error::Closed { .. }))
-}
-
-pub(crate) fn lost() -> Error {
+/// The error of an operation that needs a link when there is none.
+pub(crate) fn link_lost() -> Error {
     Error::Lost { what: String::new() }
 }

@@ -1,32 +1,114 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Operators that run where their tensors are, which is elsewhere: what a client asks, how that
-//! travels, and who does it.
+//! Runs operators on remote tensors: sessions, requests and replies over [`ts_remote`].
 //!
-//! | | |
+//! The tensors of a session are at the server. A [`Client`] submits [`Request`]s and continues at
+//! once; it waits only when it needs a value. A [`SessionServer`] runs the requests of each session
+//! with an [`Executor`].
+//!
+//! | Type | Purpose |
 //! |---|---|
-//! | [`Client`] | a session with a machine: asks, goes on, and waits only for values |
-//! | [`Request`], [`Call`], [`Value`] | what is asked |
-//! | [`SessionServer`], [`Executor`] | the machine: sessions, and what runs their operators |
-//! | [`Signature`], [`SignatureCache`] | what a call gives, known by what its arguments are like |
-//! | [`HostExecutor`] | a small one, of f32 on this CPU |
+//! | [`Client`], [`ClientOptions`] | a session, as its client sees it |
+//! | [`Request`], [`Call`], [`Output`] | what a client requests |
+//! | [`Value`], [`TensorRef`], [`StorageView`] | arguments and results |
+//! | [`SessionServer`], [`Executor`] | the sessions of a server, and what runs their operators |
+//! | [`HostExecutor`] | an executor for float32 on the CPU, for examples and tests |
+//! | [`Signature`], [`SignatureCache`] | what a client knows about the results of calls |
 //!
-//! Nothing here knows what an operator does: it has a name, [arguments](Value) and
-//! [outputs](Output). A client numbers its storages itself, so that it need not wait to know what a
-//! [`Call`] will give. [`Request`]s go in batches; what is sent is kept until the other end has it,
-//! so that a link that is lost is made again and everything is done once.
+//! The service `exec` in PROTOCOL.md describes the encoding.
+//!
+//! # Examples
+//!
+//! A server and a client on the same machine. The client adds two tensors and reads the result:
+//!
+//! ```
+//! use std::sync::atomic::AtomicBool;
+//! use std::thread;
+//! use std::time::Duration;
+//!
+//! use ts_exec::{
+//!     Answer, Call, Client, ClientOptions, EXEC, HostExecutor, Output, Request, ScalarType,
+//!     SessionServer, StorageView, TensorRef, Value,
+//! };
+//! use ts_remote::{ConnectionOptions, Link, Listener, Role};
+//!
+//! let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
+//! let listener = Listener::bind(&"127.0.0.1:0".parse()?, options.idle_timeout)?;
+//! let address = listener.address().clone();
+//! let accepted = options.clone();
+//! let server = thread::spawn(move || {
+//!     let link = Link::new(listener.accept()?, Role::Acceptor, accepted)?;
+//!     let sessions = SessionServer::new(Duration::from_secs(60));
+//!     sessions.serve(link, HostExecutor::new, &AtomicBool::new(false))
+//! });
+//!
+//! let dial = move || Link::connect(&address, options.clone());
+//! let client: Client<Vec<u8>> = Client::connect(ClientOptions::new(dial), *b"16 random bytes!")?;
+//! let submit = |request: &Request| -> Result<(), ts_remote::Error> {
+//!     let submitted = client.submit(request)?;
+//!     if submitted.batch_full { client.send_batches() } else { Ok(()) }
+//! };
+//!
+//! // Storage 1 has two floats; `x` is a tensor of them.
+//! let view = StorageView::contiguous(ScalarType::FLOAT32, vec![2]);
+//! let x = TensorRef { storage: 1, view: view.clone() };
+//! submit(&Request::Create { storage: 1, bytes: 8, device: 0 })?;
+//! client.write(1, 0, [1.0f32, 2.0].iter().flat_map(|x| x.to_le_bytes()).collect())?;
+//!
+//! // y = x + x. The client chooses the storage of the result, so it need not wait for it.
+//! let y = TensorRef { storage: 2, view };
+//! submit(&Request::Call(Call {
+//!     op: client.op("aten::add.Tensor")?,
+//!     args: vec![Value::Tensor(x.clone()), Value::Tensor(x)],
+//!     kwargs: Vec::new(),
+//!     outputs: vec![Output::New { tensor: y.clone(), bytes: 8 }],
+//!     reply: None,
+//! }))?;
+//!
+//! let reply = client.read(y, vec![0; 8])?;
+//! let answer = client.wait(reply, Duration::from_secs(10))?;
+//! let Some(Answer::Memory(bytes)) = answer else { panic!("no answer within 10 s") };
+//! assert_eq!(bytes, [2.0f32, 4.0].map(f32::to_le_bytes).concat());
+//!
+//! client.close()?;
+//! server.join().expect("the server does not panic")?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # What this crate does not do
+//!
+//! - It does not know what operators do. An operator is a name with arguments and outputs. Shapes
+//!   are inferred by the caller of a client, and operators are run by an executor.
+//! - It is not a sandbox. A session can run every operator of its executor. Who may connect is
+//!   decided by the connection's token, and by what accepts connections.
+//! - It reads no files and needs no async runtime. A client starts one thread, and a server starts
+//!   one for each session that it serves.
+//!
+//! # Invariants
+//!
+//! - Requests of a session run once and in order, even if links are lost. Each end keeps what it
+//!   sent until the other has acknowledged it.
+//! - Submitting a request never waits for the network. The client chooses the numbers of storages,
+//!   operators and replies, so it needs no answer to use a result.
+//! - A failed request is reported once, and poisons the storages that it should have written. Later
+//!   requests that need these are not done either. All others run.
+//! - Lengths from the network are checked before memory is allocated. A server bounds what a client
+//!   may leave unacknowledged.
 #![forbid(unsafe_code)]
 
 mod channel;
 mod client;
+mod codec;
 mod reply;
 mod request;
 mod server;
 mod signature;
 mod value;
+mod view;
 
-pub use client::{Answer, Client, ClientOptions, ClientStats, Dial, WaitError};
+pub use client::{Answer, Client, ClientOptions, ClientStats, Dial, Submitted, WaitError};
 pub use reply::{OpFailure, OpFailureKind};
 pub use request::{Call, Output, Request, Requests};
 pub use server::{EXEC, Executor, HostExecutor, SessionServer, UploadSink, service_name};
 pub use signature::{CacheStats, ScalarKeying, Signature, SignatureCache};
-pub use value::{MAX_DEPTH, MAX_DIMS, ScalarType, StorageView, TensorRef, Value};
+pub use value::{MAX_DEPTH, Value};
+pub use view::{MAX_DIMS, ScalarType, StorageView, TensorRef, contiguous_strides};

@@ -1,52 +1,53 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the machine that has the tensors says.
+//! Replies of the server, and their encoding.
 
-use crate::value::{Decoder, Value, put_number, put_text};
+use crate::codec::{Decoder, put_number, put_text};
+use crate::value::Value;
 use ts_remote::Error;
 
-/// Why something was not done.
+/// Why a request was not done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum OpFailureKind {
-    /// The operator itself said so.
+    /// The operator failed.
     Raised,
-    /// There was not enough memory.
+    /// The server ran out of memory.
     OutOfMemory,
-    /// Something was asked of a tensor that is not there.
+    /// The storage does not exist.
     Stale,
-    /// What was asked makes no sense, or may not be asked.
+    /// The request is invalid, or not allowed.
     Refused,
 }
 
-/// Something that was asked and not done.
+/// The failure of a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct OpFailure {
-    /// Why.
+    /// The category of the failure.
     pub kind: OpFailureKind,
-    /// What is wrong, and with what.
+    /// What failed and why, in the words of the server.
     pub message: String,
 }
 
 impl OpFailure {
-    /// One of a kind.
+    /// Creates a failure.
     pub fn new(kind: OpFailureKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into() }
     }
 }
 
-/// One thing that is said.
+/// A message about the outcome of requests.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Reply {
-    /// What an operator gave, or that all before is done.
+    /// The results of an operator, or of another request with a reply. Empty for SYNC.
     Answer { reply: u64, values: Vec<Value> },
     /// The elements of a tensor.
     Bytes { reply: u64, bytes: Vec<u8> },
-    /// They are the next tensor of the stream.
+    /// The elements of a tensor are the next tensor of the stream.
     Tensor { reply: u64 },
-    /// A request, by its number, was not done; nor will be what needs what it would have given.
+    /// A request was not done. Requests that depend on its outputs are not done either.
     Failed { request: u64, failure: OpFailure },
-    /// There is no answer, for this request was not done.
+    /// There is no answer, because request `request` was not done.
     Refused { reply: u64, request: u64, failure: OpFailure },
 }
 
@@ -62,7 +63,7 @@ const KINDS: [OpFailureKind; 4] = [
     OpFailureKind::Stale,
     OpFailureKind::Refused,
 ];
-/// The most of a failure's message that travels, in bytes.
+/// Longer messages of failures are truncated to this length in bytes.
 const MAX_TEXT: usize = 16 << 10;
 
 impl Reply {
@@ -113,13 +114,13 @@ impl Reply {
                 request: from.number()?,
                 failure: failure(from)?,
             },
-            kind => return Err(from.bad(format!("a reply of kind {kind}"))),
+            kind => return Err(from.error(format!("unknown reply kind {kind}"))),
         })
     }
 }
 
 fn put_failure(into: &mut Vec<u8>, failure: &OpFailure) {
-    let kind = KINDS.iter().position(|&kind| kind == failure.kind).expect("all kinds are there");
+    let kind = KINDS.iter().position(|&kind| kind == failure.kind).expect("KINDS lists every kind");
     into.push(kind as u8);
     let text = &failure.message;
     let end = (0..=text.len().min(MAX_TEXT)).rev().find(|&end| text.is_char_boundary(end));
@@ -128,8 +129,8 @@ fn put_failure(into: &mut Vec<u8>, failure: &OpFailure) {
 
 fn failure(from: &mut Decoder<'_>) -> Result<OpFailure, Error> {
     let kind = from.byte()?;
-    let kind = KINDS.get(usize::from(kind)).copied();
-    let kind = kind.ok_or_else(|| from.bad("a failure of a kind that there is not".into()))?;
+    let known = KINDS.get(usize::from(kind)).copied();
+    let kind = known.ok_or_else(|| from.error(format!("unknown failure kind {kind}")))?;
     Ok(OpFailure { kind, message: from.text()?.into() })
 }
 
@@ -161,11 +162,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_said_is_read(said in replies()) {
+        fn replies_survive_encoding_and_truncation_is_an_error(sent in replies()) {
             let mut bytes = Vec::new();
-            said.encode(&mut bytes);
+            sent.encode(&mut bytes);
             let mut from = Decoder::new(&bytes, 1);
-            prop_assert_eq!(Reply::decode(&mut from).unwrap(), said);
+            prop_assert_eq!(Reply::decode(&mut from).unwrap(), sent);
             prop_assert!(from.is_empty());
             for cut in 0..bytes.len() {
                 prop_assert!(Reply::decode(&mut Decoder::new(&bytes[..cut], 1)).is_err());
@@ -173,7 +174,7 @@ mod tests {
         }
 
         #[test]
-        fn whatever_comes_is_a_reply_or_an_error(
+        fn any_bytes_decode_to_a_reply_or_an_error(
             kind in 0u8..7,
             rest in prop::collection::vec(any::<u8>(), 0..60),
         ) {

@@ -1,116 +1,165 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a client asks of the machine that has its tensors, in the order in which it is to be done.
+//! Requests of a client, and their encoding.
 
-use crate::value::{Decoder, TensorRef, Value, put_number, put_text};
+use crate::codec::{Decoder, put_number, put_text};
+use crate::value::Value;
+use crate::view::TensorRef;
 use ts_remote::Error;
 
-/// One thing to be done. Each has the number after the one before it, from 1 on, for as long as the
-/// session lasts.
+/// A request to the server.
+///
+/// Requests are numbered from 1 for the whole session, in the order in which they are submitted.
+/// The server runs them in that order. The client chooses the numbers of storages, operators and
+/// replies.
+///
+/// # Examples
+///
+/// ```
+/// use ts_exec::{Request, Requests};
+///
+/// let request = Request::Create { storage: 1, bytes: 16, device: 0 };
+/// let mut batch = Vec::new();
+/// request.encode(&mut batch);
+///
+/// let decoded: Vec<_> = Requests::new(&batch, 0).collect::<Result<_, _>>()?;
+/// assert_eq!(decoded, [request]);
+/// # Ok::<(), ts_remote::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Request {
-    /// `op` means the operator of this name from now on: `aten::add.Tensor`.
+    /// Defines the number of an operator.
     Define {
-        /** Its number, one more than the last that was given, from 0 on. */
+        /** The number. Numbers are assigned in order, from 0. */
         op: u32,
-        /** Namespace, name and overload. */
+        /** Namespace, name and overload, such as `aten::add.Tensor`. */
         name: String,
     },
-    /// A storage begins. It takes memory when something is first written to it.
+    /// Creates a storage of zeros. It takes no memory until the first write.
     Create {
-        /** Its number, which no other had. */
+        /** The number of the storage, which no other storage of the session has had. */
         storage: u64,
-        /** Its length. */
+        /** The length in bytes. */
         bytes: u64,
-        /** On which of the machine's devices. */
+        /** The index of the server's device that holds it. */
         device: u32,
     },
-    /// A storage has another length from now on; what fits of its bytes stays.
+    /// Changes the length of a storage. The common prefix is kept; new bytes are zero.
     Resize {
-        /** Which. */
+        /** The number of the storage. */
         storage: u64,
-        /** Its length. */
+        /** The new length in bytes. */
         bytes: u64,
     },
-    /// Nobody has a view of a storage any more.
+    /// Frees a storage, if it exists.
     Free {
-        /** Which. */
+        /** The number of the storage. */
         storage: u64,
     },
-    /// Bytes of a storage.
+    /// Writes bytes to a storage.
     Write {
-        /** Of which. */
+        /** The number of the storage. */
         storage: u64,
-        /** The first, counted from the storage's first. */
+        /** The position of the first byte in the storage. */
         offset: u64,
-        /** What they are. */
+        /** The bytes to write. */
         bytes: Vec<u8>,
     },
-    /// Bytes of a storage, which are the next tensor of the stream.
+    /// Writes the next tensor of the stream to a storage.
     Receive {
-        /** Of which. */
+        /** The number of the storage. */
         storage: u64,
-        /** The first, counted from the storage's first. */
+        /** The position of the first byte in the storage. */
         offset: u64,
-        /** How many. */
+        /** The length of the tensor in bytes. */
         bytes: u64,
     },
-    /// Sends the elements of a tensor, in order.
+    /// Reads the elements of a tensor, in row-major order.
     Read {
-        /** What the answer is known by. */
+        /** The number of the reply. */
         reply: u64,
-        /** Which. */
+        /** The tensor to read. */
         tensor: TensorRef,
     },
-    /// Says when all before it is done.
+    /// Requests a reply as soon as all earlier requests are done.
     Sync {
-        /** What the answer is known by. */
+        /** The number of the reply. */
         reply: u64,
     },
-    /// Tells what storages there are: of each four numbers, its own, its bytes, its device, and 0
-    /// if nothing was ever written to it, 1, or 2 if it was to be written to by a request that was
-    /// not done.
+    /// Lists the storages of the session.
+    ///
+    /// The reply has four integers for each storage: its number, its length in bytes, its device,
+    /// and its state. The state is 0 if it was never written to, 1 if it was, and 2 if a request
+    /// that should have written to it failed.
     List {
-        /** What the answer is known by. */
+        /** The number of the reply. */
         reply: u64,
     },
     /// Runs an operator.
     Call(Call),
 }
 
-/// An operator and its arguments.
+/// A call of an operator.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Call {
-    /// Which, as it was defined.
+    /// The number of the operator, from [`Client::op`](crate::Client::op) or [`Request::Define`].
     pub op: u32,
-    /// Arguments by their place.
+    /// Positional arguments.
     pub args: Vec<Value>,
-    /// Arguments by their name.
+    /// Keyword arguments.
     pub kwargs: Vec<(String, Value)>,
-    /// What becomes of each tensor that it gives.
+    /// One output for each tensor that the operator returns.
     pub outputs: Vec<Output>,
-    /// What the answer is known by, where what it gives is asked for: [`Output::Asked`], or that
-    /// which is no tensor.
+    /// The number of the reply, or `None` if the client needs no result. A reply is needed for
+    /// [`Output::Asked`], and for results that are not tensors.
     pub reply: Option<u64>,
 }
 
-/// What becomes of a tensor that an operator gives.
+impl Call {
+    /// Returns each tensor among the arguments, including those in lists.
+    pub fn tensors(&self) -> impl Iterator<Item = &TensorRef> {
+        let values = self.args.iter().chain(self.kwargs.iter().map(|(_, value)| value));
+        let mut lists: Vec<std::slice::Iter<'_, Value>> = Vec::new();
+        let mut values = values.collect::<Vec<_>>().into_iter();
+        std::iter::from_fn(move || {
+            loop {
+                let value = match lists.last_mut() {
+                    Some(list) => match list.next() {
+                        Some(value) => value,
+                        None => {
+                            lists.pop();
+                            continue;
+                        }
+                    },
+                    None => values.next()?,
+                };
+                match value {
+                    Value::Tensor(tensor) | Value::Conjugate(tensor) => return Some(tensor),
+                    Value::List(values) => lists.push(values.iter()),
+                    _ => {}
+                }
+            }
+        })
+    }
+}
+
+/// Where a tensor that an operator returns is stored.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Output {
-    /// It is one of the arguments, or a view of one: the client has it.
+    /// The tensor is an argument, or a view of one, so the client already has it.
     Known,
-    /// It is new: the elements go to this storage, which begins with it, as its view says.
+    /// The tensor is new, and the client knows its layout. Creates a storage for it.
     New {
-        /** The storage, and how its elements lie in it. */
+        /** The new storage, and the layout of the elements in it. */
         tensor: TensorRef,
-        /** The storage's length. */
+        /** The length of the storage in bytes. */
         bytes: u64,
     },
-    /// It is new, and only its elements say what it is like: the storage begins with it, and the
-    /// answer says the rest.
+    /// The tensor is new, and its layout depends on values. Creates a storage for it; the reply
+    /// describes the layout.
     Asked {
-        /** The storage. */
+        /** The number of the new storage. */
         storage: u64,
     },
 }
@@ -126,7 +175,7 @@ const RECEIVE: u8 = 8;
 const SYNC: u8 = 9;
 const LIST: u8 = 10;
 
-/// The most memory that a request may take when it is decoded.
+/// The most memory that one decoded request may use, in bytes.
 const MAX_DECODED: usize = 64 << 20;
 
 const KNOWN: u8 = 0;
@@ -134,7 +183,7 @@ const NEW: u8 = 1;
 const ASKED: u8 = 2;
 
 impl Request {
-    /// Appends it to a batch.
+    /// Appends the encoded request to a batch.
     pub fn encode(&self, into: &mut Vec<u8>) {
         let mut numbers = |tag: u8, numbers: &[u64]| {
             into.push(tag);
@@ -173,20 +222,20 @@ impl Request {
                 }
                 put_number(into, call.outputs.len() as u64);
                 call.outputs.iter().for_each(|output| output.encode(into));
-                // No answer has the number 0.
+                // Replies are numbered from 1; 0 means none.
                 put_number(into, call.reply.unwrap_or(0));
             }
         }
     }
 
     fn decode(from: &mut Decoder<'_>) -> Result<Self, Error> {
-        from.allow(MAX_DECODED);
+        from.limit_memory(MAX_DECODED);
         Ok(match from.byte()? {
-            DEFINE => Self::Define { op: small(from)?, name: from.text()?.into() },
+            DEFINE => Self::Define { op: number_u32(from)?, name: from.text()?.into() },
             CREATE => Self::Create {
                 storage: from.number()?,
                 bytes: from.number()?,
-                device: small(from)?,
+                device: number_u32(from)?,
             },
             RESIZE => Self::Resize { storage: from.number()?, bytes: from.number()? },
             FREE => Self::Free { storage: from.number()? },
@@ -204,14 +253,14 @@ impl Request {
             LIST => Self::List { reply: from.number()? },
             READ => Self::Read { reply: from.number()?, tensor: TensorRef::decode(from)? },
             CALL => {
-                let op = small(from)?;
-                let args = many(from, Value::decode)?;
-                let kwargs = many(from, |from| Ok((from.text()?.into(), Value::decode(from)?)))?;
-                let outputs = many(from, Output::decode)?;
+                let op = number_u32(from)?;
+                let args = list(from, Value::decode)?;
+                let kwargs = list(from, |from| Ok((from.text()?.into(), Value::decode(from)?)))?;
+                let outputs = list(from, Output::decode)?;
                 let reply = Some(from.number()?).filter(|&reply| reply != 0);
                 Self::Call(Call { op, args, kwargs, outputs, reply })
             }
-            kind => return Err(from.bad(format!("a request of kind {kind}"))),
+            kind => return Err(from.error(format!("unknown request kind {kind}"))),
         })
     }
 }
@@ -237,43 +286,44 @@ impl Output {
             KNOWN => Self::Known,
             NEW => Self::New { tensor: TensorRef::decode(from)?, bytes: from.number()? },
             ASKED => Self::Asked { storage: from.number()? },
-            kind => return Err(from.bad(format!("an output of kind {kind}"))),
+            kind => return Err(from.error(format!("unknown output kind {kind}"))),
         })
     }
 }
 
-fn small(from: &mut Decoder<'_>) -> Result<u32, Error> {
+fn number_u32(from: &mut Decoder<'_>) -> Result<u32, Error> {
     let number = from.number()?;
-    u32::try_from(number).map_err(|_| from.bad(format!("{number}, where at most 32 bits are")))
+    u32::try_from(number)
+        .map_err(|_| from.error(format!("number {number} does not fit in 32 bits")))
 }
 
-fn many<T>(
+fn list<T>(
     from: &mut Decoder<'_>,
-    one: impl Fn(&mut Decoder<'_>) -> Result<T, Error>,
+    decode: impl Fn(&mut Decoder<'_>) -> Result<T, Error>,
 ) -> Result<Vec<T>, Error> {
     let len = from.len()?;
-    let one = |_| {
+    let element = |_| {
         from.charge(size_of::<T>())?;
-        one(from)
+        decode(from)
     };
-    (0..len).map(one).collect()
+    (0..len).map(element).collect()
 }
 
-/// The requests of a batch, in their order. It ends with the first that is none.
+/// An iterator over the requests of a batch. It ends after the first error.
 #[derive(Debug, Clone)]
 pub struct Requests<'a> {
     from: Decoder<'a>,
 }
 
 impl<'a> Requests<'a> {
-    /// Of a batch that came on this stream.
+    /// Reads a batch. `stream` is the stream that it came on, which errors name.
     pub fn new(batch: &'a [u8], stream: u32) -> Self {
         Self { from: Decoder::new(batch, stream) }
     }
 
-    /// Bytes of the batch that are still to be read.
-    pub fn left(&self) -> usize {
-        self.from.left()
+    /// Returns how many bytes of the batch have not been read.
+    pub fn remaining_bytes(&self) -> usize {
+        self.from.remaining_bytes()
     }
 }
 
@@ -286,7 +336,7 @@ impl Iterator for Requests<'_> {
         }
         let request = Request::decode(&mut self.from);
         if request.is_err() {
-            self.from.end();
+            self.from.skip_remaining();
         }
         Some(request)
     }
@@ -297,8 +347,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::value::tests::{tensors, values};
-    use crate::value::{ScalarType, StorageView};
+    use crate::value::tests::values;
+    use crate::view::tests::tensors;
+    use crate::view::{ScalarType, StorageView};
 
     fn outputs() -> impl Strategy<Value = Output> {
         prop_oneof![
@@ -342,15 +393,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_asked_is_read(asked in prop::collection::vec(requests(), 0..6)) {
+        fn requests_survive_encoding(sent in prop::collection::vec(requests(), 0..6)) {
             let mut batch = Vec::new();
-            asked.iter().for_each(|request| request.encode(&mut batch));
+            sent.iter().for_each(|request| request.encode(&mut batch));
             let read: Vec<_> = Requests::new(&batch, 1).collect::<Result<_, _>>().unwrap();
-            prop_assert_eq!(read, asked);
+            prop_assert_eq!(read, sent);
         }
 
         #[test]
-        fn any_bytes_are_requests_or_one_error(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+        fn any_bytes_decode_to_requests_and_at_most_one_error(
+            bytes in prop::collection::vec(any::<u8>(), 0..64),
+        ) {
             let read: Vec<_> = Requests::new(&bytes, 1).collect();
             let errors = read.iter().filter(|request| request.is_err()).count();
             prop_assert!(errors <= 1 && (errors == 0 || read.last().unwrap().is_err()));
@@ -358,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_takes_a_bounded_amount_of_memory_whatever_it_says() {
+    fn a_decoded_request_uses_bounded_memory() {
         let call = |args| {
             let call = Call { op: 7, args, kwargs: Vec::new(), outputs: Vec::new(), reply: None };
             let mut batch = Vec::new();
@@ -374,19 +427,19 @@ mod tests {
         let foreach = call(vec![Value::List((0..50_000).map(of).collect())]);
         assert!(
             Requests::new(&foreach, 1).all(|request| request.is_ok()),
-            "an optimiser's step is one"
+            "the step of an optimizer fits"
         );
-        // A byte each, and as large as any value when they are decoded.
+        // Each value is encoded in one byte, but takes the size of `Value` when decoded.
         let nothing = call(vec![Value::List(vec![Value::None; 2_000_000])]);
         let read: Vec<_> = Requests::new(&nothing, 1).collect();
         assert!(matches!(&read[..], [Err(Error::Protocol { .. })]), "{} requests", read.len());
-        // Each request by itself.
+        // The limit is for each request, not for a batch.
         let many = [foreach.clone(), foreach.clone(), foreach].concat();
         assert_eq!(Requests::new(&many, 1).filter(Result::is_ok).count(), 3);
     }
 
     #[test]
-    fn an_operator_of_two_matrices_is_short() {
+    fn the_product_of_two_matrices_takes_few_bytes() {
         let of = |storage| TensorRef {
             storage,
             view: StorageView::contiguous(ScalarType(6), vec![1000, 1000]),

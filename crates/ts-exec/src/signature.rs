@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a call gives, known by what its arguments are like: looked up, where it was found out
-//! before.
+//! Signatures of calls, and a cache of what is known about them.
+//!
+//! The shapes and dtypes of an operator's results depend only on the signature of the call, so a
+//! client computes them once for each signature and then looks them up.
 
 use std::borrow::Borrow;
 use std::collections::HashMap;
@@ -9,34 +11,62 @@ use std::mem;
 
 use crate::Value;
 
-/// How numbers count.
+/// How numbers among the arguments are included in a [`Signature`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScalarKeying {
-    /// By what they are: operators that make tensors of nothing else.
+    /// By value. For operators whose results have shapes that depend on floats, such as `arange`.
     ByValue,
-    /// By their kind: what an operator gives is like does not depend on them, but for its dtype.
-    /// Whole numbers count by what they are all the same, for they are dimensions and sizes.
+    /// By kind: of floats and complex numbers only the kind, of scalar tensors only the dtype.
+    /// Integers and booleans are still included by value, because they may be dimensions and sizes.
     ByKind,
 }
 
-/// Puts together what a call's outputs depend on: all of its arguments, but for the numbers of its
-/// storages, of which only counts which are the same; so that an operator that writes to an
-/// argument it also reads is not taken for one that does not.
+/// Computes the signature of a call: a byte string that is equal for calls with results of equal
+/// shape and dtype.
+///
+/// Tensors are included with their layout. The numbers of their storages are not, only which
+/// tensors share a storage. So a call that reads the tensor that it writes to differs from one that
+/// does not.
+///
+/// The buffers are reused from one call to the next.
+///
+/// # Examples
+///
+/// ```
+/// use ts_exec::{ScalarKeying, ScalarType, Signature, StorageView, TensorRef, Value};
+///
+/// let tensor = |storage| {
+///     let view = StorageView::contiguous(ScalarType::FLOAT32, vec![2, 3]);
+///     ("", Value::Tensor(TensorRef { storage, view }))
+/// };
+/// let signature = |arguments: &[(&str, Value)]| {
+///     let arguments = arguments.iter().map(|(name, value)| (*name, value));
+///     Signature::within([0; 3]).of(arguments, ScalarKeying::ByKind).to_vec()
+/// };
+///
+/// // `x + y` has the signature of `u + v`, but not that of `x + x`.
+/// let (x, y, u, v) = (tensor(1), tensor(2), tensor(3), tensor(4));
+/// let sum = signature(&[x.clone(), y]);
+/// assert_eq!(sum, signature(&[u, v]));
+/// assert_ne!(sum, signature(&[x.clone(), x]));
+/// ```
 #[derive(Debug, Default)]
 pub struct Signature {
     context: [u32; 3],
     bytes: Vec<u8>,
+    /// The storages of this call, in the order of their first use.
     storages: Vec<u64>,
 }
 
 impl Signature {
-    /// Of calls with this in common, whatever the numbers mean to who asks: the operator, and what
-    /// else its outputs depend on.
+    /// Creates a signature for calls with this context: the operator, and whatever else the results
+    /// depend on. The caller chooses the meaning of the numbers.
     pub fn within(context: [u32; 3]) -> Self {
         Self { context, ..Self::default() }
     }
 
-    /// The signature of arguments, in their order, with their names where they have some.
+    /// Returns the signature of a call with these arguments, in order. The name of a positional
+    /// argument is empty.
     pub fn of<'a>(
         &mut self,
         arguments: impl Iterator<Item = (&'a str, &'a Value)>,
@@ -56,13 +86,13 @@ impl Signature {
     fn add(&mut self, value: &Value, scalars: ScalarKeying) {
         match value {
             Value::Tensor(tensor) | Value::Conjugate(tensor) => {
-                let known = self.storages.iter().position(|&storage| storage == tensor.storage);
-                let storage = known.unwrap_or_else(|| {
+                let seen = self.storages.iter().position(|&storage| storage == tensor.storage);
+                let index = seen.unwrap_or_else(|| {
                     self.storages.push(tensor.storage);
                     self.storages.len() - 1
                 });
                 self.bytes.push(if matches!(value, Value::Conjugate(_)) { b'C' } else { b'T' });
-                self.bytes.extend_from_slice(&(storage as u32).to_le_bytes());
+                self.bytes.extend_from_slice(&(index as u32).to_le_bytes());
                 tensor.view.encode(&mut self.bytes);
             }
             Value::List(values) => {
@@ -83,19 +113,34 @@ impl Signature {
     }
 }
 
-/// What a cache has done.
+/// Counters of a [`SignatureCache`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct CacheStats {
-    /// Lookups that found something.
+    /// Lookups that found an entry.
     pub hits: u64,
-    /// Lookups that did not.
+    /// Lookups that found none.
     pub misses: u64,
-    /// How many things it has.
+    /// The current number of entries.
     pub entries: usize,
 }
 
-/// A cache that keeps what was used of late: at most twice its capacity, of which the half that was
-/// not asked for goes when it is full.
+/// A cache that evicts entries that have not been used recently.
+///
+/// It has two generations of `capacity` entries each. Entries that are used move to the young
+/// generation. When that is full, it becomes the old one, and the previous old one is evicted.
+///
+/// # Examples
+///
+/// ```
+/// use ts_exec::SignatureCache;
+///
+/// let mut cache = SignatureCache::<String, u32>::new(1000);
+/// assert_eq!(cache.get("signature"), None);
+/// cache.put("signature".into(), 7);
+/// assert_eq!(cache.get("signature"), Some(7));
+/// assert_eq!((cache.stats().hits, cache.stats().misses), (1, 1));
+/// ```
 #[derive(Debug)]
 pub struct SignatureCache<K, V> {
     capacity: usize,
@@ -106,13 +151,14 @@ pub struct SignatureCache<K, V> {
 }
 
 impl<K: Hash + Eq + Clone, V: Clone> SignatureCache<K, V> {
-    /// One that keeps at least the `capacity` things that were asked for last.
+    /// Creates a cache that keeps at least the `capacity` most recently used entries, and at most
+    /// twice as many.
     pub fn new(capacity: usize) -> Self {
         let (young, old) = Default::default();
         Self { capacity: capacity.max(1), young, old, hits: 0, misses: 0 }
     }
 
-    /// What is known.
+    /// Returns a clone of the entry for `key`, which counts as used.
     pub fn get<Q: Hash + Eq + ?Sized>(&mut self, key: &Q) -> Option<V>
     where
         K: Borrow<Q>,
@@ -130,7 +176,7 @@ impl<K: Hash + Eq + Clone, V: Clone> SignatureCache<K, V> {
         Some(value)
     }
 
-    /// Keeps what was found out.
+    /// Adds an entry.
     pub fn put(&mut self, key: K, value: V) {
         if self.young.len() >= self.capacity {
             self.old = mem::take(&mut self.young);
@@ -138,7 +184,7 @@ impl<K: Hash + Eq + Clone, V: Clone> SignatureCache<K, V> {
         self.young.insert(key, value);
     }
 
-    /// What it has done.
+    /// Returns the counters.
     pub fn stats(&self) -> CacheStats {
         CacheStats {
             hits: self.hits,
@@ -167,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn storages_count_by_which_are_the_same_and_numbers_by_their_kind() {
+    fn a_signature_ignores_storage_numbers_and_float_values() {
         let of = |values: &[Value]| signature(values, ScalarKeying::ByKind);
         let (x, y) = (tensor(3, &[2, 3]), tensor(9, &[2, 3]));
         assert_eq!(of(&[x.clone(), y.clone()]), of(&[y.clone(), tensor(4, &[2, 3])]));
@@ -184,7 +230,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_never_forgets_what_it_must_keep_nor_keeps_more_than_it_may(
+        fn recently_used_entries_stay_within_twice_the_capacity(
             keys in prop::collection::vec(0u32..40, 1..300), capacity in 1usize..12,
         ) {
             let mut cache = SignatureCache::<u32, u32>::new(capacity);
@@ -197,10 +243,9 @@ mod tests {
                     cache.put(key, key * 2);
                 }
                 recent.push(key);
-                // The `capacity` that were used last are there.
                 for &last in recent.iter().rev().take(capacity) {
-                    let there = cache.young.contains_key(&last) || cache.old.contains_key(&last);
-                    prop_assert!(there, "{last} of {recent:?}");
+                    let kept = cache.young.contains_key(&last) || cache.old.contains_key(&last);
+                    prop_assert!(kept, "{last} of {recent:?}");
                 }
                 prop_assert!(cache.stats().entries <= 2 * capacity);
             }

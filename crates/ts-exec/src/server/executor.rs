@@ -1,63 +1,91 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Who does what is asked.
+//! The interface between a session and what runs its operators.
 
 use bytes::Bytes;
 
-use crate::{Call, OpFailure, TensorRef, Value};
+use crate::reply::OpFailure;
+use crate::request::Call;
+use crate::value::Value;
+use crate::view::TensorRef;
 use ts_remote::Sink;
 
-/// Storages, and operators on them. A [`SessionServer`](super::SessionServer) has one for each client.
+/// Keeps the storages of one session and runs operators on them.
 ///
-/// No method may be called with a storage that is not there without a
-/// [`Stale`](super::OpFailureKind::Stale) failure.
+/// A [`SessionServer`](crate::SessionServer) has one executor for each session, and calls it from
+/// one thread at a time. A method that names a storage that does not exist returns a failure of
+/// kind [`Stale`](crate::OpFailureKind::Stale), unless it says otherwise.
+///
+/// # Examples
+///
+/// ```
+/// use ts_exec::{
+///     Call, Executor, HostExecutor, OpFailure, Output, ScalarType, StorageView, TensorRef, Value,
+/// };
+///
+/// let mut executor = HostExecutor::new();
+/// executor.define(0, "aten::fill_.Scalar")?;
+/// executor.create(1, 8, 0)?;
+///
+/// let view = StorageView::contiguous(ScalarType::FLOAT32, vec![2]);
+/// let tensor = TensorRef { storage: 1, view };
+/// let args = vec![Value::Tensor(tensor.clone()), Value::Float(1.5)];
+/// let (kwargs, outputs) = (Vec::new(), vec![Output::Known]);
+/// executor.call(&Call { op: 0, args, kwargs, outputs, reply: None })?;
+///
+/// assert_eq!(executor.read(&tensor)?[..4], 1.5f32.to_le_bytes());
+/// # Ok::<(), OpFailure>(())
+/// ```
 pub trait Executor {
-    /// Where long payloads are received to.
+    /// The memory that tensors from the client are received to.
     type Sink: Sink + Send;
 
-    /// Runs what is to be done of a batch, all of it in `run`: what is needed for every request is
-    /// taken once.
+    /// Calls `run` once, which runs the requests of a batch.
+    ///
+    /// Implementations acquire what every request needs here, such as an interpreter lock.
     fn batch(&mut self, run: &mut dyn FnMut(&mut Self)) {
         run(self);
     }
 
-    /// `op` means the operator of this name from now on. Numbers are given in their order.
+    /// Defines the number of an operator. Numbers are assigned in order, from 0.
     ///
     /// # Errors
-    /// What is wrong with it; that is what each call of it fails with.
+    /// Returns a failure if the operator does not exist. Its calls then fail with this failure.
     fn define(&mut self, op: u32, name: &str) -> Result<(), OpFailure>;
 
-    /// A storage of so many bytes begins, which takes no memory before something is written to it,
-    /// and is zero.
+    /// Creates a storage of `bytes` zeros on a device. It should take no memory until the first
+    /// write.
     ///
     /// # Errors
-    /// There is such a storage, or no such device.
+    /// Returns a failure if the storage exists, or if the device does not.
     fn create(&mut self, storage: u64, bytes: u64, device: u32) -> Result<(), OpFailure>;
 
-    /// A storage has another length; what fits of its bytes stays, new ones are zero.
+    /// Changes the length of a storage. The common prefix is kept; new bytes are zero.
     ///
     /// # Errors
-    /// There is no memory for it.
+    /// Returns a failure if there is not enough memory.
     fn resize(&mut self, storage: u64, bytes: u64) -> Result<(), OpFailure>;
 
-    /// Nobody asks for a storage any more. Nothing happens if it is not there.
+    /// Frees a storage. Does nothing if it does not exist.
     fn free(&mut self, storage: u64);
 
-    /// Writes a few bytes.
+    /// Writes bytes to a storage, from `offset` on.
     ///
     /// # Errors
-    /// They are not within the storage.
+    /// Returns a failure if the range exceeds the storage.
     fn write(&mut self, storage: u64, offset: u64, bytes: &[u8]) -> Result<(), OpFailure>;
 
-    /// Memory for many bytes, which come next: the storage's own, where that can be.
+    /// Returns memory for an upload of `bytes` bytes to a storage, from `offset` on. If possible,
+    /// it is the memory of the storage itself.
     ///
     /// # Errors
-    /// They are not within the storage.
+    /// Returns a failure if the range exceeds the storage.
     fn sink(&mut self, storage: u64, offset: u64, bytes: u64) -> Result<Self::Sink, OpFailure>;
 
-    /// They are all in what [`sink`](Self::sink) gave.
+    /// Completes an upload: all bytes have arrived in the memory that [`sink`](Self::sink)
+    /// returned.
     ///
     /// # Errors
-    /// What went wrong with them.
+    /// Returns a failure if they cannot be written to the storage.
     fn received(
         &mut self,
         storage: u64,
@@ -65,53 +93,27 @@ pub trait Executor {
         full: <Self::Sink as Sink>::Full,
     ) -> Result<(), OpFailure>;
 
-    /// The elements of a tensor, in order, as they are now. They may be in the storage's own
-    /// memory: nothing is written to it before the client has them, or what is left of a link has.
+    /// Returns the elements of a tensor, in row-major order.
+    ///
+    /// They may share the memory of the storage: the session changes no storage until the client
+    /// has them, or until the session has copied them.
     ///
     /// # Errors
-    /// The tensor is not within its storage.
+    /// Returns a failure if the tensor exceeds its storage.
     fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, OpFailure>;
 
-    /// Runs an operator. What it gives goes where the call's outputs say; if it has a `reply`, what
-    /// it gives is told: numbers as they are, tensors as a list of the [`Value::Tensor`] and its
-    /// storage's length.
+    /// Runs an operator, and stores its results as `call.outputs` says.
+    ///
+    /// If `call.reply` is set, returns the results: for a tensor, a list of the [`Value::Tensor`]
+    /// and the length of its storage, and other values as they are.
     ///
     /// # Errors
-    /// What went wrong. Nothing that it would have given is there then.
+    /// Returns a failure if the operator fails. No output exists then.
     fn call(&mut self, call: &Call) -> Result<Vec<Value>, OpFailure>;
 
-    /// The storages there are: of each its number, bytes, device, and whether something was written
-    /// to it.
+    /// Lists the storages: number, length in bytes, device, and whether it was ever written to.
     fn storages(&self) -> Vec<(u64, u64, u32, bool)>;
 
-    /// The storages to which an operator would write, beside new ones.
+    /// Returns the existing storages that a call would write to.
     fn writes(&self, call: &Call) -> Vec<u64>;
-}
-
-impl Call {
-    /// Each tensor that is an argument, also within lists.
-    pub fn tensors(&self) -> impl Iterator<Item = &TensorRef> {
-        let values = self.args.iter().chain(self.kwargs.iter().map(|(_, value)| value));
-        let mut rest: Vec<std::slice::Iter<'_, Value>> = Vec::new();
-        let mut values = values.collect::<Vec<_>>().into_iter();
-        std::iter::from_fn(move || {
-            loop {
-                let value = match rest.last_mut() {
-                    Some(inner) => match inner.next() {
-                        Some(value) => value,
-                        None => {
-                            rest.pop();
-                            continue;
-                        }
-                    },
-                    None => values.next()?,
-                };
-                match value {
-                    Value::Tensor(tensor) | Value::Conjugate(tensor) => return Some(tensor),
-                    Value::List(values) => rest.push(values.iter()),
-                    _ => {}
-                }
-            }
-        })
-    }
 }

@@ -1,25 +1,47 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A small executor: f32 on this CPU.
+//! A small executor for float32 on the CPU.
 
 use std::collections::HashMap;
 
 use bytes::Bytes;
 
-use crate::{
-    Call, Executor, OpFailure, OpFailureKind, Output, ScalarType, StorageView, TensorRef, Value,
-};
+use super::executor::Executor;
+use crate::reply::{OpFailure, OpFailureKind};
+use crate::request::{Call, Output};
+use crate::value::Value;
+use crate::view::{ScalarType, StorageView, TensorRef};
 
-/// PyTorch's number for float32.
-const F32: ScalarType = ScalarType(6);
+/// A tensor has at most this many elements.
+const MAX_ELEMENTS: u64 = 1 << 32;
 
-/// Storages in this process's memory, and `aten::copy_`, `aten::fill_.Scalar`, `aten::add.Tensor`,
-/// `aten::mul.Tensor` (of equal shapes) and `aten::mm`, of float32. For who wants both ends without
-/// PyTorch, and for tests.
+/// An executor for float32 tensors in the memory of this process, without PyTorch.
+///
+/// It runs `aten::copy_`, `aten::fill_.Scalar`, `aten::add.Tensor`, `aten::mul.Tensor` (both
+/// without broadcasting) and `aten::mm`. It is for examples and tests, and not optimized.
+///
+/// # Examples
+///
+/// ```
+/// use ts_exec::{Executor, HostExecutor};
+///
+/// let mut executor = HostExecutor::new();
+/// executor.create(1, 1 << 40, 0)?; // takes no memory until the first access
+/// assert_eq!(executor.storages(), [(1, 1 << 40, 0, false)]);
+/// assert!(executor.define(0, "aten::conv2d").is_err());
+/// # Ok::<(), ts_exec::OpFailure>(())
+/// ```
 #[derive(Debug, Default)]
 pub struct HostExecutor {
+    /// The defined operators; `None` for those that do not exist.
     ops: Vec<Option<Op>>,
-    /// Length, and bytes once something is written.
-    storages: HashMap<u64, (u64, Vec<u8>)>,
+    storages: HashMap<u64, Storage>,
+}
+
+#[derive(Debug)]
+struct Storage {
+    len: u64,
+    /// The content. Empty until the first access, then `len` bytes.
+    bytes: Vec<u8>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,49 +62,51 @@ fn raised(what: impl Into<String>) -> OpFailure {
 }
 
 impl HostExecutor {
-    /// One without storages.
+    /// Creates an executor without storages.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The bytes of a storage.
+    /// Returns the content of a storage, and allocates it at the first access.
     fn bytes(&mut self, storage: u64) -> Result<&mut Vec<u8>, OpFailure> {
-        let stale =
-            || OpFailure::new(OpFailureKind::Stale, format!("there is no storage {storage}"));
-        let (len, bytes) = self.storages.get_mut(&storage).ok_or_else(stale)?;
+        let missing =
+            || OpFailure::new(OpFailureKind::Stale, format!("storage {storage} does not exist"));
+        let Storage { len, bytes } = self.storages.get_mut(&storage).ok_or_else(missing)?;
         if (bytes.len() as u64) < *len {
-            let none =
-                || OpFailure::new(OpFailureKind::OutOfMemory, format!("no memory for {len} bytes"));
-            let len = usize::try_from(*len).map_err(|_| none())?;
-            bytes.try_reserve_exact(len - bytes.len()).map_err(|_| none())?;
+            let out_of_memory = || {
+                let what = format!("cannot allocate {len} bytes for storage {storage}");
+                OpFailure::new(OpFailureKind::OutOfMemory, what)
+            };
+            let len = usize::try_from(*len).map_err(|_| out_of_memory())?;
+            bytes.try_reserve_exact(len - bytes.len()).map_err(|_| out_of_memory())?;
             bytes.resize(len, 0);
         }
         Ok(bytes)
     }
 
-    /// A part of a storage.
-    fn part(&mut self, storage: u64, offset: u64, len: u64) -> Result<&mut [u8], OpFailure> {
+    /// Returns `len` bytes of a storage, from `offset` on.
+    fn range(&mut self, storage: u64, offset: u64, len: u64) -> Result<&mut [u8], OpFailure> {
         let bytes = self.bytes(storage)?;
-        let end = offset.checked_add(len).filter(|&end| end <= bytes.len() as u64);
-        let there = bytes.len();
+        let available = bytes.len();
+        let end = offset.checked_add(len).filter(|&end| end <= available as u64);
         let end = end.ok_or_else(|| {
-            refused(format!("{len} bytes at {offset} of storage {storage}, which has {there}"))
+            refused(format!(
+                "range of {len} bytes at offset {offset} exceeds storage {storage} of {available} \
+                 bytes"
+            ))
         })?;
         Ok(&mut bytes[offset as usize..end as usize])
     }
 
-    /// Where the elements of a tensor begin in its storage, in bytes and in their order, which are
-    /// all within it.
-    fn places(&mut self, tensor: &TensorRef) -> Result<Vec<usize>, OpFailure> {
-        let there = self.bytes(tensor.storage)?.len() as u64 / 4;
+    /// Returns the byte offset of each element of a tensor in its storage, in row-major order. All
+    /// are within the storage.
+    fn element_offsets(&mut self, tensor: &TensorRef) -> Result<Vec<usize>, OpFailure> {
+        let available = self.bytes(tensor.storage)?.len() as u64 / 4;
         let StorageView { dtype, sizes, strides, offset } = &tensor.view;
-        if *dtype != F32 {
-            return Err(refused(format!(
-                "a tensor of dtype {}, where only float32 is known",
-                dtype.0
-            )));
+        if *dtype != ScalarType::FLOAT32 {
+            return Err(refused(format!("unsupported dtype {} (expected float32: 6)", dtype.0)));
         }
-        let outside = || refused(format!("a tensor that is not within storage {}", tensor.storage));
+        let outside = || refused(format!("tensor exceeds storage {}", tensor.storage));
         let mut last = Some(*offset);
         for (&size, &stride) in sizes.iter().zip(strides) {
             let stride = u64::try_from(stride).map_err(|_| outside())?;
@@ -93,61 +117,56 @@ impl HostExecutor {
         if count == 0 {
             return Ok(Vec::new());
         }
-        // Of what is expanded, more elements than the storage has are read again and again.
-        if last.is_none_or(|last| last >= there) || count > 1 << 32 {
+        // An expanded tensor can have more elements than its storage, so their number is limited.
+        if last.is_none_or(|last| last >= available) || count > MAX_ELEMENTS {
             return Err(outside());
         }
-        let mut places = vec![*offset as usize * 4];
+        let mut offsets = vec![*offset as usize * 4];
         for (&size, &stride) in sizes.iter().zip(strides) {
             let step = stride as usize * 4;
-            places = places
+            offsets = offsets
                 .iter()
-                .flat_map(|place| (0..size as usize).map(move |at| place + at * step))
+                .flat_map(|offset| (0..size as usize).map(move |at| offset + at * step))
                 .collect();
         }
-        Ok(places)
+        Ok(offsets)
     }
 
-    fn get(&mut self, tensor: &TensorRef) -> Result<Vec<f32>, OpFailure> {
-        let places = self.places(tensor)?;
+    fn load(&mut self, tensor: &TensorRef) -> Result<Vec<f32>, OpFailure> {
+        let offsets = self.element_offsets(tensor)?;
         let bytes = self.bytes(tensor.storage)?;
         let element = |&at: &usize| {
             f32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
         };
-        Ok(places.iter().map(element).collect())
+        Ok(offsets.iter().map(element).collect())
     }
 
-    fn put(&mut self, tensor: &TensorRef, values: &[f32]) -> Result<(), OpFailure> {
-        let places = self.places(tensor)?;
-        if places.len() != values.len() {
-            return Err(raised(format!(
-                "{} elements, where there are {}",
-                values.len(),
-                places.len()
-            )));
+    fn store(&mut self, tensor: &TensorRef, values: &[f32]) -> Result<(), OpFailure> {
+        let offsets = self.element_offsets(tensor)?;
+        let (got, expected) = (values.len(), offsets.len());
+        if got != expected {
+            let what = format!("the result has {got} elements (expected {expected})");
+            return Err(raised(what));
         }
         let bytes = self.bytes(tensor.storage)?;
-        for (at, value) in places.into_iter().zip(values) {
+        for (at, value) in offsets.into_iter().zip(values) {
             bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
         }
         Ok(())
     }
 
-    fn same_shape(one: &TensorRef, other: &TensorRef) -> Result<(), OpFailure> {
-        if one.view.sizes == other.view.sizes {
+    fn check_same_shape(a: &TensorRef, b: &TensorRef) -> Result<(), OpFailure> {
+        if a.view.sizes == b.view.sizes {
             return Ok(());
         }
-        Err(raised(format!(
-            "shapes {:?} and {:?} are not the same",
-            one.view.sizes, other.view.sizes
-        )))
+        Err(raised(format!("shapes {:?} and {:?} differ", a.view.sizes, b.view.sizes)))
     }
 }
 
-fn tensor(call: &Call, at: usize) -> Result<&TensorRef, OpFailure> {
+fn tensor_argument(call: &Call, at: usize) -> Result<&TensorRef, OpFailure> {
     match call.args.get(at) {
         Some(Value::Tensor(tensor)) => Ok(tensor),
-        other => Err(raised(format!("argument {at} is {other:?}, and no tensor"))),
+        other => Err(raised(format!("argument {at} must be a tensor, got {other:?}"))),
     }
 }
 
@@ -164,25 +183,25 @@ impl Executor for HostExecutor {
             _ => None,
         };
         self.ops.push(op);
-        op.map(drop).ok_or_else(|| refused(format!("there is no operator {name}")))
+        op.map(drop).ok_or_else(|| refused(format!("unknown operator {name:?}")))
     }
 
     fn create(&mut self, storage: u64, bytes: u64, device: u32) -> Result<(), OpFailure> {
         if device != 0 {
-            return Err(refused(format!("there is no device {device}")));
+            return Err(refused(format!("device {device} does not exist (expected 0)")));
         }
         if self.storages.contains_key(&storage) {
-            return Err(refused(format!("there is a storage {storage}")));
+            return Err(refused(format!("storage {storage} exists already")));
         }
-        self.storages.insert(storage, (bytes, Vec::new()));
+        self.storages.insert(storage, Storage { len: bytes, bytes: Vec::new() });
         Ok(())
     }
 
     fn resize(&mut self, storage: u64, bytes: u64) -> Result<(), OpFailure> {
         self.bytes(storage)?;
-        let (len, held) = self.storages.get_mut(&storage).expect("it is there");
-        held.truncate(usize::try_from(bytes).unwrap_or(usize::MAX));
-        *len = bytes;
+        let storage = self.storages.get_mut(&storage).expect("`bytes` has found the storage");
+        storage.bytes.truncate(usize::try_from(bytes).unwrap_or(usize::MAX));
+        storage.len = bytes;
         Ok(())
     }
 
@@ -191,56 +210,64 @@ impl Executor for HostExecutor {
     }
 
     fn write(&mut self, storage: u64, offset: u64, bytes: &[u8]) -> Result<(), OpFailure> {
-        self.part(storage, offset, bytes.len() as u64)?.copy_from_slice(bytes);
+        self.range(storage, offset, bytes.len() as u64)?.copy_from_slice(bytes);
         Ok(())
     }
 
     fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, OpFailure> {
-        let values = self.get(tensor)?;
+        let values = self.load(tensor)?;
         Ok(values.into_iter().flat_map(f32::to_le_bytes).collect())
     }
 
     fn call(&mut self, call: &Call) -> Result<Vec<Value>, OpFailure> {
         let op = self.ops.get(call.op as usize).copied().flatten();
-        let op = op.ok_or_else(|| refused("an operator that was not defined"))?;
-        let first = tensor(call, 0)?;
+        let op = op.ok_or_else(|| refused(format!("operator {} is not defined", call.op)))?;
+        let first = tensor_argument(call, 0)?;
         let values = match op {
             Op::Copy => {
-                Self::same_shape(first, tensor(call, 1)?)?;
-                self.get(tensor(call, 1)?)?
+                let source = tensor_argument(call, 1)?;
+                Self::check_same_shape(first, source)?;
+                self.load(source)?
             }
             Op::Fill => {
                 let value = match call.args.get(1) {
                     Some(Value::Float(value)) => *value as f32,
                     Some(Value::Int(value)) => *value as f32,
-                    other => return Err(raised(format!("argument 1 is {other:?}, and no number"))),
+                    other => {
+                        return Err(raised(format!("argument 1 must be a number, got {other:?}")));
+                    }
                 };
-                vec![value; self.places(first)?.len()]
+                vec![value; self.element_offsets(first)?.len()]
             }
             Op::Add | Op::Mul => {
-                let second = tensor(call, 1)?;
-                Self::same_shape(first, second)?;
-                let (one, other) = (self.get(first)?, self.get(second)?);
+                let second = tensor_argument(call, 1)?;
+                Self::check_same_shape(first, second)?;
+                let (a, b) = (self.load(first)?, self.load(second)?);
                 let combine = |(a, b): (f32, f32)| if op == Op::Add { a + b } else { a * b };
-                one.into_iter().zip(other).map(combine).collect()
+                a.into_iter().zip(b).map(combine).collect()
             }
             Op::Mm => {
-                let second = tensor(call, 1)?;
+                let second = tensor_argument(call, 1)?;
                 let (&[rows, inner], &[same, columns]) =
                     (&first.view.sizes[..], &second.view.sizes[..])
                 else {
-                    return Err(raised("matrices have two dimensions"));
+                    return Err(raised(format!(
+                        "the operands of mm must have two dimensions, got shapes {:?} and {:?}",
+                        first.view.sizes, second.view.sizes
+                    )));
                 };
                 if inner != same {
-                    return Err(raised(format!("{rows}x{inner} by {same}x{columns}")));
+                    return Err(raised(format!(
+                        "cannot multiply a {rows}x{inner} by a {same}x{columns} matrix"
+                    )));
                 }
-                let (one, other) = (self.get(first)?, self.get(second)?);
+                let (a, b) = (self.load(first)?, self.load(second)?);
                 let (inner, columns) = (inner as usize, columns as usize);
                 let mut product = vec![0.0; rows as usize * columns];
                 for (row, out) in product.chunks_mut(columns.max(1)).enumerate() {
                     for at in 0..inner {
-                        let factor = one[row * inner + at];
-                        let terms = &other[at * columns..][..columns];
+                        let factor = a[row * inner + at];
+                        let terms = &b[at * columns..][..columns];
                         out.iter_mut().zip(terms).for_each(|(sum, term)| *sum += factor * term);
                     }
                 }
@@ -250,26 +277,26 @@ impl Executor for HostExecutor {
         match call.outputs.first() {
             Some(Output::New { tensor, bytes }) => {
                 self.create(tensor.storage, *bytes, 0)?;
-                let put = self.put(tensor, &values);
-                if put.is_err() {
+                let stored = self.store(tensor, &values);
+                if stored.is_err() {
                     self.free(tensor.storage);
                 }
-                put?;
+                stored?;
             }
-            _ => self.put(first, &values)?,
+            _ => self.store(first, &values)?,
         }
         Ok(Vec::new())
     }
 
     fn storages(&self) -> Vec<(u64, u64, u32, bool)> {
-        let told = |(&storage, (len, bytes)): (&u64, &(u64, Vec<u8>))| {
-            (storage, *len, 0, !bytes.is_empty())
+        let describe = |(&number, storage): (&u64, &Storage)| {
+            (number, storage.len, 0, !storage.bytes.is_empty())
         };
-        self.storages.iter().map(told).collect()
+        self.storages.iter().map(describe).collect()
     }
 
     fn sink(&mut self, storage: u64, offset: u64, bytes: u64) -> Result<Vec<u8>, OpFailure> {
-        Ok(vec![0; self.part(storage, offset, bytes)?.len()])
+        Ok(vec![0; self.range(storage, offset, bytes)?.len()])
     }
 
     fn received(&mut self, storage: u64, offset: u64, full: Vec<u8>) -> Result<(), OpFailure> {
@@ -278,6 +305,7 @@ impl Executor for HostExecutor {
 
     fn writes(&self, call: &Call) -> Vec<u64> {
         let in_place = matches!(self.ops.get(call.op as usize), Some(Some(Op::Copy | Op::Fill)));
-        tensor(call, 0).ok().filter(|_| in_place).map(|tensor| tensor.storage).into_iter().collect()
+        let target = tensor_argument(call, 0).ok().filter(|_| in_place);
+        target.map(|tensor| tensor.storage).into_iter().collect()
     }
 }

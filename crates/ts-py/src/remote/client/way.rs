@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use tensorstream::exec::{Client, ClientOptions, Dial, service_name};
+use tensorstream::exec::{Client, ClientOptions, service_name};
 use tensorstream::remote::{Address, ConnectionOptions, Link, Role, Socket};
 
-use crate::errors::of_wire;
+use crate::errors::wire_error;
 use crate::memory::Target;
 use crate::wire::{Settings, tls_client};
 
@@ -24,20 +24,22 @@ pub(super) struct Way {
 impl Way {
     /// Begins a session. Blocks.
     pub(super) fn connect(&self, py: Python<'_>, address: &str) -> PyResult<Client<Target>> {
-        let to: Address = address.parse().map_err(|error| of_wire(py, &error))?;
+        let to: Address = address.parse().map_err(|error| wire_error(py, &error))?;
         let session = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
         let options =
             ConnectionOptions { service: service_name(session), ..self.settings.options(py)? };
         let [ca, cert, key] = &self.tls;
         let tls = tls_client(py, ca.as_ref(), cert.as_ref(), key.as_ref())?;
-        let dial: Dial<Target> = Box::new(move || {
+        let dial = move || {
             let mut socket = Socket::connect(&to, options.idle_timeout)?;
             if let Some(tls) = &tls {
                 socket = socket.into_tls_client(tls)?;
             }
             Link::new(socket, Role::Connector, options.clone())
-        });
-        let options = ClientOptions { dial, retry: self.retry, returns: self.returns };
-        py.detach(|| Client::connect(options, session)).map_err(|error| of_wire(py, &error))
+        };
+        let options = ClientOptions::new(dial)
+            .with_reconnect_timeout(self.retry)
+            .with_retry_refused(self.returns);
+        py.detach(|| Client::connect(options, session)).map_err(|error| wire_error(py, &error))
     }
 }

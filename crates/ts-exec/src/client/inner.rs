@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the threads of a client share: the queue, the connection, and the thread that flushes.
+//!
+//! The connection is locked before the queue, and before the set of forgotten replies. Submitting a
+//! request locks only the queue, so it never waits for the network. The thread that has the
+//! connection sends what other threads queue.
+
+use std::collections::HashSet;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, MutexGuard};
+use ts_format::Dtype;
+
+use super::connection::ConnectionState;
+use super::options::ClientOptions;
+use super::queue::{QueueItem, RequestQueue};
+use ts_remote::{Error, ErrorKind, Sink, TensorInfo};
+
+/// The longest time that a request waits in an incomplete batch.
+const FLUSH_INTERVAL: Duration = Duration::from_millis(1);
+/// How many flush intervals without requests the flusher waits before it sleeps.
+const IDLE_TICKS: u32 = 20;
+/// How often a sleeping flusher reads and writes, to answer the server's pings.
+const IDLE_INTERVAL: Duration = Duration::from_millis(500);
+/// How long a waiting thread holds the connection if others want it.
+pub(super) const CONTENDED_SLICE: Duration = Duration::from_millis(1);
+/// Uploads are sent in pieces of this many bytes.
+pub(super) const UPLOAD_PIECE: usize = 8 << 20;
+/// With a backlog, a caller blocks while more bytes than this are unacknowledged.
+pub(super) const MAX_UNACKED: usize = 64 << 20;
+
+pub(super) struct ClientInner<S: Sink + Send> {
+    queue: Mutex<RequestQueue>,
+    connection: Mutex<ConnectionState<S>>,
+    pub(super) next_reply: AtomicU64,
+    /// How many waits have ended with an answer.
+    pub(super) waits: AtomicU64,
+    /// Whether the flusher sleeps until it is woken.
+    flusher_asleep: AtomicBool,
+    /// Whether the session is being closed, or its client was dropped.
+    pub(super) closing: AtomicBool,
+    /// Whether a thread wanted the connection while another had it.
+    pub(super) contended: AtomicBool,
+    /// Replies that nobody will wait for.
+    pub(super) forgotten: Mutex<HashSet<u64>>,
+    options: ClientOptions<S>,
+    session: [u8; 16],
+}
+
+impl<S: Sink + Send> ClientInner<S> {
+    /// Connects. Blocks.
+    pub(super) fn connect(options: ClientOptions<S>, session: [u8; 16]) -> Result<Self, Error> {
+        let connection = ConnectionState::new(&options, session)?;
+        Ok(Self {
+            queue: Mutex::default(),
+            connection: Mutex::new(connection),
+            next_reply: AtomicU64::new(1),
+            waits: AtomicU64::new(0),
+            flusher_asleep: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            contended: AtomicBool::new(false),
+            forgotten: Mutex::default(),
+            options,
+            session,
+        })
+    }
+
+    /// Starts the thread that sends incomplete batches and answers pings.
+    pub(super) fn start_flusher(self: &Arc<Self>) -> Result<(), Error>
+    where
+        S: 'static,
+    {
+        let flusher = Arc::downgrade(self);
+        let mut idle = 0;
+        let run = move || {
+            loop {
+                let Some(inner) = flusher.upgrade() else { return };
+                if inner.closing.load(Ordering::Relaxed) {
+                    return;
+                }
+                let sent = inner.tick();
+                idle = if sent { 0 } else { idle + 1 };
+                let asleep = idle > IDLE_TICKS;
+                inner.flusher_asleep.store(asleep, Ordering::SeqCst);
+                // A request that was queued before the store did not wake this thread.
+                let asleep = asleep && inner.queue().is_empty();
+                drop(inner);
+                thread::park_timeout(if asleep { IDLE_INTERVAL } else { FLUSH_INTERVAL });
+            }
+        };
+        let thread = thread::Builder::new().name("tensorstream-flush".into()).spawn(run);
+        let thread = thread.map_err(|source| Error::Io {
+            peer: "this process".into(),
+            what: "starting a thread",
+            source: source.into(),
+        })?;
+        self.queue().flusher = Some(thread.thread().clone());
+        Ok(())
+    }
+
+    pub(super) fn queue(&self) -> MutexGuard<'_, RequestQueue> {
+        self.queue.lock()
+    }
+
+    /// Locks the connection. If another thread has it, asks that thread to release it soon.
+    pub(super) fn connection(&self) -> MutexGuard<'_, ConnectionState<S>> {
+        self.connection.try_lock().unwrap_or_else(|| {
+            self.contended.store(true, Ordering::Relaxed);
+            self.connection.lock()
+        })
+    }
+
+    /// Wakes the flusher, if it sleeps.
+    pub(super) fn wake_flusher(&self) {
+        if self.flusher_asleep.load(Ordering::SeqCst)
+            && self.flusher_asleep.swap(false, Ordering::SeqCst)
+            && let Some(thread) = &self.queue().flusher
+        {
+            thread.unpark();
+        }
+    }
+
+    /// Sends what has waited, and receives what has arrived. Returns whether anything has waited.
+    fn tick(&self) -> bool {
+        let mut queue = self.queue();
+        let waiting = !queue.is_empty();
+        queue.seal();
+        drop(queue);
+        // If another thread has the connection, it sends the queue.
+        if let Some(mut connection) = self.connection.try_lock() {
+            let _ = self
+                .send(&mut connection, false)
+                .and_then(|()| self.receive_within(&mut connection, Duration::ZERO));
+        } else if waiting {
+            self.contended.store(true, Ordering::Relaxed);
+        }
+        waiting
+    }
+
+    /// Sends sealed batches, unless another thread has the connection and so sends them. With
+    /// `backlogged`, waits until little is left.
+    pub(super) fn send_sealed(&self, backlogged: bool) -> Result<(), Error> {
+        if backlogged {
+            loop {
+                let mut connection = self.connection();
+                self.send(&mut connection, false)?;
+                if connection.channel.unsent_bytes() < 2 * UPLOAD_PIECE
+                    && connection.channel.unacked_bytes() < MAX_UNACKED
+                {
+                    return Ok(());
+                }
+                self.receive_within(&mut connection, CONTENDED_SLICE)?;
+            }
+        }
+        match self.connection.try_lock() {
+            Some(mut connection) => self.send(&mut connection, false),
+            None => {
+                self.contended.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+        }
+    }
+
+    /// Passes sealed batches to the socket. With `seal`, seals the current batch first.
+    pub(super) fn send(
+        &self,
+        connection: &mut ConnectionState<S>,
+        seal: bool,
+    ) -> Result<(), Error> {
+        if let Some(error) = &connection.ended {
+            return Err(error.clone());
+        }
+        let items = self.queue().take_sealed(seal);
+        if items.is_empty() {
+            return Ok(());
+        }
+        let mut sent = Ok(());
+        for item in items {
+            // After an error, the channel keeps the other items for the next link.
+            let result = match item {
+                QueueItem::Batch(batch) => connection.channel.send_message(&batch),
+                QueueItem::Payload(bytes) => TensorInfo::new("", Dtype::U8, [bytes.len() as u64])
+                    .and_then(|info| connection.channel.send_tensor(info, bytes)),
+            };
+            sent = sent.and(result);
+        }
+        sent.and_then(|()| connection.channel.drive())
+            .or_else(|error| self.reconnect(connection, error))
+    }
+
+    /// Waits up to `time` for an item from the server, and handles it.
+    pub(super) fn receive_within(
+        &self,
+        connection: &mut ConnectionState<S>,
+        time: Duration,
+    ) -> Result<(), Error> {
+        if let Some(error) = &connection.ended {
+            return Err(error.clone());
+        }
+        let channel = &mut connection.channel;
+        let item = if time.is_zero() { channel.poll() } else { channel.next_within(time) };
+        let handled = item.and_then(|item| match item {
+            Some(item) => connection.handle(item).and_then(|()| {
+                self.drop_forgotten(connection);
+                // Handling the item may have queued an acknowledgement that the server waits for.
+                if connection.channel.wants_write() { connection.channel.drive() } else { Ok(()) }
+            }),
+            None => connection.channel.send_ack().and_then(|()| connection.channel.drive()),
+        });
+        handled.or_else(|error| self.reconnect(connection, error))
+    }
+
+    fn drop_forgotten(&self, connection: &mut ConnectionState<S>) {
+        let mut forgotten = self.forgotten.lock();
+        if forgotten.is_empty() {
+            return;
+        }
+        let answers = connection.take_forgotten(&mut forgotten);
+        drop(forgotten);
+        // Dropping the caller's memory may take other locks, such as Python's, so `forgotten` is
+        // unlocked first.
+        drop(answers);
+    }
+
+    /// Connects again if the link was lost. Otherwise, ends the session with `error`.
+    fn reconnect(&self, connection: &mut ConnectionState<S>, error: Error) -> Result<(), Error> {
+        let mut error = error;
+        // A server that gives a reason for closing does not want the client to return.
+        let closed = connection.channel.closed_by_peer();
+        if matches!(error.kind(), ErrorKind::Network | ErrorKind::TimedOut | ErrorKind::Refused)
+            && !closed
+        {
+            let end = Instant::now() + self.options.reconnect_timeout;
+            let mut pause = Duration::from_millis(10);
+            connection.detach();
+            while !self.closing.load(Ordering::Relaxed) && Instant::now() < end {
+                match connection.connect(&self.options, self.session) {
+                    Ok(()) => {
+                        connection.reconnects += 1;
+                        return Ok(());
+                    }
+                    // The server does not know the session.
+                    Err(refused @ Error::Closed { .. }) => {
+                        error = refused;
+                        break;
+                    }
+                    // Nothing listens at the address any more.
+                    Err(Error::Io { source, .. })
+                        if !self.options.retry_refused && is_refused(&source) =>
+                    {
+                        break;
+                    }
+                    Err(_) => thread::sleep(pause),
+                }
+                pause = (pause * 2).min(Duration::from_secs(1));
+            }
+        }
+        self.end(connection, &error);
+        Err(error)
+    }
+
+    /// Ends the session with `error`, which later calls return.
+    pub(super) fn end(&self, connection: &mut ConnectionState<S>, error: &Error) {
+        connection.detach();
+        connection.ended.get_or_insert_with(|| error.clone());
+        let unsent = self.queue().end(error);
+        // Dropping the caller's memory may take other locks, such as Python's, so the queue is
+        // unlocked first.
+        drop(unsent);
+    }
+}
+
+/// Returns whether nothing listens at the address that was dialled.
+fn is_refused(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound)
+}

@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A session of a server.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+
+use super::batch::{BatchRunner, MAX_UNSENT, Poisoned, SharedChannel, protocol_error};
+use super::executor::Executor;
+use super::upload::{PendingUpload, UploadSink};
+use crate::channel::{Backlog, Channel, Hello, Incoming, link_lost};
+use crate::reply::{OpFailure, OpFailureKind, Reply};
+use crate::request::Requests;
+use ts_remote::{Error, Link, Sink, TensorInfo};
+
+/// How often a wait checks whether it must end.
+pub(super) const SLICE: Duration = Duration::from_millis(100);
+/// How often the connection is driven while operators run.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_millis(500);
+/// How much a client may leave unacknowledged, and how many requests may wait for an
+/// acknowledgement. A [`Client`](crate::Client) acknowledges every 256 KiB.
+const MAX_UNACKED: Backlog = Backlog { bytes: 256 << 20, items: 1 << 16 };
+/// The size of the buffer that refused uploads are read to.
+const SCRATCH: usize = 64 << 10;
+
+/// The state of a session that other threads see while it is served.
+#[derive(Default)]
+pub(super) struct ServingStatus {
+    /// Whether the client has connected again, so that this link must be dropped.
+    pub(super) superseded: AtomicBool,
+    /// When the link was found to be lost while an operator runs.
+    pub(super) lost_since: Mutex<Option<Instant>>,
+}
+
+/// A session. It outlives the links that it is served on.
+pub(super) struct Session<E: Executor> {
+    executor: E,
+    channel: Channel<UploadSink<E::Sink>>,
+    /// How many requests were run.
+    requests: u64,
+    /// For each defined operator, why it cannot be called.
+    op_failures: Vec<Option<OpFailure>>,
+    poisoned: Poisoned,
+    /// The upload whose tensor is the next item of the stream.
+    upload: Option<PendingUpload>,
+    /// Requests that have arrived and were not run: the rest of the current batch.
+    batch: Bytes,
+    /// Items that have arrived after them.
+    backlog: VecDeque<Incoming<UploadSink<E::Sink>>>,
+    /// Whether a reply uses the memory of a storage. No request is run until the client has it.
+    awaits_ack: bool,
+}
+
+impl<E: Executor + Send> Session<E> {
+    pub(super) fn new(executor: E) -> Self {
+        Self {
+            executor,
+            channel: Channel::new(),
+            requests: 0,
+            op_failures: Vec::new(),
+            poisoned: Poisoned::new(),
+            upload: None,
+            batch: Bytes::new(),
+            backlog: VecDeque::new(),
+            awaits_ack: false,
+        }
+    }
+
+    /// Removes the link, if there is one.
+    pub(super) fn detach(&mut self) -> Option<Link<UploadSink<E::Sink>>> {
+        self.channel.detach()
+    }
+
+    /// Completes the handshake on a new link, and serves the session until the client ends it, the
+    /// link is lost, or `stop` is set. Blocks.
+    pub(super) fn serve(
+        &mut self,
+        mut link: Link<UploadSink<E::Sink>>,
+        peer: Hello,
+        status: &ServingStatus,
+        stop: &AtomicBool,
+    ) -> Result<(), Error> {
+        let stream = link.connection().open_stream()?;
+        let hello = Hello { session: peer.session, received: self.channel.received() };
+        hello.send(&mut link, stream)?;
+        self.channel.attach(link, stream, peer.received)?;
+        let channel = Mutex::new(std::mem::replace(&mut self.channel, Channel::new()));
+        let ended = AtomicBool::new(false);
+        let result = thread::scope(|scope| {
+            // Answers pings and sends replies while operators run.
+            let keep_alive =
+                thread::Builder::new().name("tensorstream-keep".into()).spawn_scoped(scope, || {
+                    while !ended.load(Ordering::Relaxed) {
+                        thread::park_timeout(KEEP_ALIVE_INTERVAL);
+                        // The error is returned by the next call of the serving thread, too.
+                        if let Some(mut channel) = channel.try_lock()
+                            && channel.drive().is_err()
+                        {
+                            status.lost_since.lock().get_or_insert_with(Instant::now);
+                        }
+                    }
+                });
+            let result = match &keep_alive {
+                Ok(_) => self.run(&channel, &status.superseded, stop),
+                Err(error) => Err(Error::Misuse(format!("cannot start a thread: {error}"))),
+            };
+            ended.store(true, Ordering::Relaxed);
+            keep_alive.iter().for_each(|keep_alive| keep_alive.thread().unpark());
+            result
+        });
+        self.channel = channel.into_inner();
+        result
+    }
+
+    fn run(
+        &mut self,
+        channel: &SharedChannel<E>,
+        superseded: &AtomicBool,
+        stop: &AtomicBool,
+    ) -> Result<(), Error> {
+        loop {
+            self.run_requests(channel)?;
+            let item = if self.awaits_ack {
+                self.wait_for_ack(channel)?;
+                None
+            } else {
+                match self.backlog.pop_front() {
+                    Some(item) => Some(item),
+                    None => channel.lock().next_within(SLICE)?,
+                }
+            };
+            match item {
+                Some(Incoming::Message(batch)) => self.batch = batch,
+                Some(Incoming::Announced(info)) => {
+                    let sink = self.upload_sink(&info, channel)?;
+                    channel.lock().accept(sink)?;
+                }
+                Some(Incoming::Tensor(_, sink)) => self.finish_upload(sink, channel)?,
+                Some(Incoming::Finished) => {
+                    // The session has ended, even if the client does not learn of it.
+                    let _ = channel.lock().finish();
+                    return Ok(());
+                }
+                None if superseded.load(Ordering::Relaxed) => return Err(link_lost()),
+                None if stop.load(Ordering::Relaxed) => {
+                    let mut channel = channel.lock();
+                    if let Some(link) = channel.link() {
+                        link.connection().close("the server was stopped");
+                        let _ = link.flush_all();
+                    }
+                    return Ok(());
+                }
+                None => channel.lock().send_ack()?,
+            }
+        }
+    }
+
+    /// Runs the requests that have arrived, in order, until a reply must be waited for.
+    fn run_requests(&mut self, channel: &SharedChannel<E>) -> Result<(), Error> {
+        let mut replied = false;
+        while !self.batch.is_empty() && !self.awaits_ack {
+            let batch = self.batch.clone();
+            let mut requests = Requests::new(&batch, 0);
+            let mut result = Ok(());
+            let Self {
+                executor, requests: count, op_failures, poisoned, upload, awaits_ack, ..
+            } = self;
+            executor.batch(&mut |executor| {
+                let mut runner = BatchRunner {
+                    executor,
+                    channel,
+                    op_failures,
+                    poisoned,
+                    upload,
+                    awaits_ack,
+                    replied,
+                    number: 0,
+                };
+                let mut pause = false;
+                while !pause && let Some(request) = requests.next() {
+                    *count += 1;
+                    runner.number = *count;
+                    match request.and_then(|request| runner.run(request)) {
+                        Ok(must_send) => pause = must_send,
+                        Err(error) => {
+                            result = Err(error);
+                            break;
+                        }
+                    }
+                }
+                replied = runner.replied;
+            });
+            self.batch = batch.slice(batch.len() - requests.remaining_bytes()..);
+            result?;
+            // Do not compute for a client that does not read its replies.
+            while channel.lock().unsent_bytes() > MAX_UNSENT && !self.awaits_ack {
+                channel.lock().flush_within(SLICE)?;
+            }
+        }
+        if replied {
+            let mut channel = channel.lock();
+            channel.check_unacked(MAX_UNACKED)?;
+            channel.send_ack()?;
+            channel.drive()?;
+        }
+        Ok(())
+    }
+
+    /// Waits up to [`SLICE`] until the client has the reply that uses the memory of a storage.
+    /// Items that arrive before the acknowledgement go to the backlog.
+    fn wait_for_ack(&mut self, channel: &SharedChannel<E>) -> Result<(), Error> {
+        let mut channel = channel.lock();
+        if channel.unsent_bytes() > 0 {
+            channel.flush_within(SLICE)?;
+        } else if channel.is_acked() {
+            self.awaits_ack = false;
+        } else if let Some(item) = channel.next_within(SLICE)? {
+            if matches!(item, Incoming::Announced(_)) {
+                // The acknowledgement may follow this tensor, which must be received first. The
+                // socket has taken the reply. If the link is lost, the copy is sent again.
+                channel.copy_unacked();
+                self.awaits_ack = false;
+            }
+            self.backlog.push_back(item);
+            let bytes: usize = self.backlog.iter().map(Incoming::byte_len).sum();
+            if bytes > MAX_UNACKED.bytes || self.backlog.len() > MAX_UNACKED.items {
+                let what = "too many requests while a reply is not acknowledged".into();
+                return Err(protocol_error(what));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns memory for the tensor that was announced.
+    fn upload_sink(
+        &mut self,
+        info: &TensorInfo,
+        channel: &SharedChannel<E>,
+    ) -> Result<UploadSink<E::Sink>, Error> {
+        let Some(&PendingUpload { request, storage, offset, bytes }) = self.upload.as_ref() else {
+            return Err(protocol_error("tensor without a RECEIVE request before it".into()));
+        };
+        if bytes != info.storage_len {
+            let what = format!("tensor of {} bytes (expected {bytes})", info.storage_len);
+            return Err(protocol_error(what));
+        }
+        let mut sink = Err(OpFailure::new(OpFailureKind::Refused, ""));
+        self.executor.batch(&mut |executor| sink = executor.sink(storage, offset, bytes));
+        Ok(match sink {
+            Ok(sink) => UploadSink::Memory(sink),
+            Err(failure) => {
+                self.fail_upload(request, storage, failure, channel)?;
+                UploadSink::Discard { bytes, scratch: vec![0; (bytes as usize).min(SCRATCH)] }
+            }
+        })
+    }
+
+    /// Completes an upload whose tensor has arrived, unless it was refused.
+    fn finish_upload(
+        &mut self,
+        sink: Option<UploadSink<E::Sink>>,
+        channel: &SharedChannel<E>,
+    ) -> Result<(), Error> {
+        let full = sink.map(Sink::finish).transpose()?.flatten();
+        let Some((upload, full)) = self.upload.take().zip(full) else { return Ok(()) };
+        let (mut full, mut done) = (Some(full), Ok(()));
+        self.executor.batch(&mut |executor| {
+            if let Some(full) = full.take() {
+                done = executor.received(upload.storage, upload.offset, full);
+            }
+        });
+        done.or_else(|failure| self.fail_upload(upload.request, upload.storage, failure, channel))
+    }
+
+    fn fail_upload(
+        &mut self,
+        request: u64,
+        storage: u64,
+        failure: OpFailure,
+        channel: &SharedChannel<E>,
+    ) -> Result<(), Error> {
+        self.poisoned.insert(storage, (request, failure.clone()));
+        let mut failed = Vec::new();
+        Reply::Failed { request, failure }.encode(&mut failed);
+        channel.lock().send_message(&failed)
+    }
+}

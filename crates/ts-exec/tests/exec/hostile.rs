@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Servers that break the protocol.
+
+use proptest::prelude::*;
+
+use super::reconnect::accept;
+use super::*;
+
+/// Accepts a connection, completes the handshake as a server does, and sends these messages.
+fn send_after_handshake(listener: &Listener, messages: &[Vec<u8>]) -> Result<Link<Vec<u8>>, Error> {
+    let mut link = accept(listener)?;
+    let stream = link.connection().open_stream()?;
+    let mut hello = vec![2];
+    hello.extend([7; 16]);
+    hello.push(0);
+    link.send_message(stream, hello.into())?;
+    for message in messages {
+        link.send_message(stream, message.clone().into())?;
+    }
+    Ok(link)
+}
+
+fn bind() -> Listener {
+    Listener::bind(&"127.0.0.1:0".parse().unwrap(), TIMEOUT).unwrap()
+}
+
+#[test]
+fn a_missing_reply_ends_the_session_when_a_later_one_arrives() {
+    let listener = bind();
+    let options = options_for(listener.address());
+    // A CONTENT message with an empty ANSWER to reply 2: the SYNC that the client sends when reply
+    // 1 takes long.
+    let answer = vec![0, 1, 2, 0];
+    let server = thread::spawn(move || {
+        let mut link = send_after_handshake(&listener, &[answer])?;
+        while link.next_event().is_ok() {}
+        Ok::<_, Error>(())
+    });
+    let client = Client::connect(options, [92; 16]).unwrap();
+    let reply = client.read(tensor(1, &[2]), vec![0; 8]).unwrap();
+    let lost = client.wait(reply, TIMEOUT);
+    assert!(matches!(&lost, Err(WaitError::Lost(Error::Protocol { .. }))), "{lost:?}");
+    server.join().unwrap().unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(150))]
+    #[test]
+    fn any_messages_of_a_server_are_answers_or_errors(
+        messages in prop::collection::vec(
+            (0u8..4, 0u8..7, prop::collection::vec(any::<u8>(), 0..40)),
+            0..6,
+        ),
+    ) {
+        let listener = bind();
+        let options = options_for(listener.address()).with_reconnect_timeout(Duration::ZERO);
+        // The first two bytes are mostly a known type of message and a known kind of reply.
+        let messages: Vec<_> = messages
+            .into_iter()
+            .map(|(kind, reply, rest)| [vec![kind, reply], rest].concat())
+            .collect();
+        let server = thread::spawn(move || {
+            send_after_handshake(&listener, &messages)?.close("the test is over")
+        });
+        if let Ok(client) = Client::connect(options, [7; 16]) {
+            let (sum, forgotten) = (client.read(tensor(1, &[2]), vec![0; 8]), client.reply());
+            client.forget(forgotten);
+            if let Ok(reply) = sum {
+                prop_assert!(matches!(client.wait(reply, TIMEOUT), Err(_) | Ok(Some(_))));
+            }
+        }
+        let _ = server.join().unwrap();
+    }
+}
