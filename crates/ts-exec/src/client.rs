@@ -21,7 +21,7 @@ use ts_remote::{Error, Sink};
 
 pub use connection::{Answer, WaitError};
 use connection::{ConnectionState, Probe};
-use inner::{CONTENDED_SLICE, ClientInner, MAX_UNACKED, UPLOAD_PIECE};
+use inner::{CONTENDED_SLICE, ClientInner, UPLOAD_PIECE};
 pub use options::{ClientOptions, Dial};
 
 /// How long a waiting thread holds the connection before others may have it.
@@ -163,14 +163,14 @@ impl<S: Sink + Send + 'static> Client<S> {
 
     /// Sends the batches that are complete.
     ///
-    /// Does not block, unless more than 64 MiB are queued. Then it waits until the server has
-    /// acknowledged all but 64 MiB, and the socket has taken all but 16 MiB.
+    /// Does not block, unless 64 MiB are queued or unacknowledged. Then it waits until the server
+    /// has acknowledged all but 64 MiB, and the socket has taken all but 16 MiB.
     ///
     /// # Errors
     /// Returns the error that ended the session, if it has ended.
     pub fn send_batches(&self) -> Result<(), Error> {
-        let backlogged = self.inner.queue().sealed_bytes > MAX_UNACKED;
-        self.inner.send_sealed(backlogged)
+        let queued_bytes = self.inner.queue().sealed_bytes;
+        self.inner.send_sealed(self.inner.is_backlogged(queued_bytes))
     }
 
     /// Submits a request, and sends complete batches. May block, as
@@ -219,8 +219,8 @@ impl<S: Sink + Send + 'static> Client<S> {
     ///
     /// Up to 16 KiB are copied. Otherwise, the client keeps `bytes` and sends them from there.
     /// Their memory must not change until the server has them, which
-    /// [`delivered_within`](Self::delivered_within) waits for. Blocks only if more than 16 MiB are
-    /// queued.
+    /// [`delivered_within`](Self::delivered_within) waits for. Blocks if more than 16 MiB are
+    /// queued, or 64 MiB are unacknowledged.
     ///
     /// # Errors
     /// Returns the error that ended the session, if it has ended.
@@ -237,7 +237,9 @@ impl<S: Sink + Send + 'static> Client<S> {
             queue.push(|batch| request.encode(batch))?;
             queue.seal();
             queue.push_payload(piece);
-            let backlogged = queue.sealed_bytes > 2 * UPLOAD_PIECE;
+            let queued_bytes = queue.sealed_bytes;
+            let backlogged =
+                queued_bytes > 2 * UPLOAD_PIECE || self.inner.is_backlogged(queued_bytes);
             drop(queue);
             self.inner.send_sealed(backlogged)?;
         }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `adaptive`: asks the page cache first. What it holds is copied from there; the rest comes
-//! straight from the device past the cache. (Copies can still touch marks that earlier readers left
-//! in the cache, at which the system reads ahead.) Objects, and what others read, come over the
-//! network.
+//! The backend `adaptive`: copies what the page cache holds from there, and reads the rest directly
+//! from the device, bypassing the cache. Objects and remote sources are read over the network.
+//!
+//! Copies from the page cache may still trigger readahead, where earlier readers left marks for it.
 
 use std::sync::{Arc, OnceLock};
 
@@ -12,15 +12,18 @@ use crate::backend::{
     Backend, BackendOptions, Capabilities, CompletionSink, ReadRequest, Rejected,
 };
 use crate::file::Access;
+use crate::file_backends::FileProvider;
 use crate::join::Joiner;
 #[cfg(feature = "object")]
 use crate::object::ObjectProvider;
+use crate::page_cache::{Residency, resident_runs};
 use crate::provider::{Availability, BackendProvider};
-use crate::remote::RemoteProvider;
-use crate::source::SAMPLES;
+use crate::remote::{RemoteOrigin, RemoteProvider};
+#[cfg(target_os = "linux")]
+use crate::uring::{UringProvider, suits_rings};
 use crate::{Error, Source};
 
-/// `adaptive`: for each part of a request the backend that is best for it.
+/// Provides `adaptive`.
 pub(crate) struct AdaptiveProvider;
 
 impl BackendProvider for AdaptiveProvider {
@@ -34,7 +37,7 @@ impl BackendProvider for AdaptiveProvider {
 
     fn probe(&self, sources: &[Arc<Source>]) -> Availability {
         let files: Vec<_> = sources.iter().filter(|s| !s.is_remote()).cloned().collect();
-        Access::Direct.probe(&files)
+        FileProvider(Access::Direct).probe(&files)
     }
 
     fn create(
@@ -44,10 +47,10 @@ impl BackendProvider for AdaptiveProvider {
     ) -> Result<Box<dyn Backend>, Error> {
         let joiner = Arc::new(Joiner::new(sink));
         let sink = || sink_of(&joiner);
-        // Without a ring, threads do it.
+        // If io_uring cannot be used, `direct` takes its place.
         #[cfg(target_os = "linux")]
-        let uring = crate::uring::UringProvider.create(options, sink()).ok();
-        let buffered = Access::Cached.create(options, sink())?;
+        let uring = UringProvider.create(options, sink()).ok();
+        let buffered = FileProvider(Access::Cached).create(options, sink())?;
         #[cfg(feature = "object")]
         let object = ObjectProvider.create(options, sink())?;
         Ok(Box::new(AdaptiveBackend {
@@ -55,7 +58,7 @@ impl BackendProvider for AdaptiveProvider {
             #[cfg(target_os = "linux")]
             uring,
             direct: OnceLock::new(),
-            distant: OnceLock::new(),
+            remote: OnceLock::new(),
             #[cfg(feature = "object")]
             object,
             joiner,
@@ -73,18 +76,18 @@ struct AdaptiveBackend {
     buffered: Box<dyn Backend>,
     #[cfg(target_os = "linux")]
     uring: Option<Box<dyn Backend>>,
-    /// For what the ring does not read; its threads start with the first such request.
+    /// For files that `uring` does not read. Created for the first such request.
     direct: OnceLock<Result<Box<dyn Backend>, Error>>,
-    /// For what somebody else reads; its threads start with the first such request.
-    distant: OnceLock<Result<Box<dyn Backend>, Error>>,
+    /// For remote sources. Created for the first such request.
+    remote: OnceLock<Result<Box<dyn Backend>, Error>>,
     #[cfg(feature = "object")]
     object: Box<dyn Backend>,
     joiner: Arc<Joiner>,
     options: BackendOptions,
 }
 
-/// Backends and how much of a request each is to read.
-type Runs<'a> = Vec<(&'a dyn Backend, usize)>;
+/// The parts of a request: the backend and the length of each.
+type Parts<'a> = Vec<(&'a dyn Backend, usize)>;
 
 impl AdaptiveBackend {
     fn all(&self) -> Vec<&dyn Backend> {
@@ -92,61 +95,61 @@ impl AdaptiveBackend {
         #[cfg(target_os = "linux")]
         all.extend(self.uring.as_deref());
         all.extend(self.direct.get().and_then(|direct| direct.as_deref().ok()));
-        all.extend(self.distant.get().and_then(|distant| distant.as_deref().ok()));
+        all.extend(self.remote.get().and_then(|remote| remote.as_deref().ok()));
         #[cfg(feature = "object")]
         all.push(self.object.as_ref());
         all
     }
 
-    /// The better of the backends for direct I/O.
+    /// Returns the best backend for direct I/O on `source`.
     fn direct(&self, source: &Source) -> Result<&dyn Backend, Error> {
         #[cfg(target_os = "linux")]
-        if source.suits_rings()
+        if suits_rings(source)
             && let Some(uring) = &self.uring
         {
             return Ok(uring.as_ref());
         }
         let _ = source;
+        let provider = FileProvider(Access::Direct);
         let direct =
-            self.direct.get_or_init(|| Access::Direct.create(&self.options, sink_of(&self.joiner)));
+            self.direct.get_or_init(|| provider.create(&self.options, sink_of(&self.joiner)));
         direct.as_deref().map_err(Clone::clone)
     }
 
-    /// Which backend is to read how much of a request, from its beginning on.
-    fn assign(&self, request: &ReadRequest) -> Result<Runs<'_>, Error> {
-        request.check_room()?;
-        let (source, offset, room) = (&request.source, request.offset, request.room());
-        if source.reader().is_some() {
-            let distant = self
-                .distant
+    /// Decides which backend reads which part of a request.
+    fn assign(&self, request: &ReadRequest) -> Result<Parts<'_>, Error> {
+        request.check_capacity()?;
+        let (source, offset, capacity) = (&request.source, request.offset, request.capacity());
+        if RemoteOrigin::of(source).is_some() {
+            let remote = self
+                .remote
                 .get_or_init(|| RemoteProvider.create(&self.options, sink_of(&self.joiner)));
-            return Ok(vec![(distant.as_deref().map_err(Clone::clone)?, room)]);
+            return Ok(vec![(remote.as_deref().map_err(Clone::clone)?, capacity)]);
         }
         #[cfg(feature = "object")]
         if source.is_remote() {
-            return Ok(vec![(self.object.as_ref(), room)]);
+            return Ok(vec![(self.object.as_ref(), capacity)]);
         }
         let buffered = self.buffered.as_ref();
-        let warm = source.warm_samples(offset, request.required);
-        if warm == SAMPLES || request.check_alignment("direct").is_err() {
-            return Ok(vec![(buffered, room)]);
+        let residency = Residency::sample(source, offset, request.required);
+        if residency == Residency::Warm || request.check_alignment("direct").is_err() {
+            return Ok(vec![(buffered, capacity)]);
         }
         let direct = self.direct(source)?;
-        if warm == 0 {
-            return Ok(vec![(direct, room)]);
+        if residency == Residency::Cold {
+            return Ok(vec![(direct, capacity)]);
         }
-        let mut runs: Vec<_> = source
-            .resident_runs(offset, request.required)
+        let mut parts: Vec<_> = resident_runs(source, offset, request.required)
             .into_iter()
             .map(|(warm, len)| (if warm { buffered } else { direct }, len))
             .collect();
-        // The end of the memory, beyond what is wanted, goes with the last run.
-        let sum: usize = runs.iter().map(|run| run.1).sum();
-        match runs.last_mut() {
-            Some(last) => last.1 += room - sum,
-            None => runs.push((direct, room)),
+        // The rest of the buffers, past the required bytes, belongs to the last part.
+        let sum: usize = parts.iter().map(|part| part.1).sum();
+        match parts.last_mut() {
+            Some(last) => last.1 += capacity - sum,
+            None => parts.push((direct, capacity)),
         }
-        Ok(runs)
+        Ok(parts)
     }
 }
 
@@ -161,17 +164,17 @@ impl Backend for AdaptiveBackend {
     }
 
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>> {
-        let runs = match self.assign(&request) {
-            Ok(runs) => runs,
+        let assigned = match self.assign(&request) {
+            Ok(assigned) => assigned,
             Err(error) => return Err(Box::new(Rejected { request, error })),
         };
-        let lens: Vec<usize> = runs.iter().map(|run| run.1).collect();
+        let lens: Vec<usize> = assigned.iter().map(|part| part.1).collect();
         let parts = self.joiner.split(request, &lens);
-        let whole = parts.len() == 1;
-        for (part, (backend, _)) in parts.into_iter().zip(runs) {
+        let is_whole = parts.len() == 1;
+        for (part, (backend, _)) in parts.into_iter().zip(assigned) {
             match backend.submit(part) {
                 Ok(()) => {}
-                Err(mut rejected) if whole => {
+                Err(mut rejected) if is_whole => {
                     rejected.request = self.joiner.withdraw(rejected.request);
                     return Err(rejected);
                 }

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, OnceLock};
@@ -6,73 +7,102 @@ use std::time::{Duration, Instant};
 
 use ts_pool::{Buffer, HostPool};
 
-use crate::fault::Faults;
+use crate::hook::ReadHook;
+use crate::source::DEFAULT_TIMEOUT;
 use crate::{Error, Source};
 
-/// Reads byte ranges, several at a time. Object-safe; all methods may be called from any thread.
+/// Reads byte ranges, several at a time. All methods may be called from any thread.
 pub trait Backend: Send + Sync {
-    /// The name it is chosen by.
+    /// The name that selects this backend.
     fn name(&self) -> &'static str;
 
-    /// What it can do.
+    /// What this backend needs and offers.
     fn capabilities(&self) -> Capabilities;
 
-    /// Starts a read and returns at once; its [`Completion`] goes to the sink that the backend was
-    /// made with, from a thread of the backend's own. Order of completion is not order of
-    /// submission. The first request of a source that no provider was asked about may wait for the
-    /// file to be opened once more.
+    /// Starts a read and returns without waiting for it. Its [`Completion`] goes to the sink that
+    /// the backend was created with, from a thread of the backend, in any order.
+    ///
+    /// Opens the file for direct I/O if no provider has probed the source before, which may block
+    /// briefly.
     ///
     /// # Errors
-    /// [`Rejected`] gives the request back, buffers and all; no completion follows.
+    /// Returns [`Rejected`] with the request, including its buffers, if the backend cannot start
+    /// it. There is no completion then.
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>>;
 
-    /// Takes back every request that has not begun and whose token `wanted` accepts; each completes
-    /// with [`Error::Cancelled`] before this returns. Returns how many.
+    /// Cancels the requests whose token `wanted` accepts and returns how many had not started. Each
+    /// of those has completed with [`Error::Cancelled`] when this returns.
     ///
-    /// Reads that have begun are given up where the system can do that, and then complete with the
-    /// same error, else as usual; this does not wait for them.
+    /// Reads that have started are aborted if the system supports that, and then complete with the
+    /// same error. Otherwise they complete as usual. This method does not wait for them.
     fn cancel(&self, wanted: &dyn Fn(u64) -> bool) -> usize;
 
-    /// Tells of memory that requests will use, which may make reads into it cheaper: `uring`
-    /// registers it, if the system lets it. Its pages are then taken from the system and pinned,
-    /// and the pool lives at least as long as the backend.
+    /// Announces memory that requests will use, which may make reads into it cheaper: `uring`
+    /// registers it with the kernel if the kernel permits. Registered memory is allocated and
+    /// pinned, and the pool lives at least as long as the backend.
     fn register(&self, pool: &HostPool) {
         let _ = pool;
     }
 }
 
-/// What a backend can do.
+/// What a backend needs and offers. The default needs no alignment and reads one request at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Capabilities {
     /// Whether memory must be aligned as [`ReadRequest`] says.
     pub needs_alignment: bool,
-    /// Reads it works on at once; more wait in its queue.
+    /// The number of reads in flight at once. Further requests wait in the backend's queue.
     pub max_in_flight: usize,
 }
 
-/// One range to read.
+impl Default for Capabilities {
+    fn default() -> Self {
+        Self { needs_alignment: false, max_in_flight: 1 }
+    }
+}
+
+impl Capabilities {
+    /// Sets whether memory must be aligned.
+    #[must_use]
+    pub fn with_needs_alignment(mut self, needs_alignment: bool) -> Self {
+        self.needs_alignment = needs_alignment;
+        self
+    }
+
+    /// Sets the number of reads in flight at once.
+    #[must_use]
+    pub fn with_max_in_flight(mut self, max_in_flight: usize) -> Self {
+        self.max_in_flight = max_in_flight;
+        self
+    }
+}
+
+/// A range to read and the memory to read it into.
 ///
-/// A backend that needs alignment wants, with the multiples that [`Source::direct_alignment`]
-/// gives, memory that lies as the file does: the address of each byte's place and the byte's offset
-/// in the file differ by a multiple, and so does the length of every buffer but the first, which
-/// may begin anywhere, and the last, which may end anywhere. Ends that are not aligned are then
-/// read aside, in blocks of that size, and copied.
+/// Backends that need alignment ([`Capabilities::needs_alignment`]) require, with the alignment
+/// that [`Source::direct_alignment`] returns:
+/// - The memory address and the file offset of each byte are equal modulo the alignment.
+/// - The length of each buffer is a multiple of the alignment. Only the first may begin, and only
+///   the last may end, at any byte.
+///
+/// An unaligned first or last block is read into a bounce buffer and copied.
 #[derive(Debug)]
 pub struct ReadRequest {
-    /// The caller's name for this request, returned in its completion.
+    /// Identifies the request in its completion. Chosen by the caller.
     pub token: u64,
-    /// Where from.
+    /// What to read.
     pub source: Arc<Source>,
-    /// First byte.
+    /// The offset of the first byte.
     pub offset: u64,
-    /// How many bytes must arrive. The rest of the memory is filled as far as the file goes.
+    /// The number of bytes that must arrive. The rest of the memory is filled as far as the source
+    /// reaches.
     pub required: usize,
-    /// Where to, one filled after the other; owned by the backend until the completion.
+    /// The memory to fill, one buffer after the other. The backend owns it until the completion.
     pub buffers: Vec<Buffer>,
 }
 
 impl ReadRequest {
-    /// A read into one buffer.
+    /// Creates a request to read into one buffer.
     pub fn new(
         token: u64,
         source: Arc<Source>,
@@ -83,33 +113,35 @@ impl ReadRequest {
         Self { token, source, offset, required, buffers: vec![buffer] }
     }
 
-    /// Bytes there is room for.
-    pub fn room(&self) -> usize {
+    /// Returns the total length of the buffers, in bytes.
+    pub fn capacity(&self) -> usize {
         self.buffers.iter().map(|buffer| buffer.len()).sum()
     }
 
-    /// What this read comes to when it delivered nothing.
+    /// The completion of a read that failed.
     pub(crate) fn failed(self, error: Error) -> Completion {
         Completion { token: self.token, buffers: self.buffers, result: Err(error) }
     }
 
+    /// The completion of a read that was cancelled.
     pub(crate) fn cancelled(self) -> Completion {
         let error = Error::Cancelled { path: self.source.path().into(), offset: self.offset };
         self.failed(error)
     }
 
-    /// The error of a read that has taken longer than it may.
+    /// The error of a read that exceeded its timeout.
     pub(crate) fn timed_out(&self, timeout: Duration) -> Error {
         let (path, len) = (self.source.path().into(), self.required);
         Error::TimedOut { path, offset: self.offset, len, timeout }
     }
 
-    /// What `bytes` delivered by `path` come to: enough of them, of the file that was opened, or an
-    /// error.
+    /// Checks that a read delivered enough bytes, and that the source is the one that was opened.
     ///
-    /// After the read, so that a change at any moment before its last byte is seen. A file that was
-    /// cut is reported as such, with the byte where it now ends.
-    pub(crate) fn judged(&self, bytes: usize) -> Result<(), Error> {
+    /// Called after the read, so that a change before its last byte is noticed.
+    ///
+    /// # Errors
+    /// Returns [`Error::ShortRead`], which says where the source now ends, or [`Error::Changed`].
+    pub(crate) fn check_delivered(&self, bytes: usize) -> Result<(), Error> {
         let (source, offset) = (&self.source, self.offset);
         if bytes < self.required {
             let (path, expected) = (source.path().into(), self.required);
@@ -118,92 +150,96 @@ impl ReadRequest {
         source.verify(offset)
     }
 
-    /// Whether there is room for what is required.
+    /// Checks that the required bytes fit into the buffers.
     ///
     /// # Errors
-    /// [`Error::NoRoom`].
-    pub(crate) fn check_room(&self) -> Result<(), Error> {
-        let room = self.room();
-        if self.required <= room {
+    /// Returns [`Error::BufferTooSmall`] if they do not.
+    pub(crate) fn check_capacity(&self) -> Result<(), Error> {
+        let capacity = self.capacity();
+        if self.required <= capacity {
             return Ok(());
         }
-        Err(Error::NoRoom { path: self.source.path().into(), required: self.required, room })
+        let path = self.source.path().into();
+        Err(Error::BufferTooSmall { path, required: self.required, capacity })
     }
 
-    /// Whether the memory is aligned as direct I/O needs it.
+    /// Checks that the memory is aligned for direct I/O.
     ///
     /// # Errors
-    /// [`Error::Misaligned`], [`Error::Unavailable`] when there is no direct I/O for the source.
+    /// Returns [`Error::Misaligned`] if it is not, and [`Error::Unavailable`] if the source has no
+    /// direct I/O.
     pub(crate) fn check_alignment(&self, backend: &str) -> Result<(), Error> {
         let alignment = self.source.direct_alignment().map_err(|reason| Error::Unavailable {
             backend: backend.into(),
             reason: reason.into(),
         })?;
-        let (mut place, mut aligned) = (self.offset as usize, true);
+        let (mut position, mut aligned) = (self.offset as usize, true);
         for (index, buffer) in self.buffers.iter().enumerate() {
-            aligned &= (place ^ buffer.as_ptr().addr()).is_multiple_of(alignment);
-            aligned &= index == 0 || place.is_multiple_of(alignment);
-            place = place.wrapping_add(buffer.len());
+            aligned &= (position ^ buffer.as_ptr().addr()).is_multiple_of(alignment);
+            aligned &= index == 0 || position.is_multiple_of(alignment);
+            position = position.wrapping_add(buffer.len());
         }
         if aligned {
             return Ok(());
         }
-        let (path, len) = (self.source.path().into(), self.room());
+        let (path, len) = (self.source.path().into(), self.capacity());
         Err(Error::Misaligned { path, offset: self.offset, len, alignment })
     }
 }
 
-/// A read that ended, well or not.
+/// The end of a read, successful or not.
 #[derive(Debug)]
 pub struct Completion {
     /// The request's token.
     pub token: u64,
-    /// The request's buffers; after an error their content is unspecified, and there may be none:
-    /// after [`Error::TimedOut`] the system can still write to them, and they go back to their pool
-    /// when it no longer can.
+    /// The request's buffers. After an error their content is unspecified.
+    ///
+    /// Empty after [`Error::TimedOut`] if the system can still write to them: they then return to
+    /// their pool as soon as it no longer can.
     pub buffers: Vec<Buffer>,
-    /// What came.
+    /// What was read, or why the read failed.
     pub result: Result<Transfer, Error>,
 }
 
-/// What a read that went well did.
+/// What a successful read did.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Transfer {
-    /// The paths that the bytes took, and how many took each.
+    /// The number of bytes that each path delivered.
     pub paths: Vec<(ReadPath, usize)>,
-    /// When the read began and ended, in nanoseconds of [`monotonic_ns`].
+    /// When the read started, in nanoseconds of [`monotonic_ns`].
     pub started_ns: u64,
-    /// See `started_ns`.
+    /// When the read finished, in nanoseconds of [`monotonic_ns`].
     pub finished_ns: u64,
 }
 
 impl Transfer {
-    /// A read that ends now, all of whose bytes came one way.
+    /// Creates the result of a read that finishes now and whose bytes all took the same path.
     pub fn by(path: ReadPath, bytes: usize, started_ns: u64) -> Self {
         Self { paths: vec![(path, bytes)], started_ns, finished_ns: monotonic_ns() }
     }
 
-    /// Bytes delivered, at least the required ones.
+    /// Returns the number of bytes that were delivered: at least the required ones.
     pub fn bytes(&self) -> usize {
         self.paths.iter().map(|(_, bytes)| bytes).sum()
     }
 }
 
-/// How bytes came from a file.
+/// The path that bytes took from storage to memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ReadPath {
-    /// Copied from the page cache, which the kernel filled if it had to.
+    /// Copied from the page cache, which the kernel filled if necessary.
     Buffered,
     /// Copied from a mapping of the file.
     Mapped,
-    /// From the device into the buffer, past the page cache.
+    /// From the device into the buffer, bypassing the page cache.
     Direct,
     /// From the device into the buffer by GPUDirect Storage.
     GpuDirect,
-    /// By GPUDirect Storage's library in its compatibility mode: through the host, as any read.
+    /// By the GPUDirect Storage library in its compatibility mode, which reads through the host.
     GpuCompat,
-    /// Over the network, from object storage or a web server.
+    /// Over the network, from object storage, a web server or another machine.
     Network,
 }
 
@@ -218,7 +254,7 @@ impl ReadPath {
         ReadPath::Network,
     ];
 
-    /// Its name, as statistics print it.
+    /// Returns the name that statistics print.
     pub const fn name(self) -> &'static str {
         match self {
             ReadPath::Buffered => "buffered",
@@ -237,61 +273,102 @@ impl fmt::Display for ReadPath {
     }
 }
 
-/// A request that was not taken, and why.
+/// A request that a backend did not accept.
 #[derive(Debug)]
 pub struct Rejected {
-    /// The request as it was.
+    /// The request, unchanged.
     pub request: ReadRequest,
-    /// The reason.
+    /// Why it was not accepted.
     pub error: Error,
 }
 
-/// How a backend is set up.
+/// The configuration of a backend.
+///
+/// ```
+/// use std::time::Duration;
+/// use ts_io::BackendOptions;
+///
+/// let options = BackendOptions::default().with_in_flight(4).with_timeout(Duration::from_secs(5));
+/// assert_eq!(options.in_flight, 4);
+/// ```
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct BackendOptions {
-    /// Reads in flight at once (for thread-based backends: threads), at least 1.
+    /// The number of reads in flight at once, at least 1. Backends that use blocking reads start
+    /// this many threads.
     pub in_flight: usize,
-    /// How long a read may take from its beginning on; then it ends with [`Error::TimedOut`]. At
-    /// least 1 ms.
+    /// How long a read may take, from its start, before it fails with [`Error::TimedOut`]. At least
+    /// 1 ms.
     pub timeout: Duration,
-    /// What goes wrong on purpose: nothing, outside of tests.
-    pub faults: Faults,
+    /// Intercepts the attempts to read. Set by fault injection only.
+    pub(crate) hook: ReadHook,
 }
 
 impl Default for BackendOptions {
-    /// 8 in flight: with requests of some MiB enough to fill an NVMe device, and few enough to
-    /// leave a small machine's cores alone (a thread that waits for the device costs no CPU time).
-    /// A minute for each: disks that spin up and busy network disks answer within it.
+    /// 8 reads in flight and a timeout of 60 s.
+    ///
+    /// With requests of some MiB, 8 reads saturate an NVMe device and leave the cores of a small
+    /// machine alone. Disks that spin up and busy network file systems respond within a minute.
     fn default() -> Self {
-        Self { in_flight: 8, timeout: Duration::from_secs(60), faults: Faults::default() }
+        Self { in_flight: 8, timeout: DEFAULT_TIMEOUT, hook: ReadHook::default() }
     }
 }
 
 impl BackendOptions {
-    /// Reads in flight at once, as many as make sense.
-    pub(crate) fn depth(&self) -> usize {
+    /// Sets the number of reads in flight at once.
+    #[must_use]
+    pub fn with_in_flight(mut self, in_flight: usize) -> Self {
+        self.in_flight = in_flight;
+        self
+    }
+
+    /// Sets how long a read may take.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    pub(crate) fn with_hook(mut self, hook: ReadHook) -> Self {
+        self.hook = hook;
+        self
+    }
+
+    /// `in_flight`, limited to a reasonable range.
+    pub(crate) fn clamped_in_flight(&self) -> usize {
         self.in_flight.clamp(1, 4096)
     }
 
-    /// The timeout, as clocks can count it.
-    pub(crate) fn deadline(&self) -> Duration {
+    /// `timeout`, limited to what can be added to an `Instant`.
+    pub(crate) fn clamped_timeout(&self) -> Duration {
         self.timeout.clamp(Duration::from_millis(1), Duration::from_secs(1_000_000_000))
     }
 }
 
-/// Takes completions. Called from the backend's threads: it must not block for long, not panic, and
-/// not drop the backend.
+/// Receives completions. Backends call it from their threads, so it must not panic, drop the
+/// backend, or block for long.
 pub type CompletionSink = Box<dyn Fn(Completion) + Send + Sync>;
 
-/// A sink that queues completions, for callers without a thread of their own to run.
+/// Creates a sink that puts completions into a queue, and the receiving end of the queue.
 pub fn completion_queue() -> (CompletionSink, Receiver<Completion>) {
     let (sender, receiver) = channel();
-    // A receiver that is gone no longer wants its buffers: dropping the completion frees them.
+    // If the receiver is gone, dropping the completion returns its buffers to their pool.
     (Box::new(move |completion| drop(sender.send(completion))), receiver)
 }
 
-/// Nanoseconds since this process first asked; never goes back.
+/// Returns the nanoseconds since the first call in this process. Never decreases.
 pub fn monotonic_ns() -> u64 {
     static START: OnceLock<Instant> = OnceLock::new();
     u64::try_from(START.get_or_init(Instant::now).elapsed().as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Removes the requests whose token `wanted` accepts from `requests` and returns them.
+pub(crate) fn take_matching(
+    requests: &mut VecDeque<ReadRequest>,
+    wanted: &dyn Fn(u64) -> bool,
+) -> VecDeque<ReadRequest> {
+    let (taken, left) =
+        std::mem::take(requests).into_iter().partition(|request| wanted(request.token));
+    *requests = left;
+    taken
 }

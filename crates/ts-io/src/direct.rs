@@ -1,63 +1,85 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Blocking reads past the page cache, to any memory.
+//! Blocking reads that bypass the page cache, into any memory.
 
 use ts_pool::{BLOCK_ALIGN, Buffer};
 
-use crate::fault::Faults;
-use crate::file::Access;
-use crate::memory::Memory;
-use crate::source::SAMPLES;
+use crate::file::{Access, FileOrigin};
+use crate::hook::ReadHook;
+use crate::page_cache::Residency;
+use crate::scatter::Target;
 use crate::{Error, Source};
 
-/// Fewer bytes come by way of the page cache, which reads on to the next ones.
-const SMALLEST: usize = 256 << 10;
+/// Shorter reads go through the page cache, whose readahead helps the next ones.
+const MIN_DIRECT_BYTES: usize = 256 << 10;
 
-/// Reads on the calling thread, as [`adaptive`](crate::Registry) does on its own: what the page
-/// cache holds is copied from there, the rest comes past it, and objects over the network. Memory
-/// may lie anywhere. Where it lies in its pages as its bytes do in the file's blocks they come
-/// straight to it, else by way of a window, which costs a copy and not fresh memory.
+/// Reads on the calling thread, into memory of any alignment.
 ///
-/// One for each thread; a dozen threads keep a device busy. A read is not timed: it blocks as long
-/// as the system does.
+/// Chooses the path like the backend [`adaptive`](crate::Registry): copies what the page cache
+/// holds, reads the rest with direct I/O, and reads objects over the network. If memory and file
+/// offset are equal modulo [`BLOCK_ALIGN`], bytes go directly to the memory. Otherwise they go
+/// through a window, which costs a copy but no allocation.
+///
+/// Use one reader for each thread; a dozen threads saturate a device. Files have no timeout: a read
+/// blocks as long as the system does.
+///
+/// ```
+/// use ts_io::{DirectReader, Source};
+/// use ts_pool::{Budget, HostPool};
+///
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("data");
+/// std::fs::write(&path, vec![7u8; 1 << 20])?;
+/// let pool = HostPool::new(&Budget::new(4 << 20), 4 << 20)?;
+/// let mut reader = DirectReader::new(pool.allocate(4 << 20)?);
+/// let mut bytes = vec![0; 1 << 20];
+/// let source = Source::open(&path)?;
+/// assert_eq!(reader.read_at(&source, 1000, &mut bytes)?, (1 << 20) - 1000);
+/// assert!(bytes[..(1 << 20) - 1000].iter().all(|&byte| byte == 7));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct DirectReader {
     window: Buffer,
 }
 
 impl DirectReader {
-    /// With a window of some MiB, on huge pages as a [`HostPool`](ts_pool::HostPool) has them:
-    /// disks are twice as fast with these as with others.
+    /// Creates a reader with a window of some MiB. Allocate it from a
+    /// [`HostPool`](ts_pool::HostPool): with huge pages, disks are twice as fast.
     ///
     /// # Panics
-    /// If the window is smaller than two blocks of [`BLOCK_ALIGN`] bytes or no whole number of
-    /// them.
+    /// Panics if the length of the window is not a multiple of [`BLOCK_ALIGN`], or less than twice
+    /// that.
     pub fn new(window: Buffer) -> Self {
         assert!(
             window.len() >= 2 * BLOCK_ALIGN && window.len().is_multiple_of(BLOCK_ALIGN),
-            "a window of {} bytes",
-            window.len()
+            "invalid window of {} bytes: expected a multiple of {BLOCK_ALIGN}, at least {}",
+            window.len(),
+            2 * BLOCK_ALIGN
         );
         Self { window }
     }
 
-    /// Reads `out.len()` bytes at `offset`; fewer only at the end of the source.
+    /// Reads `out.len()` bytes at `offset`, or fewer at the end of the source. Blocks.
     ///
     /// # Errors
-    /// As [`Source::read_at`]. Blocks.
+    /// Returns the same errors as [`Source::read_at`].
     pub fn read_at(
         &mut self,
         source: &Source,
         offset: u64,
         out: &mut [u8],
     ) -> Result<usize, Error> {
-        let is_direct =
-            out.len() >= SMALLEST && source.direct_alignment().is_ok_and(|n| n <= BLOCK_ALIGN);
-        if !is_direct || source.warm_samples(offset, out.len()) == SAMPLES {
+        let file = FileOrigin::of(source).filter(|_| {
+            out.len() >= MIN_DIRECT_BYTES
+                && source.direct_alignment().is_ok_and(|n| n <= BLOCK_ALIGN)
+        });
+        let Some(file) = file else { return source.read_at(offset, out) };
+        if Residency::sample(source, offset, out.len()) == Residency::Warm {
             return source.read_at(offset, out);
         }
         let block = BLOCK_ALIGN as u64;
         if out.as_ptr().addr() % BLOCK_ALIGN == (offset % block) as usize {
-            return self.read_straight(source, offset, out);
+            return self.read_in_place(file, offset, out);
         }
         let mut done = 0;
         while done < out.len() {
@@ -65,22 +87,22 @@ impl DirectReader {
             let skip = (at % block) as usize;
             let wanted = (out.len() - done).min(self.window.len() - skip);
             let window = &mut self.window[..(skip + wanted).next_multiple_of(BLOCK_ALIGN)];
-            let came = read(source, at - skip as u64, &mut Memory::Slice(window))?;
-            let counts = came.saturating_sub(skip).min(wanted);
-            if counts == 0 {
+            let bytes = read(file, at - skip as u64, &mut Target::Slice(window))?;
+            let bytes = bytes.saturating_sub(skip).min(wanted);
+            if bytes == 0 {
                 break;
             }
-            out[done..done + counts].copy_from_slice(&self.window[skip..skip + counts]);
-            done += counts;
+            out[done..done + bytes].copy_from_slice(&self.window[skip..skip + bytes]);
+            done += bytes;
         }
         Ok(done)
     }
 
-    /// In one read: the blocks that are wanted whole to their place, those at the ends to the
-    /// window.
-    fn read_straight(
+    /// Reads with one call: whole blocks directly into `out`, the partial blocks at its ends into
+    /// the window.
+    fn read_in_place(
         &mut self,
-        source: &Source,
+        file: &FileOrigin,
         offset: u64,
         out: &mut [u8],
     ) -> Result<usize, Error> {
@@ -91,17 +113,17 @@ impl DirectReader {
         let (middle, end) = rest.split_at_mut(rest.len() - tail);
         let whole = middle.len();
         let (first, last) = self.window[..2 * BLOCK_ALIGN].split_at_mut(BLOCK_ALIGN);
-        let mut pieces = [&mut first[..if head > 0 { BLOCK_ALIGN } else { 0 }], middle, last];
+        let mut slices = [&mut first[..if head > 0 { BLOCK_ALIGN } else { 0 }], middle, last];
         let count = if tail > 0 { 3 } else { 2 };
-        let came = read(source, offset - skip as u64, &mut Memory::Pieces(&mut pieces[..count]))?;
+        let bytes = read(file, offset - skip as u64, &mut Target::Slices(&mut slices[..count]))?;
         start.copy_from_slice(&self.window[BLOCK_ALIGN - head..BLOCK_ALIGN]);
         end.copy_from_slice(&self.window[BLOCK_ALIGN..BLOCK_ALIGN + tail]);
-        Ok(came.saturating_sub(skip).min(head + whole + tail))
+        Ok(bytes.saturating_sub(skip).min(head + whole + tail))
     }
 }
 
-fn read(source: &Source, offset: u64, memory: &mut Memory<'_>) -> Result<usize, Error> {
-    source.read(Access::Direct, offset, memory, &Faults::default())
+fn read(file: &FileOrigin, offset: u64, target: &mut Target<'_>) -> Result<usize, Error> {
+    file.read(Access::Direct, offset, target, &ReadHook::default())
 }
 
 #[cfg(test)]
@@ -118,13 +140,13 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn any_bytes_come_to_any_memory_from_a_cold_file_and_a_warm_one(
+        fn any_range_is_read_into_any_memory(
             offset in 0..FILE_LEN,
             len in 0..FILE_LEN,
-            aside in prop_oneof![Just(None), (0..BLOCK_ALIGN).prop_map(Some)],
+            unaligned in prop_oneof![Just(None), (0..BLOCK_ALIGN).prop_map(Some)],
             cold: bool,
         ) {
-            // Not in memory, as the temporary directory may be.
+            // Not the temporary directory, which may be a tmpfs without direct I/O.
             let directory =
                 tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR").to_owned() + "/../../target")
                     .unwrap();
@@ -139,8 +161,8 @@ mod tests {
             let pool = HostPool::new(&Budget::new(8 << 20), 8 << 20).unwrap();
             let mut reader = DirectReader::new(pool.allocate(64 << 10).unwrap());
             let mut memory = pool.allocate(MEMORY).unwrap();
-            // Where the bytes lie in their blocks as in the file's, or not.
-            let begin = aside.unwrap_or(offset % BLOCK_ALIGN);
+            // By default at the same position in its block as the bytes in the file.
+            let begin = unaligned.unwrap_or(offset % BLOCK_ALIGN);
             let out = &mut memory[begin..begin + len];
             let expected = &content[offset..FILE_LEN.min(offset + len)];
             prop_assert_eq!(reader.read_at(&source, offset as u64, out).unwrap(), expected.len());

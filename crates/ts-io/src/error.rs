@@ -1,49 +1,49 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Who is to blame.
+/// The class of an [`Error`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The path names nothing.
+    /// The path does not exist.
     NotFound,
-    /// The system does not let this process read it.
+    /// The system denies access.
     PermissionDenied,
-    /// The device or the file system failed.
+    /// The device, the file system or the network failed.
     Io,
-    /// The file is not what it was when it was opened.
+    /// The source changed since it was opened.
     Changed,
-    /// The caller asked for what the backend cannot do.
+    /// The request or the configuration is invalid for the backend.
     Misuse,
     /// The read was cancelled.
     Cancelled,
-    /// Nobody answered in time. Trying again may help.
+    /// There was no response within the timeout. A retry may succeed.
     TimedOut,
 }
 
-/// Why bytes did not arrive. Cheap to clone: one failed read can end many waits.
+/// Why a read or write failed. Cheap to clone, because one failed read can end many waits.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The source could not be opened.
     #[error("{}: cannot open: {source}", path.display())]
     Open {
-        /** The path. */
+        /** The path or URL. */
         path: PathBuf,
         /** The system's error. */
         source: SharedIoError,
     },
     /// A read failed.
-    #[error("{}: reading {len} bytes at byte {offset}: {source}", path.display())]
+    #[error("{}: cannot read {len} bytes at byte {offset}: {source}", path.display())]
     Read {
-        /** The path. */
+        /** The path or URL. */
         path: PathBuf,
-        /** First byte of the request. */
+        /** The offset at which it failed. */
         offset: u64,
-        /** Bytes wanted. */
+        /** The number of bytes requested. */
         len: usize,
         /** The system's error. */
         source: SharedIoError,
@@ -53,106 +53,113 @@ pub enum Error {
     Write {
         /** The path. */
         path: PathBuf,
-        /** First byte that is not written. */
+        /** The offset of the first byte that was not written. */
         offset: u64,
         /** The system's error. */
         source: SharedIoError,
     },
     /// The file ended before the last required byte.
     #[error(
-        "{}: truncated: {expected} bytes wanted at byte {offset}, the file ended after {actual}",
+        "{}: truncated: expected {expected} bytes at byte {offset}, got {actual}",
         path.display()
     )]
     ShortRead {
-        /** The path. */
+        /** The path or URL. */
         path: PathBuf,
-        /** First byte of the request. */
+        /** The offset of the request. */
         offset: u64,
-        /** Bytes wanted. */
+        /** The number of bytes required. */
         expected: usize,
-        /** Bytes there were. */
+        /** The number of bytes before the end of the file. */
         actual: usize,
     },
-    /// The file is another one, or was written to, since it was opened.
-    #[error("{}: changed while it was in use, seen reading byte {offset}: {what}", path.display())]
+    /// The file was replaced or written to since it was opened.
+    #[error(
+        "{}: changed since it was opened: {what} (detected when reading at byte {offset})",
+        path.display()
+    )]
     Changed {
-        /** The path. */
+        /** The path or URL. */
         path: PathBuf,
-        /** First byte of the request. */
+        /** The offset of the request. */
         offset: u64,
         /** What differs. */
         what: String,
     },
     /// Offset, length or memory do not have the alignment that the backend needs.
     #[error(
-        "{}: a direct read of {len} bytes at byte {offset} is not aligned to {alignment}",
+        "{}: direct read of {len} bytes at byte {offset} is not aligned (expected offset, length \
+         and memory to be multiples of {alignment})",
         path.display()
     )]
     Misaligned {
         /** The path. */
         path: PathBuf,
-        /** First byte of the request. */
+        /** The offset of the request. */
         offset: u64,
-        /** Bytes wanted. */
+        /** The number of bytes requested. */
         len: usize,
-        /** What is needed, in bytes. */
+        /** The required alignment in bytes. */
         alignment: usize,
     },
-    /// The buffers of a request are too small.
-    #[error("{}: {required} bytes are required, and there is room for {room}", path.display())]
-    NoRoom {
-        /** The path. */
+    /// The buffers of a request are smaller than the required bytes.
+    #[error(
+        "{}: buffers too small: expected at least {required} bytes, got {capacity}",
+        path.display()
+    )]
+    BufferTooSmall {
+        /** The path or URL. */
         path: PathBuf,
-        /** Bytes that must arrive. */
+        /** The number of bytes required. */
         required: usize,
-        /** Bytes that the buffers hold. */
-        room: usize,
+        /** The total length of the buffers. */
+        capacity: usize,
     },
-    /// The request was taken back before it began.
-    #[error("{}: the read at byte {offset} was cancelled", path.display())]
+    /// The read was cancelled before it finished.
+    #[error("{}: read at byte {offset} was cancelled", path.display())]
     Cancelled {
-        /** The path. */
+        /** The path or URL. */
         path: PathBuf,
-        /** First byte of the request. */
+        /** The offset of the request. */
         offset: u64,
     },
-    /// The system gave no answer in time.
+    /// The system did not respond within the timeout.
     #[error(
-        "{}: reading {len} bytes at byte {offset} has taken more than {timeout:?}: the device or \
-         the network does not answer",
+        "{}: reading {len} bytes at byte {offset} timed out after {timeout:?}: the device or the \
+         network does not respond",
         path.display()
     )]
     TimedOut {
-        /** The path. */
+        /** The path or URL. */
         path: PathBuf,
-        /** First byte of the request. */
+        /** The offset of the request. */
         offset: u64,
-        /** Bytes wanted. */
+        /** The number of bytes requested. */
         len: usize,
-        /** How long it may take. */
+        /** The timeout. */
         timeout: Duration,
     },
-    /// The backend cannot serve these sources here.
-    #[error("backend `{backend}` is not available: {reason}")]
+    /// The backend cannot read these sources on this system.
+    #[error("backend \"{backend}\" is not available: {reason}")]
     Unavailable {
-        /** Its name. */
+        /** The name of the backend. */
         backend: String,
-        /** Why not. */
+        /** Why it is not available. */
         reason: String,
     },
-    /// No backend has this name.
-    #[error("no backend is called `{name}`; there are {known}")]
+    /// There is no backend with this name.
+    #[error("unknown backend \"{name}\" (expected one of {known})")]
     UnknownBackend {
-        /** The name asked for. */
+        /** The name that was requested. */
         name: String,
-        /** The names there are. */
+        /** The names of all backends. */
         known: String,
     },
-    /// The caller's interrupt ended the work.
+    /// The caller's interrupt function ended the operation.
     #[error("interrupted")]
     Interrupted,
-    /// There is no memory to read into.
-    #[error("no memory to read into: {0}")]
+    /// The memory pool could not provide a buffer.
+    #[error("cannot allocate I/O buffers: {0}")]
     Memory(#[source] Arc<ts_pool::Error>),
     /// The system refused a thread.
     #[error("cannot start an I/O thread: {0}")]
@@ -160,7 +167,11 @@ pub enum Error {
 }
 
 impl Error {
-    /// The class of this error.
+    pub(crate) fn read(path: &Path, offset: u64, len: usize, error: io::Error) -> Self {
+        Error::Read { path: path.into(), offset, len, source: error.into() }
+    }
+
+    /// Returns the class of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Open { source, .. }
@@ -172,7 +183,7 @@ impl Error {
             },
             Error::ShortRead { .. } | Error::Changed { .. } => ErrorKind::Changed,
             Error::Misaligned { .. }
-            | Error::NoRoom { .. }
+            | Error::BufferTooSmall { .. }
             | Error::UnknownBackend { .. }
             | Error::Unavailable { .. } => ErrorKind::Misuse,
             Error::Cancelled { .. } | Error::Interrupted => ErrorKind::Cancelled,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Storage that fails on purpose: any backend, with what the system answers bent before the backend
-//! sees it; and, by [`WriteFaults`], whatever writes files.
+//! Fault injection: [`FaultyProvider`] wraps any provider, and the backends that it creates see
+//! system calls that fail, return less, or hang. [`WriteFaults`] does the same for code that writes
+//! files.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -13,7 +14,7 @@
 //! # let path = dir.path().join("data");
 //! std::fs::write(&path, vec![7u8; 10_000])?;
 //! let source = Source::open(&path)?;
-//! // The first answer is short, the second is "interrupted", the third EIO (5).
+//! // The first read is short, the second is interrupted (EINTR), the third fails with EIO.
 //! let faults = Faults::new(|attempt| match attempt.number {
 //!     0 => Some(Fault::Short(1000)),
 //!     1 => Some(Fault::Errno(4)),
@@ -26,7 +27,7 @@
 //! let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20)?;
 //! let request = ReadRequest::new(1, source, 0, 10_000, pool.allocate(12_288)?);
 //! backend.submit(request).map_err(|rejected| rejected.error)?;
-//! let done = queue.recv_timeout(Duration::from_secs(10)).expect("a read of 10 kB ends");
+//! let done = queue.recv_timeout(Duration::from_secs(10)).expect("the read completes");
 //! assert!(done.result.unwrap_err().to_string().contains("at byte 1000"));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -39,95 +40,84 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::backend::{Backend, BackendOptions, CompletionSink};
+use crate::hook::{Intercept, Interception, ReadHook};
 use crate::provider::{Availability, BackendProvider};
 use crate::{Error, Source, sys};
 
-/// A backend is about to ask the system for bytes.
+/// A system call or network request that a backend is about to make to read bytes.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct Attempt<'a> {
-    /// Of this file or URL,
+    /// The file or URL to read.
     pub path: &'a Path,
-    /// from this byte on,
+    /// The offset of the first byte.
     pub offset: u64,
-    /// at most so many.
+    /// The maximum number of bytes.
     pub len: usize,
-    /// How often these [`Faults`] were asked before.
+    /// The number of attempts before this one with the same [`Faults`].
     pub number: u64,
 }
 
-/// What goes wrong.
+/// What happens to an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// No more than so many bytes come, at least one.
+    /// It returns at most this many bytes, at least 1.
     Short(usize),
-    /// The system answers with this error number: EINTR is 4, EIO is 5.
+    /// It fails with this error number: EINTR is 4, EIO is 5.
     Errno(i32),
-    /// The answer takes so much longer.
+    /// It takes this much longer.
     Delay(Duration),
-    /// There is no answer before [`Faults::release`].
+    /// It does not return before [`Faults::release`].
     Stuck,
 }
 
-/// Decides for each attempt what goes wrong. Cloning gives another handle to the same one; the
-/// default lets everything go right.
+/// Decides for each attempt whether, and how, it fails. Clones share one decision function and
+/// count. The default injects no faults.
 #[derive(Clone, Default)]
-pub struct Faults(Option<Arc<Inner>>);
+pub struct Faults(Option<Arc<FaultsInner>>);
 
 type Decide = dyn Fn(&Attempt<'_>) -> Option<Fault> + Send + Sync;
 
-struct Inner {
+struct FaultsInner {
     decide: Box<Decide>,
     attempts: AtomicU64,
-    gate: sys::Gate,
+    /// What [`Fault::Stuck`] waits for.
+    gate: Arc<sys::Gate>,
 }
 
 impl Faults {
-    /// `decide` is called before each attempt, on the thread that makes it; it may do things of its
-    /// own, such as truncate the file.
+    /// Creates faults that `decide` chooses. It is called before each attempt, on the thread that
+    /// makes it, and may have side effects such as truncating the file.
     ///
     /// # Panics
-    /// When the system refuses a file descriptor.
+    /// Panics if the system refuses a file descriptor.
     pub fn new(decide: impl Fn(&Attempt<'_>) -> Option<Fault> + Send + Sync + 'static) -> Self {
-        let gate = sys::Gate::new().expect("the system has a file descriptor left");
-        Self(Some(Arc::new(Inner { decide: Box::new(decide), attempts: AtomicU64::new(0), gate })))
+        let gate = sys::Gate::new().expect("creating an eventfd failed");
+        Self(Some(Arc::new(FaultsInner {
+            decide: Box::new(decide),
+            attempts: AtomicU64::new(0),
+            gate: Arc::new(gate),
+        })))
     }
 
-    /// Lets go of all that is stuck, now and from now on.
+    /// Lets all attempts that are, or will be, [`Fault::Stuck`] continue.
     pub fn release(&self) {
         if let Some(inner) = &self.0 {
             inner.gate.open();
         }
     }
+}
 
-    /// What goes wrong with the attempt to read `len` bytes at `offset`.
-    pub(crate) fn decide(&self, path: &Path, offset: u64, len: usize) -> Option<Fault> {
-        let inner = self.0.as_ref()?;
-        let number = inner.attempts.fetch_add(1, Ordering::Relaxed);
-        (inner.decide)(&Attempt { path, offset, len, number })
-    }
-
-    /// What [`Fault::Stuck`] waits for.
-    pub(crate) fn gate(&self) -> Option<&sys::Gate> {
-        self.0.as_ref().map(|inner| &inner.gate)
-    }
-
-    /// For a thread that does nothing else: has what goes wrong happen around an attempt.
-    pub(crate) fn suffer(
-        &self,
-        path: &Path,
-        offset: u64,
-        len: usize,
-        attempt: impl FnOnce() -> io::Result<usize>,
-    ) -> io::Result<usize> {
-        match self.decide(path, offset, len) {
-            None => {}
-            Some(Fault::Short(limit)) => return attempt().map(|came| came.min(limit.max(1))),
-            Some(Fault::Errno(number)) => return Err(io::Error::from_raw_os_error(number)),
-            Some(Fault::Delay(time)) => std::thread::sleep(time),
-            Some(Fault::Stuck) => self.gate().expect("there are faults").wait(),
-        }
-        attempt()
+impl Intercept for FaultsInner {
+    fn intercept(&self, path: &Path, offset: u64, len: usize) -> Option<Interception> {
+        let number = self.attempts.fetch_add(1, Ordering::Relaxed);
+        (self.decide)(&Attempt { path, offset, len, number }).map(|fault| match fault {
+            Fault::Short(limit) => Interception::Truncate(limit.max(1)),
+            Fault::Errno(number) => Interception::Fail(io::Error::from_raw_os_error(number)),
+            Fault::Delay(time) => Interception::Delay(time),
+            Fault::Stuck => Interception::Block(Arc::clone(&self.gate)),
+        })
     }
 }
 
@@ -137,14 +127,14 @@ impl fmt::Debug for Faults {
     }
 }
 
-/// A provider whose backends suffer [`Faults`].
+/// Wraps a provider and injects [`Faults`] into the backends that it creates.
 pub struct FaultyProvider {
     inner: Arc<dyn BackendProvider>,
     faults: Faults,
 }
 
 impl FaultyProvider {
-    /// The backends of `inner`, with these faults.
+    /// Wraps `inner`.
     pub fn new(inner: Arc<dyn BackendProvider>, faults: Faults) -> Self {
         Self { inner, faults }
     }
@@ -168,53 +158,58 @@ impl BackendProvider for FaultyProvider {
         options: &BackendOptions,
         sink: CompletionSink,
     ) -> Result<Box<dyn Backend>, Error> {
-        self.inner.create(&BackendOptions { faults: self.faults.clone(), ..options.clone() }, sink)
+        let hook = match &self.faults.0 {
+            Some(faults) => ReadHook::new(faults.clone()),
+            None => ReadHook::default(),
+        };
+        self.inner.create(&options.clone().with_hook(hook), sink)
     }
 }
 
-/// What is about to be done to a file that is being written.
+/// An operation on a file that is being written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WriteCall<'a> {
-    /// Bytes go to this place.
+    /// Bytes are written.
     Write {
-        /// In bytes from the file's beginning.
+        /// The offset in the file.
         offset: u64,
         /// The bytes.
         bytes: &'a [u8],
     },
-    /// Room for so many bytes is set aside.
+    /// This many bytes of disk space are reserved.
     Reserve(u64),
-    /// The file becomes so long.
+    /// The length of the file is set.
     SetLen(u64),
-    /// All written bytes are brought to the disk.
+    /// All written bytes are flushed to disk.
     Sync,
-    /// The file gets this name.
+    /// The file is renamed to this path.
     Rename(&'a Path),
-    /// The names in the file's directory are brought to the disk.
+    /// The directory of the file is flushed to disk.
     SyncDirectory,
 }
 
 type DecideWrite = dyn Fn(&Path, &WriteCall<'_>) -> Option<i32> + Send + Sync;
 
-/// Decides for each thing that is done to a file that is being written whether it fails. Cloning
-/// gives another handle to the same one; the default lets everything succeed.
+/// Decides for each operation on a file that is being written whether it fails. Clones share one
+/// decision function. The default injects no faults.
 #[derive(Clone, Default)]
 pub struct WriteFaults(Option<Arc<DecideWrite>>);
 
 impl WriteFaults {
-    /// `decide` is called before each call, on the thread that makes it, with the path that errors
-    /// name. The call is not made when it gives an error number: EIO is 5, ENOSPC 28.
+    /// Creates faults that `decide` chooses. It is called before each operation, on the thread that
+    /// performs it, with the path that error messages name. If it returns an error number, the
+    /// operation is not performed: EIO is 5, ENOSPC is 28.
     pub fn new(
         decide: impl Fn(&Path, &WriteCall<'_>) -> Option<i32> + Send + Sync + 'static,
     ) -> Self {
         Self(Some(Arc::new(decide)))
     }
 
-    /// To be asked before each call.
+    /// Asks whether an operation fails. Code that writes files calls this before each operation.
     ///
     /// # Errors
-    /// What the call is to fail with.
+    /// Returns the error that the operation must fail with.
     pub fn check(&self, path: &Path, call: WriteCall<'_>) -> io::Result<()> {
         let decided = self.0.as_ref().and_then(|decide| decide(path, &call));
         decided.map_or(Ok(()), |number| Err(io::Error::from_raw_os_error(number)))

@@ -1,39 +1,41 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `gds`: GPUDirect Storage, by NVIDIA's cuFile.
+//! The backend `gds`: GPUDirect Storage, through NVIDIA's cuFile library.
 
 use std::sync::Arc;
 
 use crate::backend::{Backend, BackendOptions, CompletionSink, ReadPath, ReadRequest};
-use crate::fault::Faults;
-use crate::file::Access;
-use crate::memory::pieces;
+use crate::file::{Access, FileOrigin};
+use crate::file_backends::FileProvider;
+use crate::hook::ReadHook;
 use crate::progress::{Progress, Step};
 use crate::provider::{Availability, BackendProvider};
+use crate::scatter::slices;
+use crate::source::NOT_A_FILE;
 use crate::sys::CuFile;
 use crate::threads::{BlockingRead, ThreadBackend};
 use crate::{Error, Source};
 
-/// How GPUDirect Storage works here.
+/// How GPUDirect Storage transfers data on this system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GdsMode {
-    /// Storage and GPU talk to each other, by nvidia-fs or PCI peer-to-peer.
+    /// Directly between storage and GPU, through nvidia-fs or PCI peer-to-peer.
     Direct,
-    /// The library reads through the host and copies: its compatibility mode.
+    /// Through host memory: the library's compatibility mode.
     Compatibility,
 }
 
-/// How GPUDirect Storage works here, or why it does not. The first call loads and starts the
-/// library.
+/// Returns how GPUDirect Storage transfers data on this system. The first call loads and
+/// initializes the library.
 ///
 /// # Errors
-/// The reason: no library, no driver, no GPU.
+/// Returns the reason if GPUDirect Storage cannot be used: no library, no driver, or no GPU.
 pub fn gds_mode() -> Result<GdsMode, String> {
     CuFile::get()
         .map(|library| if library.is_direct() { GdsMode::Direct } else { GdsMode::Compatibility })
 }
 
-/// `gds`: through cuFile. Buffers are of the host's memory as yet, for which there is nothing to
-/// gain, so it is chosen by name alone.
+/// Provides `gds`. Buffers are host memory so far, for which cuFile has no advantage, so the
+/// backend is used only if named.
 pub(crate) struct GdsProvider;
 
 impl BackendProvider for GdsProvider {
@@ -48,7 +50,7 @@ impl BackendProvider for GdsProvider {
     fn probe(&self, sources: &[Arc<Source>]) -> Availability {
         match CuFile::get() {
             Err(reason) => Availability::Unavailable(reason),
-            Ok(_) => Access::Direct.probe(sources),
+            Ok(_) => FileProvider(Access::Direct).probe(sources),
         }
     }
 
@@ -59,13 +61,13 @@ impl BackendProvider for GdsProvider {
     ) -> Result<Box<dyn Backend>, Error> {
         CuFile::get()
             .map_err(|reason| Error::Unavailable { backend: self.name().into(), reason })?;
-        let reader = GdsReader { faults: options.faults.clone() };
+        let reader = GdsReader { hook: options.hook.clone() };
         Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
     }
 }
 
 struct GdsReader {
-    faults: Faults,
+    hook: ReadHook,
 }
 
 impl BlockingRead for GdsReader {
@@ -73,27 +75,28 @@ impl BlockingRead for GdsReader {
         GdsProvider.name()
     }
 
-    /// The library splits ends off by itself.
+    /// The library handles unaligned ends.
     fn needs_alignment(&self) -> bool {
         false
     }
 
     fn read(&self, request: &mut ReadRequest) -> Result<(usize, ReadPath), Error> {
-        let (source, room) = (Arc::clone(&request.source), request.room());
+        let (source, capacity) = (Arc::clone(&request.source), request.capacity());
         let unavailable = |reason: &str| Error::Unavailable {
             backend: self.name().into(),
             reason: reason.into(),
         };
-        let handle = source.gds().map_err(unavailable)?;
-        let mut progress = Progress::new(request.offset, room, source.len(), 1);
-        while let Some(Step::Into { offset, at, len }) = progress.step() {
-            let answer = self.faults.suffer(source.path(), offset, len, || {
-                let piece = pieces(&mut request.buffers, at, len).next();
-                piece.map_or(Ok(0), |piece| handle.read_at(piece, offset))
+        let file = FileOrigin::of(&source).ok_or_else(|| unavailable(NOT_A_FILE))?;
+        let handle = file.cufile().map_err(unavailable)?;
+        let mut progress = Progress::new(request.offset, capacity, source.len(), 1);
+        while let Some(Step::InPlace { offset, at, len }) = progress.step() {
+            let answer = self.hook.run(source.path(), offset, len, || {
+                let slice = slices(&mut request.buffers, at, len).next();
+                slice.map_or(Ok(0), |slice| handle.read_at(slice, offset))
             });
-            progress.answer(answer).map_err(|e| source.failed(offset, len, e))?;
+            progress.advance(answer).map_err(|e| source.read_error(offset, len, e))?;
         }
-        // The memory is the host's.
+        // cuFile reads into host memory through the host.
         Ok((progress.done(), ReadPath::GpuCompat))
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Requests that are read in parts, by whichever backend is best for each, and put together again.
+//! Splits requests into parts for several backends, and joins the parts' completions.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -11,64 +11,64 @@ use ts_pool::Buffer;
 use crate::Error;
 use crate::backend::{Completion, CompletionSink, ReadRequest, Transfer};
 
-/// Names the parts for the backends that read them, and gives the caller its own names back.
+/// Gives parts their own tokens, and completes a request under the caller's token when all of its
+/// parts have completed.
 pub(crate) struct Joiner {
     sink: CompletionSink,
-    table: Mutex<Table>,
+    state: Mutex<JoinerState>,
 }
 
 #[derive(Default)]
-struct Table {
-    next: u64,
+struct JoinerState {
+    next_token: u64,
+    /// The parts in progress, by their token.
     parts: HashMap<u64, Part>,
-    groups: HashMap<u64, Group>,
+    /// The split requests in progress, by id.
+    splits: HashMap<u64, SplitRequest>,
 }
 
-/// Where a part belongs.
 #[derive(Clone, Copy)]
 struct Part {
-    group: u64,
+    split: u64,
     index: usize,
 }
 
-/// A request whose parts are under way.
-struct Group {
+/// A request whose parts are in progress.
+struct SplitRequest {
     token: u64,
-    /// Of the request's buffers.
-    lens: Vec<usize>,
-    done: Vec<Option<Completion>>,
-    missing: usize,
-    /// Where the call counts that is taking this request back.
-    taken_back: Option<Arc<AtomicUsize>>,
+    /// The lengths of the request's buffers.
+    buffer_lens: Vec<usize>,
+    /// The completions of the parts, by index.
+    completions: Vec<Option<Completion>>,
+    /// The number of parts in progress.
+    pending: usize,
+    /// If the request is being cancelled: the counter of that call.
+    cancelled_by: Option<Arc<AtomicUsize>>,
 }
 
 impl Joiner {
     pub(crate) fn new(sink: CompletionSink) -> Self {
-        Self { sink, table: Mutex::default() }
+        Self { sink, state: Mutex::default() }
     }
 
-    /// Cuts a request into parts of these lengths, which make up its room.
+    /// Splits a request into parts of these lengths, whose sum is the request's capacity.
     pub(crate) fn split(&self, request: ReadRequest, lens: &[usize]) -> Vec<ReadRequest> {
         let ReadRequest { token, source, mut offset, mut required, buffers } = request;
-        let mut table = self.lock();
-        let group = table.next;
-        table.next += 1 + lens.len() as u64;
-        let mut missing = Group {
-            token,
-            lens: Vec::new(),
-            done: Vec::new(),
-            missing: lens.len(),
-            taken_back: None,
-        };
-        missing.lens = buffers.iter().map(|buffer| buffer.len()).collect();
-        missing.done.resize_with(lens.len(), || None);
-        table.groups.insert(group, missing);
+        let mut state = self.lock();
+        let split = state.next_token;
+        state.next_token += 1 + lens.len() as u64;
+        let mut completions = Vec::new();
+        completions.resize_with(lens.len(), || None);
+        let buffer_lens = buffers.iter().map(|buffer| buffer.len()).collect();
+        let pending = lens.len();
+        let request = SplitRequest { token, buffer_lens, completions, pending, cancelled_by: None };
+        state.splits.insert(split, request);
         let (mut rest, mut parts) = (buffers, Vec::new());
         for (index, &len) in lens.iter().enumerate() {
-            let token = group + 1 + index as u64;
-            table.parts.insert(token, Part { group, index });
-            let last = index + 1 == lens.len();
-            let behind = if last { Vec::new() } else { split_off(&mut rest, len) };
+            let token = split + 1 + index as u64;
+            state.parts.insert(token, Part { split, index });
+            let is_last = index + 1 == lens.len();
+            let tail = if is_last { Vec::new() } else { split_off(&mut rest, len) };
             let source = source.clone();
             parts.push(ReadRequest {
                 token,
@@ -78,78 +78,82 @@ impl Joiner {
                 buffers: rest,
             });
             (offset, required) = (offset + len as u64, required.saturating_sub(len));
-            rest = behind;
+            rest = tail;
         }
         parts
     }
 
-    /// Takes a part that ended; passes the request on with the last of them.
+    /// Records the completion of a part. Completes the request after its last part.
     pub(crate) fn on_completion(&self, completion: Completion) {
-        let mut table = self.lock();
-        let Part { group, index } =
-            table.parts.remove(&completion.token).expect("each part ends once");
-        let waiting = table.groups.get_mut(&group).expect("a group waits for its parts");
-        waiting.done[index] = Some(completion);
-        waiting.missing -= 1;
-        if waiting.missing > 0 {
+        let mut state = self.lock();
+        let Part { split, index } =
+            state.parts.remove(&completion.token).expect("each part completes once");
+        let request = state.splits.get_mut(&split).expect("a request waits for its parts");
+        request.completions[index] = Some(completion);
+        request.pending -= 1;
+        if request.pending > 0 {
             return;
         }
-        let mut group = table.groups.remove(&group).expect("just seen");
-        drop(table);
-        let taken_back = group.taken_back.take();
-        let completion = group.joined();
-        if let (Some(count), Err(Error::Cancelled { .. })) = (taken_back, &completion.result) {
+        let mut request = state.splits.remove(&split).expect("the request was found above");
+        drop(state);
+        let cancelled_by = request.cancelled_by.take();
+        let completion = request.join();
+        if let (Some(count), Err(Error::Cancelled { .. })) = (cancelled_by, &completion.result) {
             count.fetch_add(1, Ordering::Relaxed);
         }
         (self.sink)(completion);
     }
 
-    /// Takes a request's only part out again, as if it had never been split.
+    /// Undoes the split of a request into a single part.
     pub(crate) fn withdraw(&self, mut request: ReadRequest) -> ReadRequest {
-        let mut table = self.lock();
-        let Part { group, .. } = table.parts.remove(&request.token).expect("it has not ended");
-        request.token = table.groups.remove(&group).expect("a group waits for its parts").token;
+        let mut state = self.lock();
+        let Part { split, .. } =
+            state.parts.remove(&request.token).expect("the part has not completed");
+        let split = state.splits.remove(&split).expect("a request waits for its parts");
+        request.token = split.token;
         request
     }
 
-    /// Takes requests back: `cancel` is to do so with the parts that it is told, and returns when
-    /// those that have not begun have ended. Returns how many requests ended so.
+    /// Cancels the requests whose token `wanted` accepts. `cancel` must cancel the parts that its
+    /// argument accepts, and return after those that had not started have completed. Returns the
+    /// number of requests that completed as cancelled.
     pub(crate) fn cancel(
         &self,
         wanted: &dyn Fn(u64) -> bool,
         cancel: impl FnOnce(&dyn Fn(u64) -> bool),
     ) -> usize {
         let count = Arc::new(AtomicUsize::new(0));
-        let mut table = self.lock();
-        let Table { parts, groups, .. } = &mut *table;
-        for group in groups.values_mut().filter(|group| wanted(group.token)) {
-            group.taken_back = Some(Arc::clone(&count));
+        let mut state = self.lock();
+        let JoinerState { parts, splits, .. } = &mut *state;
+        for request in splits.values_mut().filter(|request| wanted(request.token)) {
+            request.cancelled_by = Some(Arc::clone(&count));
         }
-        let asked = |part: &Part| {
-            groups[&part.group].taken_back.as_ref().is_some_and(|c| Arc::ptr_eq(c, &count))
+        let is_cancelled = |part: &Part| {
+            splits[&part.split].cancelled_by.as_ref().is_some_and(|c| Arc::ptr_eq(c, &count))
         };
         let parts: HashSet<u64> =
-            parts.iter().filter(|(_, part)| asked(part)).map(|(&token, _)| token).collect();
-        drop(table);
+            parts.iter().filter(|(_, part)| is_cancelled(part)).map(|(&token, _)| token).collect();
+        drop(state);
         cancel(&|token| parts.contains(&token));
         count.load(Ordering::Relaxed)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Table> {
-        self.table.lock()
+    fn lock(&self) -> MutexGuard<'_, JoinerState> {
+        self.state.lock()
     }
 }
 
-impl Group {
-    fn joined(self) -> Completion {
-        let (mut pieces, mut whole, mut error) = (Vec::new(), true, None);
+impl SplitRequest {
+    /// Joins the completions of the parts.
+    fn join(self) -> Completion {
+        let (mut pieces, mut complete, mut error) = (Vec::new(), true, None);
         let mut sum: Option<Transfer> = None;
-        for part in self.done.into_iter().flatten() {
-            // What a read that timed out was to fill is still the system's.
-            whole &= !part.buffers.is_empty();
+        for part in self.completions.into_iter().flatten() {
+            // The system still has the buffers of a part that timed out.
+            complete &= !part.buffers.is_empty();
             pieces.extend(part.buffers);
             match (part.result, &mut sum) {
-                // Above all that buffers are missing.
+                // A timeout takes precedence, because it explains why buffers are missing.
                 (Err(e), _) if error.is_none() || matches!(e, Error::TimedOut { .. }) => {
                     error = Some(e);
                 }
@@ -158,7 +162,7 @@ impl Group {
                 (Ok(transfer), Some(sum)) => sum.add(&transfer),
             }
         }
-        let buffers = if whole { rebuild(pieces, &self.lens) } else { Vec::new() };
+        let buffers = if complete { rebuild(pieces, &self.buffer_lens) } else { Vec::new() };
         let result = match (error, sum) {
             (Some(error), _) => Err(error),
             (None, sum) => Ok(sum.expect("a request has at least one part")),
@@ -168,7 +172,7 @@ impl Group {
 }
 
 impl Transfer {
-    /// Another part of the same request.
+    /// Adds the transfer of another part of the same request.
     fn add(&mut self, part: &Transfer) {
         self.started_ns = self.started_ns.min(part.started_ns);
         self.finished_ns = self.finished_ns.max(part.finished_ns);
@@ -181,30 +185,30 @@ impl Transfer {
     }
 }
 
-/// Keeps the first `at` bytes of buffers that stand one behind the other, and returns the others.
+/// Splits concatenated buffers at byte `at`: keeps the first part and returns the second.
 fn split_off(buffers: &mut Vec<Buffer>, at: usize) -> Vec<Buffer> {
     let (mut index, mut left) = (0, at);
     while index < buffers.len() && buffers[index].len() <= left {
         left -= buffers[index].len();
         index += 1;
     }
-    let mut behind = buffers.split_off(index);
+    let mut tail = buffers.split_off(index);
     if left > 0 {
-        let tail = behind[0].split_off(left);
-        buffers.push(std::mem::replace(&mut behind[0], tail));
+        let second = tail[0].split_off(left);
+        buffers.push(std::mem::replace(&mut tail[0], second));
     }
-    behind
+    tail
 }
 
-/// The buffers of these lengths that `pieces` were cut from.
+/// Rebuilds the buffers of these lengths from the pieces that they were split into.
 fn rebuild(pieces: Vec<Buffer>, lens: &[usize]) -> Vec<Buffer> {
     let mut pieces = pieces.into_iter();
     let mut buffers = Vec::with_capacity(lens.len());
     for &len in lens {
-        let mut buffer = pieces.next().expect("every buffer has its pieces");
+        let mut buffer = pieces.next().expect("each buffer consists of at least one piece");
         while buffer.len() < len {
             let next = pieces.next().expect("the pieces are as long as the buffers");
-            buffer.unsplit(next).expect("they were neighbours");
+            buffer.unsplit(next).expect("the pieces are adjacent, because they were split");
         }
         buffers.push(buffer);
     }
@@ -219,7 +223,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_whose_buffers_are_missing_has_timed_out() {
+    fn a_timed_out_part_makes_the_whole_request_time_out() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let source = crate::Source::open(file.path()).unwrap();
         let (sink, done) = crate::completion_queue();
@@ -229,11 +233,11 @@ mod tests {
         let mut parts = joiner.split(request, &[4096, 4096]).into_iter();
         let (first, second) = (parts.next().unwrap(), parts.next().unwrap());
         let error = second.timed_out(std::time::Duration::from_secs(1));
-        let taken_back = joiner.cancel(&|token| token == 7, |wanted| {
+        let cancelled = joiner.cancel(&|token| token == 7, |wanted| {
             assert!(wanted(first.token) && wanted(second.token));
             joiner.on_completion(first.cancelled());
         });
-        assert_eq!(taken_back, 0, "part of it is under way");
+        assert_eq!(cancelled, 0, "the second part is still in progress");
         joiner.on_completion(Completion {
             token: second.token,
             buffers: Vec::new(),
@@ -246,7 +250,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_split_is_rebuilt(
+        fn rebuild_undoes_any_splits(
             lens in prop::collection::vec(0usize..9000, 1..6),
             cuts in prop::collection::vec(1usize..9000, 0..6),
         ) {
@@ -263,9 +267,9 @@ mod tests {
                 left = left.saturating_sub(cut);
                 left > 0
             }) {
-                let behind = split_off(&mut rest, cut);
+                let tail = split_off(&mut rest, cut);
                 prop_assert_eq!(rest.iter().map(|b| b.len()).sum::<usize>(), cut);
-                parts.extend(std::mem::replace(&mut rest, behind));
+                parts.extend(std::mem::replace(&mut rest, tail));
             }
             parts.extend(rest);
             let rebuilt = rebuild(parts, &lens);

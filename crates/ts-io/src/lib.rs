@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Bytes from a source into memory of `ts-pool`, as fast as the source gives them.
+//! Reads byte ranges from files and object storage into memory of `ts-pool`, at the speed of the
+//! device.
 //!
-//! A [`Backend`] takes a [`ReadRequest`] that owns its [`Buffer`](ts_pool::Buffer) and gives it
-//! back in a [`Completion`] that says how many bytes came, by which [`ReadPath`], and when. This
-//! crate refuses to know what the bytes mean: no tensor is named here.
+//! A [`Backend`] takes a [`ReadRequest`], which owns the [`Buffer`](ts_pool::Buffer) to fill, and
+//! returns the buffer in a [`Completion`], with the number of bytes, the [`ReadPath`] they took,
+//! and the time. This crate does not interpret the bytes; it knows nothing about tensors.
 //!
 //! ```
 //! use std::time::Duration;
@@ -21,39 +22,45 @@
 //! let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20)?;
 //! let request = ReadRequest::new(1, source, 0, 10_000, pool.allocate(12_288)?);
 //! backend.submit(request).map_err(|rejected| rejected.error)?;
-//! let done = queue.recv_timeout(Duration::from_secs(10)).expect("a read of 10 kB ends");
+//! let done = queue.recv_timeout(Duration::from_secs(10)).expect("the read completes");
 //! assert_eq!(done.result?.bytes(), 10_000);
 //! assert!(done.buffers[0][..10_000].iter().all(|&b| b == 7));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! | backend | how | chosen |
-//! |---|---|---|
-//! | `adaptive` | what the page cache holds is copied, the rest comes from `uring` or `direct`; objects from `object` | first |
-//! | `uring` | O_DIRECT by io_uring, one thread | |
-//! | `direct` | O_DIRECT, a thread for each read in flight | |
-//! | `object` | ranged GETs over the network | for objects |
-//! | `buffered` | through the page cache | last |
-//! | `mmap` | copies from mappings; see also [`View`] | by name |
-//! | `gds` | NVIDIA's cuFile; see [`gds_mode`] | by name |
+//! `examples/read_file.rs` reads a whole file, with several requests in flight.
 //!
-//! [`Registry`] probes and chooses, or takes more; [`Tuner`] finds out request size and depth;
-//! [`measure()`] measures; [`DirectReader`] reads for threads that may block, to any memory;
-//! [`Writer`] is the way back to the disk; [`conformance`] and [`fault`] are for those who write
-//! backends.
+//! # Backends
+//! | backend | how it reads |
+//! |---|---|
+//! | `adaptive` | picks `buffered`, `uring`, `direct`, `object` or `remote` per part of a read |
+//! | `uring` | O_DIRECT through io_uring, on one thread |
+//! | `direct` | O_DIRECT, one thread for each read in flight |
+//! | `object` | ranged GETs over the network |
+//! | `remote` | through a [`RemoteSource`] |
+//! | `buffered` | through the page cache |
+//! | `mmap` | copies from mappings; see also [`MappedView`] |
+//! | `gds` | NVIDIA's cuFile; see [`gds_mode`] |
 //!
-//! # Invariants
-//! - Every buffer that was submitted comes back, exactly once: in a completion, or with the
-//!   rejection. Also when the read fails, is cancelled, or the backend is dropped. After a timeout
-//!   it goes back to its pool as soon as the system can no longer write to it.
-//! - A completion without an error delivered every required byte, from a file that was before and
-//!   after the read the one that was opened (device, inode, length, modification time), or from the
-//!   version of an object that was opened (ETag, or else Last-Modified, which is good to a second).
-//! - Every read ends: at its timeout at the latest.
+//! [`Registry`] chooses `adaptive`, or `buffered` for files without direct I/O. The others are used
+//! by name, and it accepts further ones.
 //!
-//! # Features
-//! `object` (off by default): object storage and web servers as sources. O_DIRECT, io_uring and
-//! page-cache residency need Linux; elsewhere `buffered` is what there is for files.
+//! [`Tuner`] measures the best request size and number of reads in flight, and [`measure()`] any
+//! other workload. [`DirectReader`] reads on the calling thread, into any memory. [`Writer`] writes
+//! files. [`conformance`] and [`fault`] test backends.
+//!
+//! # Guarantees
+//! - Every submitted buffer is returned exactly once, in a completion or with the rejection, even
+//!   if the read fails, is cancelled, or the backend is dropped. After a timeout, it returns to its
+//!   pool as soon as the system can no longer write to it.
+//! - A successful completion delivered all required bytes, and at the end of the read the file was
+//!   still the one that was opened (device, inode, length, modification and change time). Objects
+//!   are compared by their ETag, or else by Last-Modified, which has a resolution of one second.
+//! - Every read ends, at the latest at its timeout.
+//!
+//! # Features and platforms
+//! The feature `object` (off by default) adds object storage and web servers. O_DIRECT, io_uring
+//! and page cache residency need Linux. On other systems, files are read with `buffered`.
 
 mod adaptive;
 mod backend;
@@ -62,16 +69,22 @@ mod direct;
 mod error;
 pub mod fault;
 mod file;
+mod file_backends;
 #[cfg(target_os = "linux")]
 mod gds;
+mod hook;
+mod in_memory;
 mod join;
 mod measure;
-mod memory;
 #[cfg(feature = "object")]
 mod object;
+mod open;
+mod page_cache;
 mod progress;
 mod provider;
+mod registry;
 mod remote;
+mod scatter;
 mod source;
 mod sys;
 mod threads;
@@ -93,10 +106,11 @@ pub use gds::{GdsMode, gds_mode};
 #[cfg(target_os = "linux")]
 pub use measure::measure_views;
 pub use measure::{Measured, Workload, measure, measure_memcpy};
-pub use provider::{Availability, BackendProvider, Choice, Registry};
+pub use provider::{Availability, BackendProvider};
+pub use registry::{Choice, Registry};
 pub use remote::RemoteSource;
 pub use source::{Fingerprint, Source};
 pub use tune::{Trial, Tuner, Tuning};
 #[cfg(target_os = "linux")]
-pub use view::View;
+pub use view::MappedView;
 pub use write::Writer;

@@ -6,47 +6,108 @@ use std::time::{Duration, Instant};
 use ts_pool::{BLOCK_ALIGN, Buffer, HostPool};
 
 use crate::backend::{BackendOptions, Completion, ReadPath, ReadRequest, completion_queue};
+#[cfg(target_os = "linux")]
+use crate::file::FileOrigin;
 use crate::provider::BackendProvider;
 use crate::{Error, Source, sys};
 
 const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
 
-/// Reads that shall be measured.
+/// The request size that suits most devices, in bytes.
+pub(crate) const DEFAULT_REQUEST_BYTES: usize = 4 << 20;
+
+/// The reads that [`measure`] performs. By default none, in requests of 4 MiB.
+///
+/// ```
+/// use std::time::Duration;
+/// use ts_io::{BackendOptions, Workload};
+///
+/// let workload = Workload::default()
+///     .with_ranges(vec![(0, 1 << 30)])
+///     .with_request_bytes(1 << 20)
+///     .with_options(BackendOptions::default().with_in_flight(4))
+///     .with_limit(Duration::from_secs(1));
+/// ```
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Workload {
-    /// Ranges of the source as (offset, length), in the order in which they are read. Each is cut
+    /// Ranges of the source as (offset, length), in the order in which they are read. Each is split
     /// into requests.
     pub ranges: Vec<(u64, u64)>,
-    /// Largest request, in bytes; rounded up to whole blocks.
+    /// The size of the largest request in bytes, rounded up to whole blocks.
     pub request_bytes: usize,
-    /// How the backend is set up.
+    /// The configuration of the backend.
     pub options: BackendOptions,
-    /// When to stop, done or not: what has not begun then is taken back, what has is waited for.
+    /// After this time, requests that have not started are cancelled. Reads in progress are waited
+    /// for.
     pub limit: Option<Duration>,
 }
 
-/// What a measurement saw.
+impl Default for Workload {
+    fn default() -> Self {
+        Self {
+            ranges: Vec::new(),
+            request_bytes: DEFAULT_REQUEST_BYTES,
+            options: BackendOptions::default(),
+            limit: None,
+        }
+    }
+}
+
+impl Workload {
+    /// Sets the ranges to read, as (offset, length).
+    #[must_use]
+    pub fn with_ranges(mut self, ranges: Vec<(u64, u64)>) -> Self {
+        self.ranges = ranges;
+        self
+    }
+
+    /// Sets the size of the largest request, in bytes.
+    #[must_use]
+    pub fn with_request_bytes(mut self, request_bytes: usize) -> Self {
+        self.request_bytes = request_bytes;
+        self
+    }
+
+    /// Sets the configuration of the backend.
+    #[must_use]
+    pub fn with_options(mut self, options: BackendOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// Sets the time after which the measurement stops.
+    #[must_use]
+    pub fn with_limit(mut self, limit: Duration) -> Self {
+        self.limit = Some(limit);
+        self
+    }
+}
+
+/// The result of a measurement.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Measured {
-    /// Bytes delivered.
+    /// The number of bytes delivered.
     pub bytes: u64,
-    /// From the first request to the last completion.
+    /// The time from the first request to the last completion.
     pub wall: Duration,
-    /// CPU time of the whole process meanwhile; `None` where the system does not say.
+    /// The CPU time that the whole process used meanwhile, or `None` where the system does not
+    /// report it.
     pub cpu: Option<Duration>,
-    /// Reads that were in flight on average, by the times that completions say.
+    /// The average number of reads in flight, computed from the times in the completions.
     pub mean_in_flight: f64,
-    /// Bytes by the path they came.
+    /// The number of bytes that each path delivered.
     pub paths: BTreeMap<ReadPath, u64>,
 }
 
 impl Measured {
-    /// Bandwidth in GiB/s.
+    /// Returns the bandwidth in GiB/s.
     pub fn gib_per_s(&self) -> f64 {
         self.gib() / self.wall.as_secs_f64()
     }
 
-    /// CPU seconds for each GiB; `None` where the system does not say.
+    /// Returns the CPU time per GiB in seconds, or `None` where the system does not report it.
     pub fn cpu_s_per_gib(&self) -> Option<f64> {
         self.cpu.map(|cpu| cpu.as_secs_f64() / self.gib())
     }
@@ -56,15 +117,15 @@ impl Measured {
     }
 }
 
-/// Reads as `workload` says with a backend of `provider`'s, into memory of `pool` that is used
-/// again and again, and measures. So many requests again as are in flight wait, if the pool has the
-/// memory. Blocks.
+/// Reads `workload` with a backend of `provider` and measures it. Blocks.
 ///
-/// `interrupt` is asked after each read and at least every 20 ms.
+/// Allocates buffers from `pool` and reuses them. If the pool has enough memory, as many requests
+/// wait in the backend's queue as are in flight. `interrupt` is called after each read and at least
+/// every 20 ms; if it returns `true`, the measurement fails.
 ///
 /// # Errors
-/// The first read's that fails; [`Error::Interrupted`]; those of [`BackendProvider::create`];
-/// [`Error::Memory`] when the pool is too small for one request.
+/// Returns the error of the first read that fails, the errors of [`BackendProvider::create`],
+/// [`Error::Memory`] if the pool is too small for one request, and [`Error::Interrupted`].
 pub fn measure(
     provider: &dyn BackendProvider,
     source: &Arc<Source>,
@@ -80,8 +141,8 @@ pub fn measure(
     free.extend((1..count).map_while(|_| pool.allocate(request_bytes).ok()));
 
     let mut pieces = workload.ranges.iter().flat_map(|&(offset, len)| {
-        let ends = (offset..offset + len).step_by(request_bytes);
-        ends.map(move |begin| (begin, (offset + len - begin).min(request_bytes as u64) as usize))
+        let begins = (offset..offset + len).step_by(request_bytes);
+        begins.map(move |begin| (begin, (offset + len - begin).min(request_bytes as u64) as usize))
     });
     let mut measured = Measured {
         bytes: 0,
@@ -90,23 +151,23 @@ pub fn measure(
         mean_in_flight: 0.0,
         paths: BTreeMap::new(),
     };
-    let (began, cpu_began) = (Instant::now(), sys::cpu_time());
-    let (mut under_way, mut busy_ns, mut over) = (0, 0, false);
+    let (began, cpu_before) = (Instant::now(), sys::cpu_time());
+    let (mut pending, mut busy_ns, mut stopped) = (0, 0, false);
     loop {
-        if !over && workload.limit.is_some_and(|limit| began.elapsed() >= limit) {
-            over = true;
+        if !stopped && workload.limit.is_some_and(|limit| began.elapsed() >= limit) {
+            stopped = true;
             backend.cancel(&|_| true);
         }
-        while !over && let Some(buffer) = free.pop() {
+        while !stopped && let Some(buffer) = free.pop() {
             let Some((offset, required)) = pieces.next() else {
                 free.push(buffer);
                 break;
             };
             let request = ReadRequest::new(0, Arc::clone(source), offset, required, buffer);
             backend.submit(request).map_err(|rejected| rejected.error)?;
-            under_way += 1;
+            pending += 1;
         }
-        if under_way == 0 {
+        if pending == 0 {
             break;
         }
         let completion = done.recv_timeout(INTERRUPT_PERIOD);
@@ -114,10 +175,10 @@ pub fn measure(
             return Err(Error::Interrupted);
         }
         let Ok(Completion { buffers, result, .. }) = completion else { continue };
-        under_way -= 1;
+        pending -= 1;
         free.extend(buffers);
         let transfer = match result {
-            Err(Error::Cancelled { .. }) if over => continue,
+            Err(Error::Cancelled { .. }) if stopped => continue,
             result => result?,
         };
         busy_ns += transfer.finished_ns - transfer.started_ns;
@@ -127,17 +188,18 @@ pub fn measure(
         }
     }
     measured.wall = began.elapsed();
-    measured.cpu = sys::cpu_time().zip(cpu_began).map(|(now, then)| now.saturating_sub(then));
+    measured.cpu = cpu_since(cpu_before);
     measured.mean_in_flight = busy_ns as f64 / measured.wall.as_nanos().max(1) as f64;
     Ok(measured)
 }
 
-/// What reads of a warm file are compared with: one thread that copies `bytes` from ordinary
-/// memory, which no cache of the CPU holds, in pieces of `request_bytes` into the whole memory of
-/// `pool`, again and again. Takes 256 MiB beside the pool. Blocks.
+/// Measures how fast one thread copies memory: the upper limit for reads of a warm file. Blocks.
+///
+/// Copies `bytes` in pieces of `request_bytes` from memory that is not in a CPU cache into the
+/// memory of `pool`, over and over. Allocates 256 MiB in addition to the pool.
 ///
 /// # Errors
-/// [`Error::Interrupted`]; [`Error::Memory`] when part of the pool is in use.
+/// Returns [`Error::Interrupted`], and [`Error::Memory`] if part of the pool is in use.
 pub fn measure_memcpy(
     bytes: u64,
     request_bytes: usize,
@@ -161,19 +223,22 @@ pub fn measure_memcpy(
     })
 }
 
-/// What page faults cost: maps the first `bytes` of a file in units of 64 MiB, as a
-/// [`View`](crate::View) does, and reads a byte of each page. If another process truncates the file
-/// meanwhile, this one ends with SIGBUS. Blocks.
+/// Measures the cost of mapping a file. Blocks.
+///
+/// Maps the first `bytes` of the file in units of 64 MiB, like a [`MappedView`](crate::MappedView),
+/// and reads one byte of each page. If another process truncates the file meanwhile, this process
+/// is killed with SIGBUS.
 ///
 /// # Errors
-/// [`Error::Interrupted`]; [`Error::ShortRead`]; [`Error::Read`], also when the source is no file.
+/// Returns [`Error::ShortRead`] if the file is shorter than `bytes`, [`Error::Read`] if a read
+/// fails or the source is not a file, and [`Error::Interrupted`].
 #[cfg(target_os = "linux")]
 pub fn measure_views(
     source: &Arc<Source>,
     bytes: u64,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<Measured, Error> {
-    let file = source.file().ok_or_else(|| source.no_file())?;
+    let file = FileOrigin::of(source).ok_or_else(|| source.not_a_file())?.file();
     if source.len() < bytes {
         let (path, expected, actual) =
             (source.path().into(), bytes as usize, source.len() as usize);
@@ -181,13 +246,14 @@ pub fn measure_views(
     }
     let paths = BTreeMap::from([(ReadPath::Mapped, bytes)]);
     timed(bytes, 64 << 20, paths, interrupt, |begin, len| {
-        let sum = sys::touch_mapped(file, begin, len).map_err(|e| source.failed(begin, len, e))?;
+        let sum =
+            sys::touch_mapped(file, begin, len).map_err(|e| source.read_error(begin, len, e))?;
         std::hint::black_box(sum);
         Ok(())
     })
 }
 
-/// Does a piece of work for each unit of so many bytes.
+/// Calls `work` with offset and length of each `unit` of `bytes`, and measures the time.
 fn timed(
     bytes: u64,
     unit: u64,
@@ -195,13 +261,18 @@ fn timed(
     interrupt: &mut dyn FnMut() -> bool,
     mut work: impl FnMut(u64, usize) -> Result<(), Error>,
 ) -> Result<Measured, Error> {
-    let (began, cpu_began) = (Instant::now(), sys::cpu_time());
+    let (began, cpu_before) = (Instant::now(), sys::cpu_time());
     for begin in (0..bytes).step_by(unit as usize) {
         work(begin, unit.min(bytes - begin) as usize)?;
         if interrupt() {
             return Err(Error::Interrupted);
         }
     }
-    let cpu = sys::cpu_time().zip(cpu_began).map(|(now, then)| now.saturating_sub(then));
+    let cpu = cpu_since(cpu_before);
     Ok(Measured { bytes, wall: began.elapsed(), cpu, mean_in_flight: 1.0, paths })
+}
+
+/// The CPU time used since `before`.
+fn cpu_since(before: Option<Duration>) -> Option<Duration> {
+    sys::cpu_time().zip(before).map(|(now, before)| now.saturating_sub(before))
 }

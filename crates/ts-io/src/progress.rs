@@ -1,52 +1,58 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One read, step by step: what to ask the system for next, given what it has answered so far. Does
-//! no I/O, so that threads, io_uring and the tests of faults go through the same rules.
+//! The steps of one read: which range to read next, given the results so far. Does no I/O, so that
+//! blocking reads, io_uring and fault injection share the same rules.
 
 use std::io;
 
-/// Answers without progress (interrupted, try again) after which a read is given up.
-const FRUITLESS_LIMIT: u32 = 1000;
-/// Answers that do not reach the first byte wanted of a block after which the file is taken to end
-/// before it.
-const SHORT_LIMIT: u32 = 64;
+/// A read fails after this many consecutive results that ask for a retry (interrupted, would
+/// block).
+const MAX_RETRIES: u32 = 1000;
+/// After this many consecutive results that do not reach the first wanted byte of a block, the file
+/// is taken to end before it.
+const MAX_SHORT_RESULTS: u32 = 64;
 
-/// A read of `offset..offset + len` of a file, under way.
+/// A read of `offset..offset + len` of a file, in progress.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Progress {
     offset: u64,
     len: usize,
     file_len: u64,
-    /// What the system's reads must be aligned to; 1 when they need not be.
+    /// The alignment of the system's reads, in bytes. 1 if they need not be aligned.
     alignment: usize,
     done: usize,
     ended: bool,
-    fruitless: u32,
-    short: u32,
+    retries: u32,
+    short_results: u32,
 }
 
-/// What to ask the system for. `at` counts from the first byte of the request's memory.
+/// What to read next. `at` is a position in the request's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Read straight to where the bytes belong.
-    Into {
-        /// In the file.
-        offset: u64,
-        at: usize,
-        len: usize,
-    },
-    /// Read one block aside, and bring `len` bytes from `skip` on to their place: an end that is
-    /// not aligned.
-    Aside { offset: u64, skip: usize, at: usize, len: usize },
+    /// Read `len` bytes at `offset` of the file into the memory at `at`.
+    InPlace { offset: u64, at: usize, len: usize },
+    /// Read the block at `offset` of the file into a bounce buffer, and copy `len` bytes from
+    /// position `skip` of it to `at`. For ends that are not aligned.
+    Bounce { offset: u64, skip: usize, at: usize, len: usize },
 }
 
 impl Progress {
-    /// `file_len` is where the file ended when it was opened: nothing is asked for beyond.
+    /// `file_len` is the length of the file when it was opened. No step reads past it.
     pub(crate) fn new(offset: u64, len: usize, file_len: u64, alignment: usize) -> Self {
-        assert!(alignment.is_power_of_two(), "an alignment of {alignment}");
-        Self { offset, len, file_len, alignment, done: 0, ended: false, fruitless: 0, short: 0 }
+        assert!(alignment.is_power_of_two(), "alignment {alignment} is not a power of two");
+        Self {
+            offset,
+            len,
+            file_len,
+            alignment,
+            done: 0,
+            ended: false,
+            retries: 0,
+            short_results: 0,
+        }
     }
 
-    /// The next step, `None` at the end. The same one until it is answered.
+    /// Returns the next step, or `None` at the end. Changes only through
+    /// [`advance`](Self::advance).
     pub(crate) fn step(&self) -> Option<Step> {
         let (offset, at, left) = (self.offset + self.done as u64, self.done, self.len - self.done);
         if left == 0 || self.ended || offset >= self.file_len {
@@ -56,49 +62,49 @@ impl Progress {
         let whole = left - left % self.alignment;
         Some(if skip > 0 || whole == 0 {
             let len = left.min(self.alignment - skip);
-            Step::Aside { offset: offset - skip as u64, skip, at, len }
+            Step::Bounce { offset: offset - skip as u64, skip, at, len }
         } else {
-            Step::Into { offset, at, len: whole }
+            Step::InPlace { offset, at, len: whole }
         })
     }
 
-    /// Takes the system's answer to the step: how many bytes came, from the step's `offset` on.
-    /// Returns how many of them count.
+    /// Takes the system's result for the current step: the number of bytes read from the step's
+    /// `offset` on. Returns how many of them are wanted.
     ///
     /// # Errors
-    /// The system's, but for those that only mean that it shall be asked again.
-    pub(crate) fn answer(&mut self, answer: io::Result<usize>) -> io::Result<usize> {
-        let step = self.step().expect("only a step is answered");
-        let came = match answer {
-            Ok(came) => came,
-            Err(e) if is_passing(&e) && self.fruitless < FRUITLESS_LIMIT => {
-                self.fruitless += 1;
+    /// Returns the system's error, unless it only asks for a retry.
+    pub(crate) fn advance(&mut self, result: io::Result<usize>) -> io::Result<usize> {
+        let step = self.step().expect("there is a current step");
+        let read = match result {
+            Ok(read) => read,
+            Err(e) if is_transient(&e) && self.retries < MAX_RETRIES => {
+                self.retries += 1;
                 return Ok(0);
             }
             Err(e) => return Err(e),
         };
-        let counts = match step {
-            Step::Into { len, .. } => came.min(len),
-            Step::Aside { skip, len, .. } => came.saturating_sub(skip).min(len),
+        let wanted = match step {
+            Step::InPlace { len, .. } => read.min(len),
+            Step::Bounce { skip, len, .. } => read.saturating_sub(skip).min(len),
         };
-        self.done += counts;
-        self.ended = came == 0;
-        if counts > 0 {
-            (self.fruitless, self.short) = (0, 0);
+        self.done += wanted;
+        self.ended = read == 0;
+        if wanted > 0 {
+            (self.retries, self.short_results) = (0, 0);
         } else {
-            self.short += 1;
-            self.ended |= self.short > SHORT_LIMIT;
+            self.short_results += 1;
+            self.ended |= self.short_results > MAX_SHORT_RESULTS;
         }
-        Ok(counts)
+        Ok(wanted)
     }
 
-    /// Bytes that are in place.
+    /// Returns the number of bytes that have been read into the request's memory.
     pub(crate) fn done(&self) -> usize {
         self.done
     }
 }
 
-fn is_passing(error: &io::Error) -> bool {
+fn is_transient(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
 }
 
@@ -109,48 +115,47 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Whatever the system answers: every step is aligned, and the bytes that count are the
-        /// file's.
+        /// For any results: every step is aligned, and the wanted bytes are the file's.
         #[test]
-        fn any_answers_lead_to_the_right_bytes(
+        fn any_results_lead_to_the_right_bytes(
             file in prop::collection::vec(any::<u8>(), 0..5000),
             offset in 0u64..5000,
             len in 0usize..3000,
             shift in 0u32..10,
-            answers in prop::collection::vec(prop::option::of(1usize..3000), 0..60),
+            results in prop::collection::vec(prop::option::of(1usize..3000), 0..60),
         ) {
             let alignment = 1usize << shift;
             let mut progress = Progress::new(offset, len, file.len() as u64, alignment);
-            let (mut memory, mut answers) = (vec![0u8; len], answers.into_iter());
+            let (mut memory, mut results) = (vec![0u8; len], results.into_iter());
             while let Some(step) = progress.step() {
-                let (from, room) = match step {
-                    Step::Into { offset, len, .. } => (offset, len),
-                    Step::Aside { offset, skip, len, .. } => {
+                let (from, capacity) = match step {
+                    Step::InPlace { offset, len, .. } => (offset, len),
+                    Step::Bounce { offset, skip, len, .. } => {
                         prop_assert!(skip + len <= alignment);
                         (offset, alignment)
                     }
                 };
                 prop_assert!(
-                    (from as usize).is_multiple_of(alignment) && room.is_multiple_of(alignment)
+                    (from as usize).is_multiple_of(alignment) && capacity.is_multiple_of(alignment)
                 );
-                let there = file.len().saturating_sub(from as usize).min(room);
-                let came = match answers.next() {
-                    Some(Some(limit)) => there.min(limit),
+                let available = file.len().saturating_sub(from as usize).min(capacity);
+                let read = match results.next() {
+                    Some(Some(limit)) => available.min(limit),
                     Some(None) => {
                         prop_assert_eq!(
-                            progress.answer(Err(io::ErrorKind::Interrupted.into())).unwrap(),
+                            progress.advance(Err(io::ErrorKind::Interrupted.into())).unwrap(),
                             0
                         );
                         continue;
                     }
-                    None => there,
+                    None => available,
                 };
-                let counts = progress.answer(Ok(came)).unwrap();
+                let wanted = progress.advance(Ok(read)).unwrap();
                 let (at, skip) = match step {
-                    Step::Into { at, .. } => (at, 0),
-                    Step::Aside { at, skip, .. } => (at, skip),
+                    Step::InPlace { at, .. } => (at, 0),
+                    Step::Bounce { at, skip, .. } => (at, skip),
                 };
-                memory[at..at + counts].copy_from_slice(&file[from as usize + skip..][..counts]);
+                memory[at..at + wanted].copy_from_slice(&file[from as usize + skip..][..wanted]);
             }
             let expected = file.len().saturating_sub(offset as usize).min(len);
             prop_assert_eq!(progress.done(), expected);
@@ -161,21 +166,21 @@ mod tests {
     }
 
     #[test]
-    fn a_system_that_never_gives_anything_is_given_up() {
+    fn endless_interruptions_fail_the_read() {
         let mut progress = Progress::new(0, 10, 10, 1);
-        let answers = (0..).map(|_| progress.answer(Err(io::ErrorKind::Interrupted.into())));
-        assert!(answers.take(FRUITLESS_LIMIT as usize + 1).any(|answer| answer.is_err()));
+        let results = (0..).map(|_| progress.advance(Err(io::ErrorKind::Interrupted.into())));
+        assert!(results.take(MAX_RETRIES as usize + 1).any(|result| result.is_err()));
     }
 
     #[test]
-    fn a_file_that_was_cut_ends_the_read() {
+    fn a_truncated_file_ends_the_read() {
         let mut progress = Progress::new(0, 8192, 8192, 512);
-        assert_eq!(progress.answer(Ok(1000)).unwrap(), 1000);
+        assert_eq!(progress.advance(Ok(1000)).unwrap(), 1000);
         assert_eq!(
             progress.step(),
-            Some(Step::Aside { offset: 512, skip: 488, at: 1000, len: 24 })
+            Some(Step::Bounce { offset: 512, skip: 488, at: 1000, len: 24 })
         );
-        (0..=SHORT_LIMIT).for_each(|_| assert_eq!(progress.answer(Ok(488)).unwrap(), 0));
+        (0..=MAX_SHORT_RESULTS).for_each(|_| assert_eq!(progress.advance(Ok(488)).unwrap(), 0));
         assert_eq!((progress.step(), progress.done()), (None, 1000));
     }
 }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files that somebody else reads: the seam for protocols that this crate does not know.
+//! Sources that other code reads, through a protocol that this crate does not know, and the backend
+//! `remote` for them.
 
 use std::fmt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,17 +11,18 @@ use ts_pool::Buffer;
 
 use crate::backend::{Backend, BackendOptions, CompletionSink, ReadPath, ReadRequest};
 use crate::provider::{Availability, BackendProvider};
+use crate::source::{Fingerprint, Origin};
 use crate::threads::{BlockingRead, ThreadBackend};
 use crate::{Error, Source};
 
-/// A file that is elsewhere, and how it is read. Several threads read it at once.
+/// Reads a file of another machine, for [`Source::remote`]. Several threads call it at once.
 pub trait RemoteSource: fmt::Debug + Send + Sync {
-    /// Fills buffers with what is at `offset` on, one after the other, as far as the file goes, and
-    /// gives every one of them back. Blocks, at most so long.
+    /// Fills buffers, one after the other, with the bytes from `offset` on, up to the end of the
+    /// file. Returns all buffers and the number of bytes. Blocks, for at most `timeout`.
     ///
     /// # Errors
-    /// Beside the buffers, as [`Source::read_at`]; [`Error::Changed`] when it is not the file any
-    /// more that was opened.
+    /// Returns the errors of [`Source::read_at`], among them [`Error::Changed`] if the file is no
+    /// longer the one that was opened. The buffers are returned also with an error.
     fn read(
         &self,
         offset: u64,
@@ -27,19 +30,59 @@ pub trait RemoteSource: fmt::Debug + Send + Sync {
         timeout: Duration,
     ) -> (Vec<Buffer>, Result<usize, Error>);
 
-    /// As [`read`](Self::read), to a slice.
+    /// Fills a slice like [`read`](Self::read).
     ///
     /// # Errors
-    /// As [`read`](Self::read).
+    /// Returns the same errors as [`read`](Self::read).
     fn read_at(&self, offset: u64, bytes: &mut [u8], timeout: Duration) -> Result<usize, Error>;
 }
 
-/// `distant`: by whoever reads the file.
+#[derive(Debug)]
+pub(crate) struct RemoteOrigin {
+    name: PathBuf,
+    fingerprint: Fingerprint,
+    reader: Arc<dyn RemoteSource>,
+}
+
+impl RemoteOrigin {
+    pub(crate) fn new(
+        name: PathBuf,
+        fingerprint: Fingerprint,
+        reader: Arc<dyn RemoteSource>,
+    ) -> Self {
+        Self { name, fingerprint, reader }
+    }
+
+    /// The origin of `source`, if it is a remote source.
+    pub(crate) fn of(source: &Source) -> Option<&Self> {
+        source.origin()
+    }
+}
+
+impl Origin for RemoteOrigin {
+    fn path(&self) -> &Path {
+        &self.name
+    }
+
+    fn fingerprint(&self) -> &Fingerprint {
+        &self.fingerprint
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8], timeout: Duration) -> Result<usize, Error> {
+        self.reader.read_at(offset, buffer, timeout)
+    }
+
+    fn is_remote(&self) -> bool {
+        true
+    }
+}
+
+/// Provides `remote`: blocking reads by a [`RemoteSource`].
 pub(crate) struct RemoteProvider;
 
 impl BackendProvider for RemoteProvider {
     fn name(&self) -> &'static str {
-        "distant"
+        "remote"
     }
 
     fn priority(&self) -> u8 {
@@ -47,10 +90,8 @@ impl BackendProvider for RemoteProvider {
     }
 
     fn probe(&self, sources: &[Arc<Source>]) -> Availability {
-        match sources.iter().find(|source| source.reader().is_none()) {
-            Some(own) => {
-                Availability::Unavailable(format!("{} is read here", own.path().display()))
-            }
+        match sources.iter().find(|source| RemoteOrigin::of(source).is_none()) {
+            Some(other) => Availability::Unavailable(not_remote(other)),
             None => Availability::Available,
         }
     }
@@ -60,9 +101,13 @@ impl BackendProvider for RemoteProvider {
         options: &BackendOptions,
         sink: CompletionSink,
     ) -> Result<Box<dyn Backend>, Error> {
-        let reader = RemoteReader { timeout: options.deadline() };
+        let reader = RemoteReader { timeout: options.clamped_timeout() };
         Ok(Box::new(ThreadBackend::new(reader, options, sink)?))
     }
+}
+
+fn not_remote(source: &Source) -> String {
+    format!("{}: not a remote source", source.path().display())
 }
 
 struct RemoteReader {
@@ -80,8 +125,8 @@ impl BlockingRead for RemoteReader {
 
     fn read(&self, request: &mut ReadRequest) -> Result<(usize, ReadPath), Error> {
         let source = Arc::clone(&request.source);
-        let Some(reader) = source.reader() else {
-            let reason = format!("{} is read here", source.path().display());
+        let Some(RemoteOrigin { reader, .. }) = RemoteOrigin::of(&source) else {
+            let reason = not_remote(&source);
             return Err(Error::Unavailable { backend: self.name().into(), reason });
         };
         let buffers = std::mem::take(&mut request.buffers);

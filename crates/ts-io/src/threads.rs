@@ -1,60 +1,67 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Threads that each do one blocking read at a time, and one that watches how long they take.
+//! A backend of threads that each perform one blocking read at a time, and a watchdog thread that
+//! enforces the timeout.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
 use crate::Error;
 use crate::backend::{
     Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest,
-    Rejected, Transfer, monotonic_ns,
+    Rejected, Transfer, monotonic_ns, take_matching,
 };
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
-/// How a read is done by a thread that may block.
+/// How a thread performs a read.
 pub(crate) trait BlockingRead: Send + Sync + 'static {
+    /// The name of the backend.
     fn name(&self) -> &'static str;
 
     /// Whether memory must be aligned for direct I/O.
     fn needs_alignment(&self) -> bool;
 
-    /// Fills the request's buffers as far as the file goes; returns how many bytes came, and how.
+    /// Fills the request's buffers up to the end of the source; returns the number of bytes and the
+    /// path they took. Blocks.
     fn read(&self, request: &mut ReadRequest) -> Result<(usize, ReadPath), Error>;
 }
 
 pub(crate) struct ThreadBackend<R> {
-    shared: Arc<Shared<R>>,
-    watch: Option<JoinHandle<()>>,
+    workers: Arc<Workers<R>>,
+    watchdog: Option<JoinHandle<()>>,
 }
 
-struct Shared<R> {
+/// What the backend shares with its threads.
+struct Workers<R> {
     reader: R,
     sink: CompletionSink,
     in_flight: usize,
     timeout: Duration,
-    queue: Mutex<Queue>,
+    state: Mutex<WorkersState>,
+    /// Wakes a thread: there is a request, or the backend is being dropped.
     work: Condvar,
-    /// The watch's own: a read has begun that it does not know, or the last one has ended.
-    begun: Condvar,
+    /// Wakes the watchdog: a read has started while there was none, or a thread ended.
+    watch: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
+struct WorkersState {
     requests: VecDeque<ReadRequest>,
-    /// Reads under way, by their thread's number.
-    active: HashMap<u64, Active>,
-    /// The threads, by their number, but for those that are stuck: nobody waits for them any more.
+    /// Reads in progress, by thread number.
+    active: HashMap<u64, ActiveRead>,
+    /// The threads by number, except those whose read has timed out, which are not joined.
     threads: HashMap<u64, JoinHandle<()>>,
     next_thread: u64,
-    /// Threads whose read has timed out and in whose place there is another.
+    /// Threads whose read has timed out and that end after it, because another one replaces them.
     replaced: HashSet<u64>,
     closed: bool,
 }
 
-struct Active {
+struct ActiveRead {
     token: u64,
+    /// The error to report at the deadline.
     timed_out: Error,
     deadline: Instant,
 }
@@ -65,89 +72,78 @@ impl<R: BlockingRead> ThreadBackend<R> {
         options: &BackendOptions,
         sink: CompletionSink,
     ) -> Result<Self, Error> {
-        let shared = Arc::new(Shared {
+        let workers = Arc::new(Workers {
             reader,
             sink,
-            in_flight: options.depth(),
-            timeout: options.deadline(),
-            queue: Mutex::default(),
+            in_flight: options.clamped_in_flight(),
+            timeout: options.clamped_timeout(),
+            state: Mutex::default(),
             work: Condvar::new(),
-            begun: Condvar::new(),
+            watch: Condvar::new(),
         });
-        // Built first and filled after, so that a thread that cannot start still ends the others.
-        let mut this = Self { shared, watch: None };
-        for _ in 0..this.shared.in_flight {
-            Shared::start_thread(&this.shared, &mut this.shared.lock())?;
+        // Created before its threads, so that they end if one of them cannot be started.
+        let mut this = Self { workers, watchdog: None };
+        for _ in 0..this.workers.in_flight {
+            Workers::start_thread(&this.workers, &mut this.workers.lock())?;
         }
-        let shared = Arc::clone(&this.shared);
-        this.watch = Some(spawn("ts-io-watch".into(), move || Shared::watch(&shared))?);
+        let workers = Arc::clone(&this.workers);
+        this.watchdog = Some(spawn("ts-io-watch".into(), move || Workers::watch(&workers))?);
         Ok(this)
     }
 }
 
 impl<R: BlockingRead> Backend for ThreadBackend<R> {
     fn name(&self) -> &'static str {
-        self.shared.reader.name()
+        self.workers.reader.name()
     }
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            needs_alignment: self.shared.reader.needs_alignment(),
-            max_in_flight: self.shared.in_flight,
+            needs_alignment: self.workers.reader.needs_alignment(),
+            max_in_flight: self.workers.in_flight,
         }
     }
 
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>> {
-        let aligned = || match self.shared.reader.needs_alignment() {
+        let check_alignment = || match self.workers.reader.needs_alignment() {
             true => request.check_alignment(self.name()),
             false => Ok(()),
         };
-        if let Err(error) = request.check_room().and_then(|()| aligned()) {
+        if let Err(error) = request.check_capacity().and_then(|()| check_alignment()) {
             return Err(Box::new(Rejected { request, error }));
         }
-        self.shared.lock().requests.push_back(request);
-        self.shared.work.notify_one();
+        self.workers.lock().requests.push_back(request);
+        self.workers.work.notify_one();
         Ok(())
     }
 
     fn cancel(&self, wanted: &dyn Fn(u64) -> bool) -> usize {
-        let cancelled = take_wanted(&mut self.shared.lock().requests, wanted);
+        let cancelled = take_matching(&mut self.workers.lock().requests, wanted);
         let count = cancelled.len();
-        cancelled.into_iter().for_each(|request| (self.shared.sink)(request.cancelled()));
+        cancelled.into_iter().for_each(|request| (self.workers.sink)(request.cancelled()));
         count
     }
 }
 
 impl<R> Drop for ThreadBackend<R> {
-    /// Waits for reads under way to end or time out.
+    /// Waits until each read in progress has finished or timed out.
     fn drop(&mut self) {
         let cancelled = {
-            let mut queue = self.shared.lock();
-            queue.closed = true;
-            std::mem::take(&mut queue.requests)
+            let mut state = self.workers.lock();
+            state.closed = true;
+            std::mem::take(&mut state.requests)
         };
-        self.shared.work.notify_all();
-        self.shared.begun.notify_all();
-        cancelled.into_iter().for_each(|request| (self.shared.sink)(request.cancelled()));
-        // It stays until no read is under way, and so no thread is started after it. A thread runs
-        // no code that panics but the sink's, whose panic is its owner's to report.
-        let _ = self.watch.take().map(JoinHandle::join);
-        let threads = std::mem::take(&mut self.shared.lock().threads);
+        self.workers.work.notify_all();
+        self.workers.watch.notify_all();
+        cancelled.into_iter().for_each(|request| (self.workers.sink)(request.cancelled()));
+        // The watchdog runs until no read is in progress, so no thread is started after this join.
+        // The only code of these threads that may panic is the sink; its owner reports that.
+        let _ = self.watchdog.take().map(JoinHandle::join);
+        let threads = std::mem::take(&mut self.workers.lock().threads);
         for thread in threads.into_values() {
             let _ = thread.join();
         }
     }
-}
-
-/// Takes the requests whose token is wanted out of a queue.
-pub(crate) fn take_wanted(
-    requests: &mut VecDeque<ReadRequest>,
-    wanted: &dyn Fn(u64) -> bool,
-) -> VecDeque<ReadRequest> {
-    let (taken, left) =
-        std::mem::take(requests).into_iter().partition(|request| wanted(request.token));
-    *requests = left;
-    taken
 }
 
 fn spawn(name: String, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Error> {
@@ -155,71 +151,71 @@ fn spawn(name: String, work: impl FnOnce() + Send + 'static) -> Result<JoinHandl
     thread.spawn(work).map_err(|e| Error::Thread(e.into()))
 }
 
-impl<R> Shared<R> {
-    fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock()
+impl<R> Workers<R> {
+    fn lock(&self) -> MutexGuard<'_, WorkersState> {
+        self.state.lock()
     }
 }
 
-impl<R: BlockingRead> Shared<R> {
-    fn start_thread(this: &Arc<Self>, queue: &mut Queue) -> Result<(), Error> {
-        let number = queue.next_thread;
-        queue.next_thread += 1;
-        let shared = Arc::clone(this);
-        let thread = spawn(format!("ts-io-{number}"), move || shared.run(number))?;
-        queue.threads.insert(number, thread);
+impl<R: BlockingRead> Workers<R> {
+    fn start_thread(this: &Arc<Self>, state: &mut WorkersState) -> Result<(), Error> {
+        let number = state.next_thread;
+        state.next_thread += 1;
+        let workers = Arc::clone(this);
+        let thread = spawn(format!("ts-io-{number}"), move || workers.run(number))?;
+        state.threads.insert(number, thread);
         Ok(())
     }
 
     fn run(&self, number: u64) {
-        while let Some(mut request) = self.take(number) {
+        while let Some(mut request) = self.next_request(number) {
             let started_ns = monotonic_ns();
             let read = self.reader.read(&mut request);
             let result = read.and_then(|(bytes, path)| {
-                request.judged(bytes)?;
+                request.check_delivered(bytes)?;
                 Ok(Transfer::by(path, bytes, started_ns))
             });
-            let mut queue = self.lock();
-            if queue.active.remove(&number).is_none() {
-                // Too late: it has been reported. The buffers go home, and so does this thread, if
-                // there is another in its place.
-                if queue.replaced.remove(&number) {
+            let mut state = self.lock();
+            if state.active.remove(&number).is_none() {
+                // The watchdog has reported this read as timed out. Dropping the request returns
+                // its buffers to their pool.
+                if state.replaced.remove(&number) {
                     return;
                 }
                 continue;
             }
-            drop(queue);
+            drop(state);
             (self.sink)(Completion { token: request.token, buffers: request.buffers, result });
         }
     }
 
-    /// The next request; waits for one, `None` when the backend is being dropped.
-    fn take(&self, number: u64) -> Option<ReadRequest> {
-        let mut queue = self.lock();
+    /// Waits for the next request; returns `None` when the backend is being dropped.
+    fn next_request(&self, number: u64) -> Option<ReadRequest> {
+        let mut state = self.lock();
         loop {
-            if let Some(request) = queue.requests.pop_front() {
+            if let Some(request) = state.requests.pop_front() {
                 let (token, timed_out) = (request.token, request.timed_out(self.timeout));
                 let deadline = Instant::now() + self.timeout;
-                if queue.active.is_empty() {
-                    self.begun.notify_all();
+                if state.active.is_empty() {
+                    self.watch.notify_all();
                 }
-                queue.active.insert(number, Active { token, timed_out, deadline });
+                state.active.insert(number, ActiveRead { token, timed_out, deadline });
                 return Some(request);
             }
-            if queue.closed {
-                self.begun.notify_all();
+            if state.closed {
+                self.watch.notify_all();
                 return None;
             }
-            self.work.wait(&mut queue);
+            self.work.wait(&mut state);
         }
     }
 
-    /// Reports reads that take too long, and puts other threads in the place of theirs.
+    /// Reports reads that exceed the timeout and replaces their threads.
     fn watch(this: &Arc<Self>) {
-        let mut queue = this.lock();
-        while !(queue.closed && queue.active.is_empty()) {
+        let mut state = this.lock();
+        while !(state.closed && state.active.is_empty()) {
             let now = Instant::now();
-            let late: Vec<u64> = queue
+            let late: Vec<u64> = state
                 .active
                 .iter()
                 .filter(|(_, a)| a.deadline <= now)
@@ -227,26 +223,26 @@ impl<R: BlockingRead> Shared<R> {
                 .collect();
             let mut completions = Vec::new();
             for number in late {
-                let Active { token, timed_out, .. } =
-                    queue.active.remove(&number).expect("just seen");
+                let ActiveRead { token, timed_out, .. } =
+                    state.active.remove(&number).expect("its number was just found in this map");
                 completions.push(Completion { token, buffers: Vec::new(), result: Err(timed_out) });
-                queue.threads.remove(&number);
-                // Without another thread the others go on, and in the end this one.
-                if queue.closed || Self::start_thread(this, &mut queue).is_ok() {
-                    queue.replaced.insert(number);
+                state.threads.remove(&number);
+                // If no replacement can be started, the thread continues after its read.
+                if state.closed || Self::start_thread(this, &mut state).is_ok() {
+                    state.replaced.insert(number);
                 }
             }
             if !completions.is_empty() {
-                drop(queue);
+                drop(state);
                 completions.into_iter().for_each(|completion| (this.sink)(completion));
-                queue = this.lock();
+                state = this.lock();
                 continue;
             }
-            let next = queue.active.values().map(|active| active.deadline).min();
+            let next = state.active.values().map(|active| active.deadline).min();
             match next {
-                None => this.begun.wait(&mut queue),
+                None => this.watch.wait(&mut state),
                 Some(deadline) => {
-                    this.begun.wait_until(&mut queue, deadline);
+                    this.watch.wait_until(&mut state, deadline);
                 }
             }
         }

@@ -8,128 +8,168 @@ use std::time::{Duration, Instant};
 use ts_pool::{Budget, HostPool};
 
 use crate::backend::BackendOptions;
-use crate::measure::{Workload, measure};
+use crate::file::FileOrigin;
+use crate::measure::{DEFAULT_REQUEST_BYTES, Workload, measure};
 use crate::provider::{Availability, BackendProvider};
 use crate::{Error, Registry, Source, sys};
 
-/// How a storage device is kept busy.
+/// Request size and number of reads in flight for a storage device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Tuning {
-    /// Largest single read, in bytes.
+    /// The size of the largest read, in bytes.
     pub request_bytes: usize,
-    /// Reads in flight at once.
+    /// The number of reads in flight at once.
     pub in_flight: usize,
 }
 
 impl Default for Tuning {
-    /// 4 MiB, eight of them: what no device we know is slow with.
+    /// Eight reads of 4 MiB, with which no known device is slow.
     fn default() -> Self {
-        Self { request_bytes: 4 << 20, in_flight: BackendOptions::default().in_flight }
+        let in_flight = BackendOptions::default().in_flight;
+        Self { request_bytes: DEFAULT_REQUEST_BYTES, in_flight }
     }
 }
 
-/// The speed of one way to keep a device busy.
+impl Tuning {
+    /// Sets the size of the largest read, in bytes.
+    #[must_use]
+    pub fn with_request_bytes(mut self, request_bytes: usize) -> Self {
+        self.request_bytes = request_bytes;
+        self
+    }
+
+    /// Sets the number of reads in flight at once.
+    #[must_use]
+    pub fn with_in_flight(mut self, in_flight: usize) -> Self {
+        self.in_flight = in_flight;
+        self
+    }
+}
+
+/// The bandwidth that one [`Tuning`] reached.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Trial {
-    /// The way.
+    /// The tuning.
     pub tuning: Tuning,
-    /// The best that was measured: what disturbs a measurement only makes it slower.
+    /// The highest bandwidth measured in GiB/s. Disturbances only make a measurement slower.
     pub gib_per_s: f64,
 }
 
-/// Finds out how to keep the devices of file systems busy, and remembers it.
+/// Measures which [`Tuning`] suits the device of a file system, and caches the result on disk.
 ///
-/// Request sizes of 1 to 8 MiB and 2 to 16 requests in flight are tried by direct reads of the very
-/// file that is to be read, which leave the page cache alone. The default stays unless another way
-/// is more than 5% faster; then, of all that come within 5% of the best, the one with the fewest
-/// bytes in flight is taken. That takes less than two seconds, once for each file system. A device
-/// too slow for all of them in that time has the default.
+/// Tries request sizes of 1 to 8 MiB and 2 to 16 reads in flight, with direct reads of the file in
+/// question, which leave the page cache alone. Chooses the default unless another tuning is more
+/// than 5% faster, and then the one with the fewest bytes in flight among those within 5% of the
+/// best. This takes less than two seconds, once for each file system. If the device is too slow to
+/// try all tunings in that time, the default is used.
+///
+/// ```
+/// use ts_io::{Source, Tuner, Tuning};
+/// use ts_pool::Budget;
+///
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("data");
+/// std::fs::write(&path, [0; 1000])?;
+/// let source = Source::open(&path)?;
+/// let tuning = Tuner::default().tuning(&source, &Budget::new(128 << 20), &mut || false)?;
+/// // Small files are not measured.
+/// assert_eq!(tuning, Tuning::default());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Tuner {
-    directory: Option<PathBuf>,
+    cache_dir: Option<PathBuf>,
     measures: bool,
 }
 
-const SIZES: [usize; 4] = [1 << 20, 2 << 20, 4 << 20, 8 << 20];
+const REQUEST_SIZES: [usize; 4] = [1 << 20, 2 << 20, 4 << 20, 8 << 20];
 const DEPTHS: [usize; 4] = [2, 4, 8, 16];
-/// Largest memory used to measure.
-const MEMORY: usize = 128 << 20;
-/// Files smaller than this say little about their device, and are read sooner than that were known.
-const SMALLEST_FILE: u64 = 256 << 20;
-const TRIAL: Duration = Duration::from_millis(40);
-const LIMIT: Duration = Duration::from_millis(1700);
-const WITHIN: f64 = 0.95;
-/// How long one read may take before the device is one that tells nothing in time.
-const PATIENCE: Duration = Duration::from_millis(500);
+/// The most memory used to measure.
+const MAX_MEMORY: usize = 128 << 20;
+/// Smaller files are not measured: reading them takes less time than measuring.
+const MIN_FILE_BYTES: u64 = 256 << 20;
+const TRIAL_TIME: Duration = Duration::from_millis(40);
+/// The most time for all trials together.
+const TOTAL_TIME: Duration = Duration::from_millis(1700);
+/// Tunings with at least this share of the best bandwidth count as equally good.
+const TOLERANCE: f64 = 0.95;
+/// If one read takes longer, the device is too slow to measure.
+const READ_TIMEOUT: Duration = Duration::from_millis(500);
 
 impl Default for Tuner {
-    /// Measures, and remembers in the user's cache directory: `tensorstream/io` in
-    /// `$XDG_CACHE_HOME` or `~/.cache`.
+    /// Measures, and caches results in the directory `tensorstream/io` of `$XDG_CACHE_HOME` or
+    /// `~/.cache`.
     fn default() -> Self {
         let variable =
             |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let caches = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
         Self {
-            directory: caches.map(|caches| caches.join("tensorstream").join("io")),
+            cache_dir: caches.map(|caches| caches.join("tensorstream").join("io")),
             measures: true,
         }
     }
 }
 
 impl Tuner {
-    /// Measures nothing and looks nowhere: [`tuning`](Self::tuning) is always the default.
+    /// Creates a tuner that always returns the default, without measuring or reading the cache.
     pub fn off() -> Self {
-        Self { directory: None, measures: false }
+        Self { cache_dir: None, measures: false }
     }
 
-    /// Measures, and remembers in this directory, which need not be there yet; `None` to forget.
+    /// Creates a tuner that caches results in `directory`, which it creates if necessary. With
+    /// `None`, results are not cached.
     pub fn remembering_in(directory: Option<PathBuf>) -> Self {
-        Self { directory, measures: true }
+        Self { cache_dir: directory, measures: true }
     }
 
-    /// How to read `source`: as remembered, or measured now within memory reserved from `budget`,
-    /// or the default where there is nothing to measure (objects, small files, file systems without
-    /// direct I/O), or it cannot be.
+    /// Returns the tuning for the file system of `source`: from the cache, or measured now with
+    /// memory from `budget`. Blocks for up to two seconds.
     ///
-    /// What is remembered is one small file for each file system, by the number that it gives
-    /// itself (which may be that of its device); that it cannot be written is no error. `interrupt`
-    /// is asked at least every 20 ms.
+    /// Returns the default for sources that are not worth measuring (objects, small files, file
+    /// systems without direct I/O) and if a measurement fails. The cache has one small file for
+    /// each file system, named after its id; failures to write it are ignored. `interrupt` is
+    /// called at least every 20 ms; if it returns `true`, the measurement stops.
     ///
     /// # Errors
-    /// [`Error::Interrupted`]. Blocks for up to two seconds.
+    /// Returns [`Error::Interrupted`] if `interrupt` returned `true`.
     pub fn tuning(
         &self,
         source: &Arc<Source>,
         budget: &Budget,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Tuning, Error> {
-        if !self.measures || source.len() < SMALLEST_FILE || source.direct_alignment().is_err() {
+        if !self.measures || source.len() < MIN_FILE_BYTES || source.direct_alignment().is_err() {
             return Ok(Tuning::default());
         }
-        let note =
-            self.directory.as_ref().zip(source.file_system()).map(|(dir, name)| dir.join(name));
-        if let Some(known) = note.as_deref().and_then(recall) {
+        let file_system = FileOrigin::of(source).and_then(|file| sys::file_system(file.file()));
+        let cache_file = self.cache_dir.as_ref().zip(file_system).map(|(dir, name)| dir.join(name));
+        if let Some(known) = cache_file.as_deref().and_then(load_cached) {
             return Ok(known);
         }
         let tuning = match self.trials(source, budget, interrupt) {
             Ok(trials) => choose(&trials),
             Err(Error::Interrupted) => return Err(Error::Interrupted),
-            // Whatever it is, it is told when what is wanted is read.
+            // The reads that follow will report the error if it persists.
             Err(_) => return Ok(Tuning::default()),
         };
-        if let Some(note) = note {
-            // The next process measures again if this fails.
-            let _ = remember(&note, tuning);
+        if let Some(cache_file) = cache_file {
+            // If this fails, the next process measures again.
+            let _ = store_cached(&cache_file, tuning);
         }
         Ok(tuning)
     }
 
-    /// Tries every way that there is memory for, in less than two seconds. Empty when there is
-    /// none, or the device is too slow for that: below some 300 MB/s.
+    /// Measures every tuning that fits into the memory of `budget`, in less than two seconds.
+    /// Blocks.
+    ///
+    /// Returns an empty vector if no tuning fits, or if the device is too slow to measure all of
+    /// them in that time (below about 300 MB/s).
     ///
     /// # Errors
-    /// [`Error::Interrupted`]; what reading the file brings, [`Error::TimedOut`] after half a
-    /// second for one read.
+    /// Returns [`Error::Interrupted`] if `interrupt` returned `true`, and the errors of reading the
+    /// file; [`Error::TimedOut`] if one read takes more than 500 ms.
     pub fn trials(
         &self,
         source: &Arc<Source>,
@@ -137,16 +177,16 @@ impl Tuner {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<Trial>, Error> {
         let began = Instant::now();
-        let memory = MEMORY.min(budget.limit_bytes().saturating_sub(budget.used_bytes()));
-        if memory < SIZES[0] * DEPTHS[0] {
+        let memory = MAX_MEMORY.min(budget.limit_bytes().saturating_sub(budget.used_bytes()));
+        if memory < REQUEST_SIZES[0] * DEPTHS[0] {
             return Ok(Vec::new());
         }
         let pool = HostPool::new(budget, memory)?;
         let capacity = pool.stats().capacity_bytes;
-        // Pages are taken from the system before any of the trials.
+        // Allocates the pages before the first trial.
         pool.allocate(capacity)?.fill(0);
         let provider = direct_provider(source)?;
-        let cells = SIZES.into_iter().flat_map(|size| DEPTHS.map(|depth| (size, depth)));
+        let cells = REQUEST_SIZES.into_iter().flat_map(|size| DEPTHS.map(|depth| (size, depth)));
         let cells = cells.filter(|(size, depth)| size * depth <= capacity);
         let mut trials: Vec<Trial> = cells
             .map(|(request_bytes, in_flight)| Trial {
@@ -156,36 +196,34 @@ impl Tuner {
             .collect();
         let (mut at, mut bytes_per_s) = (0, f64::INFINITY);
         for round in 0.. {
-            // All of them once, and then again and again those that may be the best.
+            // All tunings once, then repeatedly those that may be the best.
             let best = trials.iter().map(|trial| trial.gib_per_s).fold(0.0, f64::max);
             let promising = |trial: &&mut Trial| round == 0 || trial.gib_per_s >= 0.85 * best;
             for trial in trials.iter_mut().filter(promising) {
                 let Tuning { request_bytes, in_flight } = trial.tuning;
-                // What has begun when the time of a trial is over is waited for.
+                // The reads in flight at the end of a trial are waited for.
                 let drain = (request_bytes * in_flight) as f64 / bytes_per_s;
-                let drain = Duration::try_from_secs_f64(drain).unwrap_or(LIMIT);
-                if began.elapsed() + TRIAL + drain > LIMIT {
+                let drain = Duration::try_from_secs_f64(drain).unwrap_or(TOTAL_TIME);
+                if began.elapsed() + TRIAL_TIME + drain > TOTAL_TIME {
                     return Ok(if round == 0 { Vec::new() } else { trials });
                 }
                 let workload = Workload {
                     ranges: vec![(at, source.len() - at), (0, at)],
                     request_bytes,
-                    options: BackendOptions {
-                        in_flight,
-                        timeout: PATIENCE,
-                        ..BackendOptions::default()
-                    },
-                    limit: Some(TRIAL),
+                    options: BackendOptions::default()
+                        .with_in_flight(in_flight)
+                        .with_timeout(READ_TIMEOUT),
+                    limit: Some(TRIAL_TIME),
                 };
                 let measured = measure(provider.as_ref(), source, &workload, &pool, interrupt)?;
                 trial.gib_per_s = trial.gib_per_s.max(measured.gib_per_s());
                 bytes_per_s = measured.bytes as f64 / measured.wall.as_secs_f64();
-                // Elsewhere in the file each time: the device has a memory of its own.
+                // Each trial reads another part of the file, because the device has a cache.
                 at = (at + measured.bytes.next_multiple_of(1 << 20) + (64 << 20)) % source.len();
                 at -= at % (1 << 20);
             }
         }
-        unreachable!("rounds end with the time")
+        unreachable!("the loop ends when the time is over")
     }
 }
 
@@ -199,46 +237,40 @@ fn direct_provider(source: &Arc<Source>) -> Result<Arc<dyn BackendProvider>, Err
     }
 }
 
-/// Of the ways that are as good as the best the default, or else the one with the fewest bytes in
-/// flight.
+/// Returns the default if it is as good as the best, or else the tuning with the fewest bytes in
+/// flight among those that are.
 fn choose(trials: &[Trial]) -> Tuning {
     let best = trials.iter().map(|trial| trial.gib_per_s).fold(0.0, f64::max);
     let good =
-        trials.iter().filter(|trial| trial.gib_per_s >= WITHIN * best).map(|trial| trial.tuning);
+        trials.iter().filter(|trial| trial.gib_per_s >= TOLERANCE * best).map(|trial| trial.tuning);
     good.min_by_key(|t| (*t != Tuning::default(), t.request_bytes * t.in_flight, t.in_flight))
         .unwrap_or_default()
 }
 
-fn recall(note: &Path) -> Option<Tuning> {
-    let text = fs::read_to_string(note).ok()?;
+fn load_cached(path: &Path) -> Option<Tuning> {
+    let text = fs::read_to_string(path).ok()?;
     let value = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(" = "))?;
         line.parse::<usize>().ok()
     };
     let tuning = Tuning { request_bytes: value("request_bytes")?, in_flight: value("in_flight")? };
-    // Anybody may have written there.
-    let sane = SIZES.contains(&tuning.request_bytes) && DEPTHS.contains(&tuning.in_flight);
-    sane.then_some(tuning)
+    // The file may be damaged or edited.
+    let is_valid =
+        REQUEST_SIZES.contains(&tuning.request_bytes) && DEPTHS.contains(&tuning.in_flight);
+    is_valid.then_some(tuning)
 }
 
-fn remember(note: &Path, tuning: Tuning) -> std::io::Result<()> {
-    let Some(directory) = note.parent() else { return Ok(()) };
+fn store_cached(path: &Path, tuning: Tuning) -> std::io::Result<()> {
+    let Some(directory) = path.parent() else { return Ok(()) };
     fs::create_dir_all(directory)?;
-    let unfinished = note.with_extension(format!("{}.partial", std::process::id()));
-    let mut file = fs::File::create(&unfinished)?;
+    let partial = path.with_extension(format!("{}.partial", std::process::id()));
+    let mut file = fs::File::create(&partial)?;
     writeln!(
         file,
-        "# Measured by tensorstream, for one file system; remove it to have it measured again."
+        "# Measured by tensorstream for one file system. Remove this file to measure again."
     )?;
     writeln!(file, "request_bytes = {}\nin_flight = {}", tuning.request_bytes, tuning.in_flight)?;
-    fs::rename(unfinished, note)
-}
-
-impl Source {
-    /// A name for the file system that it lies on; `None` where there is none.
-    fn file_system(&self) -> Option<String> {
-        sys::file_system(self.file()?)
-    }
+    fs::rename(partial, path)
 }
 
 #[cfg(test)]
@@ -250,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_stays_unless_it_is_slow_and_then_the_fewest_bytes_in_flight_win() {
+    fn a_slow_default_is_replaced_by_the_fewest_bytes_in_flight() {
         let trials = [trial(1, 2, 0.9), trial(2, 8, 1.93), trial(4, 4, 1.95), trial(8, 16, 2.0)];
         assert_eq!(choose(&trials), trials[2].tuning);
         assert_eq!(
@@ -265,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_that_is_too_small_to_measure_in_is_no_error() {
+    fn a_budget_too_small_to_measure_is_not_an_error() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let source = Source::open(file.path()).unwrap();
         let trials = Tuner::remembering_in(None).trials(&source, &Budget::new(1000), &mut || false);
@@ -273,17 +305,17 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_is_recalled_and_nonsense_is_not() {
+    fn only_valid_cache_files_are_loaded() {
         let dir = tempfile::tempdir().unwrap();
-        let note = dir.path().join("deep/down/ext4-1234");
+        let path = dir.path().join("deep/down/ext4-1234");
         let tuning = Tuning { request_bytes: 2 << 20, in_flight: 16 };
-        remember(&note, tuning).unwrap();
-        assert_eq!(recall(&note), Some(tuning));
+        store_cached(&path, tuning).unwrap();
+        assert_eq!(load_cached(&path), Some(tuning));
         for text in
             ["", "request_bytes = 5\nin_flight = 8", "request_bytes = 4194304", "in_flight = -1"]
         {
-            fs::write(&note, text).unwrap();
-            assert_eq!(recall(&note), None, "{text:?}");
+            fs::write(&path, text).unwrap();
+            assert_eq!(load_cached(&path), None, "{text:?}");
         }
     }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `uring`: O_DIRECT by io_uring. One thread gives the system all reads and takes their answers.
+//! The backend `uring`: direct I/O through io_uring. One thread submits all reads to the kernel and
+//! receives their results.
 
 use std::collections::VecDeque;
 use std::io;
@@ -13,17 +14,17 @@ use ts_pool::HostPool;
 
 use crate::backend::{
     Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest,
-    Rejected, Transfer, monotonic_ns,
+    Rejected, Transfer, monotonic_ns, take_matching,
 };
-use crate::fault::{Fault, Faults};
-use crate::file::Access;
+use crate::file::{Access, DirectFile, FileOrigin};
+use crate::file_backends::FileProvider;
+use crate::hook::{Interception, ReadHook};
 use crate::progress::{Progress, Step};
 use crate::provider::{Availability, BackendProvider};
 use crate::sys::{Gate, Op, Ring};
-use crate::threads::take_wanted;
 use crate::{Error, Source, sys};
 
-/// `uring`: O_DIRECT by io_uring.
+/// Provides `uring`.
 pub(crate) struct UringProvider;
 
 impl BackendProvider for UringProvider {
@@ -37,13 +38,11 @@ impl BackendProvider for UringProvider {
 
     fn probe(&self, sources: &[Arc<Source>]) -> Availability {
         if let Err(error) = sys::probe_ring() {
-            return Availability::Unavailable(format!(
-                "the system has no io_uring for us: {error}"
-            ));
+            return Availability::Unavailable(format!("io_uring cannot be used: {error}"));
         }
-        match sources.iter().find(|s| s.direct_alignment().is_ok() && !s.suits_rings()) {
+        match sources.iter().find(|s| s.direct_alignment().is_ok() && !suits_rings(s)) {
             Some(source) => Availability::Unavailable(unsuited(source)),
-            None => Access::Direct.probe(sources),
+            None => FileProvider(Access::Direct).probe(sources),
         }
     }
 
@@ -56,115 +55,131 @@ impl BackendProvider for UringProvider {
     }
 }
 
+/// Returns whether `source` is on a file system whose reads never block the thread that submits
+/// them.
+pub(crate) fn suits_rings(source: &Source) -> bool {
+    direct_file(source).is_some_and(|direct| direct.suits_rings)
+}
+
+fn direct_file(source: &Source) -> Option<&DirectFile> {
+    FileOrigin::of(source)?.direct().ok()
+}
+
 fn unsuited(source: &Source) -> String {
     format!(
-        "{}: its file system can hold up a ring; `direct` reads it with threads",
+        "{}: its file system may block the thread of io_uring; use `direct`",
         source.path().display()
     )
 }
 
 struct UringBackend {
-    shared: Arc<Shared>,
+    inner: Arc<UringInner>,
     in_flight: usize,
     thread: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+/// What the backend shares with its thread.
+struct UringInner {
     sink: CompletionSink,
+    /// Wakes the thread to look at the inbox.
     wake: Arc<Gate>,
     inbox: Mutex<Inbox>,
-    /// The inbox's `end` has been set.
-    ended: Condvar,
+    /// Notified when the inbox's `exit` is set.
+    exited: Condvar,
 }
 
 /// What the ring's thread is to do next.
 #[derive(Default)]
 struct Inbox {
     requests: VecDeque<ReadRequest>,
-    /// Reads that the ring has, as (ticket, token). A ticket is given once.
-    begun: Vec<(u64, u64)>,
-    next_ticket: u64,
-    /// Tickets of reads to be given up.
+    /// Reads in the ring, as (id, token). An id is used once.
+    started: Vec<(u64, u64)>,
+    next_id: u64,
+    /// The ids of reads to abort.
     cancelled: Vec<u64>,
-    memory: Vec<HostPool>,
+    /// Pools to register.
+    pools: Vec<HostPool>,
     closed: bool,
-    end: Option<End>,
+    exit: Option<Exit>,
 }
 
-/// How the ring's thread left off.
+/// In which state the ring's thread is done with its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
-    /// With nothing in flight.
+enum Exit {
+    /// No read is in flight; the thread ends.
     Idle,
-    /// With reads that have timed out and that the system still has. It waits for them by itself.
+    /// The kernel still has reads that have timed out. The thread continues, detached, until they
+    /// end.
     Stuck,
 }
 
 /// A read in the ring.
-struct Flight {
-    ticket: u64,
-    /// Its buffers are in the ring.
+struct RingRead {
+    id: u64,
+    /// The request without its buffers, which are in the ring.
     request: ReadRequest,
     progress: Progress,
     alignment: usize,
     started_ns: u64,
     deadline: Instant,
-    /// No more of what comes next is let through: a fault.
-    limit: Option<usize>,
-    /// What is in flight is only a fault's delay.
+    /// Set by the hook: the most bytes that the next answer may count.
+    truncate: Option<usize>,
+    /// Set by the hook: the operation in flight is only a delay.
     delayed: bool,
-    /// And has no end: a fault.
-    stuck: bool,
+    /// Set by the hook: the operation in flight waits for this gate.
+    blocked: Option<Arc<Gate>>,
     cancelled: bool,
-    /// Has been reported as timed out.
-    late: bool,
+    /// The read has been reported as timed out.
+    timed_out: bool,
 }
 
 impl UringBackend {
     fn new(options: &BackendOptions, sink: CompletionSink) -> Result<Self, Error> {
-        let in_flight = options.depth();
+        let in_flight = options.clamped_in_flight();
         let wake = Arc::new(Gate::new().map_err(|e| Error::Thread(e.into()))?);
-        let shared =
-            Arc::new(Shared { sink, wake, inbox: Mutex::default(), ended: Condvar::new() });
-        let (of_thread, timeout) = (Arc::clone(&shared), options.deadline());
-        let faults = options.faults.clone();
-        let (ready, made) = channel();
+        let inner =
+            Arc::new(UringInner { sink, wake, inbox: Mutex::default(), exited: Condvar::new() });
+        let (shared, timeout) = (Arc::clone(&inner), options.clamped_timeout());
+        let hook = options.hook.clone();
+        let (ready, created) = channel();
         let thread = std::thread::Builder::new().name("ts-io-ring".into()).stack_size(256 << 10);
         let thread = thread.spawn(move || {
-            // The system wants a ring to be used by the thread that made it.
-            match Ring::new(in_flight, Arc::clone(&of_thread.wake)) {
+            // With IORING_SETUP_SINGLE_ISSUER only the thread that created the ring may use it.
+            match Ring::new(in_flight, Arc::clone(&shared.wake)) {
                 Ok(ring) => {
                     let _ = ready.send(Ok(()));
-                    let _end = EndGuard(Arc::clone(&of_thread));
-                    Driver { ring, shared: of_thread, in_flight, live: 0, timeout, faults }.run();
+                    let _exit = ExitGuard(Arc::clone(&shared));
+                    Driver { ring, inner: shared, in_flight, live: 0, timeout, hook }.run();
                 }
                 Err(error) => drop(ready.send(Err(error))),
             }
         });
         let thread = Some(thread.map_err(|e| Error::Thread(e.into()))?);
-        match made.recv() {
-            Ok(Ok(())) => Ok(Self { shared, in_flight, thread }),
+        match created.recv() {
+            Ok(Ok(())) => Ok(Self { inner, in_flight, thread }),
             Ok(Err(error)) => {
                 Err(Error::Unavailable { backend: "uring".into(), reason: error.to_string() })
             }
-            Err(_) => Err(Error::Thread(io::Error::other("it ended at once").into())),
+            Err(_) => {
+                Err(Error::Thread(io::Error::other("it ended before it created a ring").into()))
+            }
         }
     }
 }
 
-/// Lets nobody wait for a thread that has ended, however it did.
-struct EndGuard(Arc<Shared>);
+/// Reports the exit of the thread even if it panics, so that nothing waits for it forever.
+struct ExitGuard(Arc<UringInner>);
 
-impl Drop for EndGuard {
+impl Drop for ExitGuard {
     fn drop(&mut self) {
         let mut inbox = self.0.lock();
-        inbox.end = inbox.end.or(Some(End::Idle));
+        inbox.exit = inbox.exit.or(Some(Exit::Idle));
         drop(inbox);
-        self.0.ended.notify_all();
+        self.0.exited.notify_all();
     }
 }
 
-impl Shared {
+impl UringInner {
     fn lock(&self) -> MutexGuard<'_, Inbox> {
         self.inbox.lock()
     }
@@ -180,7 +195,7 @@ impl Backend for UringBackend {
     }
 
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>> {
-        let suits = || match request.source.suits_rings() {
+        let check_file_system = || match suits_rings(&request.source) {
             true => Ok(()),
             false => Err(Error::Unavailable {
                 backend: self.name().into(),
@@ -188,55 +203,55 @@ impl Backend for UringBackend {
             }),
         };
         let checked = request
-            .check_room()
+            .check_capacity()
             .and_then(|()| request.check_alignment(self.name()))
-            .and_then(|()| suits());
+            .and_then(|()| check_file_system());
         if let Err(error) = checked {
             return Err(Box::new(Rejected { request, error }));
         }
-        self.shared.lock().requests.push_back(request);
-        self.shared.wake.open();
+        self.inner.lock().requests.push_back(request);
+        self.inner.wake.open();
         Ok(())
     }
 
     fn cancel(&self, wanted: &dyn Fn(u64) -> bool) -> usize {
-        let mut inbox = self.shared.lock();
-        let cancelled = take_wanted(&mut inbox.requests, wanted);
-        let begun: Vec<_> =
-            inbox.begun.iter().filter(|(_, token)| wanted(*token)).map(|b| b.0).collect();
-        inbox.cancelled.extend(begun);
+        let mut inbox = self.inner.lock();
+        let cancelled = take_matching(&mut inbox.requests, wanted);
+        let started: Vec<_> =
+            inbox.started.iter().filter(|(_, token)| wanted(*token)).map(|read| read.0).collect();
+        inbox.cancelled.extend(started);
         drop(inbox);
-        self.shared.wake.open();
+        self.inner.wake.open();
         let count = cancelled.len();
-        cancelled.into_iter().for_each(|request| (self.shared.sink)(request.cancelled()));
+        cancelled.into_iter().for_each(|request| (self.inner.sink)(request.cancelled()));
         count
     }
 
     fn register(&self, pool: &HostPool) {
-        self.shared.lock().memory.push(pool.clone());
-        self.shared.wake.open();
+        self.inner.lock().pools.push(pool.clone());
+        self.inner.wake.open();
     }
 }
 
 impl Drop for UringBackend {
-    /// Waits for reads under way to end or time out.
+    /// Waits until each read in flight has finished or timed out.
     fn drop(&mut self) {
         let cancelled = {
-            let mut inbox = self.shared.lock();
+            let mut inbox = self.inner.lock();
             inbox.closed = true;
             std::mem::take(&mut inbox.requests)
         };
-        self.shared.wake.open();
-        cancelled.into_iter().for_each(|request| (self.shared.sink)(request.cancelled()));
-        let mut inbox = self.shared.lock();
-        let end = loop {
-            if let Some(end) = inbox.end {
-                break end;
+        self.inner.wake.open();
+        cancelled.into_iter().for_each(|request| (self.inner.sink)(request.cancelled()));
+        let mut inbox = self.inner.lock();
+        let exit = loop {
+            if let Some(exit) = inbox.exit {
+                break exit;
             }
-            self.shared.ended.wait(&mut inbox);
+            self.inner.exited.wait(&mut inbox);
         };
         drop(inbox);
-        if end == End::Idle {
+        if exit == Exit::Idle {
             let _ = self.thread.take().map(JoinHandle::join);
         }
     }
@@ -244,38 +259,38 @@ impl Drop for UringBackend {
 
 /// The ring's thread.
 struct Driver {
-    ring: Ring<Flight>,
-    shared: Arc<Shared>,
-    /// Reads at once.
+    ring: Ring<RingRead>,
+    inner: Arc<UringInner>,
+    /// The maximum of `live`.
     in_flight: usize,
-    /// Reads that have not been reported.
+    /// Reads in the ring that have not been reported. Those that timed out do not count.
     live: usize,
     timeout: Duration,
-    faults: Faults,
+    hook: ReadHook,
 }
 
 impl Driver {
     fn run(mut self) {
         loop {
-            self.take_orders();
+            self.process_inbox();
             let now = Instant::now();
             let next = self
                 .ring
                 .iter()
-                .filter(|(_, flight)| !flight.late)
-                .map(|(_, flight)| flight.deadline)
+                .filter(|(_, read)| !read.timed_out)
+                .map(|(_, read)| read.deadline)
                 .min();
             let live = self.live;
             if live == 0 {
                 self.ring.forget_files();
             }
-            let mut inbox = self.shared.lock();
+            let mut inbox = self.inner.lock();
             if inbox.closed && inbox.requests.is_empty() && live == 0 {
-                let end = if self.ring.len() == 0 { End::Idle } else { End::Stuck };
-                inbox.end = inbox.end.or(Some(end));
+                let exit = if self.ring.len() == 0 { Exit::Idle } else { Exit::Stuck };
+                inbox.exit = inbox.exit.or(Some(exit));
                 drop(inbox);
-                self.shared.ended.notify_all();
-                if end == End::Idle {
+                self.inner.exited.notify_all();
+                if exit == Exit::Idle {
                     return;
                 }
             } else {
@@ -285,188 +300,187 @@ impl Driver {
                 .ring
                 .wait(next.map(|deadline: Instant| deadline.saturating_duration_since(now)))
             {
-                Ok(ended) => {
-                    ended.into_iter().for_each(|(key, answer)| self.on_answer(key, answer));
+                Ok(answers) => {
+                    answers.into_iter().for_each(|(key, answer)| self.on_answer(key, answer));
                 }
-                // The system refuses, perhaps for want of memory. Each read's deadline ends this if
-                // nothing else does.
+                // The kernel refuses the call, perhaps because memory is short. At the latest, the
+                // deadlines of the reads end this.
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
             }
             self.expire();
         }
     }
 
-    /// Begins what there is room for, and gives up what is no longer wanted.
-    fn take_orders(&mut self) {
-        let mut inbox = self.shared.lock();
-        let (memory, cancelled) =
-            (std::mem::take(&mut inbox.memory), std::mem::take(&mut inbox.cancelled));
+    /// Registers memory, aborts cancelled reads, and starts as many requests as `in_flight` allows.
+    fn process_inbox(&mut self) {
+        let mut inbox = self.inner.lock();
+        let (pools, cancelled) =
+            (std::mem::take(&mut inbox.pools), std::mem::take(&mut inbox.cancelled));
         drop(inbox);
-        for pool in memory {
+        for pool in pools {
             self.ring.register(&pool);
         }
-        for ticket in cancelled {
-            let found = self.ring.iter().find(|(_, flight)| flight.ticket == ticket);
-            if let Some((key, flight)) = found {
-                flight.cancelled = true;
-                self.give_up(key);
+        for id in cancelled {
+            let found = self.ring.iter().find(|(_, read)| read.id == id);
+            if let Some((key, read)) = found {
+                read.cancelled = true;
+                self.abort(key);
             }
         }
-        // Reads that are stuck do not count: others go on in the places beside them.
         while self.live < self.in_flight {
-            let mut inbox = self.shared.lock();
+            let mut inbox = self.inner.lock();
             let Some(mut request) = inbox.requests.pop_front() else { return };
-            let ticket = inbox.next_ticket;
-            inbox.next_ticket += 1;
-            inbox.begun.push((ticket, request.token));
+            let id = inbox.next_id;
+            inbox.next_id += 1;
+            inbox.started.push((id, request.token));
             drop(inbox);
-            let source = Arc::clone(&request.source);
-            let (len, buffers) = (request.room(), std::mem::take(&mut request.buffers));
-            let alignment = source.direct_alignment().expect("it was checked when it came");
-            let flight = Flight {
-                ticket,
-                progress: Progress::new(request.offset, len, source.len(), alignment),
+            let (len, buffers) = (request.capacity(), std::mem::take(&mut request.buffers));
+            let direct = direct_file(&request.source).expect("`submit` has checked the alignment");
+            let (file, alignment) = (Arc::clone(&direct.file), direct.alignment);
+            let read = RingRead {
+                id,
+                progress: Progress::new(request.offset, len, request.source.len(), alignment),
                 request,
                 alignment,
                 started_ns: monotonic_ns(),
                 deadline: Instant::now() + self.timeout,
-                limit: None,
+                truncate: None,
                 delayed: false,
-                stuck: false,
+                blocked: None,
                 cancelled: false,
-                late: false,
+                timed_out: false,
             };
-            let key = self.ring.insert(flight, source, buffers);
+            let key = self.ring.insert(read, file, buffers);
             self.live += 1;
-            self.go_on(key);
+            self.advance(key);
         }
     }
 
-    /// Asks the system to give a read up. What a fault has stuck is stuck for good, as with a
-    /// device that is gone.
-    fn give_up(&mut self, key: usize) {
-        if !self.ring.data(key).stuck {
+    /// Asks the kernel to abort a read, unless the hook blocks it: that simulates a device that
+    /// does not respond to this either.
+    fn abort(&mut self, key: usize) {
+        if self.ring.data(key).blocked.is_none() {
             self.ring.cancel(key);
         }
     }
 
-    /// Starts the next operation of a read, or ends it.
-    fn go_on(&mut self, key: usize) {
+    /// Starts the next operation of a read, or finishes the read.
+    fn advance(&mut self, key: usize) {
         loop {
-            let flight = self.ring.data(key);
-            flight.stuck = false;
-            let step = match flight.progress.step() {
-                Some(_) if flight.cancelled => return self.end(key, Ok(0)),
+            let read = self.ring.data(key);
+            read.blocked = None;
+            let step = match read.progress.step() {
+                Some(_) if read.cancelled => return self.finish(key, Ok(0)),
                 Some(step) => step,
                 None => {
-                    let bytes = flight.progress.done();
-                    return self.end(key, Ok(bytes));
+                    let bytes = read.progress.done();
+                    return self.finish(key, Ok(bytes));
                 }
             };
             let (offset, len) = match step {
-                Step::Into { offset, len, .. } => (offset, len),
-                Step::Aside { offset, .. } => (offset, flight.alignment),
+                Step::InPlace { offset, len, .. } => (offset, len),
+                Step::Bounce { offset, .. } => (offset, read.alignment),
             };
-            // A delayed operation has had its fault.
-            let fault = match std::mem::take(&mut flight.delayed) {
+            // After a delay the hook has already been asked about this operation.
+            let interception = match std::mem::take(&mut read.delayed) {
                 true => None,
-                false => self.faults.decide(flight.request.source.path(), offset, len),
+                false => self.hook.intercept(read.request.source.path(), offset, len),
             };
-            match fault {
+            match interception {
                 None => {}
-                Some(Fault::Short(limit)) => flight.limit = Some(limit.max(1)),
-                Some(Fault::Errno(number)) => {
-                    if self.note(key, Err(io::Error::from_raw_os_error(number))) {
+                Some(Interception::Truncate(limit)) => read.truncate = Some(limit),
+                Some(Interception::Fail(error)) => {
+                    if self.apply_answer(key, Err(error)) {
                         continue;
                     }
                     return;
                 }
-                Some(Fault::Delay(time)) => {
-                    flight.delayed = true;
+                Some(Interception::Delay(time)) => {
+                    read.delayed = true;
                     return self.ring.start(key, &Op::Delay(time));
                 }
-                Some(Fault::Stuck) => {
-                    (flight.delayed, flight.stuck) = (true, true);
-                    let gate = self.faults.gate().expect("there are faults");
-                    return self.ring.start(key, &Op::Gate(gate));
+                Some(Interception::Block(gate)) => {
+                    (read.delayed, read.blocked) = (true, Some(Arc::clone(&gate)));
+                    return self.ring.start(key, &Op::Gate(&gate));
                 }
             }
             return match step {
-                Step::Into { at, .. } => self.ring.start(key, &Op::Into { offset, at, len }),
-                Step::Aside { .. } => self.ring.start(key, &Op::Aside { offset, len }),
+                Step::InPlace { at, .. } => self.ring.start(key, &Op::Read { offset, at, len }),
+                Step::Bounce { .. } => self.ring.start(key, &Op::ReadBlock { offset, len }),
             };
         }
     }
 
     fn on_answer(&mut self, key: usize, answer: io::Result<usize>) {
-        let flight = self.ring.data(key);
-        if flight.late || (flight.cancelled && answer.is_err()) {
-            return self.end(key, Ok(0));
+        let read = self.ring.data(key);
+        if read.timed_out || (read.cancelled && answer.is_err()) {
+            return self.finish(key, Ok(0));
         }
-        if flight.delayed || self.note(key, answer) {
-            self.go_on(key);
+        if read.delayed || self.apply_answer(key, answer) {
+            self.advance(key);
         }
     }
 
-    /// Takes an answer to a read's step. Returns whether it goes on.
-    fn note(&mut self, key: usize, answer: io::Result<usize>) -> bool {
-        let flight = self.ring.data(key);
-        let step = flight.progress.step().expect("it was under way");
-        let offset = flight.request.offset + flight.progress.done() as u64;
-        let limit = flight.limit.take().unwrap_or(usize::MAX);
-        match flight.progress.answer(answer.map(|came| came.min(limit))) {
-            Ok(counts) => {
-                if let Step::Aside { skip, at, .. } = step
-                    && counts > 0
+    /// Passes an answer to the read's progress. Returns whether the read continues; if not, it is
+    /// finished.
+    fn apply_answer(&mut self, key: usize, answer: io::Result<usize>) -> bool {
+        let read = self.ring.data(key);
+        let step = read.progress.step().expect("an operation of this read was in flight");
+        let offset = read.request.offset + read.progress.done() as u64;
+        let limit = read.truncate.take().unwrap_or(usize::MAX);
+        match read.progress.advance(answer.map(|bytes| bytes.min(limit))) {
+            Ok(wanted) => {
+                if let Step::Bounce { skip, at, .. } = step
+                    && wanted > 0
                 {
-                    self.ring.copy_aside(key, skip, at, counts);
+                    self.ring.copy_from_block(key, skip, at, wanted);
                 }
                 true
             }
             Err(error) => {
-                let error = flight.request.source.failed(offset, flight.request.required, error);
-                self.end(key, Err(error));
+                let error = read.request.source.read_error(offset, read.request.required, error);
+                self.finish(key, Err(error));
                 false
             }
         }
     }
 
-    /// Gives a read back: with the bytes that came, or why they did not.
-    fn end(&mut self, key: usize, read: Result<usize, Error>) {
-        let (flight, buffers) = self.ring.remove(key);
-        let Flight { ticket, mut request, started_ns, late, cancelled, .. } = flight;
-        self.shared.lock().begun.retain(|(begun, _)| *begun != ticket);
-        if late {
+    /// Removes a read from the ring and reports it, unless it was reported as timed out.
+    fn finish(&mut self, key: usize, result: Result<usize, Error>) {
+        let (read, buffers) = self.ring.remove(key);
+        let RingRead { id, mut request, started_ns, timed_out, cancelled, .. } = read;
+        self.inner.lock().started.retain(|(started, _)| *started != id);
+        if timed_out {
             return;
         }
         self.live -= 1;
         request.buffers = buffers;
-        // A read that was given up and came through all the same is fine.
-        let result = read.and_then(|bytes| {
-            request.judged(bytes)?;
+        // A cancelled read that succeeded anyway is reported as a success.
+        let result = result.and_then(|bytes| {
+            request.check_delivered(bytes)?;
             Ok(Transfer::by(ReadPath::Direct, bytes, started_ns))
         });
-        (self.shared.sink)(match result {
+        (self.inner.sink)(match result {
             Err(_) if cancelled => request.cancelled(),
             result => Completion { token: request.token, buffers: request.buffers, result },
         });
     }
 
-    /// Reports reads that take too long, and asks the system to give them up.
+    /// Reports reads that exceed the timeout, and asks the kernel to abort them.
     fn expire(&mut self) {
         let (now, timeout) = (Instant::now(), self.timeout);
         let mut late = Vec::new();
-        for (key, flight) in self.ring.iter().filter(|(_, f)| !f.late && f.deadline <= now) {
-            flight.late = true;
+        for (key, read) in self.ring.iter().filter(|(_, r)| !r.timed_out && r.deadline <= now) {
+            read.timed_out = true;
             self.live -= 1;
-            let error = flight.request.timed_out(timeout);
+            let error = read.request.timed_out(timeout);
             let completion =
-                Completion { token: flight.request.token, buffers: Vec::new(), result: Err(error) };
+                Completion { token: read.request.token, buffers: Vec::new(), result: Err(error) };
             late.push((key, completion));
         }
         for (key, completion) in late {
-            (self.shared.sink)(completion);
-            self.give_up(key);
+            (self.inner.sink)(completion);
+            self.abort(key);
         }
     }
 }

@@ -2,61 +2,77 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
+use crate::file::FileOrigin;
 use crate::sys::Mapping;
 use crate::{Error, Source};
 
-/// Bytes of a file where the page cache has them: nothing is copied, no memory is taken.
+/// A range of a file, mapped into memory: its bytes are those of the page cache, without a copy or
+/// an allocation.
 ///
-/// The price is that the file's owner can pull them away: see [`View::new`].
+/// Changes to the file affect the view: see [`MappedView::new`].
+///
+/// ```
+/// use ts_io::{MappedView, Source};
+///
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("data");
+/// std::fs::write(&path, b"header and data")?;
+/// let source = Source::open(&path)?;
+/// // SAFETY: nothing writes to the file while the view exists.
+/// let view = unsafe { MappedView::new(&source, 11, 4) }?;
+/// assert_eq!(&view[..], b"data");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
-pub struct View {
+pub struct MappedView {
     source: Arc<Source>,
     offset: u64,
     mapping: Mapping,
 }
 
-impl View {
-    /// Maps `offset..offset + len` and waits until it is in memory, so that touching it reads no
-    /// disk (the page cache may let it go again when memory is short, and then does). Linux before
-    /// 5.14 has no way to wait: there the bytes come when they are touched, and a device that fails
-    /// then ends the process with SIGBUS.
+impl MappedView {
+    /// Maps `offset..offset + len` and blocks until it is in memory. Later accesses read from disk
+    /// only if the page cache has dropped pages because memory was short.
+    ///
+    /// Before Linux 5.14, pages are read when they are first accessed, and the process is killed
+    /// with SIGBUS if the device fails then.
     ///
     /// # Safety
-    /// While the view lives, nobody writes to this range of the file, in this process or another:
-    /// the bytes are a shared reference. If somebody truncates the file, touching what is cut off
-    /// ends the process with SIGBUS.
+    /// While the view exists, nothing in this or another process writes to this range of the file,
+    /// because the view hands out shared references to it. If the file is truncated, accessing the
+    /// missing bytes kills the process with SIGBUS.
     ///
     /// # Errors
-    /// [`Error::ShortRead`] when the file does not have the range; [`Error::Changed`] when it is
-    /// not the one that was opened; [`Error::Read`] when the device fails, or the source is no
-    /// file. Blocks.
+    /// Returns [`Error::ShortRead`] if the file does not contain the range, [`Error::Changed`] if
+    /// it is no longer the file that was opened, and [`Error::Read`] if the device fails or the
+    /// source is not a file.
     pub unsafe fn new(source: &Arc<Source>, offset: u64, len: usize) -> Result<Self, Error> {
         source.verify(offset)?;
-        let there = usize::try_from(source.len().saturating_sub(offset)).unwrap_or(usize::MAX);
-        if there < len {
+        let rest = usize::try_from(source.len().saturating_sub(offset)).unwrap_or(usize::MAX);
+        if rest < len {
             let (path, expected) = (source.path().into(), len);
-            return Err(Error::ShortRead { path, offset, expected, actual: there });
+            return Err(Error::ShortRead { path, offset, expected, actual: rest });
         }
-        let file = source.file().ok_or_else(|| source.no_file())?;
-        // SAFETY: the caller promises what the mapping asks for.
+        let file = FileOrigin::of(source).ok_or_else(|| source.not_a_file())?.file();
+        // SAFETY: the caller guarantees what `Mapping::new` requires.
         let mapping = unsafe { Mapping::new(file, offset, len) };
-        let mapping = mapping.map_err(|e| source.failed(offset, len, e))?;
+        let mapping = mapping.map_err(|e| source.read_error(offset, len, e))?;
         let this = Self { source: Arc::clone(source), offset, mapping };
         this.verify()?;
         Ok(this)
     }
 
-    /// Checks that the file is still the one that was opened: its length and modification time
-    /// among others. To be asked when a view has been used for long.
+    /// Checks that the file is still the one that was opened. Useful after a view has been used for
+    /// a long time.
     ///
     /// # Errors
-    /// [`Error::Changed`].
+    /// Returns [`Error::Changed`] if it is not.
     pub fn verify(&self) -> Result<(), Error> {
         self.source.verify(self.offset)
     }
 }
 
-impl Deref for View {
+impl Deref for MappedView {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {

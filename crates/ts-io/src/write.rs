@@ -10,47 +10,67 @@ use ts_pool::{BLOCK_ALIGN, Budget, Buffer, HostPool};
 use crate::fault::{WriteCall, WriteFaults};
 use crate::{Error, sys};
 
-/// What is written at once, and what a writer holds twice.
+/// The unit of direct writes. A writer has two buffers of this size.
 const CHUNK: usize = 4 << 20;
-/// Without direct I/O dirty data is flushed whenever this many bytes have gathered, so that the
+/// Without direct I/O, data is flushed to disk each time this many bytes are dirty, so that the
 /// last flush is short.
 const FLUSH_BYTES: u64 = 256 << 20;
 
-/// Writes a large file from its beginning to its end, or goes on with one, past the page cache:
-/// while one chunk is on its way to the device, the next one gathers. What is not whole blocks, and
-/// small files, go the ordinary way, as everything does on file systems without direct I/O.
+/// Writes a large file sequentially, bypassing the page cache.
 ///
-/// Holds 8 MiB of memory, and a thread once 4 MiB have been written. Dropping it waits for the
-/// chunk under way; call [`sync`](Self::sync) to have the bytes on the disk. After an error it
-/// takes nothing more: everything answers with that error again.
+/// While one chunk of 4 MiB is written to the device, the next one is filled. Partial blocks, small
+/// files, and files on file systems without direct I/O are written through the page cache.
+///
+/// Uses 8 MiB of memory and, with direct I/O, one thread. Dropping a writer waits for the chunk in
+/// progress; call [`sync`](Self::sync) first to flush all bytes to disk. After an error, every call
+/// returns the same error.
+///
+/// ```
+/// use std::fs::File;
+/// use ts_io::{Writer, fault::WriteFaults};
+///
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("data");
+/// let file = File::options().create_new(true).read(true).write(true).open(&path)?;
+/// let mut writer = Writer::new(file, &path, 0, 6 << 20, WriteFaults::default())?;
+/// for number in 0..6u8 {
+///     writer.write(&vec![number; 1 << 20])?;
+/// }
+/// writer.sync()?;
+/// assert_eq!(std::fs::metadata(&path)?.len(), 6 << 20);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Writer {
     path: PathBuf,
     file: File,
-    direct: Option<Direct>,
-    /// Bytes that wait for their chunk to be full, and how many.
+    direct: Option<DirectWriter>,
+    /// The chunk that is being filled.
     staging: Buffer,
+    /// The number of bytes in `staging`.
     filled: usize,
-    /// Nothing of them that the file does not have.
+    /// Whether the file contains all bytes of `staging`.
     clean: bool,
-    /// Where in the file the staging begins: at a whole block.
+    /// The file offset of `staging`, a multiple of the block size.
     begin: u64,
-    /// Where the file ends.
+    /// The length of the file, including `staging`.
     end: u64,
+    /// Without direct I/O: bytes written since the last flush.
     unflushed: u64,
+    /// Whether disk space may be reserved beyond `end`.
     reserved: bool,
     faults: WriteFaults,
-    /// What went wrong: nobody knows what the file has after that.
+    /// The first error. After it, the content of the file is unknown.
     failed: Option<Error>,
 }
 
-/// The thread that writes chunks.
+/// A thread that writes chunks with direct I/O, one at a time.
 #[derive(Debug)]
-struct Direct {
+struct DirectWriter {
     jobs: Option<Sender<Job>>,
     done: Receiver<(Buffer, u64, io::Result<()>)>,
     thread: Option<JoinHandle<()>>,
-    /// The other chunk, when it is not under way.
+    /// The second buffer. `None` while the thread writes it.
     spare: Option<Buffer>,
 }
 
@@ -62,12 +82,15 @@ struct Job {
 }
 
 impl Writer {
-    /// Writes to `file`, which is open for reading and writing, from byte `begin` on. `expected`
-    /// bytes are set aside on the disk at once, so that a full one is told before the work. `path`
-    /// is for errors.
+    /// Creates a writer that starts at byte `begin` of `file`, which must be open for reading and
+    /// writing.
+    ///
+    /// Reserves disk space for `expected` bytes, so that a full disk is reported before the work.
+    /// Error messages name `path`.
     ///
     /// # Errors
-    /// [`Error::Write`], above all when there is no room; [`Error::Memory`].
+    /// Returns [`Error::Write`] if there is not enough disk space or the file cannot be accessed,
+    /// [`Error::Memory`] if the buffers cannot be allocated, and [`Error::Thread`].
     pub fn new(
         file: File,
         path: &Path,
@@ -86,7 +109,7 @@ impl Writer {
         };
         let reserved = match reserve() {
             Ok(()) => true,
-            // Where the system cannot set room aside, a full disk is told when it is full.
+            // Without support for reservations, a full disk is reported by a write.
             Err(e) if e.kind() == io::ErrorKind::Unsupported => false,
             Err(e) => return Err(failed(begin.saturating_add(expected), e)),
         };
@@ -95,7 +118,7 @@ impl Writer {
         let (staging, spare) = (pool.allocate(CHUNK)?, pool.allocate(CHUNK)?);
         let direct = match sys::reopen_direct(&file) {
             Ok((direct, alignment)) if CHUNK.is_multiple_of(alignment) => {
-                Some(Direct::new(direct, spare, path, &faults)?)
+                Some(DirectWriter::new(direct, spare, path, &faults)?)
             }
             _ => None,
         };
@@ -113,32 +136,32 @@ impl Writer {
             faults,
             failed: None,
         };
-        this.stand_at(begin)?;
+        this.set_position(begin)?;
         Ok(this)
     }
 
-    /// The file.
+    /// Returns the file.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Writes behind what was written last. Blocks while both chunks are full.
+    /// Writes at the current position. Blocks while both buffers are full.
     ///
     /// # Errors
-    /// [`Error::Write`], also of a chunk that was given earlier.
+    /// Returns [`Error::Write`], possibly for bytes of an earlier call.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        self.unless_failed(|this| this.gather(bytes))
+        self.unless_failed(|this| this.append(bytes))
     }
 
-    fn gather(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
+    fn append(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         while !bytes.is_empty() {
-            let now = bytes.len().min(CHUNK - self.filled);
-            let (piece, later) = bytes.split_at(now);
-            self.staging[self.filled..self.filled + now].copy_from_slice(piece);
-            self.filled += now;
+            let len = bytes.len().min(CHUNK - self.filled);
+            let (head, tail) = bytes.split_at(len);
+            self.staging[self.filled..self.filled + len].copy_from_slice(head);
+            self.filled += len;
             self.clean = false;
             self.end = self.end.max(self.position());
-            bytes = later;
+            bytes = tail;
             if self.filled == CHUNK {
                 self.write_chunk()?;
             }
@@ -146,15 +169,16 @@ impl Writer {
         Ok(())
     }
 
-    /// Goes to `offset`. What is skipped and was never written reads as zeros.
+    /// Sets the position to `offset`. Bytes that are skipped past the end of the file are zeros.
     ///
     /// # Errors
-    /// As [`write`](Self::write); [`Error::Read`].
+    /// Returns the errors of [`write`](Self::write), and [`Error::Read`] if the block at `offset`
+    /// cannot be read.
     pub fn seek(&mut self, offset: u64) -> Result<(), Error> {
-        self.unless_failed(|this| this.go_to(offset))
+        self.unless_failed(|this| this.seek_to(offset))
     }
 
-    fn go_to(&mut self, offset: u64) -> Result<(), Error> {
+    fn seek_to(&mut self, offset: u64) -> Result<(), Error> {
         if offset == self.position() {
             return Ok(());
         }
@@ -165,36 +189,38 @@ impl Writer {
             return Ok(());
         }
         self.flush()?;
-        self.stand_at(offset)
+        self.set_position(offset)
     }
 
-    fn stand_at(&mut self, offset: u64) -> Result<(), Error> {
+    /// Makes `staging` begin at the block of `offset`, filled up to `offset` with the file's bytes.
+    fn set_position(&mut self, offset: u64) -> Result<(), Error> {
         self.begin = offset - offset % BLOCK_ALIGN as u64;
         self.filled = (offset - self.begin) as usize;
         self.clean = true;
-        self.load()
+        self.load_block()
     }
 
-    /// Ends the file at `len`, which is where it goes on.
+    /// Sets the length of the file to `len`, and the position to its end.
     ///
     /// # Errors
-    /// As [`write`](Self::write).
+    /// Returns the errors of [`seek`](Self::seek).
     pub fn truncate(&mut self, len: u64) -> Result<(), Error> {
         self.unless_failed(|this| {
             this.flush()?;
             this.set_len(len)?;
-            this.stand_at(len)
+            this.set_position(len)
         })
     }
 
-    /// Waits until everything written is on the disk.
+    /// Flushes everything written to disk. Blocks.
     ///
     /// # Errors
-    /// As [`write`](Self::write).
+    /// Returns the errors of [`write`](Self::write).
     pub fn sync(&mut self) -> Result<(), Error> {
-        self.unless_failed(Self::settle_all)
+        self.unless_failed(Self::sync_all)
     }
 
+    /// Runs `act` and records its error. After an earlier error, returns that one instead.
     fn unless_failed(
         &mut self,
         act: impl FnOnce(&mut Self) -> Result<(), Error>,
@@ -205,10 +231,10 @@ impl Writer {
         act(self).inspect_err(|error| self.failed = Some(error.clone()))
     }
 
-    fn settle_all(&mut self) -> Result<(), Error> {
+    fn sync_all(&mut self) -> Result<(), Error> {
         self.flush()?;
         if self.reserved {
-            // What was set aside and not needed.
+            // Releases the disk space that was reserved and is not needed.
             self.set_len(self.end)?;
         }
         self.unflushed = 0;
@@ -227,11 +253,12 @@ impl Writer {
         Ok(())
     }
 
+    /// The file offset of the next byte.
     fn position(&self) -> u64 {
         self.begin + self.filled as u64
     }
 
-    /// Gives the full staging away and goes on with the other chunk.
+    /// Starts to write the full `staging`, and continues with the other buffer.
     fn write_chunk(&mut self) -> Result<(), Error> {
         if self.direct.is_none() {
             self.write_staging()?;
@@ -245,9 +272,9 @@ impl Writer {
                 synced.map_err(|e| self.failed(self.begin, e))?;
             }
         } else {
-            self.settle()?;
-            let direct = self.direct.as_mut().expect("just seen");
-            let other = direct.spare.take().expect("it has been waited for");
+            self.wait_for_chunk()?;
+            let direct = self.direct.as_mut().expect("checked above");
+            let other = direct.spare.take().expect("no write is in progress after the wait");
             let chunk = std::mem::replace(&mut self.staging, other);
             direct.submit(Job { chunk, offset: self.begin, len: CHUNK });
         }
@@ -256,9 +283,10 @@ impl Writer {
         Ok(())
     }
 
-    /// Has everything written, by way of the page cache if need be. The staging stays as it is.
+    /// Writes all bytes to the file, those of `staging` through the page cache. `staging` is
+    /// unchanged.
     fn flush(&mut self) -> Result<(), Error> {
-        self.settle()?;
+        self.wait_for_chunk()?;
         self.write_staging()
     }
 
@@ -273,12 +301,12 @@ impl Writer {
         Ok(())
     }
 
-    /// Waits for the chunk under way.
-    fn settle(&mut self) -> Result<(), Error> {
+    /// Waits for the write in progress.
+    fn wait_for_chunk(&mut self) -> Result<(), Error> {
         let Some(direct) = self.direct.as_mut().filter(|direct| direct.spare.is_none()) else {
             return Ok(());
         };
-        let gone = || io::Error::other("the thread that writes has ended");
+        let gone = || io::Error::other("the writer thread has ended");
         let (chunk, offset, result) = match direct.done.recv() {
             Ok(done) => done,
             Err(_) => return Err(self.failed(self.begin, gone())),
@@ -287,15 +315,15 @@ impl Writer {
         result.map_err(|e| self.failed(offset, e))
     }
 
-    /// Brings what the file has before the position, in its block, into the staging.
-    fn load(&mut self) -> Result<(), Error> {
+    /// Reads the bytes between `begin` and the position from the file into `staging`.
+    fn load_block(&mut self) -> Result<(), Error> {
         self.staging[..self.filled].fill(0);
         let mut done = 0;
         while done < self.filled {
             let mut slice = [io::IoSliceMut::new(&mut self.staging[done..self.filled])];
             match sys::read_vectored_at(&self.file, &mut slice, self.begin + done as u64) {
                 Ok(0) => break,
-                Ok(came) => done += came,
+                Ok(read) => done += read,
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => {
                     let (path, offset, len) = (self.path.clone(), self.begin, self.filled);
@@ -322,7 +350,7 @@ fn write_all_at(
     sys::write_all_at(file, bytes, offset)
 }
 
-impl Direct {
+impl DirectWriter {
     fn new(file: File, spare: Buffer, path: &Path, faults: &WriteFaults) -> Result<Self, Error> {
         let (jobs, inbox) = channel::<Job>();
         let (outbox, done) = channel();
@@ -341,12 +369,12 @@ impl Direct {
     }
 
     fn submit(&self, job: Job) {
-        // Should the thread be gone, `settle` finds out.
-        let _ = self.jobs.as_ref().expect("present until drop").send(job);
+        // If the thread has ended, `wait_for_chunk` reports it.
+        let _ = self.jobs.as_ref().expect("only `drop` takes the sender").send(job);
     }
 }
 
-impl Drop for Direct {
+impl Drop for DirectWriter {
     fn drop(&mut self) {
         drop(self.jobs.take());
         let _ = self.thread.take().map(JoinHandle::join);
@@ -384,21 +412,21 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
-        /// Against a file in memory, on a file system with direct I/O.
+        /// Compares with a model in memory, on a file system with direct I/O.
         #[test]
-        fn any_program_writes_what_it_says(
-            had in 0usize..9000,
+        fn any_sequence_of_calls_writes_the_right_bytes(
+            old_len in 0usize..9000,
             acts in prop::collection::vec(act(), 1..12),
         ) {
             let dir =
                 tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
             let path = dir.path().join("written");
-            let mut expected = vec![9; had];
+            let mut expected = vec![9; old_len];
             std::fs::write(&path, &expected).unwrap();
             let file = File::options().read(true).write(true).open(&path).unwrap();
             let mut writer =
-                Writer::new(file, &path, had as u64, 1 << 20, WriteFaults::default()).unwrap();
-            let (mut at, mut number) = (had, 0u8);
+                Writer::new(file, &path, old_len as u64, 1 << 20, WriteFaults::default()).unwrap();
+            let (mut at, mut number) = (old_len, 0u8);
             for act in acts {
                 match act {
                     Act::Write(len) => {
@@ -423,9 +451,9 @@ mod tests {
                     }
                     Act::Sync => {
                         writer.sync().unwrap();
-                        let there = std::fs::read(&path).unwrap();
+                        let written = std::fs::read(&path).unwrap();
                         prop_assert!(
-                            there
+                            written
                                 .iter()
                                 .chain(std::iter::repeat(&0))
                                 .take(expected.len())
@@ -436,21 +464,21 @@ mod tests {
             }
             writer.sync().unwrap();
             drop(writer);
-            let there = std::fs::read(&path).unwrap();
-            prop_assert!(there.len() >= expected.len() && there[..expected.len()] == expected);
-            prop_assert!(there[expected.len()..].iter().all(|&byte| byte == 0));
+            let written = std::fs::read(&path).unwrap();
+            prop_assert!(written.len() >= expected.len() && written[..expected.len()] == expected);
+            prop_assert!(written[expected.len()..].iter().all(|&byte| byte == 0));
         }
     }
 
     #[test]
-    fn what_was_set_aside_and_not_needed_is_given_back() {
+    fn reserved_space_that_is_not_needed_is_released() {
         use std::os::unix::fs::MetadataExt;
         let dir =
             tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
         let path = dir.path().join("reserved");
         let mut writer =
             Writer::new(open(&path), &path, 0, 64 << 20, WriteFaults::default()).unwrap();
-        assert!(std::fs::metadata(&path).unwrap().blocks() * 512 >= 64 << 20, "room is set aside");
+        assert!(std::fs::metadata(&path).unwrap().blocks() * 512 >= 64 << 20, "space is reserved");
         writer.write(&[1; 5000]).unwrap();
         writer.sync().unwrap();
         let metadata = std::fs::metadata(&path).unwrap();
@@ -459,13 +487,13 @@ mod tests {
     }
 
     #[test]
-    fn after_an_error_nothing_is_taken_any_more() {
+    fn after_an_error_every_call_fails() {
         let dir =
             tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
         let path = dir.path().join("read-only");
         std::fs::write(&path, [7; 10]).unwrap();
         let mut writer = Writer::new(open(&path), &path, 0, 0, WriteFaults::default()).unwrap();
-        // The same file, which takes no bytes from here on.
+        // The same file, opened read-only.
         (writer.file, writer.direct) = (File::open(&path).unwrap(), None);
         let first = (0..3).find_map(|_| writer.write(&vec![1; CHUNK]).err()).unwrap();
         for again in [writer.write(b"more"), writer.seek(0), writer.sync(), writer.write(b"")] {
@@ -474,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_cannot_hold_it_says_so_at_once() {
+    fn a_lack_of_disk_space_is_reported_at_once() {
         let dir =
             tempfile::tempdir_in(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target")).unwrap();
         let path = dir.path().join("too-large");

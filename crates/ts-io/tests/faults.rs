@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ten thousand things that go wrong, in each backend for files.
+//! Thousands of random faults in each backend for files.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -21,7 +21,7 @@ const EINTR: i32 = 4;
 const EIO: i32 = 5;
 const EAGAIN: i32 = 11;
 
-/// Marsaglia's xorshift: the same faults every time.
+/// Marsaglia's xorshift, so that each run has the same faults.
 struct Random(u64);
 
 impl Random {
@@ -33,7 +33,7 @@ impl Random {
     }
 }
 
-/// What is done to the file itself while it is read.
+/// What happens to the file itself while it is read.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Damage {
     None,
@@ -45,8 +45,8 @@ fn content(round: u64) -> Vec<u8> {
     (0..FILE_BYTES as u64).map(|i| (i.wrapping_mul(0x9E37_79B9) >> 7) as u8 ^ round as u8).collect()
 }
 
-fn damage(path: &PathBuf, what: Damage) {
-    match what {
+fn apply(damage: Damage, path: &PathBuf) {
+    match damage {
         Damage::None => {}
         Damage::Truncated => {
             OpenOptions::new().write(true).open(path).unwrap().set_len(5000).unwrap();
@@ -59,8 +59,8 @@ fn damage(path: &PathBuf, what: Damage) {
     }
 }
 
-/// Reads with faults at random until `wanted` faults have happened; checks every completion.
-fn suffer(name: &str, wanted: u64) {
+/// Reads with random faults until `wanted` faults have happened, and checks every completion.
+fn read_with_faults(name: &str, wanted: u64) {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let happened = Arc::new(AtomicU64::new(0));
     let mut random = Random(0x1234_5678_9ABC_DEF1);
@@ -74,16 +74,16 @@ fn suffer(name: &str, wanted: u64) {
         if round % 2 == 0 {
             source.evict().unwrap();
         }
-        let what = match [Damage::None, Damage::Truncated, Damage::Replaced][round as usize % 3] {
-            // It says that it cannot survive that.
+        let damage = match [Damage::None, Damage::Truncated, Damage::Replaced][round as usize % 3] {
+            // A truncated file kills the process with SIGBUS, as documented.
             Damage::Truncated if name == "mmap" => Damage::Replaced,
-            what => what,
+            damage => damage,
         };
         let moment = random.below(40);
         let (dice, count) = (Mutex::new(Random(random.below(u64::MAX) | 1)), Arc::clone(&happened));
         let decide = move |attempt: &Attempt<'_>| {
             if attempt.number == moment {
-                damage(&path, what);
+                apply(damage, &path);
             }
             let mut dice = dice.lock().unwrap();
             let fault = match dice.below(100) {
@@ -99,7 +99,7 @@ fn suffer(name: &str, wanted: u64) {
             Some(fault)
         };
         let faults = Faults::new(decide);
-        run_round(name, &source, &content, what, &faults, &mut random);
+        run_round(name, &source, &content, damage, &faults, &mut random);
     }
     println!("{name}: {} faults in {round} rounds", happened.load(Ordering::Relaxed));
 }
@@ -108,7 +108,7 @@ fn run_round(
     name: &str,
     source: &Arc<Source>,
     content: &[u8],
-    what: Damage,
+    damage: Damage,
     faults: &Faults,
     random: &mut Random,
 ) {
@@ -116,7 +116,7 @@ fn run_round(
         Registry::builtin().choose(Some(name), std::slice::from_ref(source)).unwrap().provider;
     let (sink, done) = completion_queue();
     let timeout = Duration::from_millis(30);
-    let options = BackendOptions { in_flight: 4, timeout, ..BackendOptions::default() };
+    let options = BackendOptions::default().with_in_flight(4).with_timeout(timeout);
     let backend = FaultyProvider::new(real, faults.clone()).create(&options, sink).unwrap();
     let pool = HostPool::new(&Budget::new(16 << 20), 16 << 20).unwrap();
     let mut ranges = Vec::new();
@@ -131,24 +131,28 @@ fn run_round(
         backend.submit(ReadRequest::new(token, Arc::clone(source), offset, len, buffer)).unwrap();
     }
     let cancelled = if random.below(4) == 0 { backend.cancel(&|token| token > 50) } else { 0 };
-    let (mut good, mut refused) = (0, 0);
+    let (mut succeeded, mut refused) = (0, 0);
     for _ in 0..READS_AT_ONCE {
-        let completion = done.recv_timeout(Duration::from_secs(30)).expect("every read ends");
+        let completion =
+            done.recv_timeout(Duration::from_secs(30)).expect("every read must complete");
         let (offset, len) = ranges[completion.token as usize];
         match completion.result {
             Ok(transfer) => {
                 assert_eq!(transfer.bytes(), len);
                 assert!(
                     completion.buffers[0][..] == content[offset..][..len],
-                    "the right bytes, or an error"
+                    "a successful read must deliver the right bytes"
                 );
-                good += 1;
+                succeeded += 1;
             }
             Err(error) => {
-                assert!(error.to_string().contains("round-"), "an error names the file: {error}");
+                assert!(
+                    error.to_string().contains("round-"),
+                    "the error must name the file: {error}"
+                );
                 match error.kind() {
                     ErrorKind::Io => assert!(error.to_string().contains("os error 5"), "{error}"),
-                    ErrorKind::Changed => assert_ne!(what, Damage::None, "{error}"),
+                    ErrorKind::Changed => assert_ne!(damage, Damage::None, "{error}"),
                     ErrorKind::Cancelled => refused += 1,
                     ErrorKind::TimedOut => {}
                     other => panic!("{other:?}: {error}"),
@@ -157,12 +161,12 @@ fn run_round(
         }
     }
     assert!(refused >= cancelled);
-    assert!(good > 0 || what != Damage::None, "most reads come through");
+    assert!(succeeded > 0 || damage != Damage::None, "every read failed");
     faults.release();
     drop(backend);
     let began = Instant::now();
     while pool.stats().in_use_bytes > 0 {
-        assert!(began.elapsed() < Duration::from_secs(30), "every buffer comes home");
+        assert!(began.elapsed() < Duration::from_secs(30), "every buffer must return to the pool");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -171,21 +175,21 @@ fn count(dir: &str) -> usize {
     std::fs::read_dir(dir).unwrap().count()
 }
 
-/// One test, so that nothing else opens files or starts threads meanwhile.
+/// A single test, so that no other test opens files or starts threads meanwhile.
 #[test]
-fn ten_thousand_faults_end_in_the_right_bytes_or_in_errors_and_leak_nothing() {
+fn faults_end_in_right_bytes_or_errors_without_leaks() {
     let names = ["buffered", "direct", "uring", "adaptive", "mmap"];
     let names = names.into_iter().filter(|name| Registry::builtin().names().contains(name));
-    let all = || names.clone().for_each(|name| suffer(name, 2500));
-    names.clone().for_each(|name| suffer(name, 50));
+    let all = || names.clone().for_each(|name| read_with_faults(name, 2500));
+    names.clone().for_each(|name| read_with_faults(name, 50));
     let before = (count("/proc/self/fd"), count("/proc/self/task"));
     all();
     let began = Instant::now();
-    // Threads that were stuck end after their last read.
+    // Threads whose read hung end after it.
     while (count("/proc/self/fd"), count("/proc/self/task")) != before {
         assert!(
             began.elapsed() < Duration::from_secs(10),
-            "descriptors and threads: {before:?} before, {:?} after",
+            "leaked descriptors or threads: {before:?} before, {:?} after",
             (count("/proc/self/fd"), count("/proc/self/task"))
         );
         std::thread::sleep(Duration::from_millis(10));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The `object` backend against a real S3 server, moto's of PyPI, which also answers plain HTTP,
-//! and through a proxy that breaks its answers.
+//! The backend `object` against an S3 server (moto, which also serves plain HTTP), through a proxy
+//! that breaks connections, and against scripted web servers.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::io::{Read, Write};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use ts_io::conformance::{self, Place};
+use ts_io::conformance::{self, Fixture};
 use ts_io::{
     Backend, BackendOptions, Completion, ErrorKind, ReadPath, ReadRequest, Registry, Source,
     completion_queue,
@@ -20,7 +20,7 @@ use ts_pool::{Budget, HostPool};
 
 const BUCKET: &str = "weights";
 
-/// moto's server, until dropped.
+/// A moto server, which is killed on drop.
 struct Server {
     process: Child,
     address: SocketAddr,
@@ -32,9 +32,9 @@ impl Server {
         let program = root.join(".venv/bin/moto_server");
         assert!(
             program.exists(),
-            "no moto_server in .venv: `cargo xtask ci` installs it (moto[s3,server] of PyPI)"
+            "no moto_server in .venv; `cargo xtask ci` installs it (PyPI package moto[s3,server])"
         );
-        // A port that was free a moment ago.
+        // A port that was free just now.
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let mut command = Command::new(program);
         command.args(["-H", "127.0.0.1", "-p", &address.port().to_string()]);
@@ -42,7 +42,7 @@ impl Server {
         let this = Self { process, address };
         let began = Instant::now();
         while TcpStream::connect(address).is_err() {
-            assert!(began.elapsed() < Duration::from_secs(60), "moto_server does not come up");
+            assert!(began.elapsed() < Duration::from_secs(60), "moto_server does not start");
             std::thread::sleep(Duration::from_millis(50));
         }
         send(address, "PUT", &format!("/{BUCKET}"), b"");
@@ -57,9 +57,9 @@ impl Drop for Server {
     }
 }
 
-/// The environment that users of S3 set.
+/// Sets the environment variables that configure S3 clients.
 fn environment(address: SocketAddr) {
-    // SAFETY: called first thing by this file's one test, before there are other threads.
+    // SAFETY: the only test of this file calls this before it starts threads.
     unsafe {
         std::env::set_var("AWS_ENDPOINT_URL", format!("http://{address}"));
         std::env::set_var("AWS_ACCESS_KEY_ID", "test");
@@ -68,14 +68,14 @@ fn environment(address: SocketAddr) {
     }
 }
 
-/// A bucket as a place for the conformance suite. Locations are S3's or HTTP's names of the same
-/// objects.
+/// A bucket as a fixture of the conformance tests. `prefix` selects whether its objects are read
+/// through S3 or plain HTTP.
 struct Bucket {
     address: SocketAddr,
     prefix: String,
 }
 
-impl Place for Bucket {
+impl Fixture for Bucket {
     fn write(&self, name: &str, content: &[u8]) -> String {
         send(self.address, "PUT", &format!("/{BUCKET}/{name}"), content);
         format!("{}/{name}", self.prefix)
@@ -94,7 +94,7 @@ impl Place for Bucket {
     }
 }
 
-/// A request to moto, which lets everybody write; everybody may read what it writes.
+/// Sends a request to moto, which needs no credentials. Objects become readable by everyone.
 fn send(address: SocketAddr, method: &str, path: &str, body: &[u8]) {
     let mut stream = TcpStream::connect(address).unwrap();
     let len = body.len();
@@ -110,8 +110,8 @@ fn send(address: SocketAddr, method: &str, path: &str, body: &[u8]) {
     assert!(answer.starts_with("HTTP/1.1 2"), "{method} {path}: {answer}");
 }
 
-/// A proxy that ends a connection after so many bytes of an answer, again and again; counts all
-/// that it lets through.
+/// A proxy that closes each connection after `limit` bytes of the response, and counts bytes and
+/// connections.
 struct Breaker {
     address: SocketAddr,
     passed: Arc<AtomicU64>,
@@ -153,7 +153,7 @@ struct Reader {
 impl Reader {
     fn new(source: &Arc<Source>, timeout: Duration) -> Self {
         let (sink, done) = completion_queue();
-        let options = BackendOptions { timeout, ..BackendOptions::default() };
+        let options = BackendOptions::default().with_timeout(timeout);
         let choice =
             Registry::builtin().choose(Some("object"), std::slice::from_ref(source)).unwrap();
         let backend = choice.provider.create(&options, sink).unwrap();
@@ -163,7 +163,7 @@ impl Reader {
     fn read(&self, source: &Arc<Source>, offset: u64, len: usize) -> Completion {
         let buffer = self.pool.allocate(len).unwrap();
         self.backend.submit(ReadRequest::new(0, Arc::clone(source), offset, len, buffer)).unwrap();
-        self.done.recv_timeout(Duration::from_secs(60)).expect("every read ends")
+        self.done.recv_timeout(Duration::from_secs(60)).expect("every read must complete")
     }
 }
 
@@ -171,35 +171,35 @@ fn content(len: usize) -> Vec<u8> {
     (0..len as u64).map(|i| (i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as u8).collect()
 }
 
-/// One test, because the environment is the process's.
+/// A single test, because environment variables are global to the process.
 #[test]
-fn objects_are_read_as_files_are_and_every_failure_is_told() {
+fn objects_conform_and_failures_are_reported() {
     let server = Server::start();
     environment(server.address);
     let s3 = Bucket { address: server.address, prefix: format!("s3://{BUCKET}") };
     let http =
         Bucket { address: server.address, prefix: format!("http://{}/{BUCKET}", server.address) };
-    for place in [&s3, &http] {
+    for bucket in [&s3, &http] {
         for name in ["object", "adaptive"] {
-            let probe = Source::open(place.write("probe", b"there")).unwrap();
+            let probe = Source::open(bucket.write("probe", b"there")).unwrap();
             let choice = Registry::builtin().choose(Some(name), &[probe]).unwrap();
-            println!("{name} on {}", place.prefix);
-            conformance::check(choice.provider.as_ref(), place);
+            println!("{name} on {}", bucket.prefix);
+            conformance::check(choice.provider.as_ref(), bucket);
             if name == "object" {
-                conformance::check_with_faults(&choice.provider, place);
+                conformance::check_with_faults(&choice.provider, bucket);
             }
         }
     }
-    the_path_is_the_network_and_no_file_backend_is_chosen(&s3);
-    a_broken_transfer_goes_on_at_the_byte_where_it_broke(&server, &s3);
-    what_cannot_be_opened_says_why(&s3);
-    a_server_that_does_not_answer_is_a_timeout();
-    servers_that_ignore_ranges_or_lie_are_errors();
-    weak_tags_are_never_demanded_and_halves_without_a_name_never_joined();
+    file_backends_refuse_objects(&s3);
+    a_broken_transfer_resumes_where_it_broke(&server, &s3);
+    errors_of_open_name_the_url(&s3);
+    a_silent_server_is_a_timeout();
+    wrong_responses_are_errors();
+    parts_are_joined_only_under_a_strong_etag();
 }
 
-fn the_path_is_the_network_and_no_file_backend_is_chosen(place: &Bucket) {
-    let source = Source::open(place.write("chosen", &content(10_000))).unwrap();
+fn file_backends_refuse_objects(bucket: &Bucket) {
+    let source = Source::open(bucket.write("chosen", &content(10_000))).unwrap();
     assert!(source.is_remote());
     let choice = Registry::builtin().choose(None, std::slice::from_ref(&source)).unwrap();
     assert_eq!(choice.provider.name(), "adaptive");
@@ -219,9 +219,9 @@ fn the_path_is_the_network_and_no_file_backend_is_chosen(place: &Bucket) {
     assert!(bytes[..50] == content(10_000)[9950..]);
 }
 
-fn a_broken_transfer_goes_on_at_the_byte_where_it_broke(server: &Server, place: &Bucket) {
+fn a_broken_transfer_resumes_where_it_broke(server: &Server, bucket: &Bucket) {
     const LEN: usize = 4 << 20;
-    place.write("broken", &content(LEN));
+    bucket.write("broken", &content(LEN));
     let breaker = Breaker::start(server.address, 1_000_000);
     let source = Source::open(format!("http://{}/{BUCKET}/broken", breaker.address)).unwrap();
     let reader = Reader::new(&source, Duration::from_secs(60));
@@ -229,26 +229,26 @@ fn a_broken_transfer_goes_on_at_the_byte_where_it_broke(server: &Server, place: 
     assert_eq!(done.result.unwrap().bytes(), LEN);
     assert!(done.buffers[0][..LEN] == content(LEN));
     let connections = breaker.connections.load(Ordering::SeqCst);
-    assert!(connections >= 5, "it was broken on the way: {connections} connections");
+    assert!(connections >= 5, "the transfer was not interrupted: {connections} connections");
     drop(reader);
     std::thread::sleep(Duration::from_millis(200));
     let passed = breaker.passed.load(Ordering::SeqCst) as usize;
-    // What is lost with a connection is what was in its sockets' buffers, and the headers.
+    // A broken connection loses its headers and what was in socket buffers.
     println!("{passed} bytes for {LEN}, over {connections} connections");
     assert!(passed < LEN + LEN / 4, "{passed} bytes for {LEN}");
 }
 
-fn what_cannot_be_opened_says_why(place: &Bucket) {
-    let error = Source::open(format!("{}/nothing-here", place.prefix)).unwrap_err();
+fn errors_of_open_name_the_url(bucket: &Bucket) {
+    let error = Source::open(format!("{}/missing", bucket.prefix)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
-    assert!(error.to_string().contains("s3://weights/nothing-here"), "{error}");
+    assert!(error.to_string().contains("s3://weights/missing"), "{error}");
     for url in ["s3://", "gopher://host/file", "http://[", "s3://weights/key?versionId=1"] {
         let error = Source::open(url).unwrap_err();
         assert!(error.to_string().starts_with(url), "{error}");
     }
 }
 
-fn a_server_that_does_not_answer_is_a_timeout() {
+fn a_silent_server_is_a_timeout() {
     let silent = Script::start(|request, mut client| {
         if request.starts_with("HEAD") {
             let head = "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\nETag: \"one\"\r\n\r\n";
@@ -261,7 +261,7 @@ fn a_server_that_does_not_answer_is_a_timeout() {
     let reader = Reader::new(&source, Duration::from_millis(300));
     let done = reader.read(&source, 0, 1000);
     assert_eq!(done.result.unwrap_err().kind(), ErrorKind::TimedOut);
-    assert_eq!(done.buffers.len(), 1, "nobody writes to it any more");
+    assert_eq!(done.buffers.len(), 1, "the buffer is no longer written to");
     let buffer = reader.pool.allocate(1000).unwrap();
     reader.backend.submit(ReadRequest::new(5, Arc::clone(&source), 0, 1000, buffer)).unwrap();
     std::thread::sleep(Duration::from_millis(50));
@@ -270,11 +270,11 @@ fn a_server_that_does_not_answer_is_a_timeout() {
     assert_eq!(done.result.unwrap_err().kind(), ErrorKind::Cancelled);
 }
 
-fn servers_that_ignore_ranges_or_lie_are_errors() {
+fn wrong_responses_are_errors() {
     let head = "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\nETag: \"one\"\r\n\r\n";
     let answers: [(&str, String, ErrorKind); 6] = [
         (
-            "a range beyond all numbers",
+            "a range that overflows",
             partial("bytes 0-18446744073709551615/100000", "one"),
             ErrorKind::Io,
         ),
@@ -283,17 +283,17 @@ fn servers_that_ignore_ranges_or_lie_are_errors() {
             partial("bytes 4096-5095/100000", "one").replace("ETag", "X-Tag"),
             ErrorKind::Changed,
         ),
-        ("the whole", format!("{head}{}", "x".repeat(100_000)), ErrorKind::Io),
+        ("the whole object", format!("{head}{}", "x".repeat(100_000)), ErrorKind::Io),
         ("another range", partial("bytes 0-999/100000", "one"), ErrorKind::Io),
         ("another version", partial("bytes 4096-5095/100000", "two"), ErrorKind::Changed),
         ("another length", partial("bytes 4096-5095/90000", "one"), ErrorKind::Changed),
     ];
     for (what, answer, kind) in answers {
-        let liar = Script::start(move |request, mut client| {
+        let server = Script::start(move |request, mut client| {
             let text = if request.starts_with("HEAD") { head } else { &answer };
             let _ = client.write_all(text.as_bytes());
         });
-        let source = Source::open(liar.url()).unwrap();
+        let source = Source::open(server.url()).unwrap();
         let done = Reader::new(&source, Duration::from_secs(20)).read(&source, 4096, 1000);
         let error = done.result.unwrap_err();
         assert_eq!(error.kind(), kind, "{what}: {error}");
@@ -301,8 +301,8 @@ fn servers_that_ignore_ranges_or_lie_are_errors() {
     }
 }
 
-fn weak_tags_are_never_demanded_and_halves_without_a_name_never_joined() {
-    // Answers what is asked for in a version that changes with every request, half of it at first.
+fn parts_are_joined_only_under_a_strong_etag() {
+    // With `changes`, each response has another version, and the first ones are cut in half.
     let serve = |validator: &'static str, changes: bool| {
         let version = AtomicUsize::new(0);
         Script::start(move |request, mut client| {
@@ -339,8 +339,8 @@ fn weak_tags_are_never_demanded_and_halves_without_a_name_never_joined() {
         let bytes = &done.buffers[0][..10_000];
         assert!(bytes.iter().all(|byte| *byte == bytes[0]), "{validator}: one version");
     }
-    let nameless = serve("X-Nothing: 1", false);
-    let error = Source::open(nameless.url()).unwrap_err();
+    let without_version = serve("X-Nothing: 1", false);
+    let error = Source::open(without_version.url()).unwrap_err();
     assert!(error.to_string().contains("neither ETag nor Last-Modified"), "{error}");
 }
 
@@ -352,7 +352,7 @@ fn partial(range: &str, etag: &str) -> String {
     )
 }
 
-/// A server that answers each request as a closure says, and then hangs up.
+/// A server that passes each request to a closure, which responds, and then closes the connection.
 struct Script {
     address: SocketAddr,
 }

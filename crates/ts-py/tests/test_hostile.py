@@ -169,7 +169,7 @@ CASES: dict[str, tuple[Make, str]] = {
     "a directory in place of a file": (lambda path: (path / SINGLE).mkdir(),
         f"{SINGLE}: .* is a directory"),
     "a pipe in place of a file": (lambda path: os.mkfifo(path / SINGLE), f"{SINGLE}: cannot open: "
-        ".*no regular file"),
+        ".*not a regular file"),
     ".ts: cut in the superblock": (container(cut(40)), "byte 0: no valid superblock"),
     ".ts: no superblock": (container(overwrite(9, b"\xff" * 60)), "byte 0: no valid "
         "superblock.*checksum"),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `tensorstream bench io`.
+//! `tensorstream bench io`: measures the speed of I/O backends.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,17 +13,16 @@ use ts_io::{
     Availability, BackendOptions, Measured, Registry, Source, Tuner, Tuning, Workload, measure,
     measure_memcpy,
 };
-
 use ts_pool::{BLOCK_ALIGN, Budget, HostPool};
 
-use super::console::{Console, say};
-use super::{at_least_one, budget};
+use super::arguments::{at_least_one, budget};
+use super::console::{Console, MIB, say};
 use crate::Error;
 
-/// Rows that are no backends.
+/// Measurements other than backends.
 const MEMCPY: &str = "memcpy";
 const VIEWS: &str = "views";
-/// Memory for finding out request size and depth.
+/// Memory for measuring request size and queue depth.
 const TUNING_BYTES: usize = 128 << 20;
 
 #[derive(Debug, Args)]
@@ -49,19 +48,19 @@ pub(super) struct Arguments {
     /// How much of the file to read, from its beginning.
     #[arg(long, value_parser = budget, default_value = "2GiB")]
     bytes: usize,
-    /// Largest single read; measured first if not given, without remembering it.
+    /// Maximum size of a read. Measured first by default.
     #[arg(long, value_parser = budget)]
     request_bytes: Option<usize>,
-    /// Reads in flight at once; measured first if not given.
+    /// Reads in flight at once. Measured first by default.
     #[arg(long)]
     in_flight: Option<usize>,
-    /// Reads the file in units of this size, in a random order that is the same in each
-    /// measurement, as a model's layers may come. In the file's order if not given.
+    /// Read the file in units of this size, in a random order that is the same in each measurement.
+    /// Sequentially by default.
     #[arg(long, value_parser = budget)]
     random_units: Option<usize>,
 }
 
-/// What the page cache holds.
+/// The state of the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 enum State {
     /// Nothing of the file.
@@ -70,7 +69,7 @@ enum State {
     Half,
     /// All of it.
     Warm,
-    /// It has nothing to do with it.
+    /// The source is remote, so the page cache does not matter.
     #[value(skip)]
     Remote,
 }
@@ -94,7 +93,7 @@ pub(super) fn run(
     if arguments.path.is_dir() {
         let reason = "it is a directory; name one file in it, such as model.safetensors";
         let error = std::io::Error::new(std::io::ErrorKind::IsADirectory, reason);
-        return Err(crate::checkpoint::open_error(&arguments.path, error));
+        return Err(Error::open(&arguments.path, error));
     }
     let source = Source::open(&arguments.path)?;
     let registry = Registry::builtin();
@@ -113,33 +112,31 @@ pub(super) fn run(
         registry.choose(Some(unknown), &[])?;
     }
     let tuning = match (arguments.request_bytes, arguments.in_flight) {
-        (Some(request_bytes), Some(in_flight)) => Tuning { request_bytes, in_flight },
+        (Some(request_bytes), Some(in_flight)) => {
+            Tuning::default().with_request_bytes(request_bytes).with_in_flight(in_flight)
+        }
         (request_bytes, in_flight) => {
             let tuner = Tuner::remembering_in(None);
             let tuned =
                 interruptible(tuner.tuning(&source, &Budget::new(TUNING_BYTES), interrupt))?;
-            Tuning {
-                request_bytes: request_bytes.unwrap_or(tuned.request_bytes),
-                in_flight: in_flight.unwrap_or(tuned.in_flight),
-            }
+            tuned
+                .with_request_bytes(request_bytes.unwrap_or(tuned.request_bytes))
+                .with_in_flight(in_flight.unwrap_or(tuned.in_flight))
         }
     };
-    let workload = Workload {
-        ranges: ranges(source.len().min(arguments.bytes as u64), arguments.random_units)
-            .repeat(arguments.passes),
-        request_bytes: tuning.request_bytes,
-        options: BackendOptions { in_flight: tuning.in_flight, ..BackendOptions::default() },
-        limit: None,
-    };
+    let ranges = ranges(source.len().min(arguments.bytes as u64), arguments.random_units);
+    let workload = Workload::default()
+        .with_ranges(ranges.repeat(arguments.passes))
+        .with_request_bytes(tuning.request_bytes)
+        .with_options(BackendOptions::default().with_in_flight(tuning.in_flight));
     let memory = 2 * tuning.in_flight.max(1) * tuning.request_bytes.next_multiple_of(BLOCK_ALIGN);
     let pool = HostPool::new(&Budget::new(memory), memory).map_err(ts_io::Error::from)?;
-    // Pages are taken from the system before any time counts.
+    // The memory is touched before the measurement, so that page faults do not count.
     pool.allocate(memory).map_err(ts_io::Error::from)?.fill(0);
     let mut rows: BTreeMap<(State, usize, &'static str), Vec<Measured>> = BTreeMap::new();
     let bytes: u64 = workload.ranges.iter().map(|range| range.1).sum();
     #[cfg(target_os = "linux")]
     let end = source.len().min(arguments.bytes as u64);
-    // Nothing of an object is in the page cache.
     let states = if source.is_remote() { &[State::Remote][..] } else { &arguments.states[..] };
     for _ in 0..arguments.rounds {
         for &state in states {
@@ -180,12 +177,12 @@ pub(super) fn run(
     Ok(0)
 }
 
-/// What to read, and in which order.
+/// Returns the ranges to read, in order.
 fn ranges(bytes: u64, unit: Option<usize>) -> Vec<(u64, u64)> {
     let Some(unit) = unit else { return vec![(0, bytes)] };
     let mut ranges: Vec<_> =
         (0..bytes).step_by(unit).map(|begin| (begin, (unit as u64).min(bytes - begin))).collect();
-    // Fisher and Yates' shuffle with a fixed xorshift: the same order every time.
+    // Fisher-Yates shuffle with a fixed seed, so that the order is always the same.
     let mut random = 0x9E37_79B9_7F4A_7C15_u64;
     for i in (1..ranges.len()).rev() {
         random ^= random << 13;
@@ -196,8 +193,8 @@ fn ranges(bytes: u64, unit: Option<usize>) -> Vec<(u64, u64)> {
     ranges
 }
 
-/// Brings the page cache into the state that is asked for: from cold on, by reading in the file's
-/// order, so that the cache holds it in pages as large as it usually does.
+/// Brings the page cache into a state. Evicts the file, and then reads it sequentially, so that the
+/// cache has large pages as usual.
 fn prepare(
     source: &Arc<Source>,
     workload: &Workload,
@@ -206,7 +203,7 @@ fn prepare(
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<(), Error> {
     match (source.evict(), state) {
-        // It will be there, if in whatever pages it was brought in.
+        // If the file cannot be evicted, it is warm, but perhaps in smaller pages.
         (_, State::Warm | State::Remote) => {}
         (evicted, State::Cold | State::Half) => evicted?,
     }
@@ -236,7 +233,7 @@ fn interruptible<T>(done: Result<T, ts_io::Error>) -> Result<T, Error> {
     }
 }
 
-/// The measurements of one backend in one state.
+/// The results of one backend in one state.
 struct Row {
     backend: &'static str,
     state: State,
@@ -318,8 +315,8 @@ fn print_text(
     say(format_args!(
         "{}: {:.0} MiB in requests of {:.1} MiB, {} in flight, median of {}\n",
         arguments.path.display(),
-        bytes as f64 / super::MIB,
-        workload.request_bytes as f64 / super::MIB,
+        bytes as f64 / MIB,
+        workload.request_bytes as f64 / MIB,
         workload.options.in_flight,
         arguments.rounds,
     ));
@@ -342,5 +339,5 @@ fn print_text(
     for (name, reason) in absent {
         say(format_args!("       {name:<11} not available: {reason}"));
     }
-    say(format_args!("\nchosen if none is named: {chosen}"));
+    say(format_args!("\ndefault backend: {chosen}"));
 }

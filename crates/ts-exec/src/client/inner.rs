@@ -8,7 +8,7 @@
 use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -30,12 +30,14 @@ const IDLE_INTERVAL: Duration = Duration::from_millis(500);
 pub(super) const CONTENDED_SLICE: Duration = Duration::from_millis(1);
 /// Uploads are sent in pieces of this many bytes.
 pub(super) const UPLOAD_PIECE: usize = 8 << 20;
-/// With a backlog, a caller blocks while more bytes than this are unacknowledged.
-pub(super) const MAX_UNACKED: usize = 64 << 20;
+/// A caller that sends blocks while more bytes than this are queued or unacknowledged.
+const MAX_UNACKED: usize = 64 << 20;
 
 pub(super) struct ClientInner<S: Sink + Send> {
     queue: Mutex<RequestQueue>,
     connection: Mutex<ConnectionState<S>>,
+    /// The unacknowledged bytes of the connection when it was last used.
+    unacked_bytes: AtomicUsize,
     pub(super) next_reply: AtomicU64,
     /// How many waits have ended with an answer.
     pub(super) waits: AtomicU64,
@@ -58,6 +60,7 @@ impl<S: Sink + Send> ClientInner<S> {
         Ok(Self {
             queue: Mutex::default(),
             connection: Mutex::new(connection),
+            unacked_bytes: AtomicUsize::new(0),
             next_reply: AtomicU64::new(1),
             waits: AtomicU64::new(0),
             flusher_asleep: AtomicBool::new(false),
@@ -112,6 +115,11 @@ impl<S: Sink + Send> ClientInner<S> {
             self.contended.store(true, Ordering::Relaxed);
             self.connection.lock()
         })
+    }
+
+    /// Returns whether so many bytes are queued or unacknowledged that a caller must wait.
+    pub(super) fn is_backlogged(&self, queued_bytes: usize) -> bool {
+        queued_bytes + self.unacked_bytes.load(Ordering::Relaxed) >= MAX_UNACKED
     }
 
     /// Wakes the flusher, if it sleeps.
@@ -188,6 +196,7 @@ impl<S: Sink + Send> ClientInner<S> {
             };
             sent = sent.and(result);
         }
+        self.unacked_bytes.store(connection.channel.unacked_bytes(), Ordering::Relaxed);
         sent.and_then(|()| connection.channel.drive())
             .or_else(|error| self.reconnect(connection, error))
     }
@@ -211,6 +220,7 @@ impl<S: Sink + Send> ClientInner<S> {
             }),
             None => connection.channel.send_ack().and_then(|()| connection.channel.drive()),
         });
+        self.unacked_bytes.store(connection.channel.unacked_bytes(), Ordering::Relaxed);
         handled.or_else(|error| self.reconnect(connection, error))
     }
 

@@ -43,6 +43,26 @@ fn a_missing_reply_ends_the_session_when_a_later_one_arrives() {
     server.join().unwrap().unwrap();
 }
 
+#[test]
+fn a_client_of_a_server_that_does_not_read_blocks_and_fails() {
+    const PIECE: usize = 4 << 20;
+    let listener = bind();
+    let address = listener.address().clone();
+    let dial = move || {
+        let mut options = connection_options();
+        options.stall_timeout = Duration::from_secs(1);
+        Link::<Vec<u8>>::connect(&address, options)
+    };
+    let options = ClientOptions::new(dial).with_reconnect_timeout(Duration::ZERO);
+    let server = thread::spawn(move || send_after_handshake(&listener, &[]));
+    let client = Client::connect(options, [93; 16]).unwrap();
+    let link = server.join().unwrap().unwrap();
+    let piece = ts_remote::Bytes::from(vec![0; PIECE]);
+    let sent = (0..100).take_while(|_| client.write(1, 0, piece.clone()).is_ok()).count();
+    assert!(sent * PIECE <= 128 << 20, "{sent} pieces were accepted");
+    drop(link);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
     #[test]

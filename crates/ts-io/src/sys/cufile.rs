@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! NVIDIA's cuFile, as far as reads need it: found at run time, in three layers. Names and layouts
-//! are those of cufile.h 1.14, which has kept them since 1.0.
+//! NVIDIA's cuFile library, loaded at run time, as far as reads need it. Names and layouts are
+//! those of cufile.h 1.14, which are unchanged since 1.0.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Raw symbols.
+/// The C interface.
 mod raw {
     use super::{c_int, c_void};
 
@@ -23,12 +23,12 @@ mod raw {
     #[repr(C)]
     pub(super) struct Descriptor {
         pub(super) kind: c_int,
-        /// A union of a descriptor and a pointer.
+        /// A union of a file descriptor and a pointer.
         pub(super) handle: usize,
         pub(super) operations: *const c_void,
     }
 
-    /// `CUfileDrvProps_t`, with room for what later versions append.
+    /// `CUfileDrvProps_t`, with space for fields that later versions may append.
     #[repr(C)]
     pub(super) struct Properties {
         pub(super) major_version: u32,
@@ -41,7 +41,7 @@ mod raw {
     }
 
     pub(super) const OPAQUE_FD: c_int = 1;
-    /// Bit of `status_flags`: PCI peer-to-peer to NVMe, which needs no nvidia-fs.
+    /// A bit of `status_flags`: PCI peer-to-peer to NVMe, which does not need nvidia-fs.
     pub(super) const NVME_P2P: u32 = 1 << 11;
 
     pub(super) type DriverOpen = unsafe extern "C" fn() -> Status;
@@ -52,7 +52,7 @@ mod raw {
     pub(super) type Read = unsafe extern "C" fn(*mut c_void, *mut c_void, usize, i64, i64) -> isize;
 }
 
-/// The library, opened once for the life of the process, as its driver is.
+/// The library with its driver, both of which stay open until the process ends.
 pub(crate) struct CuFile {
     register: raw::HandleRegister,
     deregister: raw::HandleDeregister,
@@ -61,24 +61,24 @@ pub(crate) struct CuFile {
 }
 
 impl CuFile {
-    /// The library with its driver open, or why there is none.
+    /// Returns the library, or why it cannot be used. The first call loads it.
     pub(crate) fn get() -> Result<&'static CuFile, String> {
         static LIBRARY: OnceLock<Result<CuFile, String>> = OnceLock::new();
         LIBRARY.get_or_init(Self::open).as_ref().map_err(Clone::clone)
     }
 
     fn open() -> Result<Self, String> {
-        // Without a driver cuFileDriverOpen never returns.
-        driver_below(Path::new("/"))?;
-        // SAFETY: the names are C strings; a library that is found is never closed. Its
-        // initialisers are NVIDIA's.
+        // Without NVIDIA's driver, cuFileDriverOpen never returns.
+        check_driver(Path::new("/"))?;
+        // SAFETY: the name is a C string, and NVIDIA's library may be loaded at any time. It is
+        // never closed.
         let library =
             unsafe { libc::dlopen(c"libcufile.so.0".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if library.is_null() {
             return Err("libcufile.so.0 (GPUDirect Storage) is not installed".into());
         }
         let symbol = |name: &CStr| {
-            // SAFETY: the library is open and the name a C string.
+            // SAFETY: the library is open, and the name is a C string.
             let symbol = unsafe { libc::dlsym(library, name.as_ptr()) };
             if symbol.is_null() {
                 Err(format!("libcufile.so.0 has no {}", name.to_string_lossy()))
@@ -86,7 +86,7 @@ impl CuFile {
                 Ok(symbol)
             }
         };
-        // SAFETY: these are the functions of these names in cufile.h, with the types it gives them.
+        // SAFETY: cufile.h declares functions of these names with these types.
         let (open, properties, register, deregister, read) = unsafe {
             (
                 std::mem::transmute::<*mut c_void, raw::DriverOpen>(symbol(c"cuFileDriverOpen")?),
@@ -102,28 +102,28 @@ impl CuFile {
                 std::mem::transmute::<*mut c_void, raw::Read>(symbol(c"cuFileRead")?),
             )
         };
-        // SAFETY: it has no preconditions.
+        // SAFETY: the function has no preconditions.
         check("cuFileDriverOpen", unsafe { open() })?;
-        // SAFETY: all-zero bytes are a valid `Properties`, which is plain integers.
+        // SAFETY: `Properties` consists of integers, so all zeros are a valid value.
         let mut found: raw::Properties = unsafe { std::mem::zeroed() };
-        // SAFETY: the driver is open, and `found` is as large as the structure and larger.
+        // SAFETY: the driver is open, and `found` is larger than the structure that is written.
         check("cuFileDriverGetProperties", unsafe { properties(&raw mut found) })?;
         Ok(Self { register, deregister, read, properties: found })
     }
 
-    /// Whether storage and GPU talk to each other, by nvidia-fs or PCI peer-to-peer; else the
-    /// library reads through the host and copies ("compatibility mode").
+    /// Returns whether data goes directly between storage and GPU, through nvidia-fs or PCI
+    /// peer-to-peer. Otherwise the library reads into host memory and copies ("compatibility
+    /// mode").
     pub(crate) fn is_direct(&self) -> bool {
         (self.properties.major_version, self.properties.minor_version) != (0, 0)
             || self.properties.status_flags & raw::NVME_P2P != 0
     }
 }
 
-/// Whether NVIDIA's driver is loaded: the system below `root` shows it in at least one of these
-/// places.
-fn driver_below(root: &Path) -> Result<(), String> {
-    const PLACES: [&str; 2] = ["proc/driver/nvidia/version", "dev/nvidiactl"];
-    if PLACES.iter().any(|place| root.join(place).exists()) {
+/// Checks that NVIDIA's driver is loaded: one of its files exists below `root`.
+fn check_driver(root: &Path) -> Result<(), String> {
+    const FILES: [&str; 2] = ["proc/driver/nvidia/version", "dev/nvidiactl"];
+    if FILES.iter().any(|file| root.join(file).exists()) {
         return Ok(());
     }
     let reason = "cuFile (GPUDirect Storage) needs NVIDIA's driver, which is not loaded: neither \
@@ -131,16 +131,17 @@ fn driver_below(root: &Path) -> Result<(), String> {
     Err(reason.into())
 }
 
-/// A file as the library knows it. It knows each descriptor once, so there is one for all threads.
+/// A file that is registered with the library. A descriptor can be registered only once, so all
+/// threads share the handle.
 pub(crate) struct CuFileHandle {
     library: &'static CuFile,
     handle: *mut c_void,
-    /// What is registered; open until the handle is gone.
+    /// The registered file, which must stay open until it is deregistered.
     _file: File,
 }
 
-// SAFETY: the library lets any number of threads use a handle (the GPUDirect Storage API reference,
-// "Thread safety").
+// SAFETY: any number of threads may use a handle (GPUDirect Storage API reference, "Thread
+// safety").
 unsafe impl Send for CuFileHandle {}
 // SAFETY: as above.
 unsafe impl Sync for CuFileHandle {}
@@ -152,7 +153,7 @@ impl std::fmt::Debug for CuFileHandle {
 }
 
 impl CuFileHandle {
-    /// Makes a file that was opened past the page cache known to the library, or says why not.
+    /// Registers a file that was opened with O_DIRECT, or returns why that fails.
     pub(crate) fn new(file: &File) -> Result<Self, String> {
         let library = CuFile::get()?;
         let file = file.try_clone().map_err(|e| e.to_string())?;
@@ -162,25 +163,25 @@ impl CuFileHandle {
             handle: file.as_raw_fd() as usize,
             operations: std::ptr::null(),
         };
-        // SAFETY: both pointers are valid for the call, and the descriptor is open as long as the
-        // handle is known.
+        // SAFETY: both pointers are valid during the call, and the descriptor stays open until the
+        // handle is deregistered.
         let status = unsafe { (library.register)(&raw mut handle, &raw mut descriptor) };
         check("cuFileHandleRegister", status)?;
         Ok(Self { library, handle, _file: file })
     }
 
-    /// Reads into host memory, at least a byte unless the file ends at `offset`.
+    /// Reads into host memory: at least one byte, unless the file ends at `offset`.
     pub(crate) fn read_at(&self, memory: &mut [u8], offset: u64) -> io::Result<usize> {
         let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
-        // SAFETY: the handle is registered, the memory is exclusively borrowed and as long as is
-        // said, and the call returns when it no longer touches it.
+        // SAFETY: the handle is registered, the memory is exclusively borrowed and has the given
+        // length, and the library does not access it after the call.
         let read = unsafe {
             (self.library.read)(self.handle, memory.as_mut_ptr().cast(), memory.len(), offset, 0)
         };
         match read {
             -1 => Err(io::Error::last_os_error()),
             read => usize::try_from(read).map_err(|_| {
-                io::Error::other(format!("cuFileRead failed with cuFile error {}", -read))
+                io::Error::other(format!("cuFileRead failed: cuFile error {}", -read))
             }),
         }
     }
@@ -188,7 +189,7 @@ impl CuFileHandle {
 
 impl Drop for CuFileHandle {
     fn drop(&mut self) {
-        // SAFETY: it was registered when this was made, and nobody reads by it any more.
+        // SAFETY: `new` has registered the handle, and no read uses it any more.
         unsafe { (self.library.deregister)(self.handle) };
     }
 }
@@ -197,8 +198,7 @@ fn check(call: &str, status: raw::Status) -> Result<(), String> {
     match status {
         raw::Status { cufile: 0, .. } => Ok(()),
         raw::Status { cufile, cuda } => Err(format!(
-            "{call} failed with cuFile error {cufile}, CUDA error {cuda}: is there a GPU and its \
-             driver?"
+            "{call} failed: cuFile error {cufile}, CUDA error {cuda}; check the GPU and its driver"
         )),
     }
 }
@@ -208,12 +208,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_driver_is_found_where_the_system_shows_it() {
-        let root = tempfile::tempdir().expect("a directory");
-        let missing = driver_below(root.path()).expect_err("there is none yet");
+    fn the_driver_is_found_by_its_files() {
+        let root = tempfile::tempdir().unwrap();
+        let missing = check_driver(root.path()).unwrap_err();
         assert!(missing.contains("NVIDIA's driver, which is not loaded"), "{missing}");
-        std::fs::create_dir(root.path().join("dev")).expect("a directory");
-        std::fs::write(root.path().join("dev/nvidiactl"), "").expect("a file");
-        assert_eq!(driver_below(root.path()), Ok(()));
+        std::fs::create_dir(root.path().join("dev")).unwrap();
+        std::fs::write(root.path().join("dev/nvidiactl"), "").unwrap();
+        assert_eq!(check_driver(root.path()), Ok(()));
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is asked of Linux beyond the standard library.
+//! Linux system calls that the standard library does not wrap.
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, IoSliceMut};
@@ -8,11 +8,11 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::Duration;
 
-/// What direct I/O is aligned to when the kernel (before 6.1) does not say: a page satisfies all
+/// The alignment of direct I/O if the kernel (before 6.1) does not report it. A page satisfies all
 /// block devices.
 const FALLBACK_ALIGNMENT: usize = 4096;
 
-/// How many slices one call takes.
+/// The maximum number of slices in one call.
 pub(super) const IOV_MAX: usize = 1024;
 
 pub(crate) fn identity(metadata: &Metadata) -> (u64, u64) {
@@ -27,7 +27,7 @@ pub(crate) fn changed(metadata: &Metadata) -> Option<(i128, [u64; 4])> {
     ))
 }
 
-/// Reads into the slices, one after the other, at least a byte unless the file ends at `offset`.
+/// Fills the slices one after the other. Reads at least one byte, unless the file ends at `offset`.
 pub(crate) fn read_vectored_at(
     file: &File,
     slices: &mut [IoSliceMut<'_>],
@@ -38,13 +38,14 @@ pub(crate) fn read_vectored_at(
     }
     let count = slices.len().min(IOV_MAX) as libc::c_int;
     let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
-    // SAFETY: `IoSliceMut` is laid out as `iovec`, the slices are exclusively borrowed, and the
-    // descriptor is open while `file` lives.
+    // SAFETY: `IoSliceMut` has the layout of `iovec`, the slices are exclusively borrowed, and the
+    // descriptor is open while `file` exists.
     let read = unsafe { libc::preadv(file.as_raw_fd(), slices.as_ptr().cast(), count, offset) };
     usize::try_from(read).map_err(|_| io::Error::last_os_error())
 }
 
-/// A door that is shut until it is opened. Threads and rings can wait at it.
+/// An event that threads and rings can wait for: an eventfd that is readable while the gate is
+/// open. Closed at first.
 #[derive(Debug)]
 pub(crate) struct Gate(OwnedFd);
 
@@ -55,26 +56,26 @@ impl Gate {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the system has just made this descriptor, and nobody else has it.
+        // SAFETY: the kernel has just created this descriptor, so nothing else owns it.
         Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
     }
 
     pub(crate) fn open(&self) {
         let one = 1u64.to_ne_bytes();
-        // SAFETY: `one` is readable, and the descriptor is open. A counter that is full is open
-        // already.
+        // SAFETY: `one` is readable, and the descriptor is open. The write fails only if the
+        // counter is at its maximum, and then the gate is open.
         unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     }
 
-    pub(crate) fn shut(&self) {
+    pub(crate) fn close(&self) {
         let mut count = [0u8; 8];
-        // SAFETY: `count` is writable, and the descriptor is open. There is nothing to read from
-        // one shut already.
+        // SAFETY: `count` is writable, and the descriptor is open. The read fails if the gate is
+        // already closed.
         unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
     }
 
     pub(crate) fn wait(&self) {
-        // Interrupted waits are begun again.
+        // Signals interrupt a poll.
         while !self.poll(-1) {}
     }
 
@@ -85,7 +86,7 @@ impl Gate {
 
     fn poll(&self, timeout_ms: libc::c_int) -> bool {
         let mut poll = libc::pollfd { fd: self.0.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: `poll` is one `pollfd`, and the descriptor is open.
+        // SAFETY: `poll` is a single valid `pollfd`, and the descriptor is open.
         unsafe { libc::poll(&raw mut poll, 1, timeout_ms) > 0 }
     }
 }
@@ -96,34 +97,34 @@ impl AsRawFd for Gate {
     }
 }
 
-/// Opens `path` with O_DIRECT; also returns the alignment its reads need, in bytes.
+/// Opens `path` for reading with O_DIRECT; also returns the required alignment in bytes.
 pub(crate) fn open_direct(path: &Path) -> io::Result<(File, usize)> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)?;
     let alignment = direct_alignment(&file)?;
     Ok((file, alignment))
 }
 
-/// The same file once more, to write to it past the page cache; also returns the alignment that
-/// needs, in bytes.
+/// Opens the same file again for writing with O_DIRECT; also returns the required alignment in
+/// bytes.
 pub(crate) fn reopen_direct(file: &File) -> io::Result<(File, usize)> {
-    // By its descriptor and not its name, which may be another file's by now.
+    // By descriptor, because the path may name another file by now.
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let file = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path)?;
     let alignment = direct_alignment(&file)?;
     Ok((file, alignment))
 }
 
-/// The same file once more, for reads that nothing is read ahead for.
-pub(crate) fn reopen_quiet(file: &File) -> io::Result<File> {
+/// Opens the same file again, without readahead.
+pub(crate) fn reopen_without_readahead(file: &File) -> io::Result<File> {
     let file = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
-    // SAFETY: the descriptor is open; the call only advises.
+    // SAFETY: the descriptor is open, and no pointers are passed.
     match unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) } {
         0 => Ok(file),
         number => Err(io::Error::from_raw_os_error(number)),
     }
 }
 
-/// Sets room aside on the disk, without making the file longer.
+/// Reserves disk space without changing the length of the file.
 pub(crate) fn reserve(file: &File, begin: u64, len: u64) -> io::Result<()> {
     let size =
         |bytes| libc::off_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG));
@@ -132,7 +133,7 @@ pub(crate) fn reserve(file: &File, begin: u64, len: u64) -> io::Result<()> {
         return Ok(());
     }
     loop {
-        // SAFETY: the descriptor is open while `file` lives; no pointers are passed.
+        // SAFETY: the descriptor is open while `file` exists, and no pointers are passed.
         match unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, begin, len) } {
             0 => return Ok(()),
             _ => match io::Error::last_os_error() {
@@ -148,10 +149,10 @@ pub(crate) fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result
 }
 
 fn direct_alignment(file: &File) -> io::Result<usize> {
-    // SAFETY: all-zero bytes are a valid `statx`, which is plain integers.
+    // SAFETY: `statx` consists of integers, so all zeros are a valid value.
     let mut stat: libc::statx = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open while `file` lives, the path is an empty C string, as
-    // AT_EMPTY_PATH wants it, and `stat` is writable and of the size the kernel fills.
+    // SAFETY: the descriptor is open while `file` exists, the path is an empty C string, as
+    // AT_EMPTY_PATH requires, and `stat` is writable and has the type that the call fills.
     let rc = unsafe {
         libc::statx(
             file.as_raw_fd(),
@@ -167,21 +168,25 @@ fn direct_alignment(file: &File) -> io::Result<usize> {
     match stat.stx_dio_mem_align.max(stat.stx_dio_offset_align) as usize {
         0 => Err(io::Error::new(
             io::ErrorKind::Unsupported,
-            "the file system has no direct I/O for this file",
+            "the file system does not support direct I/O for this file",
         )),
         n if n.is_power_of_two() && n <= ts_pool::BLOCK_ALIGN => Ok(n),
         n => Err(io::Error::new(
             io::ErrorKind::Unsupported,
-            format!("direct I/O needs an alignment of {n} bytes"),
+            format!(
+                "unsupported alignment of direct I/O: {n} bytes (expected a power of two, at most \
+                 {})",
+                ts_pool::BLOCK_ALIGN
+            ),
         )),
     }
 }
 
-/// CPU time that this process has used so far, its own and the system's for it.
+/// Returns the CPU time that this process has used, in user and kernel mode.
 pub(crate) fn cpu_time() -> Option<Duration> {
-    // SAFETY: all-zero bytes are a valid `rusage`, which is plain integers.
+    // SAFETY: `rusage` consists of integers, so all zeros are a valid value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: `usage` is writable and of the size that the call fills.
+    // SAFETY: `usage` is writable and has the type that the call fills.
     if unsafe { libc::getrusage(libc::RUSAGE_SELF, &raw mut usage) } != 0 {
         return None;
     }
@@ -189,81 +194,83 @@ pub(crate) fn cpu_time() -> Option<Duration> {
     Some(of(usage.ru_utime) + of(usage.ru_stime))
 }
 
-/// Whether reads of a file can be handed to a ring: on file systems of the kernel's own, for which
-/// a read that would have to wait goes to the background. A server in user space or on the network
-/// (FUSE, NFS) can hold the thread that hands the read over, and with it all others.
+/// Returns whether submitting a read of this file to io_uring never blocks. On local file systems
+/// of the kernel, a read that must wait continues in the background. A file system in user space or
+/// on the network (FUSE, NFS) can block the submitting thread, and with it all other reads.
 pub(crate) fn suits_rings(file: &File) -> bool {
-    /// ext4, XFS, Btrfs, F2FS, bcachefs, overlayfs: the kernel's include/uapi/linux/magic.h.
+    /// ext4, XFS, Btrfs, F2FS, bcachefs, overlayfs (include/uapi/linux/magic.h of the kernel).
     const LOCAL: [u32; 6] =
         [0xEF53, 0x5846_5342, 0x9123_683E, 0xF2F5_2010, 0xCA45_1A4E, 0x794C_7630];
     statfs(file).is_some_and(|stat| LOCAL.contains(&(stat.f_type as u32)))
 }
 
 fn statfs(file: &File) -> Option<libc::statfs> {
-    // SAFETY: all-zero bytes are a valid `statfs`, which is plain integers.
+    // SAFETY: `statfs` consists of integers, so all zeros are a valid value.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open while `file` lives, and `stat` is writable and of the size
+    // SAFETY: the descriptor is open while `file` exists, and `stat` is writable and has the type
     // that the call fills.
     let rc = unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) };
     (rc == 0).then_some(stat)
 }
 
-/// A name for the file system that a file lies on: its kind and the number that it gives itself.
+/// Returns a name for the file system of a file, from its type and its id. `None` if it has no id.
 pub(crate) fn file_system(file: &File) -> Option<String> {
     let stat = statfs(file)?;
-    // SAFETY: `fsid_t` is two integers, whose fields the binding does not name.
+    // SAFETY: `fsid_t` consists of two 32-bit integers, whose fields the binding does not expose.
     let number: [u32; 2] = unsafe { std::mem::transmute(stat.f_fsid) };
     (number != [0; 2]).then(|| format!("{:x}-{:08x}{:08x}", stat.f_type, number[0], number[1]))
 }
 
-/// Asks the page cache to let a file go. What is not on the disk yet is brought there first.
+/// Drops a file from the page cache, after flushing it to disk.
 pub(crate) fn evict(file: &File) -> io::Result<()> {
     file.sync_data()?;
-    // SAFETY: the descriptor is open; the call only advises.
+    // SAFETY: the descriptor is open, and no pointers are passed.
     match unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) } {
         0 => Ok(()),
         number => Err(io::Error::from_raw_os_error(number)),
     }
 }
 
-/// The share of the range that is in the page cache: `cachestat` (Linux 6.5), else `mincore`.
-/// `None` also for files
-/// that are neither ours nor ours to write: the system does not tell of those.
+/// Returns the share of the range that is in the page cache, with `cachestat` (Linux 6.5) or else
+/// `mincore`. `None` for files that this process neither owns nor may write to, for which the
+/// kernel does not report it.
 pub(crate) fn residency(file: &File, offset: u64, len: usize) -> Option<f64> {
     if len == 0 {
         return Some(1.0);
     }
     match cachestat(file, offset, len) {
-        Err(e) if e.raw_os_error() == Some(libc::ENOSYS) && is_ours(file) => {
+        Err(e) if e.raw_os_error() == Some(libc::ENOSYS) && is_owned_or_writable(file) => {
             mincore(file, offset, len)
         }
         share => share.ok(),
     }
 }
 
-/// Whether `mincore` tells the truth about a file: of others it says that all pages are there.
-fn is_ours(file: &File) -> bool {
-    // SAFETY: these have no preconditions but an open descriptor and, for AT_EMPTY_PATH, an empty C
-    // string.
+/// Returns whether `mincore` reports the truth about a file. For other files it reports that all
+/// pages are resident.
+fn is_owned_or_writable(file: &File) -> bool {
+    // SAFETY: `geteuid` has no preconditions. `faccessat` needs an open descriptor and, with
+    // AT_EMPTY_PATH, an empty C string.
     unsafe {
-        let ours = file.metadata().is_ok_and(|metadata| metadata.uid() == libc::geteuid());
-        ours || libc::faccessat(
-            file.as_raw_fd(),
-            c"".as_ptr(),
-            libc::W_OK,
-            libc::AT_EMPTY_PATH | libc::AT_EACCESS,
-        ) == 0
+        let is_owner = file.metadata().is_ok_and(|metadata| metadata.uid() == libc::geteuid());
+        is_owner
+            || libc::faccessat(
+                file.as_raw_fd(),
+                c"".as_ptr(),
+                libc::W_OK,
+                libc::AT_EMPTY_PATH | libc::AT_EACCESS,
+            ) == 0
     }
 }
 
 fn cachestat(file: &File, offset: u64, len: usize) -> io::Result<f64> {
-    /// `struct cachestat_range` of the kernel.
+    /// The kernel's `struct cachestat_range`.
     #[repr(C)]
     struct Range {
         offset: u64,
         len: u64,
     }
-    /// `struct cachestat` of the kernel, in pages.
+    /// The kernel's `struct cachestat`, in pages.
     #[repr(C)]
     #[derive(Default)]
     struct Stat {
@@ -275,8 +282,8 @@ fn cachestat(file: &File, offset: u64, len: usize) -> io::Result<f64> {
     }
     const SYS_CACHESTAT: libc::c_long = 451;
     let (range, mut stat) = (Range { offset, len: len as u64 }, Stat::default());
-    // SAFETY: the descriptor is open while `file` lives; both structures are laid out as the
-    // kernel's and outlive the call, which writes `stat` alone.
+    // SAFETY: the descriptor is open while `file` exists. Both structures have the layout of the
+    // kernel's and outlive the call, which writes only to `stat`.
     let rc = unsafe {
         libc::syscall(
             SYS_CACHESTAT,
@@ -296,8 +303,8 @@ fn mincore(file: &File, offset: u64, len: usize) -> Option<f64> {
     let begin = offset - offset % page_size();
     let size = len + (offset - begin) as usize;
     let mut resident = vec![0u8; page_count(offset, len) as usize];
-    // SAFETY: a fresh mapping of the file that is never accessed, only asked about, and unmapped
-    // below; `resident` has one byte for each of its pages.
+    // SAFETY: this creates a new mapping, never accesses its memory, and unmaps it. `resident` has
+    // one byte for each of its pages.
     unsafe {
         let begin = libc::off_t::try_from(begin).ok()?;
         let map = libc::mmap(
@@ -335,12 +342,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_just_written_is_resident_by_both_ways_of_asking() {
-        let mut dir = tempfile::tempfile().unwrap();
-        io::Write::write_all(&mut dir, &[1; 20_000]).unwrap();
+    fn a_file_just_written_is_resident() {
+        let mut file = tempfile::tempfile().unwrap();
+        io::Write::write_all(&mut file, &[1; 20_000]).unwrap();
         for (offset, len) in [(0, 20_000), (5000, 1), (4095, 2)] {
-            assert_eq!(mincore(&dir, offset, len), Some(1.0));
-            assert!(cachestat(&dir, offset, len).map_or(true, |share| share == 1.0));
+            assert_eq!(mincore(&file, offset, len), Some(1.0));
+            assert!(cachestat(&file, offset, len).map_or(true, |share| share == 1.0));
         }
     }
 }

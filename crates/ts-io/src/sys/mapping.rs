@@ -1,32 +1,33 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Mappings of files.
+//! Memory mappings of files.
 
 use std::fs::File;
 use std::io;
 
 use memmap2::{Advice, Mmap, MmapOptions};
 
-/// A range of a file as memory.
+/// A range of a file, mapped into memory.
 #[derive(Debug)]
 pub(crate) struct Mapping(Option<Mmap>);
 
 impl Mapping {
-    /// Maps a range that the file has, and brings its pages in.
+    /// Maps a range of the file and reads its pages into memory. Blocks.
     ///
     /// # Safety
-    /// While the mapping lives nobody writes to the range of the file. If somebody truncates it,
-    /// reading the mapping ends the process with SIGBUS.
+    /// While the mapping exists, nothing writes to this range of the file. If the file is
+    /// truncated, reading the mapping kills the process with SIGBUS.
     ///
     /// # Errors
-    /// The system's; also when the file ends before the range does, or its device cannot be read.
+    /// Returns the system's error if the range cannot be mapped or read, among others because the
+    /// file ends before it.
     pub(crate) unsafe fn new(file: &File, offset: u64, len: usize) -> io::Result<Self> {
         if len == 0 {
             return Ok(Self(None));
         }
-        // SAFETY: nobody writes there, by the caller's promise.
+        // SAFETY: the caller guarantees that nothing writes to the range.
         let map = unsafe { MmapOptions::new().offset(offset).len(len).map(file)? };
         match map.advise(Advice::PopulateRead) {
-            // Linux before 5.14 does not know it; pages then come when they are touched.
+            // Before Linux 5.14, pages are read when they are accessed.
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => drop(map.advise(Advice::WillNeed)),
             populated => populated?,
         }
@@ -42,33 +43,33 @@ impl std::ops::Deref for Mapping {
     }
 }
 
-/// Copies from a file to the slices by way of a mapping, as far as the file goes.
+/// Copies from a file into the slices through a mapping, up to the end of the file.
 ///
-/// Another process that truncates the file meanwhile ends this one with SIGBUS; one that writes to
-/// it makes the bytes unspecified, as it does to any read.
+/// If another process truncates the file meanwhile, this process is killed with SIGBUS. If it
+/// writes to the range, the bytes are unspecified, as with any read.
 pub(crate) fn read_mapped_at(
     file: &File,
     slices: &mut [io::IoSliceMut<'_>],
     offset: u64,
 ) -> io::Result<usize> {
-    let room: usize = slices.iter().map(|slice| slice.len()).sum();
-    let there =
+    let capacity: usize = slices.iter().map(|slice| slice.len()).sum();
+    let available =
         usize::try_from(file.metadata()?.len().saturating_sub(offset)).unwrap_or(usize::MAX);
-    let len = room.min(there);
-    // SAFETY: the mapping is copied from once and gone; what is promised above is all that callers
-    // rely on.
+    let len = capacity.min(available);
+    // SAFETY: the mapping is copied from once and dropped. Callers rely on no more than the
+    // documentation of this function promises.
     let mapping = unsafe { Mapping::new(file, offset, len)? };
     let mut rest = &mapping[..];
     for slice in slices {
-        let (now, later) = rest.split_at(slice.len().min(rest.len()));
-        slice[..now.len()].copy_from_slice(now);
-        rest = later;
+        let (head, tail) = rest.split_at(slice.len().min(rest.len()));
+        slice[..head.len()].copy_from_slice(head);
+        rest = tail;
     }
     Ok(len)
 }
 
-/// Maps a range, reads a byte of each of its pages, and returns their sum. As dangerous as
-/// [`read_mapped_at`].
+/// Maps a range, reads one byte of each page, and returns their sum. Truncation has the same effect
+/// as for [`read_mapped_at`].
 pub(crate) fn touch_mapped(file: &File, offset: u64, len: usize) -> io::Result<u64> {
     // SAFETY: as in `read_mapped_at`.
     let mapping = unsafe { Mapping::new(file, offset, len)? };

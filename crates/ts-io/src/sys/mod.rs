@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is asked of the operating system beyond the standard library: this crate's one unsafe
-//! module.
+//! System calls that the standard library does not wrap. Apart from [`MappedView`], all unsafe code
+//! of this crate is here.
+//!
+//! [`MappedView`]: crate::MappedView
 
 #[cfg(target_os = "linux")]
 mod cufile;

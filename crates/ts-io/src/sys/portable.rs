@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is asked of the operating system, where it is not Linux: reads through the page cache.
+//! The same functions for other systems, on which files are only read through the page cache.
 
 use std::fs::{File, Metadata};
 use std::io::{self, IoSliceMut};
@@ -33,7 +33,7 @@ pub(crate) fn identity(_: &Metadata) -> (u64, u64) {
     (0, 0)
 }
 
-/// Reads into the first of the slices, at least a byte unless the file ends at `offset`.
+/// Fills the first of the slices. Reads at least one byte, unless the file ends at `offset`.
 pub(crate) fn read_vectored_at(
     file: &File,
     slices: &mut [IoSliceMut<'_>],
@@ -46,7 +46,7 @@ pub(crate) fn read_vectored_at(
     return std::os::windows::fs::FileExt::seek_read(file, slice, offset);
 }
 
-/// A door that is shut until it is opened, for good.
+/// An event that threads can wait for. Closed at first; once open, it stays open.
 #[derive(Debug, Default)]
 pub(crate) struct Gate(Mutex<bool>, Condvar);
 
@@ -71,7 +71,7 @@ impl Gate {
 }
 
 pub(crate) fn open_direct(_: &Path) -> io::Result<(File, usize)> {
-    Err(io::Error::new(io::ErrorKind::Unsupported, "direct I/O is only implemented for Linux"))
+    Err(io::Error::new(io::ErrorKind::Unsupported, "direct I/O is supported only on Linux"))
 }
 
 pub(crate) fn residency(_: &File, _: u64, _: usize) -> Option<f64> {
@@ -85,7 +85,7 @@ pub(crate) fn cpu_time() -> Option<std::time::Duration> {
 pub(crate) fn evict(_: &File) -> io::Result<()> {
     Err(io::Error::new(
         io::ErrorKind::Unsupported,
-        "emptying the page cache is only implemented for Linux",
+        "dropping a file from the page cache is supported only on Linux",
     ))
 }
 
@@ -115,6 +115,6 @@ pub(crate) fn write_all_at(file: &File, mut bytes: &[u8], mut offset: u64) -> io
     Ok(())
 }
 
-pub(crate) fn reopen_quiet(_: &File) -> io::Result<File> {
+pub(crate) fn reopen_without_readahead(_: &File) -> io::Result<File> {
     Err(io::ErrorKind::Unsupported.into())
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! io_uring, made safe: the ring owns what the system writes to until the system has said that it
-//! is done.
+//! A safe interface to io_uring. The ring owns all memory that the kernel writes to, from the
+//! submission of an operation to its completion.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::ptr::NonNull;
@@ -13,88 +14,93 @@ use io_uring::{IoUring, opcode, squeue};
 use ts_pool::{Buffer, HostPool};
 
 use super::Gate;
-use crate::memory::{Block, copy_to, pieces};
-use crate::source::Source;
+use crate::scatter::{Block, copy_to, slices};
 
-/// Files that are registered at once; more are read without.
+/// The maximum number of registered files. Further files are read without registration.
 const FILE_SLOTS: u32 = 64;
-/// Pieces of memory that are registered at once.
+/// The maximum number of registered memory regions.
 const REGION_SLOTS: u32 = 64;
-/// Largest piece of memory that can be registered as one, by the system's rule.
+/// The largest region that the kernel registers.
 const REGION_LIMIT: usize = 1 << 30;
-/// Names of what no slot has asked for.
+/// `user_data` of the poll of the `wake` gate.
 const WAKE: u64 = u64::MAX;
-const UNNAMED: u64 = u64::MAX - 1;
+/// `user_data` of operations whose completion is ignored.
+const IGNORED: u64 = u64::MAX - 1;
 
-/// Reads under way, and those between two steps. `T` is what the caller keeps with each.
+/// Reads that are in flight or between two operations, each with data `T` of the caller.
 pub(crate) struct Ring<T> {
     uring: IoUring,
     wake: Arc<Gate>,
-    /// Each behind a pointer of its own: slots stay in their places.
+    /// Boxed, because the kernel holds pointers into slots while this vector grows.
     slots: Vec<Option<Box<Slot<T>>>>,
-    /// Registered files, by their place; empty where the system has no table for us.
-    files: Vec<Option<Weak<Source>>>,
-    /// Registered memory, by its place.
+    /// The registered files, by index. Empty if the kernel has no table of files.
+    files: Vec<Option<Weak<File>>>,
+    /// The registered memory, by index.
     regions: Vec<Region>,
-    memory: Vec<HostPool>,
+    /// Keeps registered memory mapped.
+    pools: Vec<HostPool>,
 }
 
 struct Slot<T> {
     data: T,
     buffers: Vec<Buffer>,
-    source: Arc<Source>,
-    /// What the system reads while an operation is in flight.
+    file: Arc<File>,
+    /// The memory of the operation in flight. The kernel reads this while it works on it.
     vectors: Vec<libc::iovec>,
+    /// The duration of a delay in flight. The kernel reads this.
     time: Timespec,
+    /// The bounce buffer, allocated when first needed. The kernel writes to it.
     block: Option<Box<Block>>,
+    /// Whether an operation is in flight.
     busy: bool,
 }
 
-// SAFETY: the pointers in `vectors` point into the slot's own buffers, which may go to any thread.
+// SAFETY: the pointers in `vectors` point into the buffers and the block of the same slot, which
+// are themselves `Send`.
 unsafe impl<T: Send> Send for Slot<T> {}
 
-/// Memory that the ring knows.
+/// Registered memory.
 struct Region {
     begin: usize,
     len: usize,
 }
 
-/// What the system is asked for.
+/// An operation of a read.
 pub(crate) enum Op<'a> {
-    /// Read from the file's `offset` to `at..at + len` of the buffers.
-    Into { offset: u64, at: usize, len: usize },
-    /// Read a block of `len` bytes aside.
-    Aside { offset: u64, len: usize },
-    /// Only let time pass.
+    /// Read from `offset` of the file into `at..at + len` of the buffers.
+    Read { offset: u64, at: usize, len: usize },
+    /// Read `len` bytes into the bounce buffer.
+    ReadBlock { offset: u64, len: usize },
+    /// Wait for this long.
     Delay(Duration),
-    /// Only wait until a gate is open.
+    /// Wait until the gate opens.
     Gate(&'a Gate),
 }
 
 impl<T> Ring<T> {
-    /// A ring for so many reads at once. Opening `wake` ends a wait.
+    /// Creates a ring for `reads` reads at once. Opening `wake` ends a [`wait`](Self::wait).
     pub(crate) fn new(reads: usize, wake: Arc<Gate>) -> io::Result<Self> {
-        // One operation for each read, a cancellation for each, and the wake.
+        // One operation and one cancellation for each read, and the poll of `wake`.
         let entries = u32::try_from(2 * reads + 2).map_err(|_| io::ErrorKind::InvalidInput)?;
-        // Completions are handled when this thread waits for them, and not whenever they arrive
-        // (Linux 6.1).
+        // With deferred task work (Linux 6.1), the kernel processes completions when this thread
+        // waits, instead of interrupting it.
         let quiet = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries);
         let uring = quiet.or_else(|_| IoUring::new(entries))?;
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
-                "the kernel's io_uring is older than 5.11",
+                "the io_uring of this kernel is too old (expected Linux 5.11 or newer)",
             ));
         }
         let has_files = uring.submitter().register_files_sparse(FILE_SLOTS).is_ok();
         let files = vec![None; if has_files { FILE_SLOTS as usize } else { 0 }];
         let mut this =
-            Self { uring, wake, slots: Vec::new(), files, regions: Vec::new(), memory: Vec::new() };
-        this.watch_wake();
+            Self { uring, wake, slots: Vec::new(), files, regions: Vec::new(), pools: Vec::new() };
+        this.poll_wake();
         Ok(this)
     }
 
-    /// Registers a pool's memory, as far as the system lets us.
+    /// Registers a pool's memory, as far as the kernel permits.
     pub(crate) fn register(&mut self, pool: &HostPool) {
         let memory = pool.as_ptr_range();
         let (begin, end) = (memory.start.addr(), memory.end.addr());
@@ -111,8 +117,8 @@ impl<T> Ring<T> {
         for begin in (begin..end).step_by(REGION_LIMIT).take(REGION_SLOTS as usize - before) {
             let region = Region { begin, len: REGION_LIMIT.min(end - begin) };
             let vectors = [vector(region.begin, region.len)];
-            // SAFETY: the memory is mapped while its pool lives, and the pool is kept as long as
-            // the ring. The place is empty, so no read under way refers to it.
+            // SAFETY: the memory is mapped as long as its pool exists, and the ring keeps a handle
+            // to the pool. The table entry is empty, so no read in flight refers to it.
             if unsafe {
                 submitter.register_buffers_update(self.regions.len() as u32, &vectors, None)
             }
@@ -123,45 +129,45 @@ impl<T> Ring<T> {
             self.regions.push(region);
         }
         if self.regions.len() > before {
-            self.memory.push(pool.clone());
+            self.pools.push(pool.clone());
         }
     }
 
-    /// Takes a read in and names it.
-    pub(crate) fn insert(&mut self, data: T, source: Arc<Source>, buffers: Vec<Buffer>) -> usize {
+    /// Adds a read of `file` into `buffers` and returns its key.
+    pub(crate) fn insert(&mut self, data: T, file: Arc<File>, buffers: Vec<Buffer>) -> usize {
         let key = self.slots.iter().position(Option::is_none).unwrap_or_else(|| {
             self.slots.push(None);
             self.slots.len() - 1
         });
         let (vectors, time) = (Vec::new(), Timespec::new());
-        let slot = Slot { data, buffers, source, vectors, time, block: None, busy: false };
+        let slot = Slot { data, buffers, file, vectors, time, block: None, busy: false };
         self.slots[key] = Some(Box::new(slot));
         key
     }
 
-    /// Has the system let go of files that nobody has open any more.
+    /// Unregisters the files that no read in the ring uses, so that they can be closed.
     pub(crate) fn forget_files(&mut self) {
         for index in 0..self.files.len() {
             if self.files[index].is_some()
-                && self.slots.iter().flatten().all(|slot| !self.is_file(index, &slot.source))
+                && self.slots.iter().flatten().all(|slot| !self.is_file(index, &slot.file))
             {
-                // Should this fail, the place is used again by the next file.
+                // If this fails, the next file replaces the table entry.
                 let _ = self.uring.submitter().register_files_update(index as u32, &[-1]);
                 self.files[index] = None;
             }
         }
     }
 
-    fn is_file(&self, index: usize, source: &Arc<Source>) -> bool {
-        self.files[index].as_ref().is_some_and(|known| known.as_ptr() == Arc::as_ptr(source))
+    fn is_file(&self, index: usize, file: &Arc<File>) -> bool {
+        self.files[index].as_ref().is_some_and(|known| known.as_ptr() == Arc::as_ptr(file))
     }
 
-    /// What the caller keeps with a read.
+    /// Returns the caller's data of a read.
     pub(crate) fn data(&mut self, key: usize) -> &mut T {
         &mut self.slot(key).data
     }
 
-    /// All reads.
+    /// Returns key and data of all reads.
     pub(crate) fn iter(&mut self) -> impl Iterator<Item = (usize, &mut T)> {
         self.slots
             .iter_mut()
@@ -173,47 +179,48 @@ impl<T> Ring<T> {
         self.slots.iter().flatten().count()
     }
 
-    /// Gives a read back, of which no operation is in flight.
+    /// Removes a read that has no operation in flight.
     pub(crate) fn remove(&mut self, key: usize) -> (T, Vec<Buffer>) {
-        let slot = self.slots[key].take().expect("the caller has the key of a read");
-        assert!(!slot.busy, "a read that the system works on stays where it is");
+        let slot = self.slots[key].take().expect("the key is that of a read in the ring");
+        assert!(!slot.busy, "a read cannot be removed while the kernel works on it");
         let Slot { data, buffers, .. } = *slot;
         (data, buffers)
     }
 
-    /// Begins the next operation of a read; it ends in [`wait`](Self::wait).
+    /// Starts the next operation of a read. [`wait`](Self::wait) returns its result.
     pub(crate) fn start(&mut self, key: usize, op: &Op<'_>) {
-        assert!(!self.slot(key).busy, "one operation at a time");
+        assert!(!self.slot(key).busy, "a read has one operation in flight at a time");
         let entry = self.entry(key, op).user_data(key as u64);
         self.slot(key).busy = true;
-        // SAFETY: what the operation writes to and reads belongs to the slot, which stays in its
-        // place (the vectors and the block behind their own pointers) and is not touched until it
-        // is no longer busy.
+        // SAFETY: the memory that the operation reads and writes belongs to the slot. The slot does
+        // not move, because it is boxed, as are its vectors and block; and while it is busy, it is
+        // neither accessed nor freed.
         unsafe { self.push(&entry) };
     }
 
-    /// Brings bytes that were read aside to their place.
-    pub(crate) fn copy_aside(&mut self, key: usize, skip: usize, at: usize, len: usize) {
+    /// Copies `len` bytes from position `skip` of the bounce buffer to position `at` of the
+    /// buffers.
+    pub(crate) fn copy_from_block(&mut self, key: usize, skip: usize, at: usize, len: usize) {
         let slot = self.slot(key);
-        assert!(!slot.busy, "the system no longer writes");
-        let block = slot.block.as_ref().expect("it was read aside");
+        assert!(!slot.busy, "the kernel may still write to the bounce buffer");
+        let block = slot.block.as_ref().expect("an operation has filled the bounce buffer");
         copy_to(&mut slot.buffers, at, &block.0[skip..skip + len]);
     }
 
-    /// Asks the system to give up a read's operation, which then ends with an error, or as usual.
+    /// Asks the kernel to abort a read's operation, which then fails or completes as usual.
     pub(crate) fn cancel(&mut self, key: usize) {
         if self.slots[key].as_ref().is_some_and(|slot| slot.busy) {
-            let entry = opcode::AsyncCancel::new(key as u64).build().user_data(UNNAMED);
-            // SAFETY: the operation points to nothing.
+            let entry = opcode::AsyncCancel::new(key as u64).build().user_data(IGNORED);
+            // SAFETY: the entry contains no pointers.
             unsafe { self.push(&entry) };
         }
     }
 
-    /// Waits until an operation ends, `wake` is opened, or the time is over. Returns what has
-    /// ended.
+    /// Waits until an operation completes, `wake` is opened, or `limit` has passed. Returns keys
+    /// and results of the completed operations.
     ///
     /// # Errors
-    /// When the system refuses to go on with the ring at all.
+    /// Returns the error if the kernel refuses the wait.
     pub(crate) fn wait(
         &mut self,
         limit: Option<Duration>,
@@ -226,7 +233,7 @@ impl<T> Ring<T> {
         };
         match waited {
             Ok(_) => {}
-            // The time is over; a signal came; or there is something to take before more is given.
+            // The limit has passed, a signal arrived, or completions must be consumed first.
             Err(e)
                 if matches!(
                     e.raw_os_error(),
@@ -234,54 +241,54 @@ impl<T> Ring<T> {
                 ) => {}
             Err(e) => return Err(e),
         }
-        let (mut ended, mut woken) = (Vec::new(), false);
+        let (mut completed, mut woken) = (Vec::new(), false);
         for entry in self.uring.completion() {
             match entry.user_data() {
                 WAKE => woken = true,
-                UNNAMED => {}
+                IGNORED => {}
                 key => {
                     let result = entry.result();
                     let result =
                         usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result));
-                    ended.push((key as usize, result));
+                    completed.push((key as usize, result));
                 }
             }
         }
-        for &(key, _) in &ended {
+        for &(key, _) in &completed {
             self.slot(key).busy = false;
         }
         if woken {
-            self.wake.shut();
-            self.watch_wake();
+            self.wake.close();
+            self.poll_wake();
         }
-        Ok(ended)
+        Ok(completed)
     }
 
     fn slot(&mut self, key: usize) -> &mut Slot<T> {
-        self.slots[key].as_mut().expect("the caller has the key of a read")
+        self.slots[key].as_mut().expect("the key is that of a read in the ring")
     }
 
-    fn watch_wake(&mut self) {
+    fn poll_wake(&mut self) {
         let poll = opcode::PollAdd::new(Fd(self.wake.as_raw_fd()), libc::POLLIN as u32);
-        // SAFETY: the operation points to nothing, and the ring keeps the gate open.
+        // SAFETY: the entry contains no pointers, and the ring keeps the gate's descriptor open.
         unsafe { self.push(&poll.build().user_data(WAKE)) };
     }
 
     fn entry(&mut self, key: usize, op: &Op<'_>) -> squeue::Entry {
         match *op {
-            Op::Into { offset, at, len } => {
+            Op::Read { offset, at, len } => {
                 let slot = self.slot(key);
                 slot.vectors.clear();
-                let vectors = pieces(&mut slot.buffers, at, len)
-                    .map(|p| vector(p.as_mut_ptr().addr(), p.len()));
+                let vectors = slices(&mut slot.buffers, at, len)
+                    .map(|s| vector(s.as_mut_ptr().addr(), s.len()));
                 slot.vectors.extend(vectors.take(super::linux::IOV_MAX));
-                self.read(key, offset)
+                self.read_entry(key, offset)
             }
-            Op::Aside { offset, len } => {
+            Op::ReadBlock { offset, len } => {
                 let slot = self.slot(key);
                 let block = slot.block.get_or_insert_with(|| Box::new(Block::zeroed()));
                 slot.vectors = vec![vector(block.0.as_mut_ptr().addr(), len)];
-                self.read(key, offset)
+                self.read_entry(key, offset)
             }
             Op::Delay(time) => {
                 let slot = self.slot(key);
@@ -294,17 +301,10 @@ impl<T> Ring<T> {
         }
     }
 
-    /// A read to the slot's vectors, in the cheapest form that the system has for it.
-    fn read(&mut self, key: usize, offset: u64) -> squeue::Entry {
-        let (file, source) = {
-            let slot = self.slot(key);
-            let file = slot
-                .source
-                .direct_file()
-                .expect("only sources that can be read directly come here");
-            (file.as_raw_fd(), Arc::clone(&slot.source))
-        };
-        let fixed = self.fixed_file(&source, file);
+    /// A read into the slot's vectors, with the cheapest opcode that applies.
+    fn read_entry(&mut self, key: usize, offset: u64) -> squeue::Entry {
+        let file = Arc::clone(&self.slot(key).file);
+        let (fixed, file) = (self.fixed_file(&file), file.as_raw_fd());
         let [one] = self.slot(key).vectors[..] else {
             let (vectors, count) =
                 (self.slot(key).vectors.as_ptr(), self.slot(key).vectors.len() as u32);
@@ -329,18 +329,20 @@ impl<T> Ring<T> {
         }
     }
 
-    /// The file's place in the ring's table. Sources that are gone leave theirs to others.
-    fn fixed_file(&mut self, source: &Arc<Source>, file: RawFd) -> Option<Fixed> {
-        let index = match (0..self.files.len()).find(|&index| self.is_file(index, source)) {
+    /// Returns the file's index in the table of registered files, registering it if there is space.
+    /// Files that have been closed make space.
+    fn fixed_file(&mut self, file: &Arc<File>) -> Option<Fixed> {
+        let index = match (0..self.files.len()).find(|&index| self.is_file(index, file)) {
             Some(index) => index,
             None => {
-                let gone = |known: &Option<Weak<Source>>| {
+                let is_free = |known: &Option<Weak<File>>| {
                     known.as_ref().is_none_or(|k| k.strong_count() == 0)
                 };
-                let index = self.files.iter().position(gone)?;
-                self.uring.submitter().register_files_update(index as u32, &[file]).ok()?;
-                // The weak pointer keeps the address from being used for another source.
-                self.files[index] = Some(Arc::downgrade(source));
+                let index = self.files.iter().position(is_free)?;
+                let descriptor: [RawFd; 1] = [file.as_raw_fd()];
+                self.uring.submitter().register_files_update(index as u32, &descriptor).ok()?;
+                // The weak reference prevents that another file gets the same address.
+                self.files[index] = Some(Arc::downgrade(file));
                 index
             }
         };
@@ -348,12 +350,13 @@ impl<T> Ring<T> {
     }
 
     /// # Safety
-    /// What the entry points to is valid, and otherwise unused, until its completion.
+    /// Until the completion of the entry, all memory that it points to is valid and not used for
+    /// anything else.
     unsafe fn push(&mut self, entry: &squeue::Entry) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees this.
         while unsafe { self.uring.submission().push(entry) }.is_err() {
-            // The queue is as long as all that is ever in it between two waits; should it be full
-            // all the same, handing it over empties it.
+            // The queue has space for all entries between two waits. If it is full nevertheless,
+            // submitting empties it.
             let _ = self.uring.submit();
         }
     }
@@ -362,7 +365,7 @@ impl<T> Ring<T> {
 impl<T> Drop for Ring<T> {
     fn drop(&mut self) {
         for slot in std::mem::take(&mut self.slots).into_iter().flatten().filter(|slot| slot.busy) {
-            // The system may still write there: better lost than used for something else.
+            // The kernel may still write to this memory, so it is leaked.
             std::mem::forget(slot);
         }
     }
@@ -373,7 +376,7 @@ fn vector(address: usize, len: usize) -> libc::iovec {
     libc::iovec { iov_base: base.cast(), iov_len: len }
 }
 
-/// Whether the system lets us have a ring.
+/// Checks that this process may create a ring.
 pub(crate) fn probe_ring() -> io::Result<()> {
     Ring::<()>::new(1, Arc::new(Gate::new()?)).map(drop)
 }

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The constructors of [`Source`], one for each kind.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::Error;
+use crate::file::FileOrigin;
+use crate::in_memory::InMemoryOrigin;
+#[cfg(feature = "object")]
+use crate::object::ObjectOrigin;
+use crate::remote::{RemoteOrigin, RemoteSource};
+use crate::source::{Fingerprint, Source};
+
+impl Source {
+    /// Opens a file or a URL and records its fingerprint. Blocks; for a URL at most 60 s.
+    ///
+    /// With the feature `object`, `s3://bucket/key`, `gs://`, `az://`, `http://` and `https://` are
+    /// read over the network, with the credentials of the environment: the variables `AWS_*` (also
+    /// those of containers and instances), `GOOGLE_*` and `AZURE_*`. `file://` is a path.
+    ///
+    /// # Errors
+    /// Returns [`Error::Open`] if the source cannot be opened or is not a regular file.
+    pub fn open(path: impl AsRef<Path>) -> Result<Arc<Self>, Error> {
+        let path = path.as_ref();
+        let file = match path.to_str() {
+            Some(url) if Self::is_url(url) => return open_url(url),
+            Some(text) => Path::new(text.strip_prefix("file://").unwrap_or(text)),
+            None => path,
+        };
+        FileOrigin::open(file).map(Self::new)
+    }
+
+    /// Creates a source from bytes in memory. Error messages call it `name`.
+    ///
+    /// Only [`read_at`](Self::read_at) reads it. Backends, whose purpose is to fill memory, fail
+    /// with [`Error::Unavailable`] or [`Error::Read`].
+    pub fn in_memory(
+        name: impl Into<PathBuf>,
+        bytes: impl AsRef<[u8]> + Send + Sync + 'static,
+    ) -> Arc<Self> {
+        Self::new(InMemoryOrigin::new(name.into(), bytes))
+    }
+
+    /// Creates a source that `reader` reads, such as a file of another machine. Error messages call
+    /// it `name`.
+    pub fn remote(
+        name: impl Into<PathBuf>,
+        fingerprint: Fingerprint,
+        reader: Arc<dyn RemoteSource>,
+    ) -> Arc<Self> {
+        Self::new(RemoteOrigin::new(name.into(), fingerprint, reader))
+    }
+
+    /// Returns whether `text` is a URL rather than a path. `file://` URLs count as paths.
+    pub fn is_url(text: &str) -> bool {
+        text.split_once("://")
+            .is_some_and(|(scheme, _)| scheme != "file" && !scheme.contains(['/', '\\']))
+    }
+}
+
+#[cfg(feature = "object")]
+fn open_url(url: &str) -> Result<Arc<Source>, Error> {
+    ObjectOrigin::open(url, crate::source::DEFAULT_TIMEOUT).map(Source::new)
+}
+
+#[cfg(not(feature = "object"))]
+fn open_url(url: &str) -> Result<Arc<Source>, Error> {
+    let unsupported = std::io::Error::new(
+        std::io::ErrorKind::Unsupported,
+        "this build cannot read URLs; build it with the feature `object`",
+    );
+    Err(Error::Open { path: url.into(), source: unsupported.into() })
+}
