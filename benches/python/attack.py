@@ -379,13 +379,13 @@ class Session:
 
 def on_offer() -> list[str]:
     """The names of the operators that a server offers, and of some that it does not."""
-    from tensorstream.remote.server._server import NAMESPACES, OWN
+    from tensorstream.remote.server._server import NAMESPACES, SERVER_OPERATORS
 
     names = [str(name) for name in torch._C._dispatch_get_all_op_names()]
     names = [name for name in names if name.partition("::")[0] in NAMESPACES - {"tensorstream"}]
     return (
         names
-        + [f"tensorstream::{name}" for name in OWN] * 5
+        + [f"tensorstream::{name}" for name in SERVER_OPERATORS] * 5
         + ["aten::no_such", "tensorstream::__init__", "x::y"]
     )
 

@@ -20,10 +20,10 @@ ROUNDS, RATE, BYTES = 5, "400mbit", 256 << 20
 
 
 def main() -> int:
-    from links import reason_against
+    from links import skip_reason
     from test_faults import broadcast_seconds
 
-    if reason := reason_against():
+    if reason := skip_reason():
         print(f"broadcast cannot run: {reason}")
         return 1
     seconds: dict[int, list[float]] = {}

@@ -215,7 +215,7 @@ pub struct Transfer {
 
 impl Transfer {
     /// Creates the result of a read that finishes now and whose bytes all took the same path.
-    pub fn by(path: ReadPath, bytes: usize, started_ns: u64) -> Self {
+    pub fn new(path: ReadPath, bytes: usize, started_ns: u64) -> Self {
         Self { paths: vec![(path, bytes)], started_ns, finished_ns: monotonic_ns() }
     }
 

@@ -104,8 +104,8 @@ pub use error::{Error, ErrorKind, SharedIoError};
 #[cfg(target_os = "linux")]
 pub use gds::{GdsMode, gds_mode};
 #[cfg(target_os = "linux")]
-pub use measure::measure_views;
-pub use measure::{Measured, Workload, measure, measure_memcpy};
+pub use measure::measure_mapped_views;
+pub use measure::{Measurement, Workload, measure, measure_memcpy};
 pub use provider::{Availability, BackendProvider};
 pub use registry::{Choice, Registry};
 pub use remote::RemoteSource;

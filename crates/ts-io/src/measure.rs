@@ -87,7 +87,7 @@ impl Workload {
 /// The result of a measurement.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
-pub struct Measured {
+pub struct Measurement {
     /// The number of bytes delivered.
     pub bytes: u64,
     /// The time from the first request to the last completion.
@@ -101,7 +101,7 @@ pub struct Measured {
     pub paths: BTreeMap<ReadPath, u64>,
 }
 
-impl Measured {
+impl Measurement {
     /// Returns the bandwidth in GiB/s.
     pub fn gib_per_s(&self) -> f64 {
         self.gib() / self.wall.as_secs_f64()
@@ -132,7 +132,7 @@ pub fn measure(
     workload: &Workload,
     pool: &HostPool,
     interrupt: &mut dyn FnMut() -> bool,
-) -> Result<Measured, Error> {
+) -> Result<Measurement, Error> {
     let request_bytes = workload.request_bytes.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
     let count = 2 * workload.options.in_flight.max(1);
     let (sink, done) = completion_queue();
@@ -144,7 +144,7 @@ pub fn measure(
         let begins = (offset..offset + len).step_by(request_bytes);
         begins.map(move |begin| (begin, (offset + len - begin).min(request_bytes as u64) as usize))
     });
-    let mut measured = Measured {
+    let mut measured = Measurement {
         bytes: 0,
         wall: Duration::ZERO,
         cpu: None,
@@ -205,7 +205,7 @@ pub fn measure_memcpy(
     request_bytes: usize,
     pool: &HostPool,
     interrupt: &mut dyn FnMut() -> bool,
-) -> Result<Measured, Error> {
+) -> Result<Measurement, Error> {
     const SOURCE: usize = 256 << 20;
     let source = vec![1u8; SOURCE];
     let mut target = pool.allocate(pool.stats().capacity_bytes)?;
@@ -233,11 +233,11 @@ pub fn measure_memcpy(
 /// Returns [`Error::ShortRead`] if the file is shorter than `bytes`, [`Error::Read`] if a read
 /// fails or the source is not a file, and [`Error::Interrupted`].
 #[cfg(target_os = "linux")]
-pub fn measure_views(
+pub fn measure_mapped_views(
     source: &Arc<Source>,
     bytes: u64,
     interrupt: &mut dyn FnMut() -> bool,
-) -> Result<Measured, Error> {
+) -> Result<Measurement, Error> {
     let file = FileOrigin::of(source).ok_or_else(|| source.not_a_file())?.file();
     if source.len() < bytes {
         let (path, expected, actual) =
@@ -260,7 +260,7 @@ fn timed(
     paths: BTreeMap<ReadPath, u64>,
     interrupt: &mut dyn FnMut() -> bool,
     mut work: impl FnMut(u64, usize) -> Result<(), Error>,
-) -> Result<Measured, Error> {
+) -> Result<Measurement, Error> {
     let (began, cpu_before) = (Instant::now(), sys::cpu_time());
     for begin in (0..bytes).step_by(unit as usize) {
         work(begin, unit.min(bytes - begin) as usize)?;
@@ -269,7 +269,7 @@ fn timed(
         }
     }
     let cpu = cpu_since(cpu_before);
-    Ok(Measured { bytes, wall: began.elapsed(), cpu, mean_in_flight: 1.0, paths })
+    Ok(Measurement { bytes, wall: began.elapsed(), cpu, mean_in_flight: 1.0, paths })
 }
 
 /// The CPU time used since `before`.

@@ -507,7 +507,7 @@ impl ObjectBackendInner {
         request.buffers = buffers;
         let result = result.and_then(|bytes| {
             request.check_delivered(bytes)?;
-            Ok(Transfer::by(ReadPath::Network, bytes, started_ns))
+            Ok(Transfer::new(ReadPath::Network, bytes, started_ns))
         });
         Completion { token: request.token, buffers: request.buffers, result }
     }

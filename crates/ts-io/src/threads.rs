@@ -173,7 +173,7 @@ impl<R: BlockingRead> Workers<R> {
             let read = self.reader.read(&mut request);
             let result = read.and_then(|(bytes, path)| {
                 request.check_delivered(bytes)?;
-                Ok(Transfer::by(path, bytes, started_ns))
+                Ok(Transfer::new(path, bytes, started_ns))
             });
             let mut state = self.lock();
             if state.active.remove(&number).is_none() {

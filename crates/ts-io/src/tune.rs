@@ -114,13 +114,13 @@ impl Default for Tuner {
 
 impl Tuner {
     /// Creates a tuner that always returns the default, without measuring or reading the cache.
-    pub fn off() -> Self {
+    pub fn disabled() -> Self {
         Self { cache_dir: None, measures: false }
     }
 
     /// Creates a tuner that caches results in `directory`, which it creates if necessary. With
     /// `None`, results are not cached.
-    pub fn remembering_in(directory: Option<PathBuf>) -> Self {
+    pub fn with_cache_dir(directory: Option<PathBuf>) -> Self {
         Self { cache_dir: directory, measures: true }
     }
 
@@ -267,7 +267,7 @@ fn store_cached(path: &Path, tuning: Tuning) -> std::io::Result<()> {
     let mut file = fs::File::create(&partial)?;
     writeln!(
         file,
-        "# Measured by tensorstream for one file system. Remove this file to measure again."
+        "# Measurement by tensorstream for one file system. Remove this file to measure again."
     )?;
     writeln!(file, "request_bytes = {}\nin_flight = {}", tuning.request_bytes, tuning.in_flight)?;
     fs::rename(partial, path)
@@ -300,7 +300,7 @@ mod tests {
     fn a_budget_too_small_to_measure_is_not_an_error() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let source = Source::open(file.path()).unwrap();
-        let trials = Tuner::remembering_in(None).trials(&source, &Budget::new(1000), &mut || false);
+        let trials = Tuner::with_cache_dir(None).trials(&source, &Budget::new(1000), &mut || false);
         assert!(trials.unwrap().is_empty());
     }
 

@@ -458,7 +458,7 @@ impl Driver {
         // A cancelled read that succeeded anyway is reported as a success.
         let result = result.and_then(|bytes| {
             request.check_delivered(bytes)?;
-            Ok(Transfer::by(ReadPath::Direct, bytes, started_ns))
+            Ok(Transfer::new(ReadPath::Direct, bytes, started_ns))
         });
         (self.inner.sink)(match result {
             Err(_) if cancelled => request.cancelled(),

@@ -173,7 +173,7 @@ mod linux {
         let source = Source::open(&path).unwrap();
         let budget = Budget::new(1 << 30);
         let cache = cache.path().join("not/there/yet");
-        let tuner = Tuner::remembering_in(Some(cache.clone()));
+        let tuner = Tuner::with_cache_dir(Some(cache.clone()));
 
         let interrupted = tuner.tuning(&source, &budget, &mut || true);
         assert!(matches!(interrupted, Err(Error::Interrupted)), "{interrupted:?}");
@@ -187,6 +187,6 @@ mod linux {
         std::fs::write(&file, "request_bytes = 1048576\nin_flight = 2\n").unwrap();
         let expected = Tuning::default().with_request_bytes(1 << 20).with_in_flight(2);
         assert_eq!(tuner.tuning(&source, &budget, &mut never).unwrap(), expected);
-        assert_eq!(Tuner::off().tuning(&source, &budget, &mut never).unwrap(), Tuning::default());
+        assert_eq!(Tuner::disabled().tuning(&source, &budget, &mut never).unwrap(), Tuning::default());
     }
 }

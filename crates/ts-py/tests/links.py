@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Links between namespaces of the network that behave badly, or are only so fast."""
+"""Links between network namespaces that lose packets, delay them, or are slow."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Link", "Namespace", "bad_link", "reason_against", "shaped_star"]
+__all__ = ["Link", "Namespace", "bad_link", "shaped_star", "skip_reason"]
 
-# Not every kernel has netem: packets go by way of this process, which keeps them as long as it is
-# to, or drops them.
+# Not every kernel has netem, so packets pass through this process, which delays or drops them.
 _OPEN_TUN = """
 import fcntl, os, socket, struct, sys
 tun = os.open("/dev/net/tun", os.O_RDWR)
@@ -32,17 +31,17 @@ socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"x"], [tun])
 _MTU = 9000
 
 
-def reason_against() -> str | None:
-    """Why there can be no such links here, if there cannot."""
+def skip_reason() -> str | None:
+    """Returns why this computer cannot create such links, or None."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs root, ip and tc"
     if not Path("/dev/net/tun").exists():
         return "needs /dev/net/tun"
-    made = subprocess.run(
+    result = subprocess.run(
         ["ip", "netns", "add", f"ts-try-{os.getpid()}"], capture_output=True, check=False
     )
-    if made.returncode:
-        return "the system gives no namespaces"
+    if result.returncode:
+        return "needs network namespaces"
     _run("ip", "netns", "del", f"ts-try-{os.getpid()}")
     return None
 
@@ -52,9 +51,9 @@ def _run(*command: str) -> None:
 
 
 class Namespace:
-    """A machine of its own, as far as the network is concerned.
+    """A network namespace, which acts as a separate machine.
 
-    Gone with everything in it at the end.
+    Its processes are killed at the end of the ``with`` block.
     """
 
     def __init__(self, name: str) -> None:
@@ -88,7 +87,7 @@ class Namespace:
 
 
 class Link:
-    """What happens to packets between two namespaces: changed at any time."""
+    """Forwards packets between two namespaces. Its attributes can be changed at any time."""
 
     def __init__(self, ends: tuple[int, int]) -> None:
         self.delay_s = 0.0
@@ -99,7 +98,7 @@ class Link:
         self._ends = ends
         self._stop = threading.Event()
         self._random = random.Random(7)
-        self._thread = threading.Thread(target=self._carry)
+        self._thread = threading.Thread(target=self._forward)
 
     def __enter__(self) -> Link:
         self._thread.start()
@@ -111,38 +110,39 @@ class Link:
         for end in self._ends:
             os.close(end)
 
-    def _carry(self) -> None:
-        waiting: list[tuple[float, int, int, bytes]] = []
+    def _forward(self) -> None:
+        # Time, order of arrival, target and content of each packet.
+        pending: list[tuple[float, int, int, bytes]] = []
         free_at = {end: 0.0 for end in self._ends}
         number = 0
         while not self._stop.is_set():
             now = time.monotonic()
-            while waiting and waiting[0][0] <= now:
-                _, _, target, packet = heapq.heappop(waiting)
+            while pending and pending[0][0] <= now:
+                _, _, target, packet = heapq.heappop(pending)
                 os.write(target, packet)
-            left = min(0.05, waiting[0][0] - now) if waiting else 0.05
-            for end in select.select(self._ends, [], [], left)[0]:
+            timeout = min(0.05, pending[0][0] - now) if pending else 0.05
+            for end in select.select(self._ends, [], [], timeout)[0]:
                 packet = os.read(end, 1 << 16)
                 target = self._ends[1] if end == self._ends[0] else self._ends[0]
                 now = time.monotonic()
                 free_at[target] = max(free_at[target], now) + len(packet) / self.bytes_per_s
-                # A queue of some 100 ms, as routers have.
+                # Routers queue packets for about 100 ms, and drop the rest.
                 full = free_at[target] - now > 0.1
                 if self.cut or full or self._random.random() < self.loss:
                     self.dropped += 1
                     continue
                 number += 1
-                heapq.heappush(waiting, (free_at[target] + self.delay_s, number, target, packet))
+                heapq.heappush(pending, (free_at[target] + self.delay_s, number, target, packet))
 
 
 @contextmanager
 def bad_link() -> Iterator[tuple[Namespace, Namespace, Link]]:
-    """Two namespaces, 10.77.0.1 and 10.77.0.2, and what is between them."""
+    """Creates two namespaces, 10.77.0.1 and 10.77.0.2, and the link between them."""
     with ExitStack() as stack:
         spaces = [stack.enter_context(Namespace(name)) for name in ("a", "b")]
         ends = []
         for number, space in enumerate(spaces, 1):
-            here, there = socket.socketpair()
+            receiver, sender = socket.socketpair()
             process = subprocess.Popen(
                 [
                     "ip",
@@ -152,14 +152,14 @@ def bad_link() -> Iterator[tuple[Namespace, Namespace, Link]]:
                     sys.executable,
                     "-c",
                     _OPEN_TUN,
-                    str(there.fileno()),
+                    str(sender.fileno()),
                 ],
-                pass_fds=[there.fileno()],
+                pass_fds=[sender.fileno()],
             )
-            ends.append(socket.recv_fds(here, 1, 1)[1][0])
+            ends.append(socket.recv_fds(receiver, 1, 1)[1][0])
             assert process.wait() == 0
-            here.close()
-            there.close()
+            receiver.close()
+            sender.close()
             space.ip("addr", "add", f"10.77.0.{number}/24", "dev", "tun0")
             space.ip("link", "set", "tun0", "mtu", str(_MTU), "up")
         link = stack.enter_context(Link((ends[0], ends[1])))
@@ -168,8 +168,11 @@ def bad_link() -> Iterator[tuple[Namespace, Namespace, Link]]:
 
 @contextmanager
 def shaped_star(count: int, rate: str) -> Iterator[list[tuple[Namespace, str]]]:
-    """Namespaces with their addresses around a switch, each with a link of this rate both ways,
-    such as "400mbit".
+    """Creates namespaces around a switch, with their addresses.
+
+    Args:
+        count: The number of namespaces.
+        rate: The rate of each link, in both directions, such as "400mbit".
     """
     with ExitStack() as stack:
         hub = stack.enter_context(Namespace("hub"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""``tensorstream serve`` as a process."""
+"""Runs ``tensorstream serve`` in a child process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ SERVE = [sys.executable, "-m", "tensorstream.serve"]
 
 
 class Serving:
-    """``tensorstream serve`` with these options; at the end of a ``with`` it is told to end, and
-    does.
+    """A running ``tensorstream serve``, which is terminated at the end of a ``with`` block.
+
+    Args:
+        options: Options with values.
+        flags: Options without values.
+        log: A file for its standard error.
     """
 
     def __init__(
@@ -32,12 +36,12 @@ class Serving:
         self.address = self.process.stdout.readline().removeprefix("listening at ").strip()
 
     def zygote(self) -> int:
-        """The process from which sessions are made."""
+        """Returns the process from which sessions are forked."""
         (child,) = children(self.process.pid)
         return child
 
     def sessions(self) -> list[int]:
-        """The processes of sessions, the oldest first."""
+        """Returns the processes of sessions, the oldest first."""
         return children(self.zygote())
 
     def __enter__(self) -> Serving:
@@ -53,18 +57,18 @@ class Serving:
 
 
 def children(process: int) -> list[int]:
-    """Processes that a process has started, in their order."""
+    """Returns the running child processes of a process, the oldest first."""
     found: list[int] = []
     for thread in Path(f"/proc/{process}/task").glob("*/children"):
         try:
             found += [int(child) for child in thread.read_text(encoding="ascii").split()]
         except OSError:
             continue
-    return sorted(child for child in found if is_there(child))
+    return sorted(child for child in found if is_running(child))
 
 
-def is_there(process: int) -> bool:
-    """Whether a process is there, and not only its status."""
+def is_running(process: int) -> bool:
+    """Returns whether a process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
     except OSError:

@@ -33,6 +33,7 @@ MODULES = [
     "tensorstream.files._safe_open",
     "tensorstream.config",
     "tensorstream.numpy",
+    "tensorstream.remote.client._machine",
     "tensorstream.remote.client._trace",
 ]
 

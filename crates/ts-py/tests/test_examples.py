@@ -14,7 +14,7 @@ from test_docs import ROOT, blocks, without_numbers
 EXAMPLES = ROOT / "examples"
 SAYS = {
     "basic.py": "results bit-identical: True",
-    "advanced_configuration.py": "do not have their checksum",
+    "advanced_configuration.py": "do not match their checksum",
     "huggingface_directory.py": "embeddings bit-identical to the model in memory: True",
     "comparison.py": "same tokens: True",
     "remote_training.py": "same losses as on this computer: True",

@@ -206,7 +206,7 @@ def test_a_conversion_that_is_damaged_is_never_used_in_silence(saved: Saved, cac
     file.write_bytes(content)
     streamed = ts.from_pretrained(path, budget="1MiB", dtype=torch.bfloat16)
     with pytest.raises(
-        ts.ChecksumError, match=rf"{file.name}: \d+ bytes at byte \d+ do not have their checksum"
+        ts.ChecksumError, match=rf"{file.name}: \d+ bytes at byte \d+ do not match their checksum"
     ):
         streamed(**FAMILIES["gpt2"].inputs(1))
     file.write_bytes(content[:5000])

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Links that are slow, lose packets, or are cut: what is under way comes, or fails with a reason in
-time.
-"""
+"""Transfers over links that are slow, lose packets, or are cut arrive or fail in time."""
 
 from __future__ import annotations
 
@@ -13,19 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from links import Namespace, bad_link, reason_against, shaped_star
+from links import Namespace, bad_link, shaped_star, skip_reason
 from safetensors.torch import save_file
 
-_AGAINST = reason_against()
+_SKIP_REASON = skip_reason()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(_AGAINST is not None, reason=str(_AGAINST)),
+    pytest.mark.skipif(_SKIP_REASON is not None, reason=str(_SKIP_REASON)),
 ]
 
 PROGRAM = Path(sys.executable).parent / "tensorstream"
 TIMEOUT_S = 3.0
 
-# Sends one tensor after the other until it is told that it is enough.
+# Sends tensors until a message arrives.
 SEND = f"""
 import tensorstream as ts, torch
 times = dict(idle_timeout={TIMEOUT_S}, stall_timeout={TIMEOUT_S})
@@ -49,7 +47,7 @@ with ts.listen("10.77.0.1:7000", insecure=True, **times) as listener:
 
 RECEIVE = f"""
 import sys, time
-import tensorstream as ts, torch  # Loading PyTorch may take longer than the other end waits.
+import tensorstream as ts, torch  # PyTorch, because importing it later may exceed the timeout.
 count = int(sys.argv[1])
 connection = ts.connect("10.77.0.1:7000", idle_timeout={TIMEOUT_S}, stall_timeout={TIMEOUT_S})
 print("connected", flush=True)
@@ -70,7 +68,7 @@ except (ts.ConnectionLost, ts.ConnectionTimeout) as error:
 """
 
 
-def _both(
+def _start_transfer(
     a: Namespace, b: Namespace, count: int
 ) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
     sender = a.start([sys.executable, "-c", SEND])
@@ -79,19 +77,19 @@ def _both(
     return sender, b.start([sys.executable, "-c", RECEIVE, str(count)])
 
 
-def _last(process: subprocess.Popen[str], timeout: float) -> str:
+def _last_line(process: subprocess.Popen[str], timeout: float) -> str:
     output, _ = process.communicate(timeout=timeout)
     return output.strip().splitlines()[-1]
 
 
 def _wait_for(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdout is not None
-    while (said := process.stdout.readline()) != line:
-        assert said, "it ended"
+    while (printed := process.stdout.readline()) != line:
+        assert printed, "the process ended"
 
 
 @pytest.mark.parametrize("kind", ["delay", "loss", "slow", "cut for a while"])
-def test_tensors_come_whatever_the_link_is_like(kind: str) -> None:
+def test_tensors_arrive_over_bad_links(kind: str) -> None:
     with bad_link() as (a, b, link):
         count = 20
         if kind == "delay":
@@ -100,30 +98,30 @@ def test_tensors_come_whatever_the_link_is_like(kind: str) -> None:
             link.loss, link.delay_s, count = 0.01, 0.002, 10
         elif kind == "slow":
             link.bytes_per_s, count = 3e6, 6
-        sender, receiver = _both(a, b, count)
+        sender, receiver = _start_transfer(a, b, count)
         if kind == "cut for a while":
             _wait_for(receiver, "2\n")
             link.cut = True
             time.sleep(TIMEOUT_S / 3)
             link.cut = False
-        assert _last(receiver, 90) == "done"
-        assert _last(sender, 20) == "done"
+        assert _last_line(receiver, 90) == "done"
+        assert _last_line(sender, 20) == "done"
         assert link.dropped > 0 or kind in {"delay", "slow"}
 
 
-def test_a_link_that_stays_cut_is_an_error_in_time_at_both_ends() -> None:
+def test_a_cut_link_fails_at_both_ends_in_time() -> None:
     with bad_link() as (a, b, link):
-        sender, receiver = _both(a, b, 1000)
+        sender, receiver = _start_transfer(a, b, 1000)
         _wait_for(receiver, "2\n")
         link.cut = True
-        said, seconds = _last(receiver, 20).split()
-        assert said in {"ConnectionTimeout", "ConnectionLost"}
+        error, seconds = _last_line(receiver, 20).split()
+        assert error in {"ConnectionTimeout", "ConnectionLost"}
         assert float(seconds) < 2 * TIMEOUT_S
-        # What is in its socket may go out later; then it waits for an answer.
-        assert _last(sender, 20) in {"ConnectionTimeout", "ConnectionLost"}
+        # The sender's error may come later, because its socket still buffers data.
+        assert _last_line(sender, 20) in {"ConnectionTimeout", "ConnectionLost"}
 
 
-def test_a_checkpoint_comes_over_a_link_that_fails(tmp_path: Path) -> None:
+def test_a_checkpoint_is_fetched_over_a_failing_link(tmp_path: Path) -> None:
     tensors = {f"t{number}": torch.randn(1 << 20) for number in range(8)}
     save_file(tensors, tmp_path / "model.safetensors")
     with bad_link() as (a, b, link):
@@ -140,7 +138,7 @@ def test_a_checkpoint_comes_over_a_link_that_fails(tmp_path: Path) -> None:
         server = a.start(serve)
         assert server.stdout is not None
         url = json.loads(server.stdout.readline())["url"]
-        to = tmp_path / "there"
+        to = tmp_path / "fetched"
         fetching = b.start([PROGRAM, "--json", "fetch", url, to])
         time.sleep(0.5)
         link.cut = True
@@ -155,7 +153,7 @@ def test_a_checkpoint_comes_over_a_link_that_fails(tmp_path: Path) -> None:
 
 
 def broadcast_seconds(directory: Path, to: Path, receivers: int, rate: str) -> float:
-    """How long until all receivers have the files of a directory: the slowest one's time."""
+    """Returns the time until the slowest receiver has all files of a directory."""
     with shaped_star(receivers + 1, rate) as nodes:
         (root, address), *others = nodes
         serve = [
@@ -172,17 +170,18 @@ def broadcast_seconds(directory: Path, to: Path, receivers: int, rate: str) -> f
         url = json.loads(server.stdout.readline())["url"]
         fetching = []
         for number, (space, own) in enumerate(others):
-            how = ["--insecure", "--listen", f"{own}:7000"]
-            fetching.append(space.start([PROGRAM, "--json", "fetch", url, to / str(number), *how]))
-        told = []
+            options = ["--insecure", "--listen", f"{own}:7000"]
+            command = [PROGRAM, "--json", "fetch", url, to / str(number), *options]
+            fetching.append(space.start(command))
+        reports = []
         for process in fetching:
             assert process.stdout is not None
-            told.append(json.loads(process.stdout.readline()))
-        assert [told[0]["bytes"]] * receivers == [one["bytes"] for one in told]
-        return float(max(one["seconds"] for one in told))
+            reports.append(json.loads(process.stdout.readline()))
+        assert [reports[0]["bytes"]] * receivers == [report["bytes"] for report in reports]
+        return float(max(report["seconds"] for report in reports))
 
 
-def test_a_broadcast_to_four_is_whole(tmp_path: Path) -> None:
+def test_a_broadcast_to_four_is_complete(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     save_file({"w": torch.randn(4 << 20)}, source / "model.safetensors")

@@ -342,7 +342,7 @@ def test_the_exit_status_says_how_it_went(tmp_path: Path) -> None:
     path.write_bytes(content)
     damaged = command("verify", path)
     assert damaged.returncode == 1
-    assert "tensor `w`: 16384 bytes at byte 8192 do not have their checksum" in damaged.stdout
+    assert "tensor `w`: 16384 bytes at byte 8192 do not match their checksum" in damaged.stdout
     assert len(json.loads(command("verify", path, "--json").stdout)["damaged"]) == 1
     missing = command("info", tmp_path / "gone")
     assert (missing.returncode, missing.stdout) == (1, "")
@@ -659,7 +659,7 @@ def test_a_conversion_never_replaces_what_it_reads(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors.index.json").rename(tmp_path / "old.json")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert len(before) == 4
-    with pytest.raises(ts.StorageError, match="the very file"):
+    with pytest.raises(ts.StorageError, match="also the source of the conversion"):
         ts.convert(
             tmp_path / "old.json", tmp_path / "m.safetensors.index.json", max_shard_size=14000
         )

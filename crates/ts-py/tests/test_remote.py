@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""PyTorch's device ``ts``: the same as on a CPU, elsewhere."""
+"""The device ``ts`` behaves as a CPU, on another machine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from tensorstream.remote import (
     storage_id,
     trace,
 )
+from tensorstream.remote.client._launch import ProcessServer
 from torch import nn
 
 
-def test_tensors_are_there_and_their_values_come_back(
-    machine: RemoteMachine, device: torch.device
-) -> None:
+def test_tensors_compute_on_the_machine(machine: RemoteMachine, device: torch.device) -> None:
     x = torch.arange(12.0).reshape(3, 4).to(device)
     assert (x.device, x.shape, x.stride()) == (device, (3, 4), (4, 1))
     assert torch.equal((x @ x.T).cpu(), x.cpu() @ x.cpu().T)
@@ -38,7 +37,7 @@ def test_tensors_are_there_and_their_values_come_back(
     assert (y.item(), machine.stats()["waits"]) == (572.0, before + 1)
 
 
-def test_views_share_what_they_are_views_of(device: torch.device) -> None:
+def test_views_share_their_storage(device: torch.device) -> None:
     x = torch.zeros(4, 6, device=device)
     view = x[1:3, ::2]
     view.add_(1)
@@ -52,7 +51,7 @@ def test_views_share_what_they_are_views_of(device: torch.device) -> None:
     assert torch.equal(x.view(torch.int32).cpu(), expected.view(torch.int32))
 
 
-def test_shapes_that_only_elements_say(machine: RemoteMachine, device: torch.device) -> None:
+def test_data_dependent_shapes_need_one_wait(machine: RemoteMachine, device: torch.device) -> None:
     host = torch.tensor([[0, 3, 0], [5, 0, 3]])
     x = host.to(device)
     before = machine.stats()["waits"]
@@ -70,29 +69,29 @@ def test_storages_grow_under_views_and_outputs(device: torch.device) -> None:
     view = x[:2]
     x.resize_(8)
     x[:] = 5
-    assert view.tolist() == [5.0, 5.0], "it has the same storage"
+    assert view.tolist() == [5.0, 5.0], "the view keeps its storage"
     out = torch.empty(0, device=device)
-    given = torch.add(x, 1, out=out)
-    assert given is out and out.tolist() == [6.0] * 8
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    torch.nonzero(x > 0, out=nothing)
-    assert nothing.flatten().tolist() == list(range(8))
+    result = torch.add(x, 1, out=out)
+    assert result is out and out.tolist() == [6.0] * 8
+    indices = torch.empty(0, dtype=torch.int64, device=device)
+    torch.nonzero(x > 0, out=indices)
+    assert indices.flatten().tolist() == list(range(8))
 
 
-def test_what_was_never_written_is_zero(device: torch.device) -> None:
+def test_unwritten_memory_is_zero(device: torch.device) -> None:
     assert torch.empty(3, device=device).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_random_numbers_are_those_of_the_machines_pytorch(device: torch.device) -> None:
+def test_random_numbers_are_those_of_a_cpu(device: torch.device) -> None:
     torch.manual_seed(5)
     host = torch.randn(7), torch.rand(3), nn.functional.dropout(torch.ones(50), 0.5)
     torch.manual_seed(5)
-    there = (
+    remote = (
         torch.randn(7, device=device),
         torch.rand(3, device=device),
         nn.functional.dropout(torch.ones(50, device=device), 0.5),
     )
-    assert all(torch.equal(one, other.cpu()) for one, other in zip(host, there, strict=True))
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(host, remote, strict=True))
     state = torch.ts.get_rng_state(device)
     first = torch.randn(4, device=device)
     torch.ts.set_rng_state(state, device)
@@ -167,18 +166,18 @@ def test_models_train_as_on_a_cpu_and_wait_once_a_step(
 ) -> None:
     torch.manual_seed(0)
     host = make()
-    there = copy.deepcopy(host).to(device)
+    remote = copy.deepcopy(host).to(device)
     batches = []
     for _ in range(50):
         batch = inputs()
         labels = batch.shape if batch.dtype == torch.int64 else batch.shape[:1]
         batches.append((batch, torch.randint(0, classes, labels)))
     expected, _ = _train(host, batches, "cpu", lambda: 0)
-    given, waited = _train(there, batches, device, lambda: machine.stats()["waits"])
-    assert given == expected
-    # What an operator gives is found out once, and of some by asking.
+    losses, waited = _train(remote, batches, device, lambda: machine.stats()["waits"])
+    assert losses == expected
+    # In the first steps the machine reports the shapes of some results.
     assert max(waited[2:]) <= 1
-    for one, other in zip(host.parameters(), there.parameters(), strict=True):
+    for one, other in zip(host.parameters(), remote.parameters(), strict=True):
         assert torch.equal(one, other.cpu())
 
 
@@ -186,7 +185,7 @@ def test_language_models_generate_as_on_a_cpu(machine: RemoteMachine, device: to
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
-    # With a pad_token_id transformers looks at the tokens of each step a second time.
+    # With a pad_token_id, transformers reads the tokens of each step a second time.
     ends = {"bos_token_id": 0, "eos_token_id": 99}
     llama = transformers.LlamaConfig(**shape, intermediate_size=128, num_key_value_heads=2, **ends)
     gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, **ends)
@@ -198,24 +197,22 @@ def test_language_models_generate_as_on_a_cpu(machine: RemoteMachine, device: to
         transformers.BertLMHeadModel(bert)
     )  # fmt: skip
     for model in models:
-        there = copy.deepcopy(model).eval().to(device)
+        remote = copy.deepcopy(model).eval().to(device)
         with torch.no_grad():
-            assert torch.equal(model.eval()(tokens).logits, there(tokens.to(device)).logits.cpu())
+            assert torch.equal(model.eval()(tokens).logits, remote(tokens.to(device)).logits.cpu())
         for sample in (False, True):
             settings = {"max_new_tokens": 20, "do_sample": sample}
             torch.manual_seed(5)
             expected = model.generate(tokens, attention_mask=mask, **settings)
             torch.manual_seed(5)
             before = machine.stats()["waits"]
-            given = there.generate(tokens.to(device), attention_mask=mask.to(device), **settings)
-            assert torch.equal(expected, given.cpu())
-            # One a token, and some before the first.
-            assert machine.stats()["waits"] - before <= given.shape[1] - tokens.shape[1] + 8
+            output = remote.generate(tokens.to(device), attention_mask=mask.to(device), **settings)
+            assert torch.equal(expected, output.cpu())
+            # One wait for each token, and some before the first.
+            assert machine.stats()["waits"] - before <= output.shape[1] - tokens.shape[1] + 8
 
 
-def test_encoders_give_what_they_give_on_a_cpu(
-    machine: RemoteMachine, device: torch.device
-) -> None:
+def test_encoders_compute_as_on_a_cpu(machine: RemoteMachine, device: torch.device) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     shape = {
@@ -235,14 +232,15 @@ def test_encoders_give_what_they_give_on_a_cpu(
         {"input_ids": tokens, "attention_mask": mask},
         {"pixel_values": torch.randn(2, 3, 32, 32)},
     )
-    for model, given in zip((bert, vit), inputs, strict=True):
-        there = copy.deepcopy(model).eval().to(device)
+    for model, arguments in zip((bert, vit), inputs, strict=True):
+        remote = copy.deepcopy(model).eval().to(device)
+        on_device = {name: value.to(device) for name, value in arguments.items()}
         with torch.no_grad():
             before = machine.stats()["waits"]
-            logits = there(**{name: value.to(device) for name, value in given.items()}).logits.cpu()
-            # BERT looks whether its mask hides something.
+            logits = remote(**on_device).logits.cpu()
+            # BERT reads whether its mask hides anything.
             assert machine.stats()["waits"] - before <= 2
-            assert torch.equal(model.eval()(**given).logits, logits)
+            assert torch.equal(model.eval()(**arguments).logits, logits)
 
 
 @pytest.mark.parametrize(
@@ -259,24 +257,24 @@ def test_encoders_give_what_they_give_on_a_cpu(
         ("Muon", {}),
     ],
 )
-def test_optimisers_step_as_on_a_cpu(
+def test_optimizers_step_as_on_a_cpu(
     device: torch.device, name: str, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(1)
     host = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 3, bias=False))
-    there = copy.deepcopy(host).to(device)
+    remote = copy.deepcopy(host).to(device)
     x = torch.randn(4, 8)
-    for model, to in ((host, torch.device("cpu")), (there, device)):
+    for model, to in ((host, torch.device("cpu")), (remote, device)):
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options)
         for _ in range(3):
             optimizer.zero_grad()
             model(x.to(to)).pow(2).sum().backward()
             optimizer.step()
-    for one, other in zip(host.parameters(), there.parameters(), strict=True):
+    for one, other in zip(host.parameters(), remote.parameters(), strict=True):
         assert torch.equal(one, other.cpu())
 
 
-def test_an_operator_that_fails_is_told_of_once_and_the_rest_goes_on(
+def test_a_failed_operator_raises_once_and_others_continue(
     machine: RemoteMachine, device: torch.device
 ) -> None:
     x = torch.arange(4.0).to(device)
@@ -291,7 +289,7 @@ def test_an_operator_that_fails_is_told_of_once_and_the_rest_goes_on(
     machine.synchronize()
     with pytest.raises(RemoteTensorError):
         worse.tolist()
-    # What is known to be wrong here is said here.
+    # Errors in shapes are raised at the call.
     with pytest.raises(RuntimeError, match="reduction dim"):
         torch.ones(2, 3, device=device) @ torch.ones(2, 3, device=device)
 
@@ -303,11 +301,11 @@ def test_errors_and_waits_name_the_line(machine: RemoteMachine, device: torch.de
         RemoteTensorError, match=r"test_remote.py:\d+ in test_errors_and_waits_name_the_line"
     ) as caught:
         nn.functional.relu(bad).sum().item()
-    asked = str(caught.value).partition("test_remote.py:")[2].partition(" ")[0]
+    line = str(caught.value).partition("test_remote.py:")[2].partition(" ")[0]
     assert (
         Path(__file__)
         .read_text(encoding="utf-8")
-        .splitlines()[int(asked) - 1]
+        .splitlines()[int(line) - 1]
         .endswith("# the line")
     )
     with trace() as traced:
@@ -319,7 +317,7 @@ def test_errors_and_waits_name_the_line(machine: RemoteMachine, device: torch.de
     assert any("test_errors_and_waits_name_the_line" in wait.place for wait in machine.waits())
 
 
-def test_names_of_tensors(device: torch.device) -> None:
+def test_tensors_have_storage_ids_and_hashes(device: torch.device) -> None:
     x = torch.ones(3, 4, device=device)
     assert storage_id(x) == storage_id(x[1:]) != storage_id(x.clone())
     assert metadata_hash(x) == metadata_hash(x.view(3, 4)) != metadata_hash(x[1:])
@@ -327,7 +325,7 @@ def test_names_of_tensors(device: torch.device) -> None:
         storage_id(torch.ones(1))
 
 
-def test_autocast_has_the_lists_of_cuda(device: torch.device) -> None:
+def test_autocast_uses_the_lists_of_cuda(device: torch.device) -> None:
     x = torch.randn(4, 4, device=device)
     with torch.autocast("ts", dtype=torch.bfloat16):
         product = x @ x
@@ -339,24 +337,24 @@ def test_autocast_has_the_lists_of_cuda(device: torch.device) -> None:
     assert (x @ x).dtype == torch.float32
 
 
-def test_a_generator_of_the_hosts_draws_as_there(device: torch.device) -> None:
-    host, there = torch.Generator().manual_seed(9), torch.Generator().manual_seed(9)
+def test_a_host_generator_draws_as_on_a_cpu(device: torch.device) -> None:
+    host, remote = torch.Generator().manual_seed(9), torch.Generator().manual_seed(9)
     torch.manual_seed(1)
     for _ in range(2):
         assert torch.equal(
-            torch.randn(5, generator=host), torch.randn(5, device=device, generator=there).cpu()
+            torch.randn(5, generator=host), torch.randn(5, device=device, generator=remote).cpu()
         )
-    assert torch.equal(host.get_state(), there.get_state())
+    assert torch.equal(host.get_state(), remote.get_state())
     torch.manual_seed(1)
     first = torch.rand(3, device=device)
     torch.manual_seed(1)
-    torch.rand(3, device=device, generator=there)
+    torch.rand(3, device=device, generator=remote)
     assert torch.equal(first.cpu(), torch.rand(3, device=device).cpu()), (
-        "the device's own is as it was"
+        "the generator of the device does not change"
     )
 
 
-def test_modules_that_move_keep_what_is_tied_and_optimisers(device: torch.device) -> None:
+def test_moved_modules_keep_tied_weights_and_optimizers(device: torch.device) -> None:
     model = nn.ModuleDict({"one": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
     model["other"].weight = model["one"].weight
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -371,9 +369,7 @@ def test_modules_that_move_keep_what_is_tied_and_optimisers(device: torch.device
     assert model.cpu()["one"].weight is weight
 
 
-def test_tensors_are_saved_and_loaded_with_what_they_share(
-    device: torch.device, tmp_path: Path
-) -> None:
+def test_saved_tensors_keep_their_shared_storage(device: torch.device, tmp_path: Path) -> None:
     x = torch.randn(3, 4, device=device)
     torch.save({"x": x, "row": x[1]}, tmp_path / "tensors.pt")
     loaded = torch.load(tmp_path / "tensors.pt")
@@ -388,7 +384,7 @@ def test_tensors_are_saved_and_loaded_with_what_they_share(
     assert x.to("cpu", non_blocking=True).device.type == "cpu"
 
 
-def test_workers_of_a_data_loader_are_forks_that_need_no_machine(device: torch.device) -> None:
+def test_forked_data_loader_workers_need_no_machine(device: torch.device) -> None:
     data = torch.utils.data.TensorDataset(torch.arange(8.0))
     batches = [
         batch.to(device).sum().item()
@@ -398,19 +394,19 @@ def test_workers_of_a_data_loader_are_forks_that_need_no_machine(device: torch.d
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_functions_run_there(device: torch.device, backend: str) -> None:
+def test_compiled_functions_run_on_the_machine(device: torch.device, backend: str) -> None:
     x = torch.randn(3, 3, device=device)
     compiled = torch.compile(lambda value: (value @ value).relu().sum(), backend=backend)
     assert compiled(x).item() == (x @ x).relu().sum().item()
 
 
-def test_inductor_says_that_it_cannot(device: torch.device) -> None:
+def test_inductor_is_refused_for_functions(device: torch.device) -> None:
     compiled = torch.compile(lambda value: (value @ value).relu().sum())
     with pytest.raises(Exception, match="aot_eager"):
         compiled(torch.randn(3, 3, device=device))
 
 
-def test_kinds_of_tensors_that_a_machine_has_not_are_refused_by_name(device: torch.device) -> None:
+def test_unsupported_types_of_tensors_are_refused_by_name(device: torch.device) -> None:
     def train() -> None:
         embedding = nn.Embedding(10, 4, sparse=True).to(device)
         embedding(torch.tensor([1, 2], device=device)).sum().backward()
@@ -421,17 +417,17 @@ def test_kinds_of_tensors_that_a_machine_has_not_are_refused_by_name(device: tor
         )
         return nested * 2
 
-    for run, why in [
-        (train, r"no sparse tensors; gradients are dense with nn.Embedding\(sparse=False\)"),
-        (lambda: torch.eye(3).to_sparse().to(device), "no sparse tensors"),
-        (lambda: repr(torch.eye(3).to_sparse_csr().to(device)), "no sparse tensors"),
+    for run, message in [
+        (train, r"not support sparse tensors; nn.Embedding\(sparse=False\) has dense gradients"),
+        (lambda: torch.eye(3).to_sparse().to(device), "sparse tensors"),
+        (lambda: repr(torch.eye(3).to_sparse_csr().to(device)), r"sparse tensors; use to_dense"),
         (
             lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8).to(device),
-            "no quantized tensors",
+            r"quantized tensors; use dequantize",
         ),
-        (nest, "no nested tensors of strided layout; those of layout=torch.jagged"),
+        (nest, "nested tensors of strided layout; use nested tensors of layout=torch.jagged"),
     ]:
-        with pytest.raises(NotImplementedError, match=why):
+        with pytest.raises(NotImplementedError, match=message):
             run()
     jagged = torch.nested.nested_tensor(
         [torch.ones(2, device=device), torch.ones(3, device=device)], layout=torch.jagged
@@ -440,21 +436,21 @@ def test_kinds_of_tensors_that_a_machine_has_not_are_refused_by_name(device: tor
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_inductor_says_that_it_cannot_of_modules_too(device: torch.device, train: bool) -> None:
+def test_inductor_is_refused_for_modules(device: torch.device, train: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).to(device))
     with torch.set_grad_enabled(train), pytest.raises(Exception, match="aot_eager"):
         compiled(torch.ones(1, 2, device=device))
 
 
-def test_what_failed_and_nobody_looked_at_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_was_never_raised_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with RemoteMachine("mock") as machine:
         x = torch.ones(3, device=machine.device())
         x.index_select(0, torch.tensor([9], device=machine.device()))
-    assert "nobody had looked at what failed" in caplog.text and "index" in caplog.text
+    assert "stopped with an error that was never raised" in caplog.text and "index" in caplog.text
 
 
-def test_no_memory_is_said_so(device: torch.device) -> None:
+def test_running_out_of_memory_is_its_own_error(device: torch.device) -> None:
     x = torch.ones(8, device=device).expand(1 << 40, 8)
     with pytest.raises(RemoteOutOfMemoryError):
         x.contiguous()[0, 0].item()
@@ -485,23 +481,25 @@ def _resident(pid: int) -> int:
     )
 
 
-def test_nothing_of_a_tensor_stays_here_and_its_memory_there_is_given_back(
+def test_tensors_use_no_local_memory_and_free_remote_memory(
     machine: RemoteMachine, device: torch.device
 ) -> None:
     torch.ones(4, device=device).sum().item()
-    here, there = _resident(os.getpid()), _resident(machine._server.pid)
-    held = [torch.full((1 << 28,), float(number), device=device) for number in range(10)]
-    assert [one[-1].item() for one in held] == [float(number) for number in range(10)]
-    assert _resident(os.getpid()) - here < 20 << 20
-    held.clear()
-    # 40 tensors of 64 MiB, written to, of which there is never more than one.
+    assert isinstance(machine._server, ProcessServer)
+    process = machine._server.process.pid
+    local_before, remote_before = _resident(os.getpid()), _resident(process)
+    tensors = [torch.full((1 << 28,), float(number), device=device) for number in range(10)]
+    assert [tensor[-1].item() for tensor in tensors] == [float(number) for number in range(10)]
+    assert _resident(os.getpid()) - local_before < 20 << 20
+    tensors.clear()
+    # 40 tensors of 64 MiB, of which only one exists at a time.
     for _ in range(40):
         torch.ones(1 << 24, device=device).mul_(2)
     machine.synchronize()
-    assert _resident(machine._server.pid) - there < 600 << 20
+    assert _resident(process) - remote_before < 600 << 20
 
 
-def test_numbers_that_nothing_has_written_to_are_known(
+def test_scalars_are_cached_until_they_are_written_to(
     machine: RemoteMachine, device: torch.device
 ) -> None:
     x = torch.arange(4.0).to(device)
@@ -513,7 +511,7 @@ def test_numbers_that_nothing_has_written_to_are_known(
         after["waits"] - before["waits"],
         after["cached_scalars"] - before["cached_scalars"],
     ) == (1, 2)
-    # Whoever writes to it, and however, has what is known forgotten.
+    # Any write to the storage invalidates the cache.
     writes: list[tuple[Callable[[], object], float]] = [
         (lambda: total.add_(1), 7.0),
         (lambda: total.copy_(torch.tensor(3.0)), 3.0),
@@ -532,7 +530,7 @@ def test_numbers_that_nothing_has_written_to_are_known(
     assert norm.running_mean.item() == pytest.approx(0.2)
 
 
-def test_numbers_at_which_a_loop_looks_are_asked_for_early(
+def test_scalars_that_a_loop_reads_are_prefetched(
     machine: RemoteMachine, device: torch.device
 ) -> None:
     x = torch.arange(4.0).to(device)
@@ -546,8 +544,8 @@ def test_numbers_at_which_a_loop_looks_are_asked_for_early(
             changed += 1
         assert (total.item(), changed.item()) == (6.0 + 4 * step, 6.0 * step + step % 2)
     after = machine.stats()
-    # Of the first the program looks at all but the first; what is written to in between is asked
-    # for again.
+    # `total` is prefetched from the second iteration. In some iterations `changed` is written to
+    # after its prefetch, and requested again.
     assert after["early_scalars"] - before["early_scalars"] >= 5
     assert after["waits"] - before["waits"] == 12
 
@@ -564,29 +562,29 @@ def test_logs_name_tensors_by_their_hashes(
     assert expected in caplog.messages
 
 
-def test_storages_are_freed_in_order_with_what_uses_them(
+def test_storages_are_freed_after_operators_that_use_them(
     machine: RemoteMachine, device: torch.device
 ) -> None:
-    def held() -> set[int]:
-        return {storage for storage, *_ in machine._there().storages()}
+    def storages() -> set[int]:
+        return {storage for storage, *_ in machine._get_session().storages()}
 
     gc.collect()
-    before = held()
+    before = storages()
     x = torch.ones(1000, device=device)
     view, number = x[10:20], storage_id(x)
-    # What uses it was asked for before it is given up here, and is done after that.
+    # These are requested before the storage is freed, so they must run before that.
     results = [(x + step).sum() for step in range(100)]
     del x
-    assert number in held(), "a view keeps it"
+    assert number in storages(), "a view keeps the storage"
     del view
-    assert number not in held()
+    assert number not in storages()
     assert [one.item() for one in results[::50]] == [1000.0, 51000.0]
     del results
     gc.collect()
-    assert held() <= before
+    assert storages() <= before
 
 
-def test_a_draw_that_fails_leaves_the_devices_own_generator_as_it_was(device: torch.device) -> None:
+def test_a_failed_draw_does_not_change_the_device_generator(device: torch.device) -> None:
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
@@ -602,19 +600,19 @@ def test_a_draw_that_fails_leaves_the_devices_own_generator_as_it_was(device: to
     )
 
 
-def test_others_draw_as_if_nobody_had_given_a_generator(
+def test_a_host_generator_does_not_affect_other_draws(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tensorstream.remote.client import _kernels
 
-    asked, others = _kernels._GIVEN, []
+    receive, others = _kernels._RECEIVE_GENERATOR, []
 
-    def between(anchor: torch.Tensor) -> torch.Tensor:
-        # What another thread might do before the state is known.
+    def draw_first(anchor: torch.Tensor) -> torch.Tensor:
+        # Another thread may draw before the state is received.
         others.append(torch.rand(3, device=device))
-        return asked(anchor)
+        return receive(anchor)
 
-    monkeypatch.setattr(_kernels, "_GIVEN", between)
+    monkeypatch.setattr(_kernels, "_RECEIVE_GENERATOR", draw_first)
     torch.manual_seed(3)
     expected = [torch.rand(3) for _ in range(2)]
     torch.manual_seed(3)
@@ -647,7 +645,7 @@ def test_others_draw_as_if_nobody_had_given_a_generator(
         lambda x, generator: torch.randperm(9, device=x.device, generator=generator),
     ],
 )
-def test_every_draw_takes_a_generator(device: torch.device, draw: Any) -> None:
+def test_every_random_operator_takes_a_generator(device: torch.device, draw: Any) -> None:
     x = torch.full((2, 8), 0.5)
     one, other = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     for _ in range(2):
@@ -655,7 +653,7 @@ def test_every_draw_takes_a_generator(device: torch.device, draw: Any) -> None:
     assert torch.equal(one.get_state(), other.get_state())
 
 
-def test_what_numbers_become_is_as_here(device: torch.device) -> None:
+def test_the_default_dtype_is_that_of_the_client(device: torch.device) -> None:
     numbers = torch.arange(4, device=device)
     assert (numbers / 2).dtype == torch.float32
     torch.set_default_dtype(torch.float64)

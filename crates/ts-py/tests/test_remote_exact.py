@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The device ``ts`` gives bit for bit what a CPU gives: in every dtype, forward and backward."""
+"""Tests that results on the device ``ts`` equal those of a CPU bit for bit, in every dtype."""
 
 from __future__ import annotations
 
@@ -14,37 +14,30 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 
-def _there(module: nn.Module, device: torch.device) -> nn.Module:
-    return copy.deepcopy(module).to(device)
+def _assert_exact(module: nn.Module, device: torch.device, *inputs: Any) -> None:
+    """Compares a module on the device with the CPU, forward and backward.
 
-
-def _exact(module: nn.Module, device: torch.device, *inputs: Any) -> None:
-    """A module gives the same on the device, forward and backward, whichever inputs require
-    gradients.
+    Tries every choice of inputs that require gradients.
     """
-    for chosen in itertools.product([True, False], repeat=len(inputs)):
-        here, there = copy.deepcopy(module), _there(module, device)
-        own = [
-            x.detach().clone().requires_grad_(grad) for x, grad in zip(inputs, chosen, strict=True)
-        ]
-        theirs = [
-            x.detach().to(device).requires_grad_(grad)
-            for x, grad in zip(inputs, chosen, strict=True)
-        ]
-        for each in (here, there):
+    for grads in itertools.product([True, False], repeat=len(inputs)):
+        for to in (torch.device("cpu"), device):
             torch.manual_seed(5)
-            arguments = own if each is here else theirs
-            given = each(*arguments)
-            given = given[0] if isinstance(given, tuple) else given
-            given = given.data if isinstance(given, nn.utils.rnn.PackedSequence) else given
-            if given.requires_grad:
-                given.float().pow(2).sum().backward()
-            results = [given, *(p.grad for p in each.parameters()), *(x.grad for x in arguments)]
-            if each is here:
+            copied = copy.deepcopy(module).to(to)
+            arguments = [
+                x.detach().clone().to(to).requires_grad_(grad)
+                for x, grad in zip(inputs, grads, strict=True)
+            ]
+            output = copied(*arguments)
+            output = output[0] if isinstance(output, tuple) else output
+            output = output.data if isinstance(output, nn.utils.rnn.PackedSequence) else output
+            if output.requires_grad:
+                output.float().pow(2).sum().backward()
+            results = [output, *(p.grad for p in copied.parameters()), *(x.grad for x in arguments)]
+            if to.type == "cpu":
                 expected = results
         for one, other in zip(expected, results, strict=True):
             assert (one is None) == (other is None)
-            assert one is None or torch.equal(one, other.cpu()), (module, one.dtype, chosen)
+            assert one is None or torch.equal(one, other.cpu()), (module, one.dtype, grads)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +46,7 @@ def _exact(module: nn.Module, device: torch.device, *inputs: Any) -> None:
 def test_modules_are_exact_in_every_dtype(device: torch.device, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     rows, images = torch.randn(4, 8).to(dtype), torch.randn(2, 3, 8, 8).to(dtype)
-    for module, given in [
+    for module, argument in [
         (nn.LayerNorm(8), rows),
         (nn.LayerNorm(8, elementwise_affine=False), rows),
         (nn.RMSNorm(8), rows),
@@ -69,7 +62,7 @@ def test_modules_are_exact_in_every_dtype(device: torch.device, dtype: torch.dty
         (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 3, 8).to(dtype)),
         *((nn.Dropout(p), rows) for p in (0.0, 0.15, 0.45, 0.5, 1.0)),
     ]:
-        _exact(module.to(dtype), device, given)
+        _assert_exact(module.to(dtype), device, argument)
 
 
 @pytest.mark.parametrize(
@@ -78,30 +71,30 @@ def test_modules_are_exact_in_every_dtype(device: torch.device, dtype: torch.dty
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_networks_are_exact(device: torch.device, kind: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
-    given = torch.randn(3, 4, 6).to(dtype)
+    sequences = torch.randn(3, 4, 6).to(dtype)
     lengths = torch.tensor([5, 3, 3, 1])
     padded = torch.randn(5, 4, 6).to(dtype)
 
-    class Packs(nn.Module):
-        def __init__(self, of: nn.Module) -> None:
+    class Packed(nn.Module):
+        def __init__(self, network: nn.Module) -> None:
             super().__init__()
-            self.of = of
+            self.network = network
 
         def forward(self, x: torch.Tensor) -> Any:
-            return self.of(nn.utils.rnn.pack_padded_sequence(x, lengths))
+            return self.network(nn.utils.rnn.pack_padded_sequence(x, lengths))
 
     for bidirectional, bias, batch_first in itertools.product([True, False], repeat=3):
         network = kind(
             6, 5, 2, bidirectional=bidirectional, bias=bias, batch_first=batch_first, dropout=0.3
         ).to(dtype)
-        _exact(network, device, given)
-        _exact(Packs(network.train(False)), device, padded)
+        _assert_exact(network, device, sequences)
+        _assert_exact(Packed(network.train(False)), device, padded)
     if kind is nn.LSTM:
-        _exact(nn.LSTM(6, 5, proj_size=2).to(dtype), device, given)
+        _assert_exact(nn.LSTM(6, 5, proj_size=2).to(dtype), device, sequences)
     if kind is nn.RNN:
-        _exact(nn.RNN(6, 5, nonlinearity="relu").to(dtype), device, given)
+        _assert_exact(nn.RNN(6, 5, nonlinearity="relu").to(dtype), device, sequences)
     cell = {nn.RNN: nn.RNNCell, nn.GRU: nn.GRUCell, nn.LSTM: nn.LSTMCell}[kind]
-    _exact(cell(6, 5).to(dtype), device, given[0])
+    _assert_exact(cell(6, 5).to(dtype), device, sequences[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -112,19 +105,19 @@ def test_language_models_in_half_precision_are_exact(
     config = GPT2Config(
         n_embd=64, n_layer=2, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=99
     )
-    here = GPT2LMHeadModel(config).eval().to(dtype)
-    there = _there(here, device)
+    host = GPT2LMHeadModel(config).eval().to(dtype)
+    remote = copy.deepcopy(host).to(device)
     ids = torch.randint(1, 98, (2, 6))
     with torch.no_grad():
-        assert torch.equal(there(ids.to(device)).logits.cpu(), here(ids).logits)
-    for draws in (False, True):
-        options = {"max_new_tokens": 8, "do_sample": draws, "pad_token_id": 99}
+        assert torch.equal(remote(ids.to(device)).logits.cpu(), host(ids).logits)
+    for sample in (False, True):
+        options = {"max_new_tokens": 8, "do_sample": sample, "pad_token_id": 99}
         torch.manual_seed(1)
-        expected = here.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        expected = host.generate(ids, attention_mask=torch.ones_like(ids), **options)
         torch.manual_seed(1)
         mask = torch.ones_like(ids).to(device)
         assert torch.equal(
-            there.generate(ids.to(device), attention_mask=mask, **options).cpu(), expected
+            remote.generate(ids.to(device), attention_mask=mask, **options).cpu(), expected
         )
 
 
@@ -161,22 +154,22 @@ def test_networks_with_silu_and_gru_train_as_on_a_cpu(device: torch.device) -> N
         ),
     ]:
         losses: list[list[float]] = []
-        for at in (torch.device("cpu"), device):
+        for to in (torch.device("cpu"), device):
             torch.manual_seed(3)
-            model = make().to(at)
+            model = make().to(to)
             torch.manual_seed(4)
-            steps, own = optimizer(model.parameters()), []
+            stepper = optimizer(model.parameters())
+            losses.append([])
             for _ in range(25):
-                steps.zero_grad()
-                loss = nn.functional.cross_entropy(model(x.to(at)), y.to(at))
+                stepper.zero_grad()
+                loss = nn.functional.cross_entropy(model(x.to(to)), y.to(to))
                 loss.backward()
-                steps.step()
-                own.append(loss.item())
-            losses.append(own)
+                stepper.step()
+                losses[-1].append(loss.item())
         assert losses[0] == losses[1]
 
 
-def test_complex_numbers_that_are_noted_as_conjugate_are_so_there(device: torch.device) -> None:
+def test_lazily_conjugated_tensors_are_exact(device: torch.device) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(4, 4, dtype=torch.complex64), torch.randn(4, 3, dtype=torch.complex64)
     for run in (
@@ -188,16 +181,16 @@ def test_complex_numbers_that_are_noted_as_conjugate_are_so_there(device: torch.
         ),
         lambda a, b: (a.conj().imag + 1, a.conj() * b[:, :1]),
     ):
-        expected, given = run(a, b), run(a.to(device), b.to(device))
+        expected, result = run(a, b), run(a.to(device), b.to(device))
         pairs = (
-            zip(expected, given, strict=True)
+            zip(expected, result, strict=True)
             if isinstance(expected, tuple)
-            else [(expected, given)]
+            else [(expected, result)]
         )
         assert all(torch.equal(one, other.cpu()) for one, other in pairs)
 
 
-def test_modules_without_a_shape_yet_go_to_the_device(device: torch.device) -> None:
+def test_lazy_modules_move_to_the_device(device: torch.device) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(3)

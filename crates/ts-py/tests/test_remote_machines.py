@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Machines: several of them, who may use them, what becomes of tensors when they pause, and when
-they die.
-"""
+"""Tests the life cycle of machines: start, access control, copies, pause, failure and restart."""
 
 from __future__ import annotations
 
@@ -27,17 +25,24 @@ from tensorstream.remote import (
     StaleReferenceError,
     storage_id,
 )
+from tensorstream.remote.client._launch import ProcessServer
 from torch import nn
 
 
+def _process(machine: RemoteMachine) -> subprocess.Popen[bytes]:
+    """Returns the process of a "local" machine."""
+    assert isinstance(machine._server, ProcessServer)
+    return machine._server.process
+
+
 @pytest.mark.critical
-def test_a_machine_in_this_process() -> None:
+def test_a_mock_machine_computes() -> None:
     with RemoteMachine("mock") as machine:
         x = torch.ones(3, device=machine.device())
         assert (x + x).tolist() == [2.0, 2.0, 2.0]
 
 
-def test_tensors_of_the_host_and_of_other_machines_do_not_mix(
+def test_tensors_of_different_machines_do_not_mix(
     machine: RemoteMachine, device: torch.device
 ) -> None:
     x = torch.ones(3, device=device)
@@ -65,7 +70,7 @@ def test_four_machines_in_one_process() -> None:
             one.stop()
 
 
-def test_a_fork_is_told_that_it_cannot(device: torch.device) -> None:
+def test_a_fork_cannot_use_the_tensors_of_its_parent(device: torch.device) -> None:
     x = torch.ones(2, device=device)
     child = os.fork()
     if child == 0:
@@ -78,20 +83,20 @@ def test_a_fork_is_told_that_it_cannot(device: torch.device) -> None:
     assert (x + x).tolist() == [2.0, 2.0]
 
 
-def test_a_machine_that_dies_is_an_error_and_no_hang() -> None:
+def test_a_machine_that_dies_is_an_error_not_a_hang() -> None:
     machine = RemoteMachine("local", retry=0.5)
     x = torch.ones(3, device=machine.device())
     x.sum().item()
-    machine._server.kill()
+    _process(machine).kill()
     with pytest.raises(ConnectionLost):
         for _ in range(1000):
             (x + x).sum().item()
     machine.stop()
 
 
-def test_serve_wants_a_secret_and_others_are_sent_away(tmp_path: Path) -> None:
+def test_serve_requires_a_token(tmp_path: Path) -> None:
     secret = tmp_path / "token"
-    # As `serve-weights`: the first line counts, and spaces around it do not.
+    # As for `serve-weights`, the token is the first line, without whitespace around it.
     secret.write_text(" let me in \nrotated last week\n", encoding="utf-8")
     (tmp_path / "empty").write_text("\nlet me in\n", encoding="utf-8")
     empty = [*SERVE, "--token-file", str(tmp_path / "empty")]
@@ -109,25 +114,23 @@ def test_serve_wants_a_secret_and_others_are_sent_away(tmp_path: Path) -> None:
             assert torch.equal(x.to(machine.device()).cpu(), x)
 
 
-def test_a_machine_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_paused_machine_resumes_with_its_state(tmp_path: Path) -> None:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 2))
-    there = copy.deepcopy(model)
+    remote = copy.deepcopy(model)
     with RemoteMachine.local(device_count=2, threads=1) as machine:
         device = machine.device()
-        there.to(device)
-        optimizer = torch.optim.Adam(there.parameters())
+        remote.to(device)
+        optimizer = torch.optim.Adam(remote.parameters())
         big = torch.arange(5_000_000, device=device)
         other = torch.full((3,), 2.0, device=machine.device(1))
-        never, failed = (
-            torch.empty(10, device=device),
-            torch.arange(3.0, device=device).index_select(0, torch.tensor([9], device=device)),
-        )
+        unwritten = torch.empty(10, device=device)
+        failed = torch.arange(3.0, device=device).index_select(0, torch.tensor([9], device=device))
         with pytest.raises(RemoteTensorError):
             machine.pause(tmp_path)
         loose = torch.ones(3, device=device)
         torch.manual_seed(7)
-        process = machine._server.pid
+        process = _process(machine).pid
         machine.pause(tmp_path)
         assert not Path(f"/proc/{process}").exists()
         with pytest.raises(ConfigurationError, match=r"paused: resume\(\) it"):
@@ -136,18 +139,18 @@ def test_a_machine_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
         machine.pause()
         machine.resume()
         assert list(tmp_path.iterdir()) == []
-        torch_now = torch.randn(3, device=device).cpu()
+        drawn = torch.randn(3, device=device).cpu()
         torch.manual_seed(7)
-        assert torch.equal(torch_now, torch.randn(3)), "its generators go on too"
+        assert torch.equal(drawn, torch.randn(3)), "generators are restored too"
         assert torch.equal(big.cpu(), torch.arange(5_000_000))
-        assert (never.tolist(), other.tolist(), other.device) == (
+        assert (unwritten.tolist(), other.tolist(), other.device) == (
             [0.0] * 10,
             [2.0] * 3,
             machine.device(1),
         )
         with pytest.raises(RuntimeError, match="storage"):
             failed.tolist()
-        there(torch.ones(4, 6, device=device)).sum().backward()
+        remote(torch.ones(4, 6, device=device)).sum().backward()
         optimizer.step()
         machine.synchronize()
         machine.pause()
@@ -155,7 +158,7 @@ def test_a_machine_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
         machine.resume() or machine.stats()
 
 
-def test_what_is_received_can_be_staged(tmp_path: Path) -> None:
+def test_received_payloads_can_be_staged(tmp_path: Path) -> None:
     from tensorstream.remote.server._server import devices_of, server
 
     served = server(f"unix:{tmp_path}/socket", devices=devices_of("cpu"), staged=True, shared=True)
@@ -165,16 +168,16 @@ def test_what_is_received_can_be_staged(tmp_path: Path) -> None:
         with RemoteMachine("tcp", f"unix:{tmp_path}/socket") as machine:
             for count in (3, 5_000, 9_000_000):
                 x = torch.randn(count)
-                there = x.to(machine.device())
-                assert torch.equal(there.cpu(), x)
-                there[1:].copy_(x[:-1])
-                assert torch.equal(there[1:].cpu(), x[:-1])
+                remote = x.to(machine.device())
+                assert torch.equal(remote.cpu(), x)
+                remote[1:].copy_(x[:-1])
+                assert torch.equal(remote[1:].cpu(), x[:-1])
     finally:
         served.stop()
         thread.join()
 
 
-def test_machines_under_tls_fetch_under_tls(trusted: dict[str, Path], tmp_path: Path) -> None:
+def test_machines_with_tls_fetch_over_tls(trusted: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "token").write_text("sesame", encoding="utf-8")
     options = {
         "--token-file": tmp_path / "token",
@@ -188,27 +191,27 @@ def test_machines_under_tls_fetch_under_tls(trusted: dict[str, Path], tmp_path: 
         Serving(options | {"--peer": first.address, "--peer-ca": trusted["ca"]}) as third,
         RemoteMachine("tcp", first.address, token="sesame", ca=trusted["ca"]) as machine,
     ):
-        there = x.to(machine.device())
-        for address, by_way_of_here in ((second.address, True), (third.address, False)):
+        remote = x.to(machine.device())
+        for address, through_client in ((second.address, True), (third.address, False)):
             before = machine.stats()["downloaded_bytes"]
             with RemoteMachine("tcp", address, token="sesame", ca=trusted["ca"]) as other:
-                assert torch.equal(there.to(other.device()).cpu(), x)
-            assert (machine.stats()["downloaded_bytes"] > before) == by_way_of_here
+                assert torch.equal(remote.to(other.device()).cpu(), x)
+            assert (machine.stats()["downloaded_bytes"] > before) == through_client
 
 
-def test_the_token_is_not_told_in_the_clear(trusted: dict[str, Path]) -> None:
+def test_the_token_is_not_sent_in_the_clear(trusted: dict[str, Path]) -> None:
     from tensorstream.remote.server._exchange import LocalExchange
     from tensorstream.serve._peers import Peers
 
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
         peers = Peers(
             (address,), "sesame", {"cert": trusted["cert"], "key": trusted["key"], "ca": None}
         )
-        assert "--peer-ca" in LocalExchange(peers.claimed).fetch(torch.ones(1), address, "ticket")
-        nobody.settimeout(0.2)
+        assert "--peer-ca" in LocalExchange(peers.fetch).fetch(torch.ones(1), address, "ticket")
+        listener.settimeout(0.2)
         with pytest.raises(TimeoutError):
-            nobody.accept()
+            listener.accept()
 
 
 @pytest.mark.parametrize(
@@ -219,36 +222,36 @@ def test_the_token_is_not_told_in_the_clear(trusted: dict[str, Path]) -> None:
         "aten::none_such", "",
     ],
 )  # fmt: skip
-def test_what_is_no_operator_is_refused(name: str) -> None:
+def test_names_that_are_not_operators_are_refused(name: str) -> None:
     from tensorstream.remote.server._server import Session
 
     with pytest.raises((LookupError, PermissionError)):
         Session().define(name)
 
 
-def test_copies_between_machines_do_not_come_by_here(
+def test_copies_between_machines_bypass_the_client(
     machine: RemoteMachine, device: torch.device
 ) -> None:
     with RemoteMachine.local(threads=1, device_count=2) as other, RemoteMachine("mock") as third:
         x = torch.randn(300, 200).to(device)
         down, up = machine.stats()["downloaded_bytes"], other.stats()["uploaded_bytes"]
-        there = x.to(other.device())
+        copied = x.to(other.device())
         narrow = x.t().to(other.device(), torch.float16)
         assert (machine.stats()["downloaded_bytes"], other.stats()["uploaded_bytes"]) == (down, up)
-        assert torch.equal(there.cpu(), x.cpu()) and torch.equal(narrow.cpu(), x.cpu().t().half())
-        # From one device of a machine to another nothing is waited for.
+        assert torch.equal(copied.cpu(), x.cpu()) and torch.equal(narrow.cpu(), x.cpu().t().half())
+        # Copies between devices of one machine do not wait.
         waits = other.stats()["waits"]
-        beside = there.to(other.device(1))
-        assert (other.stats()["waits"], beside.device) == (waits, other.device(1))
-        # Who fetches nothing is sent it.
-        assert torch.equal(beside.to(third.device()).cpu(), x.cpu())
+        moved = copied.to(other.device(1))
+        assert (other.stats()["waits"], moved.device) == (waits, other.device(1))
+        # A mock machine cannot fetch, so the copy goes through this process.
+        assert torch.equal(moved.to(third.device()).cpu(), x.cpu())
         assert third.stats()["uploaded_bytes"] == x.nbytes
         bad = x.index_select(0, torch.tensor([999], device=device))
         with pytest.raises(RemoteTensorError, match="index"):
             bad.to(other.device())
 
 
-def test_who_knows_no_ticket_fetches_nothing(machine: RemoteMachine, device: torch.device) -> None:
+def test_claims_need_a_valid_ticket(machine: RemoteMachine, device: torch.device) -> None:
     from tensorstream.remote.client import _kernels
 
     with pytest.raises(RemoteTensorError, match="no session offers this tensor"):
@@ -261,8 +264,10 @@ def test_who_knows_no_ticket_fetches_nothing(machine: RemoteMachine, device: tor
         _kernels.CLAIM(offered, ticket)
 
 
-def test_a_pause_loses_nothing_and_makes_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorstream.remote.client._machine import _Saved
+def test_a_pause_keeps_errors_and_restores_only_used_storages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tensorstream.remote.client._pause import SavedStorages
 
     with RemoteMachine("local", threads=1, retry=0.0) as machine:
         device = machine.device()
@@ -272,78 +277,78 @@ def test_a_pause_loses_nothing_and_makes_nothing_up(monkeypatch: pytest.MonkeyPa
         copied.copy_(failed.expand(3))
         with pytest.raises(RemoteTensorError, match="index"):
             machine.synchronize()
-        # Somebody else's error is told, and the pause can be tried again.
-        save = _Saved.save
+        # An operator that fails during a pause is an error, and the pause can be repeated.
+        save = SavedStorages.save
 
-        def fails(self: _Saved, session: Any, *storage: Any) -> None:
+        def save_with_failure(self: SavedStorages, session: Any, *storage: Any) -> None:
             good.index_select(0, torch.tensor([9], device=device))
             save(self, session, *storage)
 
         with monkeypatch.context() as patch:
-            patch.setattr(_Saved, "save", fails)
+            patch.setattr(SavedStorages, "save", save_with_failure)
             with pytest.raises(RemoteTensorError, match="index"):
                 machine.pause()
         number = storage_id(dropped[0])
-        restore, refused = _Saved.restore, []
+        restore, refused = SavedStorages.restore, []
 
-        def restored(self: _Saved, session: Any) -> None:
-            # What is given up meanwhile is not made again, and nobody else makes anything.
+        def restore_with_changes(self: SavedStorages, session: Any) -> None:
+            # A storage that is freed meanwhile is not restored, and other threads cannot compute.
             dropped.clear()
 
-            def other() -> None:
+            def compute() -> None:
                 with pytest.raises(ConfigurationError, match="by another thread"):
                     good + 1
                 refused.append(True)
 
-            thread = threading.Thread(target=other)
+            thread = threading.Thread(target=compute)
             thread.start()
             thread.join()
             restore(self, session)
 
-        monkeypatch.setattr(_Saved, "restore", restored)
+        monkeypatch.setattr(SavedStorages, "restore", restore_with_changes)
         machine.pause()
-        # Others go on meanwhile, and a seed is for those that are paused too.
+        # Other machines continue, and a seed also applies to paused machines.
         torch.manual_seed(11)
         torch.ts.synchronize()  # type: ignore[attr-defined]
         machine.resume()
         assert refused == [True]
-        assert number not in {storage for storage, *_ in machine._there().storages()}
+        assert number not in {storage for storage, *_ in machine._get_session().storages()}
         assert good.tolist() == [1.0] * 3
         with pytest.raises(RuntimeError, match="not there"):
             copied.tolist()
-        given = torch.rand(3, device=device).cpu()
+        drawn = torch.rand(3, device=device).cpu()
         torch.manual_seed(11)
-        assert torch.equal(given, torch.rand(3))
+        assert torch.equal(drawn, torch.rand(3))
 
 
-def test_a_machine_that_dies_when_all_is_saved_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorstream.remote.client._machine import _Saved
+def test_a_machine_that_dies_after_saving_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorstream.remote.client._pause import SavedStorages
 
-    save = _Saved.save
+    save = SavedStorages.save
     with RemoteMachine("local", threads=1, retry=0.0) as machine:
         kept = torch.ones(3, device=machine.device())
 
-        def last(self: _Saved, session: Any, *storage: Any) -> None:
+        def save_and_kill(self: SavedStorages, session: Any, *storage: Any) -> None:
             save(self, session, *storage)
             seen.append(storage[0])
             if len(seen) == len(session.storages()):
-                machine._server.kill()
-                machine._server.wait()
+                _process(machine).kill()
+                _process(machine).wait()
 
         seen: list[int] = []
-        monkeypatch.setattr(_Saved, "save", last)
+        monkeypatch.setattr(SavedStorages, "save", save_and_kill)
         machine.pause()
         assert machine._server is None and "paused" in repr(machine)
         machine.resume()
         assert kept.tolist() == [1.0] * 3
 
 
-def test_pauses_from_two_threads_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorstream.remote.client._machine import _Saved
+def test_concurrent_pauses_are_one_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorstream.remote.client._pause import SavedStorages
 
-    save, threads = _Saved.save, []
+    save, threads = SavedStorages.save, []
 
-    def saves(self: _Saved, session: Any, *storage: Any) -> None:
+    def save_and_pause(self: SavedStorages, session: Any, *storage: Any) -> None:
         if not threads:
             threads.append(threading.Thread(target=machine.pause))
             threads[0].start()
@@ -351,16 +356,14 @@ def test_pauses_from_two_threads_are_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with RemoteMachine("mock") as machine:
         kept = torch.arange(5, device=machine.device())
-        monkeypatch.setattr(_Saved, "save", saves)
+        monkeypatch.setattr(SavedStorages, "save", save_and_pause)
         machine.pause()
         threads[0].join()
         machine.resume()
         assert kept.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_two_sessions_with_one_machine_are_two(
-    machine: RemoteMachine, device: torch.device
-) -> None:
+def test_sessions_of_one_machine_are_separate(machine: RemoteMachine, device: torch.device) -> None:
     from tensorstream.remote import _registry
 
     x = torch.ones(3, device=device)
@@ -369,61 +372,59 @@ def test_two_sessions_with_one_machine_are_two(
         bad = torch.ones(2, device=other.device()).index_select(
             0, torch.tensor([5], device=other.device())
         )
-        offered = {storage for storage, *_ in machine._there().storages()}
+        offered = {storage for storage, *_ in machine._get_session().storages()}
         with pytest.raises(RemoteTensorError, match="index"):
             x.to(other.device())
         del bad
-        # Nothing stays offered.
-        assert {storage for storage, *_ in machine._there().storages()} <= offered
+        # The failed copy leaves no offer.
+        assert {storage for storage, *_ in machine._get_session().storages()} <= offered
 
 
-SHOWS = """
+ACCELERATOR = """
 import json, sys, warnings
 import torch
 from torch.utils.data import DataLoader
 warnings.simplefilter("ignore")
-QUESTIONS = {
+CALLS = {
     name: getattr(torch.accelerator, name)
     for name in ("current_accelerator", "is_available", "device_count", "current_device_index",
                  "empty_cache",
                  "memory_allocated", "synchronize")
 }
-QUESTIONS["pin_memory"] = lambda: torch.ones(2).pin_memory().is_pinned()
-QUESTIONS["is_pinned"] = lambda: torch.ones(2).is_pinned()
-QUESTIONS["DataLoader"] = lambda: [
+CALLS["pin_memory"] = lambda: torch.ones(2).pin_memory().is_pinned()
+CALLS["is_pinned"] = lambda: torch.ones(2).is_pinned()
+CALLS["DataLoader"] = lambda: [
     batch.tolist() for batch in DataLoader(torch.arange(4.0), 2, pin_memory=True)
 ]
-def shown():
-    said = {}
-    for name, question in QUESTIONS.items():
+def results():
+    results = {}
+    for name, call in CALLS.items():
         try:
-            said[name] = repr(question())
+            results[name] = repr(call())
         except Exception as error:
-            said[name] = f"{type(error).__name__}: {str(error)[:60]}"
-    return said
-before = shown()
+            results[name] = f"{type(error).__name__}: {str(error)[:60]}"
+    return results
+before = results()
 import tensorstream.remote
-assert shown() == before, (before, shown())
+assert results() == before, (before, results())
 assert not hasattr(torch, "ts")
 from tensorstream.remote import RemoteMachine
 with RemoteMachine("mock") as machine:
     x = torch.ones(3, device=machine.device())
     assert x.sum().item() == 3.0
-    assert shown() == before, (before, shown())
-assert shown() == before, (before, shown())
+    assert results() == before, (before, results())
+assert results() == before, (before, results())
 """
 
 
-def test_a_process_sees_no_device_before_a_machine_starts_and_its_own_accelerator_afterwards() -> (
-    None
-):
+def test_the_device_is_never_the_accelerator() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SHOWS], capture_output=True, text=True, check=False
+        [sys.executable, "-c", ACCELERATOR], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
-TRAINS = """
+TRAINER = """
 import os, sys, warnings
 os.environ["HF_HUB_OFFLINE"] = "1"
 warnings.simplefilter("ignore")
@@ -432,7 +433,7 @@ from tensorstream.errors import ConfigurationError
 from tensorstream.remote import RemoteMachine
 machine = RemoteMachine("mock")
 where = sys.argv[1]
-if where == "there":
+if where == "remote":
     os.environ["ACCELERATE_TORCH_DEVICE"] = str(machine.device())
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 torch.manual_seed(0)
@@ -449,43 +450,41 @@ def trainer(model):
     return Trainer(model, arguments, train_dataset=data)
 if where == "refused":
     from accelerate import Accelerator
-    there = model.to(machine.device())
-    for moves in (lambda: trainer(there), lambda: Accelerator().prepare(there)):
+    remote = model.to(machine.device())
+    for move in (lambda: trainer(remote), lambda: Accelerator().prepare(remote)):
         try:
-            moves()
-            raise SystemExit("it was moved without a word")
+            move()
+            raise SystemExit("the model was moved silently")
         except ConfigurationError as error:
             assert "ACCELERATE_TORCH_DEVICE" in str(error), error
-    assert {p.device for p in there.parameters()} == {machine.device()}
-    assert there.to("cpu").lm_head.weight.device.type == "cpu"  # who asks for it gets it
+    assert {p.device for p in remote.parameters()} == {machine.device()}
+    assert remote.to("cpu").lm_head.weight.device.type == "cpu"  # a move by the user
 else:
     trainer(model).train()
-    kind = "ts" if where == "there" else "cpu"
+    kind = "ts" if where == "remote" else "cpu"
     assert {p.device.type for p in model.parameters()} == {kind}
 machine.stop()
 """
 
 
-@pytest.mark.parametrize("where", ["here", "refused", "there"])
-def test_trainers_train_where_they_are_told_and_never_silently_here(
-    where: str, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-c", TRAINS, where, str(tmp_path)]
+@pytest.mark.parametrize("where", ["local", "refused", "remote"])
+def test_trainers_do_not_move_a_remote_model_silently(where: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRAINER, where, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_a_machine_that_died_starts_again_with_the_same_device() -> None:
+def test_a_dead_machine_restarts_with_the_same_device() -> None:
     with RemoteMachine("local", threads=1) as machine:
         device = machine.device()
         kept = torch.ones(3, device=device)
         kept.sum().item()
-        machine._server.kill()
+        _process(machine).kill()
         since = time.monotonic()
         with pytest.raises(ConnectionLost):
             for _ in range(1000):
                 (kept + kept).sum().item()
-        assert time.monotonic() - since < 10, "who was started here and is gone does not come back"
+        assert time.monotonic() - since < 10, "a dead local process is not retried"
         machine.start()
         assert machine.device() == device
         assert torch.ones(4, device=device).sum().item() == 4.0
@@ -496,7 +495,7 @@ def test_a_machine_that_died_starts_again_with_the_same_device() -> None:
         assert machine.device() == device
 
 
-def test_indices_of_machines_that_were_stopped_are_used_again() -> None:
+def test_device_indices_of_stopped_machines_are_reused() -> None:
     with RemoteMachine("mock") as first:
         for _ in range(130):
             with RemoteMachine("mock") as machine:
@@ -507,15 +506,15 @@ def test_indices_of_machines_that_were_stopped_are_used_again() -> None:
         RemoteMachine.mock(device_count=100)
 
 
-def test_what_a_machine_is_asked_for_is_there_or_refused_at_once(tmp_path: Path) -> None:
-    for wrong, why in [
+def test_invalid_options_of_a_machine_are_refused(tmp_path: Path) -> None:
+    for wrong, message in [
         ({"address": "A100"}, "unexpected address 'A100'"),
         ({"device_type": "A100"}, 'must be "cpu" or "cuda", got \'A100\''),
         ({"gpu_type": "A100"}, "got 'A100'"),
         ({"device_count": 0}, "must be 1 to 127, got 0"),
         ({"gpu_count": 0}, "must be 1 to 127, got 0"),
     ]:
-        with pytest.raises(ConfigurationError, match=why):
+        with pytest.raises(ConfigurationError, match=message):
             RemoteMachine("mock", **wrong)
     with RemoteMachine("mock", gpu_count=16) as machine:
         assert machine.device_count == machine.gpu_count == 16
@@ -526,18 +525,18 @@ def test_what_a_machine_is_asked_for_is_there_or_refused_at_once(tmp_path: Path)
             == machine.device("cpu:3")
             == machine.device("ts", 3)
         )
-        for wrong_device, why in [
+        for wrong_device, message in [
             ((16,), "0 to 15"),
             (("cuda", 1), "has no cuda"),
-            ((1, 1), "an index"),
+            ((1, 1), "expected an index"),
         ]:
-            with pytest.raises(ConfigurationError, match=why):
+            with pytest.raises(ConfigurationError, match=message):
                 machine.device(*wrong_device)
     with Serving() as served:
         with pytest.raises(ConfigurationError, match="has 8 devices"):
             RemoteMachine.tcp(served.address, device_count=9)
         if not torch.cuda.is_available():
-            with pytest.raises(ConfigurationError, match="on its cpu"):
+            with pytest.raises(ConfigurationError, match="runs operators on cpu"):
                 RemoteMachine.tcp(served.address, device_type="cuda")
     if not torch.cuda.is_available():
         for kind in ("mock", "local"):
@@ -545,19 +544,19 @@ def test_what_a_machine_is_asked_for_is_there_or_refused_at_once(tmp_path: Path)
                 RemoteMachine(kind, gpu_type="cuda")
 
 
-def test_what_an_operator_gives_is_a_tensor_of_the_machine_and_no_other_ones(
+def test_results_are_tensors_of_the_machine_with_own_storage(
     device: torch.device,
 ) -> None:
     from tensorstream import _native
     from tensorstream.remote.client._kernels import kernel
 
     x = torch.arange(4.0, device=device)
-    elsewhere = kernel(torch.ops.aten.empty_like.default)(x, device="meta")
+    on_meta = kernel(torch.ops.aten.empty_like.default)(x, device="meta")
     with pytest.raises(
         RemoteTensorError, match="a tensor on meta, which is no device of this machine"
     ):
-        elsewhere.tolist()
-    # One whose outputs are asked for has them in storages of their own.
+        on_meta.tolist()
+    # Results that the machine reports have their own storage, even if they are views there.
     aliased = _native.RemoteKernel(
         "aten::alias",
         torch.ops.aten.alias.default,
@@ -573,7 +572,7 @@ def test_what_an_operator_gives_is_a_tensor_of_the_machine_and_no_other_ones(
     assert aliased.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_a_server_runs_no_operator_that_reaches_beyond_its_tensors() -> None:
+def test_a_server_refuses_operators_that_reach_beyond_tensors() -> None:
     from tensorstream.remote.server._server import Session
 
     session = Session(checked=True)
@@ -637,12 +636,12 @@ for _ in range(5):
         signal.alarm(20)
         sys.exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child hung"
-    assert (x + x).sum().item() == 8.0, "the session is the parent's"
+    assert (x + x).sum().item() == 8.0, "the session belongs to the parent"
 """
 
 
 @pytest.mark.parametrize("kind", ["local", "mock"])
-def test_a_forked_child_that_exits_neither_hangs_nor_ends_the_session(kind: str) -> None:
+def test_forks_that_exit_do_not_end_the_session(kind: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKS, kind],
         capture_output=True,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Sessions of `tensorstream serve`: each has its own process, which can only run operators."""
+"""Tests that sessions of `tensorstream serve` are isolated processes that only run operators."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from typing import Any
 
 import pytest
 import torch
-from serving import Serving, is_there
+from serving import Serving, is_running
 from tensorstream.errors import ConnectionLost
 from tensorstream.remote import RemoteMachine
 from tensorstream.remote.server import _exchange
 from tensorstream.serve import _broker, _messages, _peers
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes as Linux has them")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sessions need Linux")
 
-# What an attacker would try who can run code in the process of a session. Prints the result of each
-# attempt.
-_TRIES = """
+# What an attacker with code execution in the process of a session would try. Prints the result of
+# each attempt.
+_ATTACKS = """
 import ctypes, json, os, resource, socket, sys, threading
 import torch
 from tensorstream import _native, errors
@@ -49,7 +49,7 @@ def read_page():
         raise OSError(ctypes.get_errno(), "process_vm_readv")
     return into.raw.decode()
 
-def again():
+def reconnect():
     # A connected socket can be connected to another address.
     if libc.connect(connected.fileno(), b"\\0" * 16, 16) < 0:
         raise OSError(ctypes.get_errno(), "connect")
@@ -58,64 +58,62 @@ def call(number, *arguments):
     if libc.syscall(number, *arguments) < 0:
         raise OSError(ctypes.get_errno(), str(number))
 
-tries = {
+attacks = {
     "read a file": lambda: open(canary).read(),
-    "look for a file": lambda: os.stat(canary),
+    "stat a file": lambda: os.stat(canary),
     "write a file": lambda: open(canary + ".new", "w"),
     "list files": lambda: os.listdir("/"),
-    "memory of the parent by its file": lambda: open(f"/proc/{parent}/mem", "rb"),
-    "memory of the parent": read_page,
-    "a socket of TCP": lambda: socket.create_connection(("127.0.0.1", listening)),
-    "a socket of UDP": lambda: (
+    "open the parent's memory": lambda: open(f"/proc/{parent}/mem", "rb"),
+    "read the parent's memory": read_page,
+    "open a TCP socket": lambda: socket.create_connection(("127.0.0.1", listening)),
+    "open a UDP socket": lambda: (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", 9))
     ),
-    "a socket of Unix": lambda: socket.socket(socket.AF_UNIX).connect(unix),
-    "another end for a socket": again,
-    "a program": lambda: os.execv("/bin/true", ["true"]),
-    "a process": lambda: os.fork() or os._exit(0),
-    "a signal": lambda: os.kill(parent, 0),
-    "limits of others": lambda: resource.prlimit(parent, resource.RLIMIT_NOFILE),
-    "a higher limit": lambda: resource.setrlimit(
+    "open a Unix socket": lambda: socket.socket(socket.AF_UNIX).connect(unix),
+    "reconnect a socket": reconnect,
+    "run a program": lambda: os.execv("/bin/true", ["true"]),
+    "fork": lambda: os.fork() or os._exit(0),
+    "send a signal": lambda: os.kill(parent, 0),
+    "read another process's limits": lambda: resource.prlimit(parent, resource.RLIMIT_NOFILE),
+    "set a limit": lambda: resource.setrlimit(
         resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)
     ),
-    "a filter for a socket": lambda: connected.setsockopt(socket.SOL_SOCKET, 26, b"\\0" * 16),
-    "a namespace of another process": lambda: call(308, 3, 0),
-    "tracing": lambda: call(101, 16, parent, 0, 0),
-    "another namespace": lambda: call(272, 0x10000000),
-    "a ring of calls": lambda: call(425, 8, ctypes.create_string_buffer(256)),
-    "a key": lambda: call(250, 0, 0),
-    "a program by x32": lambda: call(0x40000000 | 520, 0, 0, 0),
-    "a socket by x32": lambda: call(0x40000000 | 41, socket.AF_INET, socket.SOCK_STREAM, 0),
+    "attach a socket filter": lambda: connected.setsockopt(socket.SOL_SOCKET, 26, b"\\0" * 16),
+    "join a namespace": lambda: call(308, 3, 0),
+    "trace a process": lambda: call(101, 16, parent, 0, 0),
+    "create a namespace": lambda: call(272, 0x10000000),
+    "create an io_uring": lambda: call(425, 8, ctypes.create_string_buffer(256)),
+    "use the keyring": lambda: call(250, 0, 0),
+    "run a program with x32": lambda: call(0x40000000 | 520, 0, 0, 0),
+    "open a socket with x32": lambda: call(0x40000000 | 41, socket.AF_INET, socket.SOCK_STREAM, 0),
 }
-became = {}
-for what, attempt in tries.items():
+results = {}
+for name, attack in attacks.items():
     try:
-        became[what] = repr(attempt())
+        results[name] = repr(attack())
     except OSError as error:
-        became[what] = f"refused: {error.errno}"
+        results[name] = f"refused: {error.errno}"
 # Operators, threads, memory and open sockets still work.
-said = []
+sums = []
 ones = torch.ones(300, 300)
-thread = threading.Thread(target=lambda: said.append(float((ones @ ones).sum())))
+thread = threading.Thread(target=lambda: sums.append(float((ones @ ones).sum())))
 thread.start(); thread.join()
-connected.sendall(b"still there")
+connected.sendall(b"still connected")
 memory = os.memfd_create("x"); os.ftruncate(memory, 100)
-print(json.dumps([restrictions, became, said]))
+print(json.dumps([restrictions, results, sums]))
 """
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_code_in_the_process_of_a_session_cannot_reach_anything_outside(
-    tmp_path: Path, gpu: bool
-) -> None:
+def test_sandboxed_code_cannot_reach_anything_outside(tmp_path: Path, gpu: bool) -> None:
     import ctypes
 
     page, canary = ctypes.create_string_buffer(b"a canary's page"), tmp_path / "canary"
     canary.write_text("a canary", encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0)) as nobody, socket.socket(socket.AF_UNIX) as unix:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(str(tmp_path / "socket"))
         unix.listen()
-        port = nobody.getsockname()[1]
+        port = listener.getsockname()[1]
         arguments = [
             os.getpid(),
             ctypes.addressof(page),
@@ -124,34 +122,35 @@ def test_code_in_the_process_of_a_session_cannot_reach_anything_outside(
             tmp_path / "socket",
             json.dumps([gpu]),
         ]
-        command = [sys.executable, "-c", _TRIES, *map(str, arguments)]
+        command = [sys.executable, "-c", _ATTACKS, *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-    restrictions, became, said = json.loads(done.stdout)
-    assert len(restrictions) == 2 and said == [300.0**3]
-    got = {what for what, how in became.items() if not how.startswith("refused")}
+    restrictions, results, sums = json.loads(done.stdout)
+    assert len(restrictions) == 2 and sums == [300.0**3]
+    succeeded = {name for name, result in results.items() if not result.startswith("refused")}
     # GPU drivers open files and start processes.
-    of_drivers = {
-        "read a file", "look for a file", "write a file", "list files", "a process",
-        "limits of others", "a higher limit",
+    allowed_on_gpu = {
+        "read a file", "stat a file", "write a file", "list files", "fork",
+        "read another process's limits", "set a limit",
     }  # fmt: skip
-    assert got <= (of_drivers if gpu else set()), became
-    # By the filter, and not because this kernel lacks x32.
-    assert {how for what, how in became.items() if what.endswith("x32")} == {
+    assert succeeded <= (allowed_on_gpu if gpu else set()), results
+    # EACCES comes from the filter. A kernel without x32 returns ENOSYS.
+    assert {result for name, result in results.items() if name.endswith("x32")} == {
         f"refused: {errno.EACCES}"
     }
     assert not (tmp_path / "canary.new").exists() or gpu
 
 
-def _eventually(what: Callable[[], bool], seconds: float = 20.0) -> bool:
+def _eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Waits for a condition. Returns whether it became true in time."""
     end = time.monotonic() + seconds
-    while not what():
+    while not condition():
         if time.monotonic() > end:
             return False
         time.sleep(0.02)
     return True
 
 
-def test_a_crash_ends_only_its_own_session_and_its_client_gets_an_error(tmp_path: Path) -> None:
+def test_a_crash_ends_only_its_own_session(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with (
         Serving(log=log) as served,
@@ -198,19 +197,19 @@ def test_a_sandboxed_session_computes_the_same_results_as_the_cpu() -> None:
     with Serving() as served, RemoteMachine("tcp", served.address) as machine:
         for name, run in runs.items():
             results = []
-            for where in (torch.device("cpu"), machine.device()):
+            for device in (torch.device("cpu"), machine.device()):
                 torch.manual_seed(2)
-                results.append(run(x.to(where)).cpu())
+                results.append(run(x.to(device)).cpu())
             assert torch.equal(*results), name
 
 
 def test_a_closed_session_leaves_no_process() -> None:
     with Serving() as served:
         with RemoteMachine("tcp", served.address) as machine:
-            held = torch.ones(50_000_000, device=machine.device())
-            assert held[-1].item() == 1.0
+            x = torch.ones(50_000_000, device=machine.device())
+            assert x[-1].item() == 1.0
             (process,) = served.sessions()
-        assert _eventually(lambda: not is_there(process)) and not served.sessions()
+        assert _eventually(lambda: not is_running(process)) and not served.sessions()
 
 
 def test_a_client_reconnects_to_its_own_session() -> None:
@@ -228,7 +227,7 @@ def test_a_client_reconnects_to_its_own_session() -> None:
 
 
 def _cut(descriptor: int, address: tuple[str, int]) -> None:
-    """Shuts down a connection of this process, if it is one to this address."""
+    """Shuts down a connection of this process if it is to this address."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.getpeername() == address:
@@ -240,7 +239,7 @@ def _cut(descriptor: int, address: tuple[str, int]) -> None:
 def test_a_full_server_refuses_sessions_with_a_reason() -> None:
     with Serving({"--max-sessions": 2}) as served:
         machines = [RemoteMachine("tcp", served.address) for _ in range(2)]
-        with pytest.raises(ConnectionLost, match="has 2 sessions, its maximum"):
+        with pytest.raises(ConnectionLost, match="limit of 2 sessions"):
             RemoteMachine("tcp", served.address, retry=0.0)
         machines[0].stop()
         assert _eventually(lambda: len(served.sessions()) == 1)
@@ -256,12 +255,13 @@ def test_stopping_a_server_tells_clients_and_leaves_no_process() -> None:
         assert x.sum().item() == 3.0
         processes = [served.zygote(), *served.sessions()]
         served.process.terminate()
+        end = time.monotonic() + 20.0
         with pytest.raises(ConnectionLost, match="the server was stopped"):
-            for _ in range(1000):
+            while time.monotonic() < end:
                 x.sum().item()
                 x += 1
         assert served.process.wait(20) == 0
-        assert not any(map(is_there, processes))
+        assert not any(map(is_running, processes))
         machine.stop()
 
 
@@ -271,11 +271,12 @@ def test_killing_a_server_leaves_no_process() -> None:
         assert torch.ones(3, device=machine.device()).sum().item() == 3.0
         processes = [served.zygote(), *served.sessions()]
         served.process.kill()
-        assert _eventually(lambda: not any(map(is_there, processes)))
+        assert _eventually(lambda: not any(map(is_running, processes)))
         machine.stop()
 
 
-def _try(address: str, refusals: list[str]) -> RemoteMachine | None:
+def _try_to_connect(address: str, refusals: list[str]) -> RemoteMachine | None:
+    """Returns a machine, or adds the reason why it could not connect to ``refusals``."""
     try:
         return RemoteMachine("tcp", address)
     except ConnectionLost as error:
@@ -290,10 +291,10 @@ def test_a_server_replaces_its_zygote() -> None:
         os.kill(before, signal.SIGKILL)
         assert x.sum().item() == 3.0
         refusals = []
-        while (other := _try(served.address, refusals)) is None and len(refusals) < 300:
+        while (other := _try_to_connect(served.address, refusals)) is None and len(refusals) < 300:
             time.sleep(0.1)
         assert other is not None and torch.ones(2, device=other.device()).sum().item() == 2.0
-        # The first connection may still have gone to the process that was killed.
+        # The first connection may have been passed to the zygote before it was killed.
         assert all("cannot start a session now" in refusal for refusal in refusals[1:]), refusals
         other.stop()
         assert (x + 1).sum().item() == 6.0
@@ -317,38 +318,38 @@ def test_the_processes_of_sessions_contain_no_secrets(tmp_path: Path) -> None:
         ):
             assert line in status, status
         process = served.zygote()
-        told = (
+        inherited = (
             Path(f"/proc/{process}/environ").read_bytes()
             + Path(f"/proc/{process}/cmdline").read_bytes()
         )
-        assert b"secret" not in told.lower() and b"PATH=" in told
-        # Its memory:
+        assert b"secret" not in inherited.lower() and b"PATH=" in inherited
+        # Searches its writable memory.
         with Path(f"/proc/{process}/mem").open("rb", buffering=0) as memory:
             for line in Path(f"/proc/{process}/maps").read_text(encoding="utf-8").splitlines():
-                where, access, _, _, inode, *_ = [*line.split(), ""]
+                addresses, access, _, _, inode, *_ = [*line.split(), ""]
                 if "rw" not in access or inode != "0":
                     continue
-                start, end = (int(part, 16) for part in where.split("-"))
+                start, end = (int(part, 16) for part in addresses.split("-"))
                 memory.seek(start)
                 assert b"a very secret" not in memory.read(end - start), line
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "invalid",
     [
         {"sizes": [2, 4]}, {"sizes": [-2, -3]}, {"sizes": [True, 6]}, {"sizes": 6},
         {"sizes": [2**70]},
         {"dtype": "int64"}, {"dtype": "__class__"}, {"dtype": ["float32"]}, {"dtype": None},
     ],
 )  # fmt: skip
-def test_invalid_metadata_of_an_offer_is_an_error(lie: dict[str, object]) -> None:
-    what, packed = _exchange.pack(torch.arange(6.0).view(2, 3))
+def test_invalid_metadata_of_an_offer_is_an_error(invalid: dict[str, object]) -> None:
+    metadata, descriptor = _exchange.pack(torch.arange(6.0).view(2, 3))
     with pytest.raises(RuntimeError, match="invalid offer"):
-        _exchange.unpack({**what, **lie}, packed)
+        _exchange.unpack({**metadata, **invalid}, descriptor)
 
 
 def _fake_session() -> tuple[_broker._Session, socket.socket]:
-    """A session without a process, and what would be that process's socket."""
+    """Creates a session without a process, and the socket that the process would have."""
     requests, its_requests = _messages.pair()
     return _broker._Session(1, "exec/0", requests, requests), its_requests
 
@@ -360,7 +361,7 @@ def _broker_without_server() -> _broker.Broker:
     return broker
 
 
-def test_a_broker_that_refuses_to_fetch_does_not_import_pytorch() -> None:
+def test_a_refused_fetch_does_not_import_pytorch() -> None:
     with (
         Serving() as serving,
         Serving() as other,
@@ -368,13 +369,13 @@ def test_a_broker_that_refuses_to_fetch_does_not_import_pytorch() -> None:
         RemoteMachine("tcp", other.address) as source,
     ):
         x = torch.arange(1000.0, device=source.device())
-        # Copied by way of this process.
+        # The copy goes through this process.
         assert torch.equal(x.to(machine.device()).cpu(), torch.arange(1000.0))
         maps = Path(f"/proc/{serving.process.pid}/maps").read_text(encoding="utf-8")
     assert "_native" in maps and "libtorch" not in maps
 
 
-def test_a_claim_gets_its_tensor_though_the_offer_ends_meanwhile(
+def test_a_claim_succeeds_while_its_offer_is_withdrawn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broker = _broker_without_server()
@@ -388,14 +389,15 @@ def test_a_claim_gets_its_tensor_though_the_offer_ends_meanwhile(
 
     def withdraw_first(*arguments: Any, **options: Any) -> None:
         broker._answer(one, {"withdraw": ticket}, None)
-        # The next descriptor has the number of the one that was closed.
+        # The next descriptor reuses the number of the one that was closed.
         reused.append(os.dup(secret))
         _messages.send(*arguments, **options)
 
     monkeypatch.setattr(_broker, "send", withdraw_first)
     broker._answer(other, {"claim": ticket}, None)
-    answer, given = _messages.receive(peers[other]) or ({}, -1)
-    assert given is not None and torch.equal(_exchange.unpack(answer, given), torch.arange(3.0))
+    answer, received = _messages.receive(peers[other]) or ({}, -1)
+    assert received is not None
+    assert torch.equal(_exchange.unpack(answer, received), torch.arange(3.0))
     for descriptor in (secret, packed, *reused):
         os.close(descriptor)
 
@@ -413,8 +415,8 @@ def test_the_broker_validates_the_requests_of_sessions() -> None:
         session: _broker._Session, message: dict[str, object], descriptor: int | None = None
     ) -> object:
         broker._answer(session, message, descriptor)
-        answer, given = _messages.receive(peers[session]) or ({}, None)
-        return answer.get("refused") if given is None else _exchange.unpack(answer, given)
+        answer, received = _messages.receive(peers[session]) or ({}, None)
+        return answer.get("refused") if received is None else _exchange.unpack(answer, received)
 
     for message, descriptor in [
         ({"offer": ticket, "tensor": tensor}, None),
@@ -446,7 +448,7 @@ def test_the_broker_validates_the_requests_of_sessions() -> None:
         with pytest.raises(_broker._InvalidRequest) as raised:
             broker._answer(one, invalid, None)
         assert "\n" not in str(raised.value)
-    # A process that receives no answers is not waited for.
+    # The broker does not wait for a process that does not receive its answers.
     with pytest.raises(BlockingIOError):
         for _ in range(100_000):
             broker._answer(one, {"claim": ticket}, None)
@@ -466,14 +468,14 @@ def test_a_session_that_does_not_end_is_killed(kill: bool) -> None:
         else:
             served.process.terminate()
         assert served.process.wait(30) == (-signal.SIGKILL if kill else 0)
-        assert _eventually(lambda: not any(map(is_there, processes)))
+        assert _eventually(lambda: not any(map(is_running, processes)))
         machine.stop()
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"[]", b"{", b"[" * 20_000, b"1" * 20_000, b"\xff", b'"x"', b"{}" + b" " * 40_000]
 )
-def test_an_invalid_message_is_an_end(text: bytes) -> None:
+def test_an_invalid_message_ends_the_channel(text: bytes) -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
         before = len(os.listdir("/proc/self/fd"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Weights that another machine serves: here another process, by `tensorstream serve-weights`."""
+"""Reads weights from another process that runs `tensorstream serve-weights`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PROGRAM = Path(sys.executable).parent / "tensorstream"
 
 @contextmanager
 def served(directory: Path, *arguments: str) -> Iterator[str]:
-    """The URL of a server, which ends with an interruption as a person's would."""
+    """Runs a server, and yields its URL. Ends it with SIGINT, as Ctrl-C would."""
     with serving(directory, *arguments) as (url, _):
         yield url
 
 
 @contextmanager
 def serving(directory: Path, *arguments: str) -> Iterator[tuple[str, int]]:
-    """The same, and its process."""
+    """Runs a server, and yields its URL and its process."""
     command = [PROGRAM, "--json", "serve-weights", directory]
     server = subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0", *arguments], stdout=subprocess.PIPE, text=True
@@ -53,7 +53,7 @@ def layers() -> nn.Sequential:
 
 
 def shards(directory: Path, model: nn.Module) -> None:
-    """As transformers writes them: two shards and an index."""
+    """Writes two shards and an index, as transformers does."""
     state = model.state_dict()
     names = list(state)
     files = {
@@ -99,17 +99,17 @@ def test_a_file_is_loaded_from_another_process(tmp_path: Path) -> None:
             ts.load_file(url + "none.ts")
 
 
-def test_a_secret_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_a_token_requires_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
     (tmp_path / "secret").write_text("sesame\n")
     with served(tmp_path, "--token-file", str(tmp_path / "secret")) as url:
-        with pytest.raises(ts.TensorStreamError, match="does not know the token"):
+        with pytest.raises(ts.TensorStreamError, match="wrong token"):
             ts.load_file(url + "a.safetensors")
         monkeypatch.setenv("TENSORSTREAM_TOKEN", "sesame")
         assert torch.equal(ts.load_file(url + "a.safetensors")["a"], torch.ones(3))
 
 
-def test_a_server_that_is_terminated_ends_in_good_order(tmp_path: Path) -> None:
+def test_a_terminated_server_exits_cleanly(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
     command = [PROGRAM, "--json", "serve-weights", tmp_path, "--listen", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -137,7 +137,7 @@ def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
         assert server.stdout is not None
         url = json.loads(server.stdout.readline())["url"]
         for _ in range(2):
-            # A client that goes on keeps it from ending by itself.
+            # A client that keeps reading would delay the end of the server.
             for _ in range(10):
                 ts.load_file(url + "a.safetensors")
             server.terminate()
@@ -145,11 +145,9 @@ def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
         assert server.wait(timeout=10) == 128 + signal.SIGTERM
 
 
-def test_what_others_can_reach_is_not_served_to_everybody(
-    trusted: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_public_address_requires_authentication(trusted: dict[str, Path], tmp_path: Path) -> None:
     command = [PROGRAM, "serve-weights", tmp_path, "--listen", "0.0.0.0:0"]
-    # The certificate of a server keeps nobody out.
+    # The certificate of a server does not authenticate clients.
     certificate = ["--tls-cert", trusted["cert"], "--tls-key", trusted["key"]]
     for options in ([], certificate):
         refused = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
@@ -157,7 +155,7 @@ def test_what_others_can_reach_is_not_served_to_everybody(
         assert "anyone could connect" in refused.stderr
 
 
-def test_a_server_that_is_gone_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_the_error_names_an_unreachable_server(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
     with served(tmp_path) as url:
         ts.load_file(url + "a.safetensors")
@@ -166,13 +164,13 @@ def test_a_server_that_is_gone_is_an_error_that_names_it(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ten_thousand_who_say_nothing_take_little_memory(tmp_path: Path) -> None:
+def test_ten_thousand_idle_connections_use_little_memory(tmp_path: Path) -> None:
     state = {"w": torch.ones(1 << 20)}
     save_file(state, tmp_path / "model.safetensors")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # As many at once as this process may have, if ten thousand are too many.
-    many = 10_000 if hard == resource.RLIM_INFINITY else min(10_000, hard - 200)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, many + 200), hard))
+    # Fewer if this process cannot open ten thousand sockets.
+    count = 10_000 if hard == resource.RLIM_INFINITY else min(10_000, hard - 200)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 200), hard))
     silent: list[socket.socket] = []
     try:
         with serving(tmp_path, "--insecure") as (url, process):
@@ -186,13 +184,13 @@ def test_ten_thousand_who_say_nothing_take_little_memory(tmp_path: Path) -> None
 
             assert torch.equal(ts.load_file(f"{url}model.safetensors")["w"], state["w"])
             before = resident()
-            for number in range(many):
+            for number in range(count):
                 silent.append(socket.create_connection((host, int(port))))
                 if number % 1000 == 999:
                     assert torch.equal(ts.load_file(f"{url}model.safetensors")["w"], state["w"])
             assert resident() - before < 32 << 20
             assert len(list(Path(f"/proc/{process}/fd").iterdir())) < 300
     finally:
-        for one in silent:
-            one.close()
+        for connection in silent:
+            connection.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -170,7 +170,7 @@ def test_what_consumers_ask_for_is_honoured_or_refused() -> None:
             tensor.__dlpack__(**refused)
     capsule = tensor.to_dlpack()
     torch.from_dlpack(capsule)
-    with pytest.raises(TypeError, match="nobody has taken"):
+    with pytest.raises(TypeError, match="not been consumed"):
         ts.Tensor.from_dlpack(capsule)
     for nothing in (3, "text", b"bytes", None):
         with pytest.raises(TypeError):
@@ -209,7 +209,7 @@ def test_buffers_and_status_and_sizes() -> None:
     assert ts.TensorBuffer.cpu_zeros(5).to_host() == bytes(5)
     assert ts.PoolConfig.low_memory().pool_bytes < ts.PoolConfig.default().pool_bytes
     assert ts.PoolConfig(pool_bytes=1 << 20) != ts.PoolConfig()
-    with pytest.raises(ValueError, match="blocks"):
+    with pytest.raises(ValueError, match="min_block_bytes"):
         ts.PoolConfig(min_block_bytes=0)
     with pytest.raises(ts.ConfigurationError, match="cuda:N"):
         ts.Tensor.zeros([1], "float32", device="tpu")
@@ -220,7 +220,7 @@ def test_buffers_and_status_and_sizes() -> None:
             ts.Tensor.zeros([1], "float32", device="cuda:0")
     with pytest.raises((ts.ConfigurationError, ts.ProtocolError)):
         ts.Tensor.zeros([1 << 62, 8], "float32")
-    with pytest.raises(TypeError, match="no dtype"):
+    with pytest.raises(TypeError, match="invalid dtype"):
         ts.Tensor.zeros([1], "quaternion")
     assert (
         ts.DType.of(torch.float32)

@@ -226,7 +226,7 @@ def test_errors_say_what_where_and_what_to_do() -> None:
         assert isinstance(far.recv(), ts.Tensor)
         thread.join()
         near.send(torch.zeros(1000), "w")
-        with pytest.raises(ts.OutOfMemoryError, match="`w` of 4000 bytes"):
+        with pytest.raises(ts.OutOfMemoryError, match='"w" of 4000 bytes'):
             far.recv()
         with pytest.raises(TimeoutError, match="nothing arrived"):
             far.recv(timeout=0.1)  # and tells the other end
@@ -278,7 +278,7 @@ def test_two_that_send_at_once_and_do_not_listen_are_told() -> None:
         for thread in threads:
             thread.join()
         assert failures
-        assert any("neither given nor taken" in str(error) for error in failures)
+        assert any("has made no progress" in str(error) for error in failures)
 
 
 def _send_slowly(address: str) -> None:

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use clap::{Args, ValueEnum};
 use serde_json::json;
 #[cfg(target_os = "linux")]
-use ts_io::measure_views;
+use ts_io::measure_mapped_views;
 use ts_io::{
-    Availability, BackendOptions, Measured, Registry, Source, Tuner, Tuning, Workload, measure,
+    Availability, BackendOptions, Measurement, Registry, Source, Tuner, Tuning, Workload, measure,
     measure_memcpy,
 };
 use ts_pool::{BLOCK_ALIGN, Budget, HostPool};
@@ -48,10 +48,10 @@ pub(super) struct Arguments {
     /// How much of the file to read, from its beginning.
     #[arg(long, value_parser = budget, default_value = "2GiB")]
     bytes: usize,
-    /// Maximum size of a read. Measured first by default.
+    /// Maximum size of a read. Measurement first by default.
     #[arg(long, value_parser = budget)]
     request_bytes: Option<usize>,
-    /// Reads in flight at once. Measured first by default.
+    /// Reads in flight at once. Measurement first by default.
     #[arg(long)]
     in_flight: Option<usize>,
     /// Read the file in units of this size, in a random order that is the same in each measurement.
@@ -116,7 +116,7 @@ pub(super) fn run(
             Tuning::default().with_request_bytes(request_bytes).with_in_flight(in_flight)
         }
         (request_bytes, in_flight) => {
-            let tuner = Tuner::remembering_in(None);
+            let tuner = Tuner::with_cache_dir(None);
             let tuned =
                 interruptible(tuner.tuning(&source, &Budget::new(TUNING_BYTES), interrupt))?;
             tuned
@@ -133,7 +133,7 @@ pub(super) fn run(
     let pool = HostPool::new(&Budget::new(memory), memory).map_err(ts_io::Error::from)?;
     // The memory is touched before the measurement, so that page faults do not count.
     pool.allocate(memory).map_err(ts_io::Error::from)?.fill(0);
-    let mut rows: BTreeMap<(State, usize, &'static str), Vec<Measured>> = BTreeMap::new();
+    let mut rows: BTreeMap<(State, usize, &'static str), Vec<Measurement>> = BTreeMap::new();
     let bytes: u64 = workload.ranges.iter().map(|range| range.1).sum();
     #[cfg(target_os = "linux")]
     let end = source.len().min(arguments.bytes as u64);
@@ -162,7 +162,7 @@ pub(super) fn run(
             #[cfg(target_os = "linux")]
             if asked(VIEWS) {
                 prepare(&source, &workload, state, arguments.stretch, interrupt)?;
-                let viewed = interruptible(measure_views(&source, end, interrupt))?;
+                let viewed = interruptible(measure_mapped_views(&source, end, interrupt))?;
                 rows.entry((state, providers.len() + 1, VIEWS)).or_default().push(viewed);
             }
         }
@@ -246,9 +246,9 @@ struct Row {
 }
 
 impl Row {
-    fn new(backend: &'static str, state: State, runs: &[Measured]) -> Self {
-        let speeds = sorted(runs.iter().map(Measured::gib_per_s));
-        let cpu: Option<Vec<f64>> = runs.iter().map(Measured::cpu_s_per_gib).collect();
+    fn new(backend: &'static str, state: State, runs: &[Measurement]) -> Self {
+        let speeds = sorted(runs.iter().map(Measurement::gib_per_s));
+        let cpu: Option<Vec<f64>> = runs.iter().map(Measurement::cpu_s_per_gib).collect();
         let last = runs.last().expect("there is at least one round");
         Self {
             backend,

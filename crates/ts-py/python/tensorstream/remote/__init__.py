@@ -6,7 +6,7 @@
 ...     x = torch.randn(4, 4, device=machine.device())
 ...     (x @ x).cpu()
 
-Operators are sent in batches and not waited for. Reading a value waits.
+Calls return at once, and operators are sent in batches. Reading a value waits until it is computed.
 """
 
 from ..errors import (

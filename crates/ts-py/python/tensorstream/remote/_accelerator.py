@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Keeps this computer's own accelerator the one that PyTorch uses.
+"""Hides the device ``ts`` from ``torch.accelerator``.
 
-PyTorch has one accelerator a process, and prefers a device that was registered from outside to
-CUDA. ``ts`` is no accelerator of this computer: it has no streams, no allocator and no pinned
-memory here. So what PyTorch asks its accelerator goes to that which it had before ``ts`` was
-registered.
+A process has one accelerator, and PyTorch prefers a device of another package to CUDA. ``ts`` has
+no streams, no allocator and no pinned memory on this computer, so it must not be chosen. The
+functions that PyTorch calls for the accelerator are therefore redirected to the accelerator that it
+had before ``ts`` was registered.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-#: PyTorch's questions, and the functions of a device's module that answer them.
-_ANSWERS = {
+#: Functions ``torch._C._accelerator_*``, and the functions of a device's module that do the same.
+_FUNCTIONS = {
     "getDeviceIndex": "current_device",
     "setDeviceIndex": "set_device",
     "exchangeDevice": "_exchange_device",
@@ -39,42 +39,46 @@ _ANSWERS = {
 }
 
 
-def own() -> torch.device | None:
-    """The accelerator that PyTorch was built for: to be asked before ``ts`` is registered."""
+def current() -> torch.device | None:
+    """Returns the accelerator of this process, or None. Call it before ``ts`` is registered."""
     return torch._C._accelerator_getAccelerator()
 
 
-def _refuse(*_: Any) -> Any:
+def redirect_to(accelerator: torch.device | None) -> None:
+    """Makes PyTorch use this accelerator, or none, whatever devices are registered."""
+    # A plain assignment would not type-check: the declared function never returns None.
+    setattr(torch._C, "_accelerator_getAccelerator", lambda: accelerator)  # noqa: B010
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    for name, replacement_name in _FUNCTIONS.items():
+        if not hasattr(torch._C, f"_accelerator_{name}"):
+            continue
+        replacement = (
+            _raise_unavailable if module is None else getattr(module, replacement_name, None)
+        )
+        if name == "isAllocatorInitialized" and module is None:
+            replacement = _false
+        if replacement is not None:
+            setattr(torch._C, f"_accelerator_{name}", replacement)
+    if accelerator is not None:
+        _redirect_host_cache(accelerator)
+        _redirect_generators(accelerator)
+    for name in ("pin_memory", "is_pinned"):
+        method = _with_accelerator(getattr(torch.Tensor, name), accelerator)
+        setattr(torch.Tensor, name, method)
+
+
+def _raise_unavailable(*_: Any) -> Any:
+    # The message is PyTorch's.
     raise RuntimeError("Cannot access accelerator device when none is available.")
 
 
-def keep(own: torch.device | None) -> None:
-    """Has PyTorch ask this accelerator, or none, from now on."""
-    # Its type says that there is one.
-    setattr(torch._C, "_accelerator_getAccelerator", lambda: own)  # noqa: B010
-    module = None if own is None else torch.get_device_module(own)
-    for question, name in _ANSWERS.items():
-        if not hasattr(torch._C, f"_accelerator_{question}"):
-            continue
-        answer = _refuse if module is None else getattr(module, name, None)
-        if question == "isAllocatorInitialized" and module is None:
-            answer = _no
-        if answer is not None:
-            setattr(torch._C, f"_accelerator_{question}", answer)
-    if own is not None:
-        _host_cache(own)
-        _generators(own)
-    for name in ("pin_memory", "is_pinned"):
-        setattr(torch.Tensor, name, _pinned(getattr(torch.Tensor, name), own))
-
-
-def _no() -> bool:
+def _false() -> bool:
     return False
 
 
-def _host_cache(own: torch.device) -> None:
+def _redirect_host_cache(accelerator: torch.device) -> None:
     empty = getattr(torch._C, "_host_emptyCache", None)
-    if own.type == "cuda" and empty is not None:
+    if accelerator.type == "cuda" and empty is not None:
 
         def empty_host_cache() -> None:
             if torch.cuda.is_initialized():
@@ -83,33 +87,32 @@ def _host_cache(own: torch.device) -> None:
         torch._C._accelerator_emptyHostCache = empty_host_cache
 
 
-def _generators(own: torch.device) -> None:
-    def default_generator(index: int) -> torch.Generator:
-        generators = torch.get_device_module(own).default_generators
-        given: torch.Generator = generators[index]
-        return given
+def _redirect_generators(accelerator: torch.device) -> None:
+    def default_generator(device_index: int) -> torch.Generator:
+        generators = torch.get_device_module(accelerator).default_generators
+        generator: torch.Generator = generators[device_index]
+        return generator
 
-    # As above.
-    setattr(torch._C, "_accelerator_getDefaultGenerator", default_generator)  # noqa: B010
+    torch._C._accelerator_getDefaultGenerator = default_generator
 
 
-def _pinned(method: Callable[..., Any], own: torch.device | None) -> Callable[..., Any]:
-    """A method about pinned memory, which is that of the accelerator unless the caller names a
-    device.
-    """
-    without = _refuse if method.__name__ == "pin_memory" else _no
+def _with_accelerator(
+    method: Callable[..., Any], accelerator: torch.device | None
+) -> Callable[..., Any]:
+    """Wraps a method about pinned memory, so that its default device is ``accelerator``."""
+    unavailable = _raise_unavailable if method.__name__ == "pin_memory" else _false
 
     @functools.wraps(method)
-    def asked(self: torch.Tensor, device: Any = None) -> Any:
+    def call(self: torch.Tensor, device: Any = None) -> Any:
         if device is not None:
             return method(self, device)
         if self.device.type != "cpu":
             return method(self)
-        if own is None:
-            return without()
+        if accelerator is None:
+            return unavailable()
         with warnings.catch_warnings():
-            # Naming it is deprecated where there is only one.
+            # The argument is deprecated, but needed here.
             warnings.simplefilter("ignore", DeprecationWarning)
-            return method(self, own.type)
+            return method(self, accelerator.type)
 
-    return asked
+    return call

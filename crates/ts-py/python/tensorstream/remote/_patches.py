@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What the device ``ts`` changes in PyTorch, once, when the first machine starts.
+"""Replaces functions of PyTorch that do not support the device ``ts``.
 
-docs/remote/patches.md lists the changes for users.
+Each patch is applied once, when the first machine starts, and holds for the whole process. For
+tensors and modules on other devices it calls the original. docs/remote/patches.md lists the patches
+for users.
 """
 
 from __future__ import annotations
@@ -21,34 +23,40 @@ from .client._views import is_ours
 
 
 def apply() -> None:
-    """Applies all changes."""
-    _single_threaded_backward()
-    _storages()
-    _accumulation()
-    _tied()
+    """Applies all patches."""
+    _patch_backward()
+    _patch_untyped_storage()
+    _patch_linear_cross_entropy()
+    _patch_module_moves()
 
 
-def _single_threaded_backward() -> None:
-    """The autograd engine takes the device for one with a single index, and starts threads for no
-    more: it is run on the thread that calls it."""
+def _patch_backward() -> None:
+    """Runs backward on the calling thread if an output is on ``ts``.
+
+    Changes the function by which ``torch.autograd`` calls its engine. The engine creates one thread
+    for the device, because it assumes a single index. Without the patch, backward fails on ``ts:1``
+    and on later indices.
+    """
     from torch.autograd import graph
 
     run = graph._engine_run_backward
 
     @functools.wraps(run)
-    def backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(output, torch.Tensor) and is_ours(output) for output in outputs):
             with torch.autograd.set_multithreading_enabled(False):
                 return run(outputs, *args, **kwargs)
         return run(outputs, *args, **kwargs)
 
-    graph._engine_run_backward = backward  # type: ignore[assignment]
-    torch.autograd._engine_run_backward = backward  # type: ignore[assignment,attr-defined]
+    graph._engine_run_backward = run_backward  # type: ignore[assignment]
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[assignment,attr-defined]
 
 
-def _storages() -> None:
-    """PyTorch makes storages by a device's allocator, which this has not: they are those of empty
-    tensors.
+def _patch_untyped_storage() -> None:
+    """Creates ``torch.UntypedStorage(..., device="ts:0")`` through an empty tensor.
+
+    Changes ``torch.UntypedStorage.__new__``, which needs an allocator of the device. ``ts`` has
+    none.
     """
     make = torch.UntypedStorage.__new__
 
@@ -65,26 +73,30 @@ def _storages() -> None:
     torch.UntypedStorage.__new__ = new  # type: ignore[method-assign]
 
 
-def _tied() -> None:
-    """A module that goes to the device, or comes from there, has new parameters, each by itself:
-    they are put where the old ones were, so that those which are one stay one, and optimisers know
-    them."""
+def _patch_module_moves() -> None:
+    """Keeps the identity of parameters that move to or from ``ts``.
+
+    Changes ``nn.Module.to`` and ``nn.Module.cpu``, which would create a new parameter for each
+    name. Tied weights would then be separate, and optimizers would update the old parameters. The
+    patch swaps the data of the old parameters instead. It also recreates uninitialized parameters
+    on the new device, and refuses moves by the modules in ``_TRAINERS``.
+    """
     for name in ("to", "cpu"):
         move = getattr(torch.nn.Module, name)
 
         @functools.wraps(move)
-        def moved(
+        def move_module(
             self: torch.nn.Module, *args: Any, _move: Any = move, **kwargs: Any
         ) -> torch.nn.Module:
             future = torch.__future__
-            at = next((p.device for p in self.parameters() if is_ours(p)), None)
+            current = next((p.device for p in self.parameters() if is_ours(p)), None)
             devices = {
                 torch.device(value) for value in (*args, *kwargs.values()) if _names_device(value)
             }
-            goes = any(device.type == "ts" for device in devices)
-            if at is not None and devices and not goes:
-                _refuse_trainers(type(self).__name__, at)
-            if (at is None and not goes) or future.get_swap_module_params_on_conversion():
+            is_to_ts = any(device.type == "ts" for device in devices)
+            if current is not None and devices and not is_to_ts:
+                _refuse_trainers(type(self).__name__, current)
+            if (current is None and not is_to_ts) or future.get_swap_module_params_on_conversion():
                 return _move(self, *args, **kwargs)
             future.set_swap_module_params_on_conversion(True)
             try:
@@ -96,62 +108,66 @@ def _tied() -> None:
                     ),
                     None,
                 )
-                with _without_lazy(self, next(iter(devices), None), dtype):
+                with _recreate_uninitialized(self, next(iter(devices), None), dtype):
                     return _move(self, *args, **kwargs)
             finally:
                 future.set_swap_module_params_on_conversion(False)
 
-        setattr(torch.nn.Module, name, moved)
+        setattr(torch.nn.Module, name, move_module)
 
 
-def _accumulation() -> None:
-    """``linear_cross_entropy`` accumulates by the kind of device: on a machine that is a CPU as on
-    a CPU.
+def _patch_linear_cross_entropy() -> None:
+    """Accumulates ``linear_cross_entropy`` on a CPU machine as on a CPU.
+
+    Changes ``LinearCrossEntropyOptions._adjust``, which chooses the accumulation by the type of
+    the device. PyTorch before 2.15 does not have it.
     """
     try:
         from torch.nn.modules.linear_cross_entropy_options import (
             LinearCrossEntropyOptions as Options,
         )
-    except ImportError:  # PyTorch before 2.15
+    except ImportError:
         return
     adjust = Options._adjust
     signature = inspect.signature(adjust)
 
     @functools.wraps(adjust)
-    def as_there(*args: Any, **kwargs: Any) -> Any:
+    def adjust_as_machine(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         device = bound.arguments.get("device")
         if device is not None and device.type == "ts" and _registry.runs_on_cpu(device.index):
             bound.arguments["device"] = torch.device("cpu")
         return adjust(*bound.args, **bound.kwargs)
 
-    Options._adjust = as_there  # type: ignore[method-assign]  # replaced on purpose
+    Options._adjust = adjust_as_machine  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
-def _without_lazy(
+def _recreate_uninitialized(
     module: torch.nn.Module, device: torch.device | None, dtype: torch.dtype | None
 ) -> Iterator[None]:
-    """Parameters and buffers that have no shape yet cannot be moved: they are made again behind the
-    move.
+    """Removes parameters and buffers without a shape, which cannot be moved, during a move.
+
+    Afterwards creates them on ``device`` with ``dtype``, or with their own device and dtype for
+    None.
     """
-    held = [
-        (names, name, value)
+    removed = [
+        (tensors, name, value)
         for each in module.modules()
-        for names in (each._parameters, each._buffers)
-        for name, value in names.items()
+        for tensors in (each._parameters, each._buffers)
+        for name, value in tensors.items()
         if value is not None and torch.nn.parameter.is_lazy(value)
     ]
-    for names, name, _ in held:
-        names[name] = None
+    for tensors, name, _ in removed:
+        tensors[name] = None
     try:
         yield
     finally:
-        for names, name, value in held:
-            at: Any = device or value.device
+        for tensors, name, value in removed:
+            target: Any = device or value.device
             make: Any = type(value)
-            names[name] = make(
-                requires_grad=value.requires_grad, device=at, dtype=dtype or value.dtype
+            tensors[name] = make(
+                requires_grad=value.requires_grad, device=target, dtype=dtype or value.dtype
             )
 
 
@@ -161,25 +177,28 @@ def _names_device(value: Any) -> bool:
     )
 
 
-#: Kinds of devices that a model may be moved to by their names.
+#: The types of devices that an argument of ``nn.Module.to`` may name.
 _DEVICES = ("ts", "cpu", "cuda", "mps", "xpu", "meta")
 
 
-#: Modules that move a model to the device that they found, without being asked to.
+#: Python modules that move a model to the device that they chose, without a request of the user.
 _TRAINERS = ("accelerate.accelerator", "transformers.trainer")
 
 
-def _refuse_trainers(model: str, at: torch.device) -> None:
-    """Refuses what would train a model elsewhere than where it was put."""
+def _refuse_trainers(model: str, device: torch.device) -> None:
+    """Refuses a move of a remote model if one of ``_TRAINERS`` is on the stack.
+
+    Raises:
+        ConfigurationError: The library would train the model on this computer.
+    """
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name in _TRAINERS:
             library = name.partition(".")[0]
             raise ConfigurationError(
-                f"{library} would move {model} from {at} to this computer and train it here: set "
-                "the environment "
-                f'variable ACCELERATE_TORCH_DEVICE="{at}" before it chooses a device, which is '
-                "when the first Accelerator or TrainingArguments is made"
+                f"{library} would move {model} from {device} to this computer; set the environment "
+                f'variable ACCELERATE_TORCH_DEVICE="{device}" before the first Accelerator or '
+                "TrainingArguments is created"
             )
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The devices ``ts:0``, ``ts:1``, ... of this process: their machines, and the current one."""
+"""The devices ``ts:0``, ``ts:1``, ... of this process, their machines, and the current device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 
 from .. import _native
 
-#: Sessions, by the index of their first device.
+#: The sessions, by the index of their first device.
 SESSIONS: dict[int, Any] = {}
-#: "cpu" or "cuda", by device: what its machine runs operators on.
+#: What the machine of a device runs operators on, "cpu" or "cuda", by the index of the device.
 KINDS: dict[int, str] = {}
-#: The index of the machine's first device, and the address of the machine, by device.
+#: The index of the machine's first device and the machine's address, by the index of the device.
+#: Machines that are paused or stopped are absent.
 ADDRESSES: dict[int, tuple[int, str]] = {}
-#: Paused machines, by the index of their first device, with the seed to set when they resume: that
-#: of the last ``manual_seed_all`` during the pause.
+#: The paused machines, by the index of their first device. The value is the seed of the last
+#: ``manual_seed_all`` during the pause, which is set when the machine resumes.
 PAUSED: dict[int, int | None] = {}
 
 _current = threading.local()
@@ -33,7 +34,7 @@ def add(session: Any, count: int) -> None:
 
 
 def count() -> int:
-    """Returns the number of devices. Indices of stopped machines count."""
+    """Returns the number of devices, including the indices of stopped machines."""
     number: int = _process.count
     return number
 
@@ -44,7 +45,7 @@ def sessions() -> list[Any]:
 
 
 def runs_on_cpu(index: int) -> bool:
-    """Whether the machine of a device runs operators on its CPU."""
+    """Returns whether the machine of a device runs operators on a CPU."""
     return KINDS.get(index, "cpu") == "cpu"
 
 
@@ -54,20 +55,20 @@ def current_device() -> int:
 
 
 def set_device(device: Any) -> None:
-    """Makes a device, or the device of an index, this thread's current one."""
+    """Sets this thread's current device, by device or index."""
     index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
     if index is not None and index >= 0:
         _current.index = index
 
 
 def index_of(device: Any) -> int:
-    """Returns the index of a device; that of the current device if it has none."""
+    """Returns the index of a device, or of the current device if it has none."""
     index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
     return current_device() if index is None else index
 
 
 def is_forked() -> bool:
-    """Whether this process is a child of the process that has the sessions."""
+    """Returns whether this process was forked from the process that owns the sessions."""
     forked: bool = _process.forked
     return forked
 
@@ -78,5 +79,5 @@ def _after_fork() -> None:
 
 
 def watch_forks() -> None:
-    """Notes in child processes that the sessions belong to the parent."""
+    """Registers a fork handler, after which a child leaves the sessions of its parent alone."""
     os.register_at_fork(after_in_child=_after_fork)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""``tensorstream serve``: runs PyTorch operators for remote clients, each session in its own
-process.
-"""
+"""Runs PyTorch operators for remote clients, each session in its own process."""
 
 from __future__ import annotations
 
@@ -20,19 +18,18 @@ _log = logging.getLogger("tensorstream.remote")
 
 
 def token_in(path: str) -> str:
-    """Reads the secret in a file, as ``tensorstream serve-weights`` does.
+    """Reads the token from the first line of a file, as ``tensorstream serve-weights`` does.
 
-    Returns:
-        Its first line, without spaces around it.
+    Removes whitespace around it.
 
     Raises:
-        OSError: If the file cannot be read.
-        ValueError: If the line is empty or not UTF-8.
+        OSError: The file cannot be read.
+        ValueError: The line is empty or not UTF-8.
     """
     with open(path, encoding="utf-8") as file:
         token = file.readline().strip()
     if not token:
-        raise ValueError(f"{path}: no token: its first line is empty")
+        raise ValueError(f"no token in {path}: its first line is empty")
     return token
 
 
@@ -72,11 +69,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """``tensorstream serve``."""
+    """Runs ``tensorstream serve`` until a signal ends it.
+
+    Args:
+        arguments: The command line; None for that of the process.
+
+    Returns:
+        The exit status.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     if sys.platform != "linux":
-        parser.error(f"the processes of sessions need Linux, and this is {sys.platform}")
+        parser.error(f"unsupported platform {sys.platform}: expected linux")
     token = None
     if options.token_file:
         try:
@@ -84,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         except (OSError, ValueError) as error:
             parser.error(f"--token-file: {error}")
     if options.max_sessions < 1:
-        parser.error(f"--max-sessions {options.max_sessions}: at least one")
+        parser.error(f"--max-sessions must be at least 1, got {options.max_sessions}")
     try:
         memory = _native.parse_bytes(options.session_memory) if options.session_memory else None
     except ValueError as error:
@@ -107,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (RuntimeError, OSError, ValueError) as error:
         print(f"tensorstream serve: {error}", file=sys.stderr)
         return 2
-    # Sessions and the tensors that they offer take descriptors.
+    # Each session, and each tensor that it offers, needs descriptors.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -117,11 +121,11 @@ def main(arguments: list[str] | None = None) -> int:
     elif len(served.restrictions) < 2:
         prevented = ", ".join(served.restrictions) or "nothing"
         _log.warning(
-            "this system lacks Landlock or seccomp: the sandbox of sessions prevents only %s",
+            "the system lacks Landlock or seccomp; the sandbox of sessions only prevents %s",
             prevented,
         )
     elif options.device == "cuda":
-        _log.warning("sessions on GPUs can open files, which their drivers need")
+        _log.warning("sessions on GPUs can open files, because the driver needs them")
     print(f"listening at {dispatcher.address}", flush=True)
     served.run()
     return 0

@@ -2,8 +2,8 @@
 """The main process of ``tensorstream serve``: authenticates clients, and runs no operators.
 
 It holds the token and the TLS keys. Each session runs in its own process
-(:mod:`.remote._zygote`), which cannot open files or sockets: the broker passes it the client's
-connections, and the tensors of other sessions and machines that it may read.
+(``tensorstream.remote.server._zygote``), which cannot open files or sockets. The broker passes it
+the client's connections, and the tensors of other sessions and machines that it may read.
 """
 
 from __future__ import annotations
@@ -27,36 +27,40 @@ from ._peers import Peers
 
 _log = logging.getLogger("tensorstream.remote")
 
-#: The services of a session with a name, which its client can reconnect to, and of a new session
-#: without one.
+#: The service that a client requests: a session with a name, to which it can reconnect, or a new
+#: session without a name.
 _SERVICE = re.compile(r"exec(/[0-9a-f]{32})?")
-#: The most tensors that one session, and all of them, can offer to others at a time.
+#: The most tensors that one session can offer at a time.
 _MAX_OFFERED = 16
-_MAX_OFFERED_IN_ALL = 1024
-#: The most connections of one session at a time. Its client uses one, and may not know yet that
-#: others are lost.
+#: The most tensors that all sessions together can offer at a time.
+_MAX_OFFERED_TOTAL = 1024
+#: The most connections of one session at a time. A client uses one. Others are lost connections
+#: whose end was not noticed yet.
 _MAX_CONNECTIONS = 8
-#: How long sessions may take to end when the server stops, in seconds.
+#: The time that sessions have to end when the server stops, in seconds.
 _GRACE = 5.0
-#: The environment variables that sessions get. None of them is a secret.
+#: The environment variables that sessions get. They contain no secrets.
 _ENVIRONMENT = re.compile(
     r"PATH|HOME|LANG|LC_.*|TZ|TMPDIR|VIRTUAL_ENV|PYTHON.*|LD_LIBRARY_PATH|LD_PRELOAD"
     r"|CUDA_.*|NVIDIA_.*"
     r"|(OMP|KMP|MKL|DNNL|ONEDNN|TORCH|PYTORCH|ATEN|MALLOC|GOMP)_.*"
 )
-#: The names of the signals, by the exit status that they cause.
+#: The names of signals, by the exit status of a process that they end.
 _SIGNALS = {-number: number.name for number in signal.Signals}
 
 
 class _InvalidRequest(Exception):
-    """The process of a session has sent something that no honest one sends."""
+    """The process of a session has sent a request that only a manipulated process sends."""
 
 
 class _Session:
     """A session and its process.
 
-    handoffs: the socket that passes connections to the process. requests: the socket for its
-    requests to the broker.
+    Args:
+        number: Its number in logs.
+        service: The key by which further connections find it.
+        handoffs: The socket that passes connections to the process.
+        requests: The socket for requests of the process to the broker.
     """
 
     def __init__(
@@ -79,8 +83,16 @@ class _Session:
 class _Processes:
     """Creates the processes of sessions.
 
-    On a CPU they are forked from a zygote process. GPU drivers do not support fork, so on GPUs each
-    is started separately, and the next one is started in advance.
+    For CPUs they are forked from a zygote process. GPU drivers do not support fork, so for GPUs
+    each process is started separately, and the next one is started in advance.
+
+    The constructor blocks until a session can start.
+
+    Args:
+        options: The options of the sessions.
+
+    Raises:
+        RuntimeError: No process for sessions can be started.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -89,47 +101,53 @@ class _Processes:
         self._lock = threading.Lock()
         self._closing = False
         self._all: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
-        #: Descriptors of the processes of sessions, by session; None for one that is to be killed
-        #: once it is known.
+        #: Descriptors of the processes of sessions, by session. None if the process is to be killed
+        #: as soon as its descriptor arrives.
         self._pidfds: dict[int, int | None] = {}
-        #: What the sandbox of a session prevents, one description for each mechanism.
+        #: What the sandbox of a session prevents: a description for each mechanism.
         self.restrictions: list[str] = []
         self._next = self._start()
         self._await_ready(self._next)
 
     def _start(self) -> socket.socket:
+        """Starts a zygote. Returns the socket for requests to it."""
         with self._lock:
             self._all = [
                 (process, orders) for process, orders in self._all if process.poll() is None
             ]
-        own, its = pair()
+        orders, child_orders = pair()
         command = [
             sys.executable,
             "-m",
             "tensorstream.remote.server._zygote",
-            str(its.fileno()),
+            str(child_orders.fileno()),
             self._options,
         ]
         environment = {
             name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)
         }
         process = subprocess.Popen(
-            [*command, "once"] if self._once else command, pass_fds=[its.fileno()],
+            [*command, "once"] if self._once else command, pass_fds=[child_orders.fileno()],
             stdin=subprocess.DEVNULL,
-            # OpenBLAS would start threads on import, and a process is only safe to fork without
-            # threads.
+            # OpenBLAS would start threads on import, and a process with threads cannot be forked
+            # safely.
             env={**environment, "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
-        its.close()
+        child_orders.close()
         with self._lock:
-            self._all.append((process, own))
-        return own
+            self._all.append((process, orders))
+        return orders
 
     def _await_ready(self, orders: socket.socket) -> None:
+        """Waits until a zygote is ready, and starts a thread that watches it.
+
+        Raises:
+            RuntimeError: It has ended, or this computer does not have the devices.
+        """
         received = receive(orders)
         if received is None:
             raise RuntimeError(
-                "the process for sessions did not start; its errors are on standard error"
+                "cannot start a process for sessions; see its errors on standard error"
             )
         if "refused" in received[0]:
             raise RuntimeError(received[0]["refused"])
@@ -139,7 +157,7 @@ class _Processes:
         ).start()
 
     def _watch(self, orders: socket.socket) -> None:
-        """Logs how sessions end. Replaces the zygote if it ends."""
+        """Logs how sessions end. Replaces the zygote when it ends."""
         while (received := receive(orders)) is not None:
             report, pidfd = received
             if "began" in report and pidfd is not None:
@@ -149,17 +167,14 @@ class _Processes:
                 _log.warning("session %d: its process ended: %s", report["over"], status)
         if self._next is orders:
             with self._lock:
-                # It will not report these any more.
+                # Forgets sessions whose descriptors it can no longer send.
                 self._pidfds = {
                     number: pidfd for number, pidfd in self._pidfds.items() if pidfd is not None
                 }
             self._replace()
 
     def _replace(self) -> None:
-        """Starts the next zygote, and tries again until it is ready.
-
-        Clients reconnect meanwhile.
-        """
+        """Starts the next zygote. Retries until it is ready. Clients reconnect meanwhile."""
         while not self._closing:
             _log.info("starting a process for sessions")
             try:
@@ -173,14 +188,20 @@ class _Processes:
                 return
 
     def _began(self, number: int, pidfd: int) -> None:
+        """Stores the descriptor of a session's process, or kills the process if it is to end."""
         with self._lock:
-            killed = number in self._pidfds
+            is_to_end = number in self._pidfds
             self._pidfds[number] = pidfd
-        if killed:
+        if is_to_end:
             self.kill(number)
 
     def begin(self, number: int, handoffs: socket.socket, requests: socket.socket) -> None:
-        """Starts the process of a session, with its ends of two sockets.
+        """Starts the process of a session.
+
+        Args:
+            number: The number of the session.
+            handoffs: The end of the socket for connections that the process gets.
+            requests: The end of the socket for requests that the process gets.
 
         Raises:
             OSError: The zygote has ended, and the next one is not ready yet.
@@ -191,7 +212,7 @@ class _Processes:
             threading.Thread(target=self._replace, daemon=True).start()
 
     def kill(self, number: int) -> None:
-        """Kills the process of a session, if it has not ended. Called once for each session."""
+        """Kills the process of a session if it has not ended. Call it once for each session."""
         with self._lock:
             pidfd = self._pidfds.pop(number, None)
             if pidfd is None:
@@ -205,7 +226,7 @@ class _Processes:
             os.close(pidfd)
 
     def close(self) -> None:
-        """Ends the zygote, or the processes of sessions on GPUs. Blocks."""
+        """Ends the zygote, or the processes of GPU sessions. Blocks."""
         self._closing = True
         for process, orders in self._all:
             # `_watch` keeps the socket open.
@@ -218,10 +239,19 @@ class _Processes:
 
 
 class Broker:
-    """A server with one process for each session. The constructor blocks until sessions can start.
+    """A server with one process for each session.
 
-    peers: the machines that sessions can fetch tensors from. options: of the sessions, for
-    :mod:`.remote._zygote`.
+    The constructor blocks until sessions can start.
+
+    Args:
+        dispatcher: Accepts and authenticates connections.
+        peers: The machines from which sessions can fetch tensors.
+        options: The options of the sessions: "device", "devices", "threads", "memory" and
+            "sandbox".
+        max_sessions: The most sessions at a time.
+
+    Raises:
+        RuntimeError: Sessions cannot start.
     """
 
     def __init__(
@@ -243,13 +273,13 @@ class Broker:
         self.restrictions = self._processes.restrictions
 
     def stop(self) -> None:
-        """Ends :meth:`run`. Does not block."""
+        """Makes ``run`` return. Does not block."""
         self._stopped = True
 
     def run(self) -> None:
-        """Serves until :meth:`stop` is called, then ends all sessions and tells their clients.
+        """Serves until ``stop`` is called. Blocks.
 
-        Blocks.
+        Then tells the clients that the server stops, and ends all sessions.
         """
         try:
             while not self._stopped:
@@ -262,7 +292,7 @@ class Broker:
             with self._lock:
                 sessions = list(self._sessions.values())
             for session in sessions:
-                # Its process then tells the client, and exits.
+                # The process then tells its client that the server stops, and exits.
                 session.handoffs.close()
             end = time.monotonic() + _GRACE
             for session in sessions:
@@ -272,6 +302,7 @@ class Broker:
             self._processes.close()
 
     def _dispatch(self, handoff: _native.Handoff) -> None:
+        """Passes a connection to its session, and starts the session if it is new."""
         service, refusal = handoff.service, ""
         if not _SERVICE.fullmatch(service):
             return handoff.refuse("invalid session name: expected exec/ and 32 hexadecimal digits")
@@ -279,10 +310,11 @@ class Broker:
             session = self._sessions.get(service)
             if session is None and not self._has_capacity():
                 refusal = (
-                    f"the server has {self._max_sessions} sessions, its maximum; try again later"
+                    f"the server has reached its limit of {self._max_sessions} sessions; try again "
+                    "later"
                 )
             elif session is not None and session.connections >= _MAX_CONNECTIONS:
-                # Dropped without a reason: the client reconnects.
+                # Drops the connection without a refusal, so that the client reconnects.
                 _log.warning(
                     "%s: session %d has too many connections", handoff.peer, session.number
                 )
@@ -301,8 +333,9 @@ class Broker:
             handoff.refuse(refusal)
 
     def _has_capacity(self) -> bool:
-        """Makes room by ending the session that has been disconnected longest, if the server is
-        full.
+        """Returns whether a session can start.
+
+        If the server is full, ends the session that has been disconnected longest.
         """
         if len(self._sessions) < self._max_sessions:
             return True
@@ -311,7 +344,7 @@ class Broker:
             return False
         oldest = min(idle, key=lambda session: session.idle_since)
         _log.info(
-            "session %d: ended, because it has been disconnected longest and the server is full",
+            "session %d: ended, because the server is full and it has been disconnected longest",
             oldest.number,
         )
         self._remove(oldest)
@@ -321,12 +354,12 @@ class Broker:
 
     def _begin(self, service: str, peer: str) -> _Session:
         number = next(self._numbers)
-        handoffs, its_handoffs = pair()
-        requests, its_requests = pair()
-        # The process sends nothing back this way.
+        handoffs, child_handoffs = pair()
+        requests, child_requests = pair()
+        # The process only receives on this socket.
         handoffs.shutdown(socket.SHUT_RD)
-        with its_handoffs, its_requests:
-            self._processes.begin(number, its_handoffs, its_requests)
+        with child_handoffs, child_requests:
+            self._processes.begin(number, child_handoffs, child_requests)
         # A session without a name cannot be reconnected to.
         session = _Session(
             number, service if "/" in service else f"{service}#{number}", handoffs, requests
@@ -338,7 +371,7 @@ class Broker:
         return session
 
     def _remove(self, session: _Session) -> None:
-        """Accepts no more connections for a session, and makes its process exit."""
+        """Makes the process of a session exit. Later connections start a new session."""
         if self._sessions.get(session.service) is session:
             del self._sessions[session.service]
         session.handoffs.close()
@@ -346,7 +379,7 @@ class Broker:
     def _serve(self, session: _Session) -> None:
         """Answers the requests of a session's process until it ends.
 
-        Ends it if a request is invalid.
+        Kills the process if a request is invalid.
         """
         try:
             while (received := receive(session.requests)) is not None:
@@ -359,7 +392,7 @@ class Broker:
         except _InvalidRequest as error:
             _log.warning("session %d: %s", session.number, error)
         except (OSError, MemoryError) as error:
-            # It has ended, or does not receive its answers.
+            # The process has ended, or does not receive its answers.
             _log.info("session %d: %s", session.number, error)
         finally:
             with self._lock:
@@ -377,11 +410,12 @@ class Broker:
             os.close(offer[1])
 
     def _answer(self, session: _Session, message: dict[str, Any], descriptor: int | None) -> None:
-        """Handles a request. The process may be under its client's control, so nothing in the
-        request is trusted.
+        """Handles a request.
+
+        The process may be under its client's control, so nothing in the request is trusted.
 
         Raises:
-            _InvalidRequest: The session is to end.
+            _InvalidRequest: The session must end.
             OSError: The process does not receive the answer.
         """
         match message:
@@ -394,17 +428,17 @@ class Broker:
             case {"claim": str(ticket)}:
                 with self._lock:
                     offer = self._offers.get(ticket)
-                    # The session that offers it may withdraw it, and close its descriptor, at any
-                    # time.
-                    own = None if offer is None else os.dup(offer[1])
+                    # A copy, because the other session can withdraw its offer at any time, which
+                    # closes the descriptor.
+                    copy = None if offer is None else os.dup(offer[1])
                 try:
                     answer = (
                         {"refused": "no session offers this tensor"} if offer is None else offer[0]
                     )
-                    send(session.requests, answer, own, wait=False)
+                    send(session.requests, answer, copy, wait=False)
                 finally:
-                    if own is not None:
-                        os.close(own)
+                    if copy is not None:
+                        os.close(copy)
             case {"fetch": str(ticket), "from": str(address)}:
                 self._fetch(session, address, ticket)
             case {"withdraw": str(ticket)}:
@@ -416,7 +450,7 @@ class Broker:
                 with self._lock:
                     if not session.connections:
                         raise _InvalidRequest(
-                            "it reports the end of a connection that it does not have"
+                            "invalid request: reports the end of a connection that does not exist"
                         )
                     session.connections -= 1
                     session.idle_since = time.monotonic()
@@ -429,7 +463,7 @@ class Broker:
     def _offer(
         self, session: _Session, ticket: str, tensor: dict[str, Any], descriptor: int | None
     ) -> str:
-        """Stores an offered tensor. Returns why not, or an empty string."""
+        """Stores an offered tensor. Returns an empty string, or why it was refused."""
         if (
             descriptor is None
             or not re.fullmatch("[0-9a-f]{32}", ticket)
@@ -439,10 +473,8 @@ class Broker:
         with self._lock:
             if len(session.offered) >= _MAX_OFFERED or ticket in self._offers:
                 return f"a session can offer {_MAX_OFFERED} tensors at a time; withdraw one first"
-            if len(self._offers) >= _MAX_OFFERED_IN_ALL:
-                return (
-                    f"sessions can offer {_MAX_OFFERED_IN_ALL} tensors at a time; try again later"
-                )
+            if len(self._offers) >= _MAX_OFFERED_TOTAL:
+                return f"sessions can offer {_MAX_OFFERED_TOTAL} tensors at a time; try again later"
             sizes = [os.fstat(self._offers[offered][1]).st_size for offered in session.offered]
             if (
                 self._memory is not None
@@ -456,9 +488,10 @@ class Broker:
         return ""
 
     def _fetch(self, session: _Session, address: str, ticket: str) -> None:
+        """Sends a session a copy of a tensor that another machine offers, or why that fails."""
         try:
-            fetched = self._peers.claimed(address, ticket, self._memory)
-            # PyTorch is imported by now, which the broker needs only for this.
+            fetched = self._peers.fetch(address, ticket, self._memory)
+            # `fetch` has imported PyTorch, which the broker does not need otherwise.
             from ..remote.server._exchange import pack
 
             tensor, descriptor = pack(fetched)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Messages between the processes of ``tensorstream serve``: JSON and descriptors over
-``SOCK_SEQPACKET`` sockets.
+"""Sends messages between the processes of ``tensorstream serve``.
 
-A session's process may be under its client's control, so its messages are data only: strings,
-numbers, and descriptors of sealed memory.
+A message is JSON, optionally with descriptors, over a ``SOCK_SEQPACKET`` socket. The process of a
+session may be under its client's control, so its messages are data only: strings, numbers, and
+descriptors of sealed memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 #: The longest message, in bytes.
 MAX_MESSAGE = 32 << 10
-#: The seals of memory that can no longer change. Only Linux has them.
+#: The seals of memory that can no longer change, which only Linux has.
 SEALS = sum(getattr(fcntl, f"F_SEAL_{name}", 0) for name in ("WRITE", "SHRINK", "GROW", "SEAL"))
 
 
@@ -29,11 +29,16 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def send(
     channel: socket.socket, message: dict[str, Any], *descriptors: int | None, wait: bool = True
 ) -> None:
-    """Sends a message with descriptors, which stay open in this process. With ``wait``, blocks
-    while it is full.
+    """Sends a message with descriptors, which stay open in this process.
+
+    Args:
+        channel: The socket.
+        message: The message.
+        descriptors: The descriptors. None values are skipped.
+        wait: Block while the channel is full.
 
     Raises:
-        OSError: The other end has closed, or the channel is full.
+        OSError: The other end has closed, or the channel is full and ``wait`` is False.
     """
     given = array.array("i", [each for each in descriptors if each is not None])
     attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, given)] if given else []
@@ -45,8 +50,8 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], int | None] | None:
     """Receives a message. Blocks.
 
     Returns:
-        The message and its first descriptor, which the caller owns; None if the other end has
-        closed or has sent something else.
+        The message and its first descriptor, which the caller owns. None if the other end has
+        closed, or has sent something that is not a message.
     """
     try:
         text, descriptors, flags, _ = socket.recv_fds(channel, MAX_MESSAGE, 4)
@@ -67,7 +72,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], int | None] | None:
 
 
 def is_sealed(descriptor: int) -> bool:
-    """Checks that a descriptor is of memory that can no longer change."""
+    """Returns whether a descriptor is of memory that can no longer change."""
     try:
         return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
     except OSError:

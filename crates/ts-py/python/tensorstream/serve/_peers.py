@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The machines from which sessions may fetch tensors.
-
-Imports PyTorch only to fetch from one of them.
-"""
+"""Fetches tensors from other machines for sessions. Imports PyTorch only then."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ class Peers:
     """The machines from which sessions may fetch tensors.
 
     Args:
-        allowed: Their addresses; "any" allows all.
+        allowed: Their addresses. "any" allows all.
         token: The secret that they require.
-        tls: The certificates for connections to them, by the names of :class:`RemoteMachine`'s
-            parameters. A machine that uses TLS itself connects to others only under TLS.
+        tls: The certificates for connections to them, by the names of the parameters of
+            ``RemoteMachine``. A machine that uses TLS itself only connects to others with TLS.
     """
 
     def __init__(
@@ -38,18 +35,26 @@ class Peers:
         self._machines: dict[str, Any] = {}
         self._locks: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
 
-    def claimed(self, address: str, ticket: str, limit: int | None = None) -> torch.Tensor:
+    def fetch(self, address: str, ticket: str, limit: int | None = None) -> torch.Tensor:
         """Returns a copy, on the CPU, of a tensor that a machine offers. Blocks.
 
+        Args:
+            address: The address of the machine.
+            ticket: The ticket of the tensor.
+            limit: The most bytes to copy. None for no limit.
+
         Raises:
-            RuntimeError: The address is not allowed, the machine cannot be reached, or it offers no
-                such tensor, or one of more than ``limit`` bytes.
+            RuntimeError: The address is not allowed, the machine cannot be reached, it offers no
+                tensor under this ticket, or the tensor has more than ``limit`` bytes.
         """
         if address not in self._allowed and "any" not in self._allowed:
-            raise RuntimeError(f"this machine may not fetch from {address}; allow it with --peer")
+            raise RuntimeError(f"the machine may not fetch from {address}; allow it with --peer")
         if self._tls and "ca" not in self._tls and not address.startswith("unix:"):
             # Without TLS the token would be sent in the clear.
-            raise RuntimeError("this machine uses TLS, and needs --peer-ca to verify others")
+            raise RuntimeError(
+                f"the machine uses TLS but cannot verify {address}; name its authority with "
+                "--peer-ca"
+            )
         from ..remote.client import _device, _kernels
 
         with self._locks[address]:
@@ -65,7 +70,7 @@ class Peers:
                     self._machines.pop(address).stop()
                 raise
             raise RuntimeError(
-                f"the tensor has {tensor.nbytes} bytes, and this machine copies at most {limit}"
+                f"the tensor is too large: it has {tensor.nbytes} bytes, and the limit is {limit}"
             )
 
     def _machine(self, address: str) -> Any:

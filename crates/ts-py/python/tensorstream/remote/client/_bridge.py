@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The Python half of the client, which the native half calls."""
+"""Connects the Python half of the client to the native half, which calls it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import _infer, _kernels, _trace, _views
 
 
 def connect() -> None:
-    """Gives the native half the functions that it calls (``Hooks`` in remote/client/torch.rs)."""
+    """Passes the functions of ``Hooks`` (src/remote/client/torch.rs) to the native half."""
     hooks = types.SimpleNamespace(
         infer=_infer.infer,
         element=_infer.element,

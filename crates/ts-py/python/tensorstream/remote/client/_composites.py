@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Operators that PyTorch makes of others, and of other ones on a CPU than elsewhere: on a machine
-that is one they are made as there, so that the same elements come out."""
+"""Composite operators that PyTorch decomposes differently on a CPU than on other devices.
+
+On CPU machines they are decomposed as on a CPU, so that the results are bit-identical.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from ._recurrent import RECURRENT
 
 aten = torch.ops.aten
 
-#: PyTorch's number for the kernel that a CPU has (``SDPBackend.FLASH_ATTENTION``).
+#: The number of ``SDPBackend.FLASH_ATTENTION``, the fused kernel of a CPU.
 _FLASH = 1
 
 
@@ -23,17 +25,16 @@ def _on_cpu(tensor: torch.Tensor) -> bool:
     return _registry.runs_on_cpu(tensor.device.index)
 
 
-# Attention.
-
-
 @functools.lru_cache(maxsize=1024)
-def _choice(
+def _sdp_backend(
     layouts: tuple[Any, ...],
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
 ) -> int:
+    """Returns the attention kernel that PyTorch chooses for CPU tensors of these layouts."""
+
     def like(layout: Any) -> torch.Tensor | None:
         if layout is None:
             return None
@@ -53,20 +54,24 @@ def _attention(
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """As a CPU chooses, by shapes alone; with a GPU by what every one can."""
-    by_others = functools.partial(
+    """Implements scaled dot product attention.
+
+    On a CPU machine uses the kernel that a CPU would use, which depends on shapes only. On a GPU
+    machine uses the decomposition that every GPU supports.
+    """
+    decompose = functools.partial(
         aten.scaled_dot_product_attention.default.decompose, scale=scale, enable_gqa=enable_gqa
     )
     if not _on_cpu(query):
-        return by_others(query, key, value, attn_mask, dropout_p, is_causal)
+        return decompose(query, key, value, attn_mask, dropout_p, is_causal)
     layouts = tuple(
         None
         if t is None
         else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad and torch.is_grad_enabled())
         for t in (query, key, value, attn_mask)
     )
-    if _choice(layouts, dropout_p, is_causal, scale, enable_gqa) != _FLASH:
-        return by_others(query, key, value, attn_mask, dropout_p, is_causal)
+    if _sdp_backend(layouts, dropout_p, is_causal, scale, enable_gqa) != _FLASH:
+        return decompose(query, key, value, attn_mask, dropout_p, is_causal)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
             attn_mask.logical_not(), -torch.inf
@@ -81,12 +86,11 @@ def _attention(
     return output.squeeze(0) if batched else output
 
 
-# Dropout, and recurrent networks.
-
-
 def _dropout_by(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Dropout as a CPU does it (aten/src/ATen/native/Dropout.cpp). Other devices have one kernel
-    for it, which rounds differently."""
+    """Returns dropout as a CPU decomposes it (aten/src/ATen/native/Dropout.cpp).
+
+    Other devices have one fused kernel, which rounds differently.
+    """
 
     def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         if not 0 <= p <= 1:
@@ -100,31 +104,29 @@ def _dropout_by(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return dropout
 
 
-def _where_cpu(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator made as a CPU makes it, of machines that are one; of others as PyTorch makes it
-    elsewhere.
-    """
+def _on_cpu_only(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls ``run`` on CPU machines, and decomposes ``op`` on others."""
 
     @functools.wraps(run)
-    def made(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return (
             run(input, *args, **kwargs) if _on_cpu(input) else op.decompose(input, *args, **kwargs)
         )
 
-    return made
+    return call
 
 
 def _overload(name: str) -> torch._ops.OpOverload:
     base, _, overload = name.partition(".")
-    found: torch._ops.OpOverload = getattr(getattr(aten, base), overload or "default")
-    return found
+    op: torch._ops.OpOverload = getattr(getattr(aten, base), overload or "default")
+    return op
 
 
-#: Those that autograd is to see made of others, by operator.
+#: The implementations of composite operators. Autograd records the operators that they call.
 COMPOSITES = {
     "scaled_dot_product_attention": _attention,
     **{
-        name: _where_cpu(_overload(name), run)
+        name: _on_cpu_only(_overload(name), run)
         for name, run in {
             "dropout": _dropout_by(aten.mul),
             "dropout_": _dropout_by(aten.mul_),

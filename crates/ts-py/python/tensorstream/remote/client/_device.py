@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The device ``ts`` as PyTorch knows it: its module, and what of PyTorch takes it for one of its
-own.
-"""
+"""The device ``ts`` in PyTorch: its module ``torch.ts``, its hooks, and its registration."""
 
 from __future__ import annotations
 
@@ -20,74 +18,79 @@ from .._registry import current_device, index_of, set_device
 from . import _bridge, _kernels
 
 
-class _On:
-    """``with torch.ts.device(index)``."""
+class _DeviceContext:
+    """The context manager ``torch.ts.device(index)``."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
 
     def __enter__(self) -> None:
-        self._before = current_device()
+        self._previous = current_device()
         set_device(self._device)
 
     def __exit__(self, *_: object) -> None:
-        set_device(self._before)
+        set_device(self._previous)
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seeds the generators of every device."""
+    """Seeds the generators of all devices."""
     _registry.PAUSED.update(dict.fromkeys(_registry.PAUSED, seed))
     for index in list(_registry.ADDRESSES):
-        # A lost machine is seeded when it starts again. The others must not fail because of it.
+        # A lost machine is seeded when it starts again, and must not keep others from being seeded.
         with contextlib.suppress(ConnectionLost):
             seed_of(index, seed)
 
 
 def manual_seed(seed: int) -> None:
+    """Seeds the generator of the current device."""
     seed_of(current_device(), seed)
 
 
 def seed_of(index: int, seed: int) -> None:
-    """Seeds the generator of a device. PyTorch's seeds have 64 bits, with or without a sign."""
+    """Seeds the generator of a device. ``seed`` has 64 bits, signed or unsigned."""
     _kernels.SEED(anchor(index), (int(seed) + 2**63) % 2**64 - 2**63)
 
 
 def kind_of(index: int) -> tuple[str, int]:
-    """What a machine runs operators on, "cpu" or "cuda", and how many such devices it has."""
-    at = anchor(index)
-    return _kernels.KIND(at), _kernels.DEVICES(at)
+    """Returns what a machine runs operators on, "cpu" or "cuda", and how many devices it has.
+
+    Waits.
+    """
+    tensor = anchor(index)
+    return _kernels.KIND(tensor), _kernels.DEVICES(tensor)
 
 
 def get_rng_state(device: Any = "ts") -> torch.Tensor:
-    """The state of a machine's generator, as its PyTorch has it: on the host."""
+    """Returns the state of a device's generator, as a tensor on the host. Waits."""
     return _kernels.RNG_STATE(anchor(index_of(device))).cpu()
 
 
 def set_rng_state(state: torch.Tensor, device: Any = "ts") -> None:
+    """Sets the state of a device's generator."""
     index = index_of(device)
     _kernels.SET_RNG_STATE(anchor(index), state.to(torch.device("ts", index)))
 
 
 def anchor(index: int) -> torch.Tensor:
-    """A tensor by which a call without one knows its device."""
+    """Returns an empty tensor on a device, for operators that otherwise have no tensor."""
     return torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
 
 
 def synchronize(device: Any = None) -> None:
-    """Waits until all that was asked is done."""
+    """Waits until all machines that are not paused have run all operators called so far."""
     for session in _registry.sessions():
         session.synchronize()
 
 
 def _no_inductor(*_: object) -> Any:
     raise NotImplementedError(
-        "inductor makes kernels for this computer, and the tensors are elsewhere: "
-        'torch.compile(..., backend="aot_eager") runs there'
+        "the inductor backend cannot compile for a remote machine; use "
+        'torch.compile(..., backend="aot_eager")'
     )
 
 
 class _NoInductor:
-    """Asked for by PyTorch's inductor, which makes kernels itself."""
+    """Raises an error when inductor schedules or writes code for the device."""
 
     supports_caching = False
     __init__ = _no_inductor
@@ -95,7 +98,7 @@ class _NoInductor:
 
 
 class _NoOverrides:
-    """The same, of what inductor writes into its programs."""
+    """Raises an error when inductor calls any function of the device's overrides."""
 
     def __getattr__(self, name: str) -> Any:
         return _no_inductor
@@ -104,16 +107,20 @@ class _NoOverrides:
 class _Module(types.ModuleType):
     @property
     def Scheduling(self) -> type:
-        """Asked for when inductor begins: the time to tell it the rest."""
+        """Returns the class that inductor schedules code with.
+
+        Inductor reads this when it is first used. The overrides of the device are registered here,
+        so that nothing imports inductor earlier.
+        """
         from torch._inductor.codegen import common
 
-        # It has every name.
-        common.register_device_op_overrides("ts", _NoOverrides())  # type: ignore[arg-type]
+        overrides: Any = _NoOverrides()
+        common.register_device_op_overrides("ts", overrides)
         return _NoInductor
 
 
 def _module() -> types.ModuleType:
-    module = _Module("torch.ts", "Tensors that are elsewhere: tensorstream.remote.")
+    module = _Module("torch.ts", "Tensors on remote machines (tensorstream.remote).")
     attributes = {
         "device_count": _registry.count,
         "is_available": lambda: _registry.count() > 0,
@@ -121,7 +128,7 @@ def _module() -> types.ModuleType:
         "_is_in_bad_fork": _registry.is_forked,
         "_lazy_init": lambda: None,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-        "device": _On,
+        "device": _DeviceContext,
         "PythonWrapperCodegen": _NoInductor,
         "CppWrapperCodegen": _NoInductor,
         "WrapperFxCodegen": _NoInductor,
@@ -137,7 +144,7 @@ def _module() -> types.ModuleType:
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    """What PyTorch asks in C++."""
+    """Answers what PyTorch asks about the device in C++."""
 
     def is_available(self) -> bool:
         return _registry.count() > 0
@@ -153,19 +160,16 @@ _setting_up = threading.Lock()
 
 
 def set_up() -> None:
-    """Tells PyTorch of the device, which a process that has no machine does not see.
-
-    Does nothing the second time.
-    """
+    """Registers the device with PyTorch, when the first machine starts. Later calls do nothing."""
     with _setting_up:
         _set_up()
 
 
 @functools.cache
 def _set_up() -> None:
-    own = _accelerator.own()
+    accelerator = _accelerator.current()
     _setup_privateuseone_for_python_backend("ts", backend_module=_module(), hook=_Hooks())
-    _accelerator.keep(own)
+    _accelerator.redirect_to(accelerator)
     _bridge.connect()
     _kernels.register()
     _patches.apply()

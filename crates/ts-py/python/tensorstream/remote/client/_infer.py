@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What an operator will give, found out on meta tensors: called for what the cache of signatures
-does not know.
-"""
+"""Infers the results of an operator with meta tensors, for signatures that the cache lacks."""
 
 from __future__ import annotations
 
@@ -15,28 +13,29 @@ from ._schema import functional, has_numbers
 from ._views import is_ours, reshape
 
 
-class _Metas:
-    """Meta tensors that share storages as the tensors do that they stand for."""
+class _MetaArguments:
+    """Converts arguments to meta tensors. Tensors that share a storage still share one."""
 
     def __init__(self) -> None:
+        #: The converted tensors, and their meta tensors in the same order.
         self.tensors: list[torch.Tensor] = []
         self.metas: list[torch.Tensor] = []
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def of(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._of_tensor(value)
+            return self._convert_tensor(value)
         if isinstance(value, (list, tuple)):
-            return type(value)(self.of(item) for item in value)
+            return type(value)(self.convert(item) for item in value)
         if isinstance(value, torch.device):
             return torch.device("meta")
         return value
 
-    def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _convert_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if not is_ours(tensor):
             if tensor.dim() == 0:
                 return tensor
-            # Indices, which go there with the call.
+            # A tensor of indices, which is sent with the call.
             meta = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
             )
@@ -59,29 +58,35 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """What each of an operator's returns will be, as a list for the kernel; None if only its
-    elements say; True if arguments were given another shape, and it is to be asked again; a tuple
-    of one thing, the result, if the operator was made of others.
+    """Infers the results of an operator call.
 
-    Raises what the operator raises for such arguments."""
-    metas = _Metas()
-    margs = [metas.of(value) for value in args]
-    # A generator is the machine's.
-    mkwargs = {
-        name: None if name == "generator" else metas.of(value)
+    Returns:
+        A list with a description of each result, for ``RemoteKernel``. None if only the machine
+        knows the results, because they depend on elements or are not tensors. True if an argument
+        was resized, after which the call must be inferred again. A tuple of the result if the call
+        was already made, through another overload.
+
+    Raises:
+        Exception: Whatever the operator raises for such arguments.
+    """
+    metas = _MetaArguments()
+    meta_args = [metas.convert(value) for value in args]
+    # Generators are on the machine.
+    meta_kwargs = {
+        name: None if name == "generator" else metas.convert(value)
         for name, value in (kwargs or {}).items()
     }
     call: Any = op
-    if has_numbers(op, margs):
+    if has_numbers(op, meta_args):
         call = op.overloadpacket
     try:
-        result = call(*margs, **mkwargs)
+        result = call(*meta_args, **meta_kwargs)
     except NotImplementedError:
-        return _by_others(op, args, kwargs or {})
+        return _call_functional(op, args, kwargs or {})
     except RuntimeError as error:
         if "a meta tensor" not in str(error):
             raise
-        return _by_others(op, args, kwargs or {})
+        return _call_functional(op, args, kwargs or {})
     resized = False
     for tensor, meta in zip(metas.tensors, metas.metas, strict=True):
         if is_ours(tensor) and _layout(tensor) != _layout(meta):
@@ -93,48 +98,57 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     returns = result if isinstance(result, tuple) else () if result is None else (result,)
     if len(op._schema.returns) == 1 and not isinstance(result, tuple):
         returns = (result,)
-    groups: dict[int, int] = {}
+    new_storages: dict[int, int] = {}
 
-    def leaf(given: Any) -> Any:
-        if given is None:
+    def describe(tensor: Any) -> Any:
+        """Describes a result: an argument, a view of one, or a new tensor (see kernel.rs)."""
+        if tensor is None:
             return None
-        key = given.untyped_storage()._cdata
-        for at, meta in enumerate(metas.metas):
-            if given is meta:
-                return at
-        for at, meta in enumerate(metas.metas):
+        key = tensor.untyped_storage()._cdata
+        for position, meta in enumerate(metas.metas):
+            if tensor is meta:
+                return position
+        for position, meta in enumerate(metas.metas):
             if meta.untyped_storage()._cdata == key:
-                if _layout(meta) == _layout(given) and meta.dtype == given.dtype:
-                    return at
-                return at, list(given.shape), list(given.stride()), given.storage_offset()
-        group = groups.setdefault(key, len(groups))
-        nbytes = given.untyped_storage().nbytes()
-        shape = list(given.shape), list(given.stride()), given.storage_offset()
-        return SCALAR_TYPES[given.dtype], *shape, nbytes, group
+                if _layout(meta) == _layout(tensor) and meta.dtype == tensor.dtype:
+                    return position
+                return position, list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+        storage = new_storages.setdefault(key, len(new_storages))
+        nbytes = tensor.untyped_storage().nbytes()
+        layout = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+        return SCALAR_TYPES[tensor.dtype], *layout, nbytes, storage
 
-    plan: list[Any] = []
-    for given in returns:
-        if isinstance(given, (list, tuple)):
-            plan.append([leaf(item) for item in given])
-        elif given is None or isinstance(given, torch.Tensor):
-            plan.append(leaf(given))
+    descriptions: list[Any] = []
+    for returned in returns:
+        if isinstance(returned, (list, tuple)):
+            descriptions.append([describe(item) for item in returned])
+        elif returned is None or isinstance(returned, torch.Tensor):
+            descriptions.append(describe(returned))
         else:
             return None
-    return plan
+    return descriptions
 
 
-def _by_others(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What only elements say: asked, or made of what is asked and copied to its place."""
+def _call_functional(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Calls an ``out=`` operator whose result shapes depend on elements.
+
+    Calls the overload that returns its results, and copies them to the outputs.
+
+    Returns:
+        A tuple of the result. None if the operator has no outputs or no such overload.
+    """
     outs = [argument.name for argument in op._schema.arguments if argument.is_out]
     if not outs:
         return None
     without_outs = functional(op)
     if without_outs is None:
         return None
-    given = kernel_of(without_outs)(
+    returned = kernel_of(without_outs)(
         *args, **{name: value for name, value in kwargs.items() if name not in outs}
     )
-    results = given if isinstance(given, tuple) else (given,)
+    results = returned if isinstance(returned, tuple) else (returned,)
     for name, result in zip(outs, results, strict=True):
         out = kwargs[name]
         if out.shape != result.shape:
@@ -145,10 +159,10 @@ def _by_others(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def element(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor without dimensions, on the host."""
+    """Returns the bytes of a zero-dimensional tensor on the host."""
     return bytes(tensor.detach().resolve_conj().resolve_neg().reshape(1).view(torch.uint8).tolist())
 
 
 def to_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """A copy of a tensor of the host."""
+    """Returns a copy of a host tensor on the device ``ts`` of an index."""
     return tensor.to(torch.device("ts", index))

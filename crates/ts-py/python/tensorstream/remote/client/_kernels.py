@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Kernels of the device: of each of PyTorch's operators that has one for the CPU; and those that
-are not simply asked of the machine."""
+"""The kernels of the device ``ts``.
+
+Every operator that PyTorch implements for the CPU is sent to the machine by a
+``_native.RemoteKernel``. The functions here implement the others: operators that create
+tensors, change their metadata, or copy between devices.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,17 @@ from ... import _native
 from .. import _registry
 from . import _autocast
 from ._composites import COMPOSITES
-from ._schema import is_view, overload, returns, tensor_places
+from ._schema import is_view, overload, returns, tensor_positions
 from ._trace import LOG
-from ._views import META, as_strided, is_ours, replace, reshape, whole
+from ._views import META, as_strided, flat_view, is_ours, replace, reshape
 
 aten = torch.ops.aten
 
-#: PyTorch forgets kernels with the library that they are of.
+#: Keeps the registered kernels, which PyTorch removes when their library is deleted.
 _LIBRARIES: list[torch.library.Library] = []
 
-#: Operators of which an argument may be on the host: indices.
-_TAKES_HOST = {
+#: Operators that accept tensors of indices on the host.
+_ACCEPTS_HOST_INDICES = {
     f"aten::{name}"
     for name in (
         "index.Tensor", "index.Tensor_out", "_unsafe_index.Tensor", "index_put", "index_put_",
@@ -36,9 +40,9 @@ _TAKES_HOST = {
     )
 }  # fmt: skip
 
-#: Operators that give something else on a CPU than on meta tensors, which depends on their
-#: arguments' shapes alone: what they gave is known the next time.
-_LEARNED = {
+#: Operators whose results have other shapes on a CPU than on meta tensors. The shapes depend only
+#: on the signature of the call, so the machine reports them once for each signature.
+_SHAPES_FROM_MACHINE = {
     "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
     "cudnn_batch_norm",
     "_batch_norm_with_update", "_batch_norm_no_update", "_embedding_bag",
@@ -48,36 +52,40 @@ _LEARNED = {
     "native_batch_norm_backward", "batch_norm_backward",
 }  # fmt: skip
 
-#: Composite operators that go to the machine whole: what they are made of differs from device to
-#: device.
-_WHOLE = ["aten::convolution", "aten::convolution_backward", "aten::_convolution"]
+#: Composite operators that are sent to the machine as one operator, because their decomposition
+#: depends on the device.
+_UNDECOMPOSED = ["aten::convolution", "aten::convolution_backward", "aten::_convolution"]
 
 
 def kernel(op: torch._ops.OpOverload) -> _native.RemoteKernel:
-    """What PyTorch is to call for an operator."""
+    """Returns a kernel that sends an operator to the machine."""
     name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
     kinds = [str(argument.type) for argument in op._schema.arguments]
-    without = not any("Tensor" in kind for kind in kinds)
-    learned = op._schema.name.removeprefix("aten::") in _LEARNED
-    tensors = tensor_places(op)
-    # Some that are learned write to arguments of which their schemas do not say so.
-    writes = learned or op._schema.is_mutable
-    unnamed = [a.name for a in op._schema.arguments if not a.kwarg_only]
-    generator = unnamed.index("generator") if "generator" in unnamed else None
-    takes_host = name in _TAKES_HOST
+    # Without tensors, the shapes of the results depend on the values of the arguments.
+    by_value = not any("Tensor" in kind for kind in kinds)
+    from_machine = op._schema.name.removeprefix("aten::") in _SHAPES_FROM_MACHINE
+    # Some of these write to arguments without a mark in their schemas.
+    writes = from_machine or op._schema.is_mutable
+    positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
+    generator = positional.index("generator") if "generator" in positional else None
     return _native.RemoteKernel(
-        name, op, without, takes_host, learned, writes, generator, tensors, returns(op)
+        name,
+        op,
+        by_value,
+        name in _ACCEPTS_HOST_INDICES,
+        from_machine,
+        writes,
+        generator,
+        tensor_positions(op),
+        returns(op),
     )
 
 
-# What is not simply asked.
-
-
-def _contiguous(sizes: Any) -> list[int]:
+def _contiguous_strides(sizes: Any) -> list[int]:
     strides, step = [0] * len(sizes), 1
-    for at in range(len(sizes) - 1, -1, -1):
-        strides[at] = step
-        step *= max(sizes[at], 1)
+    for dim in range(len(sizes) - 1, -1, -1):
+        strides[dim] = step
+        step *= max(sizes[dim], 1)
     return strides
 
 
@@ -90,9 +98,9 @@ def _empty(
     memory_format: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     if layout not in (None, torch.strided):
-        raise RuntimeError(f"tensors of layout {layout} cannot be on a device of tensorstream")
+        raise RuntimeError(f"unsupported layout {layout} on the device ts: expected torch.strided")
     if memory_format in (None, torch.contiguous_format):
-        strides: Any = _contiguous(size)
+        strides: Any = _contiguous_strides(size)
     else:
         strides = torch.empty(size, device="meta", memory_format=memory_format).stride()
     return _native.remote_empty(_index(device), size, strides, dtype or torch.get_default_dtype())
@@ -135,30 +143,28 @@ def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> to
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    """A capsule of a tensor's bytes: contiguous, on the host."""
+    """Returns a DLPack capsule of the bytes of a contiguous host tensor."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return torch._C._to_dlpack(flat.view(torch.uint8))
 
 
 def upload(source: torch.Tensor, to: torch.Tensor) -> None:
-    """Copies a tensor of the host to one of the device that is like it and contiguous."""
+    """Copies a host tensor to a contiguous remote tensor of the same shape and dtype."""
     if source.numel():
         _native.remote_upload(to, _bytes(source.resolve_conj().resolve_neg().contiguous()))
 
 
 def download(source: torch.Tensor, to: torch.Tensor) -> None:
-    """The elements of a tensor of the device come to one of the host that is like it and
-    contiguous.
-    """
+    """Copies a remote tensor to a contiguous host tensor of the same shape and dtype. Waits."""
     if source.numel():
-        _native.remote_download(plain(source), _bytes(to))
+        _native.remote_download(materialize(source), _bytes(to))
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, as they are: what is only noted - that they are conjugate, or negative -
-    is done.
+def materialize(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor without lazy conjugation or negation.
 
-    They lie as a CPU has them then, for some operators round otherwise where they lie otherwise.
+    If it copies, the result has the memory format that a CPU would use, because some operators
+    round differently for other formats.
     """
     if not (tensor.is_conj() or tensor.is_neg()):
         return tensor
@@ -174,31 +180,35 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
     if source.shape != to.shape:
         source = source.expand(to.shape)
     if is_ours(source) and is_ours(to):
-        source = plain(source)
+        source = materialize(source)
         if to.is_neg() or to.is_conj():
-            return _copy_noted(source, to)
-        one = _registry.ADDRESSES.get(source.device.index)
-        other = _registry.ADDRESSES.get(to.device.index)
-        if one is None or other is None or one[0] == other[0]:
+            return _copy_to_lazy(source, to)
+        source_machine = _registry.ADDRESSES.get(source.device.index)
+        target_machine = _registry.ADDRESSES.get(to.device.index)
+        if (
+            source_machine is None
+            or target_machine is None
+            or source_machine[0] == target_machine[0]
+        ):
             _COPY(to, source)
-        elif not _fetched(source, to, one[1], other[1]):
+        elif not _copy_directly(source, to, source_machine[1], target_machine[1]):
             host = torch.empty(source.shape, dtype=source.dtype)
             download(source, host)
             _copy_from(host, to)
         return to
     if is_ours(to):
         if to.is_neg() or to.is_conj():
-            return _copy_noted(source.to(to.device), to)
+            return _copy_to_lazy(source.to(to.device), to)
         if source.dtype == to.dtype and to.is_contiguous():
             upload(source.cpu(), to)
             return to
-        # What is narrower travels.
+        # Converts on the side with the wider dtype, so that fewer bytes are sent.
         source = source.to(to.dtype) if source.element_size() > to.element_size() else source
-        there = _native.remote_empty(
-            to.device.index, source.shape, _contiguous(source.shape), source.dtype
+        staged = _native.remote_empty(
+            to.device.index, source.shape, _contiguous_strides(source.shape), source.dtype
         )
-        upload(source.cpu(), there)
-        _COPY(to, there)
+        upload(source.cpu(), staged)
+        _COPY(to, staged)
         return to
     direct = to.device.type == "cpu" and source.dtype == to.dtype and to.is_contiguous()
     host = (
@@ -212,37 +222,42 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
     return to
 
 
-#: Pairs of addresses of which the second could not fetch from the first, and when that is tried
-#: again.
-_APART: dict[tuple[str, str], float] = {}
-_APART_SECONDS = 60.0
+#: When to try again to copy directly, by the addresses of the source and the target. An entry means
+#: that the last attempt failed.
+_RETRY_DIRECT: dict[tuple[str, str], float] = {}
+#: The time until the next attempt, in seconds.
+_RETRY_AFTER = 60.0
 
 
-def _fetched(source: torch.Tensor, to: torch.Tensor, one: str, other: str) -> bool:
-    """Copies from one machine to another without a way through this process.
+def _copy_directly(
+    source: torch.Tensor, to: torch.Tensor, source_address: str, target_address: str
+) -> bool:
+    """Copies from one machine to another, without sending the data through this process.
 
-    Whether that could be done.
+    Returns:
+        Whether the tensor was copied.
     """
-    if _APART.get((one, other), 0.0) > time.monotonic() or not source.numel():
+    addresses = source_address, target_address
+    if _RETRY_DIRECT.get(addresses, 0.0) > time.monotonic() or not source.numel():
         return False
     ticket = _OFFER(source)
     try:
-        why = _FETCH(to, one, ticket)
+        reason = _FETCH(to, source_address, ticket)
     finally:
         _WITHDRAW(source, ticket)
-    if why:
-        _APART[one, other] = time.monotonic() + _APART_SECONDS
-        LOG.info("copies from %s to %s go by way of this process: %s", one, other, why)
-    return not why
+    if reason:
+        _RETRY_DIRECT[addresses] = time.monotonic() + _RETRY_AFTER
+        LOG.info("copies from %s to %s go through this process: %s", *addresses, reason)
+    return not reason
 
 
-def _copy_noted(source: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """Copies to a tensor that PyTorch only marks as conjugate or negative."""
+def _copy_to_lazy(source: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """Copies to a tensor that is lazily conjugated or negated."""
     if to.is_conj():
-        source, to_plain = aten.conj_physical.default(source), to.conj()
+        source, target = aten.conj_physical.default(source), to.conj()
     else:
-        source, to_plain = aten.neg.default(source), to._neg_view()
-    _copy_from(source, to_plain)
+        source, target = aten.neg.default(source), to._neg_view()
+    _copy_from(source, target)
     return to
 
 
@@ -253,7 +268,7 @@ def _copy_from_and_resize(source: torch.Tensor, to: torch.Tensor) -> torch.Tenso
 
 
 def _local_scalar_dense(tensor: torch.Tensor) -> Any:
-    value = _native.remote_scalar(plain(tensor))
+    value = _native.remote_scalar(materialize(tensor))
     if isinstance(value, bytes):
         return torch.frombuffer(bytearray(value), dtype=tensor.dtype)[0].item()
     return value
@@ -265,7 +280,7 @@ def _set_empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _set_storage(tensor: torch.Tensor, source: torch.UntypedStorage) -> torch.Tensor:
-    replace(tensor, whole(source, tensor.dtype))
+    replace(tensor, flat_view(source, tensor.dtype))
     return tensor
 
 
@@ -276,15 +291,15 @@ def _set_storage_offset(
     size: Any,
     stride: Any = (),
 ) -> torch.Tensor:
-    strides = list(stride) or _contiguous(size)
-    reach = storage_offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) + 1
-    there = whole(source, tensor.dtype)
-    if 0 not in size and reach > there.numel():
-        needed = reach * tensor.element_size()
-        there = _native.remote_whole(
-            source.device.index, source.data_ptr(), needed, tensor.dtype, True
+    strides = list(stride) or _contiguous_strides(size)
+    end = storage_offset + sum((n - 1) * step for n, step in zip(size, strides, strict=True)) + 1
+    flat = flat_view(source, tensor.dtype)
+    if 0 not in size and end > flat.numel():
+        nbytes = end * tensor.element_size()
+        flat = _native.remote_whole(
+            source.device.index, source.data_ptr(), nbytes, tensor.dtype, True
         )
-    replace(tensor, as_strided(there, size, strides, storage_offset))
+    replace(tensor, as_strided(flat, size, strides, storage_offset))
     return tensor
 
 
@@ -298,8 +313,8 @@ def _view_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), dtype
     )
     old, new = tensor.element_size(), like.element_size()
-    there = whole(tensor.untyped_storage(), dtype)
-    return as_strided(there, like.shape, like.stride(), tensor.storage_offset() * old // new)
+    flat = flat_view(tensor.untyped_storage(), dtype)
+    return as_strided(flat, like.shape, like.stride(), tensor.storage_offset() * old // new)
 
 
 def _to_copy(
@@ -307,8 +322,7 @@ def _to_copy(
     pin_memory: Any = None,
     non_blocking: bool = False, memory_format: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    # Whether it is waited for is not the caller's to say: memory of the host is filled when this
-    # returns.
+    # Ignores `non_blocking`: host memory is filled when this returns.
     if device is None:
         device = tensor.device
     format_of = torch.preserve_format if memory_format is None else memory_format
@@ -318,7 +332,7 @@ def _to_copy(
 
 def _clone(tensor: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     return _CLONE(
-        plain(tensor), **({} if memory_format is None else {"memory_format": memory_format})
+        materialize(tensor), **({} if memory_format is None else {"memory_format": memory_format})
     )
 
 
@@ -328,12 +342,12 @@ def _efficientzerotensor(size: Any, **options: Any) -> torch.Tensor:
 
 def _record_stream(tensor: torch.Tensor, stream: Any) -> None:
     raise RuntimeError(
-        "a device of tensorstream has no streams: operators are done in the order in which they "
-        "are called"
+        "the device ts has no streams: it runs operators in the order in which they are called"
     )
 
 
-_MANUAL: dict[str, Callable[..., Any]] = {
+#: The operators that are implemented here.
+_IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "aten::empty.memory_format": _empty,
     "aten::empty_strided": _empty_strided,
     "aten::as_strided": _as_strided,
@@ -352,27 +366,27 @@ _MANUAL: dict[str, Callable[..., Any]] = {
     "aten::_efficientzerotensor": _efficientzerotensor,
 }
 
-#: Asked of the machine by kernels above.
+# Operators that the functions above send to the machine.
 _COPY = kernel(aten.copy_.default)
 _CLONE = kernel(aten.clone.default)
 
-# Operators of the machine's own, which PyTorch knows nothing of.
-_OWN = torch.library.Library("tensorstream", "DEF")
-_OWN.define("manual_seed(Tensor anchor, int seed) -> ()")
-_OWN.define("rng_state(Tensor anchor) -> Tensor")
-_OWN.define("set_rng_state(Tensor anchor, Tensor state) -> ()")
-_OWN.define("give_generator(Tensor anchor, Tensor state) -> ()")
-_OWN.define("given_generator(Tensor anchor) -> Tensor")
-_OWN.define("kind(Tensor anchor) -> str")
-_OWN.define("devices(Tensor anchor) -> int")
-_OWN.define("offer(Tensor tensor) -> str")
-_OWN.define("withdraw(Tensor anchor, str ticket) -> ()")
-_OWN.define("claim(Tensor anchor, str ticket) -> Tensor")
-_OWN.define("fetch(Tensor(a!) into, str address, str ticket) -> str")
-_OWN.impl("withdraw", lambda anchor, ticket: None, "Meta")
-_OWN.impl("manual_seed", lambda anchor, seed: None, "Meta")
-_OWN.impl("set_rng_state", lambda anchor, state: None, "Meta")
-_OWN.impl("give_generator", lambda anchor, state: None, "Meta")
+# Operators of the server that PyTorch does not have (remote/server/_server.py).
+_SERVER_LIBRARY = torch.library.Library("tensorstream", "DEF")
+_SERVER_LIBRARY.define("manual_seed(Tensor anchor, int seed) -> ()")
+_SERVER_LIBRARY.define("rng_state(Tensor anchor) -> Tensor")
+_SERVER_LIBRARY.define("set_rng_state(Tensor anchor, Tensor state) -> ()")
+_SERVER_LIBRARY.define("give_generator(Tensor anchor, Tensor state) -> ()")
+_SERVER_LIBRARY.define("given_generator(Tensor anchor) -> Tensor")
+_SERVER_LIBRARY.define("kind(Tensor anchor) -> str")
+_SERVER_LIBRARY.define("devices(Tensor anchor) -> int")
+_SERVER_LIBRARY.define("offer(Tensor tensor) -> str")
+_SERVER_LIBRARY.define("withdraw(Tensor anchor, str ticket) -> ()")
+_SERVER_LIBRARY.define("claim(Tensor anchor, str ticket) -> Tensor")
+_SERVER_LIBRARY.define("fetch(Tensor(a!) into, str address, str ticket) -> str")
+_SERVER_LIBRARY.impl("withdraw", lambda anchor, ticket: None, "Meta")
+_SERVER_LIBRARY.impl("manual_seed", lambda anchor, seed: None, "Meta")
+_SERVER_LIBRARY.impl("set_rng_state", lambda anchor, state: None, "Meta")
+_SERVER_LIBRARY.impl("give_generator", lambda anchor, state: None, "Meta")
 KIND = kernel(torch.ops.tensorstream.kind.default)
 DEVICES = kernel(torch.ops.tensorstream.devices.default)
 CLAIM = kernel(torch.ops.tensorstream.claim.default)
@@ -382,49 +396,54 @@ _FETCH = kernel(torch.ops.tensorstream.fetch.default)
 SEED = kernel(torch.ops.tensorstream.manual_seed.default)
 RNG_STATE = kernel(torch.ops.tensorstream.rng_state.default)
 SET_RNG_STATE = kernel(torch.ops.tensorstream.set_rng_state.default)
-_GIVE = kernel(torch.ops.tensorstream.give_generator.default)
-_GIVEN = kernel(torch.ops.tensorstream.given_generator.default)
+_SEND_GENERATOR = kernel(torch.ops.tensorstream.give_generator.default)
+_RECEIVE_GENERATOR = kernel(torch.ops.tensorstream.given_generator.default)
 
 
 @functools.cache
 def kernel_of(op: torch._ops.OpOverload) -> _native.RemoteKernel:
-    """As :func:`kernel`, once for each."""
+    """Returns the ``kernel`` of an operator. Creates it once."""
     return kernel(op)
 
 
 def _fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Operators of other libraries, and those that have no kernel for the CPU."""
+    """Runs operators of other libraries, and those that PyTorch does not implement for the CPU."""
     return kernel_of(op)(*args, **kwargs)
 
 
-#: Kinds of tensors that a machine does not have, by the key under which PyTorch asks for them; and
-#: what does instead.
-_ABSENT = {
-    "SparsePrivateUse1": ("sparse tensors", "gradients are dense with nn.Embedding(sparse=False)"),
-    "SparseCsrPrivateUse1": ("sparse tensors", "to_dense() makes one that can be there"),
+#: Types of tensors that the device does not support, by dispatch key, and what to use instead.
+_UNSUPPORTED = {
+    "SparsePrivateUse1": ("sparse tensors", "nn.Embedding(sparse=False) has dense gradients"),
+    "SparseCsrPrivateUse1": ("sparse tensors", "use to_dense()"),
     "NestedTensorPrivateUse1": (
         "nested tensors of strided layout",
-        "those of layout=torch.jagged can be there",
+        "use nested tensors of layout=torch.jagged",
     ),
-    "QuantizedPrivateUse1": ("quantized tensors", "dequantize() makes one that can be there"),
+    "QuantizedPrivateUse1": ("quantized tensors", "use dequantize()"),
 }
 
 
-def _absent(what: str, instead: str) -> Callable[..., Any]:
+def _unsupported(tensors: str, instead: str) -> Callable[..., Any]:
     def refuse(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{op}: a device of tensorstream has no {what}; {instead}")
+        raise NotImplementedError(f"{op}: the device ts does not support {tensors}; {instead}")
 
     return refuse
 
 
-_drawing = threading.Lock()
+_draw_lock = threading.Lock()
 
 
 def draw(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator that draws from a generator of the host's: the machine draws from one that is in
-    its state, and what state that is in then is waited for."""
+    """Runs an operator that draws from a generator of the host. Waits.
+
+    The machine draws from a generator with the same state. Its state afterwards becomes the state
+    of the host's generator.
+
+    Raises:
+        RuntimeError: The generator is not for the type of device that the machine uses.
+    """
     if "generator" not in kwargs:
-        # It is the last of them where it has no name.
+        # A positional generator is the last argument.
         *args, kwargs = *args[:-1], {**kwargs, "generator": args[-1]}
     generator = kwargs["generator"]
     values = (*args, *kwargs.values())
@@ -434,43 +453,43 @@ def draw(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
     index = _index(kwargs.get("device")) if tensor is None else tensor.device.index
     if _registry.KINDS.get(index, "cpu") != generator.device.type:
         raise RuntimeError(
-            f"{op}: a generator of {generator.device}, and a machine that draws as "
-            f"{_registry.KINDS.get(index)} does"
+            f"{op}: the generator is for {generator.device}, but the machine uses "
+            f"{_registry.KINDS.get(index)}"
         )
     anchor = torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
-    with _drawing:
-        _GIVE(anchor, generator.get_state().to(anchor.device))
-        given = kernel_of(op)(*args, **{**kwargs, "generator": "given"})
-        generator.set_state(_GIVEN(anchor).cpu())
-    return given
+    with _draw_lock:
+        _SEND_GENERATOR(anchor, generator.get_state().to(anchor.device))
+        result = kernel_of(op)(*args, **{**kwargs, "generator": "given"})
+        generator.set_state(_RECEIVE_GENERATOR(anchor).cpu())
+    return result
 
 
 def register() -> None:
-    """Tells PyTorch of all kernels."""
-    own = torch.library.Library("aten", "IMPL")
+    """Registers all kernels with PyTorch."""
+    library = torch.library.Library("aten", "IMPL")
     names = [
         name
         for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
         if name.startswith("aten::")
     ]
-    for name in {*names, *_WHOLE, *_MANUAL}:
+    for name in {*names, *_UNDECOMPOSED, *_IMPLEMENTED}:
         op = overload(name)
         if op is None:
             continue
-        if name in _MANUAL:
-            run = _MANUAL[name]
+        if name in _IMPLEMENTED:
+            run = _IMPLEMENTED[name]
         elif is_view(op):
             run = functools.partial(op.redispatch, META)
         else:
             run = kernel(op)
-        own.impl(name.removeprefix("aten::"), run, "PrivateUse1")
+        library.impl(name.removeprefix("aten::"), run, "PrivateUse1")
     for name, run in COMPOSITES.items():
-        own.impl(name, run, "PrivateUse1")
-        own.impl(name, run, "AutogradPrivateUse1")
-    _autocast.register(own)
-    others = torch.library.Library("_", "IMPL")
-    others.fallback(_fallback, "PrivateUse1")
-    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    for key, (what, instead) in _ABSENT.items():
-        others.fallback(_absent(what, instead), key)
-    _LIBRARIES.extend([own, others, _OWN])
+        library.impl(name, run, "PrivateUse1")
+        library.impl(name, run, "AutogradPrivateUse1")
+    _autocast.register(library)
+    fallbacks = torch.library.Library("_", "IMPL")
+    fallbacks.fallback(_fallback, "PrivateUse1")
+    fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for key, (tensors, instead) in _UNSUPPORTED.items():
+        fallbacks.fallback(_unsupported(tensors, instead), key)
+    _LIBRARIES.extend([library, fallbacks, _SERVER_LIBRARY])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Machines: where they are found, how they are started, and their devices."""
+"""Remote machines: starts, pauses and stops them, and gives access to their devices."""
 
 from __future__ import annotations
 
@@ -8,122 +8,48 @@ import contextlib
 import dataclasses
 import functools
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
-from typing import IO, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
 from ... import _native
 from ..._deprecated import renamed
-from ...errors import ConfigurationError, ConnectionLost, ProtocolError
+from ...errors import ConfigurationError
 from ...wire._connection import LIMIT_BYTES, _settings
 from .. import _registry
 from . import _device
+from ._launch import ProcessServer, ThreadServer
+from ._pause import SavedStorages
 from ._trace import LOG
 
 Kind = Literal["mock", "local", "tcp"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: As many devices PyTorch can tell from each other.
+#: The most devices of all machines of a process, which PyTorch limits.
 _MAX_DEVICES = 127
-#: Seconds after which a process that is starting says so.
-_SLOW_START = 2.0
-#: Storages are saved and restored in pieces.
-_PIECE_BYTES = 16 << 20
 
 
-class _Said:
-    """What a process writes to its standard error, which goes to this one's."""
-
-    def __init__(self, pipe: IO[bytes]) -> None:
-        self._lines: deque[str] = deque(maxlen=20)
-        self._pipe = pipe
-        self._thread = threading.Thread(target=self._read, name="tensorstream-said", daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        with self._pipe, contextlib.suppress(ValueError, OSError):
-            for line in self._pipe:
-                text = line.decode(errors="replace").rstrip()
-                self._lines.append(text)
-                print(text, file=sys.stderr, flush=True)
-
-    def last(self) -> str:
-        """What it said last, of a process that has ended."""
-        self._thread.join(2.0)
-        return "\n".join(self._lines) or "it said nothing"
-
-
-class _Saved:
-    """Storages of a machine that is paused, in files of a directory: one each, of its bytes."""
-
-    def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="tensorstream-paused-", dir=directory))
-        self.nbytes = 0
-        self._storages: list[tuple[int, int, int, bool]] = []
-        self._memory = bytearray(_PIECE_BYTES)
-
-    def _pieces(self, nbytes: int) -> Iterator[tuple[int, memoryview, Any]]:
-        """Where a piece is, memory for it, and a capsule of that."""
-        for offset in range(0, nbytes, _PIECE_BYTES):
-            count = min(_PIECE_BYTES, nbytes - offset)
-            tensor = torch.frombuffer(self._memory, dtype=torch.uint8, count=count)
-            yield offset, memoryview(self._memory)[:count], torch._C._to_dlpack(tensor)
-
-    def save(
-        self, session: _native.RemoteSession, storage: int, nbytes: int, ordinal: int, state: int
-    ) -> None:
-        # What was never computed (2) is not there when it goes on, which who looks at it is told.
-        if state == 1 and nbytes:
-            with (self.directory / str(storage)).open("wb") as file:
-                for offset, piece, capsule in self._pieces(nbytes):
-                    session.read(storage, offset, capsule)
-                    file.write(piece)
-        if state != 2:
-            self._storages.append((storage, nbytes, ordinal, state == 1))
-            self.nbytes += nbytes
-
-    def restore(self, session: _native.RemoteSession) -> None:
-        for storage, nbytes, ordinal, written in self._storages:
-            if session.was_freed(storage):
-                continue
-            session.create(storage, nbytes, ordinal)
-            if written and nbytes:
-                with (self.directory / str(storage)).open("rb") as file:
-                    for offset, piece, capsule in self._pieces(nbytes):
-                        if file.readinto(piece) != len(piece):
-                            raise ProtocolError(
-                                f"{file.name} was cut off: the tensor in it cannot be restored"
-                            )
-                        session.write(storage, offset, capsule)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def _alone(
+def _exclusive(
     method: Callable[Concatenate[RemoteMachine, P], R],
 ) -> Callable[Concatenate[RemoteMachine, P], R]:
-    """Of methods so marked a machine does one at a time, whichever threads call them; and none in a
-    child process, whose parent's the session is."""
+    """Makes threads run the decorated methods of a machine one at a time.
+
+    In a forked child the methods raise ``ConfigurationError``, because the session belongs to
+    the parent.
+    """
 
     @functools.wraps(method)
     def call(self: RemoteMachine, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if _registry.is_forked():
             raise ConfigurationError(
-                f"machine {self.name} is the parent's of this forked process: start processes by "
-                "spawn or forkserver"
+                f"machine {self.name} belongs to the parent of this forked process; start "
+                'processes with the method "spawn" or "forkserver"'
             )
-        with self._turn:
+        with self._lock:
             return method(self, *args, **kwargs)
 
     return call
@@ -131,9 +57,14 @@ def _alone(
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """How often and how long a program has waited for a machine at one place."""
+    """The waits of a program for a machine at one line.
 
-    #: "FILE:LINE" of the program.
+    Attributes:
+        place: The line, as "FILE:LINE in FUNCTION".
+        count: The number of waits.
+        seconds: Their total time.
+    """
+
     place: str
     count: int
     seconds: float
@@ -142,15 +73,15 @@ class Wait:
 class RemoteMachine:
     """A machine that holds tensors and runs operators on them.
 
-    :meth:`local`, :meth:`mock` and :meth:`tcp` create machines of each kind with the options that
-    it has. The machine starts when it is created, unless ``start=False``, and stops at the end of a
-    ``with`` block or with :meth:`stop`. Its tensors are then gone.
+    ``local``, ``mock`` and ``tcp`` create a machine of one kind, with the options of
+    that kind. The machine starts when it is created, unless ``start=False``, and stops at the end
+    of a ``with`` block or with ``stop``. Its tensors are then lost.
 
     Args:
         kind: "local" for a process on this computer, "mock" for a thread of this process, or "tcp"
             for a machine that runs ``tensorstream serve``.
-        address: Where a "tcp" machine listens: "HOST:PORT" or "unix:PATH".
-        device_type: "cpu" or "cuda": what the machine runs operators on.
+        address: The address of a "tcp" machine: "HOST:PORT" or "unix:PATH".
+        device_type: What the machine runs operators on: "cpu" or "cuda".
         device_count: The number of its devices, 1 to 127.
         name: Its name in messages.
         token: The secret of a "tcp" machine.
@@ -160,7 +91,7 @@ class RemoteMachine:
         idle_timeout: Seconds without a byte from the machine after which a connection is lost.
         stall_timeout: Seconds without progress after which a transfer fails.
         retry: Seconds for which a lost connection is retried. Nothing is lost meanwhile.
-        threads: PyTorch threads of a "local" machine; as many as this process has by default.
+        threads: PyTorch threads of a "local" machine. By default as many as this process has.
         start: Whether to start now.
         gpu_type: Another name for ``device_type``.
         gpu_count: Another name for ``device_count``.
@@ -168,6 +99,14 @@ class RemoteMachine:
     Raises:
         ConfigurationError: An argument is invalid.
         ConnectionLost: The machine cannot be reached or started.
+
+    Examples:
+        >>> import torch
+        >>> from tensorstream.remote import RemoteMachine
+        >>> with RemoteMachine.mock() as machine:
+        ...     x = torch.arange(4.0, device=machine.device())
+        ...     (x * x).sum().item()
+        14.0
     """
 
     @renamed(timeout="idle_timeout", patience="stall_timeout")
@@ -212,12 +151,12 @@ class RemoteMachine:
         self._settings = _settings(token, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
         self._tls = {"ca": ca, "cert": cert, "key": key}
         self._session: _native.RemoteSession | None = None
-        #: The index of its first device, which it has again when it is started again.
+        #: The index of the first device, which is used again after a restart if it is free.
         self._first: int | None = None
-        self._paused: tuple[_Saved, list[torch.Tensor]] | None = None
-        self._server: Any = None
-        self._directory: str | None = None
-        self._turn = threading.RLock()
+        #: While paused: the storages, and the states of the devices' generators.
+        self._paused: tuple[SavedStorages, list[torch.Tensor]] | None = None
+        self._server: ProcessServer | ThreadServer | None = None
+        self._lock = threading.RLock()
         self.name = name or (address or f"{kind}-{id(self):x}")
         if start:
             self.start()
@@ -227,7 +166,10 @@ class RemoteMachine:
         cls, *, device_type: str = "cpu", device_count: int = 1, threads: int | None = None,
         name: str | None = None, start: bool = True,
     ) -> RemoteMachine:  # fmt: skip
-        """Starts a machine in a process on this computer. Blocks. Arguments as of the class."""
+        """Starts a machine in a process on this computer. Blocks.
+
+        The arguments are those of the class.
+        """
         return cls(
             "local", device_type=device_type, device_count=device_count, threads=threads, name=name,
             start=start,
@@ -239,8 +181,8 @@ class RemoteMachine:
     ) -> RemoteMachine:
         """Starts a machine in a thread of this process, for tests. It uses the same protocol.
 
-        It also uses the default dtype of this process: call ``torch.set_default_dtype`` after
-        :meth:`synchronize`. Arguments as of the class.
+        Its operators use the default dtype of this process, so call ``synchronize`` before
+        ``torch.set_default_dtype``. The arguments are those of the class.
         """
         return cls("mock", device_count=device_count, name=name, start=start)
 
@@ -252,8 +194,10 @@ class RemoteMachine:
         idle_timeout: float = 30.0, stall_timeout: float = 300.0, retry: float = 30.0,
         start: bool = True,
     ) -> RemoteMachine:  # fmt: skip
-        """Connects to a machine that runs ``tensorstream serve``. Blocks. Arguments as of the
-        class."""
+        """Connects to a machine that runs ``tensorstream serve``. Blocks.
+
+        The arguments are those of the class.
+        """
         return cls(
             "tcp", address, token=token, ca=ca, cert=cert, key=key, device_type=device_type,
             device_count=device_count, name=name, idle_timeout=idle_timeout,
@@ -270,11 +214,20 @@ class RemoteMachine:
         """Another name for ``device_count``."""
         return self.device_count
 
-    @_alone
+    @_exclusive
     def start(self) -> RemoteMachine:
-        """Starts the machine, or connects to it; goes on where :meth:`pause` has left off. Blocks
-        until it is there. Nothing happens if it is. One whose link was lost for good begins again,
-        without its tensors and with the same devices."""
+        """Starts the machine, or connects to it. Blocks.
+
+        Does nothing if the machine is running, and calls ``resume`` if it is paused. If its
+        connection was lost for good, starts a new session with the same devices and no tensors.
+
+        Returns:
+            The machine itself.
+
+        Raises:
+            ConfigurationError: The machine does not have the requested devices.
+            ConnectionLost: The machine cannot be reached or started.
+        """
         if self._paused is not None:
             self.resume()
         if self._session is not None and self._session.is_over():
@@ -282,27 +235,28 @@ class RemoteMachine:
         if self._session is not None:
             return self
         _device.set_up()
-        address = self._listen()
+        address = self._start_server()
         try:
             self._session = _native.RemoteSession(
                 address, self.name, self.device_count, self._settings, self._retry,
                 first=self._first, returns=self.kind == "tcp", **self._tls,
             )  # fmt: skip
         except BaseException:
-            self._end_server()
+            self._stop_server()
             raise
         self._first = first = self._session.first
         try:
             _registry.add(self._session, self.device_count)
-            self._is_at(address)
+            self._set_address(address)
             kind, count = _device.kind_of(first)
             if self.kind == "tcp" and self.device_type == "cuda" != kind:
                 raise ConfigurationError(
-                    f"device_type='cuda': machine {self.name} runs operators on its {kind}"
+                    f'device_type is "cuda", but machine {self.name} runs operators on {kind}'
                 )
             if self.device_count > count:
                 raise ConfigurationError(
-                    f"device_count={self.device_count}: machine {self.name} has {count} devices"
+                    f"device_count is {self.device_count}, but machine {self.name} has {count} "
+                    "devices"
                 )
             _registry.KINDS.update({first + index: kind for index in range(self.device_count)})
             for index in range(self.device_count):
@@ -310,142 +264,130 @@ class RemoteMachine:
         except BaseException:
             self.stop()
             raise
-        # A machine that hears nothing of the end keeps the tensors for a while.
+        # A server that is not told about the end keeps the tensors for a while.
         atexit.register(self.stop)
         LOG.info("%s: %s at %s, ts:%d", self.name, self.kind, address, first)
         return self
 
-    def _is_at(self, address: str | None) -> None:
-        """Where others find it from now on; None when it is not there any more."""
-        first = self._there().first
+    def _set_address(self, address: str | None) -> None:
+        """Registers the address from which other machines can copy its tensors; None if none."""
+        first = self._get_session().first
         for index in range(first, first + self.device_count):
             if address is None:
                 _registry.ADDRESSES.pop(index, None)
             else:
                 _registry.ADDRESSES[index] = first, address
 
-    def _listen(self) -> str:
-        """Starts what is started here. Where it listens."""
+    def _start_server(self) -> str:
+        """Starts the server of a machine that runs on this computer.
+
+        Returns:
+            The address of the machine.
+        """
         if self.kind == "tcp":
             return self.address or ""
-        self._directory = tempfile.mkdtemp(prefix="tensorstream-")
-        address = f"unix:{self._directory}/socket"
-        (self._start_thread if self.kind == "mock" else self._start_process)(address)
-        return address
+        if self.kind == "mock":
+            self._server = ThreadServer(self.device_type, self.device_count)
+        else:
+            threads = self._threads or torch.get_num_threads()
+            self._server = ProcessServer(self.name, self.device_type, self.device_count, threads)
+        return self._server.address
 
-    def _start_thread(self, address: str) -> None:
-        from ..server._server import devices_of, server
-
-        self._server = server(
-            address, devices=devices_of(self.device_type, self.device_count), shared=True
-        )
-        self._thread = threading.Thread(
-            target=self._server.run, name="tensorstream-mock", daemon=True
-        )
-        self._thread.start()
-
-    def _start_process(self, address: str) -> None:
-        threads = self._threads or torch.get_num_threads()
-        self._server = subprocess.Popen(
-            [
-                sys.executable, "-m", "tensorstream.remote.server._local",
-                address, self.device_type, str(self.device_count), str(threads),
-            ],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
-        assert self._server.stdout is not None and self._server.stderr is not None
-        said = _Said(self._server.stderr)
-        tell = threading.Timer(
-            _SLOW_START, LOG.warning, ("%s: it starts, and imports PyTorch", self.name)
-        )
-        tell.daemon = True
-        tell.start()
-        try:
-            line = self._server.stdout.readline()
-        finally:
-            tell.cancel()
-        if not line.startswith(b"listening"):
-            self._end_server()
-            raise ConnectionLost(
-                f"machine {self.name}: the process for it did not start: {said.last()}"
-            )
-
-    def _end_server(self) -> None:
-        if isinstance(self._server, subprocess.Popen):
-            assert self._server.stdin is not None and self._server.stdout is not None
-            self._server.stdin.close()
-            try:
-                self._server.wait(10)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait()
-            self._server.stdout.close()
-        elif self._server is not None:
+    def _stop_server(self) -> None:
+        if self._server is not None:
             self._server.stop()
-            self._thread.join(10)
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        self._server = self._directory = None
+            self._server = None
 
     def device(self, index: int | str = 0, of_kind: int | None = None) -> torch.device:
-        """One of its devices: ``torch.device("ts", ...)``, whose index is this process's.
-        ``device("cuda", 1)`` is ``device(1)`` of a machine with GPUs."""
-        session = self._there()
+        """Returns a device of this machine, as ``torch.device("ts", ...)``.
+
+        The index of the result counts the devices of all machines of this process.
+
+        Args:
+            index: The index of the device on this machine, or "cpu", "cuda" or "ts", optionally
+                with an index, as in "cuda:1".
+            of_kind: The index, if ``index`` is a type: ``device("cuda", 1)`` is ``device(1)``.
+
+        Raises:
+            ConfigurationError: The machine does not have this device, or was not started.
+        """
+        session = self._get_session()
         kind = None
         if isinstance(index, str):
             kind, _, number = index.partition(":")
             index = of_kind if of_kind is not None else int(number) if number.isdecimal() else 0
         elif of_kind is not None:
             raise ConfigurationError(
-                f"device({index!r}, {of_kind!r}): an index, or a kind and an index"
+                f"invalid arguments device({index!r}, {of_kind!r}): expected an index, or a type "
+                "and an index"
             )
         if kind not in (None, "ts", runs_on := _registry.KINDS[session.first]):
             raise ConfigurationError(
-                f"machine {self.name} runs operators on its {runs_on}, and has no {kind}"
+                f"machine {self.name} has no {kind} devices: it runs operators on {runs_on}"
             )
         if not 0 <= index < self.device_count:
             raise ConfigurationError(
-                f"machine {self.name} has devices 0 to {self.device_count - 1}, and no {index}"
+                f"machine {self.name} has no device {index}: expected 0 to {self.device_count - 1}"
             )
         return torch.device("ts", session.first + index)
 
     def synchronize(self) -> None:
-        """Waits until all that was asked is done; what has failed meanwhile is raised."""
+        """Waits until the machine has run all operators called so far.
+
+        Raises:
+            RemoteTensorError: One of them failed, and its error was not raised before.
+        """
         if self._session is not None:
             self._session.synchronize()
 
     def stats(self) -> dict[str, int]:
-        """What was done, in numbers: operators, requests (those, and all else that was asked),
-        batches that they went in, waits, reconnects, uploaded_bytes, downloaded_bytes;
-        cached_scalars and early_scalars: numbers that were looked at without a wait, and such as
-        were asked for before; and, of all machines together, signature_hits, signature_misses and
-        signatures of the cache that knows what operators give."""
+        """Returns counters of the session.
+
+        Returns:
+            ``operators``, ``requests`` (which include operators), the ``batches`` in which they
+            were sent, ``waits``, ``reconnects``, ``uploaded_bytes`` and ``downloaded_bytes``.
+            ``cached_scalars`` are reads of one element that needed no wait, and ``early_scalars``
+            those whose value was prefetched. ``signatures``, ``signature_hits`` and
+            ``signature_misses`` are those of the cache of operator results, which all machines of
+            the process share.
+        """
         names = ("signature_hits", "signature_misses", "signatures")
-        return self._there().stats() | dict(zip(names, _native.remote_cache_stats(), strict=True))
+        return self._get_session().stats() | dict(
+            zip(names, _native.remote_cache_stats(), strict=True)
+        )
 
     def waits(self) -> list[Wait]:
-        """Returns where the program has waited, the longest time first."""
-        return [Wait(*wait) for wait in self._there().waits()]
+        """Returns where the program has waited, the longest total time first."""
+        return [Wait(*wait) for wait in self._get_session().waits()]
 
-    def _there(self) -> _native.RemoteSession:
+    def _get_session(self) -> _native.RemoteSession:
         if self._session is None:
-            raise ConfigurationError(f"machine {self.name} was not started, or was stopped")
+            raise ConfigurationError(
+                f"machine {self.name} was not started or was stopped; call start()"
+            )
         return self._session
 
-    @_alone
+    @_exclusive
     def pause(self, directory: str | os.PathLike[str] | None = None) -> None:
-        """Gives up the machine and its memory until :meth:`resume`: its tensors go to files in
-        ``directory``, or a temporary one, and a machine that was started here ends. Blocks; what
-        has failed before is raised first.
+        """Saves the tensors to files and releases the machine until ``resume``. Blocks.
 
-        Tensors, their devices and the generators' states are as before when it goes on; an operator
-        in between is a ConfigurationError. Memory here is taken for 16 MiB, whatever the tensors'.
+        The server of a "local" or "mock" machine stops. Until ``resume``, operators on the
+        tensors raise ``ConfigurationError``. Does nothing if the machine is paused. Uses 16
+        MiB of memory. If it fails, the machine continues.
+
+        Args:
+            directory: Where to create the directory of the files. None chooses the system's
+                temporary directory.
+
+        Raises:
+            RemoteTensorError: An operator failed before, and its error was not raised yet.
+            ConfigurationError: The machine was not started, or was stopped.
+            OSError: The files cannot be written.
         """
-        session = self._there()
+        session = self._get_session()
         if self._paused is not None:
             return
-        saved = _Saved(directory)
+        saved = SavedStorages(directory)
         session.pausing(True)
         try:
             session.synchronize()
@@ -460,38 +402,45 @@ class RemoteMachine:
             raise
         _registry.PAUSED[session.first] = None
         self._paused = saved, states
-        self._is_at(None)
+        self._set_address(None)
         try:
             session.close()
         except RuntimeError as error:
-            LOG.warning("%s was paused, and did not hear of it: %s", self.name, error)
+            LOG.warning("%s: paused, but its session could not be closed: %s", self.name, error)
         finally:
             session.pausing(False)
-            self._end_server()
+            self._stop_server()
         LOG.info("%s: paused, %d bytes in %s", self.name, saved.nbytes, saved.directory)
 
-    @_alone
+    @_exclusive
     def resume(self) -> None:
-        """Goes on after :meth:`pause`: starts the machine, or connects to it, and gives it the
-        tensors. Blocks. Nothing happens without a pause. If it fails it can be tried again."""
+        """Starts a paused machine, or reconnects to it, and restores its tensors. Blocks.
+
+        Also restores the random number generators. Does nothing if the machine is not paused. If it
+        fails, the machine stays paused, and the call can be repeated.
+
+        Raises:
+            ConnectionLost: The machine cannot be reached or started.
+            ProtocolError: A file of a tensor is truncated.
+        """
         if self._paused is None:
             return
-        session, (saved, states) = self._there(), self._paused
+        session, (saved, states) = self._get_session(), self._paused
         session.pausing(True)
         try:
-            address = self._listen()
+            address = self._start_server()
             session.resume(address)
             saved.restore(session)
-            self._is_at(address)
+            self._set_address(address)
             for index, state in enumerate(states):
                 _device.set_rng_state(state, session.first + index)
             session.synchronize()
         except BaseException:
-            self._is_at(None)
+            self._set_address(None)
             with contextlib.suppress(RuntimeError):
                 session.close()
             session.pausing(False)
-            self._end_server()
+            self._stop_server()
             raise
         self._paused = None
         session.pausing(False, True)
@@ -503,19 +452,20 @@ class RemoteMachine:
         LOG.info("%s: resumed at %s", self.name, address)
 
     def stop(self) -> None:
-        """Ends the session, and the machine if it was started here. Its tensors are gone. May be
-        called again.
+        """Ends the session, and the server of a "local" or "mock" machine. Its tensors are lost.
 
-        In a child process that was forked it does nothing: the machine is the parent's."""
+        Does nothing if the machine is stopped, or in a forked child, because the machine belongs to
+        the parent.
+        """
         if not _registry.is_forked():
             self._stop()
 
-    @_alone
+    @_exclusive
     def _stop(self) -> None:
         session = self._session
         if session is None:
             return
-        self._is_at(None)
+        self._set_address(None)
         self._session = None
         if self._paused is not None:
             self._paused[0].remove()
@@ -527,14 +477,14 @@ class RemoteMachine:
             failed = session.close()
             if failed is not None:
                 LOG.warning(
-                    "%s was stopped, and nobody had looked at what failed: %s", self.name, failed
+                    "%s: stopped with an error that was never raised: %s", self.name, failed
                 )
         except RuntimeError:
-            # It was lost before, which whoever waited for it was told.
+            # The connection was already lost, and calls that waited raised the error.
             pass
         finally:
             session.forget()
-            self._end_server()
+            self._stop_server()
 
     def __enter__(self) -> RemoteMachine:
         return self.start()
@@ -557,21 +507,21 @@ class RemoteMachine:
 def create_mock_machine(
     device_type: str = "cpu", device_count: int = 1, **options: Any
 ) -> RemoteMachine:
-    """``RemoteMachine("mock", ...)``."""
+    """Returns ``RemoteMachine("mock", ...)``."""
     return RemoteMachine("mock", device_type=device_type, device_count=device_count, **options)
 
 
 def create_local_machine(
     device_type: str = "cpu", device_count: int = 1, **options: Any
 ) -> RemoteMachine:
-    """``RemoteMachine("local", ...)``."""
+    """Returns ``RemoteMachine("local", ...)``."""
     return RemoteMachine("local", device_type=device_type, device_count=device_count, **options)
 
 
 def create_tcp_machine(
     address: str, device_type: str = "cpu", device_count: int = 1, **options: Any
 ) -> RemoteMachine:
-    """``RemoteMachine("tcp", address, ...)``."""
+    """Returns ``RemoteMachine("tcp", address, ...)``."""
     return RemoteMachine(
         "tcp", address, device_type=device_type, device_count=device_count, **options
     )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Recurrent networks, made of the operators that PyTorch makes them of on a CPU
-(aten/src/ATen/native/RNN.cpp and mkldnn/RNN.cpp), in the same order and in place where they are
-there: so that elements and gradients are the same.
+"""Recurrent networks, decomposed as PyTorch does on a CPU.
 
-Elsewhere PyTorch multiplies each step's input by itself, and has kernels of a device's own for the
-cells.
+They call the same operators in the same order, and in place where a CPU does
+(aten/src/ATen/native/RNN.cpp and mkldnn/RNN.cpp), so that results and gradients are bit-identical.
+On other devices PyTorch multiplies the input of each step separately, and uses fused kernels for
+the cells.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class Weights(NamedTuple):
-    """Of one direction of one layer."""
+    """The weights of one direction of one layer."""
 
     ih: Tensor
     hh: Tensor
@@ -34,21 +34,22 @@ class Weights(NamedTuple):
         return aten.linear(h, self.hh, self.b_hh)
 
 
-#: The state behind one step: a tensor, or of an LSTM a pair of them.
+#: The state after a step: a tensor, or a pair of tensors for an LSTM.
 State = Any
-#: Computes the state behind a step. `ready`: the input has been multiplied by its weights already.
+#: Computes the state after a step from the input, the state before, the weights, and whether the
+#: input was already multiplied by its weights.
 Cell = Callable[[Tensor, State, Weights, bool], State]
 
 
 def _simple(activate: Callable[[Tensor], Tensor]) -> Cell:
-    def cell(x: Tensor, h: Tensor, w: Weights, ready: bool) -> Tensor:
-        return activate(aten.add_(w.of_hidden(h), x if ready else w.of_input(x)))
+    def cell(x: Tensor, h: Tensor, w: Weights, multiplied: bool) -> Tensor:
+        return activate(aten.add_(w.of_hidden(h), x if multiplied else w.of_input(x)))
 
     return cell
 
 
-def _gru(x: Tensor, h: Tensor, w: Weights, ready: bool) -> Tensor:
-    of_x = aten.unsafe_chunk(x if ready else w.of_input(x), 3, 1)
+def _gru(x: Tensor, h: Tensor, w: Weights, multiplied: bool) -> Tensor:
+    of_x = aten.unsafe_chunk(x if multiplied else w.of_input(x), 3, 1)
     of_h = aten.unsafe_chunk(w.of_hidden(h), 3, 1)
     reset = of_h[0].add_(of_x[0]).sigmoid_()
     update = of_h[1].add_(of_x[1]).sigmoid_()
@@ -56,13 +57,13 @@ def _gru(x: Tensor, h: Tensor, w: Weights, ready: bool) -> Tensor:
     return (h - new).mul_(update).add_(new)
 
 
-def _lstm(x: Tensor, state: State, w: Weights, ready: bool) -> State:
+def _lstm(x: Tensor, state: State, w: Weights, multiplied: bool) -> State:
     h, c = state
-    gates = aten.add_(w.of_hidden(h), x if ready else w.of_input(x))
-    given, forget, cell, out = aten.unsafe_chunk(gates, 4, 1)
-    given, forget, cell, out = given.sigmoid_(), forget.sigmoid_(), cell.tanh_(), out.sigmoid_()
-    c = (forget * c).add_(given * cell)
-    h = out * c.tanh()
+    gates = aten.add_(w.of_hidden(h), x if multiplied else w.of_input(x))
+    i, f, g, o = aten.unsafe_chunk(gates, 4, 1)
+    i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
+    c = (f * c).add_(i * g)
+    h = o * c.tanh()
     return h if w.hr is None else aten.matmul(h, w.hr.t()), c
 
 
@@ -70,18 +71,18 @@ def _output(state: State) -> Tensor:
     return state[0] if isinstance(state, tuple) else state
 
 
-def _each(state: State, run: Callable[[Tensor], Tensor]) -> State:
+def _map(state: State, run: Callable[[Tensor], Tensor]) -> State:
     return tuple(map(run, state)) if isinstance(state, tuple) else run(state)
 
 
-def _joined(states: Sequence[State]) -> State:
+def _concatenate(states: Sequence[State]) -> State:
     if isinstance(states[0], tuple):
         return tuple(aten.cat(list(parts), 0) for parts in zip(*states, strict=True))
     return aten.cat(list(states), 0)
 
 
-def _part(state: State, start: int, end: int) -> State:
-    return _each(state, lambda t: t.narrow(0, start, end - start))
+def _narrow(state: State, start: int, end: int) -> State:
+    return _map(state, lambda t: t.narrow(0, start, end - start))
 
 
 def _steps(
@@ -97,12 +98,12 @@ def _steps(
 def _layer(
     cell: Cell, x: Tensor, states: Sequence[State], weights: Sequence[Weights]
 ) -> tuple[Tensor, list[State]]:
-    """All directions of a layer, over steps in the first dimension."""
+    """Runs all directions of a layer. The first dimension of the input is time."""
     outputs, ends = [], []
-    for at, (state, w) in enumerate(zip(states, weights, strict=True)):
+    for direction, (state, w) in enumerate(zip(states, weights, strict=True)):
         steps = aten.unbind(w.of_input(x), 0)
-        given, end = _steps(cell, steps[::-1] if at else steps, state, w)
-        outputs.append(aten.stack(given[::-1] if at else given, 0))
+        results, end = _steps(cell, steps[::-1] if direction else steps, state, w)
+        outputs.append(aten.stack(results[::-1] if direction else results, 0))
         ends.append(end)
     return outputs[0] if len(outputs) == 1 else aten.cat(outputs, outputs[0].dim() - 1), ends
 
@@ -110,56 +111,56 @@ def _layer(
 def _packed_forward(
     cell: Cell, x: Tensor, sizes: list[int], state: State, w: Weights
 ) -> tuple[Tensor, State]:
-    """Steps whose batches become smaller: what falls away has ended."""
-    x, at, last, outputs, ended = w.of_input(x), 0, sizes[0], [], []
+    """Runs a packed sequence forward. When the batch shrinks, the dropped sequences have ended."""
+    x, start, last, outputs, ended = w.of_input(x), 0, sizes[0], [], []
     for size in sizes:
-        step, at = x.narrow(0, at, size), at + size
+        step, start = x.narrow(0, start, size), start + size
         if size < last:
-            ended.append(_part(state, size, last))
-            state = _part(state, 0, size)
+            ended.append(_narrow(state, size, last))
+            state = _narrow(state, 0, size)
         last = size
         state = cell(step, state, w, True)
         outputs.append(_output(state))
-    return aten.cat(outputs, 0), _joined([state, *reversed(ended)])
+    return aten.cat(outputs, 0), _concatenate([state, *reversed(ended)])
 
 
-def _packed_backward(
+def _packed_reverse(
     cell: Cell, x: Tensor, sizes: list[int], first: State, w: Weights
 ) -> tuple[Tensor, State]:
-    """The same from the end, where batches become larger."""
-    x, at, last, outputs = w.of_input(x), x.size(0), sizes[-1], []
-    state = _part(first, 0, last)
+    """Runs a packed sequence in reverse. When the batch grows, further sequences begin."""
+    x, start, last, outputs = w.of_input(x), x.size(0), sizes[-1], []
+    state = _narrow(first, 0, last)
     for size in reversed(sizes):
         if size > last:
-            state = _joined([state, _part(first, last, size)])
-        at -= size
+            state = _concatenate([state, _narrow(first, last, size)])
+        start -= size
         last = size
-        state = cell(x.narrow(0, at, size), state, w, True)
+        state = cell(x.narrow(0, start, size), state, w, True)
         outputs.append(_output(state))
     return aten.cat(outputs[::-1], 0), state
 
 
 def _packed(sizes: list[int]) -> Callable[..., tuple[Tensor, list[State]]]:
     def layer(cell: Cell, x: Tensor, states: Sequence[State], weights: Sequence[Weights]) -> Any:
-        runs = (_packed_forward, _packed_backward)
-        given = [
+        runs = (_packed_forward, _packed_reverse)
+        results = [
             run(cell, x, sizes, s, w) for run, s, w in zip(runs, states, weights, strict=False)
         ]
-        outputs = [output for output, _ in given]
-        return outputs[0] if len(outputs) == 1 else aten.cat(outputs, -1), [end for _, end in given]
+        outputs, ends = [output for output, _ in results], [end for _, end in results]
+        return outputs[0] if len(outputs) == 1 else aten.cat(outputs, -1), ends
 
     return layer
 
 
 def _weights(params: Sequence[Tensor], has_biases: bool, projects: bool) -> list[Weights]:
-    each = 2 + 2 * has_biases + projects
-    cut = [params[at : at + each] for at in range(0, len(params), each)]
+    count = 2 + 2 * has_biases + projects
+    groups = [params[start : start + count] for start in range(0, len(params), count)]
 
     def weights(w: Sequence[Tensor]) -> Weights:
         b_ih, b_hh = (w[2], w[3]) if has_biases else (None, None)
-        return Weights(w[0], w[1], b_ih, b_hh, w[each - 1] if projects else None)
+        return Weights(w[0], w[1], b_ih, b_hh, w[count - 1] if projects else None)
 
-    return [weights(w) for w in cut]
+    return [weights(w) for w in groups]
 
 
 def _stack(
@@ -168,17 +169,17 @@ def _stack(
     num_layers: int, dropout: float, train: bool, bidirectional: bool,
 ) -> tuple[Tensor, list[State]]:  # fmt: skip
     directions, ends = 1 + bidirectional, []
-    for at in range(num_layers):
-        own = slice(at * directions, (at + 1) * directions)
-        x, end = layer(cell, x, states[own], weights[own])
+    for index in range(num_layers):
+        part = slice(index * directions, (index + 1) * directions)
+        x, end = layer(cell, x, states[part], weights[part])
         ends += end
-        if dropout and train and at < num_layers - 1:
+        if dropout and train and index < num_layers - 1:
             x = aten.dropout(x, dropout, True)
     return x, ends
 
 
 def _network(cell: Cell) -> Callable[..., Any]:
-    """Of an operator over sequences of one length, which has one state."""
+    """Returns an operator over sequences of one length, for cells with one state tensor."""
 
     def run(
         input: Tensor, hx: Tensor, params: Any, has_biases: bool, num_layers: int, dropout: float,
@@ -196,7 +197,7 @@ def _network(cell: Cell) -> Callable[..., Any]:
 
 
 def _packed_network(cell: Cell) -> Callable[..., Any]:
-    """Of an operator over a packed sequence, which has one state."""
+    """Returns an operator over packed sequences, for cells with one state tensor."""
 
     def run(
         data: Tensor, batch_sizes: Tensor, hx: Tensor, params: Any, has_biases: bool,
@@ -218,7 +219,7 @@ def lstm(
     train: bool,
     bidirectional: bool, batch_first: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """``aten::lstm.input``."""
+    """Implements ``aten::lstm.input``."""
     projects = hx[0].size(2) != hx[1].size(2)
     if _has_onednn(input.dtype) and input.numel() and not projects:
         return _onednn_lstm(
@@ -243,7 +244,7 @@ def packed_lstm(
     dropout: float,
     train: bool, bidirectional: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """``aten::lstm.data``."""
+    """Implements ``aten::lstm.data``."""
     projects = hx[0].size(2) != hx[1].size(2)
     states = list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True))
     layer, weights = _packed(batch_sizes.tolist()), _weights(params, has_biases, projects)
@@ -255,7 +256,7 @@ def packed_lstm(
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:
-    """Whether a CPU like this one has an LSTM of oneDNN's."""
+    """Returns whether PyTorch uses the LSTM of oneDNN on a CPU like this one."""
     if not torch._C._get_mkldnn_enabled():
         return False
     if dtype == torch.float16:
@@ -270,20 +271,20 @@ def _onednn_lstm(
     train: bool,
     bidirectional: bool, batch_first: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Layer by layer, by a kernel of oneDNN's."""
-    directions, each = 2 if bidirectional else 1, 4 if has_biases else 2
+    """Runs an LSTM with oneDNN, one layer at a time."""
+    directions, count = 2 if bidirectional else 1, 4 if has_biases else 2
     steps = (input.transpose(0, 1) if batch_first else input).contiguous()
     hidden, cell = hx[0].contiguous(), hx[1].contiguous()
     hy, cy = [], []
     for layer in range(num_layers):
         outputs = []
         for direction in range(directions):
-            at = layer * directions + direction
-            weights = list(params[at * each : (at + 1) * each])
+            index = layer * directions + direction
+            weights = list(params[index * count : (index + 1) * count])
             if not has_biases:
                 weights += [torch.zeros_like(weights[0]), torch.zeros_like(weights[1])]
             output, h, c, _ = aten.mkldnn_rnn_layer.default(
-                steps, *weights, hidden[at], cell[at], direction > 0, [], 2, hidden.size(2),
+                steps, *weights, hidden[index], cell[index], direction > 0, [], 2, hidden.size(2),
                 num_layers, has_biases,
                 bidirectional, False, train,
             )  # fmt: skip
@@ -298,7 +299,7 @@ def _onednn_lstm(
 
 
 def _one_step(cell: Cell) -> Callable[..., Any]:
-    """Of an operator that is one step of one state."""
+    """Returns an operator that runs one step of a cell."""
 
     def run(
         input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
@@ -309,7 +310,7 @@ def _one_step(cell: Cell) -> Callable[..., Any]:
     return run
 
 
-#: As PyTorch makes them on a CPU, by operator.
+#: The decompositions, by operator.
 RECURRENT: dict[str, Callable[..., Any]] = {
     "lstm.input": lstm,
     "lstm.data": packed_lstm,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What the schema of an operator says."""
+"""Reads the schemas of operators."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 aten = torch.ops.aten
 
-#: Operators that may be called with a number in a tensor's place. Of others there is an overload
-#: for numbers.
+#: Operators that accept a number in place of a tensor argument. Others have an overload for
+#: numbers.
 _TAKES_NUMBERS = frozenset(
     name + suffix
     for name in (
@@ -31,49 +31,57 @@ _TAKES_NUMBERS = frozenset(
 
 
 def has_numbers(op: torch._ops.OpOverload, args: Any) -> bool:
-    """Whether a number is in a tensor's place, of an operator that must not be called so."""
+    """Returns whether an argument is a number where the overload ``op`` requires a tensor."""
     return any(
-        at < len(args) and isinstance(args[at], (bool, int, float, complex))
-        for at in tensor_places(op)
+        position < len(args) and isinstance(args[position], (bool, int, float, complex))
+        for position in tensor_positions(op)
     )
 
 
 @functools.cache
-def tensor_places(op: torch._ops.OpOverload) -> list[int]:
-    """Places of arguments that are tensors, where a number must be known."""
+def tensor_positions(op: torch._ops.OpOverload) -> list[int]:
+    """Returns the positions of the arguments where a number requires another overload."""
     if op._schema.name.partition("::")[2] in _TAKES_NUMBERS:
         return []
     return [
-        at for at, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"
+        position
+        for position, argument in enumerate(op._schema.arguments)
+        if str(argument.type) == "Tensor"
     ]
 
 
 @functools.cache
 def functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The operator that returns what this one writes to its outputs."""
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    """Returns the overload of an ``out=`` operator that returns its results, or None."""
+    inputs = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     packet = op.overloadpacket
     for name in packet.overloads():
         other = getattr(packet, name)
-        if other is not op and [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
+        if other is not op and [(a.name, str(a.type)) for a in other._schema.arguments] == inputs:
             return other
     return None
 
 
 def returns(op: torch._ops.OpOverload) -> list[Any]:
+    """Describes the returns of an operator for ``RemoteKernel``.
+
+    Returns:
+        For each return "tensor", "tensors" (a list) or "other", or the position, among the tensor
+        arguments, of the argument that the operator writes to and returns.
+    """
     kinds: list[Any] = []
     tensors = [a for a in op._schema.arguments if str(a.type) == "Tensor"]
-    for given in op._schema.returns:
-        alias = given.alias_info
+    for result in op._schema.returns:
+        alias = result.alias_info
         if alias is not None and alias.is_write:
             written = [
-                at for at, a in enumerate(tensors)
+                position for position, a in enumerate(tensors)
                 if a.alias_info is not None and a.alias_info.before_set == alias.before_set
             ]  # fmt: skip
             if written:
                 kinds.append(written[0])
                 continue
-        kind = str(given.type)
+        kind = str(result.type)
         kinds.append(
             "tensor"
             if kind in ("Tensor", "Optional[Tensor]")
@@ -85,6 +93,7 @@ def returns(op: torch._ops.OpOverload) -> list[Any]:
 
 
 def is_view(op: torch._ops.OpOverload) -> bool:
+    """Returns whether all results of an operator are views of its arguments."""
     returns = op._schema.returns
     return bool(returns) and all(
         r.alias_info is not None and not r.alias_info.is_write for r in returns
@@ -92,6 +101,7 @@ def is_view(op: torch._ops.OpOverload) -> bool:
 
 
 def overload(name: str) -> torch._ops.OpOverload | None:
+    """Returns the overload of a name such as "aten::add.Tensor", or None."""
     base, _, overload = name.removeprefix("aten::").partition(".")
     packet = getattr(aten, base, None)
     return getattr(packet, overload or "default", None) if packet is not None else None

@@ -13,17 +13,17 @@ import torch
 
 from ... import _native
 
-#: At DEBUG it has every operator, with tensors by their :func:`metadata_hash`.
+#: Logs every operator at level DEBUG. Tensors are named by their ``metadata_hash``.
 LOG = logging.getLogger("tensorstream.remote")
 
 
-def log(name: str, given: list[str], made: list[str]) -> None:
-    """Notes an operator, by the hashes of its arguments and of what it gives."""
-    LOG.debug("%s(%s)%s", name, ", ".join(given), f" -> {', '.join(made)}" if made else "")
+def log(name: str, inputs: list[str], outputs: list[str]) -> None:
+    """Logs an operator call with the hashes of its inputs and outputs."""
+    LOG.debug("%s(%s)%s", name, ", ".join(inputs), f" -> {', '.join(outputs)}" if outputs else "")
 
 
 def source_line(code: types.CodeType, instruction: int) -> str:
-    """File, line and function of an instruction."""
+    """Returns the location of a bytecode instruction, as "FILE:LINE in FUNCTION"."""
     line = next(
         (n for start, end, n in code.co_lines() if start <= instruction < end and n),
         code.co_firstlineno,
@@ -36,9 +36,10 @@ class Event:
     """An operator call, or a wait.
 
     Attributes:
-        what: The name of the operator, or what was waited for.
-        place: The line of the program, outside of PyTorch and this package.
-        waited: Seconds; None for a call that did not wait.
+        what: The name of the operator, or the reason for the wait.
+        place: The line of the program, as "FILE:LINE in FUNCTION". Lines of PyTorch and this
+            package are skipped.
+        waited: The seconds of a wait; None for a call that did not wait.
     """
 
     what: str
@@ -48,13 +49,13 @@ class Event:
 
 @dataclass
 class Trace:
-    """What :class:`trace` has recorded, in order, of all threads and machines."""
+    """The events that ``trace`` recorded, in order, of all threads and machines."""
 
     events: list[Event] = field(default_factory=list)
 
     @property
     def waits(self) -> list[Event]:
-        """The events that waited."""
+        """Returns the waits."""
         return [event for event in self.events if event.waited is not None]
 
     def __str__(self) -> str:
@@ -63,14 +64,14 @@ class Trace:
             places[event.place] += 1
         lines = [f"{len(self.events) - len(self.waits)} operators, {len(self.waits)} waits"]
         return "\n".join(
-            [*lines, *(f"{count:6} waits at {where}" for where, count in places.most_common())]
+            [*lines, *(f"{count:6} waits at {place}" for place, count in places.most_common())]
         )
 
 
 class trace:
-    """Records operator calls and waits within a ``with`` block. Printing the result shows where.
+    """Records operator calls and waits in a ``with`` block. The printed result counts the waits.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensorstream.remote import RemoteMachine, trace
         >>> with RemoteMachine.mock() as machine, trace() as traced:
@@ -93,29 +94,31 @@ class trace:
         self._trace.events = [Event(*event) for event in _native.remote_trace(False)]
 
 
-def _names(tensor: torch.Tensor) -> tuple[int, int]:
-    names = _native.remote_names(tensor) if isinstance(tensor, torch.Tensor) else None
-    if names is None:
-        where = tensor.device if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TypeError(f"needs a tensor of a device of tensorstream, and this is {where}")
-    return names
+def _identify(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the storage number and the metadata hash of a remote tensor."""
+    numbers = _native.remote_names(tensor) if isinstance(tensor, torch.Tensor) else None
+    if numbers is None:
+        if isinstance(tensor, torch.Tensor):
+            raise TypeError(f"expected a tensor on a remote machine, got one on {tensor.device}")
+        raise TypeError(f"expected a tensor on a remote machine, got {type(tensor).__name__}")
+    return numbers
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Returns the number of a tensor's storage on its machine. Tensors that share memory there have
-    the same.
+    """Returns the number of a tensor's storage on its machine. Tensors that share it share memory.
 
     Raises:
         TypeError: The tensor is not on a machine.
     """
-    return _names(tensor)[0]
+    return _identify(tensor)[0]
 
 
 def metadata_hash(tensor: torch.Tensor) -> str:
-    """Returns the name of a tensor in logs: FNV-1a over shape, strides, dtype, offset and storage
-    number, in hexadecimal.
+    """Returns the hash by which logs name a tensor, in hexadecimal.
+
+    It is the FNV-1a hash of shape, strides, dtype, offset and storage number.
 
     Raises:
         TypeError: The tensor is not on a machine.
     """
-    return f"{_names(tensor)[1]:016x}"
+    return f"{_identify(tensor)[1]:016x}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors of the device as views of their storages."""
+"""Views of the storages of remote tensors."""
 
 from __future__ import annotations
 
@@ -14,29 +14,38 @@ _as_strided = torch.ops.aten.as_strided.default
 
 
 def as_strided(tensor: torch.Tensor, sizes: Any, strides: Any, offset: Any) -> torch.Tensor:
-    """A view of a tensor of the device, below autograd."""
+    """Returns a view of a remote tensor's storage. Autograd does not record it."""
     return _as_strided.redispatch(META, tensor, sizes, strides, offset)
 
 
 def is_ours(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is on the device ``ts``."""
     return tensor.device.type == "ts"
 
 
 def replace(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """A tensor is what another is: its storage, shape and strides. It stays the same object."""
+    """Gives ``tensor`` the storage, shape and strides of ``other``. It stays the same object."""
     tensor.data = other
 
 
-def whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """Another tensor of a storage: all of it, in one dimension."""
+def flat_view(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a one-dimensional tensor of a whole storage."""
     return _native.remote_whole(storage.device.index, storage.data_ptr(), storage.nbytes(), dtype)
 
 
 def reshape(tensor: torch.Tensor, sizes: Any, strides: Any, offset: Any, nbytes: Any) -> None:
-    """Gives a tensor another shape in its storage, which grows to ``nbytes`` if it has fewer."""
-    storage, there = tensor.untyped_storage(), tensor
+    """Changes the shape of a tensor in place.
+
+    Args:
+        tensor: The tensor.
+        sizes: Its new sizes.
+        strides: Its new strides.
+        offset: Its new offset, in elements.
+        nbytes: The size to which its storage grows, if it is smaller.
+    """
+    storage, resized = tensor.untyped_storage(), tensor
     if nbytes > storage.nbytes():
-        there = _native.remote_whole(
+        resized = _native.remote_whole(
             tensor.device.index, storage.data_ptr(), nbytes, tensor.dtype, True
         )
-    replace(tensor, as_strided(there, sizes, strides, offset))
+    replace(tensor, as_strided(resized, sizes, strides, offset))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Operators of PyTorch's that take indices and do not look whether they are within bounds.
+"""Checks the indices of operators for which PyTorch does not.
 
-PyTorch itself is who calls them, with indices that it made; a client may call them with any. A
-server looks first.
+PyTorch calls these operators itself, with indices that it has computed. A client can call them with
+any indices, which would access memory out of bounds.
 """
 
 from __future__ import annotations
@@ -16,20 +16,26 @@ import torch
 Tensor = torch.Tensor
 
 
-def _within(what: str, indices: Tensor | None, count: int) -> None:
+def _check_range(name: str, indices: Tensor | None, count: int) -> None:
+    """Raises ``IndexError`` unless all indices are from 0 to ``count - 1``."""
     if indices is None or not indices.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low < 0 or high >= count:
-        raise IndexError(f"{what} from {low} to {high}, where 0 to {count - 1} are")
+        raise IndexError(f"{name} out of range: expected 0 to {count - 1}, got {low} to {high}")
 
 
-def _pool(dims: int, at: int) -> Callable[..., None]:
-    """Of the backward of a pooling layer: indices into the last dimensions of its input."""
+def _pool(dims: int, position: int) -> Callable[..., None]:
+    """Returns the check of a backward of pooling, whose indices are into its input.
+
+    Args:
+        dims: The number of dimensions of the input, from the last, into which the indices are.
+        position: The position of the indices among the arguments after the input.
+    """
 
     def check(grad: Tensor, self: Tensor, *rest: Any, **named: Any) -> None:
-        indices = named["indices"] if "indices" in named else rest[at]
-        _within("indices", indices, math.prod(self.shape[-dims:]))
+        indices = named["indices"] if "indices" in named else rest[position]
+        _check_range("indices", indices, math.prod(self.shape[-dims:]))
 
     return check
 
@@ -39,15 +45,18 @@ def _embedding_bag(
     num_weights: int,
     *_: Any, **__: Any,
 ) -> None:  # fmt: skip
-    _within("indices", indices, num_weights)
-    _within("bags", offset2bag, grad.shape[0])
-    _within(
+    _check_range("indices", indices, num_weights)
+    _check_range("bags", offset2bag, grad.shape[0])
+    _check_range(
         "maximum indices",
         maximum_indices.clamp(min=0) if maximum_indices is not None else None,
         num_weights,
     )
     if bag_size.numel() not in (0, grad.shape[0]) or offset2bag.numel() not in (0, indices.numel()):
-        raise IndexError(f"{bag_size.numel()} sizes of {grad.shape[0]} bags")
+        raise IndexError(
+            f"invalid bags: {bag_size.numel()} sizes and {offset2bag.numel()} offsets for "
+            f"{grad.shape[0]} bags and {indices.numel()} indices"
+        )
 
 
 def _per_sample(
@@ -59,18 +68,20 @@ def _per_sample(
     *_: Any,
     **__: Any,
 ) -> None:
-    _within("indices", indices, weight.shape[0])
-    _within("bags", offset2bag, grad.shape[0])
+    _check_range("indices", indices, weight.shape[0])
+    _check_range("bags", offset2bag, grad.shape[0])
     if offset2bag.numel() not in (0, indices.numel()):
-        raise IndexError(f"{offset2bag.numel()} bags of {indices.numel()} indices")
+        raise IndexError(
+            f"invalid bags: {offset2bag.numel()} offsets for {indices.numel()} indices"
+        )
 
 
 def _segments(data: Tensor, lengths: Tensor | None, offsets: Tensor | None, axis: int) -> None:
     size = data.shape[axis]
-    _within("offsets", offsets, size + 1)
+    _check_range("offsets", offsets, size + 1)
     if lengths is not None and lengths.numel():
-        _within("lengths", lengths, size + 1)
-        _within("lengths in all", lengths.sum(-1), size + 1)
+        _check_range("lengths", lengths, size + 1)
+        _check_range("sums of lengths", lengths.sum(-1), size + 1)
 
 
 def _segment_reduce(
@@ -87,11 +98,11 @@ def _segment_reduce_backward(
     _segments(data, lengths, offsets, axis)
     if grad.shape != output.shape:
         raise IndexError(
-            f"a gradient of shape {tuple(grad.shape)} of what has {tuple(output.shape)}"
+            f"invalid gradient: expected shape {tuple(output.shape)}, got {tuple(grad.shape)}"
         )
 
 
-#: By operator, without its overload: called with its arguments before it is.
+#: The check of each operator, by its name without the overload. It gets the operator's arguments.
 CHECKS: dict[str, Callable[..., None]] = {
     "max_pool2d_with_indices_backward": _pool(2, 5),
     "max_pool3d_with_indices_backward": _pool(3, 5),
@@ -105,6 +116,6 @@ CHECKS: dict[str, Callable[..., None]] = {
     "_segment_reduce_backward": _segment_reduce_backward,
 }
 
-#: Operators that are of use to sparse tensors alone, which no machine has, and that do not look
-#: either.
+#: Operators that do not check indices either, and are refused: they are only useful for sparse
+#: tensors, which machines do not support.
 SPARSE = frozenset({"_convert_indices_from_csr_to_coo", "_convert_indices_from_coo_to_csr"})

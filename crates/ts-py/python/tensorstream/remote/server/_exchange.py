@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Direct copies of tensors between sessions and between machines, without a round trip through the
-client.
+"""Copies tensors directly between sessions and between machines, without the client.
 
 A session offers a tensor under a ticket, a random secret. Any session of the same machine can claim
-the tensor with the ticket, and another machine fetches it by connecting and claiming it. Where each
-session has its own process, tensors travel as descriptors of memory via the broker
-(:mod:`tensorstream.serve._broker`), and only the broker connects to other machines.
+the tensor with the ticket. Another machine fetches the tensor by connecting and claiming it. If
+each session has its own process, tensors are passed as descriptors of memory via the broker
+(``tensorstream.serve._broker``), and only the broker connects to other machines.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from ...serve._messages import SEALS, receive, send
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALAR_TYPES}
 
 
-#: Copies a tensor, which the machine at an address offers under a ticket, to the CPU. Raises
-#: RuntimeError if that is not possible.
+#: Returns a copy, on the CPU, of the tensor that the machine at an address offers under a ticket.
+#: Raises RuntimeError if that is not possible.
 Fetch = Callable[[str, str], torch.Tensor]
 
 
 def fetch_nothing(address: str, ticket: str) -> torch.Tensor:
-    """The :data:`Fetch` of a machine that may not connect to others."""
-    raise RuntimeError(f"this machine may not fetch from {address}; allow it with --peer")
+    """Refuses to fetch, for machines that must not connect to others."""
+    raise RuntimeError(f"the machine may not fetch from {address}; allow it with --peer")
 
 
 class Exchange(Protocol):
@@ -50,13 +49,15 @@ class Exchange(Protocol):
     def claim(self, ticket: str) -> torch.Tensor:
         """Returns a copy of a tensor that a session of this machine offers.
 
-        LookupError if there is none.
+        Raises:
+            LookupError: No session offers a tensor under this ticket.
         """
 
     def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
         """Copies a tensor that another machine offers to ``into``.
 
-        Returns why not, or an empty string.
+        Returns:
+            An empty string, or why the tensor could not be copied.
         """
 
 
@@ -94,15 +95,15 @@ class BrokerExchange:
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
-        # Reentrant, because the garbage collector may end a session's offers at any time.
+        # Reentrant, because the garbage collector may withdraw a session's offers at any time.
         self._lock = threading.RLock()
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Sends a message without an answer."""
+        """Sends a message that the broker does not answer."""
         with self._lock:
             send(self._requests, message)
 
-    def _ask(
+    def _request(
         self, message: dict[str, Any], descriptor: int | None = None
     ) -> tuple[dict[str, Any], int | None]:
         with self._lock:
@@ -116,11 +117,11 @@ class BrokerExchange:
         ticket = secrets.token_hex(16)
         packed, descriptor = pack(tensor)
         try:
-            refused = self._ask({"offer": ticket, "tensor": packed}, descriptor)[0].get("refused")
+            answer, _ = self._request({"offer": ticket, "tensor": packed}, descriptor)
         finally:
             os.close(descriptor)
-        if refused:
-            raise RuntimeError(refused)
+        if refusal := answer.get("refused"):
+            raise RuntimeError(refusal)
         return ticket
 
     def withdraw(self, ticket: str) -> None:
@@ -137,7 +138,7 @@ class BrokerExchange:
         return ""
 
     def _tensor(self, message: dict[str, Any], refusal: type[Exception]) -> torch.Tensor:
-        answer, descriptor = self._ask(message)
+        answer, descriptor = self._request(message)
         if descriptor is None:
             raise refusal(answer.get("refused", "the server sent no tensor"))
         return unpack(answer, descriptor)
@@ -147,7 +148,7 @@ def pack(tensor: torch.Tensor) -> tuple[dict[str, Any], int]:
     """Copies a tensor to sealed memory.
 
     Returns:
-        Its metadata, for :func:`unpack`, and a descriptor of the memory, which the caller owns.
+        Its metadata, for ``unpack``, and a descriptor of the memory, which the caller owns.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     packed = {"dtype": str(tensor.dtype).removeprefix("torch."), "sizes": list(tensor.shape)}
@@ -172,8 +173,8 @@ def unpack(packed: dict[str, Any], descriptor: int) -> torch.Tensor:
     """Returns a copy, on the CPU, of a tensor in sealed memory. Closes the descriptor.
 
     Raises:
-        RuntimeError: The metadata is invalid, or does not match the memory: it comes from another
-            session.
+        RuntimeError: The metadata, which another session has sent, is invalid or does not match the
+            memory.
     """
     try:
         dtype, sizes = _DTYPES.get(str(packed.get("dtype"))), packed.get("sizes")
@@ -185,7 +186,7 @@ def unpack(packed: dict[str, Any], descriptor: int) -> torch.Tensor:
             raise RuntimeError(f"invalid offer: dtype {packed.get('dtype')!r}, sizes {sizes!r}")
         nbytes = math.prod(sizes) * dtype.itemsize
         if os.lseek(descriptor, 0, os.SEEK_END) != nbytes:
-            raise RuntimeError(f"invalid offer: its memory does not have {nbytes} bytes")
+            raise RuntimeError(f"invalid offer: expected memory of {nbytes} bytes")
         if not nbytes:
             return torch.empty(sizes, dtype=dtype)
         with mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY) as memory:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The process of a ``local`` machine.
+"""The program of the process of a "local" machine.
 
 It ends when its standard input closes, which happens when its client ends.
 """
@@ -20,6 +20,7 @@ _log = logging.getLogger("tensorstream.remote")
 
 
 def main() -> None:
+    """Serves until the standard input closes or SIGTERM arrives. Blocks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("listen")
     parser.add_argument("device", choices=["cpu", "cuda"])
@@ -30,12 +31,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         devices = devices_of(options.device, options.devices)
-        served = server(options.listen, devices=devices, fetch=Peers(("any",)).claimed)
+        served = server(options.listen, devices=devices, fetch=Peers(("any",)).fetch)
     except Exception as error:
         sys.exit(str(error))
 
-    # Ctrl-C reaches all processes of the terminal. The client decides what to do, and may want to
-    # save its tensors.
+    # Ctrl-C sends SIGINT to all processes of the terminal. The client decides whether to stop, and
+    # may save its tensors first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: served.stop())
 

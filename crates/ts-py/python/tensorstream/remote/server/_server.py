@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The machine that has the tensors: PyTorch's operators by their names, for who asks."""
+"""The server of a remote machine: looks up PyTorch's operators by name, and runs them."""
 
 from __future__ import annotations
 
@@ -18,35 +18,39 @@ from ...wire._connection import LIMIT_BYTES, _settings
 from . import _bounds
 from ._exchange import Exchange, Fetch, LocalExchange, fetch_nothing
 
-#: Namespaces whose operators may be asked for.
+#: The namespaces of operators that clients can call.
 NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized", "tensorstream"})
-#: Those of a machine's own.
-OWN = frozenset({
+#: The operators of the namespace "tensorstream", which ``Session`` implements.
+SERVER_OPERATORS = frozenset({
     "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator",
     "default_dtype", "kind",
     "devices", "offer", "withdraw", "claim", "fetch",
 })  # fmt: skip
-#: Operators that reach beyond tensors - files, and other processes' memory - and one whose tensors
-#: have no memory.
+#: Operators that access files or the memory of other processes, and one whose results have no
+#: memory.
 REFUSED = frozenset({
     "from_file", "_share_memory", "_new_shared_filename_cpu", "save", "load",
     "_efficientzerotensor",
 })  # fmt: skip
-#: Operators that give a tensor another shape or storage, as those do whose tag says so: a client
-#: does that by itself, and what the machine keeps of a storage would be wrong.
+#: Operators that change the shape or storage of a tensor without the tag ``inplace_view``. Clients
+#: do that themselves. The server would not notice, and lose track of the storage.
 RESHAPING = frozenset(
     {"set_", "set", "set_data", "resize", "_resize_output", "_resize_output_", "resize_as_sparse_"}
 )
 
-#: PyTorch has one default generator for all sessions,
-_default_generator = threading.Lock()
-#: and one dtype that numbers become.
-_default_dtype = threading.Lock()
+#: Held while a session uses PyTorch's default generator, of which a process has one.
+_default_generator_lock = threading.Lock()
+#: Held while a session uses PyTorch's default dtype, of which a process has one.
+_default_dtype_lock = threading.Lock()
 
 
 class Session:
-    """What operators of one client have in common: generators, and what was offered to other
-    machines.
+    """The state of one client's session: its generators, and the tensors that it offers.
+
+    Args:
+        exchange: Exchanges tensors with other sessions. By default, with none.
+        devices: The number of devices.
+        checked: Check the indices of operators for which PyTorch does not.
     """
 
     def __init__(
@@ -55,8 +59,8 @@ class Session:
         self._device_count = devices
         self._checked = checked
         self._generators: dict[torch.device, torch.Generator] = {}
-        #: Those that stand for one of the client's while it draws from it.
-        self._given: dict[torch.device, torch.Generator] = {}
+        #: Generators with the state of a generator of the client.
+        self._client_generators: dict[torch.device, torch.Generator] = {}
         self._exchange = exchange or LocalExchange()
         self._tickets: set[str] = set()
 
@@ -64,63 +68,76 @@ class Session:
         for ticket in self._tickets:
             self._exchange.withdraw(ticket)
 
-    def _generator(self, device: torch.device, given: bool = False) -> torch.Generator:
-        generators = self._given if given else self._generators
+    def _generator(self, device: torch.device, of_client: bool = False) -> torch.Generator:
+        generators = self._client_generators if of_client else self._generators
         if device not in generators:
             generators[device] = torch.Generator(device)
         return generators[device]
 
     def define(self, name: str) -> tuple[Callable[..., Any], list[int], list[str]]:
-        """What is called for an operator, and which of its arguments it writes to, by place and by
-        name.
+        """Looks up an operator.
+
+        Args:
+            name: Its namespace, name and overload. The overload "*" stands for the one that fits
+                the arguments, which is needed for numbers in place of tensors.
+
+        Returns:
+            A function that runs the operator, and the arguments that it writes to: the positions of
+            the positional ones, and the names of the others.
+
+        Raises:
+            PermissionError: The server does not allow the operator.
+            LookupError: There is no such operator.
         """
         namespace, _, rest = name.partition("::")
         base, _, overload = rest.partition(".")
         if namespace not in NAMESPACES or base in REFUSED | RESHAPING | _bounds.SPARSE:
-            raise PermissionError("this machine does not run it")
+            raise PermissionError("the machine does not allow this operator")
         if namespace == "tensorstream":
-            if base not in OWN:
-                raise LookupError("this machine has no such operator of its own")
+            if base not in SERVER_OPERATORS:
+                raise LookupError("the machine has no such operator")
             return getattr(self, "_" + base), [0] if base == "fetch" else [], []
         packet: Any = getattr(getattr(torch.ops, namespace), base, None)
         if not isinstance(packet, torch._ops.OpOverloadPacket):
-            raise LookupError(f"PyTorch {torch.__version__} of this machine has no such operator")
+            raise LookupError(f"the machine has no such operator (PyTorch {torch.__version__})")
         overloads = [getattr(packet, name) for name in packet.overloads()]
         if any(torch.Tag.inplace_view in each.tags for each in overloads):
-            raise PermissionError("a client does it by itself: this machine does not run it")
+            raise PermissionError(
+                "the machine does not allow this operator, because it changes the shape of a tensor"
+            )
         if not any(
             "Tensor" in str(a.type)
             for each in overloads
             for a in (*each._schema.arguments, *each._schema.returns)
         ):
             raise PermissionError(
-                "it neither takes nor gives tensors: this machine does not run it"
+                "the machine does not allow this operator, because it has no tensors as arguments "
+                "or results"
             )
         if overload == "*":
-            # That which is for the arguments: numbers in tensors' places have overloads of their
-            # own.
+            # PyTorch chooses the overload by the arguments.
             if base in _bounds.CHECKS:
-                raise PermissionError("it takes no numbers for tensors")
+                raise PermissionError("the operator does not take numbers in place of tensors")
             return packet, [0] if base.endswith("_") else [], ["out"]
         op = getattr(packet, overload or "default", None)
         if not isinstance(op, torch._ops.OpOverload):
-            raise LookupError(f"PyTorch {torch.__version__} of this machine has no such overload")
+            raise LookupError(f"the machine has no such overload (PyTorch {torch.__version__})")
         arguments = op._schema.arguments
         written = [
-            (at, a)
-            for at, a in enumerate(arguments)
+            (position, a)
+            for position, a in enumerate(arguments)
             if a.alias_info is not None and a.alias_info.is_write
         ]
-        places = [at for at, a in written if not a.kwarg_only]
-        call = self._call(op)
+        positions = [position for position, a in written if not a.kwarg_only]
+        call = self._with_generator(op)
         return (
-            self._within_bounds(base, call) if self._checked else call,
-            places,
+            self._with_bounds_check(base, call) if self._checked else call,
+            positions,
             [a.name for _, a in written if a.kwarg_only],
         )
 
-    def _within_bounds(self, base: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """An operator whose indices are looked at first, if PyTorch does not do that."""
+    def _with_bounds_check(self, base: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps an operator whose indices PyTorch does not check."""
         check = _bounds.CHECKS.get(base)
         if check is None:
             return call
@@ -132,33 +149,34 @@ class Session:
 
         return checked
 
-    def _call(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def _with_generator(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+        """Returns a function that runs an operator with the generator of this session."""
         call: Callable[..., Any] = op._op
         if any(a.name == "generator" for a in op._schema.arguments):
 
             @functools.wraps(call)
-            def drawn(*args: Any, **kwargs: Any) -> Any:
+            def call_with_argument(*args: Any, **kwargs: Any) -> Any:
                 generator = self._generator(
                     _device_of(args, kwargs), kwargs.get("generator") == "given"
                 )
                 return call(*args, **{**kwargs, "generator": generator})
 
-            return drawn
+            return call_with_argument
         if torch.Tag.nondeterministic_seeded in op.tags:
 
-            def seeded(*args: Any, **kwargs: Any) -> Any:
+            def call_with_default(*args: Any, **kwargs: Any) -> Any:
                 device = _device_of(args, kwargs)
-                own, shared = self._generator(device), _default(device)
-                with _default_generator:
-                    before = shared.get_state()
-                    shared.set_state(own.get_state())
+                own, default = self._generator(device), _default_generator(device)
+                with _default_generator_lock:
+                    before = default.get_state()
+                    default.set_state(own.get_state())
                     try:
                         return call(*args, **kwargs)
                     finally:
-                        own.set_state(shared.get_state())
-                        shared.set_state(before)
+                        own.set_state(default.get_state())
+                        default.set_state(before)
 
-            return seeded
+            return call_with_default
         return call
 
     def _manual_seed(self, anchor: torch.Tensor, seed: int) -> None:
@@ -187,7 +205,7 @@ class Session:
         return self._exchange.fetch(into, address, ticket)
 
     def _default_dtype(self, dtype: torch.dtype) -> None:
-        """Noted by who runs operators."""
+        """Does nothing. The native half handles this operator."""
 
     def _kind(self, anchor: torch.Tensor) -> str:
         return anchor.device.type
@@ -203,6 +221,7 @@ class Session:
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:
+    """Returns the device of the first tensor, or the CPU."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value.device
@@ -211,19 +230,20 @@ def _device_of(args: Any, kwargs: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _default(device: torch.device) -> torch.Generator:
+def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
 
 
-def _with_default(
+def _call_with_dtype(
     dtype: torch.dtype,
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
 ) -> Any:
-    with _default_dtype:
+    """Calls an operator with a default dtype, which is reset afterwards."""
+    with _default_dtype_lock:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
@@ -232,12 +252,13 @@ def _with_default(
             torch.set_default_dtype(before)
 
 
-def _with_present_default(
+def _call_without_dtype(
     dtype: torch.dtype,
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
 ) -> Any:
+    """Calls an operator with the default dtype of the process. Ignores ``dtype``."""
     return call(*args, **(kwargs or {}))
 
 
@@ -248,23 +269,29 @@ def _allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
 def _view(
     storage: torch.UntypedStorage, dtype: torch.dtype, sizes: Any, strides: Any, offset: int
 ) -> torch.Tensor:
+    """Returns a view of a storage.
+
+    Raises:
+        ValueError: It would not be within the storage.
+    """
     empty = torch.empty(0, dtype=dtype, device=storage.device)
-    reach = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     if 0 not in sizes and (
-        min(strides, default=0) < 0 or (reach + 1) * empty.element_size() > storage.nbytes()
+        min(strides, default=0) < 0 or (last + 1) * empty.element_size() > storage.nbytes()
     ):
         raise ValueError(
-            f"sizes {sizes}, strides {strides}, offset {offset} of {dtype}: not within "
-            f"{storage.nbytes()} bytes"
+            f"view out of bounds: sizes {sizes}, strides {strides}, offset {offset} and {dtype} in "
+            f"a storage of {storage.nbytes()} bytes"
         )
     return empty.set_(storage, offset, sizes, strides)
 
 
-def _restrided(
-    given: torch.Tensor, dtype: torch.dtype, sizes: Any, strides: Any, offset: int, nbytes: int
+def _copy_with_layout(
+    tensor: torch.Tensor, dtype: torch.dtype, sizes: Any, strides: Any, offset: int, nbytes: int
 ) -> torch.Tensor:
-    there = _view(_allocate(nbytes, given.device), dtype, sizes, strides, offset)
-    return there.copy_(given)
+    """Returns a copy of a tensor, with this layout in a new storage of ``nbytes`` bytes."""
+    copy = _view(_allocate(nbytes, tensor.device), dtype, sizes, strides, offset)
+    return copy.copy_(tensor)
 
 
 def _scalar(dtype: torch.dtype, element: bytes) -> torch.Tensor:
@@ -272,13 +299,15 @@ def _scalar(dtype: torch.dtype, element: bytes) -> torch.Tensor:
 
 
 def _constant(name: str) -> Any:
-    found = getattr(torch, name, None)
-    if not isinstance(found, (torch.memory_format, torch.layout)):
-        raise LookupError(f"PyTorch has no memory format and no layout {name}")
-    return found
+    """Returns the memory format or layout of a name."""
+    constant = getattr(torch, name, None)
+    if not isinstance(constant, (torch.memory_format, torch.layout)):
+        raise LookupError(f"PyTorch has no memory format or layout {name!r}")
+    return constant
 
 
 def _host_bytes(tensor: torch.Tensor) -> Any:
+    """Returns a DLPack capsule of a tensor's elements, contiguous and on the host."""
     host = tensor.contiguous() if tensor.device.type == "cpu" else tensor.cpu().contiguous()
     flat = host.detach().as_strided((host.numel(),), (1,))
     return torch._C._to_dlpack(flat.view(torch.uint8))
@@ -291,17 +320,22 @@ def _bytes_of(storage: torch.UntypedStorage, offset: int, nbytes: int) -> torch.
 
 
 def _storage_bytes(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Any:
+    """Returns a DLPack capsule of a part of a host storage, without a copy."""
     return torch._C._to_dlpack(_bytes_of(storage, offset, nbytes))
 
 
 def _staging(storage: torch.UntypedStorage, nbytes: int) -> tuple[torch.Tensor, Any]:
-    """Memory that a GPU copies from by itself, where there is one."""
+    """Allocates host memory for bytes on their way to a storage; pinned memory for a GPU.
+
+    Returns:
+        The memory as a tensor, and a DLPack capsule of it.
+    """
     staged = torch.empty(nbytes, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
     return staged, torch._C._to_dlpack(staged)
 
 
 def _copy_staged(storage: torch.UntypedStorage, offset: int, staged: torch.Tensor) -> None:
-    # PyTorch keeps pinned memory from being used again before it was copied.
+    # PyTorch does not reuse pinned memory before the copy is done.
     _bytes_of(storage, offset, staged.numel()).copy_(staged, non_blocking=True)
 
 
@@ -313,12 +347,12 @@ def _hooks(
     shared: bool = False,
     checked: bool = False,
 ) -> types.SimpleNamespace:
-    """Returns what the native half calls (``Hooks`` in remote/server/executor.rs)."""
+    """Returns the functions of ``Hooks`` (src/remote/server/executor.rs) for the native half."""
     return types.SimpleNamespace(
         session=functools.partial(Session, exchange, len(devices), checked),
         allocate=_allocate,
         view=_view,
-        restrided=_restrided,
+        restrided=_copy_with_layout,
         scalar=_scalar,
         constant=_constant,
         host_bytes=_host_bytes,
@@ -326,7 +360,7 @@ def _hooks(
         staging=_staging,
         copy_staged=_copy_staged,
         default_dtype=torch.float32,
-        with_default=_with_present_default if shared else _with_default,
+        with_default=_call_without_dtype if shared else _call_with_dtype,
         guard=torch._C._AutoDispatchBelowAutograd,
         devices=devices,
         on_host=not staged and all(device.type == "cpu" for device in devices),
@@ -339,13 +373,21 @@ def server(
     stall_timeout: float = 300.0,
     staged: bool = False, fetch: Fetch = fetch_nothing, shared: bool = False,
 ) -> _native.RemoteServer:  # fmt: skip
-    """Creates a server that runs operators in this process, and listens at "HOST:PORT" or
-    "unix:PATH".
+    """Creates a server that runs operators in this process. It listens when this returns.
 
     Args:
+        listen: Its address: "HOST:PORT" or "unix:PATH".
+        devices: Its devices.
+        token: The secret that clients must know.
+        insecure: Accept clients without a token or certificate on any address.
+        cert: A certificate chain (PEM). Clients then use TLS.
+        key: The key of the certificate (PEM).
+        ca: Accept only clients with a certificate of these authorities (PEM).
+        idle_timeout: Seconds without a byte from a client after which its connection is lost.
+        stall_timeout: Seconds without progress after which a transfer fails.
         staged: Receive payloads into separate memory, as for devices without host memory.
-        fetch: Fetches tensors from other machines; not allowed by default.
-        shared: The process is also a client, whose default dtype operators use.
+        fetch: Copies tensors from other machines. By default, that is not allowed.
+        shared: This process is also the client, and operators use its default dtype.
     """
     hooks = _hooks(devices, LocalExchange(fetch), staged=staged, shared=shared)
     settings = _settings(token, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
@@ -359,8 +401,17 @@ def session_server(
     idle_timeout: float = 30.0,
     stall_timeout: float = 300.0,
 ) -> _native.RemoteServer:
-    """Creates a server of one session, whose connections another process passes over ``handoffs``.
-    Takes ownership of ``handoffs``. Checks the indices of operators that PyTorch does not check."""
+    """Creates a server of one session, whose connections the broker passes to this process.
+
+    It checks the indices of operators for which PyTorch does not.
+
+    Args:
+        handoffs: The socket over which connections arrive. The server takes ownership of it.
+        exchange: Exchanges tensors with other sessions and machines.
+        devices: Its devices.
+        idle_timeout: Seconds without a byte from the client after which its connection is lost.
+        stall_timeout: Seconds without progress after which a transfer fails.
+    """
     settings = _settings(None, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
     return _native.RemoteServer.from_handoffs(
         handoffs.detach(), _hooks(devices, exchange, checked=True), settings
@@ -368,17 +419,20 @@ def session_server(
 
 
 def devices_of(kind: str, count: int | None = None) -> list[torch.device]:
-    """Devices of a kind, all or as many: of "cpu" any number stands for the one there is, and 8 if
-    none is given.
+    """Returns the devices of a server.
+
+    Args:
+        kind: "cpu" or "cuda".
+        count: Their number. By default all GPUs, or 8 devices that stand for the same CPU.
 
     Raises:
-        ConfigurationError: PyTorch finds no GPU, or fewer.
+        ConfigurationError: PyTorch finds fewer GPUs, or none.
     """
     if kind == "cpu":
         return [torch.device("cpu")] * (8 if count is None else count)
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if there < (count or 1):
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if available < (count or 1):
         raise ConfigurationError(
-            f"{count or 1} GPUs are needed, and PyTorch finds {there} on this computer"
+            f"not enough GPUs: expected at least {count or 1}, but PyTorch finds {available}"
         )
-    return [torch.device("cuda", index) for index in range(there if count is None else count)]
+    return [torch.device("cuda", index) for index in range(available if count is None else count)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The zygote of ``tensorstream serve``: the process from which those of sessions are forked.
+"""The zygote of ``tensorstream serve``, from which the processes of sessions are forked.
 
-It has imported PyTorch, has one thread and has never run an operator, so a fork of it works and
-takes milliseconds: an OpenMP thread pool would not survive the fork. The broker starts it as a new
-program with a reduced environment, so its memory contains neither the token nor keys nor secrets in
+It has imported PyTorch, so a fork takes milliseconds. It has one thread and has never run an
+operator, because an OpenMP thread pool does not survive a fork. The broker starts it as a new
+program with a reduced environment. So its memory contains no token, no keys, and no secrets from
 environment variables.
 """
 
@@ -31,11 +31,11 @@ from ...serve._messages import MAX_MESSAGE, send
 from ._exchange import BrokerExchange
 from ._server import devices_of, session_server
 
-#: The interval of looking for ended sessions, in milliseconds.
+#: The interval between checks for ended sessions, in milliseconds.
 _INTERVAL = 100
 #: The most open descriptors of a session.
 _MAX_DESCRIPTORS = 256
-#: How long sessions may take to end when the server has ended, in seconds.
+#: The time that sessions have to end after the server has ended, in seconds.
 _GRACE = 4.0
 
 
@@ -56,14 +56,14 @@ def _serve(
         resource.setrlimit(resource.RLIMIT_DATA, (options["memory"],) * 2)
         # Also limits each memory file.
         resource.setrlimit(resource.RLIMIT_FSIZE, (options["memory"],) * 2)
-    # When the system runs out of memory it should kill a session, not the broker.
+    # If the system runs out of memory, it should kill a session and not the broker.
     with (
         contextlib.suppress(OSError),
         open("/proc/self/oom_score_adj", "w", encoding="ascii") as score,
     ):
         score.write("500")
     exchange = BrokerExchange(requests)
-    # Before the driver of a GPU starts threads.
+    # Before the driver of a GPU starts threads, which Landlock would not restrict.
     if options["sandbox"] and _native.sandbox(options["device"] == "cuda") != restrictions:
         raise RuntimeError(f"the sandbox could not be set up: expected {restrictions}")
     devices = devices_of(options["device"], options["devices"])
@@ -76,7 +76,7 @@ def _serve(
 
 
 def _session(descriptors: list[int], options: dict[str, Any], restrictions: list[str]) -> None:
-    """Runs the process of a session. Does not return."""
+    """Runs the process of a session, and exits."""
     status = 1
     handoffs, requests = (socket.socket(fileno=descriptor) for descriptor in descriptors)
     try:
@@ -85,12 +85,12 @@ def _session(descriptors: list[int], options: dict[str, Any], restrictions: list
     except BaseException:
         send(requests, {"failed": traceback.format_exc(limit=-5)[-4000:]})
     finally:
-        # The exit handlers are the zygote's.
+        # Skips the exit handlers, which belong to the zygote.
         os._exit(status)
 
 
 def _restrictions(options: dict[str, Any]) -> list[str]:
-    """Tries the sandbox in a child process, and returns what it prevents on this system."""
+    """Returns what the sandbox prevents on this system. Tries it in a child process."""
     if not options["sandbox"]:
         return []
     reader, writer = os.pipe()
@@ -106,10 +106,14 @@ def _restrictions(options: dict[str, Any]) -> list[str]:
 
 
 def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
-    """Forks a process for each session that the broker orders, and reports the exit status of each.
+    """Forks a process for each session that the broker requests. Reports how each one ends.
 
-    Blocks until the broker closes ``orders``. With ``once`` this process itself serves the first
-    session.
+    Blocks until the broker closes ``orders``.
+
+    Args:
+        orders: The socket of the broker's requests.
+        options: The options of the sessions, as a ``Broker`` gets them.
+        once: Serve the first session in this process, and do not fork.
     """
     try:
         devices_of(options["device"], options["devices"])
@@ -120,7 +124,7 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
     torch.backends.cpu.get_cpu_capability()
     restrictions = _restrictions(options)
     send(orders, {"restrictions": restrictions})
-    # Keeps the garbage collector from writing to the pages that sessions share with the zygote.
+    # So that the garbage collector does not write to pages that sessions share with the zygote.
     gc.collect()
     gc.freeze()
     sessions: dict[int, int] = {}
@@ -145,7 +149,7 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
                 with _pidfd(child) as pidfd:
                     send(orders, {"began": number}, pidfd)
             except BlockingIOError:
-                # There are too many processes. The client finds its connection closed, and
+                # The system has too many processes. The client's connection closes, and the client
                 # reconnects.
                 pass
             finally:
@@ -160,7 +164,7 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
 
 @contextlib.contextmanager
 def _pidfd(process: int) -> Iterator[int]:
-    """A descriptor of a process, by which another can kill it safely."""
+    """Opens a descriptor of a process, with which another process can kill it without a race."""
     pidfd = os.pidfd_open(process)
     try:
         yield pidfd
@@ -169,7 +173,7 @@ def _pidfd(process: int) -> Iterator[int]:
 
 
 def _end(sessions: dict[int, int]) -> None:
-    """Waits until sessions have told their clients that the server stops, and kills the others."""
+    """Waits until sessions have told their clients that the server stops, then kills the rest."""
     end = time.monotonic() + _GRACE
     while sessions and time.monotonic() < end:
         child, _ = os.waitpid(-1, os.WNOHANG)
@@ -181,7 +185,8 @@ def _end(sessions: dict[int, int]) -> None:
 
 
 def main() -> None:
-    # The broker handles Ctrl-C, and then ends the zygote and the sessions.
+    """Runs the zygote with the descriptor and the options of the command line."""
+    # The broker handles Ctrl-C, and ends the zygote and the sessions.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as orders, contextlib.suppress(OSError):
         run(orders, json.loads(sys.argv[2]), sys.argv[3:] == ["once"])

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Starts the servers of machines on this computer: in a child process, or in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from typing import IO
+
+from ...errors import ConnectionLost
+from ._trace import LOG
+
+#: The time after which a slow start is logged, in seconds.
+_SLOW_START = 2.0
+#: The time that a server may take to stop, in seconds.
+_STOP_TIMEOUT = 10
+
+
+class _StderrReader:
+    """Copies the standard error of a child process to that of this process."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._lines: deque[str] = deque(maxlen=20)
+        self._pipe = pipe
+        self._thread = threading.Thread(target=self._read, name="tensorstream-stderr", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._pipe, contextlib.suppress(ValueError, OSError):
+            for line in self._pipe:
+                text = line.decode(errors="replace").rstrip()
+                self._lines.append(text)
+                print(text, file=sys.stderr, flush=True)
+
+    def last_lines(self) -> str:
+        """Returns the last lines of a process that has ended."""
+        self._thread.join(2.0)
+        return "\n".join(self._lines) or "no error message"
+
+
+class ProcessServer:
+    """The server of a "local" machine, in a child process.
+
+    It listens on a Unix socket in a temporary directory. It ends when its standard input is closed,
+    so it does not outlive this process.
+
+    Args:
+        name: The name of the machine, for messages.
+        device_type: "cpu" or "cuda".
+        device_count: The number of devices.
+        threads: The number of PyTorch threads.
+
+    Raises:
+        ConnectionLost: The process ended before it listened.
+    """
+
+    def __init__(self, name: str, device_type: str, device_count: int, threads: int) -> None:
+        self._directory = tempfile.mkdtemp(prefix="tensorstream-")
+        self.address = f"unix:{self._directory}/socket"
+        self.process = subprocess.Popen(
+            [
+                sys.executable, "-m", "tensorstream.remote.server._local",
+                self.address, device_type, str(device_count), str(threads),
+            ],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        assert self.process.stdout is not None and self.process.stderr is not None
+        stderr = _StderrReader(self.process.stderr)
+        slow = threading.Timer(_SLOW_START, LOG.warning, ("%s: still importing PyTorch", name))
+        slow.daemon = True
+        slow.start()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            slow.cancel()
+        if not line.startswith(b"listening"):
+            self.stop()
+            raise ConnectionLost(
+                f"cannot start machine {name}: its process ended: {stderr.last_lines()}"
+            )
+
+    def stop(self) -> None:
+        """Ends the process. Blocks until it has ended, and kills it if that takes too long."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(_STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class ThreadServer:
+    """The server of a "mock" machine, in a thread of this process.
+
+    It listens on a Unix socket in a temporary directory.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        device_count: The number of devices.
+
+    Raises:
+        ConfigurationError: This computer does not have the devices.
+    """
+
+    def __init__(self, device_type: str, device_count: int) -> None:
+        from ..server._server import devices_of, server
+
+        devices = devices_of(device_type, device_count)
+        self._directory = tempfile.mkdtemp(prefix="tensorstream-")
+        self.address = f"unix:{self._directory}/socket"
+        self._server = server(self.address, devices=devices, shared=True)
+        self._thread = threading.Thread(
+            target=self._server.run, name="tensorstream-mock", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops the server. Blocks until its thread has ended, for a limited time."""
+        self._server.stop()
+        self._thread.join(_STOP_TIMEOUT)
+        shutil.rmtree(self._directory, ignore_errors=True)
