@@ -12,8 +12,7 @@ use tensorstream::format::{
 };
 use tensorstream::io::Source;
 use tensorstream::orchestrator::{
-    Engine, EngineConfig, Phase, PlanRequest, Rates, Unit, UnitDemand, UnitId, UnitTensor,
-    never_interrupt, plan,
+    Engine, EngineConfig, Phase, PlanRequest, Unit, UnitDemand, UnitId, UnitTensor, plan,
 };
 use tensorstream::pool::{Budget, HostPool};
 use tensorstream::{FileWriter, NewTensor};
@@ -42,25 +41,12 @@ fn planner(c: &mut Criterion) {
     let units: Vec<_> = (0..22 * sizes.len())
         .map(|i| {
             let bytes = sizes[i % sizes.len()];
-            UnitDemand {
-                name: format!("u{i}"),
-                slot_bytes: bytes,
-                read_bytes: bytes as u64,
-                compute_s: bytes as f64 / 1e10,
-            }
+            UnitDemand::new(format!("u{i}"), bytes).with_compute_s(bytes as f64 / 1e10)
         })
         .collect();
     let order: Vec<_> = (0..units.len() as u32).map(UnitId).collect();
     c.bench_function("plan/198 units", |b| {
-        let request = PlanRequest {
-            units: &units,
-            order: &order,
-            together: &[],
-            budget_bytes: 1 << 30,
-            max_passes: 1,
-            rates: Rates::default(),
-            least_ring_bytes: 0,
-        };
+        let request = PlanRequest::new(&units, &order, 1 << 30);
         b.iter(|| plan(black_box(&request)).unwrap());
     });
 }
@@ -159,11 +145,9 @@ fn engine(c: &mut Criterion) {
             Engine::new(units.clone(), sources, EngineConfig::with_budget(budget)).unwrap();
         group.bench_function(name, |b| {
             b.iter(|| {
-                let pass = engine.begin_pass(never_interrupt()).unwrap();
+                let pass = engine.begin_pass();
                 for i in 0..count as u32 {
-                    black_box(
-                        engine.acquire(Some(pass), UnitId(i), never_interrupt()).unwrap().tensor(0),
-                    );
+                    black_box(engine.acquire(Some(pass), UnitId(i)).unwrap().tensor(0));
                 }
                 engine.end_pass(pass)
             });

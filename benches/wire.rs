@@ -161,10 +161,7 @@ fn start(kind: &str) -> Peer {
 
 fn options(kind: &str) -> ConnectionOptions {
     let usual = ConnectionOptions::default();
-    ConnectionOptions {
-        shared_bytes: if kind.contains("shared") { usual.shared_bytes } else { 0 },
-        ..usual
-    }
+    if kind.contains("shared") { usual } else { usual.with_shared_bytes(0) }
 }
 
 /// Pins this process to a core. Otherwise it is up to chance whether both ends share one, which
@@ -342,7 +339,7 @@ fn serve_raw(mut socket: impl Read + Write, array: &[u8], whole: bool) {
 
 fn serve_link(socket: Socket, array: &Bytes, kind: &str) {
     let mut link = Link::<Vec<u8>>::new(socket, Role::Acceptor, options(kind)).unwrap();
-    let options = SendOptions { checksums: kind.ends_with("checked"), ..SendOptions::default() };
+    let options = SendOptions::default().with_checksums(kind.ends_with("checked"));
     let stream = loop {
         match link.next_event() {
             Ok(Event::Connected { .. }) => break link.connection().open_stream().unwrap(),

@@ -58,9 +58,9 @@ fuzz_target!(|input: (u8, bool, &[u8])| {
             let _ = decode_chunk(chunk.codec, chunk.width, stored, &mut raw[..len], &mut scratch);
         }
     }
-    let ends = writer.finish().expect("all tensors are complete");
-    copy.extend(&ends.index);
-    copy[..DATA].copy_from_slice(&ends.superblocks);
+    let tail = writer.finish().expect("all tensors are complete");
+    copy.extend(&tail.index);
+    copy[..DATA].copy_from_slice(&tail.superblocks);
     let copied = Catalog::from_bytes("m", &copy).expect("a written file is valid");
     for tensor in copied.tensors() {
         let original = catalog.tensor(tensor.name()).expect("copied from this catalog");

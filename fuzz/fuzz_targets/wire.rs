@@ -19,11 +19,7 @@ fuzz_target!(|input: &[u8]| {
     // are accepted and in which pieces it is fed.
     let mut bytes = input;
     let [.., accept_interval, piece] = *input else { return };
-    let options = ConnectionOptions {
-        window_bytes: WINDOW,
-        max_streams: STREAMS,
-        ..ConnectionOptions::default()
-    };
+    let options = ConnectionOptions::default().with_window_bytes(WINDOW).with_max_streams(STREAMS);
     let mut connection = Connection::<Vec<u8>>::new(Role::Acceptor, options.clone());
     let mut peer = Connection::<Vec<u8>>::new(Role::Connector, options);
     // Some inputs also receive a descriptor of shared memory.

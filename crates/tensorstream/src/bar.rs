@@ -1,30 +1,40 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//! Progress bars.
+
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::Progress;
 
-/// A progress bar on standard error: nothing where that is no terminal, or the job is over at once.
+/// A progress bar on standard error. Shows nothing if standard error is not a terminal, or the
+/// operation ends quickly. Dropping it removes it.
+///
+/// ```
+/// use tensorstream::{Bar, Progress};
+///
+/// let bar = Bar::new("copying");
+/// bar.show(Progress { done: 1 << 20, total: 4 << 20 });
+/// ```
 #[derive(Debug)]
 pub struct Bar {
     bar: ProgressBar,
 }
 
 impl Bar {
-    /// A bar for a job that is called `label`.
+    /// Creates a bar with a label.
     pub fn new(label: impl Into<String>) -> Self {
         let bar = ProgressBar::new(0).with_message(label.into());
         let template =
             "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
-        bar.set_style(ProgressStyle::with_template(template).expect("the template is well-formed"));
+        bar.set_style(ProgressStyle::with_template(template).expect("the template is valid"));
         Self { bar }
     }
 
-    /// A bar that shows nothing.
+    /// Creates a bar that shows nothing.
     pub fn hidden() -> Self {
         Self { bar: ProgressBar::hidden() }
     }
 
-    /// Shows how far the job is.
+    /// Updates the bar.
     pub fn show(&self, progress: Progress) {
         self.bar.set_length(progress.total);
         self.bar.set_position(progress.done);

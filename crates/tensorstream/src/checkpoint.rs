@@ -1,22 +1,44 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//! Open checkpoints.
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ts_format::{ByteRange, Catalog, CatalogReader, Need, Tensor};
+use ts_format::{Catalog, CatalogReader, ReadRequest, Tensor};
 use ts_io::{Source, Tuner};
 use ts_orchestrator::{Engine, EngineConfig, Phase, Unit, UnitTensor};
 use ts_pool::Budget;
 use ts_streams::Device;
 
-use crate::read::Reader;
 use crate::{Error, foreign};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const CONTAINER: &str = "model.ts";
 
-/// A checkpoint whose headers have been read: what is in it, and the open files it is in.
+/// An open checkpoint: the catalog of its tensors, and the files that contain them.
+///
+/// Opening a checkpoint reads only headers. Use [`load`](Self::load) to read all tensors,
+/// [`read_block`](Self::read_block) to read a part of one, or [`engine`](Self::engine) to stream
+/// them.
+///
+/// ```
+/// use tensorstream::Checkpoint;
+///
+/// // A safetensors file in memory; `open` takes a path or URL.
+/// let header = br#"{"w":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}"#;
+/// let mut file = (header.len() as u64).to_le_bytes().to_vec();
+/// file.extend_from_slice(header);
+/// file.extend_from_slice(b"abc");
+///
+/// let checkpoint = Checkpoint::from_bytes("model.safetensors", file)?;
+/// assert_eq!(checkpoint.catalog().require("w")?.shape(), [3]);
+/// let mut bytes = [0; 2];
+/// checkpoint.read_block("w", &[1..3], &mut bytes)?;
+/// assert_eq!(&bytes, b"bc");
+/// # Ok::<(), tensorstream::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     catalog: Catalog,
@@ -24,42 +46,47 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens a `.safetensors` or `.ts` file, a shard index (`.json`), or a directory with one of
-    /// them. Reads headers only.
+    /// Opens a `.safetensors` or `.ts` file, a shard index (`.json`), or a directory that contains
+    /// one of them. Reads only headers.
     ///
-    /// A directory's `model.safetensors` is taken before its `model.safetensors.index.json`, as
-    /// transformers does, then its `model.ts`, then a single `.safetensors` or `.ts` file of
-    /// another name.
+    /// In a directory, the first of these is opened: `model.safetensors`,
+    /// `model.safetensors.index.json` (the same order as in transformers), `model.ts`, or the only
+    /// file with the suffix `.safetensors` or `.ts`.
     ///
-    /// With the feature `object`, a URL as [`Source::open`] takes it names a file or, without such
-    /// a suffix, what stands for a directory: then the first three are looked for. With the feature
-    /// `remote` so does `ts://HOST:PORT/NAME`, of a server of weights; `tss://` is the same under
-    /// TLS. Such a server is told the token in the environment's `TENSORSTREAM_TOKEN`, and trusted
-    /// if its certificate comes from one in the file `TENSORSTREAM_CA`; `TENSORSTREAM_CERT` and
-    /// `TENSORSTREAM_KEY` are the client's own.
+    /// With the feature `object`, `path` can be a URL that [`Source::open`] supports. With the
+    /// feature `remote`, it can be `ts://HOST:PORT/NAME`, a file of `tensorstream serve-weights`,
+    /// or `tss://` for the same over TLS. A URL without a suffix is a directory, of which only the
+    /// first three names are tried. These environment variables configure connections:
+    ///
+    /// | variable | meaning |
+    /// |---|---|
+    /// | `TENSORSTREAM_TOKEN` | the token of the server |
+    /// | `TENSORSTREAM_CA` | a PEM file of trusted certificates, required for `tss://` |
+    /// | `TENSORSTREAM_CERT`, `TENSORSTREAM_KEY` | PEM files of the client's certificate and key |
     ///
     /// # Errors
-    /// [`Error::NoCheckpoint`], [`Error::Io`] when a file cannot be opened or read,
-    /// [`Error::ForeignFormat`] for GGUF files and pickles, [`Error::Format`] when a file is not
-    /// what it should be.
+    /// - [`Error::NoCheckpoint`] if a directory contains no checkpoint.
+    /// - [`Error::Io`] if a file cannot be opened or read.
+    /// - [`Error::ForeignFormat`] if a file is a GGUF file or a pickle.
+    /// - [`Error::Format`] if a file is malformed or truncated.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
-        Self::open_as(path.as_ref(), |reader| reader)
+        Self::open_with(path.as_ref(), |reader| reader)
     }
 
-    /// As [`open`](Self::open), but takes safetensors files that only their library would: see
-    /// [`CatalogReader::lenient`].
+    /// Like [`open`](Self::open), but accepts every safetensors file that the safetensors library
+    /// accepts (see [`CatalogReader::lenient`]).
     ///
     /// # Errors
-    /// As [`open`](Self::open).
+    /// Returns the errors of [`open`](Self::open).
     pub fn open_lenient(path: impl AsRef<Path>) -> Result<Self, Error> {
-        Self::open_as(path.as_ref(), CatalogReader::lenient)
+        Self::open_with(path.as_ref(), CatalogReader::lenient)
     }
 
-    /// Reads a file that is in memory, safetensors or `.ts`, whichever its first bytes say; errors
-    /// call it `name`. An engine over it is refused: there is nothing to stream.
+    /// Reads a safetensors or `.ts` file from memory. `name` identifies it in errors. An
+    /// [`engine`](Self::engine) cannot stream such a checkpoint.
     ///
     /// # Errors
-    /// [`Error::Format`].
+    /// Returns [`Error::Format`] if the file is malformed or truncated.
     pub fn from_bytes(
         name: &str,
         bytes: impl AsRef<[u8]> + Send + Sync + 'static,
@@ -68,76 +95,70 @@ impl Checkpoint {
         read_catalog(CatalogReader::single(name), opened)
     }
 
-    fn open_as(path: &Path, how: impl Fn(CatalogReader) -> CatalogReader) -> Result<Self, Error> {
+    fn open_with(
+        path: &Path,
+        configure: impl Fn(CatalogReader) -> CatalogReader,
+    ) -> Result<Self, Error> {
         let mut opened = BTreeMap::new();
         let file = match path.to_str().filter(|text| Source::is_url(text)) {
-            Some(url) => find_at(url, &mut opened)?,
-            None if path.is_dir() => find_in(path)?,
+            Some(url) => find_at_url(url, &mut opened)?,
+            None if path.is_dir() => find_in_directory(path)?,
             None => path.to_path_buf(),
         };
         let name = file.to_string_lossy().into_owned();
         let sharded = file.extension().is_some_and(|e| e == "json");
         let reader =
             if sharded { CatalogReader::sharded(name) } else { CatalogReader::single(name) };
-        read_catalog(how(reader), opened)
+        read_catalog(configure(reader), opened)
     }
 
-    /// What is in it.
+    /// Returns the catalog of its tensors.
     pub fn catalog(&self) -> &Catalog {
         &self.catalog
     }
 
-    /// Its files, by the ids that the catalog uses.
+    /// Returns its files, indexed by [`FileId`](ts_format::FileId).
     pub fn sources(&self) -> &[Arc<Source>] {
         &self.sources
     }
 
-    /// This checkpoint and another as one: the other's tensors take the place of those of the same
-    /// name, and its files come behind its own.
-    ///
-    /// # Errors
-    /// [`Error::Format`] when they are more than one catalog holds.
-    pub fn overlaid(mut self, other: Checkpoint) -> Result<Checkpoint, Error> {
-        self.sources.extend(other.sources);
-        Ok(Self { catalog: self.catalog.overlaid(other.catalog)?, sources: self.sources })
-    }
-
-    /// Reads ranges of its tensors, one behind the other, into `buffer`, and decodes those that are
-    /// compressed. Blocks; through the page cache.
-    ///
-    /// # Errors
-    /// [`Error::Io`] when a read fails, or the file is not the one that was opened any more;
-    /// [`Error::Corrupt`]; [`Error::Format`] when a range of compressed bytes is not within one
-    /// tensor.
-    ///
-    /// # Panics
-    /// If `buffer` is not as long as the ranges, or a range names a file that is not in the
-    /// catalog.
-    pub fn read(&self, ranges: &[ByteRange], buffer: &mut [u8]) -> Result<(), Error> {
-        let (mut rest, mut reader) = (buffer, Reader::default());
-        for range in ranges {
-            let (part, after) = rest.split_at_mut(range.len as usize);
-            reader.read(self, *range, part)?;
-            rest = after;
+    /// Returns the source of a checkpoint that consists of the single `.ts` or `.safetensors` file
+    /// at `path`. A shard index or a directory at `path` is an error.
+    pub(crate) fn single_source(&self, path: &Path) -> Result<&Source, Error> {
+        match self.sources() {
+            [source] if source.path() == path => Ok(source),
+            _ => {
+                let (file, reason) =
+                    (path.display().to_string(), "it is not a single .ts file".into());
+                Err(ts_format::Error::NotAppendable { file, reason }.into())
+            }
         }
-        assert!(rest.is_empty(), "the buffer is longer than the ranges");
-        Ok(())
     }
 
-    /// Units as the tensors' names suggest them: all tensors whose names differ in their last
-    /// component make one, as the parameters of a module do. In the order in which they lie in the
-    /// files.
+    /// Merges `other` into this checkpoint. The files of `other` are appended, and its tensors
+    /// replace those of the same name.
+    ///
+    /// # Errors
+    /// Returns [`Error::Format`] if the result would exceed the limits of a catalog.
+    pub fn merge(mut self, other: Checkpoint) -> Result<Checkpoint, Error> {
+        self.sources.extend(other.sources);
+        Ok(Self { catalog: self.catalog.merge(other.catalog)?, sources: self.sources })
+    }
+
+    /// Groups the tensors into units by their names: tensors whose names differ only in the last
+    /// component, such as the parameters of one module, form a unit. The units are sorted by their
+    /// offsets in the files.
     pub fn units_by_module(&self) -> Vec<Unit> {
         let mut units: BTreeMap<&str, Vec<Tensor<'_>>> = BTreeMap::new();
         for tensor in self.catalog.tensors() {
             let module = tensor.name().rsplit_once('.').map_or("", |(module, _)| module);
             units.entry(module).or_default().push(tensor);
         }
-        let place = |tensors: &[Tensor<'_>]| {
+        let offset = |tensors: &[Tensor<'_>]| {
             tensors.iter().map(|t| (t.range().file, t.range().offset)).min()
         };
         let mut units: Vec<_> = units.into_iter().collect();
-        units.sort_by_key(|(_, tensors)| place(tensors));
+        units.sort_by_key(|(_, tensors)| offset(tensors));
         let tensor = |tensor: Tensor<'_>| {
             UnitTensor::new(&self.catalog, tensor.name(), tensor.entry(), Phase::Mapped)
         };
@@ -148,18 +169,19 @@ impl Checkpoint {
         units.into_iter().map(unit).collect()
     }
 
-    /// Names the content, wherever it lies and however it is kept: see [`ts_format::fingerprint`].
-    /// `None` where a tensor has no fingerprint.
+    /// Returns the [fingerprint](ts_format::fingerprint) of the content, which does not depend on
+    /// how or where it is stored. `None` if a tensor has no fingerprint, as in safetensors files.
     pub fn fingerprint(&self) -> Option<u128> {
         let all = self.catalog.tensors().map(|tensor| Some((tensor.name(), tensor.fingerprint()?)));
         Some(ts_format::fingerprint(all.collect::<Option<Vec<_>>>()?))
     }
 
-    /// A configuration with the request size and the depth that suit the storage of the largest
-    /// file, as `tuner` knows or measures them. `interrupt` is asked at least every 20 ms.
+    /// Sets the request size and queue depth of `config` to what suits the storage of the largest
+    /// file. `tuner` remembers or measures them. Blocks for up to two seconds, and calls `interrupt`
+    /// at least every 20 ms.
     ///
     /// # Errors
-    /// [`Error::Interrupted`]. Blocks for up to two seconds.
+    /// Returns [`Error::Interrupted`] if `interrupt` returns true.
     pub fn tuned(
         &self,
         mut config: EngineConfig,
@@ -176,18 +198,19 @@ impl Checkpoint {
         Ok(config)
     }
 
-    /// An engine over these units, whose tensors lie in this checkpoint's files.
+    /// Creates an engine that streams these units, whose tensors are ranges of this checkpoint's
+    /// files.
     ///
     /// # Errors
-    /// As [`Engine::new`].
+    /// Returns the errors of [`Engine::new`].
     pub fn engine(&self, units: Vec<Unit>, config: EngineConfig) -> Result<Engine, Error> {
         Ok(Engine::new(units, self.sources.clone(), config)?)
     }
 
-    /// As [`engine`](Self::engine), for a device.
+    /// Like [`engine`](Self::engine), for units in the memory of `device`.
     ///
     /// # Errors
-    /// As [`Engine::on`].
+    /// Returns the errors of [`Engine::on`].
     pub fn engine_on<D: Device>(
         &self,
         device: &D,
@@ -198,7 +221,7 @@ impl Checkpoint {
     }
 }
 
-fn find_in(dir: &Path) -> Result<PathBuf, Error> {
+fn find_in_directory(dir: &Path) -> Result<PathBuf, Error> {
     if let Some(file) = [SINGLE, INDEX, CONTAINER]
         .map(|name| dir.join(name))
         .into_iter()
@@ -206,19 +229,19 @@ fn find_in(dir: &Path) -> Result<PathBuf, Error> {
     {
         return Ok(file);
     }
-    let entries = std::fs::read_dir(dir).map_err(|e| open_error(dir, e))?;
+    let entries = std::fs::read_dir(dir).map_err(|e| Error::open(dir, e))?;
     let files = entries.filter_map(|entry| Some(entry.ok()?.path()));
     let mut files: Vec<_> =
         files.filter(|p| p.extension().is_some_and(|e| e == "safetensors" || e == "ts")).collect();
     match files.len() {
         1 => Ok(files.remove(0)),
-        0 => Err(foreign::recognised_in(dir)
+        0 => Err(foreign::detect_in(dir)
             .unwrap_or_else(|| Error::NoCheckpoint { path: dir.into(), found: 0 })),
         found => Err(Error::NoCheckpoint { path: dir.into(), found }),
     }
 }
 
-/// A file, an object, or with the feature `remote` a file of a server of weights.
+/// Opens a file, an object or, with the feature `remote`, a file of a weight server.
 fn open_source(name: &str) -> Result<Arc<Source>, ts_io::Error> {
     #[cfg(feature = "remote")]
     if crate::net::source::is_remote(name) {
@@ -227,11 +250,12 @@ fn open_source(name: &str) -> Result<Arc<Source>, ts_io::Error> {
     Source::open(name)
 }
 
-/// Files that are open already, by their names.
-type Opened = BTreeMap<String, Arc<Source>>;
+/// Sources that are already open, by name.
+type OpenSources = BTreeMap<String, Arc<Source>>;
 
-/// What a URL names, or what lies below it: which is then open.
-fn find_at(url: &str, opened: &mut Opened) -> Result<PathBuf, Error> {
+/// Finds the file of a checkpoint at a URL. If the URL is a directory, adds the open file to
+/// `opened`.
+fn find_at_url(url: &str, opened: &mut OpenSources) -> Result<PathBuf, Error> {
     if Path::new(url).extension().is_some_and(|e| e == "safetensors" || e == "ts" || e == "json") {
         return Ok(url.into());
     }
@@ -249,13 +273,9 @@ fn find_at(url: &str, opened: &mut Opened) -> Result<PathBuf, Error> {
     Err(Error::NoCheckpoint { path: url.into(), found: 0 })
 }
 
-pub(crate) fn open_error(path: &Path, error: std::io::Error) -> Error {
-    Error::Io(ts_io::Error::Open { path: path.into(), source: error.into() })
-}
-
-/// Feeds the reader from files.
-fn read_catalog(mut reader: CatalogReader, mut opened: Opened) -> Result<Checkpoint, Error> {
-    while let Some(Need { file, offset, len }) = reader.need() {
+/// Reads the headers that `reader` requests.
+fn read_catalog(mut reader: CatalogReader, mut opened: OpenSources) -> Result<Checkpoint, Error> {
+    while let Some(ReadRequest { file, offset, len }) = reader.need() {
         let source = match opened.get(&file) {
             Some(source) => Arc::clone(source),
             None => {
@@ -269,7 +289,7 @@ fn read_catalog(mut reader: CatalogReader, mut opened: Opened) -> Result<Checkpo
         let got = source.read_at(offset, &mut bytes)?;
         bytes.truncate(got);
         let fed = reader.feed(&bytes, source.len());
-        fed.map_err(|error| foreign::recognised(&source).unwrap_or_else(|| error.into()))?;
+        fed.map_err(|error| foreign::detect(&source).unwrap_or_else(|| error.into()))?;
     }
     let catalog = reader.finish()?;
     let sources = catalog.files().iter().map(|file| Arc::clone(&opened[&file.name])).collect();

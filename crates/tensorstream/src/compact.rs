@@ -1,55 +1,62 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `.ts` files without what appends left unused.
+//! Compaction of `.ts` files.
 
 use std::path::Path;
 
-use ts_format::{ByteRange, ContainerWriter, Digest, Move};
+use ts_format::{ByteRange, ContainerWriter, CopyRange, Digest};
 use ts_io::fault::WriteFaults;
 
 use crate::atomic::Claim;
-use crate::checkpoint::open_error;
-use crate::convert::Progress;
-use crate::read::{Readers, WRONG_SUM, damage};
-use crate::write::the_one_source;
-use crate::{Checkpoint, Error, Watch};
+use crate::damage::CHECKSUM_MISMATCH;
+use crate::progress::{Progress, Watch};
+use crate::read::{ReaderPool, damage};
+use crate::{Checkpoint, Error};
 
-/// What [`compact`] did.
+/// The result of [`compact`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Compacted {
-    /// Length of the file before,
+    /// Length of the file before, in bytes.
     pub bytes_before: u64,
-    /// and after it.
+    /// Length of the file now, in bytes.
     pub bytes: u64,
 }
 
-/// Writes a `.ts` file anew, without what appends have left unused. Everything is compared with its
-/// checksums on the way, and stays compressed as it is. Needs as much room beside it as the new
-/// file takes; what is there stays until the new one is.
+/// Reclaims the space that appends have left unused in a `.ts` file. Blocks.
+///
+/// Copies the tensors in their stored form to a new file, compares them with their checksums, and
+/// replaces the old file atomically. Needs free disk space for the new file. Pass
+/// `&WriteFaults::default()`; other `faults` are for tests.
 ///
 /// # Errors
-/// As [`Checkpoint::open`] and [`FileWriter::append`](crate::FileWriter::append);
-/// [`Error::Corrupt`]; [`Error::Interrupted`]. The file is then as it was.
+/// After an error the file is unchanged, except as described at
+/// [`FileWriter::commit`](crate::FileWriter::commit).
+///
+/// - The errors of [`Checkpoint::open`] and [`FileWriter::append`](crate::FileWriter::append).
+/// - [`Error::Corrupt`] if a tensor is damaged.
+/// - [`Error::Interrupted`] if `watch` returns true.
 pub fn compact(
     path: &Path,
     faults: &WriteFaults,
     watch: &mut Watch<'_>,
 ) -> Result<Compacted, Error> {
-    let path = path.canonicalize().map_err(|e| open_error(path, e))?;
+    let path = path.canonicalize().map_err(|e| Error::open(path, e))?;
     let mut progress = Progress { done: 0, total: 0 };
     let claim = Claim::new(&path, faults, &mut || watch(progress))?;
     let checkpoint = Checkpoint::open(&path)?;
-    let (catalog, source) = (checkpoint.catalog(), the_one_source(&checkpoint, &path)?);
+    let (catalog, source) = (checkpoint.catalog(), checkpoint.single_source(&path)?);
     let mut writer = ContainerWriter::compact(catalog)?;
-    progress.total = catalog.tensors().map(|tensor| tensor.stored_bytes()).sum();
-    let mut file = claim.begin(progress.total)?;
-    let (mut reader, mut buffer) = (Readers::new(1, 1).reader(), Vec::new());
-    for tensor in catalog.tensors_by_place() {
-        for Move { from, len, to, sum } in writer.copy(tensor)? {
-            let place = ByteRange { offset: from, len, ..tensor.range() };
+    progress.total = catalog.tensors().map(|tensor| tensor.stored_len()).sum();
+    let mut file = claim.create(progress.total)?;
+    let (mut reader, mut buffer) = (ReaderPool::new(1, 1).reader(), Vec::new());
+    for tensor in catalog.tensors_by_offset() {
+        for CopyRange { from, len, to, checksum } in writer.copy(tensor)? {
+            let range = ByteRange { offset: from, len, ..tensor.range() };
             buffer.resize(len as usize, 0);
-            reader.read_exactly(&checkpoint, place, &mut buffer)?;
-            if Digest::of(&buffer).chunks() != [sum] {
-                return Err(damage(&checkpoint, tensor.name(), place, WRONG_SUM.into()).into());
+            reader.read_stored(&checkpoint, range, &mut buffer)?;
+            if Digest::of(&buffer).chunks() != [checksum] {
+                let what = CHECKSUM_MISMATCH.into();
+                return Err(damage(&checkpoint, tensor.name(), range, what).into());
             }
             file.seek(to)?;
             file.write(&buffer)?;
@@ -59,9 +66,9 @@ pub fn compact(
             }
         }
     }
-    let ends = writer.finish()?;
-    let bytes = ends.index_offset + ends.index.len() as u64;
-    file.write_ends(&ends)?;
+    let tail = writer.finish()?;
+    let bytes = tail.index_offset + tail.index.len() as u64;
+    file.write_tail(&tail)?;
     file.commit()?;
     Ok(Compacted { bytes_before: source.len(), bytes })
 }

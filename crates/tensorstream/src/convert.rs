@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checkpoints from one format to another, and from many files to one.
+//! Conversion of checkpoints between formats, and between one file and many.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,58 +8,54 @@ use std::sync::Arc;
 use ts_format::{CHUNK_LEN, Tensor, shard_index};
 use ts_io::Source;
 
-use crate::atomic::{Claim, partial_of};
+use crate::atomic::{Claim, partial_path};
+use crate::metadata::merged_metadata;
+use crate::progress::{Progress, Watch};
 use crate::read::Reader;
 use crate::{Checkpoint, Error, FileWriter, NewTensor, WriteOptions};
 
-/// What is read and written at a time, in bytes: a multiple of the chunks that have checksums.
+/// How many bytes are read and written at a time: a multiple of [`CHUNK_LEN`], so that checksums
+/// can be compared.
 const PIECE_BYTES: u64 = 16 * CHUNK_LEN;
 
-/// How far a long job is.
+/// The result of [`convert`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
-    /// Bytes that are done.
-    pub done: u64,
-    /// Bytes there are.
-    pub total: u64,
-}
-
-/// What watches a long job: called at least once for 16 MiB, and every 20 ms of a wait. Returning
-/// true interrupts.
-pub type Watch<'a> = dyn FnMut(Progress) -> bool + 'a;
-
-/// What a conversion did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Converted {
-    /// Tensors written.
+    /// Number of tensors.
     pub tensors: usize,
-    /// Bytes of their data.
+    /// Size of the tensors in bytes, before compression.
     pub bytes: u64,
-    /// Length of the file, or of all files.
+    /// Length of the new file, or of all new files, in bytes.
     pub file_bytes: u64,
 }
 
-/// What an index of shards ends with.
+/// The end of the name of a shard index.
 const INDEX_SUFFIX: &str = ".safetensors.index.json";
 
-/// Writes the checkpoint at `from` into one file, `.ts` or `.safetensors` by its suffix, or, where
-/// `to` ends in `.safetensors.index.json`, into that index and shards beside it: every tensor bit
-/// for bit, and the metadata. `from` is whatever [`Checkpoint::open`] takes. Data with checksums
-/// are checked on the way. What was compressed and what will be has nothing to do with each other.
+/// Converts the checkpoint at `from`, which can be anything that [`Checkpoint::open`] accepts.
+/// Blocks.
 ///
-/// A safetensors file that its library wrote comes back byte for byte from a `.ts` made of it.
-/// Where shards disagree on a key of their metadata, each value is kept as `key@file`.
+/// If `to` ends in `.ts` or `.safetensors`, writes this file. If it ends in
+/// `.safetensors.index.json`, writes this index, and shards to the same directory. Tensors are
+/// copied bit for bit, and compared with their checksums if they have any; metadata are kept. If
+/// shards disagree on a metadata key, each value is kept as `key@file`. A file that the
+/// safetensors library wrote can be converted to `.ts` and back to the same bytes.
 ///
-/// A conversion to a `.ts` file can be resumed: the next conversion of the same files with the same
-/// options goes on after the last tensor that `NAME.partial` keeps, and the finished file is the
-/// same, byte for byte. An interrupt or a failed read keeps every complete tensor. A process that
-/// is killed keeps what was made durable last, which happens after every
-/// [`WriteOptions::checkpoint_bytes`] of tensors. Conversions to safetensors files begin again.
+/// An interrupted conversion to a `.ts` file can be resumed: call this function again with the same
+/// files and options. The finished file does not depend on interruptions. After an interrupt or a
+/// failed read, no complete tensor is written again. After a crash, up to
+/// [`WriteOptions::checkpoint_bytes`] of tensors are. Until then `NAME.partial` contains the
+/// complete tensors. Conversions to safetensors start again.
 ///
 /// # Errors
-/// As [`Checkpoint::open`] and [`FileWriter`]; [`Error::Corrupt`]; [`Error::Interrupted`]. `to` is
-/// then as it was, but for what [`FileWriter::commit`] says. An index that is there is not written
-/// over, since its shards would be before it is: [`Error::Write`].
+/// After an error `to` is unchanged, except as described at [`FileWriter::commit`].
+///
+/// - The errors of [`Checkpoint::open`] and [`FileWriter`].
+/// - [`Error::Corrupt`] if a tensor is damaged.
+/// - [`Error::Write`] if the index exists already, since its shards would be overwritten one by
+///   one, or if a new file would overwrite the source.
+/// - [`Error::Interrupted`] if `watch` returns true.
 pub fn convert(
     from: &Path,
     to: &Path,
@@ -67,8 +63,8 @@ pub fn convert(
     watch: &mut Watch<'_>,
 ) -> Result<Converted, Error> {
     let checkpoint = Checkpoint::open(from)?;
-    // In the order of the files, so that reading is sequential.
-    let tensors = checkpoint.catalog().tensors_by_place();
+    // Sorted by offset, so that files are read sequentially.
+    let tensors = checkpoint.catalog().tensors_by_offset();
     let total: u64 = tensors.iter().map(|tensor| tensor.range().len).sum();
     let metadata = merged_metadata(&checkpoint);
     let progress = Progress { done: 0, total };
@@ -82,7 +78,7 @@ pub fn convert(
     Ok(Converted { tensors: tensors.len(), bytes: total, file_bytes })
 }
 
-/// Brings tensors from a checkpoint to files.
+/// Copies tensors of a checkpoint to files.
 struct Copier<'a, 'b> {
     checkpoint: &'a Checkpoint,
     buffer: Vec<u8>,
@@ -92,7 +88,7 @@ struct Copier<'a, 'b> {
 }
 
 impl Copier<'_, '_> {
-    /// Writes one file; its length.
+    /// Writes one file, and returns its length.
     fn write_file(
         &mut self,
         tensors: &[Tensor<'_>],
@@ -100,7 +96,7 @@ impl Copier<'_, '_> {
         metadata: BTreeMap<String, String>,
         options: WriteOptions,
     ) -> Result<u64, Error> {
-        self.refuse_source(to)?;
+        partial_path(to).map_or(Ok(()), |partial| self.check_not_source(&partial))?;
         let new = tensors.iter().map(|t| NewTensor {
             name: t.name().into(),
             meta: t.meta(),
@@ -111,17 +107,18 @@ impl Copier<'_, '_> {
         let mut writer =
             FileWriter::resume(to, new.collect(), metadata, &origin, options, interrupt)?;
         let order = writer.order().to_vec();
-        let (done, left) = order.split_at(writer.complete());
-        self.progress.done += done.iter().map(|&index| tensors[index].range().len).sum::<u64>();
-        let (mut safe, mut kept) = (self.progress.done, writer.complete());
-        for &index in left {
-            if self.progress.done - safe >= checkpoint_bytes {
+        let (complete, rest) = order.split_at(writer.complete());
+        self.progress.done += complete.iter().map(|&i| tensors[i].range().len).sum::<u64>();
+        // Bytes and tensors that are durable.
+        let (mut durable_bytes, mut durable) = (self.progress.done, writer.complete());
+        for &index in rest {
+            if self.progress.done - durable_bytes >= checkpoint_bytes {
                 writer.checkpoint(&origin)?;
-                (safe, kept) = (self.progress.done, writer.complete());
+                (durable_bytes, durable) = (self.progress.done, writer.complete());
             }
             let copied = self.copy(tensors[index], &mut writer);
-            if copied.is_err() && writer.complete() > kept {
-                // The error that ended the conversion says more than one of keeping what is done.
+            if copied.is_err() && writer.complete() > durable {
+                // If this fails too, the first error is the one to report.
                 let _ = writer.checkpoint(&origin);
             }
             copied?;
@@ -130,7 +127,7 @@ impl Copier<'_, '_> {
         Ok(std::fs::metadata(to).map_or(0, |metadata| metadata.len()))
     }
 
-    /// Writes shards and, when all are there, their index; the bytes of all.
+    /// Writes shards and then their index, and returns their total length.
     fn write_shards(
         &mut self,
         tensors: &[Tensor<'_>],
@@ -141,27 +138,17 @@ impl Copier<'_, '_> {
     ) -> Result<u64, Error> {
         let claim = Claim::new(index, &options.faults, &mut || (self.watch)(self.progress))?;
         if index.symlink_metadata().is_ok() {
-            let reason =
-                "an index is there, whose shards would be written over before it: remove it first";
+            let reason = "the index exists already, and its shards would be overwritten; remove \
+                          it first";
             let source = std::io::Error::new(std::io::ErrorKind::AlreadyExists, reason);
-            return Err(Error::Write { path: index.into(), source });
+            return Err(Error::write(index, source));
         }
-        let mut shards: Vec<Vec<Tensor<'_>>> = vec![vec![]];
-        let mut room = options.max_shard_bytes;
-        for &tensor in tensors {
-            let len = tensor.range().len;
-            if len > room && shards.last().is_some_and(|shard| !shard.is_empty()) {
-                shards.push(vec![]);
-                room = options.max_shard_bytes;
-            }
-            room = room.saturating_sub(len);
-            shards.last_mut().expect("there is one at first").push(tensor);
-        }
+        let shards = into_shards(tensors, options.max_shard_bytes);
         let count = shards.len();
         let name = |number: usize| format!("{stem}-{:05}-of-{count:05}.safetensors", number + 1);
-        // Another shard may still be made of what the first one would be put in the place of.
+        // A shard must not replace a file that a later shard is copied from.
         (0..count)
-            .try_for_each(|number| self.refuse_source_at(&index.with_file_name(name(number))))?;
+            .try_for_each(|number| self.check_not_source(&index.with_file_name(name(number))))?;
         let mut names = BTreeMap::new();
         let mut bytes = 0;
         for (number, shard) in shards.iter().enumerate() {
@@ -175,7 +162,7 @@ impl Copier<'_, '_> {
             names.extend(shard.iter().map(|tensor| (tensor.name().to_string(), name.clone())));
         }
         let json = shard_index(self.progress.total, &names)?;
-        let mut file = claim.begin(json.len() as u64)?;
+        let mut file = claim.create(json.len() as u64)?;
         file.write(&json)?;
         file.commit()?;
         Ok(bytes + json.len() as u64)
@@ -187,7 +174,7 @@ impl Copier<'_, '_> {
             let bytes = &mut self.buffer[..PIECE_BYTES.min(len - begin) as usize];
             self.reader.read_checked(self.checkpoint, tensor, begin, bytes)?;
             let progress = self.progress;
-            writer.write_watched(bytes, &mut || (self.watch)(progress))?;
+            writer.write_interruptible(bytes, &mut || (self.watch)(progress))?;
             self.progress.done += bytes.len() as u64;
             if (self.watch)(self.progress) {
                 return Err(Error::Interrupted);
@@ -196,57 +183,54 @@ impl Copier<'_, '_> {
         Ok(())
     }
 
-    /// The unfinished file must not be made in place of what is read.
-    fn refuse_source(&self, to: &Path) -> Result<(), Error> {
-        partial_of(to).map_or(Ok(()), |partial| self.refuse_source_at(&partial))
-    }
-
-    /// An error where what is read lies at `path`.
-    fn refuse_source_at(&self, path: &Path) -> Result<(), Error> {
-        let Ok(place) = path.canonicalize() else { return Ok(()) };
-        let read = |path: &Path| path.canonicalize().is_ok_and(|path| path == place);
-        if self.checkpoint.sources().iter().any(|source| read(source.path())) {
-            let source = std::io::Error::other("the very file that is read would be written over");
-            return Err(Error::Write { path: path.into(), source });
+    /// Returns an error if `path` is a file of the source.
+    fn check_not_source(&self, path: &Path) -> Result<(), Error> {
+        let Ok(real_path) = path.canonicalize() else { return Ok(()) };
+        let is_same = |path: &Path| path.canonicalize().is_ok_and(|path| path == real_path);
+        if self.checkpoint.sources().iter().any(|source| is_same(source.path())) {
+            let reason = "it is also the source of the conversion; choose another name";
+            return Err(Error::write(path, std::io::Error::other(reason)));
         }
         Ok(())
     }
 }
 
-/// What the bytes of a checkpoint are, as far as can be told without reading them, and what they
-/// become here.
+/// Divides tensors into shards of at most `max_bytes`, in order. A larger tensor gets a shard of
+/// its own.
+fn into_shards<'a>(tensors: &[Tensor<'a>], max_bytes: u64) -> Vec<Vec<Tensor<'a>>> {
+    let mut shards: Vec<Vec<Tensor<'a>>> = vec![vec![]];
+    let mut space = max_bytes;
+    for &tensor in tensors {
+        let len = tensor.range().len;
+        if len > space && shards.last().is_some_and(|shard| !shard.is_empty()) {
+            shards.push(vec![]);
+            space = max_bytes;
+        }
+        space = space.saturating_sub(len);
+        shards.last_mut().expect("there is at least one shard").push(tensor);
+    }
+    shards
+}
+
+/// Identifies the content of a checkpoint and the version of this library, so that a conversion of
+/// other bytes is not resumed. Reads no data.
 fn origin(checkpoint: &Checkpoint) -> String {
     let state = |source: &Arc<Source>| {
-        (source.path().to_path_buf(), source.fingerprint().clone(), changed(source))
+        (source.path().to_path_buf(), source.fingerprint().clone(), change_time(source))
     };
     let files: Vec<_> = checkpoint.sources().iter().map(state).collect();
     format!("{} {:?} {files:?}", env!("CARGO_PKG_VERSION"), checkpoint.fingerprint())
 }
 
-/// When the system last noted a change of a file, in whatever: a time that cannot be set.
+/// Returns the time of the last change of a file or its attributes, which programs cannot set.
 #[cfg(unix)]
-fn changed(source: &Source) -> Option<(i64, i64)> {
+fn change_time(source: &Source) -> Option<(i64, i64)> {
     use std::os::unix::fs::MetadataExt;
     let metadata = std::fs::metadata(source.path()).ok()?;
     Some((metadata.ctime(), metadata.ctime_nsec()))
 }
 
 #[cfg(not(unix))]
-fn changed(_: &Source) -> Option<(i64, i64)> {
+fn change_time(_: &Source) -> Option<(i64, i64)> {
     None
-}
-
-/// The metadata of all files as one. Keys on which they disagree get the name of their file.
-pub(crate) fn merged_metadata(checkpoint: &Checkpoint) -> BTreeMap<String, String> {
-    let files = checkpoint.catalog().files();
-    let mut merged = BTreeMap::new();
-    for file in files {
-        for (key, value) in &file.metadata {
-            let agreed = files.iter().all(|f| f.metadata.get(key).is_none_or(|v| v == value));
-            let name = Path::new(&file.name).file_name().unwrap_or_default().to_string_lossy();
-            let key = if agreed { key.clone() } else { format!("{key}@{name}") };
-            merged.insert(key, value.clone());
-        }
-    }
-    merged
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! In what two checkpoints differ.
+//! Comparison of checkpoints.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -7,42 +7,45 @@ use std::path::Path;
 
 use ts_format::{CHUNK_LEN, Tensor, TensorMeta};
 
-use crate::convert::merged_metadata;
-use crate::pieces::over_pieces;
-use crate::read::{Reader, Readers};
-use crate::{Checkpoint, Error, Watch};
+use crate::metadata::merged_metadata;
+use crate::pieces::for_each_piece;
+use crate::progress::Watch;
+use crate::read::{Reader, ReaderPool};
+use crate::{Checkpoint, Error};
 
-/// In what two checkpoints differ, by name.
+/// The differences between two checkpoints, by name.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct Difference {
-    /// Metadata: what the first says, and the second.
+    /// Metadata that differ: the value in the first checkpoint and in the second.
     pub metadata: BTreeMap<String, (Option<String>, Option<String>)>,
-    /// Tensors.
+    /// Tensors that differ.
     pub tensors: BTreeMap<String, TensorDifference>,
-    /// How many tensors are the same, bit for bit.
+    /// Number of tensors that are identical, bit for bit.
     pub same: usize,
 }
 
-/// In what two tensors differ.
+/// How two tensors of the same name differ.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum TensorDifference {
-    /// Only the first checkpoint has it.
+    /// Only the first checkpoint has this tensor.
     OnlyFirst,
-    /// Only the second has it.
+    /// Only the second checkpoint has this tensor.
     OnlySecond,
-    /// They are of other types or shapes.
+    /// The dtypes or shapes differ.
     Meta(TensorMeta, TensorMeta),
-    /// They have other values.
+    /// The values differ.
     Values {
-        /// Elements that differ; of types that take less than a byte, bytes.
+        /// Number of elements that differ. For dtypes smaller than a byte, number of bytes.
         differing: u64,
-        /// Of so many.
+        /// Number of elements (or bytes) in total.
         total: u64,
     },
 }
 
 impl Difference {
-    /// Whether there is none.
+    /// Returns whether the checkpoints are equal.
     pub fn is_empty(&self) -> bool {
         self.metadata.is_empty() && self.tensors.is_empty()
     }
@@ -63,12 +66,16 @@ impl fmt::Display for TensorDifference {
     }
 }
 
-/// Compares two checkpoints, whatever formats and files they are in, bit for bit, on `jobs`
-/// threads, 0 for as many as there are cores. Tensors that both have fingerprints of are read only
-/// if these differ.
+/// Compares two checkpoints bit for bit. Their formats and numbers of files may differ. Uses `jobs`
+/// threads, or the number of cores if `jobs` is 0. Blocks.
+///
+/// If both checkpoints have the fingerprint of a tensor and they are equal, it is not read.
 ///
 /// # Errors
-/// As [`Checkpoint::open`]; [`Error::Io`], [`Error::Corrupt`], [`Error::Interrupted`].
+/// - The errors of [`Checkpoint::open`].
+/// - [`Error::Io`] if a read fails.
+/// - [`Error::Corrupt`] if a tensor is damaged.
+/// - [`Error::Interrupted`] if `watch` returns true.
 pub fn diff(
     first: &Path,
     second: &Path,
@@ -77,13 +84,13 @@ pub fn diff(
 ) -> Result<Difference, Error> {
     let (first, second) = (Checkpoint::open(first)?, Checkpoint::open(second)?);
     let mut found = Difference { metadata: metadata(&first, &second), ..Difference::default() };
-    let mut unsure: Vec<(Tensor<'_>, Tensor<'_>)> = Vec::new();
+    let mut to_compare: Vec<(Tensor<'_>, Tensor<'_>)> = Vec::new();
     let only_second =
         second.catalog().tensors().filter(|t| first.catalog().tensor(t.name()).is_none());
     let only_second =
         only_second.map(|tensor| (tensor.name().into(), TensorDifference::OnlySecond));
     found.tensors.extend(only_second);
-    for a in first.catalog().tensors_by_place() {
+    for a in first.catalog().tensors_by_offset() {
         let difference = match second.catalog().tensor(a.name()) {
             None => TensorDifference::OnlyFirst,
             Some(b) if a.meta() != b.meta() => TensorDifference::Meta(a.meta(), b.meta()),
@@ -92,46 +99,45 @@ pub fn diff(
                 continue;
             }
             Some(b) => {
-                unsure.push((a, b));
+                to_compare.push((a, b));
                 continue;
             }
         };
         found.tensors.insert(a.name().into(), difference);
     }
-    let lens: Vec<u64> = unsure.iter().map(|(a, _)| a.range().len).collect();
-    let mut differing = vec![0; unsure.len()];
-    let compare = |this: &mut [(Reader, Vec<u8>); 2], index: usize, begin: u64, len: usize| {
-        let (a, b) = unsure[index];
+    let lens: Vec<u64> = to_compare.iter().map(|(a, _)| a.range().len).collect();
+    let mut differing = vec![0; to_compare.len()];
+    let compare = |buffers: &mut [(Reader, Vec<u8>); 2], index: usize, begin: u64, len: usize| {
+        let (a, b) = to_compare[index];
         for ((checkpoint, tensor), (reader, bytes)) in
-            [(&first, a), (&second, b)].into_iter().zip(&mut *this)
+            [(&first, a), (&second, b)].into_iter().zip(&mut *buffers)
         {
             bytes.resize(len, 0);
             reader.read_checked(checkpoint, tensor, begin, bytes)?;
         }
-        let [(_, a), (_, b)] = this;
-        let size = element_bytes(unsure[index].0);
+        let [(_, a), (_, b)] = buffers;
+        let size = element_bytes(to_compare[index].0);
         let pairs = a.chunks(size).zip(b.chunks(size));
         Ok(if a == b { 0 } else { pairs.filter(|(a, b)| a != b).count() as u64 })
     };
-    let begin = |readers: &Readers| [(); 2].map(|()| (readers.reader(), Vec::new()));
-    over_pieces(&lens, CHUNK_LEN, jobs, watch, begin, compare, |index, _, count: u64| {
+    let init = |readers: &ReaderPool| [(); 2].map(|()| (readers.reader(), Vec::new()));
+    for_each_piece(&lens, CHUNK_LEN, jobs, watch, init, compare, |index, _, count: u64| {
         differing[index] += count;
     })?;
-    for ((tensor, _), differing) in unsure.iter().zip(differing) {
+    for ((tensor, _), differing) in to_compare.iter().zip(differing) {
         let total = tensor.range().len / element_bytes(*tensor) as u64;
-        match differing {
-            0 => found.same += 1,
-            _ => drop(
-                found
-                    .tensors
-                    .insert(tensor.name().into(), TensorDifference::Values { differing, total }),
-            ),
+        if differing == 0 {
+            found.same += 1;
+        } else {
+            let difference = TensorDifference::Values { differing, total };
+            found.tensors.insert(tensor.name().into(), difference);
         }
     }
     Ok(found)
 }
 
-/// Bytes of what is counted. Chunks have a whole number of them.
+/// Returns the size of an element in bytes, or 1 for dtypes smaller than a byte. Divides
+/// [`CHUNK_LEN`].
 fn element_bytes(tensor: Tensor<'_>) -> usize {
     (tensor.dtype().bits() as usize / 8).max(1)
 }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors' bytes on their way into a file, compressed on as many threads as there may be.
+//! Compression of chunks on several threads.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use ts_format::{CHUNK_LEN, Codec, Dtype, Encoded, Encoder};
 
-/// Chunks that are encoded at a time, and by which a writer decides whether a tensor is worth it.
+/// Maximum number of chunks in a call of [`Encoders::encode`]. A writer decides with the first
+/// batch of a tensor whether to compress it.
 pub(crate) const BATCH: usize = 16;
 
 /// Encoders of one codec, one for each thread.
@@ -16,12 +17,14 @@ pub(crate) struct Encoders {
     encoders: Vec<Encoder>,
 }
 
-/// A chunk that was encoded, and its bytes.
-pub(crate) type Ready = (Encoded, Vec<u8>);
+/// An encoded chunk and its bytes.
+pub(crate) type EncodedChunk = (Encoded, Vec<u8>);
 
 impl Encoders {
+    /// Creates up to `jobs` encoders.
+    ///
     /// # Errors
-    /// The levels that the codec has.
+    /// Returns an error message if the codec does not have this level.
     pub(crate) fn new(codec: Codec, level: Option<i32>, jobs: usize) -> Result<Self, String> {
         let encoders = (0..jobs.clamp(1, BATCH)).map(|_| Encoder::new(codec, level));
         Ok(Self { codec, encoders: encoders.collect::<Result<_, _>>()? })
@@ -31,28 +34,30 @@ impl Encoders {
         self.codec
     }
 
-    /// Encodes up to [`BATCH`] chunks, in order. `interrupt` is asked before each chunk that this
-    /// thread encodes; when it returns true, no other chunk is begun and the answer is `None`.
+    /// Encodes up to [`BATCH`] chunks, in order. Calls `interrupt` before each chunk that the
+    /// calling thread encodes. If it returns true, no further chunk is begun, and the result is
+    /// `None`.
     pub(crate) fn encode(
         &mut self,
         dtype: Dtype,
         raw: &[u8],
         interrupt: &mut dyn FnMut() -> bool,
-    ) -> Option<Vec<Ready>> {
+    ) -> Option<Vec<EncodedChunk>> {
         let chunks: Vec<&[u8]> = raw.chunks(CHUNK_LEN as usize).collect();
-        let ready: Vec<Mutex<Option<Ready>>> = chunks.iter().map(|_| Mutex::default()).collect();
+        let results: Vec<Mutex<Option<EncodedChunk>>> =
+            chunks.iter().map(|_| Mutex::default()).collect();
         let next = AtomicUsize::new(0);
         let work = |encoder: &mut Encoder, interrupted: &mut dyn FnMut() -> bool| {
             loop {
                 if interrupted() {
-                    // Nothing is left to take, for any thread.
+                    // Stops all threads.
                     next.store(chunks.len(), Ordering::Relaxed);
                 }
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 let Some(chunk) = chunks.get(index) else { return };
                 let mut out = Vec::new();
                 let encoded = encoder.encode(dtype, chunk, &mut out);
-                *ready[index].lock() = Some((encoded, out));
+                *results[index].lock() = Some((encoded, out));
             }
         };
         let (first, others) = self.encoders.split_first_mut().expect("there is at least one");
@@ -62,8 +67,8 @@ impl Encoders {
             }
             work(first, interrupt);
         });
-        // A chunk that nobody has encoded is one that an interrupt left.
-        ready.into_iter().map(Mutex::into_inner).collect()
+        // Only an interrupt leaves chunks without a result.
+        results.into_iter().map(Mutex::into_inner).collect()
     }
 }
 
@@ -76,14 +81,14 @@ mod tests {
         let raw = vec![7; 5 * CHUNK_LEN as usize];
         for jobs in [1, 3] {
             let mut encoders = Encoders::new(Codec::Zstd, Some(1), jobs).expect("a level of zstd");
-            let mut asked = 0;
+            let mut calls = 0;
             let done = encoders.encode(Dtype::U8, &raw, &mut || {
-                asked += 1;
+                calls += 1;
                 true
             });
-            assert!(done.is_none() && asked == 1, "{jobs} jobs: asked {asked} times");
+            assert!(done.is_none() && calls == 1, "{jobs} jobs: {calls} calls");
             let done = encoders.encode(Dtype::U8, &raw, &mut || false);
-            assert_eq!(done.map(|ready| ready.len()), Some(5), "{jobs} jobs");
+            assert_eq!(done.map(|chunks| chunks.len()), Some(5), "{jobs} jobs");
         }
     }
 }

@@ -1,38 +1,42 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-use std::path::PathBuf;
+//! The errors of this crate.
 
-/// Whatever a part of TensorStream reports, as it reported it.
+use std::path::{Path, PathBuf};
+
+use crate::damage::Damage;
+
+/// An error of this crate or of a crate below it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A checkpoint is wrong.
+    /// A checkpoint is malformed, or a request does not fit it.
     #[error(transparent)]
     Format(#[from] ts_format::Error),
-    /// Bytes did not arrive.
+    /// A read or write failed.
     #[error(transparent)]
     Io(#[from] ts_io::Error),
-    /// Units could not be held or brought in.
+    /// An engine could not be created, or could not load a unit.
     #[error(transparent)]
     Engine(#[from] ts_orchestrator::Error),
-    /// Another machine, or the way to it, failed.
+    /// A connection or its peer failed.
     #[cfg(feature = "remote")]
     #[error(transparent)]
     Remote(#[from] ts_remote::Error),
-    /// A file could not be written. What had its name before still has it.
+    /// A file could not be written. The previous content of the path is unchanged.
     #[error("{}: cannot write: {source}", path.display())]
     Write {
         /// The file.
         path: PathBuf,
-        /// The system's error.
+        /// The cause.
         source: std::io::Error,
     },
-    /// A file's suffix names no format that is written.
-    #[error("{}: the suffix names no format: it must be .ts or .safetensors", path.display())]
+    /// The suffix of a path is not that of a format that can be written.
+    #[error("{}: unknown file suffix (expected .ts or .safetensors)", path.display())]
     UnknownSuffix {
         /// The file.
         path: PathBuf,
     },
-    /// A file cannot be compressed as was asked.
+    /// The requested compression is not possible.
     #[error("{}: {reason}", path.display())]
     Compression {
         /// The file.
@@ -40,16 +44,16 @@ pub enum Error {
         /// Why not.
         reason: String,
     },
-    /// Data are not what was written.
+    /// Bytes of a file do not match their checksum, or cannot be decoded.
     #[error(transparent)]
-    Corrupt(#[from] crate::Damage),
-    /// No budget was given and none could be found out.
-    #[error("the available memory cannot be detected here: give a budget")]
+    Corrupt(#[from] Damage),
+    /// No budget was specified, and the available memory is unknown.
+    #[error("cannot detect the available memory on this system; specify a budget")]
     NoBudget,
-    /// The caller wanted no more of it.
+    /// The caller interrupted the operation.
     #[error("interrupted")]
     Interrupted,
-    /// A file is of a format that is not read.
+    /// A file has a format that is not supported.
     #[error(
         "{}: cannot open the checkpoint: it is {found}, expected safetensors or .ts; {remedy}",
         path.display()
@@ -57,22 +61,33 @@ pub enum Error {
     ForeignFormat {
         /// The file.
         path: PathBuf,
-        /// What it is.
+        /// The format of the file.
         found: &'static str,
-        /// What to do.
+        /// How to convert it.
         remedy: &'static str,
     },
-    /// A directory has no checkpoint in it.
+    /// A directory contains no checkpoint.
     #[error(
-        "{}: no checkpoint: neither model.safetensors nor model.safetensors.index.json nor \
-         model.ts, and {found} other .safetensors or .ts files where one would have been taken",
+        "{}: no checkpoint found: expected model.safetensors, model.safetensors.index.json, \
+         model.ts, or exactly one other .safetensors or .ts file (found {found})",
         path.display()
     )]
     NoCheckpoint {
         /// The directory.
         path: PathBuf,
-        /// How many .safetensors and .ts files of other names it has; exactly one would have been
-        /// taken.
+        /// Number of .safetensors and .ts files with other names.
         found: usize,
     },
+}
+
+impl Error {
+    /// Returns the error for a file or directory that cannot be opened.
+    pub(crate) fn open(path: &Path, source: std::io::Error) -> Self {
+        Error::Io(ts_io::Error::Open { path: path.into(), source: source.into() })
+    }
+
+    /// Returns the error for a file that cannot be written.
+    pub(crate) fn write(path: &Path, source: std::io::Error) -> Self {
+        Error::Write { path: path.into(), source }
+    }
 }

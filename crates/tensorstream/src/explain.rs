@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What streaming a checkpoint would do, before anything is loaded.
+//! Plans for streaming a checkpoint.
 
 use std::fmt;
 
@@ -7,35 +7,35 @@ use ts_orchestrator::{Engine, EngineConfig, Plan, Unit, UnitStats};
 
 use crate::{Checkpoint, Error};
 
-/// A plan, and what it is about. Printing it gives a table.
+/// A plan for streaming a checkpoint. Its `Display` is a table.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Explanation {
-    /// All memory for weights, in bytes.
+    /// Memory for weights, in bytes.
     pub budget_bytes: usize,
-    /// How it would be used.
+    /// How the budget is used.
     pub plan: Plan,
-    /// Name, size and residency of each unit; nothing has happened to them yet.
+    /// Name, size and residency of each unit. The counters are 0.
     pub units: Vec<UnitStats>,
 }
 
 impl Checkpoint {
-    /// Plans the streaming of this checkpoint by its tensors' names. Reads nothing.
+    /// Plans how to stream this checkpoint, with the units of
+    /// [`units_by_module`](Self::units_by_module). Reads nothing.
     ///
     /// # Errors
-    /// [`Error::Engine`] when the budget can never work: the message names the smallest that would
-    /// do.
+    /// Returns [`Error::Engine`] if the budget is too small. The error contains the smallest budget
+    /// that works.
     pub fn explain(&self, config: &EngineConfig) -> Result<Explanation, Error> {
         let (plan, units) = Engine::preview(self.units_by_module(), self.sources(), config)?;
         Ok(Explanation { budget_bytes: config.budget_bytes, plan, units })
     }
-}
 
-impl Checkpoint {
-    /// The smallest budget under which units of this checkpoint can run, whatever the
-    /// configuration's, and the one under which none is streamed, in bytes. Reads nothing.
+    /// Returns the smallest budget that works for these units, and the smallest budget with which
+    /// no unit is streamed, in bytes. Ignores the budget in `config`. Reads nothing.
     ///
     /// # Errors
-    /// As [`Engine::preview`], but for budgets.
+    /// Returns the errors of [`Engine::preview`], except for budgets.
     pub fn requirement(
         &self,
         units: Vec<Unit>,
@@ -44,7 +44,7 @@ impl Checkpoint {
         config.budget_bytes = 0;
         let smallest = match Engine::preview(units.clone(), self.sources(), &config) {
             Err(ts_orchestrator::Error::NeverFits(refusal)) => refusal.smallest_budget_bytes,
-            // Units without bytes need none.
+            // Empty units need no memory.
             other => other.map(|_| 0)?,
         };
         config.budget_bytes = usize::MAX >> 1;

@@ -1,30 +1,71 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors where the memory is not: the whole workspace under one name.
+//! Runs models whose weights do not fit in memory: opens, converts, verifies, loads, streams and
+//! serves checkpoints.
 //!
-//! [`Checkpoint`] joins what the parts keep apart: it opens a directory or file of safetensors, and
-//! makes units and an engine of it.
+//! This crate is the facade of the workspace. [`Checkpoint`] combines its parts: it opens
+//! safetensors and `.ts` files, groups their tensors into units, and creates the engine that
+//! streams them. The parts are re-exported as [`format`](mod@format), [`io`], [`pool`], [`streams`]
+//! and [`orchestrator`], and with the feature `remote` as `remote` and `exec`.
 //!
-//! ```no_run
-//! use tensorstream::Checkpoint;
-//! use tensorstream::orchestrator::{EngineConfig, UnitId, never_interrupt};
+//! It does not run models, does not unpickle, and does not change the values of tensors.
 //!
-//! let checkpoint = Checkpoint::open("path/to/checkpoint")?;
+//! # Example
+//! ```
+//! use tensorstream::format::{Compression, Dtype, TensorMeta};
+//! use tensorstream::orchestrator::{EngineConfig, UnitId};
+//! use tensorstream::{Checkpoint, FileWriter, LoadOptions, NewTensor, WriteOptions, convert};
+//!
+//! # let directory = tempfile::tempdir()?;
+//! # let (source, target) =
+//! #     (directory.path().join("model.safetensors"), directory.path().join("model.ts"));
+//! // Writes a safetensors file with one tensor.
+//! let meta = TensorMeta { dtype: Dtype::F32, shape: vec![2, 3] };
+//! let tensors = vec![NewTensor { name: "layer.weight".into(), meta, phase: None }];
+//! let metadata = Default::default();
+//! let options = WriteOptions::default();
+//! let mut writer = FileWriter::create(&source, tensors, metadata, options, &mut || false)?;
+//! writer.write(&[0; 24])?;
+//! writer.commit()?;
+//!
+//! // Converts it to a compressed `.ts` file, which has checksums.
+//! let options = WriteOptions::default().with_compression(Compression::Auto);
+//! convert(&source, &target, options, &mut |_| false)?;
+//!
+//! // Loads all tensors.
+//! let checkpoint = Checkpoint::open(&target)?;
+//! let tensors = checkpoint.load(LoadOptions::default(), &mut |_| false)?;
+//! assert_eq!((tensors[0].name.as_str(), &tensors[0].bytes[..]), ("layer.weight", &[0; 24][..]));
+//!
+//! // Streams them instead, within a budget of 1 MiB.
 //! let units = checkpoint.units_by_module();
-//! let engine = checkpoint.engine(units, EngineConfig::with_budget(600 << 20))?;
-//! let pass = engine.begin_pass(never_interrupt())?;
+//! let engine = checkpoint.engine(units, EngineConfig::with_budget(1 << 20))?;
+//! let pass = engine.begin_pass();
 //! for unit in 0..engine.unit_count() as u32 {
-//!     let lease = engine.acquire(Some(pass), UnitId(unit), never_interrupt())?;
-//!     let _bytes = lease.tensor(0); // compute with it
+//!     let lease = engine.acquire(Some(pass), UnitId(unit))?;
+//!     assert_eq!(lease.tensor(0).len(), 24); // compute with it here
 //! }
 //! engine.end_pass(pass);
-//! # Ok::<(), tensorstream::Error>(())
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! # Invariants
+//! - Files appear complete or not at all. Data are written to `NAME.partial`, which is renamed when
+//!   everything is on disk.
+//! - An append is visible only after [`FileWriter::commit`]. After a power failure, a file has its
+//!   old content or the new.
+//! - The result of a conversion does not depend on where it was interrupted and resumed.
+//! - Bytes of compressed tensors are returned only if their checksums match.
+//! - An operation with a `watch` or `interrupt` callback calls it at least every 16 MiB of work and
+//!   every 20 ms of waiting, and returns [`Error::Interrupted`] if it returns true.
+//!
 //! # Features
-//! `cli`, on by default: the program `tensorstream` and [`Bar`]. `object`: checkpoints on object
-//! storage and web servers. `remote`: tensors over a network, checkpoints on other machines, and
-//! their server; `tokio`: the same where it is awaited. `cuda`: GPUs of NVIDIA, by a driver that is
-//! loaded when there is one.
+//! | feature | adds |
+//! |---|---|
+//! | `cli` (default) | the program `tensorstream`, [`cli`] and [`Bar`] |
+//! | `object` | checkpoints on object storage and web servers |
+//! | `remote` | tensors over a network; checkpoints on other machines, and their server |
+//! | `tokio` | `remote` with asynchronous connections |
+//! | `cuda` | NVIDIA GPUs, through a driver that is loaded if it is installed |
 #![forbid(unsafe_code)]
 
 mod atomic;
@@ -35,6 +76,7 @@ mod checkpoint;
 pub mod cli;
 mod compact;
 mod convert;
+mod damage;
 mod diff;
 mod encode;
 mod error;
@@ -42,9 +84,11 @@ mod explain;
 mod foreign;
 mod load;
 mod memory;
+mod metadata;
 #[cfg(feature = "remote")]
 mod net;
 mod pieces;
+mod progress;
 mod read;
 mod size;
 mod verify;
@@ -54,14 +98,15 @@ mod write;
 pub use bar::Bar;
 pub use checkpoint::Checkpoint;
 pub use compact::{Compacted, compact};
-pub use convert::{Converted, Progress, Watch, convert};
+pub use convert::{Converted, convert};
+pub use damage::Damage;
 pub use diff::{Difference, TensorDifference, diff};
 pub use error::Error;
 pub use explain::Explanation;
 pub use load::{LoadOptions, Loaded};
 pub use memory::available_bytes;
-pub use read::Damage;
-pub use size::{BadSize, parse_bytes};
+pub use progress::{Progress, Watch};
+pub use size::{ParseSizeError, parse_bytes};
 pub use verify::{Verified, verify};
 pub use write::{FileWriter, Format, NewTensor, WriteOptions};
 pub use {
@@ -74,7 +119,7 @@ pub use net::{FetchOptions, Fetched, ServeOptions, fetch, serve_weights};
 #[cfg(feature = "remote")]
 pub use {ts_exec as exec, ts_remote as remote};
 
-/// The examples of pages of the documentation, compiled and run.
+/// Compiles and runs the examples in the documentation.
 #[cfg(all(doctest, feature = "remote"))]
 mod migrating {
     #[doc = include_str!("../../../docs/migrating/torsh.md")]

@@ -1,32 +1,41 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whole checkpoints in memory, as fast as their storage and the cores give them.
+//! Loading of whole checkpoints.
 
 use parking_lot::Mutex;
 use ts_format::{ByteRange, CHUNK_LEN, Tensor, TensorMeta};
 use ts_orchestrator::{Engine, EngineConfig, Phase, TensorBytes, Unit, UnitId, UnitTensor, Verify};
 
-use crate::convert::Progress;
-use crate::pieces::{over_pieces, threads};
-use crate::read::{Damage, Reader, Readers};
-use crate::{Checkpoint, Error, Watch};
+use crate::damage::Damage;
+use crate::pieces::{for_each_piece, thread_count};
+use crate::progress::{Progress, Watch};
+use crate::read::{Reader, ReaderPool};
+use crate::{Checkpoint, Error};
 
-/// Tensors are read together until there are so many bytes of them.
+/// Maximum size of a group of tensors that are read together, in bytes.
 const GROUP_BYTES: u64 = 16 << 20;
-/// What is read at a time into memory that is there: whole chunks, so that their checksums can be
-/// compared.
+/// How many bytes [`Checkpoint::load_into`] reads at a time: a multiple of [`CHUNK_LEN`], so that
+/// checksums can be compared.
 const PIECE_BYTES: u64 = 2 * CHUNK_LEN;
-/// More memory than there can be, and few enough bytes to be added up.
+/// A budget that is never exceeded, and does not overflow when sizes are added to it.
 const UNLIMITED: usize = isize::MAX as usize / 16;
 
-/// How [`Checkpoint::load`] reads.
+/// Options for loading tensors.
+///
+/// ```
+/// let options = tensorstream::LoadOptions::default().with_verify(false).with_budget(1 << 30);
+/// assert_eq!(options.jobs, 0);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LoadOptions {
-    /// Whether bytes are compared with their checksums, where there are some.
+    /// Whether to compare bytes with their checksums, if they have any. True by default.
+    /// Compressed bytes are always compared by [`Checkpoint::load_into`].
     pub verify: bool,
-    /// Threads that compare and decode; 0 for as many as there are cores.
+    /// Number of threads that decode and compare. By default 0, which is the number of cores.
     pub jobs: usize,
-    /// How much memory [`Checkpoint::load_each`] may take for tensors that are not dropped yet, in
-    /// bytes, if so little is possible at all; `None` for as much as there is.
+    /// Memory for tensors that [`Checkpoint::load_each`] has read and that are not dropped, in
+    /// bytes. If it is too small for the largest group of tensors, the smallest budget that works
+    /// is used. Unlimited by default.
     pub budget: Option<usize>,
 }
 
@@ -36,26 +45,53 @@ impl Default for LoadOptions {
     }
 }
 
+impl LoadOptions {
+    /// Sets [`verify`](Self::verify).
+    #[must_use]
+    pub fn with_verify(self, verify: bool) -> Self {
+        Self { verify, ..self }
+    }
+
+    /// Sets [`jobs`](Self::jobs).
+    #[must_use]
+    pub fn with_jobs(self, jobs: usize) -> Self {
+        Self { jobs, ..self }
+    }
+
+    /// Sets [`budget`](Self::budget).
+    #[must_use]
+    pub fn with_budget(self, bytes: usize) -> Self {
+        Self { budget: Some(bytes), ..self }
+    }
+}
+
 /// A tensor in memory.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Loaded {
-    /// Its name.
+    /// Name of the tensor.
     pub name: String,
-    /// Its element type and shape.
+    /// Element type and shape.
     pub meta: TensorMeta,
-    /// Its bytes, at the address modulo 64 that a mapping of the file would give them if that suits
-    /// its elements, else at a multiple of 64. Their memory is free when the last tensor is dropped
-    /// of those that were read with them: 16 MiB, but for larger ones, which are on their own.
+    /// Its bytes. Their address modulo 64 is that of a memory mapping of the file if this is
+    /// aligned for the element type, else 0.
+    ///
+    /// Tensors are read in groups of about 16 MiB; larger tensors are read alone. The memory of a
+    /// group is freed when its last tensor is dropped.
     pub bytes: TensorBytes,
 }
 
 impl Checkpoint {
-    /// Reads all tensors, in the order of their names: by the best backend there is, straight to
-    /// memory on huge pages, and what is compressed by way of a few small buffers. Blocks.
+    /// Reads all tensors, and returns them sorted by name. Blocks.
+    ///
+    /// Reads with the fastest available backend, directly to memory with huge pages. Compressed
+    /// tensors are decoded from small buffers. Ignores [`LoadOptions::budget`].
     ///
     /// # Errors
-    /// [`Error::Io`] when reading fails; [`Error::Corrupt`] when bytes are not those that were
-    /// written; [`Error::Interrupted`]; [`Error::Engine`] when there is no memory or thread for it.
+    /// - [`Error::Io`] if a read fails.
+    /// - [`Error::Corrupt`] if a tensor is damaged.
+    /// - [`Error::Engine`] if memory or threads cannot be allocated.
+    /// - [`Error::Interrupted`] if `watch` returns true.
     pub fn load(&self, options: LoadOptions, watch: &mut Watch<'_>) -> Result<Vec<Loaded>, Error> {
         let mut loaded = Vec::with_capacity(self.catalog().tensors().len());
         let keep = &mut |tensor| {
@@ -67,12 +103,12 @@ impl Checkpoint {
         Ok(loaded)
     }
 
-    /// As [`load`](Self::load), but gives each tensor to `take`, in the order in which they lie in
-    /// the files, as soon as it is there, and reads ahead meanwhile. Whatever `take` keeps counts
-    /// to the budget.
+    /// Like [`load`](Self::load), but passes each tensor to `take` as soon as it is read, sorted by
+    /// offset in the files, and reads ahead meanwhile. Tensors that `take` keeps count towards the
+    /// budget.
     ///
     /// # Errors
-    /// As [`load`](Self::load), and those of `take`, which end it.
+    /// Returns the errors of [`load`](Self::load), and the first error of `take`.
     pub fn load_each(
         &self,
         options: LoadOptions,
@@ -81,8 +117,8 @@ impl Checkpoint {
     ) -> Result<(), Error> {
         let mut config = EngineConfig::with_budget(options.budget.unwrap_or(UNLIMITED));
         config.verify = if options.verify { Verify::EveryRead } else { Verify::Never };
-        config.workers = threads(options.jobs);
-        // Two threads are enough: what they do is bound by memory.
+        config.workers = thread_count(options.jobs);
+        // Two threads are enough, because their work is bound by memory.
         config.populate = if options.budget.is_none() { config.workers.min(2) } else { 0 };
         let groups = self.groups();
         let unit = |(number, tensors): (usize, &Vec<Tensor<'_>>)| Unit {
@@ -101,9 +137,13 @@ impl Checkpoint {
             done: 0,
             total: self.catalog().tensors().map(|tensor| tensor.range().len).sum(),
         };
-        let pass = engine.begin_pass(&mut || watch(progress)).map_err(without_unit)?;
+        let pass =
+            engine.begin_pass_interruptible(&mut || watch(progress)).map_err(without_unit)?;
         for (number, tensors) in groups.iter().enumerate() {
-            let lease = engine.acquire(Some(pass), UnitId(number as u32), &mut || watch(progress));
+            let lease =
+                engine.acquire_interruptible(Some(pass), UnitId(number as u32), &mut || {
+                    watch(progress)
+                });
             let lease = lease.map_err(without_unit)?;
             for (index, tensor) in tensors.iter().enumerate() {
                 take(Loaded {
@@ -113,7 +153,7 @@ impl Checkpoint {
                 })?;
                 progress.done += tensor.range().len;
             }
-            // A wait asks, but there may be none.
+            // A lease calls `watch` only if it waits.
             if watch(progress) {
                 return Err(Error::Interrupted);
             }
@@ -121,13 +161,17 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Fills memory that is there with tensors, each given by its name and of just their length:
-    /// from the page cache what it holds, the rest past it. Takes some 2 MiB of memory for each of
-    /// 16 threads, or as many as there are jobs. Blocks.
+    /// Reads tensors to existing memory. Each target has the name of a tensor, and memory of its
+    /// length. Blocks.
+    ///
+    /// Copies what the page cache contains, and reads the rest past it. Uses about 2 MiB of memory
+    /// for each thread, of which there are at least 16.
     ///
     /// # Errors
-    /// As [`load`](Self::load); [`Error::Format`] when there is no such tensor, or it is of another
-    /// length. What the memory holds after an error is undefined.
+    /// The content of the memory is unspecified after an error.
+    ///
+    /// - The errors of [`load`](Self::load).
+    /// - [`Error::Format`] if a tensor does not exist, or its memory has another length.
     pub fn load_into(
         &self,
         targets: Vec<(&str, &mut [u8])>,
@@ -139,7 +183,7 @@ impl Checkpoint {
             let tensor = self.catalog().require(name)?;
             if tensor.range().len != target.len() as u64 {
                 let reason = format!(
-                    "{tensor:?} is of {} bytes and goes to {}",
+                    "wrong length of memory (expected {} bytes, got {})",
                     tensor.range().len,
                     target.len()
                 );
@@ -147,10 +191,10 @@ impl Checkpoint {
             }
             wanted.push((tensor, target));
         }
-        wanted.sort_by_key(|(tensor, _)| (tensor.range().file, tensor.stored_at()));
+        wanted.sort_by_key(|(tensor, _)| (tensor.range().file, tensor.stored_offset()));
         let (tensors, targets): (Vec<_>, Vec<_>) = wanted.into_iter().unzip();
         let lens: Vec<u64> = targets.iter().map(|target| target.len() as u64).collect();
-        // Each piece is taken by one thread.
+        // Each mutex is locked once, by the thread that reads the piece.
         let pieces = targets
             .into_iter()
             .map(|target| target.chunks_mut(PIECE_BYTES as usize).map(Mutex::new));
@@ -168,27 +212,28 @@ impl Checkpoint {
                 ),
             }
         };
-        over_pieces(&lens, PIECE_BYTES, options.jobs, watch, Readers::reader, fill, |_, _, ()| ())
+        let init = ReaderPool::reader;
+        for_each_piece(&lens, PIECE_BYTES, options.jobs, watch, init, fill, |_, _, ()| ())
     }
 
-    /// Tensors that lie beside each other.
+    /// Groups neighbouring tensors. A group has at most [`GROUP_BYTES`], or one larger tensor.
     fn groups(&self) -> Vec<Vec<Tensor<'_>>> {
         let mut groups: Vec<Vec<Tensor<'_>>> = Vec::new();
         let mut bytes = u64::MAX;
-        for tensor in self.catalog().tensors_by_place() {
+        for tensor in self.catalog().tensors_by_offset() {
             let len = tensor.range().len;
             if bytes.saturating_add(len) > GROUP_BYTES {
                 groups.push(Vec::new());
                 bytes = 0;
             }
-            groups.last_mut().expect("the first one opens one").push(tensor);
+            groups.last_mut().expect("the first tensor starts a group").push(tensor);
             bytes += len;
         }
         groups
     }
 }
 
-/// What went wrong with a tensor, without the group that it was read in.
+/// Converts an error of the engine. Its unit is a group, which means nothing to the caller.
 fn without_unit(error: ts_orchestrator::Error) -> Error {
     use ts_orchestrator::Error as Engine;
     match error {

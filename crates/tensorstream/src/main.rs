@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The program `tensorstream`; [`tensorstream::cli`] is what it does.
+//! The program `tensorstream`. It runs [`tensorstream::cli`].
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let signals = Signals::catch();
     let status = tensorstream::cli::run(std::env::args_os(), &mut || signals.received().is_some());
-    // By convention a process that a signal ended exits with 128 plus the signal's number.
+    // By convention, a process that was ended by a signal exits with 128 plus its number.
     match signals.received() {
         Some(signal) if status == 130 => ExitCode::from(128 + signal),
         _ => ExitCode::from(status),
     }
 }
 
-/// SIGINT and SIGTERM end the command in good order; a second one ends the process at once.
+/// Handlers of SIGINT and SIGTERM. The first signal interrupts the command; a second one ends the
+/// process immediately.
 struct Signals {
     #[cfg(unix)]
     received: std::sync::Arc<std::sync::atomic::AtomicUsize>,
@@ -30,8 +31,8 @@ impl Signals {
 
         let (received, again) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
         for signal in [SIGINT, SIGTERM] {
-            // The order counts: the first signal sets the flag after the check. One that cannot be
-            // caught keeps its usual effect.
+            // The order matters: the first signal sets the flag after the check. If a handler
+            // cannot be registered, the signal keeps its default effect.
             let _ = flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&again))
                 .and_then(|_| flag::register(signal, Arc::clone(&again)))
                 .and_then(|_| flag::register_usize(signal, Arc::clone(&received), signal as usize));
@@ -39,14 +40,14 @@ impl Signals {
         Self { received }
     }
 
-    /// The number of the signal that came last.
+    /// Returns the number of the last signal.
     fn received(&self) -> Option<u8> {
         let signal = self.received.load(std::sync::atomic::Ordering::Relaxed);
         (signal > 0).then_some(signal as u8)
     }
 }
 
-/// On other systems Ctrl-C ends the process.
+/// On other systems, Ctrl-C ends the process.
 #[cfg(not(unix))]
 impl Signals {
     fn catch() -> Self {

@@ -1,21 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How much memory is available to this process.
+//! The memory that is available to this process.
 
 use std::fs;
 use std::path::Path;
 
-/// Memory that this process could still take without swapping and without giving up pages that it
-/// uses, in bytes: what the system calls available, or what its memory cgroup or any above that
-/// leaves, if that is less. `None` where none of them can be read.
+/// Returns the memory that this process can still allocate without swapping, in bytes: the available
+/// memory of the system, or what the limit of a memory cgroup of the process leaves, if that is
+/// less. `None` if it cannot be detected, as on systems other than Linux.
 ///
-/// Page cache counts as available, but not the pages of it that programs have mapped: those are
-/// code and data in use, and a process whose code is read from disk again and again makes no
-/// progress.
+/// The page cache of a cgroup counts as available, except for mapped pages. These contain code and
+/// data in use; if they were evicted, programs would read them from disk again and again.
+///
+/// ```
+/// if let Some(bytes) = tensorstream::available_bytes() {
+///     println!("{} MiB available", bytes >> 20);
+/// }
+/// ```
 pub fn available_bytes() -> Option<u64> {
     let system = meminfo_available(&fs::read_to_string("/proc/meminfo").ok()?);
     let cgroups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let group =
-        cgroups.lines().filter_map(|line| hierarchy_left(line, Path::new("/sys/fs/cgroup"))).min();
+    let group = cgroups
+        .lines()
+        .filter_map(|line| hierarchy_available(line, Path::new("/sys/fs/cgroup")))
+        .min();
     [system, group].into_iter().flatten().min()
 }
 
@@ -24,13 +31,15 @@ fn meminfo_available(meminfo: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The files of a version of the memory controller: limits, usage, and the lines of the statistics
-/// for cached and mapped pages.
+/// The file names of a version of the cgroup memory controller.
 struct Controller {
+    /// Root directory, below the mount point.
     root: &'static str,
     limits: &'static [&'static str],
     usage: &'static str,
+    /// Lines of `memory.stat` for cached pages,
     cached: [&'static str; 2],
+    /// and for mapped pages.
     mapped: &'static str,
 }
 
@@ -49,9 +58,9 @@ const V2: Controller = Controller {
     mapped: "file_mapped",
 };
 
-/// What the group of one line of /proc/self/cgroup leaves, or the one of its ancestors that leaves
-/// less. The line is `id:controllers:path`, without controllers for version 2.
-fn hierarchy_left(line: &str, mount: &Path) -> Option<u64> {
+/// Returns the least available memory of a cgroup and its ancestors. `line` is a line of
+/// /proc/self/cgroup: `id:controllers:path`, where version 2 has no controllers.
+fn hierarchy_available(line: &str, mount: &Path) -> Option<u64> {
     let mut fields = line.splitn(3, ':').skip(1);
     let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
     let controller = match controllers {
@@ -60,17 +69,17 @@ fn hierarchy_left(line: &str, mount: &Path) -> Option<u64> {
         _ => return None,
     };
     let root = mount.join(controller.root);
-    // In a container the path may be the host's: then the root is the container's own group.
+    // In a container, the path may be that of the host, and the root is the group of the container.
     root.join(path)
         .ancestors()
         .take_while(|group| group.starts_with(&root))
-        .filter_map(|group| controller.left(group))
+        .filter_map(|group| controller.available(group))
         .min()
 }
 
 impl Controller {
-    /// What one group leaves.
-    fn left(&self, group: &Path) -> Option<u64> {
+    /// Returns what the limit of one group leaves.
+    fn available(&self, group: &Path) -> Option<u64> {
         let read = |name: &str| fs::read_to_string(group.join(name)).ok();
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
         let limit = self.limits.iter().filter_map(|name| number(name)).min()?;
@@ -96,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn the_group_that_leaves_least_counts_without_what_can_be_reclaimed() {
+    fn the_tightest_limit_of_all_cgroups_applies() {
         let mount = tempfile::tempdir().unwrap();
         let write = |path: &str, files: &[(&str, &str)]| {
             let group = mount.path().join(path);
@@ -118,17 +127,17 @@ mod tests {
         );
         write("memory/a/b", &[("memory.limit_in_bytes", "2000"), ("memory.usage_in_bytes", "600")]);
         assert_eq!(
-            hierarchy_left("4:memory:/a/b", mount.path()),
+            hierarchy_available("4:memory:/a/b", mount.path()),
             Some(500),
-            "the parent's limit is what binds"
+            "the limit of the parent is lower"
         );
         assert_eq!(
-            hierarchy_left("4:memory:/a", mount.path()),
+            hierarchy_available("4:memory:/a", mount.path()),
             Some(500),
-            "its page cache is free, but for what is mapped"
+            "cached pages are available, except for mapped ones"
         );
-        let anywhere = hierarchy_left("4:cpuset,memory:/the/host/knows", mount.path()).unwrap();
-        assert!(anywhere > 1 << 40);
+        let unknown = hierarchy_available("4:cpuset,memory:/path/of/host", mount.path()).unwrap();
+        assert!(unknown > 1 << 40);
         write(
             "x",
             &[
@@ -138,7 +147,7 @@ mod tests {
                 ("memory.stat", "file_mapped 5\n"),
             ],
         );
-        assert_eq!(hierarchy_left("0::/x", mount.path()), Some(500));
-        assert_eq!(hierarchy_left("3:cpu:/x", mount.path()), None);
+        assert_eq!(hierarchy_available("0::/x", mount.path()), Some(500));
+        assert_eq!(hierarchy_available("3:cpu:/x", mount.path()), None);
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checkpoints over a network: the `ts://` source, the server of weights and the fetcher.
+//! Checkpoints over a network: `ts://` sources, and how to serve and fetch files.
 
 mod fetch;
 mod serve_weights;

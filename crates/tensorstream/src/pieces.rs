@@ -1,44 +1,47 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Work on the bytes of many tensors, on several threads, that can be watched and interrupted.
+//! Processes the bytes of many tensors on several threads, with progress and interruption.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-use crate::convert::Progress;
-use crate::read::Readers;
-use crate::{Error, Watch};
 use parking_lot::Mutex;
 
-/// How often a wait looks around.
+use crate::Error;
+use crate::progress::{Progress, Watch};
+use crate::read::ReaderPool;
+
+/// How often `watch` is called while waiting for results.
 const POLL: Duration = Duration::from_millis(20);
 
-/// As many threads as keep a device busy while each of them waits for it most of the time.
-const READING: usize = 16;
+/// Minimum number of threads. Each waits for storage most of the time, so that many are needed to
+/// keep it busy.
+const MIN_THREADS: usize = 16;
 
-/// The number of threads that `jobs` asks for: 0 for as many as there are cores.
-pub(crate) fn threads(jobs: usize) -> usize {
+/// Returns the number of threads for a `jobs` option: 0 is the number of cores.
+pub(crate) fn thread_count(jobs: usize) -> usize {
     if jobs > 0 { jobs } else { std::thread::available_parallelism().map_or(1, usize::from) }
 }
 
-/// Has `work` done for each piece of tensors of these lengths, `piece_len` bytes or what is left of
-/// its tensor: it is given a tensor's index, the piece's first byte and its length. On threads
-/// enough to keep storage busy, `jobs` of which decode and compare at a time; each has a state that
-/// `begin` makes with a reader. `take` gets what comes of it, in no order, on the calling thread.
-/// The first error ends it.
-pub(crate) fn over_pieces<S, T: Send>(
+/// Calls `work` for each piece of tensors with these lengths, on several threads, and `take` for
+/// each result, on the calling thread and in any order. Returns the first error.
+///
+/// A piece has `piece_len` bytes, or the rest of its tensor. `work` gets the index of the tensor,
+/// the offset of the piece in it, and the length of the piece. Each thread has a state that `init`
+/// creates, with up to two readers. With readers of the pool, `jobs` threads decode and compare at
+/// a time, and the others wait for storage.
+pub(crate) fn for_each_piece<S, T: Send>(
     lens: &[u64],
     piece_len: u64,
     jobs: usize,
     watch: &mut Watch<'_>,
-    begin: impl Fn(&Readers) -> S + Sync,
+    init: impl Fn(&ReaderPool) -> S + Sync,
     work: impl Fn(&mut S, usize, u64, usize) -> Result<T, Error> + Sync,
     mut take: impl FnMut(usize, u64, T),
 ) -> Result<(), Error> {
-    let jobs = threads(jobs);
-    let count = jobs.max(READING);
-    // Some want two.
-    let readers = Readers::new(2 * count, jobs);
+    let jobs = thread_count(jobs);
+    let threads = jobs.max(MIN_THREADS);
+    let readers = ReaderPool::new(2 * threads, jobs);
     let pieces = lens.iter().enumerate().flat_map(|(index, &len)| {
         let begins = (0..len).step_by(piece_len as usize);
         begins.map(move |begin| (index, begin, piece_len.min(len - begin) as usize))
@@ -46,23 +49,23 @@ pub(crate) fn over_pieces<S, T: Send>(
     let (pieces, stop, (results, inbox)) = (Mutex::new(pieces), AtomicBool::new(false), channel());
     let mut progress = Progress { done: 0, total: lens.iter().sum() };
     std::thread::scope(|scope| {
-        for _ in 0..count {
+        for _ in 0..threads {
             let results = results.clone();
-            let (readers, pieces, stop, begin, work) = (&readers, &pieces, &stop, &begin, &work);
+            let (readers, pieces, stop, init, work) = (&readers, &pieces, &stop, &init, &work);
             scope.spawn(move || {
-                let mut state = begin(readers);
+                let mut state = init(readers);
                 let next = || pieces.lock().next();
                 while let Some((index, begin, len)) =
                     next().filter(|_| !stop.load(Ordering::Relaxed))
                 {
                     let result = work(&mut state, index, begin, len);
-                    // Nobody listens any more once something failed.
+                    // The receiver is gone after an error.
                     let _ = results.send((index, begin, len, result));
                 }
             });
         }
         drop(results);
-        let mut until_done = || loop {
+        let mut collect = || loop {
             match inbox.recv_timeout(POLL) {
                 Ok((index, begin, len, result)) => {
                     take(index, begin, result?);
@@ -75,6 +78,6 @@ pub(crate) fn over_pieces<S, T: Send>(
                 return Err(Error::Interrupted);
             }
         };
-        until_done().inspect_err(|_| stop.store(true, Ordering::Relaxed))
+        collect().inspect_err(|_| stop.store(true, Ordering::Relaxed))
     })
 }

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Bytes of a checkpoint, wherever its files keep them and however: read, compared with their
-//! checksums, decoded.
+//! Reading bytes of checkpoints: across files, with checksums compared and chunks decoded.
 
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
@@ -11,40 +9,48 @@ use ts_format::{ByteRange, CHUNK_LEN, ChunkPart, Digest, FileId, Scratch, Tensor
 use ts_io::DirectReader;
 use ts_pool::{Budget, HostPool};
 
+use crate::damage::{CHECKSUM_MISMATCH, Damage};
 use crate::{Checkpoint, Error};
 
-/// Bytes that are not what was written.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{}: tensor `{tensor}`: {len} bytes at byte {offset} {what}: the file is damaged",
-    path.display()
-)]
-pub struct Damage {
-    /// The file.
-    pub path: PathBuf,
-    /// The tensor.
-    pub tensor: String,
-    /// First byte of the chunk, from the start of the file.
-    pub offset: u64,
-    /// Bytes that the chunk takes there.
-    pub len: u64,
-    /// What is wrong with them.
-    pub what: String,
-}
-
-pub(crate) const WRONG_SUM: &str = "do not have their checksum";
-
 impl Checkpoint {
-    /// Reads a block of a tensor into `buffer`: of each dimension the elements `begin..end`,
-    /// row-major. Only the chunks and bytes that it needs; a whole tensor is compared with its
-    /// checksums, parts of one only where they are compressed. Blocks.
+    /// Reads ranges of tensors into `buffer`, one after the other, and decodes the compressed ones.
+    /// Blocks, and reads through the page cache.
+    ///
+    /// Only compressed bytes are compared with their checksums.
     ///
     /// # Errors
-    /// [`Error::Format`] when there is no such tensor, or not such a block of it; [`Error::Io`],
-    /// [`Error::Corrupt`].
+    /// - [`Error::Io`] if a read fails, or the file has changed since it was opened.
+    /// - [`Error::Corrupt`] if compressed bytes are damaged.
+    /// - [`Error::Format`] if a range of compressed bytes is not within one tensor.
     ///
     /// # Panics
-    /// If `buffer` is not as long as the block.
+    /// Panics if `buffer` does not have the total length of the ranges, or the catalog does not
+    /// contain the file of a range.
+    pub fn read(&self, ranges: &[ByteRange], buffer: &mut [u8]) -> Result<(), Error> {
+        let (mut rest, mut reader) = (buffer, Reader::default());
+        for range in ranges {
+            let (part, after) = rest.split_at_mut(range.len as usize);
+            reader.read(self, *range, part)?;
+            rest = after;
+        }
+        assert!(rest.is_empty(), "the buffer is longer than the ranges");
+        Ok(())
+    }
+
+    /// Reads a block of a tensor into `buffer`, in row-major order. `block` has a range of indices
+    /// for each dimension. Blocks.
+    ///
+    /// Reads only the bytes, and decodes only the chunks, that the block contains. A whole tensor
+    /// is compared with its checksums; of a part, only compressed bytes are.
+    ///
+    /// # Errors
+    /// - [`Error::Format`] if the tensor does not exist, the block is not within its shape, or it
+    ///   is a part of a tensor whose elements are smaller than a byte.
+    /// - [`Error::Io`] if a read fails, or the file has changed since it was opened.
+    /// - [`Error::Corrupt`] if bytes are damaged.
+    ///
+    /// # Panics
+    /// Panics if `buffer` does not have the length of the block.
     pub fn read_block(
         &self,
         name: &str,
@@ -61,18 +67,22 @@ impl Checkpoint {
             || !block.iter().zip(shape).all(within)
             || (bits < 8 && !whole)
         {
-            let reason = format!("{block:?} is no block of {:?} that can be read", tensor);
+            let reason = format!(
+                "cannot read block {block:?} of {} {shape:?}: expected a range within each \
+                 dimension, and all of a tensor with elements smaller than a byte",
+                tensor.dtype()
+            );
             return Err(ts_format::Error::BadAssembly { tensor: name.into(), reason }.into());
         }
         let count: u64 = block.iter().map(|dimension| dimension.end - dimension.start).product();
-        assert_eq!(buffer.len() as u64, count * bits / 8, "the buffer is as long as the block");
+        assert_eq!(buffer.len() as u64, count * bits / 8, "the buffer has the length of the block");
         let mut reader = Reader::default();
         if whole {
             return reader.read_checked(self, tensor, 0, buffer);
         }
         let range = tensor.range();
         let mut rest = buffer;
-        for (begin, len) in runs(shape, block, bits / 8) {
+        for (begin, len) in block_runs(shape, block, bits / 8) {
             let (now, later) = rest.split_at_mut(len as usize);
             reader.read(self, ByteRange { offset: range.offset + begin, len, ..range }, now)?;
             rest = later;
@@ -81,13 +91,13 @@ impl Checkpoint {
     }
 }
 
-/// The runs of bytes that a block of a tensor is made of, in their order: where each begins, and
-/// its length.
-fn runs(shape: &[u64], block: &[Range<u64>], element: u64) -> Vec<(u64, u64)> {
+/// Returns the contiguous runs of bytes that a block of a tensor consists of, in order: the offset
+/// of each in the tensor, and its length. `element` is the size of an element in bytes.
+fn block_runs(shape: &[u64], block: &[Range<u64>], element: u64) -> Vec<(u64, u64)> {
     if block.iter().any(Range::is_empty) {
         return Vec::new();
     }
-    // Dimensions behind the last one that is cut are in one piece.
+    // After the last dimension that is not whole, all bytes are contiguous.
     let cut =
         block.iter().zip(shape).rposition(|(dimension, &n)| *dimension != (0..n)).unwrap_or(0);
     let stride = |dimension: usize| shape[dimension + 1..].iter().product::<u64>() * element;
@@ -104,23 +114,26 @@ fn runs(shape: &[u64], block: &[Range<u64>], element: u64) -> Vec<(u64, u64)> {
     begins.into_iter().map(|begin| (begin, len)).collect()
 }
 
-/// Reads ranges of a checkpoint, each piece into memory that is used again: through the page cache,
-/// or, if [`Readers`] made it, past it. One for each thread.
+/// Reads ranges of a checkpoint, and reuses its buffers. Each thread needs its own.
+///
+/// The default reader reads through the page cache; readers of a [`ReaderPool`] bypass it.
 #[derive(Debug, Default)]
 pub(crate) struct Reader {
     direct: Option<DirectReader>,
-    turns: Option<Arc<Turns>>,
-    /// A chunk as it lies in the file,
+    permits: Option<Arc<Semaphore>>,
+    /// The encoded bytes of a chunk.
     stored: Vec<u8>,
-    /// and one of which not all is wanted, decoded, with its place: the next run may want more of
-    /// it.
+    /// The chunk that was decoded last of those that were read in part. The next range may need
+    /// another part of it.
     decoded: Vec<u8>,
-    decoded_of: Option<(FileId, u64)>,
+    /// File and offset of the chunk in `decoded`.
+    decoded_chunk: Option<(FileId, u64)>,
     scratch: Scratch,
 }
 
 impl Reader {
-    /// Fills `out` with the bytes of a range. What is compressed is compared with its checksums.
+    /// Fills `out` with the bytes of a range. Only compressed bytes are compared with their
+    /// checksums.
     pub(crate) fn read(
         &mut self,
         checkpoint: &Checkpoint,
@@ -130,14 +143,14 @@ impl Reader {
         if out.is_empty() {
             return Ok(());
         }
-        match range.is_encoded() {
+        match range.is_virtual() {
             true => self.decode(checkpoint, range, out),
-            false => self.read_exactly(checkpoint, range, out),
+            false => self.read_stored(checkpoint, range, out),
         }
     }
 
-    /// Reads bytes that lie in a file as they are.
-    pub(crate) fn read_exactly(
+    /// Fills `out` with bytes of a file, as they are stored.
+    pub(crate) fn read_stored(
         &mut self,
         checkpoint: &Checkpoint,
         range: ByteRange,
@@ -155,8 +168,8 @@ impl Reader {
         Ok(source.verify(range.offset)?)
     }
 
-    /// Fills `out` with a part of a tensor, from its byte `begin` on, which chunks begin at.
-    /// Whatever has checksums is compared with them.
+    /// Fills `out` with a part of a tensor, and compares it with the checksums if it has any. The
+    /// part starts at byte `begin` of the tensor, which is the start of a chunk.
     pub(crate) fn read_checked(
         &mut self,
         checkpoint: &Checkpoint,
@@ -166,25 +179,25 @@ impl Reader {
     ) -> Result<(), Error> {
         let whole = tensor.range();
         let range = ByteRange { offset: whole.offset + begin, len: out.len() as u64, ..whole };
-        if whole.is_encoded() {
+        if whole.is_virtual() {
             return self.decode(checkpoint, range, out);
         }
-        self.read_exactly(checkpoint, range, out)?;
-        let Some(sums) = tensor.sums() else { return Ok(()) };
-        let digest = self.in_turn(|_| Digest::of(out));
-        let sums = sums[(begin / CHUNK_LEN) as usize..].iter().zip(digest.chunks());
-        match sums.enumerate().find(|(_, (expected, actual))| expected != actual) {
+        self.read_stored(checkpoint, range, out)?;
+        let Some(checksums) = tensor.checksums() else { return Ok(()) };
+        let digest = self.with_permit(|_| Digest::of(out));
+        let pairs = checksums[(begin / CHUNK_LEN) as usize..].iter().zip(digest.chunks());
+        match pairs.enumerate().find(|(_, (expected, actual))| expected != actual) {
             None => Ok(()),
             Some((i, _)) => {
                 let at = i as u64 * CHUNK_LEN;
                 let len = CHUNK_LEN.min(range.len - at);
-                let place = ByteRange { offset: range.offset + at, len, ..range };
-                Err(damage(checkpoint, tensor.name(), place, WRONG_SUM.into()).into())
+                let chunk = ByteRange { offset: range.offset + at, len, ..range };
+                Err(damage(checkpoint, tensor.name(), chunk, CHECKSUM_MISMATCH.into()).into())
             }
         }
     }
 
-    /// Fills `out` with bytes that are kept compressed.
+    /// Fills `out` with the decoded bytes of a virtual range.
     fn decode(
         &mut self,
         checkpoint: &Checkpoint,
@@ -195,17 +208,17 @@ impl Reader {
         for part in checkpoint.catalog().chunk_parts(range) {
             let (now, later) = rest.split_at_mut(part.len as usize);
             if part.len == part.raw_len {
-                self.chunk(checkpoint, range, &part, now)?;
+                self.decode_chunk(checkpoint, range, &part, now)?;
             } else {
-                let place = (part.file, part.chunk.offset);
-                if self.decoded_of != Some(place) {
-                    self.decoded_of = None;
+                let chunk = (part.file, part.chunk.offset);
+                if self.decoded_chunk != Some(chunk) {
+                    self.decoded_chunk = None;
                     let mut decoded = std::mem::take(&mut self.decoded);
                     decoded.resize(part.raw_len as usize, 0);
-                    let done = self.chunk(checkpoint, range, &part, &mut decoded);
+                    let done = self.decode_chunk(checkpoint, range, &part, &mut decoded);
                     self.decoded = decoded;
                     done?;
-                    self.decoded_of = Some(place);
+                    self.decoded_chunk = Some(chunk);
                 }
                 now.copy_from_slice(&self.decoded[part.skip as usize..][..part.len as usize]);
             }
@@ -214,13 +227,15 @@ impl Reader {
         if rest.is_empty() {
             return Ok(());
         }
-        let reason =
-            format!("{} bytes at {} are in no tensor that is compressed", range.len, range.offset);
+        let reason = format!(
+            "{} bytes at virtual offset {} are not within one compressed tensor",
+            range.len, range.offset
+        );
         Err(ts_format::Error::BadAssembly { tensor: String::new(), reason }.into())
     }
 
-    /// Reads and decodes one whole chunk of the tensor that has `range`.
-    fn chunk(
+    /// Reads and decodes the whole chunk of `part`, which is a part of `range`.
+    fn decode_chunk(
         &mut self,
         checkpoint: &Checkpoint,
         range: ByteRange,
@@ -228,94 +243,97 @@ impl Reader {
         out: &mut [u8],
     ) -> Result<(), Error> {
         let chunk = part.chunk;
-        let place = ByteRange { file: part.file, offset: chunk.offset, len: u64::from(chunk.len) };
+        let stored_range =
+            ByteRange { file: part.file, offset: chunk.offset, len: u64::from(chunk.len) };
         let mut stored = std::mem::take(&mut self.stored);
         stored.resize(chunk.len as usize, 0);
-        let done = self.read_exactly(checkpoint, place, &mut stored);
+        let done = self.read_stored(checkpoint, stored_range, &mut stored);
         self.stored = stored;
         done?;
-        let wrong = |what: String| {
-            let tensor = checkpoint.catalog().tensor_at(range).map_or("", |tensor| tensor.name());
-            Error::from(damage(checkpoint, tensor, place, what))
+        let damaged = |what: String| {
+            let tensor = checkpoint.catalog().tensor_containing(range);
+            let name = tensor.map_or("", |tensor| tensor.name());
+            Error::from(damage(checkpoint, name, stored_range, what))
         };
-        self.in_turn(|this| {
+        self.with_permit(|this| {
             if !chunk.matches(&this.stored) {
-                return Err(wrong(WRONG_SUM.into()));
+                return Err(damaged(CHECKSUM_MISMATCH.into()));
             }
             decode_chunk(chunk.codec, chunk.width, &this.stored, out, &mut this.scratch)
-                .map_err(|error| wrong(format!("are {error}")))
+                .map_err(|error| damaged(format!("are {error}")))
         })
     }
 
-    /// Does what keeps a core busy, once one is free for it.
-    fn in_turn<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
-        let turns = self.turns.clone();
-        let _turn = turns.as_ref().map(|turns| turns.take());
+    /// Does CPU-bound work with a permit of the [`ReaderPool`].
+    fn with_permit<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
+        let permits = self.permits.clone();
+        let _permit = permits.as_ref().map(|permits| permits.acquire());
         work(self)
     }
 }
 
-/// Makes readers for threads that go through whole files once: these leave the page cache as it is.
+/// Creates readers for threads that read whole files once. These readers bypass the page cache, and
+/// limit how many of them compute at a time.
 #[derive(Debug)]
-pub(crate) struct Readers {
-    /// Memory for their windows; without it the page cache must do.
+pub(crate) struct ReaderPool {
+    /// Memory for the windows of direct readers. If `None`, reads go through the page cache.
     pool: Option<HostPool>,
-    turns: Arc<Turns>,
+    permits: Arc<Semaphore>,
 }
 
-impl Readers {
-    /// A window, in bytes: a chunk or two wherever they begin.
+impl ReaderPool {
+    /// Length of a window in bytes: one or two chunks at any offset.
     const WINDOW: usize = (2 << 20) + (64 << 10);
 
-    /// For `count` readers, `jobs` of which compare and decode at a time while the others wait for
-    /// storage.
+    /// Creates a pool for `count` readers, of which `jobs` decode or compare at a time while the
+    /// others wait for storage.
     pub(crate) fn new(count: usize, jobs: usize) -> Self {
         let bytes = count * Self::WINDOW;
-        let turns = Turns { free: Mutex::new(jobs.max(1)), freed: Condvar::new() };
-        Self { pool: HostPool::new(&Budget::new(bytes), bytes).ok(), turns: Arc::new(turns) }
+        let permits = Semaphore { free: Mutex::new(jobs.max(1)), freed: Condvar::new() };
+        Self { pool: HostPool::new(&Budget::new(bytes), bytes).ok(), permits: Arc::new(permits) }
     }
 
     pub(crate) fn reader(&self) -> Reader {
         let window = self.pool.as_ref().and_then(|pool| pool.allocate(Self::WINDOW).ok());
-        let turns = Some(Arc::clone(&self.turns));
-        Reader { direct: window.map(DirectReader::new), turns, ..Reader::default() }
+        let permits = Some(Arc::clone(&self.permits));
+        Reader { direct: window.map(DirectReader::new), permits, ..Reader::default() }
     }
 }
 
-/// How many may do something at once.
 #[derive(Debug)]
-struct Turns {
+struct Semaphore {
     free: Mutex<usize>,
     freed: Condvar,
 }
 
-impl Turns {
-    /// Waits for a turn, which ends when what it gives is dropped.
-    fn take(&self) -> Turn<'_> {
+impl Semaphore {
+    /// Waits for a permit. Dropping the permit returns it.
+    fn acquire(&self) -> Permit<'_> {
         let mut free = self.free.lock();
         self.freed.wait_while(&mut free, |free| *free == 0);
         *free -= 1;
-        Turn(self)
+        Permit(self)
     }
 }
 
-struct Turn<'a>(&'a Turns);
+struct Permit<'a>(&'a Semaphore);
 
-impl Drop for Turn<'_> {
+impl Drop for Permit<'_> {
     fn drop(&mut self) {
         *self.0.free.lock() += 1;
         self.0.freed.notify_one();
     }
 }
 
+/// Describes damage at `range` of a file.
 pub(crate) fn damage(
     checkpoint: &Checkpoint,
     tensor: &str,
-    place: ByteRange,
+    range: ByteRange,
     what: String,
 ) -> Damage {
-    let path = checkpoint.sources()[place.file.0 as usize].path().to_path_buf();
-    Damage { path, tensor: tensor.into(), offset: place.offset, len: place.len, what }
+    let path = checkpoint.sources()[range.file.0 as usize].path().to_path_buf();
+    Damage { path, tensor: tensor.into(), offset: range.offset, len: range.len, what }
 }
 
 #[cfg(test)]
@@ -343,11 +361,11 @@ mod tests {
                     }));
                 }
             }
-            let bytes =
-                runs(&shape, &block, 2).into_iter().flat_map(|(begin, len)| begin..begin + len);
+            let runs = block_runs(&shape, &block, 2);
+            let bytes = runs.into_iter().flat_map(|(begin, len)| begin..begin + len);
             assert!(bytes.eq(expected), "{block:?}");
         }
         let row = 2..5;
-        assert_eq!(runs(&[7], std::slice::from_ref(&row), 4), [(8, 12)]);
+        assert_eq!(block_runs(&[7], std::slice::from_ref(&row), 4), [(8, 12)]);
     }
 }

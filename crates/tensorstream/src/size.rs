@@ -1,17 +1,24 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Sizes in bytes as people write them, such as `600MiB`.
+//! Sizes in bytes as text, such as `600MiB`.
 
-/// A size that could not be read.
+/// The text is not a size that [`parse_bytes`] accepts.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("invalid size {0:?}: expected bytes, or a number with a unit such as 600MiB or 1.5GB")]
-pub struct BadSize(String);
+pub struct ParseSizeError(String);
 
-/// Reads a size: a number and, optionally, one of B, KB, MB, GB, TB (powers of 1000) or KiB, MiB,
-/// GiB, TiB (powers of 1024), in any case. Fractions are rounded down to bytes.
+/// Parses a size in bytes: a number with an optional unit, case-insensitive. B, KB, MB, GB and TB
+/// are powers of 1000; KiB, MiB, GiB and TiB are powers of 1024. Fractions of a byte are dropped.
 ///
 /// # Errors
-/// [`BadSize`] for anything else, negative and non-finite numbers included.
-pub fn parse_bytes(text: &str) -> Result<u64, BadSize> {
+/// Returns [`ParseSizeError`] for any other text, and for negative or non-finite numbers.
+///
+/// # Examples
+/// ```
+/// assert_eq!(tensorstream::parse_bytes("600MiB"), Ok(600 << 20));
+/// assert_eq!(tensorstream::parse_bytes("1.5 GB"), Ok(1_500_000_000));
+/// assert!(tensorstream::parse_bytes("12 parsecs").is_err());
+/// ```
+pub fn parse_bytes(text: &str) -> Result<u64, ParseSizeError> {
     const UNITS: [(&str, f64); 9] = [
         ("kib", 1024.0),
         ("mib", 1048576.0),
@@ -29,7 +36,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, BadSize> {
     let bytes = number.trim().parse::<f64>().map(|n| n * scale);
     match bytes {
         Ok(n) if (0.0..1.8e19).contains(&n) => Ok(n as u64),
-        _ => Err(BadSize(text.into())),
+        _ => Err(ParseSizeError(text.into())),
     }
 }
 
@@ -38,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read_as_people_write_them() {
+    fn sizes_have_decimal_and_binary_units() {
         for (text, bytes) in [
             ("600MiB", 600 << 20),
             ("0.5 GiB", 512 << 20),

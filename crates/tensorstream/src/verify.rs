@@ -1,42 +1,49 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whether checkpoints are what was written.
+//! Verification of checksums.
 
 use std::path::Path;
 
 use ts_format::CHUNK_LEN;
 
-use crate::pieces::over_pieces;
-use crate::read::{Damage, Reader, Readers};
-use crate::{Checkpoint, Error, Watch};
+use crate::damage::Damage;
+use crate::pieces::for_each_piece;
+use crate::progress::Watch;
+use crate::read::{Reader, ReaderPool};
+use crate::{Checkpoint, Error};
 
-/// What [`verify`] found.
+/// The result of [`verify`].
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Verified {
-    /// Tensors there are.
+    /// Number of tensors.
     pub tensors: usize,
-    /// Bytes that were read.
+    /// Bytes of all tensors.
     pub bytes: u64,
-    /// Bytes of these that have checksums; safetensors files have none.
+    /// Bytes of the tensors that have checksums. Safetensors files have none.
     pub checked_bytes: u64,
-    /// Runs of bytes that are not what was written, in the order in which they lie in the files.
+    /// The damaged chunks, sorted by file and offset.
     pub damaged: Vec<Damage>,
 }
 
-/// Reads a whole checkpoint on `jobs` threads, 0 for as many as there are cores, and compares all
-/// that has a checksum.
+/// Reads all tensors of a checkpoint and compares them with their checksums. Uses `jobs` threads, or
+/// the number of cores if `jobs` is 0. Blocks.
+///
+/// Damage is not an error; it is reported in [`Verified::damaged`].
 ///
 /// # Errors
-/// As [`Checkpoint::open`]; [`Error::Io`] when a file cannot be read; [`Error::Interrupted`].
-/// Damage is no error but a finding.
+/// - The errors of [`Checkpoint::open`].
+/// - [`Error::Io`] if a read fails.
+/// - [`Error::Interrupted`] if `watch` returns true.
 pub fn verify(path: &Path, jobs: usize, watch: &mut Watch<'_>) -> Result<Verified, Error> {
     let checkpoint = Checkpoint::open(path)?;
-    let tensors = checkpoint.catalog().tensors_by_place();
+    let tensors = checkpoint.catalog().tensors_by_offset();
     let lens: Vec<u64> = tensors.iter().map(|tensor| tensor.range().len).collect();
     let checked =
-        tensors.iter().filter(|tensor| tensor.sums().is_some() || tensor.chunks().is_some());
+        tensors.iter().filter(|tensor| tensor.checksums().is_some() || tensor.chunks().is_some());
     let checked_bytes = checked.map(|tensor| tensor.range().len).sum();
-    // Chunk by chunk, so that all damage is found and not just the first.
-    let look = |(reader, buffer): &mut (Reader, Vec<u8>), index: usize, begin: u64, len: usize| {
+    // Pieces are single chunks, so that every damaged chunk is found, not only the first of a
+    // tensor.
+    let check = |(reader, buffer): &mut (Reader, Vec<u8>), index: usize, begin: u64, len: usize| {
         buffer.resize(len, 0);
         match reader.read_checked(&checkpoint, tensors[index], begin, buffer) {
             Err(Error::Corrupt(damage)) => Ok(Some(damage)),
@@ -44,18 +51,11 @@ pub fn verify(path: &Path, jobs: usize, watch: &mut Watch<'_>) -> Result<Verifie
         }
     };
     let mut damaged = Vec::new();
-    let begin = |readers: &Readers| (readers.reader(), Vec::new());
-    over_pieces(
-        &lens,
-        CHUNK_LEN,
-        jobs,
-        watch,
-        begin,
-        look,
-        |index, begin, found: Option<Damage>| {
-            damaged.extend(found.map(|damage| (index, begin, damage)));
-        },
-    )?;
+    let init = |readers: &ReaderPool| (readers.reader(), Vec::new());
+    let take = |index, begin, found: Option<Damage>| {
+        damaged.extend(found.map(|damage| (index, begin, damage)));
+    };
+    for_each_piece(&lens, CHUNK_LEN, jobs, watch, init, check, take)?;
     damaged.sort_by_key(|&(index, begin, _)| (index, begin));
     let damaged = damaged.into_iter().map(|(.., damage)| damage).collect();
     Ok(Verified { tensors: tensors.len(), bytes: lens.iter().sum(), checked_bytes, damaged })

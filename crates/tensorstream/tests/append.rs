@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files that are appended to and compacted, and tensors that are declared late.
+//! Appending to files, compacting them, and declaring tensors late.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -8,7 +8,7 @@ mod common;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use common::{by, content, files, metadata, never, plain, quiet, u8s, write};
+use common::{content, files, metadata, never, plain, quiet, u8s, with_compression, write};
 use tensorstream::format::{Codec, Compression, Dtype, TensorMeta};
 use tensorstream::{Checkpoint, Error, FileWriter, NewTensor, WriteOptions, compact, diff, verify};
 
@@ -21,7 +21,7 @@ fn bytes_of(path: &Path, name: &str) -> (Vec<u64>, Vec<u8>) {
 }
 
 #[test]
-fn what_is_appended_is_there_and_what_is_replaced_takes_room_until_the_file_is_compacted() {
+fn appended_files_are_readable_and_compact_reclaims_space() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.ts");
     write(&path, 6);
@@ -33,13 +33,13 @@ fn what_is_appended_is_there_and_what_is_replaced_takes_room_until_the_file_is_c
         writer.write(bytes)?;
         writer.commit()
     };
-    // Large and compressed, in place of one that is not; and empty.
+    // Replaces a tensor with a large compressed one, and adds an empty one.
     let zeros = vec![7; 3_000_000];
     append(
         vec![u8s("t0", &[3_000_000]), u8s("new", &[0, 4])],
         &zeros,
         &[],
-        by(Compression::By(Codec::Zstd, None), 2),
+        with_compression(Compression::Codec(Codec::Zstd, None), 2),
     )
     .unwrap();
     append(vec![], &[], &["t4", "t1"], plain()).unwrap();
@@ -65,23 +65,23 @@ fn what_is_appended_is_there_and_what_is_replaced_takes_room_until_the_file_is_c
     assert_eq!(done.bytes, std::fs::metadata(&path).unwrap().len());
     assert!(done.bytes < before / 100 && done.bytes_before > before, "{done:?}, at first {before}");
     assert!(diff(&copy, &path, 0, &mut quiet).unwrap().is_empty());
-    // Compacting once more changes no byte.
+    // Compacting again does not change the file.
     let bytes = std::fs::read(&path).unwrap();
     compact(&path, &Default::default(), &mut quiet).unwrap();
     assert!(std::fs::read(&path).unwrap() == bytes);
-    // Damage is not carried over.
-    let mut harmed = bytes.clone();
-    let place = Checkpoint::open(&path).unwrap().catalog().require("t3").unwrap().stored_at();
-    harmed[place as usize] ^= 1;
-    std::fs::write(&path, &harmed).unwrap();
+    // A damaged file is not compacted.
+    let mut damaged = bytes.clone();
+    let offset = Checkpoint::open(&path).unwrap().catalog().require("t3").unwrap().stored_offset();
+    damaged[offset as usize] ^= 1;
+    std::fs::write(&path, &damaged).unwrap();
     let compacted = compact(&path, &Default::default(), &mut quiet);
     assert!(matches!(compacted, Err(Error::Corrupt(d)) if d.tensor == "t3"));
-    assert!(std::fs::read(&path).unwrap() == harmed);
+    assert!(std::fs::read(&path).unwrap() == damaged);
     assert_eq!(files(directory.path()), [path.clone(), copy]);
 }
 
 #[test]
-fn what_cannot_be_appended_says_why_and_leaves_the_file() {
+fn refused_appends_give_a_reason_and_change_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     write(&at("a.ts"), 3);
@@ -110,20 +110,21 @@ fn what_cannot_be_appended_says_why_and_leaves_the_file() {
             .contains("duplicate tensor name")
     );
     assert!(
-        append("a.ts", vec![], &[], by(Compression::By(Codec::Zstd, Some(99)), 1))
+        append("a.ts", vec![], &[], with_compression(Compression::Codec(Codec::Zstd, Some(99)), 1))
             .contains("-7 to 22")
     );
     assert!(compact(&at("later.ts"), &Default::default(), &mut quiet).is_err());
     let after: Vec<_> =
         files(directory.path()).iter().map(|file| std::fs::read(file).unwrap()).collect();
-    assert!(after == before, "files are as they were");
+    assert!(after == before, "no file has changed");
 }
 
 #[test]
-fn tensors_may_be_declared_late_and_grow() {
+fn tensors_can_be_declared_late_and_grow() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.ts");
-    for compression in [Compression::None, Compression::By(Codec::Zstd, None), Compression::Auto] {
+    for compression in [Compression::None, Compression::Codec(Codec::Zstd, None), Compression::Auto]
+    {
         let halves = |name: &str, shape: &[u64]| {
             let meta = TensorMeta { dtype: Dtype::BF16, shape: shape.to_vec() };
             NewTensor { name: name.into(), meta, phase: Some(16) }
@@ -132,7 +133,7 @@ fn tensors_may_be_declared_late_and_grow() {
             &path,
             vec![u8s("first", &[3])],
             metadata(),
-            by(compression, 2),
+            with_compression(compression, 2),
             &mut never,
         )
         .unwrap();
@@ -173,7 +174,7 @@ fn tensors_may_be_declared_late_and_grow() {
             .push(u8s("a", &[1]))
             .unwrap_err()
             .to_string()
-            .contains("name it .ts")
+            .contains("use a .ts file")
     );
     let mut writer = create("b.ts");
     writer.push(u8s("a", &[1])).unwrap();
@@ -182,7 +183,7 @@ fn tensors_may_be_declared_late_and_grow() {
 
 #[cfg(unix)]
 #[test]
-fn an_append_is_to_the_file_that_was_read_and_by_one_writer_whatever_it_is_called() {
+fn one_writer_appends_to_a_file_whatever_its_name() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     write(&at("a.ts"), 3);
@@ -200,17 +201,17 @@ fn an_append_is_to_the_file_that_was_read_and_by_one_writer_whatever_it_is_calle
     };
     let mut first = append("a.ts", &mut never).unwrap();
     for name in ["a.ts", "b.ts", "c.ts"] {
-        let mut asked = 0;
+        let mut calls = 0;
         let second = append(name, &mut || {
-            asked += 1;
-            asked > 2
+            calls += 1;
+            calls > 2
         });
         assert!(matches!(second, Err(Error::Interrupted)), "{name}");
     }
     first.write(b"abc").unwrap();
     first.commit().unwrap();
     assert_eq!(bytes_of(&at("b.ts"), "x").1, b"abc");
-    // One that another file has taken the place of is not written to any more, and neither is that.
+    // If another file takes its place, neither of them is changed.
     let mut late = append("a.ts", &mut never).unwrap();
     late.write(b"def").unwrap();
     write(&at("other.ts"), 5);
@@ -220,25 +221,35 @@ fn an_append_is_to_the_file_that_was_read_and_by_one_writer_whatever_it_is_calle
     assert!(error.contains("another file has taken its place"), "{error}");
     assert!(std::fs::read(at("a.ts")).unwrap() == other);
     assert_eq!(bytes_of(&at("b.ts"), "x").1, b"abc");
-    // Neither an index nor a directory is what it leads to.
+    // An index or a directory is not the file that it leads to.
     std::fs::create_dir(at("model")).unwrap();
     std::fs::rename(at("b.ts"), at("model/model.ts")).unwrap();
     std::fs::write(at("i.json"), r#"{"weight_map":{"x":"s.ts"}}"#).unwrap();
     std::fs::copy(at("model/model.ts"), at("s.ts")).unwrap();
     for name in ["model", "i.json"] {
         let error = compact(&at(name), &Default::default(), &mut quiet).unwrap_err().to_string();
-        assert!(error.contains("not one .ts file") || error.contains("model"), "{name}: {error}");
+        assert!(
+            error.contains("not a single .ts file") || error.contains("model"),
+            "{name}: {error}"
+        );
     }
     assert!(at("i.json").is_file() && !at("model.partial").exists());
 }
 
 #[test]
-fn after_an_error_a_writer_takes_nothing_more() {
+fn a_writer_refuses_all_calls_after_an_error() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.ts");
-    for compression in [Compression::None, Compression::By(Codec::Zstd, None)] {
+    for compression in [Compression::None, Compression::Codec(Codec::Zstd, None)] {
         let create = || {
-            FileWriter::create(&path, vec![], metadata(), by(compression, 1), &mut never).unwrap()
+            FileWriter::create(
+                &path,
+                vec![],
+                metadata(),
+                with_compression(compression, 1),
+                &mut never,
+            )
+            .unwrap()
         };
         let mut twice = create();
         twice.push(u8s("a", &[2])).unwrap();

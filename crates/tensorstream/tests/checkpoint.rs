@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checkpoints on disk, as users have them.
+//! Opening checkpoints on disk.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::fs;
 use std::path::Path;
 
-use tensorstream::orchestrator::{EngineConfig, UnitId, never_interrupt};
+use tensorstream::orchestrator::{EngineConfig, UnitId};
 use tensorstream::{Checkpoint, Error, format, io};
 
 fn write(path: &Path, tensors: &[(&str, u8, usize)]) {
@@ -41,16 +41,16 @@ fn a_sharded_directory_streams_as_units_by_module() {
     );
     let engine = checkpoint.engine(units, EngineConfig::with_budget(16 << 10)).unwrap();
     for _ in 0..3 {
-        let bias = engine.acquire(None, UnitId(0), never_interrupt()).unwrap().tensor(0);
+        let bias = engine.acquire(None, UnitId(0)).unwrap().tensor(0);
         assert_eq!(&bias[..], [2; 10]);
         drop(bias);
-        let b = engine.acquire(None, UnitId(1), never_interrupt()).unwrap().tensor(0);
+        let b = engine.acquire(None, UnitId(1)).unwrap().tensor(0);
         assert!(b.len() == 5000 && b.iter().all(|&x| x == 3));
     }
 }
 
 #[test]
-fn what_is_not_there_or_not_readable_is_named() {
+fn missing_and_malformed_files_are_named() {
     let dir = tempfile::tempdir().unwrap();
     assert!(matches!(Checkpoint::open(dir.path()), Err(Error::NoCheckpoint { found: 0, .. })));
     let missing = dir.path().join("model.safetensors");

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The program, as a shell runs it.
+//! The program, run as a child process.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
-#[allow(dead_code)] // others use all of it
+#[allow(dead_code)] // other tests use all of it
 mod common;
 
 use std::process::{Command, Output};
@@ -27,7 +27,7 @@ fn text(bytes: &[u8]) -> &str {
 }
 
 #[test]
-fn errors_are_json_where_json_is_asked_for() {
+fn errors_are_json_with_the_json_flag() {
     let directory = tempfile::tempdir().unwrap();
     let none = directory.path().join("none.ts");
     for (arguments, status, kind) in [
@@ -37,18 +37,21 @@ fn errors_are_json_where_json_is_asked_for() {
         (vec!["convert", "a.ts", "b.ts", "--codec", "best", "--json"], 1, "misuse"),
     ] {
         let done = run(&arguments);
-        let said = text(&done.stdout);
-        assert_eq!(done.status.code(), Some(status), "{said}");
-        assert!(said.starts_with(r#"{"error":{"kind":""#) && said.contains(kind), "{said}");
-        assert!(said.contains(r#""message":""#) && said.lines().count() == 1, "{said}");
+        let printed = text(&done.stdout);
+        assert_eq!(done.status.code(), Some(status), "{printed}");
+        assert!(
+            printed.starts_with(r#"{"error":{"kind":""#) && printed.contains(kind),
+            "{printed}"
+        );
+        assert!(printed.contains(r#""message":""#) && printed.lines().count() == 1, "{printed}");
         assert_eq!(text(&done.stderr), "");
     }
-    // Help is no error, and text.
+    // Help is not an error, and is printed as text.
     assert!(text(&run(&["--json", "--help"]).stdout).contains("Usage:"));
 }
 
 #[test]
-fn counts_of_zero_and_directories_are_refused_before_anything_happens() {
+fn zero_counts_and_directories_are_refused() {
     let directory = tempfile::tempdir().unwrap();
     for arguments in [&["demo", "--passes", "0"][..], &["bench", "io", "x", "--rounds", "0"]] {
         let refused = run(arguments);
@@ -61,7 +64,7 @@ fn counts_of_zero_and_directories_are_refused_before_anything_happens() {
 }
 
 #[test]
-fn quiet_and_verbose_say_less_and_more_and_exclude_each_other() {
+fn quiet_and_verbose_change_the_output() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("model.safetensors");
     write(&path, 2);
@@ -72,7 +75,7 @@ fn quiet_and_verbose_say_less_and_more_and_exclude_each_other() {
 }
 
 #[test]
-fn every_shell_gets_a_completion_script() {
+fn completion_scripts_exist_for_every_shell() {
     for shell in ["bash", "zsh", "fish"] {
         let done = run(&["completion", shell]);
         assert_eq!(done.status.code(), Some(0));
@@ -98,7 +101,7 @@ fn ends_within(mut child: Child, time: Duration) -> Output {
     while child.try_wait().unwrap().is_none() {
         if Instant::now() > end {
             child.kill().unwrap();
-            panic!("it does not end within {time:?}");
+            panic!("the program did not end within {time:?}");
         }
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -115,7 +118,7 @@ fn start(arguments: &[&str]) -> Child {
         .unwrap()
 }
 
-/// Tensors of different bytes, which a high level of zstd takes long for.
+/// Writes tensors that take long to compress with a high level of zstd.
 #[cfg(unix)]
 fn large(path: &Path) {
     use tensorstream::format::{Dtype, TensorMeta};
@@ -142,7 +145,7 @@ fn large(path: &Path) {
 
 #[cfg(unix)]
 #[test]
-fn a_signal_ends_a_conversion_at_once_and_the_same_command_resumes_it() {
+fn a_signal_interrupts_a_conversion_which_can_be_resumed() {
     let directory = tempfile::tempdir().unwrap();
     let (from, to) = (directory.path().join("a.ts"), directory.path().join("b.ts"));
     large(&from);
@@ -153,23 +156,23 @@ fn a_signal_ends_a_conversion_at_once_and_the_same_command_resumes_it() {
     for (name, status) in [("-INT", 130), ("-TERM", 143)] {
         let running = start(&slow);
         let begin = Instant::now();
-        // Until some tensors are complete: the second time they are from the beginning.
+        // Waits until some tensors are complete. In the second round, they are from the first.
         while written() < 2 << 20 && begin.elapsed() < Duration::from_secs(120) {
             std::thread::sleep(Duration::from_millis(10));
         }
         std::thread::sleep(Duration::from_secs(1));
         signal(&running, name);
         let done = ends_within(running, Duration::from_secs(4));
-        let said = text(&done.stderr);
-        assert_eq!(done.status.code(), Some(status), "{said}");
-        assert!(said.contains("run the same command to resume"), "{said}");
+        let printed = text(&done.stderr);
+        assert_eq!(done.status.code(), Some(status), "{printed}");
+        assert!(printed.contains("run the same command to resume"), "{printed}");
         assert!(partial.exists());
     }
 }
 
 #[cfg(all(unix, feature = "remote"))]
 #[test]
-fn a_signal_ends_a_server_of_weights_in_good_order() {
+fn a_signal_shuts_down_a_weight_server() {
     use std::io::{BufRead, BufReader, Read};
 
     let directory = tempfile::tempdir().unwrap();
@@ -189,25 +192,28 @@ fn a_signal_ends_a_server_of_weights_in_good_order() {
 }
 
 #[test]
-fn files_of_other_formats_are_named_and_never_unpickled() {
+fn foreign_formats_are_detected_and_never_unpickled() {
     let directory = tempfile::tempdir().unwrap();
     let files: [(&str, &[u8], &str); 4] = [
         ("m.gguf", b"GGUF\x03\0\0\0\0\0\0\0\0\0\0\0", "GGUF"),
         ("m.pt", b"PK\x03\x04\0\0\x08\x08\0\0\0\0\0\0\0\0", "torch.save"),
         ("m.bin", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02", "torch.save"),
-        // Its name says something else.
+        // The suffix is misleading.
         ("m.safetensors", b"GGUF\x03\0\0\0\0\0\0\0\0\0\0\0", "GGUF"),
     ];
     for (name, bytes, found) in files {
         let own = directory.path().join(name.replace('.', "-"));
         std::fs::create_dir(&own).unwrap();
         std::fs::write(own.join(name), bytes).unwrap();
-        // The file, and the directory that it is alone in.
+        // Opens the file, and the directory that contains only this file.
         for path in [own.join(name), own] {
             let refused = run(&["info", path.to_str().unwrap()]);
-            let said = text(&refused.stderr);
-            assert_eq!(refused.status.code(), Some(1), "{said}");
-            assert!(said.contains(found) && said.contains("convert it to safetensors"), "{said}");
+            let printed = text(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(1), "{printed}");
+            assert!(
+                printed.contains(found) && printed.contains("convert it to safetensors"),
+                "{printed}"
+            );
         }
     }
 }

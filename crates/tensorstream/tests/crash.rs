@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is left of a file when its writer is cut short anywhere: the old content or the new, whole.
+//! Crash safety: a writer that is interrupted anywhere leaves the old content or the new.
 //!
-//! Every call by which a file comes to be is recorded. Then the disk is put into every state in
-//! which a loss of power could leave it behind each call: what was flushed is there, and of the
-//! rest nothing, all of it, any one part, all but one part, or a part that is torn.
+//! The tests record every call that writes a file. Then they create the states that a power failure
+//! after each call could leave on disk: everything that was flushed, and of the later writes none,
+//! all, any one, all but one, or a torn one.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -17,7 +17,7 @@ use tensorstream::{
     Checkpoint, Error, FileWriter, NewTensor, WriteOptions, compact, convert, verify,
 };
 
-/// What may be torn: the smallest sector there is.
+/// The smallest unit of a torn write: a sector.
 const SECTOR: usize = 512;
 
 #[derive(Debug, Clone, PartialEq)]
@@ -31,7 +31,8 @@ enum Call {
 
 type Record = Arc<Mutex<Vec<Call>>>;
 
-/// Records all calls; that of number `fails`, if there is one, fails with an error number.
+/// Records all calls. `fails` is the number of a call that fails, with its error number;
+/// `usize::MAX` is the preallocation.
 fn recorder(fails: Option<(usize, i32)>) -> (Record, WriteFaults) {
     let record = Record::default();
     let calls = Arc::clone(&record);
@@ -43,7 +44,7 @@ fn recorder(fails: Option<(usize, i32)>) -> (Record, WriteFaults) {
             WriteCall::Sync => Call::Sync,
             WriteCall::Rename(_) => Call::Rename,
             WriteCall::SyncDirectory => Call::SyncDirectory,
-            // Setting room aside changes no content.
+            // Preallocation changes no content.
             _ => return fails.filter(|f| f.0 == usize::MAX).map(|f| f.1),
         });
         fails
@@ -54,21 +55,19 @@ fn recorder(fails: Option<(usize, i32)>) -> (Record, WriteFaults) {
 }
 
 fn options(faults: &WriteFaults) -> WriteOptions {
-    let compression = Compression::By(Codec::Split, None);
-    WriteOptions {
-        compression,
-        jobs: 1,
-        checkpoint_bytes: 1,
-        faults: faults.clone(),
-        ..WriteOptions::default()
-    }
+    let compression = Compression::Codec(Codec::Split, None);
+    WriteOptions::default()
+        .with_compression(compression)
+        .with_jobs(1)
+        .with_checkpoint_bytes(1)
+        .with_faults(faults.clone())
 }
 
 fn never() -> bool {
     false
 }
 
-/// One that is kept as it is and longer than what is written at once, and one that is compressed.
+/// Returns an uncompressed tensor that takes several writes, and a compressed one.
 fn tensors(names: [&str; 2]) -> Vec<NewTensor> {
     let new = |name: &str, dtype, len| NewTensor {
         name: name.into(),
@@ -92,7 +91,7 @@ fn create(path: &Path, seed: u8, faults: &WriteFaults) -> Result<(), Error> {
     writer.commit()
 }
 
-/// Puts a tensor in the place of one, adds one, takes one away.
+/// Replaces a tensor, adds one and removes one.
 fn append(path: &Path, faults: &WriteFaults) -> Result<(), Error> {
     let (metadata, gone) = (BTreeMap::from([("seed".into(), "2".into())]), ["b".to_string()]);
     let mut writer = FileWriter::append(
@@ -107,7 +106,7 @@ fn append(path: &Path, faults: &WriteFaults) -> Result<(), Error> {
     writer.commit()
 }
 
-/// To a file that was appended to before: the other superblock's turn.
+/// Appends to a file that was appended to before, so that the other superblock is written.
 fn append_over(path: &Path, name: &str, faults: &WriteFaults) -> Result<(), Error> {
     let tensors = tensors([name, "d"])[1..].to_vec();
     let mut writer =
@@ -120,7 +119,7 @@ type Job = (&'static str, fn(&Path), fn(&Path, &WriteFaults) -> Result<(), Error
 
 fn jobs() -> [Job; 5] {
     let before = |path: &Path| create(path, 1, &WriteFaults::default()).unwrap();
-    let with_waste = |path: &Path| {
+    let with_unused_space = |path: &Path| {
         create(path, 1, &WriteFaults::default()).unwrap();
         append(path, &WriteFaults::default()).unwrap();
     };
@@ -128,18 +127,20 @@ fn jobs() -> [Job; 5] {
         ("create", |_| {}, |path, faults| create(path, 2, faults)),
         ("replace", before, |path, faults| create(path, 2, faults)),
         ("append", before, append),
-        ("append again", with_waste, |path, faults| append_over(path, "a", faults)),
-        ("compact", with_waste, |path, faults| compact(path, faults, &mut |_| false).map(|_| ())),
+        ("append again", with_unused_space, |path, faults| append_over(path, "a", faults)),
+        ("compact", with_unused_space, |path, faults| {
+            compact(path, faults, &mut |_| false).map(|_| ())
+        }),
     ]
 }
 
-/// All that a file says, every checksum compared; `None` if there is none.
+/// Verifies a file, and returns its fingerprint and metadata. `None` if it does not exist.
 fn read(path: &Path) -> Option<(u128, BTreeMap<String, String>)> {
     if !path.exists() {
         return None;
     }
-    let found =
-        verify(path, 0, &mut |_| false).unwrap_or_else(|error| panic!("not whole: {error}"));
+    let found = verify(path, 0, &mut |_| false)
+        .unwrap_or_else(|error| panic!("cannot read the file: {error}"));
     assert_eq!(found.damaged, []);
     let checkpoint = Checkpoint::open(path).unwrap();
     Some((checkpoint.fingerprint().unwrap(), checkpoint.catalog().files()[0].metadata.clone()))
@@ -157,16 +158,16 @@ fn apply(file: &mut Vec<u8>, call: &Call) {
     }
 }
 
-/// Every state of one file in which a loss of power behind the first `count` calls may leave it.
+/// Returns the states of a file that a power failure after the first `count` calls can leave.
 fn states(before: &[u8], calls: &[Call], count: usize) -> Vec<Vec<u8>> {
     let done = &calls[..count];
     let flushed = done.iter().rposition(|call| *call == Call::Sync).map_or(0, |at| at + 1);
     let mut base = before.to_vec();
     done[..flushed].iter().for_each(|call| apply(&mut base, call));
-    let loose: Vec<&Call> = done[flushed..].iter().collect();
+    let unflushed: Vec<&Call> = done[flushed..].iter().collect();
     let with = |chosen: &dyn Fn(usize) -> bool| {
         let mut file = base.clone();
-        loose
+        unflushed
             .iter()
             .enumerate()
             .filter(|(i, _)| chosen(*i))
@@ -174,7 +175,7 @@ fn states(before: &[u8], calls: &[Call], count: usize) -> Vec<Vec<u8>> {
         file
     };
     let mut all = vec![with(&|_| false), with(&|_| true)];
-    for (one, call) in loose.iter().enumerate() {
+    for (one, call) in unflushed.iter().enumerate() {
         all.push(with(&|i| i == one));
         all.push(with(&|i| i != one));
         if let Call::Write(offset, bytes) = call {
@@ -191,7 +192,7 @@ fn states(before: &[u8], calls: &[Call], count: usize) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn a_loss_of_power_anywhere_leaves_the_old_content_or_the_new() {
+fn a_power_failure_leaves_the_old_content_or_the_new() {
     for (name, prepare, run) in jobs() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a.ts");
@@ -205,9 +206,9 @@ fn a_loss_of_power_anywhere_leaves_the_old_content_or_the_new() {
         let mut seen = [0, 0];
         for count in 0..=calls.len() {
             let renamed = calls[..count].iter().position(|call| *call == Call::Rename);
-            let lasting = calls[..count].contains(&Call::SyncDirectory);
-            // Of a file that is renamed, the states are those of the unfinished one; they matter
-            // once it has the name.
+            let durable = calls[..count].contains(&Call::SyncDirectory);
+            // For a file that is renamed, these are the states of the partial file. They matter after
+            // the rename.
             let candidates = match (name, renamed) {
                 ("append" | "append again", _) => states(&old_bytes, &calls, count),
                 (_, None) => vec![],
@@ -218,22 +219,22 @@ fn a_loss_of_power_anywhere_leaves_the_old_content_or_the_new() {
                 let found = read(&path);
                 assert!(
                     found == old || found == new,
-                    "{name}: behind call {count} of {}",
+                    "{name}: after call {count} of {}",
                     calls.len()
                 );
                 seen[usize::from(found == new)] += 1;
-                assert!(found == new || !lasting, "{name}: it was durable");
+                assert!(found == new || !durable, "{name}: the new content was durable");
             }
         }
         assert!(seen[1] > 0, "{name}: {seen:?}");
         assert!(seen[0] > 10 || !name.starts_with("append"), "{seen:?}");
-        // What was durable is new, also behind the last call.
+        // After the last call, the new content is durable.
         assert_eq!(read(&path), new);
     }
 }
 
 #[test]
-fn what_an_append_writes_over_is_one_superblock_alone() {
+fn an_append_overwrites_only_one_superblock() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.ts");
     create(&path, 1, &WriteFaults::default()).unwrap();
@@ -248,7 +249,7 @@ fn what_an_append_writes_over_is_one_superblock_alone() {
         Call::Write(offset, bytes) => Some((*offset, bytes)),
         _ => None,
     });
-    // But for the one that counts, as it is, to be sure that it is on the disk.
+    // The active superblock is written again unchanged, to make sure that it is on disk.
     let over: Vec<_> = writes.filter(|(offset, _)| *offset < used).collect();
     assert_eq!(
         over.iter().map(|(offset, bytes)| (*offset, bytes.len())).collect::<Vec<_>>(),
@@ -258,7 +259,7 @@ fn what_an_append_writes_over_is_one_superblock_alone() {
 }
 
 #[test]
-fn a_call_that_fails_is_a_typed_error_and_the_old_file_stays() {
+fn a_failed_call_is_a_typed_error_and_changes_nothing() {
     for (name, prepare, run) in jobs() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a.ts");
@@ -267,8 +268,8 @@ fn a_call_that_fails_is_a_typed_error_and_the_old_file_stays() {
         let (record, faults) = recorder(None);
         run(&path, &faults).unwrap();
         let (new, calls) = (read(&path), record.lock().unwrap().clone());
-        // From here on the new content may be there.
-        let switch = match name {
+        // From this call on, the new content may be visible.
+        let published = match name {
             "append" | "append again" => {
                 calls.iter().rposition(|call| matches!(call, Call::Write(..))).unwrap()
             }
@@ -286,24 +287,23 @@ fn a_call_that_fails_is_a_typed_error_and_the_old_file_stays() {
             );
             assert!(typed && error.to_string().contains("a.ts"), "{name}, call {number}: {error}");
             let found = read(&path);
-            if number < switch || number == usize::MAX {
+            if number < published || number == usize::MAX {
                 assert!(std::fs::read(&path).ok() == old_bytes, "{name}, call {number}");
             }
             assert!(found == old || found == new, "{name}, call {number}");
-            let left: Vec<PathBuf> =
+            let files: Vec<PathBuf> =
                 std::fs::read_dir(directory.path()).unwrap().map(|e| e.unwrap().path()).collect();
-            assert!(left.iter().all(|file| *file == path), "{left:?}");
+            assert!(files.iter().all(|file| *file == path), "{files:?}");
             if found == old {
                 run(&path, &WriteFaults::default())
-                    .unwrap_or_else(|e| panic!("{name} once more: {e}"));
+                    .unwrap_or_else(|e| panic!("{name}, second attempt: {e}"));
                 assert_eq!(read(&path), new);
             }
         }
     }
 }
 
-/// How far a conversion of [`source`] is at most when it first says so, if it begins at the
-/// beginning.
+/// Upper bound on the first progress of a conversion of [`source`] that is not resumed.
 const FIRST: u64 = 200_000;
 
 fn source(directory: &Path) -> PathBuf {
@@ -324,7 +324,7 @@ fn source(directory: &Path) -> PathBuf {
 }
 
 #[test]
-fn an_interrupted_conversion_goes_on_and_ends_the_same_byte_for_byte() {
+fn a_resumed_conversion_results_in_the_same_bytes() {
     let directory = tempfile::tempdir().unwrap();
     let from = source(directory.path());
     let (whole, to) = (directory.path().join("whole.ts"), directory.path().join("to.ts"));
@@ -336,7 +336,7 @@ fn an_interrupted_conversion_goes_on_and_ends_the_same_byte_for_byte() {
         attempts += 1;
         let mut first = None;
         let done = convert(&from, &to, options(&none), &mut |progress| {
-            // Two tensors further, and away.
+            // Interrupts after two more tensors.
             let first = *first.get_or_insert(progress.done);
             resumed_at = resumed_at.max(first);
             attempts < 50 && progress.done > first + 300_000
@@ -349,14 +349,14 @@ fn an_interrupted_conversion_goes_on_and_ends_the_same_byte_for_byte() {
     }
     assert!(
         attempts > 2 && resumed_at > FIRST,
-        "{attempts} attempts, at most from byte {resumed_at}"
+        "{attempts} attempts, resumed at byte {resumed_at}"
     );
     assert!(std::fs::read(&to).unwrap() == expected, "not the same bytes");
     assert!(!directory.path().join("to.ts.partial").exists());
 }
 
 #[test]
-fn what_a_dead_conversion_left_is_gone_on_with_only_if_it_is_of_the_same() {
+fn only_the_same_conversion_is_resumed() {
     let directory = tempfile::tempdir().unwrap();
     let from = source(directory.path());
     let (whole, to) = (directory.path().join("whole.ts"), directory.path().join("to.ts"));
@@ -378,30 +378,27 @@ fn what_a_dead_conversion_left_is_gone_on_with_only_if_it_is_of_the_same() {
         for state in states(&[], &calls, count) {
             std::fs::write(directory.path().join("to.ts.partial"), state).unwrap();
             resumed += u64::from(first_progress(options(&none)) > FIRST);
-            assert!(std::fs::read(&to).unwrap() == expected, "behind call {count}");
+            assert!(std::fs::read(&to).unwrap() == expected, "after call {count}");
         }
     }
     assert!(resumed > 3, "{resumed}");
-    // The same file compressed in another way, or another file, begins anew.
-    let left = || {
+    // With other compression, or another source, the conversion starts again.
+    let leave_unfinished = || {
         let state = states(&[], &calls, renamed / 2).pop().unwrap();
         std::fs::write(directory.path().join("to.ts.partial"), state).unwrap();
     };
-    left();
+    leave_unfinished();
     assert!(first_progress(options(&none)) > FIRST);
-    left();
-    assert_eq!(
-        first_progress(WriteOptions { compression: Compression::None, ..options(&none) }),
-        FIRST
-    );
-    left();
+    leave_unfinished();
+    assert_eq!(first_progress(options(&none).with_compression(Compression::None)), FIRST);
+    leave_unfinished();
     let later = std::fs::File::options().write(true).open(&from).unwrap();
     later.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(9)).unwrap();
     assert!(first_progress(options(&none)) <= FIRST);
 }
 
 #[test]
-fn a_conversion_that_goes_on_loses_nothing_of_what_was_safe() {
+fn a_resumed_conversion_keeps_durable_tensors() {
     let directory = tempfile::tempdir().unwrap();
     let from = source(directory.path());
     let (to, partial) = (directory.path().join("to.ts"), directory.path().join("to.ts.partial"));
@@ -412,7 +409,7 @@ fn a_conversion_that_goes_on_loses_nothing_of_what_was_safe() {
     };
     for until in [300_000, 700_000, 900_000] {
         reach(until);
-        let left = std::fs::read(&partial).unwrap();
+        let unfinished = std::fs::read(&partial).unwrap();
         let (record, faults) = recorder(None);
         convert(&from, &to, options(&faults), &mut |progress| {
             *first.get_or_insert(progress.done) == u64::MAX
@@ -421,61 +418,61 @@ fn a_conversion_that_goes_on_loses_nothing_of_what_was_safe() {
         let expected = std::fs::read(&to).unwrap();
         let calls = record.lock().unwrap().clone();
         let renamed = calls.iter().position(|call| *call == Call::Rename).unwrap();
-        let safe = Checkpoint::open(&{
-            std::fs::write(&partial, &left).unwrap();
+        let durable = Checkpoint::open(&{
+            std::fs::write(&partial, &unfinished).unwrap();
             partial.clone()
         });
-        let safe = safe.unwrap().catalog().tensors().len();
-        // Until the file is complete, every state has as many tensors as there were, or more; and
-        // ends the same.
+        let durable = durable.unwrap().catalog().tensors().len();
+        // Until the file is complete, every state has at least the durable tensors, and the finished
+        // file is the same.
         for count in 0..=renamed {
-            for state in states(&left, &calls, count) {
+            for state in states(&unfinished, &calls, count) {
                 std::fs::write(&partial, &state).unwrap();
                 let there = Checkpoint::open(&partial)
-                    .unwrap_or_else(|e| panic!("behind call {count}: {e}"));
-                assert!(there.catalog().tensors().len() >= safe, "behind call {count}");
+                    .unwrap_or_else(|e| panic!("after call {count}: {e}"));
+                assert!(there.catalog().tensors().len() >= durable, "after call {count}");
             }
             convert(&from, &to, options(&none), &mut |_| false).unwrap();
-            assert!(std::fs::read(&to).unwrap() == expected, "behind call {count}");
+            assert!(std::fs::read(&to).unwrap() == expected, "after call {count}");
         }
-        // And a call that fails leaves what was safe.
+        // A call that fails leaves the durable tensors.
         for number in 0..renamed {
-            std::fs::write(&partial, &left).unwrap();
+            std::fs::write(&partial, &unfinished).unwrap();
             convert(&from, &to, options(&recorder(Some((number, 28))).1), &mut |_| false)
                 .unwrap_err();
             let there = Checkpoint::open(&partial).unwrap_or_else(|e| panic!("call {number}: {e}"));
-            assert!(there.catalog().tensors().len() >= safe, "call {number}");
+            assert!(there.catalog().tensors().len() >= durable, "call {number}");
         }
         std::fs::remove_file(&partial).unwrap();
     }
 }
 
 #[test]
-fn an_interrupted_conversion_keeps_every_complete_tensor_however_few_bytes_they_are() {
+fn an_interrupted_conversion_keeps_every_complete_tensor() {
     let directory = tempfile::tempdir().unwrap();
     let from = source(directory.path());
     let (to, partial) = (directory.path().join("to.ts"), directory.path().join("to.ts.partial"));
-    let usual = || WriteOptions { checkpoint_bytes: 1 << 30, ..options(&WriteFaults::default()) };
+    let usual = || options(&WriteFaults::default()).with_checkpoint_bytes(1 << 30);
     let interrupted =
         convert(&from, &to, usual(), &mut |progress| progress.done > 700_000).unwrap_err();
     assert!(matches!(interrupted, Error::Interrupted), "{interrupted}");
-    // Of 0, 200,000, 400,000 and 0, 200,000, 400,000 bytes the last did not end.
+    // The tensors have 0, 200,000, 400,000, 0, 200,000 and 400,000 bytes. The last is incomplete.
     let kept = Checkpoint::open(&partial).unwrap();
     let bytes: u64 = kept.catalog().tensors().map(|tensor| tensor.range().len).sum();
     assert_eq!(bytes, 800_000);
     let mut first = None;
     convert(&from, &to, usual(), &mut |progress| *first.get_or_insert(progress.done) == u64::MAX)
         .unwrap();
-    assert!(first >= Some(800_000), "went on from {first:?}");
+    assert!(first >= Some(800_000), "resumed at {first:?}");
     assert!(!partial.exists());
-    // With nothing complete there is nothing to keep.
+    // Without complete tensors, no file is kept.
     let other = directory.path().join("other.ts");
     convert(&from, &other, usual(), &mut |_| true).unwrap_err();
     assert!(!directory.path().join("other.ts.partial").exists());
 }
 
 #[test]
-fn an_interrupt_within_a_tensor_that_is_compressed_keeps_those_before_it() {
+fn an_interrupt_during_compression_keeps_earlier_tensors() {
     let directory = tempfile::tempdir().unwrap();
     let (from, to) = (directory.path().join("a.safetensors"), directory.path().join("to.ts"));
     let new = |name: &str, len| NewTensor {
@@ -489,18 +486,15 @@ fn an_interrupt_within_a_tensor_that_is_compressed_keeps_those_before_it() {
             .unwrap();
     writer.write(&vec![1; 23 << 20]).unwrap();
     writer.commit().unwrap();
-    let compressed = || WriteOptions {
-        compression: Compression::By(Codec::Zstd, Some(1)),
-        jobs: 1,
-        ..WriteOptions::default()
-    };
-    let mut asked = 0;
+    let compression = Compression::Codec(Codec::Zstd, Some(1));
+    let compressed = || WriteOptions::default().with_compression(compression).with_jobs(1);
+    let mut calls = 0;
     let interrupted = convert(&from, &to, compressed(), &mut |progress| {
-        // In the second tensor, before its first piece is complete.
-        asked += u32::from(progress.done == 3 << 20);
-        asked == 5
+        // Interrupts in the second tensor, before its first piece is complete.
+        calls += u32::from(progress.done == 3 << 20);
+        calls == 5
     });
-    assert!(matches!(interrupted, Err(Error::Interrupted)) && asked == 5);
+    assert!(matches!(interrupted, Err(Error::Interrupted)) && calls == 5);
     let kept = Checkpoint::open(directory.path().join("to.ts.partial")).unwrap();
     assert_eq!(
         kept.catalog().tensors().map(|tensor| tensor.name().to_string()).collect::<Vec<_>>(),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files written, converted and verified.
+//! Writing, converting, verifying, comparing and loading files.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -8,17 +8,16 @@ mod common;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use common::{by, content, files, metadata, never, plain, quiet, u8s, write};
+use common::{content, files, metadata, never, plain, quiet, u8s, with_compression, write};
 use tensorstream::format::{ByteRange, Codec, Compression, Dtype, TensorMeta};
 use tensorstream::orchestrator::{
-    self as ts_orchestrator, EngineConfig, Phase, Unit, UnitId, UnitTensor, never_interrupt,
+    self as ts_orchestrator, EngineConfig, Phase, Unit, UnitId, UnitTensor,
 };
 use tensorstream::{
-    Checkpoint, Error, FileWriter, LoadOptions, NewTensor, Progress, WriteOptions, convert, diff,
-    verify,
+    Checkpoint, Error, FileWriter, LoadOptions, NewTensor, Progress, convert, diff, verify,
 };
 
-fn assert_holds(path: &Path, count: usize) {
+fn assert_content(path: &Path, count: usize) {
     let checkpoint = Checkpoint::open(path).unwrap();
     assert_eq!(checkpoint.catalog().files()[0].metadata, metadata());
     assert_eq!(checkpoint.catalog().tensors().len(), count);
@@ -31,7 +30,7 @@ fn assert_holds(path: &Path, count: usize) {
 }
 
 #[test]
-fn both_formats_hold_what_was_written_and_convert_into_each_other() {
+fn both_formats_round_trip_and_convert_into_each_other() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     write(&at("a.safetensors"), 7);
@@ -44,26 +43,26 @@ fn both_formats_hold_what_was_written_and_convert_into_each_other() {
     assert_eq!(last.map(|p| p.done), last.map(|p| p.total), "progress ends at the total");
     convert(&at("b.ts"), &at("c.safetensors"), plain(), &mut quiet).unwrap();
     for name in ["a.safetensors", "b.ts", "c.safetensors"] {
-        assert_holds(&at(name), 7);
+        assert_content(&at(name), 7);
     }
     assert_eq!(
         std::fs::read(at("a.safetensors")).unwrap(),
         std::fs::read(at("c.safetensors")).unwrap()
     );
-    assert_eq!(files(directory.path()).len(), 3, "nothing else is left");
+    assert_eq!(files(directory.path()).len(), 3, "no other file is left");
 }
 
 #[test]
-fn a_file_without_tensors_is_a_file() {
+fn a_file_can_have_no_tensors() {
     let directory = tempfile::tempdir().unwrap();
     for name in ["a.ts", "a.safetensors"] {
         write(&directory.path().join(name), 0);
-        assert_holds(&directory.path().join(name), 0);
+        assert_content(&directory.path().join(name), 0);
     }
 }
 
 #[test]
-fn damage_is_found_with_its_place_and_never_converted() {
+fn damage_is_located_and_never_converted() {
     let directory = tempfile::tempdir().unwrap();
     let (file, out) = (directory.path().join("a.ts"), directory.path().join("b.safetensors"));
     write(&file, 5);
@@ -79,11 +78,11 @@ fn damage_is_found_with_its_place_and_never_converted() {
     std::fs::write(&out, "before").unwrap();
     let converted = convert(&file, &out, plain(), &mut quiet);
     assert!(matches!(converted, Err(Error::Corrupt(damage)) if damage == found[0]));
-    assert_eq!(std::fs::read(&out).unwrap(), b"before", "what was there still is");
+    assert_eq!(std::fs::read(&out).unwrap(), b"before", "the old file is unchanged");
 }
 
 #[test]
-fn an_interrupted_or_abandoned_file_never_has_its_name() {
+fn an_unfinished_file_never_has_its_final_name() {
     let directory = tempfile::tempdir().unwrap();
     let (from, to) = (directory.path().join("a.safetensors"), directory.path().join("b.ts"));
     write(&from, 6);
@@ -93,9 +92,9 @@ fn an_interrupted_or_abandoned_file_never_has_its_name() {
         calls % 5 == 0 && calls < 60
     }) {
         assert!(matches!(error, Error::Interrupted), "{error}");
-        assert_eq!(files(directory.path()), std::slice::from_ref(&from), "nothing is left of it");
+        assert_eq!(files(directory.path()), std::slice::from_ref(&from), "no partial file is left");
     }
-    assert_holds(&to, 6);
+    assert_content(&to, 6);
     let writer =
         FileWriter::create(&directory.path().join("c.ts"), vec![], metadata(), plain(), &mut never)
             .unwrap();
@@ -104,30 +103,30 @@ fn an_interrupted_or_abandoned_file_never_has_its_name() {
 }
 
 #[test]
-fn writers_of_one_file_take_turns_and_a_dead_one_is_taken_over() {
+fn writers_of_one_file_take_turns() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a.ts");
     std::fs::write(directory.path().join("a.ts.partial"), "left by a process that was killed")
         .unwrap();
     let first = FileWriter::create(&path, vec![], metadata(), plain(), &mut never).unwrap();
-    let mut asked = 0;
+    let mut calls = 0;
     let second = FileWriter::create(&path, vec![], metadata(), plain(), &mut || {
-        asked += 1;
-        asked > 2
+        calls += 1;
+        calls > 2
     });
     assert!(matches!(second, Err(Error::Interrupted)));
     std::thread::scope(|scope| {
-        let waits = scope.spawn(|| write(&path, 3));
+        let waiting = scope.spawn(|| write(&path, 3));
         std::thread::sleep(std::time::Duration::from_millis(60));
         first.commit().unwrap();
-        waits.join().unwrap();
+        waiting.join().unwrap();
     });
-    assert_holds(&path, 3);
+    assert_content(&path, 3);
     assert_eq!(files(directory.path()).len(), 1);
 }
 
 #[test]
-fn what_cannot_be_written_is_a_typed_error() {
+fn invalid_writes_are_typed_errors() {
     let directory = tempfile::tempdir().unwrap();
     let create =
         |path: &Path, tensors| FileWriter::create(path, tensors, metadata(), plain(), &mut never);
@@ -153,7 +152,7 @@ fn what_cannot_be_written_is_a_typed_error() {
 }
 
 #[test]
-fn shards_that_disagree_on_metadata_keep_all_of_it() {
+fn conflicting_metadata_of_shards_are_kept() {
     let directory = tempfile::tempdir().unwrap();
     for (shard, who) in [("s1.safetensors", "one"), ("s2.safetensors", "two")] {
         let meta = TensorMeta { dtype: Dtype::U8, shape: vec![1] };
@@ -181,7 +180,7 @@ fn shards_that_disagree_on_metadata_keep_all_of_it() {
 }
 
 #[test]
-fn an_unfinished_file_that_is_not_its_writer_s_own_is_never_given_the_name() {
+fn a_writer_publishes_only_its_own_file() {
     let directory = tempfile::tempdir().unwrap();
     let (path, partial) = (directory.path().join("a.ts"), directory.path().join("a.ts.partial"));
     write(&path, 2);
@@ -189,41 +188,44 @@ fn an_unfinished_file_that_is_not_its_writer_s_own_is_never_given_the_name() {
     std::fs::remove_file(&partial).unwrap();
     let second = FileWriter::create(&path, vec![], metadata(), plain(), &mut never).unwrap();
     assert!(first.commit().unwrap_err().to_string().contains("another process"));
-    assert_holds(&path, 2);
-    assert!(partial.exists(), "the second writer's file is left alone");
+    assert_content(&path, 2);
+    assert!(partial.exists(), "the file of the second writer stays");
     second.commit().unwrap();
-    assert_holds(&path, 0);
+    assert_content(&path, 0);
 }
 
 #[cfg(unix)]
 #[test]
-fn a_link_in_place_of_the_unfinished_file_is_refused_and_not_followed() {
+fn a_link_in_place_of_the_partial_file_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let (path, precious) = (directory.path().join("a.ts"), directory.path().join("precious"));
     std::fs::write(&precious, "precious").unwrap();
     std::os::unix::fs::symlink(&precious, directory.path().join("a.ts.partial")).unwrap();
     let refused =
         FileWriter::create(&path, vec![], metadata(), plain(), &mut never).unwrap_err().to_string();
-    assert!(refused.contains("a.ts.partial") && refused.contains("no regular file"), "{refused}");
+    assert!(
+        refused.contains("a.ts.partial") && refused.contains("not a regular file"),
+        "{refused}"
+    );
     assert_eq!(std::fs::read(&precious).unwrap(), b"precious");
 }
 
 #[test]
-fn what_is_read_is_never_written_over_by_its_own_conversion() {
+fn a_conversion_never_overwrites_its_source() {
     let directory = tempfile::tempdir().unwrap();
     let (from, to) = (directory.path().join("a.ts"), directory.path().join("q.safetensors"));
     write(&from, 3);
     let partial = directory.path().join("q.safetensors.partial");
     std::fs::rename(&from, &partial).unwrap();
     assert!(matches!(convert(&partial, &to, plain(), &mut quiet), Err(Error::Write { .. })));
-    assert_holds(&partial, 3);
+    assert_content(&partial, 3);
     std::fs::rename(&partial, &from).unwrap();
     convert(&from, &from, plain(), &mut quiet).unwrap();
-    assert_holds(&from, 3);
+    assert_content(&from, 3);
 }
 
-/// Weights such as training makes: exponents alike, mantissas noise. And some that are noise
-/// altogether.
+/// Writes tensors with the distribution of trained weights (similar exponents, random mantissas),
+/// and a tensor of random bytes.
 fn weights(path: &Path) {
     const COUNT: usize = 1_300_000;
     let tensors = [
@@ -257,7 +259,7 @@ fn weights(path: &Path) {
 }
 
 #[test]
-fn every_codec_keeps_every_byte_and_the_same_bytes_on_any_number_of_threads() {
+fn every_codec_is_lossless_and_deterministic() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     weights(&at("raw.safetensors"));
@@ -265,13 +267,14 @@ fn every_codec_keeps_every_byte_and_the_same_bytes_on_any_number_of_threads() {
     let fingerprint = Checkpoint::open(at("raw.ts")).unwrap().fingerprint();
     assert!(fingerprint.is_some());
     for name in ["auto", "lz4", "zstd", "split", "zlib"] {
-        let compression = Compression::named(name, None).unwrap();
+        let compression = Compression::parse(name, None).unwrap();
         let (one, two, back) = (at("one.ts"), at("two.ts"), at("back.safetensors"));
-        convert(&at("raw.safetensors"), &one, by(compression, 1), &mut quiet).unwrap();
-        convert(&at("raw.ts"), &two, by(compression, 3), &mut quiet).unwrap();
+        convert(&at("raw.safetensors"), &one, with_compression(compression, 1), &mut quiet)
+            .unwrap();
+        convert(&at("raw.ts"), &two, with_compression(compression, 3), &mut quiet).unwrap();
         assert!(
             std::fs::read(&one).unwrap() == std::fs::read(&two).unwrap(),
-            "{name}: jobs change nothing"
+            "{name}: the number of threads does not matter"
         );
         let there = Checkpoint::open(&one).unwrap();
         assert_eq!(there.fingerprint(), fingerprint, "{name}: the content is the same");
@@ -280,7 +283,7 @@ fn every_codec_keeps_every_byte_and_the_same_bytes_on_any_number_of_threads() {
             name == "auto",
             "{name}"
         );
-        let stored: u64 = there.catalog().tensors().map(|t| t.stored_bytes()).sum();
+        let stored: u64 = there.catalog().tensors().map(|t| t.stored_len()).sum();
         let raw: u64 = there.catalog().tensors().map(|t| t.range().len).sum();
         assert!(stored < raw && (name != "auto" || stored < raw / 2), "{name}: {stored} of {raw}");
         let found = verify(&one, 0, &mut quiet).unwrap();
@@ -294,11 +297,11 @@ fn every_codec_keeps_every_byte_and_the_same_bytes_on_any_number_of_threads() {
 }
 
 #[test]
-fn parts_of_compressed_tensors_are_read_and_their_damage_is_found() {
+fn parts_of_compressed_tensors_are_read_and_checked() {
     let directory = tempfile::tempdir().unwrap();
     let (raw, file) = (directory.path().join("raw.safetensors"), directory.path().join("a.ts"));
     weights(&raw);
-    let options = by(Compression::Auto, 0);
+    let options = with_compression(Compression::Auto, 0);
     convert(&raw, &file, options, &mut quiet).unwrap();
     let (plain, packed) = (Checkpoint::open(&raw).unwrap(), Checkpoint::open(&file).unwrap());
     let range = |checkpoint: &Checkpoint| checkpoint.catalog().tensor("weight").unwrap().range();
@@ -313,7 +316,7 @@ fn parts_of_compressed_tensors_are_read_and_their_damage_is_found() {
     }
     let beyond = ByteRange { len: range(&packed).len + 1, ..range(&packed) };
     let error = packed.read(&[beyond], &mut vec![0; beyond.len as usize]).unwrap_err();
-    assert!(error.to_string().contains("in no tensor"), "{error}");
+    assert!(error.to_string().contains("not within one compressed tensor"), "{error}");
     let chunk = packed.catalog().tensor("weight").unwrap().chunks().unwrap()[1];
     assert_eq!(chunk.codec, Codec::Split);
     let mut bytes = std::fs::read(&file).unwrap();
@@ -329,37 +332,37 @@ fn parts_of_compressed_tensors_are_read_and_their_damage_is_found() {
     let (whole, mut two) = (range(&damaged), vec![0; 2]);
     assert!(
         damaged.read(&[ByteRange { len: 2, ..whole }], &mut two).is_ok(),
-        "its first chunk is whole"
+        "the first chunk is intact"
     );
     let second = ByteRange { offset: whole.offset + (1 << 20), len: 2, ..whole };
     assert!(matches!(damaged.read(&[second], &mut two), Err(Error::Corrupt(_))));
 }
 
 #[test]
-fn what_cannot_be_compressed_as_asked_says_so_and_makes_no_file() {
+fn invalid_compression_is_refused_without_a_file() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     write(&at("a.safetensors"), 2);
     let refused = |to: &str, compression: Compression| {
-        let options = by(compression, 1);
+        let options = with_compression(compression, 1);
         convert(&at("a.safetensors"), &at(to), options, &mut quiet).unwrap_err().to_string()
     };
-    assert!(refused("b.safetensors", Compression::Auto).contains("not compressed"));
-    assert!(refused("b.ts", Compression::By(Codec::Zstd, Some(99))).contains("-7 to 22"));
-    assert!(refused("b.ts", Compression::By(Codec::Lz4, Some(1))).contains("no levels"));
-    assert!(Compression::named("brotli", None).unwrap_err().contains("split"));
+    assert!(refused("b.safetensors", Compression::Auto).contains("cannot be compressed"));
+    assert!(refused("b.ts", Compression::Codec(Codec::Zstd, Some(99))).contains("-7 to 22"));
+    assert!(refused("b.ts", Compression::Codec(Codec::Lz4, Some(1))).contains("no levels"));
+    assert!(Compression::parse("brotli", None).unwrap_err().contains("split"));
     assert_eq!(files(directory.path()).len(), 1);
 }
 
 #[test]
-fn a_compressed_checkpoint_streams_as_the_plain_one_does_and_its_damage_is_named() {
+fn a_compressed_checkpoint_streams_the_same_bytes() {
     let directory = tempfile::tempdir().unwrap();
     let (raw, file) = (directory.path().join("raw.safetensors"), directory.path().join("a.ts"));
     weights(&raw);
-    convert(&raw, &file, by(Compression::Auto, 0), &mut quiet).unwrap();
+    convert(&raw, &file, with_compression(Compression::Auto, 0), &mut quiet).unwrap();
     let stream = |path: &Path| {
         let checkpoint = Checkpoint::open(path).unwrap();
-        // A unit for each tensor, and one whose tensor is put together of parts of others.
+        // A unit for each tensor, and one whose tensor is assembled from parts of others.
         let mut units: Vec<Unit> = Vec::new();
         for tensor in checkpoint.catalog().tensors() {
             let whole =
@@ -380,19 +383,18 @@ fn a_compressed_checkpoint_streams_as_the_plain_one_does_and_its_damage_is_named
         let entry = checkpoint.catalog().assemble("made", meta, parts).unwrap();
         let made = UnitTensor::new(checkpoint.catalog(), "made", entry, Phase::At(24));
         units.push(Unit { name: "made".into(), tensors: vec![made] });
-        let config =
-            |budget_bytes| EngineConfig { workers: 2, ..EngineConfig::with_budget(budget_bytes) };
+        let config = |budget_bytes| EngineConfig::with_budget(budget_bytes).with_workers(2);
         let Err(Error::Engine(ts_orchestrator::Error::NeverFits(refusal))) =
             checkpoint.engine(units.clone(), config(1))
         else {
-            panic!("one byte is no budget")
+            panic!("one byte is not enough")
         };
         let engine = checkpoint.engine(units, config(refusal.smallest_budget_bytes))?;
         let order = [4, 1, 0, 3, 2, 4, 0];
         let mut seen = Vec::new();
         for _ in 0..2 {
             for unit in order {
-                let tensor = engine.acquire(None, UnitId(unit), never_interrupt())?.tensor(0);
+                let tensor = engine.acquire(None, UnitId(unit))?.tensor(0);
                 assert_eq!(tensor.as_ptr().addr() % 64, if unit == 4 { 24 } else { 0 });
                 seen.push(tensor.to_vec());
             }
@@ -416,16 +418,16 @@ fn a_compressed_checkpoint_streams_as_the_plain_one_does_and_its_damage_is_named
 }
 
 #[test]
-fn what_is_loaded_is_what_was_written_and_outlives_its_loading() {
+fn loaded_tensors_have_the_written_bytes() {
     let directory = tempfile::tempdir().unwrap();
     let (raw, packed) = (directory.path().join("raw.safetensors"), directory.path().join("a.ts"));
     weights(&raw);
-    convert(&raw, &packed, by(Compression::Auto, 0), &mut quiet).unwrap();
+    convert(&raw, &packed, with_compression(Compression::Auto, 0), &mut quiet).unwrap();
     let mut last = None;
     let load = |path: &Path, jobs: usize, watch: &mut dyn FnMut(Progress) -> bool| {
         Checkpoint::open(path)
             .unwrap()
-            .load(LoadOptions { jobs, ..LoadOptions::default() }, &mut |p| watch(p))
+            .load(LoadOptions::default().with_jobs(jobs), &mut |p| watch(p))
     };
     let plain = load(&raw, 1, &mut |p| {
         last = Some(p);
@@ -444,22 +446,18 @@ fn what_is_loaded_is_what_was_written_and_outlives_its_loading() {
         assert!((&one.name, &one.meta) == (&other.name, &other.meta));
         assert!(one.bytes[..] == expected && other.bytes[..] == expected);
         let element = one.meta.dtype.bits() as usize / 8;
-        assert!(
-            one.bytes.as_ptr().addr().is_multiple_of(element),
-            "{} can be used in place",
-            one.name
-        );
+        assert!(one.bytes.as_ptr().addr().is_multiple_of(element), "{} is aligned", one.name);
     }
     assert!(matches!(load(&raw, 1, &mut |_| true), Err(Error::Interrupted)));
 }
 
 #[test]
-fn a_checkpoint_is_cut_into_shards_and_put_together_again() {
+fn shards_round_trip() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     write(&at("a.ts"), 12);
     let index = at("b.safetensors.index.json");
-    let options = || WriteOptions { max_shard_bytes: 3_500_000, ..plain() };
+    let options = || plain().with_max_shard_bytes(3_500_000);
     let done = convert(&at("a.ts"), &index, options(), &mut quiet).unwrap();
     let shards: Vec<_> = (1..4).map(|n| at(&format!("b-{n:05}-of-00003.safetensors"))).collect();
     assert!(shards.iter().all(|shard| shard.exists()), "{:?}", files(directory.path()));
@@ -473,17 +471,21 @@ fn a_checkpoint_is_cut_into_shards_and_put_together_again() {
     assert!(diff(&at("a.ts"), &at("c.ts"), 0, &mut quiet).unwrap().is_empty());
     let again = convert(&at("a.ts"), &index, options(), &mut quiet).unwrap_err().to_string();
     assert!(again.contains("remove it first"), "{again}");
-    let auto =
-        convert(&at("a.ts"), &at("d.safetensors.index.json"), by(Compression::Auto, 1), &mut quiet);
+    let auto = convert(
+        &at("a.ts"),
+        &at("d.safetensors.index.json"),
+        with_compression(Compression::Auto, 1),
+        &mut quiet,
+    );
     assert!(matches!(auto, Err(Error::Compression { .. })));
 }
 
 #[test]
-fn a_file_in_memory_is_the_one_that_would_be_on_the_disk() {
+fn a_file_in_memory_equals_the_file_on_disk() {
     let directory = tempfile::tempdir().unwrap();
     for (name, compression) in [
         ("a.ts", Compression::None),
-        ("b.ts", Compression::By(Codec::Zstd, None)),
+        ("b.ts", Compression::Codec(Codec::Zstd, None)),
         ("c.safetensors", Compression::None),
     ] {
         let path = directory.path().join(name);
@@ -494,13 +496,21 @@ fn a_file_in_memory_is_the_one_that_would_be_on_the_disk() {
             writer
         };
         fill(
-            FileWriter::create(&path, tensors(), metadata(), by(compression, 1), &mut never)
-                .unwrap(),
+            FileWriter::create(
+                &path,
+                tensors(),
+                metadata(),
+                with_compression(compression, 1),
+                &mut never,
+            )
+            .unwrap(),
         )
         .commit()
         .unwrap();
-        let held =
-            fill(FileWriter::in_memory(name, tensors(), metadata(), by(compression, 1)).unwrap());
+        let held = fill(
+            FileWriter::in_memory(name, tensors(), metadata(), with_compression(compression, 1))
+                .unwrap(),
+        );
         let held = held.into_bytes().unwrap();
         assert!(held == std::fs::read(&path).unwrap(), "{name}");
         let checkpoint = Checkpoint::from_bytes("held", held.clone()).unwrap();
@@ -524,14 +534,15 @@ fn a_file_in_memory_is_the_one_that_would_be_on_the_disk() {
 }
 
 #[test]
-fn memory_that_is_there_is_filled_from_cold_files_and_warm_ones() {
-    // Not in memory, as the temporary directory may be.
+fn load_into_fills_memory_from_cold_and_warm_files() {
+    // The temporary directory may be in memory, where files cannot be evicted.
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let at = |name: &str| directory.path().join(name);
     write(&at("a.safetensors"), 9);
     weights(&at("b.safetensors"));
     convert(&at("a.safetensors"), &at("a.ts"), plain(), &mut quiet).unwrap();
-    convert(&at("b.safetensors"), &at("b.ts"), by(Compression::Auto, 0), &mut quiet).unwrap();
+    convert(&at("b.safetensors"), &at("b.ts"), with_compression(Compression::Auto, 0), &mut quiet)
+        .unwrap();
     for name in ["a.safetensors", "a.ts", "b.ts"] {
         let checkpoint = Checkpoint::open(at(name)).unwrap();
         let names: Vec<_> = checkpoint.catalog().tensors().map(|t| t.name().to_string()).collect();
@@ -547,7 +558,7 @@ fn memory_that_is_there_is_filled_from_cold_files_and_warm_ones() {
                 .map(String::as_str)
                 .zip(memory.iter_mut().map(Vec::as_mut_slice))
                 .collect();
-            let options = LoadOptions { verify, ..LoadOptions::default() };
+            let options = LoadOptions::default().with_verify(verify);
             checkpoint.load_into(targets, options, &mut quiet).unwrap();
             for (name, bytes) in names.iter().zip(&memory) {
                 let mut expected = vec![0; bytes.len()];
@@ -564,13 +575,13 @@ fn memory_that_is_there_is_filled_from_cold_files_and_warm_ones() {
                 .unwrap_err()
                 .to_string()
         };
-        assert!(into("nobody", 1).contains("nobody"));
-        assert!(into(&names[0], 1).contains("goes to 1"));
+        assert!(into("unknown", 1).contains("unknown"));
+        assert!(into(&names[0], 1).contains("got 1"));
     }
-    // Damage is found both ways.
+    // Damage is found in cold and warm files.
     let (damaged, len) = (at("a.ts"), content(0).len());
-    let place =
-        Checkpoint::open(&damaged).unwrap().catalog().require("t0").unwrap().stored_at() as usize;
+    let place = Checkpoint::open(&damaged).unwrap().catalog().require("t0").unwrap().stored_offset()
+        as usize;
     let mut bytes = std::fs::read(&damaged).unwrap();
     bytes[place + (2 << 20)] ^= 1;
     std::fs::write(&damaged, bytes).unwrap();
@@ -588,14 +599,14 @@ fn memory_that_is_there_is_filled_from_cold_files_and_warm_ones() {
 }
 
 #[test]
-fn a_difference_is_told_by_name_and_number() {
+fn diff_reports_names_and_counts() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     write(&at("a.safetensors"), 6);
     convert(
         &at("a.safetensors"),
         &at("a.ts"),
-        by(Compression::By(Codec::Lz4, None), 1),
+        with_compression(Compression::Codec(Codec::Lz4, None), 1),
         &mut quiet,
     )
     .unwrap();
@@ -605,10 +616,10 @@ fn a_difference_is_told_by_name_and_number() {
         let meta = TensorMeta { dtype: Dtype::F16, shape: vec![1_500_000] };
         NewTensor { name: name.into(), meta, phase: None }
     };
-    let mut harmed = content(4);
-    harmed.truncate(3_000_000);
+    let mut bytes = content(4);
+    bytes.truncate(3_000_000);
     for (path, change) in [(at("a.ts"), 0), (at("b.ts"), 1)] {
-        harmed[2_000_000..2_000_003].iter_mut().for_each(|byte| *byte ^= change);
+        bytes[2_000_000..2_000_003].iter_mut().for_each(|byte| *byte ^= change);
         let tensors = vec![
             halves("h"),
             u8s(["x", "y"][usize::from(change)], &[0]),
@@ -617,14 +628,14 @@ fn a_difference_is_told_by_name_and_number() {
         let note = BTreeMap::from([("note".to_string(), change.to_string())]);
         let mut writer =
             FileWriter::append(&path, tensors, &[], note, plain(), &mut never).unwrap();
-        writer.write(&harmed).unwrap();
+        writer.write(&bytes).unwrap();
         writer.commit().unwrap();
     }
     let found = diff(&at("a.ts"), &at("b.ts"), 2, &mut quiet).unwrap();
-    let told: Vec<_> =
+    let reported: Vec<_> =
         found.tensors.iter().map(|(name, difference)| format!("{name}: {difference}")).collect();
     assert_eq!(
-        told,
+        reported,
         [
             "h: 2 of 1500000 elements differ",
             "s: U8 [0, 0] and U8 [1, 0]",

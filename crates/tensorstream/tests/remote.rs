@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checkpoints that are on another machine: here another thread, and sockets between.
+//! Checkpoints on another machine, which is a thread of the test.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
-#[allow(dead_code)] // others use all of it
+#[allow(dead_code)] // other tests use all of it
 mod common;
 
 use std::net::TcpStream;
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use common::{content, plain, quiet, write};
 use tensorstream::io::ErrorKind;
-use tensorstream::orchestrator::{EngineConfig, UnitId, never_interrupt};
+use tensorstream::orchestrator::{EngineConfig, UnitId};
 use tensorstream::remote::{
     Address, ConnectionOptions, RangeClient, RemoteFile, ServerOptions, ServerStats, Socket,
 };
@@ -24,7 +24,7 @@ use tensorstream::{
     Checkpoint, Error, FetchOptions, LoadOptions, ServeOptions, convert, fetch, serve_weights,
 };
 
-/// A server that ends with it.
+/// A weight server in a thread. Dropping it stops the server.
 struct Server {
     address: Address,
     stop: Arc<AtomicBool>,
@@ -34,15 +34,16 @@ struct Server {
 impl Server {
     fn start(directory: &Path, address: &str, options: ServeOptions) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
-        let (directory, address, asked) =
+        let (directory, address, stopped) =
             (directory.to_path_buf(), address.parse().unwrap(), Arc::clone(&stop));
-        let (tell, told) = channel();
+        let (sender, receiver) = channel();
         let thread = std::thread::spawn(move || {
-            let mut stop = || asked.load(Ordering::Relaxed);
-            let began = |address: &Address| tell.send(address.clone()).unwrap();
-            serve_weights(&directory, &address, &options, &mut stop, began, |_, _| {}).unwrap()
+            let mut stop = || stopped.load(Ordering::Relaxed);
+            let on_listening = |address: &Address| sender.send(address.clone()).unwrap();
+            serve_weights(&directory, &address, &options, &mut stop, on_listening, |_, _| {})
+                .unwrap()
         });
-        Self { address: told.recv().unwrap(), stop, thread: Some(thread) }
+        Self { address: receiver.recv().unwrap(), stop, thread: Some(thread) }
     }
 
     fn url(&self, name: &str) -> String {
@@ -61,7 +62,7 @@ impl Drop for Server {
     }
 }
 
-/// A client that reads one file, range after range.
+/// A client that reads ranges of one file.
 struct Reader {
     client: RangeClient<Vec<u8>>,
     file: RemoteFile,
@@ -101,10 +102,10 @@ fn assert_same(checkpoint: &Checkpoint) {
 }
 
 #[test]
-fn a_checkpoint_on_another_machine_is_one_like_any() {
+fn a_remote_checkpoint_reads_loads_and_streams() {
     let directory = directory();
     let server = Server::start(directory.path(), ANY, ServeOptions::default());
-    // As a directory and as a file, of both formats, read, loaded, and streamed under a budget.
+    // Opens it as a directory, and as a file of each format.
     assert_same(&Checkpoint::open(server.url("")).unwrap());
     convert(
         server.url("model.safetensors").as_ref(),
@@ -121,7 +122,7 @@ fn a_checkpoint_on_another_machine_is_one_like_any() {
         let units = checkpoint.units_by_module();
         let engine = checkpoint.engine(units, EngineConfig::with_budget(16 << 20)).unwrap();
         for unit in 0..engine.unit_count() as u32 {
-            engine.acquire(None, UnitId(unit), never_interrupt()).unwrap();
+            engine.acquire(None, UnitId(unit)).unwrap();
         }
     }
     let stats = server.end();
@@ -129,7 +130,7 @@ fn a_checkpoint_on_another_machine_is_one_like_any() {
 }
 
 #[test]
-fn who_serves_again_is_found_again_and_files_that_changed_are_noticed() {
+fn clients_reconnect_and_detect_changed_files() {
     let directory = directory();
     let server = Server::start(directory.path(), ANY, ServeOptions::default());
     let checkpoint = Checkpoint::open(server.url("model.safetensors")).unwrap();
@@ -157,7 +158,7 @@ fn who_serves_again_is_found_again_and_files_that_changed_are_noticed() {
 }
 
 #[test]
-fn names_stay_below_the_directory_and_secrets_are_asked_for() {
+fn names_outside_the_directory_and_missing_tokens_are_refused() {
     let directory = directory();
     std::fs::create_dir(directory.path().join("inside")).unwrap();
     let server = Server::start(&directory.path().join("inside"), ANY, ServeOptions::default());
@@ -173,12 +174,9 @@ fn names_stay_below_the_directory_and_secrets_are_asked_for() {
     for wrong in ["ts://host/x.ts", "ts://:1/x.ts", "ts://127.0.0.1:1"] {
         assert!(Checkpoint::open(wrong).is_err(), "{wrong}");
     }
-    let connection =
-        ConnectionOptions { token: Some("sesame".into()), ..ServerOptions::default().connection };
-    let options = ServeOptions {
-        server: ServerOptions { connection, ..ServerOptions::default() },
-        ..ServeOptions::default()
-    };
+    let connection = ServerOptions::default().connection.with_token("sesame".to_string());
+    let server = ServerOptions::default().with_connection(connection);
+    let options = ServeOptions::default().with_server(server);
     let guarded = Server::start(directory.path(), ANY, options.clone());
     let refused = Checkpoint::open(guarded.url("model.safetensors")).unwrap_err();
     assert!(refused.to_string().contains("token"), "{refused}");
@@ -198,13 +196,10 @@ fn names_stay_below_the_directory_and_secrets_are_asked_for() {
 }
 
 #[test]
-fn a_server_with_little_memory_serves_one_after_the_other() {
+fn a_server_with_little_memory_serves_several_clients() {
     let directory = directory();
-    let server = Server::start(
-        directory.path(),
-        ANY,
-        ServeOptions { memory_bytes: 4 << 20, ..ServeOptions::default() },
-    );
+    let server =
+        Server::start(directory.path(), ANY, ServeOptions::default().with_memory_bytes(4 << 20));
     let checkpoint = Checkpoint::open(server.url("model.safetensors")).unwrap();
     std::thread::scope(|scope| {
         (0..4).for_each(|_| drop(scope.spawn(|| assert_same(&checkpoint))));
@@ -212,22 +207,22 @@ fn a_server_with_little_memory_serves_one_after_the_other() {
 }
 
 #[test]
-fn ten_thousand_strangers_do_not_keep_others_from_being_served() {
+fn ten_thousand_silent_clients_do_not_block_others() {
     let directory = directory();
     let server = Server::start(directory.path(), ANY, ServeOptions::default());
     let address = server.address.to_string();
     let checkpoint = Checkpoint::open(server.url("model.safetensors")).unwrap();
-    let mut strangers = Vec::new();
+    let mut clients = Vec::new();
     for number in 0..10_000 {
-        let mut stranger = TcpStream::connect(&address).unwrap();
+        let mut client = TcpStream::connect(&address).unwrap();
         if number % 2 == 0 {
-            // One byte, and never another.
-            let _ = std::io::Write::write_all(&mut stranger, b"T");
+            // One byte, and then nothing.
+            let _ = std::io::Write::write_all(&mut client, b"T");
         }
-        strangers.push(stranger);
-        // This process's own limit of open files.
-        if strangers.len() > 300 {
-            strangers.remove(0);
+        clients.push(client);
+        // Stays below the limit of open files of this process.
+        if clients.len() > 300 {
+            clients.remove(0);
         }
         if number % 1000 == 999 {
             assert_same(&checkpoint);
@@ -238,13 +233,18 @@ fn ten_thousand_strangers_do_not_keep_others_from_being_served() {
     assert!(stats.accepted >= 10_000, "{stats:?}");
 }
 
-/// Why a name is not served; None if it is.
+/// Returns options to serve the fetched files.
+fn serve_at(address: &str) -> FetchOptions {
+    FetchOptions::default().with_serve(address.parse().unwrap(), ServeOptions::default())
+}
+
+/// Returns why a name is not served, or `None` if it is.
 fn refusal(server: &Server, name: &str) -> Option<String> {
     Checkpoint::open(server.url(name)).err().map(|error| error.to_string())
 }
 
 #[test]
-fn hidden_and_unfinished_files_and_links_that_lead_out_are_not_served() {
+fn hidden_files_and_links_to_outside_are_not_served() {
     let outside = tempfile::tempdir().unwrap();
     write(&outside.path().join("secret.safetensors"), 3);
     let directory = tempfile::tempdir().unwrap();
@@ -277,12 +277,12 @@ fn hidden_and_unfinished_files_and_links_that_lead_out_are_not_served() {
         "b.partial/x.safetensors",
     ] {
         let why = refusal(&server, name).unwrap_or_else(|| panic!("{name} is served"));
-        assert!(why.contains("is no name of a file that is served"), "{why}");
+        assert!(why.contains("is not a file of this server"), "{why}");
     }
     for name in ["link.safetensors", "dir/secret.safetensors"] {
         let why = refusal(&server, name).unwrap_or_else(|| panic!("{name} is served"));
         assert!(
-            why.contains("leads out of the directory; serve-weights --follow-symlinks serves it"),
+            why.contains("link to outside of the directory; serve it with serve-weights"),
             "{why}"
         );
         assert!(!why.contains(&*outside.path().to_string_lossy()), "{why}");
@@ -294,7 +294,7 @@ fn hidden_and_unfinished_files_and_links_that_lead_out_are_not_served() {
     drop(done);
     server.end();
 
-    let follows = ServeOptions { follow_symlinks: true, ..ServeOptions::default() };
+    let follows = ServeOptions::default().with_follow_symlinks(true);
     let server = Server::start(directory.path(), ANY, follows);
     for name in ["link.safetensors", "dir/secret.safetensors"] {
         assert_eq!(refusal(&server, name), None);
@@ -304,14 +304,14 @@ fn hidden_and_unfinished_files_and_links_that_lead_out_are_not_served() {
 }
 
 #[test]
-fn who_fetches_serves_on_and_the_server_sends_once() {
+fn in_a_broadcast_the_server_sends_the_files_once() {
     let directory = tempfile::tempdir().unwrap();
     let large: Vec<u8> = (0..60_000_000u32).map(|i| (i / 1000) as u8).collect();
     std::fs::create_dir(directory.path().join("sub")).unwrap();
     std::fs::write(directory.path().join("sub/large"), &large).unwrap();
     std::fs::write(directory.path().join("empty"), b"").unwrap();
     std::fs::write(directory.path().join(".hidden"), b"secret").unwrap();
-    // What is written there now, and a link to nothing.
+    // An unfinished file, and a link to nothing.
     std::fs::write(directory.path().join("empty.partial"), b"not yet").unwrap();
     std::os::unix::fs::symlink("nothing", directory.path().join("dangling")).unwrap();
     write(&directory.path().join("model.safetensors"), COUNT);
@@ -322,8 +322,7 @@ fn who_fetches_serves_on_and_the_server_sends_once() {
             let url = url.clone();
             std::thread::spawn(move || {
                 let to = tempfile::tempdir().unwrap();
-                let options =
-                    FetchOptions { serve: Some((ANY.parse().unwrap(), ServeOptions::default())) };
+                let options = serve_at(ANY);
                 let fetched = fetch(&url, to.path(), &options, &mut quiet).unwrap();
                 (to, fetched)
             })
@@ -345,7 +344,7 @@ fn who_fetches_serves_on_and_the_server_sends_once() {
     assert_eq!(
         done.iter().filter(|(_, fetched)| fetched.from.is_none()).count(),
         1,
-        "one reads from the server"
+        "one peer reads from the server"
     );
     drop(done);
     let sent = server.end().sent_bytes;
@@ -353,22 +352,22 @@ fn who_fetches_serves_on_and_the_server_sends_once() {
 }
 
 #[test]
-fn who_reads_from_somebody_who_goes_has_it_all_the_same() {
+fn a_fetch_survives_the_loss_of_its_peer() {
     let directory = tempfile::tempdir().unwrap();
     let large: Vec<u8> = (0..100_000_000u32).map(|i| (i / 777) as u8).collect();
     std::fs::write(directory.path().join("large"), &large).unwrap();
     let server = Server::start(directory.path(), ANY, ServeOptions::default());
     let url = server.url("large");
-    let serve = || FetchOptions { serve: Some((ANY.parse().unwrap(), ServeOptions::default())) };
+    let serve = || serve_at(ANY);
     let (begun, has_begun) = channel();
     let first = std::thread::spawn({
         let (url, options) = (url.clone(), serve());
         move || {
             let to = tempfile::tempdir().unwrap();
-            // It gives up when it has some, and the next has begun.
-            let mut told = false;
+            // Stops after a quarter, when the second fetch has begun.
+            let mut has_sent = false;
             fetch(&url, to.path(), &options, &mut |progress| {
-                if progress.done > 0 && !std::mem::replace(&mut told, true) {
+                if progress.done > 0 && !std::mem::replace(&mut has_sent, true) {
                     begun.send(()).unwrap();
                 }
                 std::thread::sleep(Duration::from_millis(5));
@@ -380,8 +379,8 @@ fn who_reads_from_somebody_who_goes_has_it_all_the_same() {
     let to = tempfile::tempdir().unwrap();
     let fetched = fetch(&url, to.path(), &serve(), &mut quiet).unwrap();
     assert_eq!(std::fs::read(to.path().join("large")).unwrap(), large);
-    assert_eq!(fetched.from, None, "in the end it read from the server");
-    // Whether the first was fast enough to have it all is chance.
+    assert_eq!(fetched.from, None, "the rest was read from the server");
+    // The first fetch may have been fast enough to finish.
     let _ = first.join().unwrap();
 
     let missing = fetch(&server.url("nothing"), to.path(), &serve(), &mut quiet).unwrap_err();
@@ -391,13 +390,8 @@ fn who_reads_from_somebody_who_goes_has_it_all_the_same() {
     );
     let stopped = fetch(&url, to.path(), &FetchOptions::default(), &mut |_| true).unwrap_err();
     assert!(matches!(stopped, Error::Interrupted), "{stopped}");
-    assert_eq!(
-        std::fs::read_dir(to.path()).unwrap().count(),
-        1,
-        "nothing is left of what was not finished"
-    );
-    let public =
-        FetchOptions { serve: Some(("0.0.0.0:0".parse().unwrap(), ServeOptions::default())) };
+    assert_eq!(std::fs::read_dir(to.path()).unwrap().count(), 1, "no partial file is left");
+    let public = serve_at("0.0.0.0:0");
     assert!(
         fetch(&url, to.path(), &public, &mut quiet)
             .unwrap_err()
@@ -407,7 +401,7 @@ fn who_reads_from_somebody_who_goes_has_it_all_the_same() {
 }
 
 #[test]
-fn a_server_that_is_stopped_lets_transfers_end_and_accepts_no_more() {
+fn a_stopped_server_finishes_transfers_and_accepts_no_more() {
     let directory = directory();
     let server = Server::start(directory.path(), ANY, ServeOptions::default());
     let (mut reader, mut idle) =
@@ -423,7 +417,7 @@ fn a_server_that_is_stopped_lets_transfers_end_and_accepts_no_more() {
         .and_then(|socket| RangeClient::<Vec<u8>>::new(socket, quick()).map(drop));
     assert!(late.is_err(), "a connection was accepted after the stop");
     drop(reader);
-    // Then nothing is under way, long before the grace period is over.
+    // Without transfers, the server ends long before the grace period.
     assert!(server.end().sent_bytes > 0);
     assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
     let closed = idle.read().unwrap_err();
@@ -431,21 +425,19 @@ fn a_server_that_is_stopped_lets_transfers_end_and_accepts_no_more() {
 }
 
 fn quick() -> ConnectionOptions {
-    ConnectionOptions { idle_timeout: Duration::from_millis(300), ..ConnectionOptions::default() }
+    ConnectionOptions::default().with_idle_timeout(Duration::from_millis(300))
 }
 
 #[test]
-fn transfers_that_do_not_end_are_cut_after_the_grace_period() {
+fn transfers_are_cut_after_the_grace_period() {
     let directory = directory();
-    let server =
-        ServerOptions { grace_period: Duration::from_millis(700), ..ServerOptions::default() };
-    let server =
-        Server::start(directory.path(), ANY, ServeOptions { server, ..ServeOptions::default() });
+    let server = ServerOptions::default().with_grace_period(Duration::from_millis(700));
+    let server = Server::start(directory.path(), ANY, ServeOptions::default().with_server(server));
     let mut reader = Reader::of(&server, "model.safetensors");
     server.stop.store(true, Ordering::Relaxed);
     let began = Instant::now();
     while reader.read().is_ok() {
-        assert!(began.elapsed() < Duration::from_secs(10), "it goes on for ever");
+        assert!(began.elapsed() < Duration::from_secs(10), "the transfer was not cut");
     }
     assert!(began.elapsed() > Duration::from_millis(600), "{:?}", began.elapsed());
     server.end();

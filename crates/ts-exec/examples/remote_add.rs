@@ -21,7 +21,7 @@ const LEN: u64 = 4;
 const BYTES: u64 = LEN * 4;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
+    let options = ConnectionOptions::default().with_service(EXEC);
     let listener = Listener::bind(&"127.0.0.1:0".parse()?, options.idle_timeout)?;
     let address = listener.address().clone();
 

@@ -31,7 +31,7 @@
 //! };
 //! use ts_remote::{ConnectionOptions, Link, Listener, Role};
 //!
-//! let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
+//! let options = ConnectionOptions::default().with_service(EXEC);
 //! let listener = Listener::bind(&"127.0.0.1:0".parse()?, options.idle_timeout)?;
 //! let address = listener.address().clone();
 //! let accepted = options.clone();

@@ -1,173 +1,93 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-use std::collections::BTreeSet;
-use std::ops::Range;
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::{JoinHandle, ThreadId};
-use std::time::{Duration, Instant};
+//! The engine as its callers see it.
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
-use ts_io::{BackendOptions, Choice, ReadPath, Registry, Source};
-use ts_pool::{Budget, HostPool, Reservation, WriteWatch};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender};
+use std::thread::JoinHandle;
+
+use ts_io::Source;
 use ts_streams::{CpuDevice, Device};
 
 use crate::Error;
-use crate::design::Design;
+use crate::config::{EngineConfig, Interrupt, never_interrupt};
+use crate::event::Event;
+use crate::inner::EngineInner;
 use crate::lease::Lease;
-use crate::load::Event;
 use crate::pass::PassId;
-use crate::plan::{NeverFits, Plan, PlanRequest, Rates, Residency, plan, predict};
-use crate::populate::Populating;
-use crate::prefetch::Prefetch;
-use crate::slot::{Slot, Slots, device_error};
-use crate::state::{Fixed, Prepared, Residence, Shortage, State};
+use crate::plan::{Plan, Residency};
+use crate::populate::Populator;
+use crate::sizing::Sizing;
 use crate::stats::{EngineStats, UnitStats};
 use crate::unit::{Unit, UnitId};
-use crate::worker::Workers;
 
-/// How often a waiting call asks its [`Interrupt`].
-const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
-
-/// The share of a pass that a new plan must promise to save, and the passes within which it must
-/// pay.
-const REPLAN_GAIN: f64 = 0.05;
-const REPLAN_PASSES: f64 = 8.0;
-
-/// Times to look again, a period of [`INTERRUPT_PERIOD`] or a change apart, before held memory is
-/// an error.
-const SHORTAGE_TRIES: u32 = 3;
-
-/// Asked from time to time while a call waits, on the calling thread and with no lock held; `true`
-/// ends the wait with [`Error::Interrupted`].
-pub type Interrupt<'a> = &'a mut dyn FnMut() -> bool;
-
-/// An [`Interrupt`] for callers that wait as long as it takes.
-pub fn never_interrupt() -> Interrupt<'static> {
-    // A closure without captures has no size, so this allocates nothing.
-    Box::leak(Box::new(|| false))
-}
-
-/// Where an engine reads the time for its measurements, in nanoseconds that never go back.
-pub type Clock = Box<dyn Fn() -> u64 + Send + Sync>;
-
-/// How an engine is set up. Make one with [`EngineConfig::with_budget`] and change what should
-/// differ.
-pub struct EngineConfig {
-    /// All memory for weights, in bytes: slots, reads in flight, bounce buffers. For a device whose
-    /// memory is not the host's it is the device's that counts, which has the slots alone.
-    pub budget_bytes: usize,
-    /// For how many units memory of the host is taken, by way of which they go to such a device:
-    /// what the largest need, at least for one.
-    pub staging_units: usize,
-    /// Passes that may run at once; more wait for their turn. At least 1.
-    pub max_passes: usize,
-    /// The visits that a pass is expected to make; `None` for all units in their order. Learned as
-    /// passes run.
-    pub order: Option<Vec<UnitId>>,
-    /// Sets of units that one operation needs at the same time, as far as they are known; others
-    /// are learned.
-    pub together: Vec<Vec<UnitId>>,
-    /// Name of the I/O backend; `None` for the best that is available.
-    pub backend: Option<String>,
-    /// The backends to choose from.
-    pub registry: Registry,
-    /// How the backend is set up.
-    pub io: BackendOptions,
-    /// Largest single read, in bytes.
-    pub request_bytes: usize,
-    /// How far units are read ahead.
-    pub prefetch: Prefetch,
-    /// When units are compared with their checksums, where they have some.
-    pub verify: Verify,
-    /// Threads that compare checksums, and bring bytes to their place which could not be read
-    /// there.
-    pub workers: usize,
-    /// Threads that take the memory of units from the system before the first reads get there; 0
-    /// for none. What is taken so is taken for good, also if it is never used.
-    pub populate: usize,
-    /// Has [`Engine::written`] find what foreign code writes to units that the plan keeps: where
-    /// the system can, on the host, and without `populate`, whose work cannot be told from writes.
-    pub watch_writes: bool,
-    /// What the first plan assumes; measured later.
-    pub rates: Rates,
-    /// The time.
-    pub clock: Clock,
-}
-
-/// When bytes are compared with their checksums.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Verify {
-    /// Whenever they are read.
-    #[default]
-    EveryRead,
-    /// When they are read for the first time; what is read again, from a file that has not changed,
-    /// is trusted.
-    Once,
-    /// Not at all. What is compressed must still be what its codec can make.
-    Never,
-}
-
-impl EngineConfig {
-    /// The defaults, with this budget.
-    pub fn with_budget(budget_bytes: usize) -> Self {
-        Self {
-            budget_bytes,
-            staging_units: 2,
-            max_passes: 1,
-            order: None,
-            together: Vec::new(),
-            backend: None,
-            registry: Registry::builtin(),
-            io: BackendOptions::default(),
-            request_bytes: 4 << 20,
-            prefetch: Prefetch::default(),
-            verify: Verify::EveryRead,
-            workers: 1,
-            populate: 0,
-            watch_writes: false,
-            rates: Rates::default(),
-            clock: Box::new(ts_io::monotonic_ns),
-        }
-    }
-}
-
-/// Holds units of weights in memory as its plan says and reads the others ahead of their use.
+/// Streams units of weights under a memory budget.
 ///
-/// Units are where the work of streams of its device reaches them. Memory of a [`CpuDevice`] is the
-/// host's, and they are read to where they stay; to other devices they are [copied](Self::on) when
-/// they are read.
+/// The engine keeps the units that its [plan](Self::plan) makes resident, and reads the others
+/// ahead of their use. [`begin_pass`](Self::begin_pass) announces a pass over the units,
+/// [`acquire`](Self::acquire) returns a [`Lease`] of one unit, and [`end_pass`](Self::end_pass)
+/// ends the pass.
 ///
-/// Dropping it stops its threads once reads under way have ended. Tensors stay valid.
+/// Units live in the memory of the engine's device. With a [`CpuDevice`] they are read directly
+/// into their final memory. For a device with its own memory ([`on`](Self::on)) they are read into
+/// staging memory on the host and then copied.
+///
+/// All methods may be called from any thread. Dropping the engine waits for reads in flight and
+/// stops its threads. Tensors taken from leases stay valid.
+///
+/// # Examples
+/// ```
+/// use ts_io::Source;
+/// use ts_orchestrator::{Engine, EngineConfig, UnitId};
+/// # use ts_orchestrator::{Phase, Unit, UnitTensor};
+/// # use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("weights");
+/// # std::fs::write(&path, (0..2000).map(|i| i as u8).collect::<Vec<u8>>())?;
+/// # let unit = |name: &str, offset, len| {
+/// #     let parts = vec![ByteRange { file: FileId(0), offset, len }];
+/// #     let meta = TensorMeta { dtype: Dtype::U8, shape: vec![len] };
+/// #     let entry = TensorEntry { meta, parts };
+/// #     let (name, phase) = (name.to_string(), Phase::Mapped);
+/// #     let (digest, chunks) = (None, Vec::new());
+/// #     let tensor = UnitTensor { name: name.clone(), entry, phase, digest, chunks };
+/// #     Unit { name, tensors: vec![tensor] }
+/// # };
+/// # let units = vec![unit("first", 0, 1000), unit("second", 1000, 1000)];
+/// // `units` has two units, which are in the file at `path`.
+/// let config = EngineConfig::with_budget(1 << 20);
+/// let engine = Engine::new(units, vec![Source::open(&path)?], config)?;
+/// for _ in 0..3 {
+///     let pass = engine.begin_pass();
+///     for unit in 0..engine.unit_count() as u32 {
+///         let lease = engine.acquire(Some(pass), UnitId(unit))?;
+///         let _weights = lease.tensor(0); // compute with it
+///     }
+///     if engine.end_pass(pass) {
+///         engine.replan();
+///     }
+/// }
+/// assert_eq!(engine.stats().passes, 3);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Engine<D: Device = CpuDevice> {
-    shared: Arc<Shared<D>>,
+    inner: Arc<EngineInner<D>>,
     loader: Option<JoinHandle<()>>,
-    populating: Option<Populating>,
-}
-
-pub(crate) struct Shared<D: Device> {
-    fixed: Fixed<D>,
-    state: Mutex<State<D>>,
-    /// Something changed that a waiting call may have waited for.
-    changed: Condvar,
-    budget: Budget,
-    /// For what workers decode with.
-    _scratch: Reservation,
-    choice: Choice,
-    max_passes: usize,
-    slot_budget: usize,
-    rates: Rates,
-    clock: Clock,
-    process: u32,
+    populator: Option<Populator>,
 }
 
 impl Engine {
-    /// Plans and prepares, for the host; reads nothing yet. `sources` are the files that the
-    /// tensors' ranges name, by id.
+    /// Creates an engine whose units live in host memory.
+    ///
+    /// Plans, reserves memory and starts the I/O backend, but reads no tensor yet. `sources` are
+    /// the files that the tensors' byte ranges refer to, indexed by
+    /// [`FileId`](ts_format::FileId).
     ///
     /// # Errors
-    /// [`Error::NeverFits`] when no plan works under the budget; [`Error::NoSuchFile`] and
-    /// [`Error::NoSuchUnit`] when units or order name what there is not; [`Error::Storage`] when
-    /// the backend is not available; [`Error::System`] when memory or a thread is refused.
+    /// Returns [`Error::NeverFits`] if no plan works under the budget, [`Error::NoSuchFile`] or
+    /// [`Error::NoSuchUnit`] if the units or the configuration refer to a file or unit that does
+    /// not exist, [`Error::WrongChunks`] if the chunks of a compressed tensor are inconsistent,
+    /// [`Error::Storage`] if the backend is not available, and [`Error::System`] if the system
+    /// refuses memory or a thread.
     pub fn new(
         units: Vec<Unit>,
         sources: Vec<Arc<Source>>,
@@ -176,20 +96,21 @@ impl Engine {
         Self::build(None, units, sources, config)
     }
 
-    /// The plan that an engine would begin with, and what it says of each unit. Takes no memory for
-    /// weights, starts nothing, reads nothing.
+    /// Returns the plan that an engine would start with, and the statistics of each unit under it.
+    ///
+    /// Reserves no memory for weights, starts no threads and reads nothing.
     ///
     /// # Errors
-    /// As [`new`](Self::new), but for what the system refuses.
+    /// Returns the errors of [`new`](Self::new), except those of the backend and the system.
     pub fn preview(
         units: Vec<Unit>,
         sources: &[Arc<Source>],
         config: &EngineConfig,
     ) -> Result<(Plan, Vec<UnitStats>), Error> {
-        let Design { units, plan, .. } = Design::new(units, sources, config, false)?;
+        let Sizing { units, plan, .. } = Sizing::new(units, sources, config, false)?;
         let stats = units.iter().zip(&plan.residency).map(|(unit, &residency)| UnitStats {
             resident: residency == Residency::Resident,
-            ..unit.no_stats()
+            ..unit.initial_stats()
         });
         let stats = stats.collect();
         Ok((plan, stats))
@@ -197,606 +118,219 @@ impl Engine {
 }
 
 impl<D: Device> Engine<D> {
-    /// As [`new`](Engine::new), for a device.
+    /// Creates an engine whose units live in the memory of `device`.
     ///
     /// # Errors
-    /// As [`new`](Engine::new).
+    /// Returns the errors of [`new`](Engine::new).
     pub fn on(
         device: &D,
         units: Vec<Unit>,
         sources: Vec<Arc<Source>>,
         config: EngineConfig,
     ) -> Result<Self, Error> {
-        let apart = (!device.info().host_memory).then_some(device);
-        Self::build(apart, units, sources, config)
+        let separate = (!device.info().host_memory).then_some(device);
+        Self::build(separate, units, sources, config)
     }
 
-    /// For a device whose memory is not the host's, or for the host.
+    /// `device` is `None` if units live in host memory.
     fn build(
         device: Option<&D>,
         units: Vec<Unit>,
         sources: Vec<Arc<Source>>,
         config: EngineConfig,
     ) -> Result<Self, Error> {
-        let choice = config.registry.choose(config.backend.as_deref(), &sources)?;
-        let design = Design::new(units, &sources, &config, device.is_some())?;
-        let Design {
-            units,
-            order,
-            cut,
-            bounce_total,
-            scratch_total,
-            staging_total,
-            slot_budget,
-            plan,
-        } = design;
-        let system = |e: ts_pool::Error| Error::System(e.to_string());
-        let budget = Budget::new(config.budget_bytes);
-        let aside = if device.is_some() {
-            Budget::new(bounce_total + scratch_total)
-        } else {
-            budget.clone()
-        };
-        let bounces = (bounce_total > 0)
-            .then(|| HostPool::new(&aside, bounce_total))
-            .transpose()
-            .map_err(system)?;
-        let scratch = aside.reserve(scratch_total).map_err(system)?;
-        let (events, inbox) = channel();
-        let slots = match device {
-            Some(device) => {
-                Slots::on_device(device, &budget, plan.peak_bytes(), staging_total, &events)
-            }
-            None => {
-                let watch = config.watch_writes && config.populate == 0;
-                Slots::on_host(&budget, plan.peak_bytes(), watch)
-            }
-        };
-        let slots = slots.map_err(system)?;
-        let populating = Populating::new(&slots.host, config.populate);
-        let sink = events.clone();
-        let backend = choice.provider.create(
-            &config.io,
-            Box::new(move |completion| drop(sink.send(Event::Read(completion)))),
-        )?;
-        let (prefetch, verify) = (config.prefetch, config.verify);
-        let checks = verify != Verify::Never && units.iter().any(|unit| !unit.checks.is_empty());
-        let workers =
-            (checks || bounces.is_some()).then(|| Workers::new(config.workers.max(1), &events));
-        let workers = workers.transpose()?;
-        let timeout = config.io.timeout;
-        let fixed =
-            Fixed { units, sources, slots, bounces, cut, prefetch, verify, timeout, events };
-        let state = State::new(&fixed, order, &config.together, plan, backend, workers);
-        let shared = Arc::new(Shared {
-            fixed,
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-            budget,
-            _scratch: scratch,
-            choice,
-            max_passes: config.max_passes.max(1),
-            slot_budget,
-            rates: config.rates,
-            clock: config.clock,
-            process: std::process::id(),
-        });
-        let loader = spawn_loader(Arc::clone(&shared), inbox)?;
-        Ok(Self { shared, loader: Some(loader), populating: Some(populating) })
+        let populate = config.populate;
+        let (inner, inbox) = EngineInner::new(device, units, sources, config)?;
+        let populator = Populator::new(inner.host_pool(), populate);
+        let inner = Arc::new(inner);
+        let loader = spawn_loader(Arc::clone(&inner), inbox)?;
+        Ok(Self { inner, loader: Some(loader), populator: Some(populator) })
     }
 
-    /// Begins a pass over the units and starts to read ahead. Waits while `max_passes` others run.
+    /// Begins a pass over the units and starts to prefetch.
+    ///
+    /// Blocks while [`max_passes`](EngineConfig::max_passes) other passes are running.
+    pub fn begin_pass(&self) -> PassId {
+        self.begin_pass_interruptible(never_interrupt()).expect("the wait is never interrupted")
+    }
+
+    /// Like [`begin_pass`](Self::begin_pass), but calls `interrupt` regularly while it blocks.
     ///
     /// # Errors
-    /// [`Error::Interrupted`].
-    pub fn begin_pass(&self, interrupt: Interrupt<'_>) -> Result<PassId, Error> {
-        let mut state = self.shared.lock();
-        let this_thread = std::thread::current().id();
-        let mut waiting = Waiting::new();
-        while state.passes.running() >= self.shared.max_passes {
-            // Who waits here frees nothing meanwhile; others must know.
-            state.queued.insert(this_thread);
-            state = self
-                .shared
-                .wait(state, &mut waiting, interrupt, || "another pass to end".into())?;
-        }
-        state.queued.remove(&this_thread);
-        state.counts.passes += 1;
-        let id = state.passes.begin();
-        state.advance(&self.shared.fixed, (self.shared.clock)());
-        Ok(id)
+    /// Returns [`Error::Interrupted`] if `interrupt` returned `true`.
+    pub fn begin_pass_interruptible(&self, interrupt: Interrupt<'_>) -> Result<PassId, Error> {
+        self.inner.begin_pass(interrupt)
     }
 
-    /// Ends a pass. Returns whether its order of visits calls for another plan: call
-    /// [`replan`](Self::replan) when no lease is held. Does nothing for a pass that has ended
-    /// already.
+    /// Ends a pass and returns whether a better plan is available.
+    ///
+    /// If so, call [`replan`](Self::replan) when no lease is held. Does nothing if the pass has
+    /// already ended.
     pub fn end_pass(&self, pass: PassId) -> bool {
-        let mut state = self.shared.lock();
-        let believed = state.believed.clone();
-        match state.passes.end(pass, &believed) {
-            Some(true) => self.shared.propose_plan(&mut state),
-            Some(false) if state.outgrown => self.shared.propose_plan(&mut state),
-            // The order that the plan in force was made for is back.
-            Some(false) => state.pending_plan = None,
-            None => {}
-        }
-        state.advance(&self.shared.fixed, (self.shared.clock)());
-        let proposed = state.pending_plan.is_some();
-        drop(state);
-        self.shared.changed.notify_all();
-        proposed
+        self.inner.end_pass(pass)
     }
 
-    /// Waits until nothing is on its way, then puts the plan in force that
-    /// [`end_pass`](Self::end_pass) spoke of. Returns whether it did: not while a pass runs, units
-    /// are in use, or tensors of units are still held.
+    /// Switches to the plan that [`end_pass`](Self::end_pass) announced. Returns whether it did.
     ///
-    /// # Errors
-    /// [`Error::Interrupted`].
-    pub fn replan(&self, interrupt: Interrupt<'_>) -> Result<bool, Error> {
-        let mut state = self.shared.lock();
-        let mut waiting = Waiting::new();
-        while state.passes.running() == 0 && state.is_loading() {
-            state.paused = true;
-            state = match self.shared.wait(state, &mut waiting, interrupt, || "reads to end".into())
-            {
-                Ok(state) => state,
-                Err(error) => {
-                    self.shared.lock().paused = false;
-                    return Err(error);
-                }
-            };
-        }
-        let applied = state.passes.running() == 0 && state.apply_pending_plan(&self.shared.fixed);
-        state.paused = false;
-        state.advance(&self.shared.fixed, (self.shared.clock)());
-        Ok(applied)
+    /// Waits for reads in flight first. Keeps the old plan while a pass is running, a unit is
+    /// leased, or a tensor of a unit is still referenced.
+    pub fn replan(&self) -> bool {
+        self.replan_interruptible(never_interrupt()).expect("the wait is never interrupted")
     }
 
-    /// Gives the right to use a unit, waiting until it is in memory. `pass` is `None` for a use
-    /// that belongs to no pass and tells nothing of the order.
+    /// Like [`replan`](Self::replan), but calls `interrupt` regularly while it blocks.
     ///
     /// # Errors
-    /// [`Error::Load`] when reading failed (the next call tries again); [`Error::StillReferenced`]
-    /// when tensors that outlived their lease hold the memory; [`Error::Stuck`] when all who hold
-    /// it wait for more; [`Error::NoSuchUnit`]; [`Error::Interrupted`].
-    pub fn acquire(
+    /// Returns [`Error::Interrupted`] if `interrupt` returned `true`.
+    pub fn replan_interruptible(&self, interrupt: Interrupt<'_>) -> Result<bool, Error> {
+        self.inner.replan(interrupt)
+    }
+
+    /// Leases a unit, and blocks until it is in memory.
+    ///
+    /// Pass `None` for `pass` if the use belongs to no pass. The engine does not learn the order of
+    /// such uses.
+    ///
+    /// # Errors
+    /// - [`Error::Load`] if reading failed; the next call reads again.
+    /// - [`Error::Corrupt`] if the bytes do not match their checksum or cannot be decoded.
+    /// - [`Error::Device`] if the copy to the device or the allocation on it failed.
+    /// - [`Error::StillReferenced`] if tensors that outlived their lease occupy the memory.
+    /// - [`Error::Stuck`] if every thread that holds memory is itself waiting for memory.
+    /// - [`Error::Written`] if the unit's bytes changed after [`Lease::seal`].
+    /// - [`Error::NoSuchUnit`] if the engine has no such unit.
+    pub fn acquire(&self, pass: Option<PassId>, unit: UnitId) -> Result<Lease<D>, Error> {
+        self.acquire_interruptible(pass, unit, never_interrupt())
+    }
+
+    /// Like [`acquire`](Self::acquire), but calls `interrupt` regularly while it blocks.
+    ///
+    /// # Errors
+    /// Returns the errors of [`acquire`](Self::acquire), and [`Error::Interrupted`] if `interrupt`
+    /// returned `true`.
+    pub fn acquire_interruptible(
         &self,
         pass: Option<PassId>,
         unit: UnitId,
         interrupt: Interrupt<'_>,
     ) -> Result<Lease<D>, Error> {
-        let mut leases = self.acquire_all(pass, &[unit], interrupt)?;
-        Ok(leases.pop().expect("a lease for each unit"))
+        let mut leases = self.acquire_all_interruptible(pass, &[unit], interrupt)?;
+        Ok(leases.pop().expect("there is a lease for each unit"))
     }
 
-    /// Gives the right to use several units at the same time, in their order: what one operation
-    /// needs. Waits until all are in memory. The engine learns the set, and plans for it.
+    /// Leases the units that one operation needs at the same time, and blocks until all of them are
+    /// in memory.
+    ///
+    /// The leases are in the order of `units`. The engine remembers the set and plans for it.
     ///
     /// # Errors
-    /// As [`acquire`](Self::acquire); [`Error::NeverFits`] when the units are larger than the
-    /// budget together: nothing is read then.
+    /// Returns the errors of [`acquire`](Self::acquire), and [`Error::NeverFits`] if the units
+    /// together are larger than the budget; nothing is read then.
     pub fn acquire_all(
+        &self,
+        pass: Option<PassId>,
+        units: &[UnitId],
+    ) -> Result<Vec<Lease<D>>, Error> {
+        self.acquire_all_interruptible(pass, units, never_interrupt())
+    }
+
+    /// Like [`acquire_all`](Self::acquire_all), but calls `interrupt` regularly while it blocks.
+    ///
+    /// # Errors
+    /// Returns the errors of [`acquire_all`](Self::acquire_all), and [`Error::Interrupted`] if
+    /// `interrupt` returned `true`.
+    pub fn acquire_all_interruptible(
         &self,
         pass: Option<PassId>,
         units: &[UnitId],
         interrupt: Interrupt<'_>,
     ) -> Result<Vec<Lease<D>>, Error> {
-        let count = self.shared.fixed.units.len();
-        if let Some(unit) = units.iter().find(|unit| unit.index() >= count) {
-            return Err(Error::NoSuchUnit { unit: unit.0, count });
-        }
-        self.shared.acquire(pass, units, interrupt)
+        units.iter().try_for_each(|&unit| self.inner.check_unit(unit))?;
+        let (memory, acquired_ns) = self.inner.acquire(pass, units, interrupt)?;
+        let lease =
+            |(memory, &unit)| Lease::new(memory, Arc::clone(&self.inner), unit, acquired_ns);
+        let leases: Vec<_> = memory.into_iter().zip(units).map(lease).collect();
+        leases.iter().try_for_each(Lease::check_seal)?;
+        Ok(leases)
     }
 
-    /// Gives a unit up because foreign code has written to its bytes: the next use reads it anew.
-    /// Tensors that others hold keep the bytes as they are. Does nothing for a unit that is not in
-    /// memory.
+    /// Evicts a unit whose bytes were modified, so that the next use reads it again.
+    ///
+    /// Tensors that are still referenced keep the modified bytes. Does nothing if the unit is not
+    /// in memory.
     ///
     /// # Errors
-    /// [`Error::NoSuchUnit`].
+    /// Returns [`Error::NoSuchUnit`] if the engine has no such unit.
     pub fn discard(&self, unit: UnitId) -> Result<(), Error> {
-        let count = self.shared.fixed.units.len();
-        if unit.index() >= count {
-            return Err(Error::NoSuchUnit { unit: unit.0, count });
-        }
-        self.shared.discard(unit);
+        self.inner.check_unit(unit)?;
+        self.inner.discard(unit);
         Ok(())
     }
 
-    /// Units that the plan keeps whose bytes were written to since they were read, where [they are
-    /// watched](EngineConfig::watch_writes); each with its tensors that lie on a page that was
-    /// written to. Whoever finds one drops its tensors and [gives it up](Self::discard). Takes some
-    /// microseconds, and less than a thousandth of the time to read the units' bytes.
+    /// Returns the resident units whose memory was written to since they were read.
+    ///
+    /// Each unit comes with the indices of its tensors that touch a modified page. Drop the tensors
+    /// of these units and call [`discard`](Self::discard). Always empty unless
+    /// [`EngineConfig::watch_writes`] is set and supported ([`EngineStats::watches_writes`]).
+    ///
+    /// Takes some microseconds, less than a thousandth of the time to read the units' bytes.
     pub fn written(&self) -> Vec<(UnitId, Vec<usize>)> {
-        // No lock is held while the system looks.
-        let watched = self.shared.lock().watched();
-        if !WriteWatch::any_written(watched.iter().map(|(_, bytes)| &**bytes)) {
-            return Vec::new();
-        }
-        let tensors = |id: UnitId, written: &[Range<usize>]| {
-            let touched = |at: &usize| {
-                let place = self.shared.unit(id).layout.tensors[*at];
-                written
-                    .iter()
-                    .any(|bytes| bytes.start < place.offset + place.len && place.offset < bytes.end)
-            };
-            (0..self.shared.unit(id).layout.tensors.len()).filter(touched).collect()
-        };
-        let written = watched.into_iter().map(|(id, bytes)| (id, bytes.written()));
-        let written = written.filter(|(_, bytes)| !bytes.is_empty());
-        written.map(|(id, bytes)| (id, tensors(id, &bytes))).collect()
+        self.inner.written()
     }
 
-    /// Number of units.
+    /// Returns the number of units.
     pub fn unit_count(&self) -> usize {
-        self.shared.fixed.units.len()
+        self.inner.unit_count()
     }
 
-    /// The plan in force.
+    /// Returns the current plan.
     pub fn plan(&self) -> Plan {
-        self.shared.lock().plan.clone()
+        self.inner.plan()
     }
 
-    /// Everything measured so far. Does not block on I/O.
+    /// Returns all measurements so far. Does not block on I/O.
     pub fn stats(&self) -> EngineStats {
-        self.shared.stats()
+        self.inner.stats()
     }
 
-    /// Whether this process was forked from the one that made the engine: its threads and its
-    /// memory are not here, and nothing may be asked of it. Dropping it does nothing.
+    /// Returns whether this process is a fork of the process that created the engine.
+    ///
+    /// A fork has neither the engine's threads nor its memory, so no other method may be called.
+    /// Dropping the engine there does nothing.
     pub fn is_foreign(&self) -> bool {
-        self.shared.is_foreign()
+        self.inner.is_foreign()
     }
 }
 
 impl<D: Device> Drop for Engine<D> {
     fn drop(&mut self) {
-        if self.shared.is_foreign() {
-            // The threads are the parent's, and whoever holds a lock now is not in this process.
-            std::mem::forget((self.populating.take(), self.loader.take()));
-            std::mem::forget(Arc::clone(&self.shared));
+        if self.inner.is_foreign() {
+            // The threads belong to the parent process, and a lock may be held by one of them.
+            std::mem::forget((self.populator.take(), self.loader.take()));
+            std::mem::forget(Arc::clone(&self.inner));
             return;
         }
-        drop(self.populating.take());
-        // The backend first: what it still holds comes back to the loader, whose inbox ends with
-        // Stop.
-        let backend = self.shared.lock().backend.take();
-        drop(backend);
-        let _ = self.shared.fixed.events.send(Event::Stop);
+        drop(self.populator.take());
+        self.inner.stop_reading();
         if let Some(loader) = self.loader.take() {
             let _ = loader.join();
         }
-        // What workers were still given they finish, into buffers that then go home by being
-        // dropped.
-        let workers = self.shared.lock().workers.take();
-        drop(workers);
-        // What remains are tensors, each of which lets go of its memory by itself; of a device's
-        // the last of them lets go of all.
-        self.shared.fixed.slots.host.retire();
+        self.inner.stop_working();
     }
 }
-
-impl<D: Device> Shared<D> {
-    pub(crate) fn unit(&self, unit: UnitId) -> &Prepared {
-        &self.fixed.units[unit.index()]
-    }
-
-    pub(crate) fn is_resident(&self, unit: UnitId) -> bool {
-        self.lock().units[unit.index()].resident
-    }
-
-    pub(crate) fn discard(&self, unit: UnitId) {
-        self.lock().discard(&self.fixed, unit);
-    }
-
-    /// How many references to a unit's slot are the engine's own and those of leases.
-    pub(crate) fn owner_count(&self, unit: UnitId) -> usize {
-        let state = self.lock();
-        let unit = &state.units[unit.index()];
-        unit.users.len() + usize::from(matches!(unit.residence, Residence::Present(_)))
-    }
-
-    pub(crate) fn is_foreign(&self) -> bool {
-        self.process != std::process::id()
-    }
-
-    pub(crate) fn release(&self, unit: UnitId, user: ThreadId, acquired_ns: u64) {
-        if self.is_foreign() {
-            return;
-        }
-        let used_ns = (self.clock)().saturating_sub(acquired_ns);
-        let event = Event::Released { unit, user, used_ns };
-        // Work of a stream may run under this very lock, wherever streams are asked for memory.
-        if ts_streams::may_wait().is_err() && self.fixed.events.send(event).is_ok() {
-            return;
-        }
-        let mut state = self.lock();
-        state.release(unit, user, used_ns);
-        state.advance(&self.fixed, (self.clock)());
-        drop(state);
-        self.changed.notify_all();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State<D>> {
-        // A panic under this lock is a bug that the panicking thread reports; the others go on as
-        // they can.
-        self.state.lock()
-    }
-
-    fn acquire(
-        self: &Arc<Self>,
-        pass: Option<PassId>,
-        units: &[UnitId],
-        interrupt: Interrupt<'_>,
-    ) -> Result<Vec<Lease<D>>, Error> {
-        self.refuse_what_never_fits(units)?;
-        let asked_ns = (self.clock)();
-        let mut state = self.lock();
-        state.note_together(units);
-        for &unit in units {
-            state.passes.visit(pass, unit);
-            state.want(unit);
-        }
-        let (mut state, result) = self.wait_for_units(state, units, interrupt);
-        for &unit in units {
-            state.unwant(unit);
-        }
-        let now_ns = (self.clock)();
-        state.advance(&self.fixed, now_ns);
-        let (slots, waited) = result?;
-        if waited {
-            for &unit in units {
-                let stats = &mut state.units[unit.index()].stats;
-                stats.stalls += 1;
-                stats.stall_ns += now_ns - asked_ns;
-            }
-        }
-        drop(state);
-        let lease = |(slot, &unit)| Lease::new(slot, Arc::clone(self), unit, now_ns);
-        let leases: Vec<_> = slots.into_iter().zip(units).map(lease).collect();
-        for lease in &leases {
-            lease.check_seal()?;
-        }
-        Ok(leases)
-    }
-
-    /// Several units at a time may be more than there can ever be room for.
-    fn refuse_what_never_fits(&self, units: &[UnitId]) -> Result<(), Error> {
-        let [_, _, ..] = units else { return Ok(()) };
-        let distinct: BTreeSet<UnitId> = units.iter().copied().collect();
-        let needed: usize = distinct.iter().map(|&unit| self.unit(unit).slot_bytes).sum();
-        if needed <= self.fixed.slots.capacity_bytes() {
-            return Ok(());
-        }
-        let budget_bytes = self.budget.limit_bytes();
-        Err(Error::NeverFits(NeverFits {
-            budget_bytes,
-            largest_unit: self.names(units),
-            largest_bytes: needed,
-            smallest_budget_bytes: needed + (budget_bytes - self.slot_budget),
-        }))
-    }
-
-    /// The slots of units once all are present, and whether that took a wait.
-    fn wait_for_units<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, State<D>>,
-        units: &[UnitId],
-        interrupt: Interrupt<'_>,
-    ) -> (MutexGuard<'a, State<D>>, Result<Found<D>, Error>) {
-        let (mut waited, mut tries, mut waiting) = (false, 0, Waiting::new());
-        loop {
-            if let Some(slots) = state.take_slots(units) {
-                return (state, Ok((slots, waited)));
-            }
-            let failures = units.iter().filter_map(|unit| state.units[unit.index()].failure.take());
-            if let Some(failure) = failures.last() {
-                return (state, Err(failure));
-            }
-            if state.is_any_absent(units) {
-                if let Err(error) = self.start(&mut state, units, &mut tries) {
-                    return (state, Err(error));
-                }
-                // A unit without bytes is there as soon as it has a slot.
-                if state.are_all_present(units) {
-                    continue;
-                }
-            }
-            waited = true;
-            let what = || format!("unit `{}`", self.names(units));
-            state = match self.wait(state, &mut waiting, interrupt, what) {
-                Ok(state) => state,
-                Err(error) => return (self.lock(), Err(error)),
-            };
-        }
-    }
-
-    fn names(&self, units: &[UnitId]) -> String {
-        let distinct: BTreeSet<UnitId> = units.iter().copied().collect();
-        let names: Vec<&str> =
-            distinct.iter().map(|&unit| self.unit(unit).unit.name.as_str()).collect();
-        names.join("` + `")
-    }
-
-    /// Begins to read the absent ones of units that are wanted now, or notes that this thread waits
-    /// for memory.
-    fn start(&self, state: &mut State<D>, units: &[UnitId], tries: &mut u32) -> Result<(), Error> {
-        let this_thread = std::thread::current().id();
-        let absent = state.absent(units);
-        let needed_bytes = absent.iter().map(|&unit| self.unit(unit).slot_bytes).sum();
-        match state.demand(&self.fixed, units, (self.clock)()) {
-            Ok(()) => {
-                state.starving.remove(&this_thread);
-                Ok(())
-            }
-            // The last owner may just be letting go on another thread: look again before it is an
-            // error.
-            Err(Shortage::Stuck { holders }) if *tries >= SHORTAGE_TRIES => Err(Error::Stuck {
-                unit: self.names(&absent),
-                needed_bytes,
-                holders: holders.join(", "),
-            }),
-            Err(Shortage::Lingering { bytes, holders }) if *tries >= SHORTAGE_TRIES => {
-                let (held_bytes, holders) = (bytes, holders.join(", "));
-                let unit = self.names(&absent);
-                Err(Error::StillReferenced { unit, needed_bytes, held_bytes, holders })
-            }
-            Err(Shortage::Device(error)) => Err(device_error(&self.names(&absent), error)),
-            Err(shortage) => {
-                if !matches!(shortage, Shortage::Passing) {
-                    *tries += 1;
-                }
-                state.starving.insert(this_thread);
-                Ok(())
-            }
-        }
-    }
-
-    /// Waits for a change, or for the time to ask the caller whether to go on.
-    fn wait<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, State<D>>,
-        waiting: &mut Waiting,
-        interrupt: Interrupt<'_>,
-        what: impl Fn() -> String,
-    ) -> Result<MutexGuard<'a, State<D>>, Error> {
-        self.changed.wait_for(&mut state, INTERRUPT_PERIOD);
-        // By the time that has passed: changes may come more often than the period.
-        if waiting.asked.elapsed() < INTERRUPT_PERIOD {
-            return Ok(state);
-        }
-        drop(state);
-        waiting.asked = Instant::now();
-        if interrupt() {
-            self.lock().queued.remove(&std::thread::current().id());
-            return Err(Error::Interrupted { what: what() });
-        }
-        Ok(self.lock())
-    }
-
-    fn propose_plan(&self, state: &mut State<D>) {
-        let demands = state.demands(&self.fixed);
-        let order = state.passes.order().to_vec();
-        let least = self.fixed.prefetch.least_ring_bytes(self.slot_budget);
-        let request = PlanRequest {
-            units: &demands,
-            order: &order,
-            together: &state.together,
-            budget_bytes: self.slot_budget,
-            max_passes: self.max_passes,
-            rates: self.measured_rates(state),
-            // What was needed at once is needed again.
-            least_ring_bytes: least.max(state.streamed_high_water),
-        };
-        let Ok(better) = plan(&request) else { return };
-        let kept = predict(&request, &state.residency());
-        // What is kept is read anew under a new plan; that must pay within a few passes. And the
-        // arena has the size of the first plan's peak.
-        let fresh_start_s = better.resident_bytes as f64 / request.rates.read_bytes_per_s;
-        let pays = kept.as_ref().is_none_or(|kept| {
-            let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
-            gain_s > REPLAN_GAIN * kept.predicted_pass_s && gain_s * REPLAN_PASSES > fresh_start_s
-        });
-        state.outgrown = false;
-        if pays && better.peak_bytes() <= self.fixed.slots.capacity_bytes() {
-            state.pending_plan = Some(better);
-        } else if let Some(kept) = kept {
-            state.plan = kept;
-            state.believed = order;
-            state.pending_plan = None;
-        }
-    }
-
-    /// The bandwidth of storage while it was asked for anything; the assumed one before a useful
-    /// sample.
-    fn measured_rates(&self, state: &State<D>) -> Rates {
-        const SAMPLE_NS: u64 = 20_000_000;
-        let (bytes, busy_ns) = (state.read_bytes(), state.counts.busy_ns);
-        if bytes == 0 || busy_ns < SAMPLE_NS {
-            return self.rates;
-        }
-        Rates { read_bytes_per_s: bytes as f64 / (busy_ns as f64 / 1e9), ..self.rates }
-    }
-
-    fn stats(&self) -> EngineStats {
-        let slots = &self.fixed.slots;
-        let (in_use, high_water) = slots.in_use_bytes();
-        let state = self.lock();
-        let mut read_bytes: Vec<_> = ReadPath::ALL.map(|path| (path, 0)).to_vec();
-        for &(path, bytes) in &state.counts.read_bytes {
-            crate::load::add(&mut read_bytes, path, bytes);
-        }
-        let bounce_bytes = self.budget.high_water_bytes() - slots.capacity_bytes();
-        EngineStats {
-            budget_bytes: self.budget.limit_bytes(),
-            reserved_high_water_bytes: self.budget.high_water_bytes(),
-            in_use_high_water_bytes: high_water + bounce_bytes,
-            in_use_bytes: in_use + bounce_bytes,
-            staging_bytes: slots.staging_bytes(),
-            backend: self.choice.provider.name(),
-            passed_over: self.choice.passed_over.clone(),
-            watches_writes: slots.are_watched(),
-            passes: state.counts.passes,
-            read_bytes,
-            wasted_loads: state.counts.wasted_loads,
-            replans: state.counts.replans,
-            plan: state.plan.clone(),
-            units: state.units.iter().map(|unit| unit.stats.clone()).collect(),
-        }
-    }
-
-    fn run(&self, inbox: &Receiver<Event<D>>) {
-        while let Ok(event) = inbox.recv() {
-            let now_ns = (self.clock)();
-            let mut state = self.lock();
-            match event {
-                Event::Read(completion) => state.on_read(&self.fixed, completion, now_ns),
-                Event::Brought { token, bounce, target, damage } => {
-                    state.on_brought(&self.fixed, token, bounce, target, damage, now_ns);
-                }
-                Event::Checked { load, slot, mismatch } => {
-                    state.on_checked(&self.fixed, load, slot, mismatch, now_ns);
-                }
-                Event::Lost(lost) => state.on_lost(&self.fixed, lost, now_ns),
-                Event::Uploaded(uploaded) => state.on_uploaded(&self.fixed, uploaded, now_ns),
-                Event::Released { unit, user, used_ns } => state.release(unit, user, used_ns),
-                Event::Freed => {}
-                Event::Stop => return,
-            }
-            state.advance(&self.fixed, now_ns);
-            drop(state);
-            self.changed.notify_all();
-        }
-    }
-}
-
-/// When a waiting call last asked its [`Interrupt`].
-struct Waiting {
-    asked: Instant,
-}
-
-impl Waiting {
-    fn new() -> Self {
-        Self { asked: Instant::now() }
-    }
-}
-
-/// Units' slots, and whether they had to be waited for.
-type Found<D> = (Vec<Arc<Slot<D>>>, bool);
 
 fn spawn_loader<D: Device>(
-    shared: Arc<Shared<D>>,
+    inner: Arc<EngineInner<D>>,
     inbox: Receiver<Event<D>>,
 ) -> Result<JoinHandle<()>, Error> {
     std::thread::Builder::new()
         .name("ts-loader".into())
         .stack_size(512 << 10)
-        .spawn(move || shared.run(&inbox))
+        .spawn(move || inner.run(&inbox))
         .map_err(|e| Error::System(format!("cannot start the loader thread: {e}")))
 }
 
-// Completions and frees are sent from any thread.
+// Completions and freed slots are reported from any thread.
 const _: fn() = || {
     fn sync<T: Sync>() {}
     sync::<Sender<Event<CpuDevice>>>();

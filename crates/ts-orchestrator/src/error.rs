@@ -1,75 +1,76 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//! The errors of this crate.
+
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::plan::NeverFits;
 
-/// Who is to blame.
+/// The class of an [`Error`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The budget can never work.
+    /// The budget is too small for any plan.
     NeverFits,
-    /// Memory is held by the caller that a unit needs now.
+    /// The caller holds the memory that a unit needs.
     Full,
-    /// The bytes of a file are not those that were written.
+    /// The bytes of a file are damaged.
     Corrupt,
-    /// Storage failed or changed; the source error says how.
+    /// Storage failed or the file has changed, or the system refused memory or a thread.
     Storage,
-    /// The device that units are for failed; the source error says how.
+    /// The device that units live on failed.
     Device,
-    /// The caller asked for what there is not.
+    /// The arguments of the call are invalid.
     Misuse,
-    /// The caller wrote to a unit's bytes.
+    /// Other code wrote to the bytes of a unit.
     Written,
-    /// The caller interrupted a wait.
+    /// The caller interrupted the call.
     Interrupted,
 }
 
-/// Why a unit is not there.
+/// An error of an [`Engine`](crate::Engine).
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The units can never run under the budget.
+    /// The budget is too small for any plan.
     #[error(transparent)]
     NeverFits(#[from] NeverFits),
-    /// Reading a unit failed.
+    /// A unit could not be read.
     #[error("unit `{unit}`, tensor `{tensor}`: {source}")]
     Load {
-        /** The unit. */
+        /// The unit.
         unit: String,
-        /** The tensor whose bytes were being read. */
+        /// The tensor whose bytes were being read.
         tensor: String,
-        /** What happened. */
+        /// The cause.
         source: ts_io::Error,
     },
-    /// A unit's bytes are not those that were written.
+    /// Bytes of a unit do not match their checksum or cannot be decoded.
     #[error(
         "unit `{unit}`, tensor `{tensor}`: {}: {len} bytes at byte {offset} {what}: the file is \
          damaged",
         path.display()
     )]
     Corrupt {
-        /** The unit. */
+        /// The unit.
         unit: String,
-        /** The tensor. */
+        /// The tensor.
         tensor: String,
-        /** The file. */
+        /// The file.
         path: PathBuf,
-        /** First byte of the chunk, from the start of the file. */
+        /// The offset of the damaged chunk in the file.
         offset: u64,
-        /** Length of the chunk in bytes. */
+        /// The length of the chunk, in bytes.
         len: u64,
-        /** What is wrong with them. */
+        /// What is wrong, as the end of a sentence about the bytes.
         what: String,
     },
-    /// A unit was read, and did not come to its device; or the device could not be asked for memory
-    /// for it.
+    /// A unit could not be copied to its device, or the device failed to provide memory for it.
     #[error("unit `{unit}`: {source}")]
     Device {
-        /** The unit. */
+        /// The unit.
         unit: String,
-        /** What happened. */
+        /// The cause.
         source: Arc<ts_pool::Error>,
     },
     /// Storage failed before a unit was read.
@@ -77,79 +78,82 @@ pub enum Error {
     Storage(#[from] ts_io::Error),
     /// A unit needs memory that tensors of other units still occupy after their use.
     #[error(
-        "unit `{unit}` needs {needed_bytes} bytes, and {held_bytes} are still referenced: \
-         {holders}. Something keeps tensors of a streamed unit alive (a view, an autograd graph); \
-         drop it or raise the budget"
+        "no memory for unit `{unit}`: it needs {needed_bytes} bytes, but tensors that are still \
+         referenced occupy {held_bytes} bytes: {holders}; drop what keeps them alive (a view, an \
+         autograd graph) or raise the budget"
     )]
     StillReferenced {
-        /** The unit that is wanted. */
+        /// The unit, or several names joined by `` ` + ` ``.
         unit: String,
-        /** Its slot. */
+        /// The memory that it needs, in bytes.
         needed_bytes: usize,
-        /** Bytes held beyond their use. */
+        /// The memory of units whose tensors outlived their use, in bytes.
         held_bytes: usize,
-        /** The units whose tensors are held, with their number. */
+        /// These units, each with the number of its slots that are still referenced.
         holders: String,
     },
-    /// Somebody wrote to a unit's bytes through a tensor that outlived its lease.
+    /// Other code wrote to a unit through a tensor that outlived its lease.
     #[error(
         "unit `{unit}` was written to through a tensor that outlived its use; the next use reads \
          it again"
     )]
     Written {
-        /** The unit. */
+        /// The unit.
         unit: String,
     },
-    /// Passes wait for each other's memory, and no one can go on.
+    /// All threads that hold memory are themselves waiting for memory.
     #[error(
-        "unit `{unit}` needs {needed_bytes} bytes while {holders} are in use by passes that wait \
-         as well; raise the budget, or `max_passes` so that it is planned for"
+        "no memory for unit `{unit}`: it needs {needed_bytes} bytes, but {holders} use the memory, \
+         and all threads that could free it wait for memory too; raise the budget, or `max_passes` \
+         to plan for more concurrent passes"
     )]
     Stuck {
-        /** The unit that is wanted. */
+        /// The unit, or several names joined by `` ` + ` ``.
         unit: String,
-        /** Its slot. */
+        /// The memory that it needs, in bytes.
         needed_bytes: usize,
-        /** The units in use. */
+        /// What uses the memory: the names of units, or reads that timed out.
         holders: String,
     },
-    /// No unit has this id.
-    #[error("there is no unit {unit}; the engine has {count}")]
+    /// The engine has no unit with this id.
+    #[error("unknown unit {unit}: the engine has {count} units")]
     NoSuchUnit {
-        /** The id. */
+        /// The id.
         unit: u32,
-        /** How many there are. */
+        /// The number of units.
         count: usize,
     },
-    /// The chunks of a tensor are not those of its compressed parts.
-    #[error("tensor `{tensor}`: its chunks do not make up the parts of it that are compressed")]
+    /// The chunks of a tensor do not decode to its compressed parts.
+    #[error(
+        "invalid tensor `{tensor}`: its chunks do not match the lengths of its compressed parts"
+    )]
     WrongChunks {
-        /** The tensor. */
+        /// The tensor.
         tensor: String,
     },
-    /// A tensor refers to a file that the engine was not given.
-    #[error("tensor `{tensor}` lies in file {file}; the engine was given {count}")]
+    /// A tensor refers to a file that the engine does not have.
+    #[error("invalid tensor `{tensor}`: it is in file {file}, but the engine has {count} files")]
     NoSuchFile {
-        /** The tensor. */
+        /// The tensor.
         tensor: String,
-        /** The file. */
+        /// The index of the file.
         file: u32,
-        /** How many there are. */
+        /// The number of files.
         count: usize,
     },
-    /// The system refused memory or a thread.
+    /// The system refused memory or a thread, or a thread of the engine failed.
     #[error("{0}")]
     System(String),
-    /// The caller's [`Interrupt`](crate::Interrupt) ended the wait.
+    /// The caller's [`Interrupt`](crate::Interrupt) ended the call.
     #[error("interrupted while waiting for {what}")]
     Interrupted {
-        /** What was waited for. */
+        /// What the call waited for.
         what: String,
     },
 }
 
 impl Error {
-    /// The class of this error.
+    /// Returns the class of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::NeverFits(_) => ErrorKind::NeverFits,
@@ -165,11 +169,15 @@ impl Error {
         }
     }
 
-    /// The storage error behind this one, if there is one.
+    /// Returns the storage error that caused this error, if there is one.
     pub fn storage(&self) -> Option<&ts_io::Error> {
         match self {
             Error::Load { source, .. } | Error::Storage(source) => Some(source),
             _ => None,
         }
+    }
+
+    pub(crate) fn device(unit: &str, source: ts_pool::Error) -> Self {
+        Error::Device { unit: unit.into(), source: Arc::new(source) }
     }
 }

@@ -1,79 +1,81 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//! The layout of a unit in its slot, and the reads that fill it.
+
 use ts_format::{Chunk, FileId};
 
 use crate::unit::{PHASE_ALIGN, UnitTensor};
 
-/// Tensors that lie this near each other in a file are read in one go, and the bytes between with
-/// them.
+/// Tensors at most this many bytes apart in a file are read together with the bytes between them.
 const MERGE_GAP: u64 = 4096;
 
-/// Where everything of a unit stands in its slot, and which reads bring it there.
+/// Where the tensors of a unit are in its slot, and the reads that put them there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SlotLayout {
-    /// Size of the slot in bytes.
+    /// The size of the slot, in bytes.
     pub(crate) len: usize,
-    /// The unit's tensors, in their order.
+    /// The tensors of the unit, in their order.
     pub(crate) tensors: Vec<Placement>,
-    /// Disjoint in the slot and sorted by their place in it.
+    /// The reads, disjoint in the slot and sorted by slot offset.
     pub(crate) reads: Vec<SlotRead>,
 }
 
-/// A tensor's bytes in the slot.
+/// Where a tensor is in the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Placement {
     pub(crate) offset: usize,
     pub(crate) len: usize,
 }
 
-/// A run of a file that goes to a run of the slot.
+/// A read of a range of a file into a range of the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SlotRead {
     pub(crate) file: FileId,
     pub(crate) file_offset: u64,
     pub(crate) slot_offset: usize,
-    /// Room in the slot; at the end of a file more than there is to read.
+    /// The length of the range in the slot. It may extend beyond the end of the file.
     pub(crate) len: usize,
-    /// Bytes that must arrive.
+    /// The number of bytes of the file that must be read.
     pub(crate) required: usize,
-    pub(crate) fill: Fill,
+    pub(crate) kind: ReadKind,
 }
 
-/// How bytes come from a file to their place.
+/// How the bytes of a read reach the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Fill {
-    /// They are read there.
-    Straight,
-    /// File and slot offset differ modulo the alignment: they are read aside, then copied.
+pub(crate) enum ReadKind {
+    /// They are read into the slot.
+    InPlace,
+    /// They are read into a bounce buffer and copied, because file and slot offset differ modulo
+    /// the alignment.
     Copied,
-    /// A chunk is read aside, then decoded.
+    /// A chunk is read into a bounce buffer and decoded.
     Decoded {
         chunk: Chunk,
-        /// Bytes that it decodes to,
+        /// The length of the decoded chunk, in bytes.
         raw_len: usize,
-        /// and how many of them come before those that are wanted.
+        /// The number of decoded bytes before those that are needed.
         skip: usize,
     },
 }
 
-/// A stretch of one file that tensors lie in as they shall lie in memory.
+/// A range of a file whose tensors have the right phase if it is read in one piece.
 struct Extent {
     file: FileId,
     begin: u64,
     end: u64,
+    /// The indices of the tensors in the unit.
     tensors: Vec<usize>,
 }
 
 impl SlotLayout {
-    /// Lays a unit out so that every tensor has its phase and as much as possible is read where it
-    /// will stay.
+    /// Computes a layout that gives every tensor its phase and reads as much as possible in place.
     ///
-    /// `alignment` is what the device asks of direct reads: a power of two from 64 to a page. A
-    /// slot begins at a page, so a stretch whose slot offset equals its file offset modulo
-    /// `alignment` needs no copy.
+    /// `alignment` is the alignment of direct reads: a power of two, at least [`PHASE_ALIGN`] and
+    /// at most a page. A slot begins at a page boundary, so a range whose slot offset equals its
+    /// file offset modulo `alignment` can be read in place.
     pub(crate) fn new(tensors: &[UnitTensor], alignment: usize) -> Self {
         assert!(
             alignment.is_power_of_two() && alignment >= PHASE_ALIGN,
-            "an alignment of {alignment}"
+            "the alignment {alignment} is not a power of two of at least {PHASE_ALIGN}"
         );
         let mut layout = Self {
             len: 0,
@@ -83,18 +85,19 @@ impl SlotLayout {
         for extent in extents(tensors) {
             layout.place_extent(tensors, &extent, alignment);
         }
-        for (index, tensor) in tensors.iter().enumerate().filter(|(_, t)| !lies_as_it_shall(t)) {
-            layout.place_aside(index, tensor);
+        for (index, tensor) in tensors.iter().enumerate().filter(|(_, t)| !is_in_place(t)) {
+            layout.place_assembled(index, tensor);
         }
         layout.len = layout.len.next_multiple_of(alignment);
         layout
     }
 
-    /// Bytes that its reads move.
+    /// Returns the number of bytes that the reads transfer.
     pub(crate) fn read_bytes(&self) -> u64 {
         self.reads.iter().map(|read| read.required as u64).sum()
     }
 
+    /// Places the tensors of an extent, which is read in place.
     fn place_extent(&mut self, tensors: &[UnitTensor], extent: &Extent, alignment: usize) {
         let lead = (extent.begin % alignment as u64) as usize;
         let required = lead + (extent.end - extent.begin) as usize;
@@ -104,7 +107,7 @@ impl SlotLayout {
             slot_offset: self.len.next_multiple_of(alignment),
             len: required.next_multiple_of(alignment),
             required,
-            fill: Fill::Straight,
+            kind: ReadKind::InPlace,
         };
         for &index in &extent.tensors {
             let part = tensors[index].entry.parts[0];
@@ -115,16 +118,17 @@ impl SlotLayout {
         self.reads.push(read);
     }
 
-    fn place_aside(&mut self, index: usize, tensor: &UnitTensor) {
+    /// Places a tensor whose parts are copied or decoded.
+    fn place_assembled(&mut self, index: usize, tensor: &UnitTensor) {
         let offset = self.len.next_multiple_of(PHASE_ALIGN) + tensor.phase_bytes();
         self.len = offset;
         let mut chunks = tensor.chunks.iter();
         for part in tensor.entry.parts.iter().filter(|part| part.len > 0) {
             let len = part.len as usize;
-            if part.is_encoded() {
+            if part.is_virtual() {
                 let end = self.len + len;
                 while self.len < end {
-                    let part = chunks.next().expect("the design was checked");
+                    let part = chunks.next().expect("the chunks were checked against the parts");
                     let (raw_len, skip) = (part.raw_len as usize, part.skip as usize);
                     self.reads.push(SlotRead {
                         file: part.file,
@@ -132,7 +136,7 @@ impl SlotLayout {
                         slot_offset: self.len,
                         len: part.len as usize,
                         required: part.chunk.len as usize,
-                        fill: Fill::Decoded { chunk: part.chunk, raw_len, skip },
+                        kind: ReadKind::Decoded { chunk: part.chunk, raw_len, skip },
                     });
                     self.len += part.len as usize;
                 }
@@ -144,7 +148,7 @@ impl SlotLayout {
                 slot_offset: self.len,
                 len,
                 required: len,
-                fill: Fill::Copied,
+                kind: ReadKind::Copied,
             });
             self.len += len;
         }
@@ -152,19 +156,21 @@ impl SlotLayout {
     }
 }
 
-/// Whether the tensor is one run of its file, at the phase it shall have in memory.
-fn lies_as_it_shall(tensor: &UnitTensor) -> bool {
+/// Returns whether the tensor is one uncompressed range of its file, at the phase that it needs in
+/// memory.
+fn is_in_place(tensor: &UnitTensor) -> bool {
     match tensor.entry.parts[..] {
         [part] => {
-            !part.is_encoded() && part.offset % PHASE_ALIGN as u64 == tensor.phase_bytes() as u64
+            !part.is_virtual() && part.offset % PHASE_ALIGN as u64 == tensor.phase_bytes() as u64
         }
         _ => false,
     }
 }
 
+/// Groups the tensors that can be read in place.
 fn extents(tensors: &[UnitTensor]) -> Vec<Extent> {
     let mut in_place: Vec<usize> =
-        (0..tensors.len()).filter(|&i| lies_as_it_shall(&tensors[i])).collect();
+        (0..tensors.len()).filter(|&i| is_in_place(&tensors[i])).collect();
     in_place.sort_by_key(|&i| (tensors[i].entry.parts[0].file, tensors[i].entry.parts[0].offset));
     let mut extents: Vec<Extent> = Vec::new();
     for index in in_place {
@@ -211,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_in_a_file_are_one_read_in_place() {
+    fn neighbours_in_a_file_are_read_together_in_place() {
         let layout = SlotLayout::new(
             &[tensor(&[(0, 10_000, 5000)], Phase::Mapped), tensor(&[(0, 9992, 8)], Phase::Mapped)],
             512,
@@ -222,7 +228,7 @@ mod tests {
             slot_offset: 0,
             len: 5632,
             required: 5272,
-            fill: Fill::Straight,
+            kind: ReadKind::InPlace,
         };
         assert_eq!(layout.reads, [read]);
         assert_eq!(layout.tensors[1], Placement { offset: 264, len: 8 });
@@ -230,8 +236,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the unit: phases hold, nothing overlaps, direct reads are aligned, every byte
-        /// is read.
+        /// In every layout, tensors have their phase, reads do not overlap, in-place reads are
+        /// aligned, and every byte is read.
         #[test]
         fn every_layout_keeps_the_rules(
             specs in prop::collection::vec(
@@ -254,7 +260,7 @@ mod tests {
             for read in &layout.reads {
                 prop_assert!(read.slot_offset >= end && read.required <= read.len);
                 end = read.slot_offset + read.len;
-                if read.fill == Fill::Straight {
+                if read.kind == ReadKind::InPlace {
                     prop_assert!(
                         (read.file_offset as usize | read.slot_offset | read.len)
                             .is_multiple_of(alignment)
@@ -274,7 +280,7 @@ mod tests {
                                 && at + part.len as usize <= r.slot_offset + r.required
                                 && r.file_offset + (at - r.slot_offset) as u64 == part.offset
                         });
-                    prop_assert!(covered, "the bytes of a part arrive where the tensor stands");
+                    prop_assert!(covered, "a read puts each part into its tensor");
                     at += part.len as usize;
                 }
             }

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//! Leases of units, and the tensors taken from them.
+
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 use std::thread::ThreadId;
@@ -6,16 +8,24 @@ use std::thread::ThreadId;
 use ts_streams::{CpuDevice, Device, MemoryRange};
 
 use crate::Error;
-use crate::engine::Shared;
-use crate::slot::{Slot, device_error};
+use crate::inner::EngineInner;
 use crate::unit::UnitId;
+use crate::unit_memory::UnitMemory;
 
-/// The right to use a unit now. Dropping it ends the use; tensors taken from it stay valid.
+/// A unit in use.
+///
+/// [`Engine::acquire`](crate::Engine::acquire) returns it. While the lease exists, the unit stays
+/// in memory. [`tensor`](Self::tensor) returns the tensors, which stay valid after the lease.
+///
+/// A lease may be dropped on any thread.
+///
+/// # Examples
+/// The [crate documentation](crate) acquires a lease and takes a tensor from it.
 pub struct Lease<D: Device = CpuDevice> {
-    slot: Arc<Slot<D>>,
-    shared: Arc<Shared<D>>,
+    memory: Arc<UnitMemory<D>>,
+    inner: Arc<EngineInner<D>>,
     unit: UnitId,
-    /// Who took it, also when another thread drops it.
+    /// The thread that acquired the lease.
     user: ThreadId,
     acquired_ns: u64,
 }
@@ -28,114 +38,129 @@ impl<D: Device> std::fmt::Debug for Lease<D> {
 
 impl<D: Device> Lease<D> {
     pub(crate) fn new(
-        slot: Arc<Slot<D>>,
-        shared: Arc<Shared<D>>,
+        memory: Arc<UnitMemory<D>>,
+        inner: Arc<EngineInner<D>>,
         unit: UnitId,
         acquired_ns: u64,
     ) -> Self {
-        Self { slot, shared, unit, user: std::thread::current().id(), acquired_ns }
+        Self { memory, inner, unit, user: std::thread::current().id(), acquired_ns }
     }
 
-    /// The unit it is for.
+    /// Returns the id of the unit.
     pub fn unit(&self) -> UnitId {
         self.unit
     }
 
-    /// Whether the plan keeps this unit, so that holding the lease for long costs no other unit its
-    /// memory.
+    /// Returns whether the unit is resident.
+    ///
+    /// A long lease of a resident unit takes no memory from other units.
     pub fn is_resident(&self) -> bool {
-        self.shared.is_resident(self.unit)
+        self.inner.is_resident(self.unit)
     }
 
-    /// Gives the unit up because foreign code has written to its bytes: the next use reads it anew.
-    /// Tensors that others hold keep the bytes as they are.
+    /// Ends the lease and evicts the unit, because its bytes were modified. The next use reads it
+    /// again.
+    ///
+    /// Tensors that are still referenced keep the modified bytes.
     pub fn discard(self) {
-        self.shared.discard(self.unit);
+        self.inner.discard(self.unit);
     }
 
-    /// Whether tensors of the unit live that were taken from this lease or another. Ask when those
-    /// that are known of are dropped.
+    /// Returns whether tensors of the unit are still referenced, from this lease or another one.
+    ///
+    /// Drop your own references first.
     pub fn is_shared(&self) -> bool {
-        let owners = Arc::strong_count(&self.slot);
-        owners > 2 && owners > self.shared.owner_count(self.unit)
+        let owners = Arc::strong_count(&self.memory);
+        owners > 2 && owners > self.inner.owner_count(self.unit)
     }
 
-    /// Has the engine compare the unit's bytes with what they are now whenever it is leased again
-    /// from the same memory: for a unit that [is shared](Self::is_shared), whose tensors somebody
-    /// may write to. Reads all of the bytes.
+    /// Records checksums of the unit's bytes, which later leases of the same memory compare.
+    ///
+    /// If the bytes differ then, the acquiring call returns [`Error::Written`]. Use it for a unit
+    /// that [is shared](Self::is_shared), whose tensors other code may write to. Reads all bytes of
+    /// the unit. Has no effect on a device with its own memory.
     pub fn seal(&self) {
-        self.slot.seal();
+        self.memory.seal();
     }
 
     /// # Errors
-    /// [`Error::Written`]; the next lease reads the unit anew.
+    /// Returns [`Error::Written`] if the bytes differ from the sealed ones, and evicts the unit.
     pub(crate) fn check_seal(&self) -> Result<(), Error> {
-        if self.slot.is_intact() {
+        if self.memory.is_intact() {
             return Ok(());
         }
-        self.shared.discard(self.unit);
-        Err(Error::Written { unit: self.shared.unit(self.unit).unit.name.clone() })
+        self.inner.discard(self.unit);
+        Err(Error::Written { unit: self.unit_name().into() })
     }
 
-    /// As [`discard`](Self::discard), while the lease goes on.
+    /// Like [`discard`](Self::discard), but the lease continues.
     pub fn spoil(&self) {
-        self.shared.discard(self.unit);
+        self.inner.discard(self.unit);
     }
 
-    /// Number of tensors of the unit.
+    /// Returns the number of tensors in the unit.
     pub fn tensor_count(&self) -> usize {
-        self.shared.unit(self.unit).layout.tensors.len()
+        self.inner.unit(self.unit).layout.tensors.len()
     }
 
-    /// The bytes of tensor `index`, little-endian and row-major, at the address that its phase asks
-    /// for.
+    /// Returns the bytes of a tensor, little-endian and row-major, at an address with its
+    /// [`Phase`](crate::Phase).
+    ///
+    /// `index` is the index of the tensor in its [`Unit`](crate::Unit).
     ///
     /// # Panics
-    /// If the unit has no such tensor.
+    /// Panics if the unit has no such tensor.
     pub fn tensor(&self, index: usize) -> TensorBytes<D> {
-        let place = self.shared.unit(self.unit).layout.tensors[index];
-        TensorBytes { slot: Arc::clone(&self.slot), range: place.offset..place.offset + place.len }
+        let placement = self.inner.unit(self.unit).layout.tensors[index];
+        let range = placement.offset..placement.offset + placement.len;
+        TensorBytes { memory: Arc::clone(&self.memory), range }
     }
 
-    /// Says that work on `stream` uses the unit: once the lease and all tensors taken from it are
-    /// dropped, the memory is not another unit's before what the stream was given by then is done.
-    /// Does not wait, nor needs the stream to: the unit is there. An engine remembers the streams
-    /// of a device that it was told of, 65,536 at most.
+    /// Declares that work on `stream` uses the unit.
+    ///
+    /// Once the lease and its tensors are dropped, the memory is not reused before the work that
+    /// was submitted to the stream by then has finished. Neither this call nor the stream waits,
+    /// because the unit is already in memory. An engine remembers at most 65,536 streams of a
+    /// device with its own memory.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// Returns [`Error::Device`] if the stream cannot be recorded.
     pub fn use_on(&self, stream: &D::Stream) -> Result<(), Error> {
-        self.slot
-            .use_on(stream)
-            .map_err(|e| device_error(&self.shared.unit(self.unit).unit.name, e))
+        self.memory.use_on(stream).map_err(|e| Error::device(self.unit_name(), e))
+    }
+
+    fn unit_name(&self) -> &str {
+        &self.inner.unit(self.unit).unit.name
     }
 }
 
 impl<D: Device> Drop for Lease<D> {
     fn drop(&mut self) {
-        self.shared.release(self.unit, self.user, self.acquired_ns);
+        self.inner.release(self.unit, self.user, self.acquired_ns);
     }
 }
 
-/// The bytes of one tensor, in memory of the device. They stay there, unchanged, until the last
-/// clone is dropped: on any thread, and also after the lease, the pass and the engine. Those of a
-/// [`CpuDevice`] are the host's to read.
+/// The bytes of one tensor, in memory of the engine's device.
+///
+/// The bytes stay valid until the last clone is dropped, on any thread, even after the lease, the
+/// pass and the engine. If the device is a [`CpuDevice`], it dereferences to a slice.
 #[derive(Debug)]
 pub struct TensorBytes<D: Device = CpuDevice> {
-    slot: Arc<Slot<D>>,
+    memory: Arc<UnitMemory<D>>,
     range: Range<usize>,
 }
 
 impl<D: Device> Clone for TensorBytes<D> {
     fn clone(&self) -> Self {
-        Self { slot: Arc::clone(&self.slot), range: self.range.clone() }
+        Self { memory: Arc::clone(&self.memory), range: self.range.clone() }
     }
 }
 
 impl<D: Device> TensorBytes<D> {
-    /// Where they are, for work on streams of which [`Lease::use_on`] was told.
+    /// Returns the memory range of the bytes, for work on streams that were declared with
+    /// [`Lease::use_on`].
     pub fn range(&self) -> MemoryRange {
-        self.slot.range().slice(self.range.clone())
+        self.memory.range().slice(self.range.clone())
     }
 }
 
@@ -143,6 +168,7 @@ impl Deref for TensorBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.slot.on_host().expect("memory of this device is the host's")[self.range.clone()]
+        &self.memory.on_host().expect("the memory of a CpuDevice is host memory")
+            [self.range.clone()]
     }
 }

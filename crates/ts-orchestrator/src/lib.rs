@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Runs a model that does not fit: plans which units of weights stay in memory and which are
-//! streamed, reads ahead of the computation, and never exceeds its budget.
+//! Streams the weights of a model that does not fit in memory, under a hard memory budget.
 //!
-//! A [`Unit`] is a set of tensors that are used together. [`plan()`] decides, as a pure function,
-//! how each is held; an [`Engine`] executes that: [`Engine::begin_pass`], then [`Engine::acquire`]
-//! for each unit in turn gives a [`Lease`] whose tensors stay valid for as long as anyone holds
-//! them. This crate refuses to know PyTorch: it maps no modules and runs no arithmetic.
+//! A [`Unit`] is a set of tensors that are used together, usually one layer. The planner
+//! ([`plan()`]) decides which units stay in memory and which are streamed. An [`Engine`] carries
+//! the plan out: it reads units ahead of the computation and returns a [`Lease`] for each use.
+//! Tensors of a lease stay valid as long as they are referenced.
+//!
+//! This crate does not know PyTorch. It maps no modules and computes nothing.
 //!
 //! ```
 //! use ts_format::{CatalogReader, FileId};
 //! use ts_io::Source;
-//! use ts_orchestrator::{Engine, EngineConfig, Phase, Unit, UnitId, UnitTensor, never_interrupt};
+//! use ts_orchestrator::{Engine, EngineConfig, Phase, Unit, UnitId, UnitTensor};
 //!
 //! # let dir = tempfile::tempdir()?;
 //! # let path = dir.path().join("model.safetensors");
@@ -31,51 +32,56 @@
 //! let config = EngineConfig::with_budget(1 << 20);
 //! let engine = Engine::new(units, vec![Source::open(&path)?], config)?;
 //!
-//! let pass = engine.begin_pass(never_interrupt())?;
-//! let lease = engine.acquire(Some(pass), UnitId(0), never_interrupt())?;
+//! let pass = engine.begin_pass();
+//! let lease = engine.acquire(Some(pass), UnitId(0))?;
 //! let tensor = lease.tensor(0);
-//! drop(lease);                        // the unit may go; the bytes may not, while `tensor` lives
+//! drop(lease); // the unit may be evicted now, but `tensor` keeps its bytes
 //! assert_eq!(&tensor[..], [1, 2, 3, 4]);
 //! engine.end_pass(pass);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! # Invariants
-//! - A slot is reused only after the last tensor made from it is gone: memory goes back by
-//!   ownership, wherever the last owner is dropped, also after the engine.
-//! - Slots, bounce buffers and everything in flight are reserved from one [`ts_pool::Budget`] when
-//!   the engine is made; nothing is taken later.
-//! - A budget that can never work is refused before the first byte is read.
-//! - Every wait ends: in a lease, a typed error, or the caller's interruption.
+//! - A slot is reused only after the last tensor in it is dropped, on any thread, even after the
+//!   engine.
+//! - Slots, bounce buffers and decoders are reserved from one [`ts_pool::Budget`] when the engine
+//!   is created. Nothing is reserved later.
+//! - A budget that is too small is refused before the first read.
+//! - Every wait ends with a lease, a typed error, or an interruption by the caller.
 //!
 //! # Features
-//! `cuda` (off by default), as that of `ts_streams`: engines on GPUs.
+//! `cuda` (off by default): engines on NVIDIA GPUs.
 #![forbid(unsafe_code)]
 
-mod design;
+mod config;
+mod context;
 mod engine;
 mod error;
+mod event;
+mod inner;
 mod layout;
 mod lease;
-mod load;
 mod pass;
 mod plan;
+mod planner;
 mod populate;
-mod prefetch;
-mod slot;
+mod prepared;
+mod sizing;
+mod slot_pool;
 mod state;
 mod stats;
 mod unit;
+mod unit_load;
+mod unit_memory;
+mod upload;
 mod worker;
 
-pub use engine::{Clock, Engine, EngineConfig, Interrupt, Verify, never_interrupt};
+pub use config::{Clock, EngineConfig, Interrupt, Prefetch, Verify, never_interrupt};
+pub use engine::Engine;
 pub use error::{Error, ErrorKind};
 pub use lease::{Lease, TensorBytes};
 pub use pass::PassId;
-pub use plan::{
-    Bottleneck, NeverFits, Plan, PlanRequest, Rates, Residency, UnitDemand, plan, predict,
-    smallest_budget,
-};
-pub use prefetch::Prefetch;
+pub use plan::{Bottleneck, NeverFits, Plan, PlanRequest, Rates, Residency, UnitDemand};
+pub use planner::{plan, predict, smallest_budget};
 pub use stats::{EngineStats, UnitStats};
 pub use unit::{PHASE_ALIGN, Phase, Unit, UnitId, UnitTensor};

@@ -1,31 +1,33 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is expected next: the order of visits, learned while passes run.
+//! Learns the order in which passes visit units, and predicts the next visits.
 
 use std::collections::BTreeMap;
 
 use crate::unit::UnitId;
 
-/// Names a pass that has begun, until [`Engine::end_pass`](crate::Engine::end_pass).
+/// The id of a pass, from [`Engine::begin_pass`](crate::Engine::begin_pass) to
+/// [`Engine::end_pass`](crate::Engine::end_pass).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PassId(pub u64);
 
-/// Passes that run, and the cyclic order of visits that is believed in.
+/// The running passes, and the expected cyclic order of visits.
 #[derive(Debug)]
 pub(crate) struct Passes {
     order: Vec<UnitId>,
-    running: BTreeMap<PassId, Progress>,
-    /// The pass whose visit came last; prefetching runs ahead of it.
+    running: BTreeMap<PassId, PassProgress>,
+    /// The pass with the latest visit. Prefetching runs ahead of it.
     lead: Option<PassId>,
-    /// Where visits outside any pass, and the next pass, are expected.
+    /// The position in the order at which the next visit is expected while no pass is running.
     idle_position: usize,
     last_id: PassId,
 }
 
 #[derive(Debug)]
-struct Progress {
+struct PassProgress {
+    /// The position in the order at which the next visit is expected.
     position: usize,
     visits: Vec<UnitId>,
-    /// No other pass ran beside it, so that its visits tell the order.
+    /// No other pass has run at the same time, so the visits tell the order.
     alone: bool,
 }
 
@@ -38,6 +40,7 @@ impl Passes {
         &self.order
     }
 
+    /// Returns the number of running passes.
     pub(crate) fn running(&self) -> usize {
         self.running.len()
     }
@@ -46,16 +49,16 @@ impl Passes {
         self.last_id.0 += 1;
         let alone = self.running.is_empty();
         self.running.values_mut().for_each(|other| other.alone = false);
-        self.running.insert(self.last_id, Progress { position: 0, visits: Vec::new(), alone });
+        self.running.insert(self.last_id, PassProgress { position: 0, visits: Vec::new(), alone });
         if alone {
             self.lead = Some(self.last_id);
         }
         self.last_id
     }
 
-    /// Ends a pass. Returns whether its order of visits is another than `believed`; `None` when it
-    /// tells nothing, because other passes ran beside it or it visited nothing.
-    pub(crate) fn end(&mut self, id: PassId, believed: &[UnitId]) -> Option<bool> {
+    /// Ends a pass. Returns whether its visits differ from the `expected` order, or `None` if they
+    /// do not tell, because other passes ran at the same time or there were none.
+    pub(crate) fn end(&mut self, id: PassId, expected: &[UnitId]) -> Option<bool> {
         let progress = self.running.remove(&id)?;
         self.lead = self.running.keys().next_back().copied();
         self.idle_position = 0;
@@ -63,10 +66,10 @@ impl Passes {
             return None;
         }
         self.order = progress.visits;
-        Some(self.order != believed)
+        Some(self.order != expected)
     }
 
-    /// Notes that `unit` is wanted now.
+    /// Records a visit to `unit`.
     pub(crate) fn visit(&mut self, pass: Option<PassId>, unit: UnitId) {
         let progress = pass.and_then(|id| self.running.get_mut(&id));
         let Some(progress) = progress else {
@@ -76,15 +79,14 @@ impl Passes {
             return;
         };
         self.lead = pass;
-        // One operation after the other on the same unit is one visit.
+        // Consecutive operations on the same unit are one visit.
         if progress.visits.last() == Some(&unit) {
             return;
         }
         progress.visits.push(unit);
         let found = distance(&self.order, progress.position, unit);
         if progress.alone {
-            // A belief that is wrong at this place is put right at once: what came instead is moved
-            // here.
+            // If the order is wrong at this position, moves the visited unit here.
             match found {
                 Some(d) if progress.position + d < self.order.len() => {
                     self.order[progress.position..=progress.position + d].rotate_right(1);
@@ -97,13 +99,14 @@ impl Passes {
         }
     }
 
-    /// The units expected from here on, nearest first, one cycle of them.
+    /// Returns the next expected visits, in order, for one cycle.
     pub(crate) fn ahead(&self) -> impl Iterator<Item = UnitId> + '_ {
         let from = self.lead_position();
         (0..self.order.len()).map(move |d| self.order[(from + d) % self.order.len()])
     }
 
-    /// Visits until `unit` is next expected by any pass; `usize::MAX` when none expects it.
+    /// Returns the number of visits before the next expected visit to `unit` in any pass, or
+    /// `usize::MAX` if none is expected.
     pub(crate) fn next_use(&self, unit: UnitId) -> usize {
         let idle = self.running.is_empty().then_some(self.idle_position);
         let positions = self.running.values().map(|p| p.position).chain(idle);
@@ -116,7 +119,7 @@ impl Passes {
     }
 }
 
-/// Steps from `position` to the next visit of `unit` in the cyclic `order`.
+/// Returns the number of steps from `position` to the next visit to `unit` in the cyclic `order`.
 fn distance(order: &[UnitId], position: usize, unit: UnitId) -> Option<usize> {
     (0..order.len()).find(|d| order[(position + d) % order.len()] == unit)
 }
@@ -130,16 +133,16 @@ mod tests {
     }
 
     fn run(passes: &mut Passes, visits: &[u32]) -> Option<bool> {
-        let believed = passes.order().to_vec();
+        let expected = passes.order().to_vec();
         let id = passes.begin();
         for unit in ids(visits) {
             passes.visit(Some(id), unit);
         }
-        passes.end(id, &believed)
+        passes.end(id, &expected)
     }
 
     #[test]
-    fn the_order_of_a_pass_is_learned_and_then_known() {
+    fn the_order_of_a_pass_is_learned() {
         let mut passes = Passes::new(ids(&[0, 1, 2, 3]));
         assert_eq!(run(&mut passes, &[2, 0, 1, 2]), Some(true));
         assert_eq!(passes.order(), ids(&[2, 0, 1, 2]));
@@ -147,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_visit_out_of_order_corrects_what_is_expected_next() {
+    fn a_visit_out_of_order_corrects_the_expected_order() {
         let mut passes = Passes::new(ids(&[0, 1, 2, 3]));
         let id = passes.begin();
         passes.visit(Some(id), UnitId(2));
@@ -156,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn at_the_end_of_a_pass_the_next_one_is_expected() {
+    fn after_a_pass_the_next_one_is_expected() {
         let mut passes = Passes::new(ids(&[0, 1, 2]));
         let id = passes.begin();
         for unit in ids(&[0, 1, 2]) {
@@ -168,14 +171,14 @@ mod tests {
     }
 
     #[test]
-    fn a_pass_longer_than_believed_extends_the_order() {
+    fn a_longer_pass_extends_the_order() {
         let mut passes = Passes::new(ids(&[0, 1]));
         assert_eq!(run(&mut passes, &[0, 1, 0, 1, 0]), Some(true));
         assert_eq!(passes.order(), ids(&[0, 1, 0, 1, 0]));
     }
 
     #[test]
-    fn passes_side_by_side_do_not_rewrite_the_order() {
+    fn concurrent_passes_do_not_change_the_order() {
         let mut passes = Passes::new(ids(&[0, 1, 2]));
         let (a, b) = (passes.begin(), passes.begin());
         for unit in ids(&[0, 1]) {
@@ -183,20 +186,20 @@ mod tests {
             passes.visit(Some(b), unit);
         }
         assert_eq!(passes.next_use(UnitId(0)), 1);
-        let believed = ids(&[0, 1, 2]);
-        assert_eq!((passes.end(a, &believed), passes.end(b, &believed)), (None, None));
-        assert_eq!(passes.order(), believed);
+        let expected = ids(&[0, 1, 2]);
+        assert_eq!((passes.end(a, &expected), passes.end(b, &expected)), (None, None));
+        assert_eq!(passes.order(), expected);
     }
 
     #[test]
-    fn uses_of_a_unit_in_a_row_are_one_visit() {
+    fn consecutive_uses_of_a_unit_are_one_visit() {
         let mut passes = Passes::new(ids(&[0, 1]));
         assert_eq!(run(&mut passes, &[0, 0, 0, 1, 1, 0]), Some(true));
         assert_eq!(passes.order(), ids(&[0, 1, 0]));
     }
 
     #[test]
-    fn a_visit_outside_any_pass_only_moves_on() {
+    fn a_visit_outside_a_pass_only_moves_the_position() {
         let mut passes = Passes::new(ids(&[0, 1, 2]));
         passes.visit(None, UnitId(1));
         assert_eq!(passes.ahead().next(), Some(UnitId(2)));

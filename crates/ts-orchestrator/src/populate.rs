@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory that is taken from the system ahead of the reads that fill it.
+//! Populates the memory of a pool ahead of the reads that fill it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -7,18 +7,19 @@ use std::thread::JoinHandle;
 
 use ts_pool::HostPool;
 
-/// What is taken at a time, in bytes: some huge pages.
+/// How much is populated at a time, in bytes: a few huge pages.
 const STEP: usize = 8 << 20;
 
-/// Threads that go through a pool from its beginning to its end. Dropping it ends them.
+/// Threads that populate a pool from beginning to end. Dropping it stops them.
 #[derive(Debug)]
-pub(crate) struct Populating {
+pub(crate) struct Populator {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
 }
 
-impl Populating {
-    /// A thread that cannot be had is no error: its pages come when they are touched.
+impl Populator {
+    /// Starts up to this many threads. Ignores threads that cannot start, because pages are also
+    /// allocated when they are first written.
     pub(crate) fn new(pool: &HostPool, threads: usize) -> Self {
         let (stop, next) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let len = pool.stats().capacity_bytes;
@@ -41,7 +42,7 @@ impl Populating {
     }
 }
 
-impl Drop for Populating {
+impl Drop for Populator {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         for thread in self.threads.drain(..) {

@@ -1,80 +1,92 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//! The statistics of an engine.
+
 use ts_io::ReadPath;
 
 use crate::plan::Plan;
 
-/// What happened to one unit since the engine was made.
+/// The statistics of one unit since the engine was created.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct UnitStats {
-    /// Its name.
+    /// The name of the unit.
     pub name: String,
-    /// Whether the plan keeps it.
+    /// Whether the unit is resident.
     pub resident: bool,
-    /// Its slot in bytes.
+    /// The size of its slot, in bytes.
     pub slot_bytes: usize,
-    /// Times it was read from storage.
+    /// The number of times it was read from storage.
     pub loads: u64,
-    /// Bytes that those reads delivered.
+    /// The number of bytes that these reads delivered.
     pub read_bytes: u64,
-    /// Time from the first request of a load to its last completion, summed, in nanoseconds.
+    /// The total duration of its loads, from the first request to the end, in nanoseconds.
     pub load_ns: u64,
-    /// Times it was used.
+    /// The number of times it was used.
     pub uses: u64,
-    /// Time from lease to release, summed, in nanoseconds.
+    /// The total time that it was leased, in nanoseconds.
     pub use_ns: u64,
-    /// Uses that had to wait for it.
+    /// The number of uses that had to wait for it.
     pub stalls: u64,
-    /// Time they waited, summed, in nanoseconds.
+    /// The total time that these uses waited, in nanoseconds.
     pub stall_ns: u64,
 }
 
-/// What an engine holds and has done.
+/// The memory and the statistics of an engine.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct EngineStats {
     /// The budget, in bytes.
     pub budget_bytes: usize,
-    /// The most that was ever reserved of it: arena and bounce buffers. Never more than the budget.
+    /// The most memory that was reserved from the budget, in bytes. Never more than the budget.
     pub reserved_high_water_bytes: usize,
-    /// The most that units and bounce buffers ever occupied of what is reserved.
+    /// The most memory that units and buffers occupied, in bytes.
     pub in_use_high_water_bytes: usize,
-    /// Bytes that they occupy now.
+    /// The memory that units and buffers occupy now, in bytes.
     pub in_use_bytes: usize,
-    /// Memory of the host by way of which units go to a device, beside the budget; 0 where they are
-    /// read to where they stay.
+    /// The staging memory on the host, which the budget does not include, in bytes; 0 if units live
+    /// in host memory.
     pub staging_bytes: usize,
-    /// The backend that reads, and why those of higher priority were passed over.
+    /// The name of the I/O backend.
     pub backend: &'static str,
-    /// Name and reason.
+    /// The backends with a higher priority that are not used, with the reasons.
     pub passed_over: Vec<(&'static str, String)>,
-    /// Whether writes to units that the plan keeps [are found](crate::Engine::written).
+    /// Whether [`Engine::written`](crate::Engine::written) detects writes to resident units.
     pub watches_writes: bool,
-    /// Passes begun.
+    /// The number of passes that have begun.
     pub passes: u64,
-    /// Bytes read by each path.
+    /// The number of bytes read by each path.
     pub read_bytes: Vec<(ReadPath, u64)>,
-    /// Times a unit was let go that was read but not used.
+    /// The number of times that a unit was evicted unused.
     pub wasted_loads: u64,
-    /// Times the order of visits made a new plan.
+    /// The number of times that the engine switched to a new plan.
     pub replans: u64,
-    /// The plan in force.
+    /// The current plan.
     pub plan: Plan,
-    /// Every unit, in the order of their ids.
+    /// The statistics of all units, indexed by [`UnitId`](crate::UnitId).
     pub units: Vec<UnitStats>,
 }
 
 impl EngineStats {
-    /// Bytes read in all.
+    /// Returns the number of bytes read.
     pub fn total_read_bytes(&self) -> u64 {
         self.read_bytes.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Time that uses waited for units, in nanoseconds.
+    /// Returns the total time that uses waited for units, in nanoseconds.
     pub fn stall_ns(&self) -> u64 {
         self.units.iter().map(|unit| unit.stall_ns).sum()
     }
 
-    /// Uses that waited.
+    /// Returns the number of uses that waited for a unit.
     pub fn stalls(&self) -> u64 {
         self.units.iter().map(|unit| unit.stalls).sum()
+    }
+}
+
+/// Adds to the bytes of a path.
+pub(crate) fn add_bytes(counts: &mut Vec<(ReadPath, u64)>, path: ReadPath, bytes: u64) {
+    match counts.iter_mut().find(|(p, _)| *p == path) {
+        Some((_, count)) => *count += bytes,
+        None => counts.push((path, bytes)),
     }
 }

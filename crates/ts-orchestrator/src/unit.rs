@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//! Units and their tensors.
+
 use std::sync::Arc;
 
 use ts_format::{Catalog, ChunkPart, Digest, TensorEntry};
 
-/// Alignment that decides how a tensor's arithmetic rounds: vector code peels elements up to it, so
-/// the same tensor at another address modulo 64 may differ in its last bits.
+/// The alignment of tensors, in bytes, that affects rounding.
+///
+/// Vector code handles the elements before the first aligned address separately. So a tensor at
+/// another address modulo 64 can give results that differ in their last bits.
 pub const PHASE_ALIGN: usize = 64;
 
-/// Which unit of an engine, as an index into the units it was made with.
+/// The id of a unit: its index among the units of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct UnitId(pub u32);
 
@@ -17,43 +21,46 @@ impl UnitId {
     }
 }
 
-/// Tensors that are used together: read, held and let go as one. Usually the parameters of one
+/// A set of tensors that are loaded, leased and evicted together, usually the parameters of one
 /// layer.
 #[derive(Debug, Clone)]
 pub struct Unit {
-    /// How messages and statistics call it.
+    /// The name, for error messages and statistics.
     pub name: String,
-    /// Its tensors.
+    /// The tensors.
     pub tensors: Vec<UnitTensor>,
 }
 
-/// One tensor of a unit.
+/// A tensor of a unit.
 #[derive(Debug, Clone)]
 pub struct UnitTensor {
-    /// Its name in the checkpoint.
+    /// The name in the checkpoint.
     pub name: String,
-    /// What it is and where its bytes lie.
+    /// The dtype, the shape, and the ranges of files that contain the bytes.
     pub entry: TensorEntry,
-    /// Where in memory it must stand.
+    /// The address modulo [`PHASE_ALIGN`] that the tensor needs in memory.
     pub phase: Phase,
-    /// The checksums of its bytes, where there are some.
+    /// The checksums of the bytes, if there are any.
     pub digest: Option<Arc<Digest>>,
-    /// What those of its parts that are compressed are decoded from, in their order.
+    /// The chunks that the compressed parts are decoded from, in the order of the parts.
     pub chunks: Vec<ChunkPart>,
 }
 
 /// A tensor's address modulo [`PHASE_ALIGN`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
-    /// As a mapping of the file would put it: the offset of its first byte in the file.
+    /// The address that a memory mapping of the file gives: the offset of the first byte in the
+    /// file.
     Mapped,
-    /// This, whatever the file says: 0 for what the reference copies, `data_ptr() % 64` of a live
-    /// tensor.
+    /// A given phase, for example 0 for a tensor that the reference implementation copies, or
+    /// `data_ptr() % 64` of a live tensor.
     At(u8),
 }
 
 impl UnitTensor {
-    /// A tensor of a catalog, or one that was assembled of its bytes.
+    /// Creates a tensor of a catalog, with its checksums and chunks.
+    ///
+    /// `entry` is an entry of the catalog, or an [assembled](Catalog::assemble) one.
     pub fn new(
         catalog: &Catalog,
         name: impl Into<String>,
@@ -68,7 +75,7 @@ impl UnitTensor {
         Self { name: name.into(), entry, phase, digest, chunks }
     }
 
-    /// The address modulo [`PHASE_ALIGN`] that it must have.
+    /// Returns the address modulo [`PHASE_ALIGN`] that the tensor needs in memory.
     pub fn phase_bytes(&self) -> usize {
         match (self.phase, self.entry.parts.first()) {
             (Phase::At(phase), _) => usize::from(phase) % PHASE_ALIGN,

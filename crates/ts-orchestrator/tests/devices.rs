@@ -1,167 +1,108 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The engine for devices: the same passes on the host and on a simulated GPU that stalls and
-//! fails, whose race detector sees whether memory is given on before all that uses it is done.
+//! Engines on devices: the same passes on the host and on a simulated GPU that stalls and fails.
+//! Its race detector reports memory that is reused before the work that uses it has finished.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
+mod testing;
+
 use std::alloc::Layout;
-use std::fs;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
 use ts_io::fault::{Fault, Faults, FaultyProvider};
-use ts_io::{BackendProvider, Registry, Source};
-use ts_orchestrator::{
-    Engine, EngineConfig, ErrorKind, Lease, Phase, Unit, UnitId, UnitTensor, never_interrupt,
-};
+use ts_orchestrator::{Engine, EngineConfig, Error, ErrorKind, Lease, UnitId};
 use ts_streams::{
     CpuDevice, Device, HostFn, MemoryKind, RawMemory, SimDevice, SimOptions, Stream, StreamPriority,
 };
 
-const KIB: usize = 1024;
+use testing::{KIB, Model, buffered, with_backend};
 
-/// A file, cut into units of a tensor that is one run of it and a tensor that is assembled of
-/// three.
-struct Model {
-    dir: tempfile::TempDir,
-    content: Vec<u8>,
-    units: Vec<Unit>,
-}
+/// The copies of tensors that work on streams made.
+type Copies<D> = Arc<Mutex<Vec<TensorCopy<D>>>>;
 
-impl Model {
-    fn new(sizes: &[usize]) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let len: usize = sizes.iter().sum();
-        let content: Vec<u8> =
-            (0..len).map(|i| (i ^ (i >> 8).wrapping_mul(37) ^ (i >> 16)) as u8).collect();
-        fs::write(dir.path().join("weights"), &content).unwrap();
-        let mut at = 0;
-        let tensor = |name: String, parts: &[(usize, usize)], phase| {
-            let range = |&(offset, len): &(usize, usize)| ByteRange {
-                file: FileId(0),
-                offset: offset as u64,
-                len: len as u64,
-            };
-            let parts: Vec<_> = parts.iter().map(range).collect();
-            let shape = vec![parts.iter().map(|part| part.len).sum()];
-            let entry = TensorEntry { meta: TensorMeta { dtype: Dtype::U8, shape }, parts };
-            UnitTensor { name, entry, phase, digest: None, chunks: Vec::new() }
-        };
-        let units = sizes.iter().enumerate().map(|(i, &len)| {
-            let third = len / 3;
-            let parts = [(at + third, third), (at, third), (at + 2 * third, len - 2 * third)];
-            let tensors = vec![
-                tensor(format!("run{i}"), &[(at, len)], Phase::Mapped),
-                tensor(format!("assembled{i}"), &parts, Phase::At(24)),
-            ];
-            at += len;
-            Unit { name: format!("u{i}"), tensors }
-        });
-        let units = units.collect();
-        Self { dir, content, units }
-    }
-
-    fn source(&self) -> Vec<Arc<Source>> {
-        vec![Source::open(self.dir.path().join("weights")).unwrap()]
-    }
-
-    fn expected(&self, unit: usize, tensor: usize) -> Vec<u8> {
-        let parts = &self.units[unit].tensors[tensor].entry.parts;
-        parts
-            .iter()
-            .flat_map(|p| self.content[p.offset as usize..][..p.len as usize].to_vec())
-            .collect()
-    }
-}
-
-/// What work on streams sees.
-type Seen<D> = Arc<Mutex<Vec<Sight<D>>>>;
-
-struct Sight<D: Device> {
+struct TensorCopy<D: Device> {
     unit: usize,
     tensor: usize,
-    /// Where the tensor is copied to: pinned, lest the copy waits for what is before it.
-    copy: D::Memory,
-    /// Whether it was.
-    copied: bool,
+    /// Pinned memory, because a copy to pageable memory would wait for earlier work.
+    memory: D::Memory,
+    /// Whether the copy has run.
+    done: bool,
 }
 
-impl<D: Device> Sight<D> {
-    /// When all work is done.
+impl<D: Device> TensorCopy<D> {
+    /// Returns whether the copy has the right bytes. Call it when all work has finished.
     fn is_right(&self, model: &Model) -> bool {
         let expected = model.expected(self.unit, self.tensor);
         let mut bytes = vec![0; expected.len()];
-        // SAFETY: all work is done.
-        unsafe { self.copy.read(0, &mut bytes) }.unwrap();
+        // SAFETY: all work has finished, so nothing writes to the memory.
+        unsafe { self.memory.read(0, &mut bytes) }.unwrap();
         bytes == expected
     }
 }
 
-/// Has work on a stream read all of a unit, some time.
+/// Makes work on a stream copy all tensors of a unit, some time later.
 fn compute<D: Device>(
     device: &D,
     stream: &D::Stream,
     lease: &Lease<D>,
-    seen: &Seen<D>,
+    copies: &Copies<D>,
 ) -> Result<(), ts_streams::Error> {
-    // On a device that does not wait for the host the unit may be long gone before it is read.
+    // The lease may be dropped before this work has finished.
     stream.launch_host_fn(HostFn::new(|| std::thread::sleep(Duration::from_micros(300))))?;
     for index in 0..lease.tensor_count() {
         let (unit, range) = (lease.unit().0 as usize, lease.tensor(index).range());
         let layout = Layout::from_size_align(range.len(), 64).unwrap();
-        let copy = device.allocate(layout, MemoryKind::PinnedHost).unwrap();
-        let (to, sights) = (copy.range(), Arc::clone(seen));
-        let mut all = seen.lock().unwrap();
+        let memory = device.allocate(layout, MemoryKind::PinnedHost).unwrap();
+        let (to, done) = (memory.range(), Arc::clone(copies));
+        let mut all = copies.lock().unwrap();
         let number = all.len();
-        all.push(Sight { unit, tensor: index, copy, copied: false });
+        all.push(TensorCopy { unit, tensor: index, memory, done: false });
         drop(all);
-        // SAFETY: the engine keeps the unit for the stream, which it was told of; what it is copied
-        // to is kept for all of the test.
+        // SAFETY: both memories stay allocated until the work has finished. The unit's memory is
+        // reused before that only if the stream was not declared with `use_on`, which the race
+        // detector reports.
         unsafe { stream.copy(to, range) }?;
-        stream.launch_host_fn(HostFn::new(move || sights.lock().unwrap()[number].copied = true))?;
+        stream.launch_host_fn(HostFn::new(move || done.lock().unwrap()[number].done = true))?;
     }
     Ok(())
 }
 
-/// A pass of the units in this order, and the plan that follows from it.
+/// Runs a pass that visits units in this order, and switches to a better plan.
 fn pass_in<D: Device>(engine: &Engine<D>, order: &[u32]) {
-    let pass = engine.begin_pass(never_interrupt()).unwrap();
+    let pass = engine.begin_pass();
     for &unit in order {
-        drop(engine.acquire(Some(pass), UnitId(unit), never_interrupt()).unwrap());
+        drop(engine.acquire(Some(pass), UnitId(unit)).unwrap());
     }
     engine.end_pass(pass);
-    engine.replan(never_interrupt()).unwrap();
+    engine.replan();
 }
 
-/// Passes whose work is still to be done when the leases are gone; how often a device or a file
-/// failed.
+/// Runs passes whose leases are dropped before their work has finished. Returns how often the
+/// device or the file failed.
 fn passes<D: Device>(model: &Model, engine: &Engine<D>, device: &D, count: usize) -> usize {
     let streams =
         [StreamPriority::Normal, StreamPriority::High].map(|p| device.create_stream(p).unwrap());
-    let (seen, mut failures) = (Seen::<D>::default(), 0);
+    let (copies, mut failures) = (Copies::<D>::default(), 0);
     for turn in 0..count {
-        let pass = engine.begin_pass(never_interrupt()).unwrap();
+        let pass = engine.begin_pass();
         for unit in 0..model.units.len() {
             let stream = &streams[(unit + turn) % 2];
             let lease = loop {
-                match engine.acquire(Some(pass), UnitId(unit as u32), never_interrupt()) {
+                match engine.acquire(Some(pass), UnitId(unit as u32)) {
                     Ok(lease) => break lease,
                     Err(error) => {
                         assert!(
                             matches!(error.kind(), ErrorKind::Device | ErrorKind::Storage),
-                            "only what was asked to fail fails: {error}"
+                            "only injected faults are errors: {error}"
                         );
                         failures += 1;
-                        assert!(
-                            failures < 10_000,
-                            "what fails once does not fail for good: {error}"
-                        );
+                        assert!(failures < 10_000, "a fault does not repeat for ever: {error}");
                     }
                 }
             };
             lease.use_on(stream).unwrap();
-            if compute(device, stream, &lease, &seen).is_err() {
+            if compute(device, stream, &lease, &copies).is_err() {
                 failures += 1;
                 stream.take_error();
             }
@@ -171,21 +112,21 @@ fn passes<D: Device>(model: &Model, engine: &Engine<D>, device: &D, count: usize
     for stream in &streams {
         failures += usize::from(stream.synchronize().is_err());
     }
-    let seen = seen.lock().unwrap();
-    let copied: Vec<&Sight<D>> = seen.iter().filter(|sight| sight.copied).collect();
-    assert!(failures > 0 || copied.len() == 2 * count * model.units.len(), "all was computed");
-    for sight in copied {
-        assert!(sight.is_right(model), "unit {}, tensor {}", sight.unit, sight.tensor);
+    let copies = copies.lock().unwrap();
+    let done: Vec<&TensorCopy<D>> = copies.iter().filter(|copy| copy.done).collect();
+    assert!(failures > 0 || done.len() == 2 * count * model.units.len(), "all work has run");
+    for copy in done {
+        assert!(copy.is_right(model), "unit {}, tensor {}", copy.unit, copy.tensor);
     }
     failures
 }
 
 fn config(budget_bytes: usize) -> EngineConfig {
-    EngineConfig { request_bytes: 16 * KIB, ..EngineConfig::with_budget(budget_bytes) }
+    EngineConfig::with_budget(budget_bytes).with_request_bytes(16 * KIB)
 }
 
-/// A share of reads fails, is short or late.
-fn reading_badly(config: EngineConfig, seed: u64, share: f64) -> EngineConfig {
+/// Makes a share of the reads fail, or come short or late.
+fn with_faulty_reads(config: EngineConfig, seed: u64, share: f64) -> EngineConfig {
     let decide = move |attempt: &ts_io::fault::Attempt<'_>| {
         let chance = (seed ^ attempt.number).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         let happens = ((chance >> 11) as f64) < share * (1u64 << 53) as f64;
@@ -196,59 +137,59 @@ fn reading_badly(config: EngineConfig, seed: u64, share: f64) -> EngineConfig {
         };
         happens.then_some(fault)
     };
-    let mut registry = Registry::builtin();
-    let real = registry.choose(Some("buffered"), &[]).unwrap().provider;
-    let provider = FaultyProvider::new(real, Faults::new(decide));
-    let backend = Some(provider.name().into());
-    registry.register(Arc::new(provider));
-    EngineConfig { registry, backend, ..config }
+    with_backend(config, FaultyProvider::new(buffered(), Faults::new(decide)))
 }
 
 const SIZES: [usize; 7] = [30 * KIB, 70 * KIB, 20 * KIB, 70 * KIB + 5, 41 * KIB, 1000, 64 * KIB];
-/// Less than half of what all units take.
+/// Less than half of the memory of all units.
 const BUDGET: usize = 360 * KIB;
 
 #[test]
-fn memory_of_the_host_is_kept_for_streams_that_use_it() {
-    let (model, device) = (Model::new(&SIZES), CpuDevice::new().unwrap());
-    let config = EngineConfig { budget_bytes: BUDGET + 200 * KIB, ..config(0) };
-    let engine = Engine::on(&device, model.units.clone(), model.source(), config).unwrap();
+fn host_memory_is_kept_until_streams_have_finished() {
+    let (model, device) = (Model::assembled(&SIZES), CpuDevice::new().unwrap());
+    let config = config(BUDGET + 200 * KIB);
+    let engine = Engine::on(&device, model.units.clone(), model.sources(), config).unwrap();
     assert_eq!(passes(&model, &engine, &device, 20), 0);
     let stats = engine.stats();
-    assert!(stats.units.iter().any(|unit| unit.loads >= 20), "some are streamed");
+    assert!(stats.units.iter().any(|unit| unit.loads >= 20), "some units are streamed");
     assert_eq!(stats.staging_bytes, 0);
 }
 
 #[test]
-fn a_device_gets_its_units_by_way_of_the_host_and_no_more_memory_than_its_budget() {
-    let (model, device) = (Model::new(&SIZES), SimDevice::new(SimOptions::default()));
-    let engine = Engine::on(&device, model.units.clone(), model.source(), config(BUDGET)).unwrap();
+fn a_device_uses_no_more_memory_than_its_budget() {
+    let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));
+    let engine = Engine::on(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
     let on_device = device.memory().in_use_bytes;
     assert!(
         on_device <= BUDGET + engine.stats().staging_bytes,
-        "{on_device} bytes, pinned ones included"
+        "{on_device} bytes, including pinned memory"
     );
     assert_eq!(passes(&model, &engine, &device, 10), 0);
-    assert_eq!(device.memory().in_use_bytes, on_device, "all of it was taken then");
+    assert_eq!(
+        device.memory().in_use_bytes,
+        on_device,
+        "all memory is allocated when the engine is created"
+    );
     assert_eq!(device.races(), []);
     let stats = engine.stats();
-    assert!(stats.units.iter().any(|unit| unit.resident && unit.loads == 1), "some are kept");
+    assert!(
+        stats.units.iter().any(|unit| unit.resident && unit.loads == 1),
+        "some units are resident"
+    );
     assert!(stats.units.iter().any(|unit| unit.loads >= 10), "others are streamed");
     assert!(stats.reserved_high_water_bytes <= BUDGET);
     assert!(stats.in_use_high_water_bytes <= stats.reserved_high_water_bytes);
     let error =
-        Engine::on(&device, model.units.clone(), model.source(), config(100 * KIB)).err().unwrap();
+        Engine::on(&device, model.units.clone(), model.sources(), config(100 * KIB)).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::NeverFits);
 }
 
-/// Units that are kept lie together after a new plan as well, for what streams beside them needs
-/// one piece.
+/// The slots of resident units are adjacent after a new plan too, because the ring needs one piece
+/// of memory.
 fn new_plans_find_memory_in_one_piece<D: Device>(device: &D) {
-    let model = Model::new(&[20, 20, 20, 140, 20, 20, 20, 60].map(|kib| kib * KIB));
-    let new = |budget| Engine::on(device, model.units.clone(), model.source(), config(budget));
-    let Some(ts_orchestrator::Error::NeverFits(refused)) = new(0).err() else {
-        panic!("nothing is enough")
-    };
+    let model = Model::assembled(&[20, 20, 20, 140, 20, 20, 20, 60].map(|kib| kib * KIB));
+    let new = |budget| Engine::on(device, model.units.clone(), model.sources(), config(budget));
+    let Some(Error::NeverFits(refused)) = new(0).err() else { panic!("a budget of 0 is refused") };
     let mut replans = 0;
     for spare in (0..400 * KIB).step_by(20 * KIB) {
         let engine = new(refused.smallest_budget_bytes + spare).unwrap();
@@ -267,7 +208,7 @@ fn new_plans_find_memory_in_one_piece<D: Device>(device: &D) {
 }
 
 #[test]
-fn new_plans_find_the_memory_of_a_device_in_one_piece() {
+fn new_plans_find_memory_in_one_piece_on_each_device() {
     let device = SimDevice::new(SimOptions::default());
     new_plans_find_memory_in_one_piece(&device);
     assert_eq!(device.races(), []);
@@ -276,7 +217,7 @@ fn new_plans_find_the_memory_of_a_device_in_one_piece() {
 
 #[cfg(feature = "cuda")]
 #[test]
-fn a_gpu_gets_its_units_like_any_device() {
+fn a_gpu_streams_units() {
     use std::io::Write;
     let device = match ts_streams::CudaDevice::new(0) {
         Ok(device) => device,
@@ -285,38 +226,39 @@ fn a_gpu_gets_its_units_like_any_device() {
             return std::io::stdout().write_all(line.as_bytes()).unwrap();
         }
     };
-    let model = Model::new(&SIZES);
-    let engine = Engine::on(&device, model.units.clone(), model.source(), config(BUDGET)).unwrap();
+    let model = Model::assembled(&SIZES);
+    let engine = Engine::on(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
     assert_eq!(passes(&model, &engine, &device, 20), 0);
 }
 
 #[test]
-fn a_stream_that_the_engine_was_not_told_of_is_a_race() {
-    let (model, device) = (Model::new(&SIZES), SimDevice::new(SimOptions::default()));
-    let engine = Engine::on(&device, model.units.clone(), model.source(), config(BUDGET)).unwrap();
-    let (stream, seen) =
-        (device.create_stream(StreamPriority::Normal).unwrap(), Seen::<SimDevice>::default());
+fn a_stream_without_use_on_is_a_race() {
+    let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));
+    let engine = Engine::on(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
+    let (stream, copies) =
+        (device.create_stream(StreamPriority::Normal).unwrap(), Copies::<SimDevice>::default());
     for unit in (0..SIZES.len() as u32).cycle().take(3 * SIZES.len()) {
-        match engine.acquire(None, UnitId(unit), never_interrupt()) {
-            Ok(lease) => compute(&device, &stream, &lease, &seen).unwrap_or(()),
+        match engine.acquire(None, UnitId(unit)) {
+            Ok(lease) => compute(&device, &stream, &lease, &copies).unwrap_or(()),
             Err(error) => assert_eq!(error.kind(), ErrorKind::Device, "{error}"),
         }
     }
-    assert_ne!(device.races(), [], "what still reads a unit is not known to be over");
+    assert_ne!(device.races(), [], "a slot was reused while a stream read it");
 }
 
-/// Work owns the leases, and drops them where it runs: also while the engine asks streams for
-/// memory, and when the engine is gone.
-fn leases_end_in_work<D: Device>(device: &D) {
-    let model = Model::new(&SIZES);
+/// Work of a stream owns the leases and drops them when it runs: possibly while the engine asks the
+/// streams for memory, or after the engine was dropped.
+fn work_drops_leases<D: Device>(device: &D) {
+    let model = Model::assembled(&SIZES);
     let engine =
-        Engine::on(device, model.units.clone(), model.source(), config(BUDGET + 200 * KIB))
+        Engine::on(device, model.units.clone(), model.sources(), config(BUDGET + 200 * KIB))
             .unwrap();
-    let (stream, seen) =
-        (device.create_stream(StreamPriority::Normal).unwrap(), Seen::<D>::default());
+    let (stream, copies) =
+        (device.create_stream(StreamPriority::Normal).unwrap(), Copies::<D>::default());
     for unit in (0..SIZES.len() as u32).cycle().take(4 * SIZES.len()) {
-        let acquire = || engine.acquire(None, UnitId(unit), never_interrupt());
-        // To the engine this thread has all that it took, and may be told so.
+        let acquire = || engine.acquire(None, UnitId(unit));
+        // The engine counts a lease for the thread that acquired it. So it may report that this
+        // thread waits for itself.
         let lease = acquire().or_else(|error| {
             assert_eq!(error.kind(), ErrorKind::Full, "{error}");
             stream.synchronize().unwrap();
@@ -324,63 +266,61 @@ fn leases_end_in_work<D: Device>(device: &D) {
         });
         let lease = lease.unwrap();
         lease.use_on(&stream).unwrap();
-        compute(device, &stream, &lease, &seen).unwrap();
+        compute(device, &stream, &lease, &copies).unwrap();
         stream.launch_host_fn(HostFn::new(move || drop(lease))).unwrap();
     }
     drop(engine);
     stream.synchronize().unwrap();
-    let seen = seen.lock().unwrap();
-    assert_eq!(seen.len(), 8 * SIZES.len());
-    assert!(seen.iter().all(|sight| sight.copied && sight.is_right(&model)));
+    let copies = copies.lock().unwrap();
+    assert_eq!(copies.len(), 8 * SIZES.len());
+    assert!(copies.iter().all(|copy| copy.done && copy.is_right(&model)));
 }
 
 #[test]
-fn leases_may_end_in_work_of_streams() {
-    leases_end_in_work(&CpuDevice::with_threads(1).unwrap());
+fn work_of_a_stream_may_drop_leases() {
+    work_drops_leases(&CpuDevice::with_threads(1).unwrap());
     let device = SimDevice::new(SimOptions::default());
-    leases_end_in_work(&device);
+    work_drops_leases(&device);
     assert_eq!(device.races(), []);
 }
 
 #[test]
 fn tensors_on_a_device_outlive_the_engine() {
-    let (model, device) = (Model::new(&SIZES), SimDevice::new(SimOptions::default()));
-    let engine = Engine::on(&device, model.units.clone(), model.source(), config(BUDGET)).unwrap();
-    let (stream, seen) =
-        (device.create_stream(StreamPriority::Normal).unwrap(), Seen::<SimDevice>::default());
-    let lease = engine.acquire(None, UnitId(3), never_interrupt()).unwrap();
+    let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));
+    let engine = Engine::on(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
+    let (stream, copies) =
+        (device.create_stream(StreamPriority::Normal).unwrap(), Copies::<SimDevice>::default());
+    let lease = engine.acquire(None, UnitId(3)).unwrap();
     drop(engine);
-    compute(&device, &stream, &lease, &seen).unwrap();
+    compute(&device, &stream, &lease, &copies).unwrap();
     stream.synchronize().unwrap();
-    assert!(seen.lock().unwrap().iter().all(|sight| sight.copied && sight.is_right(&model)));
-    drop((lease, seen));
+    assert!(copies.lock().unwrap().iter().all(|copy| copy.done && copy.is_right(&model)));
+    drop((lease, copies));
     assert_eq!(device.races(), []);
-    assert_eq!(device.memory().in_use_bytes, 0, "and then there is nothing left");
+    assert_eq!(device.memory().in_use_bytes, 0, "all memory of the device is freed");
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
-    /// Whatever stalls and fails: bytes that work sees are right, nothing races, nothing hangs.
+    /// For random stalls and faults: work reads the right bytes, and nothing races or hangs.
     #[test]
-    fn a_device_that_stalls_and_fails_never_computes_with_wrong_bytes(
+    fn device_faults_never_cause_wrong_bytes(
         seed: u64,
         sizes in prop::collection::vec(1usize..80 * KIB, 3..9),
-        stalls in 0.0..1.0f64,
-        faults in 0.0..0.2f64,
-        of_storage in 0.0..0.1f64,
+        stall_rate in 0.0..1.0f64,
+        fault_rate in 0.0..0.2f64,
+        read_faults in 0.0..0.1f64,
         room in 2usize..6,
         staging_units in 0usize..4,
     ) {
-        let model = Model::new(&sizes);
-        let device = SimDevice::new(SimOptions { seed, stalls, faults, ..SimOptions::default() });
+        let model = Model::assembled(&sizes);
+        let options = SimOptions { seed, stall_rate, fault_rate, ..SimOptions::default() };
+        let device = SimDevice::new(options);
         let largest = 2 * sizes.iter().max().unwrap() + 40 * KIB;
-        let config = reading_badly(
-            EngineConfig { staging_units, ..config(room * largest) },
-            seed,
-            of_storage,
-        );
-        let engine = Engine::on(&device, model.units.clone(), model.source(), config).unwrap();
+        let config = config(room * largest).with_staging_units(staging_units);
+        let config = with_faulty_reads(config, seed, read_faults);
+        let engine = Engine::on(&device, model.units.clone(), model.sources(), config).unwrap();
         passes(&model, &engine, &device, 6);
         prop_assert_eq!(device.races(), []);
         drop(engine);

@@ -72,6 +72,8 @@ mod offset;
 mod ordered;
 mod pool;
 mod replay;
+#[cfg(target_os = "linux")]
+mod send_queue;
 #[cfg(unix)]
 mod shared;
 mod stack;
@@ -93,6 +95,8 @@ pub use ordered::{
 };
 pub use pool::{HostPool, PoolStats};
 pub use replay::{AllocationLog, LogEvent, Replay};
+#[cfg(target_os = "linux")]
+pub use send_queue::send_queue_bytes;
 #[cfg(unix)]
 pub use shared::{SharedMemory, SharedMemoryView};
 pub use tensor_buffer::TensorBuffer;

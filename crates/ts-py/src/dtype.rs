@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The table of dtypes: their names, their numbers in PyTorch and in DLPack, and the class `DType`.
+//! The table of dtypes, with their names and their numbers in PyTorch and DLPack, and the class
+//! `DType`.
 
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use tensorstream::exec::ScalarType;
-use tensorstream::format::Dtype;
+use tensorstream::format::{Dtype, TensorMeta};
 
+/// DLPack's type codes.
 const INT: u8 = 0;
 const UINT: u8 = 1;
 const FLOAT: u8 = 2;
@@ -13,7 +15,7 @@ const BFLOAT: u8 = 4;
 const COMPLEX: u8 = 5;
 const BOOL: u8 = 6;
 
-/// A dtype of PyTorch.
+/// A dtype of PyTorch, and its equivalents.
 pub(crate) struct Row {
     /// The name in PyTorch and, where it has the dtype, NumPy.
     pub(crate) name: &'static str,
@@ -23,7 +25,7 @@ pub(crate) struct Row {
     pub(crate) scalar_type: u8,
     /// The size of an element, in bytes.
     pub(crate) bytes: u64,
-    /// DLPack's type code. Codes from 7 on are newer than the first version of DLPack.
+    /// DLPack's type code. Codes from 7 on exist in versioned structures only.
     pub(crate) dlpack: u8,
 }
 
@@ -75,20 +77,30 @@ pub(crate) fn row_of(dtype: Dtype) -> Option<&'static Row> {
     TABLE.iter().find(|row| row.format == Some(dtype))
 }
 
-/// Name, safetensors name or None, PyTorch's number and bytes of an element of each dtype.
+/// Returns name, safetensors name, PyTorch's number and element size in bytes of each dtype.
 pub(crate) fn rows() -> Vec<(&'static str, Option<&'static str>, u8, u64)> {
-    let row =
-        |row: &Row| (row.name, row.format.map(|dtype| dtype.name()), row.scalar_type, row.bytes);
+    let row = |row: &Row| (row.name, row.format.map(Dtype::name), row.scalar_type, row.bytes);
     TABLE.iter().map(row).collect()
 }
 
-/// A dtype of the PyTorch that is installed.
+/// Parses the safetensors name of a dtype, and returns the metadata of a tensor.
+pub(crate) fn tensor_meta(dtype: &str, shape: Vec<u64>) -> PyResult<TensorMeta> {
+    let known = Dtype::from_name(dtype);
+    let dtype = known.ok_or_else(|| {
+        PyValueError::new_err(format!(
+            "unknown dtype {dtype:?}: expected a safetensors name such as \"F32\""
+        ))
+    })?;
+    Ok(TensorMeta { dtype, shape })
+}
+
+/// A dtype of the installed PyTorch.
 pub(crate) struct TorchDtype {
     pub(crate) object: Py<PyAny>,
     pub(crate) row: &'static Row,
 }
 
-/// The dtypes that the installed PyTorch has, by their numbers.
+/// The dtypes of the installed PyTorch, by number.
 pub(crate) struct TorchDtypes(Vec<Option<TorchDtype>>);
 
 impl TorchDtypes {
@@ -107,6 +119,7 @@ impl TorchDtypes {
         Ok(Self(dtypes))
     }
 
+    /// Returns the dtype with this number, or None if PyTorch has none.
     pub(crate) fn get(&self, number: ScalarType) -> Option<&TorchDtype> {
         self.0.get(usize::from(number.0))?.as_ref()
     }
@@ -126,20 +139,27 @@ impl TorchDtypes {
 pub(crate) struct PyDtype(pub(crate) Dtype);
 
 impl PyDtype {
-    /// A DType, its name, or a dtype of PyTorch or numpy.
+    /// Converts a `DType`, a `torch.dtype`, a NumPy dtype, or the name of one.
+    ///
+    /// # Errors
+    /// TypeError if the object is none of these.
     pub(crate) fn extract(value: &Bound<'_, PyAny>) -> PyResult<Dtype> {
         if let Ok(dtype) = value.cast::<Self>() {
             return Ok(dtype.get().0);
         }
-        // numpy's classes of scalars, as numpy.float32, have a name of their own.
+        // NumPy's scalar classes, such as numpy.float32, have a `__name__`.
         let text = match value.getattr("__name__").or_else(|_| value.getattr("name")) {
             Ok(name) => name.str()?.to_string(),
             Err(_) => value.str()?.to_string(),
         };
-        Self::named(&text)
+        Self::from_name(&text)
     }
 
-    pub(crate) fn named(text: &str) -> PyResult<Dtype> {
+    /// Parses a name of PyTorch, NumPy or safetensors.
+    ///
+    /// # Errors
+    /// TypeError if the name is unknown.
+    pub(crate) fn from_name(text: &str) -> PyResult<Dtype> {
         let name = text.strip_prefix("torch.").unwrap_or(text);
         let known = TABLE.iter().find(|row| row.name == name).and_then(|row| row.format);
         known.or_else(|| Dtype::from_name(name)).ok_or_else(|| {
@@ -163,20 +183,23 @@ macro_rules! dtypes {
                 }
             )*
 
-            /// The dtype of this name, of PyTorch, numpy or safetensors, or the same as one of
-            /// theirs.
+            /// Converts a ``DType``, a ``torch.dtype``, a NumPy dtype, or a name of PyTorch, NumPy
+            /// or safetensors.
+            ///
+            /// Raises:
+            ///     TypeError: The value is none of these.
             #[staticmethod]
             fn of(value: &Bound<'_, PyAny>) -> PyResult<Self> {
                 Self::extract(value).map(Self)
             }
 
-            /// PyTorch's name, such as "float32".
+            /// The name in PyTorch, such as "float32".
             #[getter]
             pub(crate) fn name(&self) -> &'static str {
                 row_of(self.0).map_or(self.0.name(), |row| row.name)
             }
 
-            /// Bytes of an element; 0 if it has less than one.
+            /// The size of an element in bytes; 0 if it is smaller than a byte.
             #[getter]
             fn itemsize(&self) -> u32 {
                 self.0.bits() / 8

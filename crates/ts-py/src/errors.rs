@@ -1,38 +1,38 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The one table from error kinds to exception classes of `tensorstream.errors`.
+//! Maps error kinds to the exception classes of `tensorstream.errors`.
 
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 use tensorstream::exec::OpFailureKind;
 use tensorstream::{Error, format, io, orchestrator, pool, remote};
 
-/// The Python exception that says the same.
+/// Converts an error of the facade.
 pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     exception(py, class_name(error), &error.to_string())
 }
 
-/// What a machine did not do, of which `text` says what it was.
-pub(crate) fn of_failure(py: Python<'_>, kind: OpFailureKind, text: &str) -> PyErr {
+/// Creates the exception for an operator that failed on a remote machine.
+pub(crate) fn operator_error(py: Python<'_>, kind: OpFailureKind, message: &str) -> PyErr {
     let name = match kind {
         OpFailureKind::OutOfMemory => "RemoteOutOfMemoryError",
         OpFailureKind::Stale => "StaleReferenceError",
         _ => "RemoteTensorError",
     };
-    exception(py, name, text)
+    exception(py, name, message)
 }
 
-/// Tensors of two machines where they must be of one.
-pub(crate) fn of_machines(py: Python<'_>, text: &str) -> PyErr {
-    exception(py, "CrossMachineError", text)
+/// Creates a CrossMachineError: an operator got tensors of two machines.
+pub(crate) fn cross_machine_error(py: Python<'_>, message: &str) -> PyErr {
+    exception(py, "CrossMachineError", message)
 }
 
-/// What is wrong between two processes.
-pub(crate) fn of_wire(py: Python<'_>, error: &remote::Error) -> PyErr {
-    of_wire_at(py, error, "")
+/// Converts an error of a connection.
+pub(crate) fn wire_error(py: Python<'_>, error: &remote::Error) -> PyErr {
+    wire_error_at(py, error, "")
 }
 
-/// As [`of_wire`]; `place` goes before it.
-pub(crate) fn of_wire_at(py: Python<'_>, error: &remote::Error, place: &str) -> PyErr {
+/// Converts an error of a connection, with `place` before its message.
+pub(crate) fn wire_error_at(py: Python<'_>, error: &remote::Error, place: &str) -> PyErr {
     let name = match (error, error.kind()) {
         (remote::Error::Damaged { .. }, _) => "ChecksumError",
         (_, remote::ErrorKind::Network | remote::ErrorKind::Refused) => "ConnectionLost",
@@ -44,8 +44,8 @@ pub(crate) fn of_wire_at(py: Python<'_>, error: &remote::Error, place: &str) -> 
     exception(py, name, &format!("{place}{error}"))
 }
 
-/// What is wrong with memory.
-pub(crate) fn of_pool(py: Python<'_>, error: &pool::Error) -> PyErr {
+/// Converts an error of a memory pool.
+pub(crate) fn pool_error(py: Python<'_>, error: &pool::Error) -> PyErr {
     let name = match error.kind() {
         pool::ErrorKind::Misuse => "ConfigurationError",
         _ => "OutOfMemoryError",
@@ -53,16 +53,25 @@ pub(crate) fn of_pool(py: Python<'_>, error: &pool::Error) -> PyErr {
     exception(py, name, &error.to_string())
 }
 
-/// What was waited for did not happen within the caller's timeout.
-pub(crate) fn timed_out(py: Python<'_>, message: &str) -> PyErr {
+/// Creates a ConnectionTimeout: nothing happened within the caller's timeout.
+pub(crate) fn timeout_error(py: Python<'_>, message: &str) -> PyErr {
     exception(py, "ConnectionTimeout", message)
 }
 
-/// What a caller has asked for makes no sense.
-pub(crate) fn misuse(py: Python<'_>, message: &str) -> PyErr {
+/// Creates a ConfigurationError: an argument or a call is invalid.
+pub(crate) fn configuration_error(py: Python<'_>, message: &str) -> PyErr {
     exception(py, "ConfigurationError", message)
 }
 
+/// Creates a ModelError: the streamed weights `names` were written to.
+pub(crate) fn written_error(py: Python<'_>, names: &str) -> PyErr {
+    let message = format!(
+        "{names} was written to in place: a streamed weight cannot be changed; restore(model) first"
+    );
+    exception(py, "ModelError", &message)
+}
+
+/// Creates an exception of a class of `tensorstream.errors`.
 fn exception(py: Python<'_>, name: &str, message: &str) -> PyErr {
     let class = py
         .import("tensorstream.errors")

@@ -1,37 +1,45 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `tensorstream._native`: what the Python package is made of. Thin: arguments in, calls to the
-//! facade with the interpreter let go, results and errors out.
+//! `tensorstream._native`, the extension module of the Python package.
+//!
+//! It is thin: it converts arguments, calls the facade with the GIL released, and converts results
+//! and errors.
 
-// Arguments are extracted from Python objects, and so owned.
+// PyO3 extracts arguments as owned values.
 #![allow(clippy::needless_pass_by_value)]
 
+mod cli;
 mod dlpack;
 mod dtype;
 mod errors;
 mod files;
 mod memory;
 mod remote;
+mod signals;
 mod streaming;
-mod tensor;
+mod tensors;
 mod wire;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tensorstream::{available_bytes, parse_bytes as parse};
 
-/// Reads a size such as "600MiB". ValueError when it is none.
+/// Parses a size such as "600MiB". Returns bytes.
+///
+/// Raises:
+///     ValueError: The text is not a size.
 #[pyfunction]
 fn parse_bytes(text: &str) -> PyResult<u64> {
-    parse(text).map_err(|e| pyo3::exceptions::PyValueError::new_err(e.to_string()))
+    parse(text).map_err(|e| PyValueError::new_err(e.to_string()))
 }
 
-/// Memory that could still be taken, in bytes, within the system and the memory cgroup; None if
-/// unknown.
+/// Returns the memory that is still available within the limits of the system and of the memory
+/// cgroup, in bytes; None if unknown.
 #[pyfunction]
 fn available_memory() -> Option<u64> {
     available_bytes()
 }
 
-/// Names of the I/O backends, the one preferred first.
+/// Returns the names of the I/O backends. The preferred one is first.
 #[pyfunction]
 fn backends() -> Vec<&'static str> {
     tensorstream::io::Registry::builtin().names()
@@ -40,14 +48,11 @@ fn backends() -> Vec<&'static str> {
 #[pymodule]
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<dtype::PyDtype>()?;
-    m.add_class::<tensor::PyGpuStatus>()?;
-    m.add_class::<tensor::PyPoolConfig>()?;
-    m.add_class::<tensor::PyTensor>()?;
-    m.add_class::<tensor::PyTensorBuffer>()?;
-    m.add_class::<tensor::PyTensorMeta>()?;
     m.add_function(wrap_pyfunction!(parse_bytes, m)?)?;
     m.add_function(wrap_pyfunction!(available_memory, m)?)?;
     m.add_function(wrap_pyfunction!(backends, m)?)?;
+    m.add_function(wrap_pyfunction!(cli::main, m)?)?;
+    tensors::register(m)?;
     streaming::register(m)?;
     files::register(m)?;
     wire::register(m)?;

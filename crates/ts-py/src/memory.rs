@@ -1,105 +1,107 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Memory of tensors that Rust and Python share. Of this crate's two unsafe modules the second.
+//! Memory of tensors that Rust and Python share.
 //!
-//! Whoever has a tensor in Python may write to it at any time, as with every library of arrays
-//! there; what Rust does with it meanwhile - sends it, or receives to it - then has some of what
-//! was and some of what is there.
+//! Python code can write to a tensor at any time, as in every array library. If it writes while
+//! Rust sends the tensor or receives into it, the result is a mixture of old and new bytes.
 
 use std::alloc::Layout;
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::Arc;
 
-use pyo3::exceptions::{PyBufferError, PyTypeError};
+use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use tensorstream::exec::contiguous_strides;
 use tensorstream::format::Dtype;
-use tensorstream::pool::{PooledBuffer, TensorBuffer};
+use tensorstream::pool::{self, PooledBuffer, TensorBuffer};
 use tensorstream::remote;
 use tensorstream::streams::AnyDevice;
 
-use crate::dlpack::{CPU, CUDA, Imported};
+use crate::dlpack::{CPU, CUDA, CapsuleBytes, Imported};
 
-/// Bytes at a fixed address, on the host or a GPU, and what they belong to.
+/// Bytes at a fixed address, on the host or a GPU, with their owner.
 pub(crate) struct Memory {
     data: *mut u8,
     len: usize,
+    /// DLPack's device type and device number.
     device: (i32, i32),
     read_only: bool,
     owner: Owner,
 }
 
-/// Never looked into, but for copies from a device: it is what keeps the bytes where they are.
+/// Keeps the bytes at their address.
 enum Owner {
     Buffer(TensorBuffer),
     Pooled { _block: PooledBuffer<AnyDevice> },
     Imported { _tensor: Imported },
-    Zeroed { _bytes: Zeroed },
+    Zeroed { _allocation: ZeroedAllocation },
 }
 
-/// Zeros of the system's, of which pages are taken when they are first touched.
-struct Zeroed {
+/// Zeroed memory of the system. Its pages are allocated when they are first touched.
+struct ZeroedAllocation {
     bytes: *mut u8,
     layout: Layout,
 }
 
-/// As DLPack wants it; jax copies what is aligned to less than 64 bytes.
+/// The alignment of allocated memory, which DLPack asks for. jax copies tensors that are aligned to
+/// less than 64 bytes.
 const ALIGN: usize = 256;
 
-impl Zeroed {
+impl ZeroedAllocation {
+    /// Allocates `len` bytes and room to align them. Returns None if there is too little memory.
     fn new(len: usize) -> Option<Self> {
+        // With a larger alignment, the allocator would write zeros instead of mapping zero pages.
         let layout = Layout::from_size_align(len.checked_add(ALIGN)?, 1).ok()?;
-        // SAFETY: the layout is of at least `ALIGN` bytes. It asks for no alignment, lest zeros be
-        // written rather than mapped.
+        // SAFETY: the size is not zero, but at least `ALIGN`.
         let bytes = unsafe { std::alloc::alloc_zeroed(layout) };
         (!bytes.is_null()).then_some(Self { bytes, layout })
     }
 }
 
-impl Drop for Zeroed {
+impl Drop for ZeroedAllocation {
     fn drop(&mut self) {
-        // SAFETY: allocated with this layout, and nobody has the memory any more who has its owner.
+        // SAFETY: allocated in `new` with this layout. The `Memory` that points into it is being
+        // dropped too.
         unsafe { std::alloc::dealloc(self.bytes, self.layout) };
     }
 }
 
-// SAFETY: the address is fixed as long as the owner lives, which is plain memory that any thread
-// may use; who may read and write is said above.
+// SAFETY: the owner keeps the bytes at their address, and they may be used on any thread. The
+// module documentation says what happens if several threads do.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// So many zeros on the host, aligned to 256 bytes; None when the system has not so many.
+    /// Allocates zeroed memory on the host, aligned to 256 bytes. Returns None if there is too
+    /// little memory.
     pub(crate) fn zeros(len: usize) -> Option<Self> {
-        let bytes = Zeroed::new(len)?;
-        let data = bytes.bytes.wrapping_add(bytes.bytes.align_offset(ALIGN));
+        let allocation = ZeroedAllocation::new(len)?;
+        let data = allocation.bytes.wrapping_add(allocation.bytes.align_offset(ALIGN));
         Some(Self {
             data,
             len,
             device: (CPU, 0),
             read_only: false,
-            owner: Owner::Zeroed { _bytes: bytes },
+            owner: Owner::Zeroed { _allocation: allocation },
         })
     }
 
-    /// That of a buffer, on whichever device it is.
-    pub(crate) fn of_buffer(
-        mut buffer: TensorBuffer,
-        ordinal: i32,
-    ) -> Result<Self, tensorstream::pool::Error> {
+    /// Takes the memory of a buffer. `ordinal` is the number of its GPU, if it is on one.
+    pub(crate) fn from_buffer(mut buffer: TensorBuffer, ordinal: i32) -> Result<Self, pool::Error> {
         let len = buffer.len();
         let (data, device) = match buffer.as_mut_slice() {
             Some(bytes) => (bytes.as_mut_ptr(), (CPU, 0)),
             None => {
-                let device = buffer.as_device().expect("it is on the host or on a device");
+                let device = buffer.as_device().expect("it is on a device if not on the host");
                 (device.range()?.as_ptr(), (CUDA, ordinal))
             }
         };
         Ok(Self { data, len, device, read_only: false, owner: Owner::Buffer(buffer) })
     }
 
-    /// A block of a pool of the host's memory; None of another.
-    pub(crate) fn of_pool(mut block: PooledBuffer<AnyDevice>) -> Option<Self> {
+    /// Takes the memory of a pool's block. Returns None if it is not on the host.
+    pub(crate) fn from_pool(mut block: PooledBuffer<AnyDevice>) -> Option<Self> {
         let bytes = block.host_bytes_mut()?;
         let (data, len) = (bytes.as_mut_ptr(), bytes.len());
         Some(Self {
@@ -111,11 +113,12 @@ impl Memory {
         })
     }
 
-    /// That of somebody else's tensor, of which all elements are in these bytes.
+    /// Takes the memory of an imported tensor: the `len` bytes at `data`, which contain all of its
+    /// elements.
     ///
     /// # Safety
-    /// They belong to `tensor`.
-    pub(crate) unsafe fn of_import(
+    /// The bytes are valid until `tensor` is dropped.
+    pub(crate) unsafe fn from_import(
         tensor: Imported,
         data: *mut u8,
         len: usize,
@@ -125,29 +128,24 @@ impl Memory {
         Self { data, len, device, read_only, owner: Owner::Imported { _tensor: tensor } }
     }
 
-    /// That of a DLPack capsule's tensor, whose elements are contiguous and on the host.
+    /// Takes the memory of the tensor in a DLPack capsule.
     ///
     /// # Errors
-    /// TypeError of another.
-    pub(crate) fn of_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Arc<Self>> {
-        let imported = Imported::from_capsule(capsule)?;
-        let layout = imported.layout()?;
-        if layout.strides.is_some() || layout.device.0 != CPU {
-            return Err(PyTypeError::new_err(
-                "needs a DLPack capsule of contiguous elements on the host",
-            ));
-        }
-        let len = layout.shape.iter().product::<u64>() as usize * layout.dtype.bits() as usize / 8;
-        // SAFETY: the elements are contiguous, and belong to what was imported.
-        Ok(Arc::new(unsafe {
-            Self::of_import(imported, layout.data, len, layout.device, layout.read_only)
-        }))
+    /// As [`CapsuleBytes::from_capsule`].
+    pub(crate) fn from_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Arc<Self>> {
+        let bytes = CapsuleBytes::from_capsule(capsule)?;
+        let read_only = bytes.is_read_only();
+        let (tensor, data, len) = bytes.into_parts();
+        // SAFETY: the tensor's data is valid until its deleter runs.
+        Ok(Arc::new(unsafe { Self::from_import(tensor, data, len, (CPU, 0), read_only) }))
     }
 
+    /// Returns the length in bytes.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
+    /// Returns DLPack's device type and device number.
     pub(crate) fn device(&self) -> (i32, i32) {
         self.device
     }
@@ -156,37 +154,41 @@ impl Memory {
         self.read_only
     }
 
-    /// The byte at `offset`, which may be that behind the last.
-    pub(crate) fn at(&self, offset: usize) -> *mut u8 {
-        assert!(offset <= self.len, "offset {offset} of {} bytes", self.len);
+    /// Returns the address of a byte, or of the end.
+    ///
+    /// # Panics
+    /// Panics if `offset` is greater than the length.
+    pub(crate) fn address(&self, offset: usize) -> *mut u8 {
+        assert!(offset <= self.len, "offset {offset} is beyond {} bytes", self.len);
         self.data.wrapping_add(offset)
     }
 
-    /// Its bytes, if they are on the host.
+    /// Returns the bytes, or None if they are not on the host.
     pub(crate) fn bytes(&self) -> Option<&[u8]> {
         match (self.device.0, self.len) {
             (CPU, 0) => Some(&[]),
-            // SAFETY: the owner keeps so many bytes there; who may write to them is said above.
+            // SAFETY: the owner keeps `len` bytes at this address. The module documentation says
+            // what happens if Python code writes to them.
             (CPU, _) => Some(unsafe { std::slice::from_raw_parts(self.data, self.len) }),
             _ => None,
         }
     }
 
-    /// A copy of its bytes on the host.
-    pub(crate) fn to_host(&self) -> Result<Vec<u8>, tensorstream::pool::Error> {
+    /// Copies the bytes to the host. Blocks if they are on a GPU.
+    pub(crate) fn to_host(&self) -> Result<Vec<u8>, pool::Error> {
         match (&self.owner, self.bytes()) {
             (_, Some(bytes)) => Ok(bytes.to_vec()),
             (Owner::Buffer(buffer), None) => buffer.to_host(),
-            (_, None) => unreachable!("these are on the host"),
+            (_, None) => unreachable!("memory of other owners is on the host"),
         }
     }
 }
 
-/// A copy of bytes on the host.
+/// Copies `len` bytes of host memory.
 ///
 /// # Safety
-/// So many bytes are there, and nobody writes to them meanwhile.
-pub(crate) unsafe fn copied(address: usize, len: usize) -> Vec<u8> {
+/// The bytes at `address` are readable and not written to during the call.
+pub(crate) unsafe fn copy_address(address: usize, len: usize) -> Vec<u8> {
     if len == 0 {
         return Vec::new();
     }
@@ -195,17 +197,16 @@ pub(crate) unsafe fn copied(address: usize, len: usize) -> Vec<u8> {
         .to_vec()
 }
 
-/// The bytes as what is sent: they stay where they are.
-impl AsRef<[u8]> for Shared {
+/// Host memory as the payload of a message. It is sent without a copy.
+pub(crate) struct Payload(pub(crate) Arc<Memory>);
+
+impl AsRef<[u8]> for Payload {
     fn as_ref(&self) -> &[u8] {
-        self.0.bytes().expect("what is sent is on the host")
+        self.0.bytes().expect("a payload is on the host")
     }
 }
 
-/// A handle of some memory on the host.
-pub(crate) struct Shared(pub(crate) Arc<Memory>);
-
-/// Memory on the host that a tensor is received to.
+/// A range of writable host memory that a tensor is received into.
 pub(crate) struct Target {
     memory: Arc<Memory>,
     offset: usize,
@@ -213,7 +214,8 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// A part of some memory. None where it is read-only or not on the host.
+    /// Returns a range of `memory`, or None if the range is outside, or the memory is read-only or
+    /// not on the host.
     pub(crate) fn new(memory: Arc<Memory>, offset: usize, len: usize) -> Option<Self> {
         let fits = offset.checked_add(len).is_some_and(|end| end <= memory.len);
         (fits && !memory.read_only && memory.device.0 == CPU).then_some(Self {
@@ -223,14 +225,18 @@ impl Target {
         })
     }
 
-    /// Fills its first bytes, of which there are as many.
+    /// Copies `bytes` to the beginning of the range.
+    ///
+    /// # Panics
+    /// Panics if there are more than the range has.
     pub(crate) fn put(&mut self, bytes: &[u8]) {
-        assert!(bytes.len() <= self.len, "{} bytes to {}", bytes.len(), self.len);
-        // SAFETY: as in `space`, below.
-        let own = unsafe {
+        assert!(bytes.len() <= self.len, "{} bytes do not fit into {}", bytes.len(), self.len);
+        // SAFETY: `new` checked that the range is inside writable host memory, and the assertion
+        // that the bytes are inside the range. The Python caller uses them for nothing else.
+        let target = unsafe {
             std::slice::from_raw_parts_mut(self.memory.data.add(self.offset), bytes.len())
         };
-        own.copy_from_slice(bytes);
+        target.copy_from_slice(bytes);
     }
 
     pub(crate) fn into_memory(self) -> Arc<Memory> {
@@ -247,10 +253,9 @@ impl remote::Sink for Target {
 
     fn space(&mut self, offset: u64, len: usize) -> Result<&mut [u8], remote::Error> {
         let offset = offset as usize;
-        assert!(offset + len <= self.len, "{len} bytes at {offset} of {}", self.len);
-        // SAFETY: `new` has checked that the part is inside the memory, the line before that this
-        // is inside the part; the memory is on the host and not read-only. That nobody else writes
-        // there is the caller's of Python.
+        assert!(offset + len <= self.len, "{len} bytes at {offset} are beyond {}", self.len);
+        // SAFETY: `new` checked that the range is inside writable host memory, and the assertion
+        // that the bytes are inside the range. The Python caller uses them for nothing else.
         Ok(unsafe {
             std::slice::from_raw_parts_mut(self.memory.data.add(self.offset + offset), len)
         })
@@ -261,56 +266,58 @@ impl remote::Sink for Target {
     }
 }
 
-/// What a buffer of the buffer protocol borrows from, until it is released.
-struct View {
+/// What a `Py_buffer` points to until it is released.
+struct BufferExport {
     format: &'static CStr,
     /// Shape, then strides in bytes.
     extents: Vec<isize>,
     _memory: Arc<Memory>,
 }
 
-/// Fills what the buffer protocol asks for: <https://docs.python.org/3/c-api/buffer.html>.
+/// Fills a `Py_buffer` for the [buffer protocol](https://docs.python.org/3/c-api/buffer.html).
+///
+/// `offset` is that of the first element, in bytes. `strides` are in elements.
 ///
 /// # Errors
-/// BufferError when the tensor is not what is asked for.
+/// BufferError if the tensor does not satisfy `flags`.
 ///
 /// # Safety
-/// `view` is what the interpreter gave, and `owner` the object it asked.
-pub(crate) unsafe fn fill_view(
+/// The interpreter passed `view` to `__getbuffer__` of `owner`.
+pub(crate) unsafe fn fill_buffer(
     owner: Bound<'_, PyAny>,
     view: *mut ffi::Py_buffer,
     flags: c_int,
     memory: &Arc<Memory>,
     (dtype, offset): (Dtype, usize),
-    (shape, strides): (&[i64], &[i64]),
+    (shape, strides): (&[u64], &[i64]),
 ) -> PyResult<()> {
-    let refused = |what: &str| PyBufferError::new_err(what.to_string());
+    let refused = |why: &str| PyBufferError::new_err(format!("cannot export a buffer: {why}"));
     let format = format_of(dtype)
-        .ok_or_else(|| refused("the buffer protocol has no format for this dtype"))?;
+        .ok_or_else(|| refused(&format!("the buffer protocol has no format for {dtype}")))?;
     let bytes = memory.bytes().ok_or_else(|| refused("the tensor is on a GPU"))?;
     if flags & ffi::PyBUF_WRITABLE == ffi::PyBUF_WRITABLE && memory.read_only {
         return Err(refused("the tensor is read-only"));
     }
     let itemsize = dtype.bits() as isize / 8;
-    let plain = shape.contains(&0) || strides == crate::dlpack::contiguous(shape);
-    if !plain && flags & ffi::PyBUF_STRIDES != ffi::PyBUF_STRIDES {
+    let row_major = shape.contains(&0) || strides == contiguous_strides(shape);
+    if !row_major && flags & ffi::PyBUF_STRIDES != ffi::PyBUF_STRIDES {
         return Err(refused("the tensor is not contiguous"));
     }
-    for asked in [ffi::PyBUF_C_CONTIGUOUS, ffi::PyBUF_F_CONTIGUOUS, ffi::PyBUF_ANY_CONTIGUOUS] {
-        // One dimension is contiguous either way.
-        if flags & asked == asked
-            && !(plain && (asked != ffi::PyBUF_F_CONTIGUOUS || shape.len() < 2))
+    for order in [ffi::PyBUF_C_CONTIGUOUS, ffi::PyBUF_F_CONTIGUOUS, ffi::PyBUF_ANY_CONTIGUOUS] {
+        // A tensor of one dimension is contiguous in both orders.
+        if flags & order == order
+            && !(row_major && (order != ffi::PyBUF_F_CONTIGUOUS || shape.len() < 2))
         {
-            return Err(refused("the tensor is not contiguous in the order that is asked for"));
+            return Err(refused("the tensor is not contiguous in the requested order"));
         }
     }
     let mut extents: Vec<isize> = shape.iter().map(|&n| n as isize).collect();
     extents.extend(strides.iter().map(|&stride| stride as isize * itemsize));
-    let len = shape.iter().product::<i64>() as isize * itemsize;
+    let len = shape.iter().product::<u64>() as isize * itemsize;
     let first = bytes.as_ptr().wrapping_add(offset).cast_mut();
-    let mut borrowed = Box::new(View { format, extents, _memory: Arc::clone(memory) });
-    // SAFETY: this function's contract. What the pointers point to is in the box, or in the memory
-    // that it keeps, until `release_view` drops it.
+    let mut export = Box::new(BufferExport { format, extents, _memory: Arc::clone(memory) });
+    // SAFETY: the caller guarantees that `view` may be written to. The pointers stored in it are
+    // into `export`, or into the memory that `export` owns, until `release_buffer` drops it.
     unsafe {
         (*view).obj = owner.into_ptr();
         (*view).buf = first.cast();
@@ -319,29 +326,32 @@ pub(crate) unsafe fn fill_view(
         (*view).itemsize = itemsize;
         let wants = |flag| flags & flag == flag;
         (*view).format = if wants(ffi::PyBUF_FORMAT) {
-            borrowed.format.as_ptr().cast_mut()
+            export.format.as_ptr().cast_mut()
         } else {
             std::ptr::null_mut()
         };
         (*view).ndim = shape.len() as c_int;
-        let (shape_at, strides_at) = borrowed.extents.split_at_mut(shape.len());
+        let (shape_ptr, strides_ptr) = export.extents.split_at_mut(shape.len());
         (*view).shape =
-            if wants(ffi::PyBUF_ND) { shape_at.as_mut_ptr() } else { std::ptr::null_mut() };
+            if wants(ffi::PyBUF_ND) { shape_ptr.as_mut_ptr() } else { std::ptr::null_mut() };
         (*view).strides =
-            if wants(ffi::PyBUF_STRIDES) { strides_at.as_mut_ptr() } else { std::ptr::null_mut() };
+            if wants(ffi::PyBUF_STRIDES) { strides_ptr.as_mut_ptr() } else { std::ptr::null_mut() };
         (*view).suboffsets = std::ptr::null_mut();
-        (*view).internal = Box::into_raw(borrowed).cast::<c_void>();
+        (*view).internal = Box::into_raw(export).cast::<c_void>();
     }
     Ok(())
 }
 
+/// Releases a buffer.
+///
 /// # Safety
-/// `view` was filled by [`fill_view`], and is released once.
-pub(crate) unsafe fn release_view(view: *mut ffi::Py_buffer) {
-    // SAFETY: this function's contract.
-    unsafe { drop(Box::from_raw((*view).internal.cast::<View>())) }
+/// [`fill_buffer`] filled `view`, and it is released only once.
+pub(crate) unsafe fn release_buffer(view: *mut ffi::Py_buffer) {
+    // SAFETY: `fill_buffer` stored a leaked `BufferExport` in `internal`.
+    unsafe { drop(Box::from_raw((*view).internal.cast::<BufferExport>())) }
 }
 
+/// Returns the format of an element in the notation of Python's `struct`.
 fn format_of(dtype: Dtype) -> Option<&'static CStr> {
     Some(match dtype {
         Dtype::Bool => c"?",

@@ -1,19 +1,31 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Streaming of a model's weights: plans, the engine, and weights as PyTorch sees them.
+//! Streams the weights of a model: plans, the engine, and weights as PyTorch tensors.
+//!
+//! Uses and passes change only in native calls that run no bytecode. So an exception of a signal
+//! handler arrives before or after a change, never in between. Dropping a [`Use`](lease::Use) or a
+//! [`Pass`](pass::Pass) ends it.
 
 mod engine;
+mod inner;
+mod lease;
+mod pass;
+mod planning;
+mod recurrent;
+mod stats;
 mod streamer;
-mod weights;
+mod torch;
+mod unit_tensors;
+mod weight;
 
 use pyo3::prelude::*;
 
 pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<streamer::Streamer>()?;
-    m.add_class::<streamer::Pass>()?;
-    m.add_class::<streamer::Recurrent>()?;
-    m.add_class::<streamer::Use>()?;
-    m.add_function(wrap_pyfunction!(engine::plan, m)?)?;
-    m.add_function(wrap_pyfunction!(engine::requirement, m)?)?;
-    m.add_function(wrap_pyfunction!(engine::smallest_budget, m)?)?;
+    m.add_class::<inner::Streamer>()?;
+    m.add_class::<lease::Use>()?;
+    m.add_class::<pass::Pass>()?;
+    m.add_class::<recurrent::Recurrent>()?;
+    m.add_function(wrap_pyfunction!(planning::plan, m)?)?;
+    m.add_function(wrap_pyfunction!(planning::requirement, m)?)?;
+    m.add_function(wrap_pyfunction!(planning::smallest_budget, m)?)?;
     Ok(())
 }

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors and messages between processes.
+//! Connections that carry tensors and messages between processes.
 
 mod connection;
+mod incoming;
 mod listener;
 mod settings;
+mod wait;
 
 use pyo3::prelude::*;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A connection over whatever tokio reads and writes.
+//! A connection over a byte stream of tokio.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -7,37 +7,55 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use crate::watch::Watch;
+use crate::liveness::Liveness;
 use crate::{
     Connection, ConnectionOptions, ConnectionStats, Error, Event, Role, SendOptions, Sink,
     TensorInfo,
 };
 
-/// The most pieces that one call to the system gets.
+/// The most slices per write.
 const MAX_SLICES: usize = 16;
 
-/// One end of a connection, and what carries its bytes: a `TcpStream` or `UnixStream` of tokio, a
-/// stream of tokio-rustls, or anything else. What [`Link`](crate::Link) is to callers that may
-/// block.
+/// One end of a connection over a byte stream of tokio: a `TcpStream`, a `UnixStream`, a stream of
+/// tokio-rustls, or anything that implements [`AsyncRead`] and [`AsyncWrite`].
 ///
-/// Nothing happens on it but while one of its methods is awaited; any of these may be given up and
-/// begun again. Payloads are read to tensors' memory and written from it; shared memory is for
-/// [`Link`](crate::Link).
+/// The async counterpart of [`Link`](crate::Link). It does I/O only while one of its methods is
+/// awaited. Futures can be dropped at any time: [`next_event`](Self::next_event) loses no event,
+/// and what [`send`](Self::send) has queued is written by later calls. Payloads are read straight
+/// into memory and written from it, but never go through shared memory.
+///
+/// ```
+/// use ts_remote::{AsyncLink, ConnectionOptions, Event, Role};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+/// let (near, far) = tokio::io::duplex(1 << 16);
+/// let options = ConnectionOptions::default();
+/// let (near, far) = tokio::join!(
+///     AsyncLink::<Vec<u8>, _>::new(near, Role::Connector, options.clone(), "acceptor"),
+///     AsyncLink::<Vec<u8>, _>::new(far, Role::Acceptor, options, "connector"),
+/// );
+/// let (mut near, mut far) = (near?, far?);
+/// let stream = near.connection().open_stream()?;
+/// near.send_message(stream, "hello".into()).await?;
+/// assert!(matches!(far.next_event().await?, Event::Connected { .. }));
+/// assert_eq!(far.next_event().await?, Event::Message { stream, bytes: "hello".into() });
+/// # Ok::<(), ts_remote::Error>(())
+/// # }).unwrap();
+/// ```
 #[derive(Debug)]
 pub struct AsyncLink<S, T> {
     connection: Connection<S>,
     io: T,
     peer: String,
-    watch: Watch,
-    /// Why nothing more can be written, while what the other end said before is read.
-    mute: Option<Error>,
-    /// What ended the connection, while events that came before wait.
-    ended: Option<Error>,
+    liveness: Liveness,
+    /// Why the connection is half-closed: writing failed, and the peer's last frames are read.
+    write_error: Option<Error>,
+    /// Why the connection has ended, while earlier events wait to be polled.
+    end_error: Option<Error>,
 }
 
 impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
-    /// Goes on with a stream that is connected, whose other end is called `peer` in errors, when
-    /// both ends know each other.
+    /// Completes the handshake on a connected byte stream. Errors name the peer as `peer`.
     ///
     /// # Errors
     /// As [`Link::new`](crate::Link::new).
@@ -47,38 +65,45 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         options: ConnectionOptions,
         peer: impl Into<String>,
     ) -> Result<Self, Error> {
-        let watch = Watch::new(&options);
-        let connection = Connection::new(role, ConnectionOptions { shared_bytes: 0, ..options });
-        let mut this = Self { connection, io, peer: peer.into(), watch, mute: None, ended: None };
+        let liveness = Liveness::new(&options);
+        let connection = Connection::new(role, options.with_shared_bytes(0));
+        let mut this = Self {
+            connection,
+            io,
+            peer: peer.into(),
+            liveness,
+            write_error: None,
+            end_error: None,
+        };
         while !this.connection.is_connected() || this.connection.has_unsent() {
             this.step().await?;
-            this.watch.check_introduction(&this.connection, &this.peer)?;
+            this.liveness.check_handshake(&this.connection, &this.peer)?;
         }
-        // Who was told who this is may want no more of it.
-        this.ended.clone().map_or(Ok(this), Err)
+        // The peer may have closed the connection after it read this end's HELLO.
+        this.end_error.clone().map_or(Ok(this), Err)
     }
 
-    /// The connection.
+    /// Returns the connection, to open streams, queue tensors and provide memory.
     pub fn connection(&mut self) -> &mut Connection<S> {
         &mut self.connection
     }
 
-    /// Who is at the other end.
+    /// Returns the name of the peer.
     pub fn peer(&self) -> &str {
         &self.peer
     }
 
-    /// What it has done.
+    /// Returns the statistics of the connection.
     pub fn stats(&self) -> ConnectionStats {
         self.connection.stats()
     }
 
-    /// What happens next.
+    /// Waits for the next event.
     ///
     /// # Errors
     /// As [`Link::next_event`](crate::Link::next_event).
     pub async fn next_event(&mut self) -> Result<Event<S>, Error> {
-        self.watch.begin(&self.connection);
+        self.liveness.begin_wait(&self.connection);
         loop {
             if let Some(event) = self.connection.poll() {
                 return Ok(event);
@@ -87,8 +112,8 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         }
     }
 
-    /// Sends a tensor on a stream, and waits until it is on its way. Events that come meanwhile
-    /// wait.
+    /// Sends a tensor on a stream and waits until all of it is written. Events that arrive
+    /// meanwhile are queued.
     ///
     /// # Errors
     /// As [`Link::send`](crate::Link::send).
@@ -103,7 +128,7 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         self.flush(stream).await
     }
 
-    /// Sends a message, and waits until it is on its way.
+    /// Sends a message on a stream and waits until it is written.
     ///
     /// # Errors
     /// As [`Link::send_message`](crate::Link::send_message).
@@ -112,38 +137,40 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         self.flush(stream).await
     }
 
-    /// Waits until all that was sent on a stream is on its way.
+    /// Waits until everything that is queued on a stream is written.
     ///
     /// # Errors
     /// As [`next_event`](Self::next_event).
     pub async fn flush(&mut self, stream: u32) -> Result<(), Error> {
-        self.watch.begin(&self.connection);
+        self.liveness.begin_wait(&self.connection);
         while !self.connection.is_sent(stream) {
             self.step().await?;
         }
-        // What TLS holds back.
+        // TLS buffers.
         std::future::poll_fn(|cx| Pin::new(&mut self.io).poll_flush(cx))
             .await
             .map_err(|error| self.failed("writing", error))
     }
 
-    /// Says that this is the end and why, behind what was sent on all streams, and waits until the
-    /// other end has read that. What comes meanwhile is dropped.
+    /// Closes the connection with a reason, after everything that is queued on all streams, and
+    /// waits until the peer has read it. Drops what arrives meanwhile.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event): what was sent may not have come then.
+    /// As [`next_event`](Self::next_event); then some of what was sent may be lost.
     pub async fn close(mut self, reason: &str) -> Result<(), Error> {
-        self.watch.begin(&self.connection);
+        self.liveness.begin_wait(&self.connection);
         while self.connection.has_unsent() {
             match self.step().await {
-                Err(Error::Closed { .. }) if !self.connection.owes() => return Ok(()),
+                Err(Error::Closed { .. }) if !self.connection.has_unsent_user_data() => {
+                    return Ok(());
+                }
                 done => done?,
             }
         }
         self.connection.close(reason);
         while self.connection.plan_writes() {
             match self.step().await {
-                // Only this end's own farewell has not arrived.
+                // The peer has everything but this end's CLOSE.
                 Err(Error::Closed { .. }) => return Ok(()),
                 done => done?,
             }
@@ -152,47 +179,48 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         std::future::poll_fn(|cx| Pin::new(&mut self.io).poll_shutdown(cx))
             .await
             .map_err(|error| failed(&self.peer, error))?;
-        let mut dropped = vec![0; 64 << 10];
+        let mut discarded = vec![0; 64 << 10];
         let drain = async {
             loop {
-                let mut into = ReadBuf::new(&mut dropped);
+                let mut into = ReadBuf::new(&mut discarded);
                 let read =
                     std::future::poll_fn(|cx| Pin::new(&mut self.io).poll_read(cx, &mut into))
                         .await;
-                // It has no more to say, or is gone, and was the last to speak.
+                // The peer has closed the connection after it got this end's CLOSE.
                 if read.is_err() || into.filled().is_empty() {
                     return;
                 }
             }
         };
-        let timeout = self.watch.timeout();
+        let timeout = self.liveness.idle_timeout();
         let stalled = |_| Error::Stalled { peer: self.peer.clone(), after: timeout };
         tokio::time::timeout(timeout, drain).await.map_err(stalled)
     }
 
-    /// Writes or reads something, or waits for a while.
+    /// Writes or reads something. If neither is possible, waits for at most half of the idle
+    /// timeout.
     async fn step(&mut self) -> Result<(), Error> {
-        if let Some(error) = &self.ended {
+        if let Some(error) = &self.end_error {
             return Err(error.clone());
         }
-        self.watch.step();
-        self.watch.check_progress(&self.connection, &self.peer)?;
-        let left = self.watch.check_life(&mut self.connection, &self.peer)?;
-        // Halfway through the other end's time it is asked for a sign of life.
-        let most = left.min(self.watch.timeout() / 2);
-        let went = tokio::time::timeout(most, std::future::poll_fn(|cx| self.poll_io(cx))).await;
-        self.watch.look();
-        went.unwrap_or(Ok(()))
+        self.liveness.begin_step();
+        self.liveness.check_progress(&self.connection, &self.peer)?;
+        let left = self.liveness.check_peer(&mut self.connection, &self.peer)?;
+        // Half of the idle timeout is when the peer is pinged.
+        let wait = left.min(self.liveness.idle_timeout() / 2);
+        let done = tokio::time::timeout(wait, std::future::poll_fn(|cx| self.poll_io(cx))).await;
+        self.liveness.update();
+        done.unwrap_or(Ok(()))
     }
 
-    /// Writes and reads what goes at once: ready when something did.
+    /// Writes and reads what is possible without waiting. Ready if anything was.
     fn poll_io(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
         let wrote = self.poll_write(cx);
         let read = self.poll_read(cx)?;
         if wrote || read {
             return Poll::Ready(Ok(()));
         }
-        match &self.mute {
+        match &self.write_error {
             Some(error) => Poll::Ready(Err(error.clone())),
             None => Poll::Pending,
         }
@@ -200,25 +228,25 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
 
     fn poll_write(&mut self, cx: &mut Context<'_>) -> bool {
         let mut wrote = false;
-        while self.mute.is_none() && self.connection.plan_writes() {
+        while self.write_error.is_none() && self.connection.plan_writes() {
             let slices = self.connection.write_slices(MAX_SLICES);
             match Pin::new(&mut self.io).poll_write_vectored(cx, &slices) {
                 Poll::Ready(Ok(len)) => {
-                    let before = self.connection.moves();
+                    let before = self.connection.progress();
                     self.connection.written(len);
-                    // A ping is no sign of the other's life.
-                    if self.connection.moves() != before {
-                        self.watch.hear();
+                    // Pings make no progress, and do not show that the peer is active.
+                    if self.connection.progress() != before {
+                        self.liveness.note_activity();
                     }
                     wrote = true;
                 }
-                Poll::Ready(Err(error)) => self.mute = Some(self.failed("writing", error)),
+                Poll::Ready(Err(error)) => self.write_error = Some(self.failed("writing", error)),
                 Poll::Pending => break,
             }
         }
-        // What TLS holds back goes with it.
+        // TLS buffers.
         if let Poll::Ready(Err(error)) = Pin::new(&mut self.io).poll_flush(cx) {
-            self.mute.get_or_insert(Error::io(&self.peer, "writing", error));
+            self.write_error.get_or_insert(Error::io(&self.peer, "writing", error));
         }
         wrote
     }
@@ -235,36 +263,31 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
             Poll::Ready(Ok(())) => {
                 let len = into.filled().len();
                 if len == 0 {
-                    let done = Error::Closed { reason: "it has no more to say".into() };
-                    return Err(self.connection.end_of_input().err().unwrap_or(done));
+                    let end = self.connection.end_of_input().err();
+                    return Err(end.unwrap_or_else(Error::closed_without_reason));
                 }
-                self.watch.look();
-                self.watch.hear();
+                self.liveness.update();
+                self.liveness.note_activity();
                 self.connection.filled(len).or_else(|error| self.end(cx, error))?;
                 Ok(true)
             }
         }
     }
 
-    /// What came has ended the connection. An error, unless there are events that came before.
+    /// Ends the connection because of what was received. Returns the error, unless earlier events
+    /// wait to be polled.
     fn end(&mut self, cx: &mut Context<'_>, error: Error) -> Result<(), Error> {
-        // The other end is told why, if it takes that at once, or waits for the end of what this
-        // one says.
+        // Tells the peer why, as far as it can be written now. After CLOSE the peer waits for the
+        // end of the stream.
         self.poll_write(cx);
         if matches!(error, Error::Closed { .. }) {
             let _ = Pin::new(&mut self.io).poll_shutdown(cx);
         }
-        self.ended = Some(error.clone());
+        self.end_error = Some(error.clone());
         if self.connection.may_have_events() { Ok(()) } else { Err(error) }
     }
 
     fn failed(&self, what: &'static str, error: std::io::Error) -> Error {
-        use std::io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
-        match error.kind() {
-            ConnectionReset | BrokenPipe | UnexpectedEof => {
-                Error::Lost { what: format!("to {}, {what}", self.peer) }
-            }
-            _ => Error::io(&self.peer, what, error),
-        }
+        Error::transport(&self.peer, what, error)
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One end of a connection, without its socket.
+//! One end of a connection, without I/O.
 
 mod reading;
 mod writing;
@@ -14,271 +14,205 @@ use self::reading::Reader;
 use self::writing::Writer;
 use crate::frame::{Kind, MAX_CONTROL_LEN, PREFACE};
 use crate::hello::Hello;
-use crate::incoming::Incoming;
-use crate::info::TensorInfo;
+use crate::incoming::{Incoming, no_tensor};
 use crate::outgoing::{OutFrame, Outgoing};
-use crate::ring::{RingIn, RingOut};
-use crate::{ConnectionOptions, Error, SendOptions, Sink};
+use crate::ring::{RingReader, RingWriter};
+use crate::{
+    ConnectionOptions, ConnectionStats, Error, Event, Role, SendOptions, Sink, StreamStats,
+    TensorInfo,
+};
 
-/// Which end this is. What one sends has odd numbers of streams, the other's even ones.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
-    /// It asked for the connection.
-    Connector,
-    /// It accepted the connection, and asks for a token if it has one.
-    Acceptor,
-}
-
-/// What happens on a connection.
-#[derive(Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Event<S> {
-    /// Both ends know each other, and streams may be opened.
-    Connected {
-        /** What the other end runs, in its words. */
-        software: String,
-        /** Which service it wants. */
-        service: String,
-    },
-    /// A tensor begins. It needs [memory](Connection::accept), unless it is empty or its storage is
-    /// known.
-    Metadata {
-        /** On which stream. */
-        stream: u32,
-        /** What it is. */
-        info: TensorInfo,
-        /** Its storage came with a tensor before, and does not come again. */
-        known: bool,
-        /** Tensors that come later on this stream may have the same storage. */
-        kept: bool,
-    },
-    /// Bytes of a tensor are where they belong.
-    Data {
-        /** On which stream. */
-        stream: u32,
-        /** First byte, in the payload. */
-        offset: u64,
-        /** How many. */
-        bytes: u64,
-    },
-    /// A tensor is complete.
-    End {
-        /** On which stream. */
-        stream: u32,
-        /** What it is. */
-        info: Box<TensorInfo>,
-        /** Its memory; `None` if none was needed and none was given. */
-        sink: Option<S>,
-    },
-    /// A message, whole.
-    Message {
-        /** On which stream. */
-        stream: u32,
-        /** What it says. */
-        bytes: Bytes,
-    },
-    /// The other end gave a stream up: one of its own, or one that this end sends.
-    Cancelled {
-        /** Which. */
-        stream: u32,
-        /** Why, in its words. */
-        reason: String,
-        /** The memory of the tensor that was not complete, if it had some. */
-        sink: Option<S>,
-    },
-    /// Nothing more comes on a stream.
-    Finished {
-        /** Which. */
-        stream: u32,
-    },
-}
-
-/// What a connection has done.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct ConnectionStats {
-    /// Bytes written, all told.
-    pub sent_bytes: u64,
-    /// Bytes read, all told.
-    pub received_bytes: u64,
-    /// Frames written.
-    pub sent_frames: u64,
-    /// Frames read.
-    pub received_frames: u64,
-    /// Bytes of payloads that were not read straight to where they belong.
-    pub copied_bytes: u64,
-}
-
-/// What a stream has carried.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct StreamStats {
-    /// Tensors that were begun.
-    pub tensors: u64,
-    /// Messages.
-    pub messages: u64,
-    /// Bytes of payloads, as they are when decoded.
-    pub payload_bytes: u64,
-    /// Of payloads that were begun, or wait to be: all their bytes.
-    pub expected_bytes: u64,
-    /// How often it had something to send and no credit.
-    pub pauses: u64,
-}
-
-/// One end of a connection, which is told what came and asked what is to go; it never waits and
-/// knows no socket.
+/// One end of a connection, without I/O: it neither blocks nor knows a socket.
 ///
-/// Reading: [`read_targets`](Self::read_targets) says where bytes are to be read to, which may be
-/// the memory of a tensor, [`filled`](Self::filled) how many came, and [`poll`](Self::poll) what
-/// that means. Writing: [`plan_writes`](Self::plan_writes), [`write_slices`](Self::write_slices),
-/// [`written`](Self::written).
+/// To read, pass the bytes that arrive to the buffers of [`read_targets`](Self::read_targets),
+/// which may be the memory of a tensor. Report them with [`filled`](Self::filled), and get the
+/// events with [`poll`](Self::poll). To write, call [`plan_writes`](Self::plan_writes), write the
+/// slices of [`write_slices`](Self::write_slices), and report them with [`written`](Self::written).
 ///
-/// After an error of [`filled`](Self::filled) it is of no more use, but for the writes that are
-/// left: they tell the other end why.
+/// After an error of [`filled`](Self::filled) nothing more can be read. The frames that are left to
+/// write tell the peer why.
+///
+/// ```
+/// use ts_remote::{Connection, ConnectionOptions, Event, Role};
+///
+/// let mut connector =
+///     Connection::<Vec<u8>>::new(Role::Connector, ConnectionOptions::default());
+/// let mut acceptor = Connection::<Vec<u8>>::new(Role::Acceptor, ConnectionOptions::default());
+/// // Carries bytes from one end to the other.
+/// let transfer = |from: &mut Connection<Vec<u8>>, to: &mut Connection<Vec<u8>>| {
+///     while from.plan_writes() {
+///         let bytes: Vec<u8> = from.write_slices(16).iter().flat_map(|s| s.to_vec()).collect();
+///         from.written(bytes.len());
+///         let mut rest = &bytes[..];
+///         while !rest.is_empty() {
+///             let mut len = 0;
+///             for target in to.read_targets()? {
+///                 let part = target.len().min(rest.len());
+///                 target[..part].copy_from_slice(&rest[..part]);
+///                 rest = &rest[part..];
+///                 len += part;
+///             }
+///             to.filled(len)?;
+///         }
+///     }
+///     Ok::<(), ts_remote::Error>(())
+/// };
+///
+/// transfer(&mut connector, &mut acceptor)?;
+/// transfer(&mut acceptor, &mut connector)?;
+/// assert!(matches!(acceptor.poll(), Some(Event::Connected { .. })));
+/// let stream = connector.open_stream()?;
+/// connector.send_message(stream, "hello".into())?;
+/// transfer(&mut connector, &mut acceptor)?;
+/// assert_eq!(acceptor.poll(), Some(Event::Message { stream, bytes: "hello".into() }));
+/// # Ok::<(), ts_remote::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Connection<S> {
     role: Role,
     options: ConnectionOptions,
-    /// What the other end has said.
+    /// The peer's HELLO.
     peer: Option<Hello>,
     reader: Reader,
     incoming: BTreeMap<u32, Incoming<S>>,
-    /// Streams on which there may be something to tell.
-    news: VecDeque<u32>,
-    connected_told: bool,
-    greeted: bool,
-    /// Cancellations of streams that this end sends.
+    /// Incoming streams that may have an event.
+    event_streams: VecDeque<u32>,
+    connected_delivered: bool,
+    hello_sent: bool,
+    /// The peer's cancellations of outgoing streams, and their reasons.
     cancelled: VecDeque<(u32, String)>,
     outgoing: BTreeMap<u32, Outgoing>,
-    /// Streams that this end has ended, and whose end the other has not taken.
+    /// Outgoing streams that have ended, and that the peer has not taken completely.
     ending: BTreeSet<u32>,
     next_stream: u32,
     writer: Writer,
-    /// How often something has gone on: frames that bring something have come, or bytes been
-    /// written that are no signs of life.
-    moves: u64,
-    /// Pings sent and not answered.
+    /// A counter of progress: frames that carry something, and writes of anything but PING and
+    /// PONG.
+    progress: u64,
+    /// PINGs sent.
     pings: u64,
-    /// Memory by which this end's payloads go, and the other's come, and a descriptor that came and
-    /// belongs to a SHARE that did not yet.
-    ring_out: Option<RingOut>,
-    ring_in: Option<RingIn>,
+    /// The shared memory of each direction.
+    ring_writer: Option<RingWriter>,
+    ring_reader: Option<RingReader>,
+    /// A descriptor whose SHARE has not arrived yet.
     descriptor: Option<OwnedFd>,
+    /// The peer's reason in CLOSE.
     closed: Option<String>,
     failed: bool,
-    /// What was wrong with bytes that were held back, until it is told where errors are.
-    late: Option<Error>,
+    /// An error in bytes that were held back, until a method can return it.
+    deferred_error: Option<Error>,
     stats: ConnectionStats,
 }
 
-/// As much of a reason as goes into a frame.
-fn short(reason: &str) -> &[u8] {
+/// Truncates a reason to the length of a frame.
+fn truncated(reason: &str) -> &[u8] {
     &reason.as_bytes()[..reason.len().min(MAX_CONTROL_LEN)]
 }
 
 impl<S: Sink> Connection<S> {
-    /// An end that has said nothing yet.
+    /// Creates an end of a connection. A connector has its HELLO to write.
     pub fn new(role: Role, options: ConnectionOptions) -> Self {
         let mut this = Self {
             role,
             peer: None,
             reader: Reader::default(),
             incoming: BTreeMap::new(),
-            news: VecDeque::new(),
-            connected_told: false,
-            greeted: false,
+            event_streams: VecDeque::new(),
+            connected_delivered: false,
+            hello_sent: false,
             cancelled: VecDeque::new(),
             outgoing: BTreeMap::new(),
             ending: BTreeSet::new(),
             next_stream: if role == Role::Connector { 1 } else { 2 },
             writer: Writer::default(),
-            moves: 0,
+            progress: 0,
             pings: 0,
-            ring_out: None,
-            ring_in: None,
+            ring_writer: None,
+            ring_reader: None,
             descriptor: None,
             closed: None,
             failed: false,
-            late: None,
+            deferred_error: None,
             stats: ConnectionStats::default(),
             options,
         };
-        // Who accepts says nothing before it knows that it talks to its like.
+        // An acceptor sends nothing before it has read the connector's preface and HELLO.
         if role == Role::Connector {
-            this.greet();
+            this.send_hello();
         }
         this
     }
 
-    /// An end that knows the other, and is known: neither says who it is.
-    pub(crate) fn introduced(role: Role, options: ConnectionOptions) -> Self {
+    /// Creates an end of a connection without preface and HELLO. Both ends must have the same
+    /// options.
+    pub(crate) fn without_handshake(role: Role, options: ConnectionOptions) -> Self {
         let mut this = Self::new(role, options);
-        this.peer = Some(Hello::of(&this.options, role));
-        (this.connected_told, this.greeted) = (true, true);
+        this.peer = Some(Hello::new(&this.options, role));
+        (this.connected_delivered, this.hello_sent) = (true, true);
         this.writer = Writer::default();
         this.reader.skip_preface();
         this
     }
 
-    /// Says who this is, once and first.
-    fn greet(&mut self) {
-        if !std::mem::replace(&mut self.greeted, true) {
-            let body = Hello::of(&self.options, self.role).encode();
+    /// Queues the preface and HELLO before everything else, once.
+    fn send_hello(&mut self) {
+        if !std::mem::replace(&mut self.hello_sent, true) {
+            let body = Hello::new(&self.options, self.role).encode();
             let mut hello = OutFrame::control(Kind::Hello, 0, 0, &body);
             hello.head.splice(0..0, PREFACE);
             self.writer.push_first(hello);
         }
     }
 
-    /// Whether both ends know each other.
+    /// Returns whether the handshake is complete.
     pub fn is_connected(&self) -> bool {
         self.peer.is_some()
     }
 
-    /// What it has done.
+    /// Returns the statistics of the connection.
     pub fn stats(&self) -> ConnectionStats {
         self.stats
     }
 
-    /// What a stream of either end has carried; `None` of one that is not open, or of which all is
-    /// said.
+    /// Returns the statistics of an open stream of either direction.
     pub fn stream_stats(&self, stream: u32) -> Option<StreamStats> {
         let outgoing = self.outgoing.get(&stream).map(Outgoing::stats);
         outgoing.or_else(|| self.incoming.get(&stream).map(Incoming::stats))
     }
 
-    /// Memory of its own that waits for the user, in bytes: never more than the streams' windows,
-    /// and one message of each.
+    /// Returns how many bytes of this end's memory wait for the user: at most a window and a
+    /// message per stream.
     pub fn staged_bytes(&self) -> usize {
         self.incoming.values().map(Incoming::staged_bytes).sum()
     }
 
-    /// A new stream to send on.
+    /// Opens a stream to send on, and returns its number.
     ///
     /// # Errors
-    /// [`Error::Misuse`] before both ends know each other, or when the other takes no more at a
-    /// time: those count that have not been [taken](Self::is_taken).
+    /// Returns [`Error::Misuse`] before the handshake is complete, or if the peer's limit of open
+    /// streams is reached. A stream counts until it is [taken](Self::is_taken).
     pub fn open_stream(&mut self) -> Result<u32, Error> {
         let misuse = |what: &str| Error::Misuse(what.into());
-        let peer =
-            self.peer.as_ref().ok_or_else(|| misuse("the other end has not said who it is"))?;
+        let peer = self.peer.as_ref().ok_or_else(|| misuse("the handshake is not complete"))?;
         if self.outgoing.len() + self.ending.len() >= peer.max_streams as usize {
             return Err(Error::Misuse(format!(
-                "{} streams are open, and the other end takes no more",
+                "cannot open a stream: the peer allows at most {}",
                 peer.max_streams
             )));
         }
         let stream = self.next_stream;
         self.next_stream = stream
             .checked_add(2)
-            .ok_or_else(|| misuse("this connection has had all its streams"))?;
+            .ok_or_else(|| misuse("all stream numbers of the connection are used"))?;
         self.outgoing.insert(stream, Outgoing::new(stream, peer.window));
         Ok(stream)
     }
 
-    /// Sends a tensor: its storage's bytes, which stay where they are until they have been written.
+    /// Queues a tensor on a stream. `payload` has the bytes of its storage, which are not copied.
     ///
     /// # Errors
-    /// [`Error::Unsendable`]; [`Error::Misuse`] of a stream that is not open.
+    /// Returns [`Error::Unsendable`] if the tensor is invalid, and [`Error::Misuse`] if the stream
+    /// is not open.
     pub fn send(
         &mut self,
         stream: u32,
@@ -289,8 +223,8 @@ impl<S: Sink> Connection<S> {
         self.sending(stream)?.push_tensor(info, Some(payload), options)
     }
 
-    /// Sends a tensor whose storage was sent on this stream, with [`keep`](SendOptions::keep), and
-    /// is kept on if `keep` says so.
+    /// Queues a tensor whose storage was sent on this stream with [`keep`](SendOptions::keep). With
+    /// `keep`, later tensors can use the storage too.
     ///
     /// # Errors
     /// As [`send`](Self::send).
@@ -302,221 +236,228 @@ impl<S: Sink> Connection<S> {
         )
     }
 
-    /// Sends a message: at most 64 KiB, which go before the payloads of other streams.
+    /// Queues a message of at most 64 KiB on a stream. It overtakes payloads of other streams.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when it is longer, or the stream is not open.
+    /// Returns [`Error::Misuse`] if the message is longer, or the stream is not open.
     pub fn send_message(&mut self, stream: u32, message: Bytes) -> Result<(), Error> {
         if message.len() > MAX_CONTROL_LEN {
-            let what =
-                format!("a message of {} bytes, of at most {MAX_CONTROL_LEN}", message.len());
+            let what = format!("message of {} bytes (at most {MAX_CONTROL_LEN})", message.len());
             return Err(Error::Misuse(what));
         }
         self.sending(stream)?.push_message(message);
         Ok(())
     }
 
-    /// Ends a stream behind what was sent on it.
+    /// Ends a stream after everything that is queued on it.
     ///
     /// # Errors
-    /// [`Error::Misuse`] of a stream that is not open.
+    /// Returns [`Error::Misuse`] if the stream is not open.
     pub fn finish(&mut self, stream: u32) -> Result<(), Error> {
         self.sending(stream)?.finish();
         Ok(())
     }
 
-    /// Whether all that was sent on a stream has been handed to the socket, or will not be.
+    /// Returns whether everything that was queued on a stream has been written, or dropped.
     pub fn is_sent(&self, stream: u32) -> bool {
         self.outgoing.get(&stream).is_none_or(Outgoing::is_empty) && self.writer.is_queue_empty()
     }
 
-    /// Whether the other end's user has taken all that was sent on a stream that this end has
-    /// ended; or one end gave it up.
+    /// Returns whether the peer has released an outgoing stream: its user has taken everything, or
+    /// the stream was cancelled.
     pub fn is_taken(&self, stream: u32) -> bool {
         stream < self.next_stream
             && !self.outgoing.contains_key(&stream)
             && !self.ending.contains(&stream)
     }
 
-    /// Bytes of payloads that were sent and have not been handed to the socket.
+    /// Returns how many bytes are queued and not yet written.
     pub fn unsent_bytes(&self) -> usize {
         self.writer.queued_bytes()
             + self.outgoing.values().map(Outgoing::unsent_bytes).sum::<usize>()
     }
 
-    /// The memory of tensors that are not complete, when the connection has ended: nothing more can
-    /// be received.
+    /// Returns the memory of incomplete tensors once the connection has ended. Nothing more can be
+    /// received.
     pub fn take_sinks(&mut self) -> Vec<S> {
         std::mem::take(&mut self.incoming).into_values().flat_map(Incoming::into_sinks).collect()
     }
 
-    /// Whether something that was sent on any stream has not been handed to the socket.
+    /// Returns whether anything is queued and not yet written, on any stream.
     pub fn has_unsent(&self) -> bool {
         !self.writer.is_empty() || self.outgoing.values().any(|o| !o.is_empty())
     }
 
-    /// Whether something that the user sent has not been handed to the socket.
-    pub(crate) fn owes(&self) -> bool {
-        self.outgoing.values().any(|outgoing| !outgoing.is_empty()) || self.writer.owes()
+    /// Returns whether data of the user is queued and not yet written.
+    pub(crate) fn has_unsent_user_data(&self) -> bool {
+        self.outgoing.values().any(|outgoing| !outgoing.is_empty()) || self.writer.has_user_data()
     }
 
-    /// Gives a stream up, this end's or the other's. What is under way is dropped. Nothing happens
-    /// if it is over.
+    /// Cancels a stream of either direction with a reason. Drops what is queued on it or still
+    /// arrives. Does nothing if the stream has ended.
     pub fn cancel(&mut self, stream: u32, reason: &str) {
         if self.outgoing.remove(&stream).is_some() {
             self.ending.insert(stream);
-            self.writer.say(Kind::Cancel, stream, 0, short(reason));
+            self.writer.push_control(Kind::Cancel, stream, 0, truncated(reason));
         } else if let Some(incoming) = self.incoming.get_mut(&stream) {
             if incoming.refuse() {
-                self.forget(stream);
+                self.release_stream(stream);
             } else {
-                self.writer.say(Kind::Cancel, stream, 0, short(reason));
+                self.writer.push_control(Kind::Cancel, stream, 0, truncated(reason));
             }
         }
     }
 
-    /// A stream is over, and its user has all of it, or wants none: the other end may open another.
-    fn forget(&mut self, stream: u32) {
+    /// Removes an incoming stream whose last event was delivered, so that the peer may open
+    /// another.
+    fn release_stream(&mut self, stream: u32) {
         self.incoming.remove(&stream);
-        self.writer.say(Kind::Finish, stream, 0, &[]);
+        self.writer.push_control(Kind::Finish, stream, 0, &[]);
     }
 
-    /// Gives a tensor that was announced its memory, of exactly its storage's length.
+    /// Provides the memory for a tensor after its [`Event::Metadata`]. It must have the length of
+    /// the storage.
     ///
     /// # Errors
-    /// [`Error::Misuse`] of other memory, or when none was announced; what the memory says.
+    /// Returns [`Error::Misuse`] if no tensor of the stream waits for memory or the length is
+    /// wrong, or an error of the sink.
     pub fn accept(&mut self, stream: u32, sink: S) -> Result<(), Error> {
         let Some(incoming) = self.incoming.get_mut(&stream) else {
-            return Err(Error::Misuse(format!("stream {stream} has announced no tensor")));
+            return Err(no_tensor(stream));
         };
         self.stats.copied_bytes += incoming.accept(sink)?;
-        self.note(stream);
-        self.renew(stream);
+        self.note_events(stream);
+        self.renew_credit(stream);
         Ok(())
     }
 
-    /// What a tensor is that was announced and has no memory yet, or is on its way.
+    /// Returns the tensor of a stream whose [`Event::Metadata`] was delivered, and whose
+    /// [`Event::End`] was not.
     pub fn announced(&self, stream: u32) -> Option<&TensorInfo> {
         self.incoming.get(&stream)?.announced()
     }
 
-    /// Offers the other end, which is on the same host, memory by which large payloads then go if
-    /// it takes it. [`Link`](crate::Link) does so by itself over Unix sockets.
+    /// Offers shared memory to a peer on the same host. If the peer maps it, large payloads go
+    /// through it. [`Link`](crate::Link) does this by itself over Unix sockets.
     ///
     /// # Errors
-    /// [`Error::Misuse`] before both ends know each other, or when some was offered before.
+    /// Returns [`Error::Misuse`] before the handshake is complete, or if memory was offered before.
     pub fn share(&mut self, memory: SharedMemory) -> Result<(), Error> {
-        if !self.is_connected() || self.ring_out.is_some() {
-            return Err(Error::Misuse(
-                "memory is shared once, between ends that know each other".into(),
-            ));
+        if !self.is_connected() || self.ring_writer.is_some() {
+            let what = "shared memory can be offered once, after the handshake";
+            return Err(Error::Misuse(what.into()));
         }
         let frame = OutFrame::control(Kind::Share, 0, memory.len() as u64, &[]);
         self.writer.push(OutFrame { has_descriptor: true, ..frame });
-        self.ring_out = Some(RingOut::new(memory));
+        self.ring_writer = Some(RingWriter::new(memory));
         Ok(())
     }
 
-    /// Whether there is a payload that shared memory would speed up, and none was offered.
+    /// Returns whether a payload could go through shared memory, and none was offered yet.
     pub(crate) fn could_share(&self) -> bool {
-        let shareable = || self.outgoing.values().any(Outgoing::has_to_share);
+        let shareable = || self.outgoing.values().any(Outgoing::has_shareable);
         self.options.shared_bytes > 0
-            && self.ring_out.is_none()
+            && self.ring_writer.is_none()
             && self.is_connected()
             && shareable()
     }
 
-    /// The descriptor that must go with the first of the bytes that
-    /// [`write_slices`](Self::write_slices) gives.
+    /// Returns the descriptor that must be attached to the first byte of
+    /// [`write_slices`](Self::write_slices).
     pub fn descriptor_to_send(&self) -> Option<BorrowedFd<'_>> {
-        let ring = self.ring_out.as_ref().filter(|_| self.writer.has_descriptor_first());
+        let ring = self.ring_writer.as_ref().filter(|_| self.writer.has_descriptor_first());
         ring.map(|ring| ring.memory().descriptor())
     }
 
-    /// A descriptor came with the bytes that [`filled`](Self::filled) is told of next.
+    /// Provides a descriptor that arrived with the bytes of the next [`filled`](Self::filled).
     pub fn descriptor_received(&mut self, descriptor: OwnedFd) {
         self.descriptor = Some(descriptor);
     }
 
-    /// Asks the other end for a sign of life.
+    /// Queues a PING.
     pub fn ping(&mut self) {
         self.pings += 1;
-        self.writer.say(Kind::Ping, 0, self.pings, &[]);
+        self.writer.push_control(Kind::Ping, 0, self.pings, &[]);
     }
 
-    /// Says that this is the end, and why. What was not written before is dropped.
+    /// Ends the connection with a reason. Drops everything that is queued.
     pub fn close(&mut self, reason: &str) {
         self.writer.drop_unwritten();
         self.outgoing.clear();
-        let mut close = OutFrame::control(Kind::Close, 0, 0, short(reason));
-        if !std::mem::replace(&mut self.greeted, true) {
+        let mut close = OutFrame::control(Kind::Close, 0, 0, truncated(reason));
+        if !std::mem::replace(&mut self.hello_sent, true) {
             close.head.splice(0..0, PREFACE);
         }
         self.writer.push(close);
     }
 
-    /// The end of what the other end sends: whether it may end here.
+    /// Checks whether the peer's byte stream may end here.
     ///
     /// # Errors
-    /// [`Error::Lost`] in the middle of something; [`Error::Closed`] when it said why.
+    /// Returns [`Error::Closed`] if the peer sent CLOSE, and [`Error::Lost`] if something is
+    /// incomplete.
     pub fn end_of_input(&self) -> Result<(), Error> {
         if let Some(reason) = &self.closed {
             return Err(Error::Closed { reason: reason.clone() });
         }
-        let arriving = self.incoming.values().find(|incoming| incoming.is_within_tensor());
-        let what = match arriving.map(Incoming::arriving) {
-            _ if self.peer.is_none() => "before the other end said who it is".into(),
-            Some((name, received)) => format!("after {received} bytes of tensor `{name}`"),
+        let incomplete = self.incoming.values().find(|incoming| incoming.is_within_tensor());
+        let what = match incomplete.map(Incoming::current) {
+            _ if self.peer.is_none() => "before the handshake was complete".into(),
+            Some((name, received)) => format!("after {received} bytes of tensor {name:?}"),
             None if self.reader.is_between_frames()
                 && self.outgoing.values().all(Outgoing::is_empty) =>
             {
                 return Ok(());
             }
-            None => "in the middle of a frame, or with something to send".into(),
+            None => "inside a frame, or with unsent data".into(),
         };
         Err(Error::Lost { what })
     }
 
-    /// Whether there is credit for a part of what a frame would have.
+    /// Returns whether credit would split a piece of a payload.
     pub(crate) fn is_short_of_credit(&self) -> bool {
-        self.outgoing.values().any(|outgoing| outgoing.is_cut_short(self.options.frame_bytes))
+        let piece = self.options.frame_bytes;
+        self.outgoing.values().any(|outgoing| outgoing.is_split_by_credit(piece))
     }
 
-    /// A number that grows whenever something goes on.
-    pub(crate) fn moves(&self) -> u64 {
-        self.moves
+    /// Returns a counter that grows whenever the connection makes progress.
+    pub(crate) fn progress(&self) -> u64 {
+        self.progress
     }
 
-    /// Whether something is under way that the other end must do its part for.
-    pub(crate) fn is_under_way(&self) -> bool {
-        // Signs of life that arrive as bytes of an incomplete frame are none.
+    /// Returns whether a transfer is in progress in which the peer must do something.
+    pub(crate) fn awaits_peer(&self) -> bool {
+        // An incomplete body may have swallowed PONGs, so they do not count as progress.
         self.has_unsent()
-            || self.incoming.values().any(Incoming::is_awaited)
+            || self.incoming.values().any(Incoming::awaits_data)
             || self.reader.is_within_body()
     }
 
-    /// Whether [`poll`](Self::poll) may have something to tell.
+    /// Returns whether [`poll`](Self::poll) may return an event.
     pub(crate) fn may_have_events(&self) -> bool {
-        let told = self.news.is_empty() && self.cancelled.is_empty() && !self.reader.is_held();
-        !told || (!self.connected_told && self.is_connected())
+        !self.event_streams.is_empty()
+            || !self.cancelled.is_empty()
+            || self.reader.is_held()
+            || (!self.connected_delivered && self.is_connected())
     }
 
-    /// What happened, in the order of each stream. `None` when more must be read. Who gives an
-    /// announced tensor its memory before the next call has what came with the announcement put
-    /// there at once.
+    /// Returns the next event, or `None` if more must be read. Events of one stream are in order.
+    ///
+    /// After [`Event::Metadata`], provide the memory before the next call: then payload bytes that
+    /// arrived with META are copied straight into it.
     pub fn poll(&mut self) -> Option<Event<S>> {
         loop {
             let event = self.next_event();
             if event.is_some() || !self.reader.is_held() {
                 return event;
             }
-            self.late = self.go_on().err();
+            self.deferred_error = self.release_held().err();
         }
     }
 
     fn next_event(&mut self) -> Option<Event<S>> {
-        if let (false, Some(peer)) = (self.connected_told, &self.peer) {
-            self.connected_told = true;
+        if let (false, Some(peer)) = (self.connected_delivered, &self.peer) {
+            self.connected_delivered = true;
             return Some(Event::Connected {
                 software: peer.software.clone(),
                 service: peer.service.clone(),
@@ -525,14 +466,14 @@ impl<S: Sink> Connection<S> {
         if let Some((stream, reason)) = self.cancelled.pop_front() {
             return Some(Event::Cancelled { stream, reason, sink: None });
         }
-        while let Some(stream) = self.news.pop_front() {
-            let told = self.incoming.get_mut(&stream).and_then(Incoming::next_event);
-            if let Some((event, over)) = told {
-                if over {
-                    self.forget(stream);
+        while let Some(stream) = self.event_streams.pop_front() {
+            let next = self.incoming.get_mut(&stream).and_then(Incoming::next_event);
+            if let Some((event, last)) = next {
+                if last {
+                    self.release_stream(stream);
                 } else {
-                    self.news.push_back(stream);
-                    self.renew(stream);
+                    self.event_streams.push_back(stream);
+                    self.renew_credit(stream);
                 }
                 return Some(event);
             }
@@ -540,18 +481,21 @@ impl<S: Sink> Connection<S> {
         None
     }
 
-    fn note(&mut self, stream: u32) {
-        if !self.news.contains(&stream) {
-            self.news.push_back(stream);
+    /// Notes that a stream may have events.
+    fn note_events(&mut self, stream: u32) {
+        if !self.event_streams.contains(&stream) {
+            self.event_streams.push_back(stream);
         }
     }
 
-    fn renew(&mut self, stream: u32) {
-        if let Some(limit) = self.incoming.get_mut(&stream).and_then(Incoming::renew) {
-            self.writer.say(Kind::Credit, stream, limit, &[]);
+    /// Grants credit again, if it is worth a frame.
+    fn renew_credit(&mut self, stream: u32) {
+        if let Some(limit) = self.incoming.get_mut(&stream).and_then(Incoming::renew_credit) {
+            self.writer.push_control(Kind::Credit, stream, limit, &[]);
         }
     }
 
+    /// Returns an open outgoing stream.
     fn sending(&mut self, stream: u32) -> Result<&mut Outgoing, Error> {
         let unknown = || Error::Misuse(format!("stream {stream} is not open"));
         self.outgoing.get_mut(&stream).ok_or_else(unknown)

@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Byte credits.
+//! Flow control by byte credits.
 
 use parking_lot::{Mutex, MutexGuard};
 
-/// What a [`TensorCreditTracker`] has if nothing else is said, in bytes.
+/// The default credit of a [`TensorCreditTracker`], in bytes.
 const DEFAULT_CREDIT: u64 = 256 << 10;
 
-/// An account of bytes that may be under way: for senders of one's own.
-/// [`Connection`](crate::Connection) keeps such accounts of its streams by itself.
+/// A thread-safe counter of byte credits, for embedders with their own protocol. A
+/// [`Connection`](crate::Connection) does its own flow control.
 ///
-/// One side [consumes](Self::try_consume) credit for what it sends, the other [grants](Self::grant)
-/// it again when it has been used. Between the two marks [`should_pause`](Self::should_pause) keeps
-/// what it said last, so that a sender does not stop and go with every message. May be shared by
-/// threads.
+/// A sender [consumes](Self::try_consume) credit before it sends, and [grants](Self::grant) it
+/// again when the receiver has processed the bytes. [`should_pause`](Self::should_pause) changes to
+/// true at a high-water mark and back to false at a low-water mark, so that a sender does not stop
+/// and start for every message.
 ///
 /// ```
 /// use ts_remote::TensorCreditTracker;
 ///
 /// let credit = TensorCreditTracker::default();
 /// assert!(credit.try_consume(200 << 10));
-/// assert!(!credit.try_consume(100 << 10), "there are 56 KiB left");
+/// assert!(!credit.try_consume(100 << 10), "56 KiB are left");
 /// assert!(credit.should_pause());
 /// credit.grant(100 << 10);
 /// assert!(!credit.should_pause());
@@ -29,26 +29,28 @@ pub struct TensorCreditTracker {
     initial: u64,
     high_water: u64,
     low_water: u64,
-    state: Mutex<State>,
+    state: Mutex<CreditState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct CreditState {
     available: u64,
     paused: bool,
 }
 
 impl Default for TensorCreditTracker {
-    /// 256 KiB, to pause when 192 KiB are under way, and to go on when no more than 128 KiB are.
+    /// Creates a tracker of 256 KiB, with marks at 192 KiB and 128 KiB in flight.
     fn default() -> Self {
         Self::new(DEFAULT_CREDIT, DEFAULT_CREDIT / 4 * 3, DEFAULT_CREDIT / 2)
     }
 }
 
 impl TensorCreditTracker {
-    /// So many bytes may be under way; a sender should pause when `high_water` are, and go on when
-    /// at most `low_water` are. Marks that could not be reached are lowered: the upper to what
-    /// there is in all, the lower to below the upper, so that who pauses also goes on.
+    /// Creates a tracker that allows `initial` bytes in flight. A sender should pause once
+    /// `high_water` bytes are in flight, until at most `low_water` are.
+    ///
+    /// Marks that could never be reached are lowered: `high_water` to at most `initial`, and
+    /// `low_water` to less than `high_water`.
     pub fn new(initial: u64, high_water: u64, low_water: u64) -> Self {
         let high_water = high_water.clamp(1, initial.max(1));
         let low_water = low_water.min(high_water - 1);
@@ -56,11 +58,11 @@ impl TensorCreditTracker {
             initial,
             high_water,
             low_water,
-            state: Mutex::new(State { available: initial, paused: false }),
+            state: Mutex::new(CreditState { available: initial, paused: false }),
         }
     }
 
-    /// Takes credit for so many bytes, all or nothing; whether there was so much.
+    /// Takes credit for `bytes` bytes. Returns false and takes nothing if there is not enough.
     pub fn try_consume(&self, bytes: u64) -> bool {
         let mut state = self.state();
         let left = state.available.checked_sub(bytes);
@@ -69,7 +71,7 @@ impl TensorCreditTracker {
         left.is_some()
     }
 
-    /// Takes credit for as much as there is, at most so many bytes; how many.
+    /// Takes the available credit, at most `bytes` bytes. Returns how many it took.
     pub fn consume_up_to(&self, bytes: u64) -> u64 {
         let mut state = self.state();
         let taken = state.available.min(bytes);
@@ -78,59 +80,61 @@ impl TensorCreditTracker {
         taken
     }
 
-    /// So many bytes are no longer under way. More than there were is as many as there were.
+    /// Returns credit for `bytes` bytes that are no longer in flight, or for all that are in flight
+    /// if there are fewer.
     pub fn grant(&self, bytes: u64) {
         let mut state = self.state();
         state.available = state.available.saturating_add(bytes).min(self.initial);
         self.update(&mut state);
     }
 
-    /// Whether whoever sends should wait: from when the upper mark is reached until no more than
-    /// the lower is under way.
+    /// Returns whether a sender should pause: since the high-water mark was reached, until at most
+    /// the low-water mark is in flight.
     pub fn should_pause(&self) -> bool {
         self.state().paused
     }
 
-    /// Bytes that may be sent now.
+    /// Returns how many bytes may be sent now.
     pub fn available(&self) -> u64 {
         self.state().available
     }
 
-    /// Bytes under way.
+    /// Returns how many bytes are in flight.
     pub fn in_flight(&self) -> u64 {
         self.initial - self.available()
     }
 
-    fn update(&self, state: &mut State) {
+    fn update(&self, state: &mut CreditState) {
         let in_flight = self.initial - state.available;
         state.paused = in_flight >= self.high_water || (state.paused && in_flight > self.low_water);
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, CreditState> {
         self.state.lock()
     }
 }
 
-/// What the receiving end of a stream has granted.
+/// The credit that the receiver of a stream has granted. All counts are in bytes since the stream
+/// began.
 #[derive(Debug)]
-pub(crate) struct Granted {
+pub(crate) struct GrantedCredit {
     window: u64,
-    /// Everything up to here, in bytes since the stream began, may be sent.
+    /// How many bytes may be sent.
     limit: u64,
-    /// Everything up to here has arrived.
+    /// How many bytes have arrived.
     received: u64,
-    /// Everything up to here takes no memory of the connection's any more.
+    /// How many bytes take no memory of the connection any more.
     consumed: u64,
 }
 
-impl Granted {
+impl GrantedCredit {
     pub(crate) fn new(window: u64) -> Self {
         let window = window.max(1);
         Self { window, limit: window, received: 0, consumed: 0 }
     }
 
-    /// So much arrives. `whole` is what is never cut: it needs credit for its first byte only.
-    /// Whether it was granted.
+    /// Counts bytes that arrive. With `whole` they are a frame that is not split, which needs
+    /// credit for its first byte only. Returns whether there was credit for them.
     pub(crate) fn receive(&mut self, bytes: u64, whole: bool) -> bool {
         let needed = if whole { bytes.min(1) } else { bytes };
         let granted = self.received.checked_add(needed).is_some_and(|end| end <= self.limit);
@@ -138,13 +142,14 @@ impl Granted {
         granted
     }
 
+    /// Counts bytes that take no memory of the connection any more.
     pub(crate) fn consume(&mut self, bytes: u64) {
         self.consumed = self.consumed.saturating_add(bytes);
         debug_assert!(self.consumed <= self.received);
     }
 
-    /// What is to be granted now, if that is worth a frame: a new limit. `ahead` are bytes still to
-    /// come that have their place.
+    /// Returns a new limit for the sender, if it is worth a frame. `ahead` is the number of bytes
+    /// that are still to come and already have memory.
     pub(crate) fn renew(&mut self, ahead: u64) -> Option<u64> {
         let limit = self.consumed.saturating_add(ahead).saturating_add(self.window);
         let more = limit.saturating_sub(self.limit);
@@ -169,21 +174,21 @@ mod tests {
             steps in prop::collection::vec((any::<bool>(), 0u64..400), 0..100),
         ) {
             let credit = TensorCreditTracker::new(initial, high, low);
-            let mut under_way = 0;
+            let mut in_flight = 0;
             for (send, bytes) in steps {
                 if send {
                     if credit.try_consume(bytes) {
-                        under_way += bytes;
+                        in_flight += bytes;
                     }
                 } else {
-                    credit.grant(bytes.min(under_way));
-                    under_way -= bytes.min(under_way);
+                    credit.grant(bytes.min(in_flight));
+                    in_flight -= bytes.min(in_flight);
                 }
-                prop_assert_eq!(credit.in_flight(), under_way);
-                prop_assert!(under_way <= initial);
+                prop_assert_eq!(credit.in_flight(), in_flight);
+                prop_assert!(in_flight <= initial);
             }
-            under_way += credit.consume_up_to(u64::MAX);
-            prop_assert_eq!(under_way, initial);
+            in_flight += credit.consume_up_to(u64::MAX);
+            prop_assert_eq!(in_flight, initial);
             prop_assert!(credit.should_pause());
             credit.grant(u64::MAX);
             prop_assert!(!credit.should_pause());

@@ -1,130 +1,131 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//! Errors of connections.
+
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
-/// Who is to blame.
+/// The kind of an [`Error`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The other end did what the protocol forbids.
+    /// The peer violated the protocol, sent damaged bytes, or could not be authenticated.
     Peer,
-    /// The other end refused, cancelled or went.
+    /// The peer refused or cancelled something, or closed the connection.
     Refused,
-    /// The network, or the system, failed.
+    /// The network or the operating system failed.
     Network,
-    /// Nothing came in time.
+    /// The peer did not answer or made no progress in time.
     TimedOut,
-    /// There is no memory for what was to come.
+    /// There is no memory for a tensor.
     Memory,
-    /// The caller asked for what makes no sense.
+    /// The caller used the API wrongly.
     Misuse,
 }
 
-/// What went wrong on a connection, and where.
+/// An error of a connection.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The other end broke the protocol; the connection is of no more use.
-    #[error("the other end broke the protocol{}: {what}", of_stream(*stream))]
+    /// The peer violated the protocol. The connection is unusable.
+    #[error("protocol error{}: {what}", on_stream(*stream))]
     Protocol {
-        /** On which stream; 0 for the connection itself. */
+        /// The number of the stream; 0 for the connection itself.
         stream: u32,
-        /** What it did. */
+        /// What the peer sent.
         what: String,
     },
-    /// Bytes of a payload are not those that were sent.
-    #[error("tensor `{tensor}`: bytes {offset}..{end} of its payload are damaged: {what}")]
+    /// Bytes of a payload differ from those that were sent.
+    #[error("payload of tensor {tensor:?} is damaged at bytes {offset}..{end}: {what}")]
     Damaged {
-        /** The tensor's name. */
+        /// The name of the tensor.
         tensor: String,
-        /** First byte, in the payload. */
+        /// The offset of the first byte in the payload.
         offset: u64,
-        /** One past the last. */
+        /// The offset after the last byte.
         end: u64,
-        /** How that is known. */
+        /// How the damage was detected.
         what: String,
     },
-    /// The other end cancelled a stream.
-    #[error("the other end cancelled stream {stream}: {reason}")]
+    /// The peer cancelled a stream.
+    #[error("the peer cancelled stream {stream}: {reason}")]
     Cancelled {
-        /** Which. */
+        /// The number of the stream.
         stream: u32,
-        /** Why, in its words. */
+        /// The peer's reason.
         reason: String,
     },
-    /// The other end ended the connection.
-    #[error("the other end closed the connection: {reason}")]
+    /// The peer closed the connection.
+    #[error("the peer closed the connection: {reason}")]
     Closed {
-        /** Why, in its words. */
+        /// The peer's reason.
         reason: String,
     },
-    /// The connection broke off in the middle of something.
-    #[error("the connection was lost{}", while_doing(what))]
+    /// The connection broke while it was in use.
+    #[error("connection lost{}", after_colon(what))]
     Lost {
-        /** In the middle of what. */
+        /// What was being done.
         what: String,
     },
-    /// The other end did not answer.
-    #[error(
-        "nothing came from {peer} for {after:?}: it is gone, or takes longer than `idle_timeout` allows"
-    )]
+    /// The peer did not answer.
+    #[error("{peer} did not answer for {after:?}: it is unreachable or slower than `idle_timeout`")]
     TimedOut {
-        /** Who. */
+        /// The address of the peer.
         peer: String,
-        /** How long it was waited for. */
+        /// The timeout.
         after: Duration,
     },
-    /// The other end is there, and does not do what is waited for.
-    #[error("{peer} answers, but has neither given nor taken anything for {after:?}")]
+    /// The peer answers, but does not do its part of a transfer.
+    #[error("{peer} answers, but has made no progress for {after:?}")]
     Stalled {
-        /** Whom this was about. */
+        /// The address of the peer.
         peer: String,
-        /** How long it was waited for. */
+        /// The timeout.
         after: Duration,
     },
-    /// The network, or the system, refused.
-    #[error("{peer}: {what}: {source}")]
+    /// The network or the operating system failed.
+    #[error("{peer}: {what} failed: {source}")]
     Io {
-        /** Whom this was about. */
+        /// The address of the peer or of the listener.
         peer: String,
-        /** What was tried. */
+        /// The operation, such as `connecting`.
         what: &'static str,
-        /** What the system says. */
-        source: std::sync::Arc<io::Error>,
+        /// The error of the system.
+        source: Arc<io::Error>,
     },
-    /// The two ends found no way to trust each other, or somebody changed what was under way.
-    #[error("{peer}: TLS: {source}")]
+    /// TLS failed: a certificate is not trusted, or bytes were changed in transit.
+    #[error("{peer}: TLS failed: {source}")]
     Tls {
-        /** Whom this was about. */
+        /// The address of the peer.
         peer: String,
-        /** What is wrong. */
-        source: std::sync::Arc<io::Error>,
+        /// The error of the TLS library.
+        source: Arc<io::Error>,
     },
     /// There is no memory for a tensor.
-    #[error("no memory for tensor `{tensor}` of {bytes} bytes: {source}")]
+    #[error("no memory for tensor {tensor:?} of {bytes} bytes: {source}")]
     Memory {
-        /** The tensor's name. */
+        /// The name of the tensor.
         tensor: String,
-        /** Of its payload. */
+        /// The length of its payload.
         bytes: u64,
-        /** Why. */
-        source: std::sync::Arc<ts_pool::Error>,
+        /// The error of the allocator.
+        source: Arc<ts_pool::Error>,
     },
-    /// What was to be sent makes no sense.
-    #[error("tensor `{tensor}` cannot be sent: {reason}")]
+    /// A tensor is invalid, so it cannot be sent.
+    #[error("cannot send tensor {tensor:?}: {reason}")]
     Unsendable {
-        /** The tensor's name. */
+        /// The name of the tensor.
         tensor: String,
-        /** Why not. */
+        /// What is invalid.
         reason: String,
     },
-    /// A call that this end may not make now.
+    /// A call is not allowed in the current state, or has an invalid argument.
     #[error("{0}")]
     Misuse(String),
 }
 
 impl Error {
-    /// Who is to blame.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Protocol { .. } | Self::Damaged { .. } | Self::Tls { .. } => ErrorKind::Peer,
@@ -139,12 +140,28 @@ impl Error {
     pub(crate) fn io(peer: &str, what: &'static str, source: io::Error) -> Self {
         Self::Io { peer: peer.into(), what, source: source.into() }
     }
+
+    /// Returns the error for a failed call on a connected transport.
+    pub(crate) fn transport(peer: &str, what: &'static str, error: io::Error) -> Self {
+        use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+        match error.kind() {
+            ConnectionReset | BrokenPipe | UnexpectedEof => {
+                Self::Lost { what: format!("{peer}: {what} failed") }
+            }
+            _ => Self::io(peer, what, error),
+        }
+    }
+
+    /// Returns the error for a byte stream that ended between frames, without CLOSE.
+    pub(crate) fn closed_without_reason() -> Self {
+        Self::Closed { reason: "no reason given".into() }
+    }
 }
 
-fn of_stream(stream: u32) -> String {
+fn on_stream(stream: u32) -> String {
     if stream == 0 { String::new() } else { format!(" on stream {stream}") }
 }
 
-fn while_doing(what: &str) -> String {
-    if what.is_empty() { String::new() } else { format!(" {what}") }
+fn after_colon(what: &str) -> String {
+    if what.is_empty() { String::new() } else { format!(": {what}") }
 }

@@ -1,44 +1,47 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Frames: what every byte of a connection belongs to.
+//! Frames, the units of the byte stream.
 
 use crate::Error;
 
-/// What a connection begins with, at both ends: the protocol's name and its major version.
+/// The first bytes of each direction: the name of the protocol and its major version.
 pub(crate) const PREFACE: [u8; 8] = *b"TSWIRE1\n";
-/// Bytes before the body of a frame.
+/// The length of a frame's header, in bytes.
 pub(crate) const HEADER_LEN: usize = 24;
-/// The longest body of a frame that is not DATA.
+/// The longest body of a frame other than DATA, in bytes.
 pub(crate) const MAX_CONTROL_LEN: usize = 64 << 10;
-/// The most bytes of a payload that a DATA frame has.
+/// The longest piece of a payload in a DATA frame, in bytes.
 pub(crate) const MAX_PIECE_LEN: usize = 1 << 20;
-/// The longest body of a DATA frame: with what stands before an encoded piece, and a checksum.
-pub(crate) const MAX_DATA_LEN: usize = MAX_PIECE_LEN + 16;
+/// The length of the prefix of an ENCODED body: the length of the decoded piece (4 bytes), the
+/// width of its floats (1 byte), and 3 zero bytes.
+pub(crate) const ENCODED_PREFIX_LEN: usize = 8;
+/// The longest body of a DATA frame, with the prefix of an encoded piece and a checksum, in bytes.
+pub(crate) const MAX_DATA_LEN: usize = MAX_PIECE_LEN + ENCODED_PREFIX_LEN + 8;
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// Who this is: the first frame of each end.
+    /// Identifies the peer: the first frame of each end.
     Hello = 1,
-    /// A tensor begins.
+    /// Begins a tensor.
     Meta = 2,
-    /// Bytes of the tensor's payload.
+    /// Carries bytes of the tensor's payload.
     Data = 3,
-    /// The tensor is complete.
+    /// Completes the tensor.
     End = 4,
-    /// The stream ends before its tensor is complete.
+    /// Aborts the stream, with a reason.
     Cancel = 5,
-    /// The other end may send so much.
+    /// Grants the peer more bytes.
     Credit = 6,
-    /// Bytes of the user's, whole.
+    /// Carries a message of the user.
     Message = 7,
     Ping = 8,
     Pong = 9,
-    /// The connection ends, and why.
+    /// Ends the connection, with a reason.
     Close = 10,
-    /// The stream ends: nothing more comes.
+    /// Ends the stream, or confirms that all of the peer's stream has been taken.
     Finish = 11,
-    /// Memory by which payloads will come, whose descriptor comes with it.
+    /// Offers shared memory for payloads, whose descriptor comes with this frame.
     Share = 12,
 }
 
@@ -63,24 +66,26 @@ impl Kind {
     }
 }
 
-/// The body's last 8 bytes are the XXH3 of what is before them.
+/// The last 8 bytes of the body are the XXH3 of the bytes before.
 pub(crate) const CHECKED: u8 = 1;
-/// The body is encoded, as the tensor's META says, behind 8 bytes that say what it decodes to.
+/// The body is encoded with the codec of the tensor's META, after a prefix of
+/// [`ENCODED_PREFIX_LEN`] bytes.
 pub(crate) const ENCODED: u8 = 2;
-/// The bytes are in shared memory; the body says how many.
+/// The piece is in shared memory, and the body has its length.
 pub(crate) const SHARED: u8 = 4;
 const KNOWN_FLAGS: u8 = CHECKED | ENCODED | SHARED;
 
-/// The beginning of a frame.
+/// The header of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) kind: Kind,
     pub(crate) flags: u8,
-    /// Which stream it is of; 0 for the connection.
+    /// The number of the stream; 0 for the connection itself.
     pub(crate) stream: u32,
-    /// What it means depends on the kind: of DATA, where in the payload its bytes are.
+    /// A number whose meaning depends on the kind. For DATA, the offset of its bytes in the
+    /// payload.
     pub(crate) seq: u64,
-    /// Bytes of the body.
+    /// The length of the body, in bytes.
     pub(crate) len: u64,
 }
 
@@ -99,10 +104,10 @@ impl Header {
         let [kind, flags, reserved @ ..] = *bytes;
         let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
         let bad = |what: String| Error::Protocol { stream: 0, what };
-        let kind = Kind::from_code(kind)
-            .ok_or_else(|| bad(format!("a frame of the unknown kind {kind}")))?;
+        let kind =
+            Kind::from_code(kind).ok_or_else(|| bad(format!("unknown frame kind {kind}")))?;
         if flags & !KNOWN_FLAGS != 0 || reserved[..2] != [0, 0] {
-            return Err(bad(format!("a {kind:?} frame with the unknown flags {flags:#04x}")));
+            return Err(bad(format!("unknown flags {flags:#04x} of a {kind:?} frame")));
         }
         let stream = u32::from_le_bytes(bytes[4..8].try_into().expect("4 bytes"));
         let header = Self { kind, flags, stream, seq: number(8), len: number(16) };
@@ -110,13 +115,13 @@ impl Header {
         if header.len > most as u64 {
             return Err(Error::Protocol {
                 stream,
-                what: format!("a {kind:?} frame of {} bytes, of at most {most}", header.len),
+                what: format!("{kind:?} frame of {} bytes (at most {most})", header.len),
             });
         }
         Ok(header)
     }
 
-    /// The body's length.
+    /// Returns the length of the body, in bytes.
     pub(crate) fn body_len(&self) -> usize {
         self.len as usize
     }
@@ -130,7 +135,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn headers_are_read_as_they_were_written(
+        fn headers_round_trip(
             code in 0u8..14, flags in 0u8..8, stream: u32, seq: u64, len in 0u64..100_000,
         ) {
             let mut bytes = Header { kind: Kind::Data, flags, stream, seq, len }.encode();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Passing accepted connections to other processes.
+//! Passes accepted connections to other processes.
 
 use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
@@ -9,20 +9,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::RecvFlags;
+use rustix::event::{PollFd, PollFlags};
 
-use crate::acceptor::accept_all;
+use crate::fd;
 use crate::frame::{HEADER_LEN, Header, Kind, PREFACE};
+use crate::handshakes::{Handshake, Handshakes, Progress};
 use crate::hello::Hello;
-use crate::socket::{SLICE, send_with, timespec};
+use crate::listener::MAX_PEER_CHARS;
+use crate::socket::POLL_INTERVAL;
 #[cfg(feature = "tls")]
 use crate::tls::TlsServer;
-use crate::{ConnectionOptions, Error, Link, Listener, Role, Socket};
+use crate::{Backoff, ConnectionOptions, Error, Link, Listener, Role, Socket};
 
-/// How long to wait before looking at an incomplete HELLO again, whose socket stays readable.
-/// Doubles up to [`SLICE`].
-const PAUSE: Duration = Duration::from_millis(2);
+/// The first delay before looking at an incomplete HELLO again, whose socket stays readable.
+const FIRST_RETRY: Duration = Duration::from_millis(2);
 /// The most bytes of the preface and a HELLO.
 const MAX_LEN: usize = 4096;
 /// The most TLS connections at a time, each of which takes a thread.
@@ -40,30 +40,22 @@ const MAX_RELAYED: usize = 4096;
 /// open.
 #[derive(Debug)]
 pub struct Dispatcher {
-    options: ConnectionOptions,
-    pending: Vec<Pending>,
-    scratch: Vec<u8>,
+    handshakes: Handshakes<PendingHello>,
     #[cfg(feature = "tls")]
     tls: Option<TlsServer>,
-    /// Decrypted connections that are open.
+    /// The number of open connections that are relayed.
     #[cfg(feature = "tls")]
     relayed: Arc<AtomicUsize>,
 }
 
 /// A connection whose HELLO is incomplete.
 #[derive(Debug)]
-struct Pending {
+struct PendingHello {
     socket: Socket,
     since: Instant,
-    /// When to look at an incomplete HELLO again, and for how long to wait after that.
-    again: Option<(Instant, Duration)>,
+    /// When to look at an incomplete HELLO again.
+    retry: Option<(Instant, Backoff)>,
     relayed: bool,
-}
-
-impl Pending {
-    fn peer(&self) -> &str {
-        self.socket.peer()
-    }
 }
 
 /// An authenticated connection, to be passed to the process that serves it.
@@ -74,26 +66,14 @@ pub struct Handoff {
     relayed: bool,
 }
 
-/// The state of a pending connection.
-enum Progress {
-    Pending,
-    /// It asks for this service, and may.
-    Authenticated(String),
-    /// The reason to give, unless the HELLO itself is invalid.
-    Refused(String),
-}
-
-/// The most characters of a peer's address that are passed with a socket.
-pub(crate) const MAX_PEER: usize = 100;
-
 impl Handoff {
-    /// The service that the client asks for: the dispatcher's, or one that starts with it and a
-    /// `/`.
+    /// Returns the service that the client requests: the dispatcher's, or one that starts with it
+    /// and a `/`.
     pub fn service(&self) -> &str {
         &self.service
     }
 
-    /// The client's address.
+    /// Returns the client's address.
     pub fn peer(&self) -> &str {
         self.socket.peer()
     }
@@ -102,12 +82,13 @@ impl Handoff {
     /// `SOCK_SEQPACKET`, which receives it from [`Listener::from_handoffs`]. Does not block.
     ///
     /// # Errors
-    /// [`Error::Io`] if that process has ended or its queue is full. The connection is closed.
+    /// Returns [`Error::Io`] if that process has ended or its queue is full. The connection is
+    /// closed.
     pub fn send_to(self, channel: impl AsFd) -> Result<(), Error> {
-        let peer: String = self.peer().chars().take(MAX_PEER).collect();
+        let peer: String = self.peer().chars().take(MAX_PEER_CHARS).collect();
         let relayed = [u8::from(self.relayed)];
         let parts = [IoSlice::new(&relayed), IoSlice::new(peer.as_bytes())];
-        let sent = send_with(channel, &parts, self.socket.as_fd());
+        let sent = fd::send_with_descriptor(channel, &parts, self.socket.as_fd());
         sent.map(drop).map_err(|error| Error::io(&peer, "passing the connection on", error))
     }
 
@@ -118,13 +99,12 @@ impl Handoff {
 }
 
 impl Dispatcher {
-    /// Accepts clients of `options.service`, and of services that start with it and a `/`. Clients
-    /// that send no complete HELLO within `options.idle_timeout` are disconnected.
+    /// Creates a dispatcher that accepts clients of `options.service`, and of services that start
+    /// with it and a `/`. Clients that send no complete HELLO within `options.idle_timeout` are
+    /// disconnected.
     pub fn new(options: ConnectionOptions) -> Self {
         Self {
-            options,
-            pending: Vec::new(),
-            scratch: vec![0; MAX_LEN],
+            handshakes: Handshakes::new(options),
             #[cfg(feature = "tls")]
             tls: None,
             #[cfg(feature = "tls")]
@@ -144,133 +124,118 @@ impl Dispatcher {
     /// and the reason for each connection that fails. Blocks.
     ///
     /// # Errors
-    /// [`Error::Io`] if the listener fails. Errors of single connections only go to `log`.
+    /// Returns [`Error::Io`] if the listener fails. Errors of single connections only go to `log`.
     pub fn accept_within(
         &mut self,
         listener: &Listener,
         time: Duration,
-        mut log: impl FnMut(&str, &Error),
+        log: impl FnMut(&str, &Error),
     ) -> Result<Option<Handoff>, Error> {
-        listener.set_nonblocking()?;
-        let end = Instant::now().checked_add(time);
-        loop {
-            let left = end.map_or(SLICE, |end| end.saturating_duration_since(Instant::now()));
-            if self.wait(listener, left.min(SLICE))? {
-                let mut pending = std::mem::take(&mut self.pending);
-                let accepted = accept_all(
-                    listener,
-                    &mut pending,
-                    |socket| self.receive(socket),
-                    Pending::peer,
-                    &mut log,
-                );
-                self.pending = pending;
-                accepted?;
-            }
-            let mut at = 0;
-            while at < self.pending.len() {
-                match self.progress(at) {
-                    Ok(Progress::Pending) => at += 1,
-                    Ok(Progress::Authenticated(service)) => {
-                        let Pending { socket, relayed, .. } = self.pending.remove(at);
-                        return Ok(Some(Handoff { socket, service, relayed }));
-                    }
-                    Ok(Progress::Refused(reason)) => {
-                        let socket = self.pending.remove(at).socket;
-                        let peer = socket.peer().to_string();
-                        log(&peer, &refuse(socket, self.options.clone(), &reason));
-                    }
-                    Err(error) => log(self.pending.remove(at).socket.peer(), &error),
-                }
-            }
-            if left.is_zero() {
-                return Ok(None);
-            }
-        }
-    }
-
-    fn receive(&self, socket: Socket) -> Result<Pending, Error> {
-        let since = Instant::now();
         #[cfg(feature = "tls")]
-        if let Some(tls) = self.tls.as_ref().filter(|_| socket.is_tcp()) {
-            if self.relayed.load(Ordering::Relaxed) >= MAX_RELAYED {
-                return Err(Error::Misuse(format!(
-                    "there are {MAX_RELAYED} TLS connections, the maximum"
-                )));
+        let (tls, relayed) = (self.tls.as_ref(), &self.relayed);
+        let start = |socket: Socket, _: &ConnectionOptions| {
+            #[cfg(feature = "tls")]
+            if let Some(tls) = tls.filter(|_| socket.is_plain_tcp()) {
+                if relayed.load(Ordering::Relaxed) >= MAX_RELAYED {
+                    return Err(Error::Misuse(format!(
+                        "too many TLS connections (at most {MAX_RELAYED})"
+                    )));
+                }
+                let socket = crate::relay::relayed(socket.into_tls_server(tls)?, relayed)?;
+                return Ok(PendingHello::new(socket, true));
             }
-            let socket = crate::relay::relayed(socket.into_tls_server(tls)?, &self.relayed)?;
-            return Ok(Pending { socket, since, again: None, relayed: true });
-        }
-        Ok(Pending { socket, since, again: None, relayed: false })
+            Ok(PendingHello::new(socket, false))
+        };
+        let accepted = self.handshakes.accept_within(listener, time, start, log)?;
+        Ok(accepted.map(|(PendingHello { socket, relayed, .. }, service)| Handoff {
+            socket,
+            service,
+            relayed,
+        }))
+    }
+}
+
+impl PendingHello {
+    fn new(socket: Socket, relayed: bool) -> Self {
+        Self { socket, since: Instant::now(), retry: None, relayed }
+    }
+}
+
+impl Handshake for PendingHello {
+    /// The requested service.
+    type Output = String;
+
+    fn peer(&self) -> &str {
+        self.socket.peer()
     }
 
-    /// Waits for a new connection, or for the first bytes of a pending one. Returns whether the
-    /// listener is ready.
-    fn wait(&self, listener: &Listener, longest: Duration) -> Result<bool, Error> {
-        let mut polled = vec![PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
-        let silent = self.pending.iter().filter(|pending| pending.again.is_none());
-        polled
-            .extend(silent.map(|one| PollFd::from_borrowed_fd(one.socket.as_fd(), PollFlags::IN)));
-        let again =
-            self.pending.iter().filter_map(|pending| pending.again).map(|(when, _)| when).min();
-        let longest = again
-            .map_or(longest, |when| longest.min(when.saturating_duration_since(Instant::now())));
-        match poll(&mut polled, Some(&timespec(longest))) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(!polled[0].revents().is_empty()),
-            Err(error) => Err(Error::io(&listener.address().to_string(), "waiting", error.into())),
-        }
+    fn poll_fd(&mut self) -> Option<PollFd<'_>> {
+        let silent = self.retry.is_none();
+        silent.then(|| PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::IN))
     }
 
-    /// Looks at what a client has sent so far, and leaves it in the socket.
-    fn progress(&mut self, at: usize) -> Result<Progress, Error> {
-        let pending = &mut self.pending[at];
-        if pending.again.is_some_and(|(when, _)| when > Instant::now()) {
+    fn time_to_advance(&self) -> Option<Duration> {
+        self.retry.as_ref().map(|(when, _)| when.saturating_duration_since(Instant::now()))
+    }
+
+    /// Looks at what the client has sent so far, and leaves it in the socket.
+    fn advance(&mut self, options: &ConnectionOptions) -> Result<Progress<String>, Error> {
+        if self.retry.as_ref().is_some_and(|(when, _)| *when > Instant::now()) {
             return Ok(Progress::Pending);
         }
-        let peer = pending.socket.peer();
-        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-        let len = match rustix::net::recv(&pending.socket, &mut self.scratch[..], flags) {
-            Ok((0, _)) => return Err(Error::Lost { what: format!("to {peer}, before its HELLO") }),
-            Ok((len, _)) => len,
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => 0,
-            Err(error) => {
-                return Err(pending.socket.failed("reading its HELLO", io::Error::from(error)));
+        let mut bytes = [0; MAX_LEN];
+        let len = match fd::peek(&self.socket, &mut bytes) {
+            Ok(0) => {
+                let what = format!("{}: closed before its HELLO", self.socket.peer());
+                return Err(Error::Lost { what });
             }
+            Ok(len) => len,
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => 0,
+                _ => return Err(self.socket.failed("reading its HELLO", error)),
+            },
         };
-        let Some(hello) = hello(&self.scratch[..len]) else {
-            let after = self.options.idle_timeout;
-            if pending.since.elapsed() > after {
-                return Err(Error::TimedOut { peer: peer.into(), after });
+        let Some(hello) = parse_hello(&bytes[..len]) else {
+            let after = options.idle_timeout;
+            if self.since.elapsed() > after {
+                return Err(Error::TimedOut { peer: self.socket.peer().into(), after });
             }
             if len > 0 {
-                let pause = pending.again.map_or(PAUSE, |(_, pause)| SLICE.min(2 * pause));
-                pending.again = Some((Instant::now() + pause, pause));
+                let mut backoff = match self.retry.take() {
+                    Some((_, backoff)) => backoff,
+                    None => Backoff::new(FIRST_RETRY, POLL_INTERVAL),
+                };
+                self.retry = Some((Instant::now() + backoff.next_delay(), backoff));
             }
             return Ok(Progress::Pending);
         };
-        let offered = &self.options.service;
+        let offered = &options.service;
         Ok(match hello {
-            Ok(hello) if hello.knows(self.options.token.as_deref()) => {
+            Ok(hello) if hello.has_token(options.token.as_deref()) => {
                 let rest = hello.service.strip_prefix(offered.as_str());
                 if rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/')) {
-                    Progress::Authenticated(hello.service)
+                    Progress::Complete(hello.service)
                 } else {
-                    let wanted = &hello.service;
+                    let requested = &hello.service;
                     Progress::Refused(format!(
-                        "unknown service {wanted:?}: this server offers {offered:?}"
+                        "unknown service {requested:?}: this server offers {offered:?}"
                     ))
                 }
             }
             _ => Progress::Refused(format!("invalid HELLO: expected at most {MAX_LEN} bytes")),
         })
     }
+
+    fn refuse(self, options: &ConnectionOptions, reason: &str) -> Error {
+        refuse(self.socket, options.clone(), reason)
+    }
 }
 
-/// Lets the connection itself answer an invalid HELLO; closes it with `reason` if the HELLO is
+/// Lets the connection itself answer an invalid HELLO. Closes it with `reason` if the HELLO is
 /// valid.
 fn refuse(socket: Socket, options: ConnectionOptions, reason: &str) -> Error {
     let options = ConnectionOptions { window_bytes: 1, ..options };
-    let mut link: Link<Vec<u8>> = Link::unmet(socket, Role::Acceptor, options);
+    let mut link: Link<Vec<u8>> = Link::start(socket, Role::Acceptor, options.clone());
     // The HELLO takes a few rounds. The client may go on to send for ever.
     for _ in 0..8 {
         match link.drive() {
@@ -279,13 +244,11 @@ fn refuse(socket: Socket, options: ConnectionOptions, reason: &str) -> Error {
             Err(error) => return error,
         }
     }
-    link.connection().close(reason);
-    let _ = link.drive();
-    Error::Misuse(reason.into())
+    link.refuse(&options, reason)
 }
 
-/// Parses the preface and the HELLO; `None` while they are incomplete.
-fn hello(bytes: &[u8]) -> Option<Result<Hello, Error>> {
+/// Parses the preface and the HELLO. Returns `None` while they are incomplete.
+fn parse_hello(bytes: &[u8]) -> Option<Result<Hello, Error>> {
     let bad = |what: &str| Error::Protocol { stream: 0, what: what.into() };
     let known = bytes.len().min(PREFACE.len());
     if bytes[..known] != PREFACE[..known] {
@@ -297,7 +260,7 @@ fn hello(bytes: &[u8]) -> Option<Result<Hello, Error>> {
             Some(Err(bad("a HELLO that is too long")))
         }
         Ok(Header { kind: Kind::Hello, len, .. }) => body.get(..len as usize).map(Hello::decode),
-        Ok(_) => Some(Err(bad("another frame before HELLO"))),
+        Ok(_) => Some(Err(bad("a frame before HELLO"))),
         Err(error) => Some(Err(error)),
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A stream, as the end that receives it knows it.
+//! The receiving end of a stream.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hasher;
@@ -8,162 +8,164 @@ use bytes::Bytes;
 use ts_format::{Scratch, decode_chunk};
 use twox_hash::XxHash3_64;
 
-use crate::credit::Granted;
-use crate::frame::{HEADER_LEN, MAX_PIECE_LEN};
-use crate::info::{Announcement, TensorInfo};
-use crate::outgoing::ENCODED_HEAD;
-use crate::ring::RingIn;
+use crate::credit::GrantedCredit;
+use crate::frame::{ENCODED_PREFIX_LEN, HEADER_LEN, MAX_PIECE_LEN};
+use crate::info::{Meta, TensorInfo};
+use crate::ring::RingReader;
 use crate::{Error, Event, Sink, StreamStats};
 
-/// The most storages of a stream that later tensors may name.
+/// The most kept storages of a stream.
 const MAX_KEPT: usize = 1 << 16;
-/// From here on a tensor is longer than a core's own cache, in bytes.
-const UNCACHED: u64 = 4 << 20;
+/// The length from which a tensor does not fit the cache of a core, in bytes.
+const UNCACHED_LEN: u64 = 4 << 20;
 
+/// The receiving end of a stream.
 #[derive(Debug)]
 pub(crate) struct Incoming<S> {
     id: u32,
-    granted: Granted,
-    /// In their order; of what is behind the first the user has not heard.
+    credit: GrantedCredit,
+    /// What has arrived, in order. Only events of the first item have been delivered.
     items: VecDeque<Item<S>>,
-    /// Storages that later tensors may name, and their lengths.
+    /// Storages that later tensors may use, and their lengths.
     kept: HashMap<u64, u64>,
-    /// This end wants no more of it: what still comes is dropped.
-    unwanted: bool,
-    /// The other end has said that it is over.
-    over: bool,
-    /// Memory of a tensor that the other end gave up.
-    spared: Option<S>,
+    /// This end cancelled the stream. What still arrives is dropped.
+    refused: bool,
+    /// The peer finished or cancelled the stream.
+    ended: bool,
+    /// The memory of a tensor that the peer cancelled.
+    cancelled_sink: Option<S>,
     stats: StreamStats,
 }
 
 #[derive(Debug)]
 enum Item<S> {
-    Tensor(Box<Arriving<S>>),
+    Tensor(Box<IncomingTensor<S>>),
     Message(Bytes),
     Cancelled(String),
     Finished,
 }
 
 #[derive(Debug)]
-struct Arriving<S> {
-    said: Announcement,
-    /// Length of its META.
-    cost: u64,
+struct IncomingTensor<S> {
+    meta: Meta,
+    /// The credit that META took.
+    meta_cost: u64,
     sink: Option<S>,
-    /// What came before there was a sink.
+    /// Bytes that arrived before there was a sink.
     staged: Vec<u8>,
     received: u64,
-    /// What the user was told of.
-    told: Option<u64>,
-    ended: bool,
+    /// How many bytes have been delivered as events. `None` until the `Metadata` event.
+    delivered: Option<u64>,
+    complete: bool,
 }
 
 impl<S: Sink> Incoming<S> {
     pub(crate) fn new(id: u32, window: u64) -> Self {
         Self {
             id,
-            granted: Granted::new(window),
+            credit: GrantedCredit::new(window),
             items: VecDeque::new(),
             kept: HashMap::new(),
-            unwanted: false,
-            over: false,
-            spared: None,
+            refused: false,
+            ended: false,
+            cancelled_sink: None,
             stats: StreamStats::default(),
         }
     }
 
+    /// Begins a tensor with the body of META.
     pub(crate) fn begin(&mut self, body: &[u8]) -> Result<(), Error> {
-        let cost = self.receive_whole(body.len() as u64)?;
-        if self.unwanted {
+        let meta_cost = self.receive_whole(body.len() as u64)?;
+        if self.refused {
             return Ok(());
         }
         if let Some(Item::Tensor(last)) = self.items.back()
-            && !last.ended
+            && !last.complete
         {
-            return Err(self.bad(format!("a tensor within tensor `{}`", last.said.info.name)));
+            return Err(self.bad(format!("META inside tensor {:?}", last.meta.info.name)));
         }
-        let said = Announcement::decode(body, self.id)?;
-        let Announcement { info, kept, known, .. } = &said;
+        let meta = Meta::decode(body, self.id)?;
+        let Meta { info, kept, known, .. } = &meta;
         let (id, len) = (info.storage_id, info.storage_len);
         if *known && self.kept.get(&id) != Some(&len) {
-            return Err(
-                self.bad(format!("tensor `{}` of storage {id}, which it has not sent", info.name))
-            );
+            let what = format!("tensor {:?} uses storage {id}, which was not sent", info.name);
+            return Err(self.bad(what));
         }
         if *kept {
             self.kept.insert(id, len);
             if self.kept.len() > MAX_KEPT {
-                return Err(self.bad(format!("more than {MAX_KEPT} storages to be kept")));
+                return Err(self.bad(format!("more than {MAX_KEPT} kept storages")));
             }
         } else {
             self.kept.remove(&id);
         }
         self.stats.tensors += 1;
         self.stats.expected_bytes += if *known { 0 } else { len };
-        let arriving = Arriving {
-            said,
-            cost,
+        let tensor = IncomingTensor {
+            meta,
+            meta_cost,
             sink: None,
             staged: Vec::new(),
             received: 0,
-            told: None,
-            ended: false,
+            delivered: None,
+            complete: false,
         };
-        self.items.push_back(Item::Tensor(Box::new(arriving)));
+        self.items.push_back(Item::Tensor(Box::new(tensor)));
         Ok(())
     }
 
-    /// A DATA frame begins, of `len` bytes of payload at `at` if they are not encoded.
+    /// Begins a DATA frame at offset `at` of the payload. `len` is the length of its piece, unless
+    /// that is encoded.
     pub(crate) fn begin_data(&mut self, at: u64, len: Option<u64>) -> Result<(), Error> {
-        if self.unwanted {
+        if self.refused {
             return len.map_or(Ok(()), |len| self.receive(len, false));
         }
-        let known = |tensor: &Arriving<S>| tensor.said.known;
         match self.items.back() {
-            Some(Item::Tensor(tensor)) if !tensor.ended && !known(tensor) => {
-                let (received, whole) = (tensor.received, tensor.said.info.storage_len);
-                if at != received || len.is_some_and(|len| len == 0 || len > whole - received) {
-                    let name = &tensor.said.info.name;
+            Some(Item::Tensor(tensor)) if !tensor.complete && !tensor.meta.known => {
+                let (received, total) = (tensor.received, tensor.meta.info.storage_len);
+                if at != received || len.is_some_and(|len| len == 0 || len > total - received) {
+                    let name = &tensor.meta.info.name;
+                    let len = len.map_or_else(String::new, |len| format!(" of {len} bytes"));
                     let what = format!(
-                        "bytes {at}.. ({len:?}) of tensor `{name}`, of which {received} of {whole} \
-                         have come"
+                        "DATA{len} at offset {at} of tensor {name:?}, of which {received} of \
+                         {total} bytes have arrived"
                     );
                     return Err(self.bad(what));
                 }
             }
-            _ => return Err(self.bad("a payload of no tensor".into())),
+            _ => return Err(self.bad("DATA outside of a tensor".into())),
         }
         len.map_or(Ok(()), |len| self.receive(len, false))
     }
 
-    /// Whether the user has not been told of the tensor that arrives, and could not give it memory
-    /// yet.
-    pub(crate) fn is_untold(&self) -> bool {
-        matches!(self.items.back(), Some(Item::Tensor(last)) if last.told.is_none())
+    /// Returns whether the `Metadata` event of the current tensor has not been delivered, so that
+    /// the user could not provide memory yet.
+    pub(crate) fn is_metadata_pending(&self) -> bool {
+        matches!(self.items.back(), Some(Item::Tensor(last)) if last.delivered.is_none())
     }
 
-    /// Whether nothing of the tensor is left behind so many bytes more.
+    /// Returns whether the next `len` bytes are the last of the payload.
     pub(crate) fn is_last(&self, len: u64) -> bool {
-        let ends = |tensor: &Arriving<S>| tensor.received + len == tensor.said.info.storage_len;
+        let ends =
+            |tensor: &IncomingTensor<S>| tensor.received + len == tensor.meta.info.storage_len;
         matches!(self.items.back(), Some(Item::Tensor(last)) if ends(last))
     }
 
-    /// Memory for the next bytes of a payload that is not encoded; at most `len`, and fewer
-    /// perhaps. `None` where they are unwanted.
+    /// Returns memory for the next bytes of the payload, at most `len`. `None` if they are to be
+    /// dropped.
     pub(crate) fn space(&mut self, len: usize) -> Result<Option<&mut [u8]>, Error> {
-        if self.unwanted {
+        if self.refused {
             return Ok(None);
         }
         let Some(Item::Tensor(tensor)) = self.items.back_mut() else {
-            unreachable!("its DATA was begun")
+            unreachable!("`begin_data` was called")
         };
-        let Arriving { sink, staged, received, .. } = &mut **tensor;
+        let IncomingTensor { sink, staged, received, .. } = &mut **tensor;
         match sink {
             Some(sink) => sink.space(*received, len).map(Some),
             None => {
                 let at = *received as usize;
-                // No more than the window, whatever the tensor's length.
+                // Credit bounds this by the window, however long the tensor is.
                 staged.reserve_exact((at + len).saturating_sub(staged.len()));
                 staged.resize(at + len, 0);
                 Ok(Some(&mut staged[at..]))
@@ -171,45 +173,44 @@ impl<S: Sink> Incoming<S> {
         }
     }
 
-    /// So many bytes are in what [`space`](Self::space) gave last.
+    /// Counts bytes that were written to the memory of the last [`space`](Self::space).
     pub(crate) fn filled(&mut self, len: usize) -> Result<(), Error> {
-        if self.unwanted {
-            self.granted.consume(len as u64);
+        if self.refused {
+            self.credit.consume(len as u64);
             return Ok(());
         }
         let Some(Item::Tensor(tensor)) = self.items.back_mut() else {
-            unreachable!("its DATA was begun")
+            unreachable!("`begin_data` was called")
         };
         self.stats.payload_bytes += len as u64;
         let at = tensor.received;
         tensor.received += len as u64;
         if let Some(sink) = &mut tensor.sink {
             sink.filled(at, len)?;
-            self.granted.consume(len as u64);
+            self.credit.consume(len as u64);
         }
         Ok(())
     }
 
-    /// A piece of a payload that is in shared memory, whose DATA was begun. Its checksum, if that
-    /// is wanted.
-    pub(crate) fn take_shared(
+    /// Copies a piece of a payload from shared memory. Returns its checksum, if `sum`.
+    pub(crate) fn read_shared(
         &mut self,
         len: usize,
-        ring: &mut RingIn,
+        ring: &mut RingReader,
         sum: bool,
     ) -> Result<Option<u64>, Error> {
-        let mut hasher = (sum && !self.unwanted).then(|| XxHash3_64::with_seed(0));
-        // What is read again at once is not to be fetched from memory.
+        let mut hasher = (sum && !self.refused).then(|| XxHash3_64::with_seed(0));
+        // A checksum reads the piece again, from the cache.
         let non_temporal = !sum
             && matches!(
                 self.items.back(),
-                Some(Item::Tensor(last)) if last.said.info.storage_len >= UNCACHED
+                Some(Item::Tensor(last)) if last.meta.info.storage_len >= UNCACHED_LEN
             );
         let mut left = len;
         while left > 0 {
             let part = match self.space(left)? {
                 Some(space) => {
-                    ring.take(space, non_temporal);
+                    ring.read(space, non_temporal);
                     if let Some(hasher) = &mut hasher {
                         hasher.write(space);
                     }
@@ -226,27 +227,29 @@ impl<S: Sink> Incoming<S> {
         Ok(hasher.map(|hasher| hasher.finish()))
     }
 
-    /// A piece that was encoded, whole.
+    /// Decodes the body of an ENCODED DATA frame.
     pub(crate) fn decode(&mut self, body: &[u8], scratch: &mut Scratch) -> Result<(), Error> {
-        let cut = || self.bad("an encoded piece that is cut off".into());
-        let (head, encoded) = body.split_first_chunk::<ENCODED_HEAD>().ok_or_else(cut)?;
-        let [a, b, c, d, width, ..] = *head;
+        let cut = || self.bad("truncated prefix of an encoded piece".into());
+        let (prefix, encoded) = body.split_first_chunk::<ENCODED_PREFIX_LEN>().ok_or_else(cut)?;
+        let [a, b, c, d, width, ..] = *prefix;
         let len = u32::from_le_bytes([a, b, c, d]) as usize;
         if len == 0 || len > MAX_PIECE_LEN {
-            return Err(self.bad(format!("a piece of {len} bytes, of at most {MAX_PIECE_LEN}")));
+            let what = format!("encoded piece of {len} bytes (expected 1 to {MAX_PIECE_LEN})");
+            return Err(self.bad(what));
         }
         self.receive(len as u64, false)?;
-        if self.unwanted {
-            self.granted.consume(len as u64);
+        if self.refused {
+            self.credit.consume(len as u64);
             return Ok(());
         }
         let Some(Item::Tensor(tensor)) = self.items.back() else {
-            unreachable!("its DATA was begun")
+            unreachable!("`begin_data` was called")
         };
-        let (codec, info) = (tensor.said.codec, &tensor.said.info);
-        let (at, whole) = (tensor.received, info.storage_len);
-        if len as u64 > whole - at {
-            return Err(self.bad(format!("{len} bytes at {at} of a payload of {whole}")));
+        let (codec, info) = (tensor.meta.codec, &tensor.meta.info);
+        let (at, total) = (tensor.received, info.storage_len);
+        if len as u64 > total - at {
+            let what = format!("{len} bytes at offset {at} of a payload of {total} bytes");
+            return Err(self.bad(what));
         }
         let damaged = |what: String| Error::Damaged {
             tensor: info.name.clone(),
@@ -259,88 +262,89 @@ impl<S: Sink> Incoming<S> {
             .map_err(|error| damaged(error.to_string()))?;
         let mut rest = &decoded[..];
         while !rest.is_empty() {
-            let space = self.space(rest.len())?.expect("it is wanted");
-            let there = space.len();
-            space.copy_from_slice(&rest[..there]);
-            self.filled(there)?;
-            rest = &rest[there..];
+            let space = self.space(rest.len())?.expect("a refused stream has returned before");
+            let part = space.len();
+            space.copy_from_slice(&rest[..part]);
+            self.filled(part)?;
+            rest = &rest[part..];
         }
         Ok(())
     }
 
-    /// The name of the tensor that arrives, and how much of it has.
-    pub(crate) fn arriving(&self) -> (String, u64) {
+    /// Returns the name of the current tensor, and how many bytes of its payload have arrived.
+    pub(crate) fn current(&self) -> (String, u64) {
         match self.items.back() {
-            Some(Item::Tensor(tensor)) => (tensor.said.info.name.clone(), tensor.received),
+            Some(Item::Tensor(tensor)) => (tensor.meta.info.name.clone(), tensor.received),
             _ => (String::new(), 0),
         }
     }
 
+    /// Completes the current tensor.
     pub(crate) fn end(&mut self) -> Result<(), Error> {
-        if self.unwanted {
+        if self.refused {
             return Ok(());
         }
         match self.items.back_mut() {
-            Some(Item::Tensor(tensor)) if !tensor.ended => {
-                let Arriving { said, received, ended, .. } = &mut **tensor;
-                let whole = if said.known { 0 } else { said.info.storage_len };
-                *ended = *received == whole;
-                if *ended {
+            Some(Item::Tensor(tensor)) if !tensor.complete => {
+                let IncomingTensor { meta, received, complete, .. } = &mut **tensor;
+                let total = if meta.known { 0 } else { meta.info.storage_len };
+                *complete = *received == total;
+                if *complete {
                     Ok(())
                 } else {
-                    let what = format!(
-                        "tensor `{}` ends after {received} of {whole} bytes",
-                        said.info.name
-                    );
+                    let name = &meta.info.name;
+                    let what = format!("END of tensor {name:?} after {received} of {total} bytes");
                     Err(self.bad(what))
                 }
             }
-            _ => Err(self.bad("the end of no tensor".into())),
+            _ => Err(self.bad("END outside of a tensor".into())),
         }
     }
 
+    /// Adds a message.
     pub(crate) fn message(&mut self, body: Vec<u8>) -> Result<(), Error> {
         let cost = self.receive_whole(body.len() as u64)?;
-        if self.unwanted {
-            self.granted.consume(cost);
+        if self.refused {
+            self.credit.consume(cost);
             return Ok(());
         }
         if self.is_within_tensor() {
-            return Err(self.bad("a message within a tensor".into()));
+            return Err(self.bad("MESSAGE inside a tensor".into()));
         }
         self.stats.messages += 1;
         self.items.push_back(Item::Message(body.into()));
         Ok(())
     }
 
-    /// Whether bytes of a tensor are still to come.
+    /// Returns whether a tensor is incomplete.
     pub(crate) fn is_within_tensor(&self) -> bool {
-        matches!(self.items.back(), Some(Item::Tensor(last)) if !last.ended)
+        matches!(self.items.back(), Some(Item::Tensor(last)) if !last.complete)
     }
 
-    /// Whether bytes of a tensor are still to come that has its memory.
-    pub(crate) fn is_awaited(&self) -> bool {
-        let has_memory = |tensor: &Arriving<S>| !tensor.ended && tensor.sink.is_some();
-        matches!(self.items.front(), Some(Item::Tensor(first)) if has_memory(first))
+    /// Returns whether an incomplete tensor has memory, so that only the peer can go on.
+    pub(crate) fn awaits_data(&self) -> bool {
+        let awaits = |tensor: &IncomingTensor<S>| !tensor.complete && tensor.sink.is_some();
+        matches!(self.items.front(), Some(Item::Tensor(first)) if awaits(first))
     }
 
+    /// Ends the stream after FINISH.
     pub(crate) fn finish(&mut self) -> Result<(), Error> {
         if self.is_within_tensor() {
-            return Err(self.bad("its end within a tensor".into()));
+            return Err(self.bad("FINISH inside a tensor".into()));
         }
-        self.over = true;
+        self.ended = true;
         self.items.push_back(Item::Finished);
         Ok(())
     }
 
-    /// The other end gives up: what was not complete is gone.
+    /// Ends the stream after the peer's CANCEL, and drops an incomplete tensor.
     pub(crate) fn cancelled(&mut self, reason: String) {
         if self.is_within_tensor()
             && let Some(Item::Tensor(tensor)) = self.items.pop_back()
         {
-            self.spared = tensor.sink;
+            self.cancelled_sink = tensor.sink;
         }
-        self.over = true;
+        self.ended = true;
         self.items.push_back(Item::Cancelled(reason));
     }
 
@@ -348,68 +352,76 @@ impl<S: Sink> Incoming<S> {
         self.stats
     }
 
-    pub(crate) fn is_over(&self) -> bool {
-        self.over
+    /// Returns whether the peer finished or cancelled the stream.
+    pub(crate) fn is_ended(&self) -> bool {
+        self.ended
     }
 
-    pub(crate) fn is_unwanted(&self) -> bool {
-        self.unwanted
+    /// Returns whether this end cancelled the stream.
+    pub(crate) fn is_refused(&self) -> bool {
+        self.refused
     }
 
-    /// This end gives up. Whether nothing more is to come, and the stream can be forgotten.
+    /// Cancels the stream at this end. Returns whether the peer has ended it already, so that it
+    /// can be removed.
     pub(crate) fn refuse(&mut self) -> bool {
-        self.unwanted = true;
+        self.refused = true;
         self.items.clear();
-        self.over
+        self.ended
     }
 
-    /// Gives the tensor that was announced its memory.
+    /// Provides the memory of the tensor whose `Metadata` event was delivered. Returns how many
+    /// bytes were copied to it.
     pub(crate) fn accept(&mut self, mut sink: S) -> Result<u64, Error> {
         let Some(Item::Tensor(tensor)) = self.items.front_mut() else {
-            return Err(Error::Misuse(format!("stream {} has announced no tensor", self.id)));
+            return Err(no_tensor(self.id));
         };
-        let (len, room) = (tensor.said.info.storage_len, sink.byte_len());
-        if tensor.told.is_none() || tensor.sink.is_some() || room != len {
-            let name = &tensor.said.info.name;
+        let (expected, len) = (tensor.meta.info.storage_len, sink.byte_len());
+        if tensor.delivered.is_none() || tensor.sink.is_some() || len != expected {
+            let name = &tensor.meta.info.name;
             return Err(Error::Misuse(match tensor.sink {
-                Some(_) => format!("tensor `{name}` has its memory already"),
-                None => format!("memory of {room} bytes for tensor `{name}`, which has {len}"),
+                Some(_) => format!("tensor {name:?} already has memory"),
+                None => format!(
+                    "wrong length of the memory for tensor {name:?} (expected {expected} bytes, \
+                     got {len})"
+                ),
             }));
         }
         let staged = &tensor.staged;
         let mut at = 0;
-        let there = tensor.received as usize;
-        while at < there {
-            let space = sink.space(at as u64, there - at)?;
+        let received = tensor.received as usize;
+        while at < received {
+            let space = sink.space(at as u64, received - at)?;
             let len = space.len();
             space.copy_from_slice(&staged[at..at + len]);
             sink.filled(at as u64, len)?;
             at += len;
         }
         (tensor.sink, tensor.staged) = (Some(sink), Vec::new());
-        self.granted.consume(there as u64);
-        Ok(there as u64)
+        self.credit.consume(received as u64);
+        Ok(received as u64)
     }
 
-    /// What the user is to hear next. Whether the stream is over with it.
+    /// Returns the next event, and whether it is the last of the stream.
     pub(crate) fn next_event(&mut self) -> Option<(Event<S>, bool)> {
         let stream = self.id;
         match self.items.front_mut()? {
             Item::Tensor(tensor) => {
-                let Arriving { said, cost, sink, received, told, ended, .. } = &mut **tensor;
-                let Some(told) = told else {
-                    *told = Some(0);
-                    self.granted.consume(*cost);
-                    let (info, known, kept) = (said.info.clone(), said.known, said.kept);
+                let IncomingTensor { meta, meta_cost, sink, received, delivered, complete, .. } =
+                    &mut **tensor;
+                let Some(delivered) = delivered else {
+                    *delivered = Some(0);
+                    self.credit.consume(*meta_cost);
+                    let (info, known, kept) = (meta.info.clone(), meta.known, meta.kept);
                     return Some((Event::Metadata { stream, info, known, kept }, false));
                 };
-                let bytes = *received - *told;
+                let bytes = *received - *delivered;
                 if sink.is_some() && bytes > 0 {
-                    let offset = std::mem::replace(told, *received);
+                    let offset = std::mem::replace(delivered, *received);
                     return Some((Event::Data { stream, offset, bytes }, false));
                 }
-                let needs_none = said.known || said.info.storage_len == 0;
-                if !*ended || (sink.is_none() && !needs_none) {
+                let needs_none = meta.known || meta.info.storage_len == 0;
+                if !*complete || (sink.is_none() && !needs_none) {
                     return None;
                 }
             }
@@ -417,41 +429,41 @@ impl<S: Sink> Incoming<S> {
         }
         let event = match self.items.pop_front()? {
             Item::Tensor(tensor) => {
-                let Arriving { said, sink, .. } = *tensor;
-                Event::End { stream, info: Box::new(said.info), sink }
+                let IncomingTensor { meta, sink, .. } = *tensor;
+                Event::End { stream, info: Box::new(meta.info), sink }
             }
             Item::Message(bytes) => {
-                self.granted.consume((bytes.len() + HEADER_LEN) as u64);
+                self.credit.consume((bytes.len() + HEADER_LEN) as u64);
                 Event::Message { stream, bytes }
             }
             Item::Cancelled(reason) => {
-                Event::Cancelled { stream, reason, sink: self.spared.take() }
+                Event::Cancelled { stream, reason, sink: self.cancelled_sink.take() }
             }
             Item::Finished => Event::Finished { stream },
         };
-        let over = self.over && self.items.is_empty();
-        Some((event, over))
+        let last = self.ended && self.items.is_empty();
+        Some((event, last))
     }
 
-    /// A new limit for the other end, if that is worth a frame.
-    pub(crate) fn renew(&mut self) -> Option<u64> {
-        if self.over {
+    /// Returns a new credit limit for the peer, if it is worth a frame.
+    pub(crate) fn renew_credit(&mut self) -> Option<u64> {
+        if self.ended {
             return None;
         }
-        // What has its place needs no window: it may all come.
+        // A payload that has memory does not need the window: all of it may be sent.
         let ahead = match self.items.front() {
             Some(Item::Tensor(tensor)) if tensor.sink.is_some() && self.items.len() == 1 => {
-                tensor.said.info.storage_len - tensor.received
+                tensor.meta.info.storage_len - tensor.received
             }
             _ => 0,
         };
-        self.granted.renew(ahead)
+        self.credit.renew(ahead)
     }
 
-    /// Memory that waits for the user, in bytes.
+    /// Returns how many bytes of this end's memory wait for the user.
     pub(crate) fn staged_bytes(&self) -> usize {
         let of = |item: &Item<S>| match item {
-            Item::Tensor(tensor) => tensor.staged.capacity() + tensor.cost as usize,
+            Item::Tensor(tensor) => tensor.staged.capacity() + tensor.meta_cost as usize,
             Item::Message(bytes) => bytes.len() + HEADER_LEN,
             Item::Cancelled(reason) => reason.len(),
             Item::Finished => 0,
@@ -459,37 +471,44 @@ impl<S: Sink> Incoming<S> {
         self.items.iter().map(of).sum()
     }
 
+    /// Returns the memory of incomplete tensors.
     pub(crate) fn into_sinks(self) -> impl Iterator<Item = S> {
         let of = |item| match item {
             Item::Tensor(tensor) => tensor.sink,
             Item::Message(_) | Item::Cancelled(_) | Item::Finished => None,
         };
-        self.items.into_iter().filter_map(of).chain(self.spared)
+        self.items.into_iter().filter_map(of).chain(self.cancelled_sink)
     }
 
-    /// What the user knows of the tensor that it is to give memory to.
+    /// Returns the tensor whose `Metadata` event was delivered, and whose `End` event was not.
     pub(crate) fn announced(&self) -> Option<&TensorInfo> {
         match self.items.front() {
-            Some(Item::Tensor(tensor)) if tensor.told.is_some() => Some(&tensor.said.info),
+            Some(Item::Tensor(tensor)) if tensor.delivered.is_some() => Some(&tensor.meta.info),
             _ => None,
         }
     }
 
-    /// What is never cut takes memory beside its bytes: its header counts too.
+    /// Counts a frame that is not split. Its header counts too, because frames take memory besides
+    /// their bytes.
     fn receive_whole(&mut self, bytes: u64) -> Result<u64, Error> {
         let cost = bytes + HEADER_LEN as u64;
         self.receive(cost, true).map(|()| cost)
     }
 
     fn receive(&mut self, bytes: u64, whole: bool) -> Result<(), Error> {
-        if self.granted.receive(bytes, whole) {
+        if self.credit.receive(bytes, whole) {
             Ok(())
         } else {
-            Err(self.bad(format!("{bytes} bytes more than it was granted")))
+            Err(self.bad(format!("{bytes} bytes without credit")))
         }
     }
 
     fn bad(&self, what: String) -> Error {
         Error::Protocol { stream: self.id, what }
     }
+}
+
+/// Returns the error for memory that no tensor waits for.
+pub(crate) fn no_tensor(stream: u32) -> Error {
+    Error::Misuse(format!("stream {stream} has no tensor that waits for memory"))
 }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is known of a tensor that travels.
+//! META: the description of a tensor.
 
 use std::collections::BTreeMap;
 
 use ts_format::{Codec, Dtype, MAX_RANK, TensorMeta};
 
 use crate::Error;
+use crate::fields::{FieldReader, FieldWriter, key_value};
 use crate::frame::MAX_CONTROL_LEN;
-use crate::wire::{FieldWriter, Fields, pair};
 
 const NAME: u8 = 1;
 const DTYPE: u8 = 0x82;
@@ -22,38 +22,49 @@ const CODEC: u8 = 0x8a;
 const KEPT: u8 = 0x8b;
 const KNOWN: u8 = 0x8c;
 
-/// The most metadata that a tensor has.
+/// The most metadata entries of a tensor.
 const MAX_METADATA: usize = 256;
 
-/// A tensor without its bytes: what it is, and which bytes of a storage are its elements.
+/// The description of a tensor: its type, and which bytes of a storage are its elements.
 ///
-/// Tensors that share a storage, as views and tied weights do, say so by its number: its bytes
-/// travel once.
+/// Tensors that share a storage, such as views and tied weights, have the same
+/// [`storage_id`](Self::storage_id), so that its bytes are sent once.
+///
+/// ```
+/// use ts_format::Dtype;
+/// use ts_remote::TensorInfo;
+///
+/// // The transpose of a 2 x 3 matrix.
+/// let info = TensorInfo::new("w.t", Dtype::F32, [3, 2])?
+///     .in_storage(1, 24, 0, Some(vec![1, 3]))?;
+/// assert!(!info.is_contiguous());
+/// # Ok::<(), ts_remote::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorInfo {
-    /// Its name; may be empty.
+    /// The name, which may be empty.
     pub name: String,
-    /// Element type and shape.
+    /// The element type and the shape.
     pub meta: TensorMeta,
-    /// Elements from one to the next along each dimension; `None` for row-major and contiguous.
+    /// The strides in elements. `None` if the tensor is row-major and contiguous.
     pub strides: Option<Vec<i64>>,
-    /// Where the sender has it, as PyTorch writes devices: `cpu`, `cuda:0`.
+    /// The device at the sender, as PyTorch writes it: `cpu`, `cuda:0`.
     pub device: String,
-    /// The sender's number for its storage; 0 for one that no other tensor shares.
+    /// The sender's number for the storage. 0 if no other tensor shares it.
     pub storage_id: u64,
-    /// Where its first element is in the storage, in bytes.
+    /// The offset of the first element in the storage, in bytes.
     pub storage_offset: u64,
-    /// Length of the storage, and so of the payload, in bytes.
+    /// The length of the storage and of the payload, in bytes.
     pub storage_len: u64,
-    /// What the user wants to say of it.
+    /// Metadata of the user: at most 256 entries.
     pub metadata: BTreeMap<String, String>,
 }
 
 impl TensorInfo {
-    /// A contiguous tensor that is all of its storage, on the CPU.
+    /// Describes a contiguous tensor on the CPU that fills its storage.
     ///
     /// # Errors
-    /// [`Error::Unsendable`] when it has more bytes than can be counted, or half of one.
+    /// Returns [`Error::Unsendable`] if its length in bytes overflows or is not a whole number.
     pub fn new(
         name: impl Into<String>,
         dtype: Dtype,
@@ -61,8 +72,8 @@ impl TensorInfo {
     ) -> Result<Self, Error> {
         let (name, meta) = (name.into(), TensorMeta { dtype, shape: shape.into() });
         let Some(storage_len) = meta.byte_len() else {
-            let reason =
-                format!("{} of shape {:?} is no whole number of bytes", meta.dtype, meta.shape);
+            let (dtype, shape) = (meta.dtype, &meta.shape);
+            let reason = format!("invalid length of {dtype} elements of shape {shape:?}");
             return Err(Error::Unsendable { tensor: name, reason });
         };
         let this = Self {
@@ -79,11 +90,11 @@ impl TensorInfo {
         Ok(this)
     }
 
-    /// The same as a view of a storage: its first element `offset` bytes from where that begins,
-    /// and `strides` elements from one to the next along each dimension.
+    /// Makes the tensor a view of storage `id`, which has `len` bytes. `offset` is the offset of
+    /// the first element in bytes, `strides` are in elements.
     ///
     /// # Errors
-    /// [`Error::Unsendable`] when elements would be outside the storage.
+    /// Returns [`Error::Unsendable`] if elements would be outside the storage.
     pub fn in_storage(
         mut self,
         id: u64,
@@ -97,7 +108,7 @@ impl TensorInfo {
         Ok(self)
     }
 
-    /// Whether its elements lie as they are counted, without gaps.
+    /// Returns whether the elements are in row-major order without gaps.
     pub fn is_contiguous(&self) -> bool {
         let Some(strides) = &self.strides else { return true };
         let mut expected = 1i64;
@@ -108,23 +119,23 @@ impl TensorInfo {
         }) || self.meta.shape.contains(&0)
     }
 
-    /// What is wrong with it.
+    /// Checks that the tensor is valid.
+    ///
+    /// # Errors
+    /// Returns what is invalid.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.meta.shape.len() > MAX_RANK {
-            return Err(format!(
-                "it has {} dimensions, of at most {MAX_RANK}",
-                self.meta.shape.len()
-            ));
+            return Err(format!("{} dimensions (at most {MAX_RANK})", self.meta.shape.len()));
         }
-        let bytes = self.meta.byte_len().ok_or("it is no whole number of bytes, or too many")?;
+        let bytes = self.meta.byte_len().ok_or("invalid length of its elements")?;
         if self.metadata.len() > MAX_METADATA {
             return Err(format!(
-                "it has {} metadata, of at most {MAX_METADATA}",
+                "{} metadata entries (at most {MAX_METADATA})",
                 self.metadata.len()
             ));
         }
         if self.storage_len > isize::MAX as u64 {
-            return Err(format!("a storage of {} bytes is in no memory", self.storage_len));
+            return Err(format!("storage of {} bytes (at most {})", self.storage_len, isize::MAX));
         }
         let (begin, end) = match &self.strides {
             None => (0, i128::from(bytes)),
@@ -133,7 +144,7 @@ impl TensorInfo {
         let offset = i128::from(self.storage_offset);
         if begin + offset < 0 || end + offset > i128::from(self.storage_len) {
             return Err(format!(
-                "its elements are bytes {}..{} of a storage of {}",
+                "elements at bytes {}..{} are outside the storage of {} bytes",
                 begin + offset,
                 end + offset,
                 self.storage_len
@@ -142,32 +153,31 @@ impl TensorInfo {
         Ok(())
     }
 
-    /// The bytes from the first element's that elements with these strides take.
+    /// Returns the range of bytes that elements with these strides take, relative to the first
+    /// element.
     fn extent(&self, strides: &[i64]) -> Result<(i128, i128), String> {
         let shape = &self.meta.shape;
         if strides.len() != shape.len() {
-            return Err(format!("it has {} strides for {} dimensions", strides.len(), shape.len()));
+            return Err(format!("{} strides for {} dimensions", strides.len(), shape.len()));
         }
         let bits = i128::from(self.meta.dtype.bits());
         if bits % 8 != 0 && !self.is_contiguous() {
-            return Err(format!("elements of {bits} bits cannot have strides"));
+            return Err(format!("elements of {bits} bits must be contiguous"));
         }
         if shape.contains(&0) {
             return Ok((0, 0));
         }
-        // 64 dimensions of 127 bits each would not fit, but then neither would the product of what
-        // is checked before.
+        // The product of two numbers of 64 bits fits. Sums are checked.
         let reach = |&(&n, &stride): &(&u64, &i64)| i128::from(n - 1) * i128::from(stride);
         let (mut begin, mut end) = (0i128, 0i128);
         for step in shape.iter().zip(strides).map(|pair| reach(&pair)) {
             let side = if step < 0 { &mut begin } else { &mut end };
-            *side =
-                side.checked_add(step).ok_or("its strides reach further than can be counted")?;
+            *side = side.checked_add(step).ok_or("strides overflow")?;
         }
         let bytes = |elements: i128| elements.checked_mul(bits).map(|bits| bits / 8);
         bytes(begin)
             .zip(end.checked_add(1).and_then(bytes))
-            .ok_or_else(|| "its strides reach too far".into())
+            .ok_or_else(|| "strides overflow".into())
     }
 
     fn unsendable(&self, reason: String) -> Error {
@@ -175,19 +185,19 @@ impl TensorInfo {
     }
 }
 
-/// The body of a META frame.
+/// The body of META.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Announcement {
+pub(crate) struct Meta {
     pub(crate) info: TensorInfo,
-    /// How its DATA are encoded where they say that they are.
+    /// The codec of ENCODED DATA.
     pub(crate) codec: Codec,
-    /// Tensors that come later on this stream have the same storage.
+    /// Later tensors of this stream use the same storage.
     pub(crate) kept: bool,
-    /// The storage came with one that came before.
+    /// The storage came with an earlier tensor of this stream.
     pub(crate) known: bool,
 }
 
-impl Announcement {
+impl Meta {
     pub(crate) fn encode(&self) -> Result<Vec<u8>, Error> {
         let info = &self.info;
         info.check().map_err(|reason| info.unsendable(reason))?;
@@ -202,20 +212,19 @@ impl Announcement {
         fields.number(STORAGE_ID, info.storage_id);
         fields.number(STORAGE_OFFSET, info.storage_offset).number(STORAGE_LEN, info.storage_len);
         for (key, value) in &info.metadata {
-            fields.field(METADATA, &pair(key, value));
+            fields.field(METADATA, &key_value(key, value));
         }
         if self.codec != Codec::Raw {
             fields.field(CODEC, self.codec.name().as_bytes());
         }
-        for (tag, said) in [(KEPT, self.kept), (KNOWN, self.known)] {
-            if said {
+        for (tag, is_set) in [(KEPT, self.kept), (KNOWN, self.known)] {
+            if is_set {
                 fields.field(tag, &[]);
             }
         }
         let body = fields.finish();
         if body.len() > MAX_CONTROL_LEN {
-            let reason =
-                format!("its name and metadata take {} bytes, of {MAX_CONTROL_LEN}", body.len());
+            let reason = format!("its META has {} bytes (at most {MAX_CONTROL_LEN})", body.len());
             return Err(info.unsendable(reason));
         }
         Ok(body)
@@ -235,14 +244,16 @@ impl Announcement {
             metadata: BTreeMap::new(),
         };
         let (mut codec, mut kept, mut known) = (Codec::Raw, false, false);
-        let mut fields = Fields::new(body, stream);
+        let mut fields = FieldReader::new(body, stream);
         while let Some(field) = fields.next()? {
             match field.tag {
                 NAME => info.name = field.text()?.into(),
                 DTYPE => {
                     let name = field.text()?;
-                    dtype =
-                        Some(Dtype::from_name(name).ok_or_else(|| bad(format!("dtype `{name}`")))?);
+                    dtype = Some(
+                        Dtype::from_name(name)
+                            .ok_or_else(|| bad(format!("unknown dtype {name:?}")))?,
+                    );
                 }
                 SHAPE => shape = Some(field.numbers()?.collect()),
                 STRIDES => {
@@ -253,29 +264,30 @@ impl Announcement {
                 STORAGE_OFFSET => info.storage_offset = field.number()?,
                 STORAGE_LEN => len = Some(field.number()?),
                 METADATA => {
-                    let (key, value) = field.pair()?;
+                    let (key, value) = field.key_value()?;
                     info.metadata.insert(key.into(), value.into());
-                    // Small ones take far more memory than they took on their way.
+                    // Small entries take far more memory than bytes of META.
                     if info.metadata.len() > MAX_METADATA {
                         return Err(bad(format!(
-                            "a tensor with more than {MAX_METADATA} metadata"
+                            "META with more than {MAX_METADATA} metadata entries"
                         )));
                     }
                 }
                 CODEC => {
                     let name = field.text()?;
-                    codec = Codec::from_name(name).ok_or_else(|| bad(format!("codec `{name}`")))?;
+                    codec = Codec::from_name(name)
+                        .ok_or_else(|| bad(format!("unknown codec {name:?}")))?;
                 }
                 KEPT => kept = true,
                 KNOWN => known = true,
                 _ => field.skip()?,
             }
         }
-        let absent = |what: &str| bad(format!("a tensor without {what}"));
+        let absent = |what: &str| bad(format!("META without {what}"));
         info.meta.dtype = dtype.ok_or_else(|| absent("dtype"))?;
         info.meta.shape = shape.ok_or_else(|| absent("shape"))?;
-        info.storage_len = len.ok_or_else(|| absent("length"))?;
-        info.check().map_err(|reason| bad(format!("tensor `{}`: {reason}", info.name)))?;
+        info.storage_len = len.ok_or_else(|| absent("storage length"))?;
+        info.check().map_err(|reason| bad(format!("invalid tensor {:?}: {reason}", info.name)))?;
         Ok(Self { info, codec, kept, known })
     }
 }
@@ -287,15 +299,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn views_must_lie_in_their_storage() {
+    fn views_must_be_inside_their_storage() {
         let view = |shape: &[u64], len, offset, strides: &[i64]| {
             let info = TensorInfo::new("w", Dtype::F32, shape).unwrap();
             info.in_storage(7, len, offset, Some(strides.to_vec()))
         };
         assert!(view(&[2, 3], 24, 0, &[3, 1]).unwrap().is_contiguous());
         assert!(!view(&[3, 2], 24, 0, &[1, 3]).unwrap().is_contiguous());
-        assert!(view(&[3], 24, 20, &[-2]).is_ok(), "backwards from the last");
-        assert!(view(&[5], 4, 0, &[0]).is_ok(), "one element, five times");
+        assert!(view(&[3], 24, 20, &[-2]).is_ok(), "a negative stride, from the last element");
+        assert!(view(&[5], 4, 0, &[0]).is_ok(), "one element, repeated five times");
         assert!(view(&[0, 9], 0, 0, &[900, 1]).is_ok());
         for bad in [
             view(&[2, 3], 20, 0, &[3, 1]),
@@ -311,7 +323,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn announcements_are_read_as_they_were_written(
+        fn meta_round_trips(
             name in ".{0,20}",
             shape in prop::collection::vec(0u64..9, 0..5),
             dtype in 0..Dtype::ALL.len(),
@@ -344,19 +356,19 @@ mod tests {
                 strides
             });
             let info = info.in_storage(id, len + pad, pad, strides).unwrap();
-            let said = Announcement { info, codec: Codec::Split, kept, known };
-            let body = said.encode().unwrap();
-            prop_assert_eq!(&Announcement::decode(&body, 1).unwrap(), &said);
+            let meta = Meta { info, codec: Codec::Split, kept, known };
+            let body = meta.encode().unwrap();
+            prop_assert_eq!(&Meta::decode(&body, 1).unwrap(), &meta);
             for cut in 0..body.len() {
-                if let Ok(read) = Announcement::decode(&body[..cut], 1) {
+                if let Ok(read) = Meta::decode(&body[..cut], 1) {
                     prop_assert!(read.info.check().is_ok());
                 }
             }
         }
 
         #[test]
-        fn no_bytes_break_the_reader(body in prop::collection::vec(any::<u8>(), 0..200)) {
-            if let Ok(read) = Announcement::decode(&body, 1) {
+        fn any_bytes_are_rejected_or_valid(body in prop::collection::vec(any::<u8>(), 0..200)) {
+            if let Ok(read) = Meta::decode(&body, 1) {
                 prop_assert!(read.info.check().is_ok());
             }
         }

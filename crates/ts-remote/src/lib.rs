@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors between processes: the wire.
+//! The wire: sends tensors and messages between processes.
 //!
-//! | | |
-//! |---|---|
-//! | [`Connection`] | one end of a connection without its socket: streams of tensors and messages, with byte credits |
-//! | [`Link`] | a connection and its socket (TCP, Unix, with the feature `tls` TLS), for callers that may block |
-//! | `AsyncLink` | the same for callers that await, with the feature `tokio` |
-//! | [`serve()`], [`Handler`] | many connections on one thread |
-//! | [`RangeClient`], [`RangeHandler`] | ranges of files that are elsewhere |
-//! | [`TensorSender`], [`TensorReceiver`] | one stream, for who has a transport of their own; to the host, a GPU, or blocks of pools |
-//! | [`TensorCreditTracker`] | an account of bytes under way, for senders of one's own |
+//! - [`Connection`] is one end of a connection without I/O: streams of tensors and messages with
+//!   flow control by byte credits.
+//! - [`Link`] is a connection over a socket, for callers that may block: TCP, Unix sockets, and TLS
+//!   with the feature `tls`.
+//! - `AsyncLink` is a connection over a byte stream of tokio, with the feature `tokio`.
+//! - [`Acceptor`] accepts connections one by one. [`serve()`] serves many connections on one
+//!   thread, with a [`Handler`] for each. [`Dispatcher`] passes authenticated connections to other
+//!   processes.
+//! - [`RangeClient`] reads ranges of remote files from a [`RangeHandler`].
+//! - [`Backoff`] computes the delays between retries.
 //!
-//! What travels is in PROTOCOL.md. This crate refuses to know files, models or what tensors are
-//! for, starts no thread but where it says so, and needs no async runtime.
+//! PROTOCOL.md in the repository specifies the bytes on the wire. This crate knows nothing about
+//! files, models, or what tensors are for. It starts threads only where the documentation says so,
+//! and needs no async runtime.
 //!
 //! ```
 //! use std::thread;
@@ -27,13 +29,13 @@
 //!     let stream = link.connection().open_stream()?;
 //!     let info = TensorInfo::new("embedding", Dtype::F32, [2, 2])?;
 //!     link.send(stream, info, vec![7; 16].into(), SendOptions::default())?;
-//!     link.close("that was all")
+//!     link.close("all tensors are sent")
 //! });
 //!
 //! let mut link = Link::<Vec<u8>>::new(listener.accept()?, Role::Acceptor, options)?;
 //! loop {
 //!     match link.next_event()? {
-//!         // Memory that there is already is read to by the socket itself.
+//!         // The socket is read straight into this memory.
 //!         Event::Metadata { stream, info, .. } => {
 //!             link.connection().accept(stream, vec![0; info.storage_len as usize])?;
 //!         }
@@ -45,68 +47,98 @@
 //!     }
 //! }
 //! drop(link);
-//! sender.join().expect("it does not panic")?;
+//! sender.join().expect("the sender does not panic")?;
 //! # Ok::<(), ts_remote::Error>(())
 //! ```
 //!
+//! `examples/send_tensor.rs` measures the throughput of such a connection.
+//!
+//! # For embedders
+//! The Python package, the command line and `ts://` do not use these parts. They are public, tested
+//! and documented for programs that embed this crate:
+//!
+//! - [`TensorSender`] and [`TensorReceiver`], one stream of tensors over any transport.
+//! - [`GpuTensorReceiver`], [`PooledGpuReceiver`] and their [`Memory`]: [`GpuMemory`],
+//!   [`PooledMemory`] and [`HostMemory`].
+//! - `AsyncLink`.
+//! - [`TensorCreditTracker`], flow control for other protocols.
+//! - [`Tensor`].
+//!
 //! # Invariants
-//! - What was sent arrives through any window, however the bytes are cut, or one end has an error
-//!   that says why.
-//! - A payload is written from the sender's memory and read to the receiver's; no other copy is
-//!   made in user space, unless it is encoded, under TLS, or there was no memory for it when it
-//!   came. Headers are read ahead: a few of its bytes may come with them.
-//! - A peer has no more memory of a connection's than it was granted.
-//! - No method but those that say so blocks, and those end when the other end is silent for the
-//!   timeout, or is there and does nothing of what is under way while stall_timeout lasts. A wait for
-//!   something to begin lasts as long as the other end lives.
+//! - What is sent arrives through any window, however the byte stream is split, or one of the ends
+//!   gets an error with the reason.
+//! - A payload is written from the sender's memory and read into the receiver's. User space makes
+//!   no other copy, unless the payload is encoded, under TLS, or arrives before its memory is
+//!   provided. Because headers are read ahead, a few bytes of a payload may be copied.
+//! - A peer uses no more memory of a connection than it was granted.
+//! - Only methods that are documented to block do so. They end if the peer is silent for
+//!   `idle_timeout`, or makes no progress in a transfer for `stall_timeout`. A wait for the next
+//!   transfer to begin lasts as long as the peer is alive.
+//!
+//! # Platforms
+//! Linux and other Unix systems. Shared memory, and waiting in [`Link::close`] for the peer's
+//! acknowledgement only, need Linux.
 //!
 //! # Features
-//! `tls` (off by default): connections under TLS. `tokio` (off by default): `AsyncLink`, over
-//! whatever tokio reads and writes.
+//! - `tls` (off by default): TLS with rustls.
+//! - `tokio` (off by default): `AsyncLink`.
 #![forbid(unsafe_code)]
 
 mod acceptor;
+mod address;
 #[cfg(feature = "tokio")]
 mod async_link;
+mod backoff;
 mod connection;
 mod credit;
 mod delivery;
 mod error;
+mod event;
+mod fd;
+mod fields;
 mod frame;
 mod handoff;
+mod handshakes;
 mod hello;
 mod incoming;
 mod info;
 mod link;
+mod listener;
+mod liveness;
 mod memory;
+mod options;
 mod outgoing;
 mod ranges;
 mod receiver;
 #[cfg(feature = "tls")]
 mod relay;
 mod ring;
+mod role;
 mod serve;
 mod sink;
 mod socket;
+mod stats;
 mod tensor;
 #[cfg(feature = "tls")]
 mod tls;
-mod watch;
-mod wire;
 
 pub use acceptor::Acceptor;
+pub use address::Address;
 #[cfg(feature = "tokio")]
 pub use async_link::AsyncLink;
+pub use backoff::Backoff;
 pub use bytes::Bytes;
-pub use connection::{Connection, ConnectionStats, Event, Role, StreamStats};
+pub use connection::Connection;
 pub use credit::TensorCreditTracker;
 pub use error::{Error, ErrorKind};
+pub use event::Event;
 pub use handoff::{Dispatcher, Handoff};
-pub use hello::{ConnectionOptions, VERSION};
+pub use hello::VERSION;
 pub use info::TensorInfo;
 pub use link::Link;
+pub use listener::Listener;
 pub use memory::{BufferSink, GpuMemory, HostMemory, Memory, PooledMemory, PooledSink};
-pub use outgoing::SendOptions;
+pub use options::{ConnectionOptions, SendOptions};
 pub use ranges::{
     Files, ListedFile, MAX_RANGE, RANGES, RangeClient, RangeHandler, Refusal, RefusalKind,
     RemoteFile,
@@ -115,9 +147,11 @@ pub use receiver::{
     GpuReceiverEvent, GpuTensorReceiver, PooledGpuReceiver, ReceiverEvent, TensorReceiver,
     TensorSender,
 };
+pub use role::Role;
 pub use serve::{Handler, ServerOptions, ServerStats, serve};
 pub use sink::Sink;
-pub use socket::{Address, Listener, Socket};
+pub use socket::Socket;
+pub use stats::{ConnectionStats, StreamStats};
 pub use tensor::Tensor;
 #[cfg(feature = "tls")]
 pub use tls::{Identity, TlsClient, TlsServer};

@@ -1,78 +1,85 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A connection and its socket, for callers that may block.
+//! A connection over a socket, for callers that may block.
 
 use std::io::{self, IoSliceMut};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use rustix::event::{PollFd, PollFlags};
 use ts_pool::SharedMemory;
 
-use crate::socket::{Ready, SLICE, Socket};
-use crate::watch::Watch;
+use crate::liveness::Liveness;
+use crate::socket::{POLL_INTERVAL, Ready, Socket};
 use crate::{
     Address, Connection, ConnectionOptions, ConnectionStats, Error, Event, Role, SendOptions, Sink,
     TensorInfo,
 };
 
-/// One end of a connection, and its socket.
+/// One end of a connection over a [`Socket`].
 ///
-/// Nothing happens on it but while one of its methods runs; each that waits reads and writes
-/// whatever there is. Two ends that [`send`](Self::send) each other more than their windows at once
-/// wait for each other, for neither hears of what it is to give memory to, and fail when their
-/// stall_timeout ends: they send by [`connection`](Self::connection) and go on with
-/// [`next_event`](Self::next_event), which does both.
+/// It does I/O only while one of its methods runs. Each method that waits reads and writes whatever
+/// it can.
+///
+/// Two ends that [`send`](Self::send) more than a window to each other at the same time fail with
+/// [`Error::Stalled`], because neither sees the event that asks for memory. Queue such tensors with
+/// [`connection`](Self::connection) instead, and call [`next_event`](Self::next_event), which sends
+/// and receives.
+///
+/// The [crate documentation](crate) has an example.
 #[derive(Debug)]
 pub struct Link<S> {
     connection: Connection<S>,
     socket: Socket,
-    watch: Watch,
-    /// Bytes of shared memory that are to be offered.
-    to_share: usize,
+    liveness: Liveness,
+    /// The length of the shared memory to offer, in bytes; 0 once it has been offered.
+    shared_bytes: usize,
     /// What the socket is ready for, as far as is known.
     ready: Ready,
-    /// What ended the connection, while events that came before wait to be polled.
-    ended: Option<Error>,
-    /// Why nothing more can be written, while what the other end said before is read.
-    mute: Option<Error>,
+    /// Why the connection has ended, while earlier events wait to be polled.
+    end_error: Option<Error>,
+    /// Why the connection is half-closed: writing failed, and the peer's last frames are read.
+    write_error: Option<Error>,
 }
 
-/// The most bytes that are written before something is read, and before others have their turn.
-const TURN: usize = 4 << 20;
-/// What is read at a time of what nobody wants, in bytes.
-const DROPPED: usize = 64 << 10;
-/// The most pieces that one call to the system gets.
+/// The most bytes to write before reading, and before other connections get their turn.
+const MAX_WRITE: usize = 4 << 20;
+/// The length of the buffer for bytes that are read and dropped.
+const DISCARD_LEN: usize = 64 << 10;
+/// The most slices per system call.
 const MAX_SLICES: usize = 16;
 
 impl<S: Sink> Link<S> {
-    /// Connects, and waits until both ends know each other.
+    /// Connects to an address and completes the handshake. Blocks.
     ///
     /// # Errors
-    /// [`Error::Io`] when nobody is there, [`Error::TimedOut`], [`Error::Closed`] with what the
-    /// other end has against it. Blocks.
+    /// Returns [`Error::Io`] if the connection fails, [`Error::TimedOut`] if the peer does not
+    /// complete the handshake within the idle timeout, and [`Error::Closed`] with the peer's reason
+    /// if it refuses.
     pub fn connect(address: &Address, options: ConnectionOptions) -> Result<Self, Error> {
         let socket = Socket::connect(address, options.idle_timeout)?;
         Self::new(socket, Role::Connector, options)
     }
 
-    /// Goes on with a socket, and waits until both ends know each other.
-    ///
-    /// # Errors
-    /// As [`connect`](Self::connect). Blocks.
-    pub fn new(socket: Socket, role: Role, options: ConnectionOptions) -> Result<Self, Error> {
-        let mut this = Self::unmet(socket, role, options);
-        while !this.meet_within(SLICE)? {}
-        Ok(this)
-    }
-
-    /// Waits until both ends know each other, at most so long; whether they do.
+    /// Completes the handshake on a socket. Blocks.
     ///
     /// # Errors
     /// As [`connect`](Self::connect).
-    pub fn meet_within(&mut self, time: Duration) -> Result<bool, Error> {
+    pub fn new(socket: Socket, role: Role, options: ConnectionOptions) -> Result<Self, Error> {
+        let mut this = Self::start(socket, role, options);
+        while !this.handshake_within(POLL_INTERVAL)? {}
+        Ok(this)
+    }
+
+    /// Goes on with the handshake for at most `time`. Returns whether it is complete. Blocks.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect).
+    pub fn handshake_within(&mut self, time: Duration) -> Result<bool, Error> {
         let end = Instant::now() + time;
-        self.watch.begin(&self.connection);
-        self.watch.check_introduction(&self.connection, self.socket.peer())?;
-        // Who accepts has answered then, too.
+        self.liveness.begin_wait(&self.connection);
+        self.liveness.check_handshake(&self.connection, self.socket.peer())?;
+        // An acceptor must also have sent its own HELLO.
         while !self.connection.is_connected()
             || self.connection.has_unsent()
             || self.socket.wants_write()
@@ -80,67 +87,76 @@ impl<S: Sink> Link<S> {
             if Instant::now() >= end {
                 return Ok(false);
             }
-            self.step(SLICE)?;
+            self.step(POLL_INTERVAL)?;
         }
-        // Who was told who this is may want no more of it.
-        self.ended.clone().map_or(Ok(true), Err)
+        // The peer may have closed the connection after it read this end's HELLO.
+        self.end_error.clone().map_or(Ok(true), Err)
     }
 
-    /// Goes on with a socket, whose other end is still to say who it is. Does not block.
-    pub fn unmet(mut socket: Socket, role: Role, mut options: ConnectionOptions) -> Self {
+    /// Starts the handshake on a socket. Does not block:
+    /// [`handshake_within`](Self::handshake_within) completes it.
+    pub fn start(mut socket: Socket, role: Role, mut options: ConnectionOptions) -> Self {
         if !socket.takes_descriptors() {
             options.shared_bytes = 0;
         }
         if options.shared_bytes == 0 {
-            socket.refuse_descriptors();
+            socket.disable_descriptors();
         }
-        let (watch, to_share) = (Watch::new(&options), options.shared_bytes);
+        let (liveness, shared_bytes) = (Liveness::new(&options), options.shared_bytes);
         let connection = Connection::new(role, options);
         let ready = Ready { read: true, write: true };
-        Self { connection, socket, watch, to_share, ready, ended: None, mute: None }
+        Self {
+            connection,
+            socket,
+            liveness,
+            shared_bytes,
+            ready,
+            end_error: None,
+            write_error: None,
+        }
     }
 
-    /// The connection.
+    /// Returns the connection, to open streams, queue tensors and provide memory.
     pub fn connection(&mut self) -> &mut Connection<S> {
         &mut self.connection
     }
 
     pub(crate) fn stall_timeout(&self) -> Duration {
-        self.watch.stall_timeout()
+        self.liveness.stall_timeout()
     }
 
-    /// Who is at the other end.
+    /// Returns the address of the peer.
     pub fn peer(&self) -> &str {
         self.socket.peer()
     }
 
-    /// What it has done.
+    /// Returns the statistics of the connection.
     pub fn stats(&self) -> ConnectionStats {
         self.connection.stats()
     }
 
-    /// What happens next. Blocks until something does.
+    /// Returns the next event. Blocks until there is one.
     ///
     /// # Errors
-    /// What ended the connection; [`Error::TimedOut`] when the other end is silent, also to a ping;
-    /// [`Error::Stalled`] when it is there, but something is under way and does not go on.
+    /// Returns the error that ended the connection, [`Error::TimedOut`] if the peer does not even
+    /// answer pings, or [`Error::Stalled`] if it does but a transfer makes no progress.
     pub fn next_event(&mut self) -> Result<Event<S>, Error> {
-        self.watch.begin(&self.connection);
+        self.liveness.begin_wait(&self.connection);
         loop {
             if let Some(event) = self.connection.poll() {
                 return Ok(event);
             }
-            self.step(SLICE)?;
+            self.step(POLL_INTERVAL)?;
         }
     }
 
-    /// As [`next_event`](Self::next_event), at most so long; `None` when nothing happened.
+    /// Returns the next event, or `None` after `time`. Blocks.
     ///
     /// # Errors
     /// As [`next_event`](Self::next_event).
     pub fn next_event_within(&mut self, time: Duration) -> Result<Option<Event<S>>, Error> {
         let end = Instant::now() + time;
-        self.watch.begin(&self.connection);
+        self.liveness.begin_wait(&self.connection);
         loop {
             let event = self.connection.poll();
             let left = end.saturating_duration_since(Instant::now());
@@ -151,7 +167,7 @@ impl<S: Sink> Link<S> {
         }
     }
 
-    /// What has happened, if anything has. Does not block.
+    /// Returns the next event, if one is available. Does not block.
     ///
     /// # Errors
     /// As [`next_event`](Self::next_event).
@@ -163,12 +179,11 @@ impl<S: Sink> Link<S> {
         Ok(event.or_else(|| self.connection.poll()))
     }
 
-    /// Sends a tensor on a stream, and waits until the socket has it. Events that come meanwhile
-    /// wait.
+    /// Sends a tensor on a stream and waits until the socket has taken all of it. Events that
+    /// arrive meanwhile are queued. Blocks while the peer grants no credit.
     ///
     /// # Errors
-    /// As [`Connection::send`] and [`next_event`](Self::next_event). Blocks as long as the other
-    /// end gives no credit.
+    /// As [`Connection::send`] and [`next_event`](Self::next_event).
     pub fn send(
         &mut self,
         stream: u32,
@@ -180,7 +195,8 @@ impl<S: Sink> Link<S> {
         self.flush(stream)
     }
 
-    /// Sends a message, and waits until the socket has it.
+    /// Sends a message on a stream and waits until the socket has taken it. Blocks while the peer
+    /// grants no credit.
     ///
     /// # Errors
     /// As [`Connection::send_message`] and [`next_event`](Self::next_event).
@@ -189,68 +205,70 @@ impl<S: Sink> Link<S> {
         self.flush(stream)
     }
 
-    /// Waits until the socket has all that was sent on a stream.
+    /// Waits until the socket has taken everything that is queued on a stream. Blocks while the
+    /// peer grants no credit.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event). Blocks as long as the other end gives no credit.
+    /// As [`next_event`](Self::next_event).
     pub fn flush(&mut self, stream: u32) -> Result<(), Error> {
-        self.watch.begin(&self.connection);
+        self.liveness.begin_wait(&self.connection);
         while !self.connection.is_sent(stream) || self.socket.wants_write() {
-            self.step(SLICE)?;
+            self.step(POLL_INTERVAL)?;
         }
         Ok(())
     }
 
-    /// As [`flush`](Self::flush), at most so long; whether the socket has it all.
+    /// Waits like [`flush`](Self::flush), at most `time`. Returns whether the socket has taken
+    /// everything.
     ///
     /// # Errors
     /// As [`next_event`](Self::next_event).
     pub fn flush_within(&mut self, stream: u32, time: Duration) -> Result<bool, Error> {
         let end = Instant::now() + time;
-        self.watch.begin(&self.connection);
+        self.liveness.begin_wait(&self.connection);
         while !self.connection.is_sent(stream) || self.socket.wants_write() {
             if Instant::now() >= end {
                 return Ok(false);
             }
-            self.step(SLICE)?;
+            self.step(POLL_INTERVAL)?;
         }
         Ok(true)
     }
 
-    /// Waits until the socket has all that was sent on all streams, and what this end has to say of
-    /// the other's.
+    /// Waits until the socket has taken everything that is queued on all streams, and all control
+    /// frames. Blocks while the peer grants no credit.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event). Blocks as long as the other end gives no credit.
+    /// As [`next_event`](Self::next_event).
     pub fn flush_all(&mut self) -> Result<(), Error> {
-        self.watch.begin(&self.connection);
+        self.liveness.begin_wait(&self.connection);
         while self.connection.has_unsent() || self.socket.wants_write() {
-            match self.step(SLICE) {
-                // It has all that was sent to it, and no use for what else there was to say.
-                Err(Error::Closed { .. }) if !self.connection.owes() => break,
+            match self.step(POLL_INTERVAL) {
+                // The peer has all user data, and needs no control frames.
+                Err(Error::Closed { .. }) if !self.connection.has_unsent_user_data() => break,
                 done => done?,
             }
         }
         Ok(())
     }
 
-    /// Reads and writes what goes without waiting; writes no more than some MiB, so that others
-    /// have their turn. Whether something went or came.
+    /// Reads and writes what is possible without blocking. Writes at most a few MiB, so that other
+    /// connections get their turn. Returns whether anything was read or written.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event). Does not block.
+    /// As [`next_event`](Self::next_event).
     pub fn drive(&mut self) -> Result<bool, Error> {
         self.ready = Ready { read: true, write: true };
-        self.watch.look();
+        self.liveness.update();
         self.write_and_read()
     }
 
-    /// Whether it has something to write, and waits for its socket to take it.
+    /// Returns whether there is something to write once the socket is writable.
     pub fn wants_write(&mut self) -> bool {
         self.connection.plan_writes() || self.socket.wants_write()
     }
 
-    /// Whether there may be more to read than its socket tells of.
+    /// Returns whether there may be more to read although the socket is not readable.
     pub(crate) fn may_read(&self) -> bool {
         self.ready.read
     }
@@ -259,152 +277,159 @@ impl<S: Sink> Link<S> {
         &self.connection
     }
 
-    pub(crate) fn socket(&self) -> &Socket {
-        &self.socket
+    /// Returns the socket's descriptor and the events to wait for.
+    pub(crate) fn poll_fd(&mut self) -> PollFd<'_> {
+        let mut flags = PollFlags::IN;
+        flags.set(PollFlags::OUT, self.wants_write());
+        PollFd::from_borrowed_fd(self.socket.as_fd(), flags)
     }
 
-    /// Says that this is the end and why, behind what was sent on all streams, and waits until the
-    /// other end's system has that, which may be before it is read; where the system (others than
-    /// Linux) does not tell, until the other end has read it. What comes meanwhile is dropped.
+    /// Closes the connection with a reason, after everything that is queued on all streams. Drops
+    /// what arrives meanwhile. Blocks until the peer's system has acknowledged everything, which
+    /// may be before the peer reads it, and while the peer grants no credit. On systems other than
+    /// Linux, blocks until the peer has read everything.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event): what was sent may not have come then. It is no error
-    /// that the other end closes first, once the socket has all that was sent. Blocks as long as
-    /// there is no credit.
+    /// As [`next_event`](Self::next_event); then some of what was sent may be lost. It is no error
+    /// if the peer closes first, once the socket has taken everything.
     pub fn close(mut self, reason: &str) -> Result<(), Error> {
         self.flush_all()?;
         if matches!(self.connection.end_of_input(), Err(Error::Closed { .. })) {
             return Ok(());
         }
-        match self.say_last(reason) {
-            // Only this end's own farewell has not arrived.
+        match self.send_close(reason) {
+            // The peer has everything but this end's CLOSE.
             Err(Error::Closed { .. }) => Ok(()),
             done => done,
         }
     }
 
-    /// Says why it ends, and waits until the other end's system has all.
-    fn say_last(&mut self, reason: &str) -> Result<(), Error> {
+    /// Sends CLOSE, and waits until the peer's system has acknowledged everything.
+    fn send_close(&mut self, reason: &str) -> Result<(), Error> {
         self.connection.close(reason);
         while self.connection.plan_writes() || self.socket.wants_write() {
-            self.step(SLICE)?;
+            self.step(POLL_INTERVAL)?;
         }
         self.socket.shutdown().map_err(|error| self.socket.failed("closing", error))?;
         self.drain()
     }
 
-    /// Reads on until the other end's system has all that was written: a socket that is closed
-    /// before, and is sent something then, takes back what is still on its way.
+    /// Reads until the peer's system has acknowledged everything. A socket that is closed earlier,
+    /// and then receives something, resets the connection, which drops what is in transit.
     fn drain(&mut self) -> Result<(), Error> {
-        let (mut dropped, mut nothing) = (vec![0; DROPPED], []);
+        let (mut discarded, mut empty) = (vec![0; DISCARD_LEN], []);
         let (mut left, mut since) = (u64::MAX, Instant::now());
-        while since.elapsed() < self.watch.timeout() {
+        while since.elapsed() < self.liveness.idle_timeout() {
             match self.socket.undelivered() {
                 Some(0) => return Ok(()),
                 Some(now) if now < left => (left, since) = (now, Instant::now()),
                 _ => {}
             }
-            self.socket.wait(Ready { read: true, write: false }, SLICE / 10)?;
-            match self
-                .socket
-                .read(&mut [IoSliceMut::new(&mut dropped), IoSliceMut::new(&mut nothing)], false)
-            {
+            self.socket.wait(Ready { read: true, write: false }, POLL_INTERVAL / 10)?;
+            let mut into = [IoSliceMut::new(&mut discarded), IoSliceMut::new(&mut empty)];
+            match self.socket.read(&mut into, false) {
                 Ok(0) => return Ok(()),
                 Ok(_) => {}
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => {}
-                    // It is gone, and was the last to speak.
+                    // The peer closed the connection after it got this end's CLOSE.
                     io::ErrorKind::ConnectionReset | io::ErrorKind::UnexpectedEof => return Ok(()),
                     _ => return Err(self.socket.failed("closing", error)),
                 },
             }
         }
-        Err(Error::Stalled { peer: self.socket.peer().into(), after: self.watch.timeout() })
+        let after = self.liveness.idle_timeout();
+        Err(Error::Stalled { peer: self.socket.peer().into(), after })
     }
 
-    /// How long nothing has gone on.
-    pub(crate) fn at_rest(&mut self) -> Duration {
-        self.watch.look();
-        self.watch.at_rest(&self.connection)
+    /// Returns how long the connection has made no progress.
+    pub(crate) fn idle_time(&mut self) -> Duration {
+        self.liveness.update();
+        self.liveness.idle_time(&self.connection)
     }
 
+    /// Checks that transfers make progress.
+    ///
     /// # Errors
-    /// [`Error::Stalled`] when something is under way and the other end has not done its part for
-    /// longer than is waited for.
+    /// Returns [`Error::Stalled`] if one is in progress and the peer has not done its part for the
+    /// stall timeout.
     pub(crate) fn check_progress(&mut self) -> Result<(), Error> {
-        self.watch.check_progress(&self.connection, self.socket.peer())
+        self.liveness.check_progress(&self.connection, self.socket.peer())
     }
 
-    /// Writes or reads something; when there is nothing to, waits until there is, at most about so
-    /// long, or [`SLICE`].
-    fn step(&mut self, longest: Duration) -> Result<(), Error> {
-        let wait = !longest.is_zero();
-        self.watch.step();
-        // Before what there is to send is put into frames for the socket.
+    /// Writes or reads something. If neither is possible, waits for at most about `timeout` or
+    /// [`POLL_INTERVAL`].
+    fn step(&mut self, timeout: Duration) -> Result<(), Error> {
+        let wait = !timeout.is_zero();
+        self.liveness.begin_step();
+        // Must come before payloads are put into frames for the socket.
         self.share()?;
-        if longest > SLICE / 2 && self.ended.is_none() && self.mute.is_none() && !self.wants_write()
+        if timeout > POLL_INTERVAL / 2
+            && self.end_error.is_none()
+            && self.write_error.is_none()
+            && !self.wants_write()
         {
             self.check_progress()?;
-            self.watch.check_life(&mut self.connection, self.socket.peer())?;
-            // Whoever only waits for bytes does so where they come.
+            self.liveness.check_peer(&mut self.connection, self.socket.peer())?;
+            // Blocking in the read saves a poll.
             return self.read(true).map(drop);
         }
         if self.write_and_read()? {
             return Ok(());
         }
-        if let Some(error) = &self.mute {
-            // What was there is read, and there are no events that wait: those are polled before.
+        if let Some(error) = &self.write_error {
+            // Everything available has been read, and all events were polled before.
             return Err(error.clone());
         }
         let left = if wait {
             self.check_progress()?;
-            self.watch.check_life(&mut self.connection, self.socket.peer())?
+            self.liveness.check_peer(&mut self.connection, self.socket.peer())?
         } else {
             Duration::ZERO
         };
-        let pending = self.wants_write();
-        let ready =
-            self.socket.wait(Ready { read: true, write: pending }, left.min(longest).min(SLICE))?;
-        self.watch.look();
-        // What was not waited for is as it was.
-        self.ready = Ready { read: ready.read, write: ready.write || !pending };
+        let writing = self.wants_write();
+        let wanted = Ready { read: true, write: writing };
+        let ready = self.socket.wait(wanted, left.min(timeout).min(POLL_INTERVAL))?;
+        self.liveness.update();
+        // Not waiting for writability leaves it as it was.
+        self.ready = Ready { read: ready.read, write: ready.write || !writing };
         if !wait {
             self.write_and_read()?;
         }
         Ok(())
     }
 
-    /// Writes and reads as far as the socket is known to be ready for it. Whether something went or
-    /// came.
+    /// Writes and reads as far as the socket is known to be ready. Returns whether anything was
+    /// written or read.
     fn write_and_read(&mut self) -> Result<bool, Error> {
-        if let Some(error) = &self.ended {
+        if let Some(error) = &self.end_error {
             return Err(error.clone());
         }
         if self.connection.is_short_of_credit() {
-            // What has come is worth a look before a payload is cut where its credit ends.
+            // More credit may have arrived, so that a payload need not be cut where it ends.
             self.read(false)?;
         }
-        let wrote = self.mute.is_none() && self.ready.write && self.write()?;
-        // Who cannot write looks for the last time for what the other end has said.
-        let reads = self.ready.read || self.mute.is_some();
+        let wrote = self.write_error.is_none() && self.ready.write && self.write()?;
+        // If writing fails, the peer's last frames are still read.
+        let reads = self.ready.read || self.write_error.is_some();
         Ok(reads && self.read(false)? || wrote)
     }
 
-    /// Offers the other end shared memory, once there is something that it would speed up. Without
-    /// it payloads go by the socket.
+    /// Offers the peer shared memory once there is a payload for it. If that fails, payloads go
+    /// through the socket.
     fn share(&mut self) -> Result<(), Error> {
-        if self.to_share > 0
+        if self.shared_bytes > 0
             && self.connection.could_share()
-            && let Ok(memory) = SharedMemory::create(std::mem::take(&mut self.to_share))
+            && let Ok(memory) = SharedMemory::create(std::mem::take(&mut self.shared_bytes))
         {
             self.connection.share(memory)?;
         }
         Ok(())
     }
 
-    /// Writes what the socket takes. Whether it took something.
+    /// Writes what the socket takes. Returns whether it took anything.
     fn write(&mut self) -> Result<bool, Error> {
-        let (mut wrote, mut left) = (false, TURN);
+        let (mut wrote, mut left) = (false, MAX_WRITE);
         if self.socket.wants_write() {
             match self.socket.flush() {
                 Ok(()) => wrote = true,
@@ -419,21 +444,21 @@ impl<S: Sink> Link<S> {
             match self.socket.write(&slices, self.connection.descriptor_to_send()) {
                 Ok(len) => {
                     self.ready.write = self.socket.may_take_more(len, wanted);
-                    let before = self.connection.moves();
+                    let before = self.connection.progress();
                     self.connection.written(len);
-                    // A full socket takes more when the other end's has taken some; a ping is no
-                    // sign of the other's life.
-                    if self.connection.moves() != before {
-                        self.watch.hear();
+                    // A full socket takes more only after the peer's system has taken some. Pings
+                    // make no progress, and do not show that the peer is active.
+                    if self.connection.progress() != before {
+                        self.liveness.note_activity();
                     }
                     wrote = true;
                     left = left.saturating_sub(len);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.ready.write = false,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // What the other end has said last is of more use than that it is gone.
+                // The peer's CLOSE, if it can still be read, says more than this error.
                 Err(error) => {
-                    self.mute = Some(self.socket.failed("writing", error));
+                    self.write_error = Some(self.socket.failed("writing", error));
                     self.ready = Ready { read: true, write: false };
                 }
             }
@@ -441,7 +466,8 @@ impl<S: Sink> Link<S> {
         Ok(wrote)
     }
 
-    /// Reads what is there, once, or waits for something for a while. Whether there was something.
+    /// Reads once. With `wait`, waits for bytes up to the socket's read timeout. Returns whether
+    /// there were any.
     fn read(&mut self, wait: bool) -> Result<bool, Error> {
         if let Err(error) = self.connection.settle() {
             return self.end(error).map(|()| true);
@@ -450,20 +476,20 @@ impl<S: Sink> Link<S> {
         let wanted = first.len() + second.len();
         let read = self.socket.read(&mut [IoSliceMut::new(first), IoSliceMut::new(second)], wait);
         if wait {
-            self.watch.look();
+            self.liveness.update();
         }
         match read {
             Ok(0) => {
-                let done = Error::Closed { reason: "it has no more to say".into() };
-                Err(self.connection.end_of_input().err().unwrap_or(done))
+                let end = self.connection.end_of_input().err();
+                Err(end.unwrap_or_else(Error::closed_without_reason))
             }
             Ok(len) => {
                 self.ready.read = self.socket.may_have_more(len, wanted);
-                self.watch.hear();
+                self.liveness.note_activity();
                 if let Some(descriptor) = self.socket.take_descriptor() {
                     self.connection.descriptor_received(descriptor);
-                    // One is all that a connection has use for.
-                    self.socket.refuse_descriptors();
+                    // A connection uses at most one.
+                    self.socket.disable_descriptors();
                 }
                 self.connection.filled(len).or_else(|error| self.end(error))?;
                 Ok(true)
@@ -477,20 +503,21 @@ impl<S: Sink> Link<S> {
         }
     }
 
-    /// What came has ended the connection. An error, unless there are events that came before.
+    /// Ends the connection because of what was received. Returns the error, unless earlier events
+    /// wait to be polled.
     fn end(&mut self, error: Error) -> Result<(), Error> {
         if matches!(error, Error::Closed { .. }) {
-            // It waits for that.
+            // The peer waits for the end of the stream.
             let _ = self.socket.shutdown();
         }
-        // The other end is told why, if it takes that.
+        // Tells the peer why, as far as the socket takes it.
         while self.connection.plan_writes()
             && let Ok(len) = self.socket.write(&self.connection.write_slices(MAX_SLICES), None)
         {
             self.connection.written(len);
         }
-        // That is what ended it, also for who asks again and cannot write any more.
-        self.ended = Some(error.clone());
+        // Later calls that can no longer write also return this error.
+        self.end_error = Some(error.clone());
         if self.connection.may_have_events() { Ok(()) } else { Err(error) }
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where memory for tensors is from.
+//! Sources of memory for tensors.
 
 use std::sync::Arc;
 
@@ -10,15 +10,17 @@ use ts_pool::{
 
 use crate::{Error, Sink, TensorInfo};
 
-/// Gives tensors their memory as they are announced.
+/// A source of memory for the tensors of a [`TensorReceiver`](crate::TensorReceiver).
+///
+/// Closures `FnMut(&TensorInfo) -> Result<impl Sink, Error>` implement it.
 pub trait Memory {
-    /// What payloads are received to.
+    /// The memory of a tensor.
     type Sink: Sink;
 
-    /// Memory for a tensor's storage: as many bytes as that has.
+    /// Allocates memory of the length of the tensor's storage.
     ///
     /// # Errors
-    /// [`Error::Memory`] when there is none.
+    /// Returns [`Error::Memory`] if there is none.
     fn allocate(&mut self, info: &TensorInfo) -> Result<Self::Sink, Error>;
 }
 
@@ -34,20 +36,36 @@ fn no_memory(info: &TensorInfo, source: ts_pool::Error) -> Error {
     Error::Memory { tensor: info.name.clone(), bytes: info.storage_len, source: Arc::new(source) }
 }
 
-/// The length of a storage in memory.
+/// Returns the length of the storage, or a length that no allocation has.
 fn len_of(info: &TensorInfo) -> usize {
     usize::try_from(info.storage_len).unwrap_or(usize::MAX)
 }
 
-/// The host's memory, as the system gives it, up to a limit for each tensor.
+/// Host memory of the global allocator, up to a limit per tensor.
+///
+/// ```
+/// use ts_format::Dtype;
+/// use ts_remote::{HostMemory, Memory, TensorInfo};
+///
+/// let mut memory = HostMemory::new(1 << 20);
+/// let info = TensorInfo::new("w", Dtype::F32, [2, 3])?;
+/// assert_eq!(memory.allocate(&info)?.len(), 24);
+/// # Ok::<(), ts_remote::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct HostMemory {
-    /// Longer storages are refused, in bytes.
+    /// The longest storage that is allocated, in bytes.
     pub limit_bytes: u64,
 }
 
 impl HostMemory {
-    fn never(self, info: &TensorInfo) -> Error {
+    /// Creates a source with this limit per tensor, in bytes.
+    pub fn new(limit_bytes: u64) -> Self {
+        Self { limit_bytes }
+    }
+
+    fn too_long(self, info: &TensorInfo) -> Error {
         let capacity_bytes = usize::try_from(self.limit_bytes).unwrap_or(usize::MAX);
         no_memory(info, ts_pool::Error::NeverFits { requested_bytes: len_of(info), capacity_bytes })
     }
@@ -58,10 +76,10 @@ impl Memory for HostMemory {
 
     fn allocate(&mut self, info: &TensorInfo) -> Result<Vec<u8>, Error> {
         if info.storage_len > self.limit_bytes {
-            return Err(self.never(info));
+            return Err(self.too_long(info));
         }
         let mut bytes = Vec::new();
-        bytes.try_reserve_exact(len_of(info)).map_err(|_| self.never(info))?;
+        bytes.try_reserve_exact(len_of(info)).map_err(|_| self.too_long(info))?;
         bytes.resize(len_of(info), 0);
         Ok(bytes)
     }
@@ -75,26 +93,34 @@ impl Memory for HostPool {
     }
 }
 
-/// The memory of a GPU, or the host's where there is none.
+/// The memory of a GPU, or host memory if there is no GPU.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct GpuMemory {
-    /// Which GPU.
+    /// The number of the GPU.
     pub ordinal: usize,
-    /// Longer storages are refused, in bytes.
+    /// The longest storage that is allocated, in bytes.
     pub limit_bytes: u64,
 }
 
 impl GpuMemory {
-    /// The most that a storage has if nothing else is said: 64 GiB.
+    /// The default of [`limit_bytes`](Self::limit_bytes): 64 GiB.
     pub const USUAL_LIMIT: u64 = 64 << 30;
 
-    /// That of this GPU.
+    /// Creates a source of the memory of a GPU, with the default limit.
     pub fn new(ordinal: usize) -> Self {
         Self { ordinal, limit_bytes: Self::USUAL_LIMIT }
     }
+
+    /// Sets [`limit_bytes`](Self::limit_bytes).
+    #[must_use]
+    pub fn with_limit_bytes(mut self, limit_bytes: u64) -> Self {
+        self.limit_bytes = limit_bytes;
+        self
+    }
 }
 
-/// A [`TensorBuffer`] that is filled. Bytes for a GPU go by way of the host.
+/// A [`TensorBuffer`] that is being filled. Bytes for a GPU are copied through host memory.
 #[derive(Debug)]
 pub struct BufferSink {
     tensor: String,
@@ -102,8 +128,8 @@ pub struct BufferSink {
     staging: Vec<u8>,
 }
 
-/// What goes to a device at a time, in bytes.
-const PIECE: usize = 4 << 20;
+/// The length of the staging memory for a device, in bytes.
+const STAGING_LEN: usize = 4 << 20;
 
 impl Memory for GpuMemory {
     type Sink = BufferSink;
@@ -111,13 +137,14 @@ impl Memory for GpuMemory {
     fn allocate(&mut self, info: &TensorInfo) -> Result<BufferSink, Error> {
         let host = HostMemory { limit_bytes: self.limit_bytes };
         if info.storage_len > self.limit_bytes {
-            return Err(host.never(info));
+            return Err(host.too_long(info));
         }
         let buffer = match TensorBuffer::allocate_gpu(len_of(info), self.ordinal) {
             Ok(buffer) => buffer,
             Err(_) => TensorBuffer::cpu({ host }.allocate(info)?),
         };
-        let staging = if buffer.is_gpu() { vec![0; PIECE.min(buffer.len())] } else { Vec::new() };
+        let staging =
+            if buffer.is_gpu() { vec![0; STAGING_LEN.min(buffer.len())] } else { Vec::new() };
         Ok(BufferSink { tensor: info.name.clone(), buffer, staging })
     }
 }
@@ -133,8 +160,8 @@ impl Sink for BufferSink {
         match self.buffer.as_mut_slice() {
             Some(bytes) => Ok(&mut bytes[offset as usize..][..len]),
             None => {
-                let most = len.min(self.staging.len());
-                Ok(&mut self.staging[..most])
+                let len = len.min(self.staging.len());
+                Ok(&mut self.staging[..len])
             }
         }
     }
@@ -144,7 +171,7 @@ impl Sink for BufferSink {
             return Ok(());
         }
         let written = self.buffer.write(offset as usize, &self.staging[..len]);
-        written.map_err(|error| failed(&self.tensor, self.buffer.len(), error))
+        written.map_err(|error| copy_failed(&self.tensor, self.buffer.len(), error))
     }
 
     fn finish(self) -> Result<TensorBuffer, Error> {
@@ -152,12 +179,12 @@ impl Sink for BufferSink {
     }
 }
 
-fn failed(tensor: &str, bytes: usize, error: ts_pool::Error) -> Error {
+fn copy_failed(tensor: &str, bytes: usize, error: ts_pool::Error) -> Error {
     Error::Memory { tensor: tensor.into(), bytes: bytes as u64, source: Arc::new(error) }
 }
 
-/// Blocks of pools: a device's, which are filled by way of pinned memory, or the pinned memory's
-/// own.
+/// Blocks of pools: blocks of device memory, which are filled through pinned memory, or blocks of
+/// pinned memory.
 #[derive(Debug, Clone)]
 pub struct PooledMemory<D: Device> {
     pinned: PinnedMemoryPool<D>,
@@ -165,32 +192,33 @@ pub struct PooledMemory<D: Device> {
 }
 
 impl<D: Device> PooledMemory<D> {
-    /// Blocks of `gpu`, filled on a stream by way of `pinned`; without it blocks of `pinned`.
+    /// Creates a source of blocks of `gpu`, which are filled on a stream through `pinned`. Without
+    /// `gpu`, a source of blocks of `pinned`.
     pub fn new(pinned: PinnedMemoryPool<D>, gpu: Option<(GpuMemoryPool<D>, D::Stream)>) -> Self {
         Self { pinned, gpu }
     }
 
-    /// Statistics of the pinned memory.
+    /// Returns the statistics of the pinned memory.
     pub fn pinned_pool_stats(&self) -> BlockStats {
         self.pinned.stats()
     }
 
-    /// Statistics of the device's memory, if there is some.
+    /// Returns the statistics of the device memory, if there is any.
     pub fn gpu_pool_stats(&self) -> Option<BlockStats> {
         self.gpu.as_ref().map(|(pool, _)| pool.stats())
     }
 }
 
-/// A block of a pool that is filled.
+/// A block of a pool that is being filled.
 #[derive(Debug)]
 pub struct PooledSink<D: Device> {
     tensor: String,
-    place: Place<D>,
+    target: FillTarget<D>,
 }
 
 #[derive(Debug)]
-enum Place<D: Device> {
-    Host(PooledBuffer<D>),
+enum FillTarget<D: Device> {
+    Pinned(PooledBuffer<D>),
     Device(Upload<D>),
 }
 
@@ -199,15 +227,15 @@ impl<D: Device> Memory for PooledMemory<D> {
 
     fn allocate(&mut self, info: &TensorInfo) -> Result<PooledSink<D>, Error> {
         let (tensor, len) = (info.name.clone(), len_of(info));
-        let place = match &self.gpu {
-            None => self.pinned.acquire(len).map(Place::Host),
+        let target = match &self.gpu {
+            None => self.pinned.acquire(len).map(FillTarget::Pinned),
             Some((pool, stream)) => {
-                let piece = PIECE.min(len.max(1));
-                let upload = |to| Upload::new(to, &self.pinned, piece, stream);
-                pool.acquire(len).and_then(upload).map(Place::Device)
+                let staging = STAGING_LEN.min(len.max(1));
+                let upload = |to| Upload::new(to, &self.pinned, staging, stream);
+                pool.acquire(len).and_then(upload).map(FillTarget::Device)
             }
         };
-        Ok(PooledSink { tensor, place: place.map_err(|error| no_memory(info, error))? })
+        Ok(PooledSink { tensor, target: target.map_err(|error| no_memory(info, error))? })
     }
 }
 
@@ -215,43 +243,44 @@ impl<D: Device> Sink for PooledSink<D> {
     type Full = PooledBuffer<D>;
 
     fn byte_len(&self) -> u64 {
-        match &self.place {
-            Place::Host(buffer) => buffer.len() as u64,
-            Place::Device(upload) => upload.byte_len() as u64,
+        match &self.target {
+            FillTarget::Pinned(buffer) => buffer.len() as u64,
+            FillTarget::Device(upload) => upload.byte_len() as u64,
         }
     }
 
     fn space(&mut self, offset: u64, len: usize) -> Result<&mut [u8], Error> {
         let bytes = self.byte_len() as usize;
-        match &mut self.place {
-            Place::Host(buffer) => {
-                let bytes = buffer.host_bytes_mut().expect("the pool is of the host's memory");
+        match &mut self.target {
+            FillTarget::Pinned(buffer) => {
+                let bytes = buffer.host_bytes_mut().expect("pinned memory is host memory");
                 Ok(&mut bytes[offset as usize..][..len])
             }
-            Place::Device(upload) => {
-                let space = upload.space().map_err(|error| failed(&self.tensor, bytes, error))?;
-                let most = len.min(space.len());
-                Ok(&mut space[..most])
+            FillTarget::Device(upload) => {
+                let space =
+                    upload.space().map_err(|error| copy_failed(&self.tensor, bytes, error))?;
+                let len = len.min(space.len());
+                Ok(&mut space[..len])
             }
         }
     }
 
     fn filled(&mut self, _: u64, len: usize) -> Result<(), Error> {
         let bytes = self.byte_len() as usize;
-        match &mut self.place {
-            Place::Host(_) => Ok(()),
-            Place::Device(upload) => {
-                upload.written(len).map_err(|error| failed(&self.tensor, bytes, error))
+        match &mut self.target {
+            FillTarget::Pinned(_) => Ok(()),
+            FillTarget::Device(upload) => {
+                upload.written(len).map_err(|error| copy_failed(&self.tensor, bytes, error))
             }
         }
     }
 
     fn finish(self) -> Result<PooledBuffer<D>, Error> {
-        match self.place {
-            Place::Host(buffer) => Ok(buffer),
-            Place::Device(upload) => {
+        match self.target {
+            FillTarget::Pinned(buffer) => Ok(buffer),
+            FillTarget::Device(upload) => {
                 let bytes = upload.byte_len();
-                upload.finish().map_err(|error| failed(&self.tensor, bytes, error))
+                upload.finish().map_err(|error| copy_failed(&self.tensor, bytes, error))
             }
         }
     }

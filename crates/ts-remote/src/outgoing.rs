@@ -1,31 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A stream, as the end that sends it knows it.
+//! The sending end of a stream.
 
 use std::collections::VecDeque;
 
 use bytes::Bytes;
-use ts_format::{Codec, Compression, Dtype, Encoder};
+use ts_format::{Codec, Dtype, Encoder};
 use twox_hash::XxHash3_64;
 
-use crate::frame::{CHECKED, ENCODED, HEADER_LEN, Header, Kind, SHARED};
-use crate::info::{Announcement, TensorInfo};
-use crate::ring::{MIN_PAYLOAD, RingOut};
-use crate::{Error, StreamStats};
+use crate::frame::{CHECKED, ENCODED, ENCODED_PREFIX_LEN, HEADER_LEN, Header, Kind, SHARED};
+use crate::info::{Meta, TensorInfo};
+use crate::ring::{MIN_PAYLOAD, RingWriter};
+use crate::{Error, SendOptions, StreamStats};
 
-/// How a payload travels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct SendOptions {
-    /// Whether its bytes are compressed, piece by piece.
-    pub compression: Compression,
-    /// Whether each frame of it has a checksum (XXH3, 64 bits), which the receiver compares. TCP's
-    /// own are of 16 bits.
-    pub checksums: bool,
-    /// Tensors sent later on the same stream share this one's storage: see
-    /// [`Connection::send_view`](crate::Connection::send_view).
-    pub keep: bool,
-}
-
-/// What was given to a stream to send, and has not all gone.
+/// Something that is queued on a stream.
 #[derive(Debug)]
 enum Item {
     Meta {
@@ -44,7 +31,8 @@ enum Item {
 }
 
 impl Item {
-    fn left_to_share(&self) -> Option<usize> {
+    /// Returns how many bytes of a payload are left, if it may go through shared memory.
+    fn shareable_len(&self) -> Option<usize> {
         match self {
             Self::Payload { payload, at, encoder: None, .. } if payload.len() >= MIN_PAYLOAD => {
                 Some(payload.len() - at)
@@ -54,31 +42,31 @@ impl Item {
     }
 }
 
+/// The sending end of a stream.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     id: u32,
     items: VecDeque<Item>,
-    /// What the other end allows, in bytes since the stream began.
+    /// How many bytes may have been sent since the stream began.
     limit: u64,
     sent: u64,
     stats: StreamStats,
     paused: bool,
 }
 
-/// A frame to be written: what it begins with, then bytes that lie elsewhere, then what it ends
-/// with.
+/// A frame to be written: `head`, then `payload`, which is not copied, then `tail`.
 pub(crate) struct OutFrame {
     pub(crate) head: Vec<u8>,
     pub(crate) payload: Bytes,
     pub(crate) tail: Vec<u8>,
-    /// A descriptor goes with its first byte.
+    /// A descriptor is attached to its first byte.
     pub(crate) has_descriptor: bool,
-    /// Bytes that went to shared memory.
+    /// The length of its piece in shared memory, in bytes.
     pub(crate) shared: usize,
 }
 
 impl std::fmt::Debug for OutFrame {
-    /// Not what is in it: that may be a secret.
+    /// Omits the bytes, which may contain the token.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "OutFrame({} bytes)", self.len())
     }
@@ -87,22 +75,22 @@ impl std::fmt::Debug for OutFrame {
 impl OutFrame {
     pub(crate) fn control(kind: Kind, stream: u32, seq: u64, body: &[u8]) -> Self {
         let header = Header { kind, flags: 0, stream, seq, len: body.len() as u64 };
-        Self::of([&header.encode()[..], body].concat(), Bytes::new(), Vec::new())
+        Self::new([&header.encode()[..], body].concat(), Bytes::new(), Vec::new())
     }
 
-    fn of(head: Vec<u8>, payload: Bytes, tail: Vec<u8>) -> Self {
+    fn new(head: Vec<u8>, payload: Bytes, tail: Vec<u8>) -> Self {
         Self { head, payload, tail, has_descriptor: false, shared: 0 }
     }
 
-    /// Whether it has something that the user sent.
-    pub(crate) fn is_of_user(&self) -> bool {
+    /// Returns whether it carries data of the user.
+    pub(crate) fn is_user_data(&self) -> bool {
         [Kind::Meta, Kind::Data, Kind::End, Kind::Message]
             .iter()
             .any(|&kind| kind as u8 == self.head[0])
     }
 
-    /// Whether it only says that this end is there.
-    pub(crate) fn is_sign_of_life(&self) -> bool {
+    /// Returns whether it is PING or PONG.
+    pub(crate) fn is_ping_or_pong(&self) -> bool {
         [Kind::Ping as u8, Kind::Pong as u8].contains(&self.head[0])
     }
 
@@ -111,8 +99,8 @@ impl OutFrame {
     }
 }
 
-/// A message so short is copied behind its header.
-const SHORT: usize = 4 << 10;
+/// The longest message that is copied after its header, in bytes.
+const SHORT_MESSAGE: usize = 4 << 10;
 
 impl Outgoing {
     pub(crate) fn new(id: u32, window: u64) -> Self {
@@ -126,6 +114,7 @@ impl Outgoing {
         }
     }
 
+    /// Queues a tensor. Without `payload` its storage is known to the peer.
     pub(crate) fn push_tensor(
         &mut self,
         info: TensorInfo,
@@ -136,7 +125,7 @@ impl Outgoing {
         if payload.as_ref().is_some_and(|payload| payload.len() as u64 != info.storage_len) {
             let len = payload.map_or(0, |payload| payload.len());
             return Err(unsendable(format!(
-                "its storage has {} bytes, and {len} are given",
+                "its payload must have the {} bytes of its storage, got {len}",
                 info.storage_len
             )));
         }
@@ -151,8 +140,8 @@ impl Outgoing {
             }
         };
         let codec = codec.unwrap_or(Codec::Raw);
-        let body =
-            Announcement { info, codec, kept: options.keep, known: payload.is_none() }.encode()?;
+        let meta = Meta { info, codec, kept: options.keep, known: payload.is_none() };
+        let body = meta.encode()?;
         self.items.push_back(Item::Meta { body });
         self.stats.tensors += 1;
         self.stats.expected_bytes += payload.as_ref().map_or(0, |payload| payload.len() as u64);
@@ -187,7 +176,7 @@ impl Outgoing {
         self.items.iter().map(of).sum()
     }
 
-    /// Whether what comes next is a message, which somebody waits for.
+    /// Returns whether the next item is a message.
     pub(crate) fn is_urgent(&self) -> bool {
         matches!(self.items.front(), Some(Item::Message(_)))
     }
@@ -196,8 +185,8 @@ impl Outgoing {
         self.stats
     }
 
-    /// It is looked at while there is room on the wire: whether it has something to send and no
-    /// credit is counted.
+    /// Counts a pause if the stream has something to send but no credit. Called when the connection
+    /// has nothing to write.
     pub(crate) fn note_pause(&mut self) {
         let paused = self.sent >= self.limit
             && !matches!(self.items.front(), None | Some(Item::End | Item::Finish));
@@ -205,30 +194,31 @@ impl Outgoing {
         self.paused = paused;
     }
 
-    pub(crate) fn allow(&mut self, limit: u64) {
+    /// Raises the credit limit.
+    pub(crate) fn set_limit(&mut self, limit: u64) {
         self.limit = self.limit.max(limit);
     }
 
-    /// Whether there is a payload that may go by shared memory.
-    pub(crate) fn has_to_share(&self) -> bool {
-        self.items.iter().any(|item| item.left_to_share().is_some())
+    /// Returns whether a payload may go through shared memory.
+    pub(crate) fn has_shareable(&self) -> bool {
+        self.items.iter().any(|item| item.shareable_len().is_some())
     }
 
-    /// What is left of a payload that is next, if that may go by shared memory.
-    fn left_to_share(&self) -> Option<usize> {
-        self.items.front().and_then(Item::left_to_share)
+    /// Returns how many bytes of the next item are left, if it may go through shared memory.
+    fn shareable_len(&self) -> Option<usize> {
+        self.items.front().and_then(Item::shareable_len)
     }
 
-    /// Whether there is credit for a part of the next payload's first frame, which has at most so
-    /// many bytes.
-    pub(crate) fn is_cut_short(&self, most: usize) -> bool {
+    /// Returns whether credit would split the next piece of a payload, of at most `max_piece`
+    /// bytes.
+    pub(crate) fn is_split_by_credit(&self, max_piece: usize) -> bool {
         let credit = self.limit.saturating_sub(self.sent);
         let mut needed = 0;
         for item in &self.items {
             match item {
                 Item::Meta { body } => needed += (body.len() + HEADER_LEN) as u64,
                 Item::Payload { payload, at, .. } => {
-                    needed += (payload.len() - at).min(most) as u64;
+                    needed += (payload.len() - at).min(max_piece) as u64;
                     return 0 < credit && credit < needed;
                 }
                 Item::End => {}
@@ -238,32 +228,33 @@ impl Outgoing {
         false
     }
 
-    /// Whether there is something that may go out.
-    pub(crate) fn is_ready(&self, ring: Option<&RingOut>) -> bool {
+    /// Returns whether something may be sent now.
+    pub(crate) fn is_ready(&self, ring: Option<&RingWriter>) -> bool {
         match self.items.front() {
             None => false,
             Some(Item::End | Item::Finish) => true,
             Some(Item::Meta { .. } | Item::Message(_)) => self.sent < self.limit,
             Some(Item::Payload { .. }) => {
-                let fits =
-                    ring.zip(self.left_to_share()).is_none_or(|(ring, left)| ring.room(left) > 0);
+                let fits = ring
+                    .zip(self.shareable_len())
+                    .is_none_or(|(ring, left)| ring.next_len(left) > 0);
                 self.sent < self.limit && fits
             }
         }
     }
 
-    /// The next frame, with at most so many bytes of payload; those of large ones go to `ring`, if
-    /// there is one. Whether the stream is over with it.
+    /// Returns the next frame, with a piece of at most `max_piece` bytes, and whether it is the
+    /// last of the stream. Pieces of large payloads are written to `ring`, if there is one.
     pub(crate) fn next_frame(
         &mut self,
-        most: usize,
-        ring: Option<&mut RingOut>,
+        max_piece: usize,
+        ring: Option<&mut RingWriter>,
     ) -> Option<(OutFrame, bool)> {
         if !self.is_ready(ring.as_deref()) {
             return None;
         }
         let (id, position) = (self.id, self.sent);
-        let ring = ring.filter(|_| self.left_to_share().is_some());
+        let ring = ring.filter(|_| self.shareable_len().is_some());
         let credit = usize::try_from(self.limit - position.min(self.limit)).unwrap_or(usize::MAX);
         let frame = match self.items.front_mut()? {
             Item::Meta { body } => {
@@ -277,9 +268,10 @@ impl Outgoing {
                 message_frame(id, message)
             }
             Item::Payload { payload, at, dtype, encoder, checksums } => {
-                let room = ring.as_ref().map_or(usize::MAX, |ring| ring.room(payload.len() - *at));
-                let most = most.min(credit).min(room);
-                let piece = payload.slice(*at..payload.len().min(at.saturating_add(most)));
+                let left = payload.len() - *at;
+                let space = ring.as_ref().map_or(usize::MAX, |ring| ring.next_len(left));
+                let len = left.min(max_piece).min(credit).min(space);
+                let piece = payload.slice(*at..*at + len);
                 let frame = match ring {
                     Some(ring) => shared_frame(id, *at, &piece, ring, *checksums),
                     None => data_frame(
@@ -306,17 +298,23 @@ impl Outgoing {
 }
 
 fn message_frame(id: u32, message: &Bytes) -> OutFrame {
-    if message.len() <= SHORT {
+    if message.len() <= SHORT_MESSAGE {
         return OutFrame::control(Kind::Message, id, 0, message);
     }
     let header =
         Header { kind: Kind::Message, flags: 0, stream: id, seq: 0, len: message.len() as u64 };
-    OutFrame::of(header.encode().to_vec(), message.clone(), Vec::new())
+    OutFrame::new(header.encode().to_vec(), message.clone(), Vec::new())
 }
 
-/// A piece of a payload that goes by shared memory.
-fn shared_frame(id: u32, at: usize, piece: &[u8], ring: &mut RingOut, checksums: bool) -> OutFrame {
-    ring.put(piece);
+/// Writes a piece of a payload to shared memory. Returns the frame for it.
+fn shared_frame(
+    id: u32,
+    at: usize,
+    piece: &[u8],
+    ring: &mut RingWriter,
+    checksums: bool,
+) -> OutFrame {
+    ring.write(piece);
     let flags = if checksums { SHARED | CHECKED } else { SHARED };
     let mut body = (piece.len() as u64).to_le_bytes().to_vec();
     if checksums {
@@ -324,11 +322,11 @@ fn shared_frame(id: u32, at: usize, piece: &[u8], ring: &mut RingOut, checksums:
     }
     let header =
         Header { kind: Kind::Data, flags, stream: id, seq: at as u64, len: body.len() as u64 };
-    let frame = OutFrame::of([&header.encode()[..], &body].concat(), Bytes::new(), Vec::new());
+    let frame = OutFrame::new([&header.encode()[..], &body].concat(), Bytes::new(), Vec::new());
     OutFrame { shared: piece.len(), ..frame }
 }
 
-/// A piece of a payload: as it is, or encoded where that makes it smaller.
+/// Returns the frame for a piece of a payload, encoded if that makes it smaller.
 fn data_frame(
     id: u32,
     at: usize,
@@ -338,49 +336,48 @@ fn data_frame(
     checksums: bool,
 ) -> OutFrame {
     let encoded = encoder.and_then(|encoder| encode(encoder, dtype, &piece));
-    let (payload, flags, before) = match encoded {
-        Some((bytes, before)) => (Bytes::from(bytes), ENCODED, before.to_vec()),
+    let (payload, flags, prefix) = match encoded {
+        Some((bytes, prefix)) => (Bytes::from(bytes), ENCODED, prefix.to_vec()),
         None => (piece, 0, Vec::new()),
     };
-    let tail = if checksums { sum(&before, &payload).to_le_bytes().to_vec() } else { Vec::new() };
+    let tail = if checksums { sum(&prefix, &payload).to_le_bytes().to_vec() } else { Vec::new() };
     let flags = if checksums { flags | CHECKED } else { flags };
-    let len = (before.len() + payload.len() + tail.len()) as u64;
+    let len = (prefix.len() + payload.len() + tail.len()) as u64;
     let header = Header { kind: Kind::Data, flags, stream: id, seq: at as u64, len };
-    let mut head = Vec::with_capacity(HEADER_LEN + before.len());
+    let mut head = Vec::with_capacity(HEADER_LEN + prefix.len());
     head.extend_from_slice(&header.encode());
-    head.extend_from_slice(&before);
-    OutFrame::of(head, payload, tail)
+    head.extend_from_slice(&prefix);
+    OutFrame::new(head, payload, tail)
 }
 
-/// What an encoded body begins with: the length of what it decodes to, and the codec's width.
-pub(crate) const ENCODED_HEAD: usize = 8;
-
+/// Encodes a piece. Returns its encoded bytes and prefix, or `None` if that would not be shorter.
 fn encode(
     encoder: &mut Encoder,
     dtype: Dtype,
     piece: &[u8],
-) -> Option<(Vec<u8>, [u8; ENCODED_HEAD])> {
+) -> Option<(Vec<u8>, [u8; ENCODED_PREFIX_LEN])> {
     let width = dtype.bits() as usize / 8;
     if width == 0 || !piece.len().is_multiple_of(width) {
         return None;
     }
     let mut bytes = Vec::new();
     let encoded = encoder.encode(dtype, piece, &mut bytes);
-    if encoded.codec == Codec::Raw || encoded.len + ENCODED_HEAD >= piece.len() {
+    if encoded.codec == Codec::Raw || encoded.len + ENCODED_PREFIX_LEN >= piece.len() {
         return None;
     }
-    let mut before = [0; ENCODED_HEAD];
-    before[..4].copy_from_slice(&(piece.len() as u32).to_le_bytes());
-    before[4] = encoded.width;
-    Some((bytes, before))
+    let mut prefix = [0; ENCODED_PREFIX_LEN];
+    prefix[..4].copy_from_slice(&(piece.len() as u32).to_le_bytes());
+    prefix[4] = encoded.width;
+    Some((bytes, prefix))
 }
 
-fn sum(before: &[u8], payload: &[u8]) -> u64 {
-    if before.is_empty() {
+/// Returns the XXH3 of the prefix and the payload.
+fn sum(prefix: &[u8], payload: &[u8]) -> u64 {
+    if prefix.is_empty() {
         return XxHash3_64::oneshot(payload);
     }
     let mut hasher = XxHash3_64::with_seed(0);
-    std::hash::Hasher::write(&mut hasher, before);
+    std::hash::Hasher::write(&mut hasher, prefix);
     std::hash::Hasher::write(&mut hasher, payload);
     std::hash::Hasher::finish(&hasher)
 }

@@ -1,22 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ranges of files that are elsewhere: the service `ranges`, by which checkpoints are read from
-//! another machine.
+//! The service `ranges`: reading ranges of remote files, such as checkpoints.
 
 use bytes::Bytes;
 use ts_format::Dtype;
 
-use crate::wire::{FieldWriter, Fields};
+use crate::fields::{FieldReader, FieldWriter};
 use crate::{
     Connection, ConnectionOptions, Error, Event, Handler, Link, Role, SendOptions, Sink, Socket,
     TensorInfo,
 };
 
-/// What a connection to such a server asks for.
+/// The name of the service.
 pub const RANGES: &str = "ranges";
-/// The longest range that is asked for at once, in bytes.
+/// The longest range of one request, in bytes.
 pub const MAX_RANGE: u64 = 16 << 20;
 
-/// The most files that are listed.
+/// The most files of a listing.
 const MAX_LISTED: usize = 1 << 16;
 
 const OPEN: u64 = 1;
@@ -34,41 +33,42 @@ const REFUSED: u8 = 0x87;
 const REASON: u8 = 0x88;
 const ENTRY: u8 = 0x89;
 const ADDRESS: u8 = 0x8a;
-const LOST: u8 = 0x8b;
+/// For list: the last name of the previous answer. For join: the address of a lost peer.
+const AFTER_OR_LOST: u8 = 0x8b;
 
-/// The most bytes of names in one answer; the rest is asked for again.
-const PAGE: usize = 32 << 10;
+/// The most bytes of entries in one answer of list. The client requests the rest.
+const PAGE_LEN: usize = 32 << 10;
 
-/// A file of a server's, as it was when it was opened.
+/// A file of a server, as it was when it was opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RemoteFile {
-    /// The server's number for it, on this connection.
+    /// The server's number for the file on this connection.
     pub id: u64,
-    /// Its length in bytes.
+    /// The length in bytes.
     pub len: u64,
-    /// What tells this state of it from others.
+    /// Bytes that differ between states of the file.
     pub version: Vec<u8>,
 }
 
-/// Why a server does not give what it was asked for.
+/// A refusal of a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
 pub struct Refusal {
-    /// What kind of reason it is.
+    /// The kind of the refusal.
     pub kind: RefusalKind,
-    /// In the server's words.
+    /// The server's reason.
     pub reason: String,
 }
 
-/// Kinds of reasons to refuse.
+/// The kind of a [`Refusal`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RefusalKind {
-    /// There is no such file.
+    /// The file does not exist.
     NotFound,
-    /// The file is not what it was when it was opened.
+    /// The file has changed since it was opened.
     Changed,
-    /// The server could not read it.
+    /// The server could not read the file.
     Failed,
 }
 
@@ -76,65 +76,62 @@ impl RefusalKind {
     const ALL: [Self; 3] = [Self::NotFound, Self::Changed, Self::Failed];
 }
 
-/// A file that a server has.
+/// A file in a listing.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ListedFile {
-    /// The name by which it is opened.
+    /// The name to open the file with.
     pub name: String,
-    /// Its length in bytes.
+    /// The length in bytes.
     pub len: u64,
 }
 
-/// Files to serve ranges of.
+/// The files of a [`RangeHandler`].
 pub trait Files {
-    /// Opens a file by the name that clients give it, which may be anything.
+    /// Opens a file. The name comes from the client and can be any text.
     ///
     /// # Errors
-    /// Why not.
+    /// Returns the refusal to send to the client.
     fn open(&mut self, name: &str) -> Result<RemoteFile, Refusal>;
 
-    /// A range of a file that was opened; fewer bytes only at its end. `Ok(None)` when there is no
-    /// memory for it now.
+    /// Reads a range of an open file. The result is shorter only at the end of the file, and `None`
+    /// if there is no memory for it now: then the handler tries again.
     ///
     /// # Errors
-    /// Why not.
+    /// Returns the refusal to send to the client.
     fn read(&mut self, file: u64, offset: u64, len: usize) -> Result<Option<Bytes>, Refusal>;
 
-    /// The file of this name, or all files below the directory of this name, in the order of their
-    /// names.
+    /// Lists the file of this name, or all files below the directory of this name, sorted by name.
     ///
     /// # Errors
-    /// Why not; [`RefusalKind::NotFound`] if nothing is said about it.
+    /// Returns the refusal to send to the client. The default implementation refuses with
+    /// [`RefusalKind::NotFound`].
     fn list(&mut self, name: &str) -> Result<Vec<ListedFile>, Refusal> {
-        Err(Refusal {
-            kind: RefusalKind::NotFound,
-            reason: format!("nothing is listed as {name:?}"),
-        })
+        Err(Refusal { kind: RefusalKind::NotFound, reason: format!("{name:?} cannot be listed") })
     }
 
-    /// A client will have what is of this name, and serve it at `address` as it comes: who else
-    /// does, from whom it is to be had meanwhile. `lost` is one who was named before and is gone.
-    /// `None` for none but this server.
+    /// Notes that the client will serve `name` at `address` while it receives it. Returns the
+    /// address of another client to read it from, or `None` if it should read from this server.
+    /// `lost` is the address of a client that was returned before and is unreachable.
     fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Option<String> {
         let _ = (name, address, lost);
         None
     }
 }
 
-/// Serves ranges of files to one that has connected.
+/// Serves ranges of files on one connection.
 #[derive(Debug)]
 pub struct RangeHandler<F> {
     files: F,
     stream: Option<u32>,
-    /// What could not be read for want of memory.
+    /// A read for which there was no memory: file, offset and length.
     waiting: Option<(u64, u64, usize)>,
 }
 
-/// What is given to the socket ahead of what it takes, in bytes.
-const AHEAD: usize = 8 << 20;
+/// How many bytes are queued for the socket before requests have to wait.
+const MAX_QUEUED: usize = 8 << 20;
 
 impl<F: Files> RangeHandler<F> {
-    /// One that has served nothing yet.
+    /// Creates a handler for one connection.
     pub fn new(files: F) -> Self {
         Self { files, stream: None, waiting: None }
     }
@@ -162,7 +159,7 @@ impl<F: Files> RangeHandler<F> {
                 let mut fields = FieldWriter::default();
                 match self.files.list(&name) {
                     Ok(files) => {
-                        let mut left = PAGE;
+                        let mut left = PAGE_LEN;
                         for file in files
                             .iter()
                             .filter(|file| after.as_ref().is_none_or(|after| file.name > *after))
@@ -247,12 +244,14 @@ impl<F: Files> Handler for RangeHandler<F> {
     ) -> Result<(), String> {
         match event {
             Event::Connected { service, .. } if service != RANGES => {
-                Err(format!("this server serves `{RANGES}`, and not `{service}`"))
+                Err(format!("unknown service {service:?}: this server offers {RANGES:?}"))
             }
             Event::Message { bytes, .. } => {
                 self.answer(&bytes, connection).map_err(|error| error.to_string())
             }
-            Event::Metadata { .. } => Err("this server takes no tensors".into()),
+            Event::Metadata { .. } => {
+                Err("unexpected tensor: this server only answers requests".into())
+            }
             _ => Ok(()),
         }
     }
@@ -263,7 +262,7 @@ impl<F: Files> Handler for RangeHandler<F> {
         {
             connection.close(&error.to_string());
         }
-        self.waiting.is_none() && connection.unsent_bytes() < AHEAD
+        self.waiting.is_none() && connection.unsent_bytes() < MAX_QUEUED
     }
 }
 
@@ -287,7 +286,7 @@ impl Request {
             Self::List { name, after } => {
                 fields.number(OPERATION, LIST).field(NAME, name.as_bytes());
                 if let Some(after) = after {
-                    fields.field(LOST, after.as_bytes());
+                    fields.field(AFTER_OR_LOST, after.as_bytes());
                 }
                 &mut fields
             }
@@ -295,7 +294,7 @@ impl Request {
                 fields.number(OPERATION, JOIN).field(NAME, name.as_bytes());
                 fields.field(ADDRESS, address.as_bytes());
                 if let Some(lost) = lost {
-                    fields.field(LOST, lost.as_bytes());
+                    fields.field(AFTER_OR_LOST, lost.as_bytes());
                 }
                 &mut fields
             }
@@ -304,10 +303,9 @@ impl Request {
     }
 
     fn decode(message: &[u8]) -> Result<Self, Error> {
-        let bad = |what: &str| Error::Protocol { stream: 0, what: what.into() };
         let (mut operation, mut name, mut file, mut offset, mut len) = (0, None, None, None, None);
         let (mut address, mut lost) = (None, None);
-        let mut fields = Fields::new(message, 0);
+        let mut fields = FieldReader::new(message, 0);
         while let Some(field) = fields.next()? {
             match field.tag {
                 OPERATION => operation = field.number()?,
@@ -316,7 +314,7 @@ impl Request {
                 OFFSET => offset = Some(field.number()?),
                 LEN => len = Some(field.number()?),
                 ADDRESS => address = Some(field.text()?.to_string()),
-                LOST => lost = Some(field.text()?.to_string()),
+                AFTER_OR_LOST => lost = Some(field.text()?.to_string()),
                 _ => field.skip()?,
             }
         }
@@ -329,12 +327,62 @@ impl Request {
             (READ, _, Some(file), Some(offset), Some(len)) if (1..=MAX_RANGE).contains(&len) => {
                 Ok(Self::Read { file, offset, len: len as usize })
             }
-            _ => Err(bad("it asks for nothing that there is")),
+            _ => {
+                let what = format!("invalid request (operation {operation})");
+                Err(Error::Protocol { stream: 0, what })
+            }
         }
     }
 }
 
-/// Reads ranges of a server's files, one after the other. Blocks.
+/// Reads ranges of a server's files, one after the other. Its methods block.
+///
+/// ```
+/// use std::thread;
+/// use ts_remote::{
+///     Bytes, ConnectionOptions, Files, Listener, RangeClient, RangeHandler, Refusal, RefusalKind,
+///     RemoteFile, ServerOptions, Socket, serve,
+/// };
+///
+/// /// One file in memory.
+/// struct OneFile(Bytes);
+///
+/// impl Files for OneFile {
+///     fn open(&mut self, name: &str) -> Result<RemoteFile, Refusal> {
+///         if name == "model.bin" {
+///             Ok(RemoteFile { id: 0, len: self.0.len() as u64, version: vec![1] })
+///         } else {
+///             Err(Refusal { kind: RefusalKind::NotFound, reason: "no such file".into() })
+///         }
+///     }
+///
+///     fn read(&mut self, _: u64, at: u64, len: usize) -> Result<Option<Bytes>, Refusal> {
+///         Ok(Some(self.0.slice(at as usize..).slice(..len)))
+///     }
+/// }
+///
+/// let options = ConnectionOptions::default();
+/// let listener = Listener::bind(&"127.0.0.1:0".parse()?, options.idle_timeout)?;
+/// let socket = Socket::connect(listener.address(), options.idle_timeout)?;
+/// let (stop, stopped) = std::sync::mpsc::channel();
+/// let server = thread::spawn(move || {
+///     let file = Bytes::from_static(b"0123456789");
+///     let mut should_stop = || stopped.try_recv().is_ok();
+///     let new_handler = |_: &str| RangeHandler::new(OneFile(file.clone()));
+///     serve(&listener, &ServerOptions::default(), &mut should_stop, new_handler, |_, _| {})
+/// });
+///
+/// let mut client = RangeClient::<Vec<u8>>::new(socket, options)?;
+/// let file = client.open("model.bin")?.expect("the file exists");
+/// let mut memory = Some(vec![0; 4]);
+/// client.read(file.id, 3, &mut memory)?.expect("the range is in the file");
+/// assert_eq!(memory, Some(b"3456".to_vec()));
+/// assert_eq!(client.open("other")?.unwrap_err().kind, RefusalKind::NotFound);
+/// drop(client);
+/// stop.send(()).expect("the server runs");
+/// server.join().expect("the server does not panic")?;
+/// # Ok::<(), ts_remote::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct RangeClient<S> {
     link: Link<S>,
@@ -342,13 +390,12 @@ pub struct RangeClient<S> {
 }
 
 impl<S: Sink> RangeClient<S> {
-    /// Asks a server for its service.
+    /// Completes the handshake with a server.
     ///
     /// # Errors
     /// As [`Link::new`].
     pub fn new(socket: Socket, options: ConnectionOptions) -> Result<Self, Error> {
-        let options = ConnectionOptions { service: RANGES.into(), ..options };
-        let mut link = Link::new(socket, Role::Connector, options)?;
+        let mut link = Link::new(socket, Role::Connector, options.with_service(RANGES))?;
         let stream = link.connection().open_stream()?;
         Ok(Self { link, stream })
     }
@@ -356,14 +403,14 @@ impl<S: Sink> RangeClient<S> {
     /// Opens a file.
     ///
     /// # Errors
-    /// What ended the connection, or inside of it why the server refuses.
+    /// Returns the error that ended the connection. The inner result has the server's refusal.
     pub fn open(&mut self, name: &str) -> Result<Result<RemoteFile, Refusal>, Error> {
-        let message = self.ask(&Request::Open { name: name.into() })?;
+        let message = self.request(&Request::Open { name: name.into() })?;
         let (mut id, mut len, mut version) = (None, None, None);
         if let Some(refusal) = refusal_of(&message)? {
             return Ok(Err(refusal));
         }
-        let mut fields = Fields::new(&message, 0);
+        let mut fields = FieldReader::new(&message, 0);
         while let Some(field) = fields.next()? {
             match field.tag {
                 FILE => id = Some(field.number()?),
@@ -374,26 +421,26 @@ impl<S: Sink> RangeClient<S> {
         }
         match (id, len, version) {
             (Some(id), Some(len), Some(version)) => Ok(Ok(RemoteFile { id, len, version })),
-            _ => Err(Error::Protocol { stream: 0, what: "a file without a length".into() }),
+            _ => Err(Error::Protocol { stream: 0, what: "incomplete answer to open".into() }),
         }
     }
 
-    /// Reads a range, at most [`MAX_RANGE`], to memory of exactly its length, which must all be in
-    /// the file. The memory is there again afterwards, unless the connection ended meanwhile: then
-    /// [`take_sink`](Self::take_sink) has it.
+    /// Reads the range from `offset` that fills `memory`: at most [`MAX_RANGE`] bytes, all inside
+    /// the file. Afterwards `memory` is `Some` again. If the connection ends during the read,
+    /// [`take_sink`](Self::take_sink) returns the memory.
     ///
     /// # Errors
-    /// What ended the connection; inside of that why the server refuses.
+    /// Returns the error that ended the connection. The inner result has the server's refusal.
     ///
     /// # Panics
-    /// If no memory is given.
+    /// Panics if `memory` is `None`.
     pub fn read(
         &mut self,
         file: u64,
         offset: u64,
         memory: &mut Option<S>,
     ) -> Result<Result<(), Refusal>, Error> {
-        let len = memory.as_ref().expect("memory is given").byte_len();
+        let len = memory.as_ref().expect("the caller provides memory").byte_len();
         let request = Request::Read { file, offset, len: len as usize };
         self.link.send_message(self.stream, request.encode())?;
         loop {
@@ -413,26 +460,20 @@ impl<S: Sink> RangeClient<S> {
                 Event::Message { bytes, .. } => match refusal_of(&bytes)? {
                     Some(refusal) => return Ok(Err(refusal)),
                     None => {
-                        return Err(Error::Protocol {
-                            stream: 0,
-                            what: "an answer to no question".into(),
-                        });
+                        let what = "message instead of the tensor that answers read";
+                        return Err(Error::Protocol { stream: 0, what: what.into() });
                     }
                 },
                 Event::Cancelled { reason, sink, .. } => {
                     *memory = sink.or(memory.take());
-                    return Err(Error::Protocol {
-                        stream: 0,
-                        what: format!("it gives up: {reason}"),
-                    });
+                    return Err(cancelled(&reason));
                 }
-                other => return Err(surprise(&other)),
+                other => return Err(unexpected(&other)),
             }
         }
     }
 
-    /// The file of this name, or all files below the directory of this name, in the order of their
-    /// names.
+    /// Lists the file of this name, or all files below the directory of this name, sorted by name.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -440,22 +481,21 @@ impl<S: Sink> RangeClient<S> {
         let mut files: Vec<ListedFile> = Vec::new();
         loop {
             let after = files.last().map(|file| file.name.clone());
-            let message = self.ask(&Request::List { name: name.into(), after })?;
+            let message = self.request(&Request::List { name: name.into(), after })?;
             if let Some(refusal) = refusal_of(&message)? {
                 return Ok(Err(refusal));
             }
             let before = files.len();
-            let mut fields = Fields::new(&message, 0);
+            let mut fields = FieldReader::new(&message, 0);
             while let Some(field) = fields.next()? {
                 if field.tag != ENTRY {
                     field.skip()?;
                     continue;
                 }
-                let bad =
-                    || Error::Protocol { stream: 0, what: "a file that is listed wrongly".into() };
+                let bad = || Error::Protocol { stream: 0, what: "invalid entry of a list".into() };
                 let (len, name) = field.bytes().split_first_chunk::<8>().ok_or_else(bad)?;
                 let name = std::str::from_utf8(name).map_err(|_| bad())?.to_string();
-                // Otherwise it could go on for ever.
+                // Unsorted names could go on for ever.
                 if files.last().is_some_and(|last| last.name >= name) || files.len() >= MAX_LISTED {
                     return Err(bad());
                 }
@@ -467,12 +507,12 @@ impl<S: Sink> RangeClient<S> {
         }
     }
 
-    /// Says that this end will have what is of this name, and serve it at `address`: the address of
-    /// one who has it already, or is about to, and from whom it is to be read; `None` for the
-    /// server itself. `lost` is one who was named before and is gone.
+    /// Announces that this client will serve `name` at `address` while it receives it. Returns the
+    /// address of another client to read it from, or `None` if it should read from the server.
+    /// `lost` is the address of a client that was returned before and is unreachable.
     ///
     /// # Errors
-    /// What ended the connection.
+    /// Returns the error that ended the connection.
     pub fn join(
         &mut self,
         name: &str,
@@ -481,8 +521,8 @@ impl<S: Sink> RangeClient<S> {
     ) -> Result<Option<String>, Error> {
         let lost = lost.map(Into::into);
         let message =
-            self.ask(&Request::Join { name: name.into(), address: address.into(), lost })?;
-        let (mut fields, mut from) = (Fields::new(&message, 0), None);
+            self.request(&Request::Join { name: name.into(), address: address.into(), lost })?;
+        let (mut fields, mut from) = (FieldReader::new(&message, 0), None);
         while let Some(field) = fields.next()? {
             match field.tag {
                 ADDRESS => from = Some(field.text()?.to_string()),
@@ -492,25 +532,27 @@ impl<S: Sink> RangeClient<S> {
         Ok(from)
     }
 
-    fn ask(&mut self, request: &Request) -> Result<Bytes, Error> {
+    /// Sends a request and returns the message that answers it.
+    fn request(&mut self, request: &Request) -> Result<Bytes, Error> {
         self.link.send_message(self.stream, request.encode())?;
         loop {
             match self.answer()? {
                 Event::Message { bytes, .. } => return Ok(bytes),
                 Event::Connected { .. } => {}
-                other => return Err(surprise(&other)),
+                other => return Err(unexpected(&other)),
             }
         }
     }
 
-    /// What the server says next, which may look for memory first, but not for ever.
+    /// Waits for the next event of an answer. The server may have to wait for memory, but no longer
+    /// than the stall timeout.
     fn answer(&mut self) -> Result<Event<S>, Error> {
         let stall_timeout = self.link.stall_timeout();
         let stalled = Error::Stalled { peer: self.link.peer().into(), after: stall_timeout };
         self.link.next_event_within(stall_timeout)?.ok_or(stalled)
     }
 
-    /// The memory of a range that was not read to its end, when the connection has ended.
+    /// Returns the memory of an incomplete read once the connection has ended.
     pub fn take_sink(&mut self) -> Option<S> {
         self.link.connection().take_sinks().pop()
     }
@@ -518,7 +560,7 @@ impl<S: Sink> RangeClient<S> {
 
 fn refusal_of(message: &[u8]) -> Result<Option<Refusal>, Error> {
     let (mut kind, mut reason) = (None, String::new());
-    let mut fields = Fields::new(message, 0);
+    let mut fields = FieldReader::new(message, 0);
     while let Some(field) = fields.next()? {
         match field.tag {
             REFUSED => {
@@ -532,13 +574,17 @@ fn refusal_of(message: &[u8]) -> Result<Option<Refusal>, Error> {
     Ok(kind.map(|kind| Refusal { kind, reason }))
 }
 
-fn surprise<S>(event: &Event<S>) -> Error {
+fn unexpected<S>(event: &Event<S>) -> Error {
     let what = match event {
         Event::Metadata { info, .. } => {
-            format!("{} bytes that were not asked for", info.storage_len)
+            format!("unexpected tensor of {} bytes", info.storage_len)
         }
-        Event::Cancelled { reason, .. } => format!("it gives up: {reason}"),
-        _ => "it ends the stream of its answers".into(),
+        Event::Cancelled { reason, .. } => return cancelled(reason),
+        _ => "the stream of answers has ended".into(),
     };
     Error::Protocol { stream: 0, what }
+}
+
+fn cancelled(reason: &str) -> Error {
+    Error::Protocol { stream: 0, what: format!("the answer was cancelled: {reason}") }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One stream of tensors, for callers with a transport of their own.
+//! One stream of tensors over any transport, for embedders.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -13,39 +13,40 @@ use crate::{
     Connection, ConnectionOptions, Error, Event, Role, SendOptions, Sink, Tensor, TensorInfo,
 };
 
-/// What a receiver of tensors says.
+/// An event of a [`TensorReceiver`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReceiverEvent {
-    /// A tensor begins, and has its memory.
+    /// A tensor begins, and has got its memory.
     Metadata(Box<TensorInfo>),
-    /// Bytes of it are where they belong.
+    /// Bytes of the payload have been written to its memory.
     Data {
-        /** First byte, in the payload. */
+        /// The offset of the first byte in the payload.
         offset: u64,
-        /** How many. */
+        /// The number of bytes.
         bytes: u64,
     },
-    /// It is complete, and to be [taken](TensorReceiver::take).
+    /// The tensor is complete and can be [taken](TensorReceiver::take).
     End,
-    /// More must be fed.
+    /// There is no event until more bytes are fed.
     NeedMoreData,
-    /// The sender gave it up, and says why.
+    /// The sender cancelled the stream, for this reason.
     Cancelled(String),
 }
 
-/// What a [`GpuTensorReceiver`] says.
+/// An event of a [`GpuTensorReceiver`].
 pub type GpuReceiverEvent = ReceiverEvent;
 
-/// Receives tensors to the memory of a GPU, or to the host's where there is none.
+/// Receives tensors into the memory of a GPU, or into host memory if there is no GPU.
 pub type GpuTensorReceiver = TensorReceiver<GpuMemory>;
 
-/// Receives tensors to blocks of pools.
+/// Receives tensors into blocks of pools.
 pub type PooledGpuReceiver<D> = TensorReceiver<PooledMemory<D>>;
 
-/// Receives what a [`TensorSender`] sends, one tensor after the other, whatever carries the bytes.
+/// Receives the tensors of a [`TensorSender`] in order, over any transport. Its methods do no I/O.
 ///
-/// Bytes are [fed](Self::feed), or read straight to [where they belong](Self::next_read_target).
-/// What is to go back to the sender, credit, is in [`replies`](Self::replies).
+/// Pass the bytes that arrive to [`feed`](Self::feed), or read them straight into
+/// [`next_read_target`](Self::next_read_target). Send [`replies`](Self::replies), which grant
+/// credit, back to the sender.
 ///
 /// ```
 /// use ts_format::Dtype;
@@ -57,7 +58,7 @@ pub type PooledGpuReceiver<D> = TensorReceiver<PooledMemory<D>>;
 /// let info = TensorInfo::new("embedding", Dtype::F32, [2, 2])?;
 /// sender.send(info, vec![7; 16].into(), SendOptions::default())?;
 ///
-/// let mut receiver = TensorReceiver::new(HostMemory { limit_bytes: 1 << 30 });
+/// let mut receiver = TensorReceiver::new(HostMemory::new(1 << 30));
 /// receiver.feed(&sender.encode())?;
 /// while receiver.poll() != ReceiverEvent::End {}
 /// let tensor = receiver.take()?;
@@ -69,23 +70,34 @@ pub struct TensorReceiver<M: Memory> {
     memory: M,
     connection: Connection<M::Sink>,
     events: VecDeque<ReceiverEvent>,
-    /// Of the tensor that arrives, or was taken last.
+    /// The length of the current payload, and how much of it has arrived.
     expected: u64,
     received: u64,
     complete: VecDeque<(TensorInfo, Option<M::Sink>)>,
 }
 
-/// How much a sender sends before it hears from the receiver, in bytes.
+/// How many bytes a sender may send before the first reply.
 const WINDOW: u64 = 4 << 20;
 
 fn options() -> ConnectionOptions {
-    ConnectionOptions { window_bytes: WINDOW, ..ConnectionOptions::default() }
+    ConnectionOptions::default().with_window_bytes(WINDOW)
+}
+
+/// Copies received bytes to where a connection reads them. Returns how many.
+fn copy_to_targets<S: Sink>(connection: &mut Connection<S>, bytes: &[u8]) -> Result<usize, Error> {
+    let mut len = 0;
+    for target in connection.read_targets()? {
+        let part = target.len().min(bytes.len() - len);
+        target[..part].copy_from_slice(&bytes[len..len + part]);
+        len += part;
+    }
+    Ok(len)
 }
 
 impl<M: Memory> TensorReceiver<M> {
-    /// One that takes memory as tensors are announced.
+    /// Creates a receiver that allocates from `memory` when a tensor begins.
     pub fn new(memory: M) -> Self {
-        let connection = Connection::introduced(Role::Acceptor, options());
+        let connection = Connection::without_handshake(Role::Acceptor, options());
         Self {
             memory,
             connection,
@@ -96,47 +108,43 @@ impl<M: Memory> TensorReceiver<M> {
         }
     }
 
-    /// Takes bytes of the sender's, copying payloads to where they belong.
+    /// Processes bytes of the sender, and copies payloads to their memory.
     ///
     /// # Errors
-    /// [`Error::Protocol`], [`Error::Damaged`], [`Error::Memory`]. Nothing more can be received
-    /// then.
+    /// Returns [`Error::Protocol`] or [`Error::Damaged`] if the bytes are invalid, and
+    /// [`Error::Memory`] if there is no memory for a tensor. Then nothing more can be received.
     pub fn feed(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         while !bytes.is_empty() {
-            let mut len = 0;
-            for target in self.connection.read_targets()? {
-                let part = target.len().min(bytes.len());
-                target[..part].copy_from_slice(&bytes[..part]);
-                bytes = &bytes[part..];
-                len += part;
-            }
+            let len = copy_to_targets(&mut self.connection, bytes)?;
+            bytes = &bytes[len..];
             self.filled(len)?;
         }
         Ok(())
     }
 
-    /// Where the sender's next bytes are to be read to: first the one, which may be the memory of a
-    /// tensor, then the other.
+    /// Returns where to read the sender's next bytes: first into one buffer, then into the other.
+    /// The first may be the memory of a tensor.
     ///
     /// # Errors
-    /// What the memory says.
+    /// As [`Connection::read_targets`].
     pub fn next_read_target(&mut self) -> Result<[&mut [u8]; 2], Error> {
         self.connection.read_targets()
     }
 
-    /// So many bytes were read to what [`next_read_target`](Self::next_read_target) gave last.
+    /// Reports that `len` bytes were read into the last
+    /// [`next_read_target`](Self::next_read_target).
     ///
     /// # Errors
     /// As [`feed`](Self::feed).
     pub fn filled(&mut self, len: usize) -> Result<(), Error> {
         let filled = self.connection.filled(len);
         while let Some(event) = self.connection.poll() {
-            self.hear(event)?;
+            self.handle(event)?;
         }
         filled
     }
 
-    fn hear(&mut self, event: Event<M::Sink>) -> Result<(), Error> {
+    fn handle(&mut self, event: Event<M::Sink>) -> Result<(), Error> {
         match event {
             Event::Metadata { stream, info, known, .. } => {
                 (self.expected, self.received) = (if known { 0 } else { info.storage_len }, 0);
@@ -162,31 +170,31 @@ impl<M: Memory> TensorReceiver<M> {
         Ok(())
     }
 
-    /// What happened. Does not block.
+    /// Returns the next event. Does not block.
     pub fn poll(&mut self) -> ReceiverEvent {
         self.events.pop_front().unwrap_or(ReceiverEvent::NeedMoreData)
     }
 
-    /// Bytes of the payload that arrives, or arrived last; 0 before it is announced.
+    /// Returns the length of the current or last payload, in bytes.
     pub fn expected_bytes(&self) -> u64 {
         self.expected
     }
 
-    /// Of these, those that have come.
+    /// Returns how many bytes of that payload have arrived.
     pub fn received_bytes(&self) -> u64 {
         self.received
     }
 
-    /// Whether there is a tensor to be taken.
+    /// Returns whether a tensor can be taken.
     pub fn is_complete(&self) -> bool {
         !self.complete.is_empty()
     }
 
-    /// The next tensor that is complete, and its storage. May block until that is on its device.
+    /// Takes the next complete tensor. May block until its elements are on the device.
     ///
     /// # Errors
-    /// [`Error::Misuse`] when none is complete, or it is a view of one that was taken before; what
-    /// the memory says.
+    /// Returns [`Error::Misuse`] if no tensor is complete, or if it is a view of an earlier
+    /// tensor's storage, or an error of the memory.
     pub fn take(&mut self) -> Result<Tensor<<M::Sink as Sink>::Full>, Error> {
         let none = || Error::Misuse("no tensor is complete".into());
         let (info, sink) = self.complete.pop_front().ok_or_else(none)?;
@@ -194,31 +202,31 @@ impl<M: Memory> TensorReceiver<M> {
             Some(sink) => sink,
             None if info.storage_len == 0 => self.memory.allocate(&info)?,
             None => {
-                let what =
-                    format!("tensor `{}` is a view of storage {}", info.name, info.storage_id);
+                let (name, id) = (&info.name, info.storage_id);
+                let what = format!("tensor {name:?} is a view of storage {id}, which was taken");
                 return Err(Error::Misuse(what));
             }
         };
         Ok(Tensor { info, buffer: sink.finish()? })
     }
 
-    /// Gives the source of its memory back. What was not taken is dropped.
+    /// Returns the source of memory. Drops tensors that were not taken.
     pub fn into_memory(self) -> M {
         self.memory
     }
 
-    /// What is to be sent to the sender: credit. Call it after each [`feed`](Self::feed), or it
-    /// will stop.
+    /// Returns the bytes to send back to the sender, which grant credit. Call it after each
+    /// [`feed`](Self::feed), because the sender pauses without credit.
     pub fn replies(&mut self) -> Vec<u8> {
         encoded(&mut self.connection)
     }
 }
 
 impl GpuTensorReceiver {
-    /// The next tensor that is complete, on the host.
+    /// Takes the next complete tensor, and copies it to host memory.
     ///
     /// # Errors
-    /// As [`take`](Self::take); [`Error::Memory`] when it cannot be copied.
+    /// As [`take`](Self::take), and [`Error::Memory`] if the copy fails.
     pub fn take_tensor(&mut self) -> Result<Tensor<Vec<u8>>, Error> {
         let Tensor { info, buffer } = self.take()?;
         let bytes = TensorBuffer::to_host(&buffer).map_err(|error| Error::Memory {
@@ -231,18 +239,35 @@ impl GpuTensorReceiver {
 }
 
 impl<D: Device> PooledGpuReceiver<D> {
-    /// Statistics of the pinned memory.
+    /// Returns the statistics of the pinned memory.
     pub fn pinned_pool_stats(&self) -> BlockStats {
         self.memory.pinned_pool_stats()
     }
 
-    /// Statistics of the device's memory, if there is some.
+    /// Returns the statistics of the device memory, if there is any.
     pub fn gpu_pool_stats(&self) -> Option<BlockStats> {
         self.memory.gpu_pool_stats()
     }
 }
 
-/// Sends tensors to a [`TensorReceiver`], whatever carries the bytes.
+/// Sends tensors to a [`TensorReceiver`], over any transport. Its methods do no I/O.
+///
+/// ```
+/// use ts_format::Dtype;
+/// use ts_remote::{HostMemory, SendOptions, TensorInfo, TensorReceiver, TensorSender};
+///
+/// let mut sender = TensorSender::new();
+/// let mut receiver = TensorReceiver::new(HostMemory::new(1 << 30));
+/// let info = TensorInfo::new("w", Dtype::U8, [8 << 20])?;
+/// sender.send(info, vec![1; 8 << 20].into(), SendOptions::default())?;
+/// // More than the window, so the sender needs credit from the receiver.
+/// while !sender.is_sent() {
+///     receiver.feed(&sender.encode())?;
+///     sender.feed(&receiver.replies())?;
+/// }
+/// assert_eq!(receiver.take()?.buffer.len(), 8 << 20);
+/// # Ok::<(), ts_remote::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct TensorSender {
     connection: Connection<Vec<u8>>,
@@ -256,17 +281,17 @@ impl Default for TensorSender {
 }
 
 impl TensorSender {
-    /// One that has sent nothing.
+    /// Creates a sender.
     pub fn new() -> Self {
-        let mut connection = Connection::introduced(Role::Connector, options());
-        let stream = connection.open_stream().expect("it is the first");
+        let mut connection = Connection::without_handshake(Role::Connector, options());
+        let stream = connection.open_stream().expect("a new connection allows a stream");
         Self { connection, stream }
     }
 
-    /// Sends a tensor. Its bytes stay where they are until they are written.
+    /// Queues a tensor. `payload` has the bytes of its storage, which are not copied.
     ///
     /// # Errors
-    /// [`Error::Unsendable`].
+    /// Returns [`Error::Unsendable`] if the tensor is invalid.
     pub fn send(
         &mut self,
         info: TensorInfo,
@@ -276,47 +301,43 @@ impl TensorSender {
         self.connection.send(self.stream, info, payload, options)
     }
 
-    /// Gives up what was not written.
+    /// Cancels everything that was not written, with a reason for the receiver. No further tensor
+    /// can be sent.
     pub fn cancel(&mut self, reason: &str) {
         self.connection.cancel(self.stream, reason);
     }
 
-    /// Takes what the receiver [replies](TensorReceiver::replies).
+    /// Processes [replies](TensorReceiver::replies) of the receiver.
     ///
     /// # Errors
-    /// [`Error::Protocol`].
+    /// Returns [`Error::Protocol`] if they are invalid.
     pub fn feed(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         while !bytes.is_empty() {
-            let mut len = 0;
-            for target in self.connection.read_targets()? {
-                let part = target.len().min(bytes.len());
-                target[..part].copy_from_slice(&bytes[..part]);
-                bytes = &bytes[part..];
-                len += part;
-            }
+            let len = copy_to_targets(&mut self.connection, bytes)?;
+            bytes = &bytes[len..];
             self.connection.filled(len)?;
         }
         Ok(())
     }
 
-    /// What is to be written next, as far as there is credit: slices of the tensors themselves. At
-    /// most so many.
-    pub fn next_slices(&mut self, most: usize) -> Vec<IoSlice<'_>> {
+    /// Returns the bytes to write next, as far as there is credit, as at most `max_slices` slices.
+    /// Payloads are not copied.
+    pub fn next_slices(&mut self, max_slices: usize) -> Vec<IoSlice<'_>> {
         self.connection.plan_writes();
-        self.connection.write_slices(most)
+        self.connection.write_slices(max_slices)
     }
 
-    /// So many bytes of that were written.
+    /// Reports that `len` bytes of these slices were written.
     pub fn written(&mut self, len: usize) {
         self.connection.written(len);
     }
 
-    /// All that may be written now, copied.
+    /// Returns a copy of all bytes that may be written now, as written.
     pub fn encode(&mut self) -> Vec<u8> {
         encoded(&mut self.connection)
     }
 
-    /// Whether nothing is left to be written.
+    /// Returns whether everything has been written.
     pub fn is_sent(&self) -> bool {
         self.connection.is_sent(self.stream)
     }

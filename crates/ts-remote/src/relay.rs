@@ -9,17 +9,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags};
 
-use crate::socket::timespec;
+use crate::fd;
 use crate::{Error, Socket};
 
 /// The buffer of each direction, in bytes.
-const BUFFER: usize = 256 << 10;
+const BUFFER_LEN: usize = 256 << 10;
 /// The longest wait for a socket.
-const SLICE: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// How long the remote end may take to receive the rest after the local end has closed.
-const FAREWELL: Duration = Duration::from_secs(10);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns a Unix socket that carries the decrypted bytes of `socket`. A thread relays them both
 /// ways until both ends have closed.
@@ -29,13 +29,13 @@ pub(crate) fn relayed(socket: Socket, relayed: &Arc<AtomicUsize>) -> Result<Sock
     let peer = socket.peer().to_string();
     let failed = |error| Error::io(&peer, "relaying", error);
     let (near, far) = UnixStream::pair().map_err(failed)?;
-    let mut far = Socket::of_unix(far, peer.clone()).map_err(failed)?;
-    far.refuse_descriptors();
-    let near = Socket::of_unix(near, peer.clone()).map_err(failed)?;
+    let mut far = Socket::from_unix(far, peer.clone()).map_err(failed)?;
+    far.disable_descriptors();
+    let near = Socket::from_unix(near, peer.clone()).map_err(failed)?;
     relayed.fetch_add(1, Ordering::Relaxed);
-    let counted = Counted(Arc::clone(relayed));
+    let guard = CountGuard(Arc::clone(relayed));
     let run = move || {
-        let _counted = counted;
+        let _guard = guard;
         relay(socket, far);
     };
     thread::Builder::new().name("tensorstream-relay".into()).spawn(run).map_err(failed)?;
@@ -43,51 +43,51 @@ pub(crate) fn relayed(socket: Socket, relayed: &Arc<AtomicUsize>) -> Result<Sock
 }
 
 /// Counts a thread until it is dropped.
-struct Counted(Arc<AtomicUsize>);
+struct CountGuard(Arc<AtomicUsize>);
 
-impl Drop for Counted {
+impl Drop for CountGuard {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 fn relay(mut remote: Socket, mut local: Socket) {
-    let (mut inbound, mut outbound) = (Way::new(), Way::new());
+    let (mut inbound, mut outbound) = (Direction::new(), Direction::new());
     let mut closed: Option<Instant> = None;
     while !(inbound.done && outbound.done) {
-        let went = [inbound.go(&mut remote, &mut local), outbound.go(&mut local, &mut remote)];
-        if went != [false, false] {
+        let moved = [inbound.copy(&mut remote, &mut local), outbound.copy(&mut local, &mut remote)];
+        if moved != [false, false] {
             continue;
         }
-        match wait(&remote, &local, &inbound, &outbound, outbound.over && closed.is_none()) {
+        let watch = outbound.source_closed && closed.is_none();
+        match wait(&remote, &local, &inbound, &outbound, watch) {
             Ok(false) => {}
-            // Nobody reads what the remote end sends. What was sent to it before may still arrive.
+            // Nothing reads what the remote end sends. What was sent to it before may still arrive.
             Ok(true) => {
                 inbound.done = true;
                 closed = Some(Instant::now());
             }
             Err(_) => return,
         }
-        if closed.is_some_and(|since| since.elapsed() > FAREWELL) {
+        if closed.is_some_and(|since| since.elapsed() > CLOSE_TIMEOUT) {
             return;
         }
     }
 }
 
-/// One direction: bytes read from one socket and not yet written to the other.
-struct Way {
+/// One direction: bytes read from one socket and not yet written to the other, `bytes[at..end]`.
+struct Direction {
     bytes: Box<[u8]>,
     at: usize,
     end: usize,
-    /// The source has closed.
-    over: bool,
+    source_closed: bool,
     /// The destination has been shut down, or has failed.
     done: bool,
 }
 
-impl Way {
+impl Direction {
     fn new() -> Self {
-        Self { bytes: vec![0; BUFFER].into(), at: 0, end: 0, over: false, done: false }
+        Self { bytes: vec![0; BUFFER_LEN].into(), at: 0, end: 0, source_closed: false, done: false }
     }
 
     fn is_empty(&self) -> bool {
@@ -95,38 +95,38 @@ impl Way {
     }
 
     /// Reads if the buffer is empty, and writes. Returns whether anything moved.
-    fn go(&mut self, from: &mut Socket, to: &mut Socket) -> bool {
+    fn copy(&mut self, from: &mut Socket, to: &mut Socket) -> bool {
         if self.done {
             return false;
         }
-        let mut went = false;
-        if self.is_empty() && !self.over {
+        let mut moved = false;
+        if self.is_empty() && !self.source_closed {
             let mut into = [IoSliceMut::new(&mut self.bytes), IoSliceMut::new(&mut [])];
-            if let Some(read) = at_once(from.read(&mut into, false)) {
+            if let Some(read) = unless_blocked(from.read(&mut into, false)) {
                 let len = read.unwrap_or(0);
-                (self.at, self.end, self.over) = (0, len, len == 0);
-                went = true;
+                (self.at, self.end, self.source_closed) = (0, len, len == 0);
+                moved = true;
             }
         }
         if !self.is_empty()
             && let Some(written) =
-                at_once(to.write(&[IoSlice::new(&self.bytes[self.at..self.end])], None))
+                unless_blocked(to.write(&[IoSlice::new(&self.bytes[self.at..self.end])], None))
         {
             self.at += written.as_ref().copied().unwrap_or(0);
             self.done = written.is_err();
-            went = true;
+            moved = true;
         }
-        self.done |= at_once(to.flush()).is_some_and(|flushed| flushed.is_err());
-        if self.over && self.is_empty() && !self.done && !to.wants_write() {
+        self.done |= unless_blocked(to.flush()).is_some_and(|flushed| flushed.is_err());
+        if self.source_closed && self.is_empty() && !self.done && !to.wants_write() {
             self.done = true;
             let _ = to.shutdown();
         }
-        went || self.done
+        moved || self.done
     }
 }
 
 /// Returns `None` if the call would have blocked.
-fn at_once<T>(done: io::Result<T>) -> Option<io::Result<T>> {
+fn unless_blocked<T>(done: io::Result<T>) -> Option<io::Result<T>> {
     match done {
         Err(error)
             if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) =>
@@ -142,8 +142,8 @@ fn at_once<T>(done: io::Result<T>) -> Option<io::Result<T>> {
 fn wait(
     remote: &Socket,
     local: &Socket,
-    inbound: &Way,
-    outbound: &Way,
+    inbound: &Direction,
+    outbound: &Direction,
     watch: bool,
 ) -> io::Result<bool> {
     let mut polled = Vec::with_capacity(2);
@@ -151,19 +151,14 @@ fn wait(
         [(local, outbound, inbound, watch), (remote, inbound, outbound, false)]
     {
         let mut flags = PollFlags::empty();
-        flags.set(PollFlags::IN, from.is_empty() && !from.over && !from.done);
+        flags.set(PollFlags::IN, from.is_empty() && !from.source_closed && !from.done);
         flags.set(PollFlags::OUT, !to.done && (!to.is_empty() || socket.wants_write()));
-        // poll reports the end of any socket that it is given, again and again.
+        // poll reports the end of every polled socket again and again.
         if watched || !flags.is_empty() {
             polled.push(PollFd::from_borrowed_fd(socket.as_fd(), flags));
         }
     }
-    match poll(&mut polled, Some(&timespec(SLICE))) {
-        Ok(_) => {
-            let ended = |fd: &PollFd<'_>| fd.revents().intersects(PollFlags::HUP | PollFlags::ERR);
-            Ok(watch && polled.first().is_some_and(ended))
-        }
-        Err(rustix::io::Errno::INTR) => Ok(false),
-        Err(error) => Err(error.into()),
-    }
+    fd::poll(&mut polled, POLL_INTERVAL)?;
+    let ended = |fd: &PollFd<'_>| fd.revents().intersects(PollFlags::HUP | PollFlags::ERR);
+    Ok(watch && polled.first().is_some_and(ended))
 }

@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Shared memory by which payloads travel on one host: a ring that one end writes and the other
-//! reads.
+//! Payloads through shared memory: a ring that one end writes and the other reads.
 
 use std::os::fd::{AsFd, OwnedFd};
 
-use ts_pool::{SharedMemory, SharedView};
+use ts_pool::{SharedMemory, SharedMemoryView};
 
 use crate::Error;
 use crate::frame::MAX_PIECE_LEN;
 
-/// Shorter payloads go by the socket.
+/// The shortest payload that goes through the ring, in bytes. Shorter ones go through the socket.
 pub(crate) const MIN_PAYLOAD: usize = 64 << 10;
-/// The longest ring that is mapped for another end: what is read of it takes this host's memory.
+/// The longest ring of a peer that is mapped, in bytes, because its pages take memory of this host.
 const MAX_RING: u64 = 64 << 20;
-/// The most bytes of one piece: while one is read the next is written.
-const PIECE: usize = 256 << 10;
+/// The most bytes per piece, so that one piece is read while the next is written.
+const PIECE_LEN: usize = 256 << 10;
 
-/// The end that writes.
+/// The end of a ring that writes.
 #[derive(Debug)]
-pub(crate) struct RingOut {
+pub(crate) struct RingWriter {
     memory: SharedMemory,
     sent: u64,
-    /// What may have been written, since it began; 0 until the other end has said that it reads.
+    /// How many bytes may have been written since the beginning. 0 until the peer has mapped the
+    /// ring.
     limit: u64,
 }
 
-impl RingOut {
+impl RingWriter {
     pub(crate) fn new(memory: SharedMemory) -> Self {
         Self { memory, sent: 0, limit: 0 }
     }
@@ -34,74 +34,79 @@ impl RingOut {
         &self.memory
     }
 
-    /// The other end has read up to here, and its memory may be written again.
-    pub(crate) fn allow(&mut self, limit: u64) -> Result<(), Error> {
+    /// Sets how many bytes may have been written since the beginning.
+    ///
+    /// # Errors
+    /// Returns [`Error::Protocol`] if the limit would overwrite bytes that were not read.
+    pub(crate) fn set_limit(&mut self, limit: u64) -> Result<(), Error> {
         if limit > self.sent + self.memory.len() as u64 {
             return Err(Error::Protocol {
                 stream: 0,
-                what: "more shared memory than there is".into(),
+                what: "CREDIT for more shared memory than was offered".into(),
             });
         }
         self.limit = self.limit.max(limit);
         Ok(())
     }
 
-    /// Whether the other end reads.
-    pub(crate) fn is_taken(&self) -> bool {
+    /// Returns whether the peer has mapped the ring.
+    pub(crate) fn is_mapped(&self) -> bool {
         self.limit > 0
     }
 
-    /// How long the next piece is, of a payload of which so much is left; 0 when it must wait.
-    pub(crate) fn room(&self, left: usize) -> usize {
+    /// Returns the length of the next piece of a payload with `left` bytes left, or 0 if it must
+    /// wait for space.
+    pub(crate) fn next_len(&self, left: usize) -> usize {
         let len = self.memory.len();
         let free = (self.limit - self.sent) as usize;
-        // The other end need not say so before a quarter of it is free.
+        // The peer grants space again in steps of a quarter of the ring.
         if free < left.min(len / 4) {
             return 0;
         }
-        let unbroken = len - (self.sent % len as u64) as usize;
-        left.min(free).min(unbroken).min(PIECE)
+        let until_end = len - (self.sent % len as u64) as usize;
+        left.min(free).min(until_end).min(PIECE_LEN)
     }
 
-    pub(crate) fn put(&mut self, bytes: &[u8]) {
+    /// Writes the next piece.
+    pub(crate) fn write(&mut self, bytes: &[u8]) {
         let at = (self.sent % self.memory.len() as u64) as usize;
         self.memory.write(at, bytes);
         self.sent += bytes.len() as u64;
     }
 }
 
-/// The end that reads.
+/// The end of a ring that reads.
 #[derive(Debug)]
-pub(crate) struct RingIn {
-    view: SharedView,
+pub(crate) struct RingReader {
+    view: SharedMemoryView,
     read: u64,
     limit: u64,
 }
 
-impl RingIn {
-    /// What the other end offers, unless that is too much to map.
+impl RingReader {
+    /// Maps the ring that the peer offers. Returns `None` if it is too long or cannot be mapped.
     pub(crate) fn open(descriptor: &OwnedFd, len: u64) -> Option<Self> {
         let len = usize::try_from(len).ok().filter(|&len| len > 0 && len as u64 <= MAX_RING)?;
-        let view = SharedView::open(descriptor.as_fd(), len).ok()?;
+        let view = SharedMemoryView::open(descriptor.as_fd(), len).ok()?;
         Some(Self { view, read: 0, limit: len as u64 })
     }
 
-    /// What the other end may have written.
+    /// Returns how many bytes the peer may have written since the beginning.
     pub(crate) fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// Whether the next piece may be so long.
-    pub(crate) fn holds(&self, len: u64) -> bool {
-        let len_of = self.view.len() as u64;
+    /// Returns whether the next piece may have this length.
+    pub(crate) fn allows(&self, len: u64) -> bool {
+        let ring_len = self.view.len() as u64;
         len > 0
             && len <= MAX_PIECE_LEN as u64
             && self.read + len <= self.limit
-            && self.read % len_of + len <= len_of
+            && self.read % ring_len + len <= ring_len
     }
 
-    /// Copies what comes next; past the caches, if that is said.
-    pub(crate) fn take(&mut self, into: &mut [u8], non_temporal: bool) {
+    /// Copies the next bytes, with stores that bypass the caches if `non_temporal`.
+    pub(crate) fn read(&mut self, into: &mut [u8], non_temporal: bool) {
         let at = (self.read % self.view.len() as u64) as usize;
         if non_temporal {
             self.view.read_non_temporal(at, into);
@@ -111,13 +116,13 @@ impl RingIn {
         self.skip(into.len());
     }
 
-    /// What comes next is of no use.
+    /// Skips the next bytes.
     pub(crate) fn skip(&mut self, len: usize) {
         self.read += len as u64;
     }
 
-    /// A new limit for the other end, if that is worth a frame.
-    pub(crate) fn renew(&mut self) -> Option<u64> {
+    /// Returns a new limit for the peer, if it is worth a frame.
+    pub(crate) fn renew_limit(&mut self) -> Option<u64> {
         let (len, free) = (self.view.len() as u64, self.read + self.view.len() as u64 - self.limit);
         (free >= (len / 4).max(1)).then(|| {
             self.limit += free;

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Many connections on one thread.
+//! A server for many connections on one thread.
 
 use std::time::{Duration, Instant};
 
-use crate::acceptor::{accept, wait};
 #[cfg(feature = "tls")]
 use crate::tls::TlsServer;
 use crate::{
@@ -11,60 +10,67 @@ use crate::{
     Socket,
 };
 
-/// What a server does for one that has connected.
+/// Handles one connection of [`serve`].
 pub trait Handler {
-    /// What payloads are received to.
+    /// The memory that payloads are received into.
     type Sink: Sink;
 
-    /// Something came. What is sent on `connection` goes out when the socket takes it.
+    /// Handles an event. What it queues on `connection` is written when the socket takes it.
     ///
     /// # Errors
-    /// Why the connection is to end: the other end is told.
+    /// Returns the reason to close the connection with.
     fn handle(
         &mut self,
         event: Event<Self::Sink>,
         connection: &mut Connection<Self::Sink>,
     ) -> Result<(), String>;
 
-    /// Whether it takes more now. What comes meanwhile waits, and credit with it.
+    /// Returns whether the handler takes events now. Otherwise they wait, and the client gets no
+    /// more credit.
     fn is_ready(&mut self, connection: &mut Connection<Self::Sink>) -> bool {
         connection.unsent_bytes() == 0
     }
 }
 
-/// How a server is set up.
+/// Options of [`serve`].
+///
+/// ```
+/// use std::time::Duration;
+/// use ts_remote::ServerOptions;
+///
+/// let options = ServerOptions::default()
+///     .with_max_connections(64)
+///     .with_idle_timeout(Duration::from_secs(60));
+/// assert_eq!(options.max_pending, 128);
+/// ```
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ServerOptions {
-    /// Of each connection.
+    /// The options of each connection.
     pub connection: ConnectionOptions,
-    /// The most connections at a time. Of more those wait that come last.
+    /// The most connections at a time. Further clients wait to be accepted.
     pub max_connections: usize,
-    /// The most that have not said who they are; for another the oldest of them goes.
+    /// The most pending handshakes. One more drops the oldest.
     pub max_pending: usize,
-    /// How long who connects may take to say who it is.
+    /// How long a handshake may take.
     pub handshake_timeout: Duration,
-    /// How long a connection may be open and nothing be wanted of it. Who wants something later
-    /// connects again.
+    /// How long a client may request nothing before its connection is closed.
     pub idle_timeout: Duration,
-    /// How long transfers that are under way may take to end after the server was stopped. A
-    /// connection counts as idle when nothing has been sent or requested for half a second.
+    /// How long transfers may go on after the server was stopped. A connection is closed earlier
+    /// once nothing has been sent or requested for half a second.
     pub grace_period: Duration,
-    /// Certificates, for connections by TCP.
+    /// Requires TLS of connections over TCP.
     #[cfg(feature = "tls")]
     pub tls: Option<TlsServer>,
 }
 
 impl Default for ServerOptions {
-    /// 512 connections, 128 of them without an introduction, for which there are 10 s; 10 minutes
-    /// for idle ones; a grace period of 10 s; windows of 64 KiB, for clients that send little and
-    /// receive much.
+    /// 512 connections, 128 pending handshakes, a handshake timeout of 10 seconds, an idle timeout
+    /// of 10 minutes, a grace period of 10 seconds, no TLS, and windows of 64 KiB for clients that
+    /// send little and receive much.
     fn default() -> Self {
         Self {
-            connection: ConnectionOptions {
-                window_bytes: 64 << 10,
-                max_streams: 16,
-                ..ConnectionOptions::default()
-            },
+            connection: ConnectionOptions::default().with_window_bytes(64 << 10),
             max_connections: 512,
             max_pending: 128,
             handshake_timeout: Duration::from_secs(10),
@@ -76,12 +82,65 @@ impl Default for ServerOptions {
     }
 }
 
-/// What a server has done.
+impl ServerOptions {
+    /// Sets the options of each [`connection`](Self::connection).
+    #[must_use]
+    pub fn with_connection(mut self, connection: ConnectionOptions) -> Self {
+        self.connection = connection;
+        self
+    }
+
+    /// Sets [`max_connections`](Self::max_connections).
+    #[must_use]
+    pub fn with_max_connections(mut self, max_connections: usize) -> Self {
+        self.max_connections = max_connections;
+        self
+    }
+
+    /// Sets [`max_pending`](Self::max_pending).
+    #[must_use]
+    pub fn with_max_pending(mut self, max_pending: usize) -> Self {
+        self.max_pending = max_pending;
+        self
+    }
+
+    /// Sets [`handshake_timeout`](Self::handshake_timeout).
+    #[must_use]
+    pub fn with_handshake_timeout(mut self, handshake_timeout: Duration) -> Self {
+        self.handshake_timeout = handshake_timeout;
+        self
+    }
+
+    /// Sets [`idle_timeout`](Self::idle_timeout).
+    #[must_use]
+    pub fn with_idle_timeout(mut self, idle_timeout: Duration) -> Self {
+        self.idle_timeout = idle_timeout;
+        self
+    }
+
+    /// Sets the [`grace_period`](Self::grace_period).
+    #[must_use]
+    pub fn with_grace_period(mut self, grace_period: Duration) -> Self {
+        self.grace_period = grace_period;
+        self
+    }
+
+    /// Sets or removes the configuration of [`tls`](Self::tls).
+    #[cfg(feature = "tls")]
+    #[must_use]
+    pub fn with_tls(mut self, tls: impl Into<Option<TlsServer>>) -> Self {
+        self.tls = tls.into();
+        self
+    }
+}
+
+/// Statistics of [`serve`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct ServerStats {
-    /// Connections that were accepted.
+    /// Accepted connections.
     pub accepted: u64,
-    /// Of these, those that never said who they were.
+    /// Connections dropped because the handshake took too long or too many were pending.
     pub failed_handshakes: u64,
     /// Connections that ended with an error.
     pub failed: u64,
@@ -98,95 +157,157 @@ impl ServerStats {
     }
 }
 
-struct Guest<S: Handler> {
-    link: Link<S::Sink>,
-    session: S,
-    since: Instant,
-    met: bool,
+/// An accepted connection and its handler.
+struct Client<H: Handler> {
+    link: Link<H::Sink>,
+    handler: H,
+    accepted_at: Instant,
+    is_connected: bool,
 }
 
-/// How often the server looks whether it is to stop, and at what waits for other things than its
-/// socket.
-const SLICE: Duration = Duration::from_millis(50);
+/// How often the server asks whether to stop, and checks what depends on more than a socket.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How long a connection must be idle before a server that was stopped closes it: longer than most
-/// round trips, after which a client requests the next part of what it reads.
-const QUIET: Duration = Duration::from_millis(500);
-/// What clients are told then.
+/// How long a connection must be idle before a stopped server closes it: longer than most round
+/// trips, after which a client requests the next part of what it reads.
+const IDLE_BEFORE_CLOSE: Duration = Duration::from_millis(500);
+/// The reason that a stopped server closes connections with.
 const STOPPED: &str = "the server was stopped";
 
-/// Serves until `stop` returns true, which is asked at least every 50 ms. Then no connection is
-/// accepted, and those that are open go on until they are idle, at most [`ServerOptions::grace_period`].
-/// `session` makes what serves one that has connected; `log` hears why connections end. Blocks.
+/// Serves connections until `stop` returns true. `new_handler` creates the handler of a connection
+/// from the client's address. Calls `log` with the client's address and the reason for each
+/// connection that ends with an error. Blocks.
+///
+/// `stop` is called at least every 50 ms. Once it has returned true, no more connections are
+/// accepted, and the open ones are closed when they are idle, or after
+/// [`ServerOptions::grace_period`].
 ///
 /// # Errors
-/// [`Error::Io`] when the listener fails for good. No connection's error ends it.
-pub fn serve<S: Handler>(
+/// Returns [`Error::Io`] if the listener fails. Errors of single connections only go to `log`.
+///
+/// # Examples
+/// ```
+/// use std::thread;
+/// use std::time::Duration;
+/// use ts_remote::{
+///     Connection, ConnectionOptions, Event, Handler, Link, Listener, ServerOptions, serve,
+/// };
+///
+/// /// Sends each message back.
+/// struct Echo(Option<u32>);
+///
+/// impl Handler for Echo {
+///     type Sink = Vec<u8>;
+///
+///     fn handle(
+///         &mut self,
+///         event: Event<Vec<u8>>,
+///         connection: &mut Connection<Vec<u8>>,
+///     ) -> Result<(), String> {
+///         let Event::Message { bytes, .. } = event else { return Ok(()) };
+///         let stream = match self.0 {
+///             Some(stream) => Ok(stream),
+///             None => connection.open_stream(),
+///         };
+///         let sent = stream.and_then(|stream| {
+///             self.0 = Some(stream);
+///             connection.send_message(stream, bytes)
+///         });
+///         sent.map_err(|error| error.to_string())
+///     }
+/// }
+///
+/// let listener = Listener::bind(&"127.0.0.1:0".parse()?, Duration::from_secs(30))?;
+/// let address = listener.address().clone();
+/// let (stop, stopped) = std::sync::mpsc::channel();
+/// let server = thread::spawn(move || {
+///     let mut should_stop = || stopped.try_recv().is_ok();
+///     serve(&listener, &ServerOptions::default(), &mut should_stop, |_| Echo(None), |_, _| {})
+/// });
+///
+/// let mut link = Link::<Vec<u8>>::connect(&address, ConnectionOptions::default())?;
+/// let stream = link.connection().open_stream()?;
+/// link.send_message(stream, "hello".into())?;
+/// loop {
+///     if let Event::Message { bytes, .. } = link.next_event()? {
+///         assert_eq!(bytes, "hello");
+///         break;
+///     }
+/// }
+/// drop(link);
+/// stop.send(()).expect("the server runs");
+/// assert_eq!(server.join().expect("the server does not panic")?.accepted, 1);
+/// # Ok::<(), ts_remote::Error>(())
+/// ```
+pub fn serve<H: Handler>(
     listener: &Listener,
     options: &ServerOptions,
     stop: &mut dyn FnMut() -> bool,
-    mut session: impl FnMut(&str) -> S,
+    mut new_handler: impl FnMut(&str) -> H,
     mut log: impl FnMut(&str, &Error),
 ) -> Result<ServerStats, Error> {
     listener.set_nonblocking()?;
     let mut stats = ServerStats::default();
-    let mut guests: Vec<Guest<S>> = Vec::new();
+    let mut clients: Vec<Client<H>> = Vec::new();
     let mut busy = false;
     let mut end: Option<Instant> = None;
     loop {
-        // Also afterwards: who is asked may see that the process is to end at once.
+        // Called also after the end was set: the callback may end the process at once.
         if stop() && end.is_none() {
             end = Some(Instant::now() + options.grace_period);
         }
         if let Some(end) = end {
             let late = Instant::now() >= end;
-            guests.retain_mut(|guest| {
-                let goes = late || guest.is_quiet();
-                if goes {
-                    guest.dismiss();
-                    stats.count(&guest.link.stats());
+            clients.retain_mut(|client| {
+                let closes = late || client.is_idle();
+                if closes {
+                    client.close_stopped();
+                    stats.count(&client.link.stats());
                 }
-                !goes
+                !closes
             });
-            if guests.is_empty() {
+            if clients.is_empty() {
                 return Ok(stats);
             }
         }
-        let accepting = end.is_none() && guests.len() < options.max_connections;
-        let links = guests.iter_mut().map(|guest| &mut guest.link).collect();
-        let ready = wait(listener, accepting, links, if busy { Duration::ZERO } else { SLICE })?;
+        let accepting = end.is_none() && clients.len() < options.max_connections;
+        let sockets = clients.iter_mut().map(|client| client.link.poll_fd());
+        let timeout = if busy { Duration::ZERO } else { POLL_INTERVAL };
+        let ready = listener.wait_with(accepting, sockets, timeout)?;
         if ready[0] && accepting {
-            while let Some(socket) = accept(listener)? {
+            while let Some(socket) = listener.accept_waiting()? {
                 stats.accepted += 1;
-                match guest(socket, options, &mut session) {
-                    Ok(guest) => guests.push(guest),
-                    Err(error) => log("a socket", &error),
+                match Client::new(socket, options, &mut new_handler) {
+                    Ok(client) => clients.push(client),
+                    Err(error) => log("a new connection", &error),
                 }
-                if guests.len() >= options.max_connections {
+                if clients.len() >= options.max_connections {
                     break;
                 }
             }
-            stats.failed_handshakes += turn_away(&mut guests, options);
+            stats.failed_handshakes += drop_excess_pending(&mut clients, options);
         }
         busy = false;
         let mut number = 0;
-        guests.retain_mut(|guest| {
+        clients.retain_mut(|client| {
             number += 1;
             let polled = ready.get(number).copied().unwrap_or(true);
-            let kept = polled || guest.waits();
-            let result = if kept { guest.turn() } else { Ok(false) };
-            let result = result.and_then(|went| guest.check(options.idle_timeout).map(|()| went));
+            let drives = polled || client.has_work();
+            let result = if drives { client.drive() } else { Ok(false) };
+            let result =
+                result.and_then(|moved| client.check(options.idle_timeout).map(|()| moved));
             match result {
-                Ok(went) => {
-                    busy |= went;
-                    let late = !guest.met && guest.since.elapsed() > options.handshake_timeout;
+                Ok(moved) => {
+                    busy |= moved;
+                    let late = !client.is_connected
+                        && client.accepted_at.elapsed() > options.handshake_timeout;
                     stats.failed_handshakes += u64::from(late);
                     !late
                 }
                 Err(error) => {
-                    stats.count(&guest.link.stats());
+                    stats.count(&client.link.stats());
                     stats.failed += u64::from(!matches!(error, Error::Closed { .. }));
-                    log(guest.link.peer(), &error);
+                    log(client.link.peer(), &error);
                     false
                 }
             }
@@ -194,80 +315,83 @@ pub fn serve<S: Handler>(
     }
 }
 
-fn guest<S: Handler>(
-    socket: Socket,
-    options: &ServerOptions,
-    session: &mut impl FnMut(&str) -> S,
-) -> Result<Guest<S>, Error> {
-    #[cfg(feature = "tls")]
-    let socket = socket.into_tls_if_asked(options.tls.as_ref())?;
-    let session = session(socket.peer());
-    let link = Link::unmet(socket, Role::Acceptor, options.connection.clone());
-    Ok(Guest { link, session, since: Instant::now(), met: false })
-}
-
-/// Ends the oldest of those who have not said who they are, if there are too many; how many.
-fn turn_away<S: Handler>(guests: &mut Vec<Guest<S>>, options: &ServerOptions) -> u64 {
-    let strangers = guests.iter().filter(|guest| !guest.met).count();
-    let mut surplus = strangers.saturating_sub(options.max_pending);
-    let gone = surplus as u64;
-    guests.retain(|guest| {
-        let goes = surplus > 0 && !guest.met;
-        surplus -= usize::from(goes);
-        !goes
+/// Drops the oldest pending handshakes if there are too many. Returns how many.
+fn drop_excess_pending<H: Handler>(clients: &mut Vec<Client<H>>, options: &ServerOptions) -> u64 {
+    let pending = clients.iter().filter(|client| !client.is_connected).count();
+    let mut excess = pending.saturating_sub(options.max_pending);
+    let dropped = excess as u64;
+    clients.retain(|client| {
+        let drops = excess > 0 && !client.is_connected;
+        excess -= usize::from(drops);
+        !drops
     });
-    gone
+    dropped
 }
 
-impl<S: Handler> Guest<S> {
-    /// Whether there may be something to do for it that its socket does not tell of: bytes that TLS
-    /// has taken off it, events that waited, or what it was to be sent and there was no memory for.
-    fn waits(&mut self) -> bool {
+impl<H: Handler> Client<H> {
+    fn new(
+        socket: Socket,
+        options: &ServerOptions,
+        new_handler: &mut impl FnMut(&str) -> H,
+    ) -> Result<Self, Error> {
+        #[cfg(feature = "tls")]
+        let socket = socket.into_tls_if_tcp(options.tls.as_ref())?;
+        let handler = new_handler(socket.peer());
+        let link = Link::start(socket, Role::Acceptor, options.connection.clone());
+        Ok(Self { link, handler, accepted_at: Instant::now(), is_connected: false })
+    }
+
+    /// Returns whether there may be work of which the socket does not tell: bytes that TLS has
+    /// buffered, events that waited for the handler, or an answer that waited for memory.
+    fn has_work(&mut self) -> bool {
         let before = self.link.peek().unsent_bytes();
-        let ready = self.session.is_ready(self.link.connection());
+        let ready = self.handler.is_ready(self.link.connection());
         let after = self.link.peek().unsent_bytes();
         self.link.may_read() || after > before || (ready && self.link.peek().may_have_events())
     }
 
+    /// Checks that the client takes what it is sent, and has requested something recently.
+    ///
     /// # Errors
-    /// [`Error::Stalled`] when it does not take what it is sent; [`Error::Closed`] when nothing has
-    /// been wanted for long.
+    /// Returns [`Error::Stalled`] if not, or [`Error::Closed`] after the idle timeout.
     fn check(&mut self, idle_timeout: Duration) -> Result<(), Error> {
         self.link.check_progress()?;
-        if self.link.at_rest() < idle_timeout {
+        if self.link.idle_time() < idle_timeout {
             return Ok(());
         }
-        let reason = format!("nothing was wanted for {idle_timeout:?}");
+        let reason = format!("nothing was requested for {idle_timeout:?}");
         self.link.connection().close(&reason);
         self.link.drive()?;
         Err(Error::Closed { reason })
     }
 
-    /// Whether it can be closed without cutting a transfer.
-    fn is_quiet(&mut self) -> bool {
-        !self.met || (!self.link.wants_write() && self.link.at_rest() >= QUIET)
+    /// Returns whether the connection can be closed without interrupting a transfer.
+    fn is_idle(&mut self) -> bool {
+        !self.is_connected
+            || (!self.link.wants_write() && self.link.idle_time() >= IDLE_BEFORE_CLOSE)
     }
 
-    /// Tells the other end that the server was stopped, if it takes that.
-    fn dismiss(&mut self) {
+    /// Closes the connection of a stopped server.
+    fn close_stopped(&mut self) {
         self.link.connection().close(STOPPED);
         let _ = self.link.drive();
     }
 
-    /// Reads, serves and writes, as much as goes; whether something did.
-    fn turn(&mut self) -> Result<bool, Error> {
-        let mut went = self.link.drive()?;
-        self.met |= self.link.peek().is_connected();
-        while self.session.is_ready(self.link.connection())
+    /// Reads, handles and writes what is possible without blocking. Returns whether there was
+    /// anything.
+    fn drive(&mut self) -> Result<bool, Error> {
+        let mut moved = self.link.drive()?;
+        self.is_connected |= self.link.peek().is_connected();
+        while self.handler.is_ready(self.link.connection())
             && let Some(event) = self.link.connection().poll()
         {
-            went = true;
-            if let Err(reason) = self.session.handle(event, self.link.connection()) {
+            moved = true;
+            if let Err(reason) = self.handler.handle(event, self.link.connection()) {
                 self.link.connection().close(&reason);
                 self.link.drive()?;
                 return Err(Error::Misuse(reason));
             }
         }
-        Ok(self.link.drive()? || went)
+        Ok(self.link.drive()? || moved)
     }
 }

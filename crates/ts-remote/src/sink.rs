@@ -1,25 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where payloads go.
+//! Memory for payloads.
 
 use crate::Error;
 
-/// Memory for the payload of a tensor. What arrives is written to where it says, by the socket
-/// itself where that can be.
+/// Memory that the payload of a tensor is received into.
+///
+/// The connection calls [`space`](Self::space) for a buffer, reads from the socket into it, and
+/// reports the bytes with [`filled`](Self::filled). `Vec<u8>`, `Box<[u8]>` and [`ts_pool::Buffer`]
+/// are sinks of their own length.
 pub trait Sink {
-    /// What it is when it is full.
+    /// The memory once it is filled.
     type Full;
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     fn byte_len(&self) -> u64;
 
-    /// Memory for the bytes from `offset` on, which [`filled`](Self::filled) is told of: at least
-    /// one byte, at most `len`. Bytes come in their order.
+    /// Returns a buffer for the bytes from `offset`: at least 1 byte, and at most `len`. Bytes
+    /// arrive in order.
     ///
     /// # Errors
-    /// What is wrong with the memory; the connection ends with that.
+    /// Returns an error if the memory cannot be used, which ends the connection.
     fn space(&mut self, offset: u64, len: usize) -> Result<&mut [u8], Error>;
 
-    /// So many bytes from `offset` on are in what [`space`](Self::space) gave last.
+    /// Reports that the last buffer of [`space`](Self::space) contains `len` bytes, from `offset`.
     ///
     /// # Errors
     /// As [`space`](Self::space).
@@ -28,7 +31,7 @@ pub trait Sink {
         Ok(())
     }
 
-    /// All bytes have come. May block until they are where they are to stay.
+    /// Returns the filled memory. May block, for example until a copy to a device is complete.
     ///
     /// # Errors
     /// As [`space`](Self::space).

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors with their memory.
+//! Tensors with their elements.
 
 use bytes::Bytes;
 use ts_format::Dtype;
 
 use crate::{Error, TensorInfo};
 
-/// A tensor: what it is, and the memory of its storage, whose elements `info` names.
+/// A tensor: its description and the bytes of its storage.
 ///
 /// ```
 /// use ts_format::Dtype;
@@ -18,17 +18,17 @@ use crate::{Error, TensorInfo};
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor<B = Bytes> {
-    /// What it is.
+    /// The description, including which bytes of the storage are its elements.
     pub info: TensorInfo,
-    /// Its storage's bytes.
+    /// The bytes of the storage.
     pub buffer: B,
 }
 
 impl Tensor {
-    /// A contiguous tensor of zeros, on the host.
+    /// Creates a contiguous tensor of zeros in host memory.
     ///
     /// # Errors
-    /// As [`TensorInfo::new`].
+    /// Returns [`Error::Unsendable`] if its length in bytes is invalid, or too long to allocate.
     pub fn zeros(
         name: impl Into<String>,
         dtype: Dtype,
@@ -39,17 +39,17 @@ impl Tensor {
         let len = usize::try_from(info.storage_len).unwrap_or(usize::MAX);
         let none = |_| Error::Unsendable {
             tensor: info.name.clone(),
-            reason: format!("no memory for {len} bytes"),
+            reason: format!("allocating {len} bytes failed"),
         };
         buffer.try_reserve_exact(len).map_err(none)?;
         buffer.resize(len, 0);
         Ok(Self { info, buffer: buffer.into() })
     }
 
-    /// A contiguous tensor of these bytes, whose elements are little-endian.
+    /// Creates a contiguous tensor from its bytes. Elements are little-endian.
     ///
     /// # Errors
-    /// [`Error::Unsendable`] when they are not as many as it has.
+    /// Returns [`Error::Unsendable`] if `buffer` does not have the length of the tensor.
     pub fn of_bytes(
         name: impl Into<String>,
         dtype: Dtype,
@@ -58,8 +58,7 @@ impl Tensor {
     ) -> Result<Self, Error> {
         let (info, buffer) = (TensorInfo::new(name, dtype, shape)?, buffer.into());
         if buffer.len() as u64 != info.storage_len {
-            let reason =
-                format!("it has {} bytes, and {} are given", info.storage_len, buffer.len());
+            let reason = format!("expected {} bytes, got {}", info.storage_len, buffer.len());
             return Err(Error::Unsendable { tensor: info.name, reason });
         }
         Ok(Self { info, buffer })

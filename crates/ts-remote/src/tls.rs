@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! TLS over a socket that never waits.
+//! TLS over nonblocking TCP sockets.
 
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
@@ -7,7 +7,6 @@ use std::net::{Shutdown, TcpStream};
 use std::path::Path;
 use std::sync::Arc;
 
-use rustix::net::RecvFlags;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
@@ -15,16 +14,31 @@ use rustls::{
     ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection,
 };
 
-use crate::Error;
-use crate::socket::{receive, send};
+use crate::fd;
+use crate::socket::Transport;
+use crate::{Error, Socket};
 
-/// Whom a connecting end trusts, and who it is.
+/// The TLS configuration of a client: the certificates it trusts, and optionally its own.
 #[derive(Clone)]
 pub struct TlsClient {
     config: Arc<ClientConfig>,
 }
 
-/// Who an accepting end is, and whom it lets in.
+/// The TLS configuration of a server: its certificate, and optionally the clients it accepts.
+///
+/// ```no_run
+/// use std::path::Path;
+/// use std::time::Duration;
+/// use ts_remote::{ConnectionOptions, Identity, Link, Listener, Role, TlsServer};
+///
+/// let identity =
+///     Identity { certificates: Path::new("server.pem"), key: Path::new("server.key") };
+/// let tls = TlsServer::new(identity, Some(Path::new("clients-ca.pem")))?;
+/// let listener = Listener::bind(&"0.0.0.0:5000".parse()?, Duration::from_secs(30))?;
+/// let socket = listener.accept()?.into_tls_server(&tls)?;
+/// let link = Link::<Vec<u8>>::new(socket, Role::Acceptor, ConnectionOptions::default())?;
+/// # Ok::<(), ts_remote::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct TlsServer {
     config: Arc<ServerConfig>,
@@ -43,21 +57,21 @@ impl fmt::Debug for TlsServer {
     }
 }
 
-/// A certificate, with those that lead to who issued it, and its key: two files in PEM.
+/// The PEM files of a certificate chain and its private key.
 #[derive(Debug, Clone, Copy)]
 pub struct Identity<'a> {
-    /// The certificates.
+    /// The certificate, followed by the intermediate certificates up to the authority.
     pub certificates: &'a Path,
-    /// The key.
+    /// The private key of the first certificate.
     pub key: &'a Path,
 }
 
 impl TlsClient {
-    /// Trusts servers whose certificates come from one of these in PEM, and shows its own to those
-    /// that ask.
+    /// Creates a configuration that trusts servers with certificates of the authorities in the PEM
+    /// file `trusted`, and sends `identity` to servers that request a certificate. Reads the files.
     ///
     /// # Errors
-    /// [`Error::Misuse`] that says which file is wrong. Blocks.
+    /// Returns [`Error::Misuse`] with the path of a file that cannot be used.
     pub fn new(trusted: &Path, identity: Option<Identity<'_>>) -> Result<Self, Error> {
         let builder = ClientConfig::builder_with_provider(provider())
             .with_safe_default_protocol_versions()
@@ -68,7 +82,7 @@ impl TlsClient {
             Some(identity) => {
                 let (certificates, key) = identity.read()?;
                 let built = builder.with_client_auth_cert(certificates, key);
-                built.map_err(|error| unfit(identity.certificates, &error.to_string()))?
+                built.map_err(|error| file_error(identity.certificates, &error.to_string()))?
             }
         };
         Ok(Self { config: Arc::new(config) })
@@ -76,11 +90,12 @@ impl TlsClient {
 }
 
 impl TlsServer {
-    /// Shows this identity; lets in who shows a certificate that comes from one of `clients`, or
-    /// everybody without.
+    /// Creates a configuration that sends `identity` to clients. With `clients`, the path of a PEM
+    /// file, it accepts only clients with a certificate of one of the authorities in that file.
+    /// Reads the files.
     ///
     /// # Errors
-    /// As [`TlsClient::new`].
+    /// Returns [`Error::Misuse`] with the path of a file that cannot be used.
     pub fn new(identity: Identity<'_>, clients: Option<&Path>) -> Result<Self, Error> {
         let builder = ServerConfig::builder_with_provider(provider())
             .with_safe_default_protocol_versions()
@@ -91,17 +106,18 @@ impl TlsServer {
                 let verifier =
                     WebPkiClientVerifier::builder_with_provider(roots(path)?.into(), provider());
                 builder.with_client_cert_verifier(
-                    verifier.build().map_err(|error| unfit(path, &error.to_string()))?,
+                    verifier.build().map_err(|error| file_error(path, &error.to_string()))?,
                 )
             }
         };
         let (certificates, key) = identity.read()?;
         let built = builder.with_single_cert(certificates, key);
-        let config = built.map_err(|error| unfit(identity.certificates, &error.to_string()))?;
+        let config =
+            built.map_err(|error| file_error(identity.certificates, &error.to_string()))?;
         Ok(Self { config: Arc::new(config), authenticates: clients.is_some() })
     }
 
-    /// Whether clients need a certificate. If not, anyone can connect.
+    /// Returns whether clients need a certificate. If not, anyone can connect.
     pub fn authenticates_clients(&self) -> bool {
         self.authenticates
     }
@@ -111,20 +127,24 @@ fn provider() -> Arc<rustls::crypto::CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-fn unfit(path: &Path, why: &str) -> Error {
-    Error::Misuse(format!("{}: {why}", path.display()))
+fn file_error(path: &Path, reason: &str) -> Error {
+    Error::Misuse(format!("{}: {reason}", path.display()))
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Error> {
     let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect);
-    let found: Vec<_> = read.map_err(|error| unfit(path, &error.to_string()))?;
-    if found.is_empty() { Err(unfit(path, "no certificate is in it")) } else { Ok(found) }
+    let found: Vec<_> = read.map_err(|error| file_error(path, &error.to_string()))?;
+    if found.is_empty() {
+        Err(file_error(path, "the file contains no certificate"))
+    } else {
+        Ok(found)
+    }
 }
 
 fn roots(path: &Path) -> Result<RootCertStore, Error> {
     let mut roots = RootCertStore::empty();
     for certificate in certificates(path)? {
-        roots.add(certificate).map_err(|error| unfit(path, &error.to_string()))?;
+        roots.add(certificate).map_err(|error| file_error(path, &error.to_string()))?;
     }
     Ok(roots)
 }
@@ -134,26 +154,58 @@ impl Identity<'_> {
         let key = PrivateKeyDer::from_pem_file(self.key);
         Ok((
             certificates(self.certificates)?,
-            key.map_err(|error| unfit(self.key, &error.to_string()))?,
+            key.map_err(|error| file_error(self.key, &error.to_string()))?,
         ))
     }
 }
 
-/// What is read from the socket at a time: rustls itself reads 4 KiB.
-const INPUT: usize = 256 << 10;
-/// What is encrypted at a time: the other end decrypts it meanwhile. 256 KiB are half as fast.
-const OUTPUT: usize = 64 << 10;
+impl Socket {
+    /// Starts TLS as a client. The server's certificate must be valid for the host name or IP
+    /// address that was connected to. The TLS handshake is part of the first reads and writes.
+    ///
+    /// # Errors
+    /// Returns [`Error::Misuse`] if this is not a plain TCP socket.
+    pub fn into_tls_client(self, client: &TlsClient) -> Result<Self, Error> {
+        self.layered(|tcp, peer| {
+            let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host);
+            TlsStream::client(tcp, client, host.trim_matches(['[', ']']))
+        })
+    }
 
-/// A socket that takes what it can take at once.
-struct AtOnce<'a>(&'a TcpStream);
+    /// Starts TLS as a server. The TLS handshake is part of the first reads and writes.
+    ///
+    /// # Errors
+    /// Returns [`Error::Misuse`] if this is not a plain TCP socket.
+    pub fn into_tls_server(self, server: &TlsServer) -> Result<Self, Error> {
+        self.layered(|tcp, _| TlsStream::server(tcp, server))
+    }
 
-impl Write for AtOnce<'_> {
+    /// Starts TLS as a server on a TCP socket, if `server` is given. Other sockets connect
+    /// processes of one host, and need no TLS.
+    pub(crate) fn into_tls_if_tcp(self, server: Option<&TlsServer>) -> Result<Self, Error> {
+        match server {
+            Some(server) if self.is_plain_tcp() => self.into_tls_server(server),
+            _ => Ok(self),
+        }
+    }
+}
+
+/// The most bytes per read from the socket. rustls by itself reads 4 KiB.
+const INPUT_LEN: usize = 256 << 10;
+/// The most bytes that are encrypted per write, so that the peer decrypts one piece while the next
+/// is encrypted. 256 KiB are half as fast.
+const OUTPUT_LEN: usize = 64 << 10;
+
+/// Writes to a socket without blocking.
+struct NonBlocking<'a>(&'a TcpStream);
+
+impl Write for NonBlocking<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        send(self.0, &[IoSlice::new(bytes)])
+        fd::send(self.0, &[IoSlice::new(bytes)])
     }
 
     fn write_vectored(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
-        send(self.0, from)
+        fd::send(self.0, from)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -162,10 +214,10 @@ impl Write for AtOnce<'_> {
 }
 
 /// A TCP connection under TLS.
-pub(crate) struct TlsStream {
+struct TlsStream {
     tcp: TcpStream,
     tls: Connection,
-    /// What came and was not looked at: `input[at..end]`.
+    /// Encrypted bytes that were received and not yet decrypted: `input[at..end]`.
     input: Box<[u8]>,
     at: usize,
     end: usize,
@@ -178,81 +230,25 @@ impl fmt::Debug for TlsStream {
 }
 
 impl TlsStream {
-    pub(crate) fn client(tcp: TcpStream, client: &TlsClient, name: &str) -> Result<Self, Error> {
-        let of_whom = ServerName::try_from(name.to_string()).map_err(|_| {
-            Error::Misuse(format!("`{name}` is no name that a certificate could have"))
+    fn client(tcp: TcpStream, client: &TlsClient, name: &str) -> Result<Self, Error> {
+        let server_name = ServerName::try_from(name.to_string()).map_err(|_| {
+            Error::Misuse(format!("invalid server name {name:?}: expected a DNS name or address"))
         })?;
-        let tls = ClientConnection::new(Arc::clone(&client.config), of_whom);
+        let tls = ClientConnection::new(Arc::clone(&client.config), server_name);
         Ok(Self::new(tcp, tls.map_err(|error| Error::Misuse(error.to_string()))?.into()))
     }
 
-    pub(crate) fn server(tcp: TcpStream, server: &TlsServer) -> Result<Self, Error> {
+    fn server(tcp: TcpStream, server: &TlsServer) -> Result<Self, Error> {
         let tls = ServerConnection::new(Arc::clone(&server.config));
         Ok(Self::new(tcp, tls.map_err(|error| Error::Misuse(error.to_string()))?.into()))
     }
 
     fn new(tcp: TcpStream, mut tls: Connection) -> Self {
-        tls.set_buffer_limit(Some(2 * OUTPUT));
-        Self { tcp, tls, input: vec![0; INPUT].into(), at: 0, end: 0 }
+        tls.set_buffer_limit(Some(2 * OUTPUT_LEN));
+        Self { tcp, tls, input: vec![0; INPUT_LEN].into(), at: 0, end: 0 }
     }
 
-    pub(crate) fn tcp(&self) -> &TcpStream {
-        &self.tcp
-    }
-
-    /// Whether encrypted bytes wait for the socket.
-    pub(crate) fn wants_write(&self) -> bool {
-        self.tls.wants_write()
-    }
-
-    pub(crate) fn read(
-        &mut self,
-        into: &mut [IoSliceMut<'_>],
-        flags: RecvFlags,
-    ) -> io::Result<usize> {
-        loop {
-            let mut len = 0;
-            let mut over = false;
-            for part in into.iter_mut() {
-                let mut at = 0;
-                while at < part.len() {
-                    match self.tls.reader().read(&mut part[at..]) {
-                        Ok(0) => over = true,
-                        Ok(n) => at += n,
-                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                        // The end without TLS's own end: somebody may have cut the rest off.
-                        Err(error) => return Err(error),
-                    }
-                    if at < part.len() && (over || !self.decrypt_more()?) {
-                        break;
-                    }
-                }
-                len += at;
-                if at < part.len() {
-                    break;
-                }
-            }
-            if len > 0 || over {
-                return Ok(len);
-            }
-            // The other end may wait for what this one has to say to that. If it takes nothing now
-            // it may be because nobody here reads.
-            match self.flush() {
-                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
-                _ => {}
-            }
-            // Nothing is there that is not looked at.
-            match receive(&self.tcp, &mut [IoSliceMut::new(&mut self.input)], flags)? {
-                0 => {
-                    self.tls.read_tls(&mut io::empty())?;
-                    self.process()?;
-                }
-                n => (self.at, self.end) = (0, n),
-            }
-        }
-    }
-
-    /// Decrypts more of what came; whether there was some.
+    /// Decrypts more of the received bytes. Returns whether there were any.
     fn decrypt_more(&mut self) -> io::Result<bool> {
         if self.at == self.end {
             return Ok(false);
@@ -265,22 +261,76 @@ impl TlsStream {
 
     fn process(&mut self) -> io::Result<()> {
         if let Err(error) = self.tls.process_new_packets() {
-            // The other end is told why.
-            let _ = self.tls.write_tls(&mut AtOnce(&self.tcp));
+            // Sends the alert that tells the peer why.
+            let _ = self.tls.write_tls(&mut NonBlocking(&self.tcp));
             return Err(io::Error::new(io::ErrorKind::InvalidData, error));
         }
         Ok(())
     }
+}
+
+impl Transport for TlsStream {
+    fn tcp(&self) -> &TcpStream {
+        &self.tcp
+    }
+
+    fn read(&mut self, into: &mut [IoSliceMut<'_>], wait: bool) -> io::Result<usize> {
+        loop {
+            let mut len = 0;
+            let mut closed = false;
+            for part in into.iter_mut() {
+                let mut at = 0;
+                while at < part.len() {
+                    match self.tls.reader().read(&mut part[at..]) {
+                        Ok(0) => closed = true,
+                        Ok(n) => at += n,
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                        // The TCP connection ended without TLS's close_notify: an attacker may have
+                        // cut the rest off.
+                        Err(error) => return Err(error),
+                    }
+                    if at < part.len() && (closed || !self.decrypt_more()?) {
+                        break;
+                    }
+                }
+                len += at;
+                if at < part.len() {
+                    break;
+                }
+            }
+            if len > 0 || closed {
+                return Ok(len);
+            }
+            // The peer may be waiting for a response of TLS. A full send buffer must not prevent
+            // reading: the peer may not read before this end does.
+            match self.flush() {
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
+                _ => {}
+            }
+            // All received bytes are decrypted.
+            match fd::receive(&self.tcp, &mut [IoSliceMut::new(&mut self.input)], wait)? {
+                0 => {
+                    self.tls.read_tls(&mut io::empty())?;
+                    self.process()?;
+                }
+                n => (self.at, self.end) = (0, n),
+            }
+        }
+    }
+
+    fn has_input(&self) -> bool {
+        self.at < self.end
+    }
 
     /// Encrypts as much as there is room for, and writes what the socket takes of it.
-    pub(crate) fn write(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+    fn write(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         self.flush()?;
         let mut len = 0;
         for part in from {
-            let part = &part[..part.len().min(OUTPUT - len)];
+            let part = &part[..part.len().min(OUTPUT_LEN - len)];
             let taken = self.tls.writer().write(part)?;
             len += taken;
-            if taken < part.len() || len == OUTPUT {
+            if taken < part.len() || len == OUTPUT_LEN {
                 break;
             }
         }
@@ -290,25 +340,23 @@ impl TlsStream {
         }
     }
 
-    /// Writes what is encrypted.
-    pub(crate) fn flush(&mut self) -> io::Result<()> {
+    fn wants_write(&self) -> bool {
+        self.tls.wants_write()
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
         while self.tls.wants_write() {
-            self.tls.write_tls(&mut AtOnce(&self.tcp))?;
+            self.tls.write_tls(&mut NonBlocking(&self.tcp))?;
         }
         Ok(())
     }
 
-    /// Says, as far as the socket takes that, that nothing more will be written.
-    pub(crate) fn shutdown(&mut self) -> io::Result<()> {
+    /// Sends close_notify, as far as the socket takes it, and closes the sending direction.
+    fn shutdown(&mut self) -> io::Result<()> {
         self.tls.send_close_notify();
         match self.flush() {
             Err(error) if error.kind() != io::ErrorKind::WouldBlock => Err(error),
             _ => self.tcp.shutdown(Shutdown::Write),
         }
-    }
-
-    /// Whether bytes came that were not looked at.
-    pub(crate) fn has_input(&self) -> bool {
-        self.at < self.end
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Two ends without sockets: whatever way their bytes are cut, what was sent arrives, and nobody
+//! Two connections without sockets: however their bytes are split, what is sent arrives, and no end
 //! waits for ever.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -14,54 +14,60 @@ use ts_remote::{Connection, ConnectionOptions, Error, Event, Role, SendOptions, 
 
 type End = Connection<Vec<u8>>;
 
-/// A stream of bytes from one end to the other, and descriptors that go with some of them.
+/// A byte stream from one end to the other, with descriptors.
 #[derive(Default)]
-struct Pipe(VecDeque<u8>, VecDeque<(u64, OwnedFd)>, [u64; 2]);
+struct Pipe {
+    bytes: VecDeque<u8>,
+    /// Descriptors, each with the offset of its byte.
+    descriptors: VecDeque<(u64, OwnedFd)>,
+    written: u64,
+    read: u64,
+}
 
 impl Pipe {
-    /// At most so many bytes of what an end has to write.
-    fn take_from(&mut self, end: &mut End, most: usize) -> usize {
+    /// Writes at most `max_bytes` bytes of an end to the pipe. Returns how many.
+    fn write_from(&mut self, end: &mut End, max_bytes: usize) -> usize {
         if !end.plan_writes() {
             return 0;
         }
         let bytes: Vec<u8> =
-            end.write_slices(16).iter().flat_map(|s| s.iter().copied()).take(most).collect();
+            end.write_slices(16).iter().flat_map(|s| s.iter().copied()).take(max_bytes).collect();
         if let Some(descriptor) = end.descriptor_to_send().filter(|_| !bytes.is_empty()) {
-            self.1.push_back((self.2[0], descriptor.try_clone_to_owned().unwrap()));
+            self.descriptors.push_back((self.written, descriptor.try_clone_to_owned().unwrap()));
         }
-        self.2[0] += bytes.len() as u64;
+        self.written += bytes.len() as u64;
         end.written(bytes.len());
-        self.0.extend(&bytes);
+        self.bytes.extend(&bytes);
         bytes.len()
     }
 
-    /// At most so many bytes to an end.
-    fn give_to(&mut self, end: &mut End, most: usize) -> Result<usize, Error> {
+    /// Reads at most `max_bytes` bytes from the pipe into an end. Returns how many.
+    fn read_into(&mut self, end: &mut End, max_bytes: usize) -> Result<usize, Error> {
         let mut len = 0;
         let next = |descriptors: &VecDeque<(u64, OwnedFd)>| descriptors.front().map(|(at, _)| *at);
-        // As a socket does: no read goes beyond the first byte of what has another descriptor.
-        let begun = self.2[1];
-        let most = match next(&self.1) {
-            Some(at) if at > begun => most.min((at - begun) as usize),
-            _ => most,
+        // As with a socket, a read does not go beyond a byte with another descriptor.
+        let max_bytes = match next(&self.descriptors) {
+            Some(at) if at > self.read => max_bytes.min((at - self.read) as usize),
+            _ => max_bytes,
         };
-        let came = if next(&self.1) == Some(begun) && most > 0 { self.1.pop_front() } else { None };
+        let has_descriptor = next(&self.descriptors) == Some(self.read) && max_bytes > 0;
+        let received = if has_descriptor { self.descriptors.pop_front() } else { None };
         for target in end.read_targets()? {
-            for byte in target.iter_mut().take(most - len) {
-                let Some(next) = self.0.pop_front() else { break };
+            for byte in target.iter_mut().take(max_bytes - len) {
+                let Some(next) = self.bytes.pop_front() else { break };
                 *byte = next;
                 len += 1;
             }
         }
-        self.2[1] += len as u64;
-        if let Some((_, descriptor)) = came {
+        self.read += len as u64;
+        if let Some((_, descriptor)) = received {
             end.descriptor_received(descriptor);
         }
         if len > 0 { end.filled(len).map(|()| len) } else { Ok(0) }
     }
 }
 
-/// What was sent on a stream, or what has come.
+/// Something that was sent or received on a stream.
 #[derive(Debug, Clone, PartialEq)]
 enum Item {
     Tensor(TensorInfo, Vec<u8>),
@@ -74,9 +80,9 @@ enum Item {
 struct Both {
     ends: [End; 2],
     pipes: [Pipe; 2],
-    /// Streams that announced a tensor that has no memory yet, at either end.
+    /// For each end, the tensors that have no memory yet: stream and length.
     announced: [VecDeque<(u32, usize)>; 2],
-    came: [HashMap<u32, Vec<Item>>; 2],
+    received: [HashMap<u32, Vec<Item>>; 2],
 }
 
 impl Both {
@@ -89,27 +95,28 @@ impl Both {
             ],
             pipes: Default::default(),
             announced: Default::default(),
-            came: Default::default(),
+            received: Default::default(),
         }
     }
 
     fn connect(&mut self) {
         while !self.ends.iter().all(Connection::is_connected) {
-            assert!(self.run(usize::MAX, true).unwrap() > 0, "they do not come together");
+            assert!(self.run(usize::MAX, true).unwrap() > 0, "the handshake stalls");
         }
     }
 
-    /// Bytes both ways; how many things happened.
-    fn run(&mut self, most: usize, accept: bool) -> Result<usize, Error> {
+    /// Transfers at most `max_bytes` bytes in each direction, and processes the events. With
+    /// `accept`, provides memory for tensors. Returns 0 if nothing happened.
+    fn run(&mut self, max_bytes: usize, accept: bool) -> Result<usize, Error> {
         let mut done = 0;
         for from in 0..2 {
-            done += self.pipes[from].take_from(&mut self.ends[from], most);
-            done += self.pipes[from].give_to(&mut self.ends[1 - from], most)?;
+            done += self.pipes[from].write_from(&mut self.ends[from], max_bytes);
+            done += self.pipes[from].read_into(&mut self.ends[1 - from], max_bytes)?;
         }
         for end in 0..2 {
             while let Some(event) = self.ends[end].poll() {
                 done += 1;
-                self.hear(end, event);
+                self.record(end, event);
             }
             while accept && let Some((stream, len)) = self.announced[end].pop_front() {
                 done += 1;
@@ -119,18 +126,17 @@ impl Both {
         Ok(done)
     }
 
-    /// Memory for what was announced, which may be more than there is: bytes on their way can be
-    /// harmed.
+    /// Provides memory for a tensor, unless its length is absurd because META was damaged.
     fn accept(&mut self, end: usize, stream: u32, len: usize) -> Result<(), Error> {
-        const MOST: usize = 16 << 20;
-        if len > MOST {
+        const MAX_LEN: usize = 16 << 20;
+        if len > MAX_LEN {
             self.ends[end].cancel(stream, "too long");
             return Ok(());
         }
         self.ends[end].accept(stream, vec![0; len])
     }
 
-    fn hear(&mut self, end: usize, event: Event<Vec<u8>>) {
+    fn record(&mut self, end: usize, event: Event<Vec<u8>>) {
         let (stream, item) = match event {
             Event::Metadata { stream, info, known, .. } if !known && info.storage_len > 0 => {
                 self.announced[end].push_back((stream, info.storage_len as usize));
@@ -150,7 +156,7 @@ impl Both {
             Event::Cancelled { stream, .. } => (stream, Item::Cancelled),
             _ => return,
         };
-        self.came[end].entry(stream).or_default().push(item);
+        self.received[end].entry(stream).or_default().push(item);
     }
 }
 
@@ -169,7 +175,7 @@ enum Op {
     Message { which: usize, len: usize },
     Finish { which: usize },
     Share { end: usize, len: usize },
-    Run { most: usize, accept: bool },
+    Run { max_bytes: usize, accept: bool },
 }
 
 fn ops() -> impl Strategy<Value = Vec<Op>> {
@@ -188,7 +194,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
         1 => (0usize..2, prop_oneof![1usize..50, 5000usize..200_000])
             .prop_map(|(end, len)| Op::Share { end, len }),
         8 => (prop_oneof![1usize..40, 100usize..5000, Just(1usize << 20)], any::<bool>())
-            .prop_map(|(most, accept)| Op::Run { most, accept }),
+            .prop_map(|(max_bytes, accept)| Op::Run { max_bytes, accept }),
     ];
     prop::collection::vec(op, 1..60)
 }
@@ -205,10 +211,8 @@ proptest! {
         frame in prop_oneof![1usize..100, 1000usize..100_000],
         ops in ops(),
     ) {
-        let options = windows.map(|window_bytes| ConnectionOptions {
-            window_bytes,
-            frame_bytes: frame,
-            ..ConnectionOptions::default()
+        let options = windows.map(|window| {
+            ConnectionOptions::default().with_window_bytes(window).with_frame_bytes(frame)
         });
         let mut both = Both::new(options);
         both.connect();
@@ -226,11 +230,9 @@ proptest! {
                     let bytes = payload(len, number as u8);
                     let info = tensor(&format!("t{number}"), &bytes);
                     let codec = [Codec::Raw, Codec::Lz4, Codec::Zstd, Codec::Split][codec];
-                    let options = SendOptions {
-                        compression: Compression::By(codec, None),
-                        checksums,
-                        keep: false,
-                    };
+                    let options = SendOptions::default()
+                        .with_compression(Compression::Codec(codec, None))
+                        .with_checksums(checksums);
                     both.ends[end]
                         .send(stream, info.clone(), bytes.clone().into(), options)
                         .unwrap();
@@ -247,35 +249,35 @@ proptest! {
                     let Some(at) = find(which, &open) else { continue };
                     let (end, stream) = open.swap_remove(at);
                     both.ends[end].finish(stream).unwrap();
-                    // A stream of which the other end has never heard ends unheard.
+                    // A stream on which nothing was sent ends without an event.
                     if let Some(items) = sent[end].get_mut(&stream) {
                         items.push(Item::Finished);
                     }
                 }
-                // A second time there is nothing to share.
+                // Fails the second time.
                 Op::Share { end, len } => {
                     let _ = both.ends[end].share(SharedMemory::create(len).unwrap());
                 }
-                Op::Run { most, accept } => {
-                    both.run(most, accept).unwrap();
+                Op::Run { max_bytes, accept } => {
+                    both.run(max_bytes, accept).unwrap();
                 }
             }
         }
         while both.run(usize::MAX, true).unwrap() > 0 {}
         let [first, second] = sent;
-        prop_assert_eq!(&both.came, &[second, first]);
+        prop_assert_eq!(&both.received, &[second, first]);
         prop_assert!(both.ends.iter().all(|end| end.end_of_input().is_ok()));
     }
 }
 
-/// What becomes of bytes on their way.
+/// What happens to bytes in transit.
 #[derive(Debug, Clone, Copy)]
-enum Harm {
-    /// Nothing comes any more.
+enum Fault {
+    /// The rest is lost.
     Cut,
-    /// Some are missing.
+    /// Some are lost.
     Drop,
-    /// Some come before others.
+    /// Some are reordered.
     Swap,
 }
 
@@ -283,20 +285,21 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_connection_that_is_cut_or_harmed_ends_with_what_was_sent_or_an_error(
+    fn a_damaged_byte_stream_gives_the_sent_payloads_or_an_error(
         window in prop_oneof![1u64..50, 1000u64..100_000],
-        most in prop_oneof![1usize..40, 100usize..5000],
+        max_bytes in prop_oneof![1usize..40, 100usize..5000],
         lens in prop::collection::vec(0usize..6000, 1..6), split in any::<bool>(),
-        harm in prop_oneof![Just(Harm::Cut), Just(Harm::Drop), Just(Harm::Swap)],
+        fault in prop_oneof![Just(Fault::Cut), Just(Fault::Drop), Just(Fault::Swap)],
         when in 0usize..60, at in any::<prop::sample::Index>(), len in 1usize..600,
     ) {
-        let options = ConnectionOptions { window_bytes: window, ..ConnectionOptions::default() };
+        let options = ConnectionOptions::default().with_window_bytes(window);
         let mut both = Both::new([options.clone(), options]);
         both.connect();
         let stream = both.ends[0].open_stream().unwrap();
         let codec = if split { Codec::Split } else { Codec::Raw };
-        let checked =
-            SendOptions { compression: Compression::By(codec, None), checksums: true, keep: false };
+        let checked = SendOptions::default()
+            .with_compression(Compression::Codec(codec, None))
+            .with_checksums(true);
         let mut sent = Vec::new();
         for (number, &len) in lens.iter().enumerate() {
             let bytes = payload(len, number as u8);
@@ -311,38 +314,37 @@ proptest! {
                 break;
             }
             if round == when {
-                both.pipes[0].take_from(&mut both.ends[0], usize::MAX);
-                let bytes = both.pipes[0].0.make_contiguous();
+                both.pipes[0].write_from(&mut both.ends[0], usize::MAX);
+                let bytes = both.pipes[0].bytes.make_contiguous();
                 if !bytes.is_empty() {
                     let at = at.index(bytes.len());
                     let len = len.min(bytes.len() - at);
-                    match harm {
-                        Harm::Cut => both.pipes[0].0.truncate(at),
-                        Harm::Drop => drop(both.pipes[0].0.drain(at..at + len)),
-                        Harm::Swap => bytes[at..at + len].rotate_left(len / 2),
+                    match fault {
+                        Fault::Cut => both.pipes[0].bytes.truncate(at),
+                        Fault::Drop => drop(both.pipes[0].bytes.drain(at..at + len)),
+                        Fault::Swap => bytes[at..at + len].rotate_left(len / 2),
                     }
                 }
             }
-            if round > when && matches!(harm, Harm::Cut) {
-                // Nothing more is taken from who sends.
-                ended = both.pipes[0].give_to(&mut both.ends[1], most);
+            if round > when && matches!(fault, Fault::Cut) {
+                // Nothing more of the sender arrives.
+                ended = both.pipes[0].read_into(&mut both.ends[1], max_bytes);
                 while let Some(event) = both.ends[1].poll() {
-                    both.hear(1, event);
+                    both.record(1, event);
                 }
                 while let Some((stream, len)) = both.announced[1].pop_front() {
                     both.accept(1, stream, len).unwrap();
                 }
             } else if ended.is_ok() {
-                ended = both.run(most, true);
+                ended = both.run(max_bytes, true);
             }
         }
         let none = Vec::new();
-        let came = both.came[1].get(&stream).unwrap_or(&none);
-        if matches!(harm, Harm::Cut) {
-            prop_assert!(sent.starts_with(came), "{} tensors, of {}", came.len(), sent.len());
+        let received = both.received[1].get(&stream).unwrap_or(&none);
+        if matches!(fault, Fault::Cut) {
+            prop_assert!(sent.starts_with(received), "{} of {}", received.len(), sent.len());
         } else {
-            // Checksums are of payloads: nobody is given bytes that were not sent, though their
-            // name may be harmed.
+            // Checksums cover payloads, but not META.
             let payloads = |items: &[Item]| -> Vec<Vec<u8>> {
                 items
                     .iter()
@@ -352,17 +354,17 @@ proptest! {
                     .collect()
             };
             let sent = payloads(&sent);
-            prop_assert!(payloads(came).iter().all(|bytes| sent.contains(bytes)));
+            prop_assert!(payloads(received).iter().all(|bytes| sent.contains(bytes)));
         }
-        // Whoever has a part of a tensor is told that the rest is missing.
+        // An incomplete tensor is an error.
         let whole = both.ends[1].announced(stream).is_none();
         prop_assert!(whole || ended.is_err() || both.ends[1].end_of_input().is_err());
     }
 }
 
 #[test]
-fn who_gives_no_memory_gets_no_more_than_the_window() {
-    let options = ConnectionOptions { window_bytes: 256 << 10, ..ConnectionOptions::default() };
+fn without_memory_no_more_than_the_window_is_sent() {
+    let options = ConnectionOptions::default().with_window_bytes(256 << 10);
     let mut both = Both::new([options.clone(), options]);
     both.connect();
     let bytes = payload(3 << 20, 1);
@@ -374,13 +376,13 @@ fn who_gives_no_memory_gets_no_more_than_the_window() {
     while both.run(usize::MAX, false).unwrap() > 0 {}
     let sent = both.ends[0].stats().sent_bytes - before;
     assert!((200 << 10..300 << 10).contains(&sent), "{sent} bytes of a window of 256 KiB");
-    assert!(!both.ends[0].plan_writes() && !both.ends[0].is_sent(stream), "it is paused");
+    assert!(!both.ends[0].plan_writes() && !both.ends[0].is_sent(stream), "the sender pauses");
     while both.run(usize::MAX, true).unwrap() > 0 {}
-    assert_eq!(both.came[1][&stream], [Item::Tensor(tensor("w", &bytes), bytes)]);
+    assert_eq!(both.received[1][&stream], [Item::Tensor(tensor("w", &bytes), bytes)]);
 }
 
 #[test]
-fn a_payload_is_read_to_its_memory_and_written_from_it() {
+fn a_payload_is_not_copied() {
     let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
     both.connect();
     let payload = Bytes::from(payload(5 << 20, 2));
@@ -397,15 +399,15 @@ fn a_payload_is_read_to_its_memory_and_written_from_it() {
                     true => within += slice.len(),
                     false => outside += slice.len(),
                 }
-                both.pipes[0].0.extend(&slice[..]);
+                both.pipes[0].bytes.extend(&slice[..]);
             }
             both.ends[0].written(len);
         }
         let [first, _] = both.ends[1].read_targets().unwrap();
         if first.len() > 1000 && !memory.is_empty() {
-            assert!(memory.contains(&first.as_ptr().addr()), "a payload goes to where it belongs");
+            assert!(memory.contains(&first.as_ptr().addr()), "the payload is read into its memory");
         }
-        let read = both.pipes[0].give_to(&mut both.ends[1], usize::MAX).unwrap();
+        let read = both.pipes[0].read_into(&mut both.ends[1], usize::MAX).unwrap();
         let mut done = read;
         while let Some(event) = both.ends[1].poll() {
             done += 1;
@@ -418,14 +420,14 @@ fn a_payload_is_read_to_its_memory_and_written_from_it() {
                 assert_eq!(sink.unwrap(), payload);
             }
         }
-        done += both.pipes[1].take_from(&mut both.ends[1], usize::MAX);
-        done += both.pipes[1].give_to(&mut both.ends[0], usize::MAX).unwrap();
+        done += both.pipes[1].write_from(&mut both.ends[1], usize::MAX);
+        done += both.pipes[1].read_into(&mut both.ends[0], usize::MAX).unwrap();
         if done == 0 {
             break;
         }
     }
-    assert_eq!(within, payload.len(), "written from where it is");
-    assert!(outside < 1000, "{outside} bytes about it");
+    assert_eq!(within, payload.len(), "bytes written from the payload");
+    assert!(outside < 1000, "{outside} bytes of frames");
     assert_eq!(both.ends[1].stats().copied_bytes, 0);
 }
 
@@ -439,22 +441,22 @@ fn views_of_one_storage_send_its_bytes_once() {
     let part = TensorInfo::new("w.t", Dtype::F32, [16u64, 32]).unwrap();
     let part = part.in_storage(9, 4096, 64, Some(vec![1, 16])).unwrap();
     let stream = both.ends[1].open_stream().unwrap();
-    let keep = SendOptions { keep: true, ..SendOptions::default() };
+    let keep = SendOptions::default().with_keep(true);
     both.ends[1].send(stream, whole.clone(), bytes.clone().into(), keep).unwrap();
     both.ends[1].send_view(stream, part.clone(), false).unwrap();
     while both.run(usize::MAX, true).unwrap() > 0 {}
-    assert_eq!(both.came[0][&stream], [Item::Tensor(whole, bytes), Item::View(part.clone())]);
+    assert_eq!(both.received[0][&stream], [Item::Tensor(whole, bytes), Item::View(part.clone())]);
     both.ends[1].send_view(stream, part, false).unwrap();
     let refused = loop {
         if let Err(error) = both.run(usize::MAX, true) {
             break error;
         }
     };
-    assert!(refused.to_string().contains("storage 9, which it has not sent"), "{refused}");
+    assert!(refused.to_string().contains("storage 9, which was not sent"), "{refused}");
 }
 
 #[test]
-fn either_end_may_give_a_stream_up() {
+fn either_end_can_cancel_a_stream() {
     for who in 0..2 {
         let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
         both.connect();
@@ -470,55 +472,54 @@ fn either_end_may_give_a_stream_up() {
         both.ends[who].cancel(streams[0], "no longer wanted");
         both.announced[1].retain(|&(stream, _)| who == 0 || stream != streams[0]);
         while both.run(5000, true).is_ok_and(|done| done > 0) {}
-        let came = |end: usize, stream| both.came[end].get(&stream).cloned().unwrap_or_default();
-        assert_eq!(came(1 - who, streams[0]), [Item::Cancelled], "end {who} gave it up");
-        assert_eq!(came(who, streams[0]), []);
-        assert_eq!(came(1, streams[1]), [Item::Tensor(tensor("w", &bytes), bytes)]);
+        let received =
+            |end: usize, stream| both.received[end].get(&stream).cloned().unwrap_or_default();
+        assert_eq!(received(1 - who, streams[0]), [Item::Cancelled], "end {who} cancelled it");
+        assert_eq!(received(who, streams[0]), []);
+        assert_eq!(received(1, streams[1]), [Item::Tensor(tensor("w", &bytes), bytes)]);
         assert!(both.ends[0].is_sent(streams[0]));
     }
 }
 
 #[test]
-fn strangers_are_turned_away_and_told_why() {
-    let with = |token: Option<&str>| ConnectionOptions {
-        token: token.map(Into::into),
-        ..ConnectionOptions::default()
-    };
+fn a_refused_peer_gets_the_reason() {
+    let with = |token: Option<&str>| ConnectionOptions::default().with_token(token.map(Into::into));
     let mut both = Both::new([with(None), with(Some("sesame"))]);
-    let told = loop {
+    let refused = loop {
         if let Err(error) = both.run(7, true) {
             break error;
         }
     };
-    assert!(told.to_string().contains("does not know the token"), "{told}");
-    while both.pipes[1].take_from(&mut both.ends[1], 7) > 0 {}
-    let told = loop {
-        match both.pipes[1].give_to(&mut both.ends[0], 7) {
+    assert!(refused.to_string().contains("wrong token"), "{refused}");
+    while both.pipes[1].write_from(&mut both.ends[1], 7) > 0 {}
+    let reason = loop {
+        match both.pipes[1].read_into(&mut both.ends[0], 7) {
             Err(error) => break error,
             Ok(len) => assert!(len > 0),
         }
     };
-    assert!(matches!(&told, Error::Closed { reason } if reason.contains("token")), "{told}");
-    let mut stranger = End::new(Role::Acceptor, with(None));
-    let mut pipe =
-        Pipe(b"GET / HTTP/1.1\r\n\r\n".iter().copied().collect(), VecDeque::new(), [0, 0]);
-    let told = pipe.give_to(&mut stranger, usize::MAX).unwrap_err();
-    assert!(told.to_string().contains("does not speak this protocol"), "{told}");
+    assert!(matches!(&reason, Error::Closed { reason } if reason.contains("token")), "{reason}");
+    let mut acceptor = End::new(Role::Acceptor, with(None));
+    let bytes = b"GET / HTTP/1.1\r\n\r\n".iter().copied().collect();
+    let mut pipe = Pipe { bytes, ..Pipe::default() };
+    let refused = pipe.read_into(&mut acceptor, usize::MAX).unwrap_err();
+    assert!(refused.to_string().contains("invalid preface"), "{refused}");
 }
 
 #[test]
-fn damage_is_found_and_named() {
+fn a_changed_byte_is_reported_with_its_tensor() {
     for codec in [Codec::Raw, Codec::Zstd] {
         let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
         both.connect();
         let bytes = payload(100_000, 5);
         let stream = both.ends[0].open_stream().unwrap();
-        let options =
-            SendOptions { compression: Compression::By(codec, None), checksums: true, keep: false };
+        let options = SendOptions::default()
+            .with_compression(Compression::Codec(codec, None))
+            .with_checksums(true);
         both.ends[0].send(stream, tensor("w", &bytes), bytes.into(), options).unwrap();
-        while both.pipes[0].take_from(&mut both.ends[0], usize::MAX) > 0 {}
-        let middle = both.pipes[0].0.len() / 2;
-        both.pipes[0].0[middle] ^= 1;
+        while both.pipes[0].write_from(&mut both.ends[0], usize::MAX) > 0 {}
+        let middle = both.pipes[0].bytes.len() / 2;
+        both.pipes[0].bytes[middle] ^= 1;
         let found = loop {
             if let Err(error) = both.run(1000, true) {
                 break error;
@@ -529,19 +530,19 @@ fn damage_is_found_and_named() {
 }
 
 #[test]
-fn who_asks_for_many_signs_of_life_gets_one() {
+fn many_pings_get_one_answer() {
     let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
     both.connect();
     (0..10_000).for_each(|_| both.ends[0].ping());
-    while both.pipes[0].take_from(&mut both.ends[0], usize::MAX) > 0 {}
-    while both.pipes[0].give_to(&mut both.ends[1], usize::MAX).unwrap() > 0 {}
+    while both.pipes[0].write_from(&mut both.ends[0], usize::MAX) > 0 {}
+    while both.pipes[0].read_into(&mut both.ends[1], usize::MAX).unwrap() > 0 {}
     assert!(both.ends[1].plan_writes());
     let len: usize = both.ends[1].write_slices(usize::MAX).iter().map(|slice| slice.len()).sum();
     assert!(len < 100, "{len} bytes of answers");
 }
 
 #[test]
-fn memory_of_a_tensor_that_is_given_up_comes_back() {
+fn the_memory_of_a_cancelled_tensor_is_returned() {
     let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
     both.connect();
     let bytes = payload(8 << 20, 6);
@@ -550,9 +551,9 @@ fn memory_of_a_tensor_that_is_given_up_comes_back() {
     for _ in 0..9 {
         both.run(100_000, true).unwrap();
     }
-    both.ends[0].cancel(stream, "never mind");
-    while both.pipes[0].take_from(&mut both.ends[0], usize::MAX) > 0 {}
-    while both.pipes[0].give_to(&mut both.ends[1], usize::MAX).unwrap() > 0 {}
+    both.ends[0].cancel(stream, "not needed");
+    while both.pipes[0].write_from(&mut both.ends[0], usize::MAX) > 0 {}
+    while both.pipes[0].read_into(&mut both.ends[1], usize::MAX).unwrap() > 0 {}
     let memory = std::iter::from_fn(|| both.ends[1].poll()).find_map(|event| match event {
         Event::Cancelled { sink, .. } => sink,
         _ => None,
@@ -561,52 +562,51 @@ fn memory_of_a_tensor_that_is_given_up_comes_back() {
 }
 
 #[test]
-fn a_stream_that_is_over_stays_over() {
+fn a_stream_that_has_ended_is_not_reused() {
     let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
     both.connect();
     let stream = both.ends[0].open_stream().unwrap();
     both.ends[0].send_message(stream, b"m"[..].into()).unwrap();
     both.ends[0].finish(stream).unwrap();
-    both.pipes[0].take_from(&mut both.ends[0], usize::MAX);
-    let again = both.pipes[0].0.clone();
-    while both.pipes[0].give_to(&mut both.ends[1], usize::MAX).unwrap() > 0 {}
-    both.pipes[0].0 = again;
+    both.pipes[0].write_from(&mut both.ends[0], usize::MAX);
+    let again = both.pipes[0].bytes.clone();
+    while both.pipes[0].read_into(&mut both.ends[1], usize::MAX).unwrap() > 0 {}
+    both.pipes[0].bytes = again;
     let refused = loop {
-        match both.pipes[0].give_to(&mut both.ends[1], usize::MAX) {
+        match both.pipes[0].read_into(&mut both.ends[1], usize::MAX) {
             Ok(len) => assert!(len > 0),
             Err(error) => break error,
         }
     };
-    assert!(refused.to_string().contains("stream that is over"), "{refused}");
+    assert!(refused.to_string().contains("stream that has ended"), "{refused}");
     assert!(both.ends[1].read_targets().is_err(), "nothing more can be read");
 }
 
 #[cfg(target_os = "linux")]
 #[test]
-fn large_payloads_go_by_shared_memory_where_the_other_end_takes_it() {
-    for taken in [true, false] {
-        let takes = if taken { 1 } else { 0 };
-        let taking = ConnectionOptions { shared_bytes: takes, ..ConnectionOptions::default() };
-        let mut both = Both::new([ConnectionOptions::default(), taking]);
+fn large_payloads_go_through_shared_memory_if_the_peer_maps_it() {
+    for enabled in [true, false] {
+        let options = ConnectionOptions::default().with_shared_bytes(usize::from(enabled));
+        let mut both = Both::new([ConnectionOptions::default(), options]);
         both.connect();
         both.ends[0].share(SharedMemory::create(256 << 10).unwrap()).unwrap();
         while both.run(usize::MAX, true).unwrap() > 0 {}
         let bytes = payload(5 << 20, 8);
         let stream = both.ends[0].open_stream().unwrap();
         let before = both.ends[0].stats().sent_bytes;
-        let checked = SendOptions { checksums: true, ..SendOptions::default() };
+        let checked = SendOptions::default().with_checksums(true);
         both.ends[0].send(stream, tensor("w", &bytes), bytes.clone().into(), checked).unwrap();
         while both.run(usize::MAX, true).unwrap() > 0 {}
-        let by_socket = both.ends[0].stats().sent_bytes - before;
-        assert_eq!(by_socket < 10_000, taken, "{by_socket} bytes by the socket");
-        assert_eq!(both.came[1][&stream], [Item::Tensor(tensor("w", &bytes), bytes)]);
+        let socket_bytes = both.ends[0].stats().sent_bytes - before;
+        assert_eq!(socket_bytes < 10_000, enabled, "{socket_bytes} bytes through the socket");
+        assert_eq!(both.received[1][&stream], [Item::Tensor(tensor("w", &bytes), bytes)]);
     }
 }
 
 #[cfg(target_os = "linux")]
 #[test]
-fn what_comes_with_its_announcement_waits_until_its_user_was_told() {
-    let sharing = ConnectionOptions { shared_bytes: 4 << 20, ..ConnectionOptions::default() };
+fn bytes_that_arrive_with_meta_wait_for_the_metadata_event() {
+    let sharing = ConnectionOptions::default().with_shared_bytes(4 << 20);
     let mut both = Both::new([ConnectionOptions::default(), sharing]);
     both.connect();
     both.ends[0].share(SharedMemory::create(4 << 20).unwrap()).unwrap();
@@ -620,12 +620,12 @@ fn what_comes_with_its_announcement_waits_until_its_user_was_told() {
             .send(stream, tensor("w", bytes), bytes.clone().into(), SendOptions::default())
             .unwrap();
     }
-    while both.pipes[0].take_from(&mut both.ends[0], usize::MAX) > 0 {}
-    // Some more bytes that are nothing.
-    both.pipes[0].0.extend([0xff; 64]);
-    let mut came = Vec::new();
+    while both.pipes[0].write_from(&mut both.ends[0], usize::MAX) > 0 {}
+    // Invalid bytes.
+    both.pipes[0].bytes.extend([0xff; 64]);
+    let mut received = Vec::new();
     let error = loop {
-        if let Err(error) = both.pipes[0].give_to(&mut both.ends[1], usize::MAX) {
+        if let Err(error) = both.pipes[0].read_into(&mut both.ends[1], usize::MAX) {
             break error;
         }
         while let Some(event) = both.ends[1].poll() {
@@ -633,20 +633,20 @@ fn what_comes_with_its_announcement_waits_until_its_user_was_told() {
                 Event::Metadata { info, .. } => {
                     both.ends[1].accept(stream, vec![0; info.storage_len as usize]).unwrap();
                 }
-                Event::End { sink, .. } => came.push(sink.unwrap()),
+                Event::End { sink, .. } => received.push(sink.unwrap()),
                 _ => {}
             }
         }
     };
-    assert!(came == sent, "{} of {} tensors", came.len(), sent.len());
+    assert!(received == sent, "{} of {} tensors", received.len(), sent.len());
     let copied = both.ends[1].stats().copied_bytes;
     assert!(copied <= 4 * 50, "{copied} bytes were copied twice");
     assert!(matches!(error, Error::Protocol { .. }), "{error}");
 }
 
 #[test]
-fn a_stream_counts_until_the_other_end_has_taken_it() {
-    let few = ConnectionOptions { max_streams: 3, ..ConnectionOptions::default() };
+fn a_stream_counts_as_open_until_the_peer_has_taken_it() {
+    let few = ConnectionOptions::default().with_max_streams(3);
     let mut both = Both::new([ConnectionOptions::default(), few]);
     both.connect();
     let mut opened = Vec::new();
@@ -657,7 +657,7 @@ fn a_stream_counts_until_the_other_end_has_taken_it() {
                 _ => both.ends[0].send_message(stream, b"m"[..].into()).unwrap(),
             }
             match round % 3 {
-                0 => both.ends[0].cancel(stream, "never mind"),
+                0 => both.ends[0].cancel(stream, "not needed"),
                 _ => both.ends[0].finish(stream).unwrap(),
             }
             opened.push(stream);
@@ -666,7 +666,7 @@ fn a_stream_counts_until_the_other_end_has_taken_it() {
         if round % 5 == 0
             && let Some(&stream) = opened.last()
         {
-            both.ends[1].cancel(stream, "no, thanks");
+            both.ends[1].cancel(stream, "not wanted");
         }
     }
     while both.run(usize::MAX, true).unwrap() > 0 {}
@@ -675,11 +675,10 @@ fn a_stream_counts_until_the_other_end_has_taken_it() {
 }
 
 #[test]
-fn what_is_refused_is_not_compared_with_its_checksum() {
+fn the_checksum_of_a_refused_payload_is_not_verified() {
     let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
     both.connect();
-    let (bytes, checked) =
-        (payload(1 << 20, 9), SendOptions { checksums: true, ..SendOptions::default() });
+    let (bytes, checked) = (payload(1 << 20, 9), SendOptions::default().with_checksums(true));
     let streams = [(); 2].map(|()| both.ends[0].open_stream().unwrap());
     for stream in streams {
         both.ends[0].send(stream, tensor("w", &bytes), bytes.clone().into(), checked).unwrap();
@@ -687,24 +686,24 @@ fn what_is_refused_is_not_compared_with_its_checksum() {
     for _ in 0..3 {
         both.run(50_000, false).unwrap();
     }
-    both.ends[1].cancel(streams[0], "no, thanks");
+    both.ends[1].cancel(streams[0], "not wanted");
     both.announced[1].retain(|&(stream, _)| stream != streams[0]);
     while both.run(50_000, true).unwrap() > 0 {}
-    assert_eq!(both.came[1][&streams[1]], [Item::Tensor(tensor("w", &bytes), bytes)]);
+    assert_eq!(both.received[1][&streams[1]], [Item::Tensor(tensor("w", &bytes), bytes)]);
 }
 
 #[test]
-fn who_does_not_read_answers_is_not_answered_for_ever() {
+fn unread_answers_are_limited() {
     let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
     both.connect();
-    // The end of a stream that was never begun, again and again.
+    // FINISH of a stream on which nothing was sent, again and again.
     let stream = both.ends[0].open_stream().unwrap();
     both.ends[0].finish(stream).unwrap();
-    both.pipes[0].take_from(&mut both.ends[0], usize::MAX);
-    let again: Vec<u8> = both.pipes[0].0.iter().copied().collect();
+    both.pipes[0].write_from(&mut both.ends[0], usize::MAX);
+    let again: Vec<u8> = both.pipes[0].bytes.iter().copied().collect();
     let refused = (0..100_000).find_map(|_| {
-        both.pipes[0].0.extend(&again);
-        both.pipes[0].give_to(&mut both.ends[1], usize::MAX).err()
+        both.pipes[0].bytes.extend(&again);
+        both.pipes[0].read_into(&mut both.ends[1], usize::MAX).err()
     });
-    assert!(refused.unwrap().to_string().contains("has not read"));
+    assert!(refused.unwrap().to_string().contains("unread control frames"));
 }

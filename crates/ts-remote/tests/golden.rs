@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The bytes that PROTOCOL.md says: what one end writes, kept in a file that also is where the
-//! fuzzer begins.
+//! The bytes that a connector writes, compared with a file. The file is also a seed of the fuzzer.
 #![cfg(target_os = "linux")] // shared memory
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -10,17 +9,15 @@ use ts_remote::{Connection, ConnectionOptions, Event, Role, SendOptions, TensorI
 
 const CONVERSATION: &[u8] = include_bytes!("../../../fuzz/seeds/wire/conversation");
 
-/// All kinds of frames that an end sends of its own accord.
+/// Returns the bytes of a connector that sends all kinds of frames.
 fn connector() -> Vec<u8> {
-    let options = ConnectionOptions {
-        token: Some("t".into()),
-        window_bytes: 4 << 20,
-        max_streams: 64,
-        ..ConnectionOptions::default()
-    };
+    let options = ConnectionOptions::default()
+        .with_token("t".to_string())
+        .with_window_bytes(4 << 20)
+        .with_max_streams(64);
     let mut ends = [Role::Connector, Role::Acceptor]
         .map(|role| Connection::<Vec<u8>>::new(role, options.clone()));
-    let mut said = Vec::new();
+    let mut written = Vec::new();
     let mut step = |ends: &mut [Connection<Vec<u8>>; 2], from: usize| {
         let mut bytes = Vec::new();
         let mut descriptor = None;
@@ -34,7 +31,7 @@ fn connector() -> Vec<u8> {
             ends[from].written(bytes.len() - before);
         }
         if from == 0 {
-            said.extend_from_slice(&bytes);
+            written.extend_from_slice(&bytes);
         }
         if let Some(descriptor) = descriptor {
             ends[1 - from].descriptor_received(descriptor);
@@ -65,18 +62,16 @@ fn connector() -> Vec<u8> {
     let stream = end.open_stream().unwrap();
     let whole =
         TensorInfo::new("w", Dtype::F32, [4u64, 8]).unwrap().in_storage(9, 128, 0, None).unwrap();
-    let keep = SendOptions { keep: true, checksums: true, compression: Compression::None };
+    let keep = SendOptions::default().with_keep(true).with_checksums(true);
     end.send(stream, whole, (0..128).collect::<Vec<u8>>().into(), keep).unwrap();
     let mut part = TensorInfo::new("w.t", Dtype::F32, [8u64, 2]).unwrap();
     part.metadata.insert("layer".into(), "3".into());
     part.device = "cuda:0".into();
     let part = part.in_storage(9, 128, 64, Some(vec![1, 8])).unwrap();
     end.send_view(stream, part, false).unwrap();
-    let encoded = SendOptions {
-        compression: Compression::By(Codec::Lz4, None),
-        checksums: true,
-        keep: false,
-    };
+    let encoded = SendOptions::default()
+        .with_compression(Compression::Codec(Codec::Lz4, None))
+        .with_checksums(true);
     let long = TensorInfo::new("z", Dtype::U8, [500u64]).unwrap();
     end.send(stream, long, vec![5; 500].into(), encoded).unwrap();
     end.send(
@@ -88,42 +83,42 @@ fn connector() -> Vec<u8> {
     .unwrap();
     end.send_message(stream, b"tokens"[..].into()).unwrap();
     end.finish(stream).unwrap();
-    let given_up = end.open_stream().unwrap();
-    end.send_message(given_up, b"wait"[..].into()).unwrap();
+    let cancelled = end.open_stream().unwrap();
+    end.send_message(cancelled, b"wait"[..].into()).unwrap();
     end.ping();
     step(&mut ends, 0);
-    ends[0].cancel(given_up, "never mind");
+    ends[0].cancel(cancelled, "never mind");
     step(&mut ends, 0);
     ends[0].share(SharedMemory::create(4096).unwrap()).unwrap();
     step(&mut ends, 0);
     step(&mut ends, 1);
     let shared = ends[0].open_stream().unwrap();
     let large = TensorInfo::new("s", Dtype::U8, [65_536u64]).unwrap();
-    let checked = SendOptions { checksums: true, ..SendOptions::default() };
+    let checked = SendOptions::default().with_checksums(true);
     ends[0].send(shared, large, vec![6; 65_536].into(), checked).unwrap();
     while !ends[0].is_sent(shared) {
         step(&mut ends, 0);
         step(&mut ends, 1);
     }
-    said
+    written
 }
 
 #[test]
-fn the_bytes_are_those_of_version_1() {
-    let said = connector();
+fn a_connector_writes_the_bytes_of_version_1() {
+    let written = connector();
     if std::env::var_os("TS_BLESS").is_some() {
         std::fs::write(
             concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/wire/conversation"),
-            &said,
+            &written,
         )
         .unwrap();
         return;
     }
-    assert_eq!(&said[..8], b"TSWIRE1\n");
-    // Of a new version of the software, which it names, it is written anew with TS_BLESS=1.
+    assert_eq!(&written[..8], b"TSWIRE1\n");
+    // HELLO has the version of the software: after a release, write the file with TS_BLESS=1.
     assert!(
-        said == CONVERSATION,
-        "what is written is not what version 1 writes: {} bytes",
-        said.len()
+        written == CONVERSATION,
+        "the {} bytes differ from the file: the wire format has changed",
+        written.len()
     );
 }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Passing connections from the process that accepts them to the process that serves them. Here
 //! both are threads that share only a socket.
+#![cfg(target_os = "linux")] // Unix sockets of type SOCK_SEQPACKET
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
-mod dispatched;
-mod together;
+mod common;
+mod dispatch;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -16,11 +17,11 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use ts_remote::{Address, ConnectionOptions, Dispatcher, Error, Link, Listener};
 
-use dispatched::{channel, dispatch};
-use together::{both_ways, options};
+use common::{both_ways, options, port};
+use dispatch::{channel, dispatch};
 
-fn wants(service: &str) -> ConnectionOptions {
-    ConnectionOptions { service: service.into(), token: Some("sesame".into()), ..options() }
+fn service(service: &str) -> ConnectionOptions {
+    options().with_service(service).with_token("sesame".to_string())
 }
 
 #[test]
@@ -32,7 +33,7 @@ fn a_passed_connection_works_like_an_accepted_one() {
     }
 }
 
-/// A dispatcher that refuses every client, and what it has seen of them.
+/// A dispatcher that refuses every client, with its log and the requested services.
 struct Full {
     address: Address,
     stop: Arc<AtomicBool>,
@@ -70,9 +71,13 @@ impl Full {
         this
     }
 
+    fn connect(&self) -> std::io::Result<TcpStream> {
+        TcpStream::connect(("127.0.0.1", port(&self.address)))
+    }
+
+    /// Sends bytes on a new connection. Returns the answer.
     fn send(&self, bytes: &[u8]) -> Vec<u8> {
-        let Address::Tcp(address) = &self.address else { unreachable!() };
-        let mut socket = TcpStream::connect(address).unwrap();
+        let mut socket = self.connect().unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         socket.write_all(bytes).unwrap();
         let mut answer = Vec::new();
@@ -90,48 +95,48 @@ impl Drop for Full {
     }
 }
 
-/// The reason that a client gets for not being served.
+/// Returns the error of a client that is refused.
 fn refusal(address: &Address, options: ConnectionOptions) -> String {
     let link = Link::<Vec<u8>>::connect(address, options);
-    let ended = link.and_then(|mut link| {
-        loop {
-            link.next_event()?;
+    let mut link = match link {
+        Ok(link) => link,
+        Err(error) => return error.to_string(),
+    };
+    loop {
+        if let Err(error) = link.next_event() {
+            return error.to_string();
         }
-    });
-    let Err(error): Result<(), Error> = ended else { unreachable!("only an error ends that") };
-    error.to_string()
+    }
 }
 
 #[test]
 fn refused_clients_get_the_reason() {
-    let full = Full::start(wants("exec"));
+    let full = Full::start(service("exec"));
     let connect = |options| refusal(&full.address, options);
-    let stranger = connect(ConnectionOptions { token: Some("guess".into()), ..wants("exec/x") });
-    assert!(stranger.contains("does not know the token"), "{stranger}");
-    for service in ["", "execute", "ranges"] {
-        let error = connect(wants(service));
+    let error = connect(service("exec/x").with_token("guess".to_string()));
+    assert!(error.contains("wrong token"), "{error}");
+    for name in ["", "execute", "ranges"] {
+        let error = connect(service(name));
         assert!(error.contains("this server offers \"exec\""), "{error}");
     }
-    for service in ["exec", "exec/x"] {
-        assert!(connect(wants(service)).contains("no capacity"));
+    for name in ["exec", "exec/x"] {
+        assert!(connect(service(name)).contains("no capacity"));
     }
     assert_eq!(*full.services.lock().unwrap(), ["exec", "exec/x"]);
 }
 
 #[test]
 fn clients_without_a_complete_hello_do_not_delay_others() {
-    let full =
-        Full::start(ConnectionOptions { idle_timeout: Duration::from_secs(1), ..wants("exec") });
-    let Address::Tcp(address) = &full.address else { unreachable!() };
-    let mut silent: Vec<_> = (0..300).filter_map(|_| TcpStream::connect(address).ok()).collect();
+    let full = Full::start(service("exec").with_idle_timeout(Duration::from_secs(1)));
+    let mut silent: Vec<_> = (0..300).filter_map(|_| full.connect().ok()).collect();
     for (number, socket) in silent.iter_mut().enumerate() {
         let _ = socket.write_all(&b"TSWIRE1\n"[..number % 9]);
     }
     let since = Instant::now();
-    let error = refusal(&full.address, wants("exec/x"));
+    let error = refusal(&full.address, service("exec/x"));
     assert!(error.contains("no capacity"), "{error}");
     assert!(since.elapsed() < Duration::from_secs(10));
-    // All of them are disconnected, at the latest by the timeout.
+    // All of them are disconnected by the timeout, or earlier.
     while full.failed.lock().unwrap().len() < silent.len()
         && since.elapsed() < Duration::from_secs(30)
     {
@@ -142,10 +147,9 @@ fn clients_without_a_complete_hello_do_not_delay_others() {
 
 #[test]
 fn a_hello_may_arrive_byte_by_byte() {
-    let full = Full::start(wants("exec"));
+    let full = Full::start(service("exec"));
     let bytes = hello("exec/slow", Some("sesame"));
-    let Address::Tcp(address) = &full.address else { unreachable!() };
-    let mut socket = TcpStream::connect(address).unwrap();
+    let mut socket = full.connect().unwrap();
     for byte in bytes {
         socket.write_all(&[byte]).unwrap();
         thread::sleep(Duration::from_millis(1));
@@ -155,7 +159,7 @@ fn a_hello_may_arrive_byte_by_byte() {
     assert_eq!(*full.services.lock().unwrap(), ["exec/slow"]);
 }
 
-/// The preface and the HELLO of PROTOCOL.md.
+/// Encodes the preface and HELLO, as in PROTOCOL.md.
 fn hello(service: &str, token: Option<&str>) -> Vec<u8> {
     let field =
         |tag: u8, bytes: &[u8]| [&[tag][..], &(bytes.len() as u32).to_le_bytes(), bytes].concat();
@@ -172,9 +176,8 @@ fn hello(service: &str, token: Option<&str>) -> Vec<u8> {
 }
 
 #[test]
-fn no_first_bytes_stop_a_dispatcher() {
-    let full =
-        Full::start(ConnectionOptions { idle_timeout: Duration::from_millis(50), ..wants("exec") });
+fn invalid_first_bytes_do_not_stop_a_dispatcher() {
+    let full = Full::start(service("exec").with_idle_timeout(Duration::from_millis(50)));
     let good = hello("exec/x", Some("sesame"));
     let config = ProptestConfig { cases: 60, ..ProptestConfig::default() };
     proptest!(config, |(at in 0..good.len(), byte: u8, cut in 0..good.len())| {
@@ -183,7 +186,7 @@ fn no_first_bytes_stop_a_dispatcher() {
         full.send(&bad);
         full.send(&good[..cut]);
     });
-    let error = refusal(&full.address, wants("exec/x"));
+    let error = refusal(&full.address, service("exec/x"));
     assert!(error.contains("no capacity"), "{error}");
 }
 

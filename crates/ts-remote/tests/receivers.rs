@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors to wherever they are to be, fed and polled.
+//! Tensor receivers with different kinds of memory.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use proptest::prelude::*;
@@ -20,11 +20,11 @@ fn info(name: &str, len: usize) -> TensorInfo {
     TensorInfo::new(name, Dtype::U8, [len as u64]).unwrap()
 }
 
-/// Carries all there is, in pieces of at most so many bytes.
-fn carry<M: Memory>(sender: &mut TensorSender, receiver: &mut TensorReceiver<M>, most: usize) {
+/// Transfers everything between the two, in pieces of at most `piece` bytes.
+fn transfer<M: Memory>(sender: &mut TensorSender, receiver: &mut TensorReceiver<M>, piece: usize) {
     loop {
         let bytes = sender.encode();
-        bytes.chunks(most).for_each(|piece| receiver.feed(piece).unwrap());
+        bytes.chunks(piece).for_each(|piece| receiver.feed(piece).unwrap());
         let replies = receiver.replies();
         sender.feed(&replies).unwrap();
         if bytes.is_empty() && replies.is_empty() {
@@ -34,74 +34,71 @@ fn carry<M: Memory>(sender: &mut TensorSender, receiver: &mut TensorReceiver<M>,
 }
 
 #[test]
-fn a_tensor_comes_to_a_gpu_or_to_the_host_where_there_is_none() {
+fn a_tensor_is_received_into_a_gpu_or_host_memory() {
     let bytes = payload(10 << 20);
     let (mut sender, mut receiver) =
         (TensorSender::new(), GpuTensorReceiver::new(GpuMemory::new(0)));
     sender.send(info("w", bytes.len()), bytes.clone().into(), SendOptions::default()).unwrap();
-    assert!(
-        sender.encode().len() < 5 << 20,
-        "no more than the window before the receiver is heard of"
-    );
+    assert!(sender.encode().len() < 5 << 20, "at most the window before the first reply");
     let mut sender = TensorSender::new();
     sender.send(info("w", bytes.len()), bytes.clone().into(), SendOptions::default()).unwrap();
-    carry(&mut sender, &mut receiver, 100_000);
+    transfer(&mut sender, &mut receiver, 100_000);
     assert!(sender.is_sent() && receiver.is_complete());
     assert_eq!(receiver.expected_bytes(), bytes.len() as u64);
     assert_eq!(receiver.received_bytes(), bytes.len() as u64);
     assert!(matches!(receiver.poll(), GpuReceiverEvent::Metadata(info) if info.name == "w"));
-    let mut told = 0;
+    let mut delivered = 0;
     loop {
         match receiver.poll() {
             GpuReceiverEvent::Data { offset, bytes } => {
-                assert_eq!(offset, told);
-                told += bytes;
+                assert_eq!(offset, delivered);
+                delivered += bytes;
             }
             GpuReceiverEvent::End => break,
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!((told, receiver.poll()), (bytes.len() as u64, GpuReceiverEvent::NeedMoreData));
+    assert_eq!((delivered, receiver.poll()), (bytes.len() as u64, GpuReceiverEvent::NeedMoreData));
     let tensor = receiver.take_tensor().unwrap();
     assert_eq!((tensor.info, tensor.buffer), (info("w", bytes.len()), bytes));
     assert_eq!(receiver.take().unwrap_err().kind(), ErrorKind::Misuse);
 }
 
 #[test]
-fn what_is_too_large_for_its_memory_is_refused_before_it_comes() {
+fn a_tensor_beyond_the_limit_is_refused_before_its_payload() {
     let (mut sender, mut receiver) =
-        (TensorSender::new(), TensorReceiver::new(HostMemory { limit_bytes: 1000 }));
+        (TensorSender::new(), TensorReceiver::new(HostMemory::new(1000)));
     sender.send(info("w", 1001), payload(1001).into(), SendOptions::default()).unwrap();
     let refused = receiver.feed(&sender.encode()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Memory);
-    assert!(refused.to_string().contains("`w` of 1001 bytes"), "{refused}");
+    assert!(refused.to_string().contains("\"w\" of 1001 bytes"), "{refused}");
 }
 
 #[test]
-fn what_is_cancelled_says_why() {
+fn a_cancelled_tensor_has_the_reason() {
     let (mut sender, mut receiver) =
-        (TensorSender::new(), TensorReceiver::new(HostMemory { limit_bytes: 1 << 30 }));
+        (TensorSender::new(), TensorReceiver::new(HostMemory::new(1 << 30)));
     sender.send(info("w", 8 << 20), payload(8 << 20).into(), SendOptions::default()).unwrap();
     receiver.feed(&sender.encode()).unwrap();
-    sender.cancel("it was the wrong one");
+    sender.cancel("wrong tensor");
     receiver.feed(&sender.encode()).unwrap();
     let last = std::iter::from_fn(|| {
         Some(receiver.poll()).filter(|event| *event != GpuReceiverEvent::NeedMoreData)
     })
     .last();
-    assert_eq!(last, Some(GpuReceiverEvent::Cancelled("it was the wrong one".into())));
+    assert_eq!(last, Some(GpuReceiverEvent::Cancelled("wrong tensor".into())));
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
 
-    /// The race detector of the simulated device finds a piece that is written to while it is
-    /// copied, or memory that is let go of too early.
+    /// The race detector of the simulated device reports staging memory that is written while it is
+    /// copied, and memory that is freed too early.
     #[test]
-    fn blocks_of_a_device_are_filled_by_way_of_two_pieces(
+    fn device_blocks_are_filled_through_pinned_memory(
         seed: u64,
         sizes in prop::collection::vec(0usize..5 << 20, 1..4),
-        most in 1000usize..3 << 20,
+        piece in 1000usize..3 << 20,
     ) {
         let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
         let stream = device.create_stream(StreamPriority::Normal).unwrap();
@@ -113,7 +110,7 @@ proptest! {
         for &len in &sizes {
             sender.send(info("w", len), payload(len).into(), SendOptions::default()).unwrap();
         }
-        carry(&mut sender, &mut receiver, most);
+        transfer(&mut sender, &mut receiver, piece);
         for &len in &sizes {
             let Tensor { info, buffer: block } = receiver.take().unwrap();
             let mut bytes = vec![0; block.len()];
@@ -124,7 +121,7 @@ proptest! {
         let stats = receiver.gpu_pool_stats().unwrap();
         prop_assert_eq!(stats.in_use_bytes, 0);
         prop_assert_eq!(receiver.pinned_pool_stats().in_use_bytes, 0);
-        // One that is dropped half way gives everything back when the stream is done.
+        // An incomplete tensor that is dropped returns its memory when the stream is done.
         let mut sender = TensorSender::new();
         sender.send(info("w", 9 << 20), payload(9 << 20).into(), SendOptions::default()).unwrap();
         receiver.feed(&sender.encode()).unwrap();
@@ -136,7 +133,7 @@ proptest! {
 }
 
 #[test]
-fn without_a_device_blocks_of_pinned_memory_are_read_to() {
+fn without_a_device_pinned_blocks_are_filled() {
     let device = SimDevice::new(SimOptions::default());
     let pinned = PinnedMemoryPool::new(device, PoolConfig::default()).unwrap();
     let mut memory = PooledMemory::new(pinned, None);
@@ -145,7 +142,7 @@ fn without_a_device_blocks_of_pinned_memory_are_read_to() {
     let mut receiver = PooledGpuReceiver::new(memory);
     let mut sender = TensorSender::new();
     sender.send(info("w", 5000), payload(5000).into(), SendOptions::default()).unwrap();
-    carry(&mut sender, &mut receiver, 1 << 20);
+    transfer(&mut sender, &mut receiver, 1 << 20);
     let block = receiver.take().unwrap().buffer;
     assert_eq!(block.host_bytes().unwrap(), payload(5000));
     assert!(receiver.gpu_pool_stats().is_none() && receiver.pinned_pool_stats().hits > 0);

@@ -1,27 +1,25 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Links under TLS: what is sent arrives, and only those are let in who may be.
+//! Links under TLS.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
-mod dispatched;
-mod together;
+mod common;
+#[cfg(target_os = "linux")]
+mod dispatch;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use ts_remote::{
-    Bytes, ConnectionOptions, Dispatcher, Error, ErrorKind, Files, Identity, Link, Listener,
-    RangeClient, RangeHandler, Refusal, RefusalKind, RemoteFile, Role, ServerOptions, Socket,
-    TlsClient, TlsServer, serve,
+    Bytes, Error, ErrorKind, Files, Identity, Link, Listener, RangeClient, RangeHandler, Refusal,
+    RefusalKind, RemoteFile, Role, ServerOptions, Socket, TlsClient, TlsServer, serve,
 };
 
-use dispatched::dispatch;
-use together::{both_ways, options, payload};
+use common::{both_ways, options, payload};
 
-/// An authority, and a certificate of its for a name.
+/// The PEM files of an authority and of a certificate that it signed.
 struct Pem {
     directory: tempfile::TempDir,
 }
@@ -72,7 +70,7 @@ fn listener() -> Listener {
 }
 
 #[test]
-fn both_ends_send_at_once_and_know_each_other() {
+fn both_ends_send_at_once_and_authenticate_each_other() {
     let (servers, clients) = (Pem::new("127.0.0.1"), Pem::new("me"));
     let client = servers.client(Some(&clients));
     let server = servers.server(Some(&clients));
@@ -83,87 +81,47 @@ fn both_ends_send_at_once_and_know_each_other() {
     );
 }
 
-#[test]
-fn a_dispatcher_relays_decrypted_connections() {
-    let files = Pem::new("127.0.0.1");
-    let (client, server) = (files.client(None), files.server(None));
-    let dispatcher = Dispatcher::new(options()).with_tls(server);
-    let accept = move |listener: &Listener| dispatch(dispatcher, listener);
-    both_ways(listener(), |socket| socket.into_tls_client(&client), accept);
-}
-
-/// The threads of this process that relay.
-fn relays() -> usize {
-    let threads = std::fs::read_dir("/proc/self/task").unwrap();
-    let names =
-        threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("comm")).ok());
-    names.filter(|name| name.starts_with("tensorstream-re")).count()
-}
-
-#[test]
-#[cfg(target_os = "linux")]
-fn a_client_that_stays_connected_keeps_no_relay_after_it_was_dropped() {
-    let files = Pem::new("127.0.0.1");
-    let listener = listener();
-    let ts_remote::Address::Tcp(address) = listener.address().clone() else { unreachable!() };
-    let short = ConnectionOptions { idle_timeout: Duration::from_millis(300), ..options() };
-    let mut dispatcher = Dispatcher::new(short).with_tls(files.server(None));
-    let connect = move || {
-        (0..300).map(|_| std::net::TcpStream::connect(&address).unwrap()).collect::<Vec<_>>()
-    };
-    let silent = thread::spawn(connect);
-    let since = Instant::now();
-    let mut failed = 0;
-    while failed < 300 && since.elapsed() < Duration::from_secs(20) {
-        let none = dispatcher
-            .accept_within(&listener, Duration::from_millis(50), |_, _| failed += 1)
-            .unwrap();
-        assert!(none.is_none());
-    }
-    let silent = silent.join().unwrap();
-    while relays() > 0 && since.elapsed() < Duration::from_secs(20) {
-        thread::sleep(Duration::from_millis(20));
-    }
-    assert_eq!((failed, relays()), (silent.len(), 0));
-}
-
-/// What either end says of the other.
-fn meet(server: TlsServer, client: &TlsClient) -> [Result<(), Error>; 2] {
+/// Connects a client to a server. Returns the results of the client and of the server.
+fn handshake(server: TlsServer, client: &TlsClient) -> [Result<(), Error>; 2] {
     let listener = listener();
     let address = listener.address().clone();
-    let other = thread::spawn(move || {
+    let acceptor = thread::spawn(move || {
         let socket = listener.accept()?.into_tls_server(&server)?;
         Link::<Vec<u8>>::new(socket, Role::Acceptor, options()).map(drop)
     });
     let socket = Socket::connect(&address, options().idle_timeout)
         .and_then(|socket| socket.into_tls_client(client));
-    let met = socket
+    let connected = socket
         .and_then(|socket| Link::<Vec<u8>>::new(socket, Role::Connector, options()))
         .map(drop);
-    [met, other.join().unwrap()]
+    [connected, acceptor.join().unwrap()]
 }
 
 #[test]
-fn who_cannot_be_trusted_is_turned_away() {
+fn untrusted_certificates_are_refused() {
     let (servers, clients, others) = (Pem::new("127.0.0.1"), Pem::new("me"), Pem::new("127.0.0.1"));
-    let [ours, theirs] = meet(others.server(None), &servers.client(None));
-    let ours = ours.unwrap_err();
-    assert!(ours.kind() == ErrorKind::Peer && ours.to_string().contains("certificate"), "{ours}");
-    assert!(theirs.is_err());
-    let [ours, _] = meet(Pem::new("elsewhere").server(None), &servers.client(None));
-    assert!(ours.is_err());
+    let [client, server] = handshake(others.server(None), &servers.client(None));
+    let error = client.unwrap_err();
+    assert!(
+        error.kind() == ErrorKind::Peer && error.to_string().contains("certificate"),
+        "{error}"
+    );
+    assert!(server.is_err());
+    let [client, _] = handshake(Pem::new("other.example").server(None), &servers.client(None));
+    assert!(client.is_err());
     for own in [None, Some(&others)] {
-        let [ours, theirs] = meet(servers.server(Some(&clients)), &servers.client(own));
-        assert!(ours.is_err() && theirs.is_err(), "{ours:?}, {theirs:?}");
+        let [client, server] = handshake(servers.server(Some(&clients)), &servers.client(own));
+        assert!(client.is_err() && server.is_err(), "{client:?}, {server:?}");
     }
-    let [ours, theirs] = meet(servers.server(Some(&clients)), &servers.client(Some(&clients)));
-    assert!(ours.is_ok() && theirs.is_ok(), "{ours:?}, {theirs:?}");
+    let [client, server] =
+        handshake(servers.server(Some(&clients)), &servers.client(Some(&clients)));
+    assert!(client.is_ok() && server.is_ok(), "{client:?}, {server:?}");
 }
 
 /// One file in memory.
-struct Held(Bytes);
+struct OneFile(Bytes);
 
-impl Files for Held {
+impl Files for OneFile {
     fn open(&mut self, name: &str) -> Result<RemoteFile, Refusal> {
         let absent = || Refusal { kind: RefusalKind::NotFound, reason: format!("no {name}") };
         (name == "w")
@@ -177,22 +135,22 @@ impl Files for Held {
 }
 
 #[test]
-fn a_server_of_ranges_reads_all_that_tls_has_taken_off_the_socket() {
+fn a_range_server_reads_everything_that_tls_has_buffered() {
     let files = Pem::new("127.0.0.1");
-    let (client, server) = (files.client(None), files.server(None));
+    let (client, tls) = (files.client(None), files.server(None));
     let listener = listener();
     let address = listener.address().clone();
-    let held = Bytes::from(payload(20 << 20, 3));
-    let (content, stop) = (held.clone(), Arc::new(AtomicBool::new(false)));
-    let asked = Arc::clone(&stop);
-    let other = thread::spawn(move || {
-        let options = ServerOptions { tls: Some(server), ..ServerOptions::default() };
-        let session = |_: &str| RangeHandler::new(Held(content.clone()));
-        serve(&listener, &options, &mut || asked.load(Ordering::Relaxed), session, |_, _| {})
+    let file_bytes = Bytes::from(payload(20 << 20, 3));
+    let (content, stop) = (file_bytes.clone(), Arc::new(AtomicBool::new(false)));
+    let stopped = Arc::clone(&stop);
+    let server = thread::spawn(move || {
+        let options = ServerOptions::default().with_tls(tls);
+        let new_handler = |_: &str| RangeHandler::new(OneFile(content.clone()));
+        serve(&listener, &options, &mut || stopped.load(Ordering::Relaxed), new_handler, |_, _| {})
             .unwrap()
     });
     let readers = (0..3u64).map(|reader| {
-        let (address, client, held) = (address.clone(), client.clone(), held.clone());
+        let (address, client, file_bytes) = (address.clone(), client.clone(), file_bytes.clone());
         thread::spawn(move || {
             let socket = Socket::connect(&address, options().idle_timeout)
                 .unwrap()
@@ -206,18 +164,18 @@ fn a_server_of_ranges_reads_all_that_tls_has_taken_off_the_socket() {
                     (reader * 777 + number * 99_991, [1, 5000, 3 << 20][number as usize % 3]);
                 let mut memory = Some(vec![0; len]);
                 ranges.read(file.id, offset, &mut memory).unwrap().unwrap();
-                assert!(memory.unwrap() == held[offset as usize..offset as usize + len]);
+                assert!(memory.unwrap() == file_bytes[offset as usize..offset as usize + len]);
             }
         })
     });
     readers.collect::<Vec<_>>().into_iter().for_each(|reader| reader.join().unwrap());
     stop.store(true, Ordering::Relaxed);
-    let stats = other.join().unwrap();
-    assert!(stats.accepted == 3 && stats.strangers == 0, "{stats:?}");
+    let stats = server.join().unwrap();
+    assert!(stats.accepted == 3 && stats.failed_handshakes == 0, "{stats:?}");
 }
 
 #[test]
-fn files_that_are_wrong_are_named() {
+fn errors_name_the_unusable_file() {
     let files = Pem::new("127.0.0.1");
     let (key, absent) = (files.file("key.pem"), files.file("absent.pem"));
     for wrong in [&key, &absent] {
@@ -228,4 +186,59 @@ fn files_that_are_wrong_are_named() {
         TlsServer::new(Identity { certificates: &files.file("cert.pem"), key: &absent }, None)
             .unwrap_err();
     assert!(error.to_string().contains("absent.pem"), "{error}");
+}
+
+#[cfg(target_os = "linux")]
+mod relays {
+    use std::net::TcpStream;
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use ts_remote::{Dispatcher, Listener};
+
+    use super::common::{both_ways, options, port};
+    use super::dispatch::dispatch;
+    use super::{Pem, listener};
+
+    #[test]
+    fn a_dispatcher_relays_decrypted_connections() {
+        let files = Pem::new("127.0.0.1");
+        let (client, server) = (files.client(None), files.server(None));
+        let dispatcher = Dispatcher::new(options()).with_tls(server);
+        let accept = move |listener: &Listener| dispatch(dispatcher, listener);
+        both_ways(listener(), |socket| socket.into_tls_client(&client), accept);
+    }
+
+    /// Returns the number of relay threads of this process.
+    fn relay_threads() -> usize {
+        let threads = std::fs::read_dir("/proc/self/task").unwrap();
+        let names = threads
+            .filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("comm")).ok());
+        names.filter(|name| name.starts_with("tensorstream-re")).count()
+    }
+
+    #[test]
+    fn dropping_a_pending_client_ends_its_relay() {
+        let files = Pem::new("127.0.0.1");
+        let listener = listener();
+        let address = ("127.0.0.1", port(listener.address()));
+        let short = options().with_idle_timeout(Duration::from_millis(300));
+        let mut dispatcher = Dispatcher::new(short).with_tls(files.server(None));
+        let connect =
+            move || (0..300).map(|_| TcpStream::connect(address).unwrap()).collect::<Vec<_>>();
+        let silent = thread::spawn(connect);
+        let since = Instant::now();
+        let mut failed = 0;
+        while failed < 300 && since.elapsed() < Duration::from_secs(20) {
+            let none = dispatcher
+                .accept_within(&listener, Duration::from_millis(50), |_, _| failed += 1)
+                .unwrap();
+            assert!(none.is_none());
+        }
+        let silent = silent.join().unwrap();
+        while relay_threads() > 0 && since.elapsed() < Duration::from_secs(20) {
+            thread::sleep(Duration::from_millis(20));
+        }
+        assert_eq!((failed, relay_threads()), (silent.len(), 0));
+    }
 }

@@ -1,35 +1,34 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `tensorstream bench codec`: how small a checkpoint's tensors become, and how fast they are taken
-//! apart and put together, in memory.
+//! `tensorstream bench codec`: measures compression ratio and speed in memory.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::time::Instant;
 
 use serde_json::json;
 use ts_format::{CHUNK_LEN, Codec, Compression, Encoded, Encoder, Scratch, Tensor, decode_chunk};
 use ts_pool::{BLOCK_ALIGN, Budget, HostPool};
 
-use super::console::{Console, say};
+use super::arguments::{CheckpointPath, at_least_one, budget};
+use super::console::{Console, MIB, say};
 use crate::{Checkpoint, Error};
 
-/// What to measure.
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
-    /// A .safetensors or .ts file, a shard index, or a directory with one of them.
-    path: PathBuf,
+    #[command(flatten)]
+    checkpoint: CheckpointPath,
     /// The codec: auto, split, zstd, lz4 or zlib.
     #[arg(long, default_value = "auto")]
     codec: String,
     /// How much of the checkpoint to use, in the order of names, such as 64MiB.
-    #[arg(long, value_parser = super::budget, default_value = "64MiB")]
+    #[arg(long, value_parser = budget, default_value = "64MiB")]
     bytes: usize,
     /// Measurements. The median is reported.
-    #[arg(long, default_value_t = 9, value_parser = super::at_least_one)]
+    #[arg(long, default_value_t = 9, value_parser = at_least_one)]
     rounds: usize,
 }
 
-/// A chunk, and where its bytes go.
-struct Piece {
+/// An encoded chunk and its bytes.
+struct EncodedChunk {
     encoded: Encoded,
     stored: Vec<u8>,
 }
@@ -39,9 +38,10 @@ pub(super) fn run(
     console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
-    let refuse = |reason| Error::Compression { path: arguments.path.clone(), reason };
-    let compression = Compression::named(&arguments.codec, None).map_err(refuse)?;
-    let checkpoint = Checkpoint::open(&arguments.path)?;
+    let path = &arguments.checkpoint.path;
+    let failed = |reason| Error::Compression { path: path.clone(), reason };
+    let compression = Compression::parse(&arguments.codec, None).map_err(failed)?;
+    let checkpoint = Checkpoint::open(path)?;
     let mut taken = 0;
     let tensors: Vec<Tensor<'_>> = checkpoint
         .catalog()
@@ -54,7 +54,7 @@ pub(super) fn run(
         .collect();
     let total = tensors.iter().map(|tensor| tensor.range().len as usize).sum::<usize>();
     if total == 0 {
-        return Err(refuse(format!("{} compresses none of its tensors", arguments.codec)));
+        return Err(failed(format!("codec {} applies to none of its tensors", arguments.codec)));
     }
     let mut raw = vec![0; total];
     let mut rest = &mut raw[..];
@@ -63,28 +63,29 @@ pub(super) fn run(
         checkpoint.read(&[tensor.range()], now)?;
         rest = later;
     }
-    // On huge pages, touched before: what is measured is the codec and not the system's zeroing.
+    // The memory is touched before the measurement, so that page faults do not count.
     let pool = HostPool::new(&Budget::new(usize::MAX), total.next_multiple_of(BLOCK_ALIGN))
         .map_err(ts_io::Error::from)?;
     let mut target = pool.allocate(total).map_err(ts_io::Error::from)?;
     target.fill(1);
 
-    let (mut pieces, mut rates): (Vec<Piece>, [Vec<f64>; 4]) = (Vec::new(), Default::default());
+    let (mut chunks, mut rates): (Vec<EncodedChunk>, [Vec<f64>; 4]) =
+        (Vec::new(), Default::default());
     for _ in 0..arguments.rounds {
         let [encode, decode, two, copy] = &mut rates;
         let began = Instant::now();
-        pieces = encode_all(&tensors, &raw, compression, &arguments.path)?;
+        chunks = encode_all(&tensors, &raw, compression, path)?;
         encode.push(rate(total, began));
         let began = Instant::now();
-        decode_all(&pieces, &mut target);
+        decode_all(&chunks, &mut target);
         decode.push(rate(total, began));
-        assert!(target[..] == raw, "what was encoded decodes to itself");
-        let (half, bytes) = halves(&pieces);
+        assert!(target[..] == raw, "decoded bytes equal the original");
+        let (half, bytes) = halves(&chunks);
         let began = Instant::now();
         let (first, second) = target.split_at_mut(bytes);
         std::thread::scope(|scope| {
-            scope.spawn(|| decode_all(&pieces[half..], second));
-            decode_all(&pieces[..half], first);
+            scope.spawn(|| decode_all(&chunks[half..], second));
+            decode_all(&chunks[..half], first);
         });
         two.push(rate(total, began));
         let began = Instant::now();
@@ -94,12 +95,12 @@ pub(super) fn run(
             return Err(Error::Interrupted);
         }
     }
-    let stored: usize = pieces.iter().map(|piece| piece.stored.len()).sum();
+    let stored: usize = chunks.iter().map(|chunk| chunk.stored.len()).sum();
     let ratio = total as f64 / stored as f64;
     let [encode, decode, two, copy] = rates.map(median);
     if console.json {
         say(json!({
-            "path": arguments.path,
+            "path": path,
             "codec": arguments.codec,
             "bytes": total,
             "stored_bytes": stored,
@@ -112,8 +113,8 @@ pub(super) fn run(
     } else {
         say(format_args!(
             "{:.1} MiB in {:.1}: {ratio:.4}",
-            total as f64 / super::MIB,
-            stored as f64 / super::MIB
+            total as f64 / MIB,
+            stored as f64 / MIB
         ));
         say(format_args!("encode {encode:.2}, decode {decode:.2}, on two threads {two:.2} GB/s"));
         say(format_args!("memcpy to the same memory {copy:.2} GB/s"));
@@ -125,14 +126,14 @@ fn encode_all(
     tensors: &[Tensor<'_>],
     raw: &[u8],
     compression: Compression,
-    path: &std::path::Path,
-) -> Result<Vec<Piece>, Error> {
+    path: &Path,
+) -> Result<Vec<EncodedChunk>, Error> {
     let mut encoders: Vec<(Codec, Encoder)> = Vec::new();
-    let (mut pieces, mut rest) = (Vec::new(), raw);
+    let (mut chunks, mut rest) = (Vec::new(), raw);
     for tensor in tensors {
         let (now, later) = rest.split_at(tensor.range().len as usize);
         rest = later;
-        let codec = compression.codec(tensor.dtype()).expect("those without were left out");
+        let codec = compression.codec(tensor.dtype()).expect("other tensors were filtered out");
         let at = match encoders.iter().position(|(known, _)| *known == codec) {
             Some(at) => at,
             None => {
@@ -146,32 +147,32 @@ fn encode_all(
         for chunk in now.chunks(CHUNK_LEN as usize) {
             let mut stored = Vec::new();
             let encoded = encoders[at].1.encode(tensor.dtype(), chunk, &mut stored);
-            pieces.push(Piece { encoded, stored });
+            chunks.push(EncodedChunk { encoded, stored });
         }
     }
-    Ok(pieces)
+    Ok(chunks)
 }
 
-fn decode_all(pieces: &[Piece], mut target: &mut [u8]) {
+fn decode_all(chunks: &[EncodedChunk], mut target: &mut [u8]) {
     let mut scratch = Scratch::default();
-    for Piece { encoded, stored } in pieces {
+    for EncodedChunk { encoded, stored } in chunks {
         let (now, later) = target.split_at_mut(encoded.raw_len);
         decode_chunk(encoded.codec, encoded.width, stored, now, &mut scratch)
-            .expect("it was just encoded");
+            .expect("the chunk was just encoded");
         target = later;
     }
 }
 
-/// How many pieces make half of the bytes, and how many bytes these are.
-fn halves(pieces: &[Piece]) -> (usize, usize) {
-    let total: usize = pieces.iter().map(|piece| piece.encoded.raw_len).sum();
+/// Returns how many chunks are the first half of all bytes, and their decoded length.
+fn halves(chunks: &[EncodedChunk]) -> (usize, usize) {
+    let total: usize = chunks.iter().map(|chunk| chunk.encoded.raw_len).sum();
     let mut bytes = 0;
-    let count = pieces.iter().take_while(|piece| {
-        bytes += piece.encoded.raw_len;
+    let count = chunks.iter().take_while(|chunk| {
+        bytes += chunk.encoded.raw_len;
         bytes <= total / 2
     });
     let count = count.count();
-    (count, pieces[..count].iter().map(|piece| piece.encoded.raw_len).sum())
+    (count, chunks[..count].iter().map(|chunk| chunk.encoded.raw_len).sum())
 }
 
 fn rate(bytes: usize, began: Instant) -> f64 {

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a command writes, and where.
+//! The output of commands.
 
 use std::fmt::Display;
 use std::io::Write;
+use std::time::Instant;
 
 use serde_json::json;
 
-use crate::{Bar, Error};
+use crate::{Bar, Error, Progress, Watch};
 
-/// How a command reports: results on standard output, everything else on standard error.
+/// Bytes of a MiB, for printing sizes.
+pub(super) const MIB: f64 = 1048576.0;
+
+/// How a command prints: results to standard output, everything else to standard error.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(super) struct Console {
     /// Print one JSON value instead of text. Errors are {"error": {"kind": ..., "message": ...}}.
@@ -23,38 +27,54 @@ pub(super) struct Console {
 }
 
 impl Console {
-    /// A progress bar, unless the command is quiet.
+    /// Returns a progress bar, which is hidden if the command is quiet.
     pub(super) fn bar(self, label: &str) -> Bar {
         if self.quiet { Bar::hidden() } else { Bar::new(label) }
     }
 
-    /// Writes to standard error, unless the command is quiet.
+    /// Runs a job with a progress bar. Returns its result, and the elapsed time in seconds.
+    pub(super) fn run_with_bar<T>(
+        self,
+        label: &str,
+        interrupt: &mut dyn FnMut() -> bool,
+        job: impl FnOnce(&mut Watch<'_>) -> Result<T, Error>,
+    ) -> Result<(T, f64), Error> {
+        let bar = self.bar(label);
+        let began = Instant::now();
+        let done = job(&mut |progress: Progress| {
+            bar.show(progress);
+            interrupt()
+        })?;
+        Ok((done, began.elapsed().as_secs_f64()))
+    }
+
+    /// Prints to standard error, unless the command is quiet.
     pub(super) fn note(self, text: impl Display) {
         if !self.quiet {
             eprintln!("tensorstream: {text}");
         }
     }
 
-    /// Writes to standard error, if the command is verbose.
+    /// Prints to standard error if the command is verbose.
     pub(super) fn detail(self, text: impl Display) {
         if self.verbose {
             eprintln!("tensorstream: {text}");
         }
     }
 
-    /// Reports that a command cannot be used.
-    pub(super) fn misused(self, message: &str) {
+    /// Reports wrong usage.
+    pub(super) fn misuse(self, message: &str) {
         if self.json {
-            say(described("usage", message));
+            say(error_json("usage", message));
         } else {
             eprintln!("tensorstream: {message}");
         }
     }
 
     /// Reports the error that ended the command.
-    pub(super) fn failed(self, error: &Error) {
+    pub(super) fn error(self, error: &Error) {
         if self.json {
-            say(described(kind(error), &error.to_string()));
+            say(error_json(kind(error), &error.to_string()));
         } else {
             eprintln!("tensorstream: {error}");
         }
@@ -66,17 +86,18 @@ impl Console {
     }
 }
 
-/// Writes to standard output. A reader that has gone away is not an error.
+/// Prints to standard output. Errors are ignored, since the reader may have closed its end.
 pub(super) fn say(text: impl Display) {
     let _ = writeln!(std::io::stdout(), "{text}");
 }
 
-/// An error as JSON.
-pub(super) fn described(kind: &str, message: &str) -> serde_json::Value {
+/// Formats an error as JSON.
+pub(super) fn error_json(kind: &str, message: &str) -> serde_json::Value {
     json!({ "error": { "kind": kind, "message": message } })
 }
 
-/// A word for programs. `usage`, for wrong arguments, is the one that is not here.
+/// Returns the kind of an error, as it is printed in JSON. One other kind is `usage`, for wrong
+/// arguments.
 fn kind(error: &Error) -> &'static str {
     match error {
         Error::Format(error) => match error.kind() {
@@ -84,9 +105,9 @@ fn kind(error: &Error) -> &'static str {
             ts_format::ErrorKind::Misuse => "misuse",
             _ => "bad_file",
         },
-        Error::Io(error) => of_io(error),
+        Error::Io(error) => io_kind(error),
         Error::Engine(error) => match (error.storage(), error.kind()) {
-            (Some(source), _) => of_io(source),
+            (Some(source), _) => io_kind(source),
             (None, ts_orchestrator::ErrorKind::NeverFits) => "budget_too_small",
             (None, ts_orchestrator::ErrorKind::Full) => "memory_full",
             (None, ts_orchestrator::ErrorKind::Corrupt) => "corrupt",
@@ -117,7 +138,7 @@ fn kind(error: &Error) -> &'static str {
     }
 }
 
-fn of_io(error: &ts_io::Error) -> &'static str {
+fn io_kind(error: &ts_io::Error) -> &'static str {
     match error.kind() {
         ts_io::ErrorKind::NotFound => "not_found",
         ts_io::ErrorKind::PermissionDenied => "permission_denied",

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `tensorstream serve-weights`.
+//! `tensorstream serve-weights` and `tensorstream fetch`.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use ts_remote::{Address, ConnectionOptions, Identity, ServerOptions, TlsServer};
+use ts_remote::{Address, Identity, ServerOptions, TlsServer};
 
-use super::MIB;
-use super::console::{Console, say};
-use crate::{Error, FetchOptions, ServeOptions, fetch, serve_weights};
+use super::arguments::budget;
+use super::console::{Console, MIB, say};
+use crate::{Error, FetchOptions, ServeOptions, serve_weights};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -23,7 +23,7 @@ pub(super) struct Arguments {
     #[arg(long)]
     follow_symlinks: bool,
     #[command(flatten)]
-    how: How,
+    server: ServerArguments,
 }
 
 #[derive(Debug, clap::Args)]
@@ -39,12 +39,13 @@ pub(super) struct FetchArguments {
     #[arg(long, value_parser = address)]
     listen: Option<Address>,
     #[command(flatten)]
-    how: How,
+    server: ServerArguments,
 }
 
-/// How files are served.
+// A doc comment on this struct would replace the description of the command.
+
 #[derive(Debug, clap::Args)]
-struct How {
+struct ServerArguments {
     /// A file whose first line is the secret of the clients. They pass it as TENSORSTREAM_TOKEN.
     #[arg(long)]
     token_file: Option<PathBuf>,
@@ -58,7 +59,7 @@ struct How {
     #[arg(long, requires = "tls_cert")]
     tls_client_ca: Option<PathBuf>,
     /// Memory for data that is read and not yet sent, such as 256MiB.
-    #[arg(long, default_value = "256MiB", value_parser = super::budget)]
+    #[arg(long, default_value = "256MiB", value_parser = budget)]
     memory: usize,
     /// Accept clients without a token or certificate on a public address.
     #[arg(long)]
@@ -72,49 +73,47 @@ fn address(text: &str) -> Result<Address, String> {
     text.parse().map_err(|error: ts_remote::Error| error.to_string())
 }
 
-impl How {
+impl ServerArguments {
     fn options(&self) -> Result<ServeOptions, Error> {
-        let token = self.token_file.as_deref().map(token).transpose()?;
+        let token = self.token_file.as_deref().map(read_token).transpose()?;
         let tls = match (&self.tls_cert, &self.tls_key) {
             (Some(certificates), Some(key)) => {
                 Some(TlsServer::new(Identity { certificates, key }, self.tls_client_ca.as_deref())?)
             }
             _ => None,
         };
-        let usual = ServerOptions::default();
-        let connection = ConnectionOptions { token, ..usual.connection.clone() };
+        let defaults = ServerOptions::default();
+        let connection = defaults.connection.clone().with_token(token);
         let grace_period = Duration::from_secs(self.grace);
-        let server = ServerOptions { connection, tls, grace_period, ..usual };
-        Ok(ServeOptions {
-            server,
-            memory_bytes: self.memory,
-            insecure: self.insecure,
-            ..ServeOptions::default()
-        })
+        let server =
+            defaults.with_connection(connection).with_tls(tls).with_grace_period(grace_period);
+        Ok(ServeOptions::default()
+            .with_server(server)
+            .with_memory_bytes(self.memory)
+            .with_insecure(self.insecure))
     }
 }
 
-/// The secret in a file: its first line.
-fn token(path: &Path) -> Result<String, Error> {
-    let text = std::fs::read_to_string(path).map_err(|e| crate::checkpoint::open_error(path, e))?;
+/// Returns the first line of a file.
+fn read_token(path: &Path) -> Result<String, Error> {
+    let text = std::fs::read_to_string(path).map_err(|e| Error::open(path, e))?;
     match text.lines().next().map(str::trim).filter(|line| !line.is_empty()) {
         Some(line) => Ok(line.into()),
         None => {
-            let reason = format!("{}: no token: its first line is empty", path.display());
+            let reason = format!("{}: no token: the first line is empty", path.display());
             Err(ts_remote::Error::Misuse(reason).into())
         }
     }
 }
 
-pub(super) fn run(
+pub(super) fn serve(
     arguments: &Arguments,
     console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
-    let follow_symlinks = arguments.follow_symlinks;
-    let options = ServeOptions { follow_symlinks, ..arguments.how.options()? };
+    let options = arguments.server.options()?.with_follow_symlinks(arguments.follow_symlinks);
     let scheme = if options.server.tls.is_some() { "tss" } else { "ts" };
-    let began = |address: &Address| match console.json {
+    let on_listening = |address: &Address| match console.json {
         true => {
             say(json!({ "address": address.to_string(), "url": format!("{scheme}://{address}/") }));
         }
@@ -129,35 +128,41 @@ pub(super) fn run(
         &arguments.listen,
         &options,
         &mut || interrupt(),
-        began,
+        on_listening,
         log,
     )?;
     let sent = stats.sent_bytes as f64 / MIB;
     match console.json {
         true => say(json!({
-            "accepted": stats.accepted, "failed_handshakes": stats.failed_handshakes, "failed": stats.failed,
-            "sent_bytes": stats.sent_bytes, "received_bytes": stats.received_bytes,
+            "accepted": stats.accepted,
+            "failed_handshakes": stats.failed_handshakes,
+            "failed": stats.failed,
+            "sent_bytes": stats.sent_bytes,
+            "received_bytes": stats.received_bytes,
         })),
         false => say(format_args!("{} connections, {sent:.1} MiB sent", stats.accepted)),
     }
     Ok(0)
 }
 
-pub(super) fn fetched(
+pub(super) fn fetch(
     arguments: &FetchArguments,
     console: Console,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<u8, Error> {
-    let how = arguments.how.options()?;
-    let options = FetchOptions { serve: arguments.listen.clone().map(|address| (address, how)) };
+    let server = arguments.server.options()?;
+    let options = match &arguments.listen {
+        Some(address) => FetchOptions::default().with_serve(address.clone(), server),
+        None => FetchOptions::default(),
+    };
     let bar = console.bar("fetch");
-    let begin = Instant::now();
-    let done = fetch(&arguments.url, &arguments.directory, &options, &mut |progress| {
+    let began = Instant::now();
+    let done = crate::fetch(&arguments.url, &arguments.directory, &options, &mut |progress| {
         bar.show(progress);
         interrupt()
     })?;
     drop(bar);
-    let (seconds, from) = (begin.elapsed().as_secs_f64(), done.from.as_deref());
+    let (seconds, from) = (began.elapsed().as_secs_f64(), done.from.as_deref());
     match console.json {
         true => say(json!({
             "files": done.files, "bytes": done.bytes, "seconds": seconds, "from": from,
@@ -167,7 +172,7 @@ pub(super) fn fetched(
             "{} files, {:.1} MiB in {seconds:.1} s{}",
             done.files,
             done.bytes as f64 / MIB,
-            from.map(|from| format!(", by way of {from}")).unwrap_or_default()
+            from.map(|from| format!(", via {from}")).unwrap_or_default()
         )),
     }
     while done.address().is_some() && !interrupt() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files of a server of weights, fetched to a directory and served on as they come: so many
-//! machines have them in about the time of one.
+//! Fetches files from a weight server, and serves them to others while they arrive. So a broadcast
+//! to many machines takes about as long as a copy to one.
 
 use std::fs::{self, File};
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::{JoinHandle, ScopedJoinHandle};
 use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use ts_io::RemoteSource;
 use ts_pool::{Budget, Buffer, HostPool};
 use ts_remote::{
@@ -19,216 +19,242 @@ use ts_remote::{
     ServerStats, serve,
 };
 
-use super::serve_weights::{Sent, ServeOptions};
-use super::source::{self, Location, WeightServer, path_in};
-use crate::atomic::{is_at, partial_of};
-use crate::{Error, Progress, Watch};
+use super::serve_weights::{PoolBytes, ServeOptions};
+use super::source::{RemotePath, WeightServer, path_in};
+use crate::Error;
+use crate::atomic::{is_file_at, partial_path};
+use crate::progress::{Progress, Watch};
 
-/// What is asked for, written and passed on at a time, in bytes: who reads from who fetches is
-/// behind by no more than a few of these.
+/// How many bytes are requested, written and passed on at a time. Each peer of a broadcast is a few
+/// pieces behind the one that it reads from.
 const PIECE: u64 = 4 << 20;
-/// How many are under way at a time.
-const JOBS: usize = 3;
-/// The most pieces of a file: 4 TiB.
+/// Number of pieces that are fetched at a time.
+const THREADS: usize = 3;
+/// Maximum number of pieces of a file, which limits its size to 4 TiB.
 const MAX_PIECES: usize = 1 << 20;
-/// How often one who is to be read from may turn out to be gone, until the server itself is read
-/// from for good.
-const MAX_LOST: usize = 3;
-/// How often the caller is asked whether to go on.
-const TICK: Duration = Duration::from_millis(20);
+/// How many peers may fail until the rest is read from the server.
+const MAX_LOST_PEERS: usize = 3;
+/// How often `watch` is called.
+const POLL: Duration = Duration::from_millis(20);
 
-/// How files are fetched.
+/// Options for fetching files.
+///
+/// ```
+/// use tensorstream::{FetchOptions, ServeOptions};
+///
+/// let address = "127.0.0.1:0".parse()?;
+/// let options = FetchOptions::default().with_serve(address, ServeOptions::default());
+/// # Ok::<(), tensorstream::Error>(())
+/// ```
 #[derive(Debug, Clone, Default)]
+#[non_exhaustive]
 pub struct FetchOptions {
-    /// Where what has come is served to others, and how. Whoever fetches the same from the same
-    /// server is told to read from here, the next from them and so on, so that nobody sends more
-    /// than once what it has.
+    /// The address at which to serve the files to other machines, and how. `None` by default.
+    ///
+    /// Machines that fetch and serve the same files form a chain: the first reads from the server,
+    /// and each of the others from the one before it. So no machine sends the files more than once.
     pub serve: Option<(Address, ServeOptions)>,
 }
 
-/// What was fetched. What has come is served until this is dropped.
-#[derive(Debug)]
-pub struct Fetched {
-    /// How many files.
-    pub files: usize,
-    /// Their bytes.
-    pub bytes: u64,
-    /// From whom they came, if not all from the server itself.
-    pub from: Option<String>,
-    serving: Option<Serving>,
-}
-
-impl Fetched {
-    /// Where it serves what it has, if it does.
-    pub fn address(&self) -> Option<&Address> {
-        self.serving.as_ref().map(|serving| &serving.address)
+impl FetchOptions {
+    /// Sets [`serve`](Self::serve).
+    #[must_use]
+    pub fn with_serve(self, address: Address, options: ServeOptions) -> Self {
+        Self { serve: Some((address, options)) }
     }
 }
 
+/// The result of [`fetch`]. Serves the files until it is dropped, if
+/// [`FetchOptions::serve`] is set.
 #[derive(Debug)]
-struct Serving {
+#[non_exhaustive]
+pub struct Fetched {
+    /// Number of files.
+    pub files: usize,
+    /// Total size of the files in bytes.
+    pub bytes: u64,
+    /// Address of the peer that was read from last. `None` for the server itself.
+    pub from: Option<String>,
+    server: Option<PeerServer>,
+}
+
+impl Fetched {
+    /// Returns the address at which the files are served.
+    pub fn address(&self) -> Option<&Address> {
+        self.server.as_ref().map(|server| &server.address)
+    }
+}
+
+/// A thread that serves files. Dropping it stops the thread.
+#[derive(Debug)]
+struct PeerServer {
     address: Address,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<Result<ServerStats, ts_remote::Error>>>,
 }
 
-impl Drop for Serving {
+impl Drop for PeerServer {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            // Its errors were those of others.
+            // Its errors do not concern this process, which has all files.
             let _ = thread.join();
         }
     }
 }
 
-/// Fetches the file, or all files of the directory, that `url` names (`ts://HOST:PORT/NAME`) to a
-/// directory, where they have the names that the server has for them. Each appears when it is
-/// whole. Blocks.
+/// Fetches a file, or all files of a directory, from a weight server to `directory`. `url` is
+/// `ts://HOST:PORT/NAME`. The files have the same names as on the server. Each file appears
+/// atomically. Blocks.
 ///
 /// # Errors
-/// [`Error::Io`] of what cannot be read, with the server's reason; [`Error::Write`];
-/// [`Error::Remote`]; [`Error::Interrupted`].
+/// - [`Error::Io`] if the server refuses a file, with its reason, or a read fails.
+/// - [`Error::Write`] if a file cannot be written.
+/// - [`Error::Remote`] if the URL or an address is invalid.
+/// - [`Error::Interrupted`] if `watch` returns true.
 pub fn fetch(
     url: &str,
     directory: &Path,
     options: &FetchOptions,
     watch: &mut Watch<'_>,
 ) -> Result<Fetched, Error> {
-    let misuse = |what: String| Error::Remote(ts_remote::Error::Misuse(what));
-    let location = source::locate(url)
-        .ok_or_else(|| misuse(format!("{url} is not of the form ts://HOST:PORT/NAME")))??;
+    let path = RemotePath::parse(url).ok_or_else(|| {
+        let reason = format!("invalid URL {url:?}: expected ts://HOST:PORT/NAME");
+        Error::Remote(ts_remote::Error::Misuse(reason))
+    })??;
     let timeout = ts_io::BackendOptions::default().timeout;
-    let listed = location
-        .server
-        .list(&location.name, timeout)
-        .map_err(|failure| source::unreadable(url, failure))?;
-    fs::create_dir_all(directory)
-        .map_err(|source| Error::Write { path: directory.into(), source })?;
-    let mirror = Arc::new(Mirror::new(&location.server, directory, &listed, timeout, url)?);
-    let serving = match &options.serve {
-        Some((address, how)) => Some(start(&mirror, address, how)?),
+    let listed =
+        path.server.list(&path.name, timeout).map_err(|error| error.into_open_error(url))?;
+    fs::create_dir_all(directory).map_err(|source| Error::write(directory, source))?;
+    let download = Arc::new(Download::new(&path.server, directory, &listed, timeout, url)?);
+    let server = match &options.serve {
+        Some((address, options)) => Some(serve_download(&download, address, options)?),
         None => None,
     };
-    let own =
-        serving.as_ref().map(|serving| reachable(&serving.address, location.server.address()));
-    let work = Work {
+    let own_address =
+        server.as_ref().map(|server| reachable_address(&server.address, path.server.address()));
+    let fetcher = Fetcher {
         url,
-        location: &location,
-        own: own.as_deref(),
+        path: &path,
+        own_address: own_address.as_deref(),
         next: AtomicUsize::new(0),
-        from: Mutex::default(),
-        lost: AtomicUsize::new(0),
+        peer: Mutex::default(),
+        lost_peers: AtomicUsize::new(0),
     };
-    work.choose(None, timeout);
-    let pieces = mirror.pieces();
-    let total = mirror.files.iter().map(|file| file.len).sum();
+    fetcher.choose_peer(None, timeout);
+    let pieces = download.pieces();
+    let total = download.files.iter().map(|file| file.len).sum();
     let failed: Mutex<Option<Error>> = Mutex::new(None);
-    let gone = AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let (work, mirror, pieces, failed, gone) = (&work, &mirror, &pieces, &failed, &gone);
-        let jobs: Vec<_> = (0..JOBS)
+        let (fetcher, download, pieces, failed, stop) =
+            (&fetcher, &download, &pieces, &failed, &stop);
+        let threads: Vec<_> = (0..THREADS)
             .map(|_| {
                 scope.spawn(move || {
-                    if let Err(error) = work.run(mirror, pieces, gone, timeout) {
-                        gone.store(true, Ordering::Relaxed);
-                        lock(failed).get_or_insert(error);
+                    if let Err(error) = fetcher.run(download, pieces, stop, timeout) {
+                        stop.store(true, Ordering::Relaxed);
+                        failed.lock().get_or_insert(error);
                     }
                 })
             })
             .collect();
-        while !jobs.iter().all(ScopedJoinHandle::is_finished) {
-            if watch(Progress { done: mirror.done.load(Ordering::Relaxed), total }) {
-                gone.store(true, Ordering::Relaxed);
-                lock(failed).get_or_insert(Error::Interrupted);
+        while !threads.iter().all(ScopedJoinHandle::is_finished) {
+            if watch(Progress { done: download.done.load(Ordering::Relaxed), total }) {
+                stop.store(true, Ordering::Relaxed);
+                failed.lock().get_or_insert(Error::Interrupted);
             }
-            std::thread::sleep(TICK);
+            std::thread::sleep(POLL);
         }
     });
-    if let Some(error) = lock(&failed).take() {
+    if let Some(error) = failed.into_inner() {
         return Err(error);
     }
     watch(Progress { done: total, total });
-    let from = lock(&work.from).as_ref().map(|from| from.address.clone());
-    Ok(Fetched { files: listed.len(), bytes: total, from, serving })
+    let from = fetcher.peer.into_inner().map(|peer| peer.address);
+    Ok(Fetched { files: listed.len(), bytes: total, from, server })
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock()
-}
-
-/// Where others reach what listens here: the address from which this machine reaches the server, if
-/// it listens on all.
-fn reachable(own: &Address, server: &Address) -> String {
-    let (Address::Tcp(listening), Address::Tcp(server)) = (own, server) else {
-        return own.to_string();
+/// Returns the address at which others reach a listener. If it listens on all interfaces, this is
+/// the address from which this machine reaches the server.
+fn reachable_address(listener: &Address, server: &Address) -> String {
+    let (Address::Tcp(listening), Address::Tcp(server)) = (listener, server) else {
+        return listener.to_string();
     };
-    let Ok(socket) = listening.parse::<SocketAddr>() else { return own.to_string() };
+    let Ok(socket) = listening.parse::<SocketAddr>() else { return listener.to_string() };
     if !socket.ip().is_unspecified() {
-        return own.to_string();
+        return listener.to_string();
     }
-    // No packet is sent: the system only says which way it would go.
-    let towards = server.to_socket_addrs().ok().and_then(|mut found| found.next());
-    let from = towards.and_then(|towards| {
-        let any = if towards.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+    // Connecting a UDP socket sends no packet, but selects the local address.
+    let server = server.to_socket_addrs().ok().and_then(|mut found| found.next());
+    let local = server.and_then(|server| {
+        let any = if server.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
         let probe = UdpSocket::bind(any).ok()?;
-        probe.connect(towards).ok()?;
+        probe.connect(server).ok()?;
         probe.local_addr().ok()
     });
-    from.map_or_else(
-        || own.to_string(),
-        |from| SocketAddr::new(from.ip(), socket.port()).to_string(),
+    local.map_or_else(
+        || listener.to_string(),
+        |local| SocketAddr::new(local.ip(), socket.port()).to_string(),
     )
 }
 
-fn start(
-    mirror: &Arc<Mirror>,
+/// Starts a thread that serves the files of a download.
+fn serve_download(
+    download: &Arc<Download>,
     address: &Address,
     options: &ServeOptions,
-) -> Result<Serving, Error> {
+) -> Result<PeerServer, Error> {
     options.check(address)?;
     let pool = options.pool()?;
     let listener = Listener::bind(address, options.server.connection.idle_timeout)?;
     let (address, stop) = (listener.address().clone(), Arc::new(AtomicBool::new(false)));
-    let (mirror, server, asked) = (Arc::clone(mirror), options.server.clone(), Arc::clone(&stop));
+    let (download, options, stopped) =
+        (Arc::clone(download), options.server.clone(), Arc::clone(&stop));
     let thread = std::thread::Builder::new().name("ts-fetch-serve".into());
     let thread = thread.spawn(move || {
         let session = |_: &str| {
-            RangeHandler::new(Passing {
-                mirror: Arc::clone(&mirror),
+            RangeHandler::new(PartialFiles {
+                download: Arc::clone(&download),
                 pool: pool.clone(),
                 open: Vec::new(),
             })
         };
-        serve(&listener, &server, &mut || asked.load(Ordering::Relaxed), session, |_, _| {})
+        serve(&listener, &options, &mut || stopped.load(Ordering::Relaxed), session, |_, _| {})
     });
-    let thread = thread.map_err(|source| Error::Write { path: "a thread".into(), source })?;
-    Ok(Serving { address, stop, thread: Some(thread) })
+    let thread = thread.map_err(|source| ts_remote::Error::Io {
+        peer: address.to_string(),
+        what: "cannot start a thread",
+        source: source.into(),
+    })?;
+    Ok(PeerServer { address, stop, thread: Some(thread) })
 }
 
-/// Files as they are fetched.
+/// Files that are being fetched.
 #[derive(Debug)]
-struct Mirror {
-    files: Vec<Fetching>,
-    /// Bytes that have come.
+struct Download {
+    files: Vec<FileDownload>,
+    /// Bytes that have arrived.
     done: AtomicU64,
 }
 
 #[derive(Debug)]
-struct Fetching {
+struct FileDownload {
     name: String,
     len: u64,
-    /// What the server says to tell it from other files of its name.
+    /// Identifies the version of the file on the server.
     version: Vec<u8>,
     target: PathBuf,
     partial: PathBuf,
     file: File,
-    /// Which pieces are there.
-    there: Vec<AtomicBool>,
-    left: AtomicUsize,
+    /// Which pieces are written.
+    written: Vec<AtomicBool>,
+    /// Number of pieces that are not written.
+    missing: AtomicUsize,
 }
 
-impl Mirror {
+impl Download {
+    /// Opens the files on the server and creates the partial files. Empty files are complete.
     fn new(
         server: &WeightServer,
         directory: &Path,
@@ -236,54 +262,10 @@ impl Mirror {
         timeout: Duration,
         url: &str,
     ) -> Result<Self, Error> {
-        let file = |listed: &ListedFile| {
-            let unfinished = listed.name.ends_with(".partial");
-            let target =
-                path_in(directory, &listed.name).filter(|_| !unfinished).ok_or_else(|| {
-                    Error::Remote(ts_remote::Error::Misuse(format!(
-                        "the server names a file {:?}",
-                        listed.name
-                    )))
-                })?;
-            let opened = server
-                .open(&listed.name, timeout)
-                .map_err(|failure| source::unreadable(url, failure))?;
-            let written = |source| Error::Write { path: target.clone(), source };
-            if let Some(parent) = target.parent() {
-                fs::create_dir_all(parent).map_err(written)?;
-            }
-            let partial = partial_of(&target).expect("it has a name");
-            let file =
-                File::options().read(true).write(true).create(true).truncate(false).open(&partial);
-            let file = file.map_err(written)?;
-            let busy = || {
-                written(std::io::Error::new(
-                    std::io::ErrorKind::WouldBlock,
-                    "another process writes it now",
-                ))
-            };
-            file.try_lock().map_err(|_| busy())?;
-            // It may have got its name between the two.
-            if !is_at(&file, &partial) {
-                return Err(busy());
-            }
-            file.set_len(opened.len).map_err(written)?;
-            let pieces = usize::try_from(opened.len.div_ceil(PIECE)).unwrap_or(usize::MAX);
-            if pieces > MAX_PIECES {
-                return Err(written(std::io::ErrorKind::FileTooLarge.into()));
-            }
-            Ok(Fetching {
-                name: listed.name.clone(),
-                len: opened.len,
-                version: opened.version,
-                target,
-                partial,
-                file,
-                there: (0..pieces).map(|_| AtomicBool::new(false)).collect(),
-                left: AtomicUsize::new(pieces),
-            })
-        };
-        let files = listed.iter().map(file).collect::<Result<_, Error>>()?;
+        let files = listed
+            .iter()
+            .map(|listed| FileDownload::new(server, directory, listed, timeout, url))
+            .collect::<Result<_, Error>>()?;
         let this = Self { files, done: AtomicU64::new(0) };
         for file in this.files.iter().filter(|file| file.len == 0) {
             file.commit()?;
@@ -291,160 +273,217 @@ impl Mirror {
         Ok(this)
     }
 
-    /// All pieces of all files, in their order: file and number.
+    /// Returns all pieces of all files, in order: the index of the file, and that of the piece.
     fn pieces(&self) -> Vec<(usize, usize)> {
-        let of =
-            |(at, file): (usize, &Fetching)| (0..file.there.len()).map(move |piece| (at, piece));
+        let of = |(index, file): (usize, &FileDownload)| {
+            (0..file.written.len()).map(move |piece| (index, piece))
+        };
         self.files.iter().enumerate().flat_map(of).collect()
     }
 }
 
-impl Fetching {
-    fn written(&self, source: std::io::Error) -> Error {
-        Error::Write { path: self.target.clone(), source }
+impl FileDownload {
+    fn new(
+        server: &WeightServer,
+        directory: &Path,
+        listed: &ListedFile,
+        timeout: Duration,
+        url: &str,
+    ) -> Result<Self, Error> {
+        let is_partial = listed.name.ends_with(".partial");
+        let target = path_in(directory, &listed.name).filter(|_| !is_partial);
+        let target = target.ok_or_else(|| {
+            let reason = format!("the server listed an invalid file name {:?}", listed.name);
+            Error::Remote(ts_remote::Error::Misuse(reason))
+        })?;
+        let opened =
+            server.open(&listed.name, timeout).map_err(|error| error.into_open_error(url))?;
+        let failed = |source| Error::write(&target, source);
+        if let Some(parent) = target.parent() {
+            fs::create_dir_all(parent).map_err(failed)?;
+        }
+        let partial = partial_path(&target).expect("the path has a file name");
+        let file =
+            File::options().read(true).write(true).create(true).truncate(false).open(&partial);
+        let file = file.map_err(failed)?;
+        let busy = || {
+            let reason = "another process is writing it";
+            failed(std::io::Error::new(std::io::ErrorKind::WouldBlock, reason))
+        };
+        file.try_lock().map_err(|_| busy())?;
+        // Another process may have renamed the file before it was locked.
+        if !is_file_at(&file, &partial) {
+            return Err(busy());
+        }
+        file.set_len(opened.len).map_err(failed)?;
+        let pieces = usize::try_from(opened.len.div_ceil(PIECE)).unwrap_or(usize::MAX);
+        if pieces > MAX_PIECES {
+            return Err(failed(std::io::ErrorKind::FileTooLarge.into()));
+        }
+        Ok(Self {
+            name: listed.name.clone(),
+            len: opened.len,
+            version: opened.version,
+            target,
+            partial,
+            file,
+            written: (0..pieces).map(|_| AtomicBool::new(false)).collect(),
+            missing: AtomicUsize::new(pieces),
+        })
     }
 
-    /// It is whole: it gets its name.
+    fn write_error(&self, source: std::io::Error) -> Error {
+        Error::write(&self.target, source)
+    }
+
+    /// Makes the complete file durable, and renames it to its name.
     fn commit(&self) -> Result<(), Error> {
-        self.file.sync_all().map_err(|error| self.written(error))?;
-        fs::rename(&self.partial, &self.target).map_err(|error| self.written(error))?;
+        self.file.sync_all().map_err(|error| self.write_error(error))?;
+        fs::rename(&self.partial, &self.target).map_err(|error| self.write_error(error))?;
         let parent = self.target.parent().map(File::open).transpose();
         parent
             .and_then(|parent| parent.map_or(Ok(()), |parent| parent.sync_all()))
-            .map_err(|error| self.written(error))
+            .map_err(|error| self.write_error(error))
     }
 
-    fn is_whole(&self) -> bool {
-        self.left.load(Ordering::Acquire) == 0
+    fn is_complete(&self) -> bool {
+        self.missing.load(Ordering::Acquire) == 0
     }
 }
 
-impl Drop for Fetching {
+impl Drop for FileDownload {
     fn drop(&mut self) {
-        if !self.is_whole() {
-            // What others read of it they have from somebody else.
+        if !self.is_complete() {
+            // Peers that read from it continue with another peer or the server.
             let _ = fs::remove_file(&self.partial);
         }
     }
 }
 
-/// Who has what is fetched.
+/// A machine that serves what this one fetches.
 #[derive(Debug, Clone)]
-struct From {
+struct Peer {
     address: String,
     server: Arc<WeightServer>,
 }
 
-struct Work<'a> {
+/// The state that the threads of a fetch share.
+struct Fetcher<'a> {
     url: &'a str,
-    location: &'a Location,
-    own: Option<&'a str>,
+    path: &'a RemotePath,
+    /// The address at which this machine serves the files, if it does.
+    own_address: Option<&'a str>,
+    /// Number of pieces that threads have taken.
     next: AtomicUsize,
-    /// From whom to read; the server itself if from nobody else.
-    from: Mutex<Option<From>>,
-    /// How many were gone.
-    lost: AtomicUsize,
+    /// The peer to read from. `None` for the server itself.
+    peer: Mutex<Option<Peer>>,
+    /// Number of peers that have failed.
+    lost_peers: AtomicUsize,
 }
 
-impl Work<'_> {
-    /// Asks the server from whom to read, now that `lost` is gone.
-    fn choose(&self, lost: Option<&str>, timeout: Duration) {
-        let Some(own) = self.own else { return };
-        let mut from = lock(&self.from);
-        // Another thread may have asked.
-        if lost.is_some() && from.as_ref().map(|from| &from.address[..]) != lost {
+impl Fetcher<'_> {
+    /// Asks the server for a peer to read from. `lost` is the peer that has failed.
+    fn choose_peer(&self, lost: Option<&str>, timeout: Duration) {
+        let Some(own_address) = self.own_address else { return };
+        let mut peer = self.peer.lock();
+        // Another thread may have chosen a new peer already.
+        if lost.is_some() && peer.as_ref().map(|peer| &peer.address[..]) != lost {
             return;
         }
-        if lost.is_some() && self.lost.fetch_add(1, Ordering::Relaxed) >= MAX_LOST {
-            *from = None;
+        if lost.is_some() && self.lost_peers.fetch_add(1, Ordering::Relaxed) >= MAX_LOST_PEERS {
+            *peer = None;
             return;
         }
-        let told = self.location.server.join(&self.location.name, own, lost, timeout);
-        // Who cannot be asked, or names nobody that can be understood, is read from itself.
-        let address =
-            told.ok().flatten().filter(|address| address != own && Some(&address[..]) != lost);
-        *from = address.and_then(|address| {
-            let server = self.location.server.beside(address.parse().ok()?);
-            Some(From { address, server })
+        let reply = self.path.server.join(&self.path.name, own_address, lost, timeout);
+        // If the request fails or the reply is unusable, the server itself is read from.
+        let address = reply
+            .ok()
+            .flatten()
+            .filter(|address| address != own_address && Some(&address[..]) != lost);
+        *peer = address.and_then(|address| {
+            let server = self.path.server.with_address(address.parse().ok()?);
+            Some(Peer { address, server })
         });
     }
 
+    /// Fetches pieces until there are none left or `stop` is set.
     fn run(
         &self,
-        mirror: &Mirror,
+        download: &Download,
         pieces: &[(usize, usize)],
-        gone: &AtomicBool,
+        stop: &AtomicBool,
         timeout: Duration,
     ) -> Result<(), Error> {
         let budget = Budget::new(PIECE as usize);
         let pool = HostPool::new(&budget, PIECE as usize).map_err(ts_io::Error::from)?;
-        while let Some(&(at, piece)) = pieces.get(self.next.fetch_add(1, Ordering::Relaxed)) {
-            if gone.load(Ordering::Relaxed) {
+        while let Some(&(index, piece)) = pieces.get(self.next.fetch_add(1, Ordering::Relaxed)) {
+            if stop.load(Ordering::Relaxed) {
                 return Ok(());
             }
-            let (file, offset) = (&mirror.files[at], piece as u64 * PIECE);
+            let (file, offset) = (&download.files[index], piece as u64 * PIECE);
             let len = PIECE.min(file.len - offset) as usize;
             let buffer = pool.allocate(len).map_err(ts_io::Error::from)?;
-            let Some(buffer) = self.read(file, offset, buffer, gone, timeout)? else {
+            let Some(buffer) = self.read(file, offset, buffer, stop, timeout)? else {
                 return Ok(());
             };
-            file.file.write_all_at(&buffer, offset).map_err(|error| file.written(error))?;
-            file.there[piece].store(true, Ordering::Release);
-            mirror.done.fetch_add(len as u64, Ordering::Relaxed);
-            if file.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            file.file.write_all_at(&buffer, offset).map_err(|error| file.write_error(error))?;
+            file.written[piece].store(true, Ordering::Release);
+            download.done.fetch_add(len as u64, Ordering::Relaxed);
+            if file.missing.fetch_sub(1, Ordering::AcqRel) == 1 {
                 file.commit()?;
             }
         }
         Ok(())
     }
 
-    /// Reads from whoever is to be read from; when that one is gone from the next, and from the
-    /// server at last.
+    /// Reads a piece from the current peer. If that fails, tries the next peer, and finally the
+    /// server. Returns `None` if `stop` is set.
     fn read(
         &self,
-        file: &Fetching,
+        file: &FileDownload,
         offset: u64,
         buffer: Buffer,
-        gone: &AtomicBool,
+        stop: &AtomicBool,
         timeout: Duration,
     ) -> Result<Option<Buffer>, Error> {
         let mut buffers = vec![buffer];
         loop {
-            let from = lock(&self.from).clone();
-            let server = from.as_ref().map_or(&self.location.server, |from| &from.server);
+            let peer = self.peer.lock().clone();
+            let server = peer.as_ref().map_or(&self.path.server, |peer| &peer.server);
             let opened = RemoteFile { id: 0, len: file.len, version: file.version.clone() };
             let remote = server.file(&file.name, self.url, opened);
-            let (back, read) = remote.read(offset, buffers, timeout);
-            buffers = back;
-            match (read, from) {
+            let (returned, read) = remote.read(offset, buffers, timeout);
+            buffers = returned;
+            match (read, peer) {
                 (Ok(_), _) => return Ok(buffers.pop()),
-                _ if gone.load(Ordering::Relaxed) => return Ok(None),
-                (Err(_), Some(from)) => self.choose(Some(&from.address), timeout),
+                _ if stop.load(Ordering::Relaxed) => return Ok(None),
+                (Err(_), Some(peer)) => self.choose_peer(Some(&peer.address), timeout),
                 (Err(error), None) => return Err(error.into()),
             }
         }
     }
 }
 
-/// Passes on what has come.
-struct Passing {
-    mirror: Arc<Mirror>,
+/// The files of a download, as one connection reads them.
+struct PartialFiles {
+    download: Arc<Download>,
     pool: HostPool,
+    /// The open files, as indices into those of the download. Positions are ids.
     open: Vec<usize>,
 }
 
-impl Files for Passing {
+impl Files for PartialFiles {
     fn open(&mut self, name: &str) -> Result<RemoteFile, Refusal> {
-        let found = self.mirror.files.iter().position(|file| file.name == name);
-        let at = found.ok_or_else(|| Refusal {
+        let found = self.download.files.iter().position(|file| file.name == name);
+        let index = found.ok_or_else(|| Refusal {
             kind: RefusalKind::NotFound,
-            reason: format!("{name:?} is not fetched here"),
+            reason: format!("{name:?} is not being fetched here"),
         })?;
-        let id = self.open.iter().position(|&open| open == at).unwrap_or_else(|| {
-            self.open.push(at);
+        let id = self.open.iter().position(|&open| open == index).unwrap_or_else(|| {
+            self.open.push(index);
             self.open.len() - 1
         });
-        let file = &self.mirror.files[at];
+        let file = &self.download.files[index];
         Ok(RemoteFile { id: id as u64, len: file.len, version: file.version.clone() })
     }
 
@@ -452,12 +491,12 @@ impl Files for Passing {
         let failed = |reason: String| Refusal { kind: RefusalKind::Failed, reason };
         let open = usize::try_from(file).ok().and_then(|file| self.open.get(file));
         let file =
-            &self.mirror.files[*open.ok_or_else(|| failed(format!("no file {file} is open")))?];
+            &self.download.files[*open.ok_or_else(|| failed(format!("no file {file} is open")))?];
         let end = offset.saturating_add(len as u64).min(file.len);
-        let pieces = (offset / PIECE) as usize
-            ..(end.div_ceil(PIECE) as usize).max((offset / PIECE) as usize);
-        // What has not come yet is waited for, as memory is.
-        if offset < end && !file.there[pieces].iter().all(|piece| piece.load(Ordering::Acquire)) {
+        let first = (offset / PIECE) as usize;
+        let pieces = first..(end.div_ceil(PIECE) as usize).max(first);
+        // `None` makes the handler try again, as it does when the pool is full.
+        if offset < end && !file.written[pieces].iter().all(|piece| piece.load(Ordering::Acquire)) {
             return Ok(None);
         }
         let mut buffer = match self.pool.allocate(end.saturating_sub(offset) as usize) {
@@ -466,15 +505,15 @@ impl Files for Passing {
             Err(error) => return Err(failed(error.to_string())),
         };
         file.file.read_exact_at(&mut buffer, offset).map_err(|error| failed(error.to_string()))?;
-        Ok(Some(Bytes::from_owner(Sent(buffer.freeze()))))
+        Ok(Some(Bytes::from_owner(PoolBytes(buffer.freeze()))))
     }
 
     fn list(&mut self, name: &str) -> Result<Vec<ListedFile>, Refusal> {
-        let below = format!("{}/", name.trim_end_matches('/'));
-        let is_asked = |file: &&Fetching| {
-            name.is_empty() || file.name == name || file.name.starts_with(&below)
+        let prefix = format!("{}/", name.trim_end_matches('/'));
+        let matches = |file: &&FileDownload| {
+            name.is_empty() || file.name == name || file.name.starts_with(&prefix)
         };
-        let listed = |file: &Fetching| ListedFile { name: file.name.clone(), len: file.len };
-        Ok(self.mirror.files.iter().filter(is_asked).map(listed).collect())
+        let listed = |file: &FileDownload| ListedFile { name: file.name.clone(), len: file.len };
+        Ok(self.download.files.iter().filter(matches).map(listed).collect())
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A server of weights: files of a directory, to whoever streams from them.
+//! A server of the files in a directory.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -17,27 +17,33 @@ use ts_remote::{
 use super::source::path_in;
 use crate::Error;
 
-/// The most files that one connection has open.
+/// Maximum number of open files of a connection.
 const MAX_OPEN: usize = 512;
-/// The most files that are listed.
+/// Maximum number of files in a list.
 const MAX_LISTED: usize = 10_000;
 
-/// How weights are served.
+/// Options for serving files.
+///
+/// ```
+/// let options = tensorstream::ServeOptions::default().with_memory_bytes(64 << 20);
+/// assert!(!options.follow_symlinks);
+/// ```
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ServeOptions {
-    /// Of the server and its connections. A token, TLS and whom to let in are here.
+    /// Options of the server and its connections, such as the token, TLS and limits.
     pub server: ServerOptions,
-    /// Memory for what was read and not sent yet, of all connections, in bytes.
+    /// Memory for data that is read and not yet sent, of all connections, in bytes. 256 MiB by
+    /// default.
     pub memory_bytes: usize,
-    /// Whether an address that others can reach needs neither token nor TLS.
+    /// Whether to accept clients without a token or certificate on a public address. False by
+    /// default.
     pub insecure: bool,
-    /// Whether files are served that symbolic links lead to outside of the directory.
+    /// Whether to serve targets of symbolic links outside of the directory. False by default.
     pub follow_symlinks: bool,
 }
 
 impl Default for ServeOptions {
-    /// 256 MiB of memory; an address that only this computer reaches, or a token; no links to
-    /// elsewhere.
     fn default() -> Self {
         let server = ServerOptions::default();
         Self { server, memory_bytes: 256 << 20, insecure: false, follow_symlinks: false }
@@ -45,8 +51,31 @@ impl Default for ServeOptions {
 }
 
 impl ServeOptions {
-    /// # Errors
-    /// [`Error::Remote`] of an address that others could reach who need neither token nor
+    /// Sets [`server`](Self::server).
+    #[must_use]
+    pub fn with_server(self, server: ServerOptions) -> Self {
+        Self { server, ..self }
+    }
+
+    /// Sets [`memory_bytes`](Self::memory_bytes).
+    #[must_use]
+    pub fn with_memory_bytes(self, memory_bytes: usize) -> Self {
+        Self { memory_bytes, ..self }
+    }
+
+    /// Sets [`insecure`](Self::insecure).
+    #[must_use]
+    pub fn with_insecure(self, insecure: bool) -> Self {
+        Self { insecure, ..self }
+    }
+
+    /// Sets [`follow_symlinks`](Self::follow_symlinks).
+    #[must_use]
+    pub fn with_follow_symlinks(self, follow_symlinks: bool) -> Self {
+        Self { follow_symlinks, ..self }
+    }
+
+    /// Returns an error if the address is public and clients need neither a token nor a
     /// certificate.
     pub(crate) fn check(&self, address: &Address) -> Result<(), Error> {
         let ServerOptions { connection, tls, .. } = &self.server;
@@ -54,116 +83,119 @@ impl ServeOptions {
         let open = connection.token.is_none() && !authenticates && !self.insecure;
         if open && address.is_public() {
             return Err(ts_remote::Error::Misuse(format!(
-                "anyone could connect to {address}, a public address: give a token, or accept only \
-                 clients with a certificate, or allow everybody (insecure)"
+                "anyone could connect to {address}, a public address; require a token or client \
+                 certificates, or allow insecure connections"
             ))
             .into());
         }
         Ok(())
     }
 
-    /// Memory for what was read and not sent yet.
+    /// Creates a pool for data that is read and not yet sent.
     pub(crate) fn pool(&self) -> Result<HostPool, Error> {
         let budget = Budget::new(self.memory_bytes);
         Ok(HostPool::new(&budget, self.memory_bytes).map_err(ts_io::Error::from)?)
     }
 }
 
-/// Serves the files below a directory, to be read as `ts://HOST:PORT/NAME`, until `stop` says so,
-/// which is asked at least every 50 ms. `began` is told the address; `log` hears why connections
-/// end. Blocks.
+/// Serves the files in a directory, as `ts://HOST:PORT/NAME`, until `stop` returns true. Blocks.
 ///
-/// Not served are names with a part that begins with a dot, unfinished files (`.partial`), and what
-/// symbolic links lead to outside of the directory, unless [`ServeOptions::follow_symlinks`] says
-/// so.
+/// Calls `stop` at least every 50 ms, `on_listening` once with the address, and `log` with the peer
+/// and the error when a connection ends. Then waits for transfers, for at most
+/// [`ServerOptions::grace_period`].
+///
+/// These are not served: names with a component that starts with a dot, unfinished files
+/// (`.partial`), and targets of symbolic links outside of the directory, unless
+/// [`ServeOptions::follow_symlinks`] is set.
 ///
 /// # Errors
-/// [`Error::Remote`] when it cannot listen there, or when others could reach the address and it
-/// asks for neither token nor certificate; [`Error::Io`] when the directory is none.
+/// - [`Error::Io`] if `directory` is not a directory.
+/// - [`Error::Remote`] if the address cannot be bound, or it is public and clients need neither a
+///   token nor a certificate.
 pub fn serve_weights(
     directory: &Path,
     address: &Address,
     options: &ServeOptions,
     stop: &mut dyn FnMut() -> bool,
-    began: impl FnOnce(&Address),
+    on_listening: impl FnOnce(&Address),
     log: impl FnMut(&str, &ts_remote::Error),
 ) -> Result<ServerStats, Error> {
-    let root = std::fs::canonicalize(directory)
-        .map_err(|e| crate::checkpoint::open_error(directory, e))?;
+    let root = std::fs::canonicalize(directory).map_err(|e| Error::open(directory, e))?;
     if !root.is_dir() {
-        return Err(crate::checkpoint::open_error(
-            directory,
-            std::io::ErrorKind::NotADirectory.into(),
-        ));
+        return Err(Error::open(directory, std::io::ErrorKind::NotADirectory.into()));
     }
     options.check(address)?;
     let pool = options.pool()?;
     let listener = Listener::bind(address, options.server.connection.idle_timeout)?;
-    began(listener.address());
-    let chain = Arc::new(Mutex::new(Chain::default()));
+    on_listening(listener.address());
+    let broadcasts = Arc::new(Mutex::new(Broadcasts::default()));
     let session = |_: &str| {
-        let (root, pool, chain) = (root.clone(), pool.clone(), Arc::clone(&chain));
+        let (root, pool, broadcasts) = (root.clone(), pool.clone(), Arc::clone(&broadcasts));
         RangeHandler::new(Directory {
             root,
             follow_symlinks: options.follow_symlinks,
             pool,
             open: VecDeque::new(),
             opened: 0,
-            chain,
+            broadcasts,
             joined: Vec::new(),
         })
     };
     Ok(serve(&listener, &options.server, stop, session, log)?)
 }
 
-/// The files of a directory that one connection reads.
+/// The files of the directory, as one connection reads them.
 #[derive(Debug)]
 struct Directory {
-    /// Without links.
+    /// The canonical path of the directory.
     root: PathBuf,
     follow_symlinks: bool,
     pool: HostPool,
-    /// By their numbers; last the one that was opened last.
+    /// Open files and their ids. The most recently opened one is last.
     open: VecDeque<(u64, Arc<Source>)>,
+    /// Number of files opened so far.
     opened: u64,
-    chain: Arc<Mutex<Chain>>,
-    /// What this connection's client fetches, and where it serves that.
+    broadcasts: Arc<Mutex<Broadcasts>>,
+    /// The names that the client of this connection fetches, and the address where it serves them.
     joined: Vec<(String, String)>,
 }
 
-/// The most names that are kept of those who fetch, and of those who fetch one thing.
-const MAX_FETCHED: usize = 64;
-const MAX_FETCHING: usize = 1024;
-/// The longest address of one who serves on.
-const MAX_ADDRESS: usize = 256;
+/// Maximum number of names that are broadcast, and of names that a connection joins.
+const MAX_BROADCASTS: usize = 64;
+/// Maximum number of peers of a broadcast.
+const MAX_PEERS: usize = 1024;
+/// Maximum length of the address of a peer.
+const MAX_ADDRESS_LEN: usize = 256;
 
-/// Who fetches what and serves it on: each reads from the one before it, the first from this
-/// server.
+/// The peers that fetch and serve each name, in a chain: the first reads from this server, and each
+/// of the others from the one before it.
 #[derive(Debug, Default)]
-struct Chain(BTreeMap<String, Vec<String>>);
+struct Broadcasts(BTreeMap<String, Vec<String>>);
 
-impl Chain {
+impl Broadcasts {
+    /// Adds a peer to the chain of `name`, and removes `lost`. Returns the peer to read from, or
+    /// `None` for this server.
     fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Option<String> {
-        if !self.0.contains_key(name) && self.0.len() >= MAX_FETCHED {
+        if !self.0.contains_key(name) && self.0.len() >= MAX_BROADCASTS {
             self.0.pop_first();
         }
-        let links = self.0.entry(name.into()).or_default();
-        links.retain(|link| Some(&link[..]) != lost);
-        // Who joined before reads from who was there before it: nobody reads from who reads from
-        // it.
-        let place = links.iter().position(|link| link == address).unwrap_or_else(|| {
-            if links.len() < MAX_FETCHING {
-                links.push(address.into());
+        let peers = self.0.entry(name.into()).or_default();
+        peers.retain(|peer| Some(&peer[..]) != lost);
+        // A peer that has joined already keeps its position, so that no two peers read from each
+        // other.
+        let position = peers.iter().position(|peer| peer == address).unwrap_or_else(|| {
+            if peers.len() < MAX_PEERS {
+                peers.push(address.into());
             }
-            links.len().saturating_sub(1)
+            peers.len().saturating_sub(1)
         });
-        place.checked_sub(1).map(|before| links[before].clone())
+        position.checked_sub(1).map(|previous| peers[previous].clone())
     }
 
     fn leave(&mut self, name: &str, address: &str) {
-        if let Some(links) = self.0.get_mut(name) {
-            links.retain(|link| link != address);
-            if links.is_empty() {
+        if let Some(peers) = self.0.get_mut(name) {
+            peers.retain(|peer| peer != address);
+            if peers.is_empty() {
                 self.0.remove(name);
             }
         }
@@ -172,8 +204,8 @@ impl Chain {
 
 impl Drop for Directory {
     fn drop(&mut self) {
-        let mut chain = self.chain.lock();
-        self.joined.iter().for_each(|(name, address)| chain.leave(name, address));
+        let mut broadcasts = self.broadcasts.lock();
+        self.joined.iter().for_each(|(name, address)| broadcasts.leave(name, address));
     }
 }
 
@@ -181,17 +213,17 @@ fn refusal(kind: RefusalKind, reason: impl Into<String>) -> Refusal {
     Refusal { kind, reason: reason.into() }
 }
 
-/// Whether a name in the directory is nobody's business: of a hidden or unfinished file.
-fn is_private(name: &str) -> bool {
-    name.starts_with('.') || name.ends_with(".partial")
+/// Returns whether a component of a name belongs to a hidden or unfinished file.
+fn is_private(component: &str) -> bool {
+    component.starts_with('.') || component.ends_with(".partial")
 }
 
 impl Directory {
-    /// Where the file or directory of a name is. No name is the whole directory's.
-    fn served(&self, name: &str) -> Result<PathBuf, Refusal> {
-        let unknown = || {
-            refusal(RefusalKind::NotFound, format!("{name:?} is no name of a file that is served"))
-        };
+    /// Returns the path of a file or directory that may be served. The empty name is the whole
+    /// directory.
+    fn resolve(&self, name: &str) -> Result<PathBuf, Refusal> {
+        let unknown =
+            || refusal(RefusalKind::NotFound, format!("{name:?} is not a file of this server"));
         if name.is_empty() {
             return Ok(self.root.clone());
         }
@@ -199,23 +231,25 @@ impl Directory {
             return Err(unknown());
         }
         let path = path_in(&self.root, name).ok_or_else(unknown)?;
-        if self.leads_out(&path) {
-            let why =
-                "a link that leads out of the directory; serve-weights --follow-symlinks serves it";
-            return Err(refusal(RefusalKind::NotFound, format!("{name:?}: {why}")));
+        if self.leaves_root(&path) {
+            let reason = format!(
+                "{name:?} is a link to outside of the directory; serve it with serve-weights \
+                 --follow-symlinks"
+            );
+            return Err(refusal(RefusalKind::NotFound, reason));
         }
         Ok(path)
     }
 
-    /// Whether links on the way to a file lead to where nothing is to be served from. What is not
-    /// there leads nowhere.
-    fn leads_out(&self, path: &Path) -> bool {
+    /// Returns whether symbolic links lead from `path` to a file that may not be served. False if
+    /// the file does not exist.
+    fn leaves_root(&self, path: &Path) -> bool {
         !self.follow_symlinks
             && std::fs::canonicalize(path).is_ok_and(|real| !real.starts_with(&self.root))
     }
 
-    /// What a client may know of an error: no paths of this machine.
-    fn refused(&self, error: &ts_io::Error) -> Refusal {
+    /// Converts an error for the client. Removes paths of this machine.
+    fn to_refusal(&self, error: &ts_io::Error) -> Refusal {
         let kind = match error.kind() {
             ts_io::ErrorKind::NotFound => RefusalKind::NotFound,
             ts_io::ErrorKind::Changed => RefusalKind::Changed,
@@ -228,16 +262,17 @@ impl Directory {
 
 impl Files for Directory {
     fn open(&mut self, name: &str) -> Result<RemoteFile, Refusal> {
-        let path = self.served(name)?;
-        let source = Source::open(&path).map_err(|error| self.refused(&error))?;
-        let print = source.fingerprint();
-        let since =
-            print.modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
-        let numbers =
-            [print.identity.0, print.identity.1, since.map_or(0, |since| since.as_nanos() as u64)];
-        let version = numbers.into_iter().flat_map(u64::to_le_bytes).collect();
-        // The same file again is the one that is open.
-        let same = |open: &Arc<Source>| open.path() == source.path() && open.fingerprint() == print;
+        let path = self.resolve(name)?;
+        let source = Source::open(&path).map_err(|error| self.to_refusal(&error))?;
+        let fingerprint = source.fingerprint();
+        let modified =
+            fingerprint.modified.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+        let modified_ns = modified.map_or(0, |since| since.as_nanos() as u64);
+        let version = [fingerprint.identity.0, fingerprint.identity.1, modified_ns];
+        let version = version.into_iter().flat_map(u64::to_le_bytes).collect();
+        // If the same file is open already, it keeps its id.
+        let same =
+            |open: &Arc<Source>| open.path() == source.path() && open.fingerprint() == fingerprint;
         let len = source.len();
         let known =
             self.open.iter().position(|(_, open)| same(open)).and_then(|at| self.open.remove(at));
@@ -245,7 +280,7 @@ impl Files for Directory {
             self.opened += 1;
             (self.opened, source)
         });
-        // The one that was asked for longest ago makes room: a client opens it again.
+        // Closes the least recently opened file. If the client needs it, it opens it again.
         if self.open.len() >= MAX_OPEN {
             self.open.pop_front();
         }
@@ -266,20 +301,20 @@ impl Files for Directory {
         let read = source
             .read_at(offset, &mut buffer)
             .and_then(|read| source.verify(offset).map(|()| read));
-        let read = read.map_err(|error| self.refused(&error))?;
+        let read = read.map_err(|error| self.to_refusal(&error))?;
         drop(buffer.split_off(read));
-        Ok(Some(Bytes::from_owner(Sent(buffer.freeze()))))
+        Ok(Some(Bytes::from_owner(PoolBytes(buffer.freeze()))))
     }
 
     fn list(&mut self, name: &str) -> Result<Vec<ListedFile>, Refusal> {
-        let path = self.served(name)?;
+        let path = self.resolve(name)?;
         if !path.exists() {
-            return Err(refusal(RefusalKind::NotFound, format!("{name:?} is not there")));
+            return Err(refusal(RefusalKind::NotFound, format!("{name:?} does not exist")));
         }
         let mut files = Vec::new();
-        let mut left = vec![(path, name.trim_end_matches('/').to_string())];
-        while let Some((path, name)) = left.pop() {
-            // What a link names, or was removed meanwhile, may not be there.
+        let mut pending = vec![(path, name.trim_end_matches('/').to_string())];
+        while let Some((path, name)) = pending.pop() {
+            // The file may have been removed, or be a link without a target.
             let Ok(meta) = std::fs::metadata(&path) else { continue };
             if meta.is_file() {
                 files.push(ListedFile { name, len: meta.len() });
@@ -287,21 +322,23 @@ impl Files for Directory {
             }
             let Ok(entries) = std::fs::read_dir(&path) else { continue };
             for entry in entries.flatten() {
-                let is_link =
+                // Links to directories could form a cycle.
+                let is_directory_link =
                     entry.file_type().is_ok_and(|kind| kind.is_symlink() && entry.path().is_dir());
-                // Links to directories may go in circles.
-                let listed =
-                    |own: &&str| !is_private(own) && !is_link && !self.leads_out(&entry.path());
-                if let Some(own) = entry.file_name().to_str().filter(listed) {
-                    let below =
-                        if name.is_empty() { own.to_string() } else { format!("{name}/{own}") };
-                    left.push((entry.path(), below));
+                let is_listed = |component: &&str| {
+                    !is_private(component) && !is_directory_link && !self.leaves_root(&entry.path())
+                };
+                if let Some(component) = entry.file_name().to_str().filter(is_listed) {
+                    let name = if name.is_empty() {
+                        component.to_string()
+                    } else {
+                        format!("{name}/{component}")
+                    };
+                    pending.push((entry.path(), name));
                 }
-                if files.len() + left.len() > MAX_LISTED {
-                    return Err(refusal(
-                        RefusalKind::Failed,
-                        format!("more than {MAX_LISTED} files in {name:?}"),
-                    ));
+                if files.len() + pending.len() > MAX_LISTED {
+                    let reason = format!("{name:?} has more than {MAX_LISTED} files");
+                    return Err(refusal(RefusalKind::Failed, reason));
                 }
             }
         }
@@ -310,24 +347,26 @@ impl Files for Directory {
     }
 
     fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Option<String> {
-        // Only what is served, by whom others can reach: it is kept until the connection ends.
-        let path = self.served(name).ok();
-        let sound = address.len() <= MAX_ADDRESS && matches!(address.parse(), Ok(Address::Tcp(_)));
-        if !sound || !path.is_some_and(|path| path.exists()) {
+        // The entry exists until the connection ends, so only existing files and addresses that
+        // others can reach are accepted.
+        let path = self.resolve(name).ok();
+        let is_reachable =
+            address.len() <= MAX_ADDRESS_LEN && matches!(address.parse(), Ok(Address::Tcp(_)));
+        if !is_reachable || !path.is_some_and(|path| path.exists()) {
             return None;
         }
-        let own = (name.to_string(), address.to_string());
-        if !self.joined.contains(&own) && self.joined.len() < MAX_FETCHED {
-            self.joined.push(own);
+        let joined = (name.to_string(), address.to_string());
+        if !self.joined.contains(&joined) && self.joined.len() < MAX_BROADCASTS {
+            self.joined.push(joined);
         }
-        self.chain.lock().join(name, address, lost)
+        self.broadcasts.lock().join(name, address, lost)
     }
 }
 
-/// Memory of the pool, until it is sent.
-pub(crate) struct Sent(pub(crate) SharedBuffer);
+/// Memory of a pool, as bytes to send.
+pub(crate) struct PoolBytes(pub(crate) SharedBuffer);
 
-impl AsRef<[u8]> for Sent {
+impl AsRef<[u8]> for PoolBytes {
     fn as_ref(&self) -> &[u8] {
         &self.0
     }

@@ -1,93 +1,79 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files of a server of weights, as sources: `ts://HOST:PORT/NAME`.
+//! Files of a weight server as sources: `ts://HOST:PORT/NAME`.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use ts_io::{Fingerprint, RemoteSource, Source};
 use ts_pool::Buffer;
 use ts_remote::{
-    Address, ConnectionOptions, Identity, ListedFile, MAX_RANGE, RangeClient, Refusal, RefusalKind,
-    RemoteFile, Sink, Socket, TlsClient,
+    Address, Backoff, ConnectionOptions, Identity, ListedFile, MAX_RANGE, RangeClient, Refusal,
+    RefusalKind, RemoteFile, Sink, Socket, TlsClient,
 };
 
-/// What a URL of such a file begins with, without TLS and with.
-const SCHEMES: [&str; 2] = ["ts://", "tss://"];
-/// How often a range is asked for again when the connection was lost.
-const ATTEMPTS: u32 = 4;
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
-/// The most files that a connection knows to be open: fewer than a server keeps.
-const MAX_KNOWN: usize = 256;
-/// Connections that are kept for the next read.
-const KEPT: usize = 32;
+/// The schemes of URLs, and whether they use TLS.
+const SCHEMES: [(&str, bool); 2] = [("ts://", false), ("tss://", true)];
+/// How often a request is retried on a new connection.
+const MAX_RETRIES: u32 = 4;
+/// The first and the longest delay between retries.
+const FIRST_RETRY: Duration = Duration::from_millis(50);
+const MAX_RETRY: Duration = Duration::from_secs(1);
+/// Maximum number of files that a connection remembers as open. A server remembers more.
+const MAX_OPEN_FILES: usize = 256;
+/// Maximum number of idle connections to a server.
+const MAX_IDLE: usize = 32;
 
-/// Whether this names a file of a server of weights.
+/// Returns whether this is a URL of a weight server.
 pub(crate) fn is_remote(url: &str) -> bool {
-    SCHEMES.iter().any(|scheme| url.starts_with(scheme))
+    SCHEMES.iter().any(|(scheme, _)| url.starts_with(scheme))
 }
 
-/// A server, and a name of its.
-pub(crate) struct Location {
+/// Splits a URL into whether it uses TLS, the address and the name.
+fn parse_url(url: &str) -> Option<(bool, Address, &str)> {
+    let (scheme, tls) = SCHEMES.into_iter().find(|(scheme, _)| url.starts_with(scheme))?;
+    let (address, name) = url[scheme.len()..].split_once('/')?;
+    Some((tls, address.parse().ok()?, name))
+}
+
+/// A file or directory of a weight server.
+pub(crate) struct RemotePath {
     pub(crate) server: Arc<WeightServer>,
     pub(crate) name: String,
 }
 
-/// What a URL names: `None` where it is none.
-pub(crate) fn locate(url: &str) -> Option<Result<Location, ts_remote::Error>> {
-    let scheme = SCHEMES.into_iter().find(|scheme| url.starts_with(scheme))?;
-    let (address, name) = url[scheme.len()..].split_once('/')?;
-    let server = WeightServer::of(address.parse().ok()?, scheme == SCHEMES[1]);
-    Some(server.map(|server| Location { server, name: name.into() }))
-}
-
-/// Opens a file of a server. Blocks, at most 60 s.
-pub(crate) fn open(url: &str) -> Result<Arc<Source>, ts_io::Error> {
-    let refused = |kind, what: String| refused(url, kind, what);
-    let scheme = SCHEMES.into_iter().find(|scheme| url.starts_with(scheme)).unwrap_or_default();
-    let rest = &url[scheme.len()..];
-    let invalid = || {
-        refused(
-            std::io::ErrorKind::InvalidInput,
-            format!("it is not of the form {scheme}HOST:PORT/NAME"),
-        )
-    };
-    let (address, name) =
-        rest.split_once('/').filter(|(_, name)| !name.is_empty()).ok_or_else(invalid)?;
-    let address: Address = address.parse().map_err(|_| invalid())?;
-    let server = WeightServer::of(address, scheme == SCHEMES[1])
-        .map_err(|error| refused(kind_of(&error), error.to_string()))?;
-    let timeout = ts_io::BackendOptions::default().timeout;
-    let opened = server.open(name, timeout).map_err(|failure| unreadable(url, failure))?;
-    let fingerprint = Fingerprint {
-        identity: (0, 0),
-        len: opened.len,
-        modified: None,
-        changed: None,
-        etag: None,
-    };
-    let file = File { server, name: name.into(), url: url.into(), opened };
-    Ok(Source::remote(url, fingerprint, Arc::new(file)))
-}
-
-fn refused(url: &str, kind: std::io::ErrorKind, what: String) -> ts_io::Error {
-    ts_io::Error::Open { path: url.into(), source: std::io::Error::new(kind, what).into() }
-}
-
-/// What cannot be had of a server, and why.
-pub(crate) fn unreadable(url: &str, failure: Failure) -> ts_io::Error {
-    match failure {
-        Failure::Network(error) => refused(url, kind_of(&error), error.to_string()),
-        Failure::Refused(Refusal { kind: RefusalKind::NotFound, reason }) => {
-            refused(url, std::io::ErrorKind::NotFound, reason)
-        }
-        Failure::Refused(refusal) => refused(url, std::io::ErrorKind::Other, refusal.reason),
+impl RemotePath {
+    /// Parses a URL. Returns `None` if it is invalid, and an error if TLS cannot be configured.
+    pub(crate) fn parse(url: &str) -> Option<Result<Self, ts_remote::Error>> {
+        let (tls, address, name) = parse_url(url)?;
+        Some(WeightServer::get(address, tls).map(|server| Self { server, name: name.into() }))
     }
 }
 
-fn kind_of(error: &ts_remote::Error) -> std::io::ErrorKind {
+/// Opens a file of a server. Blocks for at most 60 s.
+pub(crate) fn open(url: &str) -> Result<Arc<Source>, ts_io::Error> {
+    let invalid = || {
+        let reason = "invalid URL (expected ts://HOST:PORT/NAME or tss://HOST:PORT/NAME)";
+        open_error(url, std::io::ErrorKind::InvalidInput, reason.into())
+    };
+    let (tls, address, name) =
+        parse_url(url).filter(|(.., name)| !name.is_empty()).ok_or_else(invalid)?;
+    let server = WeightServer::get(address, tls)
+        .map_err(|error| open_error(url, io_kind(&error), error.to_string()))?;
+    let timeout = ts_io::BackendOptions::default().timeout;
+    let opened = server.open(name, timeout).map_err(|error| error.into_open_error(url))?;
+    let fingerprint = Fingerprint::default().with_len(opened.len);
+    let file = WeightFile { server, name: name.into(), url: url.into(), opened };
+    Ok(Source::remote(url, fingerprint, Arc::new(file)))
+}
+
+fn open_error(url: &str, kind: std::io::ErrorKind, reason: String) -> ts_io::Error {
+    ts_io::Error::Open { path: url.into(), source: std::io::Error::new(kind, reason).into() }
+}
+
+fn io_kind(error: &ts_remote::Error) -> std::io::ErrorKind {
     match error {
         ts_remote::Error::Io { source, .. } => source.kind(),
         ts_remote::Error::TimedOut { .. } | ts_remote::Error::Stalled { .. } => {
@@ -97,142 +83,170 @@ fn kind_of(error: &ts_remote::Error) -> std::io::ErrorKind {
     }
 }
 
-/// A server, and the connections to it that nobody uses now.
-#[derive(Debug)]
-pub(crate) struct WeightServer {
-    address: Address,
-    tls: Option<TlsClient>,
-    options: ConnectionOptions,
-    idle: Mutex<Vec<Conversation>>,
-}
-
-/// A connection, and what was opened on it.
-#[derive(Debug)]
-struct Conversation {
-    client: RangeClient<Room>,
-    files: HashMap<String, RemoteFile>,
-}
-
-/// Why something was not done.
-pub(crate) enum Failure {
+/// A request to a server failed.
+pub(crate) enum RequestError {
+    /// The connection failed.
     Network(ts_remote::Error),
+    /// The server refused the request.
     Refused(Refusal),
 }
 
-impl From<ts_remote::Error> for Failure {
+impl From<ts_remote::Error> for RequestError {
     fn from(error: ts_remote::Error) -> Self {
         Self::Network(error)
     }
 }
 
+impl RequestError {
+    /// Converts this to an error of opening `url`.
+    pub(crate) fn into_open_error(self, url: &str) -> ts_io::Error {
+        match self {
+            Self::Network(error) => open_error(url, io_kind(&error), error.to_string()),
+            Self::Refused(Refusal { kind: RefusalKind::NotFound, reason }) => {
+                open_error(url, std::io::ErrorKind::NotFound, reason)
+            }
+            Self::Refused(refusal) => open_error(url, std::io::ErrorKind::Other, refusal.reason),
+        }
+    }
+}
+
+/// A server, and its idle connections.
+#[derive(Debug)]
+pub(crate) struct WeightServer {
+    address: Address,
+    tls: Option<TlsClient>,
+    options: ConnectionOptions,
+    idle: Mutex<Vec<PooledConnection>>,
+}
+
+/// A connection, and the files that are open on it, by name.
+#[derive(Debug)]
+struct PooledConnection {
+    client: RangeClient<BufferRange>,
+    files: HashMap<String, RemoteFile>,
+}
+
 impl WeightServer {
-    /// Files of one server share its connections.
-    fn of(address: Address, secure: bool) -> Result<Arc<Self>, ts_remote::Error> {
+    /// Returns the server at an address. All files of a server share its connections.
+    fn get(address: Address, tls: bool) -> Result<Arc<Self>, ts_remote::Error> {
         type Servers = HashMap<(Address, bool), Arc<WeightServer>>;
         static SERVERS: Mutex<Option<Servers>> = Mutex::new(None);
         let mut servers = SERVERS.lock();
         let servers = servers.get_or_insert_default();
-        let key = (address.clone(), secure);
-        // Who changes its environment between two files wants the new one.
+        let key = (address.clone(), tls);
+        // If the token in the environment has changed, new files use the new one.
         let token = std::env::var("TENSORSTREAM_TOKEN").ok();
         if let Some(server) = servers.get(&key).filter(|server| server.options.token == token) {
             return Ok(Arc::clone(server));
         }
-        let tls = secure.then(tls_of_environment).transpose()?;
-        let options = ConnectionOptions { token, ..ConnectionOptions::default() };
+        let tls = tls.then(tls_from_environment).transpose()?;
+        let options = ConnectionOptions::default().with_token(token);
         let server = Arc::new(Self { address, tls, options, idle: Mutex::default() });
         servers.insert(key, Arc::clone(&server));
         Ok(server)
     }
 
-    fn idle(&self) -> MutexGuard<'_, Vec<Conversation>> {
-        self.idle.lock()
-    }
-
-    fn connect(&self, left: Duration, timeout: Duration) -> Result<Conversation, ts_remote::Error> {
-        let mut socket = Socket::connect(&self.address, left)?;
+    fn connect(
+        &self,
+        connect_timeout: Duration,
+        idle_timeout: Duration,
+    ) -> Result<PooledConnection, ts_remote::Error> {
+        let mut socket = Socket::connect(&self.address, connect_timeout)?;
         if let Some(tls) = &self.tls {
             socket = socket.into_tls_client(tls)?;
         }
-        let options = ConnectionOptions { idle_timeout: timeout, ..self.options.clone() };
-        Ok(Conversation { client: RangeClient::new(socket, options)?, files: HashMap::new() })
+        let options = self.options.clone().with_idle_timeout(idle_timeout);
+        Ok(PooledConnection { client: RangeClient::new(socket, options)?, files: HashMap::new() })
     }
 
     pub(crate) fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Another server, which is spoken to as this one.
-    pub(crate) fn beside(&self, address: Address) -> Arc<Self> {
+    /// Returns the server at another address, with the same TLS configuration and options.
+    pub(crate) fn with_address(&self, address: Address) -> Arc<Self> {
         let (tls, options) = (self.tls.clone(), self.options.clone());
         Arc::new(Self { address, tls, options, idle: Mutex::default() })
     }
 
-    /// A file of its, as it was opened there or elsewhere.
+    /// Returns a file of this server. `opened` is its length and version, from this server or
+    /// another one.
     pub(crate) fn file(
         self: &Arc<Self>,
         name: &str,
         url: &str,
         opened: RemoteFile,
     ) -> impl RemoteSource + use<> {
-        File { server: Arc::clone(self), name: name.into(), url: url.into(), opened }
+        WeightFile { server: Arc::clone(self), name: name.into(), url: url.into(), opened }
     }
 
-    pub(crate) fn list(&self, name: &str, timeout: Duration) -> Result<Vec<ListedFile>, Failure> {
-        self.converse(timeout, |conversation| {
-            conversation.client.list(name)?.map_err(Failure::Refused)
+    /// Lists the file `name`, or all files in the directory `name`.
+    pub(crate) fn list(
+        &self,
+        name: &str,
+        timeout: Duration,
+    ) -> Result<Vec<ListedFile>, RequestError> {
+        self.with_connection(timeout, |connection| {
+            connection.client.list(name)?.map_err(RequestError::Refused)
         })
     }
 
+    /// Joins the broadcast of `name`, as a peer that serves it at `own`. Returns the peer to read
+    /// from, or `None` to read from this server. `lost` is a peer that failed.
     pub(crate) fn join(
         &self,
         name: &str,
         own: &str,
         lost: Option<&str>,
         timeout: Duration,
-    ) -> Result<Option<String>, Failure> {
-        self.converse(timeout, |conversation| Ok(conversation.client.join(name, own, lost)?))
+    ) -> Result<Option<String>, RequestError> {
+        self.with_connection(timeout, |connection| Ok(connection.client.join(name, own, lost)?))
     }
 
-    pub(crate) fn open(&self, name: &str, timeout: Duration) -> Result<RemoteFile, Failure> {
-        self.converse(timeout, |conversation| conversation.open(name))
+    /// Opens a file.
+    pub(crate) fn open(&self, name: &str, timeout: Duration) -> Result<RemoteFile, RequestError> {
+        self.with_connection(timeout, |connection| connection.open(name))
     }
 
-    /// Does something on a connection: again on another when that was lost, as long as there is
-    /// time.
-    fn converse<T>(
+    /// Runs a request on an idle or new connection. Retries it on another one if the connection
+    /// fails, within `timeout`.
+    fn with_connection<T>(
         &self,
         timeout: Duration,
-        mut work: impl FnMut(&mut Conversation) -> Result<T, Failure>,
-    ) -> Result<T, Failure> {
-        let end = Instant::now() + timeout;
-        let mut attempt = 0;
+        mut request: impl FnMut(&mut PooledConnection) -> Result<T, RequestError>,
+    ) -> Result<T, RequestError> {
+        let deadline = Instant::now() + timeout;
+        let mut retries = 0;
+        let mut backoff = Backoff::new(FIRST_RETRY, MAX_RETRY);
         loop {
-            let kept = self.idle().pop();
-            let fresh = kept.is_none();
-            let left = end.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-            let conversation =
-                kept.map_or_else(|| self.connect(left, timeout).map_err(Failure::Network), Ok);
-            let done = conversation.and_then(|mut conversation| {
-                let done = work(&mut conversation);
-                if !matches!(done, Err(Failure::Network(_))) {
-                    let mut idle = self.idle();
-                    if idle.len() < KEPT {
-                        idle.push(conversation);
+            let idle = self.idle.lock().pop();
+            let is_new = idle.is_none();
+            let left =
+                deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+            let connection =
+                idle.map_or_else(|| self.connect(left, timeout).map_err(RequestError::Network), Ok);
+            let done = connection.and_then(|mut connection| {
+                let done = request(&mut connection);
+                if !matches!(done, Err(RequestError::Network(_))) {
+                    let mut idle = self.idle.lock();
+                    if idle.len() < MAX_IDLE {
+                        idle.push(connection);
                     }
                 }
                 done
             });
             match done {
-                Err(Failure::Network(error))
-                    if may_help(&error) && attempt < ATTEMPTS && Instant::now() < end =>
+                Err(RequestError::Network(error))
+                    if is_retryable(&error)
+                        && retries < MAX_RETRIES
+                        && Instant::now() < deadline =>
                 {
-                    // One that was kept may long be gone, as may all others of its age.
-                    if fresh {
-                        std::thread::sleep(FIRST_PAUSE * 2u32.pow(attempt));
-                        attempt += 1;
+                    if is_new {
+                        std::thread::sleep(backoff.next_delay());
+                        retries += 1;
                     } else {
-                        self.idle().clear();
+                        // The server may have closed all idle connections.
+                        self.idle.lock().clear();
                     }
                 }
                 done => return done,
@@ -241,19 +255,17 @@ impl WeightServer {
     }
 }
 
-/// Whether another connection may do what this could not.
-fn may_help(error: &ts_remote::Error) -> bool {
+/// Returns whether a request that failed may succeed on another connection.
+fn is_retryable(error: &ts_remote::Error) -> bool {
     matches!(error.kind(), ts_remote::ErrorKind::Network | ts_remote::ErrorKind::Refused)
         && !matches!(error, ts_remote::Error::Closed { reason } if reason.contains("token"))
 }
 
-fn tls_of_environment() -> Result<TlsClient, ts_remote::Error> {
+fn tls_from_environment() -> Result<TlsClient, ts_remote::Error> {
     let path = |name: &str| std::env::var_os(name).map(PathBuf::from);
     let Some(trusted) = path("TENSORSTREAM_CA") else {
         return Err(ts_remote::Error::Misuse(
-            "tss:// needs to know whom to trust: TENSORSTREAM_CA must name a file of certificates \
-             (PEM)"
-                .into(),
+            "tss:// requires trusted certificates; set TENSORSTREAM_CA to a PEM file".into(),
         ));
     };
     let (certificates, key) = (path("TENSORSTREAM_CERT"), path("TENSORSTREAM_KEY"));
@@ -261,11 +273,11 @@ fn tls_of_environment() -> Result<TlsClient, ts_remote::Error> {
     TlsClient::new(&trusted, identity.map(|(certificates, key)| Identity { certificates, key }))
 }
 
-impl Conversation {
-    fn open(&mut self, name: &str) -> Result<RemoteFile, Failure> {
-        let opened = self.client.open(name)?.map_err(Failure::Refused)?;
-        // The server forgets those that were opened longest ago.
-        if self.files.len() >= MAX_KNOWN {
+impl PooledConnection {
+    fn open(&mut self, name: &str) -> Result<RemoteFile, RequestError> {
+        let opened = self.client.open(name)?.map_err(RequestError::Refused)?;
+        // The server closes the least recently opened files.
+        if self.files.len() >= MAX_OPEN_FILES {
             self.files.clear();
         }
         self.files.insert(name.into(), opened.clone());
@@ -273,93 +285,99 @@ impl Conversation {
     }
 }
 
-/// A file of a server's.
+/// An open file of a server.
 #[derive(Debug)]
-struct File {
+struct WeightFile {
     server: Arc<WeightServer>,
     name: String,
     url: PathBuf,
     opened: RemoteFile,
 }
 
-impl File {
-    /// Reads a range, all of which is in the file, to a part of some memory, and gives the memory
-    /// back.
-    fn read_part(
+impl WeightFile {
+    /// Fills `memory` with the bytes from `offset` on, which must be within the file. Returns the
+    /// memory.
+    fn read_range(
         &self,
         offset: u64,
-        room: Room,
+        memory: BufferRange,
         timeout: Duration,
-    ) -> (Room, Result<(), ts_io::Error>) {
-        let (len, at) = (room.len, room.at);
-        let mut memory = Some(room);
-        let read = self.server.converse(timeout, |conversation| {
+    ) -> (BufferRange, Result<(), ts_io::Error>) {
+        let (len, start) = (memory.len, memory.start);
+        let mut memory = Some(memory);
+        let read = self.server.with_connection(timeout, |connection| {
             let is_same = |file: &RemoteFile| {
                 (file.len, &file.version) == (self.opened.len, &self.opened.version)
             };
-            // What this connection has open may be an older file of that name.
-            let known = conversation.files.get(&self.name).filter(|file| is_same(file)).cloned();
-            let file = known.map_or_else(|| conversation.open(&self.name), Ok)?;
+            // The connection may have opened an older version of the file.
+            let known = connection.files.get(&self.name).filter(|file| is_same(file)).cloned();
+            let file = known.map_or_else(|| connection.open(&self.name), Ok)?;
             if !is_same(&file) {
-                let reason = "it is another version now".into();
-                return Err(Failure::Refused(Refusal { kind: RefusalKind::Changed, reason }));
+                let reason = "the server has another version".into();
+                return Err(RequestError::Refused(Refusal { kind: RefusalKind::Changed, reason }));
             }
-            let done = conversation.client.read(file.id, offset, &mut memory);
+            let done = connection.client.read(file.id, offset, &mut memory);
             if memory.is_none() {
-                memory = conversation.client.take_sink();
+                memory = connection.client.take_sink();
             }
-            done?.map_err(Failure::Refused)
+            done?.map_err(RequestError::Refused)
         });
-        let result = read.map_err(|failure| self.failed(offset, len, timeout, failure));
-        debug_assert!(memory.is_some(), "who ends a connection gives its memory back");
-        (memory.unwrap_or(Room { pieces: Vec::new(), at, len }), result)
+        let result = read.map_err(|error| self.read_error(offset, len, timeout, error));
+        debug_assert!(memory.is_some(), "a connection that has ended returns the memory");
+        (memory.unwrap_or(BufferRange { buffers: Vec::new(), start, len }), result)
     }
 
-    fn failed(&self, offset: u64, len: usize, timeout: Duration, failure: Failure) -> ts_io::Error {
+    fn read_error(
+        &self,
+        offset: u64,
+        len: usize,
+        timeout: Duration,
+        error: RequestError,
+    ) -> ts_io::Error {
         let path = self.url.clone();
-        match failure {
-            Failure::Refused(Refusal { kind: RefusalKind::Changed, reason }) => {
+        match error {
+            RequestError::Refused(Refusal { kind: RefusalKind::Changed, reason }) => {
                 ts_io::Error::Changed { path, offset, what: reason }
             }
-            Failure::Refused(refusal) => ts_io::Error::Read {
+            RequestError::Refused(refusal) => ts_io::Error::Read {
                 path,
                 offset,
                 len,
                 source: std::io::Error::other(refusal.reason).into(),
             },
-            Failure::Network(error) if error.kind() == ts_remote::ErrorKind::TimedOut => {
+            RequestError::Network(error) if error.kind() == ts_remote::ErrorKind::TimedOut => {
                 ts_io::Error::TimedOut { path, offset, len, timeout }
             }
-            Failure::Network(error) => {
-                let source = std::io::Error::new(kind_of(&error), error);
+            RequestError::Network(error) => {
+                let source = std::io::Error::new(io_kind(&error), error);
                 ts_io::Error::Read { path, offset, len, source: source.into() }
             }
         }
     }
 }
 
-impl RemoteSource for File {
+impl RemoteSource for WeightFile {
     fn read(
         &self,
         offset: u64,
         buffers: Vec<Buffer>,
         timeout: Duration,
     ) -> (Vec<Buffer>, Result<usize, ts_io::Error>) {
-        let room: usize = buffers.iter().map(|buffer| buffer.len()).sum();
-        let there =
-            usize::try_from(self.opened.len.saturating_sub(offset)).unwrap_or(usize::MAX).min(room);
-        let mut memory = Room { pieces: buffers, at: 0, len: 0 };
-        while memory.at < there {
-            memory.len = (there - memory.at).min(MAX_RANGE as usize);
-            let at = offset + memory.at as u64;
-            let (back, read) = self.read_part(at, memory, timeout);
-            memory = back;
+        let capacity: usize = buffers.iter().map(|buffer| buffer.len()).sum();
+        let available = usize::try_from(self.opened.len.saturating_sub(offset));
+        let total = available.unwrap_or(usize::MAX).min(capacity);
+        let mut memory = BufferRange { buffers, start: 0, len: 0 };
+        while memory.start < total {
+            memory.len = (total - memory.start).min(MAX_RANGE as usize);
+            let range_offset = offset + memory.start as u64;
+            let (returned, read) = self.read_range(range_offset, memory, timeout);
+            memory = returned;
             if let Err(error) = read {
-                return (memory.pieces, Err(error));
+                return (memory.buffers, Err(error));
             }
-            memory.at += memory.len;
+            memory.start += memory.len;
         }
-        (memory.pieces, Ok(there))
+        (memory.buffers, Ok(total))
     }
 
     fn read_at(
@@ -385,15 +403,15 @@ impl RemoteSource for File {
     }
 }
 
-/// A part of buffers that stand one behind the other.
+/// A range of the concatenation of several buffers.
 #[derive(Debug)]
-struct Room {
-    pieces: Vec<Buffer>,
-    at: usize,
+struct BufferRange {
+    buffers: Vec<Buffer>,
+    start: usize,
     len: usize,
 }
 
-impl Sink for Room {
+impl Sink for BufferRange {
     type Full = Self;
 
     fn byte_len(&self) -> u64 {
@@ -401,15 +419,16 @@ impl Sink for Room {
     }
 
     fn space(&mut self, offset: u64, len: usize) -> Result<&mut [u8], ts_remote::Error> {
-        let mut at = self.at + offset as usize;
-        for piece in &mut self.pieces {
-            if at < piece.len() {
-                let end = piece.len().min(at + len);
-                return Ok(&mut piece[at..end]);
+        let mut at = self.start + offset as usize;
+        for buffer in &mut self.buffers {
+            if at < buffer.len() {
+                let end = buffer.len().min(at + len);
+                return Ok(&mut buffer[at..end]);
             }
-            at -= piece.len();
+            at -= buffer.len();
         }
-        Err(ts_remote::Error::Misuse(format!("{len} bytes at {offset} of a room of {}", self.len)))
+        let reason = format!("{len} bytes at {offset} are not within {} bytes", self.len);
+        Err(ts_remote::Error::Misuse(reason))
     }
 
     fn finish(self) -> Result<Self, ts_remote::Error> {
@@ -417,7 +436,8 @@ impl Sink for Room {
     }
 }
 
-/// The name under which a server knows a file of its directory.
+/// Returns the path of a file in the directory `root` from its name on a server. `None` if the name
+/// is not a relative path without `..`.
 pub(crate) fn path_in(root: &Path, name: &str) -> Option<PathBuf> {
     let inside =
         Path::new(name).components().all(|part| matches!(part, std::path::Component::Normal(_)));

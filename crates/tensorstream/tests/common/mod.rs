@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files that tests write.
+//! Helpers that write files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,11 +8,11 @@ use tensorstream::format::{Compression, Dtype, TensorMeta};
 use tensorstream::{FileWriter, NewTensor, Progress, WriteOptions};
 
 pub(crate) fn plain() -> WriteOptions {
-    by(Compression::None, 1)
+    with_compression(Compression::None, 1)
 }
 
-pub(crate) fn by(compression: Compression, jobs: usize) -> WriteOptions {
-    WriteOptions { compression, jobs, ..WriteOptions::default() }
+pub(crate) fn with_compression(compression: Compression, jobs: usize) -> WriteOptions {
+    WriteOptions::default().with_compression(compression).with_jobs(jobs)
 }
 
 pub(crate) fn never() -> bool {
@@ -27,7 +27,7 @@ pub(crate) fn metadata() -> BTreeMap<String, String> {
     BTreeMap::from([("format".into(), "pt".into()), ("note".into(), "a\"b\nc".into())])
 }
 
-/// Bytes of tensor `i`, of a length that is no multiple of anything.
+/// Returns the bytes of tensor `i`. The lengths are not multiples of a chunk, and one is 0.
 pub(crate) fn content(i: usize) -> Vec<u8> {
     (0..[3_000_001, 0, 17, 1][i % 4]).map(|at: usize| (at * 7 + i) as u8).collect()
 }

@@ -18,10 +18,13 @@ use ts_format::Dtype;
 use super::connection::ConnectionState;
 use super::options::ClientOptions;
 use super::queue::{QueueItem, RequestQueue};
-use ts_remote::{Error, ErrorKind, Sink, TensorInfo};
+use ts_remote::{Backoff, Error, ErrorKind, Sink, TensorInfo};
 
 /// The longest time that a request waits in an incomplete batch.
 const FLUSH_INTERVAL: Duration = Duration::from_millis(1);
+/// The first and the longest delay between attempts to reconnect.
+const FIRST_RETRY: Duration = Duration::from_millis(10);
+const MAX_RETRY: Duration = Duration::from_secs(1);
 /// How many flush intervals without requests the flusher waits before it sleeps.
 const IDLE_TICKS: u32 = 20;
 /// How often a sleeping flusher reads and writes, to answer the server's pings.
@@ -245,7 +248,7 @@ impl<S: Sink + Send> ClientInner<S> {
             && !closed
         {
             let end = Instant::now() + self.options.reconnect_timeout;
-            let mut pause = Duration::from_millis(10);
+            let mut backoff = Backoff::new(FIRST_RETRY, MAX_RETRY);
             connection.detach();
             while !self.closing.load(Ordering::Relaxed) && Instant::now() < end {
                 match connection.connect(&self.options, self.session) {
@@ -264,9 +267,8 @@ impl<S: Sink + Send> ClientInner<S> {
                     {
                         break;
                     }
-                    Err(_) => thread::sleep(pause),
+                    Err(_) => thread::sleep(backoff.next_delay()),
                 }
-                pause = (pause * 2).min(Duration::from_secs(1));
             }
         }
         self.end(connection, &error);

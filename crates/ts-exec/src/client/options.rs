@@ -18,7 +18,7 @@ use ts_remote::{Error, Link};
 ///
 /// let address: Address = "127.0.0.1:7070".parse()?;
 /// let dial = move || {
-///     let options = ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() };
+///     let options = ConnectionOptions::default().with_service(EXEC);
 ///     Link::<Vec<u8>>::connect(&address, options)
 /// };
 /// let options = ClientOptions::new(dial).with_reconnect_timeout(Duration::from_secs(5));

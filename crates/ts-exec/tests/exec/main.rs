@@ -66,7 +66,7 @@ impl Drop for TestServer {
 }
 
 fn connection_options() -> ConnectionOptions {
-    ConnectionOptions { service: EXEC.into(), ..ConnectionOptions::default() }
+    ConnectionOptions::default().with_service(EXEC)
 }
 
 /// Options of a client that connects to `address`.

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+//! The class `Checkpoint`: an open checkpoint, and reading its tensors.
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -10,14 +12,14 @@ use tensorstream::io::Source;
 use tensorstream::{Error, LoadOptions, Loaded};
 
 use super::progress::watched;
-use super::writer::meta;
-use crate::dlpack::{self, Lent};
+use crate::dlpack::{CapsuleBytes, tensor_capsule};
+use crate::dtype::tensor_meta;
 use crate::errors::to_python;
 
-/// One run of bytes: file, offset, length.
+/// A range of bytes: file, offset, length.
 pub(crate) type Part = (u32, u64, u64);
 
-/// Name, dtype, shape and capsule of a tensor in memory.
+/// A loaded tensor: name, safetensors dtype name, shape, DLPack capsule.
 type LoadedSpec<'py> = (String, &'static str, Vec<u64>, Bound<'py, PyAny>);
 
 /// A checkpoint whose headers have been read.
@@ -28,6 +30,7 @@ pub(crate) struct Checkpoint {
 
 #[pymethods]
 impl Checkpoint {
+    /// Opens a checkpoint and reads its headers.
     #[new]
     #[pyo3(signature = (path, lenient=false))]
     fn new(py: Python<'_>, path: PathBuf, lenient: bool) -> PyResult<Self> {
@@ -39,27 +42,29 @@ impl Checkpoint {
         Ok(Self { inner })
     }
 
-    /// A file that is in memory, which is kept there.
+    /// Opens a file that is in memory. The checkpoint keeps a reference to the bytes.
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: PyBackedBytes) -> PyResult<Self> {
         let inner = py.detach(|| tensorstream::Checkpoint::from_bytes("bytes", data));
         Ok(Self { inner: inner.map_err(|e| to_python(py, &e))? })
     }
 
-    /// This checkpoint and another as one: the other's tensors take the place of those of the same
-    /// name, and its files come behind.
+    /// Merges two checkpoints.
+    ///
+    /// Tensors of ``other`` replace those of the same name, and its files come after the files of
+    /// this checkpoint.
     fn overlaid(&self, py: Python<'_>, other: &Self) -> PyResult<Self> {
-        let inner =
-            self.inner.clone().merge(other.inner.clone()).map_err(|e| to_python(py, &e))?;
+        let inner = self.inner.clone().merge(other.inner.clone()).map_err(|e| to_python(py, &e))?;
         Ok(Self { inner })
     }
 
-    /// Names of all tensors, sorted.
+    /// Returns the names of all tensors, sorted.
     fn names(&self) -> Vec<&str> {
         self.inner.catalog().tensors().map(|tensor| tensor.name()).collect()
     }
 
-    /// safetensors dtype name, shape and parts (file, offset, length in bytes) of a tensor.
+    /// Returns the safetensors dtype name, the shape and the parts of a tensor. A part is a file,
+    /// an offset and a length in bytes.
     fn entry(&self, py: Python<'_>, name: &str) -> PyResult<(&'static str, Vec<u64>, Vec<Part>)> {
         let tensor = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
         let range = tensor.range();
@@ -67,28 +72,38 @@ impl Checkpoint {
         Ok((tensor.dtype().name(), tensor.shape().to_vec(), parts))
     }
 
-    /// Reads parts, one behind the other, into a tensor of bytes of their total length, given as a
-    /// capsule.
+    /// Reads parts one after the other. Blocks.
+    ///
+    /// Args:
+    ///     target: A DLPack capsule of as many bytes as the parts have.
     fn read_into(
         &self,
         py: Python<'_>,
         parts: Vec<Part>,
         target: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let mut target = Lent::from_capsule(target)?;
+        let mut target = CapsuleBytes::from_capsule(target)?;
+        let bytes = target.bytes_mut()?;
         let ranges = ranges(&parts);
-        let total = ranges.iter().try_fold(0u64, |sum, range| sum.checked_add(range.len));
-        let known = ranges.iter().all(|range| (range.file.0 as usize) < self.inner.sources().len());
-        if total != Some(target.bytes().len() as u64) || !known {
-            return Err(PyValueError::new_err(
-                "the parts are not of this checkpoint, or not of the target's size",
-            ));
+        let files = self.inner.sources().len();
+        if let Some(range) = ranges.iter().find(|range| range.file.0 as usize >= files) {
+            return Err(no_file(range.file.0 as usize));
         }
-        py.detach(|| self.inner.read(&ranges, target.bytes_mut())).map_err(|e| to_python(py, &e))
+        let total = ranges.iter().try_fold(0u64, |sum, range| sum.checked_add(range.len));
+        if total != Some(bytes.len() as u64) {
+            return Err(PyValueError::new_err(format!(
+                "cannot read the parts: the target has {} bytes, which is not their total length",
+                bytes.len()
+            )));
+        }
+        py.detach(|| self.inner.read(&ranges, bytes)).map_err(|e| to_python(py, &e))
     }
 
-    /// Reads of each dimension of a tensor the elements begin..end into a tensor of as many bytes,
-    /// given as a capsule.
+    /// Reads a block of a tensor. Blocks.
+    ///
+    /// Args:
+    ///     block: The begin and the end of the range of each dimension.
+    ///     target: A DLPack capsule of as many bytes as the block has.
     fn read_block(
         &self,
         py: Python<'_>,
@@ -96,45 +111,61 @@ impl Checkpoint {
         block: Vec<(u64, u64)>,
         target: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let mut target = Lent::from_capsule(target)?;
+        let mut target = CapsuleBytes::from_capsule(target)?;
+        let bytes = target.bytes_mut()?;
         let tensor = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
         let shape: Vec<u64> = block.iter().map(|(begin, end)| end.saturating_sub(*begin)).collect();
-        if tensor.dtype().byte_len(&shape) != Some(target.bytes().len() as u64) {
-            return Err(PyValueError::new_err("the target has not the block's size"));
+        let expected = tensor.dtype().byte_len(&shape);
+        if expected != Some(bytes.len() as u64) {
+            return Err(PyValueError::new_err(format!(
+                "cannot read a block of shape {shape:?} of tensor `{name}`: the target has {} \
+                 bytes, which is not the size of the block",
+                bytes.len()
+            )));
         }
         let block: Vec<_> = block.into_iter().map(|(begin, end)| begin..end).collect();
-        let bytes = target.bytes_mut();
         py.detach(|| self.inner.read_block(name, &block, bytes)).map_err(|e| to_python(py, &e))
     }
 
-    /// Reads all tensors: name, safetensors dtype name, shape, and a DLPack capsule of each. Shows
-    /// a bar.
+    /// Reads all tensors. Blocks, and shows a progress bar.
+    ///
+    /// Returns:
+    ///     Name, safetensors dtype name, shape and DLPack capsule of each tensor.
     fn load<'py>(&self, py: Python<'py>, verify: bool) -> PyResult<Vec<LoadedSpec<'py>>> {
-        let options = LoadOptions { verify, ..LoadOptions::default() };
+        let options = LoadOptions::default().with_verify(verify);
         let loaded = watched(py, Some("loading"), |watch| self.inner.load(options, watch))?;
-        loaded.into_iter().map(|loaded| spec(py, loaded)).collect()
+        loaded.into_iter().map(|loaded| loaded_spec(py, loaded)).collect()
     }
 
-    /// Reads tensors into tensors of bytes, each given by its name and as a capsule; these have no
-    /// memory in common. Shows a bar.
+    /// Reads tensors into existing memory. Blocks, and shows a progress bar.
+    ///
+    /// Args:
+    ///     targets: The name of each tensor, and a DLPack capsule of as many bytes. Targets must
+    ///         not overlap.
     fn load_into(
         &self,
         py: Python<'_>,
         targets: Vec<(String, Bound<'_, PyAny>)>,
         verify: bool,
     ) -> PyResult<()> {
-        let mut lent: Vec<(String, Lent)> = Vec::with_capacity(targets.len());
+        let mut memory: Vec<(String, CapsuleBytes)> = Vec::with_capacity(targets.len());
         for (name, capsule) in &targets {
-            lent.push((name.clone(), Lent::from_capsule(capsule)?));
+            memory.push((name.clone(), CapsuleBytes::from_capsule(capsule)?));
         }
-        let targets =
-            lent.iter_mut().map(|(name, lent)| (name.as_str(), lent.bytes_mut())).collect();
-        let options = LoadOptions { verify, ..LoadOptions::default() };
+        let mut targets = Vec::with_capacity(memory.len());
+        for (name, bytes) in &mut memory {
+            targets.push((name.as_str(), bytes.bytes_mut()?));
+        }
+        let options = LoadOptions::default().with_verify(verify);
         watched(py, Some("loading"), |watch| self.inner.load_into(targets, options, watch))
     }
 
-    /// Reads all tensors and calls `take` with each, as `load` gives them, as soon as it is there.
-    /// What it keeps must not be more than `budget` bytes.
+    /// Reads all tensors and passes each to ``take`` as soon as it is read. Blocks, and shows a
+    /// progress bar.
+    ///
+    /// Args:
+    ///     budget: The maximum memory of tensors that were read and are still referenced, in bytes.
+    ///     take: Called with name, safetensors dtype name, shape and DLPack capsule.
     fn load_each(
         &self,
         py: Python<'_>,
@@ -142,36 +173,40 @@ impl Checkpoint {
         budget: usize,
         take: Py<PyAny>,
     ) -> PyResult<()> {
-        let options = LoadOptions { verify, budget: Some(budget), ..LoadOptions::default() };
-        let mut failed = None;
-        let mut give = |loaded: Loaded| {
-            let taken = Python::attach(|py| take.call1(py, spec(py, loaded)?).map(|_| ()));
+        let options = LoadOptions::default().with_verify(verify).with_budget(budget);
+        let mut failure = None;
+        let mut take_loaded = |loaded: Loaded| {
+            let taken = Python::attach(|py| take.call1(py, loaded_spec(py, loaded)?).map(|_| ()));
             taken.map_err(|error| {
-                failed = Some(error);
+                failure = Some(error);
                 Error::Interrupted
             })
         };
-        let done =
-            watched(py, Some("loading"), |watch| self.inner.load_each(options, &mut give, watch));
-        failed.map_or(done, Err)
+        let done = watched(py, Some("loading"), |watch| {
+            self.inner.load_each(options, &mut take_loaded, watch)
+        });
+        failure.map_or(done, Err)
     }
 
-    /// The tensors' names, in the order in which they lie in the files.
+    /// Returns the names of all tensors, sorted by offset in the files.
     fn names_by_place(&self) -> Vec<&str> {
         self.inner.catalog().tensors_by_offset().iter().map(Tensor::name).collect()
     }
 
-    /// Whether a file is read over the network.
+    /// Returns whether a file is read over the network.
     fn is_remote(&self, file: usize) -> PyResult<bool> {
         Ok(self.source(file)?.is_remote())
     }
 
-    /// An error if a file is not as it was when it was opened.
+    /// Checks that a file has not changed since it was opened.
+    ///
+    /// Raises:
+    ///     CheckpointChangedError: It has changed.
     fn require_unchanged(&self, py: Python<'_>, file: usize) -> PyResult<()> {
         self.source(file)?.verify(0).map_err(|e| to_python(py, &e.into()))
     }
 
-    /// Path, length in bytes and metadata of each file.
+    /// Returns the path, the length in bytes and the metadata of each file.
     fn files(&self) -> Vec<(PathBuf, u64, BTreeMap<String, String>)> {
         let files = self.inner.catalog().files().iter().zip(self.inner.sources());
         files
@@ -180,17 +215,12 @@ impl Checkpoint {
     }
 }
 
-fn spec(py: Python<'_>, Loaded { name, meta, bytes }: Loaded) -> PyResult<LoadedSpec<'_>> {
-    let capsule = dlpack::capsule(py, bytes, &meta)?;
-    Ok((name, meta.dtype.name(), meta.shape, capsule))
-}
-
 impl Checkpoint {
     fn source(&self, file: usize) -> PyResult<&Source> {
-        let source = self.inner.sources().get(file).map(AsRef::as_ref);
-        source.ok_or_else(|| PyValueError::new_err(format!("there is no file {file}")))
+        self.inner.sources().get(file).map(AsRef::as_ref).ok_or_else(|| no_file(file))
     }
 
+    /// Describes a tensor that consists of these parts.
     pub(crate) fn assemble(
         &self,
         py: Python<'_>,
@@ -199,11 +229,21 @@ impl Checkpoint {
         shape: Vec<u64>,
         parts: &[Part],
     ) -> PyResult<TensorEntry> {
-        let entry = self.inner.catalog().assemble(name, meta(dtype, shape)?, ranges(parts));
+        let entry = self.inner.catalog().assemble(name, tensor_meta(dtype, shape)?, ranges(parts));
         entry.map_err(|e| to_python(py, &e.into()))
     }
 }
 
+fn loaded_spec(py: Python<'_>, loaded: Loaded) -> PyResult<LoadedSpec<'_>> {
+    let Loaded { name, meta, bytes, .. } = loaded;
+    let capsule = tensor_capsule(py, bytes, &meta)?;
+    Ok((name, meta.dtype.name(), meta.shape, capsule))
+}
+
 fn ranges(parts: &[Part]) -> Vec<ByteRange> {
     parts.iter().map(|&(file, offset, len)| ByteRange { file: FileId(file), offset, len }).collect()
+}
+
+fn no_file(file: usize) -> PyErr {
+    PyValueError::new_err(format!("the checkpoint has no file {file}"))
 }

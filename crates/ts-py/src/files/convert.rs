@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Converts and compacts checkpoints; the command line.
+//! Converts and compacts checkpoints.
 
 use std::path::PathBuf;
 
@@ -8,17 +8,30 @@ use tensorstream::io::fault::WriteFaults;
 use tensorstream::{Converted, Watch};
 
 use super::progress::watched;
-use super::writer::options;
+use super::writer::write_options;
 
-/// Writes a .ts file anew without what appends left unused; its length before and after.
+/// Rewrites a .ts file without the space that appends left unused. Shows a progress bar.
+///
+/// Returns:
+///     The length of the file before and after, in bytes.
 #[pyfunction]
 pub(crate) fn compact(py: Python<'_>, path: PathBuf) -> PyResult<(u64, u64)> {
-    let none = WriteFaults::default();
-    let done = watched(py, Some("compacting"), |watch| tensorstream::compact(&path, &none, watch))?;
-    Ok((done.bytes_before, done.bytes))
+    let no_faults = WriteFaults::default();
+    let job = |watch: &mut Watch<'_>| tensorstream::compact(&path, &no_faults, watch);
+    let compacted = watched(py, Some("compacting"), job)?;
+    Ok((compacted.bytes_before, compacted.bytes))
 }
 
-/// Converts a checkpoint; number of tensors and bytes.
+/// Converts a checkpoint to the format of the target's suffix. Shows a progress bar.
+///
+/// Args:
+///     codec: "raw", "auto", or the name of a codec.
+///     level: The level of the codec; None for its default.
+///     jobs: The number of threads that compress; 0 for one per core.
+///     max_shard_bytes: The maximum size of a shard, in bytes of tensors.
+///
+/// Returns:
+///     The number of tensors, and their size in bytes before compression.
 #[pyfunction]
 #[pyo3(signature = (source, target, codec="raw", level=None, jobs=0, max_shard_bytes=None))]
 pub(crate) fn convert(
@@ -30,25 +43,9 @@ pub(crate) fn convert(
     jobs: usize,
     max_shard_bytes: Option<u64>,
 ) -> PyResult<(usize, u64)> {
-    let mut options = options(py, &target, codec, level, jobs)?;
+    let mut options = write_options(py, &target, codec, level, jobs)?;
     options.max_shard_bytes = max_shard_bytes.unwrap_or(options.max_shard_bytes);
     let job = |watch: &mut Watch<'_>| tensorstream::convert(&source, &target, options, watch);
     let Converted { tensors, bytes, .. } = watched(py, Some("converting"), job)?;
     Ok((tensors, bytes))
-}
-
-/// The command line; the exit status.
-#[pyfunction]
-pub(crate) fn main(py: Python<'_>, arguments: Vec<String>) -> PyResult<u8> {
-    let mut signal = None;
-    let status = py.detach(|| {
-        tensorstream::cli::run(arguments, &mut || {
-            // Once a signal came the answer stays: Python reports it once, and the command may ask
-            // again. Handlers of later signals run all the same.
-            let now = Python::attach(|py| py.check_signals().err());
-            signal = signal.take().or(now);
-            signal.is_some()
-        })
-    });
-    Ok(status)
 }

@@ -1,64 +1,58 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Progress bars and interruption of long jobs.
+//! Progress bars for long operations.
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
-use tensorstream::{Bar, Error, Progress as Done, Watch};
+use tensorstream::{Bar, Error, Progress as Amount, Watch};
 
-use crate::errors::to_python;
+use crate::signals::interruptible;
 
-/// A progress bar on standard error; nothing where that is no terminal.
+/// A progress bar on standard error. Shows nothing if standard error is not a terminal.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Progress {
-    bar: Mutex<(Option<Bar>, Done)>,
+    bar: Mutex<(Option<Bar>, Amount)>,
 }
 
 #[pymethods]
 impl Progress {
     #[new]
     fn new(label: String, total_bytes: u64) -> Self {
-        Self { bar: Mutex::new((Some(Bar::new(label)), Done { done: 0, total: total_bytes })) }
+        Self { bar: Mutex::new((Some(Bar::new(label)), Amount { done: 0, total: total_bytes })) }
     }
 
-    /// Adds to what is done.
-    pub(crate) fn advance(&self, bytes: u64) {
-        let (bar, done) = &mut *self.bar.lock();
-        done.done += bytes;
+    /// Adds bytes to the bytes done so far.
+    fn advance(&self, bytes: u64) {
+        let (bar, amount) = &mut *self.bar.lock();
+        amount.done += bytes;
         if let Some(bar) = bar {
-            bar.show(*done);
+            bar.show(*amount);
         }
     }
 
-    /// Takes the bar away. Does nothing the second time.
+    /// Removes the bar. Does nothing if it is already removed.
     fn close(&self) {
         self.bar.lock().0 = None;
     }
 }
 
-pub(super) const NOTHING: Done = Done { done: 0, total: 0 };
+/// The progress of operations that only check for interruption.
+pub(super) const NO_PROGRESS: Amount = Amount { done: 0, total: 0 };
 
-/// Runs a long job with the interpreter let go, under a bar if it has a label; a signal's exception
-/// ends it and is raised.
-pub(crate) fn watched<T: Send>(
+/// Runs a long operation with the GIL released, with a progress bar if it has a label.
+///
+/// A signal whose handler raises an exception ends the operation, and the exception is raised.
+pub(super) fn watched<T: Send>(
     py: Python<'_>,
     label: Option<&str>,
     job: impl FnOnce(&mut Watch<'_>) -> Result<T, Error> + Send,
 ) -> PyResult<T> {
-    let mut signal = None;
-    let result = py.detach(|| {
+    interruptible(py, |interrupted| {
         let bar = label.map(Bar::new);
         job(&mut |progress| {
             if let Some(bar) = &bar {
                 bar.show(progress);
             }
-            signal = signal.take().or_else(|| Python::attach(|py| py.check_signals().err()));
-            signal.is_some()
+            interrupted()
         })
-    });
-    match (result, signal) {
-        // A signal is reported once: one that was seen must not be lost, also where the job was
-        // done by then.
-        (_, Some(signal)) => Err(signal),
-        (result, None) => result.map_err(|error| to_python(py, &error)),
-    }
+    })
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Writes checkpoints.
+//! The class `FileWriter`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,61 +8,30 @@ use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
-use tensorstream::format::{Compression, Digest, Dtype, TensorMeta, tensor_fingerprint};
+use tensorstream::format::Compression;
 use tensorstream::{Error, NewTensor, Watch, WriteOptions};
 
-use super::progress::{NOTHING, watched};
-use crate::dlpack::Lent;
+use super::progress::{NO_PROGRESS, watched};
+use crate::dlpack::CapsuleBytes;
+use crate::dtype::tensor_meta;
 use crate::errors::to_python;
 
-/// Name, safetensors dtype name, shape, and address modulo 64 or None.
+/// A tensor to write: name, safetensors dtype name, shape, and address modulo 64 or None.
 type NewTensorSpec = (String, String, Vec<u64>, Option<u8>);
 
-/// Bytes that are written, hashed or read between two looks for a signal.
+/// How many bytes are written between two checks for signals.
 const PIECE_BYTES: usize = 16 << 20;
 
-/// Names the content of a set of tensors.
-#[pyclass(frozen, module = "tensorstream._native")]
-pub(crate) struct Fingerprint {
-    tensors: Mutex<Vec<(String, u128)>>,
-}
-
-#[pymethods]
-impl Fingerprint {
-    #[new]
-    fn new() -> Self {
-        Self { tensors: Mutex::new(Vec::new()) }
-    }
-
-    /// Adds a tensor, whose bytes are lent as a capsule.
-    fn add(
-        &self,
-        py: Python<'_>,
-        name: String,
-        dtype: &str,
-        shape: Vec<u64>,
-        data: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        let (meta, data) = (meta(dtype, shape)?, Lent::from_capsule(data)?);
-        let bytes = data.bytes();
-        let fingerprint = py.detach(|| tensor_fingerprint(&meta, &Digest::of(bytes)));
-        py.check_signals()?;
-        self.tensors.lock().push((name, fingerprint));
-        Ok(())
-    }
-
-    /// 32 hexadecimal digits.
-    fn hex(&self) -> String {
-        let tensors = self.tensors.lock();
-        let all = tensors.iter().map(|(name, fingerprint)| (name.as_str(), *fingerprint));
-        format!("{:032x}", tensorstream::format::fingerprint(all))
-    }
-}
-
-/// Writes a .ts or .safetensors file that appears whole or not at all.
+/// Writes a .ts or .safetensors file atomically.
+///
+/// Args:
+///     tensors: Name, safetensors dtype name, shape, and address modulo 64 or None of each tensor.
+///     codec: "raw", "auto", or the name of a codec.
+///     level: The level of the codec; None for its default.
+///     jobs: The number of threads that compress; 0 for one per core.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct FileWriter {
-    /// Taken when it ends.
+    /// None after the end.
     inner: Mutex<Option<tensorstream::FileWriter>>,
 }
 
@@ -80,16 +49,19 @@ impl FileWriter {
         jobs: usize,
     ) -> PyResult<Self> {
         let tensors = new_tensors(tensors)?;
-        let options = options(py, &path, codec, level, jobs)?;
+        let options = write_options(py, &path, codec, level, jobs)?;
         let create = |watch: &mut Watch<'_>| {
             tensorstream::FileWriter::create(&path, tensors, metadata, options, &mut || {
-                watch(NOTHING)
+                watch(NO_PROGRESS)
             })
         };
         Ok(Self { inner: Mutex::new(Some(watched(py, None, create)?)) })
     }
 
-    /// A file in memory, which errors call `name` and whose suffix says the format.
+    /// Creates a file in memory, which ``to_bytes`` returns.
+    ///
+    /// Args:
+    ///     name: The name in errors. Its suffix determines the format.
     #[staticmethod]
     #[pyo3(signature = (name, tensors, metadata, codec="raw", level=None))]
     fn in_memory(
@@ -100,14 +72,18 @@ impl FileWriter {
         codec: &str,
         level: Option<i32>,
     ) -> PyResult<Self> {
-        let options = options(py, name.as_ref(), codec, level, 0)?;
+        let options = write_options(py, name.as_ref(), codec, level, 0)?;
         let inner =
             tensorstream::FileWriter::in_memory(name, new_tensors(tensors)?, metadata, options);
         Ok(Self { inner: Mutex::new(Some(inner.map_err(|e| to_python(py, &e))?)) })
     }
 
-    /// Goes on with a .ts file: adds tensors, in the place of those of the same name, removes some,
-    /// sets metadata.
+    /// Appends to a .ts file.
+    ///
+    /// Args:
+    ///     tensors: Tensors to add, which replace those of the same name.
+    ///     remove: Names of tensors to remove.
+    ///     metadata: Keys to set.
     #[staticmethod]
     #[pyo3(signature = (path, tensors, remove, metadata, codec="raw", level=None))]
     fn append(
@@ -120,16 +96,18 @@ impl FileWriter {
         level: Option<i32>,
     ) -> PyResult<Self> {
         let tensors = new_tensors(tensors)?;
-        let options = options(py, &path, codec, level, 0)?;
+        let options = write_options(py, &path, codec, level, 0)?;
         let append = |watch: &mut Watch<'_>| {
-            let interrupt = &mut || watch(NOTHING);
+            let interrupt = &mut || watch(NO_PROGRESS);
             tensorstream::FileWriter::append(&path, tensors, &remove, metadata, options, interrupt)
         };
         Ok(Self { inner: Mutex::new(Some(watched(py, None, append)?)) })
     }
 
-    /// As the constructor, but None when the file is there and holds just such tensors and
-    /// metadata.
+    /// Like the constructor, but returns None if the file already has these tensors and metadata.
+    ///
+    /// Args:
+    ///     fingerprint: The fingerprint that its content must also have, in hexadecimal.
     #[staticmethod]
     #[pyo3(signature = (path, tensors, metadata, fingerprint, codec="raw", level=None))]
     fn unless_written(
@@ -142,10 +120,10 @@ impl FileWriter {
         level: Option<i32>,
     ) -> PyResult<Option<Self>> {
         let tensors = new_tensors(tensors)?;
-        let options = options(py, &path, codec, level, 0)?;
-        let fingerprint = fingerprint.map(|hex| u128::from_str_radix(&hex, 16)).transpose()?;
+        let options = write_options(py, &path, codec, level, 0)?;
+        let fingerprint = fingerprint.as_deref().map(parse_fingerprint).transpose()?;
         let create = |watch: &mut Watch<'_>| {
-            let interrupt = &mut || watch(NOTHING);
+            let interrupt = &mut || watch(NO_PROGRESS);
             tensorstream::FileWriter::unless_written(
                 &path,
                 tensors,
@@ -159,14 +137,17 @@ impl FileWriter {
         Ok(inner.map(|inner| Self { inner: Mutex::new(Some(inner)) }))
     }
 
-    /// Indices of the tensors in the order in which their bytes are expected.
+    /// Returns the indices of the tensors, in the order in which their bytes are expected.
     fn order(&self) -> PyResult<Vec<usize>> {
         Ok(open(&mut self.inner.lock())?.order().to_vec())
     }
 
-    /// Takes the next bytes, lent as a capsule.
+    /// Writes the next bytes. Blocks.
+    ///
+    /// Args:
+    ///     data: A DLPack capsule of the bytes.
     fn write(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
-        let data = Lent::from_capsule(data)?;
+        let data = CapsuleBytes::from_capsule(data)?;
         for piece in data.bytes().chunks(PIECE_BYTES) {
             let written = py.detach(|| match self.inner.lock().as_mut() {
                 Some(inner) => inner.write(piece).map(|()| true),
@@ -180,27 +161,29 @@ impl FileWriter {
         Ok(())
     }
 
-    /// Makes the file durable and gives it its name.
+    /// Makes the file durable and publishes it at its path. Blocks.
     fn commit(&self, py: Python<'_>) -> PyResult<()> {
         let inner = self.inner.lock().take().ok_or_else(ended)?;
         py.detach(|| inner.commit()).map_err(|e| to_python(py, &e))
     }
 
-    /// Ends a file in memory, and gives it.
+    /// Ends a file in memory and returns its bytes.
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let inner = self.inner.lock().take().ok_or_else(ended)?;
         let bytes = py.detach(|| inner.into_bytes()).map_err(|e| to_python(py, &e))?;
         Ok(PyBytes::new(py, &bytes))
     }
 
-    /// Gives up; what had the name before still has it. Does nothing after the end.
+    /// Discards what was written. An existing file at the path is unchanged. Does nothing after the
+    /// end.
     fn abandon(&self, py: Python<'_>) {
         let inner = self.inner.lock().take();
         py.detach(|| drop(inner));
     }
 }
 
-pub(super) fn options(
+/// Parses the compression of a file to write.
+pub(super) fn write_options(
     py: Python<'_>,
     path: &Path,
     codec: &str,
@@ -209,7 +192,7 @@ pub(super) fn options(
 ) -> PyResult<WriteOptions> {
     let compression = Compression::parse(codec, level)
         .map_err(|reason| to_python(py, &Error::Compression { path: path.into(), reason }))?;
-    Ok(WriteOptions { compression, jobs, ..WriteOptions::default() })
+    Ok(WriteOptions::default().with_compression(compression).with_jobs(jobs))
 }
 
 fn open<'a>(
@@ -219,19 +202,17 @@ fn open<'a>(
 }
 
 fn ended() -> PyErr {
-    PyRuntimeError::new_err("the file was committed or abandoned")
+    PyRuntimeError::new_err("the file was already committed or abandoned")
+}
+
+fn parse_fingerprint(hex: &str) -> PyResult<u128> {
+    u128::from_str_radix(hex, 16)
+        .map_err(|error| PyValueError::new_err(format!("invalid fingerprint {hex:?}: {error}")))
 }
 
 fn new_tensors(specs: Vec<NewTensorSpec>) -> PyResult<Vec<NewTensor>> {
     let new = |(name, dtype, shape, phase): NewTensorSpec| {
-        Ok(NewTensor { name, meta: meta(&dtype, shape)?, phase })
+        Ok(NewTensor { name, meta: tensor_meta(&dtype, shape)?, phase })
     };
     specs.into_iter().map(new).collect()
-}
-
-/// A tensor's type by safetensors' name of its dtype.
-pub(crate) fn meta(dtype: &str, shape: Vec<u64>) -> PyResult<TensorMeta> {
-    let known = Dtype::from_name(dtype);
-    let dtype = known.ok_or_else(|| PyValueError::new_err(format!("unknown dtype {dtype}")))?;
-    Ok(TensorMeta { dtype, shape })
 }

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `tensorstream.listen`: accepts connections.
+//! `tensorstream.listen`, and the class `Listener`.
 
 use std::path::PathBuf;
-use std::time::Instant;
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use tensorstream::remote::{Acceptor, Error, Listener};
 
-use crate::errors::{misuse, of_wire, timed_out};
+use super::connection::PyConnection;
+use super::incoming::ConnectionState;
+use super::settings::{Settings, acceptor};
+use super::wait::{deadline, is_over, poll_time, try_lock};
+use crate::errors::{configuration_error, timeout_error, wire_error};
 use crate::memory::Target;
 
-use super::connection::{PyConnection, connection, deadline, held, slice};
-use super::settings::{Settings, acceptor};
-
-/// Where others connect to.
+/// Accepts connections.
 #[pyclass(frozen, module = "tensorstream", name = "Listener")]
 pub(crate) struct PyListener {
     listener: Mutex<Option<(Listener, Acceptor<Target>)>>,
@@ -22,7 +22,7 @@ pub(crate) struct PyListener {
     address: String,
 }
 
-/// Listens.
+/// Listens for connections. Does not block.
 #[pyfunction]
 pub(crate) fn listen(
     py: Python<'_>,
@@ -41,14 +41,20 @@ pub(crate) fn listen(
 
 #[pymethods]
 impl PyListener {
-    /// Where it listens: with the port that was free, if 0 was asked for.
+    /// The address to connect to, with the actual port.
     #[getter]
     fn address(&self) -> &str {
         &self.address
     }
 
-    /// Returns the next connection after its handshake. Raises ConnectionTimeout if there is none
-    /// within `timeout` seconds. Calls `log` with the peer and the reason of each refusal.
+    /// Returns the next connection, after its handshake. Blocks.
+    ///
+    /// Args:
+    ///     timeout: Seconds to wait.
+    ///     log: Called with the peer and the reason of each refusal.
+    ///
+    /// Raises:
+    ///     ConnectionTimeout: Nobody connected within ``timeout``.
     #[pyo3(signature = (timeout=None, log=None))]
     fn accept(
         &self,
@@ -56,37 +62,38 @@ impl PyListener {
         timeout: Option<f64>,
         log: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyConnection> {
-        let end = deadline(timeout);
-        let mut listener = held(py, self.listener.try_lock())?;
+        let deadline = deadline(timeout);
+        let mut listener = try_lock(py, &self.listener)?;
         let (listener, acceptor) =
-            listener.as_mut().ok_or_else(|| misuse(py, "the listener is closed"))?;
+            listener.as_mut().ok_or_else(|| configuration_error(py, "the listener is closed"))?;
         loop {
-            let (left, mut sent_away) = (slice(end), Vec::new());
-            let known = py.detach(|| {
+            let (time, mut refused) = (poll_time(deadline), Vec::new());
+            let accepted = py.detach(|| {
                 let note = |peer: &str, error: &Error| {
-                    sent_away.push((peer.to_string(), error.to_string()));
+                    refused.push((peer.to_string(), error.to_string()));
                 };
-                acceptor.accept_within(listener, left, note)
+                acceptor.accept_within(listener, time, note)
             });
             if let Some(log) = log {
-                for (peer, reason) in sent_away {
+                for (peer, reason) in refused {
                     log.call1((peer, reason))?;
                 }
             }
-            if let Some(link) = known.map_err(|error| of_wire(py, &error))? {
-                return connection(py, link, &self.settings);
+            if let Some(link) = accepted.map_err(|error| wire_error(py, &error))? {
+                let state = ConnectionState::new(py, link, &self.settings)?;
+                return Ok(PyConnection::new(state));
             }
             py.check_signals()?;
-            if end.is_some_and(|end| Instant::now() >= end) {
-                let what = format!("nobody connected to {} within the timeout", self.address);
-                return Err(timed_out(py, &what));
+            if is_over(deadline) {
+                let message = format!("nobody connected to {} within the timeout", self.address);
+                return Err(timeout_error(py, &message));
             }
         }
     }
 
-    /// Listens no more. Connections go on.
+    /// Stops listening. Connections stay open.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        *held(py, self.listener.try_lock())? = None;
+        *try_lock(py, &self.listener)? = None;
         Ok(())
     }
 }

@@ -11,64 +11,71 @@ use tensorstream::remote::{
 };
 use tensorstream::streams::{AnyDevice, CpuDevice};
 
-use crate::errors::{misuse, of_pool, of_wire};
-use crate::tensor::PyPoolConfig;
+use crate::errors::{configuration_error, pool_error, wire_error};
+use crate::tensors::PyPoolConfig;
 
-/// How connections are made: arguments that `connect` and `listen` have in common.
+/// Settings of connections: a dictionary that has all of these keys.
 #[derive(FromPyObject)]
 pub(crate) struct Settings {
     #[pyo3(item)]
     token: Option<String>,
+    /// In seconds.
     #[pyo3(item)]
     idle_timeout: f64,
+    /// In seconds.
     #[pyo3(item)]
     stall_timeout: f64,
     #[pyo3(item)]
     shared_memory: bool,
     #[pyo3(item)]
     pool: Option<Py<PyPoolConfig>>,
+    /// The size of the largest storage to receive, in bytes.
     #[pyo3(item)]
     pub(super) limit_bytes: u64,
 }
 
 impl Settings {
+    /// Returns the options of a connection.
+    ///
+    /// # Errors
+    /// ConfigurationError if a timeout or the token is invalid.
     pub(crate) fn options(&self, py: Python<'_>) -> PyResult<ConnectionOptions> {
-        let time = |name: &str, value: f64| {
-            Duration::try_from_secs_f64(value)
-                .ok()
-                .filter(|time| !time.is_zero())
-                .ok_or_else(|| misuse(py, &format!("{name}={value}: more than 0 seconds are")))
+        let time = |name: &str, seconds: f64| {
+            Duration::try_from_secs_f64(seconds).ok().filter(|time| !time.is_zero()).ok_or_else(
+                || configuration_error(py, &format!("{name} must be positive, got {seconds}")),
+            )
         };
         if self.token.as_deref() == Some("") {
-            return Err(misuse(
+            return Err(configuration_error(
                 py,
-                "an empty token protects nothing: None says that there is none",
+                "invalid token: an empty token protects nothing; pass None for no token",
             ));
         }
-        let usual = ConnectionOptions::default();
-        Ok(ConnectionOptions {
-            token: self.token.clone(),
-            idle_timeout: time("idle_timeout", self.idle_timeout)?,
-            stall_timeout: time("stall_timeout", self.stall_timeout)?,
-            shared_bytes: if self.shared_memory { usual.shared_bytes } else { 0 },
-            ..usual
-        })
+        let default = ConnectionOptions::default();
+        let shared_bytes = if self.shared_memory { default.shared_bytes } else { 0 };
+        Ok(default
+            .with_token(self.token.clone())
+            .with_idle_timeout(time("idle_timeout", self.idle_timeout)?)
+            .with_stall_timeout(time("stall_timeout", self.stall_timeout)?)
+            .with_shared_bytes(shared_bytes))
     }
 
+    /// Creates the pool to receive into, if one is configured.
     pub(super) fn pool(&self, py: Python<'_>) -> PyResult<Option<PinnedMemoryPool<AnyDevice>>> {
         let Some(config) = &self.pool else { return Ok(None) };
-        let made = CpuDevice::new()
+        let pool = CpuDevice::new()
             .map_err(pool::Error::from)
             .and_then(|device| PinnedMemoryPool::new(AnyDevice::Cpu(device), config.get().0));
-        made.map(Some).map_err(|error| of_pool(py, &error))
+        pool.map(Some).map_err(|error| pool_error(py, &error))
     }
 }
 
+/// Parses "HOST:PORT" or "unix:PATH".
 pub(super) fn address(py: Python<'_>, text: &str) -> PyResult<Address> {
-    text.parse().map_err(|error| of_wire(py, &error))
+    text.parse().map_err(|error| wire_error(py, &error))
 }
 
-/// Certificates and key of this end, if both are given.
+/// Returns certificate and key of this side, or None if neither is given.
 fn identity<'a>(
     py: Python<'_>,
     certificates: Option<&'a PathBuf>,
@@ -77,11 +84,11 @@ fn identity<'a>(
     match (certificates, key) {
         (Some(certificates), Some(key)) => Ok(Some(Identity { certificates, key })),
         (None, None) => Ok(None),
-        _ => Err(misuse(py, "a certificate (cert) and its key are given together")),
+        _ => Err(configuration_error(py, "a certificate needs its key: pass both cert and key")),
     }
 }
 
-/// TLS of who connects, if there is one to trust.
+/// Returns the TLS configuration of a client, or None if there are no certificates.
 pub(crate) fn tls_client(
     py: Python<'_>,
     ca: Option<&PathBuf>,
@@ -90,17 +97,16 @@ pub(crate) fn tls_client(
 ) -> PyResult<Option<TlsClient>> {
     let own = identity(py, certificates, key)?;
     match ca {
-        Some(ca) => TlsClient::new(ca, own).map(Some).map_err(|error| of_wire(py, &error)),
+        Some(ca) => TlsClient::new(ca, own).map(Some).map_err(|error| wire_error(py, &error)),
         None if own.is_none() => Ok(None),
-        None => Err(misuse(
+        None => Err(configuration_error(
             py,
-            "TLS needs to know whom to trust: ca names a file of certificates (PEM)",
+            "TLS needs to know whom to trust: pass ca, a file of certificates (PEM)",
         )),
     }
 }
 
-/// Listens where whoever may reach it must know a secret, or has certificates, or it is said that
-/// none is needed. With the address, in which the port is that which was free.
+/// Listens as [`bind`], and returns the address too, with the actual port.
 pub(crate) fn acceptor<S: Sink>(
     py: Python<'_>,
     at: &str,
@@ -114,7 +120,13 @@ pub(crate) fn acceptor<S: Sink>(
     Ok((listener, if let Some(tls) = tls { acceptor.with_tls(tls) } else { acceptor }, address))
 }
 
-/// Listens, where not everybody is let in, and with what certificates.
+/// Listens at an address. Returns the TLS configuration too, if there are certificates.
+///
+/// `tls` is the authority of clients, the certificate of this side and its key.
+///
+/// # Errors
+/// ConfigurationError if other machines can reach the address without a token or a certificate,
+/// unless `insecure` allows it.
 pub(crate) fn bind(
     py: Python<'_>,
     at: &str,
@@ -126,23 +138,25 @@ pub(crate) fn bind(
     let tls = match identity(py, certificates, key)? {
         Some(own) => {
             let ca = ca.map(PathBuf::as_path);
-            Some(TlsServer::new(own, ca).map_err(|error| of_wire(py, &error))?)
+            Some(TlsServer::new(own, ca).map_err(|error| wire_error(py, &error))?)
         }
         None if ca.is_none() => None,
         None => {
-            return Err(misuse(
+            return Err(configuration_error(
                 py,
-                "clients' certificates (ca) need one of this end: cert and key",
+                "ca needs a certificate of this side too: pass cert and key",
             ));
         }
     };
     let authenticates = tls.as_ref().is_some_and(TlsServer::authenticates_clients);
     if options.token.is_none() && !authenticates && !insecure && at.is_public() {
-        let what = format!(
-            "anyone could connect to {at}, a public address: give a token, or ca with cert and key \
-             to accept only clients with a certificate, or insecure=True"
-        );
-        return Err(misuse(py, &what));
+        return Err(configuration_error(
+            py,
+            &format!(
+                "anyone could connect to {at}, a public address: pass a token, or ca with cert and \
+                 key to accept only clients with a certificate, or insecure=True"
+            ),
+        ));
     }
-    Ok((Listener::bind(&at, options.idle_timeout).map_err(|error| of_wire(py, &error))?, tls))
+    Ok((Listener::bind(&at, options.idle_timeout).map_err(|error| wire_error(py, &error))?, tls))
 }

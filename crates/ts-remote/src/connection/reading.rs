@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a connection reads: where the next bytes go, and what they say.
+//! The reading half of a connection: where the next bytes go, and what they mean.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -11,35 +11,36 @@ use super::{Connection, Role};
 use crate::frame::{CHECKED, ENCODED, HEADER_LEN, Header, Kind, MAX_PIECE_LEN, PREFACE, SHARED};
 use crate::hello::Hello;
 use crate::incoming::Incoming;
-use crate::ring::RingIn;
+use crate::ring::RingReader;
 use crate::{Error, Sink};
 
-/// The most answers that wait for the other end to read: more than streams that are open can need.
-const MAX_ANSWERS: usize = 4096;
-/// What is read at a time while small things come.
-const SCRATCH: usize = 4 << 10;
-/// Payloads from here on are never read by way of `scratch`.
-const BULK: u64 = SCRATCH as u64;
+/// The most control frames that may wait for the peer to read: more than its open streams need.
+const MAX_CONTROL_FRAMES: usize = 4096;
+/// How many bytes are read at a time while frames are small.
+const SCRATCH_LEN: usize = 4 << 10;
+/// The shortest payload that is never read into `scratch`, in bytes.
+const BULK_LEN: u64 = SCRATCH_LEN as u64;
 
 pub(super) struct Reader {
-    state: Reading,
-    /// What has been read and not looked at: `scratch[..have]`.
-    scratch: Box<[u8; SCRATCH]>,
+    state: ReadState,
+    /// Bytes that have been read and not processed: `scratch[..have]`.
+    scratch: Box<[u8; SCRATCH_LEN]>,
     have: usize,
-    /// What is next in `scratch` belongs to a tensor of which the user has not been told: it may
-    /// have its memory when it has.
+    /// The next bytes wait until the `Metadata` event of their tensor is delivered, so that the
+    /// user can provide memory for them first.
     held: bool,
-    /// The body of a frame that is no payload, or of an encoded one, and how much of it has come.
+    /// The body of the current frame, unless it is a plain payload, and how much of it has arrived.
     body: Vec<u8>,
     body_have: usize,
     decoder: Scratch,
-    /// Large things come: no more is read ahead than `ahead`, for it may belong elsewhere.
+    /// Payloads are large: `scratch` gets at most `ahead` bytes, so that it gets none of the next
+    /// payload.
     bulk: bool,
-    /// So many bytes come before the next payload's, if all goes on as it did.
+    /// The expected number of bytes before the next payload.
     ahead: usize,
-    /// Length of the last META's body.
+    /// The length of the last META's body.
     meta_len: usize,
-    /// How long the first target is that was given last.
+    /// The length of the last first read target.
     planned: usize,
     discarded: Vec<u8>,
 }
@@ -47,8 +48,8 @@ pub(super) struct Reader {
 impl Default for Reader {
     fn default() -> Self {
         Self {
-            state: Reading::Preface,
-            scratch: Box::new([0; SCRATCH]),
+            state: ReadState::Preface,
+            scratch: Box::new([0; SCRATCH_LEN]),
             have: 0,
             held: false,
             body: Vec::new(),
@@ -72,18 +73,19 @@ impl fmt::Debug for Reader {
     }
 }
 
-enum Reading {
+/// What is read next.
+enum ReadState {
     Preface,
     Header,
-    /// A body that is put together in `body`, until it is so long as the header says.
+    /// A body that is collected in `body`.
     Body(Header),
-    /// A payload: so many bytes are still to come.
+    /// A payload, of which `left` bytes are still to come.
     Payload {
         header: Header,
         left: usize,
         hasher: Option<Box<XxHash3_64>>,
     },
-    /// A checksum.
+    /// A checksum, to be compared with `sum`.
     Sum {
         header: Header,
         sum: u64,
@@ -92,25 +94,26 @@ enum Reading {
 
 impl Reader {
     pub(super) fn skip_preface(&mut self) {
-        self.state = Reading::Header;
+        self.state = ReadState::Header;
     }
 
     pub(super) fn is_between_frames(&self) -> bool {
-        matches!(self.state, Reading::Header) && self.have == 0
+        matches!(self.state, ReadState::Header) && self.have == 0
     }
 
     pub(super) fn is_within_body(&self) -> bool {
-        matches!(self.state, Reading::Body(_)) && !self.held
+        matches!(self.state, ReadState::Body(_)) && !self.held
     }
 
     pub(super) fn is_held(&self) -> bool {
         self.held
     }
 
-    /// What comes between a frame of this kind and the next payload: nothing but that one's header,
-    /// or, behind `last` bytes of a tensor, its END and the next one's META too. Where something
-    /// else comes, or that is shorter, a few bytes of a payload are copied; a call to the system is
-    /// saved for each header otherwise.
+    /// Guesses how many bytes come before the next payload: the header of its DATA, and after the
+    /// `last` bytes of a tensor also END and the META of the next tensor.
+    ///
+    /// This saves a system call per header. If the guess is too high, a few bytes of a payload are
+    /// copied.
     fn look_ahead(&mut self, header: Header, last: bool) {
         let next = HEADER_LEN + self.meta_len + HEADER_LEN;
         self.ahead = match header.kind {
@@ -122,31 +125,31 @@ impl Reader {
 }
 
 impl<S: Sink> Connection<S> {
-    /// Where the next bytes are to be read to: first the one, then the other. They are not both
-    /// empty.
+    /// Returns where to read the next bytes: first into one buffer, then into the other. At most
+    /// one of them is empty. A buffer may be the memory of a tensor.
     ///
     /// # Errors
-    /// What the memory of a tensor says.
+    /// Returns the error that ended the connection, or an error of a [`Sink`].
     pub fn read_targets(&mut self) -> Result<[&mut [u8]; 2], Error> {
         self.settle()?;
         if let Some(reason) = &self.closed {
             return Err(Error::Closed { reason: reason.clone() });
         }
         if self.failed {
-            return Err(Error::Misuse("the connection has ended with an error".into()));
+            return Err(Error::Misuse("the connection has failed".into()));
         }
         let Reader {
             state, scratch, have, body, body_have, bulk, ahead, planned, discarded, ..
         } = &mut self.reader;
         let rest = &mut scratch[*have..];
-        // As much as is looked at next, and no more where that may belong elsewhere.
+        // The second target gets no more bytes than are expected before the next payload.
         let (first, next): (&mut [u8], usize) = match state {
-            Reading::Preface => (&mut [], PREFACE.len() + HEADER_LEN - *have),
-            Reading::Header if *bulk => (&mut [], (*ahead).max(HEADER_LEN) - *have),
-            Reading::Header => (&mut [], rest.len()),
-            Reading::Sum { .. } => (&mut [], 8 + *ahead - *have),
-            Reading::Body(_) => (&mut body[*body_have..], *ahead),
-            Reading::Payload { header, left, hasher } => {
+            ReadState::Preface => (&mut [], PREFACE.len() + HEADER_LEN - *have),
+            ReadState::Header if *bulk => (&mut [], (*ahead).max(HEADER_LEN) - *have),
+            ReadState::Header => (&mut [], rest.len()),
+            ReadState::Sum { .. } => (&mut [], 8 + *ahead - *have),
+            ReadState::Body(_) => (&mut body[*body_have..], *ahead),
+            ReadState::Payload { header, left, hasher } => {
                 let incoming = self.incoming.get_mut(&header.stream);
                 let space = incoming.map_or(Ok(None), |incoming| incoming.space(*left))?;
                 let sum = if hasher.is_some() { 8 } else { 0 };
@@ -170,44 +173,46 @@ impl<S: Sink> Connection<S> {
         Ok([first, &mut rest[..next]])
     }
 
-    /// So many bytes were read to what [`read_targets`](Self::read_targets) gave last.
+    /// Reports that `len` bytes were read into the last [`read_targets`](Self::read_targets).
     ///
     /// # Errors
-    /// What the other end did that the protocol forbids, or why it ends the connection; what the
-    /// memory of a tensor says. What came before can still be [polled](Self::poll).
+    /// Returns [`Error::Protocol`] or [`Error::Damaged`] if the peer sent invalid bytes,
+    /// [`Error::Closed`] if it closed the connection, or an error of a [`Sink`]. Earlier events can
+    /// still be [polled](Self::poll).
     pub fn filled(&mut self, len: usize) -> Result<(), Error> {
         self.stats.received_bytes += len as u64;
         let first = len.min(self.reader.planned);
         self.reader.have += len - first;
-        let done = self.fill_first(first).and_then(|()| self.look());
-        self.checked(done)
+        let done = self.fill_first(first).and_then(|()| self.process());
+        self.check(done)
     }
 
-    /// Goes on with what was held back, whether or not there is memory for it now.
+    /// Processes bytes that were held back, whether or not there is memory for them now.
     ///
     /// # Errors
     /// As [`filled`](Self::filled).
-    pub(super) fn go_on(&mut self) -> Result<(), Error> {
-        let done = self.look();
-        self.checked(done)
+    pub(super) fn release_held(&mut self) -> Result<(), Error> {
+        let done = self.process();
+        self.check(done)
     }
 
-    /// Goes on until nothing is held back.
+    /// Processes bytes that were held back until none are.
     ///
     /// # Errors
-    /// As [`filled`](Self::filled), also of what [`poll`](Self::poll) has gone on with.
+    /// As [`filled`](Self::filled), for bytes that [`poll`](Self::poll) processed too.
     pub(crate) fn settle(&mut self) -> Result<(), Error> {
-        if let Some(error) = self.late.take() {
+        if let Some(error) = self.deferred_error.take() {
             return Err(error);
         }
         while self.reader.held {
-            self.go_on()?;
+            self.release_held()?;
         }
         Ok(())
     }
 
-    fn checked(&mut self, done: Result<(), Error>) -> Result<(), Error> {
-        let done = done.and_then(|()| self.check_answers());
+    /// Closes the connection on the first error.
+    fn check(&mut self, done: Result<(), Error>) -> Result<(), Error> {
+        let done = done.and_then(|()| self.check_control_frames());
         if let Err(error) = &done
             && !self.failed
         {
@@ -219,35 +224,34 @@ impl<S: Sink> Connection<S> {
         done
     }
 
-    /// An end that does not read what it makes this one say is not served on: its answers take
-    /// memory.
-    fn check_answers(&self) -> Result<(), Error> {
-        let answers = self.writer.answers();
-        if answers <= MAX_ANSWERS {
+    /// Limits the memory of control frames that a peer provokes and does not read.
+    fn check_control_frames(&self) -> Result<(), Error> {
+        let unread = self.writer.control_len();
+        if unread <= MAX_CONTROL_FRAMES {
             return Ok(());
         }
-        let what = format!("it has not read {answers} answers");
+        let what = format!("{unread} unread control frames (at most {MAX_CONTROL_FRAMES})");
         Err(Error::Protocol { stream: 0, what })
     }
 
     fn fill_first(&mut self, len: usize) -> Result<(), Error> {
         match &mut self.reader.state {
-            Reading::Body(_) => {
+            ReadState::Body(_) => {
                 self.reader.body_have += len;
                 Ok(())
             }
-            Reading::Payload { .. } if len > 0 => self.payload_filled(len),
+            ReadState::Payload { .. } if len > 0 => self.payload_filled(len),
             _ => Ok(()),
         }
     }
 
-    /// So many bytes of a payload are where [`Incoming::space`] said.
+    /// Counts bytes that were written to the memory of the last [`Incoming::space`].
     fn payload_filled(&mut self, len: usize) -> Result<(), Error> {
-        let Reading::Payload { header, left, hasher } = &mut self.reader.state else {
+        let ReadState::Payload { header, left, hasher } = &mut self.reader.state else {
             return Ok(());
         };
         let stream = header.stream;
-        self.moves += 1;
+        self.progress += 1;
         *left -= len;
         if let Some(incoming) = self.incoming.get_mut(&stream) {
             if let Some(hasher) = hasher
@@ -259,65 +263,69 @@ impl<S: Sink> Connection<S> {
         }
         if *left == 0 {
             self.reader.state = match hasher {
-                Some(hasher) => Reading::Sum { header: *header, sum: hasher.finish() },
-                None => Reading::Header,
+                Some(hasher) => ReadState::Sum { header: *header, sum: hasher.finish() },
+                None => ReadState::Header,
             };
         }
-        self.note(stream);
-        self.renew(stream);
+        self.note_events(stream);
+        self.renew_credit(stream);
         Ok(())
     }
 
-    /// Looks at what is in `scratch`, as far as that goes.
-    fn look(&mut self) -> Result<(), Error> {
+    /// Processes the bytes in `scratch`, up to an incomplete item.
+    fn process(&mut self) -> Result<(), Error> {
         let mut at = 0;
-        let mut go_on = std::mem::take(&mut self.reader.held);
+        let mut release = std::mem::take(&mut self.reader.held);
         loop {
-            let there = &self.reader.scratch[at..self.reader.have];
+            let unread = &self.reader.scratch[at..self.reader.have];
             match &mut self.reader.state {
-                Reading::Preface => {
-                    let known = there.len().min(PREFACE.len());
-                    if there[..known] != PREFACE[..known] {
-                        let what =
-                            "it does not speak this protocol, or not this version of it".into();
+                ReadState::Preface => {
+                    let known = unread.len().min(PREFACE.len());
+                    if unread[..known] != PREFACE[..known] {
+                        let what = "invalid preface: the peer speaks another protocol, or another \
+                                    version of this one"
+                            .into();
                         return Err(Error::Protocol { stream: 0, what });
                     }
                     if known < PREFACE.len() {
                         break;
                     }
                     at += known;
-                    self.reader.state = Reading::Header;
+                    self.reader.state = ReadState::Header;
                 }
-                Reading::Header => {
-                    let Some((bytes, _)) = there.split_first_chunk::<HEADER_LEN>() else { break };
+                ReadState::Header => {
+                    let Some((bytes, _)) = unread.split_first_chunk::<HEADER_LEN>() else { break };
                     let header = Header::decode(bytes)?;
                     at += HEADER_LEN;
                     self.begin(header)?;
                 }
-                Reading::Body(header) => {
+                ReadState::Body(header) => {
                     let header = *header;
                     let rest = &mut self.reader.body[self.reader.body_have..];
-                    let len = rest.len().min(there.len());
-                    rest[..len].copy_from_slice(&there[..len]);
+                    let len = rest.len().min(unread.len());
+                    rest[..len].copy_from_slice(&unread[..len]);
                     at += len;
                     self.reader.body_have += len;
                     if self.reader.body_have < self.reader.body.len() {
                         break;
                     }
                     let shared = header.flags & SHARED != 0;
-                    if shared && !std::mem::take(&mut go_on) && self.is_untold(header.stream) {
+                    if shared
+                        && !std::mem::take(&mut release)
+                        && self.is_metadata_pending(header.stream)
+                    {
                         self.reader.held = true;
                         break;
                     }
                     self.end_body()?;
                 }
-                Reading::Payload { header, left, .. } => {
-                    let len = there.len().min(*left);
+                ReadState::Payload { header, left, .. } => {
+                    let len = unread.len().min(*left);
                     if len == 0 {
                         break;
                     }
                     let stream = header.stream;
-                    if !std::mem::take(&mut go_on) && self.is_untold(stream) {
+                    if !std::mem::take(&mut release) && self.is_metadata_pending(stream) {
                         self.reader.held = true;
                         break;
                     }
@@ -325,30 +333,25 @@ impl<S: Sink> Connection<S> {
                     let space = incoming.map_or(Ok(None), |incoming| incoming.space(len))?;
                     let len = space.as_ref().map_or(len, |space| space.len());
                     if let Some(space) = space {
-                        space.copy_from_slice(&there[..len]);
+                        space.copy_from_slice(&unread[..len]);
                         self.stats.copied_bytes += len as u64;
                     }
                     at += len;
                     self.payload_filled(len)?;
                 }
-                Reading::Sum { header, sum } => {
-                    let Some((bytes, _)) = there.split_first_chunk::<8>() else { break };
+                ReadState::Sum { header, sum } => {
+                    let Some((bytes, _)) = unread.split_first_chunk::<8>() else { break };
                     at += 8;
                     let (stream, expected, sum) = (header.stream, u64::from_le_bytes(*bytes), *sum);
                     let (offset, end) = (header.seq, header.seq.saturating_add(header.len - 8));
-                    self.reader.state = Reading::Header;
+                    self.reader.state = ReadState::Header;
                     if let Some(incoming) = self.incoming.get(&stream)
-                        && !incoming.is_unwanted()
+                        && !incoming.is_refused()
                         && expected != sum
                     {
-                        let what =
-                            format!("their XXH3 is {sum:016x}, and {expected:016x} was sent");
-                        return Err(Error::Damaged {
-                            tensor: incoming.arriving().0,
-                            offset,
-                            end,
-                            what,
-                        });
+                        let tensor = incoming.current().0;
+                        let what = wrong_checksum(expected, sum);
+                        return Err(Error::Damaged { tensor, offset, end, what });
                     }
                 }
             }
@@ -358,44 +361,44 @@ impl<S: Sink> Connection<S> {
         Ok(())
     }
 
-    fn is_untold(&self, stream: u32) -> bool {
-        self.incoming.get(&stream).is_some_and(Incoming::is_untold)
+    fn is_metadata_pending(&self, stream: u32) -> bool {
+        self.incoming.get(&stream).is_some_and(Incoming::is_metadata_pending)
     }
 
-    /// A frame begins.
+    /// Begins a frame.
     fn begin(&mut self, header: Header) -> Result<(), Error> {
         self.stats.received_frames += 1;
-        let brings = matches!(
+        let is_progress = matches!(
             header.kind,
             Kind::Hello | Kind::Meta | Kind::Data | Kind::End | Kind::Message
         );
-        self.moves += u64::from(brings || header.len > 0);
+        self.progress += u64::from(is_progress || header.len > 0);
         let bad = |what: &str| Err(Error::Protocol { stream: header.stream, what: what.into() });
         if self.peer.is_none() && header.kind != Kind::Hello && header.kind != Kind::Close {
-            return bad("it did not say who it is first");
+            return bad("frame before HELLO");
         }
         self.reader.look_ahead(header, false);
         if header.kind != Kind::Data {
             if header.flags != 0 {
-                return bad("flags of DATA on another frame");
+                return bad("flags on a frame other than DATA");
             }
             self.begin_body(header);
             return if header.len == 0 { self.end_body() } else { Ok(()) };
         }
         let Some(incoming) = self.incoming.get_mut(&header.stream) else {
-            return bad("a payload on no open stream");
+            return bad("DATA on a stream that is not open");
         };
         let sum = if header.flags & CHECKED == 0 { 0 } else { 8 };
         if header.flags & SHARED != 0 {
             if header.flags & ENCODED != 0 || header.body_len() != 8 + sum {
-                return bad("a payload in shared memory that is not as it must be");
+                return bad("invalid SHARED DATA frame");
             }
             self.reader.bulk = false;
             self.begin_body(header);
             return Ok(());
         }
         let Some(left) = header.body_len().checked_sub(sum).filter(|&left| left > 0) else {
-            return bad("a payload of no bytes");
+            return bad("empty DATA");
         };
         if header.flags & ENCODED != 0 {
             incoming.begin_data(header.seq, None)?;
@@ -403,67 +406,67 @@ impl<S: Sink> Connection<S> {
             return Ok(());
         }
         if left > MAX_PIECE_LEN {
-            return bad("a piece of a payload that is too long");
+            return bad("DATA longer than 1 MiB");
         }
         incoming.begin_data(header.seq, Some(left as u64))?;
         let last = incoming.is_last(left as u64);
         self.reader.look_ahead(header, last);
-        self.reader.bulk = left as u64 >= BULK;
+        self.reader.bulk = left as u64 >= BULK_LEN;
         let hasher = (sum > 0).then(|| Box::new(XxHash3_64::with_seed(0)));
-        self.reader.state = Reading::Payload { header, left, hasher };
+        self.reader.state = ReadState::Payload { header, left, hasher };
         Ok(())
     }
 
     fn begin_body(&mut self, header: Header) {
         self.reader.body.resize(header.body_len(), 0);
         self.reader.body_have = 0;
-        self.reader.state = Reading::Body(header);
+        self.reader.state = ReadState::Body(header);
     }
 
-    /// A frame that is in `body` is complete.
+    /// Processes the complete frame in `body`.
     fn end_body(&mut self) -> Result<(), Error> {
-        let Reading::Body(header) = std::mem::replace(&mut self.reader.state, Reading::Header)
+        let ReadState::Body(header) = std::mem::replace(&mut self.reader.state, ReadState::Header)
         else {
-            unreachable!("a body was being read")
+            unreachable!("the state is `Body`")
         };
         let Header { kind, stream, seq, .. } = header;
         let body = std::mem::take(&mut self.reader.body);
         let bad = |what: &str| Err(Error::Protocol { stream, what: what.into() });
         let own = stream % 2 == self.next_stream % 2;
         match kind {
-            Kind::Hello => self.meet(&body)?,
+            Kind::Hello => self.receive_hello(&body)?,
             Kind::Close => {
                 let reason = String::from_utf8_lossy(&body).into_owned();
                 self.closed = Some(reason.clone());
                 return Err(Error::Closed { reason });
             }
             Kind::Ping => {
-                self.writer.answer(seq);
+                self.writer.push_pong(seq);
             }
-            Kind::Pong if seq > self.pings => return bad("an answer to no ping"),
+            Kind::Pong if seq > self.pings => return bad("PONG without PING"),
             Kind::Pong => {}
-            Kind::Credit if stream == 0 => match &mut self.ring_out {
-                Some(ring) => ring.allow(seq)?,
-                None => return bad("credit for shared memory that was not offered"),
+            Kind::Credit if stream == 0 => match &mut self.ring_writer {
+                Some(ring) => ring.set_limit(seq)?,
+                None => return bad("CREDIT for shared memory that was not offered"),
             },
-            Kind::Share => self.take_shared_memory(stream, seq)?,
-            Kind::Credit if !own => return bad("credit for a stream that it sends itself"),
+            Kind::Share => self.map_shared_memory(stream, seq)?,
+            Kind::Credit if !own => return bad("CREDIT for the peer's own stream"),
             Kind::Credit => {
-                // Credit may cross with the end of the stream.
+                // The stream may have ended while the frame was in transit.
                 if let Some(outgoing) = self.outgoing.get_mut(&stream) {
-                    outgoing.allow(seq);
+                    outgoing.set_limit(seq);
                 }
             }
             Kind::Finish if own && stream < self.next_stream => {
                 if !self.ending.remove(&stream) {
-                    return bad("the end of a stream that has not ended");
+                    return bad("FINISH for a stream that has not ended");
                 }
             }
             Kind::Cancel if own && stream < self.next_stream => {
                 self.ending.remove(&stream);
-                // Its answer says that nothing more comes.
+                // CANCEL as the answer tells the peer that nothing follows.
                 if self.outgoing.remove(&stream).is_some() {
-                    self.writer.say(Kind::Cancel, stream, 0, &[]);
+                    self.writer.push_control(Kind::Cancel, stream, 0, &[]);
                     self.cancelled.push_back((stream, String::from_utf8_lossy(&body).into_owned()));
                 }
             }
@@ -471,83 +474,84 @@ impl<S: Sink> Connection<S> {
                 self.incoming_frame(header, &body)?;
             }
         }
-        // The memory is used again.
+        // Reuses the memory.
         self.reader.body = body;
         Ok(())
     }
 
-    /// The other end offers memory by which payloads are to come. Who cannot have it says nothing,
-    /// and they come as they did.
-    fn take_shared_memory(&mut self, stream: u32, len: u64) -> Result<(), Error> {
-        if stream != 0 || self.ring_in.is_some() {
+    /// Maps the shared memory that the peer offers. If that fails, sends no answer, and payloads
+    /// keep coming through the socket.
+    fn map_shared_memory(&mut self, stream: u32, len: u64) -> Result<(), Error> {
+        if stream != 0 || self.ring_reader.is_some() {
             return Err(Error::Protocol {
                 stream,
-                what: "it shares memory again, or on a stream".into(),
+                what: "second SHARE, or SHARE on a stream".into(),
             });
         }
         let descriptor = self.descriptor.take().filter(|_| self.options.shared_bytes > 0);
-        if let Some(ring) = descriptor.and_then(|descriptor| RingIn::open(&descriptor, len)) {
-            self.writer.say(Kind::Credit, 0, ring.limit(), &[]);
-            self.ring_in = Some(ring);
+        if let Some(ring) = descriptor.and_then(|descriptor| RingReader::open(&descriptor, len)) {
+            self.writer.push_control(Kind::Credit, 0, ring.limit(), &[]);
+            self.ring_reader = Some(ring);
         }
         Ok(())
     }
 
-    /// A piece of a payload is in shared memory.
-    fn take_shared(&mut self, header: Header, body: &[u8]) -> Result<(), Error> {
+    /// Reads a piece of a payload from shared memory.
+    fn read_shared(&mut self, header: Header, body: &[u8]) -> Result<(), Error> {
         let stream = header.stream;
-        let incoming = self.incoming.get_mut(&stream).expect("it is there");
+        let incoming = self.incoming.get_mut(&stream).expect("the stream is open");
         let bad = |what: &str| Error::Protocol { stream, what: what.into() };
         let (len, sum) =
-            body.split_first_chunk::<8>().ok_or_else(|| bad("a length that is cut off"))?;
+            body.split_first_chunk::<8>().ok_or_else(|| bad("truncated SHARED DATA frame"))?;
         let len = u64::from_le_bytes(*len);
-        let ring = self.ring_in.as_mut().filter(|ring| ring.holds(len));
-        let ring = ring.ok_or_else(|| bad("a payload in shared memory where there is none"))?;
+        let ring = self.ring_reader.as_mut().filter(|ring| ring.allows(len));
+        let ring = ring.ok_or_else(|| bad("SHARED DATA that is not in the ring"))?;
         incoming.begin_data(header.seq, Some(len))?;
-        let found = incoming.take_shared(len as usize, ring, !sum.is_empty())?;
-        if let (Some(found), Ok(said)) = (found, sum.try_into().map(u64::from_le_bytes))
-            && found != said
+        let found = incoming.read_shared(len as usize, ring, !sum.is_empty())?;
+        if let (Some(found), Ok(expected)) = (found, sum.try_into().map(u64::from_le_bytes))
+            && found != expected
         {
-            let what = format!("their XXH3 is {found:016x}, and {said:016x} was sent");
-            let (tensor, offset) = (incoming.arriving().0, header.seq);
+            let what = wrong_checksum(expected, found);
+            let (tensor, offset) = (incoming.current().0, header.seq);
             return Err(Error::Damaged { tensor, offset, end: offset + len, what });
         }
-        if let Some(limit) = ring.renew() {
-            self.writer.say(Kind::Credit, 0, limit, &[]);
+        if let Some(limit) = ring.renew_limit() {
+            self.writer.push_control(Kind::Credit, 0, limit, &[]);
         }
         Ok(())
     }
 
+    /// Processes a frame of a stream that the peer sends.
     fn incoming_frame(&mut self, header: Header, body: &[u8]) -> Result<(), Error> {
         let Header { kind, stream, .. } = header;
         let bad = |what: &str| Err(Error::Protocol { stream, what: what.into() });
         let opens = matches!(kind, Kind::Meta | Kind::Message);
-        if self.incoming.get(&stream).is_some_and(Incoming::is_over) {
-            // Two ends may give a stream up at once.
+        if self.incoming.get(&stream).is_some_and(Incoming::is_ended) {
+            // Both ends may cancel a stream at the same time.
             return if kind == Kind::Cancel {
                 Ok(())
             } else {
-                bad("more of a stream that is over")
+                bad("frame on a stream that has ended")
             };
         }
         if !self.incoming.contains_key(&stream) {
             if stream == 0 || stream % 2 == self.next_stream % 2 {
-                return bad("a stream with a number that is not its to give");
+                return bad("the stream number belongs to the other role");
             }
-            // It may end before anything was sent on it.
+            // A stream may end before anything was sent on it.
             if !opens {
                 if !matches!(kind, Kind::Cancel | Kind::Finish) {
-                    return bad("it is not open");
+                    return bad("frame on a stream that is not open");
                 }
-                self.forget(stream);
+                self.release_stream(stream);
                 return Ok(());
             }
             if self.incoming.len() >= self.options.max_streams as usize {
-                return bad("more streams than it may have open");
+                return bad("too many open streams");
             }
             self.incoming.insert(stream, Incoming::new(stream, self.options.window_bytes));
         }
-        let incoming = self.incoming.get_mut(&stream).expect("it is there");
+        let incoming = self.incoming.get_mut(&stream).expect("the stream is open");
         match kind {
             Kind::Meta => {
                 self.reader.meta_len = body.len();
@@ -560,7 +564,7 @@ impl<S: Sink> Connection<S> {
             }
             Kind::Finish => incoming.finish()?,
             Kind::Cancel => incoming.cancelled(String::from_utf8_lossy(body).into_owned()),
-            Kind::Data if header.flags & SHARED != 0 => self.take_shared(header, body)?,
+            Kind::Data if header.flags & SHARED != 0 => self.read_shared(header, body)?,
             Kind::Data => {
                 let (body, sum) = match header.flags & CHECKED {
                     0 => (body, None),
@@ -571,44 +575,44 @@ impl<S: Sink> Connection<S> {
                 if let Some(sum) = sum
                     && XxHash3_64::oneshot(body) != u64::from_le_bytes(sum)
                 {
-                    let (tensor, offset) = incoming.arriving();
-                    let what = "the XXH3 of an encoded piece is another".into();
-                    return Err(Error::Damaged {
-                        tensor,
-                        offset,
-                        end: offset + body.len() as u64,
-                        what,
-                    });
+                    let (tensor, offset) = incoming.current();
+                    let (end, what) =
+                        (offset + body.len() as u64, "wrong checksum of an encoded piece".into());
+                    return Err(Error::Damaged { tensor, offset, end, what });
                 }
                 incoming.decode(body, &mut self.reader.decoder)?;
             }
-            _ => unreachable!("frames of the connection come elsewhere"),
+            _ => unreachable!("the caller passes frames of streams only"),
         }
-        let incoming = self.incoming.get(&stream).expect("it is there");
-        if incoming.is_over() && incoming.is_unwanted() {
+        let incoming = self.incoming.get(&stream).expect("the stream is open");
+        if incoming.is_ended() && incoming.is_refused() {
             self.incoming.remove(&stream);
             return Ok(());
         }
-        self.note(stream);
-        self.renew(stream);
+        self.note_events(stream);
+        self.renew_credit(stream);
         Ok(())
     }
 
-    /// The other end has said who it is.
-    fn meet(&mut self, body: &[u8]) -> Result<(), Error> {
+    /// Completes the handshake with the peer's HELLO.
+    fn receive_hello(&mut self, body: &[u8]) -> Result<(), Error> {
         let bad = |what: &str| Err(Error::Protocol { stream: 0, what: what.into() });
         if self.peer.is_some() {
-            return bad("it says again who it is");
+            return bad("second HELLO");
         }
         let mut peer = Hello::decode(body)?;
         if self.role == Role::Acceptor {
-            if !peer.knows(self.options.token.as_deref()) {
-                return bad("it does not know the token");
+            if !peer.has_token(self.options.token.as_deref()) {
+                return bad("wrong token");
             }
-            self.greet();
+            self.send_hello();
         }
-        peer.forget_token();
+        peer.clear_token();
         self.peer = Some(peer);
         Ok(())
     }
+}
+
+fn wrong_checksum(expected: u64, found: u64) -> String {
+    format!("wrong checksum (expected {expected:016x}, got {found:016x})")
 }

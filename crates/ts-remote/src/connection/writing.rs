@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a connection writes: which frame is next, and where its bytes are.
+//! The writing half of a connection: which frame is next, and where its bytes are.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -10,33 +10,33 @@ use crate::Sink;
 use crate::frame::{Kind, MAX_PIECE_LEN, PREFACE};
 use crate::outgoing::{OutFrame, Outgoing};
 
-/// How much is put together for the socket at a time, in bytes: what else is to be sent comes
-/// behind it.
-const LOOKAHEAD: usize = 2 << 20;
-/// The longest piece while several streams have something to send.
-const SHARED_PIECE: usize = 256 << 10;
-/// So many messages go before a payload that waits.
+/// How many bytes are queued for the socket at a time. Frames that are sent later wait for them.
+const MAX_QUEUED: usize = 2 << 20;
+/// The longest piece of a payload while several streams have something to send, in bytes.
+const MAX_PIECE_OF_SEVERAL: usize = 256 << 10;
+/// How many messages in a row may overtake a waiting payload.
 const MAX_URGENT: u32 = 16;
 
-/// What is to be written.
+/// The frames to be written.
 #[derive(Debug, Default)]
 pub(super) struct Writer {
-    /// Frames of the connection and of streams that go before payloads.
+    /// Control frames, which overtake payloads.
     control: VecDeque<OutFrame>,
-    /// The ping that is to be answered.
+    /// The PING to answer.
     pong: Option<u64>,
-    /// Frames in the order of the wire.
+    /// Frames in the order in which they are written.
     queue: VecDeque<OutFrame>,
-    /// Bytes of the first of these that are written.
+    /// How many bytes of the first frame in `queue` have been written.
     queue_offset: usize,
     queued_bytes: usize,
-    /// The stream that was last served, and how many messages went before payloads since.
+    /// The stream that last sent a frame, and how many messages overtook payloads since.
     last_served: u32,
     urgent_in_row: u32,
 }
 
 impl Writer {
-    pub(super) fn say(&mut self, kind: Kind, stream: u32, seq: u64, body: &[u8]) {
+    /// Queues a control frame.
+    pub(super) fn push_control(&mut self, kind: Kind, stream: u32, seq: u64, body: &[u8]) {
         self.push(OutFrame::control(kind, stream, seq, body));
     }
 
@@ -48,13 +48,13 @@ impl Writer {
         self.control.push_front(frame);
     }
 
-    /// One answer is enough for all pings that wait for one, however many they are.
-    pub(super) fn answer(&mut self, ping: u64) {
+    /// Queues the answer to a PING. One PONG answers all PINGs before it.
+    pub(super) fn push_pong(&mut self, ping: u64) {
         self.pong = Some(ping);
     }
 
-    /// How many frames wait that are made as an answer to the other end's.
-    pub(super) fn answers(&self) -> usize {
+    /// Returns how many control frames wait. Most answer frames of the peer.
+    pub(super) fn control_len(&self) -> usize {
         self.control.len()
     }
 
@@ -70,18 +70,18 @@ impl Writer {
         self.queued_bytes
     }
 
-    /// Whether something of the user's waits here.
-    pub(super) fn owes(&self) -> bool {
-        self.queue.iter().any(OutFrame::is_of_user)
+    /// Returns whether data of the user is queued.
+    pub(super) fn has_user_data(&self) -> bool {
+        self.queue.iter().any(OutFrame::is_user_data)
     }
 
-    /// Whether a descriptor must go with the next byte.
+    /// Returns whether a descriptor must be attached to the next byte.
     pub(super) fn has_descriptor_first(&self) -> bool {
         self.queue_offset == 0 && self.queue.front().is_some_and(|frame| frame.has_descriptor)
     }
 
-    /// Keeps only what the other end could not read on without: a frame that was begun, and who
-    /// this is.
+    /// Drops everything but a partly written frame and HELLO, without which the peer could not read
+    /// the next frame.
     pub(super) fn drop_unwritten(&mut self) {
         self.queue.truncate(usize::from(self.queue_offset > 0));
         self.queued_bytes = self.queue.iter().map(OutFrame::len).sum();
@@ -89,22 +89,22 @@ impl Writer {
         self.pong = None;
     }
 
-    fn slices(&self, most: usize) -> Vec<IoSlice<'_>> {
+    fn slices(&self, max_slices: usize) -> Vec<IoSlice<'_>> {
         let mut skip = self.queue_offset;
-        // A descriptor goes with the first byte of a call.
-        let together = self
+        // A descriptor is attached to the first byte of a system call.
+        let frames = self
             .queue
             .iter()
             .enumerate()
             .take_while(|(at, frame)| *at == 0 || !frame.has_descriptor);
         let parts =
-            together.flat_map(|(_, frame)| [&frame.head[..], &frame.payload[..], &frame.tail[..]]);
+            frames.flat_map(|(_, frame)| [&frame.head[..], &frame.payload[..], &frame.tail[..]]);
         let rest = parts.filter_map(|part| {
             let skipped = skip.min(part.len());
             skip -= skipped;
             (skipped < part.len()).then(|| IoSlice::new(&part[skipped..]))
         });
-        rest.take(most).collect()
+        rest.take(max_slices).collect()
     }
 
     fn written(&mut self, len: usize) {
@@ -120,9 +120,9 @@ impl Writer {
 }
 
 impl<S: Sink> Connection<S> {
-    /// Puts together what is to be written next. Whether there is something.
+    /// Queues the frames to be written next. Returns whether there is anything to write.
     pub fn plan_writes(&mut self) -> bool {
-        while self.writer.queued_bytes < LOOKAHEAD {
+        while self.writer.queued_bytes < MAX_QUEUED {
             let Some(frame) = self.next_frame() else {
                 self.outgoing.values_mut().for_each(Outgoing::note_pause);
                 break;
@@ -131,7 +131,7 @@ impl<S: Sink> Connection<S> {
             self.writer.queued_bytes += frame.len();
             let shared = frame.shared > 0;
             self.writer.queue.push_back(frame);
-            // The other end reads it while the next is written.
+            // The peer can read this piece while the next is written.
             if shared {
                 break;
             }
@@ -149,11 +149,11 @@ impl<S: Sink> Connection<S> {
         let last = self.writer.last_served;
         let after = (Bound::Excluded(last), Bound::Unbounded);
         let in_turn = || self.outgoing.range(after).chain(self.outgoing.range(..=last));
-        let ring = self.ring_out.as_ref().filter(|ring| ring.is_taken());
+        let ring = self.ring_writer.as_ref().filter(|ring| ring.is_mapped());
         let mut ready = in_turn().filter(|(_, stream)| stream.is_ready(ring)).map(|(&id, _)| id);
         let first = ready.next()?;
-        let most = if ready.next().is_some() {
-            self.options.frame_bytes.min(SHARED_PIECE)
+        let max_piece = if ready.next().is_some() {
+            self.options.frame_bytes.min(MAX_PIECE_OF_SEVERAL)
         } else {
             self.options.frame_bytes.min(MAX_PIECE_LEN)
         };
@@ -169,24 +169,25 @@ impl<S: Sink> Connection<S> {
             }
         };
         self.writer.last_served = id;
-        let ring = self.ring_out.as_mut().filter(|ring| ring.is_taken());
-        let (frame, over) = self.outgoing.get_mut(&id)?.next_frame(most.max(1), ring)?;
-        if over {
+        let ring = self.ring_writer.as_mut().filter(|ring| ring.is_mapped());
+        let (frame, last) = self.outgoing.get_mut(&id)?.next_frame(max_piece.max(1), ring)?;
+        if last {
             self.outgoing.remove(&id);
             self.ending.insert(id);
         }
         Some(frame)
     }
 
-    /// What is to be written, in this order; at most so many slices.
-    pub fn write_slices(&self, most: usize) -> Vec<IoSlice<'_>> {
-        self.writer.slices(most)
+    /// Returns the bytes to be written next, in order, as at most `max_slices` slices. Call
+    /// [`plan_writes`](Self::plan_writes) first.
+    pub fn write_slices(&self, max_slices: usize) -> Vec<IoSlice<'_>> {
+        self.writer.slices(max_slices)
     }
 
-    /// So many bytes of that were written.
+    /// Reports that `len` of these bytes were written.
     pub fn written(&mut self, len: usize) {
-        self.moves +=
-            u64::from(len > 0 && !self.writer.queue.front().is_some_and(OutFrame::is_sign_of_life));
+        let is_ping = self.writer.queue.front().is_some_and(OutFrame::is_ping_or_pong);
+        self.progress += u64::from(len > 0 && !is_ping);
         self.stats.sent_bytes += len as u64;
         self.writer.written(len);
     }

@@ -17,7 +17,7 @@ use tensorstream::exec::{
 
 use super::machine::{Seat, Session, new_storages, new_tensor, plain, same_machine, seat};
 use super::torch::{Torch, integer, torch};
-use crate::errors::of_machines;
+use crate::errors::cross_machine_error;
 
 /// As many calls are known at least, if they were made last.
 const KNOWN: usize = 32 << 10;
@@ -229,7 +229,7 @@ impl<'py> Arguments<'_, 'py> {
                      (ts:{index}); .to() takes a tensor from one to the other",
                     one.machine.name, other.machine.name
                 );
-                Err(of_machines(py, &what))
+                Err(cross_machine_error(py, &what))
             }
         }
     }

@@ -22,8 +22,8 @@ use super::scalars::{Look, Scalars};
 use super::torch::{Line, Torch, address_of, is_forked, storage_at, torch};
 use super::way::Way;
 use crate::dlpack;
-use crate::errors::{misuse, of_failure, of_wire_at};
-use crate::memory::{Memory, Shared, Target};
+use crate::errors::{configuration_error, operator_error, wire_error_at};
+use crate::memory::{Memory, Payload, Target};
 use crate::wire::Settings;
 
 /// How long something waits before it looks for a signal.
@@ -108,7 +108,10 @@ pub(super) fn seat(py: Python<'_>, index: u32) -> PyResult<Seat> {
     }
     let seats = SEATS.read();
     seats.get(index as usize).cloned().flatten().ok_or_else(|| {
-        misuse(py, &format!("there is no device ts:{index}: RemoteMachine(...).device() gives one"))
+        configuration_error(
+            py,
+            &format!("there is no device ts:{index}: RemoteMachine(...).device() gives one"),
+        )
     })
 }
 
@@ -195,11 +198,11 @@ impl Session {
                 "machine {} is just being paused, or resumed, by another thread",
                 self.name
             );
-            return Err(misuse(py, &what));
+            return Err(configuration_error(py, &what));
         }
         let client = self.client.read().clone();
         client.ok_or_else(|| {
-            misuse(py, &format!("machine {} is paused: resume() it first", self.name))
+            configuration_error(py, &format!("machine {} is paused: resume() it first", self.name))
         })
     }
 
@@ -342,23 +345,17 @@ impl Session {
         Some(line.place(py))
     }
 
-    /// What is due to be sent is.
-    fn settle(&self, py: Python<'_>, client: &Client<Target>) -> PyResult<()> {
-        py.detach(|| client.settle()).map_err(|error| self.lost(py, &error))
-    }
-
     pub(super) fn ask(&self, py: Python<'_>, request: &Request) -> PyResult<u64> {
         let client = self.client(py)?;
-        let (number, due) =
-            client.post(|batch| request.encode(batch)).map_err(|error| self.lost(py, &error))?;
-        if due {
-            self.settle(py, &client)?;
+        let submitted = client.submit(request).map_err(|error| self.lost(py, &error))?;
+        if submitted.batch_full {
+            py.detach(|| client.send_batches()).map_err(|error| self.lost(py, &error))?;
         }
-        Ok(number)
+        Ok(submitted.request)
     }
 
     pub(super) fn lost(&self, py: Python<'_>, error: &Error) -> PyErr {
-        of_wire_at(py, error, &format!("machine {}: ", self.name))
+        wire_error_at(py, error, &format!("machine {}: ", self.name))
     }
 
     pub(super) fn raise(&self, py: Python<'_>, fault: &WaitError) -> PyErr {
@@ -374,7 +371,7 @@ impl Session {
                     _ => format!("\n({others} more operators failed after it)"),
                 };
                 let text = format!("machine {}: {}{asked}{more}", self.name, failure.message);
-                of_failure(py, failure.kind, &text)
+                operator_error(py, failure.kind, &text)
             }
         }
     }
@@ -411,8 +408,9 @@ impl Machine {
         cert: Option<PathBuf>,
         key: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let retry = Duration::try_from_secs_f64(retry)
-            .map_err(|_| misuse(py, &format!("retry={retry}: 0 seconds or more are")))?;
+        let retry = Duration::try_from_secs_f64(retry).map_err(|_| {
+            configuration_error(py, &format!("retry={retry}: 0 seconds or more are"))
+        })?;
         let way = Way { settings, retry, returns, tls: [ca, cert, key] };
         let session = Arc::new(Session {
             client: RwLock::new(Some(Arc::new(way.connect(py, address)?))),
@@ -435,7 +433,7 @@ impl Machine {
                  {MAX_DEVICES}: stop() others",
                 session.name
             );
-            return Err(misuse(py, &what));
+            return Err(configuration_error(py, &what));
         };
         let end = first + count as usize;
         if seats.len() < end {
@@ -464,7 +462,7 @@ impl Machine {
         let session = &self.session;
         let client = session.client.read().clone();
         let now = py.detach(|| client.map(|client| client.stats())).unwrap_or_default();
-        let stats = sum(*session.past.lock(), now);
+        let stats = *session.past.lock() + now;
         let dict = PyDict::new(py);
         dict.set_item("operators", session.operators.load(Ordering::Relaxed))?;
         dict.set_item("requests", stats.requests)?;
@@ -546,7 +544,7 @@ impl Machine {
             .collect())
     }
 
-    /// Ends the session, which may go on with :meth:`resume`; or, without a pause, its tensors are
+    /// Ends the session, which may go on with `resume`; or, without a pause, its tensors are
     /// gone. What has failed and nobody was told of, as an exception, or None.
     fn close(&self, py: Python<'_>) -> PyResult<Option<PyErr>> {
         let session = &self.session;
@@ -561,7 +559,7 @@ impl Machine {
         let lines = std::mem::take(&mut *session.lines.lock());
         drop(lines);
         let mut past = session.past.lock();
-        *past = sum(*past, stats);
+        *past = *past + stats;
         closed.map(|()| failed).map_err(|error| session.lost(py, &error))
     }
 
@@ -591,7 +589,7 @@ impl Machine {
         offset: u64,
         capsule: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let memory = Memory::of_capsule(capsule)?;
+        let memory = Memory::from_capsule(capsule)?;
         let mut view = StorageView::contiguous(BYTES, vec![memory.len() as u64]);
         view.offset = offset;
         download(py, &self.session, TensorRef { storage, view }, memory)
@@ -605,7 +603,7 @@ impl Machine {
         offset: u64,
         capsule: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        upload(py, &self.session, storage, offset, Memory::of_capsule(capsule)?)
+        upload(py, &self.session, storage, offset, Memory::from_capsule(capsule)?)
     }
 
     /// Its devices' indices mean nothing any more.
@@ -634,17 +632,6 @@ fn this_thread() -> u64 {
     static THREADS: AtomicU64 = AtomicU64::new(1);
     thread_local!(static NUMBER: u64 = THREADS.fetch_add(1, Ordering::Relaxed));
     NUMBER.with(|number| *number)
-}
-
-fn sum(one: ClientStats, other: ClientStats) -> ClientStats {
-    ClientStats {
-        requests: one.requests + other.requests,
-        batches: one.batches + other.batches,
-        waits: one.waits + other.waits,
-        reconnects: one.reconnects + other.reconnects,
-        uploaded_bytes: one.uploaded_bytes + other.uploaded_bytes,
-        downloaded_bytes: one.downloaded_bytes + other.downloaded_bytes,
-    }
 }
 
 /// A new tensor of the device, of zeros that take no memory before something is written to them.
@@ -741,7 +728,7 @@ pub(crate) fn remote_upload(
 ) -> PyResult<()> {
     let torch = torch(py)?;
     let (index, to) = torch.describe(tensor)?.ok_or_else(|| elsewhere(tensor))?;
-    let (seat, memory) = (seat(py, index)?, Memory::of_capsule(capsule)?);
+    let (seat, memory) = (seat(py, index)?, Memory::from_capsule(capsule)?);
     let offset = to.view.offset * torch.row(to.view.dtype)?.bytes;
     upload(py, &seat.machine, to.storage, offset, memory)
 }
@@ -773,7 +760,7 @@ fn upload(
     let client = session.client(py)?;
     let long = memory.len() > MAX_COPY;
     let bytes = if long {
-        Bytes::from_owner(Shared(memory))
+        Bytes::from_owner(Payload(memory))
     } else {
         Bytes::copy_from_slice(memory.bytes().unwrap_or_default())
     };
@@ -799,7 +786,7 @@ pub(crate) fn remote_download(
 ) -> PyResult<()> {
     let torch = torch(py)?;
     let (index, from) = torch.describe(tensor)?.ok_or_else(|| elsewhere(tensor))?;
-    let (seat, memory) = (seat(py, index)?, Memory::of_capsule(capsule)?);
+    let (seat, memory) = (seat(py, index)?, Memory::from_capsule(capsule)?);
     download(py, &seat.machine, from, memory)
 }
 

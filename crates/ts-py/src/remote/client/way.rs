@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use tensorstream::exec::{Client, ClientOptions, service_name};
-use tensorstream::remote::{Address, ConnectionOptions, Link, Role, Socket};
+use tensorstream::remote::{Address, Link, Role, Socket};
 
 use crate::errors::wire_error;
 use crate::memory::Target;
@@ -26,8 +26,7 @@ impl Way {
     pub(super) fn connect(&self, py: Python<'_>, address: &str) -> PyResult<Client<Target>> {
         let to: Address = address.parse().map_err(|error| wire_error(py, &error))?;
         let session = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
-        let options =
-            ConnectionOptions { service: service_name(session), ..self.settings.options(py)? };
+        let options = self.settings.options(py)?.with_service(service_name(session));
         let [ca, cert, key] = &self.tls;
         let tls = tls_client(py, ca.as_ref(), cert.as_ref(), key.as_ref())?;
         let dial = move || {

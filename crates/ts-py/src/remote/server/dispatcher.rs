@@ -8,9 +8,9 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use tensorstream::exec::EXEC;
-use tensorstream::remote::{self, ConnectionOptions, Listener};
+use tensorstream::remote::{self, Listener};
 
-use crate::errors::{misuse, of_wire};
+use crate::errors::{configuration_error, wire_error};
 use crate::wire::{Settings, bind};
 
 /// Accepts and authenticates clients, for Python.
@@ -46,7 +46,7 @@ impl Dispatcher {
         key: Option<PathBuf>,
         ca: Option<PathBuf>,
     ) -> PyResult<Self> {
-        let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
+        let options = settings.options(py)?.with_service(EXEC);
         let files = [ca.as_ref(), cert.as_ref(), key.as_ref()];
         let (listener, tls) = bind(py, at, &options, files, insecure)?;
         let address = listener.address().to_string();
@@ -81,7 +81,7 @@ impl Dispatcher {
         for (peer, reason) in failed {
             log.call1((peer, reason))?;
         }
-        let handoff = handoff.map_err(|error| of_wire(py, &error))?;
+        let handoff = handoff.map_err(|error| wire_error(py, &error))?;
         Ok(handoff.map(|handoff| {
             let (service, peer) = (handoff.service().to_string(), handoff.peer().to_string());
             Handoff { inner: Mutex::new(Some(handoff)), service, peer }
@@ -96,7 +96,7 @@ impl Handoff {
     fn send_to(&self, py: Python<'_>, channel: RawFd) -> PyResult<()> {
         let channel = owned(channel);
         let inner = self.take(py)?;
-        inner.send_to(&channel).map_err(|error| of_wire(py, &error))
+        inner.send_to(&channel).map_err(|error| wire_error(py, &error))
     }
 
     /// Closes the connection, and tells the client why.
@@ -110,7 +110,9 @@ impl Handoff {
 impl Handoff {
     fn take(&self, py: Python<'_>) -> PyResult<remote::Handoff> {
         let taken = self.inner.lock().take();
-        taken.ok_or_else(|| misuse(py, "the connection has been passed on or refused already"))
+        taken.ok_or_else(|| {
+            configuration_error(py, "the connection has been passed on or refused already")
+        })
     }
 }
 

@@ -16,8 +16,8 @@ use tensorstream::exec::{
 use tensorstream::remote::Bytes;
 
 use crate::dtype::{TorchDtype, TorchDtypes};
-use crate::errors::misuse;
-use crate::memory::{Memory, Shared, Target, copied};
+use crate::errors::configuration_error;
+use crate::memory::{Memory, Payload, Target, copy_address};
 use crate::remote::client::torch::integer;
 
 /// The most views of a storage that are kept for the next operator that asks for them.
@@ -159,7 +159,7 @@ fn raised(py: Python<'_>, what: &str, error: &PyErr) -> OpFailure {
 impl Backend {
     pub(super) fn new(py: Python<'_>, hooks: Hooks) -> PyResult<Self> {
         if hooks.devices.is_empty() {
-            return Err(misuse(py, "a machine has at least one device"));
+            return Err(configuration_error(py, "a machine has at least one device"));
         }
         let torch = py.import("torch")?;
         let on_cpu = hooks.devices.iter().all(|device| device.to_string() == "cpu");
@@ -178,14 +178,18 @@ fn view_of(backend: &Backend, tensor: &Bound<'_, PyAny>) -> PyResult<StorageView
     let py = tensor.py();
     let layout = tensor.getattr(intern!(py, "layout"))?.str()?;
     if layout.to_str()? != "torch.strided" {
-        return Err(misuse(
+        return Err(configuration_error(
             py,
             &format!("it gave a tensor of layout {layout}, which no device of tensorstream has"),
         ));
     }
     let dtype = tensor.getattr(intern!(py, "dtype"))?;
-    let unknown =
-        || misuse(py, &format!("an operator has given a tensor of {dtype}, which does not travel"));
+    let unknown = || {
+        configuration_error(
+            py,
+            &format!("an operator has given a tensor of {dtype}, which does not travel"),
+        )
+    };
     Ok(StorageView {
         dtype: backend.dtypes.number(&dtype).ok_or_else(unknown)?,
         sizes: tensor.getattr(intern!(py, "shape"))?.extract()?,
@@ -597,7 +601,7 @@ impl TorchExecutor {
         let address = first + view.offset * element;
         // SAFETY: they are within the storage, which is on the host and held; what writes to it
         // runs on this thread.
-        Ok(Some(unsafe { copied(address as usize, (count * element) as usize) }))
+        Ok(Some(unsafe { copy_address(address as usize, (count * element) as usize) }))
     }
 
     /// A part of a storage to write to, or memory on the host in its place, which then is staged.
@@ -627,7 +631,7 @@ impl TorchExecutor {
             self.staged = Some(tensor);
             capsule
         };
-        Memory::of_capsule(&capsule).map_err(failed)
+        Memory::from_capsule(&capsule).map_err(failed)
     }
 
     /// What was staged goes to its storage.
@@ -778,9 +782,9 @@ impl Executor for TorchExecutor {
                 .host_bytes
                 .bind(py)
                 .call1((object,))
-                .and_then(|capsule| Memory::of_capsule(&capsule));
+                .and_then(|capsule| Memory::from_capsule(&capsule));
             let memory = capsule.map_err(|error| raised(py, "reading a tensor", &error))?;
-            Ok(Bytes::from_owner(Shared(memory)))
+            Ok(Bytes::from_owner(Payload(memory)))
         })
     }
 

@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use tensorstream::exec::{EXEC, SessionServer, UploadSink};
-use tensorstream::remote::{Acceptor, ConnectionOptions, Error, Listener};
+use tensorstream::remote::{Acceptor, Error, Listener};
 
 use super::dispatcher::owned;
 use super::executor::{Backend, Hooks, TorchExecutor};
-use crate::errors::{misuse, of_wire};
+use crate::errors::{configuration_error, wire_error};
 use crate::memory::Target;
 use crate::wire::{Settings, acceptor};
 
@@ -71,7 +71,7 @@ impl RemoteServer {
         ca: Option<PathBuf>,
     ) -> PyResult<Self> {
         let backend = Backend::new(py, hooks)?;
-        let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
+        let options = settings.options(py)?.with_service(EXEC);
         let tls = [ca.as_ref(), cert.as_ref(), key.as_ref()];
         let (listener, acceptor, address) = acceptor(py, at, options, tls, insecure)?;
         Ok(Self::of(backend, listener, acceptor, address))
@@ -87,7 +87,7 @@ impl RemoteServer {
         settings: Settings,
     ) -> PyResult<Self> {
         let backend = Backend::new(py, hooks)?;
-        let options = ConnectionOptions { service: EXEC.into(), ..settings.options(py)? };
+        let options = settings.options(py)?.with_service(EXEC);
         let listener = Listener::from_handoffs(owned(channel), options.idle_timeout);
         let address = listener.address().to_string();
         Ok(Self::of(backend, listener, Acceptor::new(options), address))
@@ -105,19 +105,19 @@ impl RemoteServer {
         self.sessions.count()
     }
 
-    /// Serves until :meth:`stop` is called, or with `once` until the last session has ended. Each
+    /// Serves until `stop` is called, or with `once` until the last session has ended. Each
     /// client has its own thread. Calls `log` with the peer and the reason when a connection fails
     /// or ends. Blocks.
     #[pyo3(signature = (log=None, once=false))]
     fn run(&self, py: Python<'_>, log: Option<&Bound<'_, PyAny>>, once: bool) -> PyResult<()> {
         let taken = self.listener.lock().take();
-        let (listener, mut acceptor) =
-            taken.ok_or_else(|| misuse(py, "the server is running, or was stopped"))?;
+        let (listener, mut acceptor) = taken
+            .ok_or_else(|| configuration_error(py, "the server is running, or was stopped"))?;
         let ended = Arc::new(Mutex::new(Vec::new()));
         let (began, mut served) = (Instant::now(), false);
         while !self.stop.load(Ordering::Relaxed) {
             if once && self.sessions.is_stuck() {
-                return Err(misuse(
+                return Err(configuration_error(
                     py,
                     "an operator is still running after its client disconnected",
                 ));
@@ -150,7 +150,7 @@ impl RemoteServer {
                     self.stop();
                     continue;
                 }
-                Err(error) => return Err(of_wire(py, &error)),
+                Err(error) => return Err(wire_error(py, &error)),
             };
             let (backend, sessions, stop) =
                 (self.backend.clone(), self.sessions.clone(), self.stop.clone());
@@ -179,7 +179,7 @@ impl RemoteServer {
         Ok(())
     }
 
-    /// Ends all sessions, and :meth:`run`. Does not block.
+    /// Ends all sessions, and `run`. Does not block.
     fn stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
     }

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 #[pyo3(signature = (gpu=false))]
 pub(crate) fn sandbox(py: Python<'_>, gpu: bool) -> PyResult<Vec<&'static str>> {
     system::restrict(gpu)
-        .map_err(|error| crate::errors::misuse(py, &format!("the sandbox: {error}")))
+        .map_err(|error| crate::errors::configuration_error(py, &format!("the sandbox: {error}")))
 }
 
 #[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Arguments that several commands have, and parsers of values.
+
+use std::path::PathBuf;
+
+use crate::parse_bytes;
+
+// A doc comment on these structs would replace the description of the command.
+
+#[derive(Debug, clap::Args)]
+pub(super) struct CheckpointPath {
+    /// A .safetensors or .ts file, a shard index, or a directory with one of them.
+    pub(super) path: PathBuf,
+}
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Jobs {
+    /// Threads. The number of cores by default.
+    #[arg(long, default_value_t = 0, hide_default_value = true)]
+    pub(super) jobs: usize,
+}
+
+/// Parses a positive number of bytes.
+pub(super) fn budget(text: &str) -> Result<usize, String> {
+    let bytes = parse_bytes(text).map_err(|e| e.to_string())?;
+    usize::try_from(bytes)
+        .ok()
+        .filter(|&bytes| bytes > 0)
+        .ok_or_else(|| format!("invalid budget {text:?}: expected at least 1 byte"))
+}
+
+/// Parses a positive count.
+pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
+    text.parse()
+        .ok()
+        .filter(|&count| count > 0)
+        .ok_or_else(|| "expected a whole number, at least 1".into())
+}

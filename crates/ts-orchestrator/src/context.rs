@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The parts of an engine that never change.
+
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::time::Duration;
+
+use ts_io::Source;
+use ts_pool::HostPool;
+use ts_streams::Device;
+
+use crate::config::{Prefetch, Verify};
+use crate::event::Event;
+use crate::prepared::PreparedUnit;
+use crate::slot_pool::SlotPool;
+use crate::unit_load::RequestSizes;
+
+/// The immutable part of an engine, which [`EngineState`](crate::state::EngineState) works with.
+#[derive(Debug)]
+pub(crate) struct EngineContext<D: Device> {
+    pub(crate) units: Vec<PreparedUnit>,
+    pub(crate) sources: Vec<Arc<Source>>,
+    pub(crate) slots: SlotPool<D>,
+    /// The pool of bounce buffers; `None` if all reads are in place.
+    pub(crate) bounces: Option<HostPool>,
+    pub(crate) sizes: RequestSizes,
+    pub(crate) prefetch: Prefetch,
+    pub(crate) verify: Verify,
+    /// The timeout of a read.
+    pub(crate) timeout: Duration,
+    pub(crate) events: Sender<Event<D>>,
+}

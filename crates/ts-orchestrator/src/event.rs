@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The events that the loader thread handles.
+
+use std::ops::Range;
+use std::thread::ThreadId;
+
+use ts_format::Chunk;
+use ts_io::Completion;
+use ts_pool::{Buffer, DeviceBuffer};
+use ts_streams::Device;
+
+use crate::unit::UnitId;
+
+/// An event for the loader thread.
+#[derive(Debug)]
+pub(crate) enum Event<D: Device> {
+    /// A read of the backend ended.
+    Read(Completion),
+    /// A worker copied or decoded a bounce buffer into its part of a slot.
+    PartFilled {
+        token: u64,
+        bounce: Buffer,
+        target: Buffer,
+        damage: Option<DamagedChunk>,
+    },
+    /// A worker compared a unit with its checksums.
+    Checked {
+        load: u32,
+        slot: Buffer,
+        mismatch: Option<ChecksumMismatch>,
+    },
+    JobPanicked(PanickedJob),
+    Uploaded(UploadResult<D>),
+    /// A lease was dropped where the engine's lock may not be taken.
+    Released {
+        unit: UnitId,
+        user: ThreadId,
+        used_ns: u64,
+    },
+    /// The memory of a slot returned to the pool.
+    Freed,
+    Stop,
+}
+
+/// A range of a tensor that does not match its checksum.
+#[derive(Debug)]
+pub(crate) struct ChecksumMismatch {
+    /// The index of the tensor in its unit.
+    pub(crate) tensor: usize,
+    /// In bytes from the beginning of the tensor.
+    pub(crate) range: Range<usize>,
+}
+
+/// A compressed chunk that does not match its checksum or cannot be decoded.
+#[derive(Debug)]
+pub(crate) struct DamagedChunk {
+    pub(crate) chunk: Chunk,
+    /// What is wrong, as the end of a sentence about the bytes.
+    pub(crate) what: String,
+}
+
+/// A job that panicked, and so dropped its buffers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum PanickedJob {
+    /// `Job::FillPart` with this token.
+    FillPart(u64),
+    /// `Job::Check` of this load.
+    Check(u32),
+}
+
+/// The result of copying a unit to its device.
+#[derive(Debug)]
+pub(crate) struct UploadResult<D: Device> {
+    pub(crate) load: u32,
+    pub(crate) slot: DeviceBuffer<D>,
+    pub(crate) result: Result<(), ts_pool::Error>,
+}

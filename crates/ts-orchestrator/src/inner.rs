@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What an engine, its leases and its loader thread share.
+
+mod acquire;
+mod build;
+mod passes;
+
+use std::ops::Range;
+use std::sync::mpsc::Receiver;
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use ts_io::{Choice, ReadPath};
+use ts_pool::{Budget, HostPool, Reservation, WriteWatch};
+use ts_streams::Device;
+
+use crate::Error;
+use crate::config::{Clock, Interrupt};
+use crate::context::EngineContext;
+use crate::event::Event;
+use crate::layout::Placement;
+use crate::plan::{Plan, Rates};
+use crate::prepared::PreparedUnit;
+use crate::state::{EngineState, Presence};
+use crate::stats::{EngineStats, add_bytes};
+use crate::unit::UnitId;
+
+/// How often a blocked call asks its [`Interrupt`].
+const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
+
+/// The shared part of an [`Engine`](crate::Engine).
+pub(crate) struct EngineInner<D: Device> {
+    context: EngineContext<D>,
+    state: Mutex<EngineState<D>>,
+    /// Notified after every change that a blocked call may be waiting for.
+    changed: Condvar,
+    budget: Budget,
+    /// The memory that workers decode with.
+    _decoders: Reservation,
+    choice: Choice,
+    max_passes: usize,
+    slot_budget: usize,
+    rates: Rates,
+    clock: Clock,
+    /// The process that created the engine.
+    process: u32,
+}
+
+type StateGuard<'a, D> = MutexGuard<'a, EngineState<D>>;
+
+impl<D: Device> EngineInner<D> {
+    pub(crate) fn unit_count(&self) -> usize {
+        self.context.units.len()
+    }
+
+    pub(crate) fn unit(&self, unit: UnitId) -> &PreparedUnit {
+        &self.context.units[unit.index()]
+    }
+
+    /// # Errors
+    /// Returns [`Error::NoSuchUnit`] if the id is out of range.
+    pub(crate) fn check_unit(&self, unit: UnitId) -> Result<(), Error> {
+        let count = self.unit_count();
+        if unit.index() >= count {
+            return Err(Error::NoSuchUnit { unit: unit.0, count });
+        }
+        Ok(())
+    }
+
+    pub(crate) fn host_pool(&self) -> &HostPool {
+        &self.context.slots.host
+    }
+
+    pub(crate) fn is_resident(&self, unit: UnitId) -> bool {
+        self.lock().units[unit.index()].resident
+    }
+
+    pub(crate) fn discard(&self, unit: UnitId) {
+        self.lock().discard(&self.context, unit);
+    }
+
+    /// Returns how many references to a unit's memory belong to the engine and to leases.
+    pub(crate) fn owner_count(&self, unit: UnitId) -> usize {
+        let state = self.lock();
+        let unit = &state.units[unit.index()];
+        unit.users.len() + usize::from(matches!(unit.presence, Presence::Present(_)))
+    }
+
+    pub(crate) fn is_foreign(&self) -> bool {
+        self.process != std::process::id()
+    }
+
+    /// Ends the use of a unit by a lease.
+    pub(crate) fn release(&self, unit: UnitId, user: ThreadId, acquired_ns: u64) {
+        if self.is_foreign() {
+            return;
+        }
+        let used_ns = (self.clock)().saturating_sub(acquired_ns);
+        let event = Event::Released { unit, user, used_ns };
+        // Work of a stream may run while this thread holds the lock, because a stream that is asked
+        // for memory may run it. So the loader thread releases the unit.
+        if ts_streams::check_may_block().is_err() && self.context.events.send(event).is_ok() {
+            return;
+        }
+        let mut state = self.lock();
+        state.release(unit, user, used_ns);
+        state.advance(&self.context, (self.clock)());
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn plan(&self) -> Plan {
+        self.lock().plan.clone()
+    }
+
+    pub(crate) fn written(&self) -> Vec<(UnitId, Vec<usize>)> {
+        // The kernel is asked without holding the lock.
+        let watched = self.lock().watched();
+        if !WriteWatch::any_written(watched.iter().map(|(_, bytes)| &**bytes)) {
+            return Vec::new();
+        }
+        let tensors = |id: UnitId, written: &[Range<usize>]| {
+            let touched = |at: &usize| {
+                let Placement { offset, len } = self.unit(id).layout.tensors[*at];
+                written.iter().any(|bytes| bytes.start < offset + len && offset < bytes.end)
+            };
+            (0..self.unit(id).layout.tensors.len()).filter(touched).collect()
+        };
+        let written = watched.into_iter().map(|(id, bytes)| (id, bytes.written()));
+        let written = written.filter(|(_, bytes)| !bytes.is_empty());
+        written.map(|(id, bytes)| (id, tensors(id, &bytes))).collect()
+    }
+
+    pub(crate) fn stats(&self) -> EngineStats {
+        let slots = &self.context.slots;
+        let (in_use, high_water) = slots.in_use_bytes();
+        let state = self.lock();
+        let mut read_bytes: Vec<_> = ReadPath::ALL.map(|path| (path, 0)).to_vec();
+        for &(path, bytes) in &state.counters.read_bytes {
+            add_bytes(&mut read_bytes, path, bytes);
+        }
+        let bounce_bytes = self.budget.high_water_bytes() - slots.capacity_bytes();
+        EngineStats {
+            budget_bytes: self.budget.limit_bytes(),
+            reserved_high_water_bytes: self.budget.high_water_bytes(),
+            in_use_high_water_bytes: high_water + bounce_bytes,
+            in_use_bytes: in_use + bounce_bytes,
+            staging_bytes: slots.staging_bytes(),
+            backend: self.choice.provider.name(),
+            passed_over: self.choice.passed_over.clone(),
+            watches_writes: slots.watches_writes(),
+            passes: state.counters.passes,
+            read_bytes,
+            wasted_loads: state.counters.wasted_loads,
+            replans: state.counters.replans,
+            plan: state.plan.clone(),
+            units: state.units.iter().map(|unit| unit.stats.clone()).collect(),
+        }
+    }
+
+    /// Handles events until [`Event::Stop`]. Runs on the loader thread.
+    pub(crate) fn run(&self, inbox: &Receiver<Event<D>>) {
+        while let Ok(event) = inbox.recv() {
+            let now_ns = (self.clock)();
+            let mut state = self.lock();
+            match event {
+                Event::Read(completion) => state.on_read(&self.context, completion, now_ns),
+                Event::PartFilled { token, bounce, target, damage } => {
+                    state.on_part_filled(&self.context, token, bounce, target, damage, now_ns);
+                }
+                Event::Checked { load, slot, mismatch } => {
+                    state.on_checked(&self.context, load, slot, mismatch, now_ns);
+                }
+                Event::JobPanicked(job) => state.on_job_panicked(&self.context, job, now_ns),
+                Event::Uploaded(upload) => state.on_uploaded(&self.context, upload, now_ns),
+                Event::Released { unit, user, used_ns } => state.release(unit, user, used_ns),
+                Event::Freed => {}
+                Event::Stop => return,
+            }
+            state.advance(&self.context, now_ns);
+            drop(state);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Drops the backend, then tells the loader thread to stop.
+    pub(crate) fn stop_reading(&self) {
+        // The loader receives the buffers that the backend returns while it is dropped, because
+        // Stop comes after them.
+        let backend = self.lock().backend.take();
+        drop(backend);
+        let _ = self.context.events.send(Event::Stop);
+    }
+
+    /// Finishes the jobs of workers, and lets the pool unmap its memory when it is unused. Call it
+    /// after the loader thread has ended.
+    pub(crate) fn stop_working(&self) {
+        // The jobs' buffers return to the pool when they are dropped.
+        let workers = self.lock().workers.take();
+        drop(workers);
+        // Only tensors still use memory now, and free it when they are dropped. Memory of a device
+        // is freed with the last of them.
+        self.context.slots.host.retire();
+    }
+
+    fn lock(&self) -> StateGuard<'_, D> {
+        // parking_lot does not poison: after a panic under this lock, other threads go on.
+        self.state.lock()
+    }
+
+    /// Waits for a change, or until it is time to ask the caller whether to go on.
+    fn wait<'a>(
+        &'a self,
+        mut state: StateGuard<'a, D>,
+        timer: &mut InterruptTimer,
+        interrupt: Interrupt<'_>,
+        what: impl Fn() -> String,
+    ) -> Result<StateGuard<'a, D>, Error> {
+        self.changed.wait_for(&mut state, INTERRUPT_PERIOD);
+        // Counts elapsed time, because changes may come more often than the period.
+        if timer.last_asked.elapsed() < INTERRUPT_PERIOD {
+            return Ok(state);
+        }
+        drop(state);
+        timer.last_asked = Instant::now();
+        if interrupt() {
+            self.lock().waiting_for_pass.remove(&std::thread::current().id());
+            return Err(Error::Interrupted { what: what() });
+        }
+        Ok(self.lock())
+    }
+}
+
+/// When a blocked call last asked its [`Interrupt`].
+struct InterruptTimer {
+    last_asked: Instant,
+}
+
+impl InterruptTimer {
+    fn new() -> Self {
+        Self { last_asked: Instant::now() }
+    }
+}

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Waiting for units.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use ts_streams::Device;
+
+use crate::Error;
+use crate::config::Interrupt;
+use crate::pass::PassId;
+use crate::plan::NeverFits;
+use crate::state::{EngineState, Shortage};
+use crate::unit::UnitId;
+use crate::unit_memory::UnitMemory;
+
+use super::{EngineInner, InterruptTimer, StateGuard};
+
+/// How often to look again before a lack of memory is an error.
+const SHORTAGE_TRIES: u32 = 3;
+
+/// The memory of each unit.
+type Memory<D> = Vec<Arc<UnitMemory<D>>>;
+/// The memory of each unit, and whether the caller had to wait for it.
+type Acquired<D> = (Memory<D>, bool);
+
+impl<D: Device> EngineInner<D> {
+    /// Blocks until all units are in memory. Returns their memory, marked as used by this thread,
+    /// and the time.
+    pub(crate) fn acquire(
+        &self,
+        pass: Option<PassId>,
+        units: &[UnitId],
+        interrupt: Interrupt<'_>,
+    ) -> Result<(Memory<D>, u64), Error> {
+        self.check_size(units)?;
+        let asked_ns = (self.clock)();
+        let mut state = self.lock();
+        state.add_together(units);
+        for &unit in units {
+            state.passes.visit(pass, unit);
+            state.add_waiter(unit);
+        }
+        let (mut state, result) = self.wait_for_units(state, units, interrupt);
+        for &unit in units {
+            state.remove_waiter(unit);
+        }
+        let now_ns = (self.clock)();
+        state.advance(&self.context, now_ns);
+        let (memory, waited) = result?;
+        if waited {
+            for &unit in units {
+                let stats = &mut state.units[unit.index()].stats;
+                stats.stalls += 1;
+                stats.stall_ns += now_ns - asked_ns;
+            }
+        }
+        Ok((memory, now_ns))
+    }
+
+    /// # Errors
+    /// Returns [`Error::NeverFits`] if several units together are larger than all slots.
+    fn check_size(&self, units: &[UnitId]) -> Result<(), Error> {
+        let [_, _, ..] = units else { return Ok(()) };
+        let distinct: BTreeSet<UnitId> = units.iter().copied().collect();
+        let needed: usize = distinct.iter().map(|&unit| self.unit(unit).slot_bytes).sum();
+        if needed <= self.context.slots.capacity_bytes() {
+            return Ok(());
+        }
+        let budget_bytes = self.budget.limit_bytes();
+        Err(Error::NeverFits(NeverFits {
+            budget_bytes,
+            largest_unit: self.names(units),
+            largest_bytes: needed,
+            smallest_budget_bytes: needed + (budget_bytes - self.slot_budget),
+        }))
+    }
+
+    /// Returns the memory of units when all of them are present.
+    fn wait_for_units<'a>(
+        &'a self,
+        mut state: StateGuard<'a, D>,
+        units: &[UnitId],
+        interrupt: Interrupt<'_>,
+    ) -> (StateGuard<'a, D>, Result<Acquired<D>, Error>) {
+        let (mut waited, mut tries, mut timer) = (false, 0, InterruptTimer::new());
+        loop {
+            if let Some(memory) = state.take(units) {
+                return (state, Ok((memory, waited)));
+            }
+            let failures = units.iter().filter_map(|unit| state.units[unit.index()].failure.take());
+            if let Some(failure) = failures.last() {
+                return (state, Err(failure));
+            }
+            if state.is_any_absent(units) {
+                if let Err(error) = self.start(&mut state, units, &mut tries) {
+                    return (state, Err(error));
+                }
+                // A unit without bytes is present as soon as it has a slot.
+                if state.are_all_present(units) {
+                    continue;
+                }
+            }
+            waited = true;
+            let what = || format!("unit `{}`", self.names(units));
+            state = match self.wait(state, &mut timer, interrupt, what) {
+                Ok(state) => state,
+                Err(error) => return (self.lock(), Err(error)),
+            };
+        }
+    }
+
+    fn names(&self, units: &[UnitId]) -> String {
+        let distinct: BTreeSet<UnitId> = units.iter().copied().collect();
+        let names: Vec<&str> =
+            distinct.iter().map(|&unit| self.unit(unit).unit.name.as_str()).collect();
+        names.join("` + `")
+    }
+
+    /// Starts to read the absent units, or notes that this thread waits for memory.
+    fn start(
+        &self,
+        state: &mut EngineState<D>,
+        units: &[UnitId],
+        tries: &mut u32,
+    ) -> Result<(), Error> {
+        let this_thread = std::thread::current().id();
+        let absent = state.absent(units);
+        let needed_bytes = absent.iter().map(|&unit| self.unit(unit).slot_bytes).sum();
+        match state.demand(&self.context, units, (self.clock)()) {
+            Ok(()) => {
+                state.waiting_for_memory.remove(&this_thread);
+                Ok(())
+            }
+            // Another thread may be about to drop the last reference: look again before it is an
+            // error.
+            Err(Shortage::Deadlock { holders }) if *tries >= SHORTAGE_TRIES => Err(Error::Stuck {
+                unit: self.names(&absent),
+                needed_bytes,
+                holders: holders.join(", "),
+            }),
+            Err(Shortage::StillReferenced { bytes, holders }) if *tries >= SHORTAGE_TRIES => {
+                let (held_bytes, holders) = (bytes, holders.join(", "));
+                let unit = self.names(&absent);
+                Err(Error::StillReferenced { unit, needed_bytes, held_bytes, holders })
+            }
+            Err(Shortage::Device(error)) => Err(Error::device(&self.names(&absent), error)),
+            Err(shortage) => {
+                if !matches!(shortage, Shortage::Temporary) {
+                    *tries += 1;
+                }
+                state.waiting_for_memory.insert(this_thread);
+                Ok(())
+            }
+        }
+    }
+}

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Reserves memory and starts what an engine needs.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+
+use parking_lot::{Condvar, Mutex};
+use ts_io::Source;
+use ts_pool::{Budget, HostPool};
+use ts_streams::Device;
+
+use crate::Error;
+use crate::config::{EngineConfig, Verify};
+use crate::context::EngineContext;
+use crate::event::Event;
+use crate::sizing::Sizing;
+use crate::slot_pool::SlotPool;
+use crate::state::EngineState;
+use crate::unit::Unit;
+use crate::worker::Workers;
+
+use super::EngineInner;
+
+impl<D: Device> EngineInner<D> {
+    /// Plans, reserves memory, and starts the backend and the workers. `device` is `None` if units
+    /// live in host memory. The events are for [`run`](Self::run).
+    pub(crate) fn new(
+        device: Option<&D>,
+        units: Vec<Unit>,
+        sources: Vec<Arc<Source>>,
+        config: EngineConfig,
+    ) -> Result<(Self, Receiver<Event<D>>), Error> {
+        let choice = config.registry.choose(config.backend.as_deref(), &sources)?;
+        let sizing = Sizing::new(units, &sources, &config, device.is_some())?;
+        let Sizing {
+            units,
+            order,
+            requests,
+            bounce_total,
+            decoder_total,
+            staging_total,
+            slot_budget,
+            plan,
+        } = sizing;
+        let system = |e: ts_pool::Error| Error::System(e.to_string());
+        let budget = Budget::new(config.budget_bytes);
+        let buffers = if device.is_some() {
+            Budget::new(bounce_total + decoder_total)
+        } else {
+            budget.clone()
+        };
+        let bounces = (bounce_total > 0)
+            .then(|| HostPool::new(&buffers, bounce_total))
+            .transpose()
+            .map_err(system)?;
+        let decoders = buffers.reserve(decoder_total).map_err(system)?;
+        let (events, inbox) = channel();
+        let slots = match device {
+            Some(device) => {
+                SlotPool::on_device(device, &budget, plan.peak_bytes(), staging_total, &events)
+            }
+            None => {
+                let watch = config.watch_writes && config.populate == 0;
+                SlotPool::on_host(&budget, plan.peak_bytes(), watch)
+            }
+        };
+        let slots = slots.map_err(system)?;
+        let sink = events.clone();
+        let backend = choice.provider.create(
+            &config.io,
+            Box::new(move |completion| drop(sink.send(Event::Read(completion)))),
+        )?;
+        let (prefetch, verify) = (config.prefetch, config.verify);
+        let checks = verify != Verify::Never && units.iter().any(|unit| !unit.checks.is_empty());
+        let workers =
+            (checks || bounces.is_some()).then(|| Workers::new(config.workers.max(1), &events));
+        let workers = workers.transpose()?;
+        let timeout = config.io.timeout;
+        let context = EngineContext {
+            units,
+            sources,
+            slots,
+            bounces,
+            sizes: requests,
+            prefetch,
+            verify,
+            timeout,
+            events,
+        };
+        let state = EngineState::new(&context, order, &config.together, plan, backend, workers);
+        let inner = Self {
+            context,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            budget,
+            _decoders: decoders,
+            choice,
+            max_passes: config.max_passes.max(1),
+            slot_budget,
+            rates: config.rates,
+            clock: config.clock,
+            process: std::process::id(),
+        };
+        Ok((inner, inbox))
+    }
+}

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The beginning and the end of passes, and new plans between them.
+
+use ts_streams::Device;
+
+use crate::Error;
+use crate::config::Interrupt;
+use crate::pass::PassId;
+use crate::plan::{PlanRequest, Rates};
+use crate::planner::{plan, predict};
+use crate::state::EngineState;
+
+use super::{EngineInner, InterruptTimer};
+
+/// The share of a pass that a new plan must promise to save.
+const REPLAN_GAIN: f64 = 0.05;
+/// The number of passes within which a new plan must pay for reading the resident units again.
+const REPLAN_PASSES: f64 = 8.0;
+
+impl<D: Device> EngineInner<D> {
+    pub(crate) fn begin_pass(&self, interrupt: Interrupt<'_>) -> Result<PassId, Error> {
+        let mut state = self.lock();
+        let this_thread = std::thread::current().id();
+        let mut timer = InterruptTimer::new();
+        while state.passes.running() >= self.max_passes {
+            // A thread that waits here frees no memory, which other threads must take into account.
+            state.waiting_for_pass.insert(this_thread);
+            state = self.wait(state, &mut timer, interrupt, || "another pass to end".into())?;
+        }
+        state.waiting_for_pass.remove(&this_thread);
+        state.counters.passes += 1;
+        let id = state.passes.begin();
+        state.advance(&self.context, (self.clock)());
+        Ok(id)
+    }
+
+    pub(crate) fn end_pass(&self, pass: PassId) -> bool {
+        let mut state = self.lock();
+        let planned_order = state.planned_order.clone();
+        match state.passes.end(pass, &planned_order) {
+            Some(true) => self.propose_plan(&mut state),
+            Some(false) if state.plan_outdated => self.propose_plan(&mut state),
+            // The pass used the order that the current plan was made for.
+            Some(false) => state.pending_plan = None,
+            None => {}
+        }
+        state.advance(&self.context, (self.clock)());
+        let proposed = state.pending_plan.is_some();
+        drop(state);
+        self.changed.notify_all();
+        proposed
+    }
+
+    pub(crate) fn replan(&self, interrupt: Interrupt<'_>) -> Result<bool, Error> {
+        let mut state = self.lock();
+        let mut timer = InterruptTimer::new();
+        while state.passes.running() == 0 && state.is_loading() {
+            state.paused = true;
+            state = match self.wait(state, &mut timer, interrupt, || "reads to end".into()) {
+                Ok(state) => state,
+                Err(error) => {
+                    self.lock().paused = false;
+                    return Err(error);
+                }
+            };
+        }
+        let applied = state.passes.running() == 0 && state.apply_pending_plan(&self.context);
+        state.paused = false;
+        state.advance(&self.context, (self.clock)());
+        Ok(applied)
+    }
+
+    /// Computes a plan from what was measured, and makes it the pending plan if it is worth
+    /// switching to.
+    fn propose_plan(&self, state: &mut EngineState<D>) {
+        let demands = state.demands(&self.context);
+        let order = state.passes.order().to_vec();
+        let least = self.context.prefetch.least_ring_bytes(self.slot_budget);
+        let request = PlanRequest {
+            units: &demands,
+            order: &order,
+            together: &state.together,
+            budget_bytes: self.slot_budget,
+            max_passes: self.max_passes,
+            rates: self.measured_rates(state),
+            // Assumes that the streamed units will need as much memory again.
+            least_ring_bytes: least.max(state.streamed_high_water),
+        };
+        let Ok(better) = plan(&request) else { return };
+        let kept = predict(&request, &state.residency());
+        // A new plan reads its resident units again, which must pay within a few passes. The arena
+        // has the size of the first plan's peak, so a larger plan cannot be used.
+        let fresh_start_s = better.resident_bytes as f64 / request.rates.read_bytes_per_s;
+        let pays = kept.as_ref().is_none_or(|kept| {
+            let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
+            gain_s > REPLAN_GAIN * kept.predicted_pass_s && gain_s * REPLAN_PASSES > fresh_start_s
+        });
+        state.plan_outdated = false;
+        if pays && better.peak_bytes() <= self.context.slots.capacity_bytes() {
+            state.pending_plan = Some(better);
+        } else if let Some(kept) = kept {
+            state.plan = kept;
+            state.planned_order = order;
+            state.pending_plan = None;
+        }
+    }
+
+    /// Returns the measured read bandwidth over the time in which reads were in flight, or the
+    /// configured rates if too little was measured.
+    fn measured_rates(&self, state: &EngineState<D>) -> Rates {
+        const SAMPLE_NS: u64 = 20_000_000;
+        let (bytes, busy_ns) = (state.read_bytes(), state.counters.busy_ns);
+        if bytes == 0 || busy_ns < SAMPLE_NS {
+            return self.rates;
+        }
+        Rates { read_bytes_per_s: bytes as f64 / (busy_ns as f64 / 1e9), ..self.rates }
+    }
+}

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+use proptest::prelude::*;
+
+use super::*;
+
+fn units(sizes: &[usize]) -> Vec<UnitDemand> {
+    let unit = |(i, &size): (usize, &usize)| {
+        UnitDemand::new(format!("u{i}"), size).with_compute_s(size as f64 / 10e9)
+    };
+    sizes.iter().enumerate().map(unit).collect()
+}
+
+fn order(n: usize) -> Vec<UnitId> {
+    (0..n as u32).map(UnitId).collect()
+}
+
+#[test]
+fn all_units_are_resident_if_they_fit() {
+    let (units, order) = (units(&[10, 20, 30]), order(3));
+    let plan = plan(&PlanRequest::new(&units, &order, 60)).unwrap();
+    assert!(plan.residency.iter().all(|&r| r == Residency::Resident));
+    assert_eq!((plan.ring_bytes, plan.streamed_bytes_per_pass), (0, 0));
+    assert_eq!(plan.bottleneck, Bottleneck::Compute);
+}
+
+#[test]
+fn a_budget_below_the_largest_unit_is_refused() {
+    let (units, order) = (units(&[10, 50, 30]), order(3));
+    let error = plan(&PlanRequest::new(&units, &order, 49)).unwrap_err();
+    assert_eq!((error.largest_unit.as_str(), error.smallest_budget_bytes), ("u1", 50));
+    let plan = plan(&PlanRequest::new(&units, &order, 50)).unwrap();
+    assert_eq!(plan.smallest_budget_bytes, 50);
+}
+
+#[test]
+fn concurrent_passes_need_a_slot_each_or_resident_units() {
+    let units = units(&[100, 10, 10]);
+    assert_eq!(smallest_budget(&units, &[], 1), 100);
+    assert_eq!(smallest_budget(&units, &[], 2), 120);
+    assert_eq!(smallest_budget(&[], &[], 2), 0);
+}
+
+#[test]
+fn the_smallest_budget_covers_units_needed_together() {
+    let units = units(&[10, 50, 30, 20]);
+    let together = [vec![UnitId(0), UnitId(2), UnitId(3)]];
+    assert_eq!(smallest_budget(&units, &together, 1), 60);
+    let order = order(4);
+    let error = plan(&PlanRequest::new(&units, &order, 59).with_together(&together)).unwrap_err();
+    assert_eq!((error.largest_unit.as_str(), error.largest_bytes), ("u0` + `u2` + `u3", 60));
+    let plan = plan(&PlanRequest::new(&units, &order, 60).with_together(&together)).unwrap();
+    assert!(plan.ring_bytes >= 50 && plan.peak_bytes() <= 60);
+}
+
+#[test]
+fn the_smallest_budget_works_where_the_greedy_choice_fails() {
+    // Two passes need 9 bytes: 4 + 1 resident, and 2 in the ring for each pass. With that ring,
+    // the greedy choice makes 4 + 2 resident, which needs 10 bytes.
+    let units = units(&[2, 4, 2, 1, 1]);
+    let together = [vec![UnitId(4), UnitId(1)], vec![UnitId(2), UnitId(4)]];
+    let order = order(5);
+    let least = smallest_budget(&units, &together, 2);
+    let request =
+        PlanRequest::new(&units, &order, least).with_max_passes(2).with_together(&together);
+    assert_eq!(plan(&request).unwrap().peak_bytes(), least);
+}
+
+#[test]
+fn a_unit_visited_twice_is_preferred() {
+    let units = units(&[40_000_000, 40_000_000, 40_000_000]);
+    let order = [UnitId(0), UnitId(1), UnitId(2), UnitId(0)];
+    let plan = plan(&PlanRequest::new(&units, &order, 100_000_000)).unwrap();
+    assert_eq!(plan.residency[0], Residency::Resident);
+}
+
+#[test]
+fn a_unit_that_is_never_visited_is_streamed() {
+    let units = units(&[40_000_000, 40_000_000, 40_000_000]);
+    let plan = plan(&PlanRequest::new(&units, &[UnitId(0), UnitId(2)], 80_000_000)).unwrap();
+    assert_eq!(plan.residency[1], Residency::Streamed);
+    assert_eq!(plan.ring_bytes, 40_000_000);
+}
+
+#[test]
+fn the_ring_is_small_if_storage_is_the_bottleneck() {
+    // The shape of a 1.1B model: a large embedding and head, 22 layers of 7 matrices.
+    let mut sizes = vec![131_000_000];
+    for _ in 0..22 {
+        sizes.extend([
+            8_400_000, 1_000_000, 1_000_000, 8_400_000, 23_000_000, 23_000_000, 23_000_000,
+        ]);
+    }
+    sizes.push(131_000_000);
+    let (units, order) = (units(&sizes), order(sizes.len()));
+    let plan = plan(&PlanRequest::new(&units, &order, 1_000_000_000)).unwrap();
+    assert_eq!(plan.bottleneck, Bottleneck::Storage);
+    assert!(plan.ring_bytes < 150_000_000, "{}", plan.ring_bytes);
+    let floor = plan.streamed_bytes_per_pass as f64 / 1e9;
+    assert!(plan.predicted_pass_s < 1.1 * floor, "{} s for {floor} GB", plan.predicted_pass_s);
+}
+
+#[test]
+fn the_least_ring_is_kept_if_possible() {
+    let (units, order) = (units(&[100_000_000; 20]), order(20));
+    let ask = |budget, least_ring_bytes| {
+        plan(&PlanRequest::new(&units, &order, budget).with_least_ring_bytes(least_ring_bytes))
+            .unwrap()
+    };
+    assert!(ask(1_000_000_000, 0).ring_bytes < 500_000_000);
+    assert!(ask(1_000_000_000, 500_000_000).ring_bytes >= 500_000_000);
+    assert_eq!(ask(2_000_000_000, 1_000_000_000).streamed_bytes_per_pass, 0);
+    assert!(ask(1_000_000_000, usize::MAX).peak_bytes() <= 1_000_000_000);
+}
+
+proptest! {
+    #[test]
+    fn every_plan_keeps_the_budget_and_no_refusal_is_wrong(
+        sizes in prop::collection::vec(1usize..1000, 1..150),
+        visits in prop::collection::vec(any::<prop::sample::Index>(), 0..60),
+        spare in prop_oneof![Just(0), 0usize..20_000],
+        max_passes in prop_oneof![1usize..4, Just(usize::MAX)],
+        sets in prop::collection::vec(
+            prop::collection::vec(any::<prop::sample::Index>(), 1..7),
+            0..8,
+        ),
+    ) {
+        let units = units(&sizes);
+        let id = |v: &prop::sample::Index| UnitId(v.index(sizes.len()) as u32);
+        let together: Vec<Vec<UnitId>> =
+            sets.iter().map(|set| set.iter().map(id).collect()).collect();
+        let together = &together[..];
+        let least = smallest_budget(&units, together, max_passes);
+        let request = |order, budget| {
+            PlanRequest::new(&units, order, budget)
+                .with_max_passes(max_passes)
+                .with_together(together)
+        };
+        prop_assert!(plan(&request(&[], least - 1)).is_err());
+        let budget = least + spare;
+        let order: Vec<_> = visits.iter().map(id).collect();
+        let request = request(&order, budget);
+        let plan = plan(&request).unwrap();
+        prop_assert!(plan.peak_bytes() <= budget);
+        for set in together {
+            let distinct: std::collections::BTreeSet<_> = set.iter().collect();
+            let streamed =
+                distinct.iter().filter(|id| plan.residency[id.index()] == Residency::Streamed);
+            let bytes: usize = streamed.map(|id| units[id.index()].slot_bytes).sum();
+            prop_assert!(bytes.saturating_mul(max_passes) <= budget - plan.resident_bytes);
+        }
+        prop_assert!(
+            plan.largest_streamed_bytes.saturating_mul(max_passes)
+                <= budget - plan.resident_bytes
+        );
+        prop_assert!(plan.predicted_pass_s.is_finite() && plan.predicted_pass_s >= 0.0);
+        let again = predict(&request, &plan.residency).unwrap();
+        prop_assert_eq!(again, plan);
+    }
+}

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Units with their layout in memory.
+
+use std::sync::Arc;
+
+use crate::layout::SlotLayout;
+use crate::plan::UnitDemand;
+use crate::stats::UnitStats;
+use crate::unit::Unit;
+use crate::worker::TensorCheck;
+
+/// A unit with its layout.
+#[derive(Debug)]
+pub(crate) struct PreparedUnit {
+    pub(crate) unit: Unit,
+    pub(crate) layout: SlotLayout,
+    /// The length of the layout, rounded up to whole blocks of the pool.
+    pub(crate) slot_bytes: usize,
+    /// The checksums of those tensors that have some.
+    pub(crate) checks: Arc<[TensorCheck]>,
+}
+
+impl PreparedUnit {
+    /// Returns the statistics before the first use.
+    pub(crate) fn initial_stats(&self) -> UnitStats {
+        UnitStats {
+            name: self.unit.name.clone(),
+            slot_bytes: self.slot_bytes,
+            ..UnitStats::default()
+        }
+    }
+
+    /// Returns what the planner needs to know. `compute_s` is the measured time of a visit, in
+    /// seconds. Without it, the time is estimated.
+    pub(crate) fn demand(&self, compute_s: Option<f64>) -> UnitDemand {
+        UnitDemand {
+            name: self.unit.name.clone(),
+            slot_bytes: self.slot_bytes,
+            read_bytes: self.layout.read_bytes(),
+            compute_s: compute_s.unwrap_or_else(|| estimate_compute_s(self.slot_bytes)),
+        }
+    }
+}
+
+/// Assumes a matrix-vector product, which reads each weight once at the speed of memory.
+fn estimate_compute_s(bytes: usize) -> f64 {
+    const MEMORY_BYTES_PER_S: f64 = 10e9;
+    bytes as f64 / MEMORY_BYTES_PER_S
+}

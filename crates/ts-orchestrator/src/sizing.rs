@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Computes layouts, buffer sizes and the first plan, before any memory is reserved.
+
+use std::sync::Arc;
+
+use ts_format::ChunkPart;
+use ts_io::Source;
+use ts_pool::BLOCK_ALIGN;
+
+use crate::Error;
+use crate::config::EngineConfig;
+use crate::layout::{ReadKind, SlotLayout};
+use crate::plan::{NeverFits, Plan, PlanRequest};
+use crate::planner::plan;
+use crate::prepared::PreparedUnit;
+use crate::unit::{PHASE_ALIGN, Unit, UnitId};
+use crate::unit_load::{RequestSizes, bounce_bytes};
+use crate::worker::{DECODER_BYTES, TensorCheck};
+
+/// The least number of bounce buffers. It is enough if none is decoded.
+const LEAST_BOUNCE_COUNT: usize = 2;
+/// More bounce buffers, for compressed chunks, may take the budget divided by this.
+const BOUNCE_SHARE: usize = 16;
+
+/// The sizes of everything that an engine reserves, and its first plan.
+#[derive(Debug)]
+pub(crate) struct Sizing {
+    pub(crate) units: Vec<PreparedUnit>,
+    pub(crate) order: Vec<UnitId>,
+    pub(crate) requests: RequestSizes,
+    /// The size of all bounce buffers together, in bytes.
+    pub(crate) bounce_total: usize,
+    /// The size of all decoders together, in bytes.
+    pub(crate) decoder_total: usize,
+    /// The size of the staging memory, in bytes.
+    pub(crate) staging_total: usize,
+    /// What the budget leaves for slots, in bytes. A multiple of the block size.
+    pub(crate) slot_budget: usize,
+    pub(crate) plan: Plan,
+}
+
+impl Sizing {
+    /// With `staged`, units live on a device with its own memory.
+    pub(crate) fn new(
+        units: Vec<Unit>,
+        sources: &[Arc<Source>],
+        config: &EngineConfig,
+        staged: bool,
+    ) -> Result<Self, Error> {
+        let order = config.order.clone();
+        let order = order.unwrap_or_else(|| (0..units.len() as u32).map(UnitId).collect());
+        check(&units, order.iter().chain(config.together.iter().flatten()), sources.len())?;
+        let alignment =
+            sources.iter().filter_map(|s| s.direct_alignment().ok()).max().unwrap_or(PHASE_ALIGN);
+        let alignment = alignment.max(PHASE_ALIGN);
+        let units: Vec<PreparedUnit> =
+            units.into_iter().map(|unit| prepare(unit, alignment)).collect();
+        let requests = RequestSizes {
+            request_bytes: config.request_bytes.next_multiple_of(alignment).max(alignment),
+            bounce_bytes: bounce_bytes(units.iter().map(|unit| &unit.layout), alignment),
+            alignment,
+        };
+        let bounce_bytes = requests.bounce_bytes.next_multiple_of(BLOCK_ALIGN);
+        let reads = || units.iter().flat_map(|unit| &unit.layout.reads);
+        let decodes = reads().any(|read| matches!(read.kind, ReadKind::Decoded { .. }));
+        let decoder_total = if decodes { config.workers.max(1) * DECODER_BYTES } else { 0 };
+        let demands: Vec<_> = units.iter().map(|unit| unit.demand(None)).collect();
+        let attempt = |bounce_count: usize| {
+            let bounce_total = bounce_count * bounce_bytes;
+            // The budget of a device with its own memory is for slots only.
+            let buffers = if staged { 0 } else { bounce_total + decoder_total };
+            let left = config.budget_bytes.saturating_sub(buffers);
+            let slot_budget = left - left % BLOCK_ALIGN;
+            let request = PlanRequest {
+                units: &demands,
+                order: &order,
+                together: &config.together,
+                budget_bytes: slot_budget,
+                max_passes: config.max_passes,
+                rates: config.rates,
+                least_ring_bytes: config.prefetch.least_ring_bytes(slot_budget),
+            };
+            let plan = plan(&request).map_err(|e| NeverFits {
+                budget_bytes: config.budget_bytes,
+                smallest_budget_bytes: e.smallest_budget_bytes.saturating_add(buffers),
+                ..e
+            })?;
+            Ok::<_, NeverFits>((plan, bounce_total, slot_budget))
+        };
+        // Compressed chunks are small, so there is a bounce buffer for each read in flight and each
+        // worker, if the share of the budget allows it and a plan exists.
+        let many = if decodes {
+            let share = config.budget_bytes / BOUNCE_SHARE / bounce_bytes;
+            share.min(config.io.in_flight + config.workers.max(1)).max(LEAST_BOUNCE_COUNT)
+        } else {
+            LEAST_BOUNCE_COUNT
+        };
+        let (plan, bounce_total, slot_budget) =
+            attempt(many).or_else(|_| attempt(LEAST_BOUNCE_COUNT))?;
+        let mut sizes: Vec<usize> = units.iter().map(|unit| unit.slot_bytes).collect();
+        sizes.sort_unstable_by(|a, b| b.cmp(a));
+        let staging_total =
+            if staged { sizes.iter().take(config.staging_units.max(1)).sum() } else { 0 };
+        Ok(Self {
+            units,
+            order,
+            requests,
+            bounce_total,
+            decoder_total,
+            staging_total,
+            slot_budget,
+            plan,
+        })
+    }
+}
+
+/// Checks that all ids, files and chunks exist and are consistent.
+fn check<'a>(
+    units: &[Unit],
+    mut ids: impl Iterator<Item = &'a UnitId>,
+    sources: usize,
+) -> Result<(), Error> {
+    if let Some(&UnitId(unit)) = ids.find(|id| id.index() >= units.len()) {
+        return Err(Error::NoSuchUnit { unit, count: units.len() });
+    }
+    for tensor in units.iter().flat_map(|unit| &unit.tensors) {
+        for part in &tensor.entry.parts {
+            if part.file.0 as usize >= sources {
+                return Err(Error::NoSuchFile {
+                    tensor: tensor.name.clone(),
+                    file: part.file.0,
+                    count: sources,
+                });
+            }
+        }
+    }
+    for tensor in units.iter().flat_map(|unit| &unit.tensors) {
+        let encoded = tensor.entry.parts.iter().filter(|part| part.is_virtual());
+        let decoded = tensor.chunks.iter().map(|part| u64::from(part.len));
+        let within = |part: &ChunkPart| {
+            part.skip.checked_add(part.len).is_some_and(|end| end <= part.raw_len)
+        };
+        let sum = encoded.fold(0, |sum: u64, part| sum.saturating_add(part.len));
+        if decoded.sum::<u64>() != sum || !tensor.chunks.iter().all(within) {
+            return Err(Error::WrongChunks { tensor: tensor.name.clone() });
+        }
+    }
+    Ok(())
+}
+
+fn prepare(unit: Unit, alignment: usize) -> PreparedUnit {
+    let layout = SlotLayout::new(&unit.tensors, alignment);
+    let slot_bytes = layout.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
+    let digests = unit.tensors.iter().zip(&layout.tensors).enumerate();
+    let digests = digests.filter_map(|(index, (tensor, placement))| {
+        let digest = Arc::clone(tensor.digest.as_ref()?);
+        let range = placement.offset..placement.offset + placement.len;
+        Some(TensorCheck { tensor: index, range, digest })
+    });
+    let checks = digests.collect();
+    PreparedUnit { unit, layout, slot_bytes, checks }
+}

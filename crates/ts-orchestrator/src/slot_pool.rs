@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Allocates the memory that units live in, and the memory that they are read to.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::Sender;
+
+use ts_pool::{
+    BLOCK_ALIGN, Backing, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation,
+    StreamOrderedAllocator, StreamOrderedPool, WriteWatch,
+};
+use ts_streams::{Device, MemoryKind, StreamPriority};
+
+use crate::event::Event;
+use crate::unit_memory::UnitMemory;
+use crate::upload::{Upload, Uploader};
+
+/// The memory of an engine for units.
+#[derive(Debug)]
+pub(crate) struct SlotPool<D: Device> {
+    /// The slots if units live in host memory, else the staging memory.
+    pub(crate) host: HostPool,
+    device: Option<DeviceSlots<D>>,
+    /// Detects writes to resident units.
+    watch: Option<Arc<WriteWatch>>,
+    /// The number of references to host slots that are held until a stream has finished its work.
+    stream_references: Arc<AtomicUsize>,
+}
+
+/// The slots on a device with its own memory.
+#[derive(Debug)]
+struct DeviceSlots<D: Device> {
+    pool: StreamOrderedPool<D>,
+    uploader: Uploader<D>,
+    _reservation: Reservation,
+}
+
+/// The memory that a unit occupies while it is loaded.
+#[derive(Debug)]
+pub(crate) enum Slot<D: Device> {
+    Host(Buffer),
+    Device(DeviceBuffer<D>),
+}
+
+/// The memory for loading one unit.
+#[derive(Debug)]
+pub(crate) struct LoadBuffers<D: Device> {
+    /// The slot on the host, or staging memory.
+    pub(crate) host: Buffer,
+    /// The slot on the device, if units live there.
+    pub(crate) device: Option<DeviceBuffer<D>>,
+}
+
+impl<D: Device> LoadBuffers<D> {
+    /// Returns the slot, and frees staging memory.
+    pub(crate) fn into_slot(self) -> Slot<D> {
+        match self.device {
+            Some(slot) => Slot::Device(slot),
+            None => Slot::Host(self.host),
+        }
+    }
+}
+
+/// Why memory for a unit cannot be allocated now.
+#[derive(Debug)]
+pub(crate) enum AllocationError {
+    /// Other units occupy the slots.
+    SlotsFull,
+    /// Other loads occupy the staging memory.
+    StagingFull,
+    /// The device failed.
+    Device(ts_pool::Error),
+}
+
+impl<D: Device> SlotPool<D> {
+    /// Reserves slots in host memory. With `watch`, writes to resident units are detected if the
+    /// system supports it.
+    pub(crate) fn on_host(
+        budget: &Budget,
+        bytes: usize,
+        watch: bool,
+    ) -> Result<Self, ts_pool::Error> {
+        let host = HostPool::new(budget, bytes)?;
+        let watch = watch.then(|| WriteWatch::try_new(&host)).flatten().map(Arc::new);
+        Ok(Self { host, device: None, watch, stream_references: Arc::default() })
+    }
+
+    /// Reserves slots in the memory of a device, and `staging_bytes` on the host.
+    pub(crate) fn on_device(
+        device: &D,
+        budget: &Budget,
+        bytes: usize,
+        staging_bytes: usize,
+        events: &Sender<Event<D>>,
+    ) -> Result<Self, ts_pool::Error> {
+        let reservation = budget.reserve(bytes)?;
+        let host = HostPool::for_device(device, &Budget::new(staging_bytes), staging_bytes)?;
+        let options = OrderedOptions {
+            backing: Backing::Segments,
+            kind: MemoryKind::Device,
+            segment_bytes: bytes,
+            limit_bytes: bytes,
+            granule_bytes: BLOCK_ALIGN,
+        };
+        let (pool, stream) = (
+            StreamOrderedPool::new(device.clone(), options),
+            device.create_stream(StreamPriority::Normal)?,
+        );
+        pool.reserve_segment(bytes, &stream)?;
+        let uploader = Uploader::new(stream, events)?;
+        let device = Some(DeviceSlots { pool, uploader, _reservation: reservation });
+        Ok(Self { host, device, watch: None, stream_references: Arc::default() })
+    }
+
+    /// Joins free memory of a device into as few pieces as possible.
+    pub(crate) fn coalesce(&self) {
+        if let Some(slots) = &self.device {
+            slots.pool.coalesce();
+        }
+    }
+
+    /// Allocates a slot.
+    pub(crate) fn allocate(&self, len: usize) -> Result<Slot<D>, AllocationError> {
+        let Some(DeviceSlots { pool, uploader, .. }) = &self.device else {
+            return self.host.allocate(len).map(Slot::Host).map_err(|_| AllocationError::SlotsFull);
+        };
+        match pool.allocate_for_stream(len, uploader.stream()) {
+            Ok(buffer) => Ok(Slot::Device(buffer)),
+            Err(error) if error.kind() == ts_pool::ErrorKind::Full => {
+                Err(AllocationError::SlotsFull)
+            }
+            Err(error) => Err(AllocationError::Device(error)),
+        }
+    }
+
+    /// Allocates the memory to load a unit, using the slot in `reserved` if there is one. If there
+    /// is no memory, `reserved` is unchanged.
+    pub(crate) fn allocate_for_load(
+        &self,
+        len: usize,
+        reserved: &mut Option<Slot<D>>,
+    ) -> Result<LoadBuffers<D>, AllocationError> {
+        // Staging memory comes first, because `reserved` must not be lost if there is none.
+        let staging = match self.device {
+            Some(_) => Some(self.host.allocate(len).map_err(|_| AllocationError::StagingFull)?),
+            None => None,
+        };
+        let slot = reserved.take().map_or_else(|| self.allocate(len), Ok)?;
+        Ok(match (slot, staging) {
+            (Slot::Host(host), _) => LoadBuffers { host, device: None },
+            (Slot::Device(device), Some(host)) => LoadBuffers { host, device: Some(device) },
+            (Slot::Device(_), None) => unreachable!("only a pool on a device has such slots"),
+        })
+    }
+
+    /// Starts to copy a unit from staging memory to its slot on the device. The result is an
+    /// [`Event::Uploaded`].
+    pub(crate) fn upload(&self, load: u32, staging: Buffer, slot: DeviceBuffer<D>) {
+        let slots = self.device.as_ref().expect("only a pool on a device has such slots");
+        slots.uploader.submit(Upload { load, staging, slot });
+    }
+
+    /// Makes a loaded unit of a slot that was filled. Writes to it are detected only if it is
+    /// `resident`.
+    pub(crate) fn loaded(
+        &self,
+        slot: Slot<D>,
+        resident: bool,
+        events: Sender<Event<D>>,
+    ) -> UnitMemory<D> {
+        match (slot, &self.device) {
+            (Slot::Host(buffer), _) => {
+                let buffer = buffer.freeze();
+                // Streamed units are read again soon, so watching them is not worth its cost.
+                let watched = self
+                    .watch
+                    .as_ref()
+                    .filter(|_| resident)
+                    .and_then(|watch| watch.watch(buffer.clone()).ok().map(Arc::new));
+                let references = Arc::clone(&self.stream_references);
+                UnitMemory::host(buffer, watched, references, events)
+            }
+            (Slot::Device(buffer), Some(slots)) => {
+                UnitMemory::device(buffer, slots.pool.clone(), events)
+            }
+            (Slot::Device(_), None) => unreachable!("only a pool on a device has such slots"),
+        }
+    }
+
+    /// Returns whether writes to resident units are detected.
+    pub(crate) fn watches_writes(&self) -> bool {
+        self.watch.is_some()
+    }
+
+    /// Returns whether streams hold references to slots that the engine has freed.
+    pub(crate) fn waits_for_streams(&self) -> bool {
+        self.stream_references.load(Ordering::Acquire) > 0
+    }
+
+    /// Returns the size of all slots together, in bytes.
+    pub(crate) fn capacity_bytes(&self) -> usize {
+        self.device
+            .as_ref()
+            .map_or_else(|| self.host.stats().capacity_bytes, |on| on.pool.stats().capacity_bytes)
+    }
+
+    /// Returns how many bytes of slots are in use, now and at most so far.
+    pub(crate) fn in_use_bytes(&self) -> (usize, usize) {
+        match &self.device {
+            Some(on) => {
+                let stats = on.pool.stats();
+                (stats.in_use_bytes, stats.high_water_bytes)
+            }
+            None => {
+                let stats = self.host.stats();
+                (stats.in_use_bytes, stats.high_water_bytes)
+            }
+        }
+    }
+
+    /// Returns the size of the staging memory, in bytes.
+    pub(crate) fn staging_bytes(&self) -> usize {
+        self.device.as_ref().map_or(0, |_| self.host.stats().capacity_bytes)
+    }
+}

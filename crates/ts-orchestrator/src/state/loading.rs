@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Loads of units, from the submission of reads to the finished unit.
+
+use std::sync::Arc;
+
+use ts_io::{Completion, ReadRequest};
+use ts_pool::Buffer;
+use ts_streams::Device;
+
+use crate::Error;
+use crate::config::Verify;
+use crate::context::EngineContext;
+use crate::event::{ChecksumMismatch, DamagedChunk, Event, PanickedJob, UploadResult};
+use crate::layout::ReadKind;
+use crate::plan::Residency;
+use crate::slot_pool::{LoadBuffers, Slot};
+use crate::stats::add_bytes;
+use crate::unit::UnitId;
+use crate::unit_load::{QueuedRead, UnitLoad, split_token};
+use crate::worker::Job;
+
+use super::{EngineState, Presence};
+
+impl<D: Device> EngineState<D> {
+    /// Starts to load a unit. Returns the reads to queue.
+    pub(super) fn start_load(
+        &mut self,
+        context: &EngineContext<D>,
+        id: UnitId,
+        buffers: LoadBuffers<D>,
+        now_ns: u64,
+    ) -> Vec<QueuedRead> {
+        let load_id = self.next_load;
+        self.next_load = self.next_load.wrapping_add(1);
+        let layout = &context.units[id.index()].layout;
+        let (load, reads) = UnitLoad::new(load_id, id, layout, buffers, context.sizes, now_ns);
+        self.units[id.index()].presence = Presence::Loading;
+        let complete = load.is_complete();
+        self.loads.insert(load_id, load);
+        if complete {
+            self.on_all_read(context, load_id, now_ns);
+        }
+        reads
+    }
+
+    /// Submits queued reads to the backend, as many as keep it busy.
+    pub(super) fn submit_reads(&mut self, context: &EngineContext<D>, now_ns: u64) {
+        let Some(backend) = &self.backend else { return };
+        // Twice what it works on at a time, so that it never waits until this thread is scheduled.
+        let limit = 2 * backend.capabilities().max_in_flight;
+        let mut rejected = Vec::new();
+        while self.in_flight < limit
+            && let Some(read) = self.queue.pop_front()
+        {
+            let source = Arc::clone(&context.sources[read.file.0 as usize]);
+            let request = if read.kind != ReadKind::InPlace {
+                let bounce = match context
+                    .bounces
+                    .as_ref()
+                    .map(|pool| pool.allocate(context.sizes.bounce_bytes))
+                {
+                    Some(Ok(bounce)) => bounce,
+                    _ if self.in_flight + self.filling > 0 => {
+                        self.queue.push_front(read);
+                        break;
+                    }
+                    // The system may still write to all bounce buffers, after reads that timed out.
+                    _ => {
+                        let (path, offset) = (source.path().into(), read.offset);
+                        let (len, timeout) = (read.required, context.timeout);
+                        let result = Err(ts_io::Error::TimedOut { path, offset, len, timeout });
+                        self.targets.insert(read.token, (read.target, 0..0, read.kind));
+                        self.in_flight += 1;
+                        rejected.push(Completion {
+                            token: read.token,
+                            buffers: Vec::new(),
+                            result,
+                        });
+                        continue;
+                    }
+                };
+                let alignment = context.sizes.alignment as u64;
+                let skip = (read.offset % alignment) as usize;
+                let stored = skip..skip + read.required;
+                self.targets.insert(read.token, (read.target, stored, read.kind));
+                let (offset, required) = (read.offset - skip as u64, skip + read.required);
+                ReadRequest::new(read.token, source, offset, required, bounce)
+            } else {
+                ReadRequest::new(read.token, source, read.offset, read.required, read.target)
+            };
+            if self.in_flight == 0 {
+                self.busy_since_ns = now_ns;
+            }
+            self.in_flight += 1;
+            if let Err(r) = backend.submit(request) {
+                let ReadRequest { token, buffers, .. } = r.request;
+                rejected.push(Completion { token, buffers, result: Err(r.error) });
+            }
+        }
+        for completion in rejected {
+            // The loader thread handles them later, because the state must not change in the middle
+            // of a transition.
+            let _ = context.events.send(Event::Read(completion));
+        }
+    }
+
+    /// Handles the end of a read.
+    pub(crate) fn on_read(
+        &mut self,
+        context: &EngineContext<D>,
+        completion: Completion,
+        now_ns: u64,
+    ) {
+        self.in_flight -= 1;
+        if self.in_flight == 0 {
+            self.counters.busy_ns += now_ns.saturating_sub(self.busy_since_ns);
+        }
+        let Completion { token, mut buffers, result } = completion;
+        let buffer = buffers.pop();
+        let (load_id, part) = split_token(token);
+        let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");
+        let delivered = match result {
+            Ok(transfer) => {
+                transfer.paths.iter().for_each(|&(path, bytes)| load.count(path, bytes));
+                true
+            }
+            Err(error) => {
+                let prepared = &context.units[load.unit.index()];
+                load.fail(part, &prepared.unit, &prepared.layout, error);
+                false
+            }
+        };
+        match self.targets.remove(&token) {
+            None => self.return_part(context, load_id, part, buffer, now_ns),
+            Some((target, stored, kind)) if delivered => {
+                let workers =
+                    self.workers.as_ref().expect("an engine with bounce buffers has workers");
+                let bounce = buffer.expect("a completed read returns its buffer");
+                self.filling += 1;
+                let unit = &self.units[load.unit.index()];
+                let verify = unit.needs_verification(context.verify);
+                workers.submit(
+                    Job::FillPart { token, bounce, stored, kind, verify, target },
+                    unit.waiters > 0,
+                );
+            }
+            Some((target, ..)) => {
+                // Frees the bounce buffer for the next read. If the system may still write to it
+                // after a timeout, it returns to its pool later.
+                drop(buffer);
+                self.return_part(context, load_id, part, Some(target), now_ns);
+            }
+        }
+    }
+
+    /// Handles a part that a worker copied or decoded.
+    pub(crate) fn on_part_filled(
+        &mut self,
+        context: &EngineContext<D>,
+        token: u64,
+        bounce: Buffer,
+        target: Buffer,
+        damage: Option<DamagedChunk>,
+        now_ns: u64,
+    ) {
+        drop(bounce);
+        self.filling -= 1;
+        let (load_id, part) = split_token(token);
+        if let Some(damage) = damage {
+            let load = self.loads.get_mut(&load_id).expect("a part belongs to a load");
+            let prepared = &context.units[load.unit.index()];
+            let file = load.file(part);
+            let path = context.sources[file.0 as usize].path().to_path_buf();
+            load.fail_damaged(part, &prepared.unit, &prepared.layout, path, damage);
+        }
+        self.return_part(context, load_id, part, Some(target), now_ns);
+    }
+
+    /// Handles a job that panicked: its load fails.
+    pub(crate) fn on_job_panicked(
+        &mut self,
+        context: &EngineContext<D>,
+        job: PanickedJob,
+        now_ns: u64,
+    ) {
+        let load_id = match job {
+            PanickedJob::FillPart(token) => split_token(token).0,
+            PanickedJob::Check(load) => load,
+        };
+        let load = self.loads.get_mut(&load_id).expect("a job belongs to a load");
+        let unit = &context.units[load.unit.index()].unit.name;
+        load.error.get_or_insert(Error::System(format!(
+            "unit `{unit}`: a worker thread panicked: this is a bug"
+        )));
+        match job {
+            PanickedJob::FillPart(token) => {
+                self.filling -= 1;
+                self.return_part(context, load_id, split_token(token).1, None, now_ns);
+            }
+            PanickedJob::Check(_) => self.upload_or_finish(context, load_id, None, now_ns),
+        }
+    }
+
+    fn return_part(
+        &mut self,
+        context: &EngineContext<D>,
+        load_id: u32,
+        part: usize,
+        buffer: Option<Buffer>,
+        now_ns: u64,
+    ) {
+        let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");
+        if load.return_part(part, buffer) {
+            self.on_all_read(context, load_id, now_ns);
+        }
+    }
+
+    /// Continues when all parts are filled: verifies the unit if necessary.
+    fn on_all_read(&mut self, context: &EngineContext<D>, load_id: u32, now_ns: u64) {
+        let load = self.loads.get_mut(&load_id).expect("the load exists until it is finished");
+        let slot = load.join();
+        let checks = &context.units[load.unit.index()].checks;
+        let unit = &self.units[load.unit.index()];
+        let verify = !checks.is_empty() && unit.needs_verification(context.verify);
+        match (&self.workers, slot) {
+            (Some(workers), Some(slot)) if verify && load.error.is_none() => {
+                let job = Job::Check { load: load_id, slot, checks: Arc::clone(checks) };
+                workers.submit(job, unit.waiters > 0);
+            }
+            (_, slot) => self.upload_or_finish(context, load_id, slot, now_ns),
+        }
+    }
+
+    /// Handles a unit that a worker compared with its checksums.
+    pub(crate) fn on_checked(
+        &mut self,
+        context: &EngineContext<D>,
+        load_id: u32,
+        slot: Buffer,
+        mismatch: Option<ChecksumMismatch>,
+        now_ns: u64,
+    ) {
+        let load = self.loads.get_mut(&load_id).expect("a check belongs to a load");
+        if let Some(ChecksumMismatch { tensor, range }) = mismatch {
+            let unit = &context.units[load.unit.index()].unit;
+            let part = unit.tensors[tensor].entry.parts[0];
+            load.error = Some(Error::Corrupt {
+                unit: unit.name.clone(),
+                tensor: unit.tensors[tensor].name.clone(),
+                path: context.sources[part.file.0 as usize].path().to_path_buf(),
+                offset: part.offset + range.start as u64,
+                len: range.len() as u64,
+                what: "do not match their checksum".into(),
+            });
+        }
+        self.upload_or_finish(context, load_id, Some(slot), now_ns);
+    }
+
+    /// Copies a unit to its device if it lives there, else finishes its load. `host` is `None` if
+    /// the memory that was read to is lost.
+    fn upload_or_finish(
+        &mut self,
+        context: &EngineContext<D>,
+        load_id: u32,
+        host: Option<Buffer>,
+        now_ns: u64,
+    ) {
+        let load = self.loads.get_mut(&load_id).expect("the load exists until it is finished");
+        match (host, load.device.take()) {
+            (Some(staging), Some(slot)) if load.error.is_none() => {
+                context.slots.upload(load_id, staging, slot);
+            }
+            (_, Some(slot)) => self.finish(context, load_id, Some(Slot::Device(slot)), now_ns),
+            (host, None) => self.finish(context, load_id, host.map(Slot::Host), now_ns),
+        }
+    }
+
+    /// Handles the end of a copy to the device.
+    pub(crate) fn on_uploaded(
+        &mut self,
+        context: &EngineContext<D>,
+        upload: UploadResult<D>,
+        now_ns: u64,
+    ) {
+        let UploadResult { load: load_id, slot, result } = upload;
+        let load = self.loads.get_mut(&load_id).expect("an upload belongs to a load");
+        if let Err(error) = result {
+            load.error = Some(Error::device(&context.units[load.unit.index()].unit.name, error));
+        }
+        self.finish(context, load_id, Some(Slot::Device(slot)), now_ns);
+    }
+
+    /// Ends a load. `slot` is `None` if the memory is lost, which is an error.
+    fn finish(
+        &mut self,
+        context: &EngineContext<D>,
+        load_id: u32,
+        slot: Option<Slot<D>>,
+        now_ns: u64,
+    ) {
+        let mut load = self.loads.remove(&load_id).expect("a load is finished once");
+        let id = load.unit;
+        let unit = &mut self.units[id.index()];
+        for &(path, bytes) in &load.read_bytes {
+            add_bytes(&mut self.counters.read_bytes, path, bytes);
+            unit.stats.read_bytes += bytes;
+        }
+        unit.stats.load_ns += now_ns - load.started_ns;
+        unit.stats.loads += 1;
+        if let Some(error) = load.error.take() {
+            unit.presence = Presence::Absent;
+            unit.failure = Some(error);
+            unit.reserved = slot.filter(|_| unit.resident);
+            return;
+        }
+        let slot = slot.expect("a load that lost its memory failed");
+        let resident = self.plan.residency[id.index()] == Residency::Resident;
+        let memory = context.slots.loaded(slot, resident, context.events.clone());
+        unit.presence = Presence::Present(Arc::new(memory));
+        (unit.used_since_load, unit.verified) = (false, context.verify != Verify::Never);
+        self.update_idle(id);
+    }
+}

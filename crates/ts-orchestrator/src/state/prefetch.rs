@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Reading ahead of the computation.
+
+use ts_streams::Device;
+
+use crate::context::EngineContext;
+use crate::slot_pool::{AllocationError, LoadBuffers};
+use crate::unit::UnitId;
+
+use super::{EngineState, Presence};
+
+impl<D: Device> EngineState<D> {
+    /// Starts to load the units that are expected next, as far as memory allows.
+    pub(crate) fn advance(&mut self, context: &EngineContext<D>, now_ns: u64) {
+        if self.backend.is_some() && !self.paused && self.waiting_for_memory.is_empty() {
+            let ahead: Vec<UnitId> = self.passes.ahead().take(context.prefetch.reach()).collect();
+            self.horizon = ahead.len();
+            for (distance, &id) in ahead.iter().enumerate() {
+                self.restore_evicted(id);
+                let unit = &self.units[id.index()];
+                if !matches!(unit.presence, Presence::Absent) || unit.failure.is_some() {
+                    continue;
+                }
+                let buffers = match self.allocate_ahead(context, id, distance) {
+                    Ok(buffers) => buffers,
+                    Err(AllocationError::SlotsFull) => {
+                        self.horizon = distance;
+                        break;
+                    }
+                    // There may be memory again when loads in flight have ended.
+                    Err(AllocationError::StagingFull | AllocationError::Device(_)) => break,
+                };
+                let reads = self.start_load(context, id, buffers, now_ns);
+                self.queue.extend(reads);
+            }
+        }
+        self.submit_reads(context, now_ns);
+    }
+
+    /// Allocates memory for a unit that is expected in `distance` visits. Evicts only units that
+    /// are expected later.
+    fn allocate_ahead(
+        &mut self,
+        context: &EngineContext<D>,
+        id: UnitId,
+        distance: usize,
+    ) -> Result<LoadBuffers<D>, AllocationError> {
+        loop {
+            match self.allocate(context, id) {
+                Err(AllocationError::SlotsFull) => {}
+                result => return result,
+            }
+            match self.idle.iter().map(|&unit| (self.passes.next_use(unit), unit)).max() {
+                Some((next_use, unit)) if next_use > distance => self.evict(unit),
+                _ => return Err(AllocationError::SlotsFull),
+            }
+        }
+    }
+
+    /// Allocates memory to load a unit, without evicting another.
+    pub(super) fn allocate(
+        &mut self,
+        context: &EngineContext<D>,
+        id: UnitId,
+    ) -> Result<LoadBuffers<D>, AllocationError> {
+        let len = context.units[id.index()].layout.len;
+        context.slots.allocate_for_load(len, &mut self.units[id.index()].reserved)
+    }
+}

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The load of one unit: its slot is split into parts, and each part is filled by one read.
+
+use std::path::PathBuf;
+
+use ts_format::FileId;
+use ts_io::ReadPath;
+use ts_pool::{Buffer, DeviceBuffer};
+use ts_streams::Device;
+
+use crate::event::DamagedChunk;
+use crate::layout::{ReadKind, SlotLayout, SlotRead};
+use crate::slot_pool::LoadBuffers;
+use crate::stats::add_bytes;
+use crate::unit::{Unit, UnitId};
+use crate::{Error, PHASE_ALIGN};
+
+/// The sizes of requests to the backend, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RequestSizes {
+    /// The largest read in place, a multiple of `alignment`.
+    pub(crate) request_bytes: usize,
+    /// The size of a bounce buffer, a multiple of `alignment`; 0 if all reads are in place.
+    pub(crate) bounce_bytes: usize,
+    /// The alignment of direct reads.
+    pub(crate) alignment: usize,
+}
+
+/// A read that is not submitted yet.
+#[derive(Debug)]
+pub(crate) struct QueuedRead {
+    pub(crate) token: u64,
+    pub(crate) file: FileId,
+    /// The offset in the file of the first byte to read.
+    pub(crate) offset: u64,
+    /// The number of bytes to read.
+    pub(crate) required: usize,
+    /// The part of the slot that the read fills.
+    pub(crate) target: Buffer,
+    pub(crate) kind: ReadKind,
+}
+
+/// A unit that is being loaded.
+#[derive(Debug)]
+pub(crate) struct UnitLoad<D: Device> {
+    pub(crate) unit: UnitId,
+    /// The slot on the device, if the unit is copied there when it is read.
+    pub(crate) device: Option<DeviceBuffer<D>>,
+    /// The parts of the memory that is read to.
+    parts: Vec<Part>,
+    /// The number of parts that are being read.
+    pending: usize,
+    pub(crate) error: Option<Error>,
+    pub(crate) started_ns: u64,
+    pub(crate) read_bytes: Vec<(ReadPath, u64)>,
+}
+
+#[derive(Debug)]
+struct Part {
+    /// `None` while the part is being read.
+    buffer: Option<Buffer>,
+    slot_offset: usize,
+    len: usize,
+    file: FileId,
+    file_offset: u64,
+}
+
+/// Returns a number that identifies a part of a load.
+fn token(load: u32, part: usize) -> u64 {
+    u64::from(load) << 32 | part as u64
+}
+
+/// Returns the load and the part of a token.
+pub(crate) fn split_token(token: u64) -> (u32, usize) {
+    ((token >> 32) as u32, token as u32 as usize)
+}
+
+impl<D: Device> UnitLoad<D> {
+    /// Splits the memory for a unit into parts, and returns the reads that fill them.
+    pub(crate) fn new(
+        id: u32,
+        unit: UnitId,
+        layout: &SlotLayout,
+        LoadBuffers { host, device }: LoadBuffers<D>,
+        sizes: RequestSizes,
+        now_ns: u64,
+    ) -> (Self, Vec<QueuedRead>) {
+        let mut load = Self {
+            unit,
+            device,
+            parts: Vec::new(),
+            pending: 0,
+            error: None,
+            started_ns: now_ns,
+            read_bytes: Vec::new(),
+        };
+        let (mut rest, mut queue, mut at) = (host, Vec::new(), 0);
+        for read in layout.reads.iter().flat_map(|read| requests(read, sizes)) {
+            load.push_gap(take_front(&mut rest, read.slot_offset - at), at);
+            let target = take_front(&mut rest, read.len);
+            at = read.slot_offset + read.len;
+            queue.push(QueuedRead {
+                token: token(id, load.parts.len()),
+                file: read.file,
+                offset: read.file_offset,
+                required: read.required,
+                target,
+                kind: read.kind,
+            });
+            load.pending += 1;
+            let SlotRead { slot_offset, file, file_offset, len, .. } = read;
+            load.parts.push(Part { buffer: None, slot_offset, len, file, file_offset });
+        }
+        load.push_gap(rest, at);
+        (load, queue)
+    }
+
+    /// Adds a part that no read fills.
+    fn push_gap(&mut self, buffer: Buffer, slot_offset: usize) {
+        let len = buffer.len();
+        self.parts.push(Part {
+            buffer: Some(buffer),
+            slot_offset,
+            len,
+            file: FileId(0),
+            file_offset: 0,
+        });
+    }
+
+    /// Takes a part back after its read. Returns whether it was the last pending one. `buffer` is
+    /// `None` if the system may still write to it after a timeout.
+    pub(crate) fn return_part(&mut self, part: usize, buffer: Option<Buffer>) -> bool {
+        let returned = &mut self.parts[part].buffer;
+        assert!(returned.is_none(), "a part is read once");
+        *returned = buffer;
+        self.pending -= 1;
+        self.pending == 0
+    }
+
+    /// Returns the file that a part is read from.
+    pub(crate) fn file(&self, part: usize) -> FileId {
+        self.parts[part].file
+    }
+
+    /// Returns whether all reads have ended.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.pending == 0
+    }
+
+    /// Records that a part could not be read.
+    pub(crate) fn fail(
+        &mut self,
+        part: usize,
+        unit: &Unit,
+        layout: &SlotLayout,
+        source: ts_io::Error,
+    ) {
+        let file_offset = self.parts[part].file_offset;
+        let failed_at = match &source {
+            ts_io::Error::ShortRead { offset, actual, .. } => offset + *actual as u64,
+            ts_io::Error::Read { offset, .. } => *offset,
+            _ => file_offset,
+        };
+        let tensor =
+            self.tensor_at(part, failed_at.saturating_sub(file_offset), unit, layout).into();
+        let error = Error::Load { unit: unit.name.clone(), tensor, source };
+        self.error.get_or_insert(error);
+    }
+
+    /// Records that the chunk of a part is damaged.
+    pub(crate) fn fail_damaged(
+        &mut self,
+        part: usize,
+        unit: &Unit,
+        layout: &SlotLayout,
+        path: PathBuf,
+        damage: DamagedChunk,
+    ) {
+        let tensor = self.tensor_at(part, 0, unit, layout).into();
+        let DamagedChunk { chunk, what } = damage;
+        let (unit, offset, len) = (unit.name.clone(), chunk.offset, u64::from(chunk.len));
+        self.error.get_or_insert(Error::Corrupt { unit, tensor, path, offset, len, what });
+    }
+
+    /// Returns the name of the tensor at byte `at` of a part, or of the next tensor in the slot.
+    fn tensor_at<'a>(&self, part: usize, at: u64, unit: &'a Unit, layout: &SlotLayout) -> &'a str {
+        let Part { slot_offset, len, .. } = self.parts[part];
+        let at = slot_offset as u64 + at.min(len.saturating_sub(1) as u64);
+        let hit = layout.tensors.iter().enumerate().filter(|(_, p)| (p.offset + p.len) as u64 > at);
+        hit.min_by_key(|(_, p)| p.offset).map_or("", |(i, _)| unit.tensors[i].name.as_str())
+    }
+
+    pub(crate) fn count(&mut self, path: ReadPath, bytes: usize) {
+        add_bytes(&mut self.read_bytes, path, bytes as u64);
+    }
+
+    /// Joins the parts, and returns the memory. Returns `None` if the system may still write to a
+    /// part after a timeout; the memory is then freed together with that part.
+    pub(crate) fn join(&mut self) -> Option<Buffer> {
+        let parts: Option<Vec<Buffer>> = self.parts.drain(..).map(|part| part.buffer).collect();
+        let mut parts = parts?.into_iter();
+        let mut slot = parts.next().expect("a slot has at least one part");
+        for part in parts {
+            slot.unsplit(part).expect("the parts are adjacent and in order");
+        }
+        Some(slot)
+    }
+}
+
+/// Splits the first `len` bytes off `rest`.
+fn take_front(rest: &mut Buffer, len: usize) -> Buffer {
+    let tail = rest.split_off(len);
+    std::mem::replace(rest, tail)
+}
+
+/// Splits a read of a layout into requests.
+fn requests(read: &SlotRead, sizes: RequestSizes) -> impl Iterator<Item = SlotRead> + '_ {
+    // A bounce buffer also receives the bytes around its piece, up to the alignment. A chunk is
+    // read as a whole.
+    let step = match read.kind {
+        ReadKind::InPlace => sizes.request_bytes,
+        ReadKind::Copied => sizes.bounce_bytes - 2 * sizes.alignment,
+        ReadKind::Decoded { .. } => read.len,
+    };
+    (0..read.len).step_by(step).map(move |begin| SlotRead {
+        file_offset: read.file_offset + begin as u64,
+        slot_offset: read.slot_offset + begin,
+        len: step.min(read.len - begin),
+        required: match read.kind {
+            ReadKind::Decoded { .. } => read.required,
+            _ => step.min(read.required.saturating_sub(begin)),
+        },
+        ..*read
+    })
+}
+
+/// Returns the size of a bounce buffer for these layouts, or 0 if all reads are in place.
+pub(crate) fn bounce_bytes<'a>(
+    layouts: impl Iterator<Item = &'a SlotLayout>,
+    alignment: usize,
+) -> usize {
+    const LARGEST: usize = 1 << 20;
+    let with_alignment = |len: usize| {
+        (len.next_multiple_of(PHASE_ALIGN) + 2 * alignment).next_multiple_of(alignment)
+    };
+    let needs = layouts.flat_map(|layout| &layout.reads).map(|read| match read.kind {
+        ReadKind::InPlace => 0,
+        // Longer reads are split.
+        ReadKind::Copied => with_alignment(read.len).min(LARGEST),
+        ReadKind::Decoded { .. } => with_alignment(read.required),
+    });
+    needs.max().unwrap_or(0)
+}

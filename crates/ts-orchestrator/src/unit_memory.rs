@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The memory of a loaded unit, shared by the engine, leases and tensors.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::Sender;
+
+use parking_lot::Mutex;
+use ts_format::Digest;
+use ts_pool::{
+    DeviceBuffer, SharedBuffer, StreamOrderedAllocator, StreamOrderedPool, WatchedBuffer,
+};
+use ts_streams::{Device, HostFn, MemoryRange, Stream, StreamId};
+
+use crate::event::Event;
+
+/// The memory of a loaded unit. Dropping the last reference frees its slot.
+#[derive(Debug)]
+pub(crate) struct UnitMemory<D: Device> {
+    watched: Option<Arc<WatchedBuffer>>,
+    /// `None` only while dropping.
+    bytes: Option<Bytes<D>>,
+    /// Receives [`Event::Freed`].
+    events: Sender<Event<D>>,
+    /// The checksums of the bytes at the time of [`seal`](Self::seal).
+    seal: Mutex<Option<Digest>>,
+    /// The process that loaded the unit.
+    process: u32,
+}
+
+#[derive(Debug)]
+enum Bytes<D: Device> {
+    Host {
+        buffer: SharedBuffer,
+        /// The streams whose work may use the buffer.
+        streams: Mutex<Vec<(StreamId, D::Stream)>>,
+        stream_references: Arc<AtomicUsize>,
+    },
+    Device {
+        buffer: DeviceBuffer<D>,
+        pool: StreamOrderedPool<D>,
+    },
+}
+
+impl<D: Device> UnitMemory<D> {
+    /// `stream_references` counts the references that streams hold after the drop.
+    pub(crate) fn host(
+        buffer: SharedBuffer,
+        watched: Option<Arc<WatchedBuffer>>,
+        stream_references: Arc<AtomicUsize>,
+        events: Sender<Event<D>>,
+    ) -> Self {
+        let bytes = Bytes::Host { buffer, streams: Mutex::default(), stream_references };
+        Self::new(bytes, watched, events)
+    }
+
+    pub(crate) fn device(
+        buffer: DeviceBuffer<D>,
+        pool: StreamOrderedPool<D>,
+        events: Sender<Event<D>>,
+    ) -> Self {
+        Self::new(Bytes::Device { buffer, pool }, None, events)
+    }
+
+    fn new(bytes: Bytes<D>, watched: Option<Arc<WatchedBuffer>>, events: Sender<Event<D>>) -> Self {
+        let (bytes, process) = (Some(bytes), std::process::id());
+        Self { watched, bytes, events, seal: Mutex::new(None), process }
+    }
+
+    fn bytes(&self) -> &Bytes<D> {
+        self.bytes.as_ref().expect("the bytes exist until drop")
+    }
+
+    /// Returns the bytes if they are in host memory.
+    pub(crate) fn on_host(&self) -> Option<&[u8]> {
+        match self.bytes() {
+            Bytes::Host { buffer, .. } => Some(buffer),
+            Bytes::Device { .. } => None,
+        }
+    }
+
+    pub(crate) fn range(&self) -> MemoryRange {
+        match self.bytes() {
+            Bytes::Host { buffer, .. } => {
+                MemoryRange::new(buffer.as_ptr().cast_mut(), buffer.len())
+            }
+            Bytes::Device { buffer, .. } => {
+                buffer.range().expect("the upload stream's memory is never freed as a whole")
+            }
+        }
+    }
+
+    /// Returns the watch that detects writes to the bytes, if they are watched.
+    pub(crate) fn watched(&self) -> Option<&Arc<WatchedBuffer>> {
+        self.watched.as_ref()
+    }
+
+    /// Records the checksums of the bytes, for [`is_intact`](Self::is_intact).
+    pub(crate) fn seal(&self) {
+        *self.seal.lock() = self.on_host().map(Digest::of);
+    }
+
+    /// Returns whether the bytes are unchanged since they were sealed. Unsealed bytes are intact.
+    pub(crate) fn is_intact(&self) -> bool {
+        let seal = self.seal.lock();
+        match (&*seal, self.on_host()) {
+            (Some(digest), Some(bytes)) => digest.mismatch(0, bytes).is_none(),
+            _ => true,
+        }
+    }
+
+    /// Delays the reuse of the memory, once it is dropped, until a stream has finished its work.
+    pub(crate) fn use_on(&self, stream: &D::Stream) -> Result<(), ts_pool::Error> {
+        match self.bytes() {
+            Bytes::Device { buffer, pool } => pool.record_use(buffer, stream),
+            Bytes::Host { streams, .. } => {
+                let mut streams = streams.lock();
+                if streams.iter().all(|(id, _)| *id != stream.id()) {
+                    streams.push((stream.id(), stream.clone()));
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+impl<D: Device> Drop for UnitMemory<D> {
+    /// Runs on any thread, including in the deleters of foreign tensors. So it takes no lock of the
+    /// engine.
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // In a forked child the memory is not mapped, and the locks of the pool may be held by
+            // threads that do not exist.
+            std::mem::forget((self.bytes.take(), self.watched.take()));
+            return;
+        }
+        drop(self.watched.take());
+        if let Some(Bytes::Host { buffer, streams, stream_references }) = self.bytes.take() {
+            for (_, stream) in streams.into_inner() {
+                let reference =
+                    StreamReference::new(buffer.clone(), self.events.clone(), &stream_references);
+                // A stream that accepts no work has none left to wait for.
+                let _ = stream.launch_host_fn(HostFn::new(move || drop(reference)));
+            }
+        }
+        // Fails only if the engine is gone, which then needs no memory.
+        let _ = self.events.send(Event::Freed);
+    }
+}
+
+/// A reference to host memory that is dropped when a stream reaches this point.
+struct StreamReference<D: Device> {
+    buffer: Option<SharedBuffer>,
+    events: Sender<Event<D>>,
+    count: Arc<AtomicUsize>,
+}
+
+impl<D: Device> StreamReference<D> {
+    fn new(buffer: SharedBuffer, events: Sender<Event<D>>, count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::AcqRel);
+        Self { buffer: Some(buffer), events, count: Arc::clone(count) }
+    }
+}
+
+impl<D: Device> Drop for StreamReference<D> {
+    fn drop(&mut self) {
+        drop(self.buffer.take());
+        self.count.fetch_sub(1, Ordering::AcqRel);
+        let _ = self.events.send(Event::Freed);
+    }
+}

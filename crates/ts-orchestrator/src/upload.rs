@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Copies units from staging memory on the host to their device.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Sender, channel};
+use std::thread::JoinHandle;
+
+use ts_pool::{Buffer, DeviceBuffer};
+use ts_streams::{Device, Stream, check_may_block};
+
+use crate::event::{Event, UploadResult};
+
+/// A unit to copy to its device.
+#[derive(Debug)]
+pub(crate) struct Upload<D: Device> {
+    pub(crate) load: u32,
+    pub(crate) staging: Buffer,
+    pub(crate) slot: DeviceBuffer<D>,
+}
+
+/// A thread that copies units to a device, one at a time. Dropping it finishes submitted copies.
+#[derive(Debug)]
+pub(crate) struct Uploader<D: Device> {
+    stream: D::Stream,
+    queue: Option<Sender<Upload<D>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl<D: Device> Uploader<D> {
+    pub(crate) fn new(
+        stream: D::Stream,
+        events: &Sender<Event<D>>,
+    ) -> Result<Self, ts_streams::Error> {
+        let (queue, inbox) = channel::<Upload<D>>();
+        let (copies, events) = (stream.clone(), events.clone());
+        let run = move || {
+            for Upload { load, staging, mut slot } in inbox {
+                let copy = catch_unwind(AssertUnwindSafe(|| slot.write(0, &staging)));
+                let result = copy.unwrap_or_else(|_| {
+                    let (stream, what) =
+                        (copies.id(), "copying a unit panicked: this is a bug".into());
+                    Err(ts_streams::Error::Failed { stream, what }.into())
+                });
+                if result.is_err() {
+                    // The error is reported for this unit. Later uploads start without it.
+                    drop(copies.take_error());
+                }
+                drop(staging);
+                let _ = events.send(Event::Uploaded(UploadResult { load, slot, result }));
+            }
+        };
+        let thread =
+            std::thread::Builder::new().name("ts-uploads".into()).stack_size(512 << 10).spawn(run);
+        let thread = thread.map_err(|e| ts_streams::Error::Thread { reason: e.to_string() })?;
+        Ok(Self { stream, queue: Some(queue), thread: Some(thread) })
+    }
+
+    /// Returns the stream that copies. Slots must be allocated for it, so that a copy into a slot
+    /// runs after all work that used the slot before.
+    pub(crate) fn stream(&self) -> &D::Stream {
+        &self.stream
+    }
+
+    pub(crate) fn submit(&self, upload: Upload<D>) {
+        let queue = self.queue.as_ref().expect("the queue exists until drop");
+        queue.send(upload).expect("the thread receives until the queue is dropped");
+    }
+}
+
+impl<D: Device> Drop for Uploader<D> {
+    fn drop(&mut self) {
+        self.queue = None;
+        // Work of a stream must not wait for the thread, whose copy may be queued after that work.
+        // The thread ends by itself.
+        if let Some(thread) = self.thread.take().filter(|_| check_may_block().is_ok()) {
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tensors of other libraries, taken from their capsules.
+
+use std::ffi::{CStr, c_void};
+
+use pyo3::exceptions::{PyBufferError, PyTypeError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use tensorstream::exec::contiguous_strides;
+use tensorstream::format::Dtype;
+
+use super::abi::{
+    CPU, CUDA_HOST, DataType, ManagedTensor, ManagedTensorVersioned, READ_ONLY, Tensor,
+    UNVERSIONED, UNVERSIONED_USED, VERSION, VERSIONED, VERSIONED_USED, versioned_type,
+};
+
+/// A tensor of another library. Dropping it runs the deleter of that library.
+pub(crate) struct Imported {
+    managed: ManagedPtr,
+}
+
+enum ManagedPtr {
+    Unversioned(*mut ManagedTensor),
+    Versioned(*mut ManagedTensorVersioned),
+}
+
+// SAFETY: `Imported` owns the structure, and DLPack allows any thread to use and delete it.
+unsafe impl Send for Imported {}
+// SAFETY: shared references only read the structure, which the producer does not change.
+unsafe impl Sync for Imported {}
+
+/// The description of an imported tensor.
+pub(crate) struct Layout {
+    /// The address of the first element. May be null if there are no elements.
+    pub(crate) data: *mut u8,
+    /// DLPack's device type and device number.
+    pub(crate) device: (i32, i32),
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<u64>,
+    /// In elements; None if row-major without gaps.
+    pub(crate) strides: Option<Vec<i64>>,
+    pub(crate) read_only: bool,
+}
+
+impl Imported {
+    /// Takes ownership of the tensor in a capsule.
+    ///
+    /// # Errors
+    /// TypeError if the object is not an unconsumed DLPack capsule; BufferError if its major
+    /// version is not supported.
+    pub(crate) fn from_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Self> {
+        if let Some(managed) = consume(capsule, UNVERSIONED, UNVERSIONED_USED) {
+            return Ok(Self { managed: ManagedPtr::Unversioned(managed.cast()) });
+        }
+        let Some(managed) = consume(capsule, VERSIONED, VERSIONED_USED) else {
+            return Err(PyTypeError::new_err(
+                "invalid tensor: expected an object that supports DLPack, or a DLPack capsule that \
+                 has not been consumed",
+            ));
+        };
+        let managed = managed.cast::<ManagedTensorVersioned>();
+        let this = Self { managed: ManagedPtr::Versioned(managed) };
+        // SAFETY: all versions of the structure begin with the version number.
+        let major = unsafe { (*managed).major };
+        if major == VERSION.0 {
+            return Ok(this);
+        }
+        Err(PyBufferError::new_err(format!(
+            "unsupported DLPack version {major} (expected {})",
+            VERSION.0
+        )))
+    }
+
+    /// Returns the description of the tensor.
+    ///
+    /// # Errors
+    /// BufferError if the shape is invalid or the dtype is not supported.
+    pub(crate) fn layout(&self) -> PyResult<Layout> {
+        let refused = |what: String| PyBufferError::new_err(format!("DLPack tensor: {what}"));
+        // SAFETY: the structure is alive until `self` is dropped, and is not written to.
+        let (tensor, flags) = unsafe {
+            match self.managed {
+                ManagedPtr::Unversioned(managed) => (&(*managed).tensor, 0),
+                ManagedPtr::Versioned(managed) => (&(*managed).tensor, (*managed).flags),
+            }
+        };
+        let Tensor { data, device, ndim, dtype, shape, strides, byte_offset } = tensor;
+        let ndim = usize::try_from(*ndim)
+            .map_err(|_| refused(format!("invalid dimension count {ndim}")))?;
+        let DataType { code, bits, lanes } = *dtype;
+        let known = Dtype::ALL.iter().copied().find(|&known| {
+            versioned_type(known).is_some_and(|t| (t.code, t.bits, t.lanes) == (code, bits, lanes))
+        });
+        let dtype = known.ok_or_else(|| {
+            refused(format!("unsupported dtype (code {code}, {bits} bits, {lanes} lanes)"))
+        })?;
+        // SAFETY: `shape` has `ndim` entries, and so has `strides` unless it is null.
+        let (shape, strides) = unsafe {
+            let list = |from: *const i64| match ndim {
+                0 => Vec::new(),
+                _ => std::slice::from_raw_parts(from, ndim).to_vec(),
+            };
+            (list(*shape), (!strides.is_null()).then(|| list(*strides)))
+        };
+        let size =
+            |&n: &i64| u64::try_from(n).map_err(|_| refused(format!("invalid dimension size {n}")));
+        let shape = shape.iter().map(size).collect::<PyResult<Vec<u64>>>()?;
+        let strides = strides.filter(|strides| *strides != contiguous_strides(&shape));
+        let device =
+            if device.kind == CUDA_HOST { (CPU, 0) } else { (device.kind, device.ordinal) };
+        let data = data.cast::<u8>().wrapping_add(*byte_offset as usize);
+        Ok(Layout { data, device, dtype, shape, strides, read_only: flags & READ_ONLY != 0 })
+    }
+}
+
+impl Drop for Imported {
+    fn drop(&mut self) {
+        // SAFETY: `self` owns the structure, and nothing borrows from it any more.
+        unsafe {
+            match self.managed {
+                ManagedPtr::Unversioned(managed) => {
+                    if let Some(deleter) = (*managed).deleter {
+                        deleter(managed);
+                    }
+                }
+                ManagedPtr::Versioned(managed) => {
+                    if let Some(deleter) = (*managed).deleter {
+                        deleter(managed);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Takes the pointer out of a capsule of this name, and marks the capsule as consumed. Returns None
+/// if the object is not such a capsule.
+fn consume(
+    capsule: &Bound<'_, PyAny>,
+    name: &'static CStr,
+    used: &'static CStr,
+) -> Option<*mut c_void> {
+    // SAFETY: the pointer is read under the name that the capsule has. Renaming the capsule and
+    // removing its destructor transfers the ownership, as the protocol demands.
+    unsafe {
+        if ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) != 1 {
+            return None;
+        }
+        let managed = ffi::PyCapsule_GetPointer(capsule.as_ptr(), name.as_ptr());
+        ffi::PyCapsule_SetName(capsule.as_ptr(), used.as_ptr());
+        ffi::PyCapsule_SetDestructor(capsule.as_ptr(), None);
+        Some(managed)
+    }
+}
+
+/// The bytes of a contiguous tensor in host memory, taken from its capsule.
+pub(crate) struct CapsuleBytes {
+    imported: Imported,
+    data: *mut u8,
+    len: usize,
+    read_only: bool,
+}
+
+// SAFETY: the pointer is into memory that `imported` owns.
+unsafe impl Send for CapsuleBytes {}
+
+impl CapsuleBytes {
+    /// Takes ownership of the tensor in a capsule.
+    ///
+    /// # Errors
+    /// TypeError if the object is not an unconsumed capsule of a contiguous tensor on the host;
+    /// BufferError as [`Imported::layout`].
+    pub(crate) fn from_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let imported = Imported::from_capsule(capsule)?;
+        let Layout { data, device, dtype, shape, strides, read_only } = imported.layout()?;
+        let len = dtype.byte_len(&shape).and_then(|len| usize::try_from(len).ok());
+        // Any stride of a dimension with one element is contiguous.
+        let is_contiguous = strides.is_none_or(|strides| {
+            let expected = contiguous_strides(&shape);
+            len == Some(0) || (0..shape.len()).all(|i| shape[i] == 1 || strides[i] == expected[i])
+        });
+        match len {
+            Some(len) if is_contiguous && device.0 == CPU => {
+                Ok(Self { imported, data, len, read_only })
+            }
+            _ => Err(PyTypeError::new_err(
+                "invalid DLPack capsule: expected a contiguous tensor in host memory",
+            )),
+        }
+    }
+
+    pub(crate) fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Returns the tensor, and the address and number of its bytes.
+    pub(crate) fn into_parts(self) -> (Imported, *mut u8, usize) {
+        (self.imported, self.data, self.len)
+    }
+
+    /// Returns the bytes. The Python caller must not write to them in the meantime.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        if self.len == 0 {
+            return &[];
+        }
+        // SAFETY: the data of a DLPack tensor is valid for its shape until its deleter runs, which
+        // is when `self` is dropped.
+        unsafe { std::slice::from_raw_parts(self.data, self.len) }
+    }
+
+    /// Returns the bytes for writing. The Python caller must not use them in the meantime.
+    ///
+    /// # Errors
+    /// BufferError if the tensor is read-only.
+    pub(crate) fn bytes_mut(&mut self) -> PyResult<&mut [u8]> {
+        if self.read_only {
+            return Err(PyBufferError::new_err("cannot write to a read-only tensor"));
+        }
+        if self.len == 0 {
+            return Ok(&mut []);
+        }
+        // SAFETY: as in `bytes`. The memory is writable, and `self` is borrowed mutably.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.data, self.len) })
+    }
+}

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The class `Streamer` without its methods: what its uses and passes share.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+use tensorstream::orchestrator::{Engine, Lease, PassId, UnitId};
+
+use super::engine::EngineFactory;
+use super::torch::Torch;
+use super::unit_tensors::{UnitEntry, UnitTensors};
+use super::weight::Weight;
+use crate::signals::interruptible;
+
+/// Streams the weights of a model.
+///
+/// Args:
+///     units: The name and the tensors of each unit. A tensor has a name, a safetensors dtype name,
+///         a shape, parts, and its address modulo 64, or None for that of a mapping of the file.
+///     weights: The parameters: unit, index in the unit, shape and strides or None for those of the
+///         bytes, whether it requires gradients, name and dtype. The index of a parameter in this
+///         list is its key.
+///     budget: The memory for weights, in bytes.
+///     together: Sets of units that one operation needs at the same time.
+///     weight_class: The class of the parameters that forwards get.
+#[pyclass(frozen, module = "tensorstream._native")]
+pub(crate) struct Streamer {
+    pub(super) inner: Arc<StreamerInner>,
+}
+
+pub(super) struct StreamerInner {
+    /// Replaced in a forked child process, which cannot use the engine of its parent. Locked only
+    /// with the GIL held. A fork holds the GIL too, so a child never finds it locked.
+    engine: Mutex<Arc<Engine>>,
+    new_engine: EngineFactory,
+    pub(super) weights: Vec<Weight>,
+    entries: Vec<Mutex<UnitEntry>>,
+    pub(super) torch: Torch,
+}
+
+/// A pass that was begun on a thread.
+pub(super) struct RunningPass {
+    engine: Arc<Engine>,
+    id: PassId,
+    ended: Arc<AtomicBool>,
+}
+
+thread_local! {
+    /// The last pass of this thread, and whether it has ended, by the address of its streamer.
+    static PASSES: RefCell<HashMap<usize, (PassId, Arc<AtomicBool>)>> = RefCell::default();
+}
+
+impl StreamerInner {
+    pub(super) fn new(
+        py: Python<'_>,
+        new_engine: EngineFactory,
+        weights: Vec<Weight>,
+        unit_count: usize,
+        torch: Torch,
+    ) -> PyResult<Self> {
+        let engine = Mutex::new(Arc::new(new_engine(py)?));
+        let entries = (0..unit_count).map(|_| Mutex::default()).collect();
+        Ok(Self { engine, new_engine, weights, entries, torch })
+    }
+
+    /// Returns the engine. A forked child process creates its own.
+    pub(super) fn engine(&self, py: Python<'_>) -> PyResult<Arc<Engine>> {
+        let engine = Arc::clone(&self.engine.lock());
+        if !engine.is_foreign() {
+            return Ok(engine);
+        }
+        // The parent's passes and tensors do not exist in the child.
+        let own = Arc::new((self.new_engine)(py)?);
+        PASSES.with_borrow_mut(HashMap::clear);
+        for unit in 0..self.entries.len() {
+            *self.entry(unit).lock() = UnitEntry::default();
+        }
+        *self.engine.lock() = Arc::clone(&own);
+        Ok(own)
+    }
+
+    fn address(&self) -> usize {
+        std::ptr::from_ref(self).addr()
+    }
+
+    /// Returns the pass that runs on this thread.
+    pub(super) fn current_pass(&self) -> Option<PassId> {
+        PASSES.with_borrow(|passes| {
+            let (id, ended) = passes.get(&self.address())?;
+            (!ended.load(Ordering::Acquire)).then_some(*id)
+        })
+    }
+
+    /// Begins a pass on this thread, unless it already runs one. Blocks while the maximum number of
+    /// passes is running.
+    pub(super) fn begin_pass(&self, py: Python<'_>) -> PyResult<Option<RunningPass>> {
+        let engine = self.engine(py)?;
+        if self.current_pass().is_some() {
+            return Ok(None);
+        }
+        let id = interruptible(py, |interrupt| engine.begin_pass_interruptible(interrupt))?;
+        let ended = Arc::new(AtomicBool::new(false));
+        PASSES.with_borrow_mut(|passes| {
+            passes.retain(|_, (_, ended)| !ended.load(Ordering::Acquire));
+            passes.insert(self.address(), (id, Arc::clone(&ended)));
+        });
+        Ok(Some(RunningPass { engine, id, ended }))
+    }
+
+    /// Ends a pass. Returns whether to replan, and the names of weights that were written to
+    /// without PyTorch noticing. Does nothing if it has ended.
+    pub(super) fn end_pass(&self, py: Python<'_>, pass: &RunningPass) -> (bool, Option<String>) {
+        let RunningPass { engine, id, ended } = pass;
+        if ended.swap(true, Ordering::AcqRel) || engine.is_foreign() {
+            return (false, None);
+        }
+        (engine.end_pass(*id), self.untracked_writes(py, engine))
+    }
+
+    /// Returns the names of weights that were written to without PyTorch noticing, as far as the
+    /// engine detects it. Their units are read again for the next use.
+    fn untracked_writes(&self, py: Python<'_>, engine: &Engine) -> Option<String> {
+        let written = py.detach(|| engine.written());
+        let mut names = Vec::new();
+        for (id, tensors) in written {
+            let unit = id.0 as usize;
+            // The next use gets other memory, so it must not find these tensors.
+            let before = std::mem::take(&mut *self.entry(unit).lock());
+            drop(before);
+            engine.discard(id).expect("the engine reported the unit itself");
+            let is_written =
+                |weight: &&Weight| weight.unit == unit && tensors.contains(&weight.index);
+            let found = self.weights.iter().filter(is_written);
+            names.extend(found.map(|weight| format!("`{}`", weight.name)));
+        }
+        // Writes are detected by page. If weights share a page, it may have been any of them.
+        (!names.is_empty()).then(|| names.join(" or "))
+    }
+
+    /// Leases units. Blocks until they are in memory.
+    pub(super) fn acquire(&self, py: Python<'_>, units: &[usize]) -> PyResult<Vec<Lease>> {
+        let engine = self.engine(py)?;
+        let pass = self.current_pass();
+        let ids: Vec<UnitId> = units.iter().map(|&unit| UnitId(unit as u32)).collect();
+        let acquire = || {
+            interruptible(py, |interrupt| engine.acquire_all_interruptible(pass, &ids, interrupt))
+        };
+        let leases = match acquire() {
+            // Cached tensors occupy memory, but can be created again.
+            Err(error) if is_referenced(py, &error)? && self.drop_cached() => acquire(),
+            other => other,
+        };
+        match leases {
+            // Garbage may occupy memory that only the cycle collector frees.
+            Err(error) if is_referenced(py, &error)? => {
+                py.import("gc")?.call_method0("collect")?;
+                acquire()
+            }
+            other => other,
+        }
+    }
+
+    pub(super) fn entry(&self, unit: usize) -> &Mutex<UnitEntry> {
+        &self.entries[unit]
+    }
+
+    /// Returns whether any unit is in use.
+    pub(super) fn is_in_use(&self) -> bool {
+        (0..self.entries.len()).any(|unit| self.tensors_in_use(unit).is_some())
+    }
+
+    /// Returns the tensors of a unit that is in use.
+    pub(super) fn tensors_in_use(&self, unit: usize) -> Option<Arc<UnitTensors>> {
+        let tensors = self.entry(unit).lock().tensors.upgrade()?;
+        let in_use = tensors.lock().lease.is_some();
+        in_use.then_some(tensors)
+    }
+
+    /// Drops the cached tensors. Returns whether there were any.
+    pub(super) fn drop_cached(&self) -> bool {
+        let cached: Vec<_> =
+            self.entries.iter().filter_map(|entry| entry.lock().cached.take()).collect();
+        !cached.is_empty()
+    }
+
+    /// Returns the tensors of a leased unit, which all of its uses share. If these already have a
+    /// lease, returns the new one too.
+    pub(super) fn share(&self, unit: usize, lease: Lease) -> (Arc<UnitTensors>, Option<Lease>) {
+        let address = if lease.tensor_count() == 0 { 0 } else { lease.tensor(0).as_ptr().addr() };
+        let mut entry = self.entry(unit).lock();
+        if let Some(tensors) = entry.tensors.upgrade() {
+            let mut state = tensors.lock();
+            if state.lease.is_some() {
+                drop(state);
+                return (tensors, Some(lease));
+            }
+            if state.address == address {
+                state.lease = Some(lease);
+                drop(state);
+                return (tensors, None);
+            }
+        }
+        let tensors = Arc::new(UnitTensors::new(unit, lease, address));
+        let new = UnitEntry { tensors: Arc::downgrade(&tensors), cached: None };
+        let before = std::mem::replace(&mut *entry, new);
+        drop(entry);
+        drop(before);
+        (tensors, None)
+    }
+
+    /// Ends one use of a unit. The last use caches the tensors if the unit is resident, and drops
+    /// them otherwise. Returns the unit and its lease if something else references its memory.
+    pub(super) fn end_use(
+        &self,
+        py: Python<'_>,
+        tensors: Arc<UnitTensors>,
+        written: bool,
+    ) -> Option<(usize, Lease)> {
+        let unit = tensors.unit;
+        let mut entry = self.entry(unit).lock();
+        let is_cached = entry.cached.as_ref().is_some_and(|cached| Arc::ptr_eq(cached, &tensors));
+        if Arc::strong_count(&tensors) > 1 + usize::from(is_cached) {
+            return None;
+        }
+        let lease = tensors.lock().lease.take()?;
+        if !written && lease.is_resident() && !tensors.is_shared(py, &self.torch) {
+            let before = entry.cached.replace(tensors);
+            drop(entry);
+            drop(before);
+            return None;
+        }
+        let cached = is_cached.then(|| entry.cached.take());
+        drop(entry);
+        drop((cached, tensors));
+        if written {
+            lease.discard();
+            return None;
+        }
+        lease.is_shared().then_some((unit, lease))
+    }
+
+    /// Returns a weight's parameter while the forward of its module runs on this thread.
+    pub(super) fn current_parameter(
+        &self,
+        py: Python<'_>,
+        key: usize,
+        grad: bool,
+    ) -> PyResult<Option<Py<PyAny>>> {
+        let weight = &self.weights[key];
+        let this_thread = std::thread::current().id();
+        match self.tensors_in_use(weight.unit) {
+            Some(tensors) if tensors.lock().forward_threads.contains(&this_thread) => {
+                Ok(Some(tensors.parameter(py, &self.torch, weight, grad)?))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Creates the tensors of a unit, by index. They keep its memory after the streamer is gone.
+    pub(super) fn detached_tensors(&self, py: Python<'_>, unit: usize) -> PyResult<Vec<Py<PyAny>>> {
+        let leases = self.acquire(py, &[unit])?;
+        let mut weights: Vec<&Weight> =
+            self.weights.iter().filter(|weight| weight.unit == unit).collect();
+        weights.sort_by_key(|weight| weight.index);
+        let tensor =
+            |weight: &Weight| self.torch.tensor(py, leases[0].tensor(weight.index), weight);
+        weights.into_iter().map(tensor).collect()
+    }
+}
+
+/// Returns whether an exception is a `UnitReferencedError`.
+fn is_referenced(py: Python<'_>, error: &PyErr) -> PyResult<bool> {
+    Ok(error.matches(py, py.import("tensorstream.errors")?.getattr("UnitReferencedError")?)?)
+}

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The class `Use`: leases of units, for one forward or one operation.
+
+use std::sync::Arc;
+use std::thread::ThreadId;
+
+use parking_lot::{Mutex, MutexGuard};
+use pyo3::exceptions::PyIndexError;
+use pyo3::prelude::*;
+use tensorstream::orchestrator::Lease;
+
+use super::inner::{Streamer, StreamerInner};
+use super::recurrent::{FlatWeights, Recurrent, set_flat_weights};
+use super::unit_tensors::UnitTensors;
+use crate::errors::written_error;
+
+/// Keeps units in memory until it is closed or dropped.
+#[pyclass(frozen, module = "tensorstream._native")]
+pub(crate) struct Use {
+    state: Mutex<UseState>,
+}
+
+#[derive(Default)]
+struct UseState {
+    inner: Option<Arc<StreamerInner>>,
+    tensors: Vec<Arc<UnitTensors>>,
+    /// Leases of units whose shared tensors have a lease already.
+    extra_leases: Vec<Lease>,
+    /// The thread whose forward gets the parameters.
+    forward_thread: Option<ThreadId>,
+    /// The list of a recurrent module, while it has the parameters.
+    flat_weights: Option<FlatWeights>,
+    /// After the end, the leases of units whose memory something still references.
+    leaked: Vec<(usize, Lease)>,
+}
+
+#[pymethods]
+impl Use {
+    /// Returns the parameter of a weight, which must be of a unit in use.
+    ///
+    /// Args:
+    ///     grad: Whether gradients are recorded.
+    fn weight(
+        &self,
+        py: Python<'_>,
+        streamer: &Streamer,
+        key: usize,
+        grad: bool,
+    ) -> PyResult<Py<PyAny>> {
+        let inner = &streamer.inner;
+        let weight = inner
+            .weights
+            .get(key)
+            .ok_or_else(|| PyIndexError::new_err(format!("the model has no weight {key}")))?;
+        let tensors = self.lock().tensors.iter().find(|of| of.unit == weight.unit).map(Arc::clone);
+        let tensors = tensors.ok_or_else(|| {
+            PyIndexError::new_err(format!("the unit of weight `{}` is not in use", weight.name))
+        })?;
+        tensors.parameter(py, &inner.torch, weight, grad)
+    }
+
+    /// Ends the use.
+    ///
+    /// Returns:
+    ///     Whether something still references the memory of the units. If so, ``addresses``
+    ///     tells which memory, and ``close`` must be called.
+    ///
+    /// Raises:
+    ///     ModelError: A weight was written to. Its unit is read again for the next use.
+    fn exit(&self, py: Python<'_>) -> PyResult<bool> {
+        match self.end(py) {
+            Some(name) => Err(written_error(py, &format!("`{name}`"))),
+            None => Ok(!self.lock().leaked.is_empty()),
+        }
+    }
+
+    /// Returns the key, the address and the length in bytes of each weight of the units whose
+    /// memory something still references.
+    fn addresses(&self, streamer: &Streamer) -> Vec<(usize, usize, usize)> {
+        let state = self.lock();
+        let mut found = Vec::new();
+        for (unit, lease) in &state.leaked {
+            let weights = streamer.inner.weights.iter().enumerate();
+            for (key, weight) in weights.filter(|(_, weight)| weight.unit == *unit) {
+                let bytes = lease.tensor(weight.index);
+                found.push((key, bytes.as_ptr().addr(), bytes.len()));
+            }
+        }
+        found
+    }
+
+    /// Ends the use and releases the units. If something still references the memory of a unit, its
+    /// next use checks that the bytes are unchanged.
+    fn close(&self, py: Python<'_>) {
+        self.end(py);
+        let leaked = std::mem::take(&mut self.lock().leaked);
+        py.detach(|| {
+            for (_, lease) in leaked {
+                if lease.is_shared() {
+                    lease.seal();
+                }
+            }
+        });
+    }
+}
+
+impl Use {
+    /// Leases the unit of a module for its forward on this thread. Blocks.
+    ///
+    /// With `lend`, the forward gets the parameters from [`StreamerInner::current_parameter`], and
+    /// from the list of a recurrent module.
+    pub(super) fn for_forward(
+        py: Python<'_>,
+        inner: &Arc<StreamerInner>,
+        unit: usize,
+        lend: bool,
+        recurrent: Option<&Recurrent>,
+    ) -> PyResult<Self> {
+        let mut leases = inner.acquire(py, &[unit])?;
+        let (tensors, extra) = inner.share(unit, leases.pop().expect("a lease for each unit"));
+        let forward_thread = lend.then(|| std::thread::current().id());
+        tensors.lock().forward_threads.extend(forward_thread);
+        let this = Self {
+            state: Mutex::new(UseState {
+                inner: Some(Arc::clone(inner)),
+                tensors: vec![tensors],
+                extra_leases: extra.into_iter().collect(),
+                forward_thread,
+                ..UseState::default()
+            }),
+        };
+        if let Some(recurrent) = recurrent.filter(|_| lend)
+            && let Some(module) = recurrent.list().module(py)?
+        {
+            let parameters = recurrent.current_parameters(py, inner)?;
+            this.lock().flat_weights = Some(recurrent.list().clone());
+            set_flat_weights(&module, parameters.as_any())?;
+        }
+        Ok(this)
+    }
+
+    /// Leases units for one operation. Blocks.
+    pub(super) fn for_operation(
+        py: Python<'_>,
+        inner: &Arc<StreamerInner>,
+        units: &[u32],
+    ) -> PyResult<Self> {
+        let mut state = UseState { inner: Some(Arc::clone(inner)), ..UseState::default() };
+        // A unit in use is not leased again, because a forward on this thread may be holding it.
+        let mut missing = Vec::new();
+        for &unit in units {
+            match inner.tensors_in_use(unit as usize) {
+                Some(tensors) => state.tensors.push(tensors),
+                None => missing.push(unit as usize),
+            }
+        }
+        if !missing.is_empty() {
+            let leases = inner.acquire(py, &missing)?;
+            for (unit, lease) in missing.into_iter().zip(leases) {
+                let (tensors, extra) = inner.share(unit, lease);
+                state.extra_leases.extend(extra);
+                state.tensors.push(tensors);
+            }
+        }
+        Ok(Self { state: Mutex::new(state) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, UseState> {
+        self.state.lock()
+    }
+
+    /// Releases tensors and leases, except the leases of units whose memory something else
+    /// references. Returns the name of a weight that was written to.
+    fn end(&self, py: Python<'_>) -> Option<String> {
+        let state = std::mem::take(&mut *self.lock());
+        let UseState { inner, tensors, extra_leases, forward_thread, flat_weights, mut leaked } =
+            state;
+        let inner = inner?;
+        if let Some(flat_weights) = flat_weights {
+            flat_weights.restore(py);
+        }
+        let mut written = None;
+        for tensors in tensors {
+            if let Some(thread) = forward_thread {
+                let _ = inner.torch.clear_autocast_cache(py);
+                let mut state = tensors.lock();
+                if let Some(call) = state.forward_threads.iter().position(|&call| call == thread) {
+                    state.forward_threads.swap_remove(call);
+                }
+            }
+            let name = tensors.written_weight(py, &inner.weights, inner.entry(tensors.unit));
+            leaked.extend(inner.end_use(py, tensors, name.is_some()));
+            written = name.or(written);
+        }
+        drop(extra_leases);
+        let mut state = self.lock();
+        (state.inner, state.leaked) = (Some(inner), leaked);
+        written
+    }
+}
+
+impl Drop for Use {
+    /// Ends a use that an exception interrupted. Writes to weights are detected as usual.
+    fn drop(&mut self) {
+        Python::attach(|py| {
+            // The pending exception must survive the calls of Python.
+            let pending = PyErr::take(py);
+            self.close(py);
+            if let Some(pending) = pending {
+                pending.restore(py);
+            }
+        });
+    }
+}

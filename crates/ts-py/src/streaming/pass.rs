@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The class `Pass`.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+
+use super::inner::{RunningPass, StreamerInner};
+use crate::errors::written_error;
+
+/// A pass over the units on the current thread. Does nothing if the thread was already in a pass.
+/// Dropping it ends the pass.
+#[pyclass(frozen, module = "tensorstream._native")]
+pub(crate) struct Pass {
+    begun: Option<(Arc<StreamerInner>, RunningPass)>,
+}
+
+#[pymethods]
+impl Pass {
+    /// Ends the pass. Does nothing if it has ended.
+    ///
+    /// Returns:
+    ///     Whether ``Streamer.replan`` should be called.
+    ///
+    /// Raises:
+    ///     ModelError: A weight was written to without PyTorch noticing. Its unit is read again for
+    ///         the next use.
+    fn end(&self, py: Python<'_>) -> PyResult<bool> {
+        match self.finish(py) {
+            (_, Some(names)) => Err(written_error(py, &names)),
+            (replan, None) => Ok(replan),
+        }
+    }
+
+    /// Ends the pass after an exception. Raises nothing.
+    fn close(&self, py: Python<'_>) {
+        self.finish(py);
+    }
+}
+
+impl Pass {
+    pub(super) fn begin(py: Python<'_>, inner: &Arc<StreamerInner>) -> PyResult<Self> {
+        let pass = inner.begin_pass(py)?;
+        Ok(Self { begun: pass.map(|pass| (Arc::clone(inner), pass)) })
+    }
+
+    /// Returns whether to replan, and the names of weights that were written to.
+    fn finish(&self, py: Python<'_>) -> (bool, Option<String>) {
+        match &self.begun {
+            Some((inner, pass)) => inner.end_pass(py, pass),
+            None => (false, None),
+        }
+    }
+}
+
+impl Drop for Pass {
+    fn drop(&mut self) {
+        Python::attach(|py| self.close(py));
+    }
+}

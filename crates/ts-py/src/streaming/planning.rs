@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Plans without an engine.
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tensorstream::orchestrator::{self as orchestrator, UnitDemand};
+
+use super::engine::{Settings, TensorSpec, config, model_units, unit_sets};
+use super::stats::{plan_dict, units_list};
+use crate::errors::to_python;
+use crate::files::checkpoint::Checkpoint;
+
+/// Plans how to stream a checkpoint, with units by the names of its tensors. Reads no weights.
+#[pyfunction]
+#[pyo3(signature = (checkpoint, *, budget, settings=None))]
+pub(crate) fn plan<'py>(
+    py: Python<'py>,
+    checkpoint: &Checkpoint,
+    budget: usize,
+    settings: Option<Settings>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let config = config(budget, settings.as_ref())?;
+    let explanation = checkpoint.inner.explain(&config).map_err(|e| to_python(py, &e))?;
+    let dict = PyDict::new(py);
+    dict.set_item("plan", plan_dict(py, &explanation.plan)?)?;
+    dict.set_item("units", units_list(py, &explanation.units)?)?;
+    dict.set_item("text", explanation.to_string())?;
+    Ok(dict)
+}
+
+/// Returns the smallest budget that works for these units, and the smallest budget with which none
+/// is streamed, in bytes.
+///
+/// Args:
+///     together: Sets of units that one operation needs at the same time.
+#[pyfunction]
+#[pyo3(signature = (checkpoint, units, *, together, settings))]
+pub(crate) fn requirement(
+    py: Python<'_>,
+    checkpoint: &Checkpoint,
+    units: Vec<(String, Vec<TensorSpec>)>,
+    together: Vec<Vec<u32>>,
+    settings: Settings,
+) -> PyResult<(usize, usize)> {
+    let units = model_units(py, checkpoint, units)?;
+    let config = config(0, Some(&settings))?.with_together(unit_sets(together));
+    checkpoint.inner.requirement(units, config).map_err(|e| to_python(py, &e))
+}
+
+/// Returns the smallest budget that works for units of these sizes, in bytes.
+///
+/// Args:
+///     together: Sets of units that one operation needs at the same time.
+#[pyfunction]
+pub(crate) fn smallest_budget(
+    sizes: Vec<usize>,
+    together: Vec<Vec<u32>>,
+    max_passes: usize,
+) -> usize {
+    let units: Vec<_> = sizes.into_iter().map(|bytes| UnitDemand::new("", bytes)).collect();
+    orchestrator::smallest_budget(&units, &unit_sets(together), max_passes)
+}

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Statistics and plans as dictionaries.
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+use tensorstream::orchestrator::{EngineStats, Plan, UnitStats};
+
+/// Converts the statistics of an engine.
+pub(super) fn stats_dict<'py>(
+    py: Python<'py>,
+    stats: &EngineStats,
+) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("budget_bytes", stats.budget_bytes)?;
+    dict.set_item("reserved_high_water_bytes", stats.reserved_high_water_bytes)?;
+    dict.set_item("in_use_high_water_bytes", stats.in_use_high_water_bytes)?;
+    dict.set_item("in_use_bytes", stats.in_use_bytes)?;
+    dict.set_item("backend", stats.backend)?;
+    dict.set_item("passed_over", stats.passed_over.clone())?;
+    dict.set_item("watches_writes", stats.watches_writes)?;
+    dict.set_item("passes", stats.passes)?;
+    let paths = PyDict::new(py);
+    for (path, bytes) in &stats.read_bytes {
+        paths.set_item(path.name(), bytes)?;
+    }
+    dict.set_item("read_bytes", stats.total_read_bytes())?;
+    dict.set_item("read_bytes_by_path", paths)?;
+    dict.set_item("stalls", stats.stalls())?;
+    dict.set_item("stall_s", stats.stall_ns() as f64 / 1e9)?;
+    dict.set_item("wasted_loads", stats.wasted_loads)?;
+    dict.set_item("replans", stats.replans)?;
+    dict.set_item("plan", plan_dict(py, &stats.plan)?)?;
+    dict.set_item("units", units_list(py, &stats.units)?)?;
+    Ok(dict)
+}
+
+/// Converts the statistics of units.
+pub(super) fn units_list<'py>(
+    py: Python<'py>,
+    units: &[UnitStats],
+) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    for unit in units {
+        let item = PyDict::new(py);
+        item.set_item("name", &unit.name)?;
+        item.set_item("resident", unit.resident)?;
+        item.set_item("slot_bytes", unit.slot_bytes)?;
+        item.set_item("loads", unit.loads)?;
+        item.set_item("read_bytes", unit.read_bytes)?;
+        item.set_item("load_s", unit.load_ns as f64 / 1e9)?;
+        item.set_item("uses", unit.uses)?;
+        item.set_item("use_s", unit.use_ns as f64 / 1e9)?;
+        item.set_item("stalls", unit.stalls)?;
+        item.set_item("stall_s", unit.stall_ns as f64 / 1e9)?;
+        list.append(item)?;
+    }
+    Ok(list)
+}
+
+/// Converts a plan.
+pub(super) fn plan_dict<'py>(py: Python<'py>, plan: &Plan) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("resident_bytes", plan.resident_bytes)?;
+    dict.set_item("ring_bytes", plan.ring_bytes)?;
+    dict.set_item("peak_bytes", plan.peak_bytes())?;
+    dict.set_item("streamed_bytes_per_pass", plan.streamed_bytes_per_pass)?;
+    dict.set_item("predicted_pass_s", plan.predicted_pass_s)?;
+    dict.set_item("bottleneck", plan.bottleneck.to_string())?;
+    dict.set_item("smallest_budget_bytes", plan.smallest_budget_bytes)?;
+    Ok(dict)
+}

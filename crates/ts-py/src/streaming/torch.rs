@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Functions of PyTorch that streaming calls.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use tensorstream::orchestrator::TensorBytes;
+
+use super::weight::Weight;
+use crate::dlpack::{has_unversioned_code, tensor_capsule};
+
+/// Functions of PyTorch, looked up once.
+pub(super) struct Torch {
+    from_dlpack: Py<PyAny>,
+    make_subclass: Py<PyAny>,
+    inference_mode_guard: Py<PyAny>,
+    is_inference_mode_enabled: Py<PyAny>,
+    is_grad_enabled: Py<PyAny>,
+    is_any_autocast_enabled: Py<PyAny>,
+    clear_autocast_cache: Py<PyAny>,
+    storage_use_count: Py<PyAny>,
+    /// The class of the parameters that forwards get.
+    weight_class: Py<PyAny>,
+}
+
+impl Torch {
+    pub(super) fn new(py: Python<'_>, weight_class: Py<PyAny>) -> PyResult<Self> {
+        let torch = py.import("torch")?;
+        let native = torch.getattr("_C")?;
+        Ok(Self {
+            from_dlpack: native.getattr("_from_dlpack")?.unbind(),
+            make_subclass: torch.getattr("Tensor")?.getattr("_make_subclass")?.unbind(),
+            inference_mode_guard: native.getattr("_InferenceMode")?.unbind(),
+            is_inference_mode_enabled: torch.getattr("is_inference_mode_enabled")?.unbind(),
+            is_grad_enabled: torch.getattr("is_grad_enabled")?.unbind(),
+            is_any_autocast_enabled: native.getattr("_is_any_autocast_enabled")?.unbind(),
+            clear_autocast_cache: torch.getattr("clear_autocast_cache")?.unbind(),
+            storage_use_count: native.getattr("_storage_Use_Count")?.unbind(),
+            weight_class,
+        })
+    }
+
+    /// Returns the number of tensors and other objects that own a storage of PyTorch.
+    pub(super) fn storage_owners(&self, py: Python<'_>, storage: usize) -> PyResult<usize> {
+        self.storage_use_count.bind(py).call1((storage,))?.extract()
+    }
+
+    /// Returns whether gradients are recorded.
+    pub(super) fn is_grad_enabled(&self, py: Python<'_>) -> PyResult<bool> {
+        is_true(py, &self.is_grad_enabled)
+    }
+
+    /// Clears autocast's cache, unless gradients are recorded.
+    ///
+    /// Autocast caches the casts of weights that require gradients, with graphs that keep the
+    /// weights in memory. It is made for weights that stay in memory anyway.
+    pub(super) fn clear_autocast_cache(&self, py: Python<'_>) -> PyResult<()> {
+        if is_true(py, &self.is_any_autocast_enabled)? && !self.is_grad_enabled(py)? {
+            self.clear_autocast_cache.bind(py).call0()?;
+        }
+        Ok(())
+    }
+
+    /// Creates the tensor of a weight over its bytes.
+    pub(super) fn tensor(
+        &self,
+        py: Python<'_>,
+        bytes: TensorBytes,
+        weight: &Weight,
+    ) -> PyResult<Py<PyAny>> {
+        // Backward cannot use an inference tensor, so none is created even if the caller is in
+        // inference mode.
+        let guard = match is_true(py, &self.is_inference_mode_enabled)? {
+            true => Some(self.inference_mode_guard.bind(py).call1((false,))?),
+            false => None,
+        };
+        if let Some(guard) = &guard {
+            guard.call_method0(intern!(py, "__enter__"))?;
+        }
+        let tensor = self.tensor_in_mode(py, bytes, weight);
+        if let Some(guard) = &guard {
+            guard.call_method1(intern!(py, "__exit__"), (py.None(), py.None(), py.None()))?;
+        }
+        tensor
+    }
+
+    fn tensor_in_mode(
+        &self,
+        py: Python<'_>,
+        bytes: TensorBytes,
+        weight: &Weight,
+    ) -> PyResult<Py<PyAny>> {
+        let capsule = tensor_capsule(py, bytes, &weight.meta)?;
+        let mut tensor = self.from_dlpack.bind(py).call1((capsule,))?;
+        if !has_unversioned_code(weight.meta.dtype) {
+            let shape: Vec<i64> = weight.meta.shape.iter().map(|&n| n as i64).collect();
+            tensor = tensor.call_method1(intern!(py, "view"), (weight.dtype.bind(py),))?;
+            tensor = tensor.call_method1(intern!(py, "view"), (shape,))?;
+        }
+        if let Some((shape, strides)) = &weight.strided {
+            tensor =
+                tensor.call_method1(intern!(py, "as_strided"), (shape.clone(), strides.clone()))?;
+        }
+        Ok(tensor.unbind())
+    }
+
+    /// Creates a parameter over the memory of a tensor. Both have the same version counter.
+    pub(super) fn parameter(
+        &self,
+        py: Python<'_>,
+        tensor: &Py<PyAny>,
+        requires_grad: bool,
+    ) -> PyResult<Py<PyAny>> {
+        let make_subclass = self.make_subclass.bind(py);
+        Ok(make_subclass.call1((&self.weight_class, tensor, requires_grad))?.unbind())
+    }
+}
+
+/// Calls a predicate of PyTorch.
+fn is_true(py: Python<'_>, predicate: &Py<PyAny>) -> PyResult<bool> {
+    predicate.bind(py).call0()?.is_truthy()
+}

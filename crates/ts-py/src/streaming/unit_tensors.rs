@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The tensors and parameters over the memory of a unit, which all uses of the unit share.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::thread::ThreadId;
+
+use parking_lot::{Mutex, MutexGuard};
+use pyo3::intern;
+use pyo3::prelude::*;
+use tensorstream::orchestrator::Lease;
+
+use super::torch::Torch;
+use super::weight::Weight;
+
+/// The current tensors of a unit, if any.
+#[derive(Default)]
+pub(super) struct UnitEntry {
+    /// The tensors, while a use or `cached` references them.
+    pub(super) tensors: Weak<UnitTensors>,
+    /// The tensors of a resident unit, for its next use. Dropped when memory is short.
+    pub(super) cached: Option<Arc<UnitTensors>>,
+}
+
+/// The tensors over the memory of a unit. They are created when they are first needed.
+pub(super) struct UnitTensors {
+    pub(super) unit: usize,
+    state: Mutex<UnitTensorsState>,
+}
+
+#[derive(Default)]
+pub(super) struct UnitTensorsState {
+    /// The lease of the unit, while something uses it.
+    pub(super) lease: Option<Lease>,
+    /// The address of the first tensor, which tells whether a later lease has the same memory.
+    pub(super) address: usize,
+    /// By index in the unit.
+    views: Vec<WeightViews>,
+    /// The threads that run the forward of the module that owns the unit, once for each call.
+    pub(super) forward_threads: Vec<ThreadId>,
+    /// The name of a weight that was written to.
+    written: Option<String>,
+}
+
+/// A tensor of a unit, and the parameters over the same memory. They share a version counter.
+#[derive(Default)]
+struct WeightViews {
+    tensor: Option<Py<PyAny>>,
+    /// The address of the tensor's storage, for counting its owners.
+    storage: usize,
+    /// The number of owners of the storage when the tensor was created.
+    first_owners: usize,
+    /// The parameter while gradients are recorded. It requires no gradient, because a streamed
+    /// weight could not keep one.
+    while_recording: Option<Py<PyAny>>,
+    /// The parameter while no gradients are recorded. It requires a gradient if the model's own
+    /// parameter did: for such operands `matmul` folds a batch, which changes the rounding.
+    while_not_recording: Option<Py<PyAny>>,
+}
+
+impl UnitTensors {
+    /// Returns the tensors of a unit that has a new lease. `address` is that of its first tensor.
+    pub(super) fn new(unit: usize, lease: Lease, address: usize) -> Self {
+        let views = (0..lease.tensor_count()).map(|_| WeightViews::default()).collect();
+        let state =
+            UnitTensorsState { lease: Some(lease), address, views, ..UnitTensorsState::default() };
+        Self { unit, state: Mutex::new(state) }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, UnitTensorsState> {
+        self.state.lock()
+    }
+
+    /// Returns the parameter of a weight, and creates it if necessary. `grad` is whether the caller
+    /// records gradients.
+    pub(super) fn parameter(
+        &self,
+        py: Python<'_>,
+        torch: &Torch,
+        weight: &Weight,
+        grad: bool,
+    ) -> PyResult<Py<PyAny>> {
+        let requires_grad = weight.requires_grad.load(Ordering::Relaxed) && !grad;
+        // Creating a tensor can run the garbage collector, which can end other uses. So no lock is
+        // held meanwhile.
+        let (tensor, bytes) = {
+            let state = self.lock();
+            let views = &state.views[weight.index];
+            if let Some(known) =
+                if requires_grad { &views.while_not_recording } else { &views.while_recording }
+            {
+                return Ok(known.clone_ref(py));
+            }
+            let lease = state.lease.as_ref().expect("a unit in use has a lease");
+            (views.tensor.as_ref().map(|tensor| tensor.clone_ref(py)), lease.tensor(weight.index))
+        };
+        let tensor = match tensor {
+            Some(tensor) => tensor,
+            None => {
+                let new = torch.tensor(py, bytes, weight)?;
+                let storage = new.bind(py).call_method0(intern!(py, "untyped_storage"))?;
+                let storage: usize = storage.getattr(intern!(py, "_cdata"))?.extract()?;
+                let first_owners = torch.storage_owners(py, storage)?;
+                let mut state = self.lock();
+                let views = &mut state.views[weight.index];
+                // Another thread may have created the tensor in the meantime.
+                if views.tensor.is_none() {
+                    (views.storage, views.first_owners) = (storage, first_owners);
+                }
+                views.tensor.get_or_insert(new).clone_ref(py)
+            }
+        };
+        let new = torch.parameter(py, &tensor, requires_grad)?;
+        let mut state = self.lock();
+        let views = &mut state.views[weight.index];
+        let parameter =
+            if requires_grad { &mut views.while_not_recording } else { &mut views.while_recording };
+        Ok(parameter.get_or_insert(new).clone_ref(py))
+    }
+
+    /// Returns whether anything except these tensors references the memory of the unit.
+    pub(super) fn is_shared(&self, py: Python<'_>, torch: &Torch) -> bool {
+        let state = self.lock();
+        state.views.iter().filter(|views| views.tensor.is_some()).any(|views| {
+            let parameters = usize::from(views.while_recording.is_some())
+                + usize::from(views.while_not_recording.is_some());
+            torch
+                .storage_owners(py, views.storage)
+                .is_ok_and(|owners| owners > views.first_owners + parameters)
+        })
+    }
+
+    /// Returns the name of a weight that was written to. The next use of the unit then reads it
+    /// again.
+    pub(super) fn written_weight(
+        &self,
+        py: Python<'_>,
+        weights: &[Weight],
+        entry: &Mutex<UnitEntry>,
+    ) -> Option<String> {
+        let mut state = self.lock();
+        if state.written.is_none() {
+            let is_written = |views: &WeightViews| {
+                let version = |tensor: &Py<PyAny>| -> PyResult<u64> {
+                    tensor.bind(py).getattr(intern!(py, "_version"))?.extract()
+                };
+                views.tensor.as_ref().is_some_and(|tensor| version(tensor).is_ok_and(|v| v != 0))
+            };
+            let index = state.views.iter().position(is_written);
+            if let Some(index) = index {
+                let weight =
+                    weights.iter().find(|weight| weight.unit == self.unit && weight.index == index);
+                state.written = Some(weight.map_or_else(String::new, |weight| weight.name.clone()));
+                // The next use gets other memory, so it must not find these tensors.
+                *entry.lock() = UnitEntry::default();
+                if let Some(lease) = &state.lease {
+                    lease.spoil();
+                }
+            }
+        }
+        state.written.clone()
+    }
+}

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Streamed parameters of a model.
+
+use std::sync::atomic::AtomicBool;
+
+use pyo3::prelude::*;
+use tensorstream::format::TensorMeta;
+use tensorstream::orchestrator::Unit;
+
+/// A parameter: the number of its unit, its index there, its shape and strides if they differ from
+/// those of its bytes, whether it requires gradients, its name, and its `torch.dtype`.
+pub(super) type WeightSpec = (u32, usize, Option<(Vec<i64>, Vec<i64>)>, bool, String, Py<PyAny>);
+
+/// A streamed parameter of a model.
+pub(super) struct Weight {
+    /// The number of its unit.
+    pub(super) unit: usize,
+    /// The index of its tensor in the unit.
+    pub(super) index: usize,
+    /// The dtype and shape of its bytes.
+    pub(super) meta: TensorMeta,
+    /// Its shape and strides, if they differ from those of its bytes.
+    pub(super) strided: Option<(Vec<i64>, Vec<i64>)>,
+    pub(super) requires_grad: AtomicBool,
+    pub(super) name: String,
+    /// Its `torch.dtype`.
+    pub(super) dtype: Py<PyAny>,
+}
+
+impl Weight {
+    /// Returns None if no unit has this tensor.
+    pub(super) fn new(spec: WeightSpec, units: &[Unit]) -> Option<Self> {
+        let (unit, index, strided, requires_grad, name, dtype) = spec;
+        let unit = unit as usize;
+        let meta = units.get(unit)?.tensors.get(index)?.entry.meta.clone();
+        Some(Self { unit, index, meta, strided, requires_grad: requires_grad.into(), name, dtype })
+    }
+}

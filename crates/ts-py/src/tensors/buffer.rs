@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The class `TensorBuffer`.
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use tensorstream::pool::TensorBuffer;
+
+use crate::errors::pool_error;
+
+/// Bytes on the host or on a GPU. All copies are explicit and block.
+#[pyclass(module = "tensorstream", name = "TensorBuffer")]
+pub(crate) struct PyTensorBuffer(pub(super) TensorBuffer);
+
+#[pymethods]
+impl PyTensorBuffer {
+    /// Copies bytes to a new buffer on the host.
+    #[staticmethod]
+    fn cpu(data: Vec<u8>) -> Self {
+        Self(TensorBuffer::cpu(data))
+    }
+
+    /// The same as ``cpu``.
+    #[staticmethod]
+    fn from_bytes(data: Vec<u8>) -> Self {
+        Self::cpu(data)
+    }
+
+    /// Allocates ``size`` zero bytes on the host.
+    #[staticmethod]
+    fn cpu_zeros(size: usize) -> Self {
+        Self(TensorBuffer::cpu_zeros(size))
+    }
+
+    /// Allocates ``size`` bytes on a GPU, or zeros on the host if that fails. On a GPU the contents
+    /// are undefined.
+    #[staticmethod]
+    #[pyo3(signature = (size, device_id=0))]
+    fn try_allocate_gpu(size: usize, device_id: usize) -> Self {
+        Self(TensorBuffer::try_allocate_gpu(size, device_id))
+    }
+
+    /// The size in bytes.
+    #[getter]
+    fn size(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether it is on the host.
+    #[getter]
+    fn is_cpu(&self) -> bool {
+        self.0.is_cpu()
+    }
+
+    /// Whether it is on a GPU.
+    #[getter]
+    fn is_gpu(&self) -> bool {
+        self.0.is_gpu()
+    }
+
+    /// Copies the bytes to a new buffer on the host.
+    ///
+    /// Raises:
+    ///     OutOfMemoryError: The copy failed.
+    fn to_cpu(&self, py: Python<'_>) -> PyResult<Self> {
+        py.detach(|| self.0.to_cpu()).map(Self).map_err(|error| pool_error(py, &error))
+    }
+
+    /// Copies the bytes to a new buffer on a GPU.
+    ///
+    /// Raises:
+    ///     OutOfMemoryError: There is no such GPU, or it has too little memory.
+    #[pyo3(signature = (device_id=0))]
+    fn to_gpu(&self, py: Python<'_>, device_id: usize) -> PyResult<Self> {
+        py.detach(|| self.0.to_gpu(device_id)).map(Self).map_err(|error| pool_error(py, &error))
+    }
+
+    /// The same as ``to_host``.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        self.to_host(py)
+    }
+
+    /// Returns a copy of the bytes.
+    fn to_host<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = py.detach(|| self.0.to_host()).map_err(|error| pool_error(py, &error))?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    /// Overwrites the buffer.
+    ///
+    /// Raises:
+    ///     ConfigurationError: ``data`` has another size than the buffer.
+    fn copy_from(&mut self, py: Python<'_>, data: &[u8]) -> PyResult<()> {
+        self.0.copy_from_slice(data).map_err(|error| pool_error(py, &error))
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.len()
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "TensorBuffer({} bytes on {})",
+            self.0.len(),
+            if self.0.is_cpu() { "the host" } else { "a GPU" }
+        )
+    }
+}

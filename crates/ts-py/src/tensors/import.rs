@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tensors of other libraries, imported through DLPack without a copy.
+
+use pyo3::exceptions::{PyBufferError, PyTypeError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tensorstream::remote::TensorInfo;
+
+use crate::dlpack::{CPU, Imported, VERSION};
+use crate::errors::wire_error;
+use crate::memory::Memory;
+
+/// Imports a tensor on the host from an object that supports DLPack, or from a DLPack capsule.
+///
+/// # Errors
+/// TypeError if the object does not support DLPack; BufferError if the tensor is not on the host or
+/// has a dtype or strides that are not supported.
+pub(super) fn import(value: &Bound<'_, PyAny>) -> PyResult<(TensorInfo, Memory)> {
+    let py = value.py();
+    let capsule = if let Ok(export) = value.getattr("__dlpack__") {
+        let newest = PyDict::new(py);
+        newest.set_item("max_version", VERSION)?;
+        match export.call((), Some(&newest)) {
+            // A library that is older than DLPack 1.0 does not know `max_version`.
+            Err(error) if error.is_instance_of::<PyTypeError>(py) => export.call0()?,
+            done => done?,
+        }
+    } else {
+        value.clone()
+    };
+    in_memory(py, Imported::from_capsule(&capsule)?)
+}
+
+/// Finds the range of memory that contains all elements of a tensor.
+fn in_memory(py: Python<'_>, tensor: Imported) -> PyResult<(TensorInfo, Memory)> {
+    let layout = tensor.layout()?;
+    if layout.device.0 != CPU {
+        return Err(PyBufferError::new_err(format!(
+            "cannot import a tensor on DLPack device {:?}: copy it to the host first",
+            layout.device
+        )));
+    }
+    let to_python = |error| wire_error(py, &error);
+    let row_major = TensorInfo::new("", layout.dtype, layout.shape).map_err(to_python)?;
+    let bytes = i64::from(layout.dtype.bits()) / 8;
+    let empty = row_major.meta.shape.contains(&0);
+    // The range, in bytes relative to the first element.
+    let (mut begin, mut end) = (0i64, if empty { 0 } else { row_major.storage_len as i64 });
+    if let Some(strides) = layout.strides.as_ref().filter(|_| !empty) {
+        // The distance between the first and the last element of a dimension.
+        let reach =
+            |(&n, &stride): (&u64, &i64)| (n as i64 - 1).checked_mul(stride)?.checked_mul(bytes);
+        end = bytes;
+        for step in row_major.meta.shape.iter().zip(strides).map(reach) {
+            let side = if step.is_some_and(|step| step < 0) { &mut begin } else { &mut end };
+            *side = step.and_then(|step| side.checked_add(step)).ok_or_else(|| {
+                PyBufferError::new_err(format!(
+                    "invalid strides {strides:?}: the tensor exceeds the address space"
+                ))
+            })?;
+        }
+    }
+    let len = (end - begin) as usize;
+    let strides = layout.strides.filter(|_| !empty);
+    let info = row_major.in_storage(0, len as u64, (-begin) as u64, strides).map_err(to_python)?;
+    let first = layout.data.wrapping_offset(begin as isize);
+    // SAFETY: these bytes contain the tensor's elements and the gaps between them, which are valid
+    // until the tensor's deleter runs.
+    let memory = unsafe { Memory::from_import(tensor, first, len, (CPU, 0), layout.read_only) };
+    Ok((info, memory))
+}

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The state of a connection: its link, and what was received but not yet requested.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
+
+use pyo3::prelude::*;
+use tensorstream::pool::{self, PinnedMemoryPool};
+use tensorstream::remote::{Bytes, Error, Event, Link, TensorInfo};
+use tensorstream::streams::AnyDevice;
+
+use super::settings::Settings;
+use crate::errors::{configuration_error, wire_error};
+use crate::memory::{Memory, Target};
+use crate::tensors::PyTensor;
+
+/// What a stream has delivered.
+pub(super) enum Incoming {
+    Tensor(PyTensor),
+    Message(Bytes),
+    Finished,
+    Cancelled(String),
+}
+
+/// The number of a stream, and the sender's number of a storage.
+type StorageKey = (u32, u64);
+
+pub(super) struct ConnectionState {
+    pub(super) link: Link<Target>,
+    /// The stream for everything that is not sent on a stream of its own.
+    default_stream: Option<u32>,
+    /// Storages that later tensors may share.
+    shared_storages: HashMap<StorageKey, Arc<Memory>>,
+    /// The shared storage that the tensor in transfer is the last to use.
+    expiring_storage: Option<StorageKey>,
+    /// An announced tensor that has no memory yet: its stream, its description, and whether later
+    /// tensors may share its storage.
+    announced: Option<(u32, TensorInfo, bool)>,
+    /// What was received but not yet requested, by stream.
+    pub(super) ready: VecDeque<(u32, Incoming)>,
+    /// Blocks to receive into.
+    pub(super) pool: Option<PinnedMemoryPool<AnyDevice>>,
+    /// The size of the largest storage to receive, in bytes.
+    limit_bytes: u64,
+    /// When the connection began.
+    pub(super) since: Instant,
+}
+
+impl ConnectionState {
+    pub(super) fn new(py: Python<'_>, link: Link<Target>, settings: &Settings) -> PyResult<Self> {
+        Ok(Self {
+            link,
+            default_stream: None,
+            shared_storages: HashMap::new(),
+            expiring_storage: None,
+            announced: None,
+            ready: VecDeque::new(),
+            pool: settings.pool(py)?,
+            limit_bytes: settings.limit_bytes,
+            since: Instant::now(),
+        })
+    }
+
+    /// Handles an event of the link.
+    pub(super) fn handle(&mut self, event: Event<Target>) {
+        match event {
+            Event::Metadata { stream, info, known, kept } => {
+                let key = (stream, info.storage_id);
+                match (kept, known) {
+                    (false, false) => drop(self.shared_storages.remove(&key)),
+                    (false, true) => self.expiring_storage = Some(key),
+                    _ => {}
+                }
+                if !known && info.storage_len > 0 {
+                    self.announced = Some((stream, info, kept));
+                }
+            }
+            Event::End { stream, info, sink } => {
+                let key = (stream, info.storage_id);
+                let memory = match sink {
+                    Some(target) => Some(target.into_memory()),
+                    None if info.storage_len == 0 => Memory::zeros(0).map(Arc::new),
+                    None => self.shared_storages.get(&key).cloned(),
+                };
+                if self.expiring_storage.take_if(|expiring| *expiring == key).is_some() {
+                    self.shared_storages.remove(&key);
+                }
+                if let Some(memory) = memory {
+                    let tensor = PyTensor { info: *info, memory };
+                    self.ready.push_back((stream, Incoming::Tensor(tensor)));
+                }
+            }
+            Event::Message { stream, bytes } => {
+                self.ready.push_back((stream, Incoming::Message(bytes)));
+            }
+            Event::Finished { stream } => {
+                self.forget_stream(stream);
+                self.ready.push_back((stream, Incoming::Finished));
+            }
+            Event::Cancelled { stream, reason, .. } => {
+                self.forget_stream(stream);
+                self.ready.push_back((stream, Incoming::Cancelled(reason)));
+            }
+            _ => {}
+        }
+    }
+
+    fn forget_stream(&mut self, stream: u32) {
+        self.shared_storages.retain(|(of, _), _| *of != stream);
+        self.announced.take_if(|(of, ..)| *of == stream);
+    }
+
+    /// Provides memory for the announced tensor, if there is one: that of `into`, or a block of the
+    /// pool, or new memory.
+    ///
+    /// # Errors
+    /// ConfigurationError if `into` does not fit, OutOfMemoryError if there is too little memory.
+    /// The connection stays usable.
+    pub(super) fn provide_memory(
+        &mut self,
+        py: Python<'_>,
+        into: Option<&PyTensor>,
+    ) -> PyResult<()> {
+        let Some((stream, info, shared)) = self.announced.take() else { return Ok(()) };
+        let len = info.storage_len as usize;
+        let memory = match into {
+            Some(into) => match fitting(into, len) {
+                Ok(memory) => memory,
+                Err(found) => {
+                    let message = format!(
+                        "cannot receive tensor `{}` of {len} bytes into {found}: expected a \
+                         contiguous, writable tensor of as many bytes on the host",
+                        info.name
+                    );
+                    self.announced = Some((stream, info, shared));
+                    return Err(configuration_error(py, &message));
+                }
+            },
+            None => match self.allocate(&info) {
+                Ok(memory) => Arc::new(memory),
+                Err(error) => {
+                    self.link.connection().cancel(stream, "the receiver has no memory for it");
+                    return Err(wire_error(py, &error));
+                }
+            },
+        };
+        if shared {
+            self.shared_storages.insert((stream, info.storage_id), Arc::clone(&memory));
+        }
+        let target = Target::new(memory, 0, len).expect("the memory fits, and is on the host");
+        self.link.connection().accept(stream, target).map_err(|error| wire_error(py, &error))
+    }
+
+    /// Allocates memory for a tensor, from the pool if that has a block.
+    fn allocate(&self, info: &TensorInfo) -> Result<Memory, Error> {
+        let requested_bytes = info.storage_len as usize;
+        let block = self.pool.as_ref().and_then(|pool| pool.acquire(requested_bytes).ok());
+        if let Some(memory) = block.and_then(Memory::from_pool) {
+            return Ok(memory);
+        }
+        let no_memory = |source| Error::Memory {
+            tensor: info.name.clone(),
+            bytes: info.storage_len,
+            source: Arc::new(source),
+        };
+        if info.storage_len > self.limit_bytes {
+            return Err(no_memory(pool::Error::NeverFits {
+                requested_bytes,
+                capacity_bytes: self.limit_bytes as usize,
+            }));
+        }
+        Memory::zeros(requested_bytes).ok_or_else(|| {
+            let source = std::io::ErrorKind::OutOfMemory.into();
+            no_memory(pool::Error::Map { bytes: requested_bytes, source })
+        })
+    }
+
+    /// Returns the default stream, and opens it if necessary.
+    pub(super) fn default_stream(&mut self) -> Result<u32, Error> {
+        // The peer may have cancelled it.
+        let open = self
+            .default_stream
+            .filter(|&stream| self.link.connection().stream_stats(stream).is_some());
+        match open {
+            Some(stream) => Ok(stream),
+            None => Ok(*self.default_stream.insert(self.link.connection().open_stream()?)),
+        }
+    }
+}
+
+/// Returns the memory of a tensor if a payload of `len` bytes can be received into it, else what
+/// the tensor is.
+fn fitting(tensor: &PyTensor, len: usize) -> Result<Arc<Memory>, String> {
+    let memory = &tensor.memory;
+    let kind = if memory.is_read_only() {
+        "read-only "
+    } else if memory.bytes().is_none() {
+        "GPU "
+    } else if !tensor.info.is_contiguous() {
+        "non-contiguous "
+    } else if memory.len() != len {
+        ""
+    } else {
+        return Ok(Arc::clone(memory));
+    };
+    Err(format!("a {kind}tensor of {} bytes", memory.len()))
+}

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Addresses of peers.
+
+use std::fmt;
+use std::net::ToSocketAddrs;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use crate::Error;
+
+/// The address of a TCP or Unix socket.
+///
+/// ```
+/// use ts_remote::Address;
+///
+/// let address: Address = "127.0.0.1:5000".parse()?;
+/// assert!(!address.is_public());
+/// assert_eq!("unix:/run/ts".parse::<Address>()?, Address::Unix("/run/ts".into()));
+/// assert!("localhost".parse::<Address>().is_err());
+/// # Ok::<(), ts_remote::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Address {
+    /// `HOST:PORT`.
+    Tcp(String),
+    /// `unix:PATH`.
+    Unix(PathBuf),
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => f.write_str(address),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+impl Address {
+    /// Returns whether other machines may be able to reach the address. Resolves host names, and
+    /// may block for that.
+    pub fn is_public(&self) -> bool {
+        match self {
+            Self::Unix(_) => false,
+            Self::Tcp(name) => {
+                let mut found = name.to_socket_addrs().into_iter().flatten().peekable();
+                found.peek().is_none() || found.any(|address| !address.ip().is_loopback())
+            }
+        }
+    }
+}
+
+impl FromStr for Address {
+    type Err = Error;
+
+    /// Parses `HOST:PORT`, `[IPv6]:PORT` or `unix:PATH`.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        if let Some(path) = text.strip_prefix("unix:").filter(|path| !path.is_empty()) {
+            return Ok(Self::Unix(path.into()));
+        }
+        match text.rsplit_once(':').map(|(host, port)| (host, port.parse::<u16>())) {
+            Some((host, Ok(_))) if !host.is_empty() => Ok(Self::Tcp(text.into())),
+            _ => Err(Error::Misuse(format!(
+                "invalid address {text:?}: expected HOST:PORT or unix:PATH"
+            ))),
+        }
+    }
+}

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Non-blocking I/O on the descriptors of sockets.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::event::{PollFd, Timespec};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recv, recvmsg, sendmsg,
+};
+
+/// Waits until a descriptor is ready, at most `timeout`. Returns how many are ready: 0 after the
+/// timeout, or if a signal interrupted the wait.
+pub(crate) fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> io::Result<usize> {
+    let tv_sec = timeout.as_secs().try_into().unwrap_or(i64::MAX);
+    let timeout = Timespec { tv_sec, tv_nsec: timeout.subsec_nanos().into() };
+    match rustix::event::poll(fds, Some(&timeout)) {
+        Ok(ready) => Ok(ready),
+        Err(rustix::io::Errno::INTR) => Ok(0),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Reads from a socket. Without `wait`, an empty socket is [`io::ErrorKind::WouldBlock`]. With it,
+/// the call waits as long as the socket's read timeout.
+pub(crate) fn receive(
+    socket: impl AsFd,
+    into: &mut [IoSliceMut<'_>],
+    wait: bool,
+) -> io::Result<usize> {
+    let flags = receive_flags(wait);
+    match into {
+        [one] => Ok(recv(socket, &mut **one, flags)?.0),
+        _ => Ok(recvmsg(socket, into, &mut RecvAncillaryBuffer::default(), flags)?.bytes),
+    }
+}
+
+/// Reads from a socket like [`receive`], and stores a descriptor that comes with the bytes. The
+/// system closes any further descriptors.
+pub(crate) fn receive_with_descriptor(
+    socket: impl AsFd,
+    into: &mut [IoSliceMut<'_>],
+    wait: bool,
+    descriptor: &mut Option<OwnedFd>,
+) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let flags = receive_flags(wait);
+    #[cfg(target_os = "linux")]
+    let flags = flags | RecvFlags::CMSG_CLOEXEC;
+    let len = recvmsg(socket, into, &mut ancillary, flags)?.bytes;
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(descriptors) = message {
+            for received in descriptors {
+                #[cfg(not(target_os = "linux"))]
+                rustix::io::fcntl_setfd(&received, rustix::io::FdFlags::CLOEXEC)?;
+                *descriptor = Some(received);
+            }
+        }
+    }
+    Ok(len)
+}
+
+/// Copies the first bytes in a socket's receive buffer and leaves them there. Does not block.
+pub(crate) fn peek(socket: impl AsFd, into: &mut [u8]) -> io::Result<usize> {
+    Ok(recv(socket, into, RecvFlags::PEEK | RecvFlags::DONTWAIT)?.0)
+}
+
+/// Writes as much as the socket takes without blocking.
+pub(crate) fn send(socket: impl AsFd, from: &[IoSlice<'_>]) -> io::Result<usize> {
+    match from {
+        [one] => Ok(rustix::net::send(socket, one, SEND_FLAGS)?),
+        _ => Ok(sendmsg(socket, from, &mut SendAncillaryBuffer::default(), SEND_FLAGS)?),
+    }
+}
+
+/// Writes like [`send`], with a descriptor attached to the first byte.
+pub(crate) fn send_with_descriptor(
+    socket: impl AsFd,
+    from: &[IoSlice<'_>],
+    descriptor: BorrowedFd<'_>,
+) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [descriptor];
+    ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
+    Ok(sendmsg(socket, from, &mut ancillary, SEND_FLAGS)?)
+}
+
+/// Apple systems have no `MSG_NOSIGNAL`. There the standard library sets `SO_NOSIGPIPE` on its
+/// sockets.
+#[cfg(target_vendor = "apple")]
+const SEND_FLAGS: SendFlags = SendFlags::DONTWAIT;
+#[cfg(not(target_vendor = "apple"))]
+const SEND_FLAGS: SendFlags = SendFlags::DONTWAIT.union(SendFlags::NOSIGNAL);
+
+fn receive_flags(wait: bool) -> RecvFlags {
+    if wait { RecvFlags::empty() } else { RecvFlags::DONTWAIT }
+}

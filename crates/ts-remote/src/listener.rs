@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Sockets that accept connections.
+
+use std::io::{self, IoSliceMut};
+use std::net::TcpListener;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::AddressFamily;
+
+use crate::fd;
+use crate::{Address, Error, Socket};
+
+/// The most characters of a peer's address that are passed with a handoff.
+pub(crate) const MAX_PEER_CHARS: usize = 100;
+
+/// How long to wait before accepting again if the process or the system has run out of descriptors
+/// or memory.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(5);
+
+/// A TCP or Unix socket that accepts connections, or a channel that receives accepted connections
+/// from another process.
+///
+/// Dropping it removes the file of a Unix socket.
+#[derive(Debug)]
+pub struct Listener {
+    source: ConnectionSource,
+    address: Address,
+    timeout: Duration,
+}
+
+#[derive(Debug)]
+enum ConnectionSource {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+    Handoffs(OwnedFd),
+}
+
+impl Listener {
+    /// Listens on an address. Port 0 selects a free port, which [`address`](Self::address) returns.
+    /// Accepted TCP connections fail if the peer's machine does not acknowledge data for `timeout`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Io`] if the address is in use or does not belong to this machine.
+    pub fn bind(address: &Address, timeout: Duration) -> Result<Self, Error> {
+        let failed = |error| Error::io(&address.to_string(), "listening", error);
+        let (source, address) = match address {
+            Address::Tcp(name) => {
+                let listener = TcpListener::bind(name).map_err(failed)?;
+                let local = listener.local_addr().map_err(failed)?;
+                (ConnectionSource::Tcp(listener), Address::Tcp(local.to_string()))
+            }
+            Address::Unix(path) => {
+                let listener = UnixListener::bind(path).map_err(failed)?;
+                (ConnectionSource::Unix(listener), address.clone())
+            }
+        };
+        Ok(Self { source, address, timeout })
+    }
+
+    /// Receives connections that another process has accepted and [passes
+    /// on](crate::Handoff::send_to) over `channel`, a Unix socket of type `SOCK_SEQPACKET`. TCP
+    /// connections fail if the peer's machine does not acknowledge data for `timeout`.
+    /// [`accept`](Self::accept) returns [`Error::Closed`] once that process has ended.
+    pub fn from_handoffs(channel: OwnedFd, timeout: Duration) -> Self {
+        let address = Address::Unix("(another process's)".into());
+        Self { source: ConnectionSource::Handoffs(channel), address, timeout }
+    }
+
+    /// Makes [`accept`](Self::accept) return [`io::ErrorKind::WouldBlock`] instead of blocking.
+    pub(crate) fn set_nonblocking(&self) -> Result<(), Error> {
+        let done = match &self.source {
+            ConnectionSource::Tcp(listener) => listener.set_nonblocking(true),
+            ConnectionSource::Unix(listener) => listener.set_nonblocking(true),
+            ConnectionSource::Handoffs(channel) => {
+                rustix::io::ioctl_fionbio(channel, true).map_err(Into::into)
+            }
+        };
+        done.map_err(|error| self.failed("listening", error))
+    }
+
+    /// Returns the address that it listens on.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Accepts the next connection. Blocks.
+    ///
+    /// # Errors
+    /// Returns [`Error::Io`] if the system fails to accept it, and [`Error::Closed`] if a [handoff
+    /// channel](Self::from_handoffs) has closed.
+    pub fn accept(&self) -> Result<Socket, Error> {
+        let failed = |error| self.failed("accepting", error);
+        match &self.source {
+            ConnectionSource::Tcp(listener) => {
+                let (stream, peer) = listener.accept().map_err(failed)?;
+                Socket::from_tcp(stream, peer.to_string(), self.timeout).map_err(failed)
+            }
+            ConnectionSource::Unix(listener) => {
+                let (stream, _) = listener.accept().map_err(failed)?;
+                Socket::from_unix(stream, self.address.to_string()).map_err(failed)
+            }
+            ConnectionSource::Handoffs(channel) => self.receive_handoff(channel).map_err(failed)?,
+        }
+    }
+
+    /// Receives the next socket from the process that accepts connections.
+    fn receive_handoff(&self, channel: &OwnedFd) -> io::Result<Result<Socket, Error>> {
+        let (mut peer, mut relayed, mut passed) = ([0; 4 * MAX_PEER_CHARS], [0], None);
+        let mut into = [IoSliceMut::new(&mut relayed), IoSliceMut::new(&mut peer)];
+        let len = fd::receive_with_descriptor(channel, &mut into, true, &mut passed)?;
+        let Some(passed) = passed else {
+            let ended =
+                Error::Closed { reason: "the process that accepts connections has ended".into() };
+            return if len == 0 { Ok(Err(ended)) } else { Err(io::ErrorKind::InvalidData.into()) };
+        };
+        let peer = String::from_utf8_lossy(&peer[..len - 1]).into_owned();
+        let socket = if is_unix(&passed)? {
+            let mut socket = Socket::from_unix(passed.into(), peer)?;
+            if relayed != [0] {
+                socket.disable_descriptors();
+            }
+            socket
+        } else {
+            Socket::from_tcp(passed.into(), peer, self.timeout)?
+        };
+        Ok(Ok(socket))
+    }
+
+    /// Accepts the next connection, or returns `None` after `timeout`. Blocks.
+    ///
+    /// # Errors
+    /// As [`accept`](Self::accept).
+    pub fn accept_within(&self, timeout: Duration) -> Result<Option<Socket>, Error> {
+        let end = Instant::now() + timeout;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let mut polled = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)];
+            match fd::poll(&mut polled, left) {
+                Ok(0) if left.is_zero() => return Ok(None),
+                Ok(0) => {}
+                Ok(_) => return self.accept().map(Some),
+                Err(error) => return Err(self.failed("waiting", error)),
+            }
+        }
+    }
+
+    /// Accepts a connection that is waiting on a nonblocking listener. Errors that concern only one
+    /// connection, or that pass, count as none.
+    pub(crate) fn accept_waiting(&self) -> Result<Option<Socket>, Error> {
+        match self.accept() {
+            Ok(socket) => Ok(Some(socket)),
+            Err(Error::Io { source, what, peer }) => match source.kind() {
+                io::ErrorKind::WouldBlock
+                | io::ErrorKind::Interrupted
+                | io::ErrorKind::ConnectionAborted => Ok(None),
+                _ if is_shortage(&source) => {
+                    std::thread::sleep(ACCEPT_RETRY_DELAY);
+                    Ok(None)
+                }
+                io::ErrorKind::InvalidInput => Err(Error::Io { peer, what, source }),
+                _ => Ok(None),
+            },
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Waits until a connection is waiting or one of `sockets` is ready, at most `timeout`. Returns
+    /// whether the listener is ready, if `listening`, and then whether each socket is.
+    pub(crate) fn wait_with<'a>(
+        &'a self,
+        listening: bool,
+        sockets: impl Iterator<Item = PollFd<'a>>,
+        timeout: Duration,
+    ) -> Result<Vec<bool>, Error> {
+        let flags = if listening { PollFlags::IN } else { PollFlags::empty() };
+        let mut polled = vec![PollFd::from_borrowed_fd(self.as_fd(), flags)];
+        polled.extend(sockets);
+        fd::poll(&mut polled, timeout).map_err(|error| self.failed("waiting", error))?;
+        Ok(polled.iter().map(|fd| !fd.revents().is_empty()).collect())
+    }
+
+    fn failed(&self, what: &'static str, error: io::Error) -> Error {
+        Error::io(&self.address.to_string(), what, error)
+    }
+}
+
+/// Returns whether the process or the system has run out of descriptors or memory.
+fn is_shortage(error: &io::Error) -> bool {
+    let shortages = [Errno::NFILE, Errno::MFILE, Errno::NOMEM, Errno::NOBUFS];
+    Errno::from_io_error(error).is_some_and(|errno| shortages.contains(&errno))
+}
+
+#[cfg(target_os = "linux")]
+fn is_unix(socket: &OwnedFd) -> io::Result<bool> {
+    Ok(rustix::net::sockopt::socket_domain(socket)? == AddressFamily::UNIX)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_unix(socket: &OwnedFd) -> io::Result<bool> {
+    Ok(rustix::net::getsockname(socket)?.address_family() == AddressFamily::UNIX)
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.source {
+            ConnectionSource::Tcp(listener) => listener.as_fd(),
+            ConnectionSource::Unix(listener) => listener.as_fd(),
+            ConnectionSource::Handoffs(channel) => channel.as_fd(),
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let (ConnectionSource::Unix(_), Address::Unix(path)) = (&self.source, &self.address) {
+            // The file may have been removed before.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}

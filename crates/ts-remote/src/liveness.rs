@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The timeouts of a connection.
+
+use std::time::{Duration, Instant};
+
+use crate::{Connection, ConnectionOptions, Error, Sink};
+
+/// A caller that has not waited for this long, or for half of the idle timeout, did not listen to
+/// the peer meanwhile.
+const MAX_GAP: Duration = Duration::from_secs(1);
+
+/// Watches whether a peer is alive and makes progress.
+///
+/// Reads the clock at most once per operation that may block, because for small messages reading it
+/// is the largest cost after the system calls.
+#[derive(Debug)]
+pub(crate) struct Liveness {
+    idle_timeout: Duration,
+    stall_timeout: Duration,
+    connected_at: Instant,
+    /// The last time that the clock was read, and whether nothing that may block was done since.
+    now: Instant,
+    is_current: bool,
+    /// When the peer was last active, and whether it was pinged since.
+    active_at: Instant,
+    pinged: bool,
+    /// When the connection last made progress, and its progress counter then.
+    progress: (Instant, u64),
+}
+
+impl Liveness {
+    pub(crate) fn new(options: &ConnectionOptions) -> Self {
+        let now = Instant::now();
+        Self {
+            idle_timeout: options.idle_timeout,
+            stall_timeout: options.stall_timeout,
+            connected_at: now,
+            now,
+            is_current: true,
+            active_at: now,
+            pinged: false,
+            progress: (now, 0),
+        }
+    }
+
+    pub(crate) fn idle_timeout(&self) -> Duration {
+        self.idle_timeout
+    }
+
+    pub(crate) fn stall_timeout(&self) -> Duration {
+        self.stall_timeout
+    }
+
+    /// Begins a wait. If the caller was away before, the timeouts start now.
+    pub(crate) fn begin_wait<S: Sink>(&mut self, connection: &Connection<S>) {
+        let before = self.now;
+        self.update();
+        if self.now - before > MAX_GAP.min(self.idle_timeout / 2) {
+            self.note_activity();
+            self.progress = (self.now, connection.progress());
+        }
+    }
+
+    /// Begins an operation that may block.
+    pub(crate) fn begin_step(&mut self) {
+        if !self.is_current {
+            self.update();
+        }
+        self.is_current = false;
+    }
+
+    /// Reads the clock, after an operation that may have blocked.
+    pub(crate) fn update(&mut self) {
+        (self.now, self.is_current) = (Instant::now(), true);
+    }
+
+    /// Notes that the peer is active.
+    pub(crate) fn note_activity(&mut self) {
+        (self.active_at, self.pinged) = (self.now, false);
+    }
+
+    /// Returns how long the connection has made no progress.
+    pub(crate) fn idle_time<S: Sink>(&mut self, connection: &Connection<S>) -> Duration {
+        let progress = connection.progress();
+        if progress != self.progress.1 {
+            self.progress = (self.now, progress);
+        }
+        self.now.saturating_duration_since(self.progress.0)
+    }
+
+    /// Checks that the handshake does not take too long, whatever else the peer sends.
+    ///
+    /// # Errors
+    /// Returns [`Error::TimedOut`] if it takes longer than the idle timeout.
+    pub(crate) fn check_handshake<S: Sink>(
+        &self,
+        connection: &Connection<S>,
+        peer: &str,
+    ) -> Result<(), Error> {
+        if connection.is_connected() || self.connected_at.elapsed() <= self.idle_timeout {
+            return Ok(());
+        }
+        Err(Error::TimedOut { peer: peer.into(), after: self.idle_timeout })
+    }
+
+    /// Checks that transfers make progress.
+    ///
+    /// # Errors
+    /// Returns [`Error::Stalled`] if one is in progress and the peer has not done its part for the
+    /// stall timeout.
+    pub(crate) fn check_progress<S: Sink>(
+        &mut self,
+        connection: &Connection<S>,
+        peer: &str,
+    ) -> Result<(), Error> {
+        if self.idle_time(connection) < self.stall_timeout || !connection.awaits_peer() {
+            return Ok(());
+        }
+        Err(Error::Stalled { peer: peer.into(), after: self.stall_timeout })
+    }
+
+    /// Returns how much longer the peer may be silent. Pings it when half of the idle timeout is
+    /// over.
+    ///
+    /// # Errors
+    /// Returns [`Error::TimedOut`] if it has been silent for the idle timeout.
+    pub(crate) fn check_peer<S: Sink>(
+        &mut self,
+        connection: &mut Connection<S>,
+        peer: &str,
+    ) -> Result<Duration, Error> {
+        let silence = self.now.saturating_duration_since(self.active_at);
+        let left = self.idle_timeout.saturating_sub(silence);
+        if left.is_zero() {
+            return Err(Error::TimedOut { peer: peer.into(), after: self.idle_timeout });
+        }
+        if !self.pinged && connection.is_connected() && left <= self.idle_timeout / 2 {
+            self.pinged = true;
+            connection.ping();
+        }
+        Ok(left)
+    }
+}
