@@ -210,14 +210,14 @@ impl Checkpoint {
     /// Like [`engine`](Self::engine), for units in the memory of `device`.
     ///
     /// # Errors
-    /// Returns the errors of [`Engine::on`].
+    /// Returns the errors of [`Engine::with_device`].
     pub fn engine_on<D: Device>(
         &self,
         device: &D,
         units: Vec<Unit>,
         config: EngineConfig,
     ) -> Result<Engine<D>, Error> {
-        Ok(Engine::on(device, units, self.sources.clone(), config)?)
+        Ok(Engine::with_device(device, units, self.sources.clone(), config)?)
     }
 }
 

@@ -42,7 +42,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     upload(&client, &y, &[10.0, 20.0, 30.0, 40.0])?;
 
     // The server runs this while the client continues.
-    let op = client.op("aten::add.Tensor")?;
+    let op = client.operator_id("aten::add.Tensor")?;
     let args = vec![Value::Tensor(x), Value::Tensor(y)];
     let outputs = vec![Output::New { tensor: sum.clone(), bytes: BYTES }];
     let call = Call { op, args, kwargs: Vec::new(), outputs, reply: None };

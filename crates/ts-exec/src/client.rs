@@ -131,7 +131,7 @@ impl<S: Sink + Send + 'static> Client<S> {
     ///
     /// # Errors
     /// Returns the error that ended the session, if it has ended.
-    pub fn op(&self, name: &str) -> Result<u32, Error> {
+    pub fn operator_id(&self, name: &str) -> Result<u32, Error> {
         let mut queue = self.inner.queue();
         if let Some(&op) = queue.ops.get(name) {
             return Ok(op);
@@ -191,12 +191,12 @@ impl<S: Sink + Send + 'static> Client<S> {
     /// Discards the answer to `reply`, now or when it arrives. Never blocks on the network.
     ///
     /// Call this for a reply that will not be waited for. Otherwise its answer stays in memory.
-    pub fn forget(&self, reply: u64) {
+    pub fn discard_reply(&self, reply: u64) {
         self.inner.forgotten.lock().insert(reply);
     }
 
     /// Returns a new number for a reply.
-    pub fn reply(&self) -> u64 {
+    pub fn new_reply(&self) -> u64 {
         self.inner.next_reply.fetch_add(1, Ordering::Relaxed)
     }
 
@@ -209,7 +209,7 @@ impl<S: Sink + Send + 'static> Client<S> {
     /// # Errors
     /// Returns the error that ended the session, if it has ended.
     pub fn read(&self, tensor: TensorRef, memory: S) -> Result<u64, Error> {
-        let reply = self.reply();
+        let reply = self.new_reply();
         self.inner.connection().add_sink(reply, memory);
         self.request(&Request::Read { reply, tensor })?;
         Ok(reply)
@@ -272,7 +272,7 @@ impl<S: Sink + Send + 'static> Client<S> {
     ///
     /// # Errors
     /// Returns [`WaitError::Failed`] if the request failed, or if any request has failed since the
-    /// last wait. The answer is discarded then. Returns [`WaitError::Lost`] if the session has
+    /// last wait. The answer is discarded then. Returns [`WaitError::Ended`] if the session has
     /// ended.
     pub fn wait(&self, reply: u64, time: Duration) -> Result<Option<Answer<S>>, WaitError> {
         let inner = &*self.inner;
@@ -283,7 +283,7 @@ impl<S: Sink + Send + 'static> Client<S> {
             if let Some(answer) = connection.take_answer(reply) {
                 inner.waits.fetch_add(1, Ordering::Relaxed);
                 if let Some(probe) = connection.end_wait(reply) {
-                    self.forget(probe);
+                    self.discard_reply(probe);
                 }
                 return answer.map(Some);
             }
@@ -303,7 +303,7 @@ impl<S: Sink + Send + 'static> Client<S> {
         match connection.probe(reply) {
             Probe::Wait => Ok(()),
             Probe::Send => {
-                let probe = self.reply();
+                let probe = self.new_reply();
                 connection.set_probe(reply, probe);
                 // The batch is sent here, whether it is full or not.
                 let _ = self.submit(&Request::Sync { reply: probe })?;
@@ -331,12 +331,12 @@ impl<S: Sink + Send + 'static> Client<S> {
     /// there were, or `None`.
     ///
     /// Use this after [`close`](Self::close), which does not report them.
-    pub fn take_failed(&self) -> Option<WaitError> {
+    pub fn take_failure(&self) -> Option<WaitError> {
         self.inner.connection().take_failure()
     }
 
     /// Returns whether the session has ended. If so, requests fail.
-    pub fn is_over(&self) -> bool {
+    pub fn has_ended(&self) -> bool {
         self.inner.queue().ended.is_some()
     }
 

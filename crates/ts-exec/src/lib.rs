@@ -57,7 +57,7 @@
 //! // y = x + x. The client chooses the storage of the result, so it need not wait for it.
 //! let y = TensorRef { storage: 2, view };
 //! submit(&Request::Call(Call {
-//!     op: client.op("aten::add.Tensor")?,
+//!     op: client.operator_id("aten::add.Tensor")?,
 //!     args: vec![Value::Tensor(x.clone()), Value::Tensor(x)],
 //!     kwargs: Vec::new(),
 //!     outputs: vec![Output::New { tensor: y.clone(), bytes: 8 }],

@@ -10,7 +10,7 @@ use ts_remote::Error;
 #[non_exhaustive]
 pub enum OpFailureKind {
     /// The operator failed.
-    Raised,
+    Operator,
     /// The server ran out of memory.
     OutOfMemory,
     /// The storage does not exist.
@@ -58,7 +58,7 @@ const FAILED: u8 = 4;
 const REFUSED: u8 = 5;
 
 const KINDS: [OpFailureKind; 4] = [
-    OpFailureKind::Raised,
+    OpFailureKind::Operator,
     OpFailureKind::OutOfMemory,
     OpFailureKind::Stale,
     OpFailureKind::Refused,

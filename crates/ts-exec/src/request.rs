@@ -102,7 +102,7 @@ pub enum Request {
 /// A call of an operator.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Call {
-    /// The number of the operator, from [`Client::op`](crate::Client::op) or [`Request::Define`].
+    /// The number of the operator, from [`Client::operator_id`](crate::Client::operator_id) or [`Request::Define`].
     pub op: u32,
     /// Positional arguments.
     pub args: Vec<Value>,
@@ -111,7 +111,7 @@ pub struct Call {
     /// One output for each tensor that the operator returns.
     pub outputs: Vec<Output>,
     /// The number of the reply, or `None` if the client needs no result. A reply is needed for
-    /// [`Output::Asked`], and for results that are not tensors.
+    /// [`Output::Described`], and for results that are not tensors.
     pub reply: Option<u64>,
 }
 
@@ -158,7 +158,7 @@ pub enum Output {
     },
     /// The tensor is new, and its layout depends on values. Creates a storage for it; the reply
     /// describes the layout.
-    Asked {
+    Described {
         /** The number of the new storage. */
         storage: u64,
     },
@@ -180,7 +180,7 @@ const MAX_DECODED: usize = 64 << 20;
 
 const KNOWN: u8 = 0;
 const NEW: u8 = 1;
-const ASKED: u8 = 2;
+const DESCRIBED: u8 = 2;
 
 impl Request {
     /// Appends the encoded request to a batch.
@@ -274,8 +274,8 @@ impl Output {
                 tensor.encode(into);
                 put_number(into, *bytes);
             }
-            Self::Asked { storage } => {
-                into.push(ASKED);
+            Self::Described { storage } => {
+                into.push(DESCRIBED);
                 put_number(into, *storage);
             }
         }
@@ -285,7 +285,7 @@ impl Output {
         Ok(match from.byte()? {
             KNOWN => Self::Known,
             NEW => Self::New { tensor: TensorRef::decode(from)?, bytes: from.number()? },
-            ASKED => Self::Asked { storage: from.number()? },
+            DESCRIBED => Self::Described { storage: from.number()? },
             kind => return Err(from.error(format!("unknown output kind {kind}"))),
         })
     }
@@ -355,7 +355,7 @@ mod tests {
         prop_oneof![
             Just(Output::Known),
             (tensors(), any::<u64>()).prop_map(|(tensor, bytes)| Output::New { tensor, bytes }),
-            any::<u64>().prop_map(|storage| Output::Asked { storage }),
+            any::<u64>().prop_map(|storage| Output::Described { storage }),
         ]
     }
 

@@ -41,7 +41,7 @@ pub enum ScalarKeying {
 /// };
 /// let signature = |arguments: &[(&str, Value)]| {
 ///     let arguments = arguments.iter().map(|(name, value)| (*name, value));
-///     Signature::within([0; 3]).of(arguments, ScalarKeying::ByKind).to_vec()
+///     Signature::new([0; 3]).compute(arguments, ScalarKeying::ByKind).to_vec()
 /// };
 ///
 /// // `x + y` has the signature of `u + v`, but not that of `x + x`.
@@ -61,13 +61,13 @@ pub struct Signature {
 impl Signature {
     /// Creates a signature for calls with this context: the operator, and whatever else the results
     /// depend on. The caller chooses the meaning of the numbers.
-    pub fn within(context: [u32; 3]) -> Self {
+    pub fn new(context: [u32; 3]) -> Self {
         Self { context, ..Self::default() }
     }
 
     /// Returns the signature of a call with these arguments, in order. The name of a positional
     /// argument is empty.
-    pub fn of<'a>(
+    pub fn compute<'a>(
         &mut self,
         arguments: impl Iterator<Item = (&'a str, &'a Value)>,
         scalars: ScalarKeying,
@@ -209,7 +209,7 @@ mod tests {
     }
 
     fn signature(values: &[Value], scalars: ScalarKeying) -> Vec<u8> {
-        Signature::default().of(values.iter().map(|value| ("", value)), scalars).to_vec()
+        Signature::default().compute(values.iter().map(|value| ("", value)), scalars).to_vec()
     }
 
     #[test]

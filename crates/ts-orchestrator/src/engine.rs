@@ -28,7 +28,7 @@ use crate::unit::{Unit, UnitId};
 /// ends the pass.
 ///
 /// Units live in the memory of the engine's device. With a [`CpuDevice`] they are read directly
-/// into their final memory. For a device with its own memory ([`on`](Self::on)) they are read into
+/// into their final memory. For a device with its own memory ([`with_device`](Self::with_device)) they are read into
 /// staging memory on the host and then copied.
 ///
 /// All methods may be called from any thread. Dropping the engine waits for reads in flight and
@@ -122,7 +122,7 @@ impl<D: Device> Engine<D> {
     ///
     /// # Errors
     /// Returns the errors of [`new`](Engine::new).
-    pub fn on(
+    pub fn with_device(
         device: &D,
         units: Vec<Unit>,
         sources: Vec<Arc<Source>>,
@@ -196,7 +196,7 @@ impl<D: Device> Engine<D> {
     /// - [`Error::Corrupt`] if the bytes do not match their checksum or cannot be decoded.
     /// - [`Error::Device`] if the copy to the device or the allocation on it failed.
     /// - [`Error::StillReferenced`] if tensors that outlived their lease occupy the memory.
-    /// - [`Error::Stuck`] if every thread that holds memory is itself waiting for memory.
+    /// - [`Error::Deadlock`] if every thread that holds memory is itself waiting for memory.
     /// - [`Error::Written`] if the unit's bytes changed after [`Lease::seal`].
     /// - [`Error::NoSuchUnit`] if the engine has no such unit.
     pub fn acquire(&self, pass: Option<PassId>, unit: UnitId) -> Result<Lease<D>, Error> {
@@ -274,7 +274,7 @@ impl<D: Device> Engine<D> {
     /// [`EngineConfig::watch_writes`] is set and supported ([`EngineStats::watches_writes`]).
     ///
     /// Takes some microseconds, less than a thousandth of the time to read the units' bytes.
-    pub fn written(&self) -> Vec<(UnitId, Vec<usize>)> {
+    pub fn modified_units(&self) -> Vec<(UnitId, Vec<usize>)> {
         self.inner.written()
     }
 
@@ -297,14 +297,14 @@ impl<D: Device> Engine<D> {
     ///
     /// A fork has neither the engine's threads nor its memory, so no other method may be called.
     /// Dropping the engine there does nothing.
-    pub fn is_foreign(&self) -> bool {
-        self.inner.is_foreign()
+    pub fn is_forked(&self) -> bool {
+        self.inner.is_forked()
     }
 }
 
 impl<D: Device> Drop for Engine<D> {
     fn drop(&mut self) {
-        if self.inner.is_foreign() {
+        if self.inner.is_forked() {
             // The threads belong to the parent process, and a lock may be held by one of them.
             std::mem::forget((self.populator.take(), self.loader.take()));
             std::mem::forget(Arc::clone(&self.inner));

@@ -107,7 +107,7 @@ pub enum Error {
          and all threads that could free it wait for memory too; raise the budget, or `max_passes` \
          to plan for more concurrent passes"
     )]
-    Stuck {
+    Deadlock {
         /// The unit, or several names joined by `` ` + ` ``.
         unit: String,
         /// The memory that it needs, in bytes.
@@ -157,7 +157,7 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::NeverFits(_) => ErrorKind::NeverFits,
-            Error::StillReferenced { .. } | Error::Stuck { .. } => ErrorKind::Full,
+            Error::StillReferenced { .. } | Error::Deadlock { .. } => ErrorKind::Full,
             Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Device { .. } => ErrorKind::Device,
             Error::Load { .. } | Error::Storage(_) | Error::System(_) => ErrorKind::Storage,

@@ -87,13 +87,13 @@ impl<D: Device> EngineInner<D> {
         unit.users.len() + usize::from(matches!(unit.presence, Presence::Present(_)))
     }
 
-    pub(crate) fn is_foreign(&self) -> bool {
+    pub(crate) fn is_forked(&self) -> bool {
         self.process != std::process::id()
     }
 
     /// Ends the use of a unit by a lease.
     pub(crate) fn release(&self, unit: UnitId, user: ThreadId, acquired_ns: u64) {
-        if self.is_foreign() {
+        if self.is_forked() {
             return;
         }
         let used_ns = (self.clock)().saturating_sub(acquired_ns);

@@ -94,7 +94,7 @@ impl<D: Device> Lease<D> {
     }
 
     /// Like [`discard`](Self::discard), but the lease continues.
-    pub fn spoil(&self) {
+    pub fn evict_modified(&self) {
         self.inner.discard(self.unit);
     }
 
@@ -125,7 +125,7 @@ impl<D: Device> Lease<D> {
     ///
     /// # Errors
     /// Returns [`Error::Device`] if the stream cannot be recorded.
-    pub fn use_on(&self, stream: &D::Stream) -> Result<(), Error> {
+    pub fn record_stream(&self, stream: &D::Stream) -> Result<(), Error> {
         self.memory.use_on(stream).map_err(|e| Error::device(self.unit_name(), e))
     }
 
@@ -158,7 +158,7 @@ impl<D: Device> Clone for TensorBytes<D> {
 
 impl<D: Device> TensorBytes<D> {
     /// Returns the memory range of the bytes, for work on streams that were declared with
-    /// [`Lease::use_on`].
+    /// [`Lease::record_stream`].
     pub fn range(&self) -> MemoryRange {
         self.memory.range().slice(self.range.clone())
     }

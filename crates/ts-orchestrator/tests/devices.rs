@@ -101,7 +101,7 @@ fn passes<D: Device>(model: &Model, engine: &Engine<D>, device: &D, count: usize
                     }
                 }
             };
-            lease.use_on(stream).unwrap();
+            lease.record_stream(stream).unwrap();
             if compute(device, stream, &lease, &copies).is_err() {
                 failures += 1;
                 stream.take_error();
@@ -148,7 +148,8 @@ const BUDGET: usize = 360 * KIB;
 fn host_memory_is_kept_until_streams_have_finished() {
     let (model, device) = (Model::assembled(&SIZES), CpuDevice::new().unwrap());
     let config = config(BUDGET + 200 * KIB);
-    let engine = Engine::on(&device, model.units.clone(), model.sources(), config).unwrap();
+    let engine =
+        Engine::with_device(&device, model.units.clone(), model.sources(), config).unwrap();
     assert_eq!(passes(&model, &engine, &device, 20), 0);
     let stats = engine.stats();
     assert!(stats.units.iter().any(|unit| unit.loads >= 20), "some units are streamed");
@@ -158,7 +159,8 @@ fn host_memory_is_kept_until_streams_have_finished() {
 #[test]
 fn a_device_uses_no_more_memory_than_its_budget() {
     let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));
-    let engine = Engine::on(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
+    let engine =
+        Engine::with_device(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
     let on_device = device.memory().in_use_bytes;
     assert!(
         on_device <= BUDGET + engine.stats().staging_bytes,
@@ -180,7 +182,9 @@ fn a_device_uses_no_more_memory_than_its_budget() {
     assert!(stats.reserved_high_water_bytes <= BUDGET);
     assert!(stats.in_use_high_water_bytes <= stats.reserved_high_water_bytes);
     let error =
-        Engine::on(&device, model.units.clone(), model.sources(), config(100 * KIB)).err().unwrap();
+        Engine::with_device(&device, model.units.clone(), model.sources(), config(100 * KIB))
+            .err()
+            .unwrap();
     assert_eq!(error.kind(), ErrorKind::NeverFits);
 }
 
@@ -188,7 +192,8 @@ fn a_device_uses_no_more_memory_than_its_budget() {
 /// of memory.
 fn new_plans_find_memory_in_one_piece<D: Device>(device: &D) {
     let model = Model::assembled(&[20, 20, 20, 140, 20, 20, 20, 60].map(|kib| kib * KIB));
-    let new = |budget| Engine::on(device, model.units.clone(), model.sources(), config(budget));
+    let new =
+        |budget| Engine::with_device(device, model.units.clone(), model.sources(), config(budget));
     let Some(Error::NeverFits(refused)) = new(0).err() else { panic!("a budget of 0 is refused") };
     let mut replans = 0;
     for spare in (0..400 * KIB).step_by(20 * KIB) {
@@ -227,14 +232,16 @@ fn a_gpu_streams_units() {
         }
     };
     let model = Model::assembled(&SIZES);
-    let engine = Engine::on(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
+    let engine =
+        Engine::with_device(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
     assert_eq!(passes(&model, &engine, &device, 20), 0);
 }
 
 #[test]
 fn a_stream_without_use_on_is_a_race() {
     let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));
-    let engine = Engine::on(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
+    let engine =
+        Engine::with_device(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
     let (stream, copies) =
         (device.create_stream(StreamPriority::Normal).unwrap(), Copies::<SimDevice>::default());
     for unit in (0..SIZES.len() as u32).cycle().take(3 * SIZES.len()) {
@@ -250,9 +257,13 @@ fn a_stream_without_use_on_is_a_race() {
 /// streams for memory, or after the engine was dropped.
 fn work_drops_leases<D: Device>(device: &D) {
     let model = Model::assembled(&SIZES);
-    let engine =
-        Engine::on(device, model.units.clone(), model.sources(), config(BUDGET + 200 * KIB))
-            .unwrap();
+    let engine = Engine::with_device(
+        device,
+        model.units.clone(),
+        model.sources(),
+        config(BUDGET + 200 * KIB),
+    )
+    .unwrap();
     let (stream, copies) =
         (device.create_stream(StreamPriority::Normal).unwrap(), Copies::<D>::default());
     for unit in (0..SIZES.len() as u32).cycle().take(4 * SIZES.len()) {
@@ -265,7 +276,7 @@ fn work_drops_leases<D: Device>(device: &D) {
             acquire()
         });
         let lease = lease.unwrap();
-        lease.use_on(&stream).unwrap();
+        lease.record_stream(&stream).unwrap();
         compute(device, &stream, &lease, &copies).unwrap();
         stream.launch_host_fn(HostFn::new(move || drop(lease))).unwrap();
     }
@@ -287,7 +298,8 @@ fn work_of_a_stream_may_drop_leases() {
 #[test]
 fn tensors_on_a_device_outlive_the_engine() {
     let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));
-    let engine = Engine::on(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
+    let engine =
+        Engine::with_device(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
     let (stream, copies) =
         (device.create_stream(StreamPriority::Normal).unwrap(), Copies::<SimDevice>::default());
     let lease = engine.acquire(None, UnitId(3)).unwrap();
@@ -320,7 +332,7 @@ proptest! {
         let largest = 2 * sizes.iter().max().unwrap() + 40 * KIB;
         let config = config(room * largest).with_staging_units(staging_units);
         let config = with_faulty_reads(config, seed, read_faults);
-        let engine = Engine::on(&device, model.units.clone(), model.sources(), config).unwrap();
+        let engine = Engine::with_device(&device, model.units.clone(), model.sources(), config).unwrap();
         passes(&model, &engine, &device, 6);
         prop_assert_eq!(device.races(), []);
         drop(engine);

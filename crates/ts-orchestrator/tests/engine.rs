@@ -127,7 +127,7 @@ fn a_write_to_a_resident_unit_is_found() {
         let order: Vec<usize> = (0..8).collect();
         for _ in 0..3 {
             model.pass(&engine, &order);
-            assert!(engine.written().is_empty(), "reading a unit is not a write to it");
+            assert!(engine.modified_units().is_empty(), "reading a unit is not a write to it");
             let kept = engine
                 .stats()
                 .units
@@ -141,9 +141,9 @@ fn a_write_to_a_resident_unit_is_found() {
                 address.add(100 * KIB).write_volatile(!address.add(100 * KIB).read_volatile());
             };
             drop(tensor);
-            assert_eq!(engine.written(), [(UnitId(kept as u32), vec![0])]);
+            assert_eq!(engine.modified_units(), [(UnitId(kept as u32), vec![0])]);
             engine.discard(UnitId(kept as u32)).unwrap();
-            assert!(engine.written().is_empty());
+            assert!(engine.modified_units().is_empty());
             assert!(
                 engine.stats().units[kept].resident,
                 "the unit stays resident, because its memory was free"

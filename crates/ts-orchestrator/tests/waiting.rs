@@ -41,7 +41,7 @@ fn a_thread_that_waits_for_itself_gets_an_error() {
     let engine = model.engine(config(210 * KIB)).unwrap();
     let _held = engine.acquire(None, UnitId(0)).unwrap();
     let error = engine.acquire_interruptible(None, UnitId(1), &mut patience()).unwrap_err();
-    assert!(matches!(&error, Error::Stuck { holders, .. } if holders == "`u0`"), "{error}");
+    assert!(matches!(&error, Error::Deadlock { holders, .. } if holders == "`u0`"), "{error}");
 }
 
 #[test]
@@ -61,7 +61,7 @@ fn a_lease_held_while_waiting_for_a_pass_is_an_error() {
         queueing.wait();
         let error =
             engine.acquire_interruptible(Some(pass), UnitId(1), &mut patience()).unwrap_err();
-        assert!(matches!(error, Error::Stuck { .. }), "{error}");
+        assert!(matches!(error, Error::Deadlock { .. }), "{error}");
         over.store(true, Ordering::SeqCst);
     });
     engine.end_pass(pass);

@@ -197,7 +197,7 @@ pub(crate) unsafe fn copy_address(address: usize, len: usize) -> Vec<u8> {
         .to_vec()
 }
 
-/// Host memory as the payload of a message. It is sent without a copy.
+/// Host memory as a payload, which is sent without a copy.
 pub(crate) struct Payload(pub(crate) Arc<Memory>);
 
 impl AsRef<[u8]> for Payload {
@@ -228,7 +228,7 @@ impl Target {
     /// Copies `bytes` to the beginning of the range.
     ///
     /// # Panics
-    /// Panics if there are more than the range has.
+    /// Panics if `bytes` is longer than the range.
     pub(crate) fn put(&mut self, bytes: &[u8]) {
         assert!(bytes.len() <= self.len, "{} bytes do not fit into {}", bytes.len(), self.len);
         // SAFETY: `new` checked that the range is inside writable host memory, and the assertion

@@ -663,3 +663,20 @@ def test_the_default_dtype_is_that_of_the_client(device: torch.device) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal((numbers / 3).cpu(), torch.arange(4) / 3)
+
+
+def test_backward_goes_from_a_cpu_loss_through_a_second_device() -> None:
+    with RemoteMachine.mock(device_count=2) as machine:
+        x = torch.ones(3, requires_grad=True)
+        (x.to(machine.device(1)) * 2).cpu().sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [2.0] * 3
+
+
+def test_module_ts_keeps_tied_weights_and_optimizers() -> None:
+    with RemoteMachine.mock(device_count=2) as machine:
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        net[1].weight = net[0].weight
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        net.ts(machine.device(1).index)
+        assert net[1].weight is net[0].weight and net[0].weight.device == machine.device(1)
+        assert optimizer.param_groups[0]["params"][0] is net[0].weight

@@ -24,8 +24,8 @@ pub(crate) fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> io::Result<usiz
     }
 }
 
-/// Reads from a socket. Without `wait`, an empty socket is [`io::ErrorKind::WouldBlock`]. With it,
-/// the call waits as long as the socket's read timeout.
+/// Reads from a socket. If it is empty, returns [`io::ErrorKind::WouldBlock`]: at once, or with
+/// `wait` after the read timeout of the socket.
 pub(crate) fn receive(
     socket: impl AsFd,
     into: &mut [IoSliceMut<'_>],

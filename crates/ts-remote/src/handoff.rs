@@ -38,6 +38,33 @@ const MAX_RELAYED: usize = 4096;
 ///
 /// Under TLS a thread of this process decrypts each connection, and relays it for as long as it is
 /// open.
+///
+/// ```no_run
+/// use std::os::unix::net::UnixStream;
+/// use std::time::Duration;
+/// use ts_remote::{ConnectionOptions, Dispatcher, Listener};
+///
+/// /// Returns a `SOCK_SEQPACKET` socket to the process of a service.
+/// fn channel_to(service: &str) -> Option<UnixStream> {
+///     # let _ = service;
+///     None
+/// }
+///
+/// let options =
+///     ConnectionOptions::default().with_service("exec").with_token("secret".to_string());
+/// let listener = Listener::bind(&"0.0.0.0:5000".parse()?, options.idle_timeout)?;
+/// let mut dispatcher = Dispatcher::new(options);
+/// let mut log = |peer: &str, error: &ts_remote::Error| eprintln!("{peer}: {error}");
+/// loop {
+///     let next = dispatcher.accept_within(&listener, Duration::from_secs(1), &mut log)?;
+///     let Some(handoff) = next else { continue };
+///     match channel_to(handoff.service()) {
+///         Some(channel) => handoff.send_to(channel)?,
+///         None => handoff.refuse("no such session"),
+///     }
+/// }
+/// # Ok::<(), ts_remote::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Dispatcher {
     handshakes: Handshakes<PendingHello>,

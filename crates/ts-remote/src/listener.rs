@@ -148,8 +148,11 @@ impl Listener {
         }
     }
 
-    /// Accepts a connection that is waiting on a nonblocking listener. Errors that concern only one
-    /// connection, or that pass, count as none.
+    /// Accepts a connection that is waiting on a nonblocking listener. Returns `None` if there is
+    /// none, and after errors that concern only one connection or are temporary.
+    ///
+    /// # Errors
+    /// Returns [`Error::Io`] if the listener fails.
     pub(crate) fn accept_waiting(&self) -> Result<Option<Socket>, Error> {
         match self.accept() {
             Ok(socket) => Ok(Some(socket)),
@@ -169,7 +172,8 @@ impl Listener {
     }
 
     /// Waits until a connection is waiting or one of `sockets` is ready, at most `timeout`. Returns
-    /// whether the listener is ready, if `listening`, and then whether each socket is.
+    /// whether the listener is ready, which is polled only if `listening`, and then whether each
+    /// socket is, in order.
     pub(crate) fn wait_with<'a>(
         &'a self,
         listening: bool,

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 
 use crate::parse_bytes;
 
-// A doc comment on these structs would replace the description of the command.
-
+/// The path of a checkpoint.
 #[derive(Debug, clap::Args)]
 pub(super) struct CheckpointPath {
     /// A .safetensors or .ts file, a shard index, or a directory with one of them.
     pub(super) path: PathBuf,
 }
 
+/// The number of threads.
 #[derive(Debug, clap::Args)]
 pub(super) struct Jobs {
     /// Threads. The number of cores by default.

@@ -48,10 +48,10 @@ pub(super) struct Arguments {
     /// How much of the file to read, from its beginning.
     #[arg(long, value_parser = budget, default_value = "2GiB")]
     bytes: usize,
-    /// Maximum size of a read. Measurement first by default.
+    /// Maximum size of a read. Measured first by default.
     #[arg(long, value_parser = budget)]
     request_bytes: Option<usize>,
-    /// Reads in flight at once. Measurement first by default.
+    /// Reads in flight at once. Measured first by default.
     #[arg(long)]
     in_flight: Option<usize>,
     /// Read the file in units of this size, in a random order that is the same in each measurement.

@@ -42,8 +42,7 @@ pub(super) struct FetchArguments {
     server: ServerArguments,
 }
 
-// A doc comment on this struct would replace the description of the command.
-
+/// How to serve files.
 #[derive(Debug, clap::Args)]
 struct ServerArguments {
     /// A file whose first line is the secret of the clients. They pass it as TENSORSTREAM_TOKEN.

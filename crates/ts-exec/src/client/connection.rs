@@ -32,7 +32,7 @@ pub enum Answer<S> {
 pub enum WaitError {
     /// The session has ended.
     #[error(transparent)]
-    Lost(#[from] Error),
+    Ended(#[from] Error),
     /// A request failed: the one that was waited for, or an earlier one whose failure has not been
     /// reported yet.
     #[error("{failure}")]

@@ -144,7 +144,7 @@ impl<E: Executor> BatchRunner<'_, E> {
         let outputs = call.outputs.iter().filter_map(|output| match output {
             Output::Known => None,
             Output::New { tensor, .. } => Some(tensor.storage),
-            Output::Asked { storage } => Some(*storage),
+            Output::Described { storage } => Some(*storage),
         });
         for storage in outputs.chain(self.executor.writes(call)) {
             self.poisoned.entry(storage).or_insert_with(|| (request, failure.clone()));

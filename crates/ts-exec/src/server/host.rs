@@ -58,7 +58,7 @@ fn refused(what: impl Into<String>) -> OpFailure {
 }
 
 fn raised(what: impl Into<String>) -> OpFailure {
-    OpFailure::new(OpFailureKind::Raised, what)
+    OpFailure::new(OpFailureKind::Operator, what)
 }
 
 impl HostExecutor {

@@ -39,7 +39,7 @@ fn a_missing_reply_ends_the_session_when_a_later_one_arrives() {
     let client = Client::connect(options, [92; 16]).unwrap();
     let reply = client.read(tensor(1, &[2]), vec![0; 8]).unwrap();
     let lost = client.wait(reply, TIMEOUT);
-    assert!(matches!(&lost, Err(WaitError::Lost(Error::Protocol { .. }))), "{lost:?}");
+    assert!(matches!(&lost, Err(WaitError::Ended(Error::Protocol { .. }))), "{lost:?}");
     server.join().unwrap().unwrap();
 }
 
@@ -83,8 +83,8 @@ proptest! {
             send_after_handshake(&listener, &messages)?.close("the test is over")
         });
         if let Ok(client) = Client::connect(options, [7; 16]) {
-            let (sum, forgotten) = (client.read(tensor(1, &[2]), vec![0; 8]), client.reply());
-            client.forget(forgotten);
+            let (sum, forgotten) = (client.read(tensor(1, &[2]), vec![0; 8]), client.new_reply());
+            client.discard_reply(forgotten);
             if let Ok(reply) = sum {
                 prop_assert!(matches!(client.wait(reply, TIMEOUT), Err(_) | Ok(Some(_))));
             }

@@ -118,7 +118,7 @@ fn call(
     output: Output,
 ) -> u64 {
     let args = tensors.iter().map(|&tensor| Value::Tensor(tensor.clone())).chain(others).collect();
-    let op = client.op(op).unwrap();
+    let op = client.operator_id(op).unwrap();
     let call = Call { op, args, kwargs: Vec::new(), outputs: vec![output], reply: None };
     submit(client, &Request::Call(call)).unwrap()
 }
@@ -136,7 +136,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 }
 
 fn sync(client: &Client<Vec<u8>>) -> Result<(), WaitError> {
-    let reply = client.reply();
+    let reply = client.new_reply();
     submit(client, &Request::Sync { reply })?;
     client.wait(reply, TIMEOUT)?.expect("the answer arrives in time");
     Ok(())

@@ -60,7 +60,7 @@ fn a_failure_is_reported_once_and_poisons_only_dependents() {
     let WaitError::Failed { request, failure, others } = sync(&client).unwrap_err() else {
         panic!()
     };
-    assert_eq!((request, failure.kind, others), (failed, OpFailureKind::Raised, 0), "{failure}");
+    assert_eq!((request, failure.kind, others), (failed, OpFailureKind::Operator, 0), "{failure}");
     assert!(failure.message.contains("[2] and [3]"), "{failure}");
     sync(&client).unwrap();
     assert_eq!(read(&client, &good).unwrap(), [2.0, 2.0]);
@@ -159,7 +159,7 @@ fn storages_are_listed_with_their_state() {
     }
     call(&client, "aten::copy_", &[&poisoned, &tensor(9, &[4])], vec![], Output::Known);
     assert!(matches!(sync(&client), Err(WaitError::Failed { .. })));
-    let reply = client.reply();
+    let reply = client.new_reply();
     submit(&client, &Request::List { reply }).unwrap();
     let Ok(Some(Answer::Values(values))) = client.wait(reply, TIMEOUT) else { panic!("no answer") };
     let mut storages = values.as_chunks::<4>().0.to_vec();

@@ -127,7 +127,7 @@ fn waits_end_when_the_server_is_gone() {
     create(&client, &tensor(1, &[2]), 1.0);
     sync(&client).unwrap();
     drop(server);
-    assert!(matches!(sync(&client), Err(WaitError::Lost(_))));
+    assert!(matches!(sync(&client), Err(WaitError::Ended(_))));
     assert!(submit(&client, &Request::Free { storage: 1 }).is_err(), "the session has ended");
     client.free(1);
 }
@@ -146,9 +146,9 @@ fn a_server_that_does_not_know_the_session_ends_it() {
     let client = Client::<Vec<u8>>::connect(options, [94; 16]).unwrap();
     create(&client, &tensor(1, &[16]), 1.0);
     let ended = (0..100).try_for_each(|_| sync(&client)).unwrap_err();
-    let WaitError::Lost(Error::Closed { reason }) = ended else { panic!("{ended:?}") };
+    let WaitError::Ended(Error::Closed { reason }) = ended else { panic!("{ended:?}") };
     assert!(reason.contains("the session has ended"), "{reason}");
-    assert!(client.is_over());
+    assert!(client.has_ended());
 }
 
 #[test]
@@ -229,6 +229,6 @@ fn refused_connections_are_not_retried_without_retry_refused() {
     let client = Client::connect(options, [93; 16]).unwrap();
     sync(&client).unwrap();
     drop(server);
-    assert!(matches!(sync(&client), Err(WaitError::Lost(_))));
-    assert!(client.is_over());
+    assert!(matches!(sync(&client), Err(WaitError::Ended(_))));
+    assert!(client.has_ended());
 }

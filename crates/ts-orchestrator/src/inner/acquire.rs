@@ -134,11 +134,13 @@ impl<D: Device> EngineInner<D> {
             }
             // Another thread may be about to drop the last reference: look again before it is an
             // error.
-            Err(Shortage::Deadlock { holders }) if *tries >= SHORTAGE_TRIES => Err(Error::Stuck {
-                unit: self.names(&absent),
-                needed_bytes,
-                holders: holders.join(", "),
-            }),
+            Err(Shortage::Deadlock { holders }) if *tries >= SHORTAGE_TRIES => {
+                Err(Error::Deadlock {
+                    unit: self.names(&absent),
+                    needed_bytes,
+                    holders: holders.join(", "),
+                })
+            }
             Err(Shortage::StillReferenced { bytes, holders }) if *tries >= SHORTAGE_TRIES => {
                 let (held_bytes, holders) = (bytes, holders.join(", "));
                 let unit = self.names(&absent);

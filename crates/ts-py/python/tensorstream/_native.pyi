@@ -74,7 +74,9 @@ _NewTensorSpec: TypeAlias = tuple[str, str, list[int], int | None]
 
 def parse_bytes(text: str) -> int: ...
 def available_memory() -> int | None: ...
-def backends() -> list[str]: ...
+def backends() -> list[str]:
+    """Returns the names of the I/O backends. The preferred one is first."""
+
 def smallest_budget(sizes: list[int], together: list[list[int]], max_passes: int) -> int: ...
 def requirement(
     checkpoint: Checkpoint,
@@ -226,8 +228,16 @@ class Progress:
 
 @final
 class DType:
+    """The element type of a tensor."""
+
     @staticmethod
-    def of(value: object) -> DType: ...
+    def of(value: object) -> DType:
+        """Converts a ``DType``, a ``torch.dtype``, a NumPy dtype, or a name of PyTorch, NumPy or
+        safetensors.
+
+        Raises:
+            TypeError: The value is none of these.
+        """
     @staticmethod
     def bool() -> DType: ...
     @staticmethod
@@ -261,26 +271,49 @@ class DType:
     @staticmethod
     def float8_e5m2() -> DType: ...
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name in PyTorch, such as "float32"."""
     @property
-    def itemsize(self) -> int: ...
+    def itemsize(self) -> int:
+        """The size of an element in bytes; 0 if it is smaller than a byte."""
 
 @final
 class GpuStatus:
+    """Whether CUDA GPUs can be used, and if not, why."""
+
     @staticmethod
-    def detect() -> GpuStatus: ...
+    def detect() -> GpuStatus:
+        """Detects the GPUs. Later calls return the result of the first one."""
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """One of "NotCompiled", "NoCuda", "NoDevices" and "Available"."""
     @property
-    def is_available(self) -> _bool: ...
+    def is_available(self) -> _bool:
+        """Whether there is at least one GPU."""
     @property
-    def device_count(self) -> int: ...
+    def device_count(self) -> int:
+        """The number of GPUs."""
     @property
-    def cuda_compiled(self) -> _bool: ...
-    def message(self) -> str: ...
+    def cuda_compiled(self) -> _bool:
+        """Whether this build supports GPUs."""
+    def message(self) -> str:
+        """Returns a description: the GPUs, or why there are none. The same as ``str(status)``."""
 
 @final
 class PoolConfig:
+    """The configuration of a memory pool. Sizes are in bytes.
+
+    Args:
+        pool_bytes: The maximum size of the pool, including blocks in use.
+        min_block_bytes: The size of the smallest block.
+        max_block_bytes: The size of the largest block that is recycled.
+        classes: The number of block sizes between these two.
+        preallocate: Whether to allocate up to half of the pool at once.
+
+    Raises:
+        ValueError: The block sizes are invalid.
+    """
+
     def __new__(
         cls,
         *,
@@ -291,84 +324,177 @@ class PoolConfig:
         preallocate: _bool | None = None,
     ) -> PoolConfig: ...
     @staticmethod
-    def default() -> PoolConfig: ...
+    def default() -> PoolConfig:
+        """Returns the default: 256 MiB, in blocks of 64 KiB to 64 MiB."""
     @staticmethod
-    def high_throughput() -> PoolConfig: ...
+    def high_throughput() -> PoolConfig:
+        """Returns a configuration for large transfers: 512 MiB, in blocks of 1 MiB to 64 MiB,
+        preallocated."""
     @staticmethod
-    def low_memory() -> PoolConfig: ...
+    def low_memory() -> PoolConfig:
+        """Returns a configuration for machines with little memory: 64 MiB, in blocks of 16 KiB to
+        16 MiB."""
     @property
-    def pool_bytes(self) -> int: ...
+    def pool_bytes(self) -> int:
+        """The maximum size of the pool, including blocks in use."""
     @property
-    def min_block_bytes(self) -> int: ...
+    def min_block_bytes(self) -> int:
+        """The size of the smallest block."""
     @property
-    def max_block_bytes(self) -> int: ...
+    def max_block_bytes(self) -> int:
+        """The size of the largest block that is recycled."""
     @property
-    def classes(self) -> int: ...
+    def classes(self) -> int:
+        """The number of block sizes."""
     @property
-    def preallocate(self) -> _bool: ...
+    def preallocate(self) -> _bool:
+        """Whether up to half of the pool is allocated at once."""
 
 @final
 class TensorMeta:
+    """The shape and dtype of a tensor.
+
+    Args:
+        shape: The size of each dimension.
+        dtype: A ``DType``, a ``torch.dtype``, a NumPy dtype, or the name of one.
+
+    Raises:
+        TypeError: The dtype is unknown.
+        ValueError: The elements do not fill a whole number of bytes, or too many.
+    """
+
     def __new__(cls, shape: Sequence[int], dtype: object) -> TensorMeta: ...
     @property
-    def shape(self) -> list[int]: ...
+    def shape(self) -> list[int]:
+        """The size of each dimension."""
     @property
-    def dtype(self) -> DType: ...
+    def dtype(self) -> DType:
+        """The element type."""
     @property
-    def nbytes(self) -> int: ...
-    def allocate_buffer(self, device: int = 0) -> TensorBuffer: ...
+    def nbytes(self) -> int:
+        """The size of all elements, in bytes."""
+    def allocate_buffer(self, device: int = 0) -> TensorBuffer:
+        """Allocates a buffer of ``nbytes`` on a GPU, or on the host if that fails.
+
+        Args:
+            device: The number of the GPU.
+        """
 
 @final
 class TensorBuffer:
+    """Bytes on the host or on a GPU. All copies are explicit and block."""
+
     @staticmethod
-    def cpu(data: bytes) -> TensorBuffer: ...
+    def cpu(data: bytes) -> TensorBuffer:
+        """Copies bytes to a new buffer on the host."""
     @staticmethod
-    def from_bytes(data: bytes) -> TensorBuffer: ...
+    def from_bytes(data: bytes) -> TensorBuffer:
+        """The same as ``cpu``."""
     @staticmethod
-    def cpu_zeros(size: int) -> TensorBuffer: ...
+    def cpu_zeros(size: int) -> TensorBuffer:
+        """Allocates ``size`` zero bytes on the host."""
     @staticmethod
-    def try_allocate_gpu(size: int, device_id: int = 0) -> TensorBuffer: ...
+    def try_allocate_gpu(size: int, device_id: int = 0) -> TensorBuffer:
+        """Allocates ``size`` bytes on a GPU, or zeros on the host if that fails. On a GPU the
+        contents are undefined."""
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The size in bytes."""
     @property
-    def is_cpu(self) -> _bool: ...
+    def is_cpu(self) -> _bool:
+        """Whether it is on the host."""
     @property
-    def is_gpu(self) -> _bool: ...
-    def to_cpu(self) -> TensorBuffer: ...
-    def to_gpu(self, device_id: int = 0) -> TensorBuffer: ...
-    def to_bytes(self) -> bytes: ...
-    def to_host(self) -> bytes: ...
-    def copy_from(self, data: bytes) -> None: ...
+    def is_gpu(self) -> _bool:
+        """Whether it is on a GPU."""
+    def to_cpu(self) -> TensorBuffer:
+        """Copies the bytes to a new buffer on the host.
+
+        Raises:
+            OutOfMemoryError: The copy failed.
+        """
+    def to_gpu(self, device_id: int = 0) -> TensorBuffer:
+        """Copies the bytes to a new buffer on a GPU.
+
+        Raises:
+            OutOfMemoryError: There is no such GPU, or it has too little memory.
+        """
+    def to_bytes(self) -> bytes:
+        """The same as ``to_host``."""
+    def to_host(self) -> bytes:
+        """Returns a copy of the bytes."""
+    def copy_from(self, data: bytes) -> None:
+        """Overwrites the buffer.
+
+        Raises:
+            ConfigurationError: ``data`` has another size than the buffer.
+        """
     def __len__(self) -> int: ...
 
 @final
 class Tensor:
+    """A tensor that other libraries use without a copy, through DLPack, the buffer protocol, or
+    ``__cuda_array_interface__``."""
+
     @staticmethod
     def zeros(
         shape: Sequence[int], dtype: object, *, device: str = "cpu", name: str = ""
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Allocates a tensor of zeros.
+
+        Args:
+            shape: The size of each dimension.
+            dtype: A ``DType``, a ``torch.dtype``, a NumPy dtype, or the name of one.
+            device: "cpu", or a GPU such as "cuda:0".
+            name: The name at a receiver.
+
+        Raises:
+            TypeError: The dtype is unknown.
+            ConfigurationError: The device or the shape is invalid.
+            OutOfMemoryError: There is too little memory, or no such GPU.
+        """
     @staticmethod
     def from_dlpack(
         tensor: object, *, name: str | None = None, metadata: dict[str, str] | None = None
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Wraps a tensor of another library. Shares its memory, which must be on the host.
+
+        Args:
+            tensor: An object that supports DLPack, a DLPack capsule, or a ``Tensor``.
+            name: The name at a receiver.
+            metadata: Further text for a receiver.
+
+        Raises:
+            TypeError: The object does not support DLPack.
+            BufferError: The tensor is not on the host, or its dtype is not supported.
+        """
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name, or an empty string."""
     @property
-    def metadata(self) -> dict[str, str]: ...
+    def metadata(self) -> dict[str, str]:
+        """Further text, from the sender or from ``from_dlpack``."""
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The size of each dimension."""
     @property
-    def dtype(self) -> DType: ...
+    def dtype(self) -> DType:
+        """The element type."""
     @property
-    def strides(self) -> tuple[int, ...]: ...
+    def strides(self) -> tuple[int, ...]:
+        """The step along each dimension, in elements."""
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """The size of all elements, in bytes."""
     @property
-    def device(self) -> str: ...
+    def device(self) -> str:
+        """The device of the memory: "cpu", or a GPU such as "cuda:0"."""
     @property
-    def read_only(self) -> _bool: ...
-    def is_contiguous(self) -> _bool: ...
-    def shares_memory(self, other: Tensor) -> _bool: ...
+    def read_only(self) -> _bool:
+        """Whether the memory is read-only."""
+    def is_contiguous(self) -> _bool:
+        """Returns whether the elements are row-major and without gaps."""
+    def shares_memory(self, other: Tensor) -> _bool:
+        """Returns whether both tensors are views of the same memory."""
     def __dlpack__(
         self,
         *,
@@ -376,16 +502,44 @@ class Tensor:
         max_version: tuple[int, int] | None = None,
         dl_device: tuple[int, int] | None = None,
         copy: _bool | None = None,
-    ) -> Any: ...
-    def __dlpack_device__(self) -> tuple[int, int]: ...
-    def to_dlpack(self) -> Any: ...
-    def to_numpy(self) -> Any: ...
-    def to_torch(self) -> Any: ...
-    def tobytes(self) -> bytes: ...
+    ) -> Any:
+        """Exports the tensor as a DLPack capsule, with the arguments of the array API standard.
+
+        Raises:
+            BufferError: The request cannot be fulfilled.
+        """
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Returns DLPack's device type and device number."""
+    def to_dlpack(self) -> Any:
+        """Returns a DLPack capsule, which can be consumed once.
+
+        Raises:
+            BufferError: The tensor is read-only, or its dtype needs a newer DLPack.
+        """
+    def to_numpy(self) -> Any:
+        """Returns a NumPy array of the same memory, or of a copy if the tensor is on a GPU.
+
+        Raises:
+            TypeError: NumPy does not have the dtype.
+        """
+    def to_torch(self) -> Any:
+        """Returns a PyTorch tensor of the same memory."""
+    def tobytes(self) -> bytes:
+        """Returns a copy of the elements' bytes.
+
+        Raises:
+            BufferError: The tensor is not contiguous.
+        """
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The dictionary of the CUDA array interface, version 3.
+
+        Raises:
+            AttributeError: The tensor is on the host.
+        """
     @property
-    def cuda_array_interface(self) -> dict[str, Any] | None: ...
+    def cuda_array_interface(self) -> dict[str, Any] | None:
+        """``__cuda_array_interface__``, or None if the tensor is on the host."""
     def _view(
         self, name: str, dtype: str, shape: list[int], strides: list[int], offset: int
     ) -> Tensor: ...

@@ -70,7 +70,7 @@ impl StreamerInner {
     /// Returns the engine. A forked child process creates its own.
     pub(super) fn engine(&self, py: Python<'_>) -> PyResult<Arc<Engine>> {
         let engine = Arc::clone(&self.engine.lock());
-        if !engine.is_foreign() {
+        if !engine.is_forked() {
             return Ok(engine);
         }
         // The parent's passes and tensors do not exist in the child.
@@ -115,7 +115,7 @@ impl StreamerInner {
     /// without PyTorch noticing. Does nothing if it has ended.
     pub(super) fn end_pass(&self, py: Python<'_>, pass: &RunningPass) -> (bool, Option<String>) {
         let RunningPass { engine, id, ended } = pass;
-        if ended.swap(true, Ordering::AcqRel) || engine.is_foreign() {
+        if ended.swap(true, Ordering::AcqRel) || engine.is_forked() {
             return (false, None);
         }
         (engine.end_pass(*id), self.untracked_writes(py, engine))
@@ -124,7 +124,7 @@ impl StreamerInner {
     /// Returns the names of weights that were written to without PyTorch noticing, as far as the
     /// engine detects it. Their units are read again for the next use.
     fn untracked_writes(&self, py: Python<'_>, engine: &Engine) -> Option<String> {
-        let written = py.detach(|| engine.written());
+        let written = py.detach(|| engine.modified_units());
         let mut names = Vec::new();
         for (id, tensors) in written {
             let unit = id.0 as usize;

@@ -24,7 +24,7 @@ pub(crate) struct Use {
 struct UseState {
     inner: Option<Arc<StreamerInner>>,
     tensors: Vec<Arc<UnitTensors>>,
-    /// Leases of units whose shared tensors have a lease already.
+    /// Further leases of units whose tensors already have one.
     extra_leases: Vec<Lease>,
     /// The thread whose forward gets the parameters.
     forward_thread: Option<ThreadId>,

@@ -154,7 +154,7 @@ impl UnitTensors {
                 // The next use gets other memory, so it must not find these tensors.
                 *entry.lock() = UnitEntry::default();
                 if let Some(lease) = &state.lease {
-                    lease.spoil();
+                    lease.evict_modified();
                 }
             }
         }

@@ -16,7 +16,7 @@ impl PyGpuStatus {
         Self(GpuStatus::detect())
     }
 
-    /// "NotCompiled", "NoCuda", "NoDevices" or "Available".
+    /// One of "NotCompiled", "NoCuda", "NoDevices" and "Available".
     #[getter]
     fn kind(&self) -> &'static str {
         match self.0 {

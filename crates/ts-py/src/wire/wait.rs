@@ -36,6 +36,6 @@ pub(super) fn is_over(deadline: Option<Instant>) -> bool {
 /// ConfigurationError if another thread holds the lock.
 pub(super) fn try_lock<'a, T>(py: Python<'_>, value: &'a Mutex<T>) -> PyResult<MutexGuard<'a, T>> {
     value.try_lock().ok_or_else(|| {
-        configuration_error(py, "another thread uses it now: expected one thread at a time")
+        configuration_error(py, "another thread is using it: only one thread can at a time")
     })
 }

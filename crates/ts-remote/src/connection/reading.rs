@@ -109,8 +109,8 @@ impl Reader {
         self.held
     }
 
-    /// Guesses how many bytes come before the next payload: the header of its DATA, and after the
-    /// `last` bytes of a tensor also END and the META of the next tensor.
+    /// Guesses how many bytes come before the next payload: the header of its DATA, and if this
+    /// frame has the `last` bytes of a tensor, also END and the META of the next tensor.
     ///
     /// This saves a system call per header. If the guess is too high, a few bytes of a payload are
     /// copied.

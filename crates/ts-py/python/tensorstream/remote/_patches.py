@@ -31,11 +31,11 @@ def apply() -> None:
 
 
 def _patch_backward() -> None:
-    """Runs backward on the calling thread if an output is on ``ts``.
+    """Runs backward on the calling thread while there are machines.
 
     Changes the function by which ``torch.autograd`` calls its engine. The engine creates one thread
-    for the device, because it assumes a single index. Without the patch, backward fails on ``ts:1``
-    and on later indices.
+    for the device, because it assumes a single index. Without the patch, backward fails through
+    operators on ``ts:1`` and on later indices, also from an output on the CPU.
     """
     from torch.autograd import graph
 
@@ -43,7 +43,7 @@ def _patch_backward() -> None:
 
     @functools.wraps(run)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(output, torch.Tensor) and is_ours(output) for output in outputs):
+        if _registry.SESSIONS:
             with torch.autograd.set_multithreading_enabled(False):
                 return run(outputs, *args, **kwargs)
         return run(outputs, *args, **kwargs)
@@ -114,6 +114,12 @@ def _patch_module_moves() -> None:
                 future.set_swap_module_params_on_conversion(False)
 
         setattr(torch.nn.Module, name, move_module)
+
+    def ts(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
+        """Moves the module to a device ``ts``, by default the current one."""
+        return self.to(torch.device("ts", _registry.index_of(device)))
+
+    torch.nn.Module.ts = ts  # type: ignore[attr-defined]  # PyTorch generates it
 
 
 def _patch_linear_cross_entropy() -> None:

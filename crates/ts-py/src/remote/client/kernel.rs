@@ -365,12 +365,12 @@ impl Kernel {
             let default = torch.default_dtype(py)?;
             place.seat.machine.tell_default_dtype(py, default)?;
             let whose = if self.learned { place.seat.machine.number + 1 } else { 0 };
-            let mut signature = Signature::within([self.number, u32::from(default.0), whose]);
+            let mut signature = Signature::new([self.number, u32::from(default.0), whose]);
             let (unnamed, named) = (call.args.iter(), call.kwargs.iter());
             let all = unnamed
                 .map(|value| ("", value))
                 .chain(named.map(|(name, value)| (&name[..], value)));
-            let key = signature.of(all, self.scalars);
+            let key = signature.compute(all, self.scalars);
             let known = plans().get(key);
             let plan = if let Some(plan) = known {
                 plan
@@ -451,7 +451,7 @@ impl Kernel {
             )
             .max();
         let first = new_storages(count.unwrap_or(0) as u64);
-        call.op = session.client(py)?.op(name).map_err(|error| session.lost(py, &error))?;
+        call.op = session.client(py)?.operator_id(name).map_err(|error| session.lost(py, &error))?;
         call.outputs = leaves()
             .map(|leaf| match leaf {
                 Some(Leaf::New(new)) => {
@@ -535,14 +535,14 @@ impl Kernel {
         py: Python<'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let session = &seat.machine;
-        call.op = session.client(py)?.op(name).map_err(|error| session.lost(py, &error))?;
+        call.op = session.client(py)?.operator_id(name).map_err(|error| session.lost(py, &error))?;
         let output = |kind: &Return| match kind {
-            Return::Tensor => Output::Asked { storage: new_storages(1) },
-            Return::Tensors => Output::Asked { storage: new_storages(MANY) },
+            Return::Tensor => Output::Described { storage: new_storages(1) },
+            Return::Tensors => Output::Described { storage: new_storages(MANY) },
             Return::Other | Return::Written(_) => Output::Known,
         };
         call.outputs = self.returns.iter().map(output).collect();
-        let reply = session.client(py)?.reply();
+        let reply = session.client(py)?.new_reply();
         call.reply = Some(reply);
         let request = Request::Call(call);
         let number = session.ask(py, &request)?;

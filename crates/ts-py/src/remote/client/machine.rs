@@ -213,7 +213,7 @@ impl Session {
         }
         let op = self
             .client(py)?
-            .op("tensorstream::default_dtype")
+            .operator_id("tensorstream::default_dtype")
             .map_err(|error| self.lost(py, &error))?;
         let args = vec![Value::Dtype(now)];
         let call = Call { op, args, kwargs: Vec::new(), outputs: Vec::new(), reply: None };
@@ -235,7 +235,7 @@ impl Session {
             return;
         }
         if let Some(client) = &*self.client.read() {
-            unwanted.into_iter().for_each(|reply| client.forget(reply));
+            unwanted.into_iter().for_each(|reply| client.discard_reply(reply));
             client.free(storage);
         }
     }
@@ -245,7 +245,7 @@ impl Session {
         for storage in storages {
             let unwanted = self.numbers().written(storage);
             if let (Some(reply), Some(client)) = (unwanted, &*self.client.read()) {
-                client.forget(reply);
+                client.discard_reply(reply);
             }
         }
     }
@@ -261,7 +261,7 @@ impl Session {
         output: usize,
     ) -> PyResult<()> {
         if self.numbers().made(tensor.storage, (line.0, line.1, op, output)) {
-            let reply = self.client(py)?.reply();
+            let reply = self.client(py)?.new_reply();
             self.numbers().ask_early(tensor.storage, tensor.view.clone(), reply);
             self.ask(py, &Request::Read { reply, tensor: tensor.clone() })?;
         }
@@ -270,7 +270,7 @@ impl Session {
 
     /// The bytes of a tensor of one element, which is waited for if it is not known.
     fn number(&self, py: Python<'_>, tensor: TensorRef) -> PyResult<Vec<u8>> {
-        let mut reply = self.client(py)?.reply();
+        let mut reply = self.client(py)?.new_reply();
         let storage = tensor.storage;
         let look = self.numbers().look(storage, &tensor.view, reply);
         match look {
@@ -301,7 +301,7 @@ impl Session {
             if let Some(answer) = answer.map_err(|fault| self.raise(py, &fault))? {
                 break answer;
             }
-            py.check_signals().inspect_err(|_| client.forget(reply))?;
+            py.check_signals().inspect_err(|_| client.discard_reply(reply))?;
         };
         let time = since.elapsed();
         if let Some(line) = torch(py)?.line(py) {
@@ -360,7 +360,7 @@ impl Session {
 
     pub(super) fn raise(&self, py: Python<'_>, fault: &WaitError) -> PyErr {
         match fault {
-            WaitError::Lost(error) => self.lost(py, error),
+            WaitError::Ended(error) => self.lost(py, error),
             WaitError::Failed { request, failure, others } => {
                 let asked = self
                     .place(py, *request)
@@ -448,7 +448,7 @@ impl Machine {
     /// Whether the session is over, and nothing can be asked any more. Not while it is paused.
     fn is_over(&self) -> bool {
         let client = self.session.client.read();
-        client.as_ref().is_some_and(|client| client.is_over())
+        client.as_ref().is_some_and(|client| client.has_ended())
     }
 
     /// Index of its first device in this process.
@@ -495,7 +495,7 @@ impl Machine {
 
     /// Waits until all that was asked is done.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
-        let reply = self.session.client(py)?.reply();
+        let reply = self.session.client(py)?.new_reply();
         self.session.ask(py, &Request::Sync { reply })?;
         self.session.wait(py, reply, "synchronize").map(drop)
     }
@@ -531,7 +531,7 @@ impl Machine {
     /// What storages the machine has: of each its number, bytes, device, and 0 if nothing was
     /// written to it, 1, or 2 if that failed.
     fn storages(&self, py: Python<'_>) -> PyResult<Vec<(u64, u64, u32, u8)>> {
-        let reply = self.session.client(py)?.reply();
+        let reply = self.session.client(py)?.new_reply();
         self.session.ask(py, &Request::List { reply })?;
         let Answer::Values(values) = self.session.wait(py, reply, "pause")? else {
             return Err(PyRuntimeError::new_err("an answer that is not that to the question"));
@@ -553,7 +553,7 @@ impl Machine {
         session.numbers().clear();
         session.default_dtype.store(FLOAT, Ordering::Relaxed);
         let (closed, stats, failed) =
-            py.detach(|| (client.close(), client.stats(), client.take_failed()));
+            py.detach(|| (client.close(), client.stats(), client.take_failure()));
         let failed = failed.map(|fault| session.raise(py, &fault));
         // Requests are counted anew by whoever goes on.
         let lines = std::mem::take(&mut *session.lines.lock());

@@ -151,7 +151,7 @@ fn raised(py: Python<'_>, what: &str, error: &PyErr) -> OpFailure {
     let memory = kind == "OutOfMemoryError"
         || kind == "MemoryError"
         || text.contains("can't allocate memory");
-    let kind_of = if memory { OpFailureKind::OutOfMemory } else { OpFailureKind::Raised };
+    let kind_of = if memory { OpFailureKind::OutOfMemory } else { OpFailureKind::Operator };
     let kind = if kind == "RuntimeError" { String::new() } else { format!("{kind}: ") };
     OpFailure::new(kind_of, format!("{what}: {kind}{text}"))
 }
@@ -375,7 +375,7 @@ impl TorchExecutor {
         for returned in returns {
             let list = returned.cast::<PyList>().ok();
             let value = match (list, outputs.clone().next()) {
-                (Some(list), Some(Output::Asked { storage })) => {
+                (Some(list), Some(Output::Described { storage })) => {
                     outputs.next();
                     let bound =
                         |(at, tensor)| self.bind_asked(py, &backend, storage + at as u64, &tensor);
@@ -387,7 +387,7 @@ impl TorchExecutor {
                     }
                     Value::None
                 }
-                (None, Some(Output::Asked { storage })) => {
+                (None, Some(Output::Described { storage })) => {
                     outputs.next();
                     self.bind_asked(py, &backend, *storage, &returned)?
                 }
@@ -484,7 +484,7 @@ impl TorchExecutor {
                 "it gave a tensor of shape {:?} and dtype {}, where {:?} and {} were expected",
                 view.sizes, view.dtype.0, tensor.view.sizes, tensor.view.dtype.0
             );
-            return Err(OpFailure::new(OpFailureKind::Raised, what));
+            return Err(OpFailure::new(OpFailureKind::Operator, what));
         }
         let settled = if view == tensor.view {
             given
