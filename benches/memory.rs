@@ -26,7 +26,7 @@ impl Random {
 }
 
 fn pool(device: &CpuDevice) -> StreamOrderedPool<CpuDevice> {
-    let options = OrderedOptions { segment_bytes: 1 << 30, ..OrderedOptions::default() };
+    let options = OrderedOptions::default().with_segment_bytes(1 << 30);
     StreamOrderedPool::new(device.clone(), options)
 }
 

@@ -177,8 +177,8 @@ impl Checkpoint {
     }
 
     /// Sets the request size and queue depth of `config` to what suits the storage of the largest
-    /// file. `tuner` remembers or measures them. Blocks for up to two seconds, and calls `interrupt`
-    /// at least every 20 ms.
+    /// file. `tuner` remembers or measures them. Blocks for up to two seconds, and calls
+    /// `interrupt` at least every 20 ms.
     ///
     /// # Errors
     /// Returns [`Error::Interrupted`] if `interrupt` returns true.

@@ -54,7 +54,8 @@
 //! - An append is visible only after [`FileWriter::commit`]. After a power failure, a file has its
 //!   old content or the new.
 //! - The result of a conversion does not depend on where it was interrupted and resumed.
-//! - Bytes of compressed tensors are returned only if their checksums match.
+//! - Compressed bytes are compared with their checksums before they are decoded, unless
+//!   verification is turned off ([`LoadOptions::verify`], `EngineConfig::verify`).
 //! - An operation with a `watch` or `interrupt` callback calls it at least every 16 MiB of work and
 //!   every 20 ms of waiting, and returns [`Error::Interrupted`] if it returns true.
 //!

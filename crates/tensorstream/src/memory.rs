@@ -4,9 +4,9 @@
 use std::fs;
 use std::path::Path;
 
-/// Returns the memory that this process can still allocate without swapping, in bytes: the available
-/// memory of the system, or what the limit of a memory cgroup of the process leaves, if that is
-/// less. `None` if it cannot be detected, as on systems other than Linux.
+/// Returns the memory that this process can still allocate without swapping, in bytes: the
+/// available memory of the system, or what the limit of a memory cgroup of the process leaves, if
+/// that is less. `None` if it cannot be detected, as on systems other than Linux.
 ///
 /// The page cache of a cgroup counts as available, except for mapped pages. These contain code and
 /// data in use; if they were evicted, programs would read them from disk again and again.

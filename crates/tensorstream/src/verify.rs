@@ -25,8 +25,8 @@ pub struct Verified {
     pub damaged: Vec<Damage>,
 }
 
-/// Reads all tensors of a checkpoint and compares them with their checksums. Uses `jobs` threads, or
-/// the number of cores if `jobs` is 0. Blocks.
+/// Reads all tensors of a checkpoint and compares them with their checksums. Uses `jobs` threads,
+/// or the number of cores if `jobs` is 0. Blocks.
 ///
 /// Damage is not an error; it is reported in [`Verified::damaged`].
 ///

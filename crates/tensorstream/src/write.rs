@@ -82,7 +82,7 @@ impl FileWriter {
     }
 
     /// Creates a file in memory, which [`into_bytes`](Self::into_bytes) returns. The suffix of
-    /// `name` determines the format, and errors refer to it.
+    /// `name` determines the format. Errors contain `name`.
     ///
     /// # Errors
     /// Returns the errors of [`create`](Self::create).

@@ -207,8 +207,8 @@ fn a_power_failure_leaves_the_old_content_or_the_new() {
         for count in 0..=calls.len() {
             let renamed = calls[..count].iter().position(|call| *call == Call::Rename);
             let durable = calls[..count].contains(&Call::SyncDirectory);
-            // For a file that is renamed, these are the states of the partial file. They matter after
-            // the rename.
+            // For a file that is renamed, these are the states of the partial file. They matter
+            // after the rename.
             let candidates = match (name, renamed) {
                 ("append" | "append again", _) => states(&old_bytes, &calls, count),
                 (_, None) => vec![],
@@ -423,8 +423,8 @@ fn a_resumed_conversion_keeps_durable_tensors() {
             partial.clone()
         });
         let durable = durable.unwrap().catalog().tensors().len();
-        // Until the file is complete, every state has at least the durable tensors, and the finished
-        // file is the same.
+        // Until the file is complete, every state has at least the durable tensors, and the
+        // finished file is the same.
         for count in 0..=renamed {
             for state in states(&unfinished, &calls, count) {
                 std::fs::write(&partial, &state).unwrap();

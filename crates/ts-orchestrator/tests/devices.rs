@@ -327,7 +327,7 @@ proptest! {
         staging_units in 0usize..4,
     ) {
         let model = Model::assembled(&sizes);
-        let options = SimOptions { seed, stall_rate, fault_rate, ..SimOptions::default() };
+        let options = SimOptions::default().with_seed(seed).with_stall_rate(stall_rate).with_fault_rate(fault_rate);
         let device = SimDevice::new(options);
         let largest = 2 * sizes.iter().max().unwrap() + 40 * KIB;
         let config = config(room * largest).with_staging_units(staging_units);

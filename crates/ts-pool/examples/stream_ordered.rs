@@ -22,7 +22,7 @@ fn main() -> Result<(), Error> {
     let copies = device.create_stream(StreamPriority::Normal)?;
     let compute = device.create_stream(StreamPriority::High)?;
     // One segment with room for one buffer, so that every allocation below reuses the same memory.
-    let options = OrderedOptions { segment_bytes: MIB, limit_bytes: MIB, ..Default::default() };
+    let options = OrderedOptions::default().with_segment_bytes(MIB).with_limit_bytes(MIB);
     let pool = StreamOrderedPool::new(device.clone(), options);
 
     // The same stream reuses freed memory at once, although the kernel still runs: the work that

@@ -17,6 +17,7 @@ const MAX_SHARDS: usize = 64;
 
 /// Configuration of a [`BlockPool`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PoolConfig {
     /// Maximum size of the pool in bytes, including blocks in use.
     pub pool_bytes: usize,
@@ -43,6 +44,43 @@ impl Default for PoolConfig {
             classes: 16,
             preallocate: false,
         }
+    }
+}
+
+impl PoolConfig {
+    /// Sets [`pool_bytes`](Self::pool_bytes).
+    #[must_use]
+    pub fn with_pool_bytes(mut self, pool_bytes: usize) -> Self {
+        self.pool_bytes = pool_bytes;
+        self
+    }
+
+    /// Sets [`min_block_bytes`](Self::min_block_bytes).
+    #[must_use]
+    pub fn with_min_block_bytes(mut self, min_block_bytes: usize) -> Self {
+        self.min_block_bytes = min_block_bytes;
+        self
+    }
+
+    /// Sets [`max_block_bytes`](Self::max_block_bytes).
+    #[must_use]
+    pub fn with_max_block_bytes(mut self, max_block_bytes: usize) -> Self {
+        self.max_block_bytes = max_block_bytes;
+        self
+    }
+
+    /// Sets [`classes`](Self::classes).
+    #[must_use]
+    pub fn with_classes(mut self, classes: usize) -> Self {
+        self.classes = classes;
+        self
+    }
+
+    /// Sets [`preallocate`](Self::preallocate).
+    #[must_use]
+    pub fn with_preallocate(mut self, preallocate: bool) -> Self {
+        self.preallocate = preallocate;
+        self
     }
 }
 
@@ -168,6 +206,7 @@ struct BlockSlot<M> {
 
 /// Statistics of a [`BlockPool`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct BlockStats {
     /// Bytes in free blocks.
     pub available_bytes: usize,

@@ -51,6 +51,7 @@ struct PoolState {
 
 /// Statistics of a [`HostPool`]. Byte counts are of whole blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PoolStats {
     /// Size of the pool.
     pub capacity_bytes: usize,

@@ -12,13 +12,12 @@ use ts_streams::{CpuDevice, Device, HostFn, SimDevice, SimOptions, Stream, Strea
 const MIB: usize = 1 << 20;
 
 fn small() -> PoolConfig {
-    PoolConfig {
-        pool_bytes: 4 * MIB,
-        min_block_bytes: 4096,
-        max_block_bytes: MIB,
-        classes: 9,
-        preallocate: false,
-    }
+    PoolConfig::default()
+        .with_pool_bytes(4 * MIB)
+        .with_min_block_bytes(4096)
+        .with_max_block_bytes(MIB)
+        .with_classes(9)
+        .with_preallocate(false)
 }
 
 #[test]
@@ -63,7 +62,7 @@ fn free_blocks_are_evicted_to_make_room() {
         assert_eq!(pool.acquire(bytes).unwrap_err().kind(), ErrorKind::Full);
     }
     // The pool also evicts free blocks if the device is full.
-    let device = SimDevice::new(SimOptions { total_bytes: MIB + 5000, ..SimOptions::default() });
+    let device = SimDevice::new(SimOptions::default().with_total_bytes(MIB + 5000));
     let pool = BlockPool::new(device, self::small()).unwrap();
     drop(pool.acquire(MIB).unwrap());
     drop(pool.acquire(MIB / 2).unwrap());

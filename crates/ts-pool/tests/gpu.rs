@@ -39,12 +39,10 @@ impl Random {
 /// Allocates and frees buffers on four streams, fills each with its own byte or copies another
 /// buffer, and checks the contents of every buffer when it is freed.
 fn random_programs<D: Device>(device: &D, backing: Backing, steps: usize) {
-    let options = OrderedOptions {
-        backing,
-        limit_bytes: 8 << 20,
-        segment_bytes: 1 << 20,
-        ..Default::default()
-    };
+    let options = OrderedOptions::default()
+        .with_backing(backing)
+        .with_limit_bytes(8 << 20)
+        .with_segment_bytes(1 << 20);
     let pool = StreamOrderedPool::new(device.clone(), options);
     let streams = [(); 4].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
     let (mut random, mut live): (_, Vec<(DeviceBuffer<D>, u8)>) = (Random(7), Vec::new());
@@ -121,7 +119,7 @@ fn blocks_and_tensors_round_trip_through_a_gpu() {
 
 /// Times 20,000 allocations and frees on eight streams, with up to 64 live buffers.
 fn workload<D: Device>(device: &D, backing: Backing) -> Duration {
-    let options = OrderedOptions { backing, segment_bytes: 256 << 20, ..Default::default() };
+    let options = OrderedOptions::default().with_backing(backing).with_segment_bytes(256 << 20);
     let pool = StreamOrderedPool::new(device.clone(), options);
     let streams = [(); 8].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
     let run = |count: usize| {

@@ -20,7 +20,7 @@ use ts_streams::{
 const KIB: usize = 1 << 10;
 
 fn options(segment_bytes: usize, limit_bytes: usize) -> OrderedOptions {
-    OrderedOptions { segment_bytes, limit_bytes, ..OrderedOptions::default() }
+    OrderedOptions::default().with_segment_bytes(segment_bytes).with_limit_bytes(limit_bytes)
 }
 
 fn streams<D: Device>(device: &D, count: usize) -> Vec<D::Stream> {
@@ -322,7 +322,7 @@ struct Live {
 fn priming_in_the_background_counts_towards_the_limit() {
     for backing in [Backing::Segments, Backing::Device] {
         let device = SimDevice::new(SimOptions::default());
-        let limited = OrderedOptions { backing, ..options(4 * KIB, 100 * KIB) };
+        let limited = options(4 * KIB, 100 * KIB).with_backing(backing);
         let pool = StreamOrderedPool::new(device.clone(), limited);
         let stream = &streams(&device, 1)[0];
         let priming = pool.reserve_segment_in_background(60 * KIB, stream).unwrap();
@@ -337,7 +337,7 @@ fn priming_in_the_background_counts_towards_the_limit() {
         assert_eq!(device.races(), []);
     }
     // If the device has less memory than the limit, `wait` reports it and the limit is restored.
-    let device = SimDevice::new(SimOptions { total_bytes: 50 * KIB, ..SimOptions::default() });
+    let device = SimDevice::new(SimOptions::default().with_total_bytes(50 * KIB));
     let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 100 * KIB));
     let stream = &streams(&device, 1)[0];
     assert_eq!(
@@ -371,7 +371,7 @@ fn a_snapshot_is_json() {
 #[test]
 fn the_allocator_of_the_device_can_back_a_pool() {
     let device = SimDevice::new(SimOptions::default());
-    let own = OrderedOptions { backing: Backing::Device, ..options(64 * KIB, 64 * KIB) };
+    let own = options(64 * KIB, 64 * KIB).with_backing(Backing::Device);
     let pool = StreamOrderedPool::new(device.clone(), own);
     let [a, b] = &streams(&device, 2)[..] else { panic!() };
     pool.reserve_segment(10 * KIB, a).unwrap();
@@ -396,7 +396,7 @@ fn the_allocator_of_the_device_can_back_a_pool() {
     device.synchronize().unwrap();
     assert_eq!((device.memory().in_use_bytes, device.races()), (0, vec![]));
     // Memory of a failed stream is freed too.
-    let failing = SimDevice::new(SimOptions { fault_rate: 1.0, ..SimOptions::default() });
+    let failing = SimDevice::new(SimOptions::default().with_fault_rate(1.0));
     let pool = StreamOrderedPool::new(failing.clone(), own);
     let stream = failing.create_stream(StreamPriority::Normal).unwrap();
     let buffers = [(); 2].map(|()| pool.allocate_for_stream(10 * KIB, &stream).unwrap());
@@ -418,10 +418,10 @@ proptest! {
         backing in prop_oneof![Just(Backing::Segments), Just(Backing::Device)],
         seed: u64,
     ) {
-        let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
+        let device = SimDevice::new(SimOptions::default().with_seed(seed));
         let pool = StreamOrderedPool::new(
             device.clone(),
-            OrderedOptions { backing, ..options(32 * KIB, limit) },
+            options(32 * KIB, limit).with_backing(backing),
         );
         let streams = streams(&device, STREAMS);
         let mut live: Vec<Live> = Vec::new();
@@ -554,7 +554,7 @@ fn threads_share_a_pool() {
 
 #[test]
 fn errors_name_the_limit_that_applies() {
-    let device = SimDevice::new(SimOptions { total_bytes: 1 << 20, ..SimOptions::default() });
+    let device = SimDevice::new(SimOptions::default().with_total_bytes(1 << 20));
     let pool = StreamOrderedPool::new(device.clone(), OrderedOptions::default());
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
     let granule_bytes = OrderedOptions::default().granule_bytes;

@@ -27,14 +27,14 @@ fn a_log_of_rmm_is_parsed_and_replayed() {
     let device = SimDevice::new(SimOptions::default());
     let pool = StreamOrderedPool::new(
         device.clone(),
-        OrderedOptions { segment_bytes: 1 << 20, ..Default::default() },
+        OrderedOptions::default().with_segment_bytes(1 << 20),
     );
     let replay = log.replay(&device, &pool).unwrap();
     assert_eq!((replay.allocations, replay.frees, replay.refused), (4, 2, 0));
     assert_eq!((replay.unmatched, replay.streams), (1, 4));
     assert_eq!((replay.peak_bytes, replay.capacity_bytes), (1048576 + 8, 2 << 20));
     assert_eq!(pool.stats().in_use_bytes, 0);
-    let small = OrderedOptions { limit_bytes: 4096, segment_bytes: 4096, ..Default::default() };
+    let small = OrderedOptions::default().with_limit_bytes(4096).with_segment_bytes(4096);
     let pool = StreamOrderedPool::new(device.clone(), small);
     assert_eq!(log.replay(&device, &pool).unwrap().refused, 1);
 }
@@ -62,10 +62,10 @@ proptest! {
     ) {
         if let Ok(log) = AllocationLog::parse(&text) {
             let device =
-                SimDevice::new(SimOptions { total_bytes: 8 << 20, ..SimOptions::default() });
+                SimDevice::new(SimOptions::default().with_total_bytes(8 << 20));
             let pool = StreamOrderedPool::new(
                 device.clone(),
-                OrderedOptions { segment_bytes: 1 << 16, ..Default::default() },
+                OrderedOptions::default().with_segment_bytes(1 << 16),
             );
             let replay = log.replay(&device, &pool).unwrap();
             prop_assert_eq!(

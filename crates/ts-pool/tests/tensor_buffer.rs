@@ -46,7 +46,7 @@ fn copies_between_host_streams_and_pools_keep_the_bytes() {
     // Reuses the memory of `first` on the first stream. The copy from `first` runs before.
     let mut next = TensorBuffer::allocate_in(&pool, &streams[0], 5000).unwrap();
     next.copy_from_slice(&[7; 5000]).unwrap();
-    let (other_device, other_pool) = simulated(SimOptions { seed: 1, ..SimOptions::default() });
+    let (other_device, other_pool) = simulated(SimOptions::default().with_seed(1));
     let other_stream = other_pool.device().create_stream(StreamPriority::Normal).unwrap();
     let far = copy.to_pool(&other_pool, &other_stream).unwrap();
     assert_eq!(far.to_cpu().unwrap().as_slice(), Some(&bytes[..]));
@@ -60,8 +60,7 @@ fn copies_between_host_streams_and_pools_keep_the_bytes() {
 
 #[test]
 fn a_buffer_stays_usable_after_a_failed_copy() {
-    let (device, pool) =
-        simulated(SimOptions { fault_rate: 0.5, seed: 3, ..SimOptions::default() });
+    let (device, pool) = simulated(SimOptions::default().with_fault_rate(0.5).with_seed(3));
     let stream = pool.device().create_stream(StreamPriority::Normal).unwrap();
     let mut buffer = TensorBuffer::allocate_in(&pool, &stream, 1000).unwrap();
     let (mut failed, mut copied) = (0, 0);

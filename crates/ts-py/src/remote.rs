@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! PyTorch operators on remote machines.
+//! Runs PyTorch operators on remote machines.
+//!
+//! A *machine* is a computer or process that runs operators. A *session* is the state that a client
+//! and a machine share: operators, storages and requests. A *device* is `ts:N`, an index of this
+//! process that stands for one device of a machine.
 
-pub(crate) mod client;
+mod client;
 mod server;
+mod values;
 
 use pyo3::prelude::*;
 

@@ -100,7 +100,7 @@ proptest! {
         sizes in prop::collection::vec(0usize..5 << 20, 1..4),
         piece in 1000usize..3 << 20,
     ) {
-        let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
+        let device = SimDevice::new(SimOptions::default().with_seed(seed));
         let stream = device.create_stream(StreamPriority::Normal).unwrap();
         let pinned = PinnedMemoryPool::new(device.clone(), PoolConfig::default()).unwrap();
         let gpu = GpuMemoryPool::new(device.clone(), PoolConfig::default()).unwrap();

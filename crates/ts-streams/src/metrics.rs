@@ -4,6 +4,7 @@ use std::time::Duration;
 
 /// Counters of the work that was submitted to a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct StreamMetrics {
     /// Operations submitted: copies, fills, host functions, records, waits, prefetches and frees.
     ///
@@ -81,6 +82,7 @@ impl Counters {
 
 /// Memory allocated from a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct MemoryMetrics {
     /// Bytes allocated now.
     pub in_use_bytes: usize,

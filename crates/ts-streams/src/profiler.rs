@@ -267,6 +267,7 @@ impl<D: Device> Drop for ScopeGuard<'_, D> {
 
 /// The measurements of a [`StreamProfiler`].
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Profile {
     /// Spans measured by the device, sorted by start.
     pub spans: Vec<Span>,
@@ -278,6 +279,7 @@ pub struct Profile {
 
 /// Statistics of the durations of one activity. Percentiles use the nearest-rank method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ActivityStats {
     /// Number of durations.
     pub count: usize,

@@ -23,6 +23,7 @@ const POISON: u8 = 0xA5;
 
 /// Parameters of a simulation.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct SimOptions {
     /// Seed of all random choices.
     pub seed: u64,
@@ -50,6 +51,50 @@ impl Default for SimOptions {
             fault_rate: 0.0,
             total_bytes: 1 << 30,
         }
+    }
+}
+
+impl SimOptions {
+    /// Sets [`seed`](Self::seed).
+    #[must_use]
+    pub fn with_seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Sets [`bytes_per_us`](Self::bytes_per_us).
+    #[must_use]
+    pub fn with_bytes_per_us(mut self, bytes_per_us: u64) -> Self {
+        self.bytes_per_us = bytes_per_us;
+        self
+    }
+
+    /// Sets [`overhead_ns`](Self::overhead_ns).
+    #[must_use]
+    pub fn with_overhead_ns(mut self, overhead_ns: u64) -> Self {
+        self.overhead_ns = overhead_ns;
+        self
+    }
+
+    /// Sets [`stall_rate`](Self::stall_rate).
+    #[must_use]
+    pub fn with_stall_rate(mut self, stall_rate: f64) -> Self {
+        self.stall_rate = stall_rate;
+        self
+    }
+
+    /// Sets [`fault_rate`](Self::fault_rate).
+    #[must_use]
+    pub fn with_fault_rate(mut self, fault_rate: f64) -> Self {
+        self.fault_rate = fault_rate;
+        self
+    }
+
+    /// Sets [`total_bytes`](Self::total_bytes).
+    #[must_use]
+    pub fn with_total_bytes(mut self, total_bytes: usize) -> Self {
+        self.total_bytes = total_bytes;
+        self
     }
 }
 

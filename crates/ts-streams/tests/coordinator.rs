@@ -71,7 +71,7 @@ proptest! {
 
     #[test]
     fn tasks_run_after_their_dependencies(waits in graphs(), count in 1..5usize, seed: u64) {
-        let simulated = SimDevice::new(SimOptions { seed, stall_rate: 0.5, ..SimOptions::default() });
+        let simulated = SimDevice::new(SimOptions::default().with_seed(seed).with_stall_rate(0.5));
         let (order, events) = run(&simulated, count, &waits);
         prop_assert!(respects_dependencies(&order, &waits), "{order:?}");
         // No other schedule could have gone wrong either.

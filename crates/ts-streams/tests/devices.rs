@@ -121,8 +121,7 @@ fn simulated_devices_conform() {
     for seed in 0..10 {
         let device = std::cell::RefCell::new(Vec::new());
         conformance::check(|| {
-            let made =
-                SimDevice::new(SimOptions { seed, stall_rate: 0.5, ..SimOptions::default() });
+            let made = SimDevice::new(SimOptions::default().with_seed(seed).with_stall_rate(0.5));
             device.borrow_mut().push(made.clone());
             made
         });
@@ -182,7 +181,7 @@ fn work_may_drop_the_last_device_handle() {
 #[test]
 fn simulations_are_reproducible_by_seed() {
     let run = |seed| {
-        let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
+        let device = SimDevice::new(SimOptions::default().with_seed(seed));
         let order = Arc::new(Mutex::new(Vec::new()));
         let streams = [0; 4].map(|_| device.create_stream(StreamPriority::Normal).unwrap());
         for i in 0..40 {
@@ -240,7 +239,7 @@ fn freeing_memory_in_use_is_a_race() {
 
 #[test]
 fn injected_faults_are_reported() {
-    let options = SimOptions { fault_rate: 0.2, seed: 3, ..SimOptions::default() };
+    let options = SimOptions::default().with_fault_rate(0.2).with_seed(3);
     let device = SimDevice::new(options);
     let mut failed = 0;
     for _ in 0..50 {
@@ -298,7 +297,7 @@ fn a_failed_stream_frees_memory_in_order() {
 
 #[test]
 fn allocations_beyond_the_capacity_fail() {
-    let device = SimDevice::new(SimOptions { total_bytes: 1000, ..SimOptions::default() });
+    let device = SimDevice::new(SimOptions::default().with_total_bytes(1000));
     let layout = |len| Layout::from_size_align(len, 8).unwrap();
     let held = device.allocate(layout(600), MemoryKind::Device).unwrap();
     let refused = device.allocate(layout(401), MemoryKind::Device).unwrap_err();
@@ -310,10 +309,8 @@ fn allocations_beyond_the_capacity_fail() {
 
 #[test]
 fn an_event_orders_streams_of_two_devices() {
-    let (a, b) = (
-        SimDevice::new(SimOptions::default()),
-        SimDevice::new(SimOptions { seed: 1, ..SimOptions::default() }),
-    );
+    let (a, b) =
+        (SimDevice::new(SimOptions::default()), SimDevice::new(SimOptions::default().with_seed(1)));
     let (first, second) = (
         a.create_stream(StreamPriority::Low).unwrap(),
         b.create_stream(StreamPriority::Low).unwrap(),

@@ -16,7 +16,7 @@ use ts_streams::{
 #[test]
 fn the_device_times_scopes_and_overlap() {
     let options =
-        SimOptions { stall_rate: 0.0, overhead_ns: 1000, bytes_per_us: 1, ..SimOptions::default() };
+        SimOptions::default().with_stall_rate(0.0).with_overhead_ns(1000).with_bytes_per_us(1);
     let device = SimDevice::new(options);
     let [a, b] = [(); 2].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
     let memory =

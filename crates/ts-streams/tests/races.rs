@@ -60,7 +60,7 @@ fn is_ordered(program: &[Operation], waits: &[Vec<usize>], earlier: usize, later
 
 /// Runs a program, each operation after its waits, and returns the number of races found.
 fn run(program: &[Operation], waits: &[Vec<usize>], seed: u64) -> usize {
-    let device = SimDevice::new(SimOptions { seed, ..SimOptions::default() });
+    let device = SimDevice::new(SimOptions::default().with_seed(seed));
     let memory = device
         .allocate(Layout::from_size_align(BLOCK * BLOCKS, 64).unwrap(), MemoryKind::Device)
         .unwrap();

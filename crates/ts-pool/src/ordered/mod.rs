@@ -69,6 +69,7 @@ pub enum Backing {
 
 /// Options of a [`StreamOrderedPool`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OrderedOptions {
     /// Where the pool gets its memory.
     pub backing: Backing,
@@ -94,6 +95,43 @@ impl Default for OrderedOptions {
             limit_bytes: usize::MAX,
             granule_bytes: 512,
         }
+    }
+}
+
+impl OrderedOptions {
+    /// Sets [`backing`](Self::backing).
+    #[must_use]
+    pub fn with_backing(mut self, backing: Backing) -> Self {
+        self.backing = backing;
+        self
+    }
+
+    /// Sets [`kind`](Self::kind).
+    #[must_use]
+    pub fn with_kind(mut self, kind: MemoryKind) -> Self {
+        self.kind = kind;
+        self
+    }
+
+    /// Sets [`segment_bytes`](Self::segment_bytes).
+    #[must_use]
+    pub fn with_segment_bytes(mut self, segment_bytes: usize) -> Self {
+        self.segment_bytes = segment_bytes;
+        self
+    }
+
+    /// Sets [`limit_bytes`](Self::limit_bytes).
+    #[must_use]
+    pub fn with_limit_bytes(mut self, limit_bytes: usize) -> Self {
+        self.limit_bytes = limit_bytes;
+        self
+    }
+
+    /// Sets [`granule_bytes`](Self::granule_bytes).
+    #[must_use]
+    pub fn with_granule_bytes(mut self, granule_bytes: usize) -> Self {
+        self.granule_bytes = granule_bytes;
+        self
     }
 }
 

@@ -10,6 +10,7 @@ use super::StreamOrderedPool;
 
 /// Statistics of a [`StreamOrderedPool`]. Byte counts are of whole blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OrderedStats {
     /// Bytes allocated from the device.
     pub capacity_bytes: usize,
@@ -43,6 +44,7 @@ pub struct OrderedStats {
 ///
 /// `offset` and `len` are in bytes; `stream` is a stream id.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PoolSnapshot {
     /// The segments of the pool.
     pub segments: Vec<SegmentSnapshot>,
@@ -64,6 +66,7 @@ impl fmt::Display for PoolSnapshot {
 
 /// A segment and its blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct SegmentSnapshot {
     /// Address of the segment.
     pub address: usize,
@@ -75,6 +78,7 @@ pub struct SegmentSnapshot {
 
 /// A block of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct BlockSnapshot {
     /// Offset in the segment, in bytes.
     pub offset: usize,

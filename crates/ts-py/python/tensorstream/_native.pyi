@@ -603,7 +603,7 @@ class RemoteKernel:
         op: Any,
         by_value: bool,
         takes_host: bool,
-        learned: bool,
+        from_machine: bool,
         writes: bool,
         generator: int | None,
         tensors: Sequence[int],

@@ -1,26 +1,34 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The client: machines, storages on them, and the kernels of the device `ts`.
+//! The client: sessions, devices and their tensors, and the kernels of the device `ts`.
 
+mod arguments;
+mod call_site;
+mod connector;
+mod devices;
 mod kernel;
 mod machine;
-mod scalars;
-pub(crate) mod torch;
-mod way;
+mod plan;
+mod replies;
+mod scalar_prefetch;
+mod session;
+mod storage;
+mod torch;
+mod transfer;
 
 use pyo3::prelude::*;
 
 pub(super) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<kernel::Kernel>()?;
-    m.add_class::<machine::Machine>()?;
+    m.add_class::<machine::PySession>()?;
     m.add_function(wrap_pyfunction!(torch::remote_setup, m)?)?;
     m.add_function(wrap_pyfunction!(torch::remote_forked, m)?)?;
-    m.add_function(wrap_pyfunction!(kernel::remote_cache_stats, m)?)?;
-    m.add_function(wrap_pyfunction!(machine::remote_empty, m)?)?;
-    m.add_function(wrap_pyfunction!(machine::remote_whole, m)?)?;
-    m.add_function(wrap_pyfunction!(machine::remote_names, m)?)?;
-    m.add_function(wrap_pyfunction!(machine::remote_trace, m)?)?;
-    m.add_function(wrap_pyfunction!(machine::remote_scalar, m)?)?;
-    m.add_function(wrap_pyfunction!(machine::remote_upload, m)?)?;
-    m.add_function(wrap_pyfunction!(machine::remote_download, m)?)?;
+    m.add_function(wrap_pyfunction!(plan::remote_cache_stats, m)?)?;
+    m.add_function(wrap_pyfunction!(storage::remote_empty, m)?)?;
+    m.add_function(wrap_pyfunction!(storage::remote_whole, m)?)?;
+    m.add_function(wrap_pyfunction!(storage::remote_names, m)?)?;
+    m.add_function(wrap_pyfunction!(call_site::remote_trace, m)?)?;
+    m.add_function(wrap_pyfunction!(transfer::remote_scalar, m)?)?;
+    m.add_function(wrap_pyfunction!(transfer::remote_upload, m)?)?;
+    m.add_function(wrap_pyfunction!(transfer::remote_download, m)?)?;
     Ok(())
 }

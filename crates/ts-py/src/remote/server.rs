@@ -1,10 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The server: accepts clients and runs their operators with PyTorch.
 
+mod arguments;
+mod default_dtype;
 mod dispatcher;
 mod executor;
+mod failures;
+mod hooks;
 mod listener;
+mod outputs;
 mod sandbox;
+mod storages;
+mod transfers;
 
 use pyo3::prelude::*;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is used of PyTorch, and tensors of the device as it sees them.
+//! What the client uses of PyTorch, and how PyTorch's tensors describe remote ones.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,13 +9,13 @@ use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyInt, PyTuple, PyType};
+use pyo3::types::{PyTuple, PyType};
 use tensorstream::exec::{Call, Output, ScalarType, StorageView, TensorRef};
 
 use crate::dtype::{Row, TorchDtypes};
 
-/// Of so many functions it is known at most whether they are the user's.
-const MAX_KNOWN: usize = 16 << 10;
+/// The level DEBUG of Python's `logging`.
+const LOG_DEBUG: u8 = 10;
 
 /// The Python half of the client, `tensorstream/remote/client/_bridge.py`.
 #[derive(FromPyObject)]
@@ -33,13 +33,13 @@ pub(crate) struct Hooks {
     /// `as_strided(tensor, sizes, strides, offset)`: a view, below autograd.
     pub(super) as_strided: Py<PyAny>,
     /// `source_line(code, instruction)`: file, line and function of the user's program.
-    source_line: Py<PyAny>,
+    pub(super) source_line: Py<PyAny>,
     /// `is_logging(level)`: whether the logger writes messages of a level.
     is_logging: Py<PyAny>,
     /// `log(name, inputs, outputs)`: logs an operator and the hashes of its tensors.
     log: Py<PyAny>,
     /// Directories of functions that are not part of the user's program.
-    libraries: Vec<String>,
+    pub(super) libraries: Vec<String>,
 }
 
 /// Objects of PyTorch and of the Python half of the client, looked up once.
@@ -53,10 +53,12 @@ pub(crate) struct Torch {
     dtypes: TorchDtypes,
     pub(super) from_dlpack: Py<PyAny>,
     get_default_dtype: Py<PyAny>,
-    getframe: Py<PyAny>,
+    /// `sys._getframe`.
+    pub(super) getframe: Py<PyAny>,
     pub(super) hooks: Hooks,
-    /// Whether functions are the user's, by the address of their code, which is kept.
-    known: Mutex<HashMap<usize, (Py<PyAny>, bool)>>,
+    /// Code of functions by its address, and whether it is part of the user's program. An address
+    /// stays valid because the code is kept.
+    pub(super) known_code: Mutex<HashMap<usize, (Py<PyAny>, bool)>>,
 }
 
 static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
@@ -79,13 +81,13 @@ pub(crate) fn remote_setup(py: Python<'_>, hooks: Hooks) -> PyResult<()> {
         get_default_dtype: torch.getattr("get_default_dtype")?.unbind(),
         getframe: py.import("sys")?.getattr("_getframe")?.unbind(),
         hooks,
-        known: Mutex::default(),
+        known_code: Mutex::default(),
     };
     let _ = TORCH.set(py, torch);
     Ok(())
 }
 
-/// This process is a fork: nothing of the device works here.
+/// Marks this process as a fork, which cannot use the sessions of its parent.
 #[pyfunction]
 pub(crate) fn remote_forked() {
     FORKED.store(true, Ordering::Relaxed);
@@ -95,101 +97,49 @@ pub(super) fn is_forked() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
 
+/// Returns the objects of PyTorch.
+///
+/// # Errors
+/// RuntimeError before [`remote_setup`] was called.
 pub(super) fn torch(py: Python<'_>) -> PyResult<&Torch> {
     TORCH.get(py).ok_or_else(|| {
-        PyRuntimeError::new_err("the device is not set up: import tensorstream.remote")
+        PyRuntimeError::new_err("the device ts is not set up: import tensorstream.remote first")
     })
 }
 
-/// The bit by which addresses of storages that are elsewhere are told from those of memory.
-const MARK: u64 = 1 << 62;
-/// Storages' addresses are this far apart, as bits.
-const STEP: u32 = 8;
+/// The bit that is set in the addresses of remote storages, and in no address of memory.
+const REMOTE_BIT: u64 = 1 << 62;
+/// The addresses of consecutive storages differ by 2 to this power.
+const ADDRESS_SHIFT: u32 = 8;
 
-/// What stands for the address of a storage's first byte.
+/// Returns the address that a remote storage has in PyTorch. It must not be dereferenced.
 pub(super) fn address_of(storage: u64) -> u64 {
-    MARK | storage << STEP
+    REMOTE_BIT | storage << ADDRESS_SHIFT
 }
 
-/// The storage whose first byte has this address.
+/// Returns the remote storage with this address, or `None` for an address of memory.
 pub(super) fn storage_at(address: u64) -> Option<u64> {
-    (address & MARK != 0 && address >> 63 == 0).then_some((address & !MARK) >> STEP)
-}
-
-/// A line of the user's program: the function's code, and where in it.
-pub(super) struct Line {
-    pub(super) code: Py<PyAny>,
-    pub(super) instruction: i32,
-}
-
-impl Line {
-    pub(super) fn clone_ref(&self, py: Python<'_>) -> Self {
-        Self { code: self.code.clone_ref(py), instruction: self.instruction }
-    }
-
-    /// File, line and function.
-    pub(super) fn place(&self, py: Python<'_>) -> String {
-        let told = torch(py).and_then(|torch| {
-            torch.hooks.source_line.call1(py, (&self.code, self.instruction))?.extract(py)
-        });
-        told.unwrap_or_else(|_| "?".into())
-    }
+    (address & REMOTE_BIT != 0 && address >> 63 == 0)
+        .then_some((address & !REMOTE_BIT) >> ADDRESS_SHIFT)
 }
 
 impl Torch {
-    /// The line of the user's that is under way: the innermost that is neither PyTorch's nor this
-    /// package's.
-    pub(super) fn line(&self, py: Python<'_>) -> Option<Line> {
-        let mut frame = self.getframe.bind(py).call0().ok()?;
-        loop {
-            let code = frame.getattr(intern!(py, "f_code")).ok()?;
-            let at = code.as_ptr() as usize;
-            let mut known = self.known.lock();
-            let users = match known.get(&at) {
-                Some((_, users)) => *users,
-                None => {
-                    let file: String =
-                        code.getattr(intern!(py, "co_filename")).ok()?.extract().ok()?;
-                    let users =
-                        !self.hooks.libraries.iter().any(|library| file.starts_with(library));
-                    if known.len() >= MAX_KNOWN {
-                        known.clear();
-                    }
-                    known.insert(at, (code.clone().unbind(), users));
-                    users
-                }
-            };
-            drop(known);
-            if users {
-                let instruction = frame.getattr(intern!(py, "f_lasti")).ok()?.extract().ok()?;
-                return Some(Line { code: code.unbind(), instruction });
-            }
-            frame = frame.getattr(intern!(py, "f_back")).ok()?;
-            if frame.is_none() {
-                return None;
-            }
-        }
-    }
-
-    /// Notes an operator in the log, if there is one of everything: its name, and tensors by their
-    /// hashes.
+    /// Logs an operator, with its tensors by their hashes, if the logger writes debug messages.
     pub(super) fn log(&self, py: Python<'_>, name: &str, call: &Call) -> PyResult<()> {
-        /// `logging.DEBUG`.
-        const EVERYTHING: u8 = 10;
-        if !self.hooks.is_logging.bind(py).call1((EVERYTHING,))?.extract::<bool>()? {
+        if !self.hooks.is_logging.bind(py).call1((LOG_DEBUG,))?.extract::<bool>()? {
             return Ok(());
         }
         let hash = |tensor: &TensorRef| format!("{:016x}", tensor.metadata_hash());
-        let given: Vec<String> = call.tensors().map(hash).collect();
-        let made = call.outputs.iter().filter_map(|output| match output {
+        let inputs: Vec<String> = call.tensors().map(hash).collect();
+        let outputs = call.outputs.iter().filter_map(|output| match output {
             Output::New { tensor, .. } => Some(hash(tensor)),
             _ => None,
         });
-        let made: Vec<String> = made.collect();
-        self.hooks.log.bind(py).call1((name, given, made)).map(drop)
+        let outputs: Vec<String> = outputs.collect();
+        self.hooks.log.bind(py).call1((name, inputs, outputs)).map(drop)
     }
 
-    /// What numbers become that have no dtype.
+    /// Returns PyTorch's default dtype.
     pub(super) fn default_dtype(&self, py: Python<'_>) -> PyResult<ScalarType> {
         self.scalar_type(&self.get_default_dtype.bind(py).call0()?)
     }
@@ -202,36 +152,40 @@ impl Torch {
         object.is_instance(self.tensor.bind(object.py()))
     }
 
-    /// A dtype by its object.
+    /// Returns the number of a `torch.dtype`.
+    ///
+    /// # Errors
+    /// TypeError if remote tensors cannot have it.
     pub(super) fn scalar_type(&self, object: &Bound<'_, PyAny>) -> PyResult<ScalarType> {
         self.dtypes.number(object).ok_or_else(|| {
-            PyTypeError::new_err(format!(
-                "tensors of {object} cannot be on a device of tensorstream"
-            ))
+            PyTypeError::new_err(format!("unsupported dtype {object} on the device ts"))
         })
     }
 
-    /// The row of a dtype in the table.
+    /// Returns the row of a dtype in the table.
+    ///
+    /// # Errors
+    /// TypeError if the installed PyTorch does not have it.
     pub(super) fn row(&self, dtype: ScalarType) -> PyResult<&'static Row> {
         self.dtypes
             .get(dtype)
             .map(|dtype| dtype.row)
-            .ok_or_else(|| PyTypeError::new_err(format!("there is no dtype {}", dtype.0)))
+            .ok_or_else(|| PyTypeError::new_err(format!("unknown dtype number {}", dtype.0)))
     }
 
-    /// A tensor of the device: its index there, and what it is a view of. None of a tensor that is
-    /// elsewhere.
+    /// Returns the index of a tensor's ts device, and the view that the tensor is of its remote
+    /// storage. Returns `None` for a tensor on another device.
     pub(super) fn describe(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Option<(u32, TensorRef)>> {
         let py = tensor.py();
         let index: i64 = tensor.call_method0(intern!(py, "get_device"))?.extract()?;
         let Ok(index) = u32::try_from(index) else { return Ok(None) };
         let dtype = self.scalar_type(&tensor.getattr(intern!(py, "dtype"))?)?;
-        let sizes = sizes(&tensor.getattr(intern!(py, "shape"))?)?;
-        let strides = numbers(&tensor.call_method0(intern!(py, "stride"))?)?;
+        let sizes = tuple(&tensor.getattr(intern!(py, "shape"))?)?;
+        let strides = tuple(&tensor.call_method0(intern!(py, "stride"))?)?;
         let offset: u64 = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
         let address: u64 = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let address = if address == 0 {
-            // A tensor without elements does not say where it is; its storage does.
+            // `data_ptr` of a tensor without elements is 0. That of its storage is not.
             let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
             storage.call_method0(intern!(py, "data_ptr"))?.extract()?
         } else {
@@ -245,15 +199,9 @@ impl Torch {
     }
 }
 
-fn sizes(shape: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
-    shape.cast::<PyTuple>()?.iter().map(|size| size.extract()).collect()
-}
-
-fn numbers(tuple: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+fn tuple<'py, T>(tuple: &Bound<'py, PyAny>) -> PyResult<Vec<T>>
+where
+    T: for<'a> FromPyObject<'a, 'py, Error = PyErr>,
+{
     tuple.cast::<PyTuple>()?.iter().map(|number| number.extract()).collect()
-}
-
-/// An integer, if that is what it is.
-pub(crate) fn integer(object: &Bound<'_, PyAny>) -> Option<i64> {
-    object.cast::<PyInt>().ok()?.extract().ok()
 }

@@ -34,7 +34,7 @@ pub(crate) struct Handoff {
 
 #[pymethods]
 impl Dispatcher {
-    /// Listens.
+    /// Creates a dispatcher that listens at "HOST:PORT" or "unix:PATH".
     #[new]
     #[pyo3(signature = (at, settings, insecure, cert=None, key=None, ca=None))]
     fn new(
@@ -61,7 +61,7 @@ impl Dispatcher {
         &self.address
     }
 
-    /// Returns the next authenticated connection, or None after so many seconds. Calls `log` with
+    /// Returns the next authenticated connection, or None after `seconds`. Calls `log` with
     /// the peer and the reason for each connection that fails. Blocks.
     fn next(
         &self,

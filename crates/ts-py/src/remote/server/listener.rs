@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A server of operators: it listens, and serves each client on a thread of its own.
+//! The server of operators: accepts connections and serves each on its own thread.
 
 use std::os::fd::RawFd;
 use std::path::PathBuf;
@@ -14,41 +14,45 @@ use tensorstream::exec::{EXEC, SessionServer, UploadSink};
 use tensorstream::remote::{Acceptor, Error, Listener};
 
 use super::dispatcher::owned;
-use super::executor::{Backend, Hooks, TorchExecutor};
+use super::executor::TorchExecutor;
+use super::hooks::{Backend, Hooks};
 use crate::errors::{configuration_error, wire_error};
 use crate::memory::Target;
 use crate::wire::{Settings, acceptor};
 
-/// How long a session outlives its link.
-const LINGER: Duration = Duration::from_secs(60);
-
-/// How long a server of one session waits for its client to hear of the end.
-const FAREWELL: Duration = Duration::from_secs(3);
-/// How long a server of one session waits for its first connection.
-const ALONE: Duration = Duration::from_secs(5);
+/// How long a session is kept after its connection was lost.
+const SESSION_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long the process of one session waits at its end for the threads that serve.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long the process of one session waits for its first connection.
+const FIRST_CONNECTION_TIMEOUT: Duration = Duration::from_secs(5);
+/// How often a running server looks for signals, for sessions to drop, and for its end.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A server of operators, for Python.
 #[pyclass(frozen, module = "tensorstream", name = "RemoteServer")]
 pub(crate) struct RemoteServer {
+    /// `None` once it runs.
     listener: Mutex<Option<(Listener, Acceptor<UploadSink<Target>>)>>,
     backend: Arc<Backend>,
     sessions: Arc<SessionServer<TorchExecutor>>,
     stop: Arc<AtomicBool>,
+    /// The number of threads that serve a connection.
     serving: Arc<AtomicUsize>,
     address: String,
 }
 
-/// Counts a thread while it serves, also if it panics.
-struct Serving(Arc<AtomicUsize>);
+/// Counts a thread as serving, until it ends or panics.
+struct ServingGuard(Arc<AtomicUsize>);
 
-impl Serving {
+impl ServingGuard {
     fn new(count: Arc<AtomicUsize>) -> Self {
         count.fetch_add(1, Ordering::Relaxed);
         Self(count)
     }
 }
 
-impl Drop for Serving {
+impl Drop for ServingGuard {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -56,10 +60,10 @@ impl Drop for Serving {
 
 #[pymethods]
 impl RemoteServer {
-    /// Listens.
+    /// Creates a server that listens at "HOST:PORT" or "unix:PATH".
     #[new]
     #[pyo3(signature = (at, hooks, settings, insecure, cert=None, key=None, ca=None))]
-    #[allow(clippy::too_many_arguments)] // a call of Python's, by name
+    #[allow(clippy::too_many_arguments)] // called from Python, by name
     fn new(
         py: Python<'_>,
         at: &str,
@@ -74,7 +78,7 @@ impl RemoteServer {
         let options = settings.options(py)?.with_service(EXEC);
         let tls = [ca.as_ref(), cert.as_ref(), key.as_ref()];
         let (listener, acceptor, address) = acceptor(py, at, options, tls, insecure)?;
-        Ok(Self::of(backend, listener, acceptor, address))
+        Ok(Self::with_listener(backend, listener, acceptor, address))
     }
 
     /// Serves connections that another process passes over this socket, and takes ownership of the
@@ -90,29 +94,30 @@ impl RemoteServer {
         let options = settings.options(py)?.with_service(EXEC);
         let listener = Listener::from_handoffs(owned(channel), options.idle_timeout);
         let address = listener.address().to_string();
-        Ok(Self::of(backend, listener, Acceptor::new(options), address))
+        Ok(Self::with_listener(backend, listener, Acceptor::new(options), address))
     }
 
-    /// Where it listens: with the port that was free, if 0 was asked for.
+    /// The address it listens at, with the port that the system chose if 0 was given.
     #[getter]
     fn address(&self) -> &str {
         &self.address
     }
 
-    /// How many sessions it has.
+    /// The number of sessions.
     #[getter]
     fn sessions(&self) -> usize {
         self.sessions.count()
     }
 
-    /// Serves until `stop` is called, or with `once` until the last session has ended. Each
-    /// client has its own thread. Calls `log` with the peer and the reason when a connection fails
-    /// or ends. Blocks.
+    /// Serves until `stop` is called, or with `once` until the last session has ended. Each client
+    /// has its own thread. When a connection fails or ends, calls `log` with the peer and the
+    /// reason. Blocks.
     #[pyo3(signature = (log=None, once=false))]
     fn run(&self, py: Python<'_>, log: Option<&Bound<'_, PyAny>>, once: bool) -> PyResult<()> {
         let taken = self.listener.lock().take();
-        let (listener, mut acceptor) = taken
-            .ok_or_else(|| configuration_error(py, "the server is running, or was stopped"))?;
+        let (listener, mut acceptor) = taken.ok_or_else(|| {
+            configuration_error(py, "the server is running already, or was stopped")
+        })?;
         let ended = Arc::new(Mutex::new(Vec::new()));
         let (began, mut served) = (Instant::now(), false);
         while !self.stop.load(Ordering::Relaxed) {
@@ -122,27 +127,27 @@ impl RemoteServer {
                     "an operator is still running after its client disconnected",
                 ));
             }
-            // The first connection may have failed.
-            let alone = self.serving.load(Ordering::Relaxed) == 0 && self.sessions.count() == 0;
-            if once && alone && (served || began.elapsed() > ALONE) {
+            let idle = self.serving.load(Ordering::Relaxed) == 0 && self.sessions.count() == 0;
+            // The first connection may fail before it has a session.
+            if once && idle && (served || began.elapsed() > FIRST_CONNECTION_TIMEOUT) {
                 break;
             }
-            let mut away = Vec::new();
-            let met = py.detach(|| {
+            let mut failed = Vec::new();
+            let accepted = py.detach(|| {
                 let note = |peer: &str, error: &Error| {
-                    away.push((peer.to_string(), error.to_string()));
+                    failed.push((peer.to_string(), error.to_string()));
                 };
-                acceptor.accept_within(&listener, Duration::from_millis(100), note)
+                acceptor.accept_within(&listener, POLL_INTERVAL, note)
             });
             self.sessions.sweep();
-            away.append(&mut ended.lock());
+            failed.append(&mut ended.lock());
             if let Some(log) = log {
-                for (peer, reason) in away {
+                for (peer, reason) in failed {
                     log.call1((peer, reason))?;
                 }
             }
             py.check_signals()?;
-            let link = match met {
+            let link = match accepted {
                 Ok(Some(link)) => link,
                 Ok(None) => continue,
                 // The process that accepts connections has ended.
@@ -156,11 +161,12 @@ impl RemoteServer {
                 (self.backend.clone(), self.sessions.clone(), self.stop.clone());
             let (serving, ended, peer) =
                 (self.serving.clone(), ended.clone(), link.peer().to_string());
-            let serving = Serving::new(serving);
+            let serving = ServingGuard::new(serving);
             served = true;
             let serve = move || {
                 let make = || TorchExecutor::new(backend);
-                // What the interpreter has for a thread is kept for the next batch.
+                // Attached around all batches, so that the interpreter keeps its state of this
+                // thread.
                 let served = Python::attach(|py| py.detach(|| sessions.serve(link, make, &stop)));
                 if let Err(error) = served {
                     ended.lock().push((peer, error.to_string()));
@@ -170,10 +176,12 @@ impl RemoteServer {
             let started = thread::Builder::new().name("tensorstream-serve".into()).spawn(serve);
             started?;
         }
-        // The threads notice within a while, and use the interpreter until then. The process of a
-        // session does not wait for a stuck operator.
+        // The threads use the interpreter until they see `stop`. The process of one session does
+        // not wait for an operator that does not end.
         let stopped = Instant::now();
-        while self.serving.load(Ordering::Relaxed) > 0 && !(once && stopped.elapsed() > FAREWELL) {
+        while self.serving.load(Ordering::Relaxed) > 0
+            && !(once && stopped.elapsed() > SHUTDOWN_TIMEOUT)
+        {
             py.detach(|| thread::sleep(Duration::from_millis(10)));
         }
         Ok(())
@@ -186,7 +194,7 @@ impl RemoteServer {
 }
 
 impl RemoteServer {
-    fn of(
+    fn with_listener(
         backend: Backend,
         listener: Listener,
         acceptor: Acceptor<UploadSink<Target>>,
@@ -195,7 +203,7 @@ impl RemoteServer {
         Self {
             listener: Mutex::new(Some((listener, acceptor))),
             backend: Arc::new(backend),
-            sessions: Arc::new(SessionServer::new(LINGER)),
+            sessions: Arc::new(SessionServer::new(SESSION_TIMEOUT)),
             stop: Arc::default(),
             serving: Arc::default(),
             address,

@@ -12,8 +12,9 @@ use pyo3::prelude::*;
 #[pyfunction]
 #[pyo3(signature = (gpu=false))]
 pub(crate) fn sandbox(py: Python<'_>, gpu: bool) -> PyResult<Vec<&'static str>> {
-    system::restrict(gpu)
-        .map_err(|error| crate::errors::configuration_error(py, &format!("the sandbox: {error}")))
+    system::restrict(gpu).map_err(|error| {
+        crate::errors::configuration_error(py, &format!("cannot enter the sandbox: {error}"))
+    })
 }
 
 #[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
@@ -39,7 +40,7 @@ mod system {
         SeccompRule, TargetArch, apply_filter_all_threads,
     };
 
-    type OpFailure = Box<dyn Error>;
+    type BoxedError = Box<dyn Error>;
     type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
     #[cfg(target_arch = "x86_64")]
@@ -128,9 +129,9 @@ mod system {
         libc::SYS_uname,
     ];
 
-    /// System calls that only this architecture has.
+    /// System calls of this architecture that a session on a CPU may make with any arguments.
     #[cfg(target_arch = "x86_64")]
-    const OLD: &[c_long] = &[
+    const ARCH_ALLOWED: &[c_long] = &[
         libc::SYS_poll,
         libc::SYS_dup2,
         libc::SYS_pipe,
@@ -140,7 +141,7 @@ mod system {
         libc::SYS_getpgrp,
     ];
     #[cfg(target_arch = "aarch64")]
-    const OLD: &[c_long] = &[];
+    const ARCH_ALLOWED: &[c_long] = &[];
 
     /// Socket options that a session may set: timeouts and keep-alive probes.
     const SOCKET_OPTIONS: &[(i32, i32)] = &[
@@ -249,7 +250,7 @@ mod system {
 
     /// Prevents access to files (not with `gpu`), TCP ports and other processes. Returns whether
     /// the kernel has Landlock.
-    fn landlocked(gpu: bool) -> Result<bool, OpFailure> {
+    fn landlocked(gpu: bool) -> Result<bool, BoxedError> {
         let ruleset = Ruleset::default().handle_access(AccessNet::from_all(LANDLOCK))?;
         let ruleset =
             if gpu { ruleset } else { ruleset.handle_access(AccessFs::from_all(LANDLOCK))? };
@@ -258,7 +259,7 @@ mod system {
         Ok(ruleset != RulesetStatus::NotEnforced)
     }
 
-    fn filter(gpu: bool) -> Result<BpfProgram, OpFailure> {
+    fn filter(gpu: bool) -> Result<BpfProgram, BoxedError> {
         let refused = SeccompAction::Errno(libc::EACCES as u32);
         if gpu {
             let refused_calls = REFUSED.iter().copied().chain(refused_x32());
@@ -268,8 +269,9 @@ mod system {
             rules.insert(libc::SYS_socket, vec![other_than_unix.rule()?]);
             return Ok(SeccompFilter::new(rules, SeccompAction::Allow, refused, ARCH)?.try_into()?);
         }
-        let mut rules: Rules = ALLOWED.iter().chain(OLD).map(|&call| (call, Vec::new())).collect();
-        let mut only = |call: c_long, at: u8, values: &[i64]| -> Result<(), OpFailure> {
+        let mut rules: Rules =
+            ALLOWED.iter().chain(ARCH_ALLOWED).map(|&call| (call, Vec::new())).collect();
+        let mut only = |call: c_long, at: u8, values: &[i64]| -> Result<(), BoxedError> {
             let allowed =
                 |&value: &i64| Condition(at, SeccompCmpOp::Eq, u64::from(value as u32)).rule();
             rules.insert(call, values.iter().map(allowed).collect::<Result<_, _>>()?);
@@ -281,7 +283,7 @@ mod system {
             | libc::CLONE_FILES
             | libc::CLONE_SIGHAND
             | libc::CLONE_THREAD;
-        let elsewhere = libc::CLONE_NEWUSER
+        let namespaces = libc::CLONE_NEWUSER
             | libc::CLONE_NEWNS
             | libc::CLONE_NEWPID
             | libc::CLONE_NEWNET
@@ -308,14 +310,14 @@ mod system {
             0,
             &[number(libc::PR_SET_NAME), number(libc::PR_GET_NAME), number(libc::PR_SET_VMA)],
         )?;
-        // Only of this process.
+        // Affects this process only.
         only(libc::SYS_sched_setaffinity, 0, &[0])?;
         only(libc::SYS_tgkill, 0, &[i64::from(std::process::id())])?;
         // Reads limits of this process, and sets none.
         let no_new_limit = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?;
         let own = SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, 0)?;
         rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![own, no_new_limit])?]);
-        let option = |&(level, name): &(i32, i32)| -> Result<SeccompRule, OpFailure> {
+        let option = |&(level, name): &(i32, i32)| -> Result<SeccompRule, BoxedError> {
             let is = |at, value: i32| {
                 SeccompCondition::new(at, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value as u64)
             };
@@ -324,7 +326,7 @@ mod system {
         let options = SOCKET_OPTIONS.iter().map(option).collect::<Result<_, _>>()?;
         rules.insert(libc::SYS_setsockopt, options);
         let flags =
-            Condition(0, SeccompCmpOp::MaskedEq((thread | elsewhere) as u64), thread as u64);
+            Condition(0, SeccompCmpOp::MaskedEq((thread | namespaces) as u64), thread as u64);
         rules.insert(libc::SYS_clone, vec![flags.rule()?]);
         // The filter `without_clone3` refuses it, and a refusal by either filter counts.
         rules.insert(libc::SYS_clone3, Vec::new());
@@ -332,7 +334,7 @@ mod system {
     }
 
     /// Makes the C library fall back from clone3 to clone, whose flags a filter can read.
-    fn without_clone3() -> Result<BpfProgram, OpFailure> {
+    fn without_clone3() -> Result<BpfProgram, BoxedError> {
         let rules: Rules = [(libc::SYS_clone3, Vec::new())].into();
         let absent = SeccompAction::Errno(libc::ENOSYS as u32);
         Ok(SeccompFilter::new(rules, SeccompAction::Allow, absent, ARCH)?.try_into()?)
@@ -342,7 +344,7 @@ mod system {
     struct Condition(u8, SeccompCmpOp, u64);
 
     impl Condition {
-        fn rule(self) -> Result<SeccompRule, OpFailure> {
+        fn rule(self) -> Result<SeccompRule, BoxedError> {
             let Self(at, op, value) = self;
             Ok(SeccompRule::new(vec![SeccompCondition::new(
                 at,

@@ -101,7 +101,7 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     new_storages: dict[int, int] = {}
 
     def describe(tensor: Any) -> Any:
-        """Describes a result: an argument, a view of one, or a new tensor (see kernel.rs)."""
+        """Describes a result: an argument, a view of one, or a new tensor (see plan.rs)."""
         if tensor is None:
             return None
         key = tensor.untyped_storage()._cdata

@@ -347,7 +347,7 @@ def _hooks(
     shared: bool = False,
     checked: bool = False,
 ) -> types.SimpleNamespace:
-    """Returns the functions of ``Hooks`` (src/remote/server/executor.rs) for the native half."""
+    """Returns the functions of ``Hooks`` (src/remote/server/hooks.rs) for the native half."""
     return types.SimpleNamespace(
         session=functools.partial(Session, exchange, len(devices), checked),
         allocate=_allocate,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How a machine is reached.
+//! Connects to a machine.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,17 +12,19 @@ use crate::errors::wire_error;
 use crate::memory::Target;
 use crate::wire::{Settings, tls_client};
 
-/// How a machine is reached, wherever it listens.
-pub(super) struct Way {
+/// How to connect to a machine, at any address.
+pub(super) struct Connector {
     pub(super) settings: Settings,
-    pub(super) retry: Duration,
-    /// Whether somebody may come to listen where nobody does now.
-    pub(super) returns: bool,
+    /// How long a session tries to reconnect when its connection was lost.
+    pub(super) reconnect_timeout: Duration,
+    /// Whether a session keeps trying when the address refuses connections.
+    pub(super) retry_refused: bool,
+    /// Files (PEM) of the certificates to trust, of the client's certificate, and of its key.
     pub(super) tls: [Option<PathBuf>; 3],
 }
 
-impl Way {
-    /// Begins a session. Blocks.
+impl Connector {
+    /// Connects to the machine at `address` and begins a session. Blocks.
     pub(super) fn connect(&self, py: Python<'_>, address: &str) -> PyResult<Client<Target>> {
         let to: Address = address.parse().map_err(|error| wire_error(py, &error))?;
         let session = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
@@ -37,8 +39,8 @@ impl Way {
             Link::new(socket, Role::Connector, options.clone())
         };
         let options = ClientOptions::new(dial)
-            .with_reconnect_timeout(self.retry)
-            .with_retry_refused(self.returns);
+            .with_reconnect_timeout(self.reconnect_timeout)
+            .with_retry_refused(self.retry_refused);
         py.detach(|| Client::connect(options, session)).map_err(|error| wire_error(py, &error))
     }
 }

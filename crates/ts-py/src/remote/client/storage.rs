@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tensors of the device `ts`, and the handles that keep their remote storages.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use tensorstream::exec::{Request, StorageView, TensorRef};
+
+use super::devices::{DeviceEntry, device};
+use super::session::Session;
+use super::torch::{Torch, address_of, is_forked, storage_at, torch};
+use crate::dlpack;
+
+static NEXT_STORAGE: AtomicU64 = AtomicU64::new(1);
+/// The number of handles beyond the first, for storages that have several.
+static EXTRA_HANDLES: Mutex<Option<HashMap<u64, usize>>> = Mutex::new(None);
+/// Whether a storage has ever had several handles.
+static ANY_EXTRA_HANDLES: AtomicBool = AtomicBool::new(false);
+
+/// Reserves `count` consecutive numbers for storages, and returns the first.
+pub(super) fn reserve_storages(count: u64) -> u64 {
+    NEXT_STORAGE.fetch_add(count, Ordering::Relaxed)
+}
+
+/// Keeps a remote storage. A storage of PyTorch owns it. The last handle frees the remote storage.
+struct StorageHandle {
+    session: Arc<Session>,
+    storage: u64,
+}
+
+impl Drop for StorageHandle {
+    fn drop(&mut self) {
+        if is_forked() {
+            return;
+        }
+        if ANY_EXTRA_HANDLES.load(Ordering::Relaxed) {
+            let mut extra = EXTRA_HANDLES.lock();
+            if let Some(count) = extra.as_mut().and_then(|extra| extra.get_mut(&self.storage)) {
+                *count -= 1;
+                if *count == 0 {
+                    extra.as_mut().map(|extra| extra.remove(&self.storage));
+                }
+                return;
+            }
+        }
+        self.session.free(self.storage);
+    }
+}
+
+/// Creates a PyTorch tensor for a view of a remote storage of `bytes` bytes, and a handle of that
+/// storage.
+pub(super) fn new_tensor<'py>(
+    py: Python<'py>,
+    torch: &Torch,
+    device: &DeviceEntry,
+    tensor: &TensorRef,
+    bytes: u64,
+) -> PyResult<Bound<'py, PyAny>> {
+    let handle =
+        Box::new(StorageHandle { session: device.session.clone(), storage: tensor.storage });
+    let view = &tensor.view;
+    let row = torch.row(view.dtype)?;
+    let is_whole = view.offset == 0 && extent(view) * row.bytes == bytes;
+    // PyTorch gives the storage the size of the tensor in the capsule. If the view is smaller, the
+    // capsule has a tensor of the whole storage.
+    let (shape, strides) = if is_whole {
+        (view.sizes.iter().map(|&size| size as i64).collect(), view.strides.clone())
+    } else {
+        (vec![(bytes / row.bytes) as i64], vec![1])
+    };
+    let address = (address_of(tensor.storage), device.index);
+    let capsule = dlpack::extension(py, address, row.dlpack_type(), shape, strides, handle)?;
+    let base = torch.from_dlpack.bind(py).call1((capsule,))?;
+    if is_whole {
+        return Ok(base);
+    }
+    torch.hooks.as_strided.bind(py).call1((base, &view.sizes, &view.strides, view.offset))
+}
+
+/// Returns the number of elements of the storage up to the end of a view.
+fn extent(view: &StorageView) -> u64 {
+    if view.sizes.contains(&0) {
+        return 0;
+    }
+    let reach = |(&size, &stride): (&u64, &i64)| (size - 1).saturating_mul(stride.max(0) as u64);
+    let last =
+        view.sizes.iter().zip(&view.strides).map(reach).fold(view.offset, u64::saturating_add);
+    last.saturating_add(1)
+}
+
+/// Creates a tensor of zeros on `ts:index`. It takes no memory there until the first write.
+#[pyfunction]
+pub(crate) fn remote_empty<'py>(
+    py: Python<'py>,
+    index: u32,
+    sizes: Vec<u64>,
+    strides: Vec<i64>,
+    dtype: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let (torch, device) = (torch(py)?, device(py, index)?);
+    let dtype = torch.scalar_type(dtype)?;
+    let view = StorageView { dtype, sizes, strides, offset: 0 };
+    let bytes = extent(&view).saturating_mul(torch.row(dtype)?.bytes);
+    let storage = reserve_storages(1);
+    device.session.submit(py, &Request::Create { storage, bytes, device: device.ordinal })?;
+    new_tensor(py, torch, &device, &TensorRef { storage, view }, bytes)
+}
+
+/// Creates another tensor of a storage: one-dimensional, and of the whole storage.
+///
+/// `address` is the data pointer of the storage. With `resized`, the remote storage is resized to
+/// `bytes` first.
+#[pyfunction]
+#[pyo3(signature = (index, address, bytes, dtype, resized=false))]
+pub(crate) fn remote_whole<'py>(
+    py: Python<'py>,
+    index: u32,
+    address: u64,
+    bytes: u64,
+    dtype: &Bound<'py, PyAny>,
+    resized: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    let (torch, device) = (torch(py)?, device(py, index)?);
+    let storage = storage_at(address)
+        .ok_or_else(|| PyTypeError::new_err("expected the storage of a tensor on a ts device"))?;
+    if resized {
+        device.session.submit(py, &Request::Resize { storage, bytes })?;
+        device.session.invalidate_scalars([storage].into_iter());
+    }
+    {
+        let mut extra = EXTRA_HANDLES.lock();
+        *extra.get_or_insert_default().entry(storage).or_default() += 1;
+        ANY_EXTRA_HANDLES.store(true, Ordering::Relaxed);
+    }
+    let dtype = torch.scalar_type(dtype)?;
+    let element = torch.row(dtype)?.bytes;
+    let view = StorageView::contiguous(dtype, vec![bytes / element]);
+    new_tensor(py, torch, &device, &TensorRef { storage, view }, bytes / element * element)
+}
+
+/// Returns the number of a tensor's storage and the hash by which logs name the tensor, or None if
+/// it is not on a ts device.
+#[pyfunction]
+pub(crate) fn remote_names(
+    py: Python<'_>,
+    tensor: &Bound<'_, PyAny>,
+) -> PyResult<Option<(u64, u64)>> {
+    Ok(torch(py)?.describe(tensor)?.map(|(_, tensor)| (tensor.storage, tensor.metadata_hash())))
+}

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The default dtype of each session, which operators give to results without another.
+//!
+//! PyTorch has one default dtype for the process. While no session has set its own, operators run
+//! in parallel under that one. Once a session has, each operator runs under a lock, and with the
+//! dtype of its session (`Hooks::with_default`).
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+
+/// How often [`DefaultDtype::set`] checks whether the parallel calls are done.
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
+
+/// The number of sessions that have set a default dtype.
+static SESSIONS: AtomicUsize = AtomicUsize::new(0);
+/// The number of calls in progress that run without the lock.
+static PARALLEL_CALLS: AtomicUsize = AtomicUsize::new(0);
+
+/// The default dtype of a session, or `None` until the client has set it.
+#[derive(Default)]
+pub(super) struct DefaultDtype(Option<Py<PyAny>>);
+
+impl DefaultDtype {
+    pub(super) fn get(&self) -> Option<&Py<PyAny>> {
+        self.0.as_ref()
+    }
+
+    /// Sets the dtype. The first time, it waits for the calls that run without the lock.
+    pub(super) fn set(&mut self, py: Python<'_>, dtype: Py<PyAny>) {
+        if self.0.replace(dtype).is_none() {
+            SESSIONS.fetch_add(1, Ordering::SeqCst);
+            py.detach(|| {
+                while PARALLEL_CALLS.load(Ordering::SeqCst) > 0 {
+                    thread::sleep(POLL_INTERVAL);
+                }
+            });
+        }
+    }
+}
+
+impl Drop for DefaultDtype {
+    fn drop(&mut self) {
+        if self.0.is_some() {
+            SESSIONS.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A call that runs without the lock, under the default dtype of the process.
+pub(super) struct ParallelCall;
+
+impl ParallelCall {
+    /// Begins a call, or returns `None` if a session has set a default dtype.
+    pub(super) fn begin() -> Option<Self> {
+        PARALLEL_CALLS.fetch_add(1, Ordering::SeqCst);
+        let call = Self;
+        (SESSIONS.load(Ordering::SeqCst) == 0).then_some(call)
+    }
+}
+
+impl Drop for ParallelCall {
+    fn drop(&mut self) {
+        PARALLEL_CALLS.fetch_sub(1, Ordering::SeqCst);
+    }
+}

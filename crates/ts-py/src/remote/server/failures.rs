@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Failures of requests.
+
+use pyo3::prelude::*;
+use tensorstream::exec::{OpFailure, OpFailureKind};
+
+/// Creates a failure for a request that is invalid or not allowed.
+pub(super) fn refused(what: impl Into<String>) -> OpFailure {
+    OpFailure::new(OpFailureKind::Refused, what)
+}
+
+/// Converts an exception that an operator has raised. Its message is that of the exception.
+pub(super) fn raised_by_operator(py: Python<'_>, error: &PyErr) -> OpFailure {
+    let text = text_of(py, error);
+    OpFailure::new(kind_of(&class_of(py, error), &text), text)
+}
+
+/// Converts another exception. `what` says what was being done.
+pub(super) fn raised(py: Python<'_>, what: &str, error: &PyErr) -> OpFailure {
+    OpFailure::new(kind_of(&class_of(py, error), &text_of(py, error)), message(py, what, error))
+}
+
+/// Returns what was being done, the class of the exception, and its message.
+pub(super) fn message(py: Python<'_>, what: &str, error: &PyErr) -> String {
+    let (class, text) = (class_of(py, error), text_of(py, error));
+    // PyTorch raises RuntimeError for almost everything.
+    if class == "RuntimeError" {
+        return format!("{what}: {text}");
+    }
+    format!("{what}: {class}: {text}")
+}
+
+fn kind_of(class: &str, text: &str) -> OpFailureKind {
+    let out_of_memory = class == "OutOfMemoryError"
+        || class == "MemoryError"
+        || text.contains("can't allocate memory");
+    if out_of_memory { OpFailureKind::OutOfMemory } else { OpFailureKind::Operator }
+}
+
+fn class_of(py: Python<'_>, error: &PyErr) -> String {
+    error.get_type(py).name().map_or_else(|_| "?".into(), |name| name.to_string())
+}
+
+fn text_of(py: Python<'_>, error: &PyErr) -> String {
+    error.value(py).str().map_or_else(|_| "?".into(), |text| text.to_string())
+}

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The storages of a session.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use tensorstream::exec::{OpFailure, OpFailureKind, StorageView, TensorRef};
+
+use super::failures::{raised, refused};
+use super::hooks::{Backend, Hooks};
+
+/// The largest number of views that are cached for a storage.
+const MAX_VIEWS: usize = 8;
+/// The largest number of storages of a session.
+const MAX_STORAGES: usize = 1 << 20;
+
+/// The storages of a session, by the numbers that the client has given them.
+pub(super) struct Storages {
+    pub(super) backend: Arc<Backend>,
+    entries: HashMap<u64, StorageEntry>,
+    /// The identities of all allocated storages. No two entries have the same.
+    identities: HashSet<usize>,
+    /// Memory that receives an upload to a storage that is not on the host.
+    pub(super) staged: Option<Py<PyAny>>,
+}
+
+/// A storage of a session.
+pub(super) struct StorageEntry {
+    pub(super) bytes: u64,
+    /// The position of its device among those of the machine.
+    pub(super) device: u32,
+    /// The [`identity`] of `storage`, or 0 before it is allocated.
+    pub(super) identity: usize,
+    /// PyTorch's storage. `None` until the first use.
+    pub(super) storage: Option<Py<PyAny>>,
+    /// The latest tensors of this storage, by their layouts.
+    pub(super) views: Vec<(StorageView, Py<PyAny>)>,
+}
+
+impl Storages {
+    pub(super) fn new(backend: Arc<Backend>) -> Self {
+        Self { backend, entries: HashMap::new(), identities: HashSet::new(), staged: None }
+    }
+
+    pub(super) fn contains(&self, number: u64) -> bool {
+        self.entries.contains_key(&number)
+    }
+
+    /// Returns whether an entry has the storage with this identity.
+    pub(super) fn contains_identity(&self, identity: usize) -> bool {
+        self.identities.contains(&identity)
+    }
+
+    /// Returns an entry.
+    ///
+    /// # Errors
+    /// Returns a failure of kind `Stale` if there is none with this number.
+    pub(super) fn entry(&mut self, number: u64) -> Result<&mut StorageEntry, OpFailure> {
+        self.entries.get_mut(&number).ok_or_else(|| {
+            let what = format!(
+                "storage {number} does not exist: it was freed, or the call that should have \
+                 created it failed"
+            );
+            OpFailure::new(OpFailureKind::Stale, what)
+        })
+    }
+
+    /// Returns PyTorch's storage, which is allocated on the first use.
+    pub(super) fn storage(&mut self, py: Python<'_>, number: u64) -> Result<Py<PyAny>, OpFailure> {
+        let entry = self.entry(number)?;
+        if let Some(storage) = &entry.storage {
+            return Ok(storage.clone_ref(py));
+        }
+        let (bytes, device) = (entry.bytes, entry.device as usize);
+        let failed = |error: PyErr| raised(py, &format!("allocating {bytes} bytes"), &error);
+        let Hooks { allocate, devices, .. } = &self.backend.hooks;
+        let storage = allocate.call1(py, (bytes, &devices[device])).map_err(failed)?;
+        let identity = identity(storage.bind(py)).map_err(failed)?;
+        let entry = self.entry(number)?;
+        (entry.storage, entry.identity) = (Some(storage.clone_ref(py)), identity);
+        self.identities.insert(identity);
+        Ok(storage)
+    }
+
+    /// Returns PyTorch's tensor.
+    pub(super) fn tensor(
+        &mut self,
+        py: Python<'_>,
+        tensor: &TensorRef,
+    ) -> Result<Py<PyAny>, OpFailure> {
+        let entry = self.entry(tensor.storage)?;
+        if let Some((_, cached)) = entry.views.iter().find(|(view, _)| *view == tensor.view) {
+            return Ok(cached.clone_ref(py));
+        }
+        let storage = self.storage(py, tensor.storage)?;
+        let dtype = &self.backend.dtype(tensor.view.dtype)?.object;
+        let StorageView { sizes, strides, offset, .. } = &tensor.view;
+        let created =
+            self.backend.hooks.view.call1(py, (storage, dtype, sizes, strides, offset)).map_err(
+                |error| raised(py, &format!("viewing storage {}", tensor.storage), &error),
+            )?;
+        let views = &mut self.entry(tensor.storage)?.views;
+        if views.len() >= MAX_VIEWS {
+            views.remove(0);
+        }
+        views.push((tensor.view.clone(), created.clone_ref(py)));
+        Ok(created)
+    }
+
+    /// Creates a storage of zeros, without memory until its first use.
+    pub(super) fn create(&mut self, number: u64, bytes: u64, device: u32) -> Result<(), OpFailure> {
+        if device as usize >= self.backend.hooks.devices.len() {
+            return Err(refused(format!("no device {device} on this machine")));
+        }
+        if self.contains(number) {
+            return Err(exists(number));
+        }
+        self.check_count()?;
+        let (storage, views) = (None, Vec::new());
+        self.entries.insert(number, StorageEntry { bytes, device, identity: 0, storage, views });
+        Ok(())
+    }
+
+    /// Adds an allocated storage, which no entry has yet.
+    pub(super) fn insert(&mut self, number: u64, entry: StorageEntry) -> Result<(), OpFailure> {
+        self.check_count()?;
+        self.identities.insert(entry.identity);
+        self.entries.insert(number, entry);
+        Ok(())
+    }
+
+    fn check_count(&self) -> Result<(), OpFailure> {
+        if self.entries.len() < MAX_STORAGES {
+            return Ok(());
+        }
+        Err(OpFailure::new(
+            OpFailureKind::OutOfMemory,
+            format!("too many storages: a session can have {MAX_STORAGES}"),
+        ))
+    }
+
+    /// Changes the length of a storage. The common prefix is kept; new bytes are zero.
+    pub(super) fn resize(
+        &mut self,
+        py: Python<'_>,
+        number: u64,
+        bytes: u64,
+    ) -> Result<(), OpFailure> {
+        let storage = self.storage(py, number)?;
+        storage.call_method1(py, intern!(py, "resize_"), (bytes,)).map_err(|error| {
+            raised(py, &format!("resizing storage {number} to {bytes} bytes"), &error)
+        })?;
+        let entry = self.entry(number)?;
+        entry.bytes = bytes;
+        entry.views.clear();
+        Ok(())
+    }
+
+    /// Frees a storage, if it exists. Call it with the interpreter attached, because objects are
+    /// dropped.
+    pub(super) fn free(&mut self, number: u64) {
+        if let Some(entry) = self.entries.remove(&number)
+            && entry.storage.is_some()
+        {
+            self.identities.remove(&entry.identity);
+        }
+    }
+
+    /// Lists the storages: number, bytes, device, and whether it is allocated.
+    pub(super) fn list(&self) -> Vec<(u64, u64, u32, bool)> {
+        let row = |(&number, entry): (&u64, &StorageEntry)| {
+            (number, entry.bytes, entry.device, entry.storage.is_some())
+        };
+        self.entries.iter().map(row).collect()
+    }
+}
+
+/// Creates the failure for a number that is already used.
+pub(super) fn exists(number: u64) -> OpFailure {
+    refused(format!("storage {number} exists already"))
+}
+
+/// Returns what distinguishes a storage of PyTorch from all others that exist.
+pub(super) fn identity(storage: &Bound<'_, PyAny>) -> PyResult<usize> {
+    storage.getattr(intern!(storage.py(), "_cdata"))?.extract()
+}
