@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Run PyTorch models larger than memory: weights streamed from disk under a hard budget.
 
-import tensorstream as ts
-
-model = ts.from_pretrained("path/to/checkpoint", budget="600MiB")
+Examples:
+    >>> import tensorstream as ts
+    >>> model = ts.from_pretrained("path/to/checkpoint", budget="600MiB")  # doctest: +SKIP
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The console script: the same code as the program that `cargo install` gives, and what needs
-PyTorch.
-"""
+"""The console script: the program that ``cargo install`` builds, and ``serve``, which needs PyTorch."""
 
 import os
 import signal
@@ -10,12 +8,12 @@ from types import FrameType
 
 from ._native import main as run
 
-#: What `run` returns when it was interrupted.
+#: The return value of ``run`` after an interrupt.
 _INTERRUPTED = 130
 
 
 class _Signals:
-    """Ends the command in order at the first SIGINT or SIGTERM, and the process at the second."""
+    """Stops the command cleanly at the first SIGINT or SIGTERM, and the process at the second."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -33,7 +31,7 @@ def main() -> int:
     """Runs the command line of this process.
 
     Returns:
-        The exit status: by convention 128 plus the signal's number when a signal ended the command.
+        The exit status. If a signal stopped the command, 128 plus its number.
     """
     if sys.argv[1:2] == ["serve"]:
         from .serve.__main__ import main as serve

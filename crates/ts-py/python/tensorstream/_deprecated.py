@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Former names of arguments, which still work and warn."""
+"""Deprecated names of arguments, which still work but warn."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Result = TypeVar("_Result")
 def renamed(
     **names: str,
 ) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
-    """Returns a decorator that accepts former names of keyword arguments.
+    """Returns a decorator that accepts deprecated names of keyword arguments.
 
     Args:
-        names: The present name of each former name.
+        names: The current name for each deprecated name.
     """
 
     def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
@@ -28,7 +28,7 @@ def renamed(
                 new = names[old]
                 if new in kwargs:
                     raise TypeError(f"{function.__name__}() got both {new!r} and {old!r}")
-                warnings.warn(f"{old!r} is now {new!r}", DeprecationWarning, stacklevel=2)
+                warnings.warn(f"argument {old!r} is deprecated; use {new!r}", DeprecationWarning, stacklevel=2)
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 

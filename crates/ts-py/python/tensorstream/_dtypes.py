@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""PyTorch's dtypes by their names in files and by their numbers.
+"""Maps PyTorch dtypes to their names in files and to their numbers.
 
-The table is the native module's.
+The native module has the table.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import torch
 
 from . import _native
 
-#: PyTorch's dtypes by their safetensors names. A dtype that the installed PyTorch lacks is absent.
+#: PyTorch dtypes by safetensors name, without those that the installed PyTorch lacks.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     stored: getattr(torch, name)
     for name, stored, *_ in _native.DTYPES
     if stored is not None and hasattr(torch, name)
 }
-#: The safetensors names of PyTorch's dtypes.
+#: Safetensors names by PyTorch dtype.
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-#: The numbers (``c10::ScalarType``) of PyTorch's dtypes.
+#: Numbers (``c10::ScalarType``) by PyTorch dtype.
 SCALAR_TYPES: dict[torch.dtype, int] = {
     getattr(torch, name): number for name, _, number, _ in _native.DTYPES if hasattr(torch, name)
 }

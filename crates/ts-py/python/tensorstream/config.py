@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""How streaming is set up."""
+"""The settings of streaming."""
 
 from __future__ import annotations
 
@@ -23,54 +23,69 @@ _log = logging.getLogger("tensorstream")
 
 
 class BackendType(enum.Enum):
-    """How files are read, in the terms of older configurations. Each is a backend of
-    ``tensorstream.backends``, or falls back to one; ``tensorstream.stats`` gives the reason
-    under ``passed_over``."""
+    """The I/O backend, by the names of former versions.
 
-    #: The best that is available.
+    Each is a backend of ``tensorstream.backends``, or falls back to one. ``tensorstream.stats``
+    gives the reason under ``passed_over``.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> ts.Config(backend=ts.BackendType.MMAP).backend
+        'mmap'
+    """
+
+    #: The best available backend.
     AUTO = "auto"
-    #: Copied from mappings of the files. Another process that truncates one meanwhile ends this
-    #: one.
+    #: Copies from memory mappings. If another process truncates a file, this process crashes.
     MMAP = "mmap"
-    #: Into memory of a CUDA device.
+    #: Reads into CUDA memory. Not built yet.
     CUDA = "cuda"
-    #: From storage into memory of a CUDA device, past the CPU.
+    #: Reads from storage into CUDA memory without the CPU. Not built yet.
     GPUDIRECT = "gpudirect"
 
 
 class PrefetchStrategy(enum.Enum):
-    """How far units are read ahead of their use."""
+    """How far ahead of their use units are read.
 
-    #: Not at all: each streamed unit is waited for.
+    Examples:
+        >>> import tensorstream as ts
+        >>> config = ts.Config(prefetch_strategy=ts.PrefetchStrategy.NEXT_LAYER)
+    """
+
+    #: No prefetching: every streamed unit is waited for.
     NONE = "none"
-    #: The next unit alone.
+    #: Prefetches the next unit only.
     NEXT_LAYER = "next_layer"
-    #: As far as memory goes that the plan does not give to units that stay; the plan weighs the
-    #: two.
+    #: Prefetches as far as memory allows. The plan divides the budget between prefetching and
+    #: units that stay in memory.
     ADAPTIVE = "adaptive"
-    #: As ``ADAPTIVE``, with at least half of the budget for reading ahead.
+    #: As ``ADAPTIVE``, with at least half of the budget for prefetching.
     AGGRESSIVE = "aggressive"
 
 
 class MemoryMode(enum.Enum):
-    """A preset: the share of available memory that is the budget where none is given, and how far
-    to read ahead.
+    """A preset: the default budget as a share of the available memory, and how far to prefetch.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> ts.Config(memory_mode=ts.MemoryMode.CONSERVATIVE).prefetch_strategy
+        <PrefetchStrategy.NEXT_LAYER: 'next_layer'>
     """
 
-    #: Four fifths, ``PrefetchStrategy.AGGRESSIVE``.
+    #: 80 % of the available memory, ``PrefetchStrategy.AGGRESSIVE``.
     AGGRESSIVE = "aggressive"
-    #: Half, ``PrefetchStrategy.ADAPTIVE``.
+    #: 50 % of the available memory, ``PrefetchStrategy.ADAPTIVE``.
     BALANCED = "balanced"
-    #: A quarter, ``PrefetchStrategy.NEXT_LAYER``.
+    #: 25 % of the available memory, ``PrefetchStrategy.NEXT_LAYER``.
     CONSERVATIVE = "conservative"
 
 
-#: How a .ts file keeps tensors.
+#: The compression of tensors in a ``.ts`` file.
 Codec = Literal["raw", "auto", "split", "zstd", "lz4", "zlib"]
 
 
 class Settings(TypedDict):
-    """What the engine is told beside the budget."""
+    """The settings of the engine, except the budget."""
 
     max_passes: int
     backend: str | None
@@ -79,7 +94,7 @@ class Settings(TypedDict):
     verify: str
 
 
-#: The rest is for activations.
+#: The default budget as a share of the available memory. The rest is for activations.
 SHARES = {MemoryMode.AGGRESSIVE: 0.8, MemoryMode.BALANCED: 0.5, MemoryMode.CONSERVATIVE: 0.25}
 PREFETCH = {
     MemoryMode.AGGRESSIVE: PrefetchStrategy.AGGRESSIVE,
@@ -87,13 +102,12 @@ PREFETCH = {
     MemoryMode.CONSERVATIVE: PrefetchStrategy.NEXT_LAYER,
 }
 VERIFY: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
-#: Memory that is left to activations, page tables and code where the budget would take all, in
-#: bytes.
+#: The least memory that is left for activations, page tables and code, in bytes.
 HEADROOM = 64 << 20
-#: What reads in place of a backend that is not built yet, and why.
+#: For each backend that is not built yet: the backend that is used instead, and the reason.
 FALLBACKS: dict[str, tuple[str | None, str]] = {
-    "cuda": (None, "CUDA devices are not built yet; weights stream into memory of the CPU"),
-    "gpudirect": (None, "memory of GPUs is not built yet; weights stream into memory of the CPU"),
+    "cuda": (None, "CUDA is not supported yet; weights stream into CPU memory"),
+    "gpudirect": (None, "GPU memory is not supported yet; weights stream into CPU memory"),
 }
 
 
@@ -102,37 +116,38 @@ class Config:
     """Settings of ``tensorstream.offload``. Every field has a default.
 
     Args:
-        budget: The memory for weights: bytes, or a size such as ``"600MiB"`` or ``"1.5GB"``. By
-            default the share of the available memory that ``memory_mode`` says. The logger
-            "tensorstream" reports the choice at level INFO.
+        budget: The memory for weights: bytes, or a size such as ``"600MiB"`` or ``"1.5GB"``. The
+            default is a share of the available memory, set by ``memory_mode``, and is logged to
+            the logger "tensorstream" at level INFO.
         storage_path: A directory for weights. For a model that holds weights, they are written
             there; it is created if necessary. For a model on the meta device, the checkpoint to
             stream from, if ``tensorstream.offload`` gets none. For
             ``tensorstream.from_pretrained``, the directory for converted tensors; the user's
             cache directory by default.
-        max_passes: Forward passes that can run at once. Each needs its own memory; more wait.
+        max_passes: The most forward passes that run at once. Each needs its own memory. Further passes
+            wait.
         backend: The I/O backend: a ``BackendType``, its name, or a name of
             ``tensorstream.backends``.
         io_depth: Reads in flight, 1 to 256. By default request size and depth are measured when a
             file system is first read from, for files of 256 MiB or more, within two seconds and
             the budget. They are stored under ``tensorstream/io`` in the user's cache directory.
         num_io_threads: Another name for ``io_depth``.
-        prefetch_strategy: How far to read ahead; by default what ``memory_mode`` says.
-        memory_mode: A preset for settings that are not given.
+        prefetch_strategy: How far to prefetch. The default is set by ``memory_mode``.
+        memory_mode: The defaults of ``budget`` and ``prefetch_strategy``.
         vram_budget_gb: Deprecated: use ``budget``. The budget in GB of 10^9 bytes.
         verify_checksums: Whether to compare weights with their checksums at each read. ``"once"``
             compares them at the first read. ``.ts`` files have checksums, safetensors files do not.
         compression_enabled: Whether to compress weights that are written to ``storage_path``,
-            without loss. bf16 shrinks to two thirds. Pays where reading is slower than decoding,
+            without loss. bf16 shrinks to two thirds. Faster if reading is slower than decoding,
             which reaches 4 GB/s per core.
-        compression_level: 1 to 22: compress with zstd at this level, instead of the codec that
-            makes each tensor smallest.
+        compression_level: Compress with zstd at this level, 1 to 22, instead of the codec that makes
+            each tensor smallest.
 
     Raises:
         ConfigurationError: A field is out of its range, or the budget is given twice.
 
     Warns:
-        NotBuiltWarning: A field requests a feature that does not exist yet; once for each.
+        NotBuiltWarning: A field requests a feature that does not exist yet. Warns once per feature.
 
     Examples:
         >>> import tensorstream as ts
@@ -188,7 +203,7 @@ class Config:
                 raise invalid(
                     "compression_level",
                     self.compression_level,
-                    "None unless compression_enabled is True",
+                    "None, because compression_enabled is not True",
                 )
 
     def _check_io_depth(self) -> None:
@@ -196,7 +211,7 @@ class Config:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1, 256)
         if self.io_depth is not None and self.num_io_threads is not None:
-            raise ConfigurationError("io_depth and num_io_threads are the same setting; give one")
+            raise ConfigurationError("io_depth and num_io_threads are the same setting; set only one")
 
     def _check_vram_budget(self) -> None:
         gigabytes: Any = self.vram_budget_gb
@@ -208,11 +223,11 @@ class Config:
             raise invalid("vram_budget_gb", gigabytes, "a positive number of GB")
         if self.budget is not None:
             raise ConfigurationError(
-                "the budget is given twice: as Config.budget and as Config.vram_budget_gb"
+                "budget and vram_budget_gb are the same setting; set only one"
             )
 
     def asked_bytes(self) -> int | None:
-        """The budget in bytes, if one was given."""
+        """Returns the budget in bytes, or ``None`` if it is not set."""
         if self.budget is not None:
             return parse_budget(self.budget)
         if self.vram_budget_gb is not None:
@@ -220,13 +235,15 @@ class Config:
         return None
 
     def share_bytes(self, freed_bytes: int = 0) -> int:
-        """What ``memory_mode`` takes of the memory that is available, once ``freed_bytes`` more
-        are.
+        """Returns the default budget of ``memory_mode``, in bytes.
+
+        Args:
+            freed_bytes: Memory that offloading will free, which counts as available.
         """
         return int(self._available_bytes(freed_bytes) * SHARES[MemoryMode(self.memory_mode)])
 
     def working_bytes(self) -> int:
-        """Memory for what is done before the model streams."""
+        """Returns the memory for work before the model streams, in bytes."""
         asked = self.asked_bytes()
         return self.share_bytes() if asked is None else asked
 
@@ -234,40 +251,44 @@ class Config:
         available = _native.available_memory()
         if available is None:
             raise invalid(
-                "budget", None, "a size, because the available memory cannot be detected here"
+                "budget", None, "a size, because the available memory cannot be detected"
             )
         return available + freed_bytes
 
     def fitted_bytes(self, smallest: int, whole: int, freed_bytes: int = 0) -> int:
-        """Returns the budget for a model that needs ``smallest`` to ``whole`` bytes: the one that
-        was given, or the share of ``memory_mode``, but no more than there is memory for.
+        """Returns the configured or default budget in bytes, reduced to the available memory.
+
+        Args:
+            smallest: The smallest budget that works for the model.
+            whole: The budget that keeps the whole model in memory.
+            freed_bytes: Memory that offloading will free, which counts as available.
 
         Raises:
-            BudgetError: There is less memory than the model needs.
+            BudgetError: Less than ``smallest`` is available.
 
         Warns:
-            BudgetWarning: There is less memory than was asked for.
+            BudgetWarning: The configured budget exceeds the available memory.
         """
         asked = self.asked_bytes()
         if asked is not None and (asked < smallest or _native.available_memory() is None):
-            return asked  # refused by the engine, with the smallest that works
+            return asked  # the engine refuses a budget that is too small
         available = self._available_bytes(freed_bytes)
-        # For activations, page tables, and the pages of code that are not mapped yet.
+        # The rest is for activations, page tables, and pages of code that are not mapped yet.
         room = available - available // 16 - HEADROOM
         wanted = self.share_bytes(freed_bytes) if asked is None else asked
         if smallest > available - HEADROOM // 2:
             raise BudgetError(
-                f"not enough memory: {_mib(available)} MiB are available, and the model needs at "
-                f"least {_mib(smallest)} MiB for weights and {_mib(HEADROOM // 2)} MiB for the "
-                "rest; raise the memory limit of this process"
+                f"not enough memory: {_mib(available)} MiB are available, but the model needs at "
+                f"least {_mib(smallest)} MiB for weights and {_mib(HEADROOM // 2)} MiB for "
+                "everything else; raise the memory limit of this process"
             )
         budget = max(smallest, min(wanted, room))
         if asked is None:
             _log.info("budget %s MiB of %s MiB available", _mib(budget), _mib(available))
         elif min(asked, whole) > budget:
             warnings.warn(
-                f"budget {_mib(asked)} MiB exceeds the {_mib(available)} MiB of memory that are "
-                f"available to this process; using {_mib(budget)} MiB",
+                f"budget {_mib(asked)} MiB exceeds the available memory ({_mib(available)} MiB); "
+                f"using {_mib(budget)} MiB",
                 BudgetWarning,
                 stacklevel=4,
             )
@@ -275,17 +296,17 @@ class Config:
         return budget if asked is None else asked
 
     def codec(self) -> Codec:
-        """How weights are written."""
+        """Returns the codec of written weights."""
         if not self.compression_enabled:
             return "raw"
         return "auto" if self.compression_level is None else "zstd"
 
     def level(self) -> int | None:
-        """The codec's level."""
+        """Returns the level of the codec."""
         return self.compression_level if self.compression_enabled else None
 
     def settings(self) -> Settings:
-        """What the engine is told beside the budget."""
+        """Returns the settings of the engine, except the budget."""
         backend = str(self.backend)
         if backend in FALLBACKS:
             name = FALLBACKS[backend][0]
@@ -300,58 +321,58 @@ class Config:
         }
 
     def passed_over(self) -> list[tuple[str, str]]:
-        """The backend that was asked for and is not built, with the reason."""
+        """Returns the requested backend and the reason, if that backend is not built yet."""
         backend = str(self.backend)
         return [(backend, FALLBACKS[backend][1])] if backend in FALLBACKS else []
 
     def conversion_directory(self) -> Path:
-        """Where tensors are written that have to be converted."""
+        """Returns the directory for converted tensors."""
         if self.storage_path is not None:
             return Path(self.storage_path)
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return Path(cache) / "tensorstream"
 
 
-#: Settings of the older TensorStream that this one does not have, and what takes their place.
-OLDER = {
-    "cache_size_layers": "the plan decides how many layers stay; give `budget`",
-    "cache_size_gb": "give `budget`",
-    "chunk_size_mb": "reads are sized to suit the storage; give `io_depth` for their number",
-    "pin_memory": "there is no copy to a GPU to pin memory for",
-    "temp_dir": "give `storage_path`",
-    "enable_profiling": "tensorstream.stats(model) is always measured",
+#: Settings of former versions that no longer exist, with advice.
+_REMOVED_FIELDS = {
+    "cache_size_layers": "the plan decides how many layers stay in memory; set `budget`",
+    "cache_size_gb": "set `budget`",
+    "chunk_size_mb": "the size of reads is tuned to the storage; set `io_depth` for their number",
+    "pin_memory": "weights are not copied to a GPU",
+    "temp_dir": "set `storage_path`",
+    "enable_profiling": "tensorstream.stats(model) is always available",
     "debug_mode": "every error names the file, the tensor and the offset",
-    "dtype": "give it to from_pretrained, or convert the model",
-    "memory_pressure_mode": "the budget is always strict",
-    "device": "models stream into memory of the CPU",
-    "metadata": "give it to tensorstream.save_file",
+    "dtype": "pass it to from_pretrained, or convert the model",
+    "memory_pressure_mode": "the budget is always a hard limit",
+    "device": "models stream into CPU memory",
+    "metadata": "pass it to tensorstream.save_file",
 }
 
-_make = Config.__init__
+_generated_init = Config.__init__
 
 
-@functools.wraps(_make)
-def _checked(self: Config, *args: Any, **fields: Any) -> None:
+@functools.wraps(_generated_init)
+def _init(self: Config, *args: Any, **fields: Any) -> None:
     known = [field.name for field in dataclasses.fields(Config)]
     if args:
-        raise ConfigurationError(f"Config takes fields by name, such as Config(budget={args[0]!r})")
+        raise ConfigurationError(f"Config takes keyword arguments only, such as Config(budget={args[0]!r})")
     for name in fields:
         if name not in known:
-            instead = OLDER.get(name)
+            instead = _REMOVED_FIELDS.get(name)
             close = difflib.get_close_matches(name, known, n=1)
             advice = instead or (
-                f"did you mean `{close[0]}`?" if close else "it has " + ", ".join(known)
+                f"did you mean `{close[0]}`?" if close else "expected " + ", ".join(known)
             )
             raise ConfigurationError(f"Config has no field `{name}`: {advice}")
-    _make(self, **fields)
+    _generated_init(self, **fields)
 
 
-# The generated one knows no error of ours.
-Config.__init__ = _checked  # type: ignore[method-assign]
+# The generated method would raise a TypeError instead of a ConfigurationError.
+Config.__init__ = _init  # type: ignore[method-assign]
 
 
 def expanded(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """A path whose ``~`` is the user's home directory."""
+    """Replaces a leading ``~`` with the home directory of the user."""
     return os.path.expanduser(path) if str(os.fspath(path)).startswith("~") else path
 
 
@@ -360,7 +381,7 @@ def _mib(count: int) -> str:
 
 
 def parse_budget(budget: int | str) -> int:
-    """Bytes of a budget as users write it."""
+    """Returns a budget, such as 1000 or ``"600MiB"``, in bytes."""
     wanted = "a positive number of bytes or a size such as '600MiB'"
     if isinstance(budget, str):
         try:
@@ -372,13 +393,13 @@ def parse_budget(budget: int | str) -> int:
     return budget
 
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def not_built(what: str, instead: str) -> None:
-    """Says once that something is not built yet, and what happens instead."""
-    if what not in _said:
-        _said.add(what)
+    """Warns, once per process, that a feature is not built yet and what happens instead."""
+    if what not in _warned:
+        _warned.add(what)
         warnings.warn(f"{what}: {instead}", NotBuiltWarning, stacklevel=4)
 
 
@@ -397,5 +418,5 @@ def _check_int(field: str, value: object, low: int, high: int) -> None:
 
 
 def invalid(field: str, value: object, wanted: str) -> ConfigurationError:
-    """The error that a field of Config is out of its range."""
-    return ConfigurationError(f"Config.{field} = {value!r}: must be {wanted}")
+    """Returns the error for a field of ``Config`` with an invalid value."""
+    return ConfigurationError(f"invalid Config.{field}: {value!r}: expected {wanted}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Exceptions. Each is a ``TensorStreamError`` and also the built-in one that fits."""
+"""Exceptions. Each is a ``TensorStreamError`` and also the matching built-in exception."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class TensorStreamError(Exception):
-    """The base class of all exceptions of TensorStream."""
+    """The base class of all exceptions that TensorStream raises."""
 
 
 class ConfigurationError(TensorStreamError, ValueError):
@@ -34,7 +34,7 @@ class ConfigurationError(TensorStreamError, ValueError):
 
 
 class CheckpointError(TensorStreamError, ValueError):
-    """A file is no valid checkpoint, or does not fit the model. Names file, tensor and offset."""
+    """A checkpoint is invalid, or does not fit the model. Names file, tensor and offset."""
 
 
 class MissingTensorError(CheckpointError, KeyError):
@@ -65,19 +65,19 @@ class CheckpointChangedError(StorageError):
 
 
 class BudgetError(TensorStreamError, MemoryError):
-    """The budget is too small, or there is too little memory. Names the smallest that works."""
+    """The budget or the memory is too small. Gives the smallest budget that works."""
 
 
 class UnitReferencedError(TensorStreamError, RuntimeError):
-    """Tensors of streamed weights are still referenced, and others need their memory."""
+    """Another unit needs the memory of streamed weights that are still referenced."""
 
 
 class NotBuiltWarning(UserWarning):
-    """A setting requests a feature that does not exist yet. Says what happens instead."""
+    """A setting requests a feature that does not exist yet. Names the fallback."""
 
 
 class BudgetWarning(UserWarning):
-    """The budget exceeds the available memory. Says how much is used instead."""
+    """The budget exceeds the available memory. Gives the budget that is used instead."""
 
 
 class ModelError(TensorStreamError, TypeError):
@@ -85,11 +85,11 @@ class ModelError(TensorStreamError, TypeError):
 
 
 class ConnectionLost(TensorStreamError, ConnectionError, RuntimeError):
-    """The connection is lost, or the peer refused or cancelled. Names the peer."""
+    """The connection was lost, or the peer refused or cancelled. Names the peer."""
 
 
 class ConnectionTimeout(TensorStreamError, TimeoutError, RuntimeError):
-    """The peer was silent, or made no progress, or nothing arrived within a timeout."""
+    """The peer was silent or made no progress, or nothing arrived within a timeout."""
 
 
 class ProtocolError(TensorStreamError, RuntimeError):
@@ -97,15 +97,15 @@ class ProtocolError(TensorStreamError, RuntimeError):
 
 
 class OutOfMemoryError(TensorStreamError, MemoryError):
-    """There is no memory for a tensor. Says how much it needs."""
+    """There is not enough memory for a tensor. Gives its size."""
 
 
 class RemoteTensorError(TensorStreamError, RuntimeError):
-    """An operator failed on its machine. Names the operator, its arguments and the cause."""
+    """An operator failed on its machine. Gives the operator, its arguments and the cause."""
 
 
 class RemoteOutOfMemoryError(RemoteTensorError, OutOfMemoryError):
-    """A machine had no memory for the result of an operator."""
+    """A machine did not have enough memory for the result of an operator."""
 
 
 class StaleReferenceError(RemoteTensorError):

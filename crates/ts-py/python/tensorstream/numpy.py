@@ -3,11 +3,6 @@
 
 The functions are those of ``tensorstream`` with the same names. They raise ``ModelError`` for
 dtypes that NumPy lacks, such as BF16.
-
->>> import numpy as np, tensorstream.numpy
->>> tensorstream.numpy.save_file({"a": np.arange(3)}, "a.safetensors")
->>> tensorstream.numpy.load_file("a.safetensors")
-{'a': array([0, 1, 2])}
 """
 
 from __future__ import annotations
@@ -31,12 +26,25 @@ Array = np.ndarray[Any, Any]
 def load_file(
     path: Path, *, verify: bool = True, mapped: bool = False, lenient: bool = False
 ) -> dict[str, Array]:
-    """Reads all tensors of a checkpoint, as ``tensorstream.load_file``."""
+    """Reads all tensors of a checkpoint, as ``tensorstream.load_file``.
+
+    Examples:
+        >>> import numpy as np, tensorstream.numpy
+        >>> tensorstream.numpy.save_file({"a": np.arange(3)}, "a.safetensors")
+        >>> tensorstream.numpy.load_file("a.safetensors")
+        {'a': array([0, 1, 2])}
+    """
     return _arrays(_files.load_file(path, verify=verify, mapped=mapped, lenient=lenient))
 
 
 def load(data: bytes) -> dict[str, Array]:
-    """Reads all tensors of a file in memory, as ``tensorstream.load``."""
+    """Reads all tensors of a file in memory, as ``tensorstream.load``.
+
+    Examples:
+        >>> import numpy as np, tensorstream.numpy
+        >>> tensorstream.numpy.load(tensorstream.numpy.save({"a": np.arange(3)}))
+        {'a': array([0, 1, 2])}
+    """
     return _arrays(_files.load(data))
 
 
@@ -48,7 +56,12 @@ def save_file(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> None:
-    """Writes arrays to a file, as ``tensorstream.save_file``."""
+    """Writes arrays to a file, as ``tensorstream.save_file``.
+
+    Examples:
+        >>> import numpy as np, tensorstream.numpy
+        >>> tensorstream.numpy.save_file({"a": np.arange(3)}, "a.ts", codec="auto")
+    """
     _files.save_file(
         _tensors(tensors), path, metadata, codec=codec, compression_level=compression_level
     )
@@ -62,7 +75,13 @@ def save(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> bytes:
-    """Returns the bytes of a file of arrays, as ``tensorstream.save``."""
+    """Returns the bytes of a file of arrays, as ``tensorstream.save``.
+
+    Examples:
+        >>> import numpy as np, tensorstream.numpy
+        >>> len(tensorstream.numpy.save({"a": np.zeros(100, dtype=np.float32)}))
+        472
+    """
     return _files.save(
         _tensors(tensors), metadata, format=format, codec=codec, compression_level=compression_level
     )
@@ -77,7 +96,7 @@ def as_array(name: str, tensor: torch.Tensor) -> Array:
     try:
         array: Array = tensor.numpy()
     except TypeError as error:
-        raise ModelError(f"tensor `{name}` is {tensor.dtype}, which numpy does not have") from error
+        raise ModelError(f"tensor `{name}` is {tensor.dtype}, which NumPy does not support") from error
     return array
 
 
@@ -85,9 +104,9 @@ def _tensors(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, array in arrays.items():
         try:
-            # Of little-endian numbers, one behind the other, which torch can have.
+            # torch needs contiguous arrays of little-endian numbers.
             plain = np.array(array, dtype=array.dtype.newbyteorder("<"), order="C", copy=None)
             tensors[name] = torch.from_numpy(plain if plain.flags.writeable else plain.copy())
         except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigurationError(f"array {name!r} cannot be written: {error}") from error
+            raise ConfigurationError(f"cannot write array {name!r}: {error}") from error
     return tensors

@@ -33,7 +33,12 @@ impl PyPoolConfig {
         preallocate: Option<bool>,
     ) -> PyResult<Self> {
         let default = PoolConfig::default();
-        let config = PoolConfig::default().with_pool_bytes(pool_bytes.unwrap_or(default.pool_bytes)).with_min_block_bytes(min_block_bytes.unwrap_or(default.min_block_bytes)).with_max_block_bytes(max_block_bytes.unwrap_or(default.max_block_bytes)).with_classes(classes.unwrap_or(default.classes)).with_preallocate(preallocate.unwrap_or(default.preallocate));
+        let config = default
+            .with_pool_bytes(pool_bytes.unwrap_or(default.pool_bytes))
+            .with_min_block_bytes(min_block_bytes.unwrap_or(default.min_block_bytes))
+            .with_max_block_bytes(max_block_bytes.unwrap_or(default.max_block_bytes))
+            .with_classes(classes.unwrap_or(default.classes))
+            .with_preallocate(preallocate.unwrap_or(default.preallocate));
         if config.min_block_bytes == 0
             || config.min_block_bytes > config.max_block_bytes
             || config.classes == 0

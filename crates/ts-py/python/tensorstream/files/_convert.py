@@ -22,16 +22,16 @@ def convert(
 ) -> None:
     """Converts a checkpoint. Blocks; shows a progress bar on a terminal.
 
-    Tensors and metadata are preserved bit for bit. A file that the safetensors library wrote comes
-    back byte for byte from a ``.ts`` file, however that is compressed. An interrupted conversion
-    to a ``.ts`` file of 1 GiB or more resumes when it is called again. Uses about 60 MiB of memory,
-    and a few more for each thread that compresses.
+    Tensors and metadata are preserved bit for bit. A file of the safetensors library that is
+    converted to ``.ts``, with any codec, and back is identical byte for byte. An interrupted
+    conversion to a ``.ts`` file of 1 GiB or more resumes when it is called again. Uses about 60 MiB
+    of memory, and a few more for each thread that compresses.
 
     Args:
         source: A ``.safetensors`` or ``.ts`` file, a shard index, a directory with one of them, or
             a URL.
-        target: A ``.ts`` or ``.safetensors`` file, which is replaced atomically. Or a name that
-            ends in ``.safetensors.index.json`` for shards, which must not exist.
+        target: A ``.ts`` or ``.safetensors`` file, which is replaced atomically. Or, for shards, a
+            name that ends in ``.safetensors.index.json``, which must not exist.
         codec: The compression of a ``.ts`` file. ``"raw"``: none; the file can be mapped.
             ``"auto"``: for each tensor the codec that makes it smallest, if it saves 3% or more. Or
             one codec for all: ``"split"`` (floats; bf16 shrinks to two thirds), ``"zstd"``,
@@ -45,7 +45,8 @@ def convert(
         CheckpointNotFoundError: There is no checkpoint at ``source``.
         CheckpointError: It is damaged.
         ChecksumError: Data differs from its checksum.
-        ConfigurationError: The suffix of ``target`` names no format, or an argument does not fit.
+        ConfigurationError: The suffix of ``target`` is not that of a format, or an argument is
+            invalid.
         StorageError: Reading or writing failed. An existing ``target`` is unchanged.
 
     Examples:

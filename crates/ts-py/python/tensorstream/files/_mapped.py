@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors that are views of a file."""
+"""Tensors that are views of a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from .. import _native
 from ..errors import CheckpointChangedError, ConfigurationError
 
-#: Where the places begin of bytes that the file keeps compressed.
+#: Offsets from here on refer to decoded bytes of compressed tensors, not to bytes of the file.
 _DECODED = 1 << 63
 
 
 class MappedFiles:
-    """The files of a checkpoint, mapped when they are first asked for.
+    """The files of a checkpoint, each mapped into memory at its first use.
 
-    A page that is written to is copied first.
+    Mappings are copy-on-write.
     """
 
     def __init__(self, checkpoint: _native.Checkpoint) -> None:
@@ -27,8 +27,9 @@ class MappedFiles:
         self._mappings: dict[int, mmap.mmap] = {}
 
     def view(self, name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor | None:
-        """A tensor over the file's own bytes; ``None`` where these are compressed or not aligned
-        for the dtype.
+        """Returns a tensor that is a view of the file.
+
+        Returns ``None`` if the tensor is empty or compressed, or not aligned for its dtype.
         """
         ((file, offset, length),) = self._checkpoint.entry(name)[2]
         if length == 0 or offset >= _DECODED or offset % dtype.itemsize:
@@ -43,12 +44,12 @@ class MappedFiles:
     def _map(self, file: int) -> mmap.mmap:
         path, length, _ = self._checkpoint.files()[file]
         if self._checkpoint.is_remote(file):
-            raise ConfigurationError(f"{path}: only files can be mapped")
+            raise ConfigurationError(f"{path}: cannot map a remote file; load it without `mapped`")
         with open(path, "rb") as opened:
             mapping = mmap.mmap(opened.fileno(), length, access=mmap.ACCESS_COPY)
-            # By now it must be, by its path, the file whose header was read; and what was mapped is
-            # that.
+            # The path must still name the file whose header was read, and that must be the file
+            # that was mapped.
             self._checkpoint.require_unchanged(file)
             if not os.path.samestat(os.fstat(opened.fileno()), os.stat(path)):
-                raise CheckpointChangedError(f"{path}: another file has taken its place")
+                raise CheckpointChangedError(f"{path}: the file was replaced while it was opened")
             return mapping

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Reads tensors of a checkpoint one at a time, or parts of them."""
+"""Reads single tensors of a checkpoint, or parts of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._mapped import MappedFiles
 from ._state_dict import read_tensor, torch_type
 
 Path = str | os.PathLike[str]
-#: What picks elements of one dimension.
+#: An index of one dimension.
 Index = int | slice | list[int] | torch.Tensor | EllipsisType | None
 
 
@@ -24,7 +24,7 @@ class safe_open:
     """Opens a checkpoint, to read its tensors one at a time. A context manager.
 
     Works as ``safetensors.safe_open``, and also with ``.ts`` files, shard indexes, directories and
-    URLs. Reads headers only.
+    URLs. Opening reads headers only.
 
     Args:
         filename: The path or URL.
@@ -37,7 +37,7 @@ class safe_open:
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
         CheckpointError: It is damaged.
-        ConfigurationError: There is no such framework.
+        ConfigurationError: The framework is unknown.
 
     Examples:
         >>> import tensorstream as ts, torch
@@ -57,7 +57,7 @@ class safe_open:
         lenient: bool = False,
     ) -> None:
         if framework not in ("pt", "torch", "np", "numpy"):
-            raise ConfigurationError(f"there is no framework {framework!r} here: it is pt or np")
+            raise ConfigurationError(f"unknown framework {framework!r}: expected 'pt' or 'np'")
         self._checkpoint = _native.Checkpoint(filename, lenient)
         self._files = MappedFiles(self._checkpoint) if mapped else None
         self._device: str | int | torch.device | None = (
@@ -102,14 +102,26 @@ class safe_open:
         return self.get_slice(name)[...]
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Returns a tensor of which parts can be read: ``get_slice(name)[2:4, :, 0]``. Reads
-        nothing yet.
+        """Returns a tensor whose parts can be read, as in ``get_slice(name)[2:4, :, 0]``.
+
+        Reads nothing yet.
         """
         return TensorSlice(self._checkpoint, self._files, name, self._device)
 
 
 class TensorSlice:
-    """A tensor in a file. Indexing reads the smallest block that contains the elements."""
+    """A tensor in a file. Indexing reads the smallest block that contains the elements.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.arange(12).reshape(4, 3)}, "a.safetensors")
+        >>> with ts.safe_open("a.safetensors") as file:
+        ...     part = file.get_slice("a")
+        >>> part.get_shape(), part.get_dtype()
+        ([4, 3], 'I64')
+        >>> part[-1]
+        tensor([ 9, 10, 11])
+    """
 
     def __init__(
         self,
@@ -157,10 +169,10 @@ def _block(
     """Returns the block of a tensor that contains the elements, and their index within it."""
     taken = sum(1 for each in index if each is not None and each is not Ellipsis)
     if taken > len(shape):
-        raise IndexError(f"{taken} indices for {len(shape)} dimensions")
+        raise IndexError(f"too many indices: expected at most {len(shape)}, got {taken}")
     ellipses = sum(1 for each in index if each is Ellipsis)
     if ellipses > 1:
-        raise IndexError("an index has at most one ellipsis")
+        raise IndexError("an index can have only one ellipsis")
     if not ellipses:
         index = (*index, Ellipsis)
     block: list[tuple[int, int]] = []
@@ -180,23 +192,23 @@ def _block(
 
 
 def _bounds(size: int, index: Any, dimension: int) -> tuple[tuple[int, int], Any]:
-    """Returns the first and last element of a dimension, and the index from the first on."""
+    """Returns the range of a dimension that the index needs, and the index within that range."""
     if isinstance(index, slice):
         begin, end, step = index.indices(size)
         if step < 0:
-            raise IndexError("slices cannot run backwards")
+            raise IndexError("the step of a slice must be positive")
         end = max(begin, end)
         return (begin, end), slice(0, end - begin, step)
     single = not isinstance(index, list | torch.Tensor)
     wanted = torch.as_tensor(index)
     if wanted.dim() > 1:
         raise IndexError(
-            f"an index of one dimension has at most one itself, and not {wanted.dim()}"
+            f"the index of a dimension must be a scalar or 1-D, got {wanted.dim()} dimensions"
         )
     if wanted.dtype == torch.bool:
         if wanted.dim() == 0 or len(wanted) != size:
             raise IndexError(
-                f"a mask of shape {list(wanted.shape)} for dimension {dimension} with size {size}"
+                f"mask of shape {list(wanted.shape)} does not match dimension {dimension} with size {size}"
             )
         wanted = wanted.nonzero().flatten()
     if wanted.numel() == 0:

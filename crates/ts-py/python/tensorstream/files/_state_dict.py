@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Reads and writes files of tensors, in .ts and safetensors format."""
+"""Reads and writes files of tensors, in ``.ts`` and safetensors format."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from .. import _native
 from .._dtypes import TORCH_DTYPES
 from ..config import Codec
 from ..errors import ConfigurationError, ModelError
-from ._lend import NewTensor, as_tensor, dtype_name, lent, write_all, write_then
+from ._capsules import NewTensor, as_capsule, as_tensor, dtype_name, write_all, write_then
 from ._mapped import MappedFiles
 
 Path = str | os.PathLike[str]
 
-
-#: Tensors that wait for another device take at most so many bytes of memory.
+#: The most memory for tensors that wait to be copied to another device, in bytes.
 _STAGING_BYTES = 256 << 20
 
 
@@ -34,7 +33,7 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """Reads all tensors of a checkpoint into memory. Blocks; shows a progress bar on a terminal.
 
-    Reads past the page cache, except what it holds, into huge pages. Compressed tensors are decoded
+    Reads what the page cache does not hold with direct I/O, into huge pages. Compressed tensors are decoded
     on all cores. Neighbouring tensors of less than 16 MiB together share an allocation, which is
     freed with the last of them.
 
@@ -43,7 +42,7 @@ def load_file(
             URL.
         device: The device of the tensors. Those for another device than the CPU are copied while
             the next ones are read, through 256 MiB of memory, or twice the largest tensor.
-        verify: Whether to compare the data with its checksums, if the file has any.
+        verify: Whether to verify checksums, if the file has any.
         mapped: Return views of the file instead. Data is read when it is first touched, and not
             verified. Writes do not change the file. While the tensors exist, the file must not be
             truncated, which would kill the process, or written to. Compressed tensors are read as
@@ -125,15 +124,16 @@ def load_into(
         given = (tensor.dtype, list(tensor.shape), tensor.device.type, tensor.is_contiguous())
         if given != (dtype, shape, "cpu", True) or tensor.is_conj() or tensor.is_neg():
             raise ConfigurationError(
-                f"cannot load `{name}`, {dtype} {shape}, into a "
-                f"{'' if given[3] else 'scattered '}tensor of {given[0]} {given[1]} on {given[2]}"
+                f"cannot load `{name}`: expected a contiguous CPU tensor of {dtype} {shape}, got a "
+                f"{'' if given[3] else 'non-contiguous '}tensor of {given[0]} {given[1]} on "
+                f"{given[2]}"
             )
         ends.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
     ends = sorted(end for end in ends if end[0] < end[1])
     for (_, end, first), (begin, _, second) in pairwise(ends):
         if begin < end:
-            raise ConfigurationError(f"cannot load `{first}` and `{second}` into the same memory")
-    checkpoint.load_into([(name, lent(tensor)) for name, tensor in tensors.items()], verify)
+            raise ConfigurationError(f"cannot load `{first}` and `{second}`: their targets overlap in memory")
+    checkpoint.load_into([(name, as_capsule(tensor)) for name, tensor in tensors.items()], verify)
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
@@ -146,7 +146,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
         The tensors by name, on the CPU, contiguous. They do not share memory with ``data``.
 
     Raises:
-        CheckpointError: ``data`` is not such a file, or damaged.
+        CheckpointError: ``data`` is not such a file, or is damaged.
         ChecksumError: Data differs from its checksum.
         ModelError: A tensor has a dtype that torch lacks.
 
@@ -162,12 +162,18 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
 def read_tensor(
     checkpoint: _native.Checkpoint, name: str, block: list[tuple[int, int]] | None = None
 ) -> torch.Tensor:
-    """Reads a tensor, or the block of it between two indices in each dimension."""
+    """Reads a tensor, or a block of it.
+
+    Args:
+        checkpoint: The checkpoint.
+        name: The name of the tensor.
+        block: The first index and the end of each dimension.
+    """
     dtype, shape = torch_type(checkpoint, name)
     if block is None:
         block = [(0, size) for size in shape]
     tensor = torch.empty([end - begin for begin, end in block], dtype=dtype, device="cpu")
-    checkpoint.read_block(name, block, lent(tensor))
+    checkpoint.read_block(name, block, as_capsule(tensor))
     return tensor
 
 
@@ -177,16 +183,20 @@ def _view_or_read(files: MappedFiles, checkpoint: _native.Checkpoint, name: str)
 
 
 def torch_type(checkpoint: _native.Checkpoint, name: str) -> tuple[torch.dtype, list[int]]:
-    """Returns the torch dtype and the shape of a tensor. Raises ModelError if torch lacks them."""
+    """Returns the torch dtype and the shape of a tensor.
+
+    Raises:
+        ModelError: torch does not support them.
+    """
     dtype, shape, _ = checkpoint.entry(name)
     torch_dtype = TORCH_DTYPES.get(dtype)
     if torch_dtype is None:
-        raise ModelError(f"tensor `{name}` is {dtype}, which torch does not have")
+        raise ModelError(f"tensor `{name}` is {dtype}, which torch does not support")
     try:
         torch.empty(shape, dtype=torch_dtype, device="meta")
-    except (RuntimeError, TypeError) as error:  # sizes that only an empty tensor can have
+    except (RuntimeError, TypeError) as error:  # an empty tensor can have sizes that overflow
         raise ModelError(
-            f"tensor `{name}` has shape {shape}, which torch cannot make: {error}"
+            f"tensor `{name}` has shape {shape}, which torch does not support: {error}"
         ) from error
     return torch_dtype, shape
 
@@ -211,7 +221,8 @@ def save_file(
         compression_level: The level of the codec; see ``convert``.
 
     Raises:
-        ConfigurationError: The suffix names no format, or a tensor, name or key cannot be written.
+        ConfigurationError: The suffix is not that of a format, or a tensor, name or key cannot be
+            written.
         StorageError: Writing failed. An existing file is unchanged.
 
     Examples:
@@ -287,7 +298,7 @@ def save(
         compression_level: The level of the codec; see ``convert``.
 
     Raises:
-        ConfigurationError: There is no such format, or a tensor, name or key cannot be written.
+        ConfigurationError: The format is unknown, or a tensor, name or key cannot be written.
 
     Examples:
         >>> import tensorstream as ts, torch
@@ -305,13 +316,13 @@ def save(
 def _specs(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> tuple[list[NewTensor], list[torch.Tensor], int]:
-    """What is to be written, the tensors, and how many bytes they have."""
+    """Returns the specifications of the tensors, the tensors, and their size in bytes."""
     for mapping, wanted in ((tensors, torch.Tensor), (metadata or {}, str)):
         for key, value in mapping.items():
             if not isinstance(key, str) or not isinstance(value, wanted):
                 raise ConfigurationError(
-                    f"cannot write {key!r}: {type(value).__name__}: names are str, metadata str by "
-                    "str"
+                    f"cannot write {key!r}: {type(value).__name__}: expected tensors and metadata "
+                    "by str, and metadata values of type str"
                 )
     specs: list[NewTensor] = [
         (name, dtype_name(name, tensor), list(tensor.shape), None)

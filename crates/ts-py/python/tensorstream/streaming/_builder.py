@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from .. import _native
 from .._dtypes import TORCH_DTYPES
 from ..errors import ModelError
-from ..files._lend import lent
+from ..files._capsules import lent
 from ._symbolic_tensor import Derived, Source, SymbolicTensor
 
 aten = torch.ops.aten

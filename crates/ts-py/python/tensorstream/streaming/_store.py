@@ -18,7 +18,7 @@ from torch import nn
 from .. import _native
 from ..config import Config, invalid
 from ..errors import BudgetError, CheckpointPermissionError, ModelError, StorageError
-from ..files._lend import NewTensor, dtype_name, lent, write_all
+from ..files._capsules import NewTensor, dtype_name, lent, write_all
 from ._builder import Builder
 from ._symbolic_tensor import Derived, Source, SymbolicTensor
 

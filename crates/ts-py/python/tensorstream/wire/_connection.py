@@ -47,9 +47,10 @@ def connect(
         idle_timeout: Seconds without a byte from the peer after which the connection is lost.
         stall_timeout: Seconds without progress after which a transfer fails, even if the peer is
             alive.
-        shared_memory: Send large tensors through shared memory on the same host (Unix sockets).
-        pool: Receive tensors into blocks of such a pool. A block returns to it when its tensor is
-            deleted. Used memory is several times as fast to receive into as new memory.
+        shared_memory: Send large tensors through shared memory, if the address is a Unix socket.
+        pool: Receive tensors into a pool of memory blocks. A block returns to the pool when its
+            tensor is deleted. Receiving into reused memory is several times as fast as into new
+            memory.
         limit_bytes: Refuse tensors that are larger.
 
     Raises:
@@ -57,6 +58,16 @@ def connect(
         ConnectionTimeout: It does not answer.
         ProtocolError: It speaks another protocol.
         ConfigurationError: An argument is invalid.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> with ts.listen("unix:a.socket") as listener:
+        ...     connection = ts.connect("unix:a.socket")
+        ...     peer = listener.accept()
+        >>> connection.send_message(b"hello")
+        >>> peer.recv()
+        b'hello'
+        >>> connection.close()
     """
     settings = _settings(token, idle_timeout, stall_timeout, shared_memory, pool, limit_bytes)
     return Connection(_native.connect(address, settings, ca, cert, key))
@@ -86,15 +97,22 @@ def listen(
         cert: A certificate (PEM) of this side. Connections then use TLS.
         key: Its key (PEM).
         insecure: Allow an address that other machines can reach without a token or certificates.
-        idle_timeout: As of ``connect``, like the others.
-        stall_timeout: See there.
-        shared_memory: See there.
-        pool: See there.
-        limit_bytes: See there.
+        idle_timeout: See ``connect``.
+        stall_timeout: See ``connect``.
+        shared_memory: See ``connect``.
+        pool: See ``connect``.
+        limit_bytes: See ``connect``.
 
     Raises:
         ConnectionLost: The address cannot be used.
         ConfigurationError: An argument is invalid.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> listener = ts.listen("127.0.0.1:0")
+        >>> listener.address
+        '127.0.0.1:...'
+        >>> listener.close()
     """
     settings = _settings(token, idle_timeout, stall_timeout, shared_memory, pool, limit_bytes)
     return Listener(_native.listen(address, settings, ca, cert, key, insecure))
@@ -119,7 +137,7 @@ def _settings(
 
 
 class BlockPoolStats(TypedDict):
-    """The pool of a connection (``pool=``)."""
+    """Statistics of the pool of a connection."""
 
     #: The share of tensors that were received into reused memory, from 0 to 1.
     hit_rate: float
@@ -128,11 +146,11 @@ class BlockPoolStats(TypedDict):
 
 
 class ConnectionStats(TypedDict):
-    """What a connection has done."""
+    """Statistics of a connection."""
 
     sent_bytes: int
     received_bytes: int
-    #: Payload bytes that were copied on their way; the others were read to where they belong.
+    #: Payload bytes that were copied after they were read. The others were read in place.
     copied_bytes: int
     #: Seconds since the connection began.
     seconds: float
@@ -142,8 +160,23 @@ class ConnectionStats(TypedDict):
 class Connection:
     """One side of a connection. One thread can use it at a time.
 
-    A tensor must not be written to until ``send`` returns. Delivery of what was sent is only
-    certain after ``close``, or the end of a ``with`` block.
+    A tensor must not be written to until ``send`` returns. Delivery is only certain after
+    ``close``, or the end of a ``with`` block.
+
+    Examples:
+        >>> import tensorstream as ts, threading, torch
+        >>> listener = ts.listen("unix:a.socket")
+        >>> def send():
+        ...     with ts.connect("unix:a.socket") as connection:
+        ...         connection.send(torch.arange(3), "a")
+        >>> thread = threading.Thread(target=send)
+        >>> thread.start()
+        >>> with listener.accept() as connection:
+        ...     for tensor in connection:
+        ...         print(tensor.name, tensor.to_torch())
+        a tensor([0, 1, 2])
+        >>> thread.join()
+        >>> listener.close()
     """
 
     def __init__(self, native: _native.Connection) -> None:
@@ -170,7 +203,7 @@ class Connection:
             tensor: A ``Tensor``, or any object in host memory that supports DLPack. Strides
                 are preserved.
             name: Its name at the receiver.
-            metadata: Further text for the receiver.
+            metadata: Text by key, for the receiver.
             compression: A codec for the payload.
             checksums: Whether to send checksums, which the receiver verifies.
             progress: Called about ten times a second with the bytes sent and to be sent.
@@ -179,9 +212,9 @@ class Connection:
             ConnectionLost: The other side is gone, or has cancelled.
             ConnectionTimeout: It is silent, or makes no progress.
         """
-        given = _tensor(tensor, name, metadata)
+        described = _tensor(tensor, name, metadata)
         self._native._send(
-            [(given, 0, False)], compression=compression, checksums=checksums, progress=progress
+            [(described, 0, False)], compression=compression, checksums=checksums, progress=progress
         )
 
     def send_state_dict(
@@ -192,7 +225,7 @@ class Connection:
         checksums: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Sends named tensors. Blocks as ``send``, whose arguments it has.
+        """Sends named tensors. Blocks as ``send``, and has the same arguments.
 
         Tensors that share a storage, such as tied weights, share one at the receiver. Its bytes are
         sent once.
@@ -228,12 +261,12 @@ class Connection:
             A ``Tensor``, the bytes of a message, or None at the end.
 
         Raises:
-            ConnectionTimeout: Nothing arrived within ``timeout``. The connection stays usable. Or
-                the other side is silent.
+            ConnectionTimeout: Nothing arrived within ``timeout``, and the connection stays usable.
+                Or the other side is silent.
             ConnectionLost: The other side is gone.
-            OutOfMemoryError: There is no memory for the tensor. The connection stays usable.
+            OutOfMemoryError: There is not enough memory for the tensor. The connection stays usable.
         """
-        target = None if into is None else Tensor.from_dlpack(_plain(into))
+        target = None if into is None else Tensor.from_dlpack(_detached(into))
         received: Tensor | bytes | None = self._native._recv(
             into=target, timeout=timeout, progress=progress
         )
@@ -242,7 +275,7 @@ class Connection:
     def recv_state_dict(
         self, *, timeout: float | None = None, progress: Callable[[int], object] | None = None
     ) -> dict[str, Tensor] | None:
-        """Returns what ``send_state_dict`` has sent, or None at the end. Blocks.
+        """Returns the tensors of one ``send_state_dict`` by name, or None at the end. Blocks.
 
         Arguments and errors are those of ``recv``. After a timeout, the next call continues.
         """
@@ -250,16 +283,19 @@ class Connection:
         return None if tensors is None else {tensor.name: tensor for tensor in tensors}
 
     def stats(self) -> ConnectionStats:
-        """Returns what the connection has done."""
+        """Returns the statistics of the connection."""
         return self._native.stats()
 
     def close(self, reason: str = "it was closed") -> None:
-        """Ends the connection after everything that was sent. Blocks until the system of the other
-        side has it, which may be before it is read. Does nothing if it is closed."""
+        """Closes the connection after everything that was sent.
+
+        Blocks until the operating system of the other side has received it, which may be before it
+        is read. Does nothing if the connection is already closed.
+        """
         self._native.close(reason)
 
     def __iter__(self) -> Iterator[Tensor | bytes]:
-        """Receives until the end."""
+        """Yields tensors and messages until the end."""
         while (received := self.recv()) is not None:
             yield received
 
@@ -274,7 +310,21 @@ class Connection:
 
 
 class Listener:
-    """Accepts connections."""
+    """Accepts connections.
+
+    Examples:
+        >>> import tensorstream as ts, threading
+        >>> def client(address):
+        ...     with ts.connect(address) as connection:
+        ...         connection.send_message(b"hello")
+        >>> with ts.listen("127.0.0.1:0") as listener:
+        ...     thread = threading.Thread(target=client, args=[listener.address])
+        ...     thread.start()
+        ...     with listener.accept() as connection:
+        ...         print(connection.recv())
+        ...     thread.join()
+        b'hello'
+    """
 
     def __init__(self, native: _native.Listener) -> None:
         self._native = native
@@ -287,14 +337,14 @@ class Listener:
     def accept(self, *, timeout: float | None = None) -> Connection:
         """Returns the next connection, after its handshake. Blocks.
 
-        Clients that do not complete the handshake delay no others. They are logged to the logger
+        Clients that do not complete the handshake do not delay others. Each is logged to the logger
         "tensorstream".
 
         Args:
             timeout: Seconds to wait.
 
         Raises:
-            ConnectionTimeout: Nobody connected within ``timeout``.
+            ConnectionTimeout: No client connected within ``timeout``.
         """
         return Connection(self._native.accept(timeout, _log_refusal))
 
@@ -310,23 +360,26 @@ class Listener:
 
 
 def _log_refusal(peer: str, reason: str) -> None:
-    logging.getLogger("tensorstream").warning("refused %s: %s", peer, reason)
+    logging.getLogger("tensorstream").warning("refused a connection from %s: %s", peer, reason)
 
 
-def _plain(tensor: Any) -> Any:
+def _detached(tensor: Any) -> Any:
     """Detaches a tensor: DLPack does not carry gradients."""
     return tensor.detach() if hasattr(tensor, "detach") else tensor
 
 
 def _tensor(tensor: Any, name: str | None, metadata: Mapping[str, str] | None = None) -> Tensor:
     return Tensor.from_dlpack(
-        _plain(tensor), name=name, metadata=None if metadata is None else dict(metadata)
+        _detached(tensor), name=name, metadata=None if metadata is None else dict(metadata)
     )
 
 
 def _by_storage(tensors: Mapping[str, Any]) -> Iterator[tuple[Tensor, int, bool]]:
-    """Groups tensors by storage. Yields each with the number of its storage, if it is shared, and
-    whether others of it follow."""
+    """Groups tensors by storage, and yields each with two values for the native module.
+
+    They are the number of its storage, or 0 if no other tensor shares it, and whether more tensors
+    of the storage follow.
+    """
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         shared = hasattr(tensor, "untyped_storage") and tensor.device.type == "cpu"
@@ -338,7 +391,7 @@ def _by_storage(tensors: Mapping[str, Any]) -> Iterator[tuple[Tensor, int, bool]
             continue
         whole = _native.Tensor.from_dlpack(_bytes_of(tensors[names[0]]))
         for at, name in enumerate(names):
-            view = _plain(tensors[name])
+            view = _detached(tensors[name])
             offset = view.storage_offset() * view.element_size()
             part = whole._view(name, str(view.dtype), list(view.shape), list(view.stride()), offset)
             yield part, number, at + 1 < len(names)
