@@ -22,7 +22,7 @@ use crate::wire::{Settings, acceptor};
 
 /// How long a session is kept after its connection was lost.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the process of one session waits at its end for the threads that serve.
+/// How long the process of one session waits for its serving threads when it ends.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long the process of one session waits for its first connection.
 const FIRST_CONNECTION_TIMEOUT: Duration = Duration::from_secs(5);

@@ -63,7 +63,7 @@ impl Storages {
         Ok(values)
     }
 
-    /// Stores a tensor where the client has planned it. Other outputs need not be stored.
+    /// Stores a tensor in the storage that the client has planned. Does nothing for other outputs.
     fn store_planned(
         &mut self,
         backend: &Backend,

@@ -86,8 +86,8 @@ impl Storages {
         self.finish_upload(py, number, offset)
     }
 
-    /// Returns host memory to receive a part of a storage to: that part, or staging memory if the
-    /// storage is not on the host. [`finish_upload`](Self::finish_upload) must follow.
+    /// Returns host memory for an upload to a part of a storage: the part itself, or staging memory
+    /// if the storage is not on the host. [`finish_upload`](Self::finish_upload) must follow.
     pub(super) fn upload_target(
         &mut self,
         py: Python<'_>,
@@ -119,7 +119,7 @@ impl Storages {
             .ok_or_else(|| refused(format!("storage {number} is not writable on the host")))
     }
 
-    /// Copies staging memory to its storage, if the upload went there.
+    /// Copies staging memory to the storage, if the upload used it.
     pub(super) fn finish_upload(
         &mut self,
         py: Python<'_>,
