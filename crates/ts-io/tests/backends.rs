@@ -187,6 +187,9 @@ mod linux {
         std::fs::write(&file, "request_bytes = 1048576\nin_flight = 2\n").unwrap();
         let expected = Tuning::default().with_request_bytes(1 << 20).with_in_flight(2);
         assert_eq!(tuner.tuning(&source, &budget, &mut never).unwrap(), expected);
-        assert_eq!(Tuner::disabled().tuning(&source, &budget, &mut never).unwrap(), Tuning::default());
+        assert_eq!(
+            Tuner::disabled().tuning(&source, &budget, &mut never).unwrap(),
+            Tuning::default()
+        );
     }
 }

@@ -95,7 +95,12 @@ impl<D: Device> SlotPool<D> {
     ) -> Result<Self, ts_pool::Error> {
         let reservation = budget.reserve(bytes)?;
         let host = HostPool::for_device(device, &Budget::new(staging_bytes), staging_bytes)?;
-        let options = OrderedOptions::default().with_backing(Backing::Segments).with_kind(MemoryKind::Device).with_segment_bytes(bytes).with_limit_bytes(bytes).with_granule_bytes(BLOCK_ALIGN);
+        let options = OrderedOptions::default()
+            .with_backing(Backing::Segments)
+            .with_kind(MemoryKind::Device)
+            .with_segment_bytes(bytes)
+            .with_limit_bytes(bytes)
+            .with_granule_bytes(BLOCK_ALIGN);
         let (pool, stream) = (
             StreamOrderedPool::new(device.clone(), options),
             device.create_stream(StreamPriority::Normal)?,
