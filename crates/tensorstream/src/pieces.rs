@@ -23,13 +23,17 @@ pub(crate) fn thread_count(jobs: usize) -> usize {
     if jobs > 0 { jobs } else { std::thread::available_parallelism().map_or(1, usize::from) }
 }
 
-/// Calls `work` for each piece of tensors with these lengths, on several threads, and `take` for
-/// each result, on the calling thread and in any order. Returns the first error.
+/// Splits tensors of these lengths into pieces, and processes them on several threads. Blocks.
 ///
-/// A piece has `piece_len` bytes, or the rest of its tensor. `work` gets the index of the tensor,
-/// the offset of the piece in it, and the length of the piece. Each thread has a state that `init`
-/// creates, with up to two readers. With readers of the pool, `jobs` threads decode and compare at
-/// a time, and the others wait for storage.
+/// A piece has `piece_len` bytes, or the rest of its tensor. `work` runs on a worker thread, and
+/// gets the index of the tensor, the offset of the piece in it, and the length of the piece. `take`
+/// gets each result, in any order, on the calling thread.
+///
+/// `init` creates the state of each worker, with up to two readers of the pool. These let at most
+/// `jobs` workers decode and compare at a time; the others wait for storage.
+///
+/// # Errors
+/// Returns the first error of `work`, or [`Error::Interrupted`] if `watch` returns true.
 pub(crate) fn for_each_piece<S, T: Send>(
     lens: &[u64],
     piece_len: u64,

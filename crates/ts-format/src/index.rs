@@ -232,8 +232,11 @@ impl Records {
         if offset >= DATA_START && offset.checked_add(len).is_some_and(|end| end <= self.data_end) {
             return Ok(());
         }
-        let reason =
-            format!("{len} bytes at byte {offset} are not between the superblocks and the index");
+        let reason = format!(
+            "its {len} bytes at byte {offset} are outside the data of the file (bytes \
+             {DATA_START}..{})",
+            self.data_end
+        );
         Err(cursor.error(format!("tensor `{name}`: {reason}")))
     }
 }

@@ -465,7 +465,10 @@ impl ContainerWriter {
                 self.end += len as u64;
                 Ok(offset)
             }
-            Some(pending) => Err(unwritable(&pending.name, "it is uncompressed; use feed".into())),
+            Some(pending) => {
+                let reason = "it is uncompressed; use `feed` instead of `push_chunk`".into();
+                Err(unwritable(&pending.name, reason))
+            }
             None => Err(unwritable("", "no tensor is pending; begin one first".into())),
         }
     }

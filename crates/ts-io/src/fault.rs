@@ -101,7 +101,7 @@ impl Faults {
         })))
     }
 
-    /// Lets all attempts that are, or will be, [`Fault::Stuck`] continue.
+    /// Unblocks all attempts with [`Fault::Stuck`], including later ones.
     pub fn release(&self) {
         if let Some(inner) = &self.0 {
             inner.gate.open();

@@ -23,7 +23,7 @@ pub(crate) enum Interception {
     Truncate(usize),
     /// It fails with this error, without reading.
     Fail(io::Error),
-    /// It starts only after this time.
+    /// It starts after this delay.
     Delay(Duration),
     /// It starts only after the gate opens.
     Block(Arc<Gate>),

@@ -51,8 +51,8 @@ impl Progress {
         }
     }
 
-    /// Returns the next step, or `None` at the end. Changes only through
-    /// [`advance`](Self::advance).
+    /// Returns the next step, or `None` at the end. Only [`advance`](Self::advance) moves on to
+    /// another step.
     pub(crate) fn step(&self) -> Option<Step> {
         let (offset, at, left) = (self.offset + self.done as u64, self.done, self.len - self.done);
         if left == 0 || self.ended || offset >= self.file_len {

@@ -28,9 +28,8 @@ pub struct Fingerprint {
     pub len: u64,
     /// Time of the last write to the content.
     pub modified: Option<SystemTime>,
-    /// Time of the last change to content or attributes, in nanoseconds since 1970, and these
-    /// attributes: link count, mode, owner, group. Unlike `modified`, programs cannot set this time
-    /// back. `None` where the system has no such time.
+    /// The ctime in nanoseconds since 1970, and the link count, mode, owner and group. Unlike
+    /// `modified`, programs cannot set the ctime back. `None` where the system has no ctime.
     pub changed: Option<(i128, [u64; 4])>,
     /// The ETag of this version of an object.
     pub etag: Option<String>,
@@ -139,7 +138,8 @@ impl Source {
         self.len() == 0
     }
 
-    /// The state when the source was opened. For bytes in memory this is only their length.
+    /// Returns the state of the file or object when it was opened. For bytes in memory, this is
+    /// only their length.
     pub fn fingerprint(&self) -> &Fingerprint {
         self.origin.fingerprint()
     }

@@ -85,12 +85,13 @@ impl Writer {
     /// Creates a writer that starts at byte `begin` of `file`, which must be open for reading and
     /// writing.
     ///
-    /// Reserves disk space for `expected` bytes, so that a full disk is reported before the work.
+    /// Reserves disk space for `expected` bytes, so that a full disk is reported before any write.
     /// Error messages name `path`.
     ///
     /// # Errors
     /// Returns [`Error::Write`] if there is not enough disk space or the file cannot be accessed,
-    /// [`Error::Memory`] if the buffers cannot be allocated, and [`Error::Thread`].
+    /// [`Error::Memory`] if the buffers cannot be allocated, and [`Error::Thread`] if the thread
+    /// for direct writes cannot be started.
     pub fn new(
         file: File,
         path: &Path,

@@ -41,8 +41,8 @@ impl BlockId {
     }
 }
 
-/// The owner of a block: only it can allocate the block again, unless the block is reused_across_streams or given
-/// to another owner.
+/// The owner of a block. Only the owner can allocate the block again, until
+/// [`OffsetAllocator::steal`] or [`OffsetAllocator::give`] transfers it to another owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Owner(pub(crate) u16);
 

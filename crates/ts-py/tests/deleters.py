@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors that are dropped in every order, for `cargo xtask valgrind` to watch: without torch,
-which takes too long.
+"""Drops tensors in every order under `cargo xtask valgrind`. Does not import torch, which is slow.
 
-With `twice` a tensor's memory is given back twice, which must be found.
+With the argument `twice`, it frees a tensor twice, which valgrind must report.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ def others() -> None:
     del own
     view[3] = 1
     assert view.sum() == 10
-    elsewhere = [np.from_dlpack(ts.Tensor.zeros([5], "int8"))]
-    thread = threading.Thread(target=elsewhere.clear)
+    holders = [np.from_dlpack(ts.Tensor.zeros([5], "int8"))]
+    thread = threading.Thread(target=holders.clear)
     thread.start()
     thread.join()
     backwards = ts.Tensor.from_dlpack(np.zeros((4, 4))[::-1, 1])
     assert bytes(memoryview(backwards)) == bytes(32)
-    ts.Tensor.zeros([3], "float32").to_dlpack()  # nobody takes it
+    ts.Tensor.zeros([3], "float32").to_dlpack()  # never consumed
 
 
 def twice() -> None:
@@ -52,7 +51,7 @@ def twice() -> None:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     managed = pointer(capsule, b"dltensor")
-    # The last member of the structure, behind the tensor's 48 bytes and the context.
+    # The last member of the structure, after the 48 bytes of the tensor and the context.
     deleter = ctypes.cast(managed + 56, ctypes.POINTER(ctypes.c_void_p))[0]
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(deleter)(managed)
     del capsule

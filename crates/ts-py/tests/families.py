@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Small models with random weights of many transformers families, and what to feed them."""
+"""Small models of many transformers families, with random weights and inputs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Inputs = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Family:
-    """A model class, its configuration, and inputs for a batch size."""
+    """A model class, its configuration, and a function that creates inputs."""
 
     model_class: str
     config: Callable[[], Any]
     inputs: Callable[[int], Inputs]
-    #: Whether `generate` is compared as well.
+    #: Whether to compare ``generate`` too.
     generates: bool = False
 
 
@@ -61,7 +61,7 @@ def clip(batch: int) -> Inputs:
 
 def llava(batch: int) -> Inputs:
     tokens = ids(batch, 24)
-    tokens[:, 2:18] = 121  # the image's places: (32 / 8)^2 patches
+    tokens[:, 2:18] = 121  # tokens of the image: (32 / 8)^2 patches
     return {"input_ids": tokens, **image()(batch)}
 
 
@@ -113,7 +113,7 @@ def depth() -> dict[str, Any]:
 
 
 def seeing(batch: int) -> torch.Tensor:
-    """Tokens that begin with four places of an image."""
+    """Returns tokens that start with four image tokens."""
     return torch.cat([torch.full((batch, 4), 121), ids(batch, 5)], dim=1)
 
 
@@ -188,7 +188,7 @@ FAMILIES: dict[str, Family] = {
         mel,
         generates=True,
     ),
-    # The hard ones.
+    # Unusual architectures.
     "wav2vec2": Family(  # weight norm: a parametrised convolution
         "Wav2Vec2ForCTC",
         lambda: hf.Wav2Vec2Config(
@@ -205,13 +205,13 @@ FAMILIES: dict[str, Family] = {
         ),
         wave,
     ),
-    "mamba": Family(  # parameters used by the module itself, beside its children
+    "mamba": Family(  # a module that owns parameters and has children
         "MambaForCausalLM",
         lambda: hf.MambaConfig(hidden_size=64, num_hidden_layers=3, vocab_size=128, state_size=8),
         text,
         generates=True,
     ),
-    "albert": Family(  # one layer, used again and again
+    "albert": Family(  # one layer that is called repeatedly
         "AlbertForMaskedLM",
         lambda: hf.AlbertConfig(**BASE, embedding_size=32, num_hidden_groups=1),
         text,
@@ -376,7 +376,7 @@ FAMILIES: dict[str, Family] = {
         ),
         lambda batch: {"input_values": wave(batch)["input_values"].unsqueeze(1)},
     ),
-    # Poolers that use another module's weights, views that are kept, assignments while loading.
+    # Poolers that use weights of other modules, kept views, assignments while loading.
     "siglip": Family(
         "SiglipModel", lambda: hf.SiglipConfig(text_config=BASE, vision_config=VISION), clip
     ),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""PyTorch's attention modules, whose fast paths take the weights of a whole layer.
+"""PyTorch's attention modules, whose fast paths need all weights of a layer at once.
 
-At the smallest budget, at three times that, and with everything resident.
+Tested at the smallest budget, at three times that budget, and with everything in memory.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def transformer(batch_first: bool, norm_first: bool, masked: bool, gelu: bool) -
     "make", [attention, cross_attention, encoder_layer, encoder, decoder, transformer]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_attention_is_bit_identical_whatever_path_is_taken(
+def test_attention_is_bit_identical_on_every_path(
     make: Callable[..., Case], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     for flags in itertools.product((True, False), repeat=4):

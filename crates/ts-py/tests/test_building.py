@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What a loader does to stand-ins gives the bytes that it would give real tensors, or a typed
-error: never others.
-"""
+"""Operations of loaders on symbolic tensors: same bytes as real tensors, or a typed error."""
 
 from __future__ import annotations
 
@@ -44,15 +42,15 @@ def builder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Builder(ts._native.Checkpoint(path))
 
 
-class Streamed(dict[str, Any]):
-    """Stand-ins by name, each made when it is asked for."""
+class SymbolicWeights(dict[str, Any]):
+    """Symbolic tensors by name, created at first use."""
 
     def __init__(self, builder: Builder) -> None:
         super().__init__()
         self.builder = builder
 
     def __missing__(self, name: str) -> SymbolicTensor:
-        self[name] = self.builder.stand_in(name)
+        self[name] = self.builder.symbolic(name)
         return self[name]
 
 
@@ -62,8 +60,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check(builder: Builder, program: Program) -> SymbolicTensor:
-    """The bytes of a program's result, whole and in pieces of a small and a large budget."""
-    expected, result = program(weights()), program(Streamed(builder))
+    """Compares the result of a program, as a whole and in pieces under two budgets."""
+    expected, result = program(weights()), program(SymbolicWeights(builder))
     assert isinstance(result, SymbolicTensor)
     assert (result.shape, result.dtype, result.stride()) == (
         expected.shape,
@@ -78,8 +76,8 @@ def check(builder: Builder, program: Program) -> SymbolicTensor:
     return result
 
 
-#: Those that only rearrange bytes, on operands whose runs are long enough.
-PLACED: dict[str, Program] = {
+#: Programs that only rearrange bytes, in ranges that are long enough.
+REARRANGED: dict[str, Program] = {
     "itself": lambda w: w["a"],
     "rows": lambda w: w["a"][1:3],
     "a row": lambda w: w["a"][-1],
@@ -106,7 +104,7 @@ PLACED: dict[str, Program] = {
     "same dtype": lambda w: w["a"].to(torch.float32, copy=True),
     "transposed ones": lambda w: w["a"][:1].transpose(0, 0),
 }
-#: Those that must be computed.
+#: Programs whose results have to be computed.
 COMPUTED: dict[str, Program] = {
     "cast": lambda w: w["small"].bfloat16(),
     "wider": lambda w: w["half"].double(),
@@ -145,9 +143,11 @@ def less_its_mean(x: torch.Tensor) -> torch.Tensor:
     return x.sub_(x.mean())
 
 
-@pytest.mark.parametrize("name", PLACED)
-def test_rearranged_bytes_are_found_where_they_lie(builder: Builder, name: str) -> None:
-    assert isinstance(check(builder, PLACED[name]).source, Source), "no byte is copied"
+@pytest.mark.parametrize("name", REARRANGED)
+def test_rearranged_bytes_are_read_in_place(builder: Builder, name: str) -> None:
+    assert isinstance(check(builder, REARRANGED[name]).source, Source), (
+        "the bytes are read in place"
+    )
 
 
 @pytest.mark.parametrize("name", COMPUTED)
@@ -155,9 +155,9 @@ def test_changed_bytes_are_computed(builder: Builder, name: str) -> None:
     assert not isinstance(check(builder, COMPUTED[name]).source, Source)
 
 
-def test_operands_are_taken_as_they_were(builder: Builder) -> None:
+def test_later_writes_do_not_change_recorded_operands(builder: Builder) -> None:
     factor = torch.arange(6.0)
-    w = Streamed(builder)
+    w = SymbolicWeights(builder)
     product, plus = w["small"] * factor, w["small"] + 1
     factor.zero_()
     w["small"].add_(9)
@@ -178,21 +178,19 @@ WRITES: dict[str, Program] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_writes_through_views_reach_all_that_look_at_the_same_bytes(
-    builder: Builder, name: str
-) -> None:
-    w, real = Streamed(builder), weights()
-    looks = {key: [w[key][1:], w[key].mT, w[key].detach()] for key in ("a", "small")}
+def test_writes_through_views_reach_all_views(builder: Builder, name: str) -> None:
+    w, real = SymbolicWeights(builder), weights()
+    views_of = {key: [w[key][1:], w[key].mT, w[key].detach()] for key in ("a", "small")}
     WRITES[name](w)
-    WRITES[name](real)  # type: ignore[arg-type]  # tensors as well
-    for key, views in looks.items():
+    WRITES[name](real)  # type: ignore[arg-type]  # tensors too
+    for key, views in views_of.items():
         assert same(builder.materialize(w[key]), real[key])
         for view, expected in zip(views, [real[key][1:], real[key].mT, real[key]], strict=True):
             assert same(builder.materialize(view), expected)  # type: ignore[arg-type]
 
 
-def test_what_only_has_a_tensor_s_shape_is_an_ordinary_tensor(builder: Builder) -> None:
-    w = Streamed(builder)
+def test_factories_return_ordinary_tensors(builder: Builder) -> None:
+    w = SymbolicWeights(builder)
     made = torch.zeros_like(w["a"])
     made[:, 1] = 4.0
     assert type(made) is torch.Tensor
@@ -211,22 +209,22 @@ REFUSED: dict[str, Program] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_recorded_is_refused(builder: Builder, name: str) -> None:
-    w = Streamed(builder)
+def test_unsupported_operations_are_refused_without_changes(builder: Builder, name: str) -> None:
+    w = SymbolicWeights(builder)
     with pytest.raises(ts.ModelError):
         REFUSED[name](w)
     for key, tensor in w.items():
-        assert same(builder.materialize(tensor), weights()[key]), "and nothing has changed"
+        assert same(builder.materialize(tensor), weights()[key]), "nothing has changed"
 
 
-def test_data_of_the_same_shape_is_taken_over(builder: Builder) -> None:
-    w = Streamed(builder)
+def test_data_can_be_set_to_a_tensor_of_equal_shape(builder: Builder) -> None:
+    w = SymbolicWeights(builder)
     w["small"].data = w["small"] * 2
     assert same(builder.materialize(w["small"]), weights()["small"] * 2)
 
 
-def test_values_that_decide_are_read(builder: Builder) -> None:
-    w, real = Streamed(builder), weights()
+def test_operations_that_need_values_read_them(builder: Builder) -> None:
+    w, real = SymbolicWeights(builder), weights()
     assert torch.equal(w["small"], w["small"])
     assert not torch.equal(w["a"], w["b"])
     assert w["small"].sum().item() == real["small"].sum().item()
@@ -234,8 +232,8 @@ def test_values_that_decide_are_read(builder: Builder) -> None:
     assert real["small"].copy_(w["half"]).equal(real["half"].float())
 
 
-def test_random_programs(builder: Builder) -> None:
-    """Views, joins and casts in any order, against real tensors."""
+def test_random_programs_match_real_tensors(builder: Builder) -> None:
+    """Compares random sequences of views, joins and casts with real tensors."""
     rng = random.Random(0)
     steps: list[Callable[[Any, Any], Any]] = [
         lambda x, r: x[r.randrange(x.shape[0])] if x.dim() > 1 else x,
@@ -265,11 +263,11 @@ def test_random_programs(builder: Builder) -> None:
         check(builder, program)
 
 
-def test_a_slice_of_a_checked_tensor_is_no_damage(tmp_path: Path) -> None:
+def test_a_slice_of_a_checksummed_tensor_is_read(tmp_path: Path) -> None:
     ts.save_file({"a": torch.randn(8, 3)}, tmp_path / "model.ts")
     checkpoint = ts._native.Checkpoint(tmp_path)
     module = nn.Linear(3, 4, bias=False, device="meta")
-    module.weight = nn.Parameter(Builder(checkpoint).stand_in("a").chunk(2)[0], requires_grad=False)
+    module.weight = nn.Parameter(Builder(checkpoint).symbolic("a").chunk(2)[0], requires_grad=False)
     attach(module, ts.Config(budget="1MiB"), checkpoint)
     assert same(leased(module.weight), ts.load_file(tmp_path)["a"][:4])
 
@@ -277,18 +275,18 @@ def test_a_slice_of_a_checked_tensor_is_no_damage(tmp_path: Path) -> None:
 def test_a_part_of_a_computed_tensor_keeps_its_phase(tmp_path: Path) -> None:
     ts.save_file({"a": torch.randn(8, 3).half()}, tmp_path / "model.ts")
     checkpoint = ts._native.Checkpoint(tmp_path)
-    second = Builder(checkpoint).stand_in("a").float().chunk(2)[1].contiguous()
+    second = Builder(checkpoint).symbolic("a").float().chunk(2)[1].contiguous()
     module = nn.Linear(3, 4, bias=False, device="meta")
     module.weight = nn.Parameter(second, requires_grad=False)
     attach(module, ts.Config(budget="1MiB", storage_path=tmp_path / "c"), checkpoint)
     assert leased(module.weight).data_ptr() % 64 == 48
 
 
-# --- weights in use: what torch is told about them ---
+# --- weights in use: requires_grad, modes and strides ---
 
 
 class Direct(nn.Module):
-    """Uses its weight itself, beside a child that has some too."""
+    """Uses its own weight, and has a child with weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +302,7 @@ def direct(tmp_path: Path) -> tuple[Direct, Direct, torch.Tensor]:
     torch.manual_seed(0)
     reference, model = Direct(), Direct()
     model.load_state_dict(reference.state_dict())
-    with torch.inference_mode():  # whatever mode it is offloaded in
+    with torch.inference_mode():  # the mode of offloading does not matter
         ts.offload(model, ts.Config(storage_path=tmp_path, budget="44KiB", max_passes=1))
     return reference, model, torch.randn(2, 100, 3)
 
@@ -318,7 +316,7 @@ def test_products_round_as_in_memory(direct: Any, mode: Any) -> None:
     assert not model.w.requires_grad
 
 
-def test_modes_of_other_threads_do_not_matter(direct: Any, tmp_path: Path) -> None:
+def test_modes_of_other_threads_have_no_effect(direct: Any, tmp_path: Path) -> None:
     reference, model, x = direct
     ts.offload(ts.restore(model), ts.Config(storage_path=tmp_path, budget="200KiB", max_passes=2))
     expected_grad = torch.autograd.grad(reference(x.requires_grad_()).sum(), x)[0]
@@ -383,7 +381,8 @@ def ordinary() -> nn.Conv2d:
     return nn.Conv2d(16, 8, 3)
 
 
-# From a checkpoint, which is row-major, those that are so too, whatever their strides say.
+# Checkpoints are row-major. So without `stored`, only convolutions whose channels-last weights are
+# contiguous too.
 @pytest.mark.parametrize(
     ("make", "stored"),
     [

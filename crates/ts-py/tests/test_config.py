@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Settings: what works alone, and how a wrong one is named."""
+"""``Config``: valid settings, presets, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import tensorstream as ts
 import torch
 from safetensors.torch import save_file
-from tensorstream.config import _said
+from tensorstream.config import _warned
 from torch import nn
 
 
@@ -41,13 +41,11 @@ from torch import nn
         ("compression_level", 23, "an integer from 1 to 22"),
     ],
 )
-def test_an_invalid_field_is_named_with_value_and_range(
-    field: str, value: object, wanted: str
-) -> None:
+def test_invalid_field_error_names_value_and_range(field: str, value: object, wanted: str) -> None:
     with pytest.raises(ts.ConfigurationError) as caught:
         ts.Config(**{field: value})  # type: ignore[arg-type]
     assert isinstance(caught.value, ValueError)
-    assert f"Config.{field} = {value!r}" in str(caught.value)
+    assert f"invalid Config.{field}: {value!r}" in str(caught.value)
     assert wanted in str(caught.value)
 
 
@@ -62,7 +60,7 @@ def on_meta(model: nn.Linear) -> nn.Linear:
     return nn.Linear(model.in_features, model.out_features, device="meta")
 
 
-def test_storage_path_alone_works_and_logs_the_budget(
+def test_storage_path_alone_suffices_and_the_budget_is_logged(
     linear: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference, path = linear
@@ -74,14 +72,14 @@ def test_storage_path_alone_works_and_logs_the_budget(
 
 
 @pytest.mark.parametrize("backend", ["auto", "adaptive", "uring", "direct", "buffered", "mmap"])
-def test_every_backend_reads_the_same(linear: Any, backend: str) -> None:
+def test_every_backend_reads_the_same_weights(linear: Any, backend: str) -> None:
     reference, path = linear
     config = ts.Config(budget="1MiB", backend=backend, io_depth=2)
     try:
         model = ts.offload(on_meta(reference), config, checkpoint=path)
     except ts.ConfigurationError as error:
         assert "not available" in str(error)
-        pytest.skip(f"no direct I/O where the test's files are: {error}")
+        pytest.skip(f"the file system of the tests does not support direct I/O: {error}")
     x = torch.randn(3, 64)
     assert torch.equal(model(x), reference(x))
     by_path = ts.stats(model)["read_bytes_by_path"]
@@ -91,15 +89,15 @@ def test_every_backend_reads_the_same(linear: Any, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["CUDA", "GPUDIRECT"])
-def test_a_backend_that_is_not_built_falls_back_and_says_why(linear: Any, backend: str) -> None:
+def test_an_unsupported_backend_warns_and_falls_back(linear: Any, backend: str) -> None:
     reference, path = linear
-    _said.clear()
+    _warned.clear()
     with pytest.warns(
-        ts.NotBuiltWarning, match=rf"BackendType\.{backend}: .* not built yet"
+        ts.NotBuiltWarning, match=rf"BackendType\.{backend}: .* not supported yet"
     ) as caught:
         for _ in range(2):
             config = ts.Config(budget="1MiB", backend=ts.BackendType[backend])
-    assert len(caught) == 1, "it is said once"
+    assert len(caught) == 1, "warns once"
     model = ts.offload(on_meta(reference), config, checkpoint=path)
     x = torch.randn(3, 64)
     assert torch.equal(model(x), reference(x))
@@ -108,10 +106,10 @@ def test_a_backend_that_is_not_built_falls_back_and_says_why(linear: Any, backen
     assert [name for name, _ in stats["passed_over"]] == [backend.lower()]
 
 
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a driver of NVIDIA's")
-def test_gds_without_a_driver_is_refused_at_once(linear: Any) -> None:
-    # pip's nvidia-cufile, whose cuFileDriverOpen never returns without a driver; found once it is
-    # loaded.
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the NVIDIA driver is loaded")
+def test_gds_without_a_driver_is_refused(linear: Any) -> None:
+    # Without a driver, cuFileDriverOpen of the package nvidia-cufile never returns. TensorStream
+    # finds the library once it is loaded.
     library = next((Path(torch.__file__).parents[1] / "nvidia").glob("*/lib/libcufile.so.0"), None)
     if library is None:
         pytest.skip("nvidia-cufile is not installed")
@@ -131,9 +129,7 @@ def test_gds_without_a_driver_is_refused_at_once(linear: Any) -> None:
 
 
 @pytest.mark.parametrize("level", [None, 9])
-def test_weights_are_stored_compressed_and_streamed_from_that(
-    tmp_path: Path, level: int | None
-) -> None:
+def test_weights_are_stored_and_streamed_compressed(tmp_path: Path, level: int | None) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         *(torch.nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(12))
@@ -155,21 +151,21 @@ def test_weights_are_stored_compressed_and_streamed_from_that(
     assert f"-{'auto' if level is None else 'zstd9'}.ts" in file.name
 
 
-def test_checksums_are_compared_as_often_as_was_asked() -> None:
-    asked: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
-    for verify_checksums, wanted in asked.items():
+def test_verify_checksums_sets_the_verification_mode() -> None:
+    modes: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
+    for verify_checksums, wanted in modes.items():
         assert ts.Config(verify_checksums=verify_checksums).settings()["verify"] == wanted
 
 
-def test_io_depth_has_another_name() -> None:
+def test_num_io_threads_is_an_alias_of_io_depth() -> None:
     assert ts.Config(io_depth=3).settings() == ts.Config(num_io_threads=3).settings()
-    with pytest.raises(ts.ConfigurationError, match="give one"):
+    with pytest.raises(ts.ConfigurationError, match="set only one"):
         ts.Config(io_depth=3, num_io_threads=3)
 
 
-def test_other_spellings_of_the_budget() -> None:
-    assert ts.Config(vram_budget_gb=1.5).asked_bytes() == 1_500_000_000
-    with pytest.raises(ts.ConfigurationError, match="given twice"):
+def test_vram_budget_gb_sets_the_budget() -> None:
+    assert ts.Config(vram_budget_gb=1.5).requested_bytes() == 1_500_000_000
+    with pytest.raises(ts.ConfigurationError, match="set only one"):
         ts.Config(vram_budget_gb=1.5, budget="1GB")
 
 
@@ -191,7 +187,7 @@ def test_memory_modes_are_presets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("strategy", list(ts.PrefetchStrategy))
-def test_prefetch_strategies_read_the_same_and_are_felt(
+def test_prefetch_strategies_change_stalls_but_not_results(
     strategy: ts.PrefetchStrategy, tmp_path: Path
 ) -> None:
     reference = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
@@ -207,20 +203,20 @@ def test_prefetch_strategies_read_the_same_and_are_felt(
     stats = ts.stats(model)
     streamed = [unit for unit in stats["units"] if not unit["resident"]]
     if strategy is ts.PrefetchStrategy.NONE:
-        assert all(unit["stalls"] == unit["uses"] for unit in streamed), "each use waits"
+        assert all(unit["stalls"] == unit["uses"] for unit in streamed), "each use waits for a read"
     if strategy is ts.PrefetchStrategy.AGGRESSIVE:
-        assert stats["plan"]["ring_bytes"] >= (config.asked_bytes() or 0) // 2
-    assert stats["reserved_high_water_bytes"] <= (config.asked_bytes() or 0)
+        assert stats["plan"]["ring_bytes"] >= (config.requested_bytes() or 0) // 2
+    assert stats["reserved_high_water_bytes"] <= (config.requested_bytes() or 0)
 
 
-def test_contradictions_are_refused(linear: Any) -> None:
+def test_contradictory_calls_are_refused(linear: Any) -> None:
     reference, path = linear
     with pytest.raises(ts.ConfigurationError, match="given twice"):
         ts.offload(on_meta(reference), ts.Config(budget=1000), checkpoint=path, budget=1000)
     with pytest.raises(ts.ConfigurationError, match="no checkpoint"):
         ts.offload(on_meta(reference))
     model = ts.offload(on_meta(reference), checkpoint=path, budget="1MiB")
-    with pytest.raises(ts.ModelError, match="offloaded already"):
+    with pytest.raises(ts.ModelError, match="already offloaded"):
         ts.offload(model, checkpoint=path, budget="1MiB")
     ts.restore(model)
     for call in (ts.stats, ts.restore):
@@ -228,7 +224,7 @@ def test_contradictions_are_refused(linear: Any) -> None:
             call(model)
 
 
-def test_a_plan_explains_itself(minilm: Path) -> None:
+def test_a_plan_has_sizes_and_a_table(minilm: Path) -> None:
     plan = ts.plan(minilm, budget="60MiB")
     assert plan.peak_bytes <= plan.budget_bytes == 60 << 20
     assert plan.smallest_budget_bytes < plan.budget_bytes

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Diffusion transformers, which keep views of their own tables across their children, at the
-smallest budget.
+"""Diffusion transformers at the smallest budget. They keep views of their tables while their
+children run.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def stable_audio3() -> Made:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [ltx2, flux, pixart, same, stable_audio3])
 @pytest.mark.parametrize("times", [1, 3])
-def test_bit_identical_at_the_smallest_budget(
+def test_diffusers_are_bit_identical_at_the_smallest_budget(
     make: Callable[[], Made], times: int, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)

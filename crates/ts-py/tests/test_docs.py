@@ -26,15 +26,16 @@ _BLOCK = re.compile(
 _README_WORDS, _README_LINES = 700, 120
 #: Modules whose docstrings have examples.
 MODULES = [
-    "tensorstream.files._convert",
-    "tensorstream.files._state_dict",
-    "tensorstream.streaming._offload",
-    "tensorstream.streaming._plan",
-    "tensorstream.files._safe_open",
     "tensorstream.config",
+    "tensorstream.files._convert",
+    "tensorstream.files._safe_open",
+    "tensorstream.files._state_dict",
     "tensorstream.numpy",
     "tensorstream.remote.client._machine",
     "tensorstream.remote.client._trace",
+    "tensorstream.streaming._offload",
+    "tensorstream.streaming._plan",
+    "tensorstream.wire._connection",
 ]
 
 
@@ -57,7 +58,7 @@ def name(page: Path) -> str:
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
-def test_every_block_of_a_page_runs(
+def test_code_blocks_of_pages_run(
     page: Path, llama: Llama, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "path" / "to").mkdir(parents=True)
@@ -65,7 +66,7 @@ def test_every_block_of_a_page_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    # What the pages leave to the reader.
+    # Names that the pages use without defining them.
     names = {
         "ids": torch.tensor([[1, 2, 3]]),
         "my_model": nn.Sequential(nn.Linear(3, 3), nn.ReLU()),
@@ -88,7 +89,7 @@ def test_every_block_of_a_page_runs(
 
 
 def without_numbers(text: str) -> list[str]:
-    # Figures and paths depend on the machine and its page cache.
+    # Numbers and I/O paths depend on the machine and its page cache.
     text = re.sub(r"\((?:buffered|direct)[^)]*\)", "(by some path)", text)
     return [
         re.sub(r"[\d.]+", "#", re.sub(r" +", " ", line)).strip()
@@ -97,7 +98,7 @@ def without_numbers(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_the_examples_of_docstrings_run(
+def test_docstring_examples_run(
     module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -106,7 +107,7 @@ def test_the_examples_of_docstrings_run(
     assert found.attempted and not found.failed
 
 
-def test_blocks_that_do_not_run_say_why() -> None:
+def test_skipped_blocks_have_a_reason() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         # Rust blocks run as doctests of the crate tensorstream.

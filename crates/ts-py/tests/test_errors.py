@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Failures are typed errors that say what, where and why; the model works afterwards."""
+"""Failures raise typed errors with file, tensor and cause, and leave the model usable."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def shards(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
 
-def rewrite(file: Path, change: dict[str, torch.Tensor | None]) -> None:
+def rewrite(file: Path, changes: dict[str, torch.Tensor | None]) -> None:
     tensors = load_file(file)
-    for name, tensor in change.items():
+    for name, tensor in changes.items():
         tensors.pop(name)
         if tensor is not None:
             tensors[name] = tensor
@@ -35,7 +35,7 @@ def rewrite(file: Path, change: dict[str, torch.Tensor | None]) -> None:
 
 
 @pytest.mark.critical
-def test_a_budget_that_can_never_work_is_refused_before_the_first_read(minilm: Path) -> None:
+def test_a_budget_that_is_too_small_is_refused_before_reading(minilm: Path) -> None:
     with pytest.raises(ts.BudgetError) as caught:
         ts.from_pretrained(minilm, budget="40MiB")
     assert isinstance(caught.value, MemoryError)
@@ -50,7 +50,7 @@ def test_a_budget_that_can_never_work_is_refused_before_the_first_read(minilm: P
         model(IDS)
 
 
-def test_a_truncated_shard(llama: Llama) -> None:
+def test_a_truncated_shard_is_an_error(llama: Llama) -> None:
     path = llama(shard_size="300KB")
     victim = shards(path)[1]
     os.truncate(victim, victim.stat().st_size - 1000)
@@ -60,7 +60,7 @@ def test_a_truncated_shard(llama: Llama) -> None:
         ts.from_pretrained(path, budget="1MiB")
 
 
-def test_a_missing_shard(llama: Llama) -> None:
+def test_a_missing_shard_is_an_error(llama: Llama) -> None:
     path = llama(shard_size="300KB")
     victim = shards(path)[1]
     victim.unlink()
@@ -69,7 +69,7 @@ def test_a_missing_shard(llama: Llama) -> None:
     assert isinstance(caught.value, ts.TensorStreamError)
 
 
-def test_a_missing_tensor(llama: Llama) -> None:
+def test_a_missing_tensor_is_an_error(llama: Llama) -> None:
     path = llama()
     rewrite(shards(path)[0], {"model.layers.2.mlp.up_proj.weight": None})
     with pytest.raises(ts.MissingTensorError, match=r"model\.layers\.2\.mlp\.up_proj\.weight"):
@@ -77,13 +77,13 @@ def test_a_missing_tensor(llama: Llama) -> None:
     with torch.device("meta"):
         model = torch.nn.Linear(3, 4)
     with pytest.raises(
-        KeyError, match=r"tensor `weight` of the model is not in .*model\.safetensors"
+        KeyError, match=r"the model needs tensor `weight`, which is not in .*model\.safetensors"
     ):
         ts.offload(model, checkpoint=path, budget="1MiB")
-    assert model.weight.is_meta, "a model that was refused is as it was"
+    assert model.weight.is_meta, "the model is unchanged"
 
 
-def test_a_tensor_the_index_lists_and_no_shard_has(llama: Llama) -> None:
+def test_an_indexed_tensor_that_no_shard_has_is_an_error(llama: Llama) -> None:
     path = llama(shard_size="300KB")
     index = path / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -95,7 +95,7 @@ def test_a_tensor_the_index_lists_and_no_shard_has(llama: Llama) -> None:
         ts.from_pretrained(path, budget="1MiB")
 
 
-def test_a_wrong_shape_and_a_wrong_dtype(llama: Llama) -> None:
+def test_a_wrong_shape_or_dtype_is_an_error(llama: Llama) -> None:
     path = llama()
     name = "model.layers.1.self_attn.q_proj.weight"
     rewrite(shards(path)[0], {name: torch.zeros(5, 7)})
@@ -112,28 +112,28 @@ def test_a_wrong_shape_and_a_wrong_dtype(llama: Llama) -> None:
         ts.offload(model, checkpoint=path, budget="1MiB")
 
 
-def test_an_empty_directory_and_no_directory(tmp_path: Path) -> None:
+def test_a_missing_or_empty_directory_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(FileNotFoundError, match=str(path)) as caught:
             ts.from_pretrained(path, budget="1MiB")
         assert isinstance(caught.value, ts.CheckpointNotFoundError)
 
 
-def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_an_invalid_file_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"\x80" * 400)
     with pytest.raises(ts.CheckpointError, match=r"model\.safetensors: byte 0: "):
         ts.plan(file, budget="1MiB")
 
 
-def test_no_permission() -> None:
+def test_missing_permission_is_an_error() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         path.chmod(0o755)
         save_file({"weight": torch.zeros(4)}, path / "model.safetensors")
         (path / "model.safetensors").chmod(0)
         root = os.geteuid() == 0
-        if root:  # to root all files are open
+        if root:  # root can open all files
             os.seteuid(65534)
         try:
             with pytest.raises(PermissionError, match=r"model\.safetensors: cannot open") as caught:
@@ -144,17 +144,17 @@ def test_no_permission() -> None:
         assert isinstance(caught.value, ts.CheckpointPermissionError)
 
 
-@pytest.mark.parametrize("harm", ["truncate", "replace", "write"])
-def test_a_file_harmed_while_it_is_streamed(llama: Llama, harm: str) -> None:
+@pytest.mark.parametrize("change", ["truncate", "replace", "write"])
+def test_changing_a_streamed_file_is_an_error(llama: Llama, change: str) -> None:
     path = llama()
     model = ts.from_pretrained(path, budget="300KiB")
     with torch.inference_mode():
         expected = model(IDS).logits
     file = shards(path)[0]
     content = file.read_bytes()
-    if harm == "truncate":
+    if change == "truncate":
         os.truncate(file, len(content) // 3)
-    elif harm == "replace":
+    elif change == "replace":
         (path / "new").write_bytes(bytes(len(content)))
         (path / "new").rename(file)
     else:
@@ -162,8 +162,8 @@ def test_a_file_harmed_while_it_is_streamed(llama: Llama, harm: str) -> None:
             handle.seek(len(content) // 2)
             handle.write(b"\xff" * 4096)
     with torch.inference_mode():
-        # What was read ahead before the harm may serve a visit each; then an error, and no wrong
-        # number.
+        # Prefetched units may each be used once more. After that, there is an error and no wrong
+        # result.
         with pytest.raises(
             ts.CheckpointChangedError, match=r"tensor `.*model\.safetensors.*byte \d+"
         ) as caught:

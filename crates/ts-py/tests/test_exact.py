@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Streamed outputs are those of transformers' own from_pretrained, bit for bit."""
+"""Outputs are bit-identical to those of transformers' own ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SENTENCES = [
 
 
 def decode(model: torch.nn.Module, batch: int, steps: int = 6) -> list[torch.Tensor]:
-    """Logits of a prefill and of greedy decode steps, then the tokens."""
+    """Returns the logits of a prefill and of greedy decode steps, and the tokens."""
     ids = (torch.arange(batch * 9).reshape(batch, 9) * 7 + 3) % 131
     outputs, past, tokens = [], None, []
     with torch.inference_mode():
@@ -52,13 +52,15 @@ def test_minilm_under_60_mib_is_bit_identical_for_every_batch(minilm: Path) -> N
     stats = ts.stats(streamed)
     assert stats["reserved_high_water_bytes"] <= stats["budget_bytes"] == 60 << 20
     assert stats["passes"] == 3
-    assert sum(unit["loads"] for unit in stats["units"]) > len(stats["units"]), "it did stream"
+    assert sum(unit["loads"] for unit in stats["units"]) > len(stats["units"]), (
+        "units were streamed"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("data_start", [0, 8])
 @pytest.mark.parametrize("batch", [1, 4])
-def test_llama_prefill_decode_and_tokens(
+def test_llama_prefill_and_decode_are_bit_identical(
     llama: Llama, dtype: torch.dtype, data_start: int, batch: int
 ) -> None:
     path = llama(dtype=dtype, data_start_mod_16=data_start)
@@ -71,7 +73,9 @@ def test_llama_prefill_decode_and_tokens(
 @pytest.mark.parametrize(
     "options", [{"shard_size": "300KB"}, {"tie": True}], ids=["sharded", "tied"]
 )
-def test_sharded_and_tied_checkpoints(llama: Llama, options: dict[str, object]) -> None:
+def test_sharded_and_tied_checkpoints_are_bit_identical(
+    llama: Llama, options: dict[str, object]
+) -> None:
     path = llama(**options)
     expected = decode(LlamaForCausalLM.from_pretrained(path), 2)
     assert_same(decode(ts.from_pretrained(path, budget="400KiB"), 2), expected)
@@ -92,7 +96,7 @@ def test_generate_gives_the_same_tokens(llama: Llama) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_passes", [1, 2])
-def test_two_threads(llama: Llama, max_passes: int) -> None:
+def test_two_threads_can_run_forwards_at_once(llama: Llama, max_passes: int) -> None:
     path = llama()
     expected = {batch: decode(LlamaForCausalLM.from_pretrained(path), batch) for batch in (1, 3)}
     streamed = ts.from_pretrained(path, config=ts.Config(budget="500KiB", max_passes=max_passes))
@@ -142,8 +146,8 @@ def test_a_live_model_of_cloned_weights_keeps_its_own_phase(llama: Llama) -> Non
     assert_same(decode(ts.offload(model, checkpoint=path, budget="3MiB"), 1), expected)
 
 
-def test_every_weight_stands_at_its_reference_s_phase(llama: Llama) -> None:
-    """Invariant "phase", kept."""
+def test_every_weight_has_the_phase_of_the_reference(llama: Llama) -> None:
+    """Compares addresses modulo 64 (the phase) with those of the reference."""
     path = llama()
     reference, streamed = (
         LlamaForCausalLM.from_pretrained(path),
@@ -156,8 +160,8 @@ def test_every_weight_stands_at_its_reference_s_phase(llama: Llama) -> None:
         del here
 
 
-def test_the_phase_rule_is_needed() -> None:
-    """Invariant "phase": without it, f32 results depend on where the weights stand."""
+def test_results_depend_on_the_phase() -> None:
+    """Without equal phases, f32 results depend on the address of the weights."""
     weight, vector, results = torch.randn(260, 1024), torch.randn(1, 1024), []
     for phase in range(0, 64, 4):
         room = torch.empty(weight.numel() + 32)
@@ -166,7 +170,4 @@ def test_the_phase_rule_is_needed() -> None:
         assert placed.data_ptr() % 64 == phase
         results.append(torch.nn.functional.linear(vector, placed))
     if all(torch.equal(result, results[0]) for result in results):
-        pytest.skip(
-            "this CPU's matrix-vector product does not depend on the address: the rule costs "
-            "nothing here"
-        )
+        pytest.skip("the matrix-vector product of this CPU does not depend on the address")

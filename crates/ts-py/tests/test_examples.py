@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Every example runs, and says that what it computed is right."""
+"""Runs every example. Each reports whether its result is correct."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SAYS = {
 }
 
 
-def test_no_example_is_forgotten() -> None:
+def test_every_example_is_tested() -> None:
     assert {file.name for file in EXAMPLES.glob("*.py")} == SAYS.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAYS)
-def test_an_example_runs(name: str, tmp_path: Path) -> None:
+def test_examples_run(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, EXAMPLES / name],

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Families of transformers models: bit-identical under three times their largest unit, and restored
-exactly.
-"""
+"""Families of transformers models, with a budget of about their three largest units."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ Saved = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A checkpoint of a family, as transformers writes it."""
+    """Returns a function that writes a checkpoint of a family with transformers."""
     made: dict[str, Path] = {}
 
     def make(name: str) -> Path:
@@ -46,7 +44,7 @@ def model_class(family: Family) -> Any:
 
 
 def tensors(output: Any) -> list[torch.Tensor]:
-    """All tensors of a model's output, caches apart."""
+    """Returns the tensors of the output of a model, without caches."""
     if isinstance(output, torch.Tensor):
         return [output]
     if hasattr(output, "values"):
@@ -85,13 +83,13 @@ def three_largest_units(path: Path, name: str, **kwargs: Any) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_bit_identical_within_the_budget_and_restored(saved: Saved, name: str) -> None:
+def test_families_are_bit_identical_within_the_budget(saved: Saved, name: str) -> None:
     family, path = FAMILIES[name], saved(name)
     reference = model_class(family).from_pretrained(path).eval()
     budget = three_largest_units(path, name)
     streamed = ts.from_pretrained(path, budget=budget, model_class=model_class(family))
     assert sum(parameter.nbytes for parameter in streamed.parameters()) > budget, (
-        "or it is kept whole"
+        "else the budget keeps the whole model"
     )
     with torch.inference_mode():
         for batch in (1, 4):
@@ -105,7 +103,7 @@ def test_bit_identical_within_the_budget_and_restored(saved: Saved, name: str) -
                 )
     stats = ts.stats(streamed)
     assert stats["reserved_high_water_bytes"] <= budget
-    assert any(unit["loads"] > 1 for unit in stats["units"]), "it did stream"
+    assert any(unit["loads"] > 1 for unit in stats["units"]), "units were streamed"
     ts.restore(streamed)
     with torch.inference_mode():
         assert_same(streamed(**inputs), reference(**inputs))
@@ -121,7 +119,7 @@ def test_bit_identical_within_the_budget_and_restored(saved: Saved, name: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_mode_and_every_pass_is_exact(saved: Saved, name: str) -> None:
+def test_every_mode_and_pass_is_exact(saved: Saved, name: str) -> None:
     family, path = FAMILIES[name], saved(name)
     reference = model_class(family).from_pretrained(path).eval()
     streamed = ts.from_pretrained(
@@ -136,7 +134,7 @@ def test_every_mode_and_every_pass_is_exact(saved: Saved, name: str) -> None:
         with mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             try:
                 expected = reference(**inputs)
-            except RuntimeError:  # what PyTorch does not run under autocast
+            except RuntimeError:  # PyTorch does not support this model under autocast
                 assert autocast
                 continue
             for _ in range(3):
@@ -150,7 +148,7 @@ def test_every_mode_and_every_pass_is_exact(saved: Saved, name: str) -> None:
         (name, torch.bfloat16)
         for name in ("gpt2", "t5", "whisper", "wav2vec2", "mixtral", "qwen2_moe", "gpt_oss")
     ]
-    # Merged experts do not run in f64.
+    # Merged experts do not support f64.
     + [(name, torch.float64) for name in ("gpt2", "t5", "whisper", "wav2vec2")],
 )
 def test_another_dtype_is_converted_once(
@@ -165,14 +163,14 @@ def test_another_dtype_is_converted_once(
     assert "converting" in capfd.readouterr().err
     files = {file: file.stat().st_mtime_ns for file in (cache / "tensorstream").iterdir()}
     streamed = ts.from_pretrained(path, budget=budget, model_class=model_class(family), dtype=dtype)
-    assert "converting" not in capfd.readouterr().err, "the second time it is there"
+    assert "converting" not in capfd.readouterr().err, "the second run reuses the file"
     assert files == {file: file.stat().st_mtime_ns for file in (cache / "tensorstream").iterdir()}
     with torch.inference_mode():
         assert_same(streamed(**inputs), expected)
     assert ts.stats(streamed)["reserved_high_water_bytes"] <= budget
 
 
-def test_modules_kept_in_f32_stay_so(saved: Saved) -> None:
+def test_modules_that_transformers_keeps_in_f32_stay_f32(saved: Saved) -> None:
     path = saved("t5")
     streamed = ts.from_pretrained(path, budget="1MiB", dtype=torch.float16)
     reference = transformers.T5ForConditionalGeneration.from_pretrained(path, dtype=torch.float16)
@@ -181,9 +179,7 @@ def test_modules_kept_in_f32_stay_so(saved: Saved) -> None:
     assert set(dtypes.values()) == {torch.float16, torch.float32}
 
 
-def test_what_was_converted_is_made_anew_when_its_source_changes(
-    saved: Saved, tmp_path: Path, cache: Path
-) -> None:
+def test_a_changed_source_is_converted_again(saved: Saved, tmp_path: Path, cache: Path) -> None:
     for file in saved("bert").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     ts.from_pretrained(tmp_path, budget="1MiB", dtype=torch.bfloat16)
@@ -197,7 +193,7 @@ def test_what_was_converted_is_made_anew_when_its_source_changes(
     assert len(list((cache / "tensorstream").iterdir())) == 2
 
 
-def test_a_conversion_that_is_damaged_is_never_used_in_silence(saved: Saved, cache: Path) -> None:
+def test_a_damaged_conversion_is_an_error_or_rewritten(saved: Saved, cache: Path) -> None:
     path = saved("gpt2")
     ts.from_pretrained(path, budget="1MiB", dtype=torch.bfloat16)
     (file,) = (cache / "tensorstream").iterdir()
@@ -214,27 +210,25 @@ def test_a_conversion_that_is_damaged_is_never_used_in_silence(saved: Saved, cac
     again(**FAMILIES["gpt2"].inputs(1))
 
 
-def test_what_cannot_be_computed_within_the_budget_is_refused_with_the_least_that_does(
+def test_a_conversion_over_budget_reports_the_smallest_budget(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transposed weights, as a loader gives them that wants another layout."""
+    """Uses transposed weights, which a loader for another layout creates."""
     from tensorstream.streaming._builder import Builder
     from tensorstream.streaming._offload import attach
 
     path = saved("gpt2")
     checkpoint = ts._native.Checkpoint(path)
     builder = Builder(checkpoint)
-    weight = builder.stand_in("transformer.h.0.mlp.c_fc.weight")
+    weight = builder.symbolic("transformer.h.0.mlp.c_fc.weight")
     module = torch.nn.Linear(weight.shape[0], weight.shape[1], bias=False, device="meta")
     module.weight = torch.nn.Parameter(weight.T.contiguous(), requires_grad=False)
-    with pytest.raises(
-        ts.BudgetError, match=r"`weight` has to be computed .* needs (\d+) bytes"
-    ) as caught:
+    with pytest.raises(ts.BudgetError, match=r"converting `weight` needs (\d+) bytes") as caught:
         attach(module, ts.Config(budget=weight.nbytes), checkpoint)
-    needed = int(str(caught.value).split("which needs ")[1].split()[0])
+    needed = int(str(caught.value).split("`weight` needs ")[1].split()[0])
     assert needed == 3 * weight.nbytes
     module.weight = torch.nn.Parameter(
-        builder.stand_in(weight.source.name).T.contiguous(), requires_grad=False
+        builder.symbolic(weight.source.name).T.contiguous(), requires_grad=False
     )
     attach(module, ts.Config(budget=needed), checkpoint)
     x = torch.randn(3, weight.shape[0])

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Bad checkpoints: each is a typed error that names the file, the tensor and the place, within a
-second.
-"""
+"""Bad checkpoints raise a typed error with file, tensor and offset within a second."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ Make = Callable[[Path], None]
 
 
 def raw(header: bytes | str, data: int = 16, length: int | None = None) -> bytes:
-    """A safetensors file of this header, whatever it says."""
+    """Returns a safetensors file with this header, valid or not."""
     text = header.encode() if isinstance(header, str) else header
     return struct.pack("<Q", len(text) if length is None else length) + text + b"\x5a" * data
 
 
 def one(**fields: object) -> str:
-    """A header of one tensor of 16 bytes, with some fields as they should not be."""
+    """Returns a header of one tensor of 16 bytes, with some fields replaced."""
     return json.dumps(
         {"bad.one": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **fields}}
     )
@@ -92,7 +90,7 @@ def cut(length: int) -> Callable[[bytearray], object]:
 GOOD = raw(one())
 DEEP = "[" * 100_000 + "]" * 100_000
 
-#: Name, how to make it, and what the message says beside the file.
+#: For each bad checkpoint: how to create it, and what the message contains.
 CASES: dict[str, tuple[Make, str]] = {
     "empty file": (single(b""), "truncated"),
     "length past the end": (single(raw(one(), 0, length=10_000)), "truncated.*10008"),
@@ -181,7 +179,7 @@ CASES: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_bad_checkpoint_is_named_within_a_second(name: str, tmp_path: Path) -> None:
+def test_a_bad_checkpoint_is_refused_within_a_second(name: str, tmp_path: Path) -> None:
     make, text = CASES[name]
     make(tmp_path)
     for call in (lambda: ts.plan(tmp_path, budget="1MiB"), lambda: ts.load_file(tmp_path)):
@@ -194,7 +192,7 @@ def test_a_bad_checkpoint_is_named_within_a_second(name: str, tmp_path: Path) ->
         assert len(str(caught.value)) < 2000
 
 
-def test_a_file_cut_at_every_byte(tmp_path: Path) -> None:
+def test_a_file_truncated_at_any_byte_is_an_error(tmp_path: Path) -> None:
     content = raw(
         one().replace("}}", '},"second":{"dtype":"U8","shape":[3],"data_offsets":[16,19]}}'), 19
     )
@@ -209,8 +207,8 @@ def test_a_file_cut_at_every_byte(tmp_path: Path) -> None:
         assert ts.load_file(path)
 
 
-def test_whatever_the_library_refuses_is_refused_here(tmp_path: Path) -> None:
-    """And what it accepts beyond that is known: names twice, and names that no one should use."""
+def test_files_that_the_library_refuses_are_refused(tmp_path: Path) -> None:
+    """The exceptions, which only the library accepts, are listed in ``lenient``."""
     accepted = []
     for name, (make, _) in CASES.items():
         directory = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Invariant "leases end in the deleter": memory under a live tensor is never refilled."""
+"""Leases end in the deleter of the tensor: memory of a live tensor is never reused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class Chain(nn.Module):
-    """Layers of equal size, run one after the other."""
+    """Layers of equal size that run in sequence."""
 
     def __init__(self, depth: int = 8, width: int = 128) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def streamed(path: Path, layers: int) -> Chain:
 
 
 @pytest.mark.critical
-def test_gradients_through_streamed_layers_are_right_when_the_graph_fits(
+def test_gradients_are_exact_when_the_graph_fits(
     chain: tuple[Chain, Path],
 ) -> None:
     reference, path = chain
@@ -60,7 +60,7 @@ def test_gradients_through_streamed_layers_are_right_when_the_graph_fits(
     assert torch.equal(x.grad, y.grad) and x.grad.any()
 
 
-def test_a_graph_holds_no_weights_and_reads_them_again_for_backward(
+def test_backward_reads_weights_again(
     chain: tuple[Chain, Path],
 ) -> None:
     reference, path = chain
@@ -74,11 +74,11 @@ def test_a_graph_holds_no_weights_and_reads_them_again_for_backward(
         assert x.grad is not None and y.grad is not None
         assert torch.equal(x.grad, y.grad)
     units = ts.stats(model)["units"]
-    assert all(unit["loads"] >= 2 for unit in units[:-1]), "for forward and for backward"
+    assert all(unit["loads"] >= 2 for unit in units[:-1]), "read for forward and again for backward"
     assert all(layer.weight.grad is None for layer in model.layers)
 
 
-def test_a_kept_view_of_a_streamed_weight_holds_no_memory(chain: tuple[Chain, Path]) -> None:
+def test_a_kept_view_of_a_stand_in_holds_no_memory(chain: tuple[Chain, Path]) -> None:
     reference, path = chain
     model = streamed(path, 1)
     kept = [
@@ -96,14 +96,14 @@ def test_a_kept_view_of_a_streamed_weight_holds_no_memory(chain: tuple[Chain, Pa
 
 
 class Keeps(nn.Linear):
-    """Keeps a view of its weight beyond its forward."""
+    """Keeps a view of its weight after its forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.kept = self.weight[5]
         return super().forward(x)
 
 
-def test_a_view_that_a_forward_keeps_is_named_when_its_memory_is_needed(
+def test_an_error_names_the_unit_of_a_kept_view(
     chain: tuple[Chain, Path],
 ) -> None:
     reference, path = chain
@@ -121,7 +121,7 @@ def test_a_view_that_a_forward_keeps_is_named_when_its_memory_is_needed(
             model(x)
 
 
-def test_what_is_written_through_a_view_that_a_forward_kept_is_found(
+def test_a_write_through_a_kept_view_is_detected(
     chain: tuple[Chain, Path],
 ) -> None:
     reference, path = chain
@@ -143,7 +143,7 @@ def test_what_is_written_through_a_view_that_a_forward_kept_is_found(
             assert torch.equal(model(x), expected)
 
 
-def test_a_view_dropped_on_another_thread_after_the_model_is_gone(
+def test_a_view_outlives_its_model_on_another_thread(
     chain: tuple[Chain, Path],
 ) -> None:
     reference, path = chain
@@ -165,7 +165,7 @@ def test_a_view_dropped_on_another_thread_after_the_model_is_gone(
     assert seen == [True]
 
 
-def test_a_deleted_model_frees_its_memory_without_the_cycle_collector(
+def test_a_deleted_model_is_freed_without_the_cycle_collector(
     chain: tuple[Chain, Path],
 ) -> None:
     _, path = chain
@@ -211,4 +211,4 @@ def test_writing_to_a_streamed_weight_is_an_error(chain: tuple[Chain, Path]) -> 
     with torch.inference_mode():
         expected = reference(x)
         for _ in range(3):
-            assert torch.equal(model(x), expected), "what was spoiled is never used"
+            assert torch.equal(model(x), expected), "modified memory is never used"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Models that hold weights: written once to a storage path, streamed from there, restored."""
+"""Models that hold weights: writes them to a storage path, streams and restores them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mlp(seed: int = 0, layers: int = 8, width: int = 64) -> nn.Sequential:
 
 
 class Zoo(nn.Module):
-    """Modules without parameters, with one element, with many, tied, with buffers."""
+    """Modules without parameters, with one element, with many, with ties and with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Zoo(nn.Module):
 
 
 @pytest.mark.critical
-def test_a_live_model_is_written_streamed_and_restored(tmp_path: Path) -> None:
+def test_a_live_model_is_stored_streamed_and_restored(tmp_path: Path) -> None:
     model = mlp()
     x = torch.randn(5, 64)
     with torch.inference_mode():
@@ -69,7 +69,7 @@ def test_a_live_model_is_written_streamed_and_restored(tmp_path: Path) -> None:
     assert torch.equal(ts.load_file(file)["3.weight"], model[3].weight)
 
 
-def test_every_kind_of_module(tmp_path: Path) -> None:
+def test_every_kind_of_module_is_exact(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = Zoo().eval()
     x = torch.randn(5, 32)
@@ -101,14 +101,14 @@ def test_every_kind_of_module(tmp_path: Path) -> None:
         assert torch.equal(model(x), expected)
 
 
-def test_models_without_parameters(tmp_path: Path) -> None:
+def test_models_without_parameters_can_be_offloaded(tmp_path: Path) -> None:
     for model in (nn.ReLU(), nn.Sequential(nn.Flatten(), nn.Tanh())):
         ts.offload(model, ts.Config(storage_path=tmp_path, budget="1MiB"))
         assert model(torch.zeros(2, 3)).shape == (2, 3)
         ts.restore(model)
 
 
-def test_the_model_s_own_memory_is_freed(tmp_path: Path) -> None:
+def test_offload_frees_the_memory_of_the_model(tmp_path: Path) -> None:
     freed: list[int] = []
     model = mlp()
     for index, parameter in enumerate(model.parameters()):
@@ -119,7 +119,7 @@ def test_the_model_s_own_memory_is_freed(tmp_path: Path) -> None:
     assert sorted(freed) == list(range(16))
 
 
-def test_equal_weights_are_written_once_and_others_never_taken_for_them(tmp_path: Path) -> None:
+def test_only_equal_weights_share_a_file(tmp_path: Path) -> None:
     config = ts.Config(storage_path=tmp_path, budget="60KiB")
     x = torch.randn(2, 64)
     expected = {seed: mlp(seed)(x) for seed in (0, 1)}
@@ -129,7 +129,7 @@ def test_equal_weights_are_written_once_and_others_never_taken_for_them(tmp_path
         assert torch.equal(model(x), expected[seed])
         assert all(file.stat().st_mtime_ns == written for file, written in before.items())
     assert len(list(tmp_path.iterdir())) == 2
-    # One bit of one weight makes another model of it.
+    # A model that differs in one bit gets its own file.
     model = mlp(0)
     with torch.no_grad():
         model[7].bias[63] = torch.nextafter(model[7].bias[63], torch.tensor(9.0))
@@ -138,7 +138,7 @@ def test_equal_weights_are_written_once_and_others_never_taken_for_them(tmp_path
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_stored_file_that_is_cut_is_written_anew(tmp_path: Path) -> None:
+def test_a_truncated_stored_file_is_rewritten(tmp_path: Path) -> None:
     config = ts.Config(storage_path=tmp_path, budget="60KiB")
     x = torch.randn(2, 64)
     expected = mlp()(x)
@@ -149,7 +149,7 @@ def test_a_stored_file_that_is_cut_is_written_anew(tmp_path: Path) -> None:
         assert torch.equal(ts.offload(mlp(), config)(x), expected)
 
 
-def test_another_model_s_file_under_this_one_s_name_is_not_served(tmp_path: Path) -> None:
+def test_a_file_with_wrong_content_is_not_used(tmp_path: Path) -> None:
     config = ts.Config(storage_path=tmp_path, budget="60KiB")
     ts.offload(mlp(0), config)
     (mine,) = tmp_path.iterdir()
@@ -181,7 +181,7 @@ print("right")
 
 @pytest.mark.slow
 def test_processes_share_a_storage_path(tmp_path: Path) -> None:
-    """Four processes at once, two for each of two models."""
+    """Runs four processes at once, two for each of two models."""
     children = [
         subprocess.Popen(
             [sys.executable, "-c", SHARES, str(tmp_path), str(seed % 2)],
@@ -197,7 +197,7 @@ def test_processes_share_a_storage_path(tmp_path: Path) -> None:
         child.stdin.flush()
     outputs = [child.communicate(timeout=120)[0] for child in children]
     assert outputs == ["right\n"] * 4
-    assert len(list(tmp_path.iterdir())) == 2, "one file for each model, and nothing beside"
+    assert len(list(tmp_path.iterdir())) == 2, "one file for each model"
 
 
 def test_threads_share_a_storage_path(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_threads_share_a_storage_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", range(4))
-def test_ctrl_c_while_weights_are_written(tmp_path: Path, moment: int) -> None:
+def test_ctrl_c_while_storing_keeps_the_model(tmp_path: Path, moment: int) -> None:
     model = mlp(layers=24, width=512)
     x = torch.randn(2, 512)
     expected = model(x)
@@ -252,7 +252,7 @@ def test_ctrl_c_while_weights_are_written(tmp_path: Path, moment: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
-def test_what_cannot_be_stored_is_refused_and_the_model_left_alone(tmp_path: Path) -> None:
+def test_a_failed_store_leaves_the_model_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     x = torch.randn(2, 64)
@@ -270,7 +270,7 @@ def test_what_cannot_be_stored_is_refused_and_the_model_left_alone(tmp_path: Pat
             mlp(),
             {"storage_path": file / "x", "budget": "1MiB"},
             ts.StorageError,
-            "cannot make the directory",
+            "cannot create the directory",
         ),
         (
             mlp(),
@@ -282,13 +282,13 @@ def test_what_cannot_be_stored_is_refused_and_the_model_left_alone(tmp_path: Pat
             half_meta,
             {"storage_path": tmp_path / "d", "budget": "1MiB"},
             ts.ModelError,
-            "some hold weights",
+            "others hold weights",
         ),
         (
             nn.Bilinear(2, 2, 2).to(torch.complex128),
             {"storage_path": tmp_path / "d", "budget": "1MiB"},
             ts.ConfigurationError,
-            "files have no torch.complex128",
+            "files do not support torch.complex128",
         ),
     ]
     for model, fields, error, text in cases:
@@ -301,7 +301,7 @@ def test_what_cannot_be_stored_is_refused_and_the_model_left_alone(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_hundred_cycles_leak_nothing(tmp_path: Path) -> None:
-    """Memory, descriptors and threads, after offload, two passes and restore, again and again."""
+    """Counts memory, descriptors and threads over cycles of offload, two passes and restore."""
     model = mlp(layers=16, width=256)
     x = torch.randn(2, 256)
     expected = model(x)
@@ -325,7 +325,7 @@ def test_a_hundred_cycles_leak_nothing(tmp_path: Path) -> None:
     for _ in range(100):
         cycle()
     after = census()
-    for _ in range(100):  # threads that were told to end are gone from /proc a moment later
+    for _ in range(100):  # stopped threads leave /proc after a moment
         if after[1] <= before[1]:
             break
         time.sleep(0.02)
@@ -335,8 +335,8 @@ def test_a_hundred_cycles_leak_nothing(tmp_path: Path) -> None:
     assert after[3] <= before[3] + (4 << 20), f"{(after[3] - before[3]) >> 20} MiB more in memory"
 
 
-def test_the_file_is_what_format_md_says(tmp_path: Path) -> None:
-    """Read by hand, with nothing but the description."""
+def test_the_file_matches_format_md(tmp_path: Path) -> None:
+    """Parses the file as FORMAT.md describes it."""
     ts.offload(mlp(layers=2), ts.Config(storage_path=tmp_path, budget="60KiB"))
     (file,) = tmp_path.iterdir()
     content = file.read_bytes()
@@ -351,7 +351,7 @@ def test_the_file_is_what_format_md_says(tmp_path: Path) -> None:
     assert json.dumps("format").encode()[1:-1] in index
 
 
-def test_channels_last_stays_so(tmp_path: Path) -> None:
+def test_channels_last_is_preserved(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Conv2d(24, 24, 3, padding=1) for _ in range(6))).to(
         memory_format=torch.channels_last
@@ -367,22 +367,22 @@ def test_channels_last_stays_so(tmp_path: Path) -> None:
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_scattered_parameters_are_refused(tmp_path: Path) -> None:
+def test_parameters_with_gaps_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     model.weight = nn.Parameter(torch.randn(4, 8)[:, ::2])
     with pytest.raises(
-        ts.ModelError, match=r"`weight` lies scattered in memory \(strides \[8, 2\]\)"
+        ts.ModelError, match=r"`weight`: its memory has gaps or overlaps \(strides \[8, 2\]\)"
     ):
         ts.offload(model, ts.Config(storage_path=tmp_path, budget="1MiB"))
     model.weight = nn.Parameter(torch.randn(4, 4).t())
     ts.save_file(dict(model.named_parameters()), tmp_path / "model.ts")
-    with pytest.raises(ts.ModelError, match="`weight` is not contiguous and the checkpoint's is"):
+    with pytest.raises(ts.ModelError, match="`weight` is not contiguous, but contiguous in"):
         ts.offload(model, checkpoint=tmp_path, budget="1MiB")
 
 
 @pytest.mark.usefixtures("no_collector_callbacks")
-def test_ctrl_c_at_any_moment_leaves_a_model_that_works(tmp_path: Path) -> None:
-    """Offload and restore are done or not done, and the weights are never lost."""
+def test_ctrl_c_at_any_moment_leaves_a_working_model(tmp_path: Path) -> None:
+    """Offload and restore are atomic under interrupts, and never lose weights."""
     model = mlp(layers=40)
     x = torch.randn(2, 64)
     expected = model(x)

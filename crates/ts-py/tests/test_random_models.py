@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Random module trees at random budgets from the smallest one up: the results that the model has in
-memory, in every mode and every pass."""
+"""Random module trees at random budgets give the results of the model in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Make = Callable[["Trees"], nn.Module]
 
 
 class Chain(nn.Module):
-    """Children in order, some more than once."""
+    """Calls its children in order, some more than once."""
 
     def __init__(self, children: list[nn.Module], order: list[int]) -> None:
         super().__init__()
@@ -34,7 +33,7 @@ class Chain(nn.Module):
 
 
 class Modulated(nn.Module):
-    """Keeps views of its own table across its children, as diffusion transformers do."""
+    """Keeps views of its table while its children run, as diffusion transformers do."""
 
     def __init__(self, dim: int, child: nn.Module) -> None:
         super().__init__()
@@ -47,8 +46,8 @@ class Modulated(nn.Module):
         return x + gate * y + self.table[5]
 
 
-class Beside(nn.Module):
-    """Its own matrix and bias beside a child."""
+class OwnMatrix(nn.Module):
+    """Has its own matrix and bias, and a child."""
 
     def __init__(self, dim: int, child: nn.Module) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ class Beside(nn.Module):
 
 
 class Reads(nn.Module):
-    """Uses its children's weights and not their forwards; keeps views of them."""
+    """Uses the weights of its children without calling them, and keeps views of them."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ class Reads(nn.Module):
 
 
 class Table(nn.Module):
-    """Gives a view of its weight: a table of positions."""
+    """Returns a view of its weight: a table of positions."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -86,7 +85,7 @@ class Table(nn.Module):
 
 
 class Positions(nn.Module):
-    """Adds what a table gives before and after its child."""
+    """Adds rows of a table before and after its child."""
 
     def __init__(self, dim: int, child: nn.Module) -> None:
         super().__init__()
@@ -98,14 +97,14 @@ class Positions(nn.Module):
 
 
 class Called(nn.Linear):
-    """Whose forward is never called."""
+    """A module whose forward is never called."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
 
 
 class Yields(nn.Linear):
-    """Whose forward is a generator."""
+    """A module whose forward is a generator."""
 
     def forward(self, x: torch.Tensor) -> Any:
         yield functional.linear(x, self.weight)
@@ -164,7 +163,7 @@ class Convolution(nn.Module):
 
 
 class Trees:
-    """Makes module trees of one width, with shared modules and tied weights."""
+    """Creates module trees of one width, with shared modules and tied weights."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -226,13 +225,13 @@ NESTED: list[Any] = [
     Trees.chain,
     Trees.chain,
     lambda t, depth: Modulated(t.dim, t.module(depth - 1)),
-    lambda t, depth: Beside(t.dim, t.module(depth - 1)),
+    lambda t, depth: OwnMatrix(t.dim, t.module(depth - 1)),
     lambda t, depth: Positions(t.dim, t.module(depth - 1)),
 ]
 
 
 def smallest_of(model: nn.Module, path: Path) -> int:
-    """The budget that a refusal states."""
+    """Returns the smallest budget, from the error message."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters()
     }
@@ -245,7 +244,7 @@ def smallest_of(model: nn.Module, path: Path) -> int:
 
 
 def run_program(seed: int, path: Path) -> tuple[bool, bool]:
-    """Whether a model streamed, and whether its graph did."""
+    """Returns whether a model was streamed, and whether its graph was."""
     torch.manual_seed(seed)
     trees = Trees(seed)
     pick = trees.random
@@ -267,7 +266,7 @@ def run_program(seed: int, path: Path) -> tuple[bool, bool]:
         with mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             try:
                 expected = reference(x)
-            except RuntimeError:  # dtypes that PyTorch does not mix
+            except RuntimeError:  # PyTorch does not mix these dtypes
                 with pytest.raises(RuntimeError):
                     model(x)
                 continue
@@ -284,7 +283,7 @@ PROGRAMS = 500
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_random_models_give_what_they_give_in_memory(part: int, tmp_path: Path) -> None:
+def test_random_models_match_the_model_in_memory(part: int, tmp_path: Path) -> None:
     streamed = 0
     for seed in range(part * PROGRAMS // 10, (part + 1) * PROGRAMS // 10):
         path = tmp_path / str(seed)
@@ -294,4 +293,4 @@ def test_random_models_give_what_they_give_in_memory(part: int, tmp_path: Path) 
         except Exception as error:
             error.add_note(f"program {seed}")
             raise
-    assert streamed > PROGRAMS // 10 // 2, "most of them read units more than once"
+    assert streamed > PROGRAMS // 10 // 2, "most models read units more than once"

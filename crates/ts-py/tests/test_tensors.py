@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors that other libraries use where they lie."""
+"""``Tensor``: zero-copy exchange with NumPy, PyTorch and JAX."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMPY += ["float16", "float32", "float64", "complex64"]
 
 @pytest.mark.critical
 @pytest.mark.parametrize("dtype", NUMPY)
-def test_numpy_both_ways_without_a_copy(dtype: str) -> None:
+def test_numpy_exchange_does_not_copy(dtype: str) -> None:
     given = np.arange(24).reshape(2, 3, 4).astype(dtype)
     for array in (
         given,
@@ -68,7 +68,7 @@ TORCH += [torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @pytest.mark.parametrize("dtype", TORCH, ids=str)
-def test_torch_both_ways_without_a_copy(dtype: torch.dtype) -> None:
+def test_torch_exchange_does_not_copy(dtype: torch.dtype) -> None:
     given = torch.arange(24).reshape(4, 6).to(dtype)
     for view in (given, given.t(), given[1::2, 2:], given[:0]):
         tensor = ts.Tensor.from_dlpack(view)
@@ -89,7 +89,7 @@ def _comparable(view: torch.Tensor) -> torch.Tensor:
     return view.view(torch.uint8) if view.dtype.itemsize == 1 else view
 
 
-def test_jax_both_ways_without_a_copy() -> None:
+def test_jax_exchange_does_not_copy() -> None:
     given = jnp.arange(24, dtype=jnp.float32).reshape(4, 6)
     tensor = ts.Tensor.from_dlpack(given)
     assert tensor.to_numpy().ctypes.data == address(given)
@@ -101,8 +101,8 @@ def test_jax_both_ways_without_a_copy() -> None:
     assert float(theirs.sum()) == 0
 
 
-def test_lifetimes_in_every_order() -> None:
-    """Whoever is dropped last, the memory is there until then, and gone afterwards."""
+def test_memory_lives_until_the_last_holder_is_dropped() -> None:
+    """The memory lives until the last holder is dropped, in every order."""
     for order in range(6):
         array = np.arange(1000, dtype=np.int64)
         gone = weakref.ref(array)
@@ -139,7 +139,7 @@ def test_deleters_run_on_any_thread() -> None:
             thread.join()
 
 
-def test_writes_are_seen_by_all_and_read_only_is_kept() -> None:
+def test_writes_are_shared_and_read_only_is_preserved() -> None:
     tensor = ts.Tensor.zeros([2, 3], ts.DType.float32())
     tensor.to_torch()[1, 2] = 7
     assert tensor.to_numpy()[1, 2] == 7
@@ -160,7 +160,7 @@ def test_writes_are_seen_by_all_and_read_only_is_kept() -> None:
     assert copy.to_numpy().ctypes.data != fixed.ctypes.data
 
 
-def test_what_consumers_ask_for_is_honoured_or_refused() -> None:
+def test_dlpack_requests_are_honoured_or_refused() -> None:
     tensor = ts.Tensor.zeros([4], "float32")
     assert tensor.__dlpack_device__() == (1, 0)
     assert "versioned" in repr(tensor.__dlpack__(max_version=(1, 0)))
@@ -191,7 +191,7 @@ def test_what_consumers_ask_for_is_honoured_or_refused() -> None:
         across.tobytes()
 
 
-def test_buffers_and_status_and_sizes() -> None:
+def test_buffers_metadata_and_gpu_status() -> None:
     status = ts.GpuStatus.detect()
     assert status.is_available == (status.device_count > 0) == (status.kind == "Available")
     assert status.cuda_compiled == (status.kind != "NotCompiled")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What type checkers see of the package."""
+"""The types of the package, checked with mypy and pyright."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _check(wrong: str, tmp_path: Path, *checker: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
 
-def test_statistics_have_the_documented_keys(tmp_path: Path) -> None:
+def test_stats_have_the_documented_keys(tmp_path: Path) -> None:
     model = ts.offload(torch.nn.Linear(8, 8), ts.Config(storage_path=tmp_path, budget="1MiB"))
     stats = ts.stats(model)
     assert stats.keys() == ts.Stats.__annotations__.keys()

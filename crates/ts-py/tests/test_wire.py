@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors between processes."""
+"""Connections: tensors and messages between processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import torch
 def pair(
     at: str = "127.0.0.1:0", near: Any = None, far: Any = None
 ) -> Iterator[tuple[ts.Connection, ts.Connection]]:
-    """Both ends, in one process: the one that connects and the one that accepts."""
+    """Yields both ends of a connection in this process: the client and the server."""
     with ts.listen(at, **(far or {})) as listener:
         accepted: list[ts.Connection] = []
 
@@ -40,14 +40,14 @@ def pair(
     yield connection, accepted[0]
 
 
-def beside(work: Callable[[], object]) -> threading.Thread:
+def in_thread(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
     return thread
 
 
 @pytest.mark.critical
-def test_tensors_and_messages_come_as_they_were_sent(tmp_path: Path) -> None:
+def test_tensors_and_messages_arrive_unchanged(tmp_path: Path) -> None:
     for at in ("127.0.0.1:0", f"unix:{tmp_path}/socket"):
         with pair(at) as (near, far):
             tensors = [
@@ -69,7 +69,7 @@ def test_tensors_and_messages_come_as_they_were_sent(tmp_path: Path) -> None:
                 near.send(large, "large", compression="split", checksums=True)
                 near.close()
 
-            thread = beside(send)
+            thread = in_thread(send)
             for number, tensor in enumerate(tensors):
                 came = far.recv()
                 assert isinstance(came, ts.Tensor)
@@ -87,7 +87,7 @@ def test_tensors_and_messages_come_as_they_were_sent(tmp_path: Path) -> None:
             thread.join()
 
 
-def test_a_state_dict_keeps_its_aliases() -> None:
+def test_a_state_dict_keeps_shared_storages() -> None:
     weight = torch.randn(64, 32)
     state = {
         "a": weight,
@@ -98,7 +98,7 @@ def test_a_state_dict_keeps_its_aliases() -> None:
         "i": torch.arange(4),
     }
     with pair() as (near, far):
-        thread = beside(lambda: near.send_state_dict(state))
+        thread = in_thread(lambda: near.send_state_dict(state))
         came = far.recv_state_dict(timeout=20)
         thread.join()
         assert came is not None
@@ -107,19 +107,19 @@ def test_a_state_dict_keeps_its_aliases() -> None:
         assert came["a"].shares_memory(came["tied"])
         assert came["t"].to_torch().data_ptr() == came["a"].to_torch().data_ptr()
         assert near.stats()["sent_bytes"] < 64 * 32 * 4 + 5 * 4 + 4 * 8 + 2000
-        thread = beside(near.close)
+        thread = in_thread(near.close)
         assert far.recv_state_dict(timeout=20) is None
         thread.join()
 
 
-def test_memory_that_is_there_is_received_to() -> None:
+def test_recv_uses_existing_and_pooled_memory() -> None:
     with pair(far={"pool": ts.PoolConfig(pool_bytes=64 << 20, max_block_bytes=16 << 20)}) as (
         near,
         far,
     ):
         memory = torch.zeros(1_000_000)
         sent = torch.randn(1_000_000)
-        thread = beside(lambda: near.send(sent, "w"))
+        thread = in_thread(lambda: near.send(sent, "w"))
         came = far.recv(into=memory)
         thread.join()
         assert torch.equal(memory, sent)
@@ -127,10 +127,10 @@ def test_memory_that_is_there_is_received_to() -> None:
         assert came.to_torch().data_ptr() == memory.data_ptr()
         assert far.stats()["copied_bytes"] < 5 << 20
 
-        thread = beside(lambda: near.send(sent, "w"))
+        thread = in_thread(lambda: near.send(sent, "w"))
         with pytest.raises(ts.ConfigurationError, match="4000000 bytes"):
             far.recv(into=torch.zeros(5))
-        came = far.recv()  # it is still there
+        came = far.recv()  # the tensor is still there
         thread.join()
         assert isinstance(came, ts.Tensor)
         assert torch.equal(came.to_torch(), sent)
@@ -138,23 +138,23 @@ def test_memory_that_is_there_is_received_to() -> None:
 
         addresses = set()
         for _ in range(5):
-            thread = beside(lambda: near.send(sent, "w"))
+            thread = in_thread(lambda: near.send(sent, "w"))
             tensor = far.recv()
             assert isinstance(tensor, ts.Tensor)
             addresses.add(tensor.to_torch().data_ptr())
             del tensor
             thread.join()
-        assert len(addresses) == 1, "the block is used again"
+        assert len(addresses) == 1, "the block is reused"
         assert far.stats()["pool"]["hit_rate"] > 0.5
 
 
-def test_what_is_sent_is_written_from_where_it_is() -> None:
-    """No copy of a large tensor: the process that sends 400 MB grows by far less."""
+def test_sending_does_not_copy_the_tensor() -> None:
+    """Sends 400 MB, and measures that the process grows by far less."""
     with pair() as (near, far):
         sent = torch.zeros(100_000_000)
         into = torch.ones(100_000_000)
         before = _resident()
-        thread = beside(lambda: near.send(sent, "w"))
+        thread = in_thread(lambda: near.send(sent, "w"))
         far.recv(into=into)
         thread.join()
         assert _resident() - before < 64 << 20
@@ -165,20 +165,22 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_tls_and_tokens(trusted: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_tls_and_tokens_authenticate_peers(
+    trusted: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     far = {"cert": trusted["cert"], "key": trusted["key"], "token": "sesame"}
     near = {"ca": trusted["ca"], "token": "sesame"}
     with pair(near=near, far=far) as (first, second):
-        thread = beside(lambda: first.send(torch.arange(1_000_000), "w"))
+        thread = in_thread(lambda: first.send(torch.arange(1_000_000), "w"))
         came = second.recv()
         thread.join()
         assert isinstance(came, ts.Tensor)
         assert torch.equal(came.to_torch(), torch.arange(1_000_000))
     with ts.listen("127.0.0.1:0", token="sesame") as listener:
         accepted: list[ts.Connection | None] = []
-        accepting = beside(lambda: accepted.append(listener.accept(timeout=20)))
+        accepting = in_thread(lambda: accepted.append(listener.accept(timeout=20)))
         host, port = listener.address.rsplit(":", 1)
-        # Who says nothing keeps nobody waiting, and who is refused is not the last.
+        # Silent clients do not delay others, and a refused client does not end ``accept``.
         silent = [socket.create_connection((host, int(port))) for _ in range(3)]
         with pytest.raises(ts.ConnectionLost, match="token"):
             ts.connect(listener.address, token="another")
@@ -188,11 +190,11 @@ def test_tls_and_tokens(trusted: dict[str, Path], caplog: pytest.LogCaptureFixtu
         assert isinstance(accepted[0], ts.Connection)
         assert "refused" in caplog.text
         assert "token" in caplog.text
-        for stranger in silent:
-            stranger.close()
+        for client in silent:
+            client.close()
     own = {"cert": trusted["cert"], "key": trusted["key"]}
     for certificates in ({}, own):
-        # A certificate of the listener alone lets everybody in.
+        # Without `ca`, the listener does not authenticate clients.
         with pytest.raises(ts.ConfigurationError, match="anyone could connect"):
             ts.listen("0.0.0.0:0", **certificates)
     ts.listen("0.0.0.0:0", ca=trusted["ca"], **own).close()
@@ -202,14 +204,14 @@ def test_tls_and_tokens(trusted: dict[str, Path], caplog: pytest.LogCaptureFixtu
         ts.listen("127.0.0.1:0", token="")
 
 
-def test_errors_say_what_where_and_what_to_do() -> None:
+def test_connection_errors_are_typed_and_clear() -> None:
     free = socket.create_server(("127.0.0.1", 0))
-    nobody = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(ts.ConnectionTimeout, match="127"):
-        ts.connect(nobody, idle_timeout=0.3)  # it accepts, and says nothing
+        ts.connect(address, idle_timeout=0.3)  # accepts, but never answers
     free.close()
     with pytest.raises(ts.ConnectionLost, match="connecting"):
-        ts.connect(nobody)
+        ts.connect(address)
     for bad in ("", "host", "unix:"):
         with pytest.raises(ts.ConfigurationError, match="HOST:PORT"):
             ts.connect(bad)
@@ -222,17 +224,17 @@ def test_errors_say_what_where_and_what_to_do() -> None:
         with pytest.raises(ts.ConfigurationError, match="closed"):
             listener.accept()
     with pair(far={"limit_bytes": 1000}) as (near, far):
-        thread = beside(lambda: near.send(torch.zeros(10), "small"))
+        thread = in_thread(lambda: near.send(torch.zeros(10), "small"))
         assert isinstance(far.recv(), ts.Tensor)
         thread.join()
         near.send(torch.zeros(1000), "w")
         with pytest.raises(ts.OutOfMemoryError, match='"w" of 4000 bytes'):
             far.recv()
         with pytest.raises(TimeoutError, match="nothing arrived"):
-            far.recv(timeout=0.1)  # and tells the other end
+            far.recv(timeout=0.1)  # also tells the other end
         with pytest.raises(ts.ConnectionLost, match="memory"):
-            near.recv(timeout=5)  # its stream was given up, and the connection goes on
-        thread = beside(lambda: near.send(torch.ones(10), "small again"))
+            near.recv(timeout=5)  # its stream was cancelled; the connection stays open
+        thread = in_thread(lambda: near.send(torch.ones(10), "small again"))
         again = far.recv()
         thread.join()
         assert isinstance(again, ts.Tensor)
@@ -243,7 +245,7 @@ def test_errors_say_what_where_and_what_to_do() -> None:
             near.send("text")
         with pytest.raises(ts.ConnectionTimeout, match="nothing arrived"):
             near.recv(timeout=0.05)
-        thread = beside(near.close)
+        thread = in_thread(near.close)
         assert far.recv(timeout=20) is None
         thread.join()
         near.close()
@@ -251,17 +253,17 @@ def test_errors_say_what_where_and_what_to_do() -> None:
             near.send(torch.zeros(1))
 
 
-def test_closing_after_the_other_end_has_closed_is_no_error() -> None:
-    for looks in (False, True):
+def test_closing_after_the_peer_closed_is_allowed() -> None:
+    for receives in (False, True):
         with pair() as (near, far):
-            thread = beside(lambda far=far: (far.recv(timeout=20), far.close("that was all")))
+            thread = in_thread(lambda far=far: (far.recv(timeout=20), far.close("that was all")))
             near.send(torch.ones(1000))
             thread.join()
-            assert not looks or near.recv(timeout=20) is None
+            assert not receives or near.recv(timeout=20) is None
             near.close()
 
 
-def test_two_that_send_at_once_and_do_not_listen_are_told() -> None:
+def test_two_senders_that_never_receive_time_out() -> None:
     impatient = {"stall_timeout": 0.5}
     with pair(near=impatient, far=impatient) as (near, far):
         failures: list[BaseException] = []
@@ -288,7 +290,7 @@ def _send_slowly(address: str) -> None:
             connection.send(torch.full((1000,), float(number)), str(number))
 
 
-def test_between_processes_and_progress() -> None:
+def test_progress_is_reported_between_processes() -> None:
     with ts.listen("127.0.0.1:0") as listener:
         child = multiprocessing.get_context("spawn").Process(
             target=_send_slowly, args=(listener.address,)
@@ -310,13 +312,13 @@ def test_a_timeout_loses_nothing() -> None:
     with pair() as (near, far):
         near.send(torch.arange(3.0), "first")
         with pytest.raises(ts.ConnectionTimeout, match="nothing arrived"):
-            # The stream does not end after it.
+            # Another tensor of the state dict could still follow.
             far.recv_state_dict(timeout=0.3)
         first = far.recv()
         assert isinstance(first, ts.Tensor) and first.name == "first"
 
 
-def test_waits_are_interrupted() -> None:
+def test_ctrl_c_interrupts_a_wait() -> None:
     with pair() as (_, far):
         timer = threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,))
         timer.start()
@@ -327,9 +329,9 @@ def test_waits_are_interrupted() -> None:
         timer.join()
 
 
-def test_one_thread_at_a_time() -> None:
+def test_concurrent_use_of_a_connection_is_an_error() -> None:
     with pair() as (near, far):
-        waiting = beside(far.recv)
+        waiting = in_thread(far.recv)
         time.sleep(0.2)
         with pytest.raises(ts.ConfigurationError, match="another thread"):
             far.send_message(b"now")
@@ -337,8 +339,8 @@ def test_one_thread_at_a_time() -> None:
         waiting.join()
 
 
-def test_former_names_of_timeouts_work_and_warn() -> None:
-    with pytest.warns(DeprecationWarning, match="'timeout' is now 'idle_timeout'"):
+def test_deprecated_names_of_timeouts_work_and_warn() -> None:
+    with pytest.warns(DeprecationWarning, match="'timeout' is deprecated; use 'idle_timeout'"):
         ts.listen("127.0.0.1:0", timeout=5).close()
     with pytest.raises(TypeError, match="got both 'stall_timeout' and 'patience'"):
         ts.listen("127.0.0.1:0", patience=5, stall_timeout=5)

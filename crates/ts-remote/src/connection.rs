@@ -193,7 +193,8 @@ impl<S: Sink> Connection<S> {
     /// streams is reached. A stream counts until it is [taken](Self::is_taken).
     pub fn open_stream(&mut self) -> Result<u32, Error> {
         let misuse = |what: &str| Error::Misuse(what.into());
-        let peer = self.peer.as_ref().ok_or_else(|| misuse("the handshake is not complete"))?;
+        let early = || misuse("cannot open a stream: the handshake is not complete");
+        let peer = self.peer.as_ref().ok_or_else(early)?;
         if self.outgoing.len() + self.ending.len() >= peer.max_streams as usize {
             return Err(Error::Misuse(format!(
                 "cannot open a stream: the peer allows at most {}",
@@ -263,8 +264,8 @@ impl<S: Sink> Connection<S> {
         self.outgoing.get(&stream).is_none_or(Outgoing::is_empty) && self.writer.is_queue_empty()
     }
 
-    /// Returns whether the peer has released an outgoing stream: its user has taken everything, or
-    /// the stream was cancelled.
+    /// Returns whether the peer has released an outgoing stream: its application has taken all
+    /// data, or the stream was cancelled.
     pub fn is_taken(&self, stream: u32) -> bool {
         stream < self.next_stream
             && !self.outgoing.contains_key(&stream)

@@ -122,7 +122,7 @@ impl<'a> Field<'a> {
     }
 }
 
-/// Encodes the value of a field with a key and a value.
+/// Encodes a key-value pair as the value of one field.
 pub(crate) fn key_value(key: &str, value: &str) -> Vec<u8> {
     let len = u32::try_from(key.len()).expect("a field is shorter than 4 GiB").to_le_bytes();
     [&len, key.as_bytes(), value.as_bytes()].concat()

@@ -107,7 +107,9 @@ impl Header {
         let kind =
             Kind::from_code(kind).ok_or_else(|| bad(format!("unknown frame kind {kind}")))?;
         if flags & !KNOWN_FLAGS != 0 || reserved[..2] != [0, 0] {
-            return Err(bad(format!("unknown flags {flags:#04x} of a {kind:?} frame")));
+            return Err(bad(format!(
+                "unknown flags {flags:#04x} or nonzero reserved bytes in a {kind:?} frame"
+            )));
         }
         let stream = u32::from_le_bytes(bytes[4..8].try_into().expect("4 bytes"));
         let header = Self { kind, flags, stream, seq: number(8), len: number(16) };

@@ -165,7 +165,7 @@ impl Dispatcher {
             if let Some(tls) = tls.filter(|_| socket.is_plain_tcp()) {
                 if relayed.load(Ordering::Relaxed) >= MAX_RELAYED {
                     return Err(Error::Misuse(format!(
-                        "too many TLS connections (at most {MAX_RELAYED})"
+                        "cannot accept a TLS connection: {MAX_RELAYED} are open, the maximum"
                     )));
                 }
                 let socket = crate::relay::relayed(socket.into_tls_server(tls)?, relayed)?;

@@ -8,7 +8,7 @@ use rustix::event::PollFd;
 use crate::socket::POLL_INTERVAL;
 use crate::{ConnectionOptions, Error, Listener, Socket};
 
-/// The most pending handshakes. One more drops the oldest.
+/// The maximum number of pending handshakes. If another client connects, the oldest is dropped.
 const MAX_PENDING: usize = 128;
 
 /// A connection whose handshake is pending.

@@ -158,7 +158,7 @@ impl TensorInfo {
     fn extent(&self, strides: &[i64]) -> Result<(i128, i128), String> {
         let shape = &self.meta.shape;
         if strides.len() != shape.len() {
-            return Err(format!("{} strides for {} dimensions", strides.len(), shape.len()));
+            return Err(format!("expected {} strides, got {}", shape.len(), strides.len()));
         }
         let bits = i128::from(self.meta.dtype.bits());
         if bits % 8 != 0 && !self.is_contiguous() {

@@ -125,7 +125,7 @@ impl Outgoing {
         if payload.as_ref().is_some_and(|payload| payload.len() as u64 != info.storage_len) {
             let len = payload.map_or(0, |payload| payload.len());
             return Err(unsendable(format!(
-                "its payload must have the {} bytes of its storage, got {len}",
+                "expected a payload of {} bytes, the length of its storage, got {len}",
                 info.storage_len
             )));
         }

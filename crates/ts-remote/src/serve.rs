@@ -50,7 +50,7 @@ pub struct ServerOptions {
     pub connection: ConnectionOptions,
     /// The most connections at a time. Further clients wait to be accepted.
     pub max_connections: usize,
-    /// The most pending handshakes. One more drops the oldest.
+    /// The maximum number of pending handshakes. A further client causes the oldest to be dropped.
     pub max_pending: usize,
     /// How long a handshake may take.
     pub handshake_timeout: Duration,

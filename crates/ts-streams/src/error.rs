@@ -120,8 +120,8 @@ pub enum Error {
         /// The tasks on the cycle. The last is the first again.
         path: Vec<String>,
     },
-    /// Something was not ready in time.
-    #[error("not ready within {timeout:?}")]
+    /// Submitted work was not complete in time.
+    #[error("submitted work is not complete after {timeout:?}")]
     TimedOut {
         /// The timeout. Zero for calls that do not wait.
         timeout: Duration,

@@ -200,6 +200,6 @@ impl DeviceProvider for SingleDevice {
             return (self.create)();
         }
         let device = format!("{}:{ordinal}", self.name);
-        Err(Error::DeviceUnavailable { device, reason: "there is only one".into() })
+        Err(Error::DeviceUnavailable { device, reason: "only number 0 exists".into() })
     }
 }

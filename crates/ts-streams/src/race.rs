@@ -7,8 +7,8 @@ use std::fmt;
 use crate::StreamId;
 use crate::range::MemoryRange;
 
-/// A vector clock: the number of operations of each thread that happened before. The threads are
-/// the streams, and for each device the host.
+/// A vector clock: for each thread, how many of its operations happened before. Each stream is a
+/// thread, and so is the host of each device.
 pub(crate) type Clock = BTreeMap<StreamId, u64>;
 
 /// An access to memory.

@@ -325,7 +325,7 @@ impl SimShared {
         Ok(())
     }
 
-    /// Orders the host after a point that it has seen reached.
+    /// Orders later accesses by the host after a point that the host knows is reached.
     fn host_saw(&self, history: &Clock) {
         self.lock().detector.host_joins(history);
     }

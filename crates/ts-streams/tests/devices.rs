@@ -65,7 +65,11 @@ fn the_registry_chooses_the_best_device() {
     assert_eq!(registry.open(Some("sim")).unwrap().info().kind, DeviceKind::Sim);
     assert_eq!(registry.open(Some("cpu:0")).unwrap().info().kind, DeviceKind::Cpu);
     for (name, kind, message) in [
-        ("cpu:1", ErrorKind::Unsupported, "device \"cpu:1\" is not available: there is only one"),
+        (
+            "cpu:1",
+            ErrorKind::Unsupported,
+            "device \"cpu:1\" is not available: only number 0 exists",
+        ),
         (
             "tpu",
             ErrorKind::Misuse,

@@ -76,7 +76,7 @@ impl ServeOptions {
     }
 
     /// Returns an error if the address is public and clients need neither a token nor a
-    /// certificate.
+    /// certificate, unless [`insecure`](Self::insecure) is set.
     pub(crate) fn check(&self, address: &Address) -> Result<(), Error> {
         let ServerOptions { connection, tls, .. } = &self.server;
         let authenticates = tls.as_ref().is_some_and(TlsServer::authenticates_clients);
@@ -312,6 +312,7 @@ impl Files for Directory {
             return Err(refusal(RefusalKind::NotFound, format!("{name:?} does not exist")));
         }
         let mut files = Vec::new();
+        let requested = name;
         let mut pending = vec![(path, name.trim_end_matches('/').to_string())];
         while let Some((path, name)) = pending.pop() {
             // The file may have been removed, or be a link without a target.
@@ -337,7 +338,10 @@ impl Files for Directory {
                     pending.push((entry.path(), name));
                 }
                 if files.len() + pending.len() > MAX_LISTED {
-                    let reason = format!("{name:?} has more than {MAX_LISTED} files");
+                    let reason = format!(
+                        "cannot list {requested:?}: it has more than {MAX_LISTED} files and \
+                         directories"
+                    );
                     return Err(refusal(RefusalKind::Failed, reason));
                 }
             }

@@ -58,7 +58,7 @@ impl Hello {
                 }
                 Event::Connected { .. } => {}
                 _ => {
-                    let what = "expected HELLO first, got something else".into();
+                    let what = "expected HELLO first, got a tensor or the end of a stream".into();
                     return Err(Error::Protocol { stream: 0, what });
                 }
             }

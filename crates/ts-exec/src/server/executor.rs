@@ -46,7 +46,7 @@ pub trait Executor {
         run(self);
     }
 
-    /// Defines the number of an operator. Numbers are assigned in order, from 0.
+    /// Assigns the number `op` to the operator `name`. Numbers are assigned in order, from 0.
     ///
     /// # Errors
     /// Returns a failure if the operator does not exist. Its calls then fail with this failure.

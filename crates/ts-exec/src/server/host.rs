@@ -166,8 +166,15 @@ impl HostExecutor {
 fn tensor_argument(call: &Call, at: usize) -> Result<&TensorRef, OpFailure> {
     match call.args.get(at) {
         Some(Value::Tensor(tensor)) => Ok(tensor),
-        other => Err(raised(format!("argument {at} must be a tensor, got {other:?}"))),
+        other => Err(bad_argument(at, "a tensor", other)),
     }
+}
+
+fn bad_argument(at: usize, expected: &str, got: Option<&Value>) -> OpFailure {
+    raised(match got {
+        Some(got) => format!("argument {at} must be {expected}, got {got:?}"),
+        None => format!("argument {at} is missing: expected {expected}"),
+    })
 }
 
 impl Executor for HostExecutor {
@@ -233,9 +240,7 @@ impl Executor for HostExecutor {
                 let value = match call.args.get(1) {
                     Some(Value::Float(value)) => *value as f32,
                     Some(Value::Int(value)) => *value as f32,
-                    other => {
-                        return Err(raised(format!("argument 1 must be a number, got {other:?}")));
-                    }
+                    other => return Err(bad_argument(1, "a number", other)),
                 };
                 vec![value; self.element_offsets(first)?.len()]
             }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! NVIDIA's cuFile library, loaded at run time, as far as reads need it. Names and layouts are
+//! The part of NVIDIA's cuFile library that reads need, loaded at run time. Names and layouts are
 //! those of cufile.h 1.14, which are unchanged since 1.0.
 
 use std::ffi::{CStr, c_int, c_void};

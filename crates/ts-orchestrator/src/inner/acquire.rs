@@ -76,7 +76,7 @@ impl<D: Device> EngineInner<D> {
         }))
     }
 
-    /// Returns the memory of units when all of them are present.
+    /// Waits until all units are present. Returns their memory, and whether it had to wait. Blocks.
     fn wait_for_units<'a>(
         &'a self,
         mut state: StateGuard<'a, D>,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The console script: the program that ``cargo install`` builds, and ``serve``, which needs PyTorch."""
+"""The console script: the program that ``cargo install`` builds, and ``serve``.
+
+``serve`` is written in Python because it needs PyTorch.
+"""
 
 import os
 import signal

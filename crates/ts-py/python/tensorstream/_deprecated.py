@@ -28,7 +28,9 @@ def renamed(
                 new = names[old]
                 if new in kwargs:
                     raise TypeError(f"{function.__name__}() got both {new!r} and {old!r}")
-                warnings.warn(f"argument {old!r} is deprecated; use {new!r}", DeprecationWarning, stacklevel=2)
+                warnings.warn(
+                    f"argument {old!r} is deprecated; use {new!r}", DeprecationWarning, stacklevel=2
+                )
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)
 

@@ -124,8 +124,8 @@ class Config:
             stream from, if ``tensorstream.offload`` gets none. For
             ``tensorstream.from_pretrained``, the directory for converted tensors; the user's
             cache directory by default.
-        max_passes: The most forward passes that run at once. Each needs its own memory. Further passes
-            wait.
+        max_passes: The most forward passes that run at once; others wait. Each needs its own
+            memory.
         backend: The I/O backend: a ``BackendType``, its name, or a name of
             ``tensorstream.backends``.
         io_depth: Reads in flight, 1 to 256. By default request size and depth are measured when a
@@ -140,8 +140,8 @@ class Config:
         compression_enabled: Whether to compress weights that are written to ``storage_path``,
             without loss. bf16 shrinks to two thirds. Faster if reading is slower than decoding,
             which reaches 4 GB/s per core.
-        compression_level: Compress with zstd at this level, 1 to 22, instead of the codec that makes
-            each tensor smallest.
+        compression_level: Compress with zstd at this level, 1 to 22. By default, each tensor uses
+            the codec that makes it smallest.
 
     Raises:
         ConfigurationError: A field is out of its range, or the budget is given twice.
@@ -211,7 +211,9 @@ class Config:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1, 256)
         if self.io_depth is not None and self.num_io_threads is not None:
-            raise ConfigurationError("io_depth and num_io_threads are the same setting; set only one")
+            raise ConfigurationError(
+                "io_depth and num_io_threads are the same setting; set only one"
+            )
 
     def _check_vram_budget(self) -> None:
         gigabytes: Any = self.vram_budget_gb
@@ -222,11 +224,9 @@ class Config:
         ):
             raise invalid("vram_budget_gb", gigabytes, "a positive number of GB")
         if self.budget is not None:
-            raise ConfigurationError(
-                "budget and vram_budget_gb are the same setting; set only one"
-            )
+            raise ConfigurationError("budget and vram_budget_gb are the same setting; set only one")
 
-    def asked_bytes(self) -> int | None:
+    def requested_bytes(self) -> int | None:
         """Returns the budget in bytes, or ``None`` if it is not set."""
         if self.budget is not None:
             return parse_budget(self.budget)
@@ -244,15 +244,13 @@ class Config:
 
     def working_bytes(self) -> int:
         """Returns the memory for work before the model streams, in bytes."""
-        asked = self.asked_bytes()
-        return self.share_bytes() if asked is None else asked
+        requested = self.requested_bytes()
+        return self.share_bytes() if requested is None else requested
 
     def _available_bytes(self, freed_bytes: int) -> int:
         available = _native.available_memory()
         if available is None:
-            raise invalid(
-                "budget", None, "a size, because the available memory cannot be detected"
-            )
+            raise invalid("budget", None, "a size, because the available memory cannot be detected")
         return available + freed_bytes
 
     def fitted_bytes(self, smallest: int, whole: int, freed_bytes: int = 0) -> int:
@@ -269,13 +267,13 @@ class Config:
         Warns:
             BudgetWarning: The configured budget exceeds the available memory.
         """
-        asked = self.asked_bytes()
-        if asked is not None and (asked < smallest or _native.available_memory() is None):
-            return asked  # the engine refuses a budget that is too small
+        requested = self.requested_bytes()
+        if requested is not None and (requested < smallest or _native.available_memory() is None):
+            return requested  # the engine refuses a budget that is too small
         available = self._available_bytes(freed_bytes)
         # The rest is for activations, page tables, and pages of code that are not mapped yet.
         room = available - available // 16 - HEADROOM
-        wanted = self.share_bytes(freed_bytes) if asked is None else asked
+        wanted = self.share_bytes(freed_bytes) if requested is None else requested
         if smallest > available - HEADROOM // 2:
             raise BudgetError(
                 f"not enough memory: {_mib(available)} MiB are available, but the model needs at "
@@ -283,17 +281,17 @@ class Config:
                 "everything else; raise the memory limit of this process"
             )
         budget = max(smallest, min(wanted, room))
-        if asked is None:
+        if requested is None:
             _log.info("budget %s MiB of %s MiB available", _mib(budget), _mib(available))
-        elif min(asked, whole) > budget:
+        elif min(requested, whole) > budget:
             warnings.warn(
-                f"budget {_mib(asked)} MiB exceeds the available memory ({_mib(available)} MiB); "
-                f"using {_mib(budget)} MiB",
+                f"budget {_mib(requested)} MiB exceeds the available memory "
+                f"({_mib(available)} MiB); using {_mib(budget)} MiB",
                 BudgetWarning,
                 stacklevel=4,
             )
             return budget
-        return budget if asked is None else asked
+        return budget if requested is None else requested
 
     def codec(self) -> Codec:
         """Returns the codec of written weights."""
@@ -355,7 +353,9 @@ _generated_init = Config.__init__
 def _init(self: Config, *args: Any, **fields: Any) -> None:
     known = [field.name for field in dataclasses.fields(Config)]
     if args:
-        raise ConfigurationError(f"Config takes keyword arguments only, such as Config(budget={args[0]!r})")
+        raise ConfigurationError(
+            f"Config takes keyword arguments only, such as Config(budget={args[0]!r})"
+        )
     for name in fields:
         if name not in known:
             instead = _REMOVED_FIELDS.get(name)

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class TensorStreamError(Exception):
-    """The base class of all exceptions that TensorStream raises."""
+    """The base class of TensorStream's own exceptions."""
 
 
 class ConfigurationError(TensorStreamError, ValueError):

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 def load_file(
     path: Path, *, verify: bool = True, mapped: bool = False, lenient: bool = False
 ) -> dict[str, Array]:
-    """Reads all tensors of a checkpoint, as ``tensorstream.load_file``.
+    """Like ``tensorstream.load_file``, but returns arrays on the CPU.
 
     Examples:
         >>> import numpy as np, tensorstream.numpy
@@ -38,7 +38,7 @@ def load_file(
 
 
 def load(data: bytes) -> dict[str, Array]:
-    """Reads all tensors of a file in memory, as ``tensorstream.load``.
+    """Like ``tensorstream.load``, but returns arrays.
 
     Examples:
         >>> import numpy as np, tensorstream.numpy
@@ -56,7 +56,7 @@ def save_file(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> None:
-    """Writes arrays to a file, as ``tensorstream.save_file``.
+    """Like ``tensorstream.save_file``, but takes arrays.
 
     Examples:
         >>> import numpy as np, tensorstream.numpy
@@ -75,7 +75,7 @@ def save(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> bytes:
-    """Returns the bytes of a file of arrays, as ``tensorstream.save``.
+    """Like ``tensorstream.save``, but takes arrays.
 
     Examples:
         >>> import numpy as np, tensorstream.numpy
@@ -96,7 +96,9 @@ def as_array(name: str, tensor: torch.Tensor) -> Array:
     try:
         array: Array = tensor.numpy()
     except TypeError as error:
-        raise ModelError(f"tensor `{name}` is {tensor.dtype}, which NumPy does not support") from error
+        raise ModelError(
+            f"tensor `{name}` is {tensor.dtype}, which NumPy does not support"
+        ) from error
     return array
 
 

@@ -48,10 +48,10 @@ impl Use {
         grad: bool,
     ) -> PyResult<Py<PyAny>> {
         let inner = &streamer.inner;
-        let weight = inner
-            .weights
-            .get(key)
-            .ok_or_else(|| PyIndexError::new_err(format!("the model has no weight {key}")))?;
+        let weight = inner.weights.get(key).ok_or_else(|| {
+            let count = inner.weights.len();
+            PyIndexError::new_err(format!("no weight {key}: the model has {count} weights"))
+        })?;
         let tensors = self.lock().tensors.iter().find(|of| of.unit == weight.unit).map(Arc::clone);
         let tensors = tensors.ok_or_else(|| {
             PyIndexError::new_err(format!("the unit of weight `{}` is not in use", weight.name))

@@ -144,7 +144,7 @@ pub(crate) fn bind(
         None => {
             return Err(configuration_error(
                 py,
-                "ca needs a certificate of this side too: pass cert and key",
+                "ca requires a certificate for this side too: pass cert and key",
             ));
         }
     };

@@ -482,11 +482,11 @@ impl<S: Sink> Connection<S> {
     /// Maps the shared memory that the peer offers. If that fails, sends no answer, and payloads
     /// keep coming through the socket.
     fn map_shared_memory(&mut self, stream: u32, len: u64) -> Result<(), Error> {
-        if stream != 0 || self.ring_reader.is_some() {
-            return Err(Error::Protocol {
-                stream,
-                what: "second SHARE, or SHARE on a stream".into(),
-            });
+        if stream != 0 {
+            return Err(Error::Protocol { stream, what: "SHARE on a stream".into() });
+        }
+        if self.ring_reader.is_some() {
+            return Err(Error::Protocol { stream, what: "second SHARE".into() });
         }
         let descriptor = self.descriptor.take().filter(|_| self.options.shared_bytes > 0);
         if let Some(ring) = descriptor.and_then(|descriptor| RingReader::open(&descriptor, len)) {
@@ -536,7 +536,7 @@ impl<S: Sink> Connection<S> {
         }
         if !self.incoming.contains_key(&stream) {
             if stream == 0 || stream % 2 == self.next_stream % 2 {
-                return bad("the stream number belongs to the other role");
+                return bad("frame on a stream whose number the peer may not use");
             }
             // A stream may end before anything was sent on it.
             if !opens {

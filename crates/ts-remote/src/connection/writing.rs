@@ -80,8 +80,8 @@ impl Writer {
         self.queue_offset == 0 && self.queue.front().is_some_and(|frame| frame.has_descriptor)
     }
 
-    /// Drops everything but a partly written frame and HELLO, without which the peer could not read
-    /// the next frame.
+    /// Drops all queued frames except a partly written frame and HELLO. Without these two, the peer
+    /// could not read the next frame.
     pub(super) fn drop_unwritten(&mut self) {
         self.queue.truncate(usize::from(self.queue_offset > 0));
         self.queued_bytes = self.queue.iter().map(OutFrame::len).sum();

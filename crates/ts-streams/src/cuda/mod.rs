@@ -248,7 +248,7 @@ impl Device for CudaDevice {
             self.free_async(memory, stream)?;
             return Err(Error::Unsupported {
                 device,
-                what: "this alignment in stream-ordered allocation",
+                what: "alignments above 512 bytes in stream-ordered allocation",
             });
         }
         Ok(memory)

@@ -39,7 +39,9 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
     """Returns the name that files use for the dtype of a tensor."""
     dtype = SAFETENSORS_DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise ConfigurationError(f"cannot write tensor `{name}`: files do not support {tensor.dtype}")
+        raise ConfigurationError(
+            f"cannot write tensor `{name}`: files do not support {tensor.dtype}"
+        )
     return dtype
 
 

@@ -208,7 +208,8 @@ def _bounds(size: int, index: Any, dimension: int) -> tuple[tuple[int, int], Any
     if wanted.dtype == torch.bool:
         if wanted.dim() == 0 or len(wanted) != size:
             raise IndexError(
-                f"mask of shape {list(wanted.shape)} does not match dimension {dimension} with size {size}"
+                f"mask of shape {list(wanted.shape)} does not match dimension {dimension} of size "
+                f"{size}"
             )
         wanted = wanted.nonzero().flatten()
     if wanted.numel() == 0:

@@ -33,9 +33,9 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """Reads all tensors of a checkpoint into memory. Blocks; shows a progress bar on a terminal.
 
-    Reads what the page cache does not hold with direct I/O, into huge pages. Compressed tensors are decoded
-    on all cores. Neighbouring tensors of less than 16 MiB together share an allocation, which is
-    freed with the last of them.
+    Reads into huge pages, from the page cache if it holds the data and with direct I/O otherwise.
+    Compressed tensors are decoded on all cores. Neighbouring tensors of less than 16 MiB together
+    share an allocation, which is freed with the last of them.
 
     Args:
         path: A ``.safetensors`` or ``.ts`` file, a shard index, a directory with one of them, or a
@@ -132,7 +132,9 @@ def load_into(
     ends = sorted(end for end in ends if end[0] < end[1])
     for (_, end, first), (begin, _, second) in pairwise(ends):
         if begin < end:
-            raise ConfigurationError(f"cannot load `{first}` and `{second}`: their targets overlap in memory")
+            raise ConfigurationError(
+                f"cannot load `{first}` and `{second}`: their targets overlap in memory"
+            )
     checkpoint.load_into([(name, as_capsule(tensor)) for name, tensor in tensors.items()], verify)
 
 

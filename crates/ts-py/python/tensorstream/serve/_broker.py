@@ -147,7 +147,7 @@ class _Processes:
         received = receive(orders)
         if received is None:
             raise RuntimeError(
-                "cannot start a process for sessions; see its errors on standard error"
+                "the process that starts sessions ended early; standard error says why"
             )
         if "refused" in received[0]:
             raise RuntimeError(received[0]["refused"])

@@ -48,7 +48,10 @@ class Peers:
                 tensor under this ticket, or the tensor has more than ``limit`` bytes.
         """
         if address not in self._allowed and "any" not in self._allowed:
-            raise RuntimeError(f"the machine may not fetch from {address}; allow it with --peer")
+            raise RuntimeError(
+                f"the machine may not fetch from {address}; start it with `--peer {address}` to "
+                "allow it"
+            )
         if self._tls and "ca" not in self._tls and not address.startswith("unix:"):
             # Without TLS the token would be sent in the clear.
             raise RuntimeError(

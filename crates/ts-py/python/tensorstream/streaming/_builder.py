@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The bytes of a model that is still being built: read, or computed, one tensor at a time."""
+"""Reads or computes the tensors of a model that is still being built, one at a time."""
 
 from __future__ import annotations
 
@@ -13,56 +13,57 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from .. import _native
 from .._dtypes import TORCH_DTYPES
 from ..errors import ModelError
-from ..files._capsules import lent
+from ..files._capsules import as_capsule
 from ._symbolic_tensor import Derived, Source, SymbolicTensor
 
 aten = torch.ops.aten
 
-#: What is read and cast at a time, in bytes, where the budget is not small.
+#: The most bytes that are read and cast at a time. Small budgets use less.
 PIECE_BYTES = 4 << 20
 
 
 class Builder:
-    """Stand-ins for a checkpoint's tensors.
+    """Creates symbolic tensors for the tensors of a checkpoint.
 
-    Operations on them are recorded; what must run reads what it needs.
+    Operations on them are recorded. An operation that cannot be recorded reads its operands.
     """
 
     def __init__(self, checkpoint: _native.Checkpoint) -> None:
         self.checkpoint = checkpoint
 
-    def stand_in(self, name: str) -> SymbolicTensor:
-        """The tensor of this name.
+    def symbolic(self, name: str) -> SymbolicTensor:
+        """Returns the tensor with this name.
 
         Raises:
-            MissingTensorError: There is none.
-            ModelError: It has a dtype that torch lacks.
+            MissingTensorError: The checkpoint has no such tensor.
+            ModelError: torch lacks its dtype.
         """
         dtype, shape, parts = self.checkpoint.entry(name)
         torch_dtype = TORCH_DTYPES.get(dtype)
         if torch_dtype is None:
-            raise ModelError(f"tensor `{name}` is {dtype}, which torch does not have")
+            raise ModelError(f"tensor `{name}` is {dtype}, which torch does not support")
         return SymbolicTensor(shape, torch_dtype, Source(name, tuple(parts)), self)
 
     def materialize(self, tensor: SymbolicTensor) -> torch.Tensor:
-        """The tensor itself, in memory of its own."""
+        """Returns the real tensor, in newly allocated memory."""
         source = tensor.source
         if isinstance(source, Source):
             return self._read(source.parts).view(tensor.dtype).view(tensor.shape)
         args, kwargs = tree_map_only(SymbolicTensor, self.materialize, (source.args, source.kwargs))
         result: Any = source.func(*args, **kwargs)
         chosen: torch.Tensor = result if source.index is None else result[source.index]
-        # A stand-in has no mark that its bytes are to be read conjugated or negated.
+        # A symbolic tensor has no conjugate or negative bit.
         return chosen.resolve_conj().resolve_neg()
 
     def pieces(self, tensor: SymbolicTensor, budget_bytes: int) -> Iterator[torch.Tensor]:
-        """The tensor's elements in order, flat, in runs that take little memory wherever that is
-        possible.
+        """Yields the elements of a tensor in order, as flat tensors.
+
+        The tensors are small, unless an operation needs all elements at once.
         """
         source = tensor.source
         if isinstance(source, Source):
-            # A piece, and what it may become: eight bytes for one is the widest cast. Whole
-            # elements of any dtype.
+            # A sixteenth of the budget, because a cast can make a piece eight times as large. A
+            # multiple of 4096, so that elements stay whole.
             step = min(PIECE_BYTES, max(4096, budget_bytes // 16 // 4096 * 4096))
             for file, offset, length in source.parts:
                 for begin in range(0, length, step):
@@ -78,8 +79,10 @@ class Builder:
             yield self.materialize(tensor).contiguous().view(-1)
 
     def needed_bytes(self, tensor: SymbolicTensor) -> int:
-        """Memory that ``pieces`` takes at most, but for pieces themselves: what is computed is
-        there whole, with all that it is computed from."""
+        """Returns the most memory that ``pieces`` needs, in bytes, without the pieces themselves.
+
+        A computed tensor is in memory as a whole, together with its operands.
+        """
         source = tensor.source
         if isinstance(source, Source):
             return 0
@@ -94,7 +97,7 @@ class Builder:
 
     def _read(self, parts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
         buffer = torch.empty(sum(length for _, _, length in parts), dtype=torch.uint8, device="cpu")
-        self.checkpoint.read_into(list(parts), lent(buffer))
+        self.checkpoint.read_into(list(parts), as_capsule(buffer))
         return buffer
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What joins a model's modules to the engine: forwards that lease units, and dictionaries that hand
-weights out.
+"""Connects the modules of a model to the engine: forwards lease units, and the dictionaries of
+parameters return weights.
 
-Nothing here refers back to a module but weakly, so a model that is deleted frees its engine at
-once, without the cycle collector. Leases are objects of the native module that end when they are
-lost, and nothing that must stay consistent is changed by bytecode: a signal's exception can arrive
-between any two instructions.
+References to modules are weak, so deleting a model frees its engine at once, without the cycle
+collector. An exception of a signal handler can be raised between any two bytecode instructions.
+Therefore leases are objects of the native module that end when they are dropped, and only native
+code changes state that must stay consistent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from torch.utils._pytree import tree_leaves
 
 from .. import _native
 from ..errors import ModelError
-from ._streamed_tensor import FIRST, StreamedTensor, StreamedWeight, is_same, unlent
+from ._streamed_tensor import (
+    RESTORE_FIRST,
+    StreamedTensor,
+    StreamedWeight,
+    is_same,
+    replace_weights,
+)
 from ._weights import Weights
 
 _raw = dict.__getitem__
@@ -31,30 +37,32 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class Parameters(dict[str, Any]):
-    """A module's parameters. A streamed one is the weight itself while the module's forward runs on
-    this thread, and a stand-in at other times.
+    """The parameters of a module.
 
-    Where gradients are recorded neither requires one: nothing could keep what it learns. Where none
-    are they say what the model's own did, because PyTorch asks: matmul folds a batch, and so rounds
-    otherwise, for an operand that requires a gradient.
+    A streamed parameter is the weight itself while the forward of the module runs on this thread,
+    and a stand-in at other times.
+
+    While gradients are recorded, it does not require one, because nothing could apply the gradient.
+    Otherwise ``requires_grad`` is that of the original parameter, because PyTorch reads it: for an
+    operand that requires a gradient, matmul folds the batch and rounds differently.
     """
 
-    __slots__ = ("__weakref__", "free", "weights")
+    __slots__ = ("__weakref__", "trainable", "weights")
 
     def __init__(self, own: dict[str, Any], weights: Weights) -> None:
         super().__init__(own)
         self.weights = weights
-        #: By name, the stand-ins that require gradients.
-        self.free: dict[str, StreamedTensor] = {}
+        #: The stand-ins that require gradients, by name.
+        self.trainable: dict[str, StreamedTensor] = {}
 
-    def bind(self, name: str, frozen: StreamedTensor, free: StreamedTensor | None) -> None:
-        """Puts a weight's stand-ins in a parameter's place."""
+    def bind(self, name: str, frozen: StreamedTensor, trainable: StreamedTensor | None) -> None:
+        """Replaces a parameter with the stand-ins of its weight."""
         dict.__setitem__(self, name, frozen)
-        if free is not None:
-            self.free[name] = free
+        if trainable is not None:
+            self.trainable[name] = trainable
 
     def stand_in(self, name: str) -> StreamedTensor | None:
-        """The stand-in of a streamed parameter, else ``None``."""
+        """Returns the stand-in of a parameter, or ``None`` if it is not streamed."""
         frozen = dict.get(self, name)
         return frozen if type(frozen) is StreamedTensor and frozen.weights is self.weights else None
 
@@ -63,12 +71,12 @@ class Parameters(dict[str, Any]):
         if type(frozen) is not StreamedTensor:
             return frozen
         grad = _is_grad_enabled()
-        lent = self.weights.streamer.current(frozen.key, grad)
-        if lent is not None:
-            return lent
-        return (
-            self.free.get(name, frozen) if not grad and self.weights.learns(frozen.key) else frozen
-        )
+        weight = self.weights.streamer.current(frozen.key, grad)
+        if weight is not None:
+            return weight
+        if not grad and self.weights.requires_grad(frozen.key):
+            return self.trainable.get(name, frozen)
+        return frozen
 
     def get(self, name: str, default: Any = None) -> Any:
         if name not in self:
@@ -89,12 +97,12 @@ class Parameters(dict[str, Any]):
         if own is None:
             dict.__setitem__(self, name, value)
         elif not (is_same(own, value) or (type(value) is StreamedWeight and value is self[name])):
-            raise ModelError(f"`{own.name}` cannot be replaced: {FIRST}")
+            raise ModelError(f"cannot replace `{own.name}`: {RESTORE_FIRST}")
 
     def __delitem__(self, name: str) -> None:
         own = self.stand_in(name)
         if own is not None:
-            raise ModelError(f"`{own.name}` cannot be removed: {FIRST}")
+            raise ModelError(f"cannot remove `{own.name}`: {RESTORE_FIRST}")
         dict.__delitem__(self, name)
 
     def pop(self, name: str, *default: Any) -> Any:
@@ -125,8 +133,8 @@ class Parameters(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
-def streamed_of(module: nn.Module) -> Iterator[tuple[str, StreamedTensor]]:
-    """The names and stand-ins of a module's own streamed parameters."""
+def own_stand_ins(module: nn.Module) -> Iterator[tuple[str, StreamedTensor]]:
+    """Yields the streamed parameters that a module owns itself: their names and stand-ins."""
     parameters = module.__dict__.get("_parameters")
     if isinstance(parameters, Parameters):
         for name in parameters:
@@ -135,28 +143,27 @@ def streamed_of(module: nn.Module) -> Iterator[tuple[str, StreamedTensor]]:
                 yield name, stand_in
 
 
-class _NotAFunction(ModelError, AttributeError):
-    """A replaced method lacks what functions have."""
+class _NoFunctionAttributeError(ModelError, AttributeError):
+    """A replaced method has none of the attributes of functions."""
 
 
-class Replaced:
-    """Stands in for a method of one module.
+class ReplacedMethod:
+    """Replaces a method of one module.
 
-    A replaced method and no hook, because hooks that always run do not when the exception is a
-    KeyboardInterrupt.
+    Hooks would not do: even those with ``always_call`` do not run after a KeyboardInterrupt.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.before = module.__dict__.get(name)
         self._method = getattr(type(module), name)
         self.module = weakref.ref(module)
-        with contextlib.suppress(ValueError):  # a method that is not Python's
+        with contextlib.suppress(ValueError):  # a method without a Python signature
             self.__signature__ = inspect.signature(getattr(module, name))
         self.__doc__ = self._method.__doc__
         self.__name__ = name
 
     def original(self) -> Callable[..., Any]:
-        """What it stands in for."""
+        """Returns the replaced method."""
         if self.before is not None:
             before: Callable[..., Any] = self.before
             return before
@@ -166,34 +173,34 @@ class Replaced:
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        raise _NotAFunction(
-            f"an offloaded model's {self.__dict__.get('__name__', 'method')} has no `{name}`: it "
-            "cannot be scripted or exported; restore(model) first"
+        raise _NoFunctionAttributeError(
+            f"no attribute `{name}` of {self.__dict__.get('__name__', 'the method')}: an offloaded "
+            "model cannot be scripted or exported; restore(model) first"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(
-            f"an offloaded {type(self.module()).__name__} cannot be copied or pickled: the copy "
-            "would stream into the original; restore(model) first, or save its state_dict()"
+            f"cannot copy or pickle an offloaded {type(self.module()).__name__}: the copy would "
+            "stream into the original; restore(model) first, or save its state_dict()"
         )
 
 
-def replace(module: nn.Module, replaced: Replaced) -> None:
-    """Puts a replacement of one of the module's methods in its place."""
+def replace_method(module: nn.Module, replaced: ReplacedMethod) -> None:
+    """Replaces a method of a module."""
     module.__dict__[replaced.__name__] = replaced
 
 
-def put_back(module: nn.Module) -> None:
-    """Undoes every ``replace`` of a module."""
+def restore_methods(module: nn.Module) -> None:
+    """Undoes every ``replace_method`` of a module."""
     for name in list(module.__dict__):
-        while isinstance(replaced := module.__dict__.get(name), Replaced):
+        while isinstance(replaced := module.__dict__.get(name), ReplacedMethod):
             del module.__dict__[name]
             if replaced.before is not None:
                 module.__dict__[name] = replaced.before
 
 
-class Forward(Replaced):
-    """The forward of a module whose parameters are a unit: it is in memory while it runs."""
+class Forward(ReplacedMethod):
+    """The forward of a module that owns a unit. Leases the unit while it runs."""
 
     def __init__(self, module: nn.Module, weights: Weights, unit: int) -> None:
         super().__init__(module, "forward")
@@ -202,9 +209,9 @@ class Forward(Replaced):
         self._recurrent = recurrent(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A graph that holds the weights would hold their memory until backward; one of stand-ins
-        # leases them again.
-        lend = not (_is_grad_enabled() and self._learns(args, kwargs))
+        # A graph of weights would hold their memory until backward. A graph of stand-ins does not:
+        # backward leases the weights again.
+        lend = not (_is_grad_enabled() and self._records_gradients(args, kwargs))
         use = self._weights.streamer.enter(self._unit, lend, self._recurrent)
         try:
             result = self.original()(*args, **kwargs)
@@ -212,11 +219,11 @@ class Forward(Replaced):
             use.close()
             raise
         if use.exit():
-            result = unlent(result, self._weights, use)
+            result = replace_weights(result, self._weights, use)
             use.close()
         return result
 
-    def _learns(self, args: Any, kwargs: Any) -> bool:
+    def _records_gradients(self, args: Any, kwargs: Any) -> bool:
         inputs: Any = tree_leaves((args, kwargs))
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in inputs):
             return True
@@ -225,8 +232,10 @@ class Forward(Replaced):
 
 
 def recurrent(module: nn.Module) -> _native.Recurrent | None:
-    """What the native module has to know of a recurrent module, which keeps a list of its
-    parameters beside the dictionary."""
+    """Registers a recurrent module, which also has a list of its parameters.
+
+    Puts stand-ins into the list. Returns ``None`` if the module is not recurrent.
+    """
     names = getattr(module, "_flat_weights_names", None)
     if names is None:
         return None
@@ -238,8 +247,8 @@ def recurrent(module: nn.Module) -> _native.Recurrent | None:
     return _native.Recurrent(weakref.ref(module), stand_ins, keys)
 
 
-class Pass(Replaced):
-    """The forward of the whole model: the outermost one is a pass."""
+class Pass(ReplacedMethod):
+    """The forward of the whole model. The outermost call is a pass."""
 
     def __init__(self, module: nn.Module, weights: Weights) -> None:
         super().__init__(module, "forward")
@@ -261,7 +270,7 @@ class Pass(Replaced):
 
 
 class Streaming:
-    """A model's streaming: kept in the model as ``_tensorstream``."""
+    """The streaming state of a model, its attribute ``_tensorstream``."""
 
     def __init__(
         self,
@@ -273,12 +282,16 @@ class Streaming:
         self.checkpoint = checkpoint
         self.units = units
         self.weights = weights
-        #: Backends that were asked for and are not built, and why.
+        #: Requested backends that are not built yet, with the reason.
         self.passed_over = passed_over
 
 
 def streaming_of(model: nn.Module) -> Streaming:
-    """The streaming of an offloaded model."""
+    """Returns the streaming state of an offloaded model.
+
+    Raises:
+        ModelError: The model is not offloaded.
+    """
     streaming = model.__dict__.get("_tensorstream") if isinstance(model, nn.Module) else None
     if not isinstance(streaming, Streaming):
         raise ModelError(f"this {type(model).__name__} is not offloaded")

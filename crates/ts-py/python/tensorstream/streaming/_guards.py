@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What would change a streamed model's weights is refused, in words and before anything changed."""
+"""Refuses calls that would change the weights of a streamed model, before they change anything."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from ._forward import Replaced, replace, streamed_of
+from ._forward import ReplacedMethod, own_stand_ins, replace_method
 from ._streamed_tensor import StreamedTensor, is_same
 
 
 def guard(model: nn.Module) -> None:
-    """Replaces the methods by which PyTorch and transformers change all weights of a model or a
-    part of it.
-    """
+    """Replaces the methods of a model and its modules that change or save all weights."""
     for module in model.modules():
-        if next(_streamed_below(module), None) is not None:
-            replace(module, Apply(module, "_apply"))
-            replace(module, Load(module, "load_state_dict"))
+        if next(_stand_ins_below(module), None) is not None:
+            replace_method(module, Apply(module, "_apply"))
+            replace_method(module, LoadStateDict(module, "load_state_dict"))
             if hasattr(type(module), "save_pretrained"):
-                replace(module, Save(module, "save_pretrained"))
+                replace_method(module, SavePretrained(module, "save_pretrained"))
 
 
-def _streamed_below(module: nn.Module) -> Any:
+def _stand_ins_below(module: nn.Module) -> Any:
     for each in module.modules():
-        yield from streamed_of(each)
+        yield from own_stand_ins(each)
 
 
-class Apply(Replaced):
-    """What ``to``, ``cpu``, ``float``, ``half``, ``to_empty`` and ``share_memory`` call: what
-    neither moves nor casts a weight is done, and everything else is refused."""
+class Apply(ReplacedMethod):
+    """``_apply``. Refuses functions that would move, cast or change a streamed weight.
+
+    ``to``, ``cpu``, ``float``, ``half``, ``to_empty`` and ``share_memory`` call it.
+    """
 
     def __call__(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.module()
-        asked: set[torch.dtype] = set()
-        for _, stand_in in _streamed_below(module):
-            if stand_in.dtype not in asked:
-                asked.add(stand_in.dtype)
-                self._require_nothing_done(fn, stand_in)
-        return self.original()(_sparing(fn), *args, **kwargs)
+        checked: set[torch.dtype] = set()
+        for _, stand_in in _stand_ins_below(module):
+            if stand_in.dtype not in checked:
+                checked.add(stand_in.dtype)
+                self._require_no_change(fn, stand_in)
+        return self.original()(_skipping_stand_ins(fn), *args, **kwargs)
 
-    def _require_nothing_done(self, fn: Any, stand_in: StreamedTensor) -> None:
+    def _require_no_change(self, fn: Any, stand_in: StreamedTensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
             probe = torch.zeros(1).to(stand_in.dtype)
             before = probe._version
@@ -57,14 +57,14 @@ class Apply(Replaced):
         elif isinstance(outcome, torch.Tensor) and outcome.dtype != probe.dtype:
             wanted = f"cast from {probe.dtype} to {outcome.dtype}"
         raise ModelError(
-            f"a streamed model's weights cannot be {wanted}: they are read from disk for each use "
-            f"(`{stand_in.name}` is one); nothing was changed. Give from_pretrained the dtype, or "
+            f"streamed weights, such as `{stand_in.name}`, cannot be {wanted}: they are read from "
+            "disk for each use; nothing was changed; pass the dtype to from_pretrained, or "
             "restore(model) first"
         )
 
 
-def _sparing(fn: Any) -> Any:
-    """The function for tensors that have memory; it does nothing to the others, as was tried."""
+def _skipping_stand_ins(fn: Any) -> Any:
+    """Returns the function without effect on stand-ins."""
 
     def apply(tensor: torch.Tensor) -> Any:
         return tensor if type(tensor) is StreamedTensor else fn(tensor)
@@ -72,29 +72,29 @@ def _sparing(fn: Any) -> Any:
     return apply
 
 
-class Load(Replaced):
-    """``load_state_dict``: a streamed weight's own value is taken, another is refused."""
+class LoadStateDict(ReplacedMethod):
+    """``load_state_dict``. Refuses values of streamed weights, except their own stand-ins."""
 
     def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         own = {}
         module: Any = self.module()
         for prefix, each in module.named_modules():
-            for name, stand_in in streamed_of(each):
+            for name, stand_in in own_stand_ins(each):
                 own[f"{prefix}.{name}".lstrip(".")] = stand_in
         for name, value in state_dict.items():
             if name in own and not is_same(own[name], value):
                 raise ModelError(
-                    f"`{name}` cannot be loaded: a streamed weight cannot be changed; nothing was "
-                    "changed. restore(model) first, or offload with another checkpoint"
+                    f"cannot load `{name}`: a streamed weight cannot be changed; nothing was "
+                    "changed; restore(model) first, or offload with another checkpoint"
                 )
         return self.original()(state_dict, *args, **kwargs)
 
 
-class Save(Replaced):
-    """``save_pretrained``, which asks tensors for the address of their memory."""
+class SavePretrained(ReplacedMethod):
+    """``save_pretrained``. Refused, because it needs the addresses of tensors."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise ModelError(
-            "a streamed model cannot save_pretrained: restore(model) first, or write its weights "
-            "one after the other with tensorstream.save_file(model.state_dict(), path)"
+            "save_pretrained does not support streamed models: restore(model) first, or write the "
+            "weights one at a time with tensorstream.save_file(model.state_dict(), path)"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Ctrl-C at a better moment."""
+"""Defers Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Lets a few steps that belong together be done before a KeyboardInterrupt is raised."""
-    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+    """Defers a KeyboardInterrupt until the end of the block."""
+    if threading.current_thread() is not threading.main_thread():  # others are not interrupted
         yield
         return
     pending: list[Any] = []

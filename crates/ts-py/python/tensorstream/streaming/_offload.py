@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""offload, stats and restore: from a module tree to units and back."""
+"""Offloads and restores models: groups parameters into units, and replaces them with stand-ins."""
 
 from __future__ import annotations
 
@@ -16,21 +16,27 @@ from .._dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from ..config import Config, expanded
 from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
 from ._builder import Builder
-from ._forward import Forward, Parameters, Pass, Streaming, put_back, recurrent, streaming_of
 from ._forward import (
-    replace as replace_method,
+    Forward,
+    Parameters,
+    Pass,
+    Streaming,
+    recurrent,
+    replace_method,
+    restore_methods,
+    streaming_of,
 )
 from ._guards import guard
 from ._interrupts import deferred
 from ._stats import Stats
-from ._store import FUSED, Orders, derived_of, store_derived, store_live
+from ._store import FUSED, DimensionOrders, derived_of, store_derived, store_live
 from ._streamed_tensor import StreamedTensor, StreamedWeight, stand_ins
 from ._symbolic_tensor import Source, SymbolicTensor
 from ._weights import Weight, Weights
 
 Path = str | os.PathLike[str]
 M = TypeVar("M", bound=nn.Module)
-#: Name, dtype, shape, parts (file, offset, length) and phase of a unit's tensor.
+#: Name, dtype, shape, parts (file, offset, length) and phase of a tensor of a unit.
 TensorSpec = tuple[str, str, list[int], list[tuple[int, int, int]], int | None]
 
 
@@ -45,11 +51,11 @@ def offload(
 
     With a ``checkpoint``, the parameters get its values, whatever the model held before. Without
     one, the weights of the model are written to ``config.storage_path``, into a ``.ts`` file that
-    is named by its content, and their memory is freed. Buffers stay in memory.
+    is named after its content, and their memory is freed. Buffers stay in memory.
 
     Results are bit-identical to the model in memory. Parameters are frozen while they stream;
-    ``restore`` makes those trainable again that were before. From a checkpoint, only headers
-    are read now. The first forward reads weights.
+    ``restore`` makes them trainable again if they were before. Offloading reads only the headers of
+    a checkpoint. Weights are read from the first forward on.
 
     Args:
         model: Any module, on the CPU or the meta device. Changed in place and returned.
@@ -81,96 +87,103 @@ def offload(
     config = checked(config)
     if budget is not None:
         if config.budget is not None or config.vram_budget_gb is not None:
-            raise ConfigurationError("the budget is given twice: as `budget` and in `config`")
+            raise ConfigurationError(
+                "the budget is given twice, as `budget` and in `config`; give one"
+            )
         config = replace(config, budget=budget)
     path = checkpoint if checkpoint is not None else config.storage_path
     if path is None:
         raise ConfigurationError(
-            "no checkpoint: give `checkpoint` to stream from, or Config.storage_path for a "
-            "model's own weights"
+            "no checkpoint: give `checkpoint`, or set Config.storage_path to write the weights of "
+            "the model to"
         )
     for name, module in model.named_modules():
-        _refuse_what_is_not_python(name, module)
+        _refuse_torchscript(name, module)
     if "_tensorstream" in model.__dict__:
-        raise ModelError(f"this {type(model).__name__} is offloaded already; restore(model) first")
+        raise ModelError(f"the {type(model).__name__} is already offloaded; restore(model) first")
     if checkpoint is None and not any(p.is_meta for p in model.parameters()):
         freed = sum(parameter.nbytes for parameter in model.parameters())
         return attach(model, config, *store_live(model, config), freed_bytes=freed)
     if checkpoint is None and not all(p.is_meta for p in model.parameters()):
         raise ModelError(
-            "some parameters are on the meta device and some hold weights: give a `checkpoint` "
-            "that has them all"
+            "some parameters are on the meta device and others hold weights: give a `checkpoint` "
+            "with all of them"
         )
     freed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     return attach(model, config, _native.Checkpoint(expanded(path)), freed_bytes=freed)
 
 
 def checked(config: Config | None) -> Config:
-    """Returns the configuration of a caller, or the default."""
+    """Returns the configuration, or the default one for ``None``. Checks its type."""
     if config is None:
         return Config()
     if isinstance(config, Config):
         return config
     what = type(config).__name__
-    advice = (
-        "write Config(**settings)" if isinstance(config, dict) else "give a tensorstream.Config"
-    )
+    advice = "use Config(**settings)" if isinstance(config, dict) else "pass a tensorstream.Config"
     if hasattr(config, "model_type"):
-        advice = "give transformers' configuration as `model_config`"
-    raise ConfigurationError(f"config is a {what}, expected a tensorstream.Config: {advice}")
+        advice = "pass the configuration of transformers as `model_config`"
+    raise ConfigurationError(
+        f"invalid config: expected a tensorstream.Config, got {what}; {advice}"
+    )
 
 
 def attach(
     model: M,
     config: Config,
     checkpoint: _native.Checkpoint,
-    orders: Orders | None = None,
+    orders: DimensionOrders | None = None,
     *,
     freed_bytes: int = 0,
 ) -> M:
-    """Does ``offload`` for an open checkpoint. Changes the model only when nothing can fail.
+    """Offloads a model to an open checkpoint. Changes the model only once nothing can fail.
 
-    ``freed_bytes`` of memory are freed when it streams.
+    Args:
+        model: The model.
+        config: Settings.
+        checkpoint: The weights.
+        orders: Parameters whose dimensions have another order in the checkpoint.
+        freed_bytes: Memory that offloading frees, which the budget can use.
     """
     derived = derived_of(model)
     if derived:
         checkpoint = store_derived(derived, Builder(checkpoint), config, config.working_bytes())
-    placed = {
+    converted = {
         id(tensor): Source(name, tuple(checkpoint.entry(name)[2]), tensor.source.phase)
         for name, tensor in derived.items()
     }
-    survey = _Survey(model, checkpoint, placed, orders or {})
-    together, settings = survey.together(), config.settings()
+    units = _UnitBuilder(model, checkpoint, converted, orders or {})
+    together, settings = units.leased_together(), config.settings()
     smallest, whole = _native.requirement(
-        checkpoint, survey.units, together=together, settings=settings
+        checkpoint, units.specs, together=together, settings=settings
     )
     budget = config.fitted_bytes(smallest, whole, freed_bytes)
     streamer = _native.Streamer(
         checkpoint,
-        survey.units,
-        [weight.spec() for weight in survey.weights],
+        units.specs,
+        [weight.spec() for weight in units.weights],
         budget=budget,
         together=together,
         weight_class=StreamedWeight,
         settings=settings,
     )
-    weights = Weights(streamer, survey.weights, budget)
-    buffers = survey.read_buffers()
-    made = [stand_ins(weights, key) for key in range(len(survey.weights))]
-    streaming = Streaming(checkpoint, survey.units, weights, config.passed_over())
-    owned = []
-    for module, keys in survey.modules:
+    weights = Weights(streamer, units.weights, budget)
+    buffers = units.read_buffers()
+    made = [stand_ins(weights, key) for key in range(len(units.weights))]
+    streaming = Streaming(checkpoint, units.specs, weights, config.passed_over())
+    replaced = []
+    for module, keys in units.modules:
         parameters = Parameters(module._parameters, weights)
         for name, key in keys.items():
             parameters.bind(name, *made[key])
-        owned.append((module, parameters))
+        replaced.append((module, parameters))
     with deferred():
         for module, name, value in buffers:
             module._buffers[name] = value
-        for module, parameters in owned:
+        for module, parameters in replaced:
             module.__dict__["_parameters"] = parameters
             recurrent(module)
-        for module, unit in survey.leaves():
+        for module, unit in units.leaves():
             replace_method(module, Forward(module, weights, unit))
         replace_method(model, Pass(model, weights))
         guard(model)
@@ -179,12 +192,22 @@ def attach(
 
 
 def stats(model: nn.Module) -> Stats:
-    """Returns what the engine of an offloaded model holds and has done. Does not wait for I/O.
+    """Returns the statistics of an offloaded model. Does not wait for I/O.
 
     Sizes are bytes, and times are seconds.
 
     Raises:
         ModelError: The model is not offloaded.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"weight": torch.eye(4), "bias": torch.zeros(4)}, "linear.ts")
+        >>> model = ts.offload(torch.nn.Linear(4, 4), checkpoint="linear.ts", budget="64KiB")
+        >>> with torch.inference_mode():
+        ...     output = model(torch.ones(1, 4))
+        >>> stats = ts.stats(model)
+        >>> stats["passes"], stats["plan"]["streamed_bytes_per_pass"]
+        (1, 0)
     """
     streaming = streaming_of(model)
     stats = streaming.weights.streamer.stats()
@@ -201,19 +224,29 @@ def restore(model: M) -> M:
     Raises:
         ModelError: The model is not offloaded, or a forward is running.
         StorageError: Reading failed.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"weight": torch.eye(4), "bias": torch.zeros(4)}, "linear.ts")
+        >>> model = ts.offload(torch.nn.Linear(4, 4), checkpoint="linear.ts", budget="64KiB")
+        >>> model = ts.restore(model)
+        >>> type(model.weight)
+        <class 'torch.nn.parameter.Parameter'>
     """
     streaming = streaming_of(model)
     if streaming.weights.streamer.in_use():
-        raise ModelError("the model is in use: restore(model) when no forward runs")
+        raise ModelError(
+            "cannot restore the model while a forward runs: call restore(model) after it"
+        )
     tensors = _read_all(streaming.checkpoint, streaming.units, streaming.weights.specs)
     parameters = [
-        nn.Parameter(tensor.detach(), requires_grad=streaming.weights.learns(key))
+        nn.Parameter(tensor.detach(), requires_grad=streaming.weights.requires_grad(key))
         for key, tensor in enumerate(tensors)
     ]
     with deferred():
         del model.__dict__["_tensorstream"]
         for module in model.modules():
-            put_back(module)
+            restore_methods(module)
             own = module.__dict__["_parameters"]
             if isinstance(own, Parameters) and own.weights is streaming.weights:
                 keys = {
@@ -233,11 +266,11 @@ def restore(model: M) -> M:
 def _read_all(
     checkpoint: _native.Checkpoint, units: list[Any], weights: list[Weight]
 ) -> list[torch.Tensor]:
-    """All weights at once, each at its phase; the memory lives as long as they do."""
+    """Reads all weights into memory, each at its phase. The weights own the memory."""
     total = sum(
         part[2] + 2 * 4096 for _, tensors in units for tensor in tensors for part in tensor[3]
     )
-    # One that may keep everything is the reader; slots outlive it.
+    # A second engine, whose budget keeps everything, reads the weights. Its slots outlive it.
     streamer = _native.Streamer(
         checkpoint,
         units,
@@ -260,28 +293,30 @@ def _read_all(
     return [tensors[weight.unit, weight.index] for weight in weights]
 
 
-class _Survey:
-    """A model's parameters, sorted into units: those that a module owns itself make one."""
+class _UnitBuilder:
+    """Groups the parameters of a model into units. Those that a module owns itself are one unit."""
 
     def __init__(
         self,
         model: nn.Module,
         checkpoint: _native.Checkpoint,
-        placed: dict[int, Source],
-        orders: Orders,
+        converted: dict[int, Source],
+        orders: DimensionOrders,
     ) -> None:
-        self.checkpoint = checkpoint
+        self._checkpoint = checkpoint
         self._model = model
-        #: Of the parameters that the checkpoint has with their dimensions in another order.
+        #: Parameters whose dimensions have another order in the checkpoint.
         self._orders = orders
-        #: Where those parameters lie, by identity, that had to be computed.
-        self._placed = placed
-        self.builder = Builder(checkpoint)
-        self.known = set(checkpoint.names())
+        #: The sources of parameters that had to be computed, by ``id``.
+        self._converted = converted
+        self._builder = Builder(checkpoint)
+        self._stored = set(checkpoint.names())
         self.weights: list[Weight] = []
-        self.units: list[tuple[str, list[TensorSpec]]] = []
-        #: Modules with parameters, and their weights by the parameters' names.
+        #: The name and the tensors of each unit.
+        self.specs: list[tuple[str, list[TensorSpec]]] = []
+        #: Modules with parameters, and the keys of their weights by parameter name.
         self.modules: list[tuple[nn.Module, dict[str, int]]] = []
+        #: The keys of weights by ``id`` of the parameter.
         self._keys: dict[int, int] = {}
         self._sources: dict[int, Source] = {}
         self._names = _qualified_names(model)
@@ -312,18 +347,18 @@ class _Survey:
                 )
             keys[name] = key
         if specs:
-            self.units.append((prefix or type(module).__name__, specs))
+            self.specs.append((prefix or type(module).__name__, specs))
         if keys:
             self.modules.append((module, keys))
 
     def _weight(self, parameter: torch.Tensor, name: str, index: int) -> Weight:
-        """The parameter as one of the unit that is being made."""
+        """Returns the weight of a parameter of the current unit."""
         order = self._orders.get(name)
         return Weight(
             name,
             parameter.dtype,
             tuple(parameter.shape),
-            len(self.units),
+            len(self.specs),
             index,
             parameter.requires_grad,
             tuple(parameter.stride()),
@@ -331,9 +366,11 @@ class _Survey:
         )
 
     def leaves(self) -> Iterator[tuple[nn.Module, int]]:
-        """Modules whose parameters are lent to them while their forward runs, with the unit: those
-        of one unit, with no module below them that has parameters too. The others' weights are
-        leased for each operation, so that no unit is held while another is needed."""
+        """Yields modules that lease their unit while their forward runs, with the unit.
+
+        They use one unit only, and no module below them has parameters. The weights of other
+        modules are leased for each operation, so that no unit is held while another is needed.
+        """
         owners = {id(module) for module, _ in self.modules}
         for module, keys in self.modules:
             below = any(id(child) in owners for child in module.modules() if child is not module)
@@ -341,10 +378,10 @@ class _Survey:
             if not below and len(units) == 1:
                 yield module, units.pop()
 
-    def together(self) -> list[list[int]]:
-        """Sets of units that one operation needs:
+    def leased_together(self) -> list[list[int]]:
+        """Returns sets of units that one operation needs at once.
 
-        PyTorch's fast path of attention takes all weights of a layer.
+        The fast path of PyTorch's attention takes all weights of a layer.
         """
         units = {
             id(module): {self.weights[key].unit for key in keys.values()}
@@ -358,7 +395,7 @@ class _Survey:
         return [sorted(each) for each in sets if len(each) > 1]
 
     def read_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """The buffers that are not in memory yet, read from the checkpoint."""
+        """Reads the buffers that are not in memory from the checkpoint."""
         return [
             (module, name, self._read_buffer(module, qualified, buffer))
             for module, qualified, name, buffer in self._buffers
@@ -367,76 +404,80 @@ class _Survey:
     def _read_buffer(self, module: nn.Module, qualified: str, buffer: torch.Tensor) -> torch.Tensor:
         if isinstance(buffer, SymbolicTensor):
             return buffer.materialize()
-        if qualified not in self.known:
+        if qualified not in self._stored:
             raise ModelError(
-                f"buffer `{qualified}` of {type(module).__name__} is on the meta device and not in "
-                "the checkpoint: build the model with its buffers in memory"
+                f"buffer `{qualified}` of {type(module).__name__} is on the meta device but not in "
+                "the checkpoint; build the model with its buffers in memory"
             )
         self._match(buffer, qualified)
-        return self.builder.stand_in(qualified).materialize()
+        return self._builder.symbolic(qualified).materialize()
 
     def _source(self, parameter: torch.Tensor) -> Source:
         names = self._names[id(parameter)]
         if isinstance(parameter, StreamedTensor):
             raise ModelError(
-                f"parameter `{names[0]}` is streamed already: restore(...) what it belongs to first"
+                f"parameter `{names[0]}` is already streamed by another model; restore that one "
+                "first"
             )
         if isinstance(parameter, SymbolicTensor):
             return (
                 parameter.source
                 if isinstance(parameter.source, Source)
-                else self._placed[id(parameter)]
+                else self._converted[id(parameter)]
             )
         if type(parameter) not in (nn.Parameter, torch.Tensor):
             raise ModelError(
-                f"parameter `{names[0]}` is a {type(parameter).__name__}: it cannot be streamed"
+                f"cannot stream parameter `{names[0]}`: expected nn.Parameter, got "
+                f"{type(parameter).__name__}"
             )
         if parameter.device.type not in ("cpu", "meta"):
             raise ModelError(
-                f"parameter `{names[0]}` is on {parameter.device}: only the CPU is built yet"
+                f"cannot stream parameter `{names[0]}` on {parameter.device}: expected the CPU or "
+                "the meta device"
             )
-        name = next((name for name in names if name in self.known), None)
+        name = next((name for name in names if name in self._stored), None)
         if name is None:
-            files = ", ".join(str(path) for path, _, _ in self.checkpoint.files())
+            files = ", ".join(str(path) for path, _, _ in self._checkpoint.files())
             raise MissingTensorError(
-                f"tensor `{names[0]}` of the model is not in {files}"
+                f"the model needs tensor `{names[0]}`, which is not in {files}"
                 + (f" (nor as {', '.join(names[1:])})" if names[1:] else "")
             )
         return self._match(parameter, name)
 
     def _match(self, tensor: torch.Tensor, name: str) -> Source:
-        """Where the tensor's value lies, when shape and dtype are the checkpoint's."""
-        dtype, shape, parts = self.checkpoint.entry(name)
+        """Returns the source of a tensor, after comparing its shape and dtype."""
+        dtype, shape, parts = self._checkpoint.entry(name)
         order = self._orders.get(name)
         if order is None and not (tensor.is_meta or tensor.is_contiguous()):
             raise ModelError(
-                f"parameter `{name}` is not contiguous and the checkpoint's is: results would "
-                "differ in their last bits; make it contiguous, or offload without a checkpoint"
+                f"parameter `{name}` is not contiguous, but contiguous in the checkpoint: results "
+                "would differ in their last bits; make it contiguous, or offload without a "
+                "checkpoint"
             )
         wanted = list(tensor.permute(order).shape) if order else list(tensor.shape)
         if wanted != shape or tensor.dtype != TORCH_DTYPES.get(dtype):
-            path = self.checkpoint.files()[parts[0][0]][0] if parts else "the checkpoint"
+            path = self._checkpoint.files()[parts[0][0]][0] if parts else "the checkpoint"
             at = f" at byte {parts[0][1]}" if parts else ""
             raise CheckpointError(
-                f"{path}: tensor `{name}`{at} is {dtype} {shape}, the model has "
+                f"{path}: tensor `{name}`{at} is {dtype} {shape}, but the model has "
                 f"{SAFETENSORS_DTYPES.get(tensor.dtype, tensor.dtype)} {wanted}"
             )
         phase = None if tensor.is_meta else tensor.data_ptr() % 64
         return Source(name, tuple(parts), phase)
 
 
-def _refuse_what_is_not_python(name: str, module: nn.Module) -> None:
-    """A forward that is compiled cannot be replaced by one that brings weights in."""
+def _refuse_torchscript(name: str, module: nn.Module) -> None:
+    """Refuses TorchScript modules, because their compiled forward cannot be replaced."""
     if isinstance(module, torch.jit.ScriptModule):
         what = f"module `{name}`" if name else "the model"
         raise ModelError(
-            f"{what} is a {type(module).__name__}: TorchScript cannot be streamed; offload the "
-            "Python module instead"
+            f"cannot stream {what}: TorchScript ({type(module).__name__}) is not supported; "
+            "offload the Python module instead"
         )
 
 
 def _qualified_names(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each distinct parameter; tied ones have several."""
+    """Returns the names of each distinct parameter by ``id``. Tied parameters have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Plans streaming before anything is loaded."""
+"""Plans streaming without a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from ..config import Config
 
 @dataclass(frozen=True)
 class Plan:
-    """How a checkpoint would be kept in memory. Sizes are bytes. ``str()`` returns a table."""
+    """How a checkpoint would be kept in memory. Sizes are bytes. ``str()`` returns a table.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a.weight": torch.zeros(1000), "b.weight": torch.zeros(500)}, "a.ts")
+        >>> plan = ts.plan("a.ts", budget="1MiB")
+        >>> plan.budget_bytes, plan.streamed_bytes_per_pass
+        (1048576, 0)
+    """
 
     budget_bytes: int
     resident_bytes: int
@@ -23,7 +31,7 @@ class Plan:
     predicted_pass_s: float
     bottleneck: str
     units: tuple[tuple[str, int, bool], ...]
-    """Name, size and whether it is kept, of each unit."""
+    """The name and the size of each unit, and whether it stays in memory."""
     text: str = field(repr=False)
 
     def __str__(self) -> str:
@@ -39,7 +47,7 @@ def plan(
     """Plans the streaming of a checkpoint. Reads headers only, and needs no model.
 
     Units are inferred from tensor names: tensors whose names differ only in the last component are
-    one unit. The prediction assumes storage of 1 GB/s; an engine measures it.
+    one unit. The prediction assumes that storage reads 1 GB/s; an engine measures the speed.
 
     Args:
         checkpoint: A file, a shard index, a directory with one of them, or a URL.

@@ -7,9 +7,9 @@ from typing import TypedDict
 
 
 class PlanStats(TypedDict):
-    """The plan that is in force."""
+    """The current plan."""
 
-    #: Memory for units that stay.
+    #: Memory for units that stay in memory.
     resident_bytes: int
     #: Memory through which the other units are streamed.
     ring_bytes: int
@@ -26,12 +26,12 @@ class PlanStats(TypedDict):
 
 
 class UnitStats(TypedDict):
-    """What a unit, the parameters of one module, has cost."""
+    """Statistics of a unit, which is the parameters of one module."""
 
     name: str
     #: Whether the plan keeps it in memory.
     resident: bool
-    #: Memory that it needs.
+    #: Memory for the unit.
     slot_bytes: int
     #: How often it was read.
     loads: int
@@ -46,14 +46,14 @@ class UnitStats(TypedDict):
 
 
 class Stats(TypedDict):
-    """What the engine of an offloaded model holds and has done, since it was offloaded."""
+    """Statistics of an offloaded model, since it was offloaded."""
 
     budget_bytes: int
-    #: The most memory that was reserved, which never exceeds the budget.
+    #: The most memory that was reserved. Never exceeds the budget.
     reserved_high_water_bytes: int
-    #: The most memory that weights were in.
+    #: The most memory that held weights.
     in_use_high_water_bytes: int
-    #: Memory that weights are in now.
+    #: Memory that holds weights now.
     in_use_bytes: int
     #: The I/O backend.
     backend: str
@@ -65,7 +65,7 @@ class Stats(TypedDict):
     #: Forward passes.
     passes: int
     read_bytes: int
-    #: ``read_bytes`` by the way they took, such as the page cache or direct I/O.
+    #: ``read_bytes`` by path, such as the page cache or direct I/O.
     read_bytes_by_path: dict[str, int]
     #: How often and how long modules waited for weights.
     stalls: int

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Weights that lie in no checkpoint yet: a live model's, and what has to be computed. Both are
-written once, as ``.ts``, under a name that says what they are; whoever needs the same finds them
-there."""
+"""Writes weights that are in no checkpoint to ``.ts`` files: those of a live model, and computed
+ones.
+
+The name of a file identifies its content, so the same weights are written once and then reused.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,29 @@ from torch import nn
 from .. import _native
 from ..config import Config, invalid
 from ..errors import BudgetError, CheckpointPermissionError, ModelError, StorageError
-from ..files._capsules import NewTensor, dtype_name, lent, write_all
+from ..files._capsules import NewTensor, as_capsule, dtype_name, write_all
 from ._builder import Builder
 from ._symbolic_tensor import Derived, Source, SymbolicTensor
 
-#: Modules that hand the weights of all modules below them to one operation.
+#: Modules that pass the weights of all modules below them to one operation.
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-#: What memory is given out in, in bytes.
+#: The granularity of memory slots, in bytes.
 BLOCK = 4096
-#: By a parameter's name: its dimensions from the widest stride to the narrowest.
-Orders = dict[str, tuple[int, ...]]
+#: By parameter name: the dimensions, from the largest stride to the smallest.
+DimensionOrders = dict[str, tuple[int, ...]]
 
 
-def store_live(model: nn.Module, config: Config) -> tuple[_native.Checkpoint, Orders]:
-    """Writes a model's own weights to ``config.storage_path``, unless they are there, and opens the
-    file.
+def store_live(model: nn.Module, config: Config) -> tuple[_native.Checkpoint, DimensionOrders]:
+    """Writes the weights of a model to ``config.storage_path`` and opens the file.
 
-    A parameter that is not contiguous, as those of a channels-last model, is written as it lies in
-    memory: with its dimensions in another order, which is returned.
+    Reuses the file if it exists. Its name is a fingerprint of names, dtypes, shapes and bytes, so a
+    directory can hold many models, and several processes can share it.
 
-    The name is a fingerprint of names, dtypes, shapes and bytes, so a directory can hold many
-    models, and several processes can share one.
+    A parameter that is not contiguous, such as one of a channels-last model, is written in its
+    memory order.
+
+    Returns:
+        The checkpoint, and the order of the dimensions of each parameter that is not contiguous.
     """
     parameters = dict(_distinct(model))
     orders = {name: memory_order(p) for name, p in parameters.items() if not p.is_contiguous()}
@@ -46,13 +50,13 @@ def store_live(model: nn.Module, config: Config) -> tuple[_native.Checkpoint, Or
         name: p.detach().permute(orders[name]) if name in orders else p
         for name, p in parameters.items()
     }
-    _refuse_what_never_fits(model, config)
+    _check_budget(model, config)
     directory = _directory(Path(config.storage_path or ""))
     fingerprint = _native.Fingerprint()
     specs: list[NewTensor] = []
     for name, tensor in stored.items():
         dtype = dtype_name(name, tensor)
-        fingerprint.add(name, dtype, list(tensor.shape), lent(tensor))
+        fingerprint.add(name, dtype, list(tensor.shape), as_capsule(tensor))
         specs.append((name, dtype, list(tensor.shape), tensor.data_ptr() % 64))
     path = directory / f"{fingerprint.hex()}{_suffix(config)}"
     how = config.codec(), config.level()
@@ -70,7 +74,7 @@ def store_live(model: nn.Module, config: Config) -> tuple[_native.Checkpoint, Or
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions of a tensor from the widest stride to the narrowest."""
+    """Returns the dimensions of a tensor, from the largest stride to the smallest."""
     return tuple(
         sorted(
             range(tensor.dim()),
@@ -83,23 +87,32 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def store_derived(
     wanted: dict[str, SymbolicTensor], builder: Builder, config: Config, budget_bytes: int
 ) -> _native.Checkpoint:
-    """Computes tensors of a model, by the model's names, and writes them to a file of their own,
-    unless they are there. The result is the builder's checkpoint with them in it.
+    """Computes tensors one at a time and writes them to a file, unless it exists.
 
-    Takes at most ``budget_bytes`` of memory, one tensor after the other.
+    Args:
+        wanted: The tensors, by their names in the model.
+        builder: Reads and computes tensors.
+        config: Says where to write the file, and how to compress it.
+        budget_bytes: The most memory to use.
+
+    Returns:
+        The checkpoint of the builder, with the computed tensors added.
+
+    Raises:
+        BudgetError: A tensor needs more memory than ``budget_bytes``.
+        ModelError: A tensor is not contiguous.
     """
     specs: list[NewTensor] = []
     for name, tensor in wanted.items():
         if not tensor.is_contiguous():
             raise ModelError(
-                f"parameter `{name}` is not contiguous after loading: it cannot be streamed"
+                f"cannot stream parameter `{name}`: it is not contiguous after loading"
             )
         needed = builder.needed_bytes(tensor)
         if needed > budget_bytes:
             raise BudgetError(
-                f"a budget of {budget_bytes} bytes is too small: `{name}` has to be computed from "
-                f"the checkpoint, which needs {needed} bytes; the smallest budget that works is "
-                f"{needed} bytes or more"
+                f"a budget of {budget_bytes} bytes is too small: converting `{name}` needs "
+                f"{needed} bytes; the smallest budget that works is {needed} bytes or more"
             )
         specs.append((name, dtype_name(name, tensor), list(tensor.shape), tensor.source.phase))
     directory = _directory(config.conversion_directory())
@@ -109,8 +122,8 @@ def store_derived(
     if writer is not None:
         total = sum(tensor.nbytes for tensor in wanted.values())
         print(
-            f"tensorstream: converting {len(wanted)} tensors ({total / 2**20:.1f} MiB) once, into "
-            f"{path}",
+            f"tensorstream: converting {len(wanted)} tensors ({total / 2**20:.1f} MiB) to {path}; "
+            "later runs reuse the file",
             file=sys.stderr,
         )
         write_all(writer, _pieces(wanted, builder, budget_bytes), total, "converting")
@@ -118,7 +131,7 @@ def store_derived(
 
 
 def _suffix(config: Config) -> str:
-    """Of a file's name: one that is compressed in another way is another file."""
+    """Returns the suffix of a file, which depends on its compression."""
     if config.codec() == "raw":
         return ".ts"
     return f"-{config.codec()}{config.level() or ''}.ts"
@@ -135,24 +148,22 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
             raise ModelError(
-                f"parameter `{name}` is a {type(parameter).__name__} on {parameter.device}: only "
-                "plain parameters on the CPU can be streamed"
+                f"cannot stream parameter `{name}`: expected an nn.Parameter on the CPU, got "
+                f"{type(parameter).__name__} on {parameter.device}"
             )
         if not parameter.detach().permute(memory_order(parameter)).is_contiguous():
             raise ModelError(
-                f"parameter `{name}` lies scattered in memory (strides "
-                f"{list(parameter.stride())}): make it contiguous"
+                f"cannot stream parameter `{name}`: its memory has gaps or overlaps (strides "
+                f"{list(parameter.stride())}); make it contiguous"
             )
         yield name, parameter
 
 
-def _refuse_what_never_fits(model: nn.Module, config: Config) -> None:
-    """Says so before the weights are written and not after."""
+def _check_budget(model: nn.Module, config: Config) -> None:
+    """Refuses a budget that is too small, before the weights are written."""
     sizes: dict[str, list[int]] = {}
-    for (
-        name,
-        parameter,
-    ) in model.named_parameters():  # each once, under the module that has it first
+    # Names a shared parameter only once, after the first module that has it.
+    for name, parameter in model.named_parameters():
         sizes.setdefault(name.rpartition(".")[0] or type(model).__name__, []).append(
             parameter.nbytes
         )
@@ -167,10 +178,10 @@ def _refuse_what_never_fits(model: nn.Module, config: Config) -> None:
         units = [bytes_of(each) for each in sizes.values()]
         return _native.smallest_budget(units, together, config.max_passes)
 
-    budget = config.asked_bytes()
+    budget = config.requested_bytes()
     if budget is not None and smallest(sum) > budget:
         largest = max(sizes, key=lambda name: sum(sizes[name]))
-        # Where the tensors will lie in the file is not settled: as much as they can take in memory.
+        # An upper bound: the exact size depends on the offsets of the tensors in the file.
         enough = smallest(lambda unit: (sum(unit) + 64 * len(unit) + 3 * BLOCK) // BLOCK * BLOCK)
         raise BudgetError(
             f"a budget of {budget} bytes is too small: the largest unit is `{largest}` with "
@@ -179,22 +190,22 @@ def _refuse_what_never_fits(model: nn.Module, config: Config) -> None:
 
 
 def _directory(path: Path) -> Path:
-    """The directory, made if it is not there."""
+    """Creates a directory if necessary, and returns it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise invalid("storage_path", str(path), "a directory, to write weights to") from error
+        raise invalid("storage_path", str(path), "a directory") from error
     except PermissionError as error:
         raise CheckpointPermissionError(
-            f"{path}: cannot make the directory: {error.strerror}"
+            f"{path}: cannot create the directory: {error.strerror}"
         ) from error
     except OSError as error:
-        raise StorageError(f"{path}: cannot make the directory: {error.strerror}") from error
+        raise StorageError(f"{path}: cannot create the directory: {error.strerror}") from error
     return path
 
 
 def _key(wanted: dict[str, SymbolicTensor], builder: Builder) -> str:
-    """Names what is computed: from which state of which files, and how."""
+    """Returns a name for computed tensors, from the state of the files and the operations."""
     key = hashlib.blake2b(digest_size=16)
     for path, _, _ in builder.checkpoint.files():
         stat = os.stat(path)
@@ -207,7 +218,7 @@ def _key(wanted: dict[str, SymbolicTensor], builder: Builder) -> str:
 
 
 def _described(value: Any) -> Any:
-    """An origin without the objects in it, equal for equal ones."""
+    """Returns a description of a value that is equal for equal values in every process."""
     if isinstance(value, SymbolicTensor):
         source = value.source
         if isinstance(source, Source):
@@ -220,7 +231,7 @@ def _described(value: Any) -> Any:
         return (str(called), _described(source.args), _described(source.kwargs), source.index)
     if isinstance(value, torch.Tensor):
         content = _native.Fingerprint()
-        content.add("-", dtype_name("-", value), list(value.shape), lent(value.contiguous()))
+        content.add("-", dtype_name("-", value), list(value.shape), as_capsule(value.contiguous()))
         return content.hex()
     if isinstance(value, list | tuple):
         return [_described(each) for each in value]
@@ -230,7 +241,7 @@ def _described(value: Any) -> Any:
 
 
 def derived_of(model: nn.Module) -> dict[str, SymbolicTensor]:
-    """A model's distinct parameters whose bytes lie in no file."""
+    """Returns the distinct parameters of a model that have to be computed."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What PyTorch sees of a streamed weight: a stand-in without bytes, and the weight itself while it
-is lent.
+"""The tensors that represent streamed weights: stand-ins without memory, and leased weights.
 
-A stand-in is a module's parameter whenever the module's own forward does not run. An operation on
-it leases the weight for as long as the operation takes; a view of it is another stand-in, so
-nothing that a program keeps holds memory. Neither class has a ``__torch_function__``: PyTorch asks
-for one to decide whether its fast paths may be taken.
+A parameter of a module is a stand-in while the forward of the module does not run. An operation on
+a stand-in leases the weight for its duration. A view of a stand-in is another stand-in, so tensors
+that a program keeps hold no memory. Neither class has a ``__torch_function__``, because PyTorch
+would then not take its fast paths.
 """
 
 from __future__ import annotations
@@ -21,39 +20,39 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from ..errors import BudgetError, ModelError
 from ._weights import Weights
 
-FIRST = "a streamed weight cannot be changed; restore(model) first"
+RESTORE_FIRST = "a streamed weight cannot be changed; restore(model) first"
 
 _native_torch: Any = torch._C
 _requires_grad: Any = _native_torch.TensorBase.requires_grad
 _NO_COPIES: dict[int, torch.Tensor] = {}
 
-#: What is copied of the operands of one operation whose units are larger than the budget together:
-#: so many bytes, or the budget's part in so many.
+#: If the units of an operation exceed the budget together, small operands are copied: at most
+#: ``COPIED_BYTES``, or the budget divided by ``COPIED_DIVISOR`` if that is more.
 COPIED_BYTES = 64 << 10
-COPIED_SHARE = 16
+COPIED_DIVISOR = 16
 
-#: Geometries of views that were asked for before, by function, geometry and arguments.
-_known_views: dict[Any, Any] = {}
-_KNOWN_VIEWS = 4096
+#: A cache of the geometries of views, by function, geometry of the base, and arguments.
+_view_cache: dict[Any, Any] = {}
+_VIEW_CACHE_SIZE = 4096
 
 
 class StreamedTensor(torch.Tensor):
-    """Has the shape, strides, dtype and device of a weight or of a view of it, and no bytes."""
+    """A stand-in for a weight, or for a view of it. Has no memory."""
 
-    # As torch wants it.
+    # How torch disables it.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     weights: Weights
-    #: Which of them it is, or is a view of.
+    #: The key of the weight.
     key: int
 
     def __new__(cls, *_: Any, **__: Any) -> StreamedTensor:
-        # Libraries make a parameter's successor by calling its class.
-        raise ModelError(f"a streamed weight cannot be moved or replaced: {FIRST}")
+        # Libraries call the class of a parameter to create its replacement.
+        raise ModelError(f"cannot move or replace a streamed weight: {RESTORE_FIRST}")
 
     @property
     def name(self) -> str:
-        """The weight's name in the checkpoint."""
+        """The name of the weight in the checkpoint."""
         return self.weights.specs[self.key].name
 
     # Untyped in the stub.
@@ -67,19 +66,21 @@ class StreamedTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not is_same(self, value):
-            raise ModelError(f"the data of `{self.name}` cannot be set: {FIRST}")
+            raise ModelError(f"cannot set the data of `{self.name}`: {RESTORE_FIRST}")
 
     def detach(self) -> torch.Tensor:
-        """The same weight, outside any graph."""
+        """Returns a stand-in of the same weight without autograd history."""
         offset = int(self.storage_offset())
         return stand_in(self.weights, self.key, self.dtype, self.shape, self.stride(), offset)
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients are recorded for it. In a forward, whether they would be for the
-        model's own parameter: PyTorch asks, and takes another path."""
+        """Whether gradients are recorded.
+
+        In a pass, this is that of the original parameter, because PyTorch chooses kernels by it.
+        """
         return bool(_requires_grad.__get__(self)) or (
-            self.weights.learns(self.key) and self.weights.streamer.in_pass()
+            self.weights.requires_grad(self.key) and self.weights.streamer.in_pass()
         )
 
     @requires_grad.setter
@@ -87,20 +88,20 @@ class StreamedTensor(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> StreamedTensor:
-        """Notes that the weight is frozen; it cannot be unfrozen."""
+        """Freezes the weight. It cannot be unfrozen."""
         if not requires_grad:
             self.weights.freeze(self.key)
         elif not self.requires_grad:
             raise ModelError(
-                f"`{self.name}` cannot require gradients: nothing could keep what a streamed "
-                "weight learns; train an adapter (PEFT) on top, or restore(model) first"
+                f"`{self.name}` cannot require gradients: a streamed weight is never updated; "
+                "train an adapter (PEFT) on top, or restore(model) first"
             )
         return self
 
-    # PyTorch answers these in C++, past the dispatcher, and only for tensors with memory.
+    # PyTorch implements these methods in C++ without the dispatcher, for tensors with memory only.
 
     def copy(self) -> torch.Tensor:
-        """The weight's value, in memory of its own."""
+        """Returns a copy of the weight in memory."""
         with torch.no_grad():
             return self.clone(memory_format=torch.preserve_format)
 
@@ -108,7 +109,7 @@ class StreamedTensor(torch.Tensor):
         return self.copy().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy, which is read-only: what is written to it would not reach the model."""
+        """Returns a copy. It is read-only, because writes to it would not reach the model."""
         return _read_only(self.copy().numpy(force=force))
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -140,9 +141,9 @@ class StreamedTensor(torch.Tensor):
 
     def _no_memory(self, what: str) -> ModelError:
         return ModelError(
-            f"{what} of `{self.name}`: a streamed weight has no memory that lasts; restore(model) "
-            "first, or use tensorstream.save_file(model.state_dict(), path) to write a streamed "
-            "model"
+            f"{what} of `{self.name}` failed: a streamed weight has no permanent memory; "
+            "restore(model) first, or save the model with "
+            "tensorstream.save_file(model.state_dict(), path)"
         )
 
     @classmethod
@@ -177,8 +178,8 @@ def stand_in(
     offset: int = 0,
     requires_grad: bool = False,
 ) -> StreamedTensor:
-    """Makes the stand-in of a weight or of a view of it."""
-    # An inference tensor, whatever mode the caller is in, could not be part of a graph.
+    """Creates a stand-in for a weight or for a view of it."""
+    # Under inference mode, it would be an inference tensor, which autograd does not support.
     with torch.inference_mode(False):
         made: StreamedTensor = torch.Tensor._make_wrapper_subclass(
             StreamedTensor,
@@ -194,8 +195,9 @@ def stand_in(
 
 
 def stand_ins(weights: Weights, key: int) -> tuple[StreamedTensor, StreamedTensor | None]:
-    """A weight's stand-ins: one that requires no gradient, and one that does if the model's own
-    did.
+    """Creates the stand-ins of a weight.
+
+    One requires no gradient. The other one does; it is ``None`` if the original parameter did not.
     """
     spec = weights.specs[key]
 
@@ -210,14 +212,13 @@ def stand_ins(weights: Weights, key: int) -> tuple[StreamedTensor, StreamedTenso
 
 
 class StreamedWeight(nn.Parameter):
-    """A weight that is lent to its module's forward: an ordinary parameter, but writes are refused
-    or found.
+    """A weight that the forward of its module leases.
 
-    What shares its memory by ``data`` or ``detach()`` shares its version counter, which is looked
-    at when the forward ends.
+    It is an ordinary parameter, but writes to it are refused or detected. ``data`` and ``detach()``
+    share its memory and its version counter, which is compared when the forward ends.
     """
 
-    # As torch wants it.
+    # How torch disables it.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
@@ -227,19 +228,19 @@ class StreamedWeight(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if value is not self:
-            raise ModelError(f"the data of a streamed weight cannot be set: {FIRST}")
+            raise ModelError(f"cannot set the data of a streamed weight: {RESTORE_FIRST}")
 
     def detach(self) -> torch.Tensor:
-        """The same memory, outside any graph."""
+        """Returns a tensor on the same memory without autograd history."""
         return torch.Tensor._make_subclass(_Detached, self, False)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The weight's memory, read-only."""
+        """Returns a read-only array on the memory of the weight."""
         with torch._C.DisableTorchFunctionSubclass():
             return _read_only(torch.Tensor.numpy(self, force=force))
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        """A copy, which its consumer may write to."""
+        """Exports a copy, which the consumer may write to."""
         with torch._C.DisableTorchFunctionSubclass():
             return (
                 torch.Tensor.detach(self)
@@ -260,7 +261,7 @@ class StreamedWeight(nn.Parameter):
 
 
 class _Detached(torch.Tensor):
-    """What ``StreamedWeight.detach`` gives, and views of it: none becomes a writable array."""
+    """A result of ``StreamedWeight.detach``, or a view of one. Arrays of it are read-only."""
 
     @classmethod
     def __torch_function__(
@@ -290,7 +291,7 @@ class _Detached(torch.Tensor):
 
 
 def is_same(own: StreamedTensor, value: Any) -> bool:
-    """Whether a value is the very weight or view that a stand-in stands for."""
+    """Returns whether a value is a stand-in of the same weight or view."""
 
     def geometry(tensor: torch.Tensor) -> Any:
         return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -299,11 +300,9 @@ def is_same(own: StreamedTensor, value: Any) -> bool:
     return same and geometry(value) == geometry(own)
 
 
-def unlent(result: Any, weights: Weights, use: Any) -> Any:
-    """A result in which stand-ins take the place of tensors that share memory with weights, whose
-    use has ended.
-    """
-    found = {address: key for key, address, _ in use.addresses(weights.streamer)}
+def replace_weights(result: Any, weights: Weights, use: Any) -> Any:
+    """Replaces tensors in a result that share memory with leased weights by stand-ins."""
+    keys = {address: key for key, address, _ in use.addresses(weights.streamer)}
 
     def replaced(leaf: Any) -> Any:
         plain = (
@@ -314,12 +313,12 @@ def unlent(result: Any, weights: Weights, use: Any) -> Any:
         if not plain or leaf.device.type != "cpu" or leaf.grad_fn is not None:
             return leaf
         try:
-            key = found.get(leaf.untyped_storage().data_ptr())
-        except (RuntimeError, NotImplementedError):  # a tensor without memory of its own
+            key = keys.get(leaf.untyped_storage().data_ptr())
+        except (RuntimeError, NotImplementedError):  # a tensor without a storage
             return leaf
         if key is None:
             return leaf
-        if leaf.is_conj() or leaf.is_neg():  # a stand-in has no mark for that
+        if leaf.is_conj() or leaf.is_neg():  # a stand-in has no bits for these
             return leaf.resolve_conj().resolve_neg()
         return stand_in(weights, key, leaf.dtype, leaf.shape, leaf.stride(), leaf.storage_offset())
 
@@ -332,47 +331,47 @@ def _read_only(array: Any) -> Any:
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a function that may give a view, as stand-ins; ``None`` where it has to run."""
+    """Returns the views of a function as stand-ins, or ``None`` if the function has to run."""
     base = args[0]
     geometry = base.dtype, tuple(base.shape), base.stride(), base.storage_offset()
     elements = base.weights.elements(base.key, base.dtype)
     key: Any = (func, geometry, elements, args[1:], tuple(sorted(kwargs.items())))
     try:
-        known = _known_views.get(key, ())
-    except TypeError:  # an argument that has no hash, such as a list
+        known = _view_cache.get(key, ())
+    except TypeError:  # an unhashable argument, such as a list
         key = repr(key)
-        known = _known_views.get(key, ())
+        known = _view_cache.get(key, ())
     if known == ():
-        known = _trial(func, geometry, elements, args, kwargs)
-        if len(_known_views) < _KNOWN_VIEWS:
-            _known_views[key] = known
+        known = _infer_views(func, geometry, elements, args, kwargs)
+        if len(_view_cache) < _VIEW_CACHE_SIZE:
+            _view_cache[key] = known
     if known is None:
         return None
-    several, views = known
+    is_sequence, views = known
     made = [stand_in(base.weights, base.key, *view) for view in views]
-    return made if several else made[0]
+    return made if is_sequence else made[0]
 
 
-def _trial(
+def _infer_views(
     func: Any, geometry: Any, elements: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[bool, list[Any]] | None:
-    """The geometries of the views that a function gives, found without bytes; ``None`` where it
-    gives others.
+    """Runs a function on the meta device to find the geometries of the views that it returns.
+
+    Returns whether the result is a sequence, and the geometries. Returns ``None`` if the function
+    does not return plain views of its argument.
     """
     dtype, shape, strides, offset = geometry
     memory = torch.empty(elements, dtype=dtype, device="meta")
     try:
         outcome = func(memory.as_strided(shape, strides, offset), *args[1:], **kwargs)
-    except (
-        NotImplementedError,
-        RuntimeError,
-    ):  # its result depends on the values, or it fails: it does so when it runs
+    except (NotImplementedError, RuntimeError):
+        # The result depends on values, or the function fails, and will fail again when it runs.
         return None
-    several = isinstance(outcome, list | tuple)
-    views = list(outcome) if several else [outcome]
+    is_sequence = isinstance(outcome, list | tuple)
+    views = list(outcome) if is_sequence else [outcome]
     storage = memory.untyped_storage()._cdata
 
-    def looks(view: Any) -> bool:
+    def is_plain_view(view: Any) -> bool:
         return (
             isinstance(view, torch.Tensor)
             and view.device.type == "meta"
@@ -380,17 +379,15 @@ def _trial(
             and not (view.is_conj() or view.is_neg())
         )
 
-    if not all(looks(view) for view in views):
+    if not all(is_plain_view(view) for view in views):
         return None
-    return several, [
+    return is_sequence, [
         (view.dtype, tuple(view.shape), view.stride(), view.storage_offset()) for view in views
     ]
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on the weights themselves, which are leased together for as long as it
-    takes.
-    """
+    """Runs an operation on weights. Leases their units together for its duration."""
     nested = kwargs or any(isinstance(each, list | tuple | dict) for each in args)
     leaves = tree_flatten((args, kwargs))[0] if nested else args
     streamed = [leaf for leaf in leaves if type(leaf) is StreamedTensor]
@@ -404,16 +401,16 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise
     for weights, use in uses.items():
         if use.exit():
-            result = unlent(result, weights, use)
+            result = replace_weights(result, weights, use)
             use.close()
     return result
 
 
 def _lease(streamed: list[StreamedTensor], uses: dict[Weights, Any]) -> dict[int, torch.Tensor]:
-    """Leases the units of stand-ins, those of one model together.
+    """Leases the units of stand-ins, for each model together.
 
-    Where they are larger than the budget together, what is small of it is leased alone and copied:
-    views such as a row of a weight. The copies are returned, by the stand-ins' identity.
+    If the units exceed the budget together, small operands, such as a row of a weight, are leased
+    alone and copied. Returns the copies by ``id`` of the stand-in.
     """
     if len(streamed) == 1:
         weights = streamed[0].weights
@@ -424,7 +421,7 @@ def _lease(streamed: list[StreamedTensor], uses: dict[Weights, Any]) -> dict[int
         own = [each for each in streamed if each.weights is weights]
         unit = {id(each): weights.specs[each.key].unit for each in own}
         own.sort(key=lambda each: (_extent_bytes(each), unit[id(each)]))
-        room = max(COPIED_BYTES, weights.budget_bytes // COPIED_SHARE)
+        room = max(COPIED_BYTES, weights.budget_bytes // COPIED_DIVISOR)
         while own:
             try:
                 uses[weights] = weights.streamer.hold(
@@ -441,7 +438,7 @@ def _lease(streamed: list[StreamedTensor], uses: dict[Weights, Any]) -> dict[int
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """The bytes from a tensor's first element to its last."""
+    """Returns the bytes from the first element of a tensor to its last."""
     if tensor.numel() == 0:
         return 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -449,7 +446,7 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 
 
 def _copied(tensor: StreamedTensor, unit: int) -> torch.Tensor:
-    """A weight or a view of it, in memory of its own, at the same address modulo 64."""
+    """Returns a copy of a weight or of a view of it, at the same address modulo 64."""
     with contextlib.closing(tensor.weights.streamer.hold([unit])) as use:
         real = _real(tensor, use, torch.is_grad_enabled())
         element = real.element_size()
@@ -461,7 +458,7 @@ def _copied(tensor: StreamedTensor, unit: int) -> torch.Tensor:
 
 
 def _real(tensor: StreamedTensor, use: Any, grad: bool) -> torch.Tensor:
-    """The weight or the view that a stand-in stands for."""
+    """Returns the leased weight, or the view of it, of a stand-in."""
     weights = tensor.weights
     weight: torch.Tensor = use.weight(weights.streamer, tensor.key, grad)
     shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -481,15 +478,15 @@ def _call(
     copies: dict[int, torch.Tensor],
     nested: Any,
 ) -> Any:
-    # The weights are referred to from this frame alone.
+    # Only this frame refers to the weights.
     grad = torch.is_grad_enabled()
 
     def real(tensor: StreamedTensor) -> torch.Tensor:
         copy = copies.get(id(tensor))
         return _real(tensor, uses[tensor.weights], grad) if copy is None else copy
 
-    # As views of parameters are for the caller: that they require gradients decides how matmul
-    # rounds.
+    # In the dispatcher state of the caller, so that views require gradients as in memory. matmul
+    # rounds differently for operands that do.
     with _native_torch._RestorePythonTLSSnapshot():
         if nested:
             args, kwargs = tree_map_only(StreamedTensor, real, (args, kwargs))
@@ -498,8 +495,9 @@ def _call(
         autocasts = torch.is_autocast_enabled("cpu")
         keys = _dispatch_keys() if autocasts or torch.is_inference_mode_enabled() else None
     if func.is_view:
-        # A view that no stand-in can be, such as a conjugate: a copy without the mark, and no
-        # inference tensor, which could not be a view of the stand-in.
+        # A stand-in cannot represent this view, such as a conjugate, so it is copied. Under
+        # inference mode the copy would be an inference tensor, which cannot be a view of the
+        # stand-in.
         with torch.inference_mode(False), torch.no_grad():
             views = func(*args, **kwargs)
             return tree_map_only(
@@ -507,24 +505,25 @@ def _call(
             )
     if keys is None:
         return func(*args, **kwargs)
-    with _as_called(func, autocasts, keys):
+    with _caller_dispatch_state(func, autocasts, keys):
         return func(*args, **kwargs)
 
 
 def _dispatch_keys() -> tuple[Any, Any]:
-    """The keys of the dispatcher that are included and excluded on this thread."""
+    """Returns the dispatch keys that are included and excluded on this thread."""
     return (
         _native_torch._dispatch_tls_local_include_set(),
         _native_torch._dispatch_tls_local_exclude_set(),
     )
 
 
-def _as_called(func: Any, autocasts: bool, called: tuple[Any, Any]) -> Any:
-    """The dispatcher as the caller of an operation has it.
+def _caller_dispatch_state(func: Any, autocasts: bool, called: tuple[Any, Any]) -> Any:
+    """Returns a context with the dispatcher state of the caller of an operation.
 
-    Here all keys above Python's are excluded. In inference mode an operation gets here before it is
-    taken apart: views in it would not require gradients as they do in memory, so that matmul rounds
-    otherwise. And what autocast does not know itself consists of parts that it casts.
+    In ``__torch_dispatch__``, all keys above ``Python`` are excluded. In inference mode, operations
+    arrive before they are decomposed. Without their keys, views in them would not require gradients
+    as they do in memory, and matmul would round differently. Operations without an autocast kernel
+    decompose into operations that autocast casts, so autocast stays enabled for them.
     """
     include, exclude = called if torch.is_inference_mode_enabled() else _dispatch_keys()
     autocast = _native_torch.DispatchKeySet(_native_torch.DispatchKey.AutocastCPU)
@@ -542,7 +541,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     for tensor in _written(func, args, kwargs):
         if type(tensor) is StreamedTensor:
-            raise ModelError(f"{func} would write to `{tensor.name}`: {FIRST}")
+            raise ModelError(f"cannot run {func}, which writes to `{tensor.name}`: {RESTORE_FIRST}")
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

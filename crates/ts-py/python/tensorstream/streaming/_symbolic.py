@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Operations on stand-ins that need no bytes.
+"""Operations on symbolic tensors, which are recorded instead of run.
 
-A loader that slices, stacks and concatenates only says where bytes lie; such steps give a
-``Source`` of the pieces. What changes bytes (a cast, a transposition) is written down as
-``Derived``, to be computed later, of what its operands are at that moment.
+Slices, stacks and concatenations only rearrange bytes; their result is a ``Source`` with the ranges
+of the files. Operations that change bytes, such as casts and transpositions, become a ``Derived``,
+which records the present state of the operands and is computed later.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ aten = torch.ops.aten
 
 Part = tuple[int, int, int]
 
-#: Shorter pieces than this are not worth a read of their own: the tensor is computed and written
-#: out instead.
-SHORTEST_PIECE_BYTES = 4096
+#: If a tensor consists of shorter ranges than this, it is computed and written to a file instead,
+#: because many small reads are slow.
+SHORTEST_RANGE_BYTES = 4096
 
-#: Operations whose results are looks at the same bytes, with their offset and strides.
+#: Operations that return views, whose offset and strides are known.
 VIEWS = {
     aten.alias.default,
     aten.detach.default,
@@ -49,8 +49,8 @@ VIEWS = {
 }
 
 
-#: Operations whose results have the shape of their operand and nothing of its values.
-NEW = {
+#: Operations whose results depend on the shape of their operand but not on its values.
+FACTORIES = {
     aten.empty_like.default,
     aten.full_like.default,
     aten.new_empty.default,
@@ -65,8 +65,8 @@ NEW = {
 }
 
 
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A real tensor: what is written to it is nobody's weight yet."""
+def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a factory. Its result is a real tensor, because it is not part of the checkpoint."""
 
     def shaped(leaf: Any) -> Any:
         if isinstance(leaf, SymbolicTensor):
@@ -76,42 +76,42 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*tree_map(shaped, args), **tree_map(shaped, kwargs))
 
 
-def without_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result as stand-ins; ``None`` where the operation has to run."""
-    streamed = [
+def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the result as symbolic tensors, or ``None`` if the operation has to run."""
+    symbolic = [
         leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, SymbolicTensor)
     ]
     written = _written(func, args, kwargs)
     if any(isinstance(tensor, SymbolicTensor) for tensor in written):
         return _write(func, args, kwargs, written)
     if written:
-        return None  # to a tensor that has bytes
-    name = streamed[0].source.name
+        return None  # writes to a real tensor
+    name = symbolic[0].source.name
     device = torch.device(kwargs.get("device") or "cpu")
     if device.type != "cpu":
-        raise ModelError(f"tensor `{name}` is wanted on {device}: only the CPU is built yet")
-    if func in NEW:
-        return _new(func, args, kwargs)
+        raise ModelError(f"cannot move tensor `{name}` to {device} while loading: expected CPU")
+    if func in FACTORIES:
+        return _create(func, args, kwargs)
     if func is aten.as_strided.default:
         raise ModelError(
-            f"{func} of `{name}`, a tensor that is streamed, is not built: it asks where memory "
-            "lies"
+            f"cannot run {func} on streamed tensor `{name}`: operations that depend on the layout "
+            "of memory are not supported"
         )
-    outcome = _trial(func, args, kwargs)
+    outcome = _run_on_meta(func, args, kwargs)
     if isinstance(outcome, torch.Tensor):
-        return _describe(func, args, kwargs, streamed, outcome, None)
+        return _describe(func, args, kwargs, symbolic, outcome, None)
     if isinstance(outcome, list | tuple) and all(
         isinstance(each, torch.Tensor) for each in outcome
     ):
-        return [_describe(func, args, kwargs, streamed, each, i) for i, each in enumerate(outcome)]
+        return [_describe(func, args, kwargs, symbolic, each, i) for i, each in enumerate(outcome)]
     return None
 
 
-def _trial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation gives, without bytes; ``None`` where it needs them."""
+def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on the meta device. Returns ``None`` if it needs values."""
     try:
         return func(*_on_meta(args), **_on_meta(kwargs))
-    except (NotImplementedError, RuntimeError):  # its result depends on the values
+    except (NotImplementedError, RuntimeError):  # the result depends on values
         return None
 
 
@@ -119,57 +119,66 @@ def _describe(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    streamed: Sequence[SymbolicTensor],
+    symbolic: Sequence[SymbolicTensor],
     outcome: torch.Tensor,
     index: int | None,
 ) -> SymbolicTensor:
-    """One result of an operation, whose shape is known from a trial on the meta device."""
-    first = streamed[0]
+    """Returns a result of an operation as a symbolic tensor.
+
+    ``outcome`` is the result on the meta device.
+    """
+    first = symbolic[0]
     if func in (aten.detach.default, aten.alias.default):
-        return first.again()
-    look = func in VIEWS
+        return first.alias()
+    is_view = func in VIEWS
     source: Source | Derived | None = None
     if outcome.is_contiguous():
-        source = _placed(func, args, streamed, outcome, look)
+        source = _find_bytes(func, args, symbolic, outcome, is_view)
     if source is None:
-        begin = _first_byte(outcome) if look else 0
-        phase = ((first.source.phase or 0) + begin) % 64 if look else 0
+        begin = _first_byte(outcome) if is_view else 0
+        phase = ((first.source.phase or 0) + begin) % 64 if is_view else 0
         source = Derived(first.source.name, func, _snapshot(args), _snapshot(kwargs), index, phase)
-    if not look:
+    if not is_view:
         return SymbolicTensor(
             outcome.shape, outcome.dtype, source, first.provider, outcome.stride()
         )
     steps = (*first.steps, (func, args[1:], kwargs, index))
     return SymbolicTensor(
-        outcome.shape, outcome.dtype, source, first.provider, outcome.stride(), first.memory, steps
+        outcome.shape,
+        outcome.dtype,
+        source,
+        first.provider,
+        outcome.stride(),
+        first.symbolic_storage,
+        steps,
     )
 
 
-def _placed(
+def _find_bytes(
     func: Any,
     args: tuple[Any, ...],
-    streamed: Sequence[SymbolicTensor],
+    symbolic: Sequence[SymbolicTensor],
     outcome: torch.Tensor,
-    look: bool,
+    is_view: bool,
 ) -> Source | None:
-    """Where the bytes of a contiguous result lie; ``None`` where they must be computed."""
+    """Returns the source of a contiguous result, or ``None`` if it has to be computed."""
     if not all(
         isinstance(t.source, Source) and t.is_contiguous() and t.dtype == outcome.dtype
-        for t in streamed
+        for t in symbolic
     ):
         return None
-    first: Any = streamed[0].source
+    first: Any = symbolic[0].source
     if func in (aten.cat.default, aten.stack.default):
         dim = (args[1] if len(args) > 1 else 0) % outcome.dim()
-        parts = _interleaved(streamed, args[0], outcome, dim)
+        parts = _interleaved(symbolic, args[0], outcome, dim)
         return None if parts is None else Source(first.name, parts, 0)
-    if len(streamed) != 1:
+    if len(symbolic) != 1:
         return None
     if func in (aten.clone.default, aten._to_copy.default):
         return Source(first.name, first.parts, 0)
-    if look:
+    if is_view:
         begin = _first_byte(outcome)
-        parts = _run(first.parts, begin, outcome.numel() * outcome.element_size())
+        parts = _subrange(first.parts, begin, outcome.numel() * outcome.element_size())
         return Source(
             first.name, parts, None if first.phase is None else (first.phase + begin) % 64
         )
@@ -177,25 +186,28 @@ def _placed(
 
 
 def _interleaved(
-    streamed: Sequence[SymbolicTensor], tensors: Sequence[object], outcome: torch.Tensor, dim: int
+    symbolic: Sequence[SymbolicTensor], tensors: Sequence[object], outcome: torch.Tensor, dim: int
 ) -> tuple[Part, ...] | None:
-    """The bytes of ``tensors`` joined along ``dim``: runs of each in turn."""
-    if len(streamed) != len(tensors):
+    """Returns the bytes of tensors that are joined along ``dim``: ranges of each in turn.
+
+    Returns ``None`` if a tensor is real, or the ranges are too short.
+    """
+    if len(symbolic) != len(tensors):
         return None
     outer = math.prod(outcome.shape[:dim])
-    lengths = [tensor.numel() * tensor.element_size() // max(outer, 1) for tensor in streamed]
-    if outer > 1 and min(lengths, default=0) < SHORTEST_PIECE_BYTES:
+    lengths = [tensor.numel() * tensor.element_size() // max(outer, 1) for tensor in symbolic]
+    if outer > 1 and min(lengths, default=0) < SHORTEST_RANGE_BYTES:
         return None
     parts: list[Part] = []
     for i in range(outer):
-        for tensor, length in zip(streamed, lengths, strict=True):
+        for tensor, length in zip(symbolic, lengths, strict=True):
             source: Any = tensor.source
-            parts.extend(_run(source.parts, i * length, length))
+            parts.extend(_subrange(source.parts, i * length, length))
     return tuple(parts)
 
 
-def _run(parts: Sequence[Part], begin: int, length: int) -> tuple[Part, ...]:
-    """``length`` bytes from ``begin`` on, of bytes that lie in ``parts``."""
+def _subrange(parts: Sequence[Part], begin: int, length: int) -> tuple[Part, ...]:
+    """Returns ``length`` bytes of ``parts``, from byte ``begin``."""
     found: list[Part] = []
     for file, offset, size in parts:
         if begin < size and length > 0:
@@ -213,7 +225,7 @@ def _first_byte(outcome: torch.Tensor) -> int:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that an operation writes to."""
+    """Returns the tensors that an operation writes to."""
     formals = [formal for formal in enumerate(func._schema.arguments) if formal[1].is_write]
     return tree_flatten(
         [args[i] if i < len(args) else kwargs.get(formal.name) for i, formal in formals]
@@ -223,10 +235,12 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 def _write(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]
 ) -> SymbolicTensor:
-    """Writing to a tensor gives its memory another origin: what it was, and then the operation."""
+    """Records a write to a symbolic tensor as the new source of its storage."""
     tensor = args[0] if args else None
     if len(written) != 1 or written[0] is not tensor or not isinstance(tensor, SymbolicTensor):
-        raise ModelError(f"{func} writes to tensors that are streamed: this is not built")
+        raise ModelError(
+            f"cannot run {func}: streamed tensors can only be written as the first argument"
+        )
     outcome = func(*_on_meta(args), **_on_meta(kwargs))
     if (outcome.shape, outcome.stride(), outcome.dtype) != (
         tensor.shape,
@@ -234,32 +248,34 @@ def _write(
         tensor.dtype,
     ):
         raise ModelError(
-            f"{func} would change the shape of `{tensor.source.name}` in place: this is not built"
+            f"cannot run {func}: it changes the shape of streamed tensor `{tensor.source.name}`"
         )
-    memory, source = tensor.memory, tensor.memory.source
+    storage, source = tensor.symbolic_storage, tensor.symbolic_storage.source
     phase = _phase(source)
     if tensor.steps:
-        whole = SymbolicTensor(memory.shape, memory.dtype, source, tensor.provider, memory.strides)
+        whole = SymbolicTensor(
+            storage.shape, storage.dtype, source, tensor.provider, storage.strides
+        )
         rest = _snapshot(args[1:]), _snapshot(kwargs)
-        memory.write(
+        storage.write(
             Derived(
                 source.name, written_through, (whole, tensor.steps, func, *rest), {}, None, phase
             )
         )
     else:
-        memory.write(Derived(source.name, func, _snapshot(args), _snapshot(kwargs), None, phase))
+        storage.write(Derived(source.name, func, _snapshot(args), _snapshot(kwargs), None, phase))
     return tensor
 
 
 def _phase(source: Source | Derived) -> int:
-    """The address modulo 64 at which the reference has what it writes to in place."""
+    """Returns the address modulo 64 of a written tensor in the reference."""
     if source.phase is None and isinstance(source, Source) and source.parts:
         return source.parts[0][1] % 64
     return source.phase or 0
 
 
 def _snapshot(arguments: Any) -> Any:
-    """Arguments as they are now: what is written to them later is not meant."""
+    """Returns arguments that later writes do not change."""
 
     def keep(leaf: Any) -> Any:
         if isinstance(leaf, SymbolicTensor):
@@ -272,7 +288,7 @@ def _snapshot(arguments: Any) -> Any:
 
 
 def _on_meta(arguments: Any) -> Any:
-    """Arguments for a trial: tensors without bytes, and their device for any that is named."""
+    """Returns arguments with tensors, and device arguments, on the meta device."""
 
     def bare(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors that know where their bytes are instead of holding them, for a model that is being
-loaded.
+"""Symbolic tensors, which know the source of their bytes instead of holding them.
 
-They pass through the loader of transformers, which renames, stacks and casts them as it would real
-ones; each such step is recorded (_symbolic.py). Once the model is built, stand-ins of its weights
-take their place (_streamed_tensor.py).
+The loader of transformers renames, stacks and casts them like real ones, and each step is recorded
+(_symbolic.py). Once the model is built, stand-ins replace them (_streamed_tensor.py).
 """
 
 from __future__ import annotations
@@ -21,11 +19,10 @@ from ..errors import ModelError
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor's bytes lie: runs of the checkpoint's files (file, offset, length), one behind
-    the other.
+    """A tensor whose bytes are in files: consecutive ranges (file, offset, length).
 
-    ``phase`` is the address modulo 64 that the reference gives it: ``None`` where it would use a
-    mapping of the file, 0 where it would make a new tensor.
+    ``phase`` is the address modulo 64 of the tensor in the reference, which is transformers' own
+    loader. It is ``None`` if the reference maps the file, and 0 if it allocates a tensor.
     """
 
     name: str
@@ -35,10 +32,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Derived:
-    """How a tensor is computed whose bytes lie in no file: an operation, and which of its results
-    this is.
+    """A tensor that has to be computed: result ``index`` of an operation.
 
-    ``phase`` is the address modulo 64 that the reference gives it.
+    ``phase`` is the address modulo 64 of the tensor in the reference.
     """
 
     name: str
@@ -50,16 +46,14 @@ class Derived:
 
 
 class Provider(Protocol):
-    """Reads or computes a symbolic tensor's bytes."""
+    """Reads or computes symbolic tensors."""
 
     def materialize(self, tensor: SymbolicTensor) -> torch.Tensor:
-        """The real tensor, in memory of its own."""
+        """Returns the real tensor, in newly allocated memory."""
 
 
-class Memory:
-    """What symbolic tensors share that look at the same bytes: where the bytes come from, after all
-    writes so far.
-    """
+class SymbolicStorage:
+    """The source of bytes that symbolic tensors share, after all writes so far."""
 
     def __init__(
         self,
@@ -75,27 +69,27 @@ class Memory:
         self.writes = 0
 
     def write(self, source: Derived) -> None:
-        """Gives the bytes another origin: what they were, and then a write."""
+        """Replaces the source, after a write."""
         self.source = source
         self.writes += 1
 
 
-#: One step from a memory's own tensor to a view: a function, the arguments behind the tensor, and
-#: by name.
+#: A step from the tensor of a storage to a view: a function, its arguments after the tensor, its
+#: keyword arguments, and the index of the result.
 ViewStep = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
 
 
 class SymbolicTensor(torch.Tensor):
-    """Has the shape, dtype and device of a tensor, and knows where its bytes come from."""
+    """A tensor without bytes, which knows their source."""
 
     provider: Provider
-    memory: Memory
-    #: How it is seen in its memory, if not as a whole.
+    symbolic_storage: SymbolicStorage
+    #: The steps from the tensor of the storage to this view.
     steps: tuple[ViewStep, ...]
-    #: Its source as it was found last, and after how many writes to its memory.
-    _seen: tuple[Source | Derived, int]
+    #: The source when it was last determined, and the number of writes at that time.
+    _cached_source: tuple[Source | Derived, int]
 
-    # As torch wants it.
+    # How torch disables it.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -106,47 +100,49 @@ class SymbolicTensor(torch.Tensor):
         source: Source | Derived,
         provider: Provider,
         strides: Sequence[int] | None = None,
-        memory: Memory | None = None,
+        symbolic_storage: SymbolicStorage | None = None,
         steps: tuple[ViewStep, ...] = (),
     ) -> SymbolicTensor:
         self: SymbolicTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides, dtype=dtype, device=torch.device("cpu")
         )
         self.provider, self.steps = provider, steps
-        self.memory = Memory(source, shape, self.stride(), dtype) if memory is None else memory
-        self._seen = source, self.memory.writes
+        if symbolic_storage is None:
+            symbolic_storage = SymbolicStorage(source, shape, self.stride(), dtype)
+        self.symbolic_storage = symbolic_storage
+        self._cached_source = source, symbolic_storage.writes
         return self
 
     @property
     def source(self) -> Source | Derived:
-        """Where its bytes come from now."""
-        source, writes = self._seen
-        if writes != self.memory.writes:
-            memory = self.memory
-            source = memory.source
+        """The current source of its bytes."""
+        source, writes = self._cached_source
+        storage = self.symbolic_storage
+        if writes != storage.writes:
+            source = storage.source
             if self.steps:
                 whole = SymbolicTensor(
-                    memory.shape, memory.dtype, source, self.provider, memory.strides
+                    storage.shape, storage.dtype, source, self.provider, storage.strides
                 )
-                phase = self._seen[0].phase or 0
-                source = Derived(source.name, _seen_by, (whole, self.steps), {}, None, phase)
-            self._seen = source, memory.writes
+                phase = self._cached_source[0].phase or 0
+                source = Derived(source.name, _view_of, (whole, self.steps), {}, None, phase)
+            self._cached_source = source, storage.writes
         return source
 
-    def again(self) -> SymbolicTensor:
-        """Another look at the same tensor."""
+    def alias(self) -> SymbolicTensor:
+        """Returns another tensor with the same storage and geometry."""
         return SymbolicTensor(
             self.shape,
             self.dtype,
             self.source,
             self.provider,
             self.stride(),
-            self.memory,
+            self.symbolic_storage,
             self.steps,
         )
 
     def materialize(self) -> torch.Tensor:
-        """The real tensor."""
+        """Returns the real tensor."""
         return self.provider.materialize(self)
 
     # Untyped in the stub.
@@ -168,17 +164,14 @@ class SymbolicTensor(torch.Tensor):
         )
         if not fits or (value.shape, value.stride()) != (self.shape, self.stride()):
             raise ModelError(
-                f"`{self.source.name}` is being loaded: its data can only be set to another tensor "
-                "of the checkpoint, of its shape and dtype"
+                f"cannot set the data of `{self.source.name}` while it is loaded: expected a "
+                "tensor of the checkpoint with the same shape and dtype"
             )
         other: Any = value
-        self.memory, self.steps, self._seen = (
-            other.memory,
-            other.steps,
-            (other.source, other.memory.writes),
-        )
+        self.symbolic_storage, self.steps = other.symbolic_storage, other.steps
+        self._cached_source = other.source, other.symbolic_storage.writes
 
-    # torch answers these in C++, past the dispatcher, and only for plain tensors.
+    # PyTorch implements these methods in C++ without the dispatcher, for tensors with memory only.
 
     def tolist(self) -> Any:
         return self.materialize().tolist()
@@ -206,10 +199,10 @@ class SymbolicTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from ._symbolic import without_bytes
+        from ._symbolic import record
 
         kwargs = kwargs or {}
-        result = without_bytes(func, args, kwargs)
+        result = record(func, args, kwargs)
         if result is not None:
             return result
         real_args, real_kwargs = tree_map_only(
@@ -218,8 +211,8 @@ class SymbolicTensor(torch.Tensor):
         return func(*real_args, **real_kwargs)
 
 
-def _seen_by(whole: torch.Tensor, steps: tuple[ViewStep, ...]) -> torch.Tensor:
-    """A view of a memory's own tensor."""
+def _view_of(whole: torch.Tensor, steps: tuple[ViewStep, ...]) -> torch.Tensor:
+    """Returns a view of the tensor of a storage."""
     view = whole
     for func, args, kwargs, index in steps:
         outcome = func(view, *args, **kwargs)
@@ -234,7 +227,7 @@ def written_through(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """A memory's own tensor after a write to a view of it."""
+    """Returns the tensor of a storage after a write to a view of it."""
     whole = whole.clone(memory_format=torch.preserve_format)
-    func(_seen_by(whole, steps), *args, **kwargs)
+    func(_view_of(whole, steps), *args, **kwargs)
     return whole

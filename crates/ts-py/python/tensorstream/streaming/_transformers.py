@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""from_pretrained: a transformers model whose weights are never materialised.
+"""Loads transformers models without materializing their weights.
 
-transformers builds the model itself, by its public ``from_pretrained(None, config=, state_dict=)``:
-the state dict holds tensors that know their place in the files and not their bytes. So renamings,
-ties, initialisation of what no checkpoint has, and the reference's choice between mapping and
-copying are transformers' own.
+transformers builds the model through its public ``from_pretrained(None, config=, state_dict=)``,
+from a state dict of symbolic tensors. So it decides itself how to rename and tie weights, how to
+initialize those that the checkpoint lacks, and whether to map or to copy them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..errors import BudgetError, CheckpointError, ConfigurationError, MissingTe
 from ._builder import Builder
 from ._offload import Path, attach, checked
 
-#: Memory that importing transformers and building a model take at least.
+#: The least memory that importing transformers and building a model take, in bytes.
 TRANSFORMERS_BYTES = 96 << 20
 
 
@@ -38,8 +37,8 @@ def from_pretrained(
 
     Args:
         path: A directory that ``save_pretrained`` wrote: ``config.json`` and safetensors files.
-        budget: The memory for weights, as of ``Config``.
-        config: Further settings. Not together with ``budget``.
+        budget: Shorthand for ``Config(budget=...)``.
+        config: Settings. Cannot be combined with ``budget``.
         model_class: The class to load; by default the one that ``config.json`` names.
         kwargs: Arguments of the class's ``from_pretrained``, such as ``attn_implementation``.
 
@@ -56,12 +55,12 @@ def from_pretrained(
         >>> output = model.generate(ids)  # doctest: +SKIP
     """
     if budget is not None and config is not None:
-        raise ConfigurationError("give the budget in `config`, or `budget` alone")
+        raise ConfigurationError("cannot combine `budget` and `config`: set the budget in `config`")
     settings = Config(budget=budget) if config is None else checked(config)
     path = expanded(path)
     checkpoint = _native.Checkpoint(path)
     if "dtype" not in kwargs and "torch_dtype" not in kwargs:
-        _refuse_at_once(checkpoint)
+        _check_largest_tensor(checkpoint)
     try:
         import transformers
     except ImportError as error:
@@ -75,7 +74,7 @@ def from_pretrained(
     model, info = loaded_class.from_pretrained(
         None,
         config=model_config,
-        state_dict={name: builder.stand_in(name) for name in checkpoint.names()},
+        state_dict={name: builder.symbolic(name) for name in checkpoint.names()},
         output_loading_info=True,
         ignore_mismatched_sizes=True,
         **kwargs,
@@ -84,16 +83,14 @@ def from_pretrained(
     if model.can_generate():
         try:
             model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-        except OSError:  # the class's own defaults, as transformers falls back to
+        except OSError:  # no file: transformers falls back to the defaults of the class
             model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
     model.name_or_path = model.config._name_or_path = path
     return attach(model, settings, checkpoint)
 
 
-def _refuse_at_once(checkpoint: _native.Checkpoint) -> None:
-    """Refuses where there is no memory for the largest tensor, before transformers and the model
-    take theirs.
-    """
+def _check_largest_tensor(checkpoint: _native.Checkpoint) -> None:
+    """Raises if the largest tensor does not fit into memory, before transformers uses memory."""
 
     def size(name: str) -> int:
         return sum(length for _, _, length in checkpoint.entry(name)[2])
@@ -105,9 +102,9 @@ def _refuse_at_once(checkpoint: _native.Checkpoint) -> None:
     rest = HEADROOM // 2 + (0 if "transformers" in sys.modules else TRANSFORMERS_BYTES)
     if available is not None and available < needed + rest:
         raise BudgetError(
-            f"{available >> 20} MiB of memory are available; tensor `{largest}` alone needs "
-            f"{needed >> 20} MiB, and the rest of the process {rest >> 20} MiB more; raise the "
-            "memory limit of this process"
+            f"not enough memory: {available >> 20} MiB are available, but tensor `{largest}` needs "
+            f"{needed >> 20} MiB and the rest of the process {rest >> 20} MiB; raise the memory "
+            "limit of this process"
         )
 
 
@@ -117,24 +114,25 @@ def _named_class(transformers: Any, model_config: Any, path: str) -> Any:
         if model_class is not None:
             return model_class
     raise ConfigurationError(
-        f"{path}: config.json names no model class of transformers ({model_config.architectures}); "
-        "give `model_class`"
+        f"{path}: config.json names no known model class (got {model_config.architectures}); pass "
+        "`model_class`"
     )
 
 
 def _check(checkpoint: _native.Checkpoint, info: dict[str, Any]) -> None:
-    """What transformers would warn of and fill with random numbers is an error here."""
+    """Raises for weights that transformers would warn about and initialize randomly."""
     files = ", ".join(str(path) for path, _, _ in checkpoint.files())
     if info["mismatched_keys"]:
         name, there, wanted = sorted(info["mismatched_keys"])[0]
         raise CheckpointError(
-            f"{files}: tensor `{name}` has shape {list(there)}, the model has {list(wanted)}"
+            f"{files}: tensor `{name}` has shape {list(there)}, but the model has {list(wanted)}"
         )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise MissingTensorError(
-            f"{len(missing)} tensors of the model are not in {files}: {', '.join(missing[:5])}"
+            f"the model needs {len(missing)} tensors that are not in {files}: "
+            + ", ".join(missing[:5])
             + (" ..." if len(missing) > 5 else "")
         )
     if info["error_msgs"]:
-        raise CheckpointError(f"{files}: {'; '.join(info['error_msgs'])}")
+        raise CheckpointError(f"cannot load {files}: {'; '.join(info['error_msgs'])}")

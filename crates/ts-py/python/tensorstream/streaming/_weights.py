@@ -13,7 +13,7 @@ from .. import _native
 
 @dataclass(frozen=True)
 class Weight:
-    """One distinct parameter: what it is, and which tensor of which unit."""
+    """A distinct parameter, and its place: tensor ``index`` of ``unit``."""
 
     name: str
     dtype: torch.dtype
@@ -22,12 +22,11 @@ class Weight:
     index: int
     requires_grad: bool
     strides: tuple[int, ...]
-    #: The shape in which its bytes are row-major: another order of its dimensions, for some
-    #: strides.
+    #: The shape in which the bytes are row-major. Its dimensions may have another order.
     stored_shape: list[int]
 
     def spec(self) -> Any:
-        """What the native module is told."""
+        """Returns the description of the weight for the native module."""
         row_major = torch.empty(self.stored_shape, device="meta").stride()
         plain = list(self.shape) == self.stored_shape and self.strides == row_major
         strided = None if plain else (list(self.shape), list(self.strides))
@@ -43,18 +42,18 @@ class Weights:
         self.budget_bytes = budget_bytes
         self._frozen: set[int] = set()
 
-    def learns(self, key: int) -> bool:
-        """Whether the model's own parameter requires gradients."""
+    def requires_grad(self, key: int) -> bool:
+        """Returns whether the parameter of the model requires gradients."""
         return self.specs[key].requires_grad and key not in self._frozen
 
     def freeze(self, key: int) -> None:
-        """Notes that a parameter requires no gradients any more."""
-        if self.learns(key):
+        """Records that a parameter no longer requires gradients."""
+        if self.requires_grad(key):
             self._frozen.add(key)
             self.streamer.freeze(key)
 
     def elements(self, key: int, dtype: torch.dtype) -> int:
-        """How many elements of a dtype a weight's memory has."""
+        """Returns how many elements of a dtype fit into the memory of a weight."""
         spec = self.specs[key]
         count = 1
         for n in spec.shape:

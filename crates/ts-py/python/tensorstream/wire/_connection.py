@@ -60,14 +60,17 @@ def connect(
         ConfigurationError: An argument is invalid.
 
     Examples:
-        >>> import tensorstream as ts
+        >>> import tensorstream as ts, threading
+        >>> def server(listener):
+        ...     with listener.accept() as connection:
+        ...         connection.send_message(b"hello")
         >>> with ts.listen("unix:a.socket") as listener:
-        ...     connection = ts.connect("unix:a.socket")
-        ...     peer = listener.accept()
-        >>> connection.send_message(b"hello")
-        >>> peer.recv()
+        ...     thread = threading.Thread(target=server, args=[listener])
+        ...     thread.start()
+        ...     with ts.connect("unix:a.socket") as connection:
+        ...         print(connection.recv())
+        ...     thread.join()
         b'hello'
-        >>> connection.close()
     """
     settings = _settings(token, idle_timeout, stall_timeout, shared_memory, pool, limit_bytes)
     return Connection(_native.connect(address, settings, ca, cert, key))
@@ -264,7 +267,8 @@ class Connection:
             ConnectionTimeout: Nothing arrived within ``timeout``, and the connection stays usable.
                 Or the other side is silent.
             ConnectionLost: The other side is gone.
-            OutOfMemoryError: There is not enough memory for the tensor. The connection stays usable.
+            OutOfMemoryError: There is not enough memory for the tensor. The connection stays
+                usable.
         """
         target = None if into is None else Tensor.from_dlpack(_detached(into))
         received: Tensor | bytes | None = self._native._recv(

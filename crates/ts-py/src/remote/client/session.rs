@@ -237,7 +237,7 @@ impl Session {
         Ok(Some(key))
     }
 
-    /// Returns file, line and function that submitted a request, if they are known.
+    /// Returns the file, line and function that submitted a request, if they are known.
     fn location_of(&self, py: Python<'_>, request: u64) -> Option<String> {
         let call_sites = self.call_sites.lock();
         // Threads may record their call sites in another order than they submit.

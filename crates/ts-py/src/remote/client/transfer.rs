@@ -57,8 +57,9 @@ pub(super) fn download(
     memory: Arc<Memory>,
 ) -> PyResult<()> {
     let len = memory.len();
-    let target = Target::new(memory, 0, len)
-        .ok_or_else(|| PyTypeError::new_err("expected writable memory on the host"))?;
+    let target = Target::new(memory, 0, len).ok_or_else(|| {
+        PyTypeError::new_err("cannot read a tensor: expected writable memory on the CPU")
+    })?;
     let client = session.client(py)?;
     let reply = py
         .detach(|| client.read(tensor, target))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Restricts the process of a session to memory, threads, time and the sockets it has.
+//! The sandbox of a session: its process keeps memory, threads, clocks and open descriptors only.
 
 use pyo3::prelude::*;
 

@@ -24,7 +24,7 @@ def is_ours(tensor: torch.Tensor) -> bool:
 
 
 def replace(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Gives ``tensor`` the storage, shape and strides of ``other``. It stays the same object."""
+    """Gives ``tensor`` the storage, shape and strides of ``other``, but keeps its identity."""
     tensor.data = other
 
 

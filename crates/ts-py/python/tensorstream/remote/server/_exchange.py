@@ -34,7 +34,9 @@ Fetch = Callable[[str, str], torch.Tensor]
 
 def fetch_nothing(address: str, ticket: str) -> torch.Tensor:
     """Refuses to fetch, for machines that must not connect to others."""
-    raise RuntimeError(f"the machine may not fetch from {address}; allow it with --peer")
+    raise RuntimeError(
+        f"the machine may not fetch from {address}; start it with `--peer {address}` to allow it"
+    )
 
 
 class Exchange(Protocol):

@@ -403,12 +403,12 @@ def session_server(
 ) -> _native.RemoteServer:
     """Creates a server of one session, whose connections the broker passes to this process.
 
-    It checks the indices of operators for which PyTorch does not.
+    The server checks the indices of operators that PyTorch runs without a bounds check.
 
     Args:
         handoffs: The socket over which connections arrive. The server takes ownership of it.
         exchange: Exchanges tensors with other sessions and machines.
-        devices: Its devices.
+        devices: The devices of the server.
         idle_timeout: Seconds without a byte from the client after which its connection is lost.
         stall_timeout: Seconds without progress after which a transfer fails.
     """
