@@ -121,12 +121,12 @@ def load_into(
     ends: list[tuple[int, int, str]] = []
     for name, tensor in tensors.items():
         dtype, shape = torch_type(checkpoint, name)
-        given = (tensor.dtype, list(tensor.shape), tensor.device.type, tensor.is_contiguous())
-        if given != (dtype, shape, "cpu", True) or tensor.is_conj() or tensor.is_neg():
+        actual = (tensor.dtype, list(tensor.shape), tensor.device.type, tensor.is_contiguous())
+        if actual != (dtype, shape, "cpu", True) or tensor.is_conj() or tensor.is_neg():
             raise ConfigurationError(
                 f"cannot load `{name}`: expected a contiguous CPU tensor of {dtype} {shape}, got a "
-                f"{'' if given[3] else 'non-contiguous '}tensor of {given[0]} {given[1]} on "
-                f"{given[2]}"
+                f"{'' if actual[3] else 'non-contiguous '}tensor of {actual[0]} {actual[1]} on "
+                f"{actual[2]}"
             )
         ends.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
     ends = sorted(end for end in ends if end[0] < end[1])
