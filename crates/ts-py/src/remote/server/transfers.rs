@@ -41,7 +41,8 @@ impl Storages {
     ) -> Result<Option<Vec<u8>>, OpFailure> {
         let view = &tensor.view;
         let element = self.backend.dtype(view.dtype)?.row.bytes;
-        let Some(count) = view.elements().filter(|&count| count.saturating_mul(element) <= MAX_COPIED_READ)
+        let Some(count) =
+            view.elements().filter(|&count| count.saturating_mul(element) <= MAX_COPIED_READ)
         else {
             return Ok(None);
         };
@@ -70,7 +71,9 @@ impl Storages {
         let address = first + view.offset * element;
         // SAFETY: the bytes are within the storage, which is on the host and kept by its entry. All
         // that writes to it runs on this thread.
-        Ok(Some(unsafe { copy_address(address as usize, (count.saturating_mul(element)) as usize) }))
+        Ok(Some(unsafe {
+            copy_address(address as usize, (count.saturating_mul(element)) as usize)
+        }))
     }
 
     /// Writes bytes to a storage, from `offset` on.
