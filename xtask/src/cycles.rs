@@ -12,7 +12,7 @@ use crate::run::{Result, root};
 const ALLOWED: [(&str, &[&str], &str); 1] = [(
     "tensorstream",
     &["streaming._symbolic", "streaming._symbolic_tensor"],
-    "a tensor subclass and the operations on it: PyTorch calls the class, which calls the operations",
+    "a tensor subclass and the operations on it, which PyTorch calls through the class",
 )];
 
 /// A module: the names on its path below the root of the crate or package.

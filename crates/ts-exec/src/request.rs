@@ -102,7 +102,8 @@ pub enum Request {
 /// A call of an operator.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Call {
-    /// The number of the operator, from [`Client::operator_id`](crate::Client::operator_id) or [`Request::Define`].
+    /// The number of the operator, from [`Client::operator_id`](crate::Client::operator_id) or
+    /// [`Request::Define`].
     pub op: u32,
     /// Positional arguments.
     pub args: Vec<Value>,

@@ -65,9 +65,9 @@ pub struct EngineConfig {
     /// The number of threads that populate the memory for units before the first reads arrive; 0
     /// for none. Populated memory stays allocated even if it is never used.
     pub populate: usize,
-    /// Whether [`Engine::modified_units`](crate::Engine::modified_units) reports writes to resident units. It
-    /// needs support of the system, units in host memory, and `populate` 0, because populating a
-    /// page looks like a write.
+    /// Whether [`Engine::modified_units`](crate::Engine::modified_units) reports writes to resident
+    /// units. It needs support of the system, units in host memory, and `populate` 0, because
+    /// populating a page looks like a write.
     pub watch_writes: bool,
     /// The rates that the first plan assumes. Later plans use measured bandwidth.
     pub rates: Rates,

@@ -28,8 +28,8 @@ use crate::unit::{Unit, UnitId};
 /// ends the pass.
 ///
 /// Units live in the memory of the engine's device. With a [`CpuDevice`] they are read directly
-/// into their final memory. For a device with its own memory ([`with_device`](Self::with_device)) they are read into
-/// staging memory on the host and then copied.
+/// into their final memory. For a device with its own memory ([`with_device`](Self::with_device))
+/// they are read into staging memory on the host and then copied.
 ///
 /// All methods may be called from any thread. Dropping the engine waits for reads in flight and
 /// stops its threads. Tensors taken from leases stay valid.

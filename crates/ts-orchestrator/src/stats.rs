@@ -50,7 +50,8 @@ pub struct EngineStats {
     pub backend: &'static str,
     /// The backends with a higher priority that are not used, with the reasons.
     pub passed_over: Vec<(&'static str, String)>,
-    /// Whether [`Engine::modified_units`](crate::Engine::modified_units) detects writes to resident units.
+    /// Whether [`Engine::modified_units`](crate::Engine::modified_units) detects writes to resident
+    /// units.
     pub watches_writes: bool,
     /// The number of passes that have begun.
     pub passes: u64,

@@ -327,12 +327,16 @@ proptest! {
         staging_units in 0usize..4,
     ) {
         let model = Model::assembled(&sizes);
-        let options = SimOptions::default().with_seed(seed).with_stall_rate(stall_rate).with_fault_rate(fault_rate);
+        let options = SimOptions::default()
+            .with_seed(seed)
+            .with_stall_rate(stall_rate)
+            .with_fault_rate(fault_rate);
         let device = SimDevice::new(options);
         let largest = 2 * sizes.iter().max().unwrap() + 40 * KIB;
         let config = config(room * largest).with_staging_units(staging_units);
         let config = with_faulty_reads(config, seed, read_faults);
-        let engine = Engine::with_device(&device, model.units.clone(), model.sources(), config).unwrap();
+        let (units, sources) = (model.units.clone(), model.sources());
+        let engine = Engine::with_device(&device, units, sources, config).unwrap();
         passes(&model, &engine, &device, 6);
         prop_assert_eq!(device.races(), []);
         drop(engine);

@@ -35,7 +35,8 @@ pub struct Buffer {
 }
 
 impl HostPool {
-    /// Allocates a buffer of `len` bytes, aligned to [`BLOCK_ALIGN`](crate::BLOCK_ALIGN). Never waits for memory.
+    /// Allocates a buffer of `len` bytes, aligned to [`BLOCK_ALIGN`](crate::BLOCK_ALIGN). Never
+    /// waits for memory.
     ///
     /// The buffer contains what the previous owner of the memory left there, or zeros if the memory
     /// was never used.

@@ -46,7 +46,8 @@
 //!   Python package uses only [`PinnedMemoryPool`].
 //! - [`AllocationLog`], [`LogEvent`] and [`Replay`].
 //! - Of [`StreamOrderedPool`]: [`Backing::Device`],
-//!   [`reserve_segment_in_background`](StreamOrderedPool::reserve_segment_in_background) and [`PendingSegment`],
+//!   [`reserve_segment_in_background`](StreamOrderedPool::reserve_segment_in_background) and
+//!   [`PendingSegment`],
 //!   [`free_for_stream`](StreamOrderedPool::free_for_stream),
 //!   [`trim`](StreamOrderedAllocator::trim), and [`snapshot`](StreamOrderedAllocator::snapshot)
 //!   with [`PoolSnapshot`].

@@ -231,7 +231,9 @@ impl Stream for AnyStream {
     }
 
     fn wait_ignoring_failure(&self, event: &AnyEvent) -> Result<(), Error> {
-        dispatch_pair!((AnyStream, self, stream), (AnyEvent, event, event) => stream.wait_ignoring_failure(event))
+        dispatch_pair!((AnyStream, self, stream), (AnyEvent, event, event) => {
+            stream.wait_ignoring_failure(event)
+        })
     }
 
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {

@@ -331,8 +331,8 @@ impl<D: Device> StreamPool<D> {
     ///   is more than 1.5 times as long on one stream as on another. Only streams with at least
     ///   [`MIN_SAMPLES`](Self::MIN_SAMPLES) completions count.
     /// - Otherwise switches to [`LoadBalanced`](AllocationStrategy::LoadBalanced), except from
-    ///   `Workload`, if one stream has at least [`MIN_SAMPLES`](Self::MIN_SAMPLES) outstanding operations
-    ///   and more than twice as many as another.
+    ///   `Workload`, if one stream has at least [`MIN_SAMPLES`](Self::MIN_SAMPLES) outstanding
+    ///   operations and more than twice as many as another.
     pub fn optimize(&self) -> Option<StrategyChange> {
         let from = self.strategy();
         let (to, evidence) = self.uneven_times().or_else(|| self.uneven_loads())?;

@@ -253,8 +253,8 @@ impl<D: Device> StreamOrderedPool<D> {
         }
     }
 
-    /// Does the same as [`prime`](Self::reserve_segment) on a new thread, and returns at once. The pool stays
-    /// usable meanwhile. The bytes count towards the limit from the start.
+    /// Does the same as [`reserve_segment`](Self::reserve_segment) on a new thread, and returns at
+    /// once. The pool stays usable meanwhile. The bytes count towards the limit from the start.
     ///
     /// # Errors
     /// Returns [`Error::OutOfMemory`] if the bytes would exceed the limit, and [`Error::Device`] if
@@ -339,8 +339,8 @@ impl<D: Device> StreamOrderedPool<D> {
     }
 }
 
-/// A running [`reserve_segment_in_background`](StreamOrderedPool::reserve_segment_in_background). Dropping it does not
-/// stop the allocation.
+/// A running [`reserve_segment_in_background`](StreamOrderedPool::reserve_segment_in_background).
+/// Dropping it does not stop the allocation.
 #[derive(Debug)]
 #[must_use = "`wait` returns whether the allocation succeeded"]
 pub struct PendingSegment {
