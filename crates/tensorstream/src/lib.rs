@@ -122,9 +122,11 @@ pub use {ts_exec as exec, ts_remote as remote};
 
 /// Compiles and runs the examples in the documentation.
 #[cfg(all(doctest, feature = "remote"))]
-mod migrating {
+mod pages {
     #[doc = include_str!("../../../docs/migrating/torsh.md")]
     mod torsh {}
     #[doc = include_str!("../../../docs/migrating/quill.md")]
     mod quill {}
+    #[doc = include_str!("../../../docs/wire/rust.md")]
+    mod wire {}
 }
