@@ -54,7 +54,9 @@ def main() -> None:
     seconds = time.perf_counter() - begin
     nbytes = steps * torch.Size(SHAPE).numel() * 4
     print(f"{steps} tensors, {nbytes / seconds / 1e9:.1f} GB/s")
-    print(f"received into reused memory: {connection.stats()['pool']['hit_rate']:.0%}")
+    pool = connection.stats().get("pool")
+    if pool is not None:
+        print(f"received into reused memory: {pool['hit_rate']:.0%}")
     connection.close()
     process.join()
     print(f"all delivered: {steps == STEPS and process.exitcode == 0}")
