@@ -95,7 +95,7 @@ impl FileWriter {
         Self::begin(None, FileSpec::new(name.as_ref(), tensors, options)?, metadata)
     }
 
-    /// Begins a file, in memory if there is no claim.
+    /// Starts a file: on disk with a claim on its name, otherwise in memory.
     fn begin(
         claim: Option<Claim>,
         spec: FileSpec,

@@ -10,7 +10,7 @@
 //! | [`Client`], [`ClientOptions`] | a session, as its client sees it |
 //! | [`Request`], [`Call`], [`Output`] | what a client requests |
 //! | [`Value`], [`TensorRef`], [`StorageView`] | arguments and results |
-//! | [`SessionServer`], [`Executor`] | the sessions of a server, and what runs their operators |
+//! | [`SessionServer`], [`Executor`] | the sessions of a server, and the trait that runs their operators |
 //! | [`HostExecutor`] | an executor for float32 on the CPU, for examples and tests |
 //! | [`Signature`], [`SignatureCache`] | what a client knows about the results of calls |
 //!

@@ -45,9 +45,9 @@ pub(crate) enum Reply {
     Bytes { reply: u64, bytes: Vec<u8> },
     /// The elements of a tensor are the next tensor of the stream.
     Tensor { reply: u64 },
-    /// A request was not done. Requests that depend on its outputs are not done either.
+    /// A request failed. Requests that depend on its outputs fail too.
     Failed { request: u64, failure: OpFailure },
-    /// There is no answer, because request `request` was not done.
+    /// The answer is missing because request `request` failed.
     Refused { reply: u64, request: u64, failure: OpFailure },
 }
 

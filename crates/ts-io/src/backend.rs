@@ -27,7 +27,7 @@ pub trait Backend: Send + Sync {
     ///
     /// # Errors
     /// Returns [`Rejected`] with the request, including its buffers, if the backend cannot start
-    /// it. There is no completion then.
+    /// it. No completion follows in that case.
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>>;
 
     /// Cancels the requests whose token `wanted` accepts and returns how many had not started. Each

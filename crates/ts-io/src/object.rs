@@ -392,7 +392,7 @@ struct ObjectBackendInner {
 #[derive(Default)]
 struct Queue {
     requests: VecDeque<ReadRequest>,
-    /// The reads in progress, by id: the token, and what cancels the read.
+    /// The reads in progress, by id: the token, and the signal that cancels the read.
     active: HashMap<u64, (u64, Arc<Notify>)>,
     next_id: u64,
 }

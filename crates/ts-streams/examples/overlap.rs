@@ -33,9 +33,9 @@ fn main() -> Result<(), Error> {
     let total = Arc::new(AtomicU64::new(0));
     let profiler = StreamProfiler::new(device.clone())?;
 
+    let range = MemoryRange::of(&mut data);
     // SAFETY: `data` and `buffers` are used by nothing else, and live until `synchronize` below.
-    let submitted =
-        unsafe { submit(&device, &profiler, MemoryRange::of(&mut data), &buffers, &total) };
+    let submitted = unsafe { submit(&device, &profiler, range, &buffers, &total) };
     // Wait even if submitting failed, so that no work outlives its memory.
     let finished = device.synchronize();
     submitted.and(finished)?;

@@ -40,7 +40,7 @@ pub struct WriteOptions {
     /// can resume from after a crash. 1 GiB by default.
     pub checkpoint_bytes: u64,
     /// Maximum size of a shard that [`convert`](crate::convert()) writes, in bytes of tensors. A
-    /// larger tensor gets a shard of its own. 5 GB by default.
+    /// larger tensor gets its own shard. 5 GB by default.
     pub max_shard_bytes: u64,
     /// Faults to inject, for tests.
     pub faults: WriteFaults,

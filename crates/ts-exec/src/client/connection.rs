@@ -46,7 +46,7 @@ pub enum WaitError {
     },
 }
 
-/// The connection of a session, and what was received on it.
+/// The connection of a session, and the replies that it has received.
 pub(super) struct ConnectionState<S> {
     pub(super) channel: Channel<S>,
     /// Replies that a caller waits for.

@@ -70,10 +70,10 @@ impl CuFile {
     fn open() -> Result<Self, String> {
         // Without NVIDIA's driver, cuFileDriverOpen never returns.
         check_driver(Path::new("/"))?;
+        let mode = libc::RTLD_NOW | libc::RTLD_LOCAL;
         // SAFETY: the name is a C string, and NVIDIA's library may be loaded at any time. It is
         // never closed.
-        let library =
-            unsafe { libc::dlopen(c"libcufile.so.0".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        let library = unsafe { libc::dlopen(c"libcufile.so.0".as_ptr(), mode) };
         if library.is_null() {
             return Err("libcufile.so.0 (GPUDirect Storage) is not installed".into());
         }

@@ -156,9 +156,9 @@ impl Context {
 
     pub(super) fn name(&self) -> Result<String, Error> {
         let mut text = [0; 128];
-        // SAFETY: the driver writes at most this many bytes, including a terminating zero.
-        let code =
-            unsafe { sys::cuDeviceGetName(text.as_mut_ptr(), text.len() as i32, self.device) };
+        let len = text.len() as i32;
+        // SAFETY: the driver writes at most `len` bytes, including a terminating zero.
+        let code = unsafe { sys::cuDeviceGetName(text.as_mut_ptr(), len, self.device) };
         check("cuDeviceGetName", code)?;
         // SAFETY: the driver wrote a terminated string.
         Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
@@ -382,9 +382,9 @@ impl Context {
         const HOST: CUdevice = -1;
         self.make_current()?;
         let to = if to_device { self.device } else { HOST };
+        let (address, len) = (range.address() as u64, range.len());
         // SAFETY: the driver returns an error for addresses outside managed memory.
-        let code =
-            unsafe { sys::cuMemPrefetchAsync(range.address() as u64, range.len(), to, stream.0) };
+        let code = unsafe { sys::cuMemPrefetchAsync(address, len, to, stream.0) };
         check("cuMemPrefetchAsync", code)
     }
 
