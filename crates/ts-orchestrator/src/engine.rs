@@ -107,13 +107,14 @@ impl Engine {
         sources: &[Arc<Source>],
         config: &EngineConfig,
     ) -> Result<(Plan, Vec<UnitStats>), Error> {
-        let Sizing { units, plan, .. } = Sizing::new(units, sources, config, false)?;
+        let Sizing { units, plan, least_buffer_bytes, .. } =
+            Sizing::new(units, sources, config, false)?;
         let stats = units.iter().zip(&plan.residency).map(|(unit, &residency)| UnitStats {
             resident: residency == Residency::Resident,
             ..unit.initial_stats()
         });
         let stats = stats.collect();
-        Ok((plan, stats))
+        Ok((plan.with_buffers(least_buffer_bytes), stats))
     }
 }
 

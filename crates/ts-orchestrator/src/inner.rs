@@ -41,6 +41,8 @@ pub(crate) struct EngineInner<D: Device> {
     choice: Choice,
     max_passes: usize,
     slot_budget: usize,
+    /// The least memory of the budget that is not for slots, in bytes.
+    least_buffer_bytes: usize,
     rates: Rates,
     clock: Clock,
     /// The process that created the engine.
@@ -111,7 +113,7 @@ impl<D: Device> EngineInner<D> {
     }
 
     pub(crate) fn plan(&self) -> Plan {
-        self.lock().plan.clone()
+        self.lock().plan.clone().with_buffers(self.least_buffer_bytes)
     }
 
     pub(crate) fn written(&self) -> Vec<(UnitId, Vec<usize>)> {
@@ -154,7 +156,7 @@ impl<D: Device> EngineInner<D> {
             read_bytes,
             wasted_loads: state.counters.wasted_loads,
             replans: state.counters.replans,
-            plan: state.plan.clone(),
+            plan: state.plan.clone().with_buffers(self.least_buffer_bytes),
             units: state.units.iter().map(|unit| unit.stats.clone()).collect(),
         }
     }

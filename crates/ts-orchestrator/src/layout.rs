@@ -92,9 +92,14 @@ impl SlotLayout {
         layout
     }
 
-    /// Returns the number of bytes that the reads transfer.
-    pub(crate) fn read_bytes(&self) -> u64 {
-        self.reads.iter().map(|read| read.required as u64).sum()
+    /// Returns the number of bytes that the reads transfer, from files of these lengths.
+    pub(crate) fn read_bytes(&self, alignment: usize, file_len: impl Fn(FileId) -> u64) -> u64 {
+        let alignment = alignment as u64;
+        let transferred = |read: &SlotRead| {
+            let end = (read.file_offset + read.required as u64).next_multiple_of(alignment);
+            end.min(file_len(read.file)) - (read.file_offset - read.file_offset % alignment)
+        };
+        self.reads.iter().map(transferred).sum()
     }
 
     /// Places the tensors of an extent, which is read in place.

@@ -177,6 +177,12 @@ pub struct Plan {
 
 impl Plan {
     /// Returns the most memory that the plan uses, in bytes.
+    /// Returns the plan with a smallest budget that also covers buffers of this size, in bytes.
+    pub(crate) fn with_buffers(mut self, bytes: usize) -> Self {
+        self.smallest_budget_bytes = self.smallest_budget_bytes.saturating_add(bytes);
+        self
+    }
+
     pub fn peak_bytes(&self) -> usize {
         self.resident_bytes + self.ring_bytes
     }

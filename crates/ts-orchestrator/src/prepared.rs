@@ -16,7 +16,9 @@ pub(crate) struct PreparedUnit {
     pub(crate) layout: SlotLayout,
     /// The length of the layout, rounded up to whole blocks of the pool.
     pub(crate) slot_bytes: usize,
-    /// The checksums of those tensors that have some.
+    /// The number of bytes that a load reads.
+    pub(crate) read_bytes: u64,
+    /// The checksums of the tensors that have checksums.
     pub(crate) checks: Arc<[TensorCheck]>,
 }
 
@@ -36,7 +38,7 @@ impl PreparedUnit {
         UnitDemand {
             name: self.unit.name.clone(),
             slot_bytes: self.slot_bytes,
-            read_bytes: self.layout.read_bytes(),
+            read_bytes: self.read_bytes,
             compute_s: compute_s.unwrap_or_else(|| estimate_compute_s(self.slot_bytes)),
         }
     }

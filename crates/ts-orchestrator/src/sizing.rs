@@ -37,6 +37,8 @@ pub(crate) struct Sizing {
     /// What the budget leaves for slots, in bytes. A multiple of the block size.
     pub(crate) slot_budget: usize,
     pub(crate) plan: Plan,
+    /// The least memory of the budget that is not for slots, in bytes.
+    pub(crate) least_buffer_bytes: usize,
 }
 
 impl Sizing {
@@ -54,7 +56,7 @@ impl Sizing {
             sources.iter().filter_map(|s| s.direct_alignment().ok()).max().unwrap_or(PHASE_ALIGN);
         let alignment = alignment.max(PHASE_ALIGN);
         let units: Vec<PreparedUnit> =
-            units.into_iter().map(|unit| prepare(unit, alignment)).collect();
+            units.into_iter().map(|unit| prepare(unit, sources, alignment)).collect();
         let requests = RequestSizes {
             request_bytes: config.request_bytes.next_multiple_of(alignment).max(alignment),
             bounce_bytes: bounce_bytes(units.iter().map(|unit| &unit.layout), alignment),
@@ -103,6 +105,8 @@ impl Sizing {
             if staged { sizes.iter().take(config.staging_units.max(1)).sum() } else { 0 };
         Ok(Self {
             units,
+        let least_buffer_bytes =
+            if staged { 0 } else { LEAST_BOUNCE_COUNT * bounce_bytes + decoder_total };
             order,
             requests,
             bounce_total,
@@ -111,6 +115,7 @@ impl Sizing {
             slot_budget,
             plan,
         })
+            least_buffer_bytes,
     }
 }
 
@@ -148,15 +153,16 @@ fn check<'a>(
     Ok(())
 }
 
-fn prepare(unit: Unit, alignment: usize) -> PreparedUnit {
+fn prepare(unit: Unit, sources: &[Arc<Source>], alignment: usize) -> PreparedUnit {
     let layout = SlotLayout::new(&unit.tensors, alignment);
     let slot_bytes = layout.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
     let digests = unit.tensors.iter().zip(&layout.tensors).enumerate();
     let digests = digests.filter_map(|(index, (tensor, placement))| {
+    let read_bytes = layout.read_bytes(alignment, |file| sources[file.0 as usize].len());
         let digest = Arc::clone(tensor.digest.as_ref()?);
         let range = placement.offset..placement.offset + placement.len;
         Some(TensorCheck { tensor: index, range, digest })
     });
     let checks = digests.collect();
-    PreparedUnit { unit, layout, slot_bytes, checks }
+    PreparedUnit { unit, layout, slot_bytes, read_bytes, checks }
 }

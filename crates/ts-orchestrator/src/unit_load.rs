@@ -215,22 +215,29 @@ fn take_front(rest: &mut Buffer, len: usize) -> Buffer {
 
 /// Splits a read of a layout into requests.
 fn requests(read: &SlotRead, sizes: RequestSizes) -> impl Iterator<Item = SlotRead> + '_ {
-    // A bounce buffer also receives the bytes around its piece, up to the alignment. A chunk is
-    // read as a whole.
+    // Long reads are split at aligned offsets of the file, so that no bytes are read twice.
+    let lead = (read.file_offset % sizes.alignment as u64) as usize;
+    let total = lead + read.len;
     let step = match read.kind {
         ReadKind::InPlace => sizes.request_bytes,
-        ReadKind::Copied => sizes.bounce_bytes - 2 * sizes.alignment,
-        ReadKind::Decoded { .. } => read.len,
+        ReadKind::Copied => {
+            total.div_ceil(total.div_ceil(sizes.bounce_bytes)).next_multiple_of(sizes.alignment)
+        }
+        // A chunk is read as a whole.
+        ReadKind::Decoded { .. } => total,
     };
-    (0..read.len).step_by(step).map(move |begin| SlotRead {
-        file_offset: read.file_offset + begin as u64,
-        slot_offset: read.slot_offset + begin,
-        len: step.min(read.len - begin),
-        required: match read.kind {
-            ReadKind::Decoded { .. } => read.required,
-            _ => step.min(read.required.saturating_sub(begin)),
-        },
-        ..*read
+    (0..total).step_by(step).map(move |at| {
+        let (begin, end) = (at.saturating_sub(lead), (at + step - lead).min(read.len));
+        SlotRead {
+            file_offset: read.file_offset + begin as u64,
+            slot_offset: read.slot_offset + begin,
+            len: end - begin,
+            required: match read.kind {
+                ReadKind::Decoded { .. } => read.required,
+                _ => end.min(read.required).saturating_sub(begin),
+            },
+            ..*read
+        }
     })
 }
 

@@ -40,6 +40,7 @@ impl<D: Device> EngineInner<D> {
             decoder_total,
             staging_total,
             slot_budget,
+            least_buffer_bytes,
             plan,
         } = sizing;
         let system = |e: ts_pool::Error| Error::System(e.to_string());
@@ -97,6 +98,7 @@ impl<D: Device> EngineInner<D> {
             choice,
             max_passes: config.max_passes.max(1),
             slot_budget,
+            least_buffer_bytes,
             rates: config.rates,
             clock: config.clock,
             process: std::process::id(),

@@ -79,13 +79,15 @@ impl<D: Device> EngineState<D> {
                         continue;
                     }
                 };
-                let alignment = context.sizes.alignment as u64;
-                let skip = (read.offset % alignment) as usize;
-                let stored = skip..skip + read.required;
-                self.targets.insert(read.token, (read.target, stored, read.kind));
+                let alignment = context.sizes.alignment;
+                let skip = (read.offset % alignment as u64) as usize;
                 let (offset, required) = (read.offset - skip as u64, skip + read.required);
                 ReadRequest::new(read.token, source, offset, required, bounce)
             } else {
+                let mut bounce = bounce;
+                // A backend fills the memory that it is given.
+                drop(bounce.split_off(required.next_multiple_of(alignment)));
+                self.targets.insert(read.token, (read.target, skip..required, read.kind));
                 ReadRequest::new(read.token, source, read.offset, read.required, read.target)
             };
             if self.in_flight == 0 {
