@@ -154,11 +154,7 @@ impl<S: Sink + Send> ConnectionState<S> {
                 let sink = self.sinks.remove(&reply).ok_or_else(|| {
                     error(format!("TENSOR reply {reply}, which was not requested"))
                 })?;
-                let (got, expected) = (info.storage_len, sink.byte_len());
-                if got != expected {
-                    let what = format!("tensor of {got} bytes (expected {expected})");
-                    return Err(error(what));
-                }
+                check_len(info.storage_len, &sink)?;
                 self.channel.accept(sink)
             }
             Incoming::Tensor(info, sink) => {
@@ -188,6 +184,7 @@ impl<S: Sink + Send> ConnectionState<S> {
                             space.copy_from_slice(&bytes[at..at + len]);
                             sink.filled(at as u64, len)?;
                             at += len;
+                        check_len(bytes.len() as u64, &sink)?;
                         }
                         Answer::Memory(sink)
                     }
@@ -271,4 +268,18 @@ impl<S: Sink + Send> ConnectionState<S> {
     pub(super) fn end_wait(&mut self, reply: u64) -> Option<u64> {
         self.awaited.remove(&reply).and_then(|awaited| awaited.probe)
     }
+}
+
+/// # Errors
+/// Returns [`Error::Protocol`] if `got` is not the length of `sink` in bytes.
+fn check_len(got: u64, sink: &impl Sink) -> Result<(), Error> {
+    let expected = sink.byte_len();
+    if got == expected {
+        return Ok(());
+    }
+    let what = format!(
+        "the server sent {got} bytes of a tensor (expected {expected}, the length of the memory \
+         for it)"
+    );
+    Err(Error::Protocol { stream: 0, what })
 }

@@ -44,6 +44,27 @@ fn a_missing_reply_ends_the_session_when_a_later_one_arrives() {
 }
 
 #[test]
+fn an_answer_of_the_wrong_length_ends_the_session() {
+    for len in [0, 4, 12] {
+        let listener = bind();
+        let options = options_for(listener.address());
+        // A CONTENT message with a BYTES reply to reply number 1, whose memory has 8 bytes.
+        let answer = [&[0, 2, 1, len][..], &vec![5; len as usize]].concat();
+        let server = thread::spawn(move || {
+            let mut link = send_after_handshake(&listener, &[answer])?;
+            while link.next_event().is_ok() {}
+            Ok::<_, Error>(())
+        });
+        let client = Client::connect(options, [94; 16]).unwrap();
+        let result = client.read(tensor(1, &[2]), vec![0; 8]);
+        let result = result.map_err(WaitError::from).and_then(|reply| client.wait(reply, TIMEOUT));
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains(&format!("sent {len} bytes of a tensor (expected 8")), "{error}");
+        server.join().unwrap().unwrap();
+    }
+}
+
+#[test]
 fn a_client_of_a_server_that_does_not_read_blocks_and_fails() {
     const PIECE: usize = 4 << 20;
     let listener = bind();
