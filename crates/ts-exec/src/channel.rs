@@ -136,9 +136,13 @@ impl<S: Sink> Channel<S> {
     /// Checks that the peer acknowledges what it receives.
     ///
     /// # Errors
-    /// Returns [`Error::Protocol`] if more than `limit` is unacknowledged.
+    /// Returns [`Error::Protocol`] if more than `limit` is unacknowledged. Does not count the bytes
+    /// of the largest item, because a client cannot acknowledge a tensor before it has arrived.
     pub(crate) fn check_unacked(&self, limit: Backlog) -> Result<(), Error> {
-        let (bytes, items) = (self.unacked_bytes, self.unacked.len());
+        let (mut bytes, items) = (self.unacked_bytes, self.unacked.len());
+        if bytes > limit.bytes {
+            bytes -= self.unacked.iter().map(Outgoing::byte_len).max().unwrap_or(0);
+        }
         if bytes <= limit.bytes && items <= limit.items {
             return Ok(());
         }

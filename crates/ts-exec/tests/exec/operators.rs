@@ -102,6 +102,20 @@ fn large_tensors_are_uploaded_and_downloaded() {
 }
 
 #[test]
+fn a_tensor_larger_than_the_limit_of_unacknowledged_bytes_is_downloaded() {
+    let server = TestServer::start();
+    let client = server.client();
+    let large = tensor(1, &[65 << 20]);
+    let bytes = bytes_of(&large);
+    submit(&client, &Request::Create { storage: 1, bytes, device: 0 }).unwrap();
+    for _ in 0..2 {
+        let reply = client.read(large.clone(), vec![1; bytes as usize]).unwrap();
+        let Some(Answer::Memory(read)) = client.wait(reply, TIMEOUT).unwrap() else { panic!() };
+        assert!(read.iter().all(|&byte| byte == 0));
+    }
+}
+
+#[test]
 fn sixteen_threads_share_a_session() {
     let server = TestServer::start();
     let client = server.client();
