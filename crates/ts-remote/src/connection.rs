@@ -498,7 +498,13 @@ impl<S: Sink> Connection<S> {
 
     /// Returns an open outgoing stream.
     fn sending(&mut self, stream: u32) -> Result<&mut Outgoing, Error> {
-        let unknown = || Error::Misuse(format!("stream {stream} is not open"));
-        self.outgoing.get_mut(&stream).ok_or_else(unknown)
+        let is_opened = stream < self.next_stream && stream % 2 == self.next_stream % 2;
+        let unknown = || {
+            let cause =
+                if is_opened { "it is no longer open" } else { "this end has not opened it" };
+            Error::Misuse(format!("cannot send on stream {stream}: {cause}"))
+        };
+        let outgoing = self.outgoing.get_mut(&stream).filter(|outgoing| !outgoing.is_finishing());
+        outgoing.ok_or_else(unknown)
     }
 }

@@ -379,9 +379,12 @@ impl<S: Sink> Incoming<S> {
         let (expected, len) = (tensor.meta.info.storage_len, sink.byte_len());
         if tensor.delivered.is_none() || tensor.sink.is_some() || len != expected {
             let name = &tensor.meta.info.name;
-            return Err(Error::Misuse(match tensor.sink {
-                Some(_) => format!("tensor {name:?} already has memory"),
-                None => format!(
+            return Err(Error::Misuse(match (tensor.delivered, &tensor.sink) {
+                (None, _) => format!(
+                    "cannot accept tensor {name:?}: its `Metadata` event was not delivered yet"
+                ),
+                (_, Some(_)) => format!("cannot accept tensor {name:?}: it already has memory"),
+                _ => format!(
                     "wrong length of the memory for tensor {name:?} (expected {expected} bytes, \
                      got {len})"
                 ),

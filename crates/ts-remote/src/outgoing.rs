@@ -164,6 +164,11 @@ impl Outgoing {
 
     pub(crate) fn is_empty(&self) -> bool {
         self.items.is_empty()
+    /// Returns whether the stream ends after the items that are queued.
+    pub(crate) fn is_finishing(&self) -> bool {
+        matches!(self.items.back(), Some(Item::Finish))
+    }
+
     }
 
     pub(crate) fn unsent_bytes(&self) -> usize {

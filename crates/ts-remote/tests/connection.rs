@@ -67,6 +67,28 @@ impl Pipe {
     }
 }
 
+#[test]
+fn a_client_of_another_protocol_gets_no_answer() {
+    let mut end = End::new(Role::Acceptor, ConnectionOptions::default());
+    let mut pipe =
+        Pipe { bytes: b"GET / HTTP/1.1\r\n\r\n".iter().copied().collect(), ..Pipe::default() };
+    let error = pipe.read_into(&mut end, 64).unwrap_err();
+    assert!(error.to_string().contains("invalid preface"), "{error}");
+    assert!(!end.plan_writes());
+}
+
+#[test]
+fn nothing_is_sent_after_finish() {
+    let mut both = Both::new(Default::default());
+    both.connect();
+    let end = &mut both.ends[0];
+    let stream = end.open_stream().unwrap();
+    end.finish(stream).unwrap();
+    for result in [end.send_message(stream, Bytes::from_static(b"late")), end.finish(stream)] {
+        assert!(matches!(result, Err(Error::Misuse(_))), "{result:?}");
+    }
+}
+
 /// Something that was sent or received on a stream.
 #[derive(Debug, Clone, PartialEq)]
 enum Item {

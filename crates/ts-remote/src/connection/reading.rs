@@ -217,8 +217,10 @@ impl<S: Sink> Connection<S> {
             && !self.failed
         {
             self.failed = true;
-            if !matches!(error, Error::Closed { .. }) {
-                self.close(&error.to_string());
+            // A peer of another protocol would misread a CLOSE frame.
+            let spoke = !matches!(self.reader.state, ReadState::Preface);
+            if spoke && !matches!(error, Error::Closed { .. }) {
+                self.close(&format!("the peer reported: {error}"));
             }
         }
         done
