@@ -351,8 +351,9 @@ pub(crate) unsafe fn release_buffer(view: *mut ffi::Py_buffer) {
     unsafe { drop(Box::from_raw((*view).internal.cast::<BufferExport>())) }
 }
 
-/// Returns the format of an element in the notation of Python's `struct`.
-fn format_of(dtype: Dtype) -> Option<&'static CStr> {
+/// Returns the format of an element in the notation of the buffer protocol (PEP 3118), or None if
+/// there is none.
+pub(crate) fn format_of(dtype: Dtype) -> Option<&'static CStr> {
     Some(match dtype {
         Dtype::Bool => c"?",
         Dtype::U8 => c"B",

@@ -64,6 +64,16 @@ def test_data_dependent_shapes_need_one_wait(machine: RemoteMachine, device: tor
     )
 
 
+def test_the_new_bytes_of_a_grown_storage_are_zero(device: torch.device) -> None:
+    for _ in range(8):
+        freed = torch.full((1000,), 7.0, device=device)
+        del freed
+        x = torch.arange(4.0).to(device)
+        x.resize_(1000)
+        assert x[:4].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert not x[4:].any().item()
+
+
 def test_storages_grow_under_views_and_outputs(device: torch.device) -> None:
     x = torch.arange(4.0).to(device)
     view = x[:2]

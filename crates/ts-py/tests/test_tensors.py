@@ -175,9 +175,11 @@ def test_dlpack_requests_are_honoured_or_refused() -> None:
     for nothing in (3, "text", b"bytes", None):
         with pytest.raises(TypeError):
             ts.Tensor.from_dlpack(nothing)
+    float8 = ts.Tensor.from_dlpack(torch.zeros(3).to(torch.float8_e4m3fn))
     half = ts.Tensor.from_dlpack(torch.zeros(3, dtype=torch.bfloat16))
-    with pytest.raises(TypeError, match="to_torch"):
-        half.to_numpy()
+    for unsupported in (float8, half):
+        with pytest.raises(TypeError, match="to_torch"):
+            unsupported.to_numpy()
     with pytest.raises(BufferError, match="format"):
         memoryview(half)
     across = ts.Tensor.from_dlpack(np.zeros((4, 4))[:, 1])

@@ -223,6 +223,11 @@ def test_connection_errors_are_typed_and_clear() -> None:
         listener.close()
         with pytest.raises(ts.ConfigurationError, match="closed"):
             listener.accept()
+    pooled = {"limit_bytes": 1000, "pool": ts.PoolConfig(pool_bytes=1 << 20)}
+    with pair(far=pooled) as (near, far):
+        near.send(torch.zeros(1000), "w")
+        with pytest.raises(ts.OutOfMemoryError, match='"w" of 4000 bytes'):
+            far.recv()
     with pair(far={"limit_bytes": 1000}) as (near, far):
         thread = in_thread(lambda: near.send(torch.zeros(10), "small"))
         assert isinstance(far.recv(), ts.Tensor)

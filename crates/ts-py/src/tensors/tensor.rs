@@ -16,9 +16,9 @@ use tensorstream::remote::TensorInfo;
 
 use super::import::import;
 use crate::dlpack::{CPU, CUDA, Exported, VERSION, unversioned_capsule, versioned_capsule};
-use crate::dtype::PyDtype;
-use crate::errors::{configuration_error, pool_error, wire_error};
-use crate::memory::{Memory, fill_buffer, release_buffer};
+use crate::dtype::{PyDtype, row_of};
+use crate::errors::{configuration_error, pool_error, tensor_error};
+use crate::memory::{Memory, fill_buffer, format_of, release_buffer};
 
 /// A tensor that other libraries use without a copy, through DLPack, the buffer protocol, or
 /// ``__cuda_array_interface__``.
@@ -292,12 +292,13 @@ impl PyTensor {
     /// Raises:
     ///     TypeError: NumPy does not have the dtype.
     fn to_numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let on_host = if self.memory.bytes().is_some() { self.clone() } else { self.copied(py)? };
-        if !matches!(self.info.meta.dtype, Dtype::BF16) && self.info.meta.dtype.bits() >= 8 {
-            let numpy = py.import("numpy")?;
-            let tensor = Bound::new(py, on_host)?;
-            // NumPy reports other dtypes that it does not have.
-            return numpy.call_method1("asarray", (tensor,));
+        // NumPy ignores the error of an export that fails, and makes an array of one object.
+        if format_of(self.info.meta.dtype).is_none() {
+            return Err(PyTypeError::new_err(format!(
+                "NumPy has no dtype {}: use {}",
+                self.dtype().name(),
+                self.alternative()
+            )));
         }
         let name = PyDtype(self.info.meta.dtype).name();
         Err(PyTypeError::new_err(format!("NumPy has no dtype {name}: use to_torch()")))

@@ -115,8 +115,9 @@ impl ConnectionState {
     /// pool, or new memory.
     ///
     /// # Errors
-    /// ConfigurationError if `into` does not fit, OutOfMemoryError if there is too little memory.
-    /// The connection stays usable.
+    /// ConfigurationError if `into` cannot receive the tensor, OutOfMemoryError if there is too
+    /// little memory, or the storage exceeds `limit_bytes`. The connection stays usable in these
+    /// cases.
     pub(super) fn provide_memory(
         &mut self,
         py: Python<'_>,

@@ -70,13 +70,14 @@ impl Dispatcher {
         log: &Bound<'_, PyAny>,
     ) -> PyResult<Option<Handoff>> {
         let mut failed = Vec::new();
+        let within = Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX);
         let handoff = py.detach(|| {
             let mut inner = self.inner.lock();
             let (listener, dispatcher) = &mut *inner;
             let note = |peer: &str, error: &remote::Error| {
                 failed.push((peer.to_string(), error.to_string()));
             };
-            dispatcher.accept_within(listener, Duration::from_secs_f64(seconds.max(0.0)), note)
+            dispatcher.accept_within(listener, within, note)
         });
         for (peer, reason) in failed {
             log.call1((peer, reason))?;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PySlice;
 use tensorstream::exec::{OpFailure, OpFailureKind, StorageView, TensorRef};
 
 use super::failures::{raised, refused};
@@ -149,8 +150,9 @@ impl Storages {
         bytes: u64,
     ) -> Result<(), OpFailure> {
         let storage = self.storage(py, number)?;
-        storage.call_method1(py, intern!(py, "resize_"), (bytes,)).map_err(|error| {
-            raised(py, &format!("resizing storage {number} to {bytes} bytes"), &error)
+        let old = self.entry(number)?.bytes;
+        resize(storage.bind(py), old, bytes).map_err(|error| {
+            raised(py, &format!("cannot resize storage {number} to {bytes} bytes"), &error)
         })?;
         let entry = self.entry(number)?;
         entry.bytes = bytes;
@@ -177,7 +179,19 @@ impl Storages {
     }
 }
 
-/// Creates the failure for a number that is already used.
+/// Resizes a PyTorch storage of `old` bytes to `new` bytes, and sets new bytes to zero. PyTorch
+/// leaves them as the allocator returned them.
+fn resize(storage: &Bound<'_, PyAny>, old: u64, new: u64) -> PyResult<()> {
+    let py = storage.py();
+    storage.call_method1(intern!(py, "resize_"), (new,))?;
+    if new > old {
+        let added = PySlice::new(py, old as isize, new as isize, 1);
+        storage.get_item(added)?.call_method1(intern!(py, "fill_"), (0,))?;
+    }
+    Ok(())
+}
+
+/// Creates the failure for a storage number that is already in use.
 pub(super) fn exists(number: u64) -> OpFailure {
     refused(format!("storage {number} exists already"))
 }
