@@ -135,6 +135,7 @@ class Streamer:
     def __new__(
         cls,
         checkpoint: Checkpoint,
+    def version(self, file: int) -> str | None: ...
         units: list[tuple[str, list[_TensorSpec]]],
         weights: list[_WeightSpec],
         *,

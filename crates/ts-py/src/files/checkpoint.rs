@@ -228,6 +228,14 @@ impl Checkpoint {
         dtype: &str,
         shape: Vec<u64>,
         parts: &[Part],
+    /// Returns a text that differs if the file with this number changes, or None if its source
+    /// reports neither an ETag nor a time of modification.
+    fn version(&self, file: usize) -> PyResult<Option<String>> {
+        let state = self.source(file)?.fingerprint();
+        let known = state.modified.is_some() || state.etag.is_some();
+        Ok(known.then(|| format!("{state:?}")))
+    }
+
     ) -> PyResult<TensorEntry> {
         let entry = self.inner.catalog().assemble(name, tensor_meta(dtype, shape)?, ranges(parts));
         entry.map_err(|e| to_python(py, &e.into()))

@@ -19,7 +19,13 @@ from torch import nn
 
 from .. import _native
 from ..config import Config, invalid
-from ..errors import BudgetError, CheckpointPermissionError, ModelError, StorageError
+from ..errors import (
+    BudgetError,
+    CheckpointPermissionError,
+    ConfigurationError,
+    ModelError,
+    StorageError,
+)
 from ..files._capsules import NewTensor, as_capsule, dtype_name, write_all
 from ._builder import Builder
 from ._symbolic_tensor import Derived, Source, SymbolicTensor
@@ -190,7 +196,13 @@ def _check_budget(model: nn.Module, config: Config) -> None:
 
 
 def _directory(path: Path) -> Path:
-    """Creates a directory if necessary, and returns it."""
+    """Creates a directory if necessary, and returns it.
+
+    Raises:
+        ConfigurationError: The path is not a directory.
+        CheckpointPermissionError: The process has no permission to create the directory.
+        StorageError: The directory cannot be created.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -205,12 +217,19 @@ def _directory(path: Path) -> Path:
 
 
 def _key(wanted: dict[str, SymbolicTensor], builder: Builder) -> str:
-    """Returns a name for computed tensors, from the state of the files and the operations."""
+    """Returns a key of computed tensors.
+
+    It depends on the source files, the tensors, the operations and the version of PyTorch.
+    """
     key = hashlib.blake2b(digest_size=16)
-    for path, _, _ in builder.checkpoint.files():
-        stat = os.stat(path)
-        state = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-        key.update(repr((os.fspath(path), state)).encode())
+    for index, (path, _, _) in enumerate(builder.checkpoint.files()):
+        version = builder.checkpoint.version(index)
+        if version is None:
+            raise ConfigurationError(
+                f"cannot convert tensors of {path}: its server does not report when the file "
+                "changes; download it with `tensorstream fetch`, or load it without conversion"
+            )
+        key.update(repr((os.fspath(path), version)).encode())
     key.update(torch.__version__.encode())
     for name, tensor in wanted.items():
         key.update(repr((name, tensor.dtype, tuple(tensor.shape), _described(tensor))).encode())

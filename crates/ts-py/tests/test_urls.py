@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Models whose weights are on a web server."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import tensorstream as ts
+import torch
+import transformers
+
+IDS = torch.arange(5)[None]
+
+
+@pytest.fixture
+def model() -> transformers.LlamaForCausalLM:
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=500,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def url(model: transformers.LlamaForCausalLM, tmp_path: Path) -> Iterator[str]:
+    """Serves the checkpoint of the model, with range requests and ETags."""
+    model.save_pretrained(tmp_path)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            file = tmp_path / Path(self.path).name
+            content = file.read_bytes() if file.is_file() else b""
+            total = len(content)
+            wanted = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            if wanted:
+                content = content[int(wanted[1]) : int(wanted[2] or total - 1) + 1]
+            self.send_response((206 if wanted else 200) if file.is_file() else 404)
+            if wanted:
+                end = int(wanted[1]) + len(content) - 1
+                self.send_header("Content-Range", f"bytes {wanted[1]}-{end}/{total}")
+            self.send_header("ETag", '"one"')
+            self.send_header("Accept-Ranges", "bytes")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_model_streams_from_a_web_server(model: transformers.LlamaForCausalLM, url: str) -> None:
+    streamed = ts.from_pretrained(url, budget="400KiB", model_config=model.config)
+    for _ in range(2):
+        assert torch.equal(streamed(IDS).logits, model(IDS).logits)
+    generated = streamed.generate(IDS, max_new_tokens=3, do_sample=False)
+    assert torch.equal(generated, model.generate(IDS, max_new_tokens=3, do_sample=False))
+    weights = sum(p.nbytes for p in model.parameters())
+    assert ts.stats(streamed)["read_bytes_by_path"]["network"] > 2 * weights
+
+
+def test_tensors_of_a_web_server_are_converted_once(
+    model: transformers.LlamaForCausalLM,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    half = {"dtype": torch.bfloat16, "model_config": model.config, "budget": "300KiB"}
+    expected = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)(IDS).logits
+    messages = []
+    for _ in range(2):
+        assert torch.equal(ts.from_pretrained(url, **half)(IDS).logits, expected)
+        messages.append("converting" in capsys.readouterr().err)
+    assert messages == [True, False]
