@@ -236,6 +236,22 @@ def _cut(descriptor: int, address: tuple[str, int]) -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["--listen", "0.0.0.0:0"], ["--token-file", "--tls-client-ca", "--insecure"]),
+        (["--listen", "127.0.0.1:0", "--tls-client-ca", "ca.pem"], ["--tls-cert", "--tls-key"]),
+        (["--listen", "127.0.0.1:0", "--tls-cert", "cert.pem"], ["--tls-key"]),
+    ],
+)
+def test_errors_of_the_command_name_its_options(arguments: list[str], options: list[str]) -> None:
+    command = [sys.executable, "-m", "tensorstream.serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert all(option in done.stderr for option in options)
+    assert not re.search(r"\b(token|ca|cert|key|insecure)=", done.stderr)
+
+
 def test_a_full_server_refuses_sessions_with_a_reason() -> None:
     with Serving({"--max-sessions": 2}) as served:
         machines = [RemoteMachine("tcp", served.address) for _ in range(2)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import resource
 import signal
 import sys
@@ -15,6 +16,20 @@ from ._broker import Broker
 from ._peers import Peers
 
 _log = logging.getLogger("tensorstream.remote")
+
+#: The option for each parameter that an error message names.
+_OPTIONS = {
+    "token=": "--token-file",
+    "ca=": "--tls-client-ca",
+    "cert=": "--tls-cert",
+    "key=": "--tls-key",
+    "insecure=True": "--insecure",
+}
+
+
+def _with_options(message: str) -> str:
+    """Replaces the names of parameters in an error message by the options of this command."""
+    return re.sub(rf"(?<!\w)({'|'.join(_OPTIONS)})", lambda name: _OPTIONS[name[0]], message)
 
 
 def token_in(path: str) -> str:
@@ -109,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
         }  # fmt: skip
         served = Broker(dispatcher, peers, sessions, options.max_sessions)
     except (RuntimeError, OSError, ValueError) as error:
-        print(f"tensorstream serve: {error}", file=sys.stderr)
+        print(f"tensorstream serve: {_with_options(str(error))}", file=sys.stderr)
         return 2
     # Each session, and each tensor that it offers, needs descriptors.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
