@@ -317,8 +317,9 @@ impl Kernel {
         if let Request::Call(call) = &request {
             self.record(py, session, call)?;
         }
-        let Answer::Values(values) = session.wait(py, reply, &self.name)? else {
-            return Err(session.unexpected_reply("results of an operator"));
+        let values = match session.wait(py, reply, &self.name)? {
+            Answer::Values(values) => values,
+            other => return Err(session.unexpected_reply("the results of an operator", &other)),
         };
         if values.len() != self.returns.len() && !self.returns.is_empty() {
             let what = format!(

@@ -272,9 +272,14 @@ impl Session {
     }
 
     /// Creates the exception for a reply that is not of the requested kind.
-    pub(super) fn unexpected_reply(&self, expected: &str) -> PyErr {
+    pub(super) fn unexpected_reply(&self, expected: &str, got: &Answer<Target>) -> PyErr {
+        let got = match got {
+            Answer::Values(values) => format!("{} values", values.len()),
+            Answer::Bytes(bytes) => format!("{} bytes", bytes.len()),
+            _ => "a tensor".into(),
+        };
         PyRuntimeError::new_err(format!(
-            "machine {}: unexpected reply (protocol error): expected {expected}",
+            "machine {}: unexpected reply (protocol error): expected {expected}, got {got}",
             self.name
         ))
     }

@@ -88,7 +88,7 @@ fn read_scalar(py: Python<'_>, session: &Session, tensor: TensorRef) -> PyResult
     session.scalars.lock().complete(storage, reply, bytes);
     match answer? {
         Answer::Bytes(bytes) => Ok(bytes),
-        _ => Err(session.unexpected_reply("elements of a tensor")),
+        other => Err(session.unexpected_reply("the elements of a tensor", &other)),
     }
 }
 
