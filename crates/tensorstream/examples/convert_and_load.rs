@@ -17,7 +17,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         (directory.path().join("model.safetensors"), directory.path().join("model.ts"));
     write_weights(&source)?;
 
-    // The last argument of each function is called with the progress. Returning true interrupts.
+    // Each function calls its last argument with the progress. Returning true interrupts
+    // the function.
     let options = WriteOptions::default().with_compression(Compression::Auto);
     let converted = convert(&source, &target, options, &mut |_| false)?;
     println!("{} bytes in a file of {} bytes", converted.bytes, converted.file_bytes);

@@ -13,29 +13,31 @@ use ts_io::fault::{WriteCall, WriteFaults};
 
 use crate::Error;
 
-/// How often a lock is tried again.
+/// Delay between attempts to lock a file.
 const POLL: Duration = Duration::from_millis(20);
 
-/// The exclusive right to write the file at a path. Other processes wait until it is dropped.
+/// The exclusive right to write the file at a path. Other processes wait until the claim is
+/// dropped.
 ///
 /// The claim is a lock on `NAME.partial` in the same directory. A process that is killed leaves
-/// that file, and the next one reuses it.
+/// that file, and the next process reuses it.
 #[derive(Debug)]
 pub(crate) struct Claim {
     file: File,
     partial: PathBuf,
     target: PathBuf,
-    /// Whether the partial file stays when the claim is dropped: it has been renamed, or another
-    /// process can resume it.
+    /// Whether dropping the claim leaves the partial file in place. True if the file has been
+    /// renamed or can be resumed.
     keep: bool,
     faults: WriteFaults,
-    /// The process that owns the claim. A forked child has a copy, which must not remove the file.
+    /// The process that owns the claim. A copy of the claim in a forked child must not remove the
+    /// file.
     process: u32,
 }
 
 impl Claim {
-    /// Waits until no other process writes the file. Calls `interrupt` every 20 ms, and returns
-    /// [`Error::Interrupted`] if that returns true.
+    /// Claims a path. While another process has claimed it, waits and calls `interrupt` every 20
+    /// ms. Returns [`Error::Interrupted`] if `interrupt` returns true.
     pub(crate) fn new(
         target: &Path,
         faults: &WriteFaults,
@@ -79,7 +81,7 @@ impl Claim {
         &self.partial
     }
 
-    /// Starts an empty file, and preallocates `expected` bytes.
+    /// Empties the partial file, and preallocates `expected` bytes.
     pub(crate) fn create(mut self, expected: u64) -> Result<AtomicFile, Error> {
         self.keep = false;
         let emptied = self
@@ -102,12 +104,12 @@ impl Claim {
         self.keep = true;
     }
 
-    /// Opens and locks the finished file, so that no process appends to it under another name.
-    /// Waits like [`new`](Self::new).
+    /// Opens the finished file. On Unix, also locks it, so that no other process appends to it
+    /// under another name, and waits for the lock like [`new`](Self::new).
     pub(crate) fn open_target(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<File, Error> {
         let opened = OpenOptions::new().read(true).write(true).open(&self.target);
         let file = opened.map_err(|e| Error::open(&self.target, e))?;
-        // On other systems the lock would exclude readers.
+        // On systems other than Unix, the lock would exclude readers.
         #[cfg(unix)]
         while let Err(error) = file.try_lock() {
             if let TryLockError::Error(source) = error {
@@ -121,8 +123,9 @@ impl Claim {
         Ok(file)
     }
 
-    /// Appends to the finished file `file` at `offset`. Its first `used` bytes are in use;
-    /// `superblock` is its active superblock, with its offset.
+    /// Starts an append to the finished file `file` at `offset`, and preallocates `expected` bytes.
+    /// The first `used` bytes of the file are in use. `superblock` is the offset and content of its
+    /// active superblock.
     pub(crate) fn append(
         self,
         file: File,
@@ -134,7 +137,7 @@ impl Claim {
         if !is_file_at(&file, &self.target) {
             return Err(self.failed(replaced()));
         }
-        // Removes what an interrupted append has left.
+        // Removes the bytes that an interrupted append has left.
         let cut = || {
             if file.metadata()?.len() > used {
                 self.faults.check(&self.target, WriteCall::SetLen(used))?;
@@ -157,7 +160,7 @@ impl Claim {
                 Ok(this)
             }
             Err(error) => {
-                // Releases what was preallocated.
+                // Releases the preallocated space.
                 let _ = in_place.file.set_len(used);
                 Err(error.into())
             }
@@ -170,10 +173,12 @@ impl Claim {
 
     /// Renames the partial file to the target, durably.
     fn publish(&mut self) -> std::io::Result<()> {
-        // Opened before the rename, so that a failure changes nothing.
+        // The directory is opened before the rename, so that a failure to open it changes nothing.
         let directory = Directory::open_parent(&self.target)?;
         if !is_file_at(&self.file, &self.partial) {
-            return Err(std::io::Error::other("another process has replaced the partial file"));
+            return Err(std::io::Error::other(
+                "another process has replaced or removed the partial file",
+            ));
         }
         self.faults.check(&self.target, WriteCall::Rename(&self.target))?;
         fs::rename(&self.partial, &self.target)?;
@@ -193,12 +198,16 @@ impl Drop for Claim {
     }
 }
 
-/// A file that is being created or appended to. [`commit`](Self::commit) publishes it durably.
-/// Dropping it instead removes the new file, or truncates the existing one to its previous length.
+/// A file that is being created or appended to. [`commit`](Self::commit) makes it durable, and
+/// gives a new file its name.
+///
+/// Without a successful `commit`, drop removes a new file unless it [is kept](Self::is_kept). Drop
+/// truncates an existing file to its previous length, unless [`write_tail`](Self::write_tail) has
+/// begun to write the superblocks.
 #[derive(Debug)]
 pub(crate) struct AtomicFile {
-    /// `None` only during drop. Dropped before `claim`, which must be held until all writes have
-    /// ended.
+    /// `None` only during drop. The writer is dropped before `claim`, so that the lock is released
+    /// only after all writes have ended.
     writer: Option<Writer>,
     in_place: Option<InPlace>,
     claim: Claim,
@@ -208,14 +217,14 @@ pub(crate) struct AtomicFile {
 #[derive(Debug)]
 struct InPlace {
     file: File,
-    /// Bytes in use before the append.
+    /// Number of bytes in use before the append.
     used: u64,
     /// Whether the new superblock may have been written, so that the append may be visible.
     published: bool,
 }
 
 impl AtomicFile {
-    /// Writes the next bytes.
+    /// Writes bytes at the current position.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
         Ok(self.writer().write(bytes)?)
     }
@@ -225,7 +234,7 @@ impl AtomicFile {
         Ok(self.writer().seek(offset)?)
     }
 
-    /// Sets the length of the file.
+    /// Sets the length of the file in bytes.
     pub(crate) fn truncate(&mut self, len: u64) -> Result<(), Error> {
         Ok(self.writer().truncate(len)?)
     }
@@ -245,7 +254,7 @@ impl AtomicFile {
         self.write(&tail.superblocks)
     }
 
-    /// Keeps the partial file if this is dropped, so that it can be resumed.
+    /// Keeps the partial file when the `AtomicFile` is dropped, so that it can be resumed.
     pub(crate) fn keep(&mut self) {
         self.claim.keep();
     }
@@ -255,18 +264,19 @@ impl AtomicFile {
         self.claim.keep
     }
 
-    /// Waits until everything written is on disk.
+    /// Waits until all written bytes are on disk.
     pub(crate) fn flush(&mut self) -> Result<(), Error> {
         Ok(self.writer().sync()?)
     }
 
     fn writer(&mut self) -> &mut Writer {
-        self.writer.as_mut().expect("present until drop")
+        self.writer.as_mut().expect("the writer is present until drop")
     }
 
-    /// Makes the file durable, and renames it to its target. After an error the previous content is
-    /// unchanged, with one exception: if only the directory cannot be flushed, the new file is in
-    /// place, but may be lost in a power failure.
+    /// Makes the file durable. Unless it was appended to in place, renames it to its target.
+    ///
+    /// After an error, the previous content is unchanged, with one exception. If only the last
+    /// flush fails, the new content is in place, but may be lost in a power failure.
     pub(crate) fn commit(mut self) -> Result<(), Error> {
         self.flush()?;
         if self.in_place.is_some() {
@@ -292,7 +302,7 @@ impl Drop for AtomicFile {
 }
 
 fn replaced() -> std::io::Error {
-    std::io::Error::other("another file has taken its place")
+    std::io::Error::other("another process has replaced or removed the file")
 }
 
 /// Returns the path of the partial file of `target`.
@@ -310,13 +320,14 @@ pub(crate) fn is_file_at(file: &File, path: &Path) -> bool {
     matches!((file.metadata(), fs::metadata(path)), (Ok(a), Ok(b)) if same(&a, &b))
 }
 
-/// On other systems, an open file cannot be renamed or removed.
+/// Returns whether `path` exists. On systems other than Unix, the standard library cannot tell
+/// whether it is the same file.
 #[cfg(not(unix))]
 pub(crate) fn is_file_at(_: &File, path: &Path) -> bool {
     path.exists()
 }
 
-/// An open directory, to flush.
+/// An open directory, whose entries can be flushed to disk.
 struct Directory(#[cfg(unix)] File);
 
 impl Directory {
@@ -337,7 +348,7 @@ impl Directory {
         }
     }
 
-    /// On other systems, directories cannot be opened.
+    /// Does nothing: on systems other than Unix, directories cannot be opened.
     #[cfg(not(unix))]
     fn open_parent(_: &Path) -> std::io::Result<Self> {
         Ok(Self())

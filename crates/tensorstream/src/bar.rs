@@ -5,8 +5,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::Progress;
 
-/// A progress bar on standard error. Shows nothing if standard error is not a terminal, or the
-/// operation ends quickly. Dropping it removes it.
+/// A progress bar on standard error. Shows nothing if standard error is not a terminal. Dropping
+/// the bar removes it from the terminal.
 ///
 /// ```
 /// use tensorstream::{Bar, Progress};
@@ -25,7 +25,9 @@ impl Bar {
         let bar = ProgressBar::new(0).with_message(label.into());
         let template =
             "{msg} {wide_bar} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec} {eta}";
-        bar.set_style(ProgressStyle::with_template(template).expect("the template is valid"));
+        bar.set_style(
+            ProgressStyle::with_template(template).expect("the template has valid syntax"),
+        );
         Self { bar }
     }
 
@@ -34,7 +36,7 @@ impl Bar {
         Self { bar: ProgressBar::hidden() }
     }
 
-    /// Updates the bar.
+    /// Updates the position and the total of the bar.
     pub fn show(&self, progress: Progress) {
         self.bar.set_length(progress.total);
         self.bar.set_position(progress.done);

@@ -20,8 +20,8 @@ const CONTAINER: &str = "model.ts";
 /// An open checkpoint: the catalog of its tensors, and the files that contain them.
 ///
 /// Opening a checkpoint reads only headers. Use [`load`](Self::load) to read all tensors,
-/// [`read_block`](Self::read_block) to read a part of one, or [`engine`](Self::engine) to stream
-/// them.
+/// [`read_block`](Self::read_block) to read a part of a tensor, or [`engine`](Self::engine) to
+/// stream the tensors.
 ///
 /// ```
 /// use tensorstream::Checkpoint;
@@ -49,14 +49,18 @@ impl Checkpoint {
     /// Opens a `.safetensors` or `.ts` file, a shard index (`.json`), or a directory that contains
     /// one of them. Reads only headers.
     ///
-    /// In a directory, the first of these is opened: `model.safetensors`,
-    /// `model.safetensors.index.json` (the same order as in transformers), `model.ts`, or the only
-    /// file with the suffix `.safetensors` or `.ts`.
+    /// In a directory, the first of these files that exists is opened:
+    /// 1. `model.safetensors`
+    /// 2. `model.safetensors.index.json`
+    /// 3. `model.ts`
+    /// 4. the only file with the suffix `.safetensors` or `.ts`
     ///
     /// With the feature `object`, `path` can be a URL that [`Source::open`] supports. With the
-    /// feature `remote`, it can be `ts://HOST:PORT/NAME`, a file of `tensorstream serve-weights`,
-    /// or `tss://` for the same over TLS. A URL without a suffix is a directory, of which only the
-    /// first three names are tried. These environment variables configure connections:
+    /// feature `remote`, it can be the URL of a file that `tensorstream serve-weights` serves:
+    /// `ts://HOST:PORT/NAME`, or `tss://HOST:PORT/NAME` over TLS. A URL without one of the suffixes
+    /// above is a directory, in which only the first three names are tried.
+    ///
+    /// These environment variables configure connections to `tensorstream serve-weights`:
     ///
     /// | variable | meaning |
     /// |---|---|
@@ -73,8 +77,8 @@ impl Checkpoint {
         Self::open_with(path.as_ref(), |reader| reader)
     }
 
-    /// Like [`open`](Self::open), but accepts every safetensors file that the safetensors library
-    /// accepts (see [`CatalogReader::lenient`]).
+    /// Opens a checkpoint like [`open`](Self::open), but accepts every safetensors file that the
+    /// safetensors library accepts (see [`CatalogReader::lenient`]).
     ///
     /// # Errors
     /// Returns the errors of [`open`](Self::open).
@@ -83,7 +87,8 @@ impl Checkpoint {
     }
 
     /// Reads a safetensors or `.ts` file from memory. `name` identifies it in errors. An
-    /// [`engine`](Self::engine) cannot stream such a checkpoint.
+    /// [`engine`](Self::engine) cannot stream such a checkpoint, so [`load`](Self::load) returns an
+    /// error too.
     ///
     /// # Errors
     /// Returns [`Error::Format`] if the file is malformed or truncated.
@@ -112,12 +117,12 @@ impl Checkpoint {
         read_catalog(configure(reader), opened)
     }
 
-    /// Returns the catalog of its tensors.
+    /// Returns the catalog, which lists the tensors and their locations.
     pub fn catalog(&self) -> &Catalog {
         &self.catalog
     }
 
-    /// Returns its files, indexed by [`FileId`](ts_format::FileId).
+    /// Returns the open files, indexed by [`FileId`](ts_format::FileId).
     pub fn sources(&self) -> &[Arc<Source>] {
         &self.sources
     }
@@ -169,16 +174,17 @@ impl Checkpoint {
         units.into_iter().map(unit).collect()
     }
 
-    /// Returns the [fingerprint](ts_format::fingerprint) of the content, which does not depend on
-    /// how or where it is stored. `None` if a tensor has no fingerprint, as in safetensors files.
+    /// Returns the [fingerprint](ts_format::fingerprint) of the content. It does not depend on the
+    /// names of files, the compression, or the order of tensors. Returns `None` if a tensor has no
+    /// fingerprint, as in safetensors files.
     pub fn fingerprint(&self) -> Option<u128> {
         let all = self.catalog.tensors().map(|tensor| Some((tensor.name(), tensor.fingerprint()?)));
         Some(ts_format::fingerprint(all.collect::<Option<Vec<_>>>()?))
     }
 
-    /// Sets the request size and queue depth of `config` to what suits the storage of the largest
-    /// file. `tuner` remembers or measures them. Blocks for up to two seconds, and calls
-    /// `interrupt` at least every 20 ms.
+    /// Sets the request size and queue depth of `config` to values that suit the storage of the
+    /// largest file. `tuner` returns cached values or measures them. Blocks for up to two seconds,
+    /// and calls `interrupt` at least every 20 ms.
     ///
     /// # Errors
     /// Returns [`Error::Interrupted`] if `interrupt` returns true.
@@ -207,7 +213,7 @@ impl Checkpoint {
         Ok(Engine::new(units, self.sources.clone(), config)?)
     }
 
-    /// Like [`engine`](Self::engine), for units in the memory of `device`.
+    /// Creates an engine like [`engine`](Self::engine), but with units in the memory of `device`.
     ///
     /// # Errors
     /// Returns the errors of [`Engine::with_device`].
@@ -273,7 +279,7 @@ fn find_at_url(url: &str, opened: &mut OpenSources) -> Result<PathBuf, Error> {
     Err(Error::NoCheckpoint { path: url.into(), found: 0 })
 }
 
-/// Reads the headers that `reader` requests.
+/// Reads the headers that `reader` requests, and returns the open checkpoint.
 fn read_catalog(mut reader: CatalogReader, mut opened: OpenSources) -> Result<Checkpoint, Error> {
     while let Some(ReadRequest { file, offset, len }) = reader.need() {
         let source = match opened.get(&file) {

@@ -52,34 +52,35 @@ enum Command {
     Verify(verify::Arguments),
     /// Compares two checkpoints: metadata, names, dtypes, shapes and values.
     Diff(diff::Arguments),
-    /// Converts a checkpoint to another format, bit for bit and with its metadata. The same command
-    /// resumes an interrupted conversion to a .ts file, in steps of 1 GiB.
+    /// Converts a checkpoint to another format, bit for bit and with its metadata. To resume an
+    /// interrupted conversion to a .ts file, run the same command again.
     Convert(convert::Arguments),
     /// Reclaims the space that appends have left unused in a .ts file.
     Compact(compact::Arguments),
-    /// Shows what would stay in memory and what would be streamed. Reads headers only.
+    /// Shows which tensors would stay in memory, and which would be streamed. Reads headers only.
     Plan(plan::Arguments),
     /// Serves a directory of checkpoints, as `ts://HOST:PORT/NAME`.
     #[cfg(feature = "remote")]
     ServeWeights(serve::Arguments),
-    /// Copies files from such a server, and serves them to other machines while they arrive.
+    /// Copies files from a `serve-weights` server. With --listen, also serves them to other
+    /// machines while they arrive.
     #[cfg(feature = "remote")]
     Fetch(serve::FetchArguments),
-    /// Runs PyTorch operators for remote clients. Part of the Python package only.
+    /// Runs PyTorch operators for remote clients. Only the Python package contains this command.
     #[command(disable_help_flag = true)]
     Serve {
         /// See `tensorstream serve --help` of the Python package.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
         arguments: Vec<OsString>,
     },
-    /// Measures this machine.
+    /// Measures the speed of I/O and compression on this machine.
     #[command(subcommand)]
     Bench(Bench),
     /// Streams a checkpoint without a model, and reports the speed.
     Demo(demo::Arguments),
-    /// Prints a completion script: `source <(tensorstream completion bash)`.
+    /// Prints a shell completion script. In bash, run `source <(tensorstream completion bash)`.
     Completion {
-        /// The shell.
+        /// The shell that will run the script.
         shell: clap_complete::Shell,
     },
 }
@@ -87,7 +88,7 @@ enum Command {
 #[derive(Debug, Subcommand)]
 enum Bench {
     /// Measures how fast each I/O backend reads a file, cold and warm. Evicts the file from the
-    /// page cache. The file must not be truncated meanwhile.
+    /// page cache. The file must not be truncated during the measurement.
     Io(bench_io::Arguments),
     /// Measures compression of a checkpoint: ratio and speed, in memory.
     Codec(bench_codec::Arguments),
@@ -96,8 +97,9 @@ enum Bench {
 /// Runs a command line, whose first argument is the name of the program, and returns the exit
 /// status. Blocks.
 ///
-/// Calls `interrupt` at least every 16 MiB of work and every 20 ms of waiting. If it returns true,
-/// the command ends.
+/// Most commands call `interrupt` at least every 16 MiB of work and every 20 ms of waiting.
+/// `serve-weights` calls it at least every 50 ms, and `bench codec` once a round. `info`, `plan`
+/// and `completion` never call it. If `interrupt` returns true, the command ends.
 ///
 /// # Examples
 /// ```
@@ -152,7 +154,10 @@ impl Command {
             #[cfg(feature = "remote")]
             Self::Fetch(arguments) => serve::fetch(&arguments, console, interrupt),
             Self::Serve { .. } => {
-                console.misuse("serve is part of the Python package: pip install ./crates/ts-py");
+                console.misuse(
+                    "only the Python package contains `serve`; to install it, run pip install \
+                     ./crates/ts-py in the source directory",
+                );
                 Ok(2)
             }
             Self::Bench(Bench::Io(arguments)) => bench_io::run(&arguments, console, interrupt),

@@ -16,9 +16,9 @@ use crate::{Checkpoint, Error};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Compacted {
-    /// Length of the file before, in bytes.
+    /// Length of the file before compaction, in bytes.
     pub bytes_before: u64,
-    /// Length of the file now, in bytes.
+    /// Length of the file after compaction, in bytes.
     pub bytes: u64,
 }
 

@@ -14,8 +14,8 @@ use crate::progress::{Progress, Watch};
 use crate::read::Reader;
 use crate::{Checkpoint, Error, FileWriter, NewTensor, WriteOptions};
 
-/// How many bytes are read and written at a time: a multiple of [`CHUNK_LEN`], so that checksums
-/// can be compared.
+/// Number of bytes that are read and written at a time. It is a multiple of [`CHUNK_LEN`], so that
+/// checksums can be compared.
 const PIECE_BYTES: u64 = 16 * CHUNK_LEN;
 
 /// The result of [`convert`].
@@ -30,7 +30,7 @@ pub struct Converted {
     pub file_bytes: u64,
 }
 
-/// The end of the name of a shard index.
+/// Suffix of the name of a shard index.
 const INDEX_SUFFIX: &str = ".safetensors.index.json";
 
 /// Converts the checkpoint at `from`, which can be anything that [`Checkpoint::open`] accepts.
@@ -38,23 +38,27 @@ const INDEX_SUFFIX: &str = ".safetensors.index.json";
 ///
 /// If `to` ends in `.ts` or `.safetensors`, writes this file. If it ends in
 /// `.safetensors.index.json`, writes this index, and shards to the same directory. Tensors are
-/// copied bit for bit, and compared with their checksums if they have any; metadata are kept. If
+/// copied bit for bit, and compared with their checksums if they have any. Metadata is kept. If
 /// shards disagree on a metadata key, each value is kept as `key@file`. A file that the
 /// safetensors library wrote can be converted to `.ts` and back to the same bytes.
 ///
 /// An interrupted conversion to a `.ts` file can be resumed: call this function again with the same
-/// files and options. The finished file does not depend on interruptions. After an interrupt or a
-/// failed read, no complete tensor is written again. After a crash, up to
-/// [`WriteOptions::checkpoint_bytes`] of tensors are. Until then `NAME.partial` contains the
-/// complete tensors. Conversions to safetensors start again.
+/// files and options. Until it is finished, `NAME.partial` contains the complete tensors. The
+/// finished file does not depend on interruptions.
+///
+/// - After an interrupt or a failed read, complete tensors are not written again.
+/// - After a crash, the tensors since the last checkpoint are written again (see
+///   [`WriteOptions::checkpoint_bytes`]).
+/// - A conversion to safetensors cannot be resumed, and starts again.
 ///
 /// # Errors
 /// After an error `to` is unchanged, except as described at [`FileWriter::commit`].
 ///
 /// - The errors of [`Checkpoint::open`] and [`FileWriter`].
 /// - [`Error::Corrupt`] if a tensor is damaged.
-/// - [`Error::Write`] if the index exists already, since its shards would be overwritten one by
-///   one, or if a new file would overwrite the source.
+/// - [`Error::Write`] if `to` is an index that exists already. The conversion would overwrite the
+///   shards of this index one by one.
+/// - [`Error::Write`] if a new file would overwrite the source.
 /// - [`Error::Interrupted`] if `watch` returns true.
 pub fn convert(
     from: &Path,
@@ -78,7 +82,7 @@ pub fn convert(
     Ok(Converted { tensors: tensors.len(), bytes: total, file_bytes })
 }
 
-/// Copies tensors of a checkpoint to files.
+/// The state of a conversion, which copies the tensors of a checkpoint to files.
 struct Copier<'a, 'b> {
     checkpoint: &'a Checkpoint,
     buffer: Vec<u8>,
@@ -109,7 +113,7 @@ impl Copier<'_, '_> {
         let order = writer.order().to_vec();
         let (complete, rest) = order.split_at(writer.complete());
         self.progress.done += complete.iter().map(|&i| tensors[i].range().len).sum::<u64>();
-        // Bytes and tensors that are durable.
+        // Number of tensor bytes and of tensors that are durable.
         let (mut durable_bytes, mut durable) = (self.progress.done, writer.complete());
         for &index in rest {
             if self.progress.done - durable_bytes >= checkpoint_bytes {
@@ -118,7 +122,7 @@ impl Copier<'_, '_> {
             }
             let copied = self.copy(tensors[index], &mut writer);
             if copied.is_err() && writer.complete() > durable {
-                // If this fails too, the first error is the one to report.
+                // If this fails too, only the first error is reported.
                 let _ = writer.checkpoint(&origin);
             }
             copied?;
@@ -195,8 +199,8 @@ impl Copier<'_, '_> {
     }
 }
 
-/// Divides tensors into shards of at most `max_bytes`, in order. A larger tensor gets a shard of
-/// its own.
+/// Divides tensors into shards of at most `max_bytes`, in order. A larger tensor gets its own
+/// shard.
 fn into_shards<'a>(tensors: &[Tensor<'a>], max_bytes: u64) -> Vec<Vec<Tensor<'a>>> {
     let mut shards: Vec<Vec<Tensor<'a>>> = vec![vec![]];
     let mut space = max_bytes;
@@ -212,8 +216,8 @@ fn into_shards<'a>(tensors: &[Tensor<'a>], max_bytes: u64) -> Vec<Vec<Tensor<'a>
     shards
 }
 
-/// Identifies the content of a checkpoint and the version of this library, so that a conversion of
-/// other bytes is not resumed. Reads no data.
+/// Returns a text that identifies the content of a checkpoint and the version of this library. A
+/// conversion is resumed only if this text is the same. Reads no data.
 fn origin(checkpoint: &Checkpoint) -> String {
     let state = |source: &Arc<Source>| {
         (source.path().to_path_buf(), source.fingerprint().clone(), change_time(source))

@@ -3,18 +3,19 @@
 
 use std::path::PathBuf;
 
-/// Why bytes are damaged, for [`Damage::what`].
+/// The value of [`Damage::what`] for a checksum mismatch.
 pub(crate) const CHECKSUM_MISMATCH: &str = "do not match their checksum";
 
 /// Bytes of a tensor that do not match their checksum, or cannot be decoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{}: tensor `{tensor}`: {len} bytes at byte {offset} {what}: the file is damaged",
+    "{}: tensor `{tensor}`: {len} bytes at byte {offset} {what}; the file is damaged, so restore \
+     or download it again",
     path.display()
 )]
 #[non_exhaustive]
 pub struct Damage {
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
     /// Name of the tensor.
     pub tensor: String,
@@ -22,6 +23,6 @@ pub struct Damage {
     pub offset: u64,
     /// Length of the damaged chunk in the file, in bytes.
     pub len: u64,
-    /// What is wrong, as the end of a sentence about the bytes.
+    /// The end of a sentence about the bytes, such as `do not match their checksum`.
     pub what: String,
 }

@@ -17,15 +17,16 @@ use crate::{Checkpoint, Error};
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Difference {
-    /// Metadata that differ: the value in the first checkpoint and in the second.
+    /// Metadata keys whose values differ, with the values in the first and the second checkpoint. A
+    /// value is `None` if the checkpoint does not have the key.
     pub metadata: BTreeMap<String, (Option<String>, Option<String>)>,
-    /// Tensors that differ.
+    /// Tensors that differ, by name.
     pub tensors: BTreeMap<String, TensorDifference>,
     /// Number of tensors that are identical, bit for bit.
     pub same: usize,
 }
 
-/// How two tensors of the same name differ.
+/// A difference between two checkpoints in one tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TensorDifference {
@@ -33,13 +34,13 @@ pub enum TensorDifference {
     OnlyFirst,
     /// Only the second checkpoint has this tensor.
     OnlySecond,
-    /// The dtypes or shapes differ.
+    /// The dtypes or shapes differ. Contains the type in the first and in the second checkpoint.
     Meta(TensorMeta, TensorMeta),
     /// The values differ.
     Values {
         /// Number of elements that differ. For dtypes smaller than a byte, number of bytes.
         differing: u64,
-        /// Number of elements (or bytes) in total.
+        /// Total number of elements. For dtypes smaller than a byte, total number of bytes.
         total: u64,
     },
 }
@@ -66,10 +67,10 @@ impl fmt::Display for TensorDifference {
     }
 }
 
-/// Compares two checkpoints bit for bit. Their formats and numbers of files may differ. Uses `jobs`
-/// threads, or the number of cores if `jobs` is 0. Blocks.
+/// Compares two checkpoints bit for bit. Their formats and numbers of files may differ. At most
+/// `jobs` threads decode or compute checksums at a time; 0 means the number of cores. Blocks.
 ///
-/// If both checkpoints have the fingerprint of a tensor and they are equal, it is not read.
+/// A tensor whose fingerprints in both checkpoints are equal is not read.
 ///
 /// # Errors
 /// - The errors of [`Checkpoint::open`].
@@ -136,8 +137,8 @@ pub fn diff(
     Ok(found)
 }
 
-/// Returns the size of an element in bytes, or 1 for dtypes smaller than a byte. Divides
-/// [`CHUNK_LEN`].
+/// Returns the size of an element in bytes, or 1 for dtypes smaller than a byte. The result divides
+/// [`CHUNK_LEN`], so no element is in two chunks.
 fn element_bytes(tensor: Tensor<'_>) -> usize {
     (tensor.dtype().bits() as usize / 8).max(1)
 }

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use parking_lot::Mutex;
 use ts_format::{CHUNK_LEN, Codec, Dtype, Encoded, Encoder};
 
-/// Maximum number of chunks in a call of [`Encoders::encode`]. A writer decides with the first
-/// batch of a tensor whether to compress it.
+/// Maximum number of chunks in a call of [`Encoders::encode`]. The first batch of a tensor decides
+/// whether a writer compresses the tensor.
 pub(crate) const BATCH: usize = 16;
 
 /// Encoders of one codec, one for each thread.
@@ -35,8 +35,8 @@ impl Encoders {
     }
 
     /// Encodes up to [`BATCH`] chunks, in order. Calls `interrupt` before each chunk that the
-    /// calling thread encodes. If it returns true, no further chunk is begun, and the result is
-    /// `None`.
+    /// calling thread encodes. If `interrupt` returns true, no further chunk is begun. The result
+    /// is `None` if this leaves chunks that are not encoded.
     pub(crate) fn encode(
         &mut self,
         dtype: Dtype,
@@ -60,7 +60,8 @@ impl Encoders {
                 *results[index].lock() = Some((encoded, out));
             }
         };
-        let (first, others) = self.encoders.split_first_mut().expect("there is at least one");
+        let (first, others) =
+            self.encoders.split_first_mut().expect("`new` creates at least one encoder");
         std::thread::scope(|scope| {
             for encoder in others.iter_mut().take(chunks.len().saturating_sub(1)) {
                 scope.spawn(|| work(encoder, &mut || false));

@@ -5,14 +5,14 @@ use std::path::{Path, PathBuf};
 
 use crate::damage::Damage;
 
-/// An error of this crate or of a crate below it.
+/// An error of this crate or of a crate that it uses.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A checkpoint is malformed, or a request does not fit it.
+    /// A checkpoint is malformed, a request does not match it, or a tensor cannot be written.
     #[error(transparent)]
     Format(#[from] ts_format::Error),
-    /// A read or write failed.
+    /// A file or URL could not be opened, read or written.
     #[error(transparent)]
     Io(#[from] ts_io::Error),
     /// An engine could not be created, or could not load a unit.
@@ -22,26 +22,27 @@ pub enum Error {
     #[cfg(feature = "remote")]
     #[error(transparent)]
     Remote(#[from] ts_remote::Error),
-    /// A file could not be written. The previous content of the path is unchanged.
+    /// A file could not be written. The path keeps its previous content, except as described at
+    /// [`FileWriter::commit`](crate::FileWriter::commit).
     #[error("{}: cannot write: {source}", path.display())]
     Write {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The cause.
         source: std::io::Error,
     },
-    /// The suffix of a path is not that of a format that can be written.
+    /// The suffix of a path does not belong to a format that can be written.
     #[error("{}: unknown file suffix (expected .ts or .safetensors)", path.display())]
     UnknownSuffix {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
     /// The requested compression is not possible.
     #[error("{}: {reason}", path.display())]
     Compression {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
     /// Bytes of a file do not match their checksum, or cannot be decoded.
@@ -55,27 +56,24 @@ pub enum Error {
     Interrupted,
     /// A file has a format that is not supported.
     #[error(
-        "{}: cannot open the checkpoint: it is {found}, expected safetensors or .ts; {remedy}",
+        "{}: cannot open the checkpoint: it is {found} (expected safetensors or .ts); {remedy}",
         path.display()
     )]
     ForeignFormat {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The format of the file.
+        /// Description of the file's format.
         found: &'static str,
-        /// How to convert it.
+        /// Instruction to convert the file.
         remedy: &'static str,
     },
     /// A directory contains no checkpoint.
-    #[error(
-        "{}: no checkpoint found: expected model.safetensors, model.safetensors.index.json, \
-         model.ts, or exactly one other .safetensors or .ts file (found {found})",
-        path.display()
-    )]
+    #[error("{}: no checkpoint found: expected {}", path.display(), expected_files(path, *found))]
     NoCheckpoint {
-        /// The directory.
+        /// Path or URL of the directory.
         path: PathBuf,
-        /// Number of .safetensors and .ts files with other names.
+        /// Number of .safetensors and .ts files with other names. 0 for a URL, at which files are
+        /// not listed.
         found: usize,
     },
 }
@@ -89,5 +87,17 @@ impl Error {
     /// Returns the error for a file that cannot be written.
     pub(crate) fn write(path: &Path, source: std::io::Error) -> Self {
         Error::Write { path: path.into(), source }
+    }
+}
+
+/// Describes the files that a directory with a checkpoint contains.
+fn expected_files(directory: &Path, found: usize) -> String {
+    let names = "model.safetensors, model.safetensors.index.json";
+    match directory.to_str().is_some_and(ts_io::Source::is_url) {
+        true => format!("{names} or model.ts; for another file, add its name to the URL"),
+        false => format!(
+            "{names}, model.ts, or exactly one other .safetensors or .ts file (found {found}); for \
+             another file, pass its path"
+        ),
     }
 }

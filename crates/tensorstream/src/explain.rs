@@ -7,13 +7,13 @@ use ts_orchestrator::{Engine, EngineConfig, Plan, Unit, UnitStats};
 
 use crate::{Checkpoint, Error};
 
-/// A plan for streaming a checkpoint. Its `Display` is a table.
+/// A plan for streaming a checkpoint. Its `Display` output is a table.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Explanation {
     /// Memory for weights, in bytes.
     pub budget_bytes: usize,
-    /// How the budget is used.
+    /// Division of the budget between resident and streamed units.
     pub plan: Plan,
     /// Name, size and residency of each unit. The counters are 0.
     pub units: Vec<UnitStats>,
@@ -21,7 +21,7 @@ pub struct Explanation {
 
 impl Checkpoint {
     /// Plans how to stream this checkpoint, with the units of
-    /// [`units_by_module`](Self::units_by_module). Reads nothing.
+    /// [`units_by_module`](Self::units_by_module). Reads no files.
     ///
     /// # Errors
     /// Returns [`Error::Engine`] if the budget is too small. The error contains the smallest budget
@@ -32,10 +32,10 @@ impl Checkpoint {
     }
 
     /// Returns the smallest budget that works for these units, and the smallest budget with which
-    /// no unit is streamed, in bytes. Ignores the budget in `config`. Reads nothing.
+    /// no unit is streamed, in bytes. Ignores the budget in `config`. Reads no files.
     ///
     /// # Errors
-    /// Returns the errors of [`Engine::preview`], except for budgets.
+    /// Returns the errors of [`Engine::preview`], except for a budget that is too small.
     pub fn requirement(
         &self,
         units: Vec<Unit>,

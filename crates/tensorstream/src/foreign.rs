@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Detects checkpoint formats that are not supported, so that the error can say how to convert
+//! Detects checkpoint formats that are not supported, so that the error can explain how to convert
 //! them.
 
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ const GGUF: ForeignFormat = (
      AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=NAME).save_pretrained(TARGET)",
 );
 const PICKLE: ForeignFormat = (
-    "a pickle, as torch.save writes it, which can run code when it is read",
+    "a pickle (as torch.save writes it), which can run code when it is read",
     "convert it to safetensors: \
      safetensors.torch.save_file(torch.load(NAME, weights_only=True), \"model.safetensors\")",
 );
@@ -53,8 +53,8 @@ fn identify(magic: &[u8]) -> Option<ForeignFormat> {
         [b'G', b'G', b'U', b'F', ..] => Some(GGUF),
         // torch.save writes a zip archive that contains a pickle.
         [b'P', b'K', 3, 4, ..] => Some(PICKLE),
-        // Before version 1.6, it wrote only the pickle. In a safetensors file, these bytes would be
-        // a header length of petabytes.
+        // Before PyTorch 1.6, torch.save wrote a pickle without an archive. In a safetensors file,
+        // these bytes would be a header length of 2^48 bytes or more.
         [0x80, 2..=5, _, _, _, _, high @ ..] if high != [0, 0] => Some(PICKLE),
         _ => None,
     }

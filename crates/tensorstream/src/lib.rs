@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Runs models whose weights do not fit in memory: opens, converts, verifies, loads, streams and
-//! serves checkpoints.
+//! Opens, converts, verifies, loads, streams and serves checkpoints of models whose weights do not
+//! fit in memory.
 //!
-//! This crate is the facade of the workspace. [`Checkpoint`] combines its parts: it opens
-//! safetensors and `.ts` files, groups their tensors into units, and creates the engine that
-//! streams them. The parts are re-exported as [`format`](mod@format), [`io`], [`pool`], [`streams`]
-//! and [`orchestrator`], and with the feature `remote` as `remote` and `exec`.
+//! This crate is the facade of the workspace. [`Checkpoint`] opens safetensors and `.ts` files,
+//! groups their tensors into units, and creates the engine that streams the units. The other crates
+//! are re-exported as [`format`](mod@format), [`io`], [`pool`], [`streams`] and [`orchestrator`].
+//! With the feature `remote`, `remote` and `exec` are re-exported too.
 //!
-//! It does not run models, does not unpickle, and does not change the values of tensors.
+//! This crate does not run models. It never unpickles data and never changes the values of tensors.
 //!
 //! # Example
 //! ```
@@ -49,22 +49,23 @@
 //! ```
 //!
 //! # Invariants
-//! - Files appear complete or not at all. Data are written to `NAME.partial`, which is renamed when
+//! - Files appear complete or not at all. Data is written to `NAME.partial`, which is renamed when
 //!   everything is on disk.
-//! - An append is visible only after [`FileWriter::commit`]. After a power failure, a file has its
-//!   old content or the new.
+//! - An append is visible only after [`FileWriter::commit`]. After a power failure, a file has
+//!   either its old or its new content.
 //! - The result of a conversion does not depend on where it was interrupted and resumed.
 //! - Compressed bytes are compared with their checksums before they are decoded, unless
 //!   verification is turned off ([`LoadOptions::verify`], `EngineConfig::verify`).
 //! - An operation with a `watch` or `interrupt` callback calls it at least every 16 MiB of work and
-//!   every 20 ms of waiting, and returns [`Error::Interrupted`] if it returns true.
+//!   every 20 ms of waiting. If the callback returns true, the operation returns
+//!   [`Error::Interrupted`].
 //!
 //! # Features
 //! | feature | adds |
 //! |---|---|
 //! | `cli` (default) | the program `tensorstream`, [`cli`] and [`Bar`] |
 //! | `object` | checkpoints on object storage and web servers |
-//! | `remote` | tensors over a network; checkpoints on other machines, and their server |
+//! | `remote` | tensors over a network; checkpoints on other machines, and a server for them |
 //! | `tokio` | `remote` with asynchronous connections |
 //! | `cuda` | NVIDIA GPUs, through a driver that is loaded if it is installed |
 #![forbid(unsafe_code)]

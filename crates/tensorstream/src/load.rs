@@ -13,10 +13,10 @@ use crate::{Checkpoint, Error};
 
 /// Maximum size of a group of tensors that are read together, in bytes.
 const GROUP_BYTES: u64 = 16 << 20;
-/// How many bytes [`Checkpoint::load_into`] reads at a time: a multiple of [`CHUNK_LEN`], so that
-/// checksums can be compared.
+/// Number of bytes that [`Checkpoint::load_into`] reads at a time. It is a multiple of
+/// [`CHUNK_LEN`], so that checksums can be compared.
 const PIECE_BYTES: u64 = 2 * CHUNK_LEN;
-/// A budget that is never exceeded, and does not overflow when sizes are added to it.
+/// A budget in bytes that is never exceeded, and does not overflow when sizes are added to it.
 const UNLIMITED: usize = isize::MAX as usize / 16;
 
 /// Options for loading tensors.
@@ -29,12 +29,13 @@ const UNLIMITED: usize = isize::MAX as usize / 16;
 #[non_exhaustive]
 pub struct LoadOptions {
     /// Whether to compare bytes with their checksums, if they have any. True by default.
-    /// Compressed bytes are always compared by [`Checkpoint::load_into`].
+    /// [`Checkpoint::load_into`] always compares compressed bytes.
     pub verify: bool,
-    /// Number of threads that decode and compare. By default 0, which is the number of cores.
+    /// Number of threads that decode and compare bytes. The default is 0, which means the number of
+    /// cores.
     pub jobs: usize,
-    /// Memory for tensors that [`Checkpoint::load_each`] has read and that are not dropped, in
-    /// bytes. If it is too small for the largest group of tensors, the smallest budget that works
+    /// Memory in bytes for tensors that [`Checkpoint::load_each`] has read and the caller has not
+    /// dropped. If it is too small for the largest group of tensors, the smallest budget that works
     /// is used. Unlimited by default.
     pub budget: Option<usize>,
 }
@@ -73,10 +74,11 @@ pub struct Loaded {
     pub name: String,
     /// Element type and shape.
     pub meta: TensorMeta,
-    /// Its bytes. Their address modulo 64 is that of a memory mapping of the file if this is
-    /// aligned for the element type, else 0.
+    /// Content of the tensor. Its address modulo 64 equals the offset of the tensor's range modulo
+    /// 64 if this offset is aligned for the element type. Otherwise, the address is a multiple of
+    /// 64.
     ///
-    /// Tensors are read in groups of about 16 MiB; larger tensors are read alone. The memory of a
+    /// Tensors are read in groups of up to 16 MiB; larger tensors are read alone. The memory of a
     /// group is freed when its last tensor is dropped.
     pub bytes: TensorBytes,
 }
@@ -103,9 +105,9 @@ impl Checkpoint {
         Ok(loaded)
     }
 
-    /// Like [`load`](Self::load), but passes each tensor to `take` as soon as it is read, sorted by
-    /// offset in the files, and reads ahead meanwhile. Tensors that `take` keeps count towards the
-    /// budget.
+    /// Reads all tensors like [`load`](Self::load), but passes each tensor to `take` as soon as it
+    /// is read. The tensors are sorted by their offsets in the files. While `take` runs, the next
+    /// tensors are read ahead. Tensors that `take` keeps count towards the budget.
     ///
     /// # Errors
     /// Returns the errors of [`load`](Self::load), and the first error of `take`.
@@ -118,7 +120,7 @@ impl Checkpoint {
         let mut config = EngineConfig::with_budget(options.budget.unwrap_or(UNLIMITED));
         config.verify = if options.verify { Verify::EveryRead } else { Verify::Never };
         config.workers = thread_count(options.jobs);
-        // Two threads are enough, because their work is bound by memory.
+        // Two threads are enough, because memory bandwidth limits their work.
         config.populate = if options.budget.is_none() { config.workers.min(2) } else { 0 };
         let groups = self.groups();
         let unit = |(number, tensors): (usize, &Vec<Tensor<'_>>)| Unit {
@@ -153,7 +155,7 @@ impl Checkpoint {
                 })?;
                 progress.done += tensor.range().len;
             }
-            // A lease calls `watch` only if it waits.
+            // `acquire_interruptible` calls `watch` only if it waits.
             if watch(progress) {
                 return Err(Error::Interrupted);
             }
@@ -161,11 +163,11 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Reads tensors to existing memory. Each target has the name of a tensor, and memory of its
-    /// length. Blocks.
+    /// Reads tensors into existing memory. Each target is the name of a tensor and memory of the
+    /// tensor's length in bytes. Blocks.
     ///
-    /// Copies what the page cache contains, and reads the rest past it. Uses about 2 MiB of memory
-    /// for each thread, of which there are at least 16.
+    /// Copies bytes that the page cache contains, and reads the rest directly from storage. Uses
+    /// about 2 MiB of memory for each thread, of which there are at least 16.
     ///
     /// # Errors
     /// The content of the memory is unspecified after an error.
@@ -183,7 +185,7 @@ impl Checkpoint {
             let tensor = self.catalog().require(name)?;
             if tensor.range().len != target.len() as u64 {
                 let reason = format!(
-                    "wrong length of memory (expected {} bytes, got {})",
+                    "the memory has the wrong length (expected {} bytes, got {})",
                     tensor.range().len,
                     target.len()
                 );
@@ -233,7 +235,8 @@ impl Checkpoint {
     }
 }
 
-/// Converts an error of the engine. Its unit is a group, which means nothing to the caller.
+/// Converts an error of the engine. Removes its unit, which is a group that the caller did not
+/// create.
 fn without_unit(error: ts_orchestrator::Error) -> Error {
     use ts_orchestrator::Error as Engine;
     match error {

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let signals = Signals::catch();
     let status = tensorstream::cli::run(std::env::args_os(), &mut || signals.received().is_some());
-    // By convention, a process that was ended by a signal exits with 128 plus its number.
+    // By convention, a process that a signal has ended exits with 128 plus the signal's number.
     match signals.received() {
         Some(signal) if status == 130 => ExitCode::from(128 + signal),
         _ => ExitCode::from(status),
@@ -31,8 +31,8 @@ impl Signals {
 
         let (received, again) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
         for signal in [SIGINT, SIGTERM] {
-            // The order matters: the first signal sets the flag after the check. If a handler
-            // cannot be registered, the signal keeps its default effect.
+            // The order matters: the shutdown handler checks `again` before the first signal sets
+            // it. If that handler cannot be registered, the signal keeps its default effect.
             let _ = flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&again))
                 .and_then(|_| flag::register(signal, Arc::clone(&again)))
                 .and_then(|_| flag::register_usize(signal, Arc::clone(&received), signal as usize));
@@ -40,14 +40,14 @@ impl Signals {
         Self { received }
     }
 
-    /// Returns the number of the last signal.
+    /// Returns the number of the most recent signal, or `None` if no signal was received.
     fn received(&self) -> Option<u8> {
         let signal = self.received.load(std::sync::atomic::Ordering::Relaxed);
         (signal > 0).then_some(signal as u8)
     }
 }
 
-/// On other systems, Ctrl-C ends the process.
+/// On systems other than Unix, Ctrl-C ends the process immediately.
 #[cfg(not(unix))]
 impl Signals {
     fn catch() -> Self {

@@ -4,12 +4,14 @@
 use std::fs;
 use std::path::Path;
 
-/// Returns the memory that this process can still allocate without swapping, in bytes: the
-/// available memory of the system, or what the limit of a memory cgroup of the process leaves, if
-/// that is less. `None` if it cannot be detected, as on systems other than Linux.
+/// Returns the memory that this process can still allocate without swapping, in bytes.
 ///
-/// The page cache of a cgroup counts as available, except for mapped pages. These contain code and
-/// data in use; if they were evicted, programs would read them from disk again and again.
+/// This is the available memory of the system, or the memory that the limits of the process's
+/// cgroups leave, whichever is less. Returns `None` if the memory cannot be detected, for
+/// example on systems other than Linux.
+///
+/// The page cache of a cgroup counts as available, except for mapped pages. Mapped pages contain
+/// code and data in use, which programs would soon read from disk again after an eviction.
 ///
 /// ```
 /// if let Some(bytes) = tensorstream::available_bytes() {
@@ -37,9 +39,9 @@ struct Controller {
     root: &'static str,
     limits: &'static [&'static str],
     usage: &'static str,
-    /// Lines of `memory.stat` for cached pages,
+    /// Keys of `memory.stat` for cached pages.
     cached: [&'static str; 2],
-    /// and for mapped pages.
+    /// Key of `memory.stat` for mapped pages.
     mapped: &'static str,
 }
 
@@ -69,7 +71,7 @@ fn hierarchy_available(line: &str, mount: &Path) -> Option<u64> {
         _ => return None,
     };
     let root = mount.join(controller.root);
-    // In a container, the path may be that of the host, and the root is the group of the container.
+    // In a container, the path may be the path on the host. The root is then the container's group.
     root.join(path)
         .ancestors()
         .take_while(|group| group.starts_with(&root))
@@ -78,7 +80,7 @@ fn hierarchy_available(line: &str, mount: &Path) -> Option<u64> {
 }
 
 impl Controller {
-    /// Returns what the limit of one group leaves.
+    /// Returns the memory in bytes that the limit of one group leaves.
     fn available(&self, group: &Path) -> Option<u64> {
         let read = |name: &str| fs::read_to_string(group.join(name)).ok();
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();

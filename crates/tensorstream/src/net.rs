@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checkpoints over a network: `ts://` sources, and how to serve and fetch files.
+//! Checkpoints over a network: `ts://` sources, a server of files, and a client that fetches them.
 
 mod fetch;
 mod serve_weights;

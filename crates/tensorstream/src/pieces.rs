@@ -11,14 +11,14 @@ use crate::Error;
 use crate::progress::{Progress, Watch};
 use crate::read::ReaderPool;
 
-/// How often `watch` is called while waiting for results.
+/// Interval between calls of `watch` while the calling thread waits for results.
 const POLL: Duration = Duration::from_millis(20);
 
-/// Minimum number of threads. Each waits for storage most of the time, so that many are needed to
-/// keep it busy.
+/// Minimum number of threads. Each thread waits for storage most of the time, so many threads are
+/// needed to keep the storage busy.
 const MIN_THREADS: usize = 16;
 
-/// Returns the number of threads for a `jobs` option: 0 is the number of cores.
+/// Returns the number of threads for a `jobs` option, where 0 means the number of cores.
 pub(crate) fn thread_count(jobs: usize) -> usize {
     if jobs > 0 { jobs } else { std::thread::available_parallelism().map_or(1, usize::from) }
 }
@@ -29,8 +29,8 @@ pub(crate) fn thread_count(jobs: usize) -> usize {
 /// gets the index of the tensor, the offset of the piece in it, and the length of the piece. `take`
 /// gets each result, in any order, on the calling thread.
 ///
-/// `init` creates the state of each worker, with up to two readers of the pool. These let at most
-/// `jobs` workers decode and compare at a time; the others wait for storage.
+/// `init` creates the state of each worker, with up to two readers of the pool. The readers let at
+/// most `jobs` workers decode or compute checksums at a time, while the others wait for storage.
 ///
 /// # Errors
 /// Returns the first error of `work`, or [`Error::Interrupted`] if `watch` returns true.
@@ -63,7 +63,7 @@ pub(crate) fn for_each_piece<S, T: Send>(
                     next().filter(|_| !stop.load(Ordering::Relaxed))
                 {
                     let result = work(&mut state, index, begin, len);
-                    // The receiver is gone after an error.
+                    // This cannot fail, because the receiver outlives the threads.
                     let _ = results.send((index, begin, len, result));
                 }
             });

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Progress and interruption of long operations.
 
-/// How far a long operation has come.
+/// The progress of a long operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes done so far.
+    /// Number of bytes processed so far.
     pub done: u64,
-    /// Bytes to do in total.
+    /// Number of bytes to process in total.
     pub total: u64,
 }
 

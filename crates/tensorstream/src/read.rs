@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reading bytes of checkpoints: across files, with checksums compared and chunks decoded.
+//! Reads the bytes of tensors across files, compares checksums and decodes chunks.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::damage::{CHECKSUM_MISMATCH, Damage};
 use crate::{Checkpoint, Error};
 
 impl Checkpoint {
-    /// Reads ranges of tensors into `buffer`, one after the other, and decodes the compressed ones.
+    /// Reads ranges of tensors into `buffer`, one after the other, and decodes compressed ranges.
     /// Blocks, and reads through the page cache.
     ///
     /// Only compressed bytes are compared with their checksums.
@@ -33,19 +33,21 @@ impl Checkpoint {
             reader.read(self, *range, part)?;
             rest = after;
         }
-        assert!(rest.is_empty(), "the buffer is longer than the ranges");
+        assert!(rest.is_empty(), "the buffer is {} bytes longer than the ranges", rest.len());
         Ok(())
     }
 
     /// Reads a block of a tensor into `buffer`, in row-major order. `block` has a range of indices
-    /// for each dimension. Blocks.
+    /// for each dimension. This function blocks.
     ///
-    /// Reads only the bytes, and decodes only the chunks, that the block contains. A whole tensor
-    /// is compared with its checksums; of a part, only compressed bytes are.
+    /// Reads only the bytes of the block, and decodes only the chunks that contain them. If the
+    /// block is the whole tensor, its bytes are compared with their checksums. Otherwise, only
+    /// compressed bytes are compared.
     ///
     /// # Errors
-    /// - [`Error::Format`] if the tensor does not exist, the block is not within its shape, or it
-    ///   is a part of a tensor whose elements are smaller than a byte.
+    /// - [`Error::Format`] if the tensor does not exist or the block is not within its shape.
+    /// - [`Error::Format`] if the block is only a part of a tensor whose elements are smaller than
+    ///   a byte.
     /// - [`Error::Io`] if a read fails, or the file has changed since it was opened.
     /// - [`Error::Corrupt`] if bytes are damaged.
     ///
@@ -67,11 +69,13 @@ impl Checkpoint {
             || !block.iter().zip(shape).all(within)
             || (bits < 8 && !whole)
         {
-            let reason = format!(
-                "cannot read block {block:?} of {} {shape:?}: expected a range within each \
-                 dimension, and all of a tensor with elements smaller than a byte",
-                tensor.dtype()
-            );
+            let expected = match bits {
+                0..8 => "the whole tensor, because its elements are smaller than a byte",
+                _ => "a range within each dimension",
+            };
+            let dtype = tensor.dtype();
+            let reason =
+                format!("cannot read block {block:?} of {dtype} {shape:?}: expected {expected}");
             return Err(ts_format::Error::BadAssembly { tensor: name.into(), reason }.into());
         }
         let count: u64 = block.iter().map(|dimension| dimension.end - dimension.start).product();
@@ -91,13 +95,14 @@ impl Checkpoint {
     }
 }
 
-/// Returns the contiguous runs of bytes that a block of a tensor consists of, in order: the offset
-/// of each in the tensor, and its length. `element` is the size of an element in bytes.
+/// Returns the contiguous runs of bytes in a block of a tensor, in order. A run is an offset in the
+/// tensor and a length, in bytes. `element` is the size of an element in bytes.
 fn block_runs(shape: &[u64], block: &[Range<u64>], element: u64) -> Vec<(u64, u64)> {
     if block.iter().any(Range::is_empty) {
         return Vec::new();
     }
-    // After the last dimension that is not whole, all bytes are contiguous.
+    // `cut` is the last dimension that the block contains only in part. For fixed indices before
+    // `cut`, the bytes of the block are contiguous.
     let cut =
         block.iter().zip(shape).rposition(|(dimension, &n)| *dimension != (0..n)).unwrap_or(0);
     let stride = |dimension: usize| shape[dimension + 1..].iter().product::<u64>() * element;
@@ -114,17 +119,18 @@ fn block_runs(shape: &[u64], block: &[Range<u64>], element: u64) -> Vec<(u64, u6
     begins.into_iter().map(|begin| (begin, len)).collect()
 }
 
-/// Reads ranges of a checkpoint, and reuses its buffers. Each thread needs its own.
+/// A reader of byte ranges, which reuses its buffers. Each thread needs its own reader.
 ///
-/// The default reader reads through the page cache; readers of a [`ReaderPool`] bypass it.
+/// A default reader reads through the page cache. The readers of a [`ReaderPool`] use direct I/O
+/// where possible.
 #[derive(Debug, Default)]
 pub(crate) struct Reader {
     direct: Option<DirectReader>,
     permits: Option<Arc<Semaphore>>,
     /// The encoded bytes of a chunk.
     stored: Vec<u8>,
-    /// The chunk that was decoded last of those that were read in part. The next range may need
-    /// another part of it.
+    /// The decoded bytes of the last chunk of which only a part was read. The next range may need
+    /// another part of this chunk.
     decoded: Vec<u8>,
     /// File and offset of the chunk in `decoded`.
     decoded_chunk: Option<(FileId, u64)>,
@@ -149,7 +155,7 @@ impl Reader {
         }
     }
 
-    /// Fills `out` with bytes of a file, as they are stored.
+    /// Fills `out` with bytes of a file, without decoding them.
     pub(crate) fn read_stored(
         &mut self,
         checkpoint: &Checkpoint,
@@ -168,8 +174,8 @@ impl Reader {
         Ok(source.verify(range.offset)?)
     }
 
-    /// Fills `out` with a part of a tensor, and compares it with the checksums if it has any. The
-    /// part starts at byte `begin` of the tensor, which is the start of a chunk.
+    /// Fills `out` with a part of a tensor, and compares it with the tensor's checksums, if any.
+    /// The part starts at byte `begin` of the tensor, which must be the start of a chunk.
     pub(crate) fn read_checked(
         &mut self,
         checkpoint: &Checkpoint,
@@ -228,7 +234,7 @@ impl Reader {
             return Ok(());
         }
         let reason = format!(
-            "{} bytes at virtual offset {} are not within one compressed tensor",
+            "cannot read {} bytes at virtual offset {}: not within one compressed tensor",
             range.len, range.offset
         );
         Err(ts_format::Error::BadAssembly { tensor: String::new(), reason }.into())
@@ -264,7 +270,7 @@ impl Reader {
         })
     }
 
-    /// Does CPU-bound work with a permit of the [`ReaderPool`].
+    /// Runs CPU-bound work. A reader of a [`ReaderPool`] first waits for a permit.
     fn with_permit<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
         let permits = self.permits.clone();
         let _permit = permits.as_ref().map(|permits| permits.acquire());
@@ -272,21 +278,21 @@ impl Reader {
     }
 }
 
-/// Creates readers for threads that read whole files once. These readers bypass the page cache, and
-/// limit how many of them compute at a time.
+/// A pool of readers for threads that read whole files once. The readers use direct I/O where
+/// possible, and only a limited number of them decode or compute checksums at a time.
 #[derive(Debug)]
 pub(crate) struct ReaderPool {
-    /// Memory for the windows of direct readers. If `None`, reads go through the page cache.
+    /// Memory for the windows of direct readers. If `None`, all reads go through the page cache.
     pool: Option<HostPool>,
     permits: Arc<Semaphore>,
 }
 
 impl ReaderPool {
-    /// Length of a window in bytes: one or two chunks at any offset.
+    /// Length of a window in bytes, enough for two chunks at any offset.
     const WINDOW: usize = (2 << 20) + (64 << 10);
 
-    /// Creates a pool for `count` readers, of which `jobs` decode or compare at a time while the
-    /// others wait for storage.
+    /// Creates a pool for `count` readers, of which at most `jobs` decode or compare bytes at a
+    /// time while the others wait for storage.
     pub(crate) fn new(count: usize, jobs: usize) -> Self {
         let bytes = count * Self::WINDOW;
         let permits = Semaphore { free: Mutex::new(jobs.max(1)), freed: Condvar::new() };
@@ -325,7 +331,7 @@ impl Drop for Permit<'_> {
     }
 }
 
-/// Describes damage at `range` of a file.
+/// Returns a description of damage at `range` of a file.
 pub(crate) fn damage(
     checkpoint: &Checkpoint,
     tensor: &str,

@@ -10,7 +10,8 @@ pub struct ParseSizeError(String);
 /// are powers of 1000; KiB, MiB, GiB and TiB are powers of 1024. Fractions of a byte are dropped.
 ///
 /// # Errors
-/// Returns [`ParseSizeError`] for any other text, and for negative or non-finite numbers.
+/// Returns [`ParseSizeError`] for any other text, for negative or non-finite numbers, and for sizes
+/// of 1.8e19 bytes or more.
 ///
 /// # Examples
 /// ```

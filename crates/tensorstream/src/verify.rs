@@ -17,16 +17,16 @@ use crate::{Checkpoint, Error};
 pub struct Verified {
     /// Number of tensors.
     pub tensors: usize,
-    /// Bytes of all tensors.
+    /// Size of all tensors in bytes, before compression.
     pub bytes: u64,
-    /// Bytes of the tensors that have checksums. Safetensors files have none.
+    /// Size in bytes of the tensors that have checksums. Safetensors files have none.
     pub checked_bytes: u64,
     /// The damaged chunks, sorted by file and offset.
     pub damaged: Vec<Damage>,
 }
 
-/// Reads all tensors of a checkpoint and compares them with their checksums. Uses `jobs` threads,
-/// or the number of cores if `jobs` is 0. Blocks.
+/// Reads all tensors of a checkpoint and compares them with their checksums. At most `jobs` threads
+/// decode or compute checksums at a time; 0 means the number of cores. Blocks.
 ///
 /// Damage is not an error; it is reported in [`Verified::damaged`].
 ///

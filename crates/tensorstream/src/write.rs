@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Writing files.
+//! Writes `.ts` and `.safetensors` files.
 
 mod journal;
 mod options;
@@ -23,15 +23,15 @@ use crate::{Checkpoint, Error};
 /// Length of a superblock of a `.ts` file in bytes.
 const SUPERBLOCK_LEN: usize = 4096;
 
-/// Writes a `.ts` or `.safetensors` file atomically, or appends to a `.ts` file.
+/// A writer that creates a `.ts` or `.safetensors` file atomically, or appends to a `.ts` file.
 ///
 /// 1. Declare the tensors when you create the writer or, for `.ts` files, later with
 ///    [`push`](Self::push).
 /// 2. Pass their bytes to [`write`](Self::write), in the order that [`order`](Self::order) returns.
 /// 3. Call [`commit`](Self::commit), which publishes the file or the appended tensors.
 ///
-/// If the writer is dropped before that, or the process dies, the previous content of the path is
-/// unchanged.
+/// If the writer is dropped before `commit`, or the process dies, the previous content of the path
+/// is unchanged.
 ///
 /// ```
 /// use tensorstream::format::{Dtype, TensorMeta};
@@ -53,21 +53,23 @@ const SUPERBLOCK_LEN: usize = 4096;
 #[derive(Debug)]
 pub struct FileWriter {
     tensors: TensorWriter,
-    /// Whether a call failed. The content of the unfinished file is then unknown.
+    /// Whether a call failed with another error than [`Error::Interrupted`]. The content of the
+    /// unfinished file is then unknown.
     failed: bool,
 }
 
 impl FileWriter {
-    /// Creates a file with this metadata, in the format of its suffix.
+    /// Starts a new file with these tensors and this metadata. The suffix of `path` determines the
+    /// format.
     ///
-    /// While another process writes the same file, this function waits. It calls `interrupt` every
-    /// 20 ms, and returns an error if that returns true.
+    /// While another process writes the same file, this function waits, and calls `interrupt` every
+    /// 20 ms.
     ///
     /// # Errors
     /// - [`Error::UnknownSuffix`] if the suffix is not `.ts` or `.safetensors`.
     /// - [`Error::Format`] if a tensor cannot be written in this format.
     /// - [`Error::Compression`] if the requested compression is not possible.
-    /// - [`Error::Write`] if the file cannot be created.
+    /// - [`Error::Write`] or [`Error::Io`] if the file cannot be created.
     /// - [`Error::Interrupted`] if `interrupt` returns true.
     pub fn create(
         path: &Path,
@@ -81,11 +83,11 @@ impl FileWriter {
         Self::begin(Some(claim), spec, metadata)
     }
 
-    /// Creates a file in memory, which [`into_bytes`](Self::into_bytes) returns. The suffix of
+    /// Starts a file in memory, which [`into_bytes`](Self::into_bytes) returns. The suffix of
     /// `name` determines the format. Errors contain `name`.
     ///
     /// # Errors
-    /// Returns the errors of [`create`](Self::create).
+    /// Returns the errors of [`create`](Self::create) that do not concern the disk or `interrupt`.
     pub fn in_memory(
         name: &str,
         tensors: Vec<NewTensor>,
@@ -95,7 +97,7 @@ impl FileWriter {
         Self::begin(None, FileSpec::new(name.as_ref(), tensors, options)?, metadata)
     }
 
-    /// Starts a file: on disk with a claim on its name, otherwise in memory.
+    /// Starts a file on disk if there is a `claim` on its path, otherwise in memory.
     fn begin(
         claim: Option<Claim>,
         spec: FileSpec,
@@ -124,12 +126,14 @@ impl FileWriter {
         Ok(Self { tensors, failed: false })
     }
 
-    /// Like [`create`](Self::create), but returns `None` if the file already has these tensors and
-    /// this metadata. With `fingerprint`, its content must also have this
-    /// [fingerprint](Checkpoint::fingerprint).
+    /// Starts a new file like [`create`](Self::create), but returns `None` if the file already has
+    /// these tensors and this metadata.
     ///
-    /// If several processes write the same file, one of them gets a writer. The others wait for it
-    /// and get `None`.
+    /// With a `fingerprint`, the existing content must also have this
+    /// [fingerprint](Checkpoint::fingerprint) and must not be damaged.
+    ///
+    /// If several processes write the same file, one of them gets a writer, and the others wait.
+    /// They get `None` if it commits the file. If it fails, one of them gets a writer.
     ///
     /// # Errors
     /// Returns the errors of [`create`](Self::create).
@@ -147,7 +151,7 @@ impl FileWriter {
             if !existing.is_ok_and(|file| has_content(&file, tensors, metadata, fingerprint)) {
                 return Ok(false);
             }
-            // The caller may discard the content whose fingerprint it has, so the file is verified.
+            // A caller with a fingerprint may discard its own copy, so the file is verified first.
             let verified = fingerprint.map(|_| verify(path, 0, &mut |_| interrupt())).transpose();
             match verified {
                 Ok(found) => Ok(found.is_none_or(|found| found.damaged.is_empty())),
@@ -160,7 +164,7 @@ impl FileWriter {
         }
         let spec = FileSpec::new(path, tensors, options)?;
         let claim = Claim::new(path, &spec.options.faults, interrupt)?;
-        // Another process may have written it while this one waited for the claim.
+        // Another process may have written the file while this one waited for the claim.
         if is_written(&spec.tensors, interrupt)? {
             return Ok(None);
         }
@@ -172,8 +176,8 @@ impl FileWriter {
     ///
     /// The change is atomic: [`commit`](Self::commit) makes it visible. Readers that have the file
     /// open get an error at their next read, because the file has changed. The space of replaced
-    /// and removed tensors stays in use until [`compact`](crate::compact()). Waits for other
-    /// writers like [`create`](Self::create).
+    /// and removed tensors stays in use until [`compact`](crate::compact()) reclaims it. Waits for
+    /// other writers like [`create`](Self::create).
     ///
     /// # Errors
     /// - The errors of [`create`](Self::create) and [`Checkpoint::open`].
@@ -217,9 +221,9 @@ impl FileWriter {
         Ok(Self { tensors, failed: false })
     }
 
-    /// Like [`create`](Self::create), but continues an unfinished file from its last
-    /// [`checkpoint`](Self::checkpoint), if it is for the same tensors, metadata, options and
-    /// `origin`. `origin` identifies the source of the bytes.
+    /// Starts a file like [`create`](Self::create), or continues an unfinished file from its last
+    /// [`checkpoint`](Self::checkpoint). The unfinished file must have been started with the same
+    /// tensors, compression and `origin`. `origin` identifies the source of the bytes.
     pub(crate) fn resume(
         path: &Path,
         tensors: Vec<NewTensor>,
@@ -266,18 +270,19 @@ impl FileWriter {
     /// # Errors
     /// - [`Error::Format`] if the file is not a `.ts` file, or the tensor cannot be written.
     /// - [`Error::Compression`] if the requested compression is not possible.
+    /// - [`Error::Write`] or [`Error::Io`] if a write fails.
     pub fn push(&mut self, tensor: NewTensor) -> Result<(), Error> {
         self.unless_failed(|tensors| tensors.push(tensor))
     }
 
-    /// Declares a tensor of a `.ts` file whose length depends on the bytes that are written. It
-    /// ends when the next tensor is pushed or the file is committed. Its first dimension is then
-    /// computed, whatever value it was declared with.
+    /// Declares a tensor of a `.ts` file whose length depends on the bytes that are written. The
+    /// tensor ends when the next tensor is pushed or the file is committed. The writer ignores the
+    /// declared first dimension, and computes it when the tensor ends.
     ///
     /// # Errors
     /// Returns the errors of [`push`](Self::push), and [`Error::Format`] if bytes of an earlier
-    /// tensor are missing. When the tensor ends, [`Error::Format`] is returned if its length is not
-    /// a multiple of its rows (one index of the first dimension).
+    /// tensor are missing. The call that ends the tensor returns [`Error::Format`] if the bytes do
+    /// not form whole rows. A row is one index of the first dimension.
     pub fn push_growing(&mut self, tensor: NewTensor) -> Result<(), Error> {
         self.unless_failed(|tensors| tensors.push_growing(tensor))
     }
@@ -297,12 +302,12 @@ impl FileWriter {
         self.write_interruptible(bytes, &mut || false)
     }
 
-    /// Like [`write`](Self::write), but calls `interrupt` before each chunk (1 MiB) that is
-    /// compressed.
+    /// Writes bytes like [`write`](Self::write), and calls `interrupt` before each chunk (1 MiB)
+    /// that the calling thread compresses.
     ///
     /// # Errors
-    /// Returns [`Error::Interrupted`] if `interrupt` returns true. Then only
-    /// [`checkpoint`](Self::checkpoint) may be called.
+    /// Returns the errors of [`write`](Self::write), and [`Error::Interrupted`] if `interrupt`
+    /// returns true. After an interrupt, only [`checkpoint`](Self::checkpoint) may be called.
     pub(crate) fn write_interruptible(
         &mut self,
         bytes: &[u8],
@@ -311,13 +316,15 @@ impl FileWriter {
         self.unless_failed(|tensors| tensors.write(bytes, interrupt))
     }
 
-    /// Makes the file durable and renames it to its path, replacing an existing file; or makes the
-    /// appended tensors durable and visible. Blocks.
+    /// Makes the file durable and renames it to its path, where it replaces an existing file. After
+    /// [`append`](Self::append), makes the appended tensors durable and visible. Blocks.
     ///
     /// # Errors
-    /// Returns [`Error::Format`] if bytes are missing, and [`Error::Write`] or [`Error::Io`] if the
-    /// system refuses. The previous content is then unchanged, with one exception: if only the last
-    /// flush fails (of the directory, or of the superblock of an append), the new content is
+    /// Returns [`Error::Format`] if bytes are missing, and [`Error::Write`] or [`Error::Io`] if a
+    /// system call fails.
+    ///
+    /// After an error the previous content is unchanged, with one exception: the last flush, of the
+    /// directory or of the superblock of an append. If only this flush fails, the new content is
     /// visible, but may be lost in a power failure.
     pub fn commit(self) -> Result<(), Error> {
         match self.finish()? {
@@ -326,7 +333,8 @@ impl FileWriter {
         }
     }
 
-    /// Returns the bytes of a file in memory. Commits any other file, and returns no bytes.
+    /// Completes a file in memory and returns its bytes. Commits a file on disk and returns an
+    /// empty vector.
     ///
     /// # Errors
     /// Returns the errors of [`commit`](Self::commit).
@@ -348,10 +356,13 @@ impl FileWriter {
         action: impl FnOnce(&mut TensorWriter) -> Result<(), Error>,
     ) -> Result<(), Error> {
         if self.failed {
-            let (tensor, reason) = (String::new(), "an earlier call failed".into());
+            let (tensor, reason) = (
+                String::new(),
+                "an earlier call to this writer failed; create a new writer".into(),
+            );
             return Err(FormatError::Unwritable { tensor, reason }.into());
         }
-        // An interrupt comes before anything is written, so complete tensors can still be kept.
+        // Complete tensors are intact after an interrupt, so a checkpoint is still possible.
         action(&mut self.tensors)
             .inspect_err(|error| self.failed = !matches!(error, Error::Interrupted))
     }

@@ -161,7 +161,7 @@ fn tensors_can_be_declared_late_and_grow() {
     let mut writer = create("b.ts");
     writer.push_growing(u8s("rows", &[0, 4])).unwrap();
     writer.write(b"12345").unwrap();
-    assert!(writer.commit().unwrap_err().to_string().contains("not a multiple of its rows"));
+    assert!(writer.commit().unwrap_err().to_string().contains("not a whole number of rows"));
     assert!(
         create("b.ts")
             .push_growing(u8s("scalar", &[]))
@@ -183,7 +183,7 @@ fn tensors_can_be_declared_late_and_grow() {
 
 #[cfg(unix)]
 #[test]
-fn one_writer_appends_to_a_file_whatever_its_name() {
+fn only_one_writer_at_a_time_appends_to_a_file_with_several_names() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name);
     write(&at("a.ts"), 3);
@@ -211,17 +211,17 @@ fn one_writer_appends_to_a_file_whatever_its_name() {
     first.write(b"abc").unwrap();
     first.commit().unwrap();
     assert_eq!(bytes_of(&at("b.ts"), "x").1, b"abc");
-    // If another file takes its place, neither of them is changed.
+    // If another file replaces the file during an append, neither file changes.
     let mut late = append("a.ts", &mut never).unwrap();
     late.write(b"def").unwrap();
     write(&at("other.ts"), 5);
     let other = std::fs::read(at("other.ts")).unwrap();
     std::fs::rename(at("other.ts"), at("a.ts")).unwrap();
     let error = late.commit().unwrap_err().to_string();
-    assert!(error.contains("another file has taken its place"), "{error}");
+    assert!(error.contains("another process has replaced or removed the file"), "{error}");
     assert!(std::fs::read(at("a.ts")).unwrap() == other);
     assert_eq!(bytes_of(&at("b.ts"), "x").1, b"abc");
-    // An index or a directory is not the file that it leads to.
+    // The path of an index or directory is refused, even if it leads to a single .ts file.
     std::fs::create_dir(at("model")).unwrap();
     std::fs::rename(at("b.ts"), at("model/model.ts")).unwrap();
     std::fs::write(at("i.json"), r#"{"weight_map":{"x":"s.ts"}}"#).unwrap();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The program, run as a child process.
+//! The program `tensorstream`, which runs as a child process.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -156,7 +156,8 @@ fn a_signal_interrupts_a_conversion_which_can_be_resumed() {
     for (name, status) in [("-INT", 130), ("-TERM", 143)] {
         let running = start(&slow);
         let begin = Instant::now();
-        // Waits until some tensors are complete. In the second round, they are from the first.
+        // Waits until some tensors are complete. In the second round, the first round has written
+        // them.
         while written() < 2 << 20 && begin.elapsed() < Duration::from_secs(120) {
             std::thread::sleep(Duration::from_millis(10));
         }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Crash safety: a writer that is interrupted anywhere leaves the old content or the new.
+//! Crash safety: a writer that is interrupted at any point leaves the old content or the new.
 //!
 //! The tests record every call that writes a file. Then they create the states that a power failure
-//! after each call could leave on disk: everything that was flushed, and of the later writes none,
-//! all, any one, all but one, or a torn one.
+//! after each call could leave on disk. Each state contains everything that was flushed. Of the
+//! later writes, it contains none, all, any one of them, all but one, or a torn one.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -31,8 +31,8 @@ enum Call {
 
 type Record = Arc<Mutex<Vec<Call>>>;
 
-/// Records all calls. `fails` is the number of a call that fails, with its error number;
-/// `usize::MAX` is the preallocation.
+/// Returns a record of all calls, and the faults that fill it. `fails` is the index and the error
+/// number of a call that fails. The index `usize::MAX` stands for the preallocation.
 fn recorder(fails: Option<(usize, i32)>) -> (Record, WriteFaults) {
     let record = Record::default();
     let calls = Arc::clone(&record);
@@ -134,7 +134,7 @@ fn jobs() -> [Job; 5] {
     ]
 }
 
-/// Verifies a file, and returns its fingerprint and metadata. `None` if it does not exist.
+/// Verifies a file, and returns its fingerprint and metadata, or `None` if it does not exist.
 fn read(path: &Path) -> Option<(u128, BTreeMap<String, String>)> {
     if !path.exists() {
         return None;
@@ -303,7 +303,8 @@ fn a_failed_call_is_a_typed_error_and_changes_nothing() {
     }
 }
 
-/// Upper bound on the first progress of a conversion of [`source`] that is not resumed.
+/// Upper bound in bytes on the first progress that a conversion of [`source`] reports if it is not
+/// resumed.
 const FIRST: u64 = 200_000;
 
 fn source(directory: &Path) -> PathBuf {
@@ -336,7 +337,7 @@ fn a_resumed_conversion_results_in_the_same_bytes() {
         attempts += 1;
         let mut first = None;
         let done = convert(&from, &to, options(&none), &mut |progress| {
-            // Interrupts after two more tensors.
+            // Interrupts after two more tensors that are not empty.
             let first = *first.get_or_insert(progress.done);
             resumed_at = resumed_at.max(first);
             attempts < 50 && progress.done > first + 300_000
@@ -382,7 +383,7 @@ fn only_the_same_conversion_is_resumed() {
         }
     }
     assert!(resumed > 3, "{resumed}");
-    // With other compression, or another source, the conversion starts again.
+    // With other compression or a changed source, the conversion starts from the beginning.
     let leave_unfinished = || {
         let state = states(&[], &calls, renamed / 2).pop().unwrap();
         std::fs::write(directory.path().join("to.ts.partial"), state).unwrap();
@@ -423,8 +424,8 @@ fn a_resumed_conversion_keeps_durable_tensors() {
             partial.clone()
         });
         let durable = durable.unwrap().catalog().tensors().len();
-        // Until the file is complete, every state has at least the durable tensors, and the
-        // finished file is the same.
+        // Until the file is complete, every state has at least the durable tensors. The resumed
+        // conversion finishes with the same bytes.
         for count in 0..=renamed {
             for state in states(&unfinished, &calls, count) {
                 std::fs::write(&partial, &state).unwrap();
@@ -456,7 +457,8 @@ fn an_interrupted_conversion_keeps_every_complete_tensor() {
     let interrupted =
         convert(&from, &to, usual(), &mut |progress| progress.done > 700_000).unwrap_err();
     assert!(matches!(interrupted, Error::Interrupted), "{interrupted}");
-    // The tensors have 0, 200,000, 400,000, 0, 200,000 and 400,000 bytes. The last is incomplete.
+    // The first five tensors have 0, 200,000, 400,000, 0 and 200,000 bytes. The interrupt comes
+    // after them.
     let kept = Checkpoint::open(&partial).unwrap();
     let bytes: u64 = kept.catalog().tensors().map(|tensor| tensor.range().len).sum();
     assert_eq!(bytes, 800_000);

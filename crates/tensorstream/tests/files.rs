@@ -152,7 +152,7 @@ fn invalid_writes_are_typed_errors() {
 }
 
 #[test]
-fn conflicting_metadata_of_shards_are_kept() {
+fn conflicting_metadata_of_shards_is_kept() {
     let directory = tempfile::tempdir().unwrap();
     for (shard, who) in [("s1.safetensors", "one"), ("s2.safetensors", "two")] {
         let meta = TensorMeta { dtype: Dtype::U8, shape: vec![1] };
@@ -362,7 +362,8 @@ fn a_compressed_checkpoint_streams_the_same_bytes() {
     convert(&raw, &file, with_compression(Compression::Auto, 0), &mut quiet).unwrap();
     let stream = |path: &Path| {
         let checkpoint = Checkpoint::open(path).unwrap();
-        // A unit for each tensor, and one whose tensor is assembled from parts of others.
+        // There is a unit for each tensor, and a unit with a tensor that is assembled from parts of
+        // others.
         let mut units: Vec<Unit> = Vec::new();
         for tensor in checkpoint.catalog().tensors() {
             let whole =

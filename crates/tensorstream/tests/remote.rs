@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checkpoints on another machine, which is a thread of the test.
+//! Checkpoints on a weight server, which runs in a thread of the test.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -105,7 +105,7 @@ fn assert_same(checkpoint: &Checkpoint) {
 fn a_remote_checkpoint_reads_loads_and_streams() {
     let directory = directory();
     let server = Server::start(directory.path(), ANY, ServeOptions::default());
-    // Opens it as a directory, and as a file of each format.
+    // Opens the checkpoint as a directory, and as a file of each format.
     assert_same(&Checkpoint::open(server.url("")).unwrap());
     convert(
         server.url("model.safetensors").as_ref(),
@@ -216,7 +216,7 @@ fn ten_thousand_silent_clients_do_not_block_others() {
     for number in 0..10_000 {
         let mut client = TcpStream::connect(&address).unwrap();
         if number % 2 == 0 {
-            // One byte, and then nothing.
+            // Sends one byte, and then nothing.
             let _ = std::io::Write::write_all(&mut client, b"T");
         }
         clients.push(client);
@@ -238,7 +238,7 @@ fn serve_at(address: &str) -> FetchOptions {
     FetchOptions::default().with_serve(address.parse().unwrap(), ServeOptions::default())
 }
 
-/// Returns why a name is not served, or `None` if it is.
+/// Returns the reason why a name is not served, or `None` if it is served.
 fn refusal(server: &Server, name: &str) -> Option<String> {
     Checkpoint::open(server.url(name)).err().map(|error| error.to_string())
 }
@@ -282,7 +282,7 @@ fn hidden_files_and_links_to_outside_are_not_served() {
     for name in ["link.safetensors", "dir/secret.safetensors"] {
         let why = refusal(&server, name).unwrap_or_else(|| panic!("{name} is served"));
         assert!(
-            why.contains("link to outside of the directory; serve it with serve-weights"),
+            why.contains("link to a target outside of the served directory; to allow this,"),
             "{why}"
         );
         assert!(!why.contains(&*outside.path().to_string_lossy()), "{why}");
@@ -311,7 +311,7 @@ fn in_a_broadcast_the_server_sends_the_files_once() {
     std::fs::write(directory.path().join("sub/large"), &large).unwrap();
     std::fs::write(directory.path().join("empty"), b"").unwrap();
     std::fs::write(directory.path().join(".hidden"), b"secret").unwrap();
-    // An unfinished file, and a link to nothing.
+    // An unfinished file, and a link without a target.
     std::fs::write(directory.path().join("empty.partial"), b"not yet").unwrap();
     std::os::unix::fs::symlink("nothing", directory.path().join("dangling")).unwrap();
     write(&directory.path().join("model.safetensors"), COUNT);
@@ -364,7 +364,8 @@ fn a_fetch_survives_the_loss_of_its_peer() {
         let (url, options) = (url.clone(), serve());
         move || {
             let to = tempfile::tempdir().unwrap();
-            // Stops after a quarter, when the second fetch has begun.
+            // Lets the second fetch begin after the first bytes, and stops after a quarter of the
+            // file.
             let mut has_sent = false;
             fetch(&url, to.path(), &options, &mut |progress| {
                 if progress.done > 0 && !std::mem::replace(&mut has_sent, true) {
@@ -396,7 +397,7 @@ fn a_fetch_survives_the_loss_of_its_peer() {
         fetch(&url, to.path(), &public, &mut quiet)
             .unwrap_err()
             .to_string()
-            .contains("anyone could connect")
+            .contains("other machines can reach")
     );
 }
 

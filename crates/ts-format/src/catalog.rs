@@ -14,7 +14,7 @@ use crate::{Chunk, Digest, Dtype, Error, TensorMeta};
 pub struct FileEntry {
     /// Name of the file, as in [`ReadRequest::file`](crate::ReadRequest::file).
     pub name: String,
-    /// Length in bytes when its header was read.
+    /// Length in bytes at the time when its header was read.
     pub len: u64,
     /// Metadata of the file as a whole (`__metadata__` in safetensors).
     pub metadata: BTreeMap<String, String>,
@@ -23,20 +23,20 @@ pub struct FileEntry {
 }
 
 impl FileEntry {
-    /// Returns the generation of a `.ts` file: 1 for a new file, and one more after each append
-    /// (or, in an unfinished file, after each checkpoint). `None` for other files.
+    /// Returns the generation of a `.ts` file, or `None` for other files. The generation of a new
+    /// file is 1, and each append adds 1. In an unfinished file, each checkpoint adds 1.
     pub fn generation(&self) -> Option<u64> {
         self.superblock.map(|block| block.generation)
     }
 
-    /// Returns the offset of the active superblock of a `.ts` file. `None` for other files. A
+    /// Returns the offset of the active superblock of a `.ts` file, or `None` for other files. A
     /// superblock has 4096 bytes.
     pub fn superblock_offset(&self) -> Option<u64> {
         self.superblock.map(|block| block.offset())
     }
 
-    /// Returns the length of the used part of the file in bytes. A `.ts` file ends with its active
-    /// index; bytes after it are ignored.
+    /// Returns the length of the used part of the file in bytes. In a `.ts` file, this part ends
+    /// with the active index, and later bytes are ignored.
     pub fn used_len(&self) -> u64 {
         self.superblock.map_or(self.len, |block| block.index_offset + block.index_len)
     }
@@ -44,18 +44,19 @@ impl FileEntry {
 
 /// The type of a tensor and the ranges of its bytes, in order.
 ///
-/// A tensor of a file has one part. An *assembled* tensor has several: a loader that stacks or
-/// concatenates tensors of a file creates it with [`Catalog::assemble`].
+/// A tensor of a file has one part. An *assembled* tensor, which [`Catalog::assemble`] returns, may
+/// have several. Loaders use assembled tensors to stack or concatenate the tensors of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorEntry {
     /// Element type and shape.
     pub meta: TensorMeta,
-    /// Ranges of its bytes. Their lengths add up to [`TensorMeta::byte_len`].
+    /// Ranges of the bytes. Their lengths add up to [`TensorMeta::byte_len`].
     pub parts: Vec<ByteRange>,
 }
 
 /// The files and tensors of a checkpoint, without data. Each tensor takes about 100 bytes of
-/// memory, plus its name.
+/// memory, plus its name. In a `.ts` file, each chunk of [`CHUNK_LEN`] bytes takes 8 more bytes of
+/// memory, or 24 if the tensor is compressed.
 ///
 /// ```
 /// use ts_format::{Catalog, ContainerWriter, Dtype, TensorMeta};
@@ -84,7 +85,7 @@ pub struct Catalog {
 pub struct ChunkPart {
     /// The file that contains the chunk.
     pub file: FileId,
-    /// The chunk.
+    /// The chunk that contains the range.
     pub chunk: Chunk,
     /// Decoded length of the whole chunk in bytes.
     pub raw_len: u32,
@@ -108,7 +109,7 @@ impl std::fmt::Debug for Tensor<'_> {
 }
 
 impl<'a> Tensor<'a> {
-    /// Returns the name.
+    /// Returns the name, which is unique in the catalog.
     pub fn name(&self) -> &'a str {
         self.table.name(self.row)
     }
@@ -128,8 +129,8 @@ impl<'a> Tensor<'a> {
         TensorMeta { dtype: self.dtype(), shape: self.shape().to_vec() }
     }
 
-    /// Returns the range of its bytes in the file, or its virtual range if it is compressed (see
-    /// [`ByteRange::VIRTUAL_START`]).
+    /// Returns the range of the tensor's bytes in its file. For a compressed tensor, returns its
+    /// virtual range (see [`ByteRange::VIRTUAL_START`]).
     pub fn range(&self) -> ByteRange {
         ByteRange { file: FileId(self.row.file), offset: self.row.offset, len: self.row.len }
     }
@@ -139,14 +140,16 @@ impl<'a> Tensor<'a> {
         self.table.chunks(self.row)
     }
 
-    /// Returns the checksum of each [`CHUNK_LEN`] bytes of an uncompressed tensor. `None` for
-    /// compressed tensors, whose chunks have checksums, and for safetensors, which has none.
+    /// Returns the checksum of each [`CHUNK_LEN`] bytes of an uncompressed tensor.
+    ///
+    /// Returns `None` for compressed tensors, because their [chunks](Self::chunks) contain the
+    /// checksums, and for safetensors files, which have no checksums.
     pub fn checksums(&self) -> Option<&'a [u64]> {
         self.table.checksums(self.row)
     }
 
-    /// Returns its [fingerprint](crate::tensor_fingerprint), which identifies its content. `None`
-    /// for safetensors.
+    /// Returns the [fingerprint](crate::tensor_fingerprint), which identifies the tensor's content.
+    /// Returns `None` for tensors of safetensors files.
     pub fn fingerprint(&self) -> Option<u128> {
         match self.row.layout {
             Layout::Plain => None,
@@ -156,7 +159,7 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// Returns its length in the file in bytes, after compression.
+    /// Returns the number of bytes that the tensor's data takes in the file, after compression.
     pub fn stored_len(&self) -> u64 {
         match self.chunks() {
             None => self.row.len,
@@ -164,8 +167,8 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// Returns the offset in the file of its first byte, compressed or not. For an empty compressed
-    /// tensor, this is its virtual offset.
+    /// Returns the offset of the tensor's first stored byte in the file. For an empty compressed
+    /// tensor, returns its virtual offset.
     pub fn stored_offset(&self) -> u64 {
         self.chunks()
             .and_then(|chunks| chunks.first())
@@ -183,7 +186,7 @@ impl Catalog {
         Self { files, table, by_offset: OnceLock::new() }
     }
 
-    /// Returns the memory used in bytes, without the names of tensors and the metadata of files.
+    /// Returns the heap memory of the tensors in bytes, without their names.
     pub fn heap_bytes(&self) -> usize {
         self.table.heap_bytes()
             + self.by_offset.get().map_or(0, |order| order.capacity() * size_of::<u32>())
@@ -241,8 +244,8 @@ impl Catalog {
         within.then_some(Tensor { table: &self.table, row })
     }
 
-    /// Returns the parts of chunks that a virtual range consists of, in order. Empty if the range
-    /// is not virtual, or not within one tensor.
+    /// Returns the parts of chunks that make up a virtual range, in order. The iterator is empty if
+    /// the range is empty, not virtual, or not within one tensor.
     pub fn chunk_parts(&self, range: ByteRange) -> impl Iterator<Item = ChunkPart> + '_ {
         let tensor = self.tensor_containing(range).filter(|_| range.is_virtual() && range.len > 0);
         tensor.into_iter().flat_map(move |tensor| {
@@ -267,10 +270,10 @@ impl Catalog {
         })
     }
 
-    /// Returns the checksums of a range.
+    /// Returns the checksums of the chunks in a range.
     ///
-    /// `None` unless the range consists of whole chunks of an uncompressed tensor of a `.ts` file.
-    /// Its last chunk may be the shorter one at the end of the tensor.
+    /// Returns `None` unless the range consists of whole chunks of an uncompressed tensor of a
+    /// `.ts` file. Only the last chunk of the tensor may be shorter than [`CHUNK_LEN`].
     pub fn digest(&self, range: ByteRange) -> Option<Digest> {
         let tensor = self.tensor_containing(range)?;
         let begin = range.offset - tensor.range().offset;
@@ -297,7 +300,7 @@ impl Catalog {
         let added = table.rows.split_off(own_len);
         let own = std::mem::take(&mut table.rows);
         let (mut own, mut added) = (own.into_iter().peekable(), added.into_iter().peekable());
-        // Merge two sorted lists.
+        // Both lists are sorted by name, and so must be the result.
         loop {
             let order = match (own.peek(), added.peek()) {
                 (None, None) => break,
@@ -314,11 +317,11 @@ impl Catalog {
     }
 
     /// Describes a tensor that is the concatenation of ranges of this catalog's files. `name` is
-    /// used in errors.
+    /// used only in error messages.
     ///
     /// # Errors
-    /// Returns [`Error::BadAssembly`] if a range is not within its file, or the ranges do not add
-    /// up to the size of `meta`.
+    /// Returns [`Error::BadAssembly`] if a range is not within its file, a virtual range is not
+    /// within one compressed tensor, or the ranges do not add up to the size of `meta`.
     pub fn assemble(
         &self,
         name: &str,
@@ -329,28 +332,31 @@ impl Catalog {
         let mut total = 0u64;
         for part in &parts {
             let file = self.files.get(part.file.0 as usize);
-            let file =
-                file.ok_or_else(|| bad(format!("the catalog has no file {}", part.file.0)))?;
+            let file = file.ok_or_else(|| {
+                let (index, count) = (part.file.0, self.files.len());
+                bad(format!("the catalog has no file with index {index} (it has {count} files)"))
+            })?;
             let end = part.offset.checked_add(part.len);
             let within = match part.is_virtual() {
                 false => end.is_some_and(|end| end <= file.len),
                 true => part.len == 0 || self.tensor_containing(*part).is_some(),
             };
             if !within {
-                return Err(bad(format!(
-                    "{} bytes at byte {} are not within {} ({} bytes)",
-                    part.len, part.offset, file.name, file.len
-                )));
+                let range = format!("the range of {} bytes at byte {}", part.len, part.offset);
+                return Err(bad(match part.is_virtual() {
+                    false => format!("{range} is not within {} ({} bytes)", file.name, file.len),
+                    true => format!("{range} is not within one compressed tensor of {}", file.name),
+                }));
             }
             total = total
                 .checked_add(part.len)
-                .ok_or_else(|| bad("its parts exceed 2^64 bytes".into()))?;
+                .ok_or_else(|| bad("its parts add up to 2^64 bytes or more".into()))?;
         }
         if meta.byte_len() != Some(total) {
             let what = describe(meta.dtype, &meta.shape);
             return Err(bad(match meta.byte_len() {
-                Some(len) => format!("{what} has {len} bytes, but its parts have {total}"),
-                None => format!("{what} is not a whole number of bytes below 2^64"),
+                Some(len) => format!("{what} has {len} bytes, but its parts add up to {total}"),
+                None => format!("the size of {what} is not a whole number of bytes below 2^61"),
             }));
         }
         Ok(TensorEntry { meta, parts })

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The codecs that chunks of tensors are stored with.
+//! Codecs for the chunks of compressed tensors.
 
 use std::fmt;
 
@@ -14,12 +14,12 @@ use crate::{Dtype, split};
 pub enum Codec {
     /// No compression.
     Raw,
-    /// An LZ4 block: fast, and effective for repeated bytes, as in masks and indices, but not for
-    /// trained weights.
+    /// An LZ4 block. It is fast and compresses repeated bytes well, as in masks and indices. It
+    /// does not compress trained weights.
     Lz4,
     /// A zstd frame.
     Zstd,
-    /// Floats, separated into planes of bytes. Planes that are compressible are zstd frames.
+    /// Floats, separated into planes of bytes. Each compressible plane is stored as a zstd frame.
     Split,
     /// A zlib stream.
     Zlib,
@@ -41,13 +41,13 @@ impl Codec {
         }
     }
 
-    /// Returns the codec with this name.
+    /// Returns the codec with this name, or `None` if the name is unknown.
     pub fn from_name(name: &str) -> Option<Codec> {
         Self::ALL.iter().copied().find(|codec| codec.name() == name)
     }
 
-    /// Returns its code in `.ts` files. Codes are positions in the enum, so the order must never
-    /// change.
+    /// Returns the code of the codec in `.ts` files. Codes are positions in the enum, so the order
+    /// must never change.
     pub(crate) const fn code(self) -> u8 {
         self as u8
     }
@@ -56,8 +56,8 @@ impl Codec {
         Self::ALL.get(usize::from(code)).copied()
     }
 
-    /// Returns the range of compression levels, from the fastest to the smallest result, and the
-    /// default level. `None` if the codec has no levels.
+    /// Returns the range of compression levels and the default level, or `None` if the codec has no
+    /// levels. Higher levels are slower and usually compress better.
     pub const fn levels(self) -> Option<(std::ops::RangeInclusive<i32>, i32)> {
         match self {
             Codec::Raw | Codec::Lz4 | Codec::Split => None,
@@ -73,7 +73,7 @@ impl fmt::Display for Codec {
     }
 }
 
-/// Returns the width in bytes of the floats that tensors of this dtype consist of, or `None` if
+/// Returns the width in bytes of the floats in a tensor of this dtype (4 for `C64`), or `None` if
 /// [`Codec::Split`] does not support the dtype.
 pub(crate) fn float_width(dtype: Dtype) -> Option<u8> {
     match dtype {
@@ -85,8 +85,8 @@ pub(crate) fn float_width(dtype: Dtype) -> Option<u8> {
     }
 }
 
-/// Memory that [`decode_chunk`] reuses between calls. Each thread needs its own. It uses at most
-/// [`Scratch::BYTES`].
+/// Memory that [`decode_chunk`] reuses between calls, at most [`Scratch::BYTES`]. Each thread needs
+/// its own `Scratch`.
 #[derive(Default)]
 pub struct Scratch {
     zstd: Option<DCtx<'static>>,
@@ -109,25 +109,25 @@ impl fmt::Debug for Scratch {
     }
 }
 
-/// A chunk cannot be decoded.
+/// The error of [`decode_chunk`] for a chunk that cannot be decoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("not a valid {codec} chunk: {reason}")]
 pub struct DecodeError {
     /// The codec of the chunk.
     pub codec: Codec,
-    /// Why the chunk is invalid.
+    /// The reason why the chunk is invalid.
     pub reason: String,
 }
 
 /// Decodes a chunk from `src` into `dst`, which must have exactly the decoded length. `width` is
 /// the width of the floats of [`Codec::Split`] in bytes; other codecs ignore it.
 ///
-/// The memory that it allocates does not depend on the content of `src`: it reuses `scratch`, and
-/// [`Codec::Zlib`] allocates a state of constant size for each call.
+/// The function reuses the memory of `scratch`. [`Codec::Zlib`] also allocates a state of constant
+/// size for each call. The size of allocations does not depend on the content of `src`.
 ///
 /// # Errors
-/// Returns [`DecodeError`] if `src` is invalid or decodes to another length. The content of `dst`
-/// is then unspecified.
+/// Returns [`DecodeError`] if `src` is invalid or decodes to another length, or if `width` is
+/// invalid for [`Codec::Split`]. The content of `dst` is then unspecified.
 pub fn decode_chunk(
     codec: Codec,
     width: u8,
@@ -155,7 +155,11 @@ pub fn decode_chunk(
         Codec::Split => {
             let width = usize::from(width);
             if !split::WIDTHS.contains(&width) || !dst.len().is_multiple_of(width) {
-                return Err(error(format!("{} bytes are not floats of width {width}", dst.len())));
+                return Err(error(format!(
+                    "cannot decode {} bytes as floats of {width} bytes (expected a width of 1, 2, \
+                     4 or 8 that divides the length)",
+                    dst.len()
+                )));
             }
             split::decode(src, width, zstd, planes, dst).map_err(error)?;
             dst.len()
@@ -174,13 +178,19 @@ fn inflate(src: &[u8], dst: &mut [u8]) -> Result<usize, String> {
         Ok(Status::StreamEnd) if state.total_in() == src.len() as u64 => {
             Ok(state.total_out() as usize)
         }
-        Ok(Status::StreamEnd) => Err("trailing bytes after the zlib stream".into()),
-        Ok(_) => Err("the zlib stream is truncated or too long".into()),
+        Ok(Status::StreamEnd) => {
+            let count = src.len() as u64 - state.total_in();
+            Err(format!("{count} trailing bytes after the zlib stream"))
+        }
+        Ok(_) => Err(format!(
+            "the zlib stream is truncated, or decodes to more than {} bytes",
+            dst.len()
+        )),
         Err(error) => Err(error.to_string()),
     }
 }
 
-/// How a writer compresses tensors.
+/// The compression that a writer applies to tensors.
 ///
 /// ```
 /// use ts_format::{Codec, Compression, Dtype};
@@ -196,23 +206,24 @@ pub enum Compression {
     /// No compression: tensors can be memory-mapped, and read directly to their destination.
     #[default]
     None,
-    /// A codec by dtype: [`Codec::Split`] for floats, [`Codec::Zstd`] for masks and for integers of
-    /// 16 bits or more. 8-bit integers and packed types, which quantised weights use, stay
-    /// uncompressed. So does a tensor whose first 16 MiB shrink by less than 1/32. The choice is
-    /// deterministic.
+    /// A codec chosen by dtype: [`Codec::Split`] for floats, [`Codec::Zstd`] for booleans and for
+    /// integers of 16 bits or more. The dtypes of quantised weights stay uncompressed: 8-bit
+    /// integers, packed dtypes and `F8_E8M0`. So does a tensor whose first 16 MiB shrink by less
+    /// than 1/32. The choice is deterministic.
     Auto,
-    /// This codec at this level, for all dtypes that it supports. `None` is its default level.
+    /// This codec at this level, for all dtypes that the codec supports. A level of `None` is the
+    /// default level of the codec.
     Codec(Codec, Option<i32>),
 }
 
 impl Compression {
-    /// [`Auto`](Self::Auto) compresses a tensor only if that saves at least 1/32.
+    /// [`Auto`](Self::Auto) compresses a tensor only if this saves at least 1/32.
     const MIN_SAVING: u64 = 32;
 
-    /// Parses a compression: `auto`, or the name of a codec with an optional level. `raw` is
+    /// Parses `auto` or the name of a codec, which may have a level. For `raw`, returns
     /// [`None`](Self::None).
     ///
-    /// [`Encoder::new`] checks whether the codec has this level.
+    /// This function does not check whether the codec has this level; [`Encoder::new`] does.
     ///
     /// # Errors
     /// Returns an error message if the name is unknown, or if `auto` or `raw` has a level.
@@ -256,16 +267,17 @@ impl Compression {
     }
 
     /// Returns whether to compress a tensor whose first `raw` bytes, at most 16 MiB, compress to
-    /// `stored` bytes. Always true except for [`Auto`](Self::Auto).
+    /// `stored` bytes. Only [`Auto`](Self::Auto) ever returns false.
     pub fn is_worthwhile(self, raw: u64, stored: u64) -> bool {
         self != Compression::Auto || stored <= raw - raw.div_ceil(Self::MIN_SAVING)
     }
 }
 
-/// An encoded chunk, without its bytes.
+/// The description of an encoded chunk, without its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Encoded {
-    /// The codec used: [`Codec::Raw`] if the encoder's codec would not have made the chunk smaller.
+    /// The codec used. It is [`Codec::Raw`] if the encoder's codec does not support the dtype or
+    /// does not make the chunk smaller.
     pub codec: Codec,
     /// Element width in bytes for [`Codec::Split`], else 0.
     pub width: u8,
@@ -279,7 +291,7 @@ pub struct Encoded {
     pub raw_checksum: u64,
 }
 
-/// Encodes chunks, which [`decode_chunk`] decodes. Each thread needs its own.
+/// An encoder of chunks, which [`decode_chunk`] decodes. Each thread needs its own encoder.
 ///
 /// ```
 /// use ts_format::{Codec, Dtype, Encoder, Scratch, decode_chunk};
@@ -327,7 +339,7 @@ impl Encoder {
         let zstd = (codec == Codec::Zstd).then(|| {
             let mut context = CCtx::create();
             let set = context.set_parameter(CParameter::CompressionLevel(level));
-            set.expect("the level was checked");
+            set.expect("the level is within the range of zstd levels");
             context
         });
         let split = (codec == Codec::Split).then(split::Coder::new);
@@ -335,7 +347,7 @@ impl Encoder {
     }
 
     /// Encodes a chunk of a tensor of this dtype and appends it to `out`. Appends `raw` itself if
-    /// its encoded form would not be smaller.
+    /// its encoded form would not be smaller. `raw` must consist of whole elements.
     pub fn encode(&mut self, dtype: Dtype, raw: &[u8], out: &mut Vec<u8>) -> Encoded {
         let begin = out.len();
         let (codec, width) = self.append(dtype, raw, out);
@@ -357,13 +369,13 @@ impl Encoder {
                 out.resize(begin + zstd_safe::compress_bound(raw.len()), 0);
                 let len = zstd
                     .compress2(&mut out[begin..], raw)
-                    .expect("the buffer has the maximum compressed length");
+                    .expect("the buffer is large enough for any result");
                 out.truncate(begin + len);
             }
             (Codec::Lz4, ..) => {
                 out.resize(begin + lz4_flex::block::get_maximum_output_size(raw.len()), 0);
                 let len = lz4_flex::block::compress_into(raw, &mut out[begin..]);
-                out.truncate(begin + len.expect("the buffer has the maximum compressed length"));
+                out.truncate(begin + len.expect("the buffer is large enough for any result"));
             }
             (Codec::Zlib, ..) => deflate(raw, self.level, out),
             _ => out.extend(raw),

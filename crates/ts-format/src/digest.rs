@@ -27,7 +27,7 @@ pub struct Digest {
 }
 
 impl Digest {
-    /// Computes the digest of `bytes`.
+    /// Computes the checksum of each chunk of `bytes`. The last chunk may be shorter.
     pub fn of(bytes: &[u8]) -> Self {
         Self { chunks: bytes.chunks(CHUNK_LEN as usize).map(XxHash3_64::oneshot).collect() }
     }
@@ -36,7 +36,7 @@ impl Digest {
         Self { chunks }
     }
 
-    /// Returns the checksum of each chunk.
+    /// Returns the checksum of each chunk, in order.
     pub fn chunks(&self) -> &[u64] {
         &self.chunks
     }
@@ -54,7 +54,7 @@ impl Digest {
     }
 }
 
-/// Computes a [`Digest`] incrementally.
+/// An incremental computation of a [`Digest`].
 #[derive(Default)]
 pub(crate) struct Digester {
     chunks: Vec<u64>,

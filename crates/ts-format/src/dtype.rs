@@ -5,8 +5,8 @@ macro_rules! dtypes {
     ($($(#[$doc:meta])* $variant:ident = $name:literal, $bits:literal;)*) => {
         /// The element type of a tensor.
         ///
-        /// These are the dtypes of safetensors, in the order of its library, which sorts the data
-        /// of a file by it.
+        /// The dtypes are those of safetensors. Their order is that of the safetensors library,
+        /// which stores the tensors of a file sorted by descending dtype.
         ///
         /// ```
         /// use ts_format::Dtype;
@@ -30,13 +30,13 @@ macro_rules! dtypes {
                 match self { $(Dtype::$variant => $name,)* }
             }
 
-            /// Returns the width of one element in bits; under 8 for the packed microscaling types.
+            /// Returns the width of one element in bits. It is less than 8 for packed dtypes.
             pub const fn bits(self) -> u32 {
                 match self { $(Dtype::$variant => $bits,)* }
             }
 
-            /// Returns its code in `.ts` files. Codes are positions in the enum, so the order must
-            /// never change.
+            /// Returns the code of the dtype in `.ts` files. Codes are positions in the enum, so
+            /// the order must never change.
             pub(crate) const fn code(self) -> u8 {
                 self as u8
             }
@@ -45,7 +45,7 @@ macro_rules! dtypes {
                 Self::ALL.get(usize::from(code)).copied()
             }
 
-            /// Returns the dtype with this safetensors name.
+            /// Returns the dtype with this safetensors name, or `None` if the name is unknown.
             pub fn from_name(name: &str) -> Option<Dtype> {
                 match name { $($name => Some(Dtype::$variant),)* _ => None }
             }
@@ -54,7 +54,7 @@ macro_rules! dtypes {
 }
 
 dtypes! {
-    /// One byte per element, 0 or 1.
+    /// Boolean, one byte with the value 0 or 1.
     Bool = "BOOL", 8;
     /// 4-bit float of the OCP microscaling formats, two to a byte.
     F4 = "F4", 4;
@@ -90,7 +90,7 @@ dtypes! {
     U32 = "U32", 32;
     /// IEEE single precision.
     F32 = "F32", 32;
-    /// Complex of two f32, real part first.
+    /// Complex number of two f32, real part first.
     C64 = "C64", 64;
     /// IEEE double precision.
     F64 = "F64", 64;
@@ -101,8 +101,9 @@ dtypes! {
 }
 
 impl Dtype {
-    /// Returns the length in bytes of a tensor of this shape, or `None` if it does not fit in 64
-    /// bits or is not a whole number of bytes.
+    /// Returns the length in bytes of a tensor of this shape. Returns `None` if the length is not a
+    /// whole number of bytes, or if its number of bits does not fit in 64 bits (2^61 bytes or
+    /// more).
     pub fn byte_len(self, shape: &[u64]) -> Option<u64> {
         let count = shape.iter().try_fold(1u64, |count, &n| count.checked_mul(n))?;
         let bits = count.checked_mul(u64::from(self.bits()))?;

@@ -5,7 +5,7 @@ use crate::Dtype;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The file is malformed or truncated.
+    /// A file is malformed or truncated, or exceeds the limits of a catalog.
     BadFile,
     /// The requested tensor does not exist.
     NotFound,
@@ -40,7 +40,7 @@ pub enum Error {
         file: String,
         /** Position of the error, in bytes from the start of the file. */
         offset: u64,
-        /** What is wrong. */
+        /** Description of the violation. */
         reason: String,
     },
     /// The header entry of a tensor violates the format.
@@ -52,7 +52,7 @@ pub enum Error {
         tensor: String,
         /** Start of its data, in bytes from the start of the file. */
         offset: u64,
-        /** What is wrong. */
+        /** Description of the violation. */
         reason: String,
     },
     /// The shard index assigns a tensor to a shard that does not contain it.
@@ -68,17 +68,17 @@ pub enum Error {
     /// The requested byte ranges do not match the tensor.
     #[error("{}{reason}", tensor_prefix(tensor))]
     BadAssembly {
-        /** Tensor name; empty if no single tensor is concerned. */
+        /** Tensor name, or empty if the error concerns no single tensor. */
         tensor: String,
-        /** What does not match. */
+        /** Description of the mismatch. */
         reason: String,
     },
     /// A tensor, or the file as a whole, cannot be written.
     #[error("cannot write {}: {reason}", tensor_or_file(tensor))]
     Unwritable {
-        /** Tensor name; empty if no single tensor is concerned. */
+        /** Tensor name, or empty if the error concerns no single tensor. */
         tensor: String,
-        /** Why not. */
+        /** Reason for the failure. */
         reason: String,
     },
     /// The file cannot be appended to or compacted.
@@ -86,7 +86,7 @@ pub enum Error {
     NotAppendable {
         /** Name of the file, as given to the reader. */
         file: String,
-        /** Why not. */
+        /** Reason for the failure. */
         reason: String,
     },
     /// No tensor has this name.
@@ -97,14 +97,14 @@ pub enum Error {
         /** Names of the files that were searched. */
         files: String,
     },
-    /// The catalog would exceed a limit: 2^32 tensors, dimensions, checksums, chunks, or bytes of
+    /// The catalog would reach a limit: 2^32 tensors, dimensions, checksums, chunks, or bytes of
     /// names.
     #[error(
-        "{file}: the catalog would exceed 2^32 tensors, dimensions, checksums, chunks or bytes of \
-         names"
+        "{file}: the catalog would have 2^32 or more tensors, dimensions, checksums, chunks or \
+         bytes of names"
     )]
     TooLarge {
-        /** Name of the file, as given to the reader, or of the files that are merged. */
+        /** Name of the file, as given to the reader. After a merge, names of the added files. */
         file: String,
     },
     /// [`CatalogReader::finish`](crate::CatalogReader::finish) was called too early, or after an
@@ -154,7 +154,8 @@ pub(crate) fn describe(dtype: Dtype, shape: &[u64]) -> String {
     format!("{dtype} {shape:?}")
 }
 
-/// Returns an error message if no file may have a tensor with this name.
+/// Returns an error message if the name is empty or contains NUL. Writers and strict readers refuse
+/// such names.
 pub(crate) fn check_name(name: &str) -> Result<(), String> {
     if name.is_empty() || name.contains('\0') {
         Err(format!("invalid tensor name {name:?} (must not be empty or contain NUL)"))

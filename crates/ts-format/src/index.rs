@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The index of a `.ts` file, which lists its tensors and their locations. FORMAT.md is normative.
+//! The index of a `.ts` file. It lists the tensors and their locations. FORMAT.md is normative.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ pub const MAX_RANK: usize = 64;
 const CONTIGUOUS: u8 = 0;
 /// Layout code of a tensor that is stored in encoded chunks.
 const CHUNKED: u8 = 1;
-/// Length of the entry of a chunk in bytes.
+/// Length of a chunk entry in bytes.
 const CHUNK_ENTRY: usize = 24;
 
 /// Returns an upper bound on the length of a tensor's record in bytes, for any layout.
@@ -28,14 +28,14 @@ pub(crate) fn max_record_len(name: &str, rank: usize, len: u64) -> u64 {
     (64 + name.len() + 8 * rank) as u64 + len.div_ceil(CHUNK_LEN) * CHUNK_ENTRY as u64
 }
 
-/// Builds an index, tensor by tensor.
+/// A builder of an index, to which tensors are added one by one.
 #[derive(Debug, Default)]
 pub(crate) struct IndexWriter {
     records: Vec<u8>,
     count: u32,
 }
 
-/// Where and how the bytes of a tensor are stored.
+/// The location and encoding of a tensor's bytes.
 #[derive(Debug)]
 pub(crate) enum Placement<'a> {
     Contiguous { offset: u64, checksums: &'a [u64] },
@@ -94,7 +94,7 @@ impl IndexWriter {
     }
 }
 
-/// Parses and validates an index. Returns the metadata, and the tensors in the order of the file.
+/// Parses and validates an index. Returns the metadata, and the tensors in the order of the index.
 pub(crate) fn parse(
     file: &str,
     bytes: &[u8],
@@ -118,7 +118,7 @@ pub(crate) fn parse(
             return Err(cursor.error(format!("duplicate metadata key {key:?}")));
         }
     }
-    // `tensor_count` is not validated, so no memory is reserved for it.
+    // `tensor_count` is untrusted, so no memory is reserved for that many tensors.
     let mut records = Records {
         table: Table::default(),
         data_end: block.index_offset,
@@ -131,11 +131,13 @@ pub(crate) fn parse(
         records.read(&mut record)?;
         // Later minor versions may append fields to a record.
         if block.minor == 0 && !record.bytes.is_empty() {
-            return Err(record.error("trailing bytes in the record of a tensor"));
+            let count = record.bytes.len();
+            return Err(record.error(format!("{count} trailing bytes in the record of a tensor")));
         }
     }
     if !cursor.bytes.is_empty() {
-        return Err(cursor.error("trailing bytes after the last tensor"));
+        let count = cursor.bytes.len();
+        return Err(cursor.error(format!("{count} trailing bytes after the last record")));
     }
     check_no_overlap(file, &records.table)?;
     Ok((metadata, records.table))
@@ -157,10 +159,10 @@ fn check_no_overlap(file: &str, table: &Table) -> Result<(), Error> {
     Ok(())
 }
 
-/// Parses the records of tensors into a table.
+/// A parser that adds the records of tensors to a table.
 struct Records {
     table: Table,
-    /// Upper bound of the data in the file.
+    /// Upper bound on the offsets of data in the file.
     data_end: u64,
     /// End of the virtual ranges so far; see [`ByteRange::VIRTUAL_START`].
     decoded_end: u64,
@@ -175,7 +177,11 @@ impl Records {
         };
         let [dtype, rank, layout, phase] = *cursor.array::<4>()?;
         let Some(dtype) = Dtype::from_code(dtype) else {
-            return Err(error(cursor, format!("unknown dtype code {dtype}")));
+            let last = Dtype::ALL.len() - 1;
+            return Err(error(
+                cursor,
+                format!("unknown dtype code {dtype} (expected 0 to {last})"),
+            ));
         };
         if usize::from(rank) > MAX_RANK {
             return Err(error(cursor, format!("rank {rank} exceeds the maximum of {MAX_RANK}")));
@@ -184,7 +190,10 @@ impl Records {
         let shape = self.table.push_shape(shape.iter().map(|n| u64::from_le_bytes(*n)));
         let Some(len) = dtype.byte_len(shape) else {
             let what = describe(dtype, shape);
-            return Err(error(cursor, format!("{what} is not a whole number of bytes below 2^64")));
+            return Err(error(
+                cursor,
+                format!("the size of {what} is not a whole number of bytes below 2^61"),
+            ));
         };
         let fingerprint = *cursor.array::<16>()?;
         let (offset, layout) = match (layout, phase) {
@@ -210,7 +219,13 @@ impl Records {
                 (offset, Layout::Chunked)
             }
             _ => {
-                return Err(error(cursor, format!("unknown layout {layout} with phase {phase}")));
+                return Err(error(
+                    cursor,
+                    format!(
+                        "invalid layout {layout} with phase {phase} (expected layout 0 with phase \
+                         0, or layout 1 with phase 0 to 63)"
+                    ),
+                ));
             }
         };
         self.table.push(
@@ -233,7 +248,7 @@ impl Records {
             return Ok(());
         }
         let reason = format!(
-            "its {len} bytes at byte {offset} are outside the data of the file (bytes \
+            "its range of {len} bytes at byte {offset} is not within the data of the file (bytes \
              {DATA_START}..{})",
             self.data_end
         );
@@ -241,13 +256,15 @@ impl Records {
     }
 }
 
-/// Parses the entry of a chunk. `len` is its decoded length.
+/// Parses a chunk entry. `len` is the decoded length of the chunk in bytes.
 fn parse_chunk(entry: &[u8; CHUNK_ENTRY], len: u64) -> Result<Chunk, String> {
-    let word = |at: usize| u64::from_le_bytes(entry[at..at + 8].try_into().expect("8 bytes"));
+    let word = |at: usize| {
+        u64::from_le_bytes(entry[at..at + 8].try_into().expect("the slice has 8 bytes"))
+    };
     let stored = word(8) as u32;
     let (codec, width, zeros) = (entry[12], entry[13], &entry[14..16]);
     let Some(codec) = Codec::from_code(codec) else {
-        return Err(format!("unknown codec {codec}"));
+        return Err(format!("unknown codec code {codec} (expected 0 to {})", Codec::ALL.len() - 1));
     };
     let valid = match codec {
         Codec::Raw => u64::from(stored) == len && width == 0,
@@ -259,14 +276,14 @@ fn parse_chunk(entry: &[u8; CHUNK_ENTRY], len: u64) -> Result<Chunk, String> {
     };
     if !valid || zeros != [0; 2] {
         return Err(format!(
-            "invalid chunk entry: codec {codec} with width {width} and {stored} bytes for a chunk \
-             of {len} bytes"
+            "invalid chunk entry (see FORMAT.md): codec {codec}, element width {width}, padding \
+             {zeros:?}, {stored} encoded bytes for {len} decoded bytes"
         ));
     }
     Ok(Chunk { offset: word(0), len: stored, codec, width, checksum: word(16) })
 }
 
-/// Reads an index from front to back.
+/// A cursor that reads an index from front to back.
 struct Cursor<'a> {
     file: &'a str,
     /// The unread rest of the index.
@@ -282,7 +299,10 @@ impl<'a> Cursor<'a> {
 
     fn take(&mut self, len: usize) -> Result<&'a [u8], Error> {
         let Some((taken, rest)) = self.bytes.split_at_checked(len) else {
-            return Err(self.error("unexpected end of the index"));
+            let left = self.bytes.len();
+            return Err(
+                self.error(format!("the index ends early (expected {len} more bytes, got {left})"))
+            );
         };
         self.bytes = rest;
         self.base += len as u64;
@@ -304,15 +324,16 @@ impl<'a> Cursor<'a> {
     fn text(&mut self) -> Result<&'a str, Error> {
         let len = self.u32()? as usize;
         let bytes = self.take(len)?;
-        std::str::from_utf8(bytes).map_err(|_| self.error("invalid UTF-8"))
+        std::str::from_utf8(bytes).map_err(|_| self.error("a name or metadata entry is not UTF-8"))
     }
 
     /// Takes one entry of `N` bytes for each chunk of a tensor of `len` bytes.
     fn entries<const N: usize>(&mut self, len: u64) -> Result<&'a [[u8; N]], Error> {
         let size =
             usize::try_from(len.div_ceil(CHUNK_LEN)).ok().and_then(|count| count.checked_mul(N));
-        let size =
-            size.ok_or_else(|| self.error(format!("a tensor of {len} bytes has too many chunks")))?;
+        let size = size.ok_or_else(|| {
+            self.error(format!("a tensor of {len} bytes has too many chunks for this platform"))
+        })?;
         Ok(self.take(size)?.as_chunks::<N>().0)
     }
 }

@@ -6,16 +6,16 @@ use std::fmt;
 
 use serde::de::{Error, MapAccess, Visitor};
 
-/// Returns the byte offset of a JSON error in `text`. serde_json counts lines, and columns in
-/// bytes, from 1.
+/// Returns the byte offset of a JSON error in `text`. serde_json counts lines and columns from 1,
+/// and measures columns in bytes.
 pub(crate) fn offset_of(text: &[u8], error: &serde_json::Error) -> u64 {
     let lines = text.split_inclusive(|&b| b == b'\n').take(error.line().saturating_sub(1));
     let before: usize = lines.map(<[u8]>::len).sum();
     (before + error.column().saturating_sub(1)) as u64
 }
 
-/// Deserializes an object whose values are strings. Unlike `BTreeMap`'s own implementation, which
-/// silently keeps the last of two equal keys, it refuses duplicate keys.
+/// Deserializes an object whose values are strings. Duplicate keys are errors, whereas the
+/// `Deserialize` implementation of `BTreeMap` silently keeps the last of two equal keys.
 pub(crate) fn unique_strings<'de, D: serde::Deserializer<'de>>(
     deserializer: D,
 ) -> Result<BTreeMap<String, String>, D::Error> {

@@ -28,10 +28,10 @@
 //!
 //! # Invariants
 //! - Every [`ByteRange`] of a [`Catalog`] is [virtual](ByteRange::VIRTUAL_START) or lies within its
-//!   file, at the length that the file had when its header was read. The ranges of a tensor add up
-//!   to exactly the size of its dtype and shape.
+//!   file. The length of the file is measured when its header is read.
+//! - The ranges of a tensor have exactly as many bytes as its dtype and shape require.
 //! - Sizes are checked against the length of the file before memory is allocated.
-//! - Nothing in a file is evaluated.
+//! - No content of a file is ever executed.
 #![deny(unsafe_code)]
 
 mod catalog;

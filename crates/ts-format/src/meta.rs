@@ -18,13 +18,14 @@ pub struct TensorMeta {
 }
 
 impl TensorMeta {
-    /// Returns the number of elements, or `None` if it does not fit in 64 bits.
+    /// Returns the number of elements, or `None` if the product of the dimensions overflows 64
+    /// bits.
     pub fn element_count(&self) -> Option<u64> {
         self.shape.iter().try_fold(1u64, |count, &n| count.checked_mul(n))
     }
 
-    /// Returns the length in bytes, or `None` if it does not fit in 64 bits or is not a whole
-    /// number of bytes.
+    /// Returns the length in bytes. Returns `None` if the length is not a whole number of bytes, or
+    /// if its number of bits does not fit in 64 bits (2^61 bytes or more).
     pub fn byte_len(&self) -> Option<u64> {
         self.dtype.byte_len(&self.shape)
     }

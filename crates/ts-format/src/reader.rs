@@ -15,12 +15,12 @@ pub struct ReadRequest {
     pub file: String,
     /// Offset of the first byte.
     pub offset: u64,
-    /// Length in bytes. If the file ends earlier, feed what there is.
+    /// Length in bytes. If the file ends earlier, feed the bytes up to its end.
     pub len: u64,
 }
 
-/// Builds a [`Catalog`] without doing I/O: the reader requests byte ranges, and the caller feeds
-/// them.
+/// A parser that builds a [`Catalog`] without doing I/O. The reader requests byte ranges, and the
+/// caller feeds it the bytes.
 ///
 /// ```
 /// use ts_format::CatalogReader;
@@ -39,7 +39,7 @@ pub struct CatalogReader {
     root: String,
     state: ReaderState,
     lenient: bool,
-    /// Maps tensors to shards, after a shard index was read.
+    /// The shard of each tensor, or `None` if no shard index was read.
     weight_map: Option<BTreeMap<String, String>>,
     pending_shards: VecDeque<String>,
     files: Vec<FileEntry>,
@@ -49,29 +49,29 @@ pub struct CatalogReader {
 #[derive(Debug)]
 enum ReaderState {
     ShardIndex,
-    /// The first 8 bytes, which tell the formats apart.
+    /// Needs the first 8 bytes of a file, which identify its format.
     Prefix(String),
-    /// The JSON header of a safetensors file, and its length.
+    /// Needs the JSON header of a safetensors file, with its length in bytes.
     Header(String, u64),
     Superblocks(String),
-    /// The index of a `.ts` file.
+    /// Needs the index of a `.ts` file.
     ContainerIndex(String, Superblock),
     Done,
-    /// A file was invalid.
+    /// An earlier call found an invalid file.
     Failed,
 }
 
 impl CatalogReader {
-    /// Creates a reader for one file. Its first bytes decide whether it is read as safetensors or
-    /// as `.ts`.
+    /// Creates a reader for one file. The first 8 bytes of the file decide whether it is parsed as
+    /// safetensors or as `.ts`.
     pub fn single(file: impl Into<String>) -> Self {
         let root = file.into();
         Self::new(root.clone(), ReaderState::Prefix(root))
     }
 
     /// Creates a reader for a shard index (`model.safetensors.index.json`) and the headers of all
-    /// shards that it names. The names of shards in [`need`](Self::need) are prefixed with the
-    /// directory of the index.
+    /// shards that the index names. In a [`ReadRequest`], the directory of the index precedes the
+    /// name of each shard.
     pub fn sharded(index: impl Into<String>) -> Self {
         Self::new(index.into(), ReaderState::ShardIndex)
     }
@@ -84,9 +84,13 @@ impl CatalogReader {
 
     /// Accepts the safetensors files that the safetensors library accepts, up to rank 255.
     ///
-    /// By default these are refused: duplicate tensor names and metadata keys (a lenient reader
-    /// uses the last one), empty names, NUL in names, unknown fields, whitespace before the header,
-    /// metadata that is `null`, and ranks over 64.
+    /// A reader that is not lenient returns errors for:
+    /// - duplicate tensor names and metadata keys (a lenient reader uses the last one);
+    /// - tensor names that are empty or contain NUL;
+    /// - unknown fields;
+    /// - whitespace before the header;
+    /// - metadata that is `null`;
+    /// - ranks over 64.
     #[must_use]
     pub fn lenient(self) -> Self {
         Self { lenient: true, ..self }
@@ -151,7 +155,7 @@ impl CatalogReader {
         Ok(())
     }
 
-    /// Returns the catalog.
+    /// Returns the catalog of all files that were read.
     ///
     /// # Errors
     /// Returns [`Error::Incomplete`] if [`need`](Self::need) still requests bytes, or
@@ -192,8 +196,8 @@ impl CatalogReader {
         self.state = self.pending_shards.pop_front().map_or(ReaderState::Done, ReaderState::Prefix);
     }
 
-    /// Adds the tensors of a file. With a shard index, adds exactly the tensors that it assigns to
-    /// this shard.
+    /// Adds the tensors of a file. With a shard index, adds exactly the tensors that the index
+    /// assigns to this shard.
     fn add_file(
         &mut self,
         file: String,
@@ -208,7 +212,7 @@ impl CatalogReader {
         if let Some(map) = &self.weight_map {
             let mut rows = std::mem::take(&mut table.rows);
             rows.retain(|row| map.get(table.name(row)).is_some_and(|shard| *shard == file));
-            // Both are sorted by name, so the first difference is a missing tensor.
+            // `rows` and `wanted` are sorted by name, so the first difference is a missing tensor.
             let mut wanted =
                 map.iter().filter(|(_, shard)| **shard == file).map(|(tensor, _)| tensor);
             let missing =
@@ -220,7 +224,7 @@ impl CatalogReader {
             table.rows = rows;
         }
         let id = u32::try_from(self.files.len())
-            .expect("an index of 256 MiB names fewer than 2^32 files");
+            .expect("a shard index of at most 256 MiB names fewer than 2^32 files");
         self.table.append(&table, id, &file)?;
         self.files.push(FileEntry { name: file, len: file_len, metadata, superblock });
         Ok(())
@@ -236,7 +240,8 @@ impl Catalog {
         Self::read(CatalogReader::single(name), file)
     }
 
-    /// Like [`from_bytes`](Self::from_bytes), with a [lenient](CatalogReader::lenient) reader.
+    /// Reads a file like [`from_bytes`](Self::from_bytes), but with a
+    /// [lenient](CatalogReader::lenient) reader.
     ///
     /// # Errors
     /// Returns the errors of [`CatalogReader::feed`].

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The safetensors header: a length of 8 bytes, then JSON. The data of all tensors follow without
-//! gaps.
+//! The safetensors header: an 8-byte length field, then JSON. The data of all tensors follows
+//! without gaps.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
@@ -18,7 +18,7 @@ use crate::{Dtype, Error, TensorMeta};
 /// Maximum length of the JSON header in bytes, as in the safetensors library.
 pub const MAX_HEADER_LEN: u64 = 100_000_000;
 
-/// Length in bytes of the field with the length of the header.
+/// Length in bytes of the length field before the JSON header.
 pub(crate) const PREFIX_LEN: u64 = 8;
 
 #[derive(Debug)]
@@ -36,13 +36,12 @@ pub(crate) fn header_len(file: &str, prefix: &[u8], file_len: u64) -> Result<u64
         end,
         file_len,
     };
-    let prefix: [u8; 8] =
-        prefix.try_into().map_err(|_| truncated("the safetensors header length", 0, PREFIX_LEN))?;
+    let prefix: [u8; 8] = prefix.try_into().map_err(|_| truncated("the header", 0, PREFIX_LEN))?;
     let len = u64::from_le_bytes(prefix);
     if len > MAX_HEADER_LEN {
         let reason = format!(
             "header length {len} exceeds the maximum of {MAX_HEADER_LEN}: this is not a \
-             safetensors file, or it is damaged"
+             safetensors or .ts file, or it is damaged"
         );
         return Err(Error::header(file, 0, reason));
     }
@@ -52,8 +51,8 @@ pub(crate) fn header_len(file: &str, prefix: &[u8], file_len: u64) -> Result<u64
     Ok(len)
 }
 
-/// Parses and validates the JSON of a header. With `lenient`, accepts what the safetensors library
-/// accepts.
+/// Parses and validates the JSON of a header. With `lenient`, accepts every header up to rank 255
+/// that the safetensors library accepts.
 pub(crate) fn parse_header(
     file: &str,
     json: &[u8],
@@ -72,8 +71,10 @@ pub(crate) fn parse_header(
         true => serde_json::from_str::<RawHeader<RawTensor>>(text)
             .map(|raw| (raw.tensors, raw.metadata)),
     };
-    let (tensors, metadata) =
-        parsed.map_err(|e| Error::header(file, PREFIX_LEN + offset_of(json, &e), e.to_string()))?;
+    let (tensors, metadata) = parsed.map_err(|e| {
+        let offset = PREFIX_LEN + offset_of(json, &e);
+        Error::header(file, offset, format!("invalid safetensors header: {e}"))
+    })?;
     let data_start = PREFIX_LEN + json.len() as u64;
     let mut table = Table::default();
     let mut rows = Vec::with_capacity(tensors.len());
@@ -105,10 +106,11 @@ pub(crate) fn parse_header(
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SafetensorsLayout {
-    /// The first bytes of the file.
+    /// The first bytes of the file: the length field and the JSON.
     pub header: Vec<u8>,
-    /// Indices of the tensors, in the order of their data. As in the safetensors library, they are
-    /// sorted by descending [`Dtype`] and then by name, so files are equal byte for byte.
+    /// Indices of the tensors, in the order of their data. They are sorted by descending [`Dtype`]
+    /// and then by name, as in the safetensors library, so that both libraries write identical
+    /// files.
     pub order: Vec<usize>,
 }
 
@@ -119,7 +121,8 @@ impl SafetensorsLayout {
     /// Returns [`Error::Unwritable`] if:
     /// - a name is empty, contains NUL, is `__metadata__`, or is used twice;
     /// - a rank exceeds 64;
-    /// - a size is not a whole number of bytes below 2^64;
+    /// - a size is not a whole number of bytes below 2^61;
+    /// - the data would have 2^64 bytes or more;
     /// - the header exceeds [`MAX_HEADER_LEN`].
     pub fn new(
         tensors: &[(&str, &TensorMeta)],
@@ -128,9 +131,11 @@ impl SafetensorsLayout {
         let mut order: Vec<usize> = (0..tensors.len()).collect();
         order.sort_by_key(|&i| (std::cmp::Reverse(tensors[i].1.dtype), tensors[i].0));
         let (mut json, mut seen, mut at) = (String::from("{"), HashSet::new(), 0u64);
-        let text = |text: &str| serde_json::to_string(text).expect("a string is JSON");
+        let text =
+            |text: &str| serde_json::to_string(text).expect("any string can be written as JSON");
         if !metadata.is_empty() {
-            let map = serde_json::to_string(metadata).expect("a map of strings is JSON");
+            let map =
+                serde_json::to_string(metadata).expect("any map of strings can be written as JSON");
             json.push_str(&format!("\"__metadata__\":{map},"));
         }
         for &i in &order {
@@ -138,7 +143,11 @@ impl SafetensorsLayout {
             let bad = |reason: String| Error::Unwritable { tensor: name.into(), reason };
             check_name(name).map_err(bad)?;
             if name == "__metadata__" || !seen.insert(name) {
-                return Err(bad("duplicate or reserved name".into()));
+                let reason = match name {
+                    "__metadata__" => "safetensors reserves this name",
+                    _ => "duplicate tensor name",
+                };
+                return Err(bad(reason.into()));
             }
             if meta.shape.len() > MAX_RANK {
                 return Err(bad(format!(
@@ -149,11 +158,17 @@ impl SafetensorsLayout {
             let end = meta.byte_len().and_then(|len| at.checked_add(len));
             let end = end.ok_or_else(|| {
                 let what = describe(meta.dtype, &meta.shape);
-                bad(format!(
-                    "{what} is not a whole number of bytes, or the file exceeds 2^64 bytes"
-                ))
+                bad(match meta.byte_len() {
+                    Some(len) => {
+                        format!("the data would have {at} + {len} bytes (at most 2^64 - 1)")
+                    }
+                    None => {
+                        format!("the size of {what} is not a whole number of bytes below 2^61")
+                    }
+                })
             })?;
-            let shape = serde_json::to_string(&meta.shape).expect("numbers are JSON");
+            let shape =
+                serde_json::to_string(&meta.shape).expect("integers can be written as JSON");
             json.push_str(&format!(
                 "{}:{{\"dtype\":\"{}\",\"shape\":{shape},\"data_offsets\":[{at},{end}]}},",
                 text(name),
@@ -167,7 +182,8 @@ impl SafetensorsLayout {
         json.push('}');
         json.push_str(&" ".repeat(json.len().next_multiple_of(8) - json.len()));
         if json.len() as u64 > MAX_HEADER_LEN {
-            let reason = format!("the header would exceed {MAX_HEADER_LEN} bytes");
+            let len = json.len();
+            let reason = format!("the header would have {len} bytes (at most {MAX_HEADER_LEN})");
             return Err(Error::Unwritable { tensor: String::new(), reason });
         }
         let mut header = (json.len() as u64).to_le_bytes().to_vec();
@@ -203,12 +219,12 @@ fn check_tensor<'a>(
     }
     let Some(len) = dtype.byte_len(&info.shape) else {
         let what = describe(dtype, &info.shape);
-        return Err(bad(format!("{what} is not a whole number of bytes below 2^64")));
+        return Err(bad(format!("the size of {what} is not a whole number of bytes below 2^61")));
     };
     if len != end - begin {
         let what = describe(dtype, &info.shape);
         return Err(bad(format!(
-            "{what} has {len} bytes, but its data_offsets span {}",
+            "{what} has {len} bytes, but its data_offsets span {} bytes",
             end - begin
         )));
     }
@@ -235,7 +251,8 @@ fn check_contiguous(
     let mut next = data_start;
     for t in tensors {
         if t.offset != next {
-            let how = if t.offset < next { "overlaps the previous tensor" } else { "leaves a gap" };
+            let how =
+                if t.offset < next { "overlaps the previous tensor" } else { "follows a gap" };
             let reason = format!("its data {how} (expected it to begin at byte {next})");
             return Err(Error::BadTensor {
                 file: file.into(),
@@ -250,7 +267,7 @@ fn check_contiguous(
         return Err(Error::header(
             file,
             next,
-            format!("{} bytes after the last tensor", file_len - next),
+            format!("{} trailing bytes after the last tensor", file_len - next),
         ));
     }
     Ok(())
@@ -317,14 +334,15 @@ impl<'de, E: HeaderEntry> Deserialize<'de> for RawHeader<E> {
     }
 }
 
-/// Reads entries one by one, because a map would silently keep the last of two equal names.
+/// A visitor that reads entries one by one, because a map would silently keep the last of two
+/// equal names.
 struct HeaderVisitor<E>(PhantomData<E>);
 
 impl<'de, E: HeaderEntry> Visitor<'de> for HeaderVisitor<E> {
     type Value = RawHeader<E>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object of tensor names")
+        f.write_str("an object with tensor names as keys")
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader<E>, A::Error> {
@@ -334,7 +352,7 @@ impl<'de, E: HeaderEntry> Visitor<'de> for HeaderVisitor<E> {
         while let Some(name) = map.next_key::<String>()? {
             let before = seen.insert(name.clone(), header.tensors.len());
             if before.is_some() && (!E::LENIENT_NAMES || name == "__metadata__") {
-                return Err(serde::de::Error::custom(format!("duplicate tensor name `{name}`")));
+                return Err(serde::de::Error::custom(format!("duplicate key `{name}`")));
             }
             if name == "__metadata__" {
                 header.metadata = map.next_value::<E::Metadata>()?.into().unwrap_or_default();
@@ -344,7 +362,8 @@ impl<'de, E: HeaderEntry> Visitor<'de> for HeaderVisitor<E> {
                 check_name(&name).map_err(serde::de::Error::custom)?;
             }
             let tensor: RawTensor = map.next_value::<E>()?.into();
-            // Like the library, check the dtype of entries that a later duplicate replaces, too.
+            // The safetensors library also checks the dtype of an entry that a later duplicate
+            // replaces.
             if E::LENIENT_NAMES && Dtype::from_name(&tensor.dtype).is_none() {
                 return Err(serde::de::Error::custom(format!("unknown dtype `{}`", tensor.dtype)));
             }

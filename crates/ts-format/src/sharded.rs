@@ -11,8 +11,8 @@ use crate::{Error, json};
 /// Maximum length of an index in bytes. An index of 100,000 tensors has about 10 MB.
 pub const MAX_INDEX_LEN: u64 = 256 << 20;
 
-/// Formats a shard index as transformers does. `shards` maps tensor names to file names, and
-/// `total_size` is the size of all tensors in bytes.
+/// Formats a shard index as Hugging Face Transformers does. `shards` maps tensor names to file
+/// names, and `total_size` is the size of all tensors in bytes.
 ///
 /// # Errors
 /// Returns [`Error::Unwritable`] if there are no tensors, or the index would exceed
@@ -36,7 +36,10 @@ pub fn shard_index(total_size: u64, shards: &BTreeMap<String, String>) -> Result
         |reason: &str| Err(Error::Unwritable { tensor: String::new(), reason: reason.into() });
     match (shards.is_empty(), text.len() as u64 > MAX_INDEX_LEN) {
         (true, _) => error("the shard index would list no tensors"),
-        (_, true) => error("the shard index would exceed 256 MiB"),
+        (_, true) => error(&format!(
+            "the shard index would have {} bytes (at most {MAX_INDEX_LEN})",
+            text.len()
+        )),
         _ => Ok(text),
     }
 }
@@ -47,14 +50,14 @@ struct RawIndex {
     weight_map: BTreeMap<String, String>,
 }
 
-/// Parses an index into a map from tensor name to shard name. Shards must be plain file names, in
-/// the directory of the index.
+/// Parses an index into a map from tensor name to shard name. Each shard must be a plain file name,
+/// because all shards are in the directory of the index.
 pub(crate) fn parse_index(file: &str, text: &[u8]) -> Result<BTreeMap<String, String>, Error> {
     let index: RawIndex = serde_json::from_slice(text).map_err(|e| {
         Error::header(file, json::offset_of(text, &e), format!("invalid shard index: {e}"))
     })?;
     if index.weight_map.is_empty() {
-        return Err(Error::header(file, 0, "`weight_map` is empty"));
+        return Err(Error::header(file, 0, "invalid shard index: `weight_map` is empty"));
     }
     for (tensor, shard) in &index.weight_map {
         if shard.is_empty() || shard.contains(['/', '\\', '\0']) || shard == ".." || shard == "." {

@@ -1,22 +1,24 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The codec `split`, a lossless compression of floats. In trained weights, signs and mantissas are
-//! close to random, but exponents are not. Elements are rotated left by one bit, which moves the
-//! exponent to the last bytes, and then separated into planes: plane `i` is byte `i` of all
-//! elements. Each plane is stored as is or, if that saves enough, Huffman-coded, as a standard zstd
-//! frame without matches. FORMAT.md is normative.
+//! The codec `split`, which compresses floats without loss. In trained weights, signs and mantissas
+//! are close to random, but exponents are not. Elements of two bytes or more are rotated left by
+//! one bit, which moves the exponent to the last bytes. Then the elements are separated into
+//! planes: plane `i` is byte `i` of all elements. A plane that compresses well is stored as a
+//! standard zstd frame without matches, which is Huffman-coded. Other planes are stored unchanged.
+//! FORMAT.md is normative.
 
 use zstd::zstd_safe::{self, CCtx, CParameter, DCtx, ParamSwitch};
 
 use crate::simd;
 
-/// Elements of a block, which is also the length of its planes in bytes. A block is small enough to
-/// stay in the cache of a core, and large enough that the headers of frames do not matter.
+/// Number of elements in a block, which is also the length of each plane in bytes. A block is small
+/// enough to stay in the cache of a core, and large enough that frame headers do not matter.
 pub(crate) const BLOCK: usize = 256 << 10;
-/// Block sizes for Huffman codes, in bytes. All are tried for each plane.
+/// Maximum zstd block sizes in bytes. The encoder tries all of them for a plane, unless the entropy
+/// of the plane shows that none can save enough.
 const HUFFMAN_BLOCKS: [u32; 3] = [32 << 10, 64 << 10, 128 << 10];
-/// A plane is encoded only if that saves at least 1/32 of it.
+/// A plane is encoded only if this saves at least 1/32 of its length.
 const MIN_SAVING: usize = 32;
-/// Length in bytes of an entry of the table that a chunk begins with.
+/// Length in bytes of an entry of the table at the start of a chunk.
 const ENTRY_LEN: usize = 4;
 
 /// Widths of elements that can be split, in bytes.
@@ -24,12 +26,12 @@ pub(crate) const WIDTHS: [usize; 4] = [1, 2, 4, 8];
 
 /// An encoder for the codec `split`.
 pub(crate) struct Coder {
-    /// One for each of [`HUFFMAN_BLOCKS`]. Which of them is best depends on how fast the
+    /// One encoder for each of [`HUFFMAN_BLOCKS`]. The best block size depends on how fast the
     /// distribution of bytes changes.
     zstd: [CCtx<'static>; HUFFMAN_BLOCKS.len()],
     /// Scratch memory: the planes of a block.
     planes: Vec<u8>,
-    /// Scratch memory: the shortest frame so far, and the next one.
+    /// Scratch memory: the shortest frame so far, and the latest frame.
     frames: [Vec<u8>; 2],
 }
 
@@ -38,8 +40,8 @@ impl Coder {
         let zstd = HUFFMAN_BLOCKS.map(|len| {
             let mut context = CCtx::create();
             for parameter in [
-                // The lowest level skips so many bytes that it does not search for matches.
-                // Accidental matches make frames longer and slower.
+                // At the lowest level, zstd skips so many bytes that it finds no matches.
+                // Accidental matches would make frames longer and slower to decode.
                 CParameter::CompressionLevel(zstd_safe::min_c_level()),
                 CParameter::LiteralCompressionMode(ParamSwitch::Enable),
                 CParameter::MaxBlockSize(len),
@@ -96,10 +98,10 @@ impl Coder {
     }
 }
 
-/// Returns the entropy of `bytes` in bytes: a lower bound on the length of any code for single
-/// bytes.
+/// Returns the entropy of `bytes`, in bytes. This is a lower bound on the length of any code that
+/// encodes each byte separately.
 fn min_len(bytes: &[u8]) -> usize {
-    // With four tables, runs of equal bytes do not stall on the same counter.
+    // With four tables, a run of equal bytes does not wait for one counter again and again.
     let mut counts = [[0u32; 256]; 4];
     let (quads, rest) = bytes.as_chunks::<4>();
     for quad in quads {
@@ -131,7 +133,11 @@ pub(crate) fn decode(
 ) -> Result<(), String> {
     let blocks = out.len().div_ceil(BLOCK * width);
     let Some((table, mut data)) = coded.split_at_checked(blocks * width * ENTRY_LEN) else {
-        return Err("truncated table of lengths".into());
+        return Err(format!(
+            "truncated table of plane lengths (expected {} bytes, got {})",
+            blocks * width * ENTRY_LEN,
+            coded.len()
+        ));
     };
     let stride = BLOCK.min(out.len() / width).max(1);
     planes.resize(stride * width, 0);
@@ -142,14 +148,17 @@ pub(crate) fn decode(
         let mut decoded: [&[u8]; 8] = [&[]; 8];
         for (plane, scratch) in decoded.iter_mut().zip(planes.chunks_exact_mut(stride)) {
             let len = lens.next().expect("the table has an entry for each plane");
-            let (bytes, rest) = data.split_at_checked(len).ok_or("truncated plane")?;
+            let (bytes, rest) = data.split_at_checked(len).ok_or_else(|| {
+                format!("truncated plane (expected {len} bytes, got {})", data.len())
+            })?;
             data = rest;
             *plane = if len == count {
                 bytes
             } else {
                 let scratch = &mut scratch[..count];
-                let decoded_len =
-                    zstd.decompress(scratch, bytes).map_err(zstd_safe::get_error_name)?;
+                let decoded_len = zstd.decompress(scratch, bytes).map_err(|code| {
+                    format!("cannot decode a plane: {}", zstd_safe::get_error_name(code))
+                })?;
                 if decoded_len != count {
                     return Err(format!(
                         "a plane decodes to {decoded_len} bytes (expected {count})"
@@ -180,7 +189,7 @@ fn split(elements: &[u8], width: usize, planes: &mut [u8]) {
         8 => split_wide::<8>(elements, planes, |e| {
             u64::from_le_bytes(e).rotate_left(1).to_le_bytes()
         }),
-        _ => unreachable!("unsupported element width {width}"),
+        _ => unreachable!("the callers allow only widths in WIDTHS (got {width})"),
     }
 }
 
@@ -205,7 +214,7 @@ fn merge(planes: &[&[u8]; 8], width: usize, elements: &mut [u8]) {
         2 => simd::merge([a, b], elements.as_chunks_mut().0),
         4 => simd::merge([a, b, c, d], elements.as_chunks_mut().0),
         8 => simd::merge(*planes, elements.as_chunks_mut().0),
-        _ => unreachable!("unsupported element width {width}"),
+        _ => unreachable!("the callers allow only widths in WIDTHS (got {width})"),
     }
 }
 
@@ -215,7 +224,7 @@ mod tests {
 
     use super::*;
 
-    /// The definition of a plane, computed bit by bit.
+    /// Computes a byte of a plane bit by bit, directly from the definition of the format.
     fn plane_byte(raw: &[u8], width: usize, plane: usize, element: usize) -> u8 {
         let bit = |i: usize| raw[element * width + i / 8] >> (i % 8) & 1;
         // Bit i of the rotated element is bit i - 1 of the element.

@@ -15,7 +15,7 @@ pub const MAGIC: [u8; 8] = *b"\x89TSF\r\n\x1a\n";
 pub(crate) const SUPERBLOCK_LEN: u64 = 4096;
 /// The lowest offset of data.
 pub(crate) const DATA_START: u64 = 2 * SUPERBLOCK_LEN;
-/// Length of the fields of a superblock; the rest is zero padding.
+/// Length in bytes of the fields of a superblock. The rest is zero padding.
 const FIELDS_LEN: usize = 64;
 const MAJOR: u16 = 1;
 /// Minor version of the files that this crate writes.
@@ -49,17 +49,19 @@ impl Superblock {
         out
     }
 
-    /// Returns its offset in the file.
+    /// Returns the offset of this superblock in the file.
     pub(crate) fn offset(&self) -> u64 {
         if self.second { SUPERBLOCK_LEN } else { 0 }
     }
 
-    /// Decodes a superblock, or returns why it is invalid.
+    /// Decodes a superblock, or returns the reason why it is invalid.
     fn decode(block: &[u8], second: bool) -> Result<Self, String> {
         let Some((fields, padding)) = block.split_at_checked(FIELDS_LEN) else {
             return Err("truncated".into());
         };
-        let word = |i: usize| u64::from_le_bytes(fields[i..i + 8].try_into().expect("8 bytes"));
+        let word = |i: usize| {
+            u64::from_le_bytes(fields[i..i + 8].try_into().expect("the slice has 8 bytes"))
+        };
         if fields[..8] != MAGIC {
             return Err("wrong magic bytes".into());
         }

@@ -15,7 +15,7 @@ pub struct Chunk {
     pub offset: u64,
     /// Encoded length in bytes.
     pub len: u32,
-    /// How it is encoded.
+    /// The codec that decodes the chunk.
     pub codec: Codec,
     /// Element width in bytes for [`Codec::Split`], else 0.
     pub width: u8,
@@ -24,7 +24,7 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    /// Returns whether `stored`, the encoded bytes, have the length and checksum of this chunk.
+    /// Returns whether the encoded bytes `stored` have the length and the checksum of this chunk.
     pub fn matches(&self, stored: &[u8]) -> bool {
         stored.len() == self.len as usize && XxHash3_64::oneshot(stored) == self.checksum
     }
@@ -40,7 +40,7 @@ pub(crate) struct Table {
     chunks: Vec<Chunk>,
 }
 
-/// How the bytes of a tensor are stored.
+/// How the bytes of a tensor are stored in its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Layout {
     /// Contiguous, without checksums.
@@ -57,7 +57,7 @@ pub(crate) struct Row {
     name_start: u32,
     name_len: u32,
     shape_start: u32,
-    /// In `checksums` or `chunks`, depending on the layout.
+    /// Position in `checksums` or `chunks`, depending on the layout.
     chunks_start: u32,
     pub(crate) file: u32,
     pub(crate) dtype: Dtype,
@@ -66,7 +66,7 @@ pub(crate) struct Row {
     pub(crate) offset: u64,
     /// Decoded length in bytes.
     pub(crate) len: u64,
-    /// A little-endian u128. As bytes, it does not align the row to 16.
+    /// A little-endian u128. It is stored as bytes so that a row needs no alignment of 16 bytes.
     pub(crate) fingerprint: [u8; 16],
 }
 
@@ -103,7 +103,8 @@ impl Table {
         (row.layout == Layout::Chunked).then(chunks)
     }
 
-    /// Adds a tensor. Its shape, and its checksums or chunks, must have been pushed just before.
+    /// Adds a tensor. The shape, and the checksums or chunks, that were pushed last belong to this
+    /// tensor.
     pub(crate) fn push(
         &mut self,
         file: &str,
@@ -221,8 +222,8 @@ impl Table {
             + self.chunks.capacity() * size_of::<Chunk>()
     }
 
-    /// Returns the offset, length and tensor of all stored byte ranges, sorted by offset. Expects
-    /// the rows of a single file.
+    /// Returns the offset, length and tensor of all stored byte ranges, sorted by offset. All rows
+    /// must belong to the same file.
     pub(crate) fn extents(&self) -> Vec<(u64, u64, &Row)> {
         let mut extents = Vec::with_capacity(self.rows.len());
         for row in self.rows.iter().filter(|row| row.len > 0) {
@@ -242,7 +243,7 @@ fn too_large(file: &str) -> Error {
     Error::TooLarge { file: file.into() }
 }
 
-/// Returns the first virtual offset from `end` on that has this phase (offset modulo 64).
+/// Returns the first virtual offset at or after `end` that has this phase (offset modulo 64).
 pub(crate) fn next_virtual_offset(end: u64, phase: u8) -> u64 {
     debug_assert!(end >= ByteRange::VIRTUAL_START);
     let phase = u64::from(phase) % 64;
@@ -258,9 +259,6 @@ mod tests {
         let table = Table { names: "abc".into(), checksums: vec![1, 2], ..Table::default() };
         assert!(table.check_append(&table, "model.ts", 6).is_ok());
         let error = table.check_append(&table, "model.ts", 5).expect_err("the names take 6 bytes");
-        assert!(
-            error.to_string().starts_with("model.ts: the catalog would exceed 2^32"),
-            "{error}"
-        );
+        assert!(error.to_string().starts_with("model.ts: the catalog would have 2^32"), "{error}");
     }
 }

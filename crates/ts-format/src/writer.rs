@@ -14,10 +14,10 @@ use crate::superblock::{DATA_START, MINOR, Superblock};
 use crate::table::Chunk;
 use crate::{Catalog, Error, FileEntry, Tensor, TensorMeta};
 
-/// Tensors begin at multiples of this, plus their phase.
+/// A tensor begins at a multiple of this many bytes, plus its phase.
 const ALIGNMENT: u64 = 64;
-/// Appended data begin at a multiple of this, so that no disk block with active data is
-/// overwritten.
+/// Appended data begins at a multiple of this many bytes, so that a write changes no disk block
+/// with active data.
 const BLOCK: u64 = 4096;
 
 /// Computes the fingerprint of a tensor, which identifies its content.
@@ -31,7 +31,7 @@ pub fn tensor_fingerprint(meta: &TensorMeta, digest: &Digest) -> u128 {
     XxHash3_128::oneshot(&described)
 }
 
-/// Computes the fingerprint of a set of named tensors: 128-bit XXH3 of their names and
+/// Computes the fingerprint of a set of named tensors. It is the 128-bit XXH3 of their names and
 /// [`tensor_fingerprint`]s, sorted by name.
 pub fn fingerprint<'a>(tensors: impl IntoIterator<Item = (&'a str, u128)>) -> u128 {
     let mut tensors: Vec<_> = tensors.into_iter().collect();
@@ -44,10 +44,11 @@ pub fn fingerprint<'a>(tensors: impl IntoIterator<Item = (&'a str, u128)>) -> u1
     XxHash3_128::oneshot(&described)
 }
 
-/// Computes the layout, index and superblocks of a `.ts` file. It does no I/O and stores no tensor
-/// data: the caller writes each byte range to the offset that the writer returns.
+/// A builder of the layout, index and superblocks of a `.ts` file. It does no I/O and stores no
+/// tensor data: the caller writes each byte range to the offset that the writer returns.
 ///
-/// A tensor is *pending* from its beginning until the next one begins.
+/// A tensor is *pending* from the call that begins it until the next tensor begins, or until
+/// [`checkpoint`](Self::checkpoint) or [`finish`](Self::finish) is called.
 ///
 /// - For an uncompressed tensor, [`begin`](Self::begin) returns its offset, and the caller passes
 ///   its bytes to [`feed`](Self::feed), which computes their checksums.
@@ -81,11 +82,11 @@ pub struct ContainerWriter {
     index: IndexWriter,
     names: HashSet<String>,
     pending: Option<PendingTensor>,
-    /// End of the space that is assigned to data.
+    /// Offset of the end of the space that is assigned to data.
     end: u64,
-    /// The active superblock of the file that is appended to.
+    /// The active superblock of the existing file, if the writer appends to one.
     active: Option<Superblock>,
-    /// Number of checkpoints so far.
+    /// Number of checkpoints of the file so far.
     checkpoints: u64,
 }
 
@@ -101,7 +102,7 @@ struct PendingTensor {
     layout: PendingLayout,
 }
 
-/// How a pending tensor is stored.
+/// How the bytes of the pending tensor are stored in the file.
 #[derive(Debug)]
 enum PendingLayout {
     Contiguous { offset: u64, digester: Box<Digester> },
@@ -111,14 +112,16 @@ enum PendingLayout {
 /// The index and superblocks to write to a `.ts` file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerTail {
-    /// Offset of the index: the end of the data, or, for a checkpoint, after the space of the
-    /// finished file.
+    /// Offset of the index in the file. The index follows the data or, in a checkpoint, the space
+    /// of the finished file.
     pub index_offset: u64,
-    /// The index.
+    /// The encoded index.
     pub index: Vec<u8>,
-    /// Offset of `superblocks`: 0 for both, else that of the inactive superblock.
+    /// Offset of `superblocks` in the file: 0 for both superblocks, else the offset of the inactive
+    /// superblock.
     pub superblocks_offset: u64,
-    /// Both superblocks, or one. Write them only after everything else is on disk.
+    /// Both superblocks for the first write of a file, else only the inactive one. Write them only
+    /// after everything else is on disk.
     pub superblocks: Vec<u8>,
 }
 
@@ -159,13 +162,15 @@ impl ContainerWriter {
         }
     }
 
-    /// Continues an existing `.ts` file. The metadata stay, and so do the tensors for whose names
-    /// `keep` returns true. The space of removed tensors is not reused.
+    /// Continues an existing `.ts` file. The writer keeps its metadata, and the tensors for whose
+    /// names `keep` returns true. The space of removed tensors is not reused.
     ///
     /// # Errors
-    /// Returns [`Error::NotAppendable`] if the catalog does not consist of a single `.ts` file, or
-    /// the file has a later minor version. Records of later versions may have fields that this
-    /// writer cannot copy.
+    /// Returns [`Error::NotAppendable`] if:
+    /// - the catalog does not consist of a single `.ts` file;
+    /// - the file has a later minor version, whose records may have fields that this writer cannot
+    ///   copy;
+    /// - the generation of the file has the maximum value.
     pub fn append(catalog: &Catalog, keep: impl Fn(&str) -> bool) -> Result<Self, Error> {
         let tensors = catalog.tensors_by_offset().into_iter();
         let kept = tensors.filter(|tensor| keep(tensor.name())).collect();
@@ -180,11 +185,12 @@ impl ContainerWriter {
 
     /// Continues an unfinished file from its last [`checkpoint`](Self::checkpoint). `catalog` is
     /// read from that file, and `order` lists its tensors in the order in which they were begun.
-    /// The finished file is the same as without an interruption.
+    /// The finished file is identical to a file that was written without interruption.
     ///
     /// # Errors
-    /// Returns the errors of [`append`](Self::append), and [`Error::NoSuchTensor`] if `order` has a
-    /// name that `catalog` does not contain.
+    /// Returns [`Error::NotAppendable`] if `catalog` does not consist of a single `.ts` file, or
+    /// the file has a later minor version. Returns [`Error::NoSuchTensor`] if `order` has a name
+    /// that `catalog` does not contain.
     pub fn resume(
         catalog: &Catalog,
         order: &[&str],
@@ -203,16 +209,17 @@ impl ContainerWriter {
         Ok(this)
     }
 
-    /// Starts a new file with the metadata of an existing `.ts` file. [`copy`](Self::copy) the
-    /// tensors to it to compact that file.
+    /// Starts a new file with the metadata of an existing `.ts` file. To compact the existing file,
+    /// add its tensors to the new one with [`copy`](Self::copy).
     ///
     /// # Errors
-    /// Returns the errors of [`append`](Self::append).
+    /// Returns [`Error::NotAppendable`] if `catalog` does not consist of a single `.ts` file, or
+    /// the file has a later minor version.
     pub fn compact(catalog: &Catalog) -> Result<Self, Error> {
         single_container(catalog).map(|(_, metadata)| Self::new(metadata.clone()))
     }
 
-    /// Creates a writer whose index contains the tensors `kept`, at their current locations.
+    /// Creates a writer whose index contains the tensors in `kept`, at their current locations.
     fn with_records(catalog: &Catalog, kept: Vec<Tensor<'_>>) -> Result<(Self, Superblock), Error> {
         let (block, metadata) = single_container(catalog)?;
         let mut this = Self::new(metadata.clone());
@@ -253,13 +260,13 @@ impl ContainerWriter {
         space
     }
 
-    /// Returns the end of the space that is assigned so far. The next tensor or index begins here
-    /// or later.
+    /// Returns the offset of the end of the space that is assigned so far. The next tensor or index
+    /// begins at this offset or later.
     pub fn end(&self) -> u64 {
         self.end
     }
 
-    /// Returns the metadata of the file, to change it before [`finish`](Self::finish).
+    /// Returns the metadata of the file. Callers may change it until [`finish`](Self::finish).
     pub fn metadata_mut(&mut self) -> &mut BTreeMap<String, String> {
         &mut self.metadata
     }
@@ -271,15 +278,15 @@ impl ContainerWriter {
     /// Returns [`Error::Unwritable`] if:
     /// - the name is empty, contains NUL, or is in use;
     /// - the rank exceeds 64;
-    /// - the size is not a whole number of bytes below 2^62;
-    /// - the file would exceed 2^63 bytes;
+    /// - the size is not a whole number of bytes below 2^61;
+    /// - the file would have 2^63 bytes or more;
     /// - the previous tensor is incomplete.
     pub fn begin(&mut self, name: &str, meta: TensorMeta, phase: Option<u8>) -> Result<u64, Error> {
         let (len, phase) = self.start_tensor(name, &meta, phase)?;
         let offset = (self.end + ALIGNMENT - 1 - phase) / ALIGNMENT * ALIGNMENT + phase;
         let end = offset.checked_add(len).filter(|&end| end < 1 << 63);
         self.end =
-            end.ok_or_else(|| unwritable(name, "the file would exceed 2^63 bytes".into()))?;
+            end.ok_or_else(|| unwritable(name, "the file would have 2^63 bytes or more".into()))?;
         let layout = PendingLayout::Contiguous { offset, digester: Box::default() };
         self.pending =
             Some(PendingTensor { name: name.into(), meta, len: Some(len), fed: 0, layout });
@@ -287,7 +294,7 @@ impl ContainerWriter {
     }
 
     /// Adds a compressed tensor. Pass its chunks to [`push_chunk`](Self::push_chunk). `phase` is
-    /// the address modulo 64 of the memory that readers decode it to, 0 if `None`.
+    /// the address, modulo 64, of the memory that readers decode the tensor to. `None` means 0.
     ///
     /// # Errors
     /// Returns the errors of [`begin`](Self::begin).
@@ -310,22 +317,25 @@ impl ContainerWriter {
     }
 
     /// Makes the length of the pending tensor depend on the bytes that it receives. Its first
-    /// dimension is set when the next tensor begins or the file is finished.
+    /// dimension is set when it stops being pending. If it is compressed, only its last chunk may
+    /// be shorter than [`CHUNK_LEN`].
     ///
     /// # Errors
-    /// Returns [`Error::Unwritable`] if no tensor is pending, it has received bytes, it is a
-    /// scalar, or a row of it (one index of the first dimension) is empty or not a whole number of
-    /// bytes.
+    /// Returns [`Error::Unwritable`] if:
+    /// - no tensor is pending, or the pending tensor has received bytes;
+    /// - the tensor is a scalar;
+    /// - a row (one index of the first dimension) is empty or not a whole number of bytes.
     pub fn grow(&mut self) -> Result<(), Error> {
         let pending = self
             .pending
             .as_mut()
-            .ok_or_else(|| unwritable("", "no tensor is pending; begin one first".into()))?;
+            .ok_or_else(|| unwritable("", "no tensor is pending; begin a tensor first".into()))?;
         if row_len(&pending.meta).is_none() || pending.fed > 0 {
             let what = describe(pending.meta.dtype, &pending.meta.shape);
-            let reason = format!(
-                "{what} cannot grow: it needs rows of whole bytes, and must not have received data"
-            );
+            let reason = match pending.fed {
+                0 => format!("{what} cannot grow: it needs rows of one or more whole bytes"),
+                fed => format!("it cannot grow, because it has already received {fed} bytes"),
+            };
             return Err(unwritable(&pending.name, reason));
         }
         if let PendingLayout::Contiguous { offset, .. } = pending.layout {
@@ -335,8 +345,8 @@ impl ContainerWriter {
         Ok(())
     }
 
-    /// Removes the pending tensor if it is incomplete, so that a [`checkpoint`](Self::checkpoint)
-    /// of the tensors before it is possible.
+    /// Removes the pending tensor if it is incomplete or [growing](Self::grow), so that a
+    /// [`checkpoint`](Self::checkpoint) of the tensors before it is possible.
     pub fn discard_incomplete(&mut self) {
         let incomplete = |pending: &mut PendingTensor| pending.len != Some(pending.fed);
         if let Some(pending) = self.pending.take_if(incomplete) {
@@ -403,7 +413,8 @@ impl ContainerWriter {
         Ok(ranges)
     }
 
-    /// Takes the next bytes of the pending uncompressed tensor, to compute their checksums.
+    /// Computes the checksums of the next bytes of the pending uncompressed tensor. Does not keep
+    /// the bytes.
     ///
     /// # Errors
     /// Returns [`Error::Unwritable`] if the tensor would exceed its length, or no uncompressed
@@ -418,25 +429,31 @@ impl ContainerWriter {
                 ..
             }) => {
                 if let Some(len) = len.filter(|len| bytes.len() as u64 > len - *fed) {
-                    return Err(unwritable(name, format!("received more than its {len} bytes")));
+                    let total = *fed + bytes.len() as u64;
+                    let reason = format!("received {total} bytes, more than its {len} bytes");
+                    return Err(unwritable(name, reason));
                 }
                 digester.feed(bytes);
                 *fed += bytes.len() as u64;
                 Ok(())
             }
-            Some(pending) => {
-                Err(unwritable(&pending.name, "it is compressed; use push_chunk".into()))
-            }
-            None => Err(unwritable("", "no tensor is pending; begin one first".into())),
+            Some(pending) => Err(unwritable(
+                &pending.name,
+                "it is compressed; use `push_chunk` instead of `feed`".into(),
+            )),
+            None => Err(unwritable("", "no tensor is pending; begin a tensor first".into())),
         }
     }
 
     /// Adds the next chunk of the pending compressed tensor and returns its offset, directly after
     /// the previous chunk.
     ///
+    /// Before encoding, each chunk has [`CHUNK_LEN`] bytes, except that the last chunk of a tensor
+    /// may be shorter. A shorter chunk therefore ends a [growing](Self::grow) tensor.
+    ///
     /// # Errors
-    /// Returns [`Error::Unwritable`] if the chunk does not have the decoded length of the tensor's
-    /// next chunk, or no compressed tensor is pending.
+    /// Returns [`Error::Unwritable`] if the decoded length of the chunk is wrong, the tensor has
+    /// all of its chunks, or no compressed tensor is pending.
     pub fn push_chunk(&mut self, encoded: &Encoded) -> Result<u64, Error> {
         match &mut self.pending {
             Some(PendingTensor {
@@ -453,8 +470,19 @@ impl ContainerWriter {
                 );
                 let fits = raw_len == next_len || (len.is_none() && raw_len < next_len);
                 if raw_len == 0 || !fits || !fed.is_multiple_of(CHUNK_LEN) {
-                    let reason =
-                        format!("wrong chunk length (expected {next_len} bytes, got {raw_len})");
+                    let least = if len.is_none() { "1 to " } else { "" };
+                    let reason = if next_len == 0 {
+                        format!("it already has all of its {fed} bytes; begin the next tensor")
+                    } else if !fed.is_multiple_of(CHUNK_LEN) {
+                        format!(
+                            "a chunk shorter than {CHUNK_LEN} bytes ended it at byte {fed}; only \
+                             the last chunk may be shorter"
+                        )
+                    } else {
+                        format!(
+                            "wrong chunk length (expected {least}{next_len} bytes, got {raw_len})"
+                        )
+                    };
                     return Err(unwritable(name, reason));
                 }
                 let Encoded { len, codec, width, checksum, raw_checksum, .. } = *encoded;
@@ -469,15 +497,16 @@ impl ContainerWriter {
                 let reason = "it is uncompressed; use `feed` instead of `push_chunk`".into();
                 Err(unwritable(&pending.name, reason))
             }
-            None => Err(unwritable("", "no tensor is pending; begin one first".into())),
+            None => Err(unwritable("", "no tensor is pending; begin a tensor first".into())),
         }
     }
 
     /// Returns the index and superblocks that complete the file.
     ///
     /// # Errors
-    /// Returns [`Error::Unwritable`] if the last tensor is incomplete, or the index exceeds 256
-    /// MiB.
+    /// Returns [`Error::Unwritable`] if the pending tensor is incomplete, if the index would exceed
+    /// 256 MiB, or if the file would have 2^63 bytes or more because of a [growing](Self::grow)
+    /// tensor.
     pub fn finish(mut self) -> Result<ContainerTail, Error> {
         self.end_tensor()?;
         self.tail(
@@ -491,7 +520,8 @@ impl ContainerWriter {
     /// far. [`resume`](Self::resume) continues such a file.
     ///
     /// The indexes of successive checkpoints alternate between two ranges after the end of the
-    /// finished file. They contain `metadata`, at most 2 KiB, instead of the metadata of the file.
+    /// finished file. These indexes contain `metadata` instead of the metadata of the file.
+    /// `metadata` must have at most 2 KiB.
     ///
     /// # Errors
     /// Returns the errors of [`finish`](Self::finish).
@@ -510,7 +540,8 @@ impl ContainerWriter {
         Ok(tail)
     }
 
-    /// `active` is the generation of the active superblock, and whether it is superblock B.
+    /// Encodes the index and the next superblock. `active` is the generation of the active
+    /// superblock, and whether it is superblock B. For `None`, encodes both superblocks.
     fn tail(
         &self,
         index_offset: u64,
@@ -519,7 +550,9 @@ impl ContainerWriter {
     ) -> Result<ContainerTail, Error> {
         let index = self.index.finish(metadata);
         if index.len() as u64 > MAX_INDEX_LEN {
-            return Err(unwritable("", "the index would exceed 256 MiB".into()));
+            let len = index.len();
+            let reason = format!("the index would have {len} bytes (at most {MAX_INDEX_LEN})");
+            return Err(unwritable("", reason));
         }
         let (index_len, index_hash) = (index.len() as u64, XxHash3_64::oneshot(&index));
         let (generation, second) =
@@ -550,10 +583,11 @@ impl ContainerWriter {
                 meta.shape.len()
             )));
         }
+        // `byte_len` already returns `None` from 2^61 bytes on.
         let len = meta.byte_len().filter(|&len| len < 1 << 62);
         let len = len.ok_or_else(|| {
             let what = describe(meta.dtype, &meta.shape);
-            bad(format!("{what} is not a whole number of bytes below 2^62"))
+            bad(format!("the size of {what} is not a whole number of bytes below 2^61"))
         })?;
         if !self.names.insert(name.into()) {
             return Err(bad("duplicate tensor name".into()));
@@ -573,7 +607,9 @@ impl ContainerWriter {
                 let row = row.unwrap_or_default();
                 return Err(unwritable(
                     &name,
-                    format!("received {fed} bytes, not a multiple of its rows of {row} bytes"),
+                    format!(
+                        "received {fed} bytes, which is not a whole number of rows of {row} bytes"
+                    ),
                 ));
             }
             (Some(len), _) => {
@@ -583,8 +619,9 @@ impl ContainerWriter {
         }
         if let (None, PendingLayout::Contiguous { offset, .. }) = (len, &layout) {
             let end = offset.checked_add(fed).filter(|&end| end < 1 << 63);
-            self.end =
-                end.ok_or_else(|| unwritable(&name, "the file would exceed 2^63 bytes".into()))?;
+            self.end = end.ok_or_else(|| {
+                unwritable(&name, "the file would have 2^63 bytes or more".into())
+            })?;
         }
         match layout {
             PendingLayout::Contiguous { offset, digester } => {
@@ -606,8 +643,8 @@ impl ContainerWriter {
     }
 }
 
-/// Returns the length in bytes of a row (one index of the first dimension). `None` for scalars, for
-/// empty rows, and for rows that are not a whole number of bytes.
+/// Returns the length in bytes of a row (one index of the first dimension). Returns `None` for
+/// scalars, for empty rows, and for rows that are not a whole number of bytes.
 fn row_len(meta: &TensorMeta) -> Option<u64> {
     meta.dtype.byte_len(meta.shape.get(1..)?).filter(|&len| len > 0)
 }

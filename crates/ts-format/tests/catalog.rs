@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reading safetensors files and shard indexes, and the errors for malformed ones.
+//! Reading safetensors files and shard indexes, and the errors for malformed files.
 
 use std::collections::BTreeMap;
 
@@ -32,7 +32,7 @@ const TWO: &str = concat!(
     r#""b":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]},"#,
     r#""a":{"dtype":"F32","shape":[],"data_offsets":[12,16]}}"#,
 );
-/// Regular expression of random headers, made of the tokens of real ones.
+/// Regular expression for random headers, which consist of the tokens of real headers.
 const HEADER: &str = "(\\{|\\}|\\[|\\]|\"|:|,|a|dtype|shape|data_offsets|F32|[0-9]|-|e|\\\\){0,60}";
 
 #[test]
@@ -67,7 +67,7 @@ fn malformed_headers_are_refused_with_a_reason() {
                 r#""a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#,
             ),
             8,
-            "duplicate tensor name",
+            "duplicate key `a`",
         ),
         (r#"{"":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#, 4, "invalid tensor name"),
         (r#"{"a":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}}"#, 4, "unknown dtype"),
@@ -78,7 +78,7 @@ fn malformed_headers_are_refused_with_a_reason() {
         (
             r#"{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,4]}}"#,
             4,
-            "2^64",
+            "2^61",
         ),
         (r#"{"a":{"dtype":"F4","shape":[1],"data_offsets":[0,1]}}"#, 1, "whole number"),
         (
@@ -219,7 +219,7 @@ fn assemble_validates_ranges() {
 proptest! {
     /// Reading any bytes returns a catalog, whose ranges are within the file, or an error.
     #[test]
-    fn no_header_causes_a_panic_or_an_outside_range(json in HEADER, data in 0usize..32) {
+    fn no_header_causes_a_panic_or_an_out_of_bounds_range(json in HEADER, data in 0usize..32) {
         let file = safetensors(&json, data);
         let len = file.len() as u64;
         if let Ok(catalog) = read_one(&file) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `.ts` files: they round-trip, and damage is detected.
+//! Round trips of `.ts` files, and detection of damage.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use ts_format::{
     Scratch, TensorMeta, decode_chunk, fingerprint, tensor_fingerprint,
 };
 
-/// Name, type, phase, bytes and codec.
+/// A tensor to write: name, type, phase, bytes and codec.
 type Tensor = (String, TensorMeta, Option<u8>, Vec<u8>, Codec);
 
 fn tensor(name: &str, dtype: Dtype, shape: &[u64], phase: Option<u8>, seed: u8) -> Tensor {
@@ -147,7 +147,7 @@ fn every_flipped_bit_is_detected_except_in_padding() {
             undetected.push(bit / 8);
         }
     }
-    // Only the padding between tensors and the inactive superblock have no checksum.
+    // All bytes are checked except the inactive superblock and the padding between tensors.
     let mut used = Vec::new();
     for tensor in clean.tensors() {
         match tensor.chunks() {
@@ -311,7 +311,7 @@ proptest! {
 
     /// Reading an index with random changes, but valid checksums, returns a catalog or an error.
     #[test]
-    fn no_index_causes_a_panic_or_an_outside_range(
+    fn no_index_causes_a_panic_or_an_out_of_bounds_range(
         edits in prop::collection::vec((0usize..600, any::<u8>()), 1..8),
     ) {
         let mut file = small();
@@ -344,7 +344,7 @@ proptest! {
     }
 }
 
-/// A file with every dtype in every codec, a scalar and an empty tensor.
+/// Returns a file with every dtype in every codec, a scalar and an empty tensor.
 fn golden() -> Vec<u8> {
     let mut tensors = vec![
         tensor("scalar", Dtype::F64, &[], Some(8), 3),

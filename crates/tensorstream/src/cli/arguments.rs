@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Arguments that several commands have, and parsers of values.
+//! Arguments that several commands share, and parsers of their values.
 
 use std::path::PathBuf;
 
@@ -15,7 +15,8 @@ pub(super) struct CheckpointPath {
 /// The number of threads.
 #[derive(Debug, clap::Args)]
 pub(super) struct Jobs {
-    /// Threads. The number of cores by default.
+    /// Maximum number of threads that decode or compute checksums at a time. By default, one for
+    /// each core.
     #[arg(long, default_value_t = 0, hide_default_value = true)]
     pub(super) jobs: usize,
 }
@@ -26,7 +27,7 @@ pub(super) fn budget(text: &str) -> Result<usize, String> {
     usize::try_from(bytes)
         .ok()
         .filter(|&bytes| bytes > 0)
-        .ok_or_else(|| format!("invalid budget {text:?}: expected at least 1 byte"))
+        .ok_or_else(|| format!("invalid size {text:?}: expected at least 1 byte"))
 }
 
 /// Parses a positive count.

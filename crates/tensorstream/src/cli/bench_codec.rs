@@ -16,13 +16,14 @@ use crate::{Checkpoint, Error};
 pub(super) struct Arguments {
     #[command(flatten)]
     checkpoint: CheckpointPath,
-    /// The codec: auto, split, zstd, lz4 or zlib.
+    /// The codec to measure: auto, split, zstd, lz4 or zlib.
     #[arg(long, default_value = "auto")]
     codec: String,
-    /// How much of the checkpoint to use, in the order of names, such as 64MiB.
+    /// Number of tensor bytes to use, such as 64MiB. Tensors are used whole, in the order of their
+    /// names, until this number is reached.
     #[arg(long, value_parser = budget, default_value = "64MiB")]
     bytes: usize,
-    /// Measurements. The median is reported.
+    /// Number of measurements. The median is reported.
     #[arg(long, default_value_t = 9, value_parser = at_least_one)]
     rounds: usize,
 }
@@ -54,7 +55,10 @@ pub(super) fn run(
         .collect();
     let total = tensors.iter().map(|tensor| tensor.range().len as usize).sum::<usize>();
     if total == 0 {
-        return Err(failed(format!("codec {} applies to none of its tensors", arguments.codec)));
+        return Err(failed(format!(
+            "codec {} compresses no tensor of this checkpoint; choose another codec",
+            arguments.codec
+        )));
     }
     let mut raw = vec![0; total];
     let mut rest = &mut raw[..];
@@ -112,11 +116,12 @@ pub(super) fn run(
         }));
     } else {
         say(format_args!(
-            "{:.1} MiB in {:.1}: {ratio:.4}",
+            "{:.1} MiB, encoded {:.1} MiB, ratio {ratio:.4}",
             total as f64 / MIB,
             stored as f64 / MIB
         ));
-        say(format_args!("encode {encode:.2}, decode {decode:.2}, on two threads {two:.2} GB/s"));
+        say(format_args!("encode {encode:.2} GB/s, decode {decode:.2} GB/s"));
+        say(format_args!("decode on two threads {two:.2} GB/s"));
         say(format_args!("memcpy to the same memory {copy:.2} GB/s"));
     }
     Ok(0)
@@ -133,7 +138,8 @@ fn encode_all(
     for tensor in tensors {
         let (now, later) = rest.split_at(tensor.range().len as usize);
         rest = later;
-        let codec = compression.codec(tensor.dtype()).expect("other tensors were filtered out");
+        let codec =
+            compression.codec(tensor.dtype()).expect("tensors without a codec were filtered out");
         let at = match encoders.iter().position(|(known, _)| *known == codec) {
             Some(at) => at,
             None => {
@@ -158,12 +164,12 @@ fn decode_all(chunks: &[EncodedChunk], mut target: &mut [u8]) {
     for EncodedChunk { encoded, stored } in chunks {
         let (now, later) = target.split_at_mut(encoded.raw_len);
         decode_chunk(encoded.codec, encoded.width, stored, now, &mut scratch)
-            .expect("the chunk was just encoded");
+            .expect("the chunk is valid because `encode` returned it");
         target = later;
     }
 }
 
-/// Returns how many chunks are the first half of all bytes, and their decoded length.
+/// Returns the number of chunks in the first half of all bytes, and their decoded length in bytes.
 fn halves(chunks: &[EncodedChunk]) -> (usize, usize) {
     let total: usize = chunks.iter().map(|chunk| chunk.encoded.raw_len).sum();
     let mut bytes = 0;

@@ -19,43 +19,43 @@ use super::arguments::{at_least_one, budget};
 use super::console::{Console, MIB, say};
 use crate::Error;
 
-/// Measurements other than backends.
+/// Names of measurements that do not use a backend.
 const MEMCPY: &str = "memcpy";
 const VIEWS: &str = "views";
-/// Memory for measuring request size and queue depth.
+/// Memory in bytes for measuring the request size and queue depth.
 const TUNING_BYTES: usize = 128 << 20;
 
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
     /// The file to read, such as the weights of a model.
     path: PathBuf,
-    /// Measurements of each backend and state. The median is reported.
+    /// Number of measurements of each backend and state. The median is reported.
     #[arg(long, default_value_t = 3, value_parser = at_least_one)]
     rounds: usize,
-    /// How often to read the file in each measurement.
+    /// Number of times to read the file in each measurement.
     #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     passes: usize,
-    /// Backends, separated by commas. All by default. Also `memcpy`, for comparison with a warm
-    /// file, and `views`, the cost of mapping it.
+    /// Backends to measure, separated by commas. All by default. `memcpy` measures copies in
+    /// memory, for comparison with a warm file. `views` measures the cost of mapping the file.
     #[arg(long, value_delimiter = ',')]
     backends: Vec<String>,
     /// The state of the page cache before each measurement.
     #[arg(long, value_delimiter = ',', default_values_t = [State::Cold, State::Warm])]
     states: Vec<State>,
-    /// The length of the warm stretches of a half-warm file.
+    /// The length of the cached parts of a file in the state `half`.
     #[arg(long, value_parser = budget, default_value = "32MiB")]
     stretch: usize,
-    /// How much of the file to read, from its beginning.
+    /// The number of bytes to read, from the beginning of the file.
     #[arg(long, value_parser = budget, default_value = "2GiB")]
     bytes: usize,
-    /// Maximum size of a read. Measured first by default.
+    /// Maximum size of a read. By default, the best value is measured first.
     #[arg(long, value_parser = budget)]
     request_bytes: Option<usize>,
-    /// Reads in flight at once. Measured first by default.
+    /// Number of concurrent reads. By default, the best value is measured first.
     #[arg(long)]
     in_flight: Option<usize>,
     /// Read the file in units of this size, in a random order that is the same in each measurement.
-    /// Sequentially by default.
+    /// By default, the file is read sequentially.
     #[arg(long, value_parser = budget)]
     random_units: Option<usize>,
 }
@@ -63,11 +63,11 @@ pub(super) struct Arguments {
 /// The state of the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 enum State {
-    /// Nothing of the file.
+    /// The page cache contains nothing of the file.
     Cold,
-    /// Every other stretch of --stretch bytes.
+    /// The page cache contains every second part of the file. A part has --stretch bytes.
     Half,
-    /// All of it.
+    /// The page cache contains the whole file.
     Warm,
     /// The source is remote, so the page cache does not matter.
     #[value(skip)]
@@ -177,7 +177,7 @@ pub(super) fn run(
     Ok(0)
 }
 
-/// Returns the ranges to read, in order.
+/// Returns the ranges to read, in order, as pairs of offset and length.
 fn ranges(bytes: u64, unit: Option<usize>) -> Vec<(u64, u64)> {
     let Some(unit) = unit else { return vec![(0, bytes)] };
     let mut ranges: Vec<_> =
@@ -193,8 +193,8 @@ fn ranges(bytes: u64, unit: Option<usize>) -> Vec<(u64, u64)> {
     ranges
 }
 
-/// Brings the page cache into a state. Evicts the file, and then reads it sequentially, so that the
-/// cache has large pages as usual.
+/// Brings the page cache into `state`. Evicts the file, and then reads the wanted parts
+/// sequentially, so that the cache contains large pages as usual.
 fn prepare(
     source: &Arc<Source>,
     workload: &Workload,
@@ -203,7 +203,8 @@ fn prepare(
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<(), Error> {
     match (source.evict(), state) {
-        // If the file cannot be evicted, it is warm, but perhaps in smaller pages.
+        // If the eviction fails, the cache may keep parts of the file in smaller pages. The file
+        // can still be made warm.
         (_, State::Warm | State::Remote) => {}
         (evicted, State::Cold | State::Half) => evicted?,
     }
@@ -249,7 +250,7 @@ impl Row {
     fn new(backend: &'static str, state: State, runs: &[Measurement]) -> Self {
         let speeds = sorted(runs.iter().map(Measurement::gib_per_s));
         let cpu: Option<Vec<f64>> = runs.iter().map(Measurement::cpu_s_per_gib).collect();
-        let last = runs.last().expect("there is at least one round");
+        let last = runs.last().expect("`--rounds` is at least 1");
         Self {
             backend,
             state,

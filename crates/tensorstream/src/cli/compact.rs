@@ -11,7 +11,7 @@ use crate::{Compacted, Error, compact};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
-    /// The file, which is replaced atomically.
+    /// The .ts file, which is replaced atomically.
     path: PathBuf,
 }
 

@@ -9,19 +9,21 @@ use serde_json::json;
 
 use crate::{Bar, Error, Progress, Watch};
 
-/// Bytes of a MiB, for printing sizes.
+/// Number of bytes in a MiB, for printing sizes.
 pub(super) const MIB: f64 = 1048576.0;
 
-/// How a command prints: results to standard output, everything else to standard error.
+/// Output options. Commands print results, and errors in JSON, to standard output. They print
+/// everything else to standard error.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(super) struct Console {
-    /// Print one JSON value instead of text. Errors are {"error": {"kind": ..., "message": ...}}.
+    /// Print JSON instead of text. Errors have the form
+    /// {"error": {"kind": ..., "message": ...}}.
     #[arg(long, global = true)]
     pub(super) json: bool,
     /// Print no progress bars and no notes to standard error.
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     pub(super) quiet: bool,
-    /// Print causes of errors, connections and elapsed time to standard error.
+    /// Also print causes of errors, closed connections and the elapsed time to standard error.
     #[arg(short, long, global = true)]
     pub(super) verbose: bool,
 }
@@ -62,7 +64,7 @@ impl Console {
         }
     }
 
-    /// Reports wrong usage.
+    /// Prints an error about invalid arguments.
     pub(super) fn misuse(self, message: &str) {
         if self.json {
             say(error_json("usage", message));
@@ -71,7 +73,7 @@ impl Console {
         }
     }
 
-    /// Reports the error that ended the command.
+    /// Prints the error that ended the command and, if the command is verbose, its causes.
     pub(super) fn error(self, error: &Error) {
         if self.json {
             say(error_json(kind(error), &error.to_string()));
@@ -86,7 +88,7 @@ impl Console {
     }
 }
 
-/// Prints to standard output. Errors are ignored, since the reader may have closed its end.
+/// Prints to standard output. Ignores errors, because the reader may have closed the pipe.
 pub(super) fn say(text: impl Display) {
     let _ = writeln!(std::io::stdout(), "{text}");
 }
@@ -96,8 +98,8 @@ pub(super) fn error_json(kind: &str, message: &str) -> serde_json::Value {
     json!({ "error": { "kind": kind, "message": message } })
 }
 
-/// Returns the kind of an error, as it is printed in JSON. One other kind is `usage`, for wrong
-/// arguments.
+/// Returns the kind of an error, as it is printed in JSON. The JSON kind for invalid arguments is
+/// `usage`, which this function never returns.
 fn kind(error: &Error) -> &'static str {
     match error {
         Error::Format(error) => match error.kind() {

@@ -12,19 +12,20 @@ use crate::{Converted, Error, WriteOptions, convert};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
-    /// A .safetensors or .ts file, a shard index, or a directory with one of them.
+    /// The checkpoint to convert: a .safetensors or .ts file, a shard index, or a directory with
+    /// one of them.
     from: PathBuf,
-    /// A .ts or .safetensors file, which is replaced atomically. A name that ends in
-    /// .safetensors.index.json gives shards.
+    /// The .ts or .safetensors file to write, which is replaced atomically. If the name ends in
+    /// .safetensors.index.json, the command writes shards and this index.
     to: PathBuf,
-    /// Lossless compression of a .ts file: raw (none), auto (the best for each tensor), split (for
-    /// floats), zstd, lz4 or zlib.
+    /// Lossless compression of a .ts file: raw (none), auto (chosen by dtype), split (for floats),
+    /// zstd, lz4 or zlib.
     #[arg(long, default_value = "raw")]
     codec: String,
     /// The level of the codec: -7 to 22 for zstd, 0 to 9 for zlib.
     #[arg(long, allow_negative_numbers = true)]
     level: Option<i32>,
-    /// Threads that compress. The number of cores by default.
+    /// Number of threads that compress, at most 16. By default, one for each core.
     #[arg(long, default_value_t = 0, hide_default_value = true)]
     jobs: usize,
 }
@@ -42,7 +43,7 @@ pub(super) fn run(
         console.run_with_bar("converting", interrupt, |watch| convert(from, to, options, watch));
     if let (Err(_), Some(partial)) = (&converted, unfinished(to)) {
         console.note(format_args!(
-            "{} keeps what is done; run the same command to resume",
+            "{} contains the finished tensors; run the same command to resume",
             partial.display()
         ));
     }

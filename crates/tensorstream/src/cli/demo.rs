@@ -14,13 +14,13 @@ use crate::{Checkpoint, Error, FileWriter, NewTensor, WriteOptions};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
-    /// A checkpoint. By default 256 MiB of random weights in the temporary directory.
+    /// The checkpoint to stream. By default, 256 MiB of random weights in the temporary directory.
     path: Option<PathBuf>,
-    /// The memory for weights, such as 600MiB. By default a third of the weights, or the smallest
-    /// budget that works.
+    /// The memory for weights, such as 600MiB. By default, a third of the weights or, if that is
+    /// too small, the smallest budget that works.
     #[arg(long, value_parser = budget)]
     budget: Option<usize>,
-    /// Passes over all units.
+    /// Number of passes over all units.
     #[arg(long, default_value_t = 5, value_parser = at_least_one)]
     passes: usize,
 }
@@ -35,7 +35,8 @@ pub(super) fn run(
         None => Some(RandomCheckpoint::create(interrupt)?),
     };
     let path = arguments.path.as_ref().or(random.as_ref().map(|random| &random.path));
-    let checkpoint = Checkpoint::open(path.expect("one of them exists"))?;
+    let checkpoint =
+        Checkpoint::open(path.expect("a random checkpoint exists if there is no argument"))?;
     let units = checkpoint.units_by_module();
     let weights: u64 = checkpoint.catalog().tensors().map(|tensor| tensor.range().len).sum();
     let third = (weights / 3) as usize;
@@ -52,7 +53,7 @@ pub(super) fn run(
         let pass = engine.begin_pass_interruptible(interrupt)?;
         for unit in 0..engine.unit_count() as u32 {
             engine.acquire_interruptible(Some(pass), UnitId(unit), interrupt)?;
-            // A lease calls `interrupt` only if it waits.
+            // `acquire_interruptible` calls `interrupt` only if it waits.
             if interrupt() {
                 return Err(Error::Interrupted);
             }

@@ -11,9 +11,10 @@ use crate::{Error, diff};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
-    /// A .safetensors or .ts file, a shard index, or a directory with one of them.
+    /// The first checkpoint: a .safetensors or .ts file, a shard index, or a directory with one of
+    /// them.
     first: PathBuf,
-    /// The other checkpoint.
+    /// The second checkpoint, in any of these forms.
     second: PathBuf,
     #[command(flatten)]
     threads: Jobs,
@@ -41,7 +42,7 @@ pub(super) fn run(
             value.as_ref().map_or("nothing".into(), |text| format!("{text:?}"))
         };
         for (key, (first, second)) in &found.metadata {
-            say(format_args!("metadata {key}: {} and {}", value(first), value(second)));
+            say(format_args!("metadata {key} differs: {} and {}", value(first), value(second)));
         }
         for (name, difference) in &found.tensors {
             say(format_args!("{name}: {difference}"));

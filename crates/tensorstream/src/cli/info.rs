@@ -73,7 +73,7 @@ fn sizes(checkpoint: &Checkpoint) -> (u64, u64) {
     (tensors().map(|t| t.range().len).sum(), tensors().map(|t| t.stored_len()).sum())
 }
 
-/// Returns the codec of most chunks of a tensor.
+/// Returns the most frequent codec of a tensor's chunks, or `Raw` if the tensor has no chunks.
 fn codec(tensor: Tensor<'_>) -> Codec {
     let chunks = tensor.chunks().unwrap_or_default();
     let most =

@@ -12,10 +12,10 @@ use crate::{Checkpoint, Error, available_bytes};
 pub(super) struct Arguments {
     #[command(flatten)]
     checkpoint: CheckpointPath,
-    /// The memory for weights, such as 600MiB. Half of the available memory by default.
+    /// The memory for weights, such as 600MiB. By default, half of the available memory.
     #[arg(long, value_parser = budget)]
     budget: Option<usize>,
-    /// Forward passes that can run at once.
+    /// Number of forward passes that can run at the same time.
     #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     max_passes: usize,
 }

@@ -13,13 +13,13 @@ use crate::{Error, FetchOptions, ServeOptions, serve_weights};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
-    /// The directory.
+    /// The directory that contains the files.
     directory: PathBuf,
-    /// The address: HOST:PORT, with port 0 for a free port, or unix:PATH.
+    /// The address to listen on: HOST:PORT, with port 0 for a free port, or unix:PATH.
     #[arg(long, default_value = "127.0.0.1:7471", value_parser = address)]
     listen: Address,
-    /// Also serve targets of symbolic links outside of the directory. A Hugging Face cache needs
-    /// it.
+    /// Follow symbolic links to targets outside of the directory. A Hugging Face cache requires
+    /// this option.
     #[arg(long)]
     follow_symlinks: bool,
     #[command(flatten)]
@@ -28,42 +28,45 @@ pub(super) struct Arguments {
 
 #[derive(Debug, clap::Args)]
 pub(super) struct FetchArguments {
-    /// A file or directory, ts://HOST:PORT/NAME, or all files without a name. Token and
-    /// certificates come from the environment: TENSORSTREAM_TOKEN, TENSORSTREAM_CA,
-    /// TENSORSTREAM_CERT, TENSORSTREAM_KEY.
+    /// The URL of a file or directory: ts://HOST:PORT/NAME. Without NAME, all files are fetched.
+    /// The token and the certificates are read from the environment variables TENSORSTREAM_TOKEN,
+    /// TENSORSTREAM_CA, TENSORSTREAM_CERT and TENSORSTREAM_KEY.
     url: String,
     /// The target directory.
     directory: PathBuf,
-    /// Serve the files to others that fetch them, at this address, which they must reach. Runs
-    /// until it is interrupted.
+    /// Serve the files to other machines that fetch them, at this address, which those machines
+    /// must be able to reach. The command then runs until it is interrupted. The options for a
+    /// token, TLS and memory, --insecure and --grace configure this server, and are not used
+    /// without --listen.
     #[arg(long, value_parser = address)]
     listen: Option<Address>,
     #[command(flatten)]
     server: ServerArguments,
 }
 
-/// How to serve files.
+/// Options of the server.
 #[derive(Debug, clap::Args)]
 struct ServerArguments {
-    /// A file whose first line is the secret of the clients. They pass it as TENSORSTREAM_TOKEN.
+    /// A file whose first line is the token. Clients must set TENSORSTREAM_TOKEN to the same token.
     #[arg(long)]
     token_file: Option<PathBuf>,
     /// A certificate chain (PEM). Clients then connect with TLS, to tss://HOST:PORT/NAME.
     #[arg(long, requires = "tls_key")]
     tls_cert: Option<PathBuf>,
-    /// The key of the certificate (PEM).
+    /// The private key of the certificate (PEM).
     #[arg(long, requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// Accept only clients with a certificate of these authorities (PEM).
+    /// Accept only clients with a certificate that one of these authorities signed (PEM).
     #[arg(long, requires = "tls_cert")]
     tls_client_ca: Option<PathBuf>,
     /// Memory for data that is read and not yet sent, such as 256MiB.
     #[arg(long, default_value = "256MiB", value_parser = budget)]
     memory: usize,
-    /// Accept clients without a token or certificate on a public address.
+    /// Accept clients from other machines without a token or certificate.
     #[arg(long)]
     insecure: bool,
-    /// Seconds to wait for transfers after Ctrl-C or SIGTERM. A second signal ends them.
+    /// Seconds to wait for transfers after Ctrl-C or SIGTERM. A second signal ends the command at
+    /// once.
     #[arg(long, default_value_t = 10)]
     grace: u64,
 }
@@ -93,13 +96,14 @@ impl ServerArguments {
     }
 }
 
-/// Returns the first line of a file.
+/// Returns the token in a file: its first line, without surrounding white space.
 fn read_token(path: &Path) -> Result<String, Error> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::open(path, e))?;
     match text.lines().next().map(str::trim).filter(|line| !line.is_empty()) {
         Some(line) => Ok(line.into()),
         None => {
-            let reason = format!("{}: no token: the first line is empty", path.display());
+            let reason =
+                format!("{}: cannot read the token: the first line is empty", path.display());
             Err(ts_remote::Error::Misuse(reason).into())
         }
     }
@@ -116,7 +120,9 @@ pub(super) fn serve(
         true => {
             say(json!({ "address": address.to_string(), "url": format!("{scheme}://{address}/") }));
         }
-        false => say(format_args!("{} as {scheme}://{address}/", arguments.directory.display())),
+        false => {
+            say(format_args!("serving {} at {scheme}://{address}/", arguments.directory.display()));
+        }
     };
     let log = |peer: &str, error: &ts_remote::Error| match error {
         ts_remote::Error::Closed { .. } => console.detail(format_args!("{peer}: {error}")),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Fetches files from a weight server, and serves them to others while they arrive. So a broadcast
-//! to many machines takes about as long as a copy to one.
+//! Fetches files from a weight server, and serves them to other machines while they arrive. A
+//! broadcast to many machines thus takes about as long as a copy to one machine.
 
 use std::fs::{self, File};
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
@@ -25,16 +25,16 @@ use crate::Error;
 use crate::atomic::{is_file_at, partial_path};
 use crate::progress::{Progress, Watch};
 
-/// How many bytes are requested, written and passed on at a time. Each peer of a broadcast is a few
-/// pieces behind the one that it reads from.
+/// Length of a piece in bytes. Files are requested, written and served in pieces. Each peer of a
+/// broadcast is a few pieces behind the peer that it reads from.
 const PIECE: u64 = 4 << 20;
 /// Number of pieces that are fetched at a time.
 const THREADS: usize = 3;
 /// Maximum number of pieces of a file, which limits its size to 4 TiB.
 const MAX_PIECES: usize = 1 << 20;
-/// How many peers may fail until the rest is read from the server.
+/// Maximum number of peers that may fail before the rest is read from the server.
 const MAX_LOST_PEERS: usize = 3;
-/// How often `watch` is called.
+/// Interval between calls of `watch`.
 const POLL: Duration = Duration::from_millis(20);
 
 /// Options for fetching files.
@@ -49,10 +49,12 @@ const POLL: Duration = Duration::from_millis(20);
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct FetchOptions {
-    /// The address at which to serve the files to other machines, and how. `None` by default.
+    /// The address at which to serve the files to other machines, and the options of the server.
+    /// `None` by default, which serves nothing.
     ///
     /// Machines that fetch and serve the same files form a chain: the first reads from the server,
-    /// and each of the others from the one before it. So no machine sends the files more than once.
+    /// and each other machine from the machine before it. So each machine sends the files to at
+    /// most one other machine, unless a machine fails.
     pub serve: Option<(Address, ServeOptions)>,
 }
 
@@ -66,6 +68,9 @@ impl FetchOptions {
 
 /// The result of [`fetch`]. Serves the files until it is dropped, if
 /// [`FetchOptions::serve`] is set.
+///
+/// Dropping it then waits for running transfers, for at most
+/// [`grace_period`](ts_remote::ServerOptions::grace_period).
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Fetched {
@@ -73,19 +78,19 @@ pub struct Fetched {
     pub files: usize,
     /// Total size of the files in bytes.
     pub bytes: u64,
-    /// Address of the peer that was read from last. `None` for the server itself.
+    /// Address of the peer that was read from last, or `None` if that was the server itself.
     pub from: Option<String>,
     server: Option<PeerServer>,
 }
 
 impl Fetched {
-    /// Returns the address at which the files are served.
+    /// Returns the address at which the files are served, or `None` if they are not.
     pub fn address(&self) -> Option<&Address> {
         self.server.as_ref().map(|server| &server.address)
     }
 }
 
-/// A thread that serves files. Dropping it stops the thread.
+/// A thread that serves files. Dropping it stops the thread and waits until the thread has ended.
 #[derive(Debug)]
 struct PeerServer {
     address: Address,
@@ -97,7 +102,7 @@ impl Drop for PeerServer {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
-            // Its errors do not concern this process, which has all files.
+            // An error of this server does not affect the fetched files.
             let _ = thread.join();
         }
     }
@@ -108,9 +113,11 @@ impl Drop for PeerServer {
 /// atomically. Blocks.
 ///
 /// # Errors
-/// - [`Error::Io`] if the server refuses a file, with its reason, or a read fails.
+/// - [`Error::Io`] if the server refuses a file, or a read fails. The error contains the reason
+///   that the server gave.
 /// - [`Error::Write`] if a file cannot be written.
-/// - [`Error::Remote`] if the URL or an address is invalid.
+/// - [`Error::Remote`] if the URL or an address is invalid, the server lists an invalid file name,
+///   or the files cannot be served.
 /// - [`Error::Interrupted`] if `watch` returns true.
 pub fn fetch(
     url: &str,
@@ -119,7 +126,8 @@ pub fn fetch(
     watch: &mut Watch<'_>,
 ) -> Result<Fetched, Error> {
     let path = RemotePath::parse(url).ok_or_else(|| {
-        let reason = format!("invalid URL {url:?}: expected ts://HOST:PORT/NAME");
+        let reason =
+            format!("invalid URL {url:?} (expected ts://HOST:PORT/NAME or tss://HOST:PORT/NAME)");
         Error::Remote(ts_remote::Error::Misuse(reason))
     })??;
     let timeout = ts_io::BackendOptions::default().timeout;
@@ -175,8 +183,8 @@ pub fn fetch(
     Ok(Fetched { files: listed.len(), bytes: total, from, server })
 }
 
-/// Returns the address at which others reach a listener. If it listens on all interfaces, this is
-/// the address from which this machine reaches the server.
+/// Returns the address at which other machines reach a listener. For a listener on all interfaces,
+/// this is the local address from which this machine reaches the server.
 fn reachable_address(listener: &Address, server: &Address) -> String {
     let (Address::Tcp(listening), Address::Tcp(server)) = (listener, server) else {
         return listener.to_string();
@@ -224,7 +232,7 @@ fn serve_download(
     });
     let thread = thread.map_err(|source| ts_remote::Error::Io {
         peer: address.to_string(),
-        what: "cannot start a thread",
+        what: "starting a thread",
         source: source.into(),
     })?;
     Ok(PeerServer { address, stop, thread: Some(thread) })
@@ -234,7 +242,7 @@ fn serve_download(
 #[derive(Debug)]
 struct Download {
     files: Vec<FileDownload>,
-    /// Bytes that have arrived.
+    /// Number of bytes that have arrived.
     done: AtomicU64,
 }
 
@@ -247,14 +255,15 @@ struct FileDownload {
     target: PathBuf,
     partial: PathBuf,
     file: File,
-    /// Which pieces are written.
+    /// Whether each piece is written to the partial file.
     written: Vec<AtomicBool>,
     /// Number of pieces that are not written.
     missing: AtomicUsize,
 }
 
 impl Download {
-    /// Opens the files on the server and creates the partial files. Empty files are complete.
+    /// Opens the files on the server and creates the partial files. Empty files are completed at
+    /// once.
     fn new(
         server: &WeightServer,
         directory: &Path,
@@ -273,7 +282,7 @@ impl Download {
         Ok(this)
     }
 
-    /// Returns all pieces of all files, in order: the index of the file, and that of the piece.
+    /// Returns all pieces of all files, in order, as pairs of file index and piece index.
     fn pieces(&self) -> Vec<(usize, usize)> {
         let of = |(index, file): (usize, &FileDownload)| {
             (0..file.written.len()).map(move |piece| (index, piece))
@@ -302,23 +311,24 @@ impl FileDownload {
         if let Some(parent) = target.parent() {
             fs::create_dir_all(parent).map_err(failed)?;
         }
-        let partial = partial_path(&target).expect("the path has a file name");
+        let partial = partial_path(&target).expect("`path_in` returns paths with a file name");
         let file =
             File::options().read(true).write(true).create(true).truncate(false).open(&partial);
         let file = file.map_err(failed)?;
         let busy = || {
-            let reason = "another process is writing it";
+            let reason = "another process is writing this file";
             failed(std::io::Error::new(std::io::ErrorKind::WouldBlock, reason))
         };
         file.try_lock().map_err(|_| busy())?;
-        // Another process may have renamed the file before it was locked.
+        // Another process may have renamed or removed the file before it was locked.
         if !is_file_at(&file, &partial) {
             return Err(busy());
         }
         file.set_len(opened.len).map_err(failed)?;
         let pieces = usize::try_from(opened.len.div_ceil(PIECE)).unwrap_or(usize::MAX);
         if pieces > MAX_PIECES {
-            return Err(failed(std::io::ErrorKind::FileTooLarge.into()));
+            let reason = format!("it has {} bytes, but fetch supports at most 4 TiB", opened.len);
+            return Err(failed(std::io::Error::new(std::io::ErrorKind::FileTooLarge, reason)));
         }
         Ok(Self {
             name: listed.name.clone(),
@@ -336,7 +346,7 @@ impl FileDownload {
         Error::write(&self.target, source)
     }
 
-    /// Makes the complete file durable, and renames it to its name.
+    /// Makes the complete file durable, and renames it to its target.
     fn commit(&self) -> Result<(), Error> {
         self.file.sync_all().map_err(|error| self.write_error(error))?;
         fs::rename(&self.partial, &self.target).map_err(|error| self.write_error(error))?;
@@ -354,13 +364,13 @@ impl FileDownload {
 impl Drop for FileDownload {
     fn drop(&mut self) {
         if !self.is_complete() {
-            // Peers that read from it continue with another peer or the server.
+            // Peers that read this file continue with another peer or the server.
             let _ = fs::remove_file(&self.partial);
         }
     }
 }
 
-/// A machine that serves what this one fetches.
+/// A machine that serves the files that this machine fetches.
 #[derive(Debug, Clone)]
 struct Peer {
     address: String,
@@ -371,18 +381,20 @@ struct Peer {
 struct Fetcher<'a> {
     url: &'a str,
     path: &'a RemotePath,
-    /// The address at which this machine serves the files, if it does.
+    /// The address at which this machine serves the files, or `None` if it does not serve them.
     own_address: Option<&'a str>,
     /// Number of pieces that threads have taken.
     next: AtomicUsize,
-    /// The peer to read from. `None` for the server itself.
+    /// The peer to read from, or `None` to read from the server itself.
     peer: Mutex<Option<Peer>>,
     /// Number of peers that have failed.
     lost_peers: AtomicUsize,
 }
 
 impl Fetcher<'_> {
-    /// Asks the server for a peer to read from. `lost` is the peer that has failed.
+    /// Sets `peer` to the peer that the server names, or to `None` to read from the server itself.
+    /// `lost` is the address of the peer that failed, or `None` for the first choice. Does nothing
+    /// if this machine does not serve the files, or another thread has replaced the failed peer.
     fn choose_peer(&self, lost: Option<&str>, timeout: Duration) {
         let Some(own_address) = self.own_address else { return };
         let mut peer = self.peer.lock();
@@ -395,7 +407,7 @@ impl Fetcher<'_> {
             return;
         }
         let reply = self.path.server.join(&self.path.name, own_address, lost, timeout);
-        // If the request fails or the reply is unusable, the server itself is read from.
+        // If the request fails or the reply is unusable, pieces are read from the server itself.
         let address = reply
             .ok()
             .flatten()
@@ -437,7 +449,7 @@ impl Fetcher<'_> {
     }
 
     /// Reads a piece from the current peer. If that fails, tries the next peer, and finally the
-    /// server. Returns `None` if `stop` is set.
+    /// server. Returns `None` if a read fails after `stop` was set.
     fn read(
         &self,
         file: &FileDownload,
@@ -464,11 +476,11 @@ impl Fetcher<'_> {
     }
 }
 
-/// The files of a download, as one connection reads them.
+/// The state of a connection that reads the files of a download.
 struct PartialFiles {
     download: Arc<Download>,
     pool: HostPool,
-    /// The open files, as indices into those of the download. Positions are ids.
+    /// The open files, as indices into [`Download::files`]. The position of a file is its id.
     open: Vec<usize>,
 }
 
@@ -477,7 +489,7 @@ impl Files for PartialFiles {
         let found = self.download.files.iter().position(|file| file.name == name);
         let index = found.ok_or_else(|| Refusal {
             kind: RefusalKind::NotFound,
-            reason: format!("{name:?} is not being fetched here"),
+            reason: format!("{name:?} is not among the files that this peer fetches"),
         })?;
         let id = self.open.iter().position(|&open| open == index).unwrap_or_else(|| {
             self.open.push(index);
@@ -490,8 +502,8 @@ impl Files for PartialFiles {
     fn read(&mut self, file: u64, offset: u64, len: usize) -> Result<Option<Bytes>, Refusal> {
         let failed = |reason: String| Refusal { kind: RefusalKind::Failed, reason };
         let open = usize::try_from(file).ok().and_then(|file| self.open.get(file));
-        let file =
-            &self.download.files[*open.ok_or_else(|| failed(format!("no file {file} is open")))?];
+        let file = &self.download.files[*open
+            .ok_or_else(|| failed(format!("this connection has no open file with id {file}")))?];
         let end = offset.saturating_add(len as u64).min(file.len);
         let first = (offset / PIECE) as usize;
         let pieces = first..(end.div_ceil(PIECE) as usize).max(first);

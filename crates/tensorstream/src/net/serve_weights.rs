@@ -19,7 +19,7 @@ use crate::Error;
 
 /// Maximum number of open files of a connection.
 const MAX_OPEN: usize = 512;
-/// Maximum number of files in a list.
+/// Maximum number of files and directories in a listing.
 const MAX_LISTED: usize = 10_000;
 
 /// Options for serving files.
@@ -33,13 +33,13 @@ const MAX_LISTED: usize = 10_000;
 pub struct ServeOptions {
     /// Options of the server and its connections, such as the token, TLS and limits.
     pub server: ServerOptions,
-    /// Memory for data that is read and not yet sent, of all connections, in bytes. 256 MiB by
-    /// default.
+    /// Memory in bytes for data that is read and not yet sent, shared by all connections. 256 MiB
+    /// by default.
     pub memory_bytes: usize,
-    /// Whether to accept clients without a token or certificate on a public address. False by
-    /// default.
+    /// Whether to accept clients without a token or certificate on a
+    /// [public](Address::is_public) address. False by default.
     pub insecure: bool,
-    /// Whether to serve targets of symbolic links outside of the directory. False by default.
+    /// Whether to follow symbolic links to targets outside of the directory. False by default.
     pub follow_symlinks: bool,
 }
 
@@ -75,16 +75,17 @@ impl ServeOptions {
         Self { follow_symlinks, ..self }
     }
 
-    /// Returns an error if the address is public and clients need neither a token nor a
-    /// certificate, unless [`insecure`](Self::insecure) is set.
+    /// Returns an error if the address is [public](Address::is_public) and clients need neither a
+    /// token nor a certificate, unless [`insecure`](Self::insecure) is set.
     pub(crate) fn check(&self, address: &Address) -> Result<(), Error> {
         let ServerOptions { connection, tls, .. } = &self.server;
         let authenticates = tls.as_ref().is_some_and(TlsServer::authenticates_clients);
         let open = connection.token.is_none() && !authenticates && !self.insecure;
         if open && address.is_public() {
             return Err(ts_remote::Error::Misuse(format!(
-                "anyone could connect to {address}, a public address; require a token or client \
-                 certificates, or allow insecure connections"
+                "cannot listen on {address}: other machines can reach this address, and clients \
+                 are not authenticated; require a token (--token-file) or client certificates \
+                 (--tls-client-ca), or accept everyone (--insecure)"
             ))
             .into());
         }
@@ -100,18 +101,21 @@ impl ServeOptions {
 
 /// Serves the files in a directory, as `ts://HOST:PORT/NAME`, until `stop` returns true. Blocks.
 ///
-/// Calls `stop` at least every 50 ms, `on_listening` once with the address, and `log` with the peer
-/// and the error when a connection ends. Then waits for transfers, for at most
-/// [`ServerOptions::grace_period`].
+/// Calls `stop` at least every 50 ms, and `on_listening` once with the address of the server. When
+/// a connection ends with an error, calls `log` with the peer and the error. After `stop` returns
+/// true, waits for running transfers for at most [`ServerOptions::grace_period`].
 ///
-/// These are not served: names with a component that starts with a dot, unfinished files
-/// (`.partial`), and targets of symbolic links outside of the directory, unless
-/// [`ServeOptions::follow_symlinks`] is set.
+/// The server refuses:
+/// - names with a component that starts with a dot;
+/// - names with a component that ends in `.partial`, which belong to unfinished files;
+/// - symbolic links to targets outside of the directory, unless
+///   [`ServeOptions::follow_symlinks`] is set.
 ///
 /// # Errors
-/// - [`Error::Io`] if `directory` is not a directory.
-/// - [`Error::Remote`] if the address cannot be bound, or it is public and clients need neither a
-///   token nor a certificate.
+/// - [`Error::Io`] if `directory` is not a directory or cannot be opened.
+/// - [`Error::Remote`] if the address cannot be bound.
+/// - [`Error::Remote`] if the address is [public](Address::is_public), and clients need neither a
+///   token nor a certificate, unless [`ServeOptions::insecure`] is set.
 pub fn serve_weights(
     directory: &Path,
     address: &Address,
@@ -144,7 +148,7 @@ pub fn serve_weights(
     Ok(serve(&listener, &options.server, stop, session, log)?)
 }
 
-/// The files of the directory, as one connection reads them.
+/// The state of a connection that reads files of the directory.
 #[derive(Debug)]
 struct Directory {
     /// The canonical path of the directory.
@@ -156,25 +160,27 @@ struct Directory {
     /// Number of files opened so far.
     opened: u64,
     broadcasts: Arc<Mutex<Broadcasts>>,
-    /// The names that the client of this connection fetches, and the address where it serves them.
+    /// The names that the client of this connection fetches, each with the address at which the
+    /// client serves it.
     joined: Vec<(String, String)>,
 }
 
-/// Maximum number of names that are broadcast, and of names that a connection joins.
+/// Maximum number of names that are broadcast at a time, and of joins that a connection records in
+/// order to leave the broadcasts when it ends.
 const MAX_BROADCASTS: usize = 64;
 /// Maximum number of peers of a broadcast.
 const MAX_PEERS: usize = 1024;
-/// Maximum length of the address of a peer.
+/// Maximum length of the address of a peer in bytes.
 const MAX_ADDRESS_LEN: usize = 256;
 
-/// The peers that fetch and serve each name, in a chain: the first reads from this server, and each
-/// of the others from the one before it.
+/// The peers that fetch and serve each name. They form a chain: the first peer reads from this
+/// server, and each other peer from the peer before it.
 #[derive(Debug, Default)]
 struct Broadcasts(BTreeMap<String, Vec<String>>);
 
 impl Broadcasts {
-    /// Adds a peer to the chain of `name`, and removes `lost`. Returns the peer to read from, or
-    /// `None` for this server.
+    /// Adds a peer to the chain of `name`, and removes `lost`. Returns the address of the peer to
+    /// read from, or `None` to read from this server.
     fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Option<String> {
         if !self.0.contains_key(name) && self.0.len() >= MAX_BROADCASTS {
             self.0.pop_first();
@@ -233,8 +239,8 @@ impl Directory {
         let path = path_in(&self.root, name).ok_or_else(unknown)?;
         if self.leaves_root(&path) {
             let reason = format!(
-                "{name:?} is a link to outside of the directory; serve it with serve-weights \
-                 --follow-symlinks"
+                "{name:?} is a symbolic link to a target outside of the served directory; to allow \
+                 this, start the server with --follow-symlinks"
             );
             return Err(refusal(RefusalKind::NotFound, reason));
         }
@@ -248,7 +254,7 @@ impl Directory {
             && std::fs::canonicalize(path).is_ok_and(|real| !real.starts_with(&self.root))
     }
 
-    /// Converts an error for the client. Removes paths of this machine.
+    /// Converts an error to a refusal for the client, without the path of the served directory.
     fn to_refusal(&self, error: &ts_io::Error) -> Refusal {
         let kind = match error.kind() {
             ts_io::ErrorKind::NotFound => RefusalKind::NotFound,
@@ -280,7 +286,7 @@ impl Files for Directory {
             self.opened += 1;
             (self.opened, source)
         });
-        // Closes the least recently opened file. If the client needs it, it opens it again.
+        // Closes the file that was opened least recently. A client that needs it opens it again.
         if self.open.len() >= MAX_OPEN {
             self.open.pop_front();
         }
@@ -291,7 +297,8 @@ impl Files for Directory {
     fn read(&mut self, file: u64, offset: u64, len: usize) -> Result<Option<Bytes>, Refusal> {
         let source = self.open.iter().rev().find(|(id, _)| *id == file).map(|(_, source)| source);
         let Some(source) = source else {
-            return Err(refusal(RefusalKind::Failed, format!("no file {file} is open")));
+            let reason = format!("this connection has no open file with id {file}");
+            return Err(refusal(RefusalKind::Failed, reason));
         };
         let mut buffer = match self.pool.allocate(len) {
             Ok(buffer) => buffer,
@@ -351,8 +358,8 @@ impl Files for Directory {
     }
 
     fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Option<String> {
-        // The entry exists until the connection ends, so only existing files and addresses that
-        // others can reach are accepted.
+        // A join takes memory until the connection ends, so names that do not exist are ignored.
+        // Other machines cannot reach Unix sockets, so only TCP addresses are accepted.
         let path = self.resolve(name).ok();
         let is_reachable =
             address.len() <= MAX_ADDRESS_LEN && matches!(address.parse(), Ok(Address::Tcp(_)));
@@ -367,7 +374,7 @@ impl Files for Directory {
     }
 }
 
-/// Memory of a pool, as bytes to send.
+/// A buffer of a pool, as bytes to send.
 pub(crate) struct PoolBytes(pub(crate) SharedBuffer);
 
 impl AsRef<[u8]> for PoolBytes {

@@ -14,14 +14,16 @@ use ts_remote::{
     RefusalKind, RemoteFile, Sink, Socket, TlsClient,
 };
 
-/// The schemes of URLs, and whether they use TLS.
+/// The schemes of URLs, and whether each of them uses TLS.
 const SCHEMES: [(&str, bool); 2] = [("ts://", false), ("tss://", true)];
-/// How often a request is retried on a new connection.
+/// Maximum number of retries of a request on new connections.
 const MAX_RETRIES: u32 = 4;
-/// The first and the longest delay between retries.
+/// Delay before the first retry.
 const FIRST_RETRY: Duration = Duration::from_millis(50);
+/// Longest delay between retries.
 const MAX_RETRY: Duration = Duration::from_secs(1);
-/// Maximum number of files that a connection remembers as open. A server remembers more.
+/// Maximum number of open files that a client tracks for a connection. A server keeps more files
+/// open.
 const MAX_OPEN_FILES: usize = 256;
 /// Maximum number of idle connections to a server.
 const MAX_IDLE: usize = 32;
@@ -31,7 +33,7 @@ pub(crate) fn is_remote(url: &str) -> bool {
     SCHEMES.iter().any(|(scheme, _)| url.starts_with(scheme))
 }
 
-/// Splits a URL into whether it uses TLS, the address and the name.
+/// Parses a URL. Returns whether it uses TLS, the address, and the name of the file.
 fn parse_url(url: &str) -> Option<(bool, Address, &str)> {
     let (scheme, tls) = SCHEMES.into_iter().find(|(scheme, _)| url.starts_with(scheme))?;
     let (address, name) = url[scheme.len()..].split_once('/')?;
@@ -52,7 +54,7 @@ impl RemotePath {
     }
 }
 
-/// Opens a file of a server. Blocks for at most 60 s.
+/// Opens a file of a server. Blocks. Returns an error if the server does not answer for 60 s.
 pub(crate) fn open(url: &str) -> Result<Arc<Source>, ts_io::Error> {
     let invalid = || {
         let reason = "invalid URL (expected ts://HOST:PORT/NAME or tss://HOST:PORT/NAME)";
@@ -83,7 +85,7 @@ fn io_kind(error: &ts_remote::Error) -> std::io::ErrorKind {
     }
 }
 
-/// A request to a server failed.
+/// The error of a request to a server.
 pub(crate) enum RequestError {
     /// The connection failed.
     Network(ts_remote::Error),
@@ -98,7 +100,7 @@ impl From<ts_remote::Error> for RequestError {
 }
 
 impl RequestError {
-    /// Converts this to an error of opening `url`.
+    /// Converts the error to one that reports that `url` cannot be opened.
     pub(crate) fn into_open_error(self, url: &str) -> ts_io::Error {
         match self {
             Self::Network(error) => open_error(url, io_kind(&error), error.to_string()),
@@ -134,7 +136,8 @@ impl WeightServer {
         let mut servers = SERVERS.lock();
         let servers = servers.get_or_insert_default();
         let key = (address.clone(), tls);
-        // If the token in the environment has changed, new files use the new one.
+        // If the token in the environment has changed, files that are opened later use the new
+        // token.
         let token = std::env::var("TENSORSTREAM_TOKEN").ok();
         if let Some(server) = servers.get(&key).filter(|server| server.options.token == token) {
             return Ok(Arc::clone(server));
@@ -191,8 +194,9 @@ impl WeightServer {
         })
     }
 
-    /// Joins the broadcast of `name`, as a peer that serves it at `own`. Returns the peer to read
-    /// from, or `None` to read from this server. `lost` is a peer that failed.
+    /// Joins the broadcast of `name`, as a peer that serves `name` at the address `own`. Returns
+    /// the address of the peer to read from, or `None` to read from this server. `lost` is the
+    /// address of a peer that failed.
     pub(crate) fn join(
         &self,
         name: &str,
@@ -203,13 +207,13 @@ impl WeightServer {
         self.with_connection(timeout, |connection| Ok(connection.client.join(name, own, lost)?))
     }
 
-    /// Opens a file.
+    /// Opens a file. Returns its id, length and version.
     pub(crate) fn open(&self, name: &str, timeout: Duration) -> Result<RemoteFile, RequestError> {
         self.with_connection(timeout, |connection| connection.open(name))
     }
 
-    /// Runs a request on an idle or new connection. Retries it on another one if the connection
-    /// fails, within `timeout`.
+    /// Runs a request on an idle or new connection. If the connection fails, retries the request on
+    /// another connection, up to [`MAX_RETRIES`] times on new ones and until `timeout` has passed.
     fn with_connection<T>(
         &self,
         timeout: Duration,
@@ -276,7 +280,7 @@ fn tls_from_environment() -> Result<TlsClient, ts_remote::Error> {
 impl PooledConnection {
     fn open(&mut self, name: &str) -> Result<RemoteFile, RequestError> {
         let opened = self.client.open(name)?.map_err(RequestError::Refused)?;
-        // The server closes the least recently opened files.
+        // The server closes the files that were opened least recently, so old ids become invalid.
         if self.files.len() >= MAX_OPEN_FILES {
             self.files.clear();
         }
@@ -295,8 +299,8 @@ struct WeightFile {
 }
 
 impl WeightFile {
-    /// Fills `memory` with the bytes from `offset` on, which must be within the file. Returns the
-    /// memory.
+    /// Fills `memory` with the bytes of the file from `offset` on. The range must be within the
+    /// file. Returns the memory, also after an error.
     fn read_range(
         &self,
         offset: u64,
@@ -313,7 +317,7 @@ impl WeightFile {
             let known = connection.files.get(&self.name).filter(|file| is_same(file)).cloned();
             let file = known.map_or_else(|| connection.open(&self.name), Ok)?;
             if !is_same(&file) {
-                let reason = "the server has another version".into();
+                let reason = "the server has another version of the file".into();
                 return Err(RequestError::Refused(Refusal { kind: RefusalKind::Changed, reason }));
             }
             let done = connection.client.read(file.id, offset, &mut memory);
@@ -323,7 +327,7 @@ impl WeightFile {
             done?.map_err(RequestError::Refused)
         });
         let result = read.map_err(|error| self.read_error(offset, len, timeout, error));
-        debug_assert!(memory.is_some(), "a connection that has ended returns the memory");
+        debug_assert!(memory.is_some(), "a connection returns the memory when it ends");
         (memory.unwrap_or(BufferRange { buffers: Vec::new(), start, len }), result)
     }
 
@@ -427,7 +431,10 @@ impl Sink for BufferRange {
             }
             at -= buffer.len();
         }
-        let reason = format!("{len} bytes at {offset} are not within {} bytes", self.len);
+        let reason = format!(
+            "cannot store {len} bytes at offset {offset}: the memory has {} bytes",
+            self.len
+        );
         Err(ts_remote::Error::Misuse(reason))
     }
 
@@ -436,8 +443,8 @@ impl Sink for BufferRange {
     }
 }
 
-/// Returns the path of a file in the directory `root` from its name on a server. `None` if the name
-/// is not a relative path without `..`.
+/// Returns the path in the directory `root` for the name of a file on a server. Returns `None` if
+/// the name is not a relative path without `..`.
 pub(crate) fn path_in(root: &Path, name: &str) -> Option<PathBuf> {
     let inside =
         Path::new(name).components().all(|part| matches!(part, std::path::Component::Normal(_)));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Unfinished conversions. The unfinished file is its own journal: a `.ts` file of the complete
-//! tensors, whose metadata identify what it is converted from.
+//! Journals of unfinished conversions. The unfinished file serves as the journal: it is a `.ts`
+//! file that contains the complete tensors, and its metadata identifies the conversion.
 
 use std::collections::BTreeMap;
 
@@ -9,11 +9,11 @@ use ts_format::Digest;
 use super::options::{NewTensor, WriteOptions};
 use crate::Checkpoint;
 
-/// The metadata key of the journal.
+/// The metadata key that marks an unfinished file.
 const KEY: &str = "tensorstream.unfinished";
 
-/// Returns the metadata of an unfinished file: a digest of everything that determines its content.
-/// `origin` identifies the source of the bytes.
+/// Returns the metadata of an unfinished file: a digest of the tensors, the compression and
+/// `origin`, which identifies the source of the bytes.
 pub(super) fn metadata(
     tensors: &[NewTensor],
     origin: &str,
@@ -26,7 +26,7 @@ pub(super) fn metadata(
 }
 
 /// Returns how many of `tensors` an unfinished file contains, or `None` if it is not an unfinished
-/// conversion of the same tensors, origin and options.
+/// conversion with the same tensors, origin and compression.
 pub(super) fn complete_tensors(
     unfinished: &Checkpoint,
     tensors: &[NewTensor],

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What to write, and how.
+//! Tensors to write, and options for writing them.
 
 use std::path::Path;
 
@@ -15,8 +15,8 @@ pub struct NewTensor {
     pub name: String,
     /// Element type and shape.
     pub meta: TensorMeta,
-    /// Offset of its data modulo 64; 0 if `None`. Ignored for safetensors files, which cannot
-    /// choose it.
+    /// Offset of the tensor's [range](ts_format::Tensor::range) modulo 64. `None` means 0. Ignored
+    /// for safetensors files, because their format determines the offset.
     pub phase: Option<u8>,
 }
 
@@ -32,12 +32,14 @@ pub struct NewTensor {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct WriteOptions {
-    /// How to compress tensors. None by default. Only `.ts` files can be compressed.
+    /// Compression of tensors, by default none. Only `.ts` files can be compressed.
     pub compression: Compression,
-    /// Number of threads that compress. By default 0, which is the number of cores.
+    /// Number of threads that compress. The default is 0, which means the number of cores. At most
+    /// 16 threads are used.
     pub jobs: usize,
-    /// How many bytes of tensors [`convert`](crate::convert()) writes between the points that it
-    /// can resume from after a crash. 1 GiB by default.
+    /// Number of bytes of complete tensors after which [`convert`](crate::convert()) writes a
+    /// checkpoint of a `.ts` file, 1 GiB by default. After a crash, a conversion resumes from its
+    /// last checkpoint.
     pub checkpoint_bytes: u64,
     /// Maximum size of a shard that [`convert`](crate::convert()) writes, in bytes of tensors. A
     /// larger tensor gets its own shard. 5 GB by default.
@@ -102,9 +104,9 @@ impl WriteOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Format {
-    /// `.ts`
+    /// A `.ts` file.
     Container,
-    /// `.safetensors`
+    /// A `.safetensors` file.
     Safetensors,
 }
 

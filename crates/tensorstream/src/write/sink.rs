@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where the bytes of a new file go.
+//! Destinations for the bytes of a new file.
 
 use ts_format::ContainerTail;
 
@@ -38,8 +38,8 @@ impl Sink {
     /// Writes the index and superblocks that complete a `.ts` file.
     pub(super) fn write_tail(&mut self, tail: &ContainerTail) -> Result<(), Error> {
         match self {
-            // The indexes of checkpoints, which follow the final index, must stay until that is
-            // durable.
+            // The indexes of checkpoints follow the final index. They must stay until the final
+            // index is durable.
             Self::File(file) if file.is_kept() => {
                 file.write_tail(tail)?;
                 file.flush()?;

@@ -15,7 +15,7 @@ use crate::pieces::thread_count;
 /// Length of a batch of chunks to compress, in bytes.
 const BATCH_LEN: usize = BATCH * CHUNK_LEN as usize;
 
-/// A file to write: its path, the tensors to write to it, and how.
+/// A file to write: its path, its tensors, and the options for writing it.
 #[derive(Debug)]
 pub(super) struct FileSpec {
     pub(super) path: PathBuf,
@@ -25,7 +25,8 @@ pub(super) struct FileSpec {
 }
 
 impl FileSpec {
-    /// Checks that the suffix of `path` is known, and that the requested compression is possible.
+    /// Creates a specification. Returns an error if the suffix of `path` is unknown, or the
+    /// requested compression is not possible.
     pub(super) fn new(
         path: &Path,
         tensors: Vec<NewTensor>,
@@ -35,8 +36,8 @@ impl FileSpec {
         Ok(Self { path: path.into(), tensors, options, encoders })
     }
 
-    /// Returns a lower bound on the bytes of the tensors from `first` on, to preallocate: those
-    /// that are not compressed.
+    /// Returns the number of bytes to preallocate for the tensors from index `first` on. Compressed
+    /// tensors are not counted, because their length is not known in advance.
     pub(super) fn expected_bytes(&self, first: usize) -> u64 {
         let compression = self.options.compression;
         let plain =
@@ -45,7 +46,7 @@ impl FileSpec {
     }
 }
 
-/// How the current tensor is stored.
+/// How the bytes of the current tensor are stored in the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Storage {
     Uncompressed,
@@ -54,7 +55,7 @@ enum Storage {
     Undecided(Codec),
 }
 
-/// Writes the bytes of tensors, in the order of the file.
+/// A writer of the bytes of tensors, in the order of the file.
 #[derive(Debug)]
 pub(super) struct TensorWriter {
     spec: FileSpec,
@@ -75,7 +76,7 @@ pub(super) struct TensorWriter {
 }
 
 impl TensorWriter {
-    /// Creates a writer for a `.ts` file of which the first `complete` tensors are written.
+    /// Creates a writer for a `.ts` file whose first `complete` tensors are already written.
     pub(super) fn container(
         spec: FileSpec,
         sink: Sink,
@@ -86,7 +87,7 @@ impl TensorWriter {
         Self { current: complete, ..Self::new(spec, sink, Some(container), order) }
     }
 
-    /// Creates a writer for a safetensors file whose header is written.
+    /// Creates a writer for a safetensors file whose header is already written.
     pub(super) fn safetensors(spec: FileSpec, sink: Sink, order: Vec<usize>) -> Self {
         Self::new(spec, sink, None, order)
     }
@@ -154,7 +155,8 @@ impl TensorWriter {
         self.begin_next()
     }
 
-    /// Writes the next bytes. Calls `interrupt` before each chunk that is compressed.
+    /// Writes the next bytes. Calls `interrupt` before each chunk that the calling thread
+    /// compresses.
     pub(super) fn write(
         &mut self,
         mut bytes: &[u8],
@@ -164,7 +166,7 @@ impl TensorWriter {
             self.begin_next()?;
             let Some(missing) = self.missing else {
                 let (tensor, reason) =
-                    (String::new(), "received more bytes than all tensors have".into());
+                    (String::new(), "received more bytes than the declared tensors have".into());
                 return Err(FormatError::Unwritable { tensor, reason }.into());
             };
             let space = match self.storage {
@@ -210,14 +212,14 @@ impl TensorWriter {
         file.seek(container.end())
     }
 
-    /// Checks that all tensors are complete.
+    /// Ends the last tensor. Returns an error if bytes of a tensor are missing.
     pub(super) fn end(&mut self) -> Result<(), Error> {
         self.end_growing()?;
         self.begin_next()?;
         self.require_complete()
     }
 
-    /// Writes what follows the tensors, and returns the sink.
+    /// Writes the index and superblocks of a `.ts` file, and returns the sink.
     pub(super) fn finish(mut self) -> Result<Sink, Error> {
         if let Some(container) = self.container {
             self.sink.write_tail(&container.finish()?)?;
@@ -232,7 +234,7 @@ impl TensorWriter {
         Err(FormatError::Unwritable { tensor, reason }.into())
     }
 
-    /// Begins the next tensor if none is current. Empty tensors are complete at once.
+    /// Begins the next tensor unless one has begun. Empty tensors are complete at once.
     pub(super) fn begin_next(&mut self) -> Result<(), Error> {
         while self.missing.is_none() {
             let Some(&index) = self.order.get(self.current) else { return Ok(()) };
@@ -318,7 +320,10 @@ impl TensorWriter {
 
     fn begin_compressed(&mut self) -> Result<(), Error> {
         let NewTensor { name, meta, phase } = &self.spec.tensors[self.order[self.current]];
-        let container = self.container.as_mut().expect("only .ts files are compressed");
+        let container = self
+            .container
+            .as_mut()
+            .expect("only .ts files, which have a container, are compressed");
         container.begin_chunked(name, meta.clone(), *phase)?;
         if self.growing {
             container.grow()?;
@@ -327,7 +332,10 @@ impl TensorWriter {
     }
 
     fn write_chunks(&mut self, chunks: &[EncodedChunk]) -> Result<(), Error> {
-        let container = self.container.as_mut().expect("only .ts files are compressed");
+        let container = self
+            .container
+            .as_mut()
+            .expect("only .ts files, which have a container, are compressed");
         for (encoded, bytes) in chunks {
             let offset = container.push_chunk(encoded)?;
             self.sink.seek(offset)?;
@@ -337,7 +345,7 @@ impl TensorWriter {
     }
 }
 
-/// Creates the encoders for these tensors, for each codec in use.
+/// Creates encoders for each codec that these tensors use.
 fn encoders(
     path: &Path,
     tensors: &[NewTensor],

@@ -27,7 +27,8 @@ pub(crate) fn metadata() -> BTreeMap<String, String> {
     BTreeMap::from([("format".into(), "pt".into()), ("note".into(), "a\"b\nc".into())])
 }
 
-/// Returns the bytes of tensor `i`. The lengths are not multiples of a chunk, and one is 0.
+/// Returns the bytes of tensor `i`. Every fourth tensor is empty. The other lengths are not
+/// multiples of a chunk.
 pub(crate) fn content(i: usize) -> Vec<u8> {
     (0..[3_000_001, 0, 17, 1][i % 4]).map(|at: usize| (at * 7 + i) as u8).collect()
 }
