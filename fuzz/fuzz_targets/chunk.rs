@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Decodes arbitrary bytes with each codec: the result is an error or has exactly the expected
-//! length. Also encodes arbitrary bytes, which must round-trip.
+//! Decodes arbitrary bytes with a codec that the input selects: the decoder must not panic or use
+//! too much scratch memory. Also encodes arbitrary bytes, which must round-trip.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -12,10 +12,14 @@ fuzz_target!(|input: (u8, u8, u32, &[u8])| {
     let (codec, width, len, bytes) = input;
     let codec = Codec::ALL[usize::from(codec) % Codec::ALL.len()];
     let mut scratch = Scratch::default();
-    // The maximum length of a chunk.
+    // A chunk has at most 1 MiB.
     let mut out = vec![0xA5; len as usize % ((1 << 20) + 1)];
     let _ = decode_chunk(codec, width, bytes, &mut out, &mut scratch);
-    assert!(scratch.bytes() <= Scratch::BYTES, "{} bytes of scratch", scratch.bytes());
+    assert!(
+        scratch.bytes() <= Scratch::BYTES,
+        "scratch memory is too large: {} bytes",
+        scratch.bytes()
+    );
 
     let dtype = DTYPES[usize::from(width) % DTYPES.len()];
     let raw = &bytes[..bytes.len() / 8 * 8];

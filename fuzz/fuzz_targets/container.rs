@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Reads a `.ts` file with an arbitrary index or arbitrary superblocks: the result is an error or a
-//! catalog whose ranges are within the file. If accepted, the tensors are written to a new file,
-//! which must read the same.
+//! catalog whose ranges are within the file. The chunks of accepted tensors are decoded. Tensors
+//! without chunks are written to a new file, which must describe them in the same way.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -9,7 +9,8 @@ use ts_format::{CHUNK_LEN, Catalog, ContainerWriter, Digest, Scratch, decode_chu
 
 const DATA: usize = 8192;
 
-/// 64-bit XXH3. The digest of at most one chunk has no other checksum.
+/// Returns the 64-bit XXH3 of `bytes`, which must not be longer than one chunk. Their digest then
+/// consists of this one checksum.
 fn hash(bytes: &[u8]) -> u64 {
     Digest::of(bytes).chunks().first().copied().unwrap_or_default()
 }
@@ -46,7 +47,7 @@ fuzz_target!(|input: (u8, bool, &[u8])| {
                 .expect("every tensor of a catalog can be written");
             copy.resize(offset as usize, 0);
             copy.extend(bytes);
-            writer.feed(bytes).expect("the length matches");
+            writer.feed(bytes).expect("the bytes have the length of the tensor");
             continue;
         };
         let mut scratch = Scratch::default();
@@ -63,7 +64,8 @@ fuzz_target!(|input: (u8, bool, &[u8])| {
     copy[..DATA].copy_from_slice(&tail.superblocks);
     let copied = Catalog::from_bytes("m", &copy).expect("a written file is valid");
     for tensor in copied.tensors() {
-        let original = catalog.tensor(tensor.name()).expect("copied from this catalog");
+        let original =
+            catalog.tensor(tensor.name()).expect("every copied tensor is in the catalog");
         assert_eq!(original.meta(), tensor.meta());
     }
 });

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Compares readers of safetensors headers with the safetensors library, on arbitrary headers. A
-//! lenient reader accepts exactly what the library accepts. A strict reader accepts no more. What
-//! is accepted reads the same.
+//! lenient reader accepts exactly what the library accepts. A strict reader accepts no more. All
+//! readers find the same tensors in an accepted header.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -9,8 +9,8 @@ use safetensors::SafeTensors;
 use ts_format::Catalog;
 
 fuzz_target!(|input: (u8, &[u8])| {
-    // The length field is always correct, because random ones are refused at once. The fuzzer
-    // chooses the length of the data.
+    // The length field is always correct, because readers reject most other lengths at once. The
+    // fuzzer chooses the length of the data.
     let (data_len, header) = input;
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header);
@@ -35,7 +35,7 @@ fn compare(file: &[u8], catalog: &Catalog, theirs: &SafeTensors<'_>) {
     for tensor in catalog.tensors() {
         let part = tensor.range();
         let ours = &file[part.offset as usize..(part.offset + part.len) as usize];
-        let view = theirs.tensor(tensor.name()).expect("listed by both");
+        let view = theirs.tensor(tensor.name()).expect("both readers list the same tensors");
         assert_eq!(ours.as_ptr_range(), view.data().as_ptr_range());
         assert_eq!(tensor.dtype().name(), view.dtype().to_string());
         assert!(tensor.shape().iter().copied().eq(view.shape().iter().map(|&n| n as u64)));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reads a shard index of arbitrary bytes: the result is an error, or names only files in the
-//! directory of the index.
+//! Reads a shard index of arbitrary bytes: the result is an error, or the index names only files in
+//! its own directory.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -16,19 +16,19 @@ const STREAMS: u32 = 4;
 
 fuzz_target!(|input: &[u8]| {
     // The input is a byte stream, as in the seeds. Its last two bytes also decide how often tensors
-    // are accepted and in which pieces it is fed.
+    // are accepted, and how many bytes are fed at once.
     let mut bytes = input;
     let [.., accept_interval, piece] = *input else { return };
     let options = ConnectionOptions::default().with_window_bytes(WINDOW).with_max_streams(STREAMS);
     let mut connection = Connection::<Vec<u8>>::new(Role::Acceptor, options.clone());
     let mut peer = Connection::<Vec<u8>>::new(Role::Connector, options);
-    // Some inputs also receive a descriptor of shared memory.
+    // With some inputs, the connection also receives a descriptor of shared memory.
     if accept_interval % 2 == 1
         && let Ok(descriptor) = MEMORY.with(|memory| memory.descriptor().try_clone_to_owned())
     {
         connection.descriptor_received(descriptor);
     }
-    // Unless the input begins with a greeting, send a valid one first.
+    // If the input does not begin with a greeting, the connection first receives a valid one.
     let mut greeting = Vec::new();
     if !bytes.starts_with(b"TSW") {
         peer.plan_writes();
@@ -74,7 +74,7 @@ fuzz_target!(|input: &[u8]| {
         }
         let max_bytes = (WINDOW as usize + (64 << 10) + 1000) * STREAMS as usize;
         let staged_bytes = connection.staged_bytes();
-        assert!(staged_bytes <= 2 * max_bytes, "{staged_bytes} bytes are staged");
+        assert!(staged_bytes <= 2 * max_bytes, "too many bytes are staged: {staged_bytes}");
         steps += 1;
         if steps.is_multiple_of(u32::from(accept_interval) + 1)
             && let Some((stream, len)) = pending.pop()

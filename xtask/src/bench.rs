@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Benchmarks: criterion for single parts, the scripts in benches/python for whole programs.
+//! Runs benchmarks: those of single components with criterion, and the scripts in benches/python.
 
 use crate::python::{self, Venv};
 use crate::run::{self, Result, cargo};
 
-/// Runs `benches/python/NAME.py` with the arguments.
+/// Runs `benches/python/NAME.py` with these arguments.
 pub(crate) fn run_script(venv: &Venv, name: &str, arguments: &[&str]) -> Result<()> {
     run::run(venv.python().arg(format!("benches/python/{name}.py")).args(arguments))
 }
@@ -34,13 +34,14 @@ pub(crate) fn run(name: &str) -> Result<()> {
         }
         "wire-peers" => {
             let venv = python::prepared()?;
-            // Not in requirements-dev.txt, because only this benchmark needs them.
+            // These packages are not in requirements-dev.txt, because only this benchmark needs
+            // them.
             run::run(
                 venv.python()
                     .args(["-m", "pip", "install", "--quiet", "pyarrow", "grpcio", "pyzmq"]),
             )?;
             run_script(&venv, "wire", &[])?;
-            println!("\nneither end pinned to a core:");
+            println!("\nwithout pinning the processes to cores:");
             run_script(&venv, "wire", &["--unpinned"])
         }
         _ => Err(format!(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checks of dependencies, licences and line lengths.
+//! Checks dependencies, licences and line lengths.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
@@ -8,14 +8,15 @@ use serde_json::Value;
 
 use crate::run::{Result, cargo, output, root};
 
-/// The licences that dependencies may have. Of alternatives, one must be in this list.
+/// The licences that dependencies may have. If a package offers a choice of licences, one of them
+/// must be in this list.
 const LICENCES: [&str; 10] = [
     "MIT",
     "Apache-2.0",
     "Apache-2.0 WITH LLVM-exception",
     "BSD-2-Clause",
     "BSD-3-Clause",
-    // webpki-root-certs, which is data.
+    // webpki-root-certs has this licence. It contains only data.
     "CDLA-Permissive-2.0",
     "ISC",
     "Unlicense",
@@ -23,7 +24,8 @@ const LICENCES: [&str; 10] = [
     "Zlib",
 ];
 
-/// Packages that we depend on in two versions, and why. Remove an entry when one version is left.
+/// The packages that we depend on in two versions, with the reason. Remove an entry when only one
+/// version is left.
 const KNOWN_DUPLICATES: [(&str, &str); 4] = [
     ("crypto-common", "object_store uses crc-fast, with digest 0.10, and md-5, with digest 0.11"),
     ("digest", "the same as crypto-common"),
@@ -49,14 +51,16 @@ const EDGES: [(&str, &[&str]); 11] = [
     ("xtask", &[]),
 ];
 
-/// Checks the licences of all packages, the dependencies between members, and that each normal
-/// dependency has one version.
+/// Checks the licences of all packages and the dependencies between members. Also checks that only
+/// known duplicates have several versions, and that the library without features does not depend on
+/// certain packages.
 ///
 /// # Errors
 /// Returns an error that lists all violations.
 pub(crate) fn dependencies() -> Result<()> {
     let text = output(cargo().args(["metadata", "--format-version", "1", "--locked"]))?;
-    let metadata: Value = serde_json::from_str(&text).map_err(|e| e.to_string())?;
+    let metadata: Value = serde_json::from_str(&text)
+        .map_err(|e| format!("cargo metadata printed invalid JSON: {e}"))?;
     let packages = metadata["packages"].as_array().ok_or("cargo metadata lists no packages")?;
     let mut wrong = licences(packages);
     wrong.extend(edges(packages));
@@ -72,7 +76,7 @@ pub(crate) fn dependencies() -> Result<()> {
     Err(wrong.join("\n  "))
 }
 
-/// The largest length of a line. Rows of tables and lines with a URL may be longer.
+/// The maximum length of a line, in characters. Table rows and lines with a URL may be longer.
 const COLUMNS: usize = 100;
 
 /// Checks that no line of a tracked source file or page is longer than [`COLUMNS`].
@@ -85,14 +89,15 @@ pub(crate) fn lines() -> Result<()> {
         output(git.current_dir(root()).args(["ls-files", "*.rs", "*.py", "*.pyi", "*.md"]))?;
     let mut wrong = Vec::new();
     for path in files.lines() {
-        let text =
-            std::fs::read_to_string(root().join(path)).map_err(|e| format!("{path}: {e}"))?;
+        let text = std::fs::read_to_string(root().join(path))
+            .map_err(|e| format!("cannot read {path}: {e}"))?;
         for (number, line) in text.lines().enumerate() {
             let row = line.trim_start().trim_start_matches("//!").trim_start_matches("///");
             let exempt = row.trim_start().starts_with('|') || line.contains("https://");
-            if !exempt && line.chars().count() > COLUMNS {
+            let columns = line.chars().count();
+            if !exempt && columns > COLUMNS {
                 wrong.push(format!(
-                    "{path}:{}: line too long: expected at most {COLUMNS} columns",
+                    "{path}:{}: line too long: expected at most {COLUMNS} columns, got {columns}",
                     number + 1
                 ));
             }
@@ -104,12 +109,15 @@ pub(crate) fn lines() -> Result<()> {
 fn licences(packages: &[Value]) -> Vec<String> {
     let refused = |package: &&Value| !package["license"].as_str().is_some_and(allowed);
     let said = |package: &Value| {
-        format!("{}: licence {} is not in LICENCES", package["name"], package["license"])
+        format!(
+            "{}: licence {} is not allowed; see LICENCES in xtask/src/check.rs",
+            package["name"], package["license"]
+        )
     };
     packages.iter().filter(refused).map(said).collect()
 }
 
-/// Whether each operand of AND has an alternative that is in [`LICENCES`].
+/// Returns whether each operand of AND has an alternative that is in [`LICENCES`].
 fn allowed(expression: &str) -> bool {
     let plain = expression.replace(['(', ')'], "").replace('/', " OR ");
     plain.split(" AND ").all(|part| part.split(" OR ").any(|one| LICENCES.contains(&one.trim())))
@@ -122,14 +130,16 @@ fn edges(packages: &[Value]) -> Vec<String> {
         let name = package["name"].as_str().unwrap_or_default();
         let Some(may_use) = members.get(name) else {
             wrong.push(format!(
-                "{name} is not in EDGES: add its dependencies there and to ARCHITECTURE.md"
+                "{name} is not in EDGES of xtask/src/check.rs; add it there and to ARCHITECTURE.md"
             ));
             continue;
         };
         for dependency in package["dependencies"].as_array().into_iter().flatten() {
             let used = dependency["name"].as_str().unwrap_or_default();
             if members.contains_key(used) && !may_use.contains(&used) {
-                wrong.push(format!("{name} must not depend on {used}"));
+                wrong.push(format!(
+                    "{name} must not depend on {used}; see EDGES in xtask/src/check.rs"
+                ));
             }
         }
     }
@@ -149,7 +159,7 @@ fn duplicates() -> Result<Vec<String>> {
         "none",
         "--locked",
     ]))?;
-    // A package of one version can be listed twice, once for each set of features.
+    // A single version of a package can be listed twice, once for each set of features.
     let named: BTreeSet<(&str, &str)> =
         tree.lines().filter_map(|line| line.split_once(' ')).collect();
     let mut versions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
@@ -160,11 +170,16 @@ fn duplicates() -> Result<Vec<String>> {
     let known: BTreeMap<&str, &str> = KNOWN_DUPLICATES.into_iter().collect();
     let unknown = versions.iter().filter(|(name, _)| !known.contains_key(*name));
     let mut wrong: Vec<_> = unknown
-        .map(|(name, versions)| format!("{name} has several versions: {versions:?}"))
+        .map(|(name, versions)| {
+            format!(
+                "{name} has several versions: {versions:?} (expected one); use one version, or \
+                 add {name} to KNOWN_DUPLICATES"
+            )
+        })
         .collect();
     let gone = known.keys().filter(|name| !versions.contains_key(*name));
     wrong.extend(
-        gone.map(|name| format!("{name} has one version: remove it from KNOWN_DUPLICATES")),
+        gone.map(|name| format!("{name} is not duplicated; remove it from KNOWN_DUPLICATES")),
     );
     Ok(wrong)
 }
@@ -179,7 +194,7 @@ fn minimal() -> Result<Vec<String>> {
         ["clap ", "clap_complete ", "indicatif ", "object_store ", "signal-hook ", "tokio "];
     let found = tree.lines().filter(|line| unwanted.iter().any(|name| line.starts_with(name)));
     Ok(found
-        .map(|line| format!("tensorstream must not depend on {line} without features"))
+        .map(|line| format!("without features, tensorstream must not depend on {line}"))
         .collect())
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Finds cycles of imports between the files of a crate, or of the Python package.
+//! Finds import cycles between the files of each crate, and between those of the Python package.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -7,25 +7,26 @@ use std::path::{Path, PathBuf};
 
 use crate::run::{Result, root};
 
-/// Files that import each other, and why that is harmless. Each entry is a set of modules; a module
-/// and its own children need no entry.
+/// Modules that may import each other. Each entry has the crate or package, the modules, and the
+/// reason why the cycle is harmless. A module and its children need no entry.
 const ALLOWED: [(&str, &[&str], &str); 1] = [(
     "tensorstream",
     &["streaming._symbolic", "streaming._symbolic_tensor"],
     "a tensor subclass and the operations on it, which PyTorch calls through the class",
 )];
 
-/// A module: the names on its path below the root of the crate or package.
+/// A module, as the names on its path from the root of the crate or package.
 type Module = Vec<String>;
 /// The modules that each module imports from.
 type Imports = BTreeMap<Module, BTreeSet<Module>>;
 
-/// Checks that no files import each other in a cycle.
+/// Checks that no files import each other, directly or through other files.
 ///
 /// # Errors
 /// Returns an error that lists all cycles.
 pub(crate) fn cycles() -> Result<()> {
-    let crates = fs::read_dir(root().join("crates")).map_err(|e| e.to_string())?;
+    let crates =
+        fs::read_dir(root().join("crates")).map_err(|e| format!("cannot list crates: {e}"))?;
     let mut wrong = Vec::new();
     let mut files = 0;
     for directory in crates.filter_map(std::result::Result::ok) {
@@ -58,18 +59,21 @@ fn allowed(name: &str, modules: &[String]) -> bool {
     ALLOWED.iter().any(|(of, set, _)| *of == name && modules.iter().all(|m| set.contains(&&m[..])))
 }
 
-/// Reads all files with an extension below a directory, by module.
+/// Reads all files with the given extension below a directory. Returns their text by module.
 fn sources(directory: &Path, extension: &str) -> Result<BTreeMap<Module, String>> {
     let mut found = BTreeMap::new();
     let mut pending: Vec<PathBuf> = vec![directory.into()];
     while let Some(path) = pending.pop() {
-        let failed = |error: std::io::Error| format!("{}: {error}", path.display());
+        let failed = |error: std::io::Error| format!("cannot read {}: {error}", path.display());
         if path.is_dir() {
             for entry in fs::read_dir(&path).map_err(failed)? {
                 pending.push(entry.map_err(failed)?.path());
             }
         } else if path.extension().is_some_and(|found| found == extension) {
-            let below = path.strip_prefix(directory).expect("it is below").with_extension("");
+            let below = path
+                .strip_prefix(directory)
+                .expect("only paths below `directory` are found")
+                .with_extension("");
             let mut module: Module =
                 below.iter().map(|part| part.to_string_lossy().into_owned()).collect();
             if matches!(module.last().map(String::as_str), Some("mod" | "lib" | "__init__")) {
@@ -81,8 +85,9 @@ fn sources(directory: &Path, extension: &str) -> Result<BTreeMap<Module, String>
     Ok(found)
 }
 
-/// The imports of a crate. A name that a module re-exports counts as an import from where the name
-/// is defined. Tests are not considered, nor is what a module imports from its own children.
+/// Returns the imports between the modules of a crate. An import of a re-exported name counts as an
+/// import from the module that defines the name. Imports in tests, and imports from a module's own
+/// children, are ignored.
 fn rust_imports(src: &Path) -> Result<Imports> {
     let mut texts = sources(src, "rs")?;
     texts.remove(&vec!["main".to_string()]);
@@ -117,7 +122,8 @@ fn without_comments_and_tests(text: &str) -> String {
     code.collect::<Vec<_>>().join("\n")
 }
 
-/// The `use` declarations: whether they re-export, the path, and the name in this module.
+/// Returns the names that `use` declarations import: whether each is re-exported, its path, and its
+/// name in this module.
 fn uses(text: &str) -> Vec<(bool, Vec<String>, String)> {
     let mut found = Vec::new();
     for statement in text.split(';') {
@@ -134,7 +140,7 @@ fn uses(text: &str) -> Vec<(bool, Vec<String>, String)> {
     found
 }
 
-/// Expands a tree of imports such as `a::{b, c as d}` to its paths and names.
+/// Expands a tree of imports such as `a::{b, c as d}`, and adds its paths and names to `leaves`.
 fn expand(prefix: &[String], tree: &str, leaves: &mut Vec<(Vec<String>, String)>) {
     if let Some(group) = tree.strip_prefix('{') {
         let group = group.trim_end().strip_suffix('}').unwrap_or(group);
@@ -169,7 +175,7 @@ fn expand(prefix: &[String], tree: &str, leaves: &mut Vec<(Vec<String>, String)>
     }
 }
 
-/// Paths in expressions and types that begin with `crate::` or `super::`.
+/// Returns the paths that begin with `crate::` or `super::` in expressions and types.
 fn inline_paths(text: &str) -> Vec<Vec<String>> {
     let word = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
     let paths = text.split(|c: char| !word(c)).map(|path| path.split("::"));
@@ -179,7 +185,8 @@ fn inline_paths(text: &str) -> Vec<Vec<String>> {
         .collect()
 }
 
-/// A path from the root of the crate; none if it begins with another crate.
+/// Resolves a path in `module` to a path from the root of the crate. Returns `None` if the path
+/// begins with the name of another crate.
 fn absolute(modules: &BTreeSet<Module>, module: &Module, path: &[String]) -> Option<Module> {
     let mut base = module.clone();
     let mut rest = path;
@@ -205,7 +212,7 @@ fn absolute(modules: &BTreeSet<Module>, module: &Module, path: &[String]) -> Opt
     Some(base)
 }
 
-/// The module in which the item of a path is defined, past re-exports.
+/// Returns the module that defines the item at `path`, after following re-exports.
 fn home(
     modules: &BTreeSet<Module>,
     exports: &BTreeMap<(Module, String), Module>,
@@ -230,8 +237,8 @@ fn home(
     None
 }
 
-/// The imports of the Python package, those inside functions included. The packages themselves,
-/// which import the modules of their public names, are not considered.
+/// Returns the imports between the modules of the Python package, including imports inside
+/// functions. `__init__.py` files are ignored, because they import the modules of public names.
 fn python_imports(package: &Path) -> Result<Imports> {
     let texts = sources(package, "py")?;
     let modules: BTreeSet<Module> = texts.keys().cloned().collect();
@@ -266,7 +273,7 @@ fn python_imports(package: &Path) -> Result<Imports> {
     Ok(imports)
 }
 
-/// The sets of modules that can reach each other, with more than one module.
+/// Returns the sets of modules that import each other, directly or through other modules.
 fn components(imports: &Imports) -> Vec<Vec<Module>> {
     let reach = |from: &Module| {
         let mut seen = BTreeSet::new();
@@ -304,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cycle_is_found_and_a_diamond_is_none() {
+    fn a_cycle_is_found_and_a_diamond_is_not_a_cycle() {
         let diamond = imports(&[("a", &["b", "c"]), ("b", &["d"]), ("c", &["d"]), ("d", &[])]);
         assert!(components(&diamond).is_empty());
         let cycle = imports(&[("a", &["b"]), ("b", &["c"]), ("c", &["b"]), ("d", &["a"])]);

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Fuzzes every parser with libFuzzer. Sanitizers, which need nightly Rust, are off: the parsers
-//! have no unsafe code except the `simd` module of ts-format.
+//! Fuzzes every parser with libFuzzer. Sanitizers are off, because they need nightly Rust. In the
+//! parsers, only the `simd` module of ts-format has unsafe code.
 
 use std::fs;
 use std::process::Command;
 
 use crate::run::{Result, cargo, output, root, run};
 
-/// Fuzzes each target for `seconds`. The first crash is an error, and its input is in
-/// fuzz/artifacts.
+/// Fuzzes each target for `seconds`.
+///
+/// # Errors
+/// Returns an error at the first crash. The input that caused the crash is in fuzz/artifacts. Also
+/// returns an error if cargo-fuzz cannot be installed or the C++ compiler is missing.
 pub(crate) fn all(seconds: u64) -> Result<()> {
     let tools = root().join("target/tools");
     let fuzz = tools.join("bin/cargo-fuzz");
@@ -16,12 +19,13 @@ pub(crate) fn all(seconds: u64) -> Result<()> {
         run(cargo().args(["install", "cargo-fuzz", "--locked", "--quiet", "--root"]).arg(&tools))?;
     }
     if output(Command::new("c++").arg("--version")).is_err() {
-        return Err("libFuzzer needs a C++ compiler named c++: apt-get install g++".into());
+        return Err("cannot run c++, which libFuzzer needs; run `apt-get install g++`".into());
     }
     for target in targets()? {
         println!("\n== {target}, {seconds} s");
         let corpus = root().join("fuzz/corpus").join(&target);
-        fs::create_dir_all(&corpus).map_err(|e| format!("{}: {e}", corpus.display()))?;
+        fs::create_dir_all(&corpus)
+            .map_err(|e| format!("cannot create {}: {e}", corpus.display()))?;
         let mut command = Command::new(&fuzz);
         command
             .current_dir(root())
@@ -39,10 +43,11 @@ pub(crate) fn all(seconds: u64) -> Result<()> {
     Ok(())
 }
 
-/// The names of all fuzz targets, sorted.
+/// Returns the names of all fuzz targets, sorted.
 fn targets() -> Result<Vec<String>> {
     let directory = root().join("fuzz/fuzz_targets");
-    let files = fs::read_dir(&directory).map_err(|e| format!("{}: {e}", directory.display()))?;
+    let files = fs::read_dir(&directory)
+        .map_err(|e| format!("cannot list {}: {e}", directory.display()))?;
     let stem = |entry: fs::DirEntry| {
         entry.path().file_stem().map(|stem| stem.to_string_lossy().into_owned())
     };

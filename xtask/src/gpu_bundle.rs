@@ -13,11 +13,11 @@ const FOLDER: &str = "target/gpu-bundle";
 /// The largest size of the folder, in bytes.
 const LIMIT: u64 = 60 << 20;
 
-/// The tests that use a GPU: package and test target.
+/// The tests that use a GPU, as (package, test target).
 const TESTS: [(&str, &str); 3] =
     [("ts-streams", "gpu"), ("ts-pool", "gpu"), ("ts-orchestrator", "devices")];
 
-/// run.sh in the folder.
+/// The script run.sh in the folder, which runs all tests.
 const RUN: &str = r#"#!/bin/sh
 # Runs the tests of TensorStream that need an NVIDIA GPU and its driver. It uses compute-sanitizer
 # and PyTorch if they are installed.
@@ -29,7 +29,7 @@ if command -v nvidia-smi >/dev/null; then
 fi
 run() { echo "== $*"; "$@" || { failed=1; echo "FAILED: $*"; }; }
 for test in tests/*; do
-    # The tests with stub drivers compile them, and need a C compiler.
+    # The skipped tests compile stub drivers, which needs a C compiler.
     run "$test" --nocapture --test-threads=1 --skip every_driver
 done
 if command -v compute-sanitizer >/dev/null; then
@@ -49,8 +49,8 @@ fi
 exit $failed
 "#;
 
-/// load.py in the folder.
-const LOAD: &str = r#"# Tensors that are loaded straight to the GPU are equal to the saved ones.
+/// The script load.py in the folder, which run.sh runs.
+const LOAD: &str = r#"# Tensors that are loaded directly to the GPU must be equal to the saved ones.
 import os, tempfile, torch, tensorstream as ts
 device = "cuda" if torch.cuda.is_available() else "cpu"
 tensors = {f"t{i}": torch.randn(1000 + i, 300, dtype=torch.bfloat16) for i in range(20)}
@@ -65,16 +65,17 @@ print(f"{len(loaded)} tensors on {device}" if device == "cuda" else "skipped: no
 /// Builds the folder, `target/gpu-bundle`, and prints its size.
 ///
 /// # Errors
-/// Returns an error if something does not build, or if the folder is larger than [`LIMIT`].
+/// Returns an error if a build fails, or if the folder is larger than [`LIMIT`].
 pub(crate) fn make() -> Result<()> {
     let folder = Path::new(FOLDER);
     let _ = fs::remove_dir_all(folder);
     let tests = folder.join("tests");
-    fs::create_dir_all(&tests).map_err(|e| format!("{}: {e}", tests.display()))?;
+    fs::create_dir_all(&tests).map_err(|e| format!("cannot create {}: {e}", tests.display()))?;
     for (package, file) in TESTS {
         let test = build(package, file)?;
         let copy = tests.join(format!("{package}-{file}"));
-        fs::copy(&test, &copy).map_err(|e| format!("{}: {e}", test.display()))?;
+        fs::copy(&test, &copy)
+            .map_err(|e| format!("cannot copy {} to {}: {e}", test.display(), copy.display()))?;
     }
     let venv = python::prepared()?;
     let mut wheel = venv.python();
@@ -91,7 +92,7 @@ pub(crate) fn make() -> Result<()> {
     run::run(wheel.args(["--features", "cuda", "--out"]).arg(folder.join("wheel")))?;
     for (name, text) in [("run.sh", RUN), ("load.py", LOAD)] {
         let path = folder.join(name);
-        fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()))?;
+        fs::write(&path, text).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
     }
     run::run(std::process::Command::new("chmod").arg("+x").arg(folder.join("run.sh")))?;
     let bytes = size(folder)?;
@@ -100,13 +101,13 @@ pub(crate) fn make() -> Result<()> {
         bytes as f64 / f64::from(1 << 20)
     );
     if bytes > LIMIT {
-        Err(format!("{FOLDER} is too large: expected at most {} MiB", LIMIT >> 20))
+        Err(format!("{FOLDER} is too large: expected at most {LIMIT} bytes, got {bytes}"))
     } else {
         Ok(())
     }
 }
 
-/// Builds a test target with CUDA and without debug information, and returns its program.
+/// Builds a test target with CUDA and without debug information. Returns the path of the program.
 fn build(package: &str, file: &str) -> Result<PathBuf> {
     let mut build = cargo();
     build.args([
@@ -129,9 +130,9 @@ fn build(package: &str, file: &str) -> Result<PathBuf> {
     found.ok_or_else(|| format!("cargo built no test target \"{file}\" of {package}"))
 }
 
-/// The bytes of a file, or of all files below a directory.
+/// Returns the size in bytes of a file, or of all files below a directory.
 fn size(path: &Path) -> Result<u64> {
-    let failed = |e: std::io::Error| format!("{}: {e}", path.display());
+    let failed = |e: std::io::Error| format!("cannot read the size of {}: {e}", path.display());
     if !path.is_dir() {
         return Ok(path.metadata().map_err(failed)?.len());
     }

@@ -18,43 +18,43 @@ use run::{Counts, Result, cargo, cargo_test};
 
 const HELP: &str = "\
 cargo xtask demo                     run a real model with less memory than its weights need
-cargo xtask demo --large             run a 1.1B model under 1500 MiB next to accelerate, diffusers
-                                     and mmap; needs 15 GB of disk
-cargo xtask ci                       run everything that must pass
+cargo xtask demo --large             run a 1.1B model with 1500 MiB of memory, compared with
+                                     accelerate, diffusers and mmap; needs 15 GB of disk
+cargo xtask ci                       run lints, checks, and all Rust and Python tests
 cargo xtask docs                     build the documentation site in target/site
-cargo xtask test critical|fast|all   run tests only: 30 s, 5 min, all of them
+cargo xtask test critical|fast|all   run tests only: critical takes 30 s, fast 5 min
 
-cargo xtask bench parts              criterion benchmarks of single parts
-cargo xtask bench llama              a 1.1B model under 1500 MiB, three rounds
+cargo xtask bench parts              criterion benchmarks of single components
+cargo xtask bench llama              the same as `demo --large`, in three rounds
 cargo xtask bench exact              logits of a 1.1B model, streamed and in memory
-cargo xtask bench caps               a 1.1B model under memory limits and budgets (root)
+cargo xtask bench caps               a 1.1B model under memory limits and budgets (needs root)
 cargo xtask bench overhead           the cost of streaming when everything is resident
 cargo xtask bench peak               peak memory, streamed and in memory
-cargo xtask bench io                 each I/O backend next to fio, memcpy and curl
-cargo xtask bench storage            streamed bandwidth next to fio, interleaved
-cargo xtask bench load               whole checkpoints into memory, next to fio and other loaders
-cargo xtask bench codecs             lossless compression next to ZipNN
-cargo xtask bench memory             the pools next to other allocators
+cargo xtask bench io                 each I/O backend, compared with fio, memcpy and curl
+cargo xtask bench storage            streamed bandwidth, compared with fio in alternating runs
+cargo xtask bench load               loading checkpoints, compared with fio and other loaders
+cargo xtask bench codecs             lossless compression, compared with ZipNN
+cargo xtask bench memory             memory pools, compared with other allocators
 cargo xtask bench streams            latency of high-priority work, and cost of stream operations
-cargo xtask bench wire               tensors between two processes, next to raw sockets
-cargo xtask bench wire-peers         the same in Python, next to Arrow Flight, gRPC, ZeroMQ, others
-cargo xtask bench serve              a checkpoint from a server, next to a raw socket and the file
-cargo xtask bench broadcast          a checkpoint to one and to four machines, on limited links
-cargo xtask bench remote             the device ts next to a bare server, raw sockets, rpc and Ray
-cargo xtask bench sessions           one process for each session, next to one process for all
+cargo xtask bench wire               tensors between processes, compared with raw sockets
+cargo xtask bench wire-peers         the same in Python, compared with Arrow Flight, gRPC, ZeroMQ
+cargo xtask bench serve              a checkpoint from a server, compared with a socket and a file
+cargo xtask bench broadcast          fetching a checkpoint to one and to four machines (needs root)
+cargo xtask bench remote             the device ts, compared with raw sockets, rpc, Ray and others
+cargo xtask bench sessions           one process for each session, compared with one for all
 
-cargo xtask opdb                     PyTorch's operator table on the device ts and on the CPU
-cargo xtask opdb modules             PyTorch's module table
-cargo xtask opdb every               every dtype, and every set of inputs with gradients
-cargo xtask opdb served              the operator table in a sandbox of `tensorstream serve`
-cargo xtask attack                   200,000 hostile requests to `tensorstream serve`
+cargo xtask opdb                     compare PyTorch's operators on the device ts and on the CPU
+cargo xtask opdb modules             the same for PyTorch's modules
+cargo xtask opdb every               the same with seven dtypes and more inputs with gradients
+cargo xtask opdb served              the same in a sandbox of `tensorstream serve`
+cargo xtask attack                   send 200,000 hostile requests to `tensorstream serve`
 cargo xtask fuzz [SECONDS]           fuzz each parser, for 60 s by default
-cargo xtask valgrind                 tests of streams and pools under memcheck
-cargo xtask big-endian               tests of the file format on an emulated s390x (root)
-cargo xtask oldest-torch             tests of the device on PyTorch 2.10; installs another 6 GB
-cargo xtask gpu-bundle               target/gpu-bundle: tests and wheel for a machine with a GPU
+cargo xtask valgrind                 run the tests of streams and pools under memcheck
+cargo xtask big-endian               test the file format on an emulated s390x (needs root)
+cargo xtask oldest-torch             test the device on PyTorch 2.10; installs another 6 GB
+cargo xtask gpu-bundle               build target/gpu-bundle: tests and a wheel for a GPU machine
 
-Needs a Rust toolchain and Python 3.11 or later; everything else goes into .venv.";
+Needs a Rust toolchain and Python 3.11 or later. Python packages are installed in .venv.";
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -86,13 +86,13 @@ fn main() -> ExitCode {
         ["fuzz"] => fuzz::all(60),
         ["fuzz", seconds] => seconds
             .parse()
-            .map_err(|_| format!("invalid time \"{seconds}\": expected a number of seconds"))
+            .map_err(|_| format!("invalid time \"{seconds}\": expected a whole number of seconds"))
             .and_then(fuzz::all),
         ["help" | "--help"] | [] => {
             println!("{HELP}");
             Ok(())
         }
-        _ => Err(format!("unknown task \"{}\"\n\n{HELP}", args.join(" "))),
+        _ => Err(format!("unknown task or wrong arguments: \"{}\"\n\n{HELP}", args.join(" "))),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -112,7 +112,7 @@ fn docs() -> Result<()> {
     python::site(&python::prepared()?)
 }
 
-/// Runs everything that must pass, cheap checks first.
+/// Runs lints, checks, and all Rust and Python tests. The fast checks come first.
 fn ci() -> Result<()> {
     let began = Instant::now();
     let mut counts = Counts::default();
@@ -134,7 +134,7 @@ fn ci() -> Result<()> {
         doc.args(["doc", "--workspace", "--no-deps", "--document-private-items"]);
         run::run(doc.env("RUSTDOCFLAGS", "-D warnings"))
     })?;
-    // Before the Rust tests, because some of them start Python servers.
+    // The Rust tests need the Python environment, because some of them start Python servers.
     let venv = step("Python environment and wheel", python::prepared)?;
     step("Rust tests", || {
         counts += cargo_test(&["--workspace"])?;

@@ -13,14 +13,15 @@ pub(crate) struct Venv {
 }
 
 impl Venv {
-    /// Python, at the root of the repository, without access to the Hugging Face hub.
+    /// Returns a command that runs Python at the root of the repository, without access to the
+    /// Hugging Face Hub.
     pub(crate) fn python(&self) -> Command {
         let mut command = Command::new(self.bin.join("python"));
         command.current_dir(root()).env("HF_HUB_OFFLINE", "1");
         command
     }
 
-    /// `python -m MODULE`, in the directory of the Python package.
+    /// Returns the command `python -m MODULE`, in the directory of the Python package.
     fn tool(&self, module: &str) -> Command {
         let mut command = self.python();
         command.current_dir(root().join("crates/ts-py")).args(["-m", module]);
@@ -28,21 +29,21 @@ impl Venv {
     }
 }
 
-/// Returns the environment with a wheel of the current sources. Creates it if it does not exist, or
-/// if requirements-dev.txt has changed.
+/// Installs a wheel of the current sources into .venv, and returns this environment. First installs
+/// the packages of requirements-dev.txt if that file has changed or .venv does not exist.
 pub(crate) fn prepared() -> Result<Venv> {
-    let wanted =
-        fs::read_to_string(root().join("requirements-dev.txt")).map_err(|e| e.to_string())?;
+    let wanted = fs::read_to_string(root().join("requirements-dev.txt"))
+        .map_err(|e| format!("cannot read requirements-dev.txt: {e}"))?;
     prepare(&root().join(".venv"), &wanted)
 }
 
 /// The oldest PyTorch that the device `ts` supports.
 pub(crate) const OLDEST_TORCH: &str = "2.10";
 
-/// Like [`prepared`], but with [`OLDEST_TORCH`] and under target/.
+/// Returns an environment like that of [`prepared`], but with [`OLDEST_TORCH`] and under target/.
 pub(crate) fn prepared_oldest() -> Result<Venv> {
-    let newest =
-        fs::read_to_string(root().join("requirements-dev.txt")).map_err(|e| e.to_string())?;
+    let newest = fs::read_to_string(root().join("requirements-dev.txt"))
+        .map_err(|e| format!("cannot read requirements-dev.txt: {e}"))?;
     let others = newest.lines().filter(|line| !line.starts_with("torch>"));
     let wanted: Vec<String> = others
         .map(String::from)
@@ -62,9 +63,9 @@ fn prepare(dir: &Path, wanted: &str) -> Result<Venv> {
         );
         run(interpreter()?.args(["-m", "venv"]).arg(dir))?;
         let list = dir.join("requirements.txt");
-        fs::write(&list, wanted).map_err(|e| e.to_string())?;
+        fs::write(&list, wanted).map_err(|e| format!("cannot write {}: {e}", list.display()))?;
         run(venv.python().args(["-m", "pip", "install", "--quiet", "-r"]).arg(&list))?;
-        fs::write(&stamp, wanted).map_err(|e| e.to_string())?;
+        fs::write(&stamp, wanted).map_err(|e| format!("cannot write {}: {e}", stamp.display()))?;
     }
     install_wheel(&venv)?;
     Ok(venv)
@@ -74,19 +75,21 @@ fn prepare(dir: &Path, wanted: &str) -> Result<Venv> {
 fn install_wheel(venv: &Venv) -> Result<()> {
     let wheels = root().join("target/wheels/xtask");
     if wheels.exists() {
-        fs::remove_dir_all(&wheels).map_err(|e| e.to_string())?;
+        fs::remove_dir_all(&wheels)
+            .map_err(|e| format!("cannot remove {}: {e}", wheels.display()))?;
     }
     let mut build = venv.tool("maturin");
     run(build.args(["build", "--release", "--quiet", "--out"]).arg(&wheels))?;
-    let mut files =
-        fs::read_dir(&wheels).map_err(|e| e.to_string())?.filter_map(std::result::Result::ok);
+    let mut files = fs::read_dir(&wheels)
+        .map_err(|e| format!("cannot list {}: {e}", wheels.display()))?
+        .filter_map(std::result::Result::ok);
     let wheel = files.next().ok_or("maturin succeeded but built no wheel")?.path();
     let mut pip = venv.python();
     pip.args(["-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps"]).arg(&wheel);
     run(&mut pip)
 }
 
-/// Runs ruff, mypy and pyright, and compares the stubs with the built module.
+/// Runs ruff, mypy and pyright, and compares the type stubs with the built module.
 pub(crate) fn lint(venv: &Venv) -> Result<()> {
     let sources = ["python", "tests", "../../examples", "../../benches/python", "../../docs"];
     let ruff = |args: &[&str]| {
@@ -125,7 +128,7 @@ pub(crate) fn test(venv: &Venv, args: &[&str]) -> Result<Counts> {
     Ok(counts)
 }
 
-/// Finds Python 3.11 or later: $PYTHON, python3 or python.
+/// Finds Python 3.11 or later, as $PYTHON, python3 or python.
 fn interpreter() -> Result<Command> {
     let named = std::env::var("PYTHON").ok();
     for name in named.iter().map(String::as_str).chain(["python3", "python"]) {

@@ -10,13 +10,13 @@ use std::process::{Command, Stdio};
 /// A result whose error is a message for the user.
 pub(crate) type Result<T> = std::result::Result<T, String>;
 
-/// The root directory of the repository.
+/// Returns the root directory of the repository.
 pub(crate) fn root() -> PathBuf {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     here.parent().expect("xtask is a directory of the repository").to_path_buf()
 }
 
-/// The `cargo` that runs this task, at the root of the repository.
+/// Returns a command that runs the same `cargo` as this task, at the root of the repository.
 pub(crate) fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root());
@@ -26,21 +26,21 @@ pub(crate) fn cargo() -> Command {
 /// Runs a program and waits until it exits.
 ///
 /// # Errors
-/// Returns an error if it cannot be started or fails.
+/// Returns an error if the program cannot be started or fails.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let status = command.status().map_err(|e| cannot_start(command, &e))?;
-    if status.success() { Ok(()) } else { Err(format!("{} failed with {status}", shown(command))) }
+    if status.success() { Ok(()) } else { Err(format!("{} failed: {status}", shown(command))) }
 }
 
-/// Runs a program and returns its standard output. Its errors are printed.
+/// Runs a program and returns its standard output. Its standard error is printed.
 ///
 /// # Errors
-/// Returns an error if it cannot be started, fails, or prints invalid UTF-8.
+/// Returns an error if the program cannot be started, fails, or prints invalid UTF-8.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let output =
         command.stderr(Stdio::inherit()).output().map_err(|e| cannot_start(command, &e))?;
     if !output.status.success() {
-        return Err(format!("{} failed with {}", shown(command), output.status));
+        return Err(format!("{} failed: {}", shown(command), output.status));
     }
     String::from_utf8(output.stdout)
         .map_err(|e| format!("{} printed invalid UTF-8: {e}", shown(command)))
@@ -49,7 +49,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
 /// Runs a program, prints its standard output, and passes each line to `on_line`.
 ///
 /// # Errors
-/// Returns an error if it cannot be started or fails.
+/// Returns an error if the program cannot be started or fails.
 pub(crate) fn listen(command: &mut Command, mut on_line: impl FnMut(&str)) -> Result<()> {
     let mut child =
         command.stdout(Stdio::piped()).spawn().map_err(|e| cannot_start(command, &e))?;
@@ -58,8 +58,8 @@ pub(crate) fn listen(command: &mut Command, mut on_line: impl FnMut(&str)) -> Re
         println!("{line}");
         on_line(&line);
     }
-    let status = child.wait().map_err(|e| cannot_start(command, &e))?;
-    if status.success() { Ok(()) } else { Err(format!("{} failed with {status}", shown(command))) }
+    let status = child.wait().map_err(|e| format!("cannot wait for {}: {e}", shown(command)))?;
+    if status.success() { Ok(()) } else { Err(format!("{} failed: {status}", shown(command))) }
 }
 
 /// Runs `cargo test` and counts the tests by outcome.
@@ -67,9 +67,11 @@ pub(crate) fn cargo_test(args: &[&str]) -> Result<Counts> {
     count_tests(cargo().arg("test").args(args))
 }
 
-/// Runs the models of concurrent code: loom with all interleavings of small models, up to three
-/// preemptions, and shuttle with many interleavings of large ones. They have their own target
-/// directory, because their `--cfg` flags apply to all crates.
+/// Runs the models of concurrent code. For small models, loom tries all interleavings with up to
+/// three preemptions. For large models, shuttle tries many random interleavings.
+///
+/// Both builds use the directory target/models. Their `--cfg` flags apply to all crates, so in
+/// target/ they would force other builds to start again.
 pub(crate) fn models() -> Result<Counts> {
     let common = ["--release", "--target-dir", "target/models"];
     let small = ["--package", "ts-pool", "--package", "ts-streams", "--lib", "models"];
@@ -82,10 +84,11 @@ pub(crate) fn models() -> Result<Counts> {
     Ok(counts)
 }
 
-/// The line that a test prints if it finds no GPU. The test harness counts it as passed.
+/// The line that a test prints if it finds no GPU. The test harness counts such a test as passed.
 const SKIPPED: &str = "skipped: no CUDA device";
 
-/// Runs a `cargo test` command and counts the tests by outcome. Tests without a GPU are skipped.
+/// Runs a `cargo test` command and counts the tests by outcome. Tests that find no GPU count as
+/// skipped.
 fn count_tests(command: &mut Command) -> Result<Counts> {
     let (mut counts, mut without_gpu) = (Counts::default(), 0);
     listen(command, |line| {
@@ -128,7 +131,7 @@ impl fmt::Display for Counts {
     }
 }
 
-/// The number directly before `word` in a summary line, or 0 if there is none.
+/// Returns the number directly before `word` in a summary line, or 0 if there is none.
 pub(crate) fn number_before(line: &str, word: &str) -> u32 {
     let before = line.split(word).next().filter(|before| before.len() < line.len());
     let digits = before.and_then(|before| before.rsplit(|c: char| !c.is_ascii_digit()).next());

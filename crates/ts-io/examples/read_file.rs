@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reads a file into pool buffers with the best backend, and prints which one that is and how fast.
+//! Reads a file into pool buffers with the best backend. Prints the backend's name and the rate.
 //!
 //! ```text
 //! cargo run --release -p ts-io --example read_file -- model.safetensors
@@ -20,7 +20,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let choice = Registry::builtin().choose(None, std::slice::from_ref(&source))?;
     for (name, reason) in &choice.passed_over {
-        println!("{name} cannot read it: {reason}");
+        println!("{name} cannot be used: {reason}");
     }
     let options = BackendOptions::default();
     let (sink, completions) = completion_queue();
@@ -51,7 +51,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         let done = completions.recv()?;
         pending -= 1;
-        // Here `done.buffers` has the bytes at file offset `done.token`.
+        // A real program would use `done.buffers` here: they have the bytes at offset `done.token`.
         bytes += done.result?.bytes();
         free.extend(done.buffers);
     }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The backend `adaptive`: copies what the page cache holds from there, and reads the rest directly
-//! from the device, bypassing the cache. Objects and remote sources are read over the network.
+//! The backend `adaptive`. It copies cached ranges from the page cache. It reads other ranges
+//! directly from the device, bypassing the cache, if the source supports direct I/O and the buffers
+//! are aligned for it. Otherwise it reads them through the page cache. Objects and remote sources
+//! are read over the network.
 //!
-//! Copies from the page cache may still trigger readahead, where earlier readers left marks for it.
+//! A copy from the page cache may still trigger readahead, if an earlier read marked a page for it.
 
 use std::sync::{Arc, OnceLock};
 
@@ -23,7 +25,7 @@ use crate::remote::{RemoteOrigin, RemoteProvider};
 use crate::uring::{UringProvider, suits_rings};
 use crate::{Error, Source};
 
-/// Provides `adaptive`.
+/// The provider of `adaptive`, the default backend.
 pub(crate) struct AdaptiveProvider;
 
 impl BackendProvider for AdaptiveProvider {
@@ -47,7 +49,7 @@ impl BackendProvider for AdaptiveProvider {
     ) -> Result<Box<dyn Backend>, Error> {
         let joiner = Arc::new(Joiner::new(sink));
         let sink = || sink_of(&joiner);
-        // If io_uring cannot be used, `direct` takes its place.
+        // If io_uring cannot be used, `direct` replaces it.
         #[cfg(target_os = "linux")]
         let uring = UringProvider.create(options, sink()).ok();
         let buffered = FileProvider(Access::Cached).create(options, sink())?;
@@ -76,9 +78,9 @@ struct AdaptiveBackend {
     buffered: Box<dyn Backend>,
     #[cfg(target_os = "linux")]
     uring: Option<Box<dyn Backend>>,
-    /// For files that `uring` does not read. Created for the first such request.
+    /// The backend for files that `uring` cannot read. Created for the first such request.
     direct: OnceLock<Result<Box<dyn Backend>, Error>>,
-    /// For remote sources. Created for the first such request.
+    /// The backend for remote sources. Created for the first such request.
     remote: OnceLock<Result<Box<dyn Backend>, Error>>,
     #[cfg(feature = "object")]
     object: Box<dyn Backend>,
@@ -86,7 +88,7 @@ struct AdaptiveBackend {
     options: BackendOptions,
 }
 
-/// The parts of a request: the backend and the length of each.
+/// The parts of a request, in order: the backend and the length in bytes of each part.
 type Parts<'a> = Vec<(&'a dyn Backend, usize)>;
 
 impl AdaptiveBackend {
@@ -101,7 +103,7 @@ impl AdaptiveBackend {
         all
     }
 
-    /// Returns the best backend for direct I/O on `source`.
+    /// Returns the backend for direct I/O on `source`: `uring` if it suits the source, or `direct`.
     fn direct(&self, source: &Source) -> Result<&dyn Backend, Error> {
         #[cfg(target_os = "linux")]
         if suits_rings(source)
@@ -116,7 +118,7 @@ impl AdaptiveBackend {
         direct.as_deref().map_err(Clone::clone)
     }
 
-    /// Decides which backend reads which part of a request.
+    /// Chooses the parts into which a request is split, and the backend of each part.
     fn assign(&self, request: &ReadRequest) -> Result<Parts<'_>, Error> {
         request.check_capacity()?;
         let (source, offset, capacity) = (&request.source, request.offset, request.capacity());

@@ -11,47 +11,50 @@ use crate::hook::ReadHook;
 use crate::source::DEFAULT_TIMEOUT;
 use crate::{Error, Source};
 
-/// Reads byte ranges, several at a time. All methods may be called from any thread.
+/// Reads byte ranges of sources, several at a time. All methods may be called from any thread.
 pub trait Backend: Send + Sync {
-    /// The name that selects this backend.
+    /// Returns the name that selects this backend in a [`Registry`](crate::Registry).
     fn name(&self) -> &'static str;
 
-    /// What this backend needs and offers.
+    /// Returns the alignment that this backend needs and the number of reads it performs at once.
     fn capabilities(&self) -> Capabilities;
 
-    /// Starts a read and returns without waiting for it. Its [`Completion`] goes to the sink that
-    /// the backend was created with, from a thread of the backend, in any order.
+    /// Queues a read and returns without waiting for it. The backend passes the [`Completion`] to
+    /// the sink that it was created with. Completions arrive in any order.
     ///
-    /// Opens the file for direct I/O if no provider has probed the source before, which may block
-    /// briefly.
+    /// If nothing has opened the file for direct I/O yet, this method may open it in this way,
+    /// which can block briefly.
     ///
     /// # Errors
     /// Returns [`Rejected`] with the request, including its buffers, if the backend cannot start
     /// it. No completion follows in that case.
     fn submit(&self, request: ReadRequest) -> Result<(), Box<Rejected>>;
 
-    /// Cancels the requests whose token `wanted` accepts and returns how many had not started. Each
-    /// of those has completed with [`Error::Cancelled`] when this returns.
+    /// Cancels the requests whose tokens satisfy `wanted`. Returns the number of these requests
+    /// that had not started. When this method returns, the requests that had not started have
+    /// completed with [`Error::Cancelled`].
     ///
     /// Reads that have started are aborted if the system supports that, and then complete with the
     /// same error. Otherwise they complete as usual. This method does not wait for them.
     fn cancel(&self, wanted: &dyn Fn(u64) -> bool) -> usize;
 
-    /// Announces memory that requests will use, which may make reads into it cheaper: `uring`
-    /// registers it with the kernel if the kernel permits. Registered memory is allocated and
-    /// pinned, and the pool lives at least as long as the backend.
+    /// Announces a pool whose memory requests will use. This can make reads into the pool cheaper:
+    /// `uring` registers the memory with the kernel, if the kernel permits that.
+    ///
+    /// Registration allocates and pins the memory, and the backend then keeps the pool alive.
     fn register(&self, pool: &HostPool) {
         let _ = pool;
     }
 }
 
-/// What a backend needs and offers. The default needs no alignment and reads one request at a time.
+/// The alignment that a backend needs and the number of reads that it performs at once. The default
+/// needs no alignment and performs one read at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Capabilities {
-    /// Whether memory must be aligned as [`ReadRequest`] says.
+    /// Whether memory must be aligned as [`ReadRequest`] describes.
     pub needs_alignment: bool,
-    /// The number of reads in flight at once. Further requests wait in the backend's queue.
+    /// The maximum number of reads in flight. Further requests wait in the backend's queue.
     pub max_in_flight: usize,
 }
 
@@ -69,7 +72,7 @@ impl Capabilities {
         self
     }
 
-    /// Sets the number of reads in flight at once.
+    /// Sets the maximum number of reads in flight.
     #[must_use]
     pub fn with_max_in_flight(mut self, max_in_flight: usize) -> Self {
         self.max_in_flight = max_in_flight;
@@ -79,23 +82,22 @@ impl Capabilities {
 
 /// A range to read and the memory to read it into.
 ///
-/// Backends that need alignment ([`Capabilities::needs_alignment`]) require, with the alignment
-/// that [`Source::direct_alignment`] returns:
+/// Backends that need alignment ([`Capabilities::needs_alignment`]) require the following, where
+/// the alignment is the number of bytes that [`Source::direct_alignment`] returns:
 /// - The memory address and the file offset of each byte are equal modulo the alignment.
-/// - The length of each buffer is a multiple of the alignment. Only the first may begin, and only
-///   the last may end, at any byte.
+/// - Each buffer after the first begins at a file offset that is a multiple of the alignment.
 ///
 /// An unaligned first or last block is read into a bounce buffer and copied.
 #[derive(Debug)]
 pub struct ReadRequest {
     /// Identifies the request in its completion. Chosen by the caller.
     pub token: u64,
-    /// What to read.
+    /// The source to read.
     pub source: Arc<Source>,
-    /// The offset of the first byte.
+    /// The offset of the first byte in the source.
     pub offset: u64,
-    /// The number of bytes that must arrive. The rest of the memory is filled as far as the source
-    /// reaches.
+    /// The number of bytes that must be read. If the buffers are larger, the rest is filled up to
+    /// the end of the source.
     pub required: usize,
     /// The memory to fill, one buffer after the other. The backend owns it until the completion.
     pub buffers: Vec<Buffer>,
@@ -118,29 +120,30 @@ impl ReadRequest {
         self.buffers.iter().map(|buffer| buffer.len()).sum()
     }
 
-    /// The completion of a read that failed.
+    /// Turns the request into the completion of a read that failed with `error`.
     pub(crate) fn failed(self, error: Error) -> Completion {
         Completion { token: self.token, buffers: self.buffers, result: Err(error) }
     }
 
-    /// The completion of a read that was cancelled.
+    /// Turns the request into the completion of a cancelled read.
     pub(crate) fn cancelled(self) -> Completion {
         let error = Error::Cancelled { path: self.source.path().into(), offset: self.offset };
         self.failed(error)
     }
 
-    /// The error of a read that exceeded its timeout.
+    /// Returns the error of a read that exceeded `timeout`.
     pub(crate) fn timed_out(&self, timeout: Duration) -> Error {
         let (path, len) = (self.source.path().into(), self.required);
         Error::TimedOut { path, offset: self.offset, len, timeout }
     }
 
-    /// Checks that a read delivered enough bytes, and that the source is the one that was opened.
+    /// Checks that a read delivered enough bytes, and that the source has not changed.
     ///
-    /// Called after the read, so that a change before its last byte is noticed.
+    /// Backends call this after the read, so that a change during the read is detected.
     ///
     /// # Errors
-    /// Returns [`Error::ShortRead`], which says where the source now ends, or [`Error::Changed`].
+    /// Returns [`Error::ShortRead`] if `bytes` is less than required, and [`Error::Changed`] if the
+    /// source has changed since it was opened.
     pub(crate) fn check_delivered(&self, bytes: usize) -> Result<(), Error> {
         let (source, offset) = (&self.source, self.offset);
         if bytes < self.required {
@@ -153,7 +156,7 @@ impl ReadRequest {
     /// Checks that the required bytes fit into the buffers.
     ///
     /// # Errors
-    /// Returns [`Error::BufferTooSmall`] if they do not.
+    /// Returns [`Error::BufferTooSmall`] if the buffers are too small.
     pub(crate) fn check_capacity(&self) -> Result<(), Error> {
         let capacity = self.capacity();
         if self.required <= capacity {
@@ -166,12 +169,12 @@ impl ReadRequest {
     /// Checks that the memory is aligned for direct I/O.
     ///
     /// # Errors
-    /// Returns [`Error::Misaligned`] if it is not, and [`Error::Unavailable`] if the source has no
-    /// direct I/O.
+    /// Returns [`Error::Misaligned`] if the memory is not aligned, and [`Error::Unavailable`] if
+    /// the source does not support direct I/O.
     pub(crate) fn check_alignment(&self, backend: &str) -> Result<(), Error> {
         let alignment = self.source.direct_alignment().map_err(|reason| Error::Unavailable {
             backend: backend.into(),
-            reason: reason.into(),
+            reason: format!("{}: {reason}", self.source.path().display()),
         })?;
         let (mut position, mut aligned) = (self.offset as usize, true);
         for (index, buffer) in self.buffers.iter().enumerate() {
@@ -187,29 +190,30 @@ impl ReadRequest {
     }
 }
 
-/// The end of a read, successful or not.
+/// The outcome of a read, with the buffers of the request.
 #[derive(Debug)]
 pub struct Completion {
     /// The request's token.
     pub token: u64,
     /// The request's buffers. After an error their content is unspecified.
     ///
-    /// Empty after [`Error::TimedOut`] if the system can still write to them: they then return to
-    /// their pool as soon as it no longer can.
+    /// Empty after [`Error::TimedOut`] if the system can still write to the buffers. They return to
+    /// their pool as soon as the system can no longer write to them. Also empty if a library
+    /// panicked during the read.
     pub buffers: Vec<Buffer>,
-    /// What was read, or why the read failed.
+    /// The bytes and times of a successful read, or the error of a failed one.
     pub result: Result<Transfer, Error>,
 }
 
-/// What a successful read did.
+/// The number of bytes that a successful read delivered, and its start and end times.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Transfer {
     /// The number of bytes that each path delivered.
     pub paths: Vec<(ReadPath, usize)>,
-    /// When the read started, in nanoseconds of [`monotonic_ns`].
+    /// The time at which the read started, in nanoseconds, as returned by [`monotonic_ns`].
     pub started_ns: u64,
-    /// When the read finished, in nanoseconds of [`monotonic_ns`].
+    /// The time at which the read finished, in nanoseconds, as returned by [`monotonic_ns`].
     pub finished_ns: u64,
 }
 
@@ -219,7 +223,7 @@ impl Transfer {
         Self { paths: vec![(path, bytes)], started_ns, finished_ns: monotonic_ns() }
     }
 
-    /// Returns the number of bytes that were delivered: at least the required ones.
+    /// Returns the number of bytes delivered, which is at least the number required.
     pub fn bytes(&self) -> usize {
         self.paths.iter().map(|(_, bytes)| bytes).sum()
     }
@@ -233,18 +237,19 @@ pub enum ReadPath {
     Buffered,
     /// Copied from a mapping of the file.
     Mapped,
-    /// From the device into the buffer, bypassing the page cache.
+    /// Read from the device into the buffer, bypassing the page cache.
     Direct,
-    /// From the device into the buffer by GPUDirect Storage.
+    /// Read from the device into the buffer by GPUDirect Storage.
     GpuDirect,
-    /// By the GPUDirect Storage library in its compatibility mode, which reads through the host.
+    /// Read by the GPUDirect Storage library into host memory, for example in its compatibility
+    /// mode.
     GpuCompat,
-    /// Over the network, from object storage, a web server or another machine.
+    /// Read over the network, from object storage, a web server or another machine.
     Network,
 }
 
 impl ReadPath {
-    /// All paths.
+    /// All paths, for example to print statistics for each.
     pub const ALL: [ReadPath; 6] = [
         ReadPath::Buffered,
         ReadPath::Mapped,
@@ -254,7 +259,7 @@ impl ReadPath {
         ReadPath::Network,
     ];
 
-    /// Returns the name that statistics print.
+    /// Returns the name of the path in statistics, such as `gpu-direct`.
     pub const fn name(self) -> &'static str {
         match self {
             ReadPath::Buffered => "buffered",
@@ -278,7 +283,7 @@ impl fmt::Display for ReadPath {
 pub struct Rejected {
     /// The request, unchanged.
     pub request: ReadRequest,
-    /// Why it was not accepted.
+    /// The reason why the backend did not accept the request.
     pub error: Error,
 }
 
@@ -294,35 +299,37 @@ pub struct Rejected {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct BackendOptions {
-    /// The number of reads in flight at once, at least 1. Backends that use blocking reads start
-    /// this many threads.
+    /// The maximum number of reads in flight, clamped to the range 1 to 4096. Backends that use
+    /// blocking reads start this many threads. `adaptive` passes the limit to each backend that it
+    /// uses.
     pub in_flight: usize,
-    /// How long a read may take, from its start, before it fails with [`Error::TimedOut`]. At least
-    /// 1 ms.
+    /// The time after which a read fails with [`Error::TimedOut`], counted from its start. Values
+    /// below 1 ms count as 1 ms.
     pub timeout: Duration,
-    /// Intercepts the attempts to read. Set by fault injection only.
+    /// The hook that intercepts attempts to read. Only fault injection sets it.
     pub(crate) hook: ReadHook,
 }
 
 impl Default for BackendOptions {
-    /// 8 reads in flight and a timeout of 60 s.
+    /// Returns options with 8 reads in flight and a timeout of 60 s.
     ///
-    /// With requests of some MiB, 8 reads saturate an NVMe device and leave the cores of a small
-    /// machine alone. Disks that spin up and busy network file systems respond within a minute.
+    /// With requests of a few MiB, 8 reads saturate an NVMe device without occupying all cores of a
+    /// small machine. Disks that must spin up and busy network file systems respond within a
+    /// minute.
     fn default() -> Self {
         Self { in_flight: 8, timeout: DEFAULT_TIMEOUT, hook: ReadHook::default() }
     }
 }
 
 impl BackendOptions {
-    /// Sets the number of reads in flight at once.
+    /// Sets the maximum number of reads in flight.
     #[must_use]
     pub fn with_in_flight(mut self, in_flight: usize) -> Self {
         self.in_flight = in_flight;
         self
     }
 
-    /// Sets how long a read may take.
+    /// Sets the time after which a read fails with [`Error::TimedOut`].
     #[must_use]
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
@@ -334,25 +341,26 @@ impl BackendOptions {
         self
     }
 
-    /// `in_flight`, limited to a reasonable range.
+    /// Returns `in_flight`, clamped to the range 1 to 4096.
     pub(crate) fn clamped_in_flight(&self) -> usize {
         self.in_flight.clamp(1, 4096)
     }
 
-    /// `timeout`, limited to what can be added to an `Instant`.
+    /// Returns `timeout`, clamped to a range that can be added to an `Instant`.
     pub(crate) fn clamped_timeout(&self) -> Duration {
         self.timeout.clamp(Duration::from_millis(1), Duration::from_secs(1_000_000_000))
     }
 }
 
-/// Receives completions. Backends call it from their threads, so it must not panic, drop the
-/// backend, or block for long.
+/// The function that receives completions. Backends call it from their threads, and also in calls
+/// such as [`Backend::cancel`]. It must not panic, drop the backend, or block for long.
 pub type CompletionSink = Box<dyn Fn(Completion) + Send + Sync>;
 
-/// Creates a sink that puts completions into a queue, and the receiving end of the queue.
+/// Creates an unbounded queue of completions. Returns a sink that adds completions to the queue,
+/// and the receiving end of the queue.
 pub fn completion_queue() -> (CompletionSink, Receiver<Completion>) {
     let (sender, receiver) = channel();
-    // If the receiver is gone, dropping the completion returns its buffers to their pool.
+    // If the receiver was dropped, dropping the completion returns its buffers to their pool.
     (Box::new(move |completion| drop(sender.send(completion))), receiver)
 }
 
@@ -362,7 +370,7 @@ pub fn monotonic_ns() -> u64 {
     u64::try_from(START.get_or_init(Instant::now).elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Removes the requests whose token `wanted` accepts from `requests` and returns them.
+/// Removes and returns the requests whose tokens satisfy `wanted`.
 pub(crate) fn take_matching(
     requests: &mut VecDeque<ReadRequest>,
     wanted: &dyn Fn(u64) -> bool,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Conformance tests for backends. Run [`check`] on every backend, and [`check_with_faults`] on
-//! those that support fault injection, which are the built-in ones.
+//! Conformance tests for backends. Run [`check`] on every backend, and also [`check_with_faults`]
+//! on the backends that support fault injection: the built-in ones except `remote`.
 
 use std::collections::HashSet;
 use std::fs::{self, OpenOptions};
@@ -23,13 +23,13 @@ const POOL_BYTES: usize = 8 << 20;
 
 /// Storage for the files or objects that the tests read. Methods panic if they fail.
 pub trait Fixture {
-    /// Creates a file with this content; returns the path or URL for [`Source::open`].
+    /// Creates a file with this content, and returns its path or URL for [`Source::open`].
     fn write(&self, name: &str, content: &[u8]) -> String;
 
     /// Overwrites the content of a file, in place if the storage supports that.
     fn overwrite(&self, name: &str, content: &[u8]);
 
-    /// Replaces a file by another one of the same name.
+    /// Replaces a file with a new file of the same name.
     fn replace(&self, name: &str, content: &[u8]);
 
     /// Removes a file.
@@ -43,49 +43,52 @@ pub struct Directory(pub PathBuf);
 impl Fixture for Directory {
     fn write(&self, name: &str, content: &[u8]) -> String {
         let path = self.0.join(name);
-        fs::write(&path, content).expect("cannot write to the directory");
+        fs::write(&path, content).expect("the directory must be writable");
         path.to_str().expect("the path of the directory must be UTF-8").into()
     }
 
     fn overwrite(&self, name: &str, content: &[u8]) {
-        let mut file = OpenOptions::new().write(true).open(self.0.join(name)).expect("cannot open");
+        let mut file = OpenOptions::new()
+            .write(true)
+            .open(self.0.join(name))
+            .expect("the test file must be writable");
         file.set_len(content.len() as u64)
             .and_then(|()| file.write_all(content))
-            .expect("cannot write");
+            .expect("writing to the test file must succeed");
     }
 
     fn replace(&self, name: &str, content: &[u8]) {
         let new = self.0.join(format!("{name}.new"));
         fs::write(&new, content)
             .and_then(|()| fs::rename(new, self.0.join(name)))
-            .expect("cannot write");
+            .expect("replacing the test file must succeed");
     }
 
     fn remove(&self, name: &str) {
-        fs::remove_file(self.0.join(name)).expect("cannot remove");
+        fs::remove_file(self.0.join(name)).expect("removing the test file must succeed");
     }
 }
 
 /// Checks that a backend follows the rules of [`Backend`]. Blocks while it reads.
 ///
 /// # Panics
-/// Panics with the violated rule if the backend violates one.
+/// Panics if the backend violates a rule. Most messages name the rule.
 pub fn check(provider: &dyn BackendProvider, fixture: &dyn Fixture) {
     delivers_the_bytes_of_every_range(provider, fixture);
     delivers_unaligned_ends(provider, fixture);
     fills_buffers_one_after_the_other(provider, fixture);
-    rejects_unaligned_memory_if_it_must(provider, fixture);
+    rejects_unaligned_memory_if_it_needs_alignment(provider, fixture);
     fills_up_to_the_end_of_the_file(provider, fixture);
     reports_a_file_that_ends_early(provider, fixture);
     reports_a_file_that_changed(provider, fixture);
     returns_every_buffer(provider, fixture);
 }
 
-/// Runs [`check`] with short and interrupted reads, and checks errors and reads that hang, all by
-/// fault injection. Blocks while it reads.
+/// Checks a backend with injected faults. Runs [`check`] with short and interrupted reads, and then
+/// checks reads that fail and reads that hang. Blocks while it reads.
 ///
 /// # Panics
-/// Panics with the violated rule if the backend violates one.
+/// Panics if the backend violates a rule. Most messages name the rule.
 pub fn check_with_faults(provider: &Arc<dyn BackendProvider>, fixture: &dyn Fixture) {
     let transient = Faults::new(|attempt| match attempt.number % 3 {
         0 => Some(Fault::Short(1 + attempt.len / 3)),
@@ -116,7 +119,7 @@ impl Harness {
         let options = BackendOptions::default().with_in_flight(3).with_timeout(timeout);
         let backend = provider.create(&options, sink).expect("creating the backend must succeed");
         let pool =
-            HostPool::new(&Budget::new(POOL_BYTES), POOL_BYTES).expect("cannot allocate 8 MiB");
+            HostPool::new(&Budget::new(POOL_BYTES), POOL_BYTES).expect("8 MiB must be available");
         Self { pool, backend, done }
     }
 
@@ -146,7 +149,8 @@ impl Harness {
     }
 }
 
-/// Content in which each byte differs from its neighbors and from the same position of other pages.
+/// Returns content in which nearly all bytes differ from their neighbors. In up to 1 MiB, all pages
+/// differ from each other.
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i ^ (i >> 8).wrapping_mul(31) ^ (i >> 16)) as u8).collect()
 }
@@ -154,7 +158,7 @@ fn pattern(len: usize) -> Vec<u8> {
 fn source(fixture: &dyn Fixture, name: &str, len: usize) -> (Vec<u8>, Arc<Source>) {
     let content = pattern(len);
     let source =
-        Source::open(fixture.write(name, &content)).expect("cannot open the file just written");
+        Source::open(fixture.write(name, &content)).expect("the new file must be readable");
     (content, source)
 }
 
@@ -181,7 +185,7 @@ fn delivers_the_bytes_of_every_range(provider: &dyn BackendProvider, fixture: &d
         );
         assert!(
             done.buffers[0][..] == content[offset as usize..][..len],
-            "wrong bytes for {offset}+{len}"
+            "wrong bytes in the read of {len} bytes at byte {offset}"
         );
         assert!(seen.insert(done.token), "a request must complete once");
     }
@@ -193,7 +197,7 @@ fn delivers_unaligned_ends(provider: &dyn BackendProvider, fixture: &dyn Fixture
     for (offset, len) in
         [(1001, 9000), (4095, 2), (512, 100), (8191, 12_290), (39_000, 1000), (0, 1)]
     {
-        // Memory whose address equals the file offset modulo the page size.
+        // The address of `buffer` equals the file offset modulo the page size.
         let mut before = harness.buffer(65_536);
         let mut buffer = before.split_off(offset % 4096);
         let after = buffer.split_off(len);
@@ -204,12 +208,15 @@ fn delivers_unaligned_ends(provider: &dyn BackendProvider, fixture: &dyn Fixture
             .map_err(|r| r.error)
             .expect("a request with unaligned ends must be accepted");
         let done = harness.wait();
-        assert_eq!(done.result.expect("readable").bytes(), len);
-        assert!(done.buffers[0][..] == content[offset..][..len], "wrong bytes for {offset}+{len}");
+        assert_eq!(done.result.expect("the file is readable").bytes(), len);
+        assert!(
+            done.buffers[0][..] == content[offset..][..len],
+            "wrong bytes in the read of {len} bytes at byte {offset}"
+        );
         let around = before.iter().chain(after.iter());
         assert!(
             around.copied().all(|byte| byte == 0xEE),
-            "memory next to the buffer of {offset}+{len} was overwritten"
+            "the read of {len} bytes at byte {offset} overwrote memory next to its buffer"
         );
     }
 }
@@ -224,14 +231,17 @@ fn fills_buffers_one_after_the_other(provider: &dyn BackendProvider, fixture: &d
         .backend
         .submit(request)
         .map_err(|r| r.error)
-        .expect("buffers of whole blocks must be accepted");
+        .expect("buffers that meet at block boundaries must be accepted");
     let done = harness.wait();
-    assert_eq!(done.result.expect("readable").bytes(), required);
+    assert_eq!(done.result.expect("the file is readable").bytes(), required);
     let bytes: Vec<u8> = done.buffers.iter().flat_map(|buffer| buffer.iter().copied()).collect();
     assert!(bytes == content[12_288..][..required], "wrong bytes, or a wrong order of buffers");
 }
 
-fn rejects_unaligned_memory_if_it_must(provider: &dyn BackendProvider, fixture: &dyn Fixture) {
+fn rejects_unaligned_memory_if_it_needs_alignment(
+    provider: &dyn BackendProvider,
+    fixture: &dyn Fixture,
+) {
     let harness = Harness::new(provider);
     let (content, source) = source(fixture, "unaligned", 40_000);
     let request = ReadRequest::new(0, source, 1000, 8192, harness.buffer(8192));
@@ -239,16 +249,16 @@ fn rejects_unaligned_memory_if_it_must(provider: &dyn BackendProvider, fixture: 
         Ok(()) => {
             assert!(
                 !harness.backend.capabilities().needs_alignment,
-                "accepts unaligned memory, but its capabilities require alignment"
+                "the backend accepts unaligned memory, but its capabilities require alignment"
             );
             let done = harness.wait();
-            assert_eq!(done.result.expect("readable").bytes(), 8192);
+            assert_eq!(done.result.expect("the file is readable").bytes(), 8192);
             assert!(done.buffers[0][..] == content[1000..][..8192]);
         }
         Err(rejected) => {
             assert!(
                 harness.backend.capabilities().needs_alignment,
-                "rejects unaligned memory, but its capabilities do not require alignment"
+                "the backend rejects unaligned memory, but its capabilities require no alignment"
             );
             assert!(
                 matches!(rejected.error, Error::Misaligned { offset: 1000, .. }),
@@ -355,7 +365,7 @@ fn times_out_reads_that_hang(provider: &Arc<dyn BackendProvider>, fixture: &dyn 
     // The first four attempts hang.
     let faults = Faults::new(|attempt| (attempt.number < 4).then_some(Fault::Stuck));
     let faulty = FaultyProvider::new(Arc::clone(provider), faults.clone());
-    // Long enough for the last read even if other tests keep the device busy.
+    // The timeout is long enough for the last read even if other tests keep the device busy.
     let harness = Harness::with_timeout(&faulty, Duration::from_millis(500));
     (0..4).for_each(|token| harness.submit(token, &source, 0, 4096, 4096));
     for _ in 0..4 {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Blocking reads that bypass the page cache, into any memory.
+//! Blocking reads into any memory, with direct I/O where possible.
 
 use ts_pool::{BLOCK_ALIGN, Buffer};
 
@@ -9,18 +9,20 @@ use crate::page_cache::Residency;
 use crate::scatter::Target;
 use crate::{Error, Source};
 
-/// Shorter reads go through the page cache, whose readahead helps the next ones.
+/// Reads of fewer bytes go through the page cache, because its readahead makes later reads faster.
 const MIN_DIRECT_BYTES: usize = 256 << 10;
 
 /// Reads on the calling thread, into memory of any alignment.
 ///
-/// Chooses the path like the backend [`adaptive`](crate::Registry): copies what the page cache
-/// holds, reads the rest with direct I/O, and reads objects over the network. If memory and file
-/// offset are equal modulo [`BLOCK_ALIGN`], bytes go directly to the memory. Otherwise they go
-/// through a window, which costs a copy but no allocation.
+/// Chooses one path for each read of a file. Ranges of less than 256 KiB and ranges that are in the
+/// page cache are read through the page cache. Other ranges are read with direct I/O, if the file
+/// system supports it. Sources that are not files are read with [`Source::read_at`].
 ///
-/// Use one reader for each thread; a dozen threads saturate a device. Files have no timeout: a read
-/// blocks as long as the system does.
+/// If memory address and file offset are equal modulo [`BLOCK_ALIGN`], direct I/O reads directly
+/// into the memory. Otherwise it reads into a window, which costs a copy but no allocation.
+///
+/// Use one reader for each thread; a dozen threads saturate a device. Reads of files have no
+/// timeout: they block until the system responds.
 ///
 /// ```
 /// use ts_io::{DirectReader, Source};
@@ -43,12 +45,12 @@ pub struct DirectReader {
 }
 
 impl DirectReader {
-    /// Creates a reader with a window of some MiB. Allocate it from a
-    /// [`HostPool`](ts_pool::HostPool): with huge pages, disks are twice as fast.
+    /// Creates a reader with a window, which should be a few MiB long. Allocate the window from a
+    /// [`HostPool`](ts_pool::HostPool): the huge pages of a pool make direct reads much faster.
     ///
     /// # Panics
-    /// Panics if the length of the window is not a multiple of [`BLOCK_ALIGN`], or less than twice
-    /// that.
+    /// Panics if the length of the window is not a multiple of [`BLOCK_ALIGN`], or is less than
+    /// twice [`BLOCK_ALIGN`].
     pub fn new(window: Buffer) -> Self {
         assert!(
             window.len() >= 2 * BLOCK_ALIGN && window.len().is_multiple_of(BLOCK_ALIGN),
@@ -59,7 +61,8 @@ impl DirectReader {
         Self { window }
     }
 
-    /// Reads `out.len()` bytes at `offset`, or fewer at the end of the source. Blocks.
+    /// Reads `out.len()` bytes at `offset`, or fewer at the end of the source. Returns the number
+    /// of bytes. Blocks.
     ///
     /// # Errors
     /// Returns the same errors as [`Source::read_at`].
@@ -98,8 +101,8 @@ impl DirectReader {
         Ok(done)
     }
 
-    /// Reads with one call: whole blocks directly into `out`, the partial blocks at its ends into
-    /// the window.
+    /// Reads whole blocks directly into `out`, and the partial blocks at its ends into the window,
+    /// all with one vectored read.
     fn read_in_place(
         &mut self,
         file: &FileOrigin,
@@ -146,7 +149,7 @@ mod tests {
             unaligned in prop_oneof![Just(None), (0..BLOCK_ALIGN).prop_map(Some)],
             cold: bool,
         ) {
-            // Not the temporary directory, which may be a tmpfs without direct I/O.
+            // The temporary directory is not used, because it may be a tmpfs without direct I/O.
             let directory =
                 tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR").to_owned() + "/../../target")
                     .unwrap();
@@ -161,7 +164,7 @@ mod tests {
             let pool = HostPool::new(&Budget::new(8 << 20), 8 << 20).unwrap();
             let mut reader = DirectReader::new(pool.allocate(64 << 10).unwrap());
             let mut memory = pool.allocate(MEMORY).unwrap();
-            // By default at the same position in its block as the bytes in the file.
+            // By default, `out` begins at the same position in its block as the range in the file.
             let begin = unaligned.unwrap_or(offset % BLOCK_ALIGN);
             let out = &mut memory[begin..begin + len];
             let expected = &content[offset..FILE_LEN.min(offset + len)];

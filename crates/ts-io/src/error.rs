@@ -4,27 +4,31 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The class of an [`Error`].
+/// The class of an [`Error`], for callers that handle errors by their cause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The path does not exist.
+    /// The file or object does not exist.
     NotFound,
-    /// The system denies access.
+    /// The system or the server denies access.
     PermissionDenied,
-    /// The device, the file system or the network failed.
+    /// Opening, reading or writing failed for another reason, or the system refused to start a
+    /// thread.
     Io,
-    /// The source changed since it was opened.
+    /// The source has changed since it was opened, or it ends before the last required byte.
     Changed,
-    /// The request or the configuration is invalid for the backend.
+    /// The backend does not exist or is not available, the request is invalid for the backend, or
+    /// the buffers cannot be allocated.
     Misuse,
-    /// The read was cancelled.
+    /// The read was cancelled, or the operation was interrupted.
     Cancelled,
-    /// There was no response within the timeout. A retry may succeed.
+    /// The read did not finish within the timeout. A retry may succeed.
     TimedOut,
 }
 
-/// Why a read or write failed. Cheap to clone, because one failed read can end many waits.
+/// The error of a read or write that failed, or of a backend that cannot be used.
+///
+/// Clones are cheap, so that one failed read can be reported to many waiting callers.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -33,34 +37,35 @@ pub enum Error {
     Open {
         /** The path or URL. */
         path: PathBuf,
-        /** The system's error. */
+        /** The error of the system or the network library. */
         source: SharedIoError,
     },
-    /// A read failed.
-    #[error("{}: cannot read {len} bytes at byte {offset}: {source}", path.display())]
+    /// A read failed, the backend cannot read this kind of source, or
+    /// [`Source::evict`](crate::Source::evict) failed.
+    #[error("{}: {}{source}", path.display(), attempted(*offset, *len))]
     Read {
         /** The path or URL. */
         path: PathBuf,
-        /** The offset at which it failed. */
+        /** The offset in bytes at which the read failed. */
         offset: u64,
-        /** The number of bytes requested. */
+        /** The number of bytes requested. 0 if the error does not concern a range. */
         len: usize,
-        /** The system's error. */
+        /** The error of the system or the network library. */
         source: SharedIoError,
     },
-    /// A write failed.
+    /// A write, or another operation of a [`Writer`](crate::Writer), failed.
     #[error("{}: cannot write at byte {offset}: {source}", path.display())]
     Write {
         /** The path. */
         path: PathBuf,
-        /** The offset of the first byte that was not written. */
+        /** The offset in bytes at which the operation failed. */
         offset: u64,
-        /** The system's error. */
+        /** The error of the system or the network library. */
         source: SharedIoError,
     },
     /// The file ended before the last required byte.
     #[error(
-        "{}: truncated: expected {expected} bytes at byte {offset}, got {actual}",
+        "{}: too short: expected {expected} bytes at byte {offset}, got {actual}",
         path.display()
     )]
     ShortRead {
@@ -70,10 +75,11 @@ pub enum Error {
         offset: u64,
         /** The number of bytes required. */
         expected: usize,
-        /** The number of bytes before the end of the file. */
+        /** The number of bytes from the offset to the end of the file. */
         actual: usize,
     },
-    /// The file was replaced or written to since it was opened.
+    /// The file or object has been written to, replaced or removed since it was opened, or this
+    /// cannot be ruled out.
     #[error(
         "{}: changed since it was opened: {what} (detected when reading at byte {offset})",
         path.display()
@@ -83,13 +89,14 @@ pub enum Error {
         path: PathBuf,
         /** The offset of the request. */
         offset: u64,
-        /** What differs. */
+        /** A description of the difference. */
         what: String,
     },
-    /// Offset, length or memory do not have the alignment that the backend needs.
+    /// The buffers do not have the alignment that [`ReadRequest`](crate::ReadRequest) describes.
     #[error(
-        "{}: direct read of {len} bytes at byte {offset} is not aligned (expected offset, length \
-         and memory to be multiples of {alignment})",
+        "{}: direct read of {len} bytes at byte {offset} is not aligned (expected the address and \
+         the file offset of each buffer to be equal modulo {alignment}, and each buffer after the \
+         first to begin at a file offset that is a multiple of {alignment})",
         path.display()
     )]
     Misaligned {
@@ -102,7 +109,7 @@ pub enum Error {
         /** The required alignment in bytes. */
         alignment: usize,
     },
-    /// The buffers of a request are smaller than the required bytes.
+    /// The buffers of a request are too small for the required bytes.
     #[error(
         "{}: buffers too small: expected at least {required} bytes, got {capacity}",
         path.display()
@@ -123,10 +130,10 @@ pub enum Error {
         /** The offset of the request. */
         offset: u64,
     },
-    /// The system did not respond within the timeout.
+    /// The read did not finish within the timeout.
     #[error(
         "{}: reading {len} bytes at byte {offset} timed out after {timeout:?}: the device or the \
-         network does not respond",
+         network is too slow or does not respond",
         path.display()
     )]
     TimedOut {
@@ -144,10 +151,10 @@ pub enum Error {
     Unavailable {
         /** The name of the backend. */
         backend: String,
-        /** Why it is not available. */
+        /** The reason why the backend is not available. */
         reason: String,
     },
-    /// There is no backend with this name.
+    /// The registry has no backend with this name.
     #[error("unknown backend \"{name}\" (expected one of {known})")]
     UnknownBackend {
         /** The name that was requested. */
@@ -155,15 +162,23 @@ pub enum Error {
         /** The names of all backends. */
         known: String,
     },
-    /// The caller's interrupt function ended the operation.
-    #[error("interrupted")]
+    /// The caller's `interrupt` function returned `true`.
+    #[error("the measurement was interrupted")]
     Interrupted,
-    /// The memory pool could not provide a buffer.
+    /// A memory pool could not be created, or could not provide a buffer.
     #[error("cannot allocate I/O buffers: {0}")]
     Memory(#[source] Arc<ts_pool::Error>),
-    /// The system refused a thread.
+    /// The system refused to start a thread, or refused a resource that the thread needs.
     #[error("cannot start an I/O thread: {0}")]
     Thread(SharedIoError),
+}
+
+/// Returns the part of the message of [`Error::Read`] that names the range. Empty if `len` is 0.
+fn attempted(offset: u64, len: usize) -> String {
+    match len {
+        0 => String::new(),
+        _ => format!("cannot read {len} bytes at byte {offset}: "),
+    }
 }
 
 impl Error {

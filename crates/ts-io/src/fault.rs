@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Fault injection: [`FaultyProvider`] wraps any provider, and the backends that it creates see
-//! system calls that fail, return less, or hang. [`WriteFaults`] does the same for code that writes
-//! files.
+//! Injects faults, to test how code handles them. [`FaultyProvider`] wraps a built-in provider. In
+//! the backends that it creates, reads fail, return fewer bytes, take longer, or hang.
+//! [`WriteFaults`] makes operations fail in code that writes files.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -52,28 +52,28 @@ pub struct Attempt<'a> {
     pub path: &'a Path,
     /// The offset of the first byte.
     pub offset: u64,
-    /// The maximum number of bytes.
+    /// The maximum number of bytes to read.
     pub len: usize,
     /// The number of attempts before this one with the same [`Faults`].
     pub number: u64,
 }
 
-/// What happens to an attempt.
+/// A fault to inject into an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// It returns at most this many bytes, at least 1.
+    /// The attempt returns at most this many bytes. 0 counts as 1.
     Short(usize),
-    /// It fails with this error number: EINTR is 4, EIO is 5.
+    /// The attempt fails with this error number, such as 4 for EINTR or 5 for EIO.
     Errno(i32),
-    /// It takes this much longer.
+    /// The attempt takes this much longer.
     Delay(Duration),
-    /// It does not return before [`Faults::release`].
+    /// The attempt does not return before [`Faults::release`] is called.
     Stuck,
 }
 
-/// Decides for each attempt whether, and how, it fails. Clones share one decision function and
-/// count. The default injects no faults.
+/// Decides whether and how each attempt fails. Clones share one decision function and one count of
+/// attempts. The default injects no faults.
 #[derive(Clone, Default)]
 pub struct Faults(Option<Arc<FaultsInner>>);
 
@@ -82,18 +82,20 @@ type Decide = dyn Fn(&Attempt<'_>) -> Option<Fault> + Send + Sync;
 struct FaultsInner {
     decide: Box<Decide>,
     attempts: AtomicU64,
-    /// What [`Fault::Stuck`] waits for.
+    /// The gate that attempts with [`Fault::Stuck`] wait for.
     gate: Arc<sys::Gate>,
 }
 
 impl Faults {
-    /// Creates faults that `decide` chooses. It is called before each attempt, on the thread that
-    /// makes it, and may have side effects such as truncating the file.
+    /// Creates faults that `decide` chooses.
+    ///
+    /// `decide` is called before each attempt, on the thread that makes the attempt. It may have
+    /// side effects, such as truncating the file.
     ///
     /// # Panics
     /// Panics if the system refuses a file descriptor.
     pub fn new(decide: impl Fn(&Attempt<'_>) -> Option<Fault> + Send + Sync + 'static) -> Self {
-        let gate = sys::Gate::new().expect("creating an eventfd failed");
+        let gate = sys::Gate::new().expect("the system must provide an eventfd");
         Self(Some(Arc::new(FaultsInner {
             decide: Box::new(decide),
             attempts: AtomicU64::new(0),
@@ -127,14 +129,15 @@ impl fmt::Debug for Faults {
     }
 }
 
-/// Wraps a provider and injects [`Faults`] into the backends that it creates.
+/// Wraps a provider and injects [`Faults`] into the backends that it creates. Only built-in
+/// backends support this, except `remote`.
 pub struct FaultyProvider {
     inner: Arc<dyn BackendProvider>,
     faults: Faults,
 }
 
 impl FaultyProvider {
-    /// Wraps `inner`.
+    /// Wraps `inner`, so that its backends inject `faults`.
     pub fn new(inner: Arc<dyn BackendProvider>, faults: Faults) -> Self {
         Self { inner, faults }
     }
@@ -172,14 +175,14 @@ impl BackendProvider for FaultyProvider {
 pub enum WriteCall<'a> {
     /// Bytes are written.
     Write {
-        /// The offset in the file.
+        /// The offset in the file, in bytes.
         offset: u64,
-        /// The bytes.
+        /// The bytes to write.
         bytes: &'a [u8],
     },
     /// This many bytes of disk space are reserved.
     Reserve(u64),
-    /// The length of the file is set.
+    /// The length of the file is set to this many bytes.
     SetLen(u64),
     /// All written bytes are flushed to disk.
     Sync,
@@ -191,25 +194,27 @@ pub enum WriteCall<'a> {
 
 type DecideWrite = dyn Fn(&Path, &WriteCall<'_>) -> Option<i32> + Send + Sync;
 
-/// Decides for each operation on a file that is being written whether it fails. Clones share one
-/// decision function. The default injects no faults.
+/// Decides whether each operation on a file that is being written fails. Clones share one decision
+/// function. The default injects no faults.
 #[derive(Clone, Default)]
 pub struct WriteFaults(Option<Arc<DecideWrite>>);
 
 impl WriteFaults {
-    /// Creates faults that `decide` chooses. It is called before each operation, on the thread that
-    /// performs it, with the path that error messages name. If it returns an error number, the
-    /// operation is not performed: EIO is 5, ENOSPC is 28.
+    /// Creates faults that `decide` chooses.
+    ///
+    /// `decide` is called before each operation, on the thread that performs the operation. It
+    /// receives the path of the file. If it returns an error number, such as 5 for EIO or 28 for
+    /// ENOSPC, the operation fails with that error and is not performed.
     pub fn new(
         decide: impl Fn(&Path, &WriteCall<'_>) -> Option<i32> + Send + Sync + 'static,
     ) -> Self {
         Self(Some(Arc::new(decide)))
     }
 
-    /// Asks whether an operation fails. Code that writes files calls this before each operation.
+    /// Decides whether an operation fails. Code that writes files calls this before each operation.
     ///
     /// # Errors
-    /// Returns the error that the operation must fail with.
+    /// Returns the error with which the operation must fail.
     pub fn check(&self, path: &Path, call: WriteCall<'_>) -> io::Result<()> {
         let decided = self.0.as_ref().and_then(|decide| decide(path, &call));
         decided.map_or(Ok(()), |number| Err(io::Error::from_raw_os_error(number)))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Files of this machine: opening them, checking that they did not change, and blocking reads.
+//! Local files: this module opens them, detects changes, and performs blocking reads.
 
 use std::fs::{File, Metadata};
 use std::io::IoSliceMut;
@@ -13,17 +13,17 @@ use crate::scatter::{Block, Target};
 use crate::source::{Fingerprint, Origin, Source};
 use crate::{Error, sys};
 
-/// How a blocking read accesses a file.
+/// The way in which a blocking read accesses a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Access {
     /// Through the page cache, with any alignment.
     Buffered,
-    /// Like `Buffered`, through a handle without readahead: for ranges that the page cache is known
-    /// to hold.
+    /// Like `Buffered`, but through a handle without readahead if the system supports that. Used
+    /// by `adaptive`, mostly for ranges that are in the page cache.
     Cached,
-    /// With O_DIRECT; everything is aligned.
+    /// With O_DIRECT, into memory that is aligned as [`ReadRequest`](crate::ReadRequest) describes.
     Direct,
-    /// Copied from a mapping of the file.
+    /// By copying from a mapping of the file.
     #[cfg(target_os = "linux")]
     Mapped,
 }
@@ -34,32 +34,33 @@ pub(crate) struct FileOrigin {
     path: PathBuf,
     fingerprint: Fingerprint,
     file: File,
-    /// Opened on first use; if that fails, the reason.
+    /// The handle for direct I/O, opened on first use, or the reason why it cannot be opened.
     direct: OnceLock<Result<DirectFile, String>>,
-    /// A handle without readahead, opened on first use; `None` where the system has none.
+    /// A handle without readahead, opened on first use. `None` if the system does not support it.
     no_readahead: OnceLock<Option<File>>,
 }
 
-/// The same file, opened with O_DIRECT.
+/// A file opened with O_DIRECT, and its alignment in bytes.
 #[derive(Debug)]
 pub(crate) struct DirectFile {
     pub(crate) file: Arc<File>,
     pub(crate) alignment: usize,
-    /// Whether submitting a read to io_uring never waits for the device.
+    /// Whether a read can be submitted to io_uring without waiting for the device.
     #[cfg(target_os = "linux")]
     pub(crate) suits_rings: bool,
-    /// The file's handle in cuFile, registered on first use.
+    /// The file's handle in cuFile, registered on first use, or the reason why that failed.
     #[cfg(target_os = "linux")]
     cufile: OnceLock<Result<sys::CuFileHandle, String>>,
 }
 
 impl FileOrigin {
     pub(crate) fn open(path: &Path) -> Result<Self, Error> {
-        // Absolute, so that it names the same file after the working directory changes.
+        // An absolute path names the same file even after the working directory changes.
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
         let failed =
             |source: std::io::Error| Error::Open { path: path.clone(), source: source.into() };
-        // Checked before opening, because opening a named pipe waits for a writer.
+        // The type is checked before the file is opened, because opening a named pipe waits for a
+        // writer.
         let kind = std::fs::metadata(&path).map_err(failed)?;
         if kind.is_dir() {
             return Err(failed(std::io::ErrorKind::IsADirectory.into()));
@@ -73,23 +74,23 @@ impl FileOrigin {
         Ok(Self { path, fingerprint, file, direct, no_readahead })
     }
 
-    /// The file behind `source`, if it is one.
+    /// Returns the file that `source` reads, if it reads a local file.
     pub(crate) fn of(source: &Source) -> Option<&Self> {
         source.origin()
     }
 
-    /// The ordinary handle.
+    /// Returns the handle for reads through the page cache.
     pub(crate) fn file(&self) -> &File {
         &self.file
     }
 
-    /// The handle for direct I/O, or why there is none.
+    /// Returns the handle for direct I/O, or the reason why it cannot be opened.
     pub(crate) fn direct(&self) -> Result<&DirectFile, &str> {
         let opened = self.direct.get_or_init(|| {
             let (file, alignment) = sys::open_direct(&self.path).map_err(|e| e.to_string())?;
-            let now = file.metadata().map_err(|e| e.to_string())?;
+            let now = file.metadata().map_err(|e| format!("cannot read its metadata: {e}"))?;
             match self.fingerprint.difference(&Fingerprint::of(&now)) {
-                Some(what) => Err(what),
+                Some(what) => Err(format!("changed since it was opened: {what}")),
                 None => Ok(DirectFile {
                     #[cfg(target_os = "linux")]
                     suits_rings: sys::suits_rings(&file),
@@ -103,7 +104,7 @@ impl FileOrigin {
         opened.as_ref().map_err(String::as_str)
     }
 
-    /// The file's handle in cuFile, or why there is none.
+    /// Returns the file's handle in cuFile, or the reason why the file cannot be registered.
     #[cfg(target_os = "linux")]
     pub(crate) fn cufile(&self) -> Result<&sys::CuFileHandle, &str> {
         let direct = self.direct()?;
@@ -116,9 +117,10 @@ impl FileOrigin {
         file.as_ref().unwrap_or(&self.file)
     }
 
-    /// Fills `target` with the bytes from `offset` on, up to the end of the file; returns how many.
-    /// For direct reads the memory must be aligned as [`ReadRequest`](crate::ReadRequest) says.
-    /// Blocks.
+    /// Fills `target` with the bytes from `offset` on, up to the end of the file. Returns the
+    /// number of bytes read. Blocks.
+    ///
+    /// For direct reads, memory must be aligned as [`ReadRequest`](crate::ReadRequest) describes.
     pub(crate) fn read(
         &self,
         access: Access,
@@ -131,7 +133,7 @@ impl FileOrigin {
             Access::Direct => {
                 let unavailable = |reason: &str| Error::Unavailable {
                     backend: "direct".into(),
-                    reason: reason.into(),
+                    reason: format!("{}: {reason}", self.path.display()),
                 };
                 let direct = self.direct().map_err(unavailable)?;
                 alignment = direct.alignment;
@@ -191,12 +193,10 @@ impl Origin for FileOrigin {
 
     fn verify(&self, offset: u64) -> Result<(), Error> {
         let changed = |what| Error::Changed { path: self.path.clone(), offset, what };
-        let by_handle = self
-            .file
-            .metadata()
-            .map_err(|e| changed(format!("its metadata cannot be read: {e}")))?;
-        let by_path =
-            std::fs::metadata(&self.path).map_err(|e| changed(format!("it is gone: {e}")))?;
+        let by_handle =
+            self.file.metadata().map_err(|e| changed(format!("cannot read its metadata: {e}")))?;
+        let by_path = std::fs::metadata(&self.path)
+            .map_err(|e| changed(format!("cannot access its path: {e}")))?;
         for now in [by_path, by_handle] {
             if let Some(what) = self.fingerprint.difference(&Fingerprint::of(&now)) {
                 return Err(changed(what));
@@ -215,7 +215,10 @@ impl Origin for FileOrigin {
     }
 
     fn evict(&self) -> Result<(), Error> {
-        sys::evict(&self.file).map_err(|e| self.read_error(0, 0, e))
+        sys::evict(&self.file).map_err(|e| {
+            let what = format!("cannot drop the file from the page cache: {e}");
+            self.read_error(0, 0, std::io::Error::new(e.kind(), what))
+        })
     }
 }
 
@@ -230,7 +233,8 @@ impl Fingerprint {
         }
     }
 
-    /// Describes how `now` differs from `self`, an earlier state.
+    /// Describes how the state `now` differs from the earlier state `self`. Returns `None` if
+    /// nothing in them shows a change of the content.
     fn difference(&self, now: &Self) -> Option<String> {
         if self.identity != now.identity {
             Some("another file has taken its place".into())
@@ -239,14 +243,18 @@ impl Fingerprint {
         } else if self.modified != now.modified {
             Some("it was written to".into())
         } else if self.is_changed(now) {
-            Some("it was written to or renamed, and its modification time was set back".into())
+            let what = "its ctime changed although its modification time did not, so it may have \
+                        been written to";
+            Some(what.into())
         } else {
             None
         }
     }
 
-    /// Whether the change time differs although the attributes are the same. Removing the file or
-    /// replacing its name only lowers the link count and leaves the content as it was.
+    /// Returns whether the ctime differs although link count, mode, owner and group are the same.
+    ///
+    /// Removing or replacing a name of the file also changes the ctime, but lowers the link count.
+    /// The content stays the same, so this does not count as a change.
     fn is_changed(&self, now: &Self) -> bool {
         match (self.changed, now.changed) {
             (Some((then, old)), Some((now, new))) => then != now && old == new,

@@ -13,8 +13,10 @@ use crate::source::NOT_A_FILE;
 use crate::threads::{BlockingRead, ThreadBackend};
 use crate::{Error, Source};
 
-/// Provides the backend for one kind of access. `mmap` is used only if named, because this process
-/// is killed with SIGBUS if another one truncates a file while it is read.
+/// The provider of the backend for one kind of access.
+///
+/// `mmap` is used only if it is named, because it has a risk: if another process truncates a file
+/// during a read, this process can be killed with SIGBUS.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FileProvider(pub(crate) Access);
 
@@ -72,8 +74,8 @@ impl BlockingRead for FileReader {
     }
 
     fn read(&self, request: &mut ReadRequest) -> Result<(usize, ReadPath), Error> {
-        let ReadRequest { source, offset, buffers, .. } = request;
-        let file = FileOrigin::of(source).ok_or_else(|| source.not_a_file())?;
+        let ReadRequest { source, offset, required, buffers, .. } = request;
+        let file = FileOrigin::of(source).ok_or_else(|| source.not_a_file(*offset, *required))?;
         let access = self.provider.0;
         let bytes = file.read(access, *offset, &mut Target::Buffers(buffers), &self.hook)?;
         let path = match access {

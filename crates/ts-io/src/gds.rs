@@ -15,27 +15,28 @@ use crate::sys::CuFile;
 use crate::threads::{BlockingRead, ThreadBackend};
 use crate::{Error, Source};
 
-/// How GPUDirect Storage transfers data on this system.
+/// The path on which GPUDirect Storage transfers data on this system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GdsMode {
     /// Directly between storage and GPU, through nvidia-fs or PCI peer-to-peer.
     Direct,
-    /// Through host memory: the library's compatibility mode.
+    /// Through host memory, in the library's compatibility mode.
     Compatibility,
 }
 
-/// Returns how GPUDirect Storage transfers data on this system. The first call loads and
-/// initializes the library.
+/// Returns the path on which GPUDirect Storage transfers data on this system. The first call loads
+/// and initializes the library.
 ///
 /// # Errors
-/// Returns the reason if GPUDirect Storage cannot be used: no library, no driver, or no GPU.
+/// Returns the reason if GPUDirect Storage cannot be used, for example because the library, the
+/// driver or the GPU is missing.
 pub fn gds_mode() -> Result<GdsMode, String> {
     CuFile::get()
         .map(|library| if library.is_direct() { GdsMode::Direct } else { GdsMode::Compatibility })
 }
 
-/// Provides `gds`. Buffers are host memory so far, for which cuFile has no advantage, so the
-/// backend is used only if named.
+/// The provider of `gds`. The backend is used only if it is named, because cuFile has no advantage
+/// for buffers in host memory, and this crate supports no other buffers.
 pub(crate) struct GdsProvider;
 
 impl BackendProvider for GdsProvider {
@@ -75,7 +76,7 @@ impl BlockingRead for GdsReader {
         GdsProvider.name()
     }
 
-    /// The library handles unaligned ends.
+    /// Returns `false`, because cuFile handles unaligned ends.
     fn needs_alignment(&self) -> bool {
         false
     }
@@ -84,7 +85,7 @@ impl BlockingRead for GdsReader {
         let (source, capacity) = (Arc::clone(&request.source), request.capacity());
         let unavailable = |reason: &str| Error::Unavailable {
             backend: self.name().into(),
-            reason: reason.into(),
+            reason: format!("{}: {reason}", source.path().display()),
         };
         let file = FileOrigin::of(&source).ok_or_else(|| unavailable(NOT_A_FILE))?;
         let handle = file.cufile().map_err(unavailable)?;
@@ -96,7 +97,7 @@ impl BlockingRead for GdsReader {
             });
             progress.advance(answer).map_err(|e| source.read_error(offset, len, e))?;
         }
-        // cuFile reads into host memory through the host.
+        // The buffers are in host memory, so nothing was transferred directly to a GPU.
         Ok((progress.done(), ReadPath::GpuCompat))
     }
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A hook that backends call before each system call or network request of a read. Fault injection
-//! is the only implementation; without one, the hook costs a check for `None`.
+//! A hook that all built-in backends except `remote` call before each system call or network
+//! request of a read. Only fault injection implements the hook. Without fault injection, a call of
+//! the hook costs one check for `None`.
 
 use std::fmt;
 use std::io;
@@ -12,24 +13,24 @@ use crate::sys::Gate;
 
 /// Decides what happens to each attempt to read.
 pub(crate) trait Intercept: Send + Sync {
-    /// Called on the thread that is about to read `len` bytes of `path` at `offset`. Returns `None`
-    /// to let the attempt proceed unchanged.
+    /// Decides about an attempt to read `len` bytes of `path` at `offset`. The thread that makes
+    /// the attempt calls this method first. `None` leaves the attempt unchanged.
     fn intercept(&self, path: &Path, offset: u64, len: usize) -> Option<Interception>;
 }
 
-/// How an attempt to read deviates from normal.
+/// A change to an attempt to read.
 pub(crate) enum Interception {
-    /// It returns at most this many bytes (at least 1).
+    /// The attempt returns at most this many bytes. The number is at least 1.
     Truncate(usize),
-    /// It fails with this error, without reading.
+    /// The attempt fails with this error, without reading.
     Fail(io::Error),
-    /// It starts after this delay.
+    /// The attempt starts after this delay.
     Delay(Duration),
-    /// It starts only after the gate opens.
+    /// The attempt starts only after the gate opens.
     Block(Arc<Gate>),
 }
 
-/// An optional [`Intercept`], shared by the backends that one set of options creates.
+/// An optional [`Intercept`], shared by all backends that are created with the same options.
 #[derive(Clone, Default)]
 pub(crate) struct ReadHook(Option<Arc<dyn Intercept>>);
 
@@ -38,7 +39,8 @@ impl ReadHook {
         Self(Some(intercept))
     }
 
-    /// Asks the hook about an attempt. For backends that must not block the calling thread.
+    /// Returns the hook's decision about an attempt, without applying it. For backends that must
+    /// not block the calling thread.
     pub(crate) fn intercept(&self, path: &Path, offset: u64, len: usize) -> Option<Interception> {
         self.0.as_ref()?.intercept(path, offset, len)
     }

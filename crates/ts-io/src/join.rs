@@ -11,7 +11,7 @@ use ts_pool::Buffer;
 use crate::Error;
 use crate::backend::{Completion, CompletionSink, ReadRequest, Transfer};
 
-/// Gives parts their own tokens, and completes a request under the caller's token when all of its
+/// Gives each part its own token. Completes a request, with the caller's token, when all of its
 /// parts have completed.
 pub(crate) struct Joiner {
     sink: CompletionSink,
@@ -21,7 +21,7 @@ pub(crate) struct Joiner {
 #[derive(Default)]
 struct JoinerState {
     next_token: u64,
-    /// The parts in progress, by their token.
+    /// The parts in progress, by token.
     parts: HashMap<u64, Part>,
     /// The split requests in progress, by id.
     splits: HashMap<u64, SplitRequest>,
@@ -42,7 +42,7 @@ struct SplitRequest {
     completions: Vec<Option<Completion>>,
     /// The number of parts in progress.
     pending: usize,
-    /// If the request is being cancelled: the counter of that call.
+    /// The counter of the most recent `cancel` call for this request, if any.
     cancelled_by: Option<Arc<AtomicUsize>>,
 }
 
@@ -51,7 +51,8 @@ impl Joiner {
         Self { sink, state: Mutex::default() }
     }
 
-    /// Splits a request into parts of these lengths, whose sum is the request's capacity.
+    /// Splits a request into parts of the given lengths in bytes. Their sum must be the request's
+    /// capacity.
     pub(crate) fn split(&self, request: ReadRequest, lens: &[usize]) -> Vec<ReadRequest> {
         let ReadRequest { token, source, mut offset, mut required, buffers } = request;
         let mut state = self.lock();
@@ -88,13 +89,14 @@ impl Joiner {
         let mut state = self.lock();
         let Part { split, index } =
             state.parts.remove(&completion.token).expect("each part completes once");
-        let request = state.splits.get_mut(&split).expect("a request waits for its parts");
+        let request =
+            state.splits.get_mut(&split).expect("a split request outlives its pending parts");
         request.completions[index] = Some(completion);
         request.pending -= 1;
         if request.pending > 0 {
             return;
         }
-        let mut request = state.splits.remove(&split).expect("the request was found above");
+        let mut request = state.splits.remove(&split).expect("`get_mut` found the request");
         drop(state);
         let cancelled_by = request.cancelled_by.take();
         let completion = request.join();
@@ -104,19 +106,22 @@ impl Joiner {
         (self.sink)(completion);
     }
 
-    /// Undoes the split of a request into a single part.
+    /// Undoes the split of a request that has a single part, and returns the original request.
     pub(crate) fn withdraw(&self, mut request: ReadRequest) -> ReadRequest {
         let mut state = self.lock();
         let Part { split, .. } =
-            state.parts.remove(&request.token).expect("the part has not completed");
-        let split = state.splits.remove(&split).expect("a request waits for its parts");
+            state.parts.remove(&request.token).expect("a rejected part never completes");
+        let split =
+            state.splits.remove(&split).expect("a split request outlives its pending parts");
         request.token = split.token;
         request
     }
 
-    /// Cancels the requests whose token `wanted` accepts. `cancel` must cancel the parts that its
-    /// argument accepts, and return after those that had not started have completed. Returns the
-    /// number of requests that completed as cancelled.
+    /// Cancels the requests whose tokens satisfy `wanted`. Returns the number of requests that
+    /// completed as cancelled during the call.
+    ///
+    /// `cancel` receives a predicate for the tokens of parts, and must cancel the parts that
+    /// satisfy it. It must return only after the parts that had not started have completed.
     pub(crate) fn cancel(
         &self,
         wanted: &dyn Fn(u64) -> bool,
@@ -144,12 +149,12 @@ impl Joiner {
 }
 
 impl SplitRequest {
-    /// Joins the completions of the parts.
+    /// Joins the completions of the parts into the completion of the request.
     fn join(self) -> Completion {
         let (mut pieces, mut complete, mut error) = (Vec::new(), true, None);
         let mut sum: Option<Transfer> = None;
         for part in self.completions.into_iter().flatten() {
-            // The system still has the buffers of a part that timed out.
+            // A part that timed out has no buffers if the system can still write to them.
             complete &= !part.buffers.is_empty();
             pieces.extend(part.buffers);
             match (part.result, &mut sum) {
@@ -165,7 +170,7 @@ impl SplitRequest {
         let buffers = if complete { rebuild(pieces, &self.buffer_lens) } else { Vec::new() };
         let result = match (error, sum) {
             (Some(error), _) => Err(error),
-            (None, sum) => Ok(sum.expect("a request has at least one part")),
+            (None, sum) => Ok(sum.expect("without an error, a part has a transfer")),
         };
         Completion { token: self.token, buffers, result }
     }
@@ -185,7 +190,7 @@ impl Transfer {
     }
 }
 
-/// Splits concatenated buffers at byte `at`: keeps the first part and returns the second.
+/// Splits a sequence of buffers at byte `at`. Keeps the bytes before `at` and returns the others.
 fn split_off(buffers: &mut Vec<Buffer>, at: usize) -> Vec<Buffer> {
     let (mut index, mut left) = (0, at);
     while index < buffers.len() && buffers[index].len() <= left {
@@ -200,15 +205,15 @@ fn split_off(buffers: &mut Vec<Buffer>, at: usize) -> Vec<Buffer> {
     tail
 }
 
-/// Rebuilds the buffers of these lengths from the pieces that they were split into.
+/// Rebuilds buffers of the given lengths from the pieces into which they were split.
 fn rebuild(pieces: Vec<Buffer>, lens: &[usize]) -> Vec<Buffer> {
     let mut pieces = pieces.into_iter();
     let mut buffers = Vec::with_capacity(lens.len());
     for &len in lens {
         let mut buffer = pieces.next().expect("each buffer consists of at least one piece");
         while buffer.len() < len {
-            let next = pieces.next().expect("the pieces are as long as the buffers");
-            buffer.unsplit(next).expect("the pieces are adjacent, because they were split");
+            let next = pieces.next().expect("pieces and buffers have the same total length");
+            buffer.unsplit(next).expect("consecutive pieces of one buffer are adjacent");
         }
         buffers.push(buffer);
     }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reads byte ranges from files and object storage into memory of `ts-pool`, at the speed of the
+//! Reads byte ranges from files and object storage into buffers of `ts-pool`, at the speed of the
 //! device.
 //!
-//! A [`Backend`] takes a [`ReadRequest`], which owns the [`Buffer`](ts_pool::Buffer) to fill, and
-//! returns the buffer in a [`Completion`], with the number of bytes, the [`ReadPath`] they took,
-//! and the time. This crate does not interpret the bytes; it knows nothing about tensors.
+//! A [`Backend`] takes a [`ReadRequest`], which owns each [`Buffer`](ts_pool::Buffer) to fill. Its
+//! [`Completion`] returns the buffers, and reports the number of bytes, the [`ReadPath`] of the
+//! bytes, and the start and end times. This crate does not interpret the bytes.
 //!
 //! ```
 //! use std::time::Duration;
@@ -33,34 +33,40 @@
 //! # Backends
 //! | backend | how it reads |
 //! |---|---|
-//! | `adaptive` | picks `buffered`, `uring`, `direct`, `object` or `remote` per part of a read |
+//! | `adaptive` | picks `buffered`, `uring`, `direct`, `object` or `remote` for parts of a read |
 //! | `uring` | O_DIRECT through io_uring, on one thread |
 //! | `direct` | O_DIRECT, one thread for each read in flight |
 //! | `object` | ranged GETs over the network |
 //! | `remote` | through a [`RemoteSource`] |
 //! | `buffered` | through the page cache |
-//! | `mmap` | copies from mappings; see also [`MappedView`] |
-//! | `gds` | NVIDIA's cuFile; see [`gds_mode`] |
+//! | `mmap` | copies from memory mappings; see also [`MappedView`] |
+//! | `gds` | through NVIDIA's cuFile library; see [`gds_mode`] |
 //!
-//! [`Registry`] chooses `adaptive`, or `buffered` for files without direct I/O. The others are used
-//! by name, and it accepts further ones.
+//! By default, [`Registry`] chooses `adaptive`, or `buffered` if a file does not support direct
+//! I/O. Other backends must be requested by name. [`Registry::register`] adds a backend.
 //!
-//! [`Tuner`] measures the best request size and number of reads in flight, and [`measure()`] any
-//! other workload. [`DirectReader`] reads on the calling thread, into any memory. [`Writer`] writes
-//! files. [`conformance`] and [`fault`] test backends.
+//! The other types and modules:
+//! - [`Tuner`] finds the best request size and number of reads in flight for a device.
+//! - [`measure()`] measures the bandwidth of any workload.
+//! - [`DirectReader`] reads on the calling thread, into any memory.
+//! - [`Writer`] writes files.
+//! - [`conformance`] and [`fault`] test backends.
 //!
 //! # Guarantees
-//! - Every submitted buffer is returned exactly once, in a completion or with the rejection, even
-//!   if the read fails, is cancelled, or the backend is dropped. After a timeout, it returns to its
-//!   pool as soon as the system can no longer write to it.
-//! - A successful completion delivered all required bytes, and at the end of the read the file was
-//!   still the one that was opened (device, inode, length, modification and change time). Objects
-//!   are compared by their ETag, or else by Last-Modified, which has a resolution of one second.
-//! - Every read ends, at the latest at its timeout.
+//! - Every submitted buffer is returned exactly once, in a completion or in a [`Rejected`]. This
+//!   also holds if the read fails or is cancelled, or if the backend is dropped. There are two
+//!   exceptions: if the read times out, or if a library panics during the read, the buffers may
+//!   return directly to their pool, as soon as the system can no longer write to them.
+//! - After a successful completion, all required bytes are in the buffers. At the end of the read,
+//!   the file was still the one that was opened: same device, inode, length and modification time.
+//!   The change time is also the same, unless the link count, mode, owner or group has changed.
+//!   Objects are compared by length and ETag. Without an ETag, they are compared by length and
+//!   Last-Modified, which has a resolution of one second.
+//! - Every read of a backend completes, at the latest when its timeout expires.
 //!
 //! # Features and platforms
 //! The feature `object` (off by default) adds object storage and web servers. O_DIRECT, io_uring
-//! and page cache residency need Linux. On other systems, files are read with `buffered`.
+//! and [`Source::residency`] need Linux. On other systems, files are read with `buffered`.
 
 mod adaptive;
 mod backend;

@@ -13,10 +13,10 @@ use crate::{Error, Source, sys};
 
 const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
 
-/// The request size that suits most devices, in bytes.
+/// The default request size in bytes, which suits most devices.
 pub(crate) const DEFAULT_REQUEST_BYTES: usize = 4 << 20;
 
-/// The reads that [`measure`] performs. By default none, in requests of 4 MiB.
+/// The reads that [`measure`] performs. The default has no ranges, and requests of 4 MiB.
 ///
 /// ```
 /// use std::time::Duration;
@@ -31,15 +31,16 @@ pub(crate) const DEFAULT_REQUEST_BYTES: usize = 4 << 20;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Workload {
-    /// Ranges of the source as (offset, length), in the order in which they are read. Each is split
-    /// into requests.
+    /// Ranges of the source as (offset, length) in bytes, in the order in which they are read. Each
+    /// range is split into requests.
     pub ranges: Vec<(u64, u64)>,
-    /// The size of the largest request in bytes, rounded up to whole blocks.
+    /// The size of the largest request in bytes. It is rounded up to a multiple of
+    /// [`BLOCK_ALIGN`].
     pub request_bytes: usize,
     /// The configuration of the backend.
     pub options: BackendOptions,
-    /// After this time, requests that have not started are cancelled. Reads in progress are waited
-    /// for.
+    /// The time after which all requests are cancelled. The measurement then waits for reads that
+    /// cannot be aborted. `None` means no limit.
     pub limit: Option<Duration>,
 }
 
@@ -55,7 +56,7 @@ impl Default for Workload {
 }
 
 impl Workload {
-    /// Sets the ranges to read, as (offset, length).
+    /// Sets the ranges to read, as (offset, length) in bytes.
     #[must_use]
     pub fn with_ranges(mut self, ranges: Vec<(u64, u64)>) -> Self {
         self.ranges = ranges;
@@ -76,7 +77,7 @@ impl Workload {
         self
     }
 
-    /// Sets the time after which the measurement stops.
+    /// Sets the time after which all requests are cancelled.
     #[must_use]
     pub fn with_limit(mut self, limit: Duration) -> Self {
         self.limit = Some(limit);
@@ -84,7 +85,7 @@ impl Workload {
     }
 }
 
-/// The result of a measurement.
+/// The bandwidth, CPU time and paths of measured reads or copies.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Measurement {
@@ -92,10 +93,11 @@ pub struct Measurement {
     pub bytes: u64,
     /// The time from the first request to the last completion.
     pub wall: Duration,
-    /// The CPU time that the whole process used meanwhile, or `None` where the system does not
-    /// report it.
+    /// The CPU time that the whole process used during the measurement, or `None` if the system
+    /// does not report it.
     pub cpu: Option<Duration>,
-    /// The average number of reads in flight, computed from the times in the completions.
+    /// The average number of reads in flight, computed from the times in the completions. Always 1
+    /// for copies and for mapped views.
     pub mean_in_flight: f64,
     /// The number of bytes that each path delivered.
     pub paths: BTreeMap<ReadPath, u64>,
@@ -107,7 +109,7 @@ impl Measurement {
         self.gib() / self.wall.as_secs_f64()
     }
 
-    /// Returns the CPU time per GiB in seconds, or `None` where the system does not report it.
+    /// Returns the CPU time per GiB in seconds, or `None` if the system does not report it.
     pub fn cpu_s_per_gib(&self) -> Option<f64> {
         self.cpu.map(|cpu| cpu.as_secs_f64() / self.gib())
     }
@@ -117,15 +119,17 @@ impl Measurement {
     }
 }
 
-/// Reads `workload` with a backend of `provider` and measures it. Blocks.
+/// Performs the reads of `workload` with a backend of `provider`, and measures them. Blocks.
 ///
-/// Allocates buffers from `pool` and reuses them. If the pool has enough memory, as many requests
-/// wait in the backend's queue as are in flight. `interrupt` is called after each read and at least
-/// every 20 ms; if it returns `true`, the measurement fails.
+/// Allocates buffers from `pool` and reuses them. If the pool has enough memory, submits twice as
+/// many requests as can be in flight, so that the backend's queue is not empty. `interrupt` is
+/// called after each read and at least every 20 ms. If it returns `true`, the measurement fails.
 ///
 /// # Errors
-/// Returns the error of the first read that fails, the errors of [`BackendProvider::create`],
-/// [`Error::Memory`] if the pool is too small for one request, and [`Error::Interrupted`].
+/// - The error of the first read that fails.
+/// - The errors of [`BackendProvider::create`].
+/// - [`Error::Memory`] if the pool is too small for one request.
+/// - [`Error::Interrupted`] if `interrupt` returned `true`.
 pub fn measure(
     provider: &dyn BackendProvider,
     source: &Arc<Source>,
@@ -193,13 +197,16 @@ pub fn measure(
     Ok(measured)
 }
 
-/// Measures how fast one thread copies memory: the upper limit for reads of a warm file. Blocks.
+/// Measures how fast one thread copies memory, which limits reads of a file that is in the page
+/// cache. Blocks.
 ///
-/// Copies `bytes` in pieces of `request_bytes` from memory that is not in a CPU cache into the
-/// memory of `pool`, over and over. Allocates 256 MiB in addition to the pool.
+/// Copies `bytes` bytes in pieces of `request_bytes` bytes into the memory of `pool`, which is
+/// reused. The source of the copies is 256 MiB of memory, allocated in addition to the pool. This
+/// is more than most CPU caches hold.
 ///
 /// # Errors
-/// Returns [`Error::Interrupted`], and [`Error::Memory`] if part of the pool is in use.
+/// Returns [`Error::Interrupted`] if `interrupt` returned `true`, and [`Error::Memory`] if part of
+/// the pool is in use.
 pub fn measure_memcpy(
     bytes: u64,
     request_bytes: usize,
@@ -227,18 +234,20 @@ pub fn measure_memcpy(
 ///
 /// Maps the first `bytes` of the file in units of 64 MiB, like a [`MappedView`](crate::MappedView),
 /// and reads one byte of each page. If another process truncates the file meanwhile, this process
-/// is killed with SIGBUS.
+/// can be killed with SIGBUS.
 ///
 /// # Errors
-/// Returns [`Error::ShortRead`] if the file is shorter than `bytes`, [`Error::Read`] if a read
-/// fails or the source is not a file, and [`Error::Interrupted`].
+/// - [`Error::ShortRead`] if the file is shorter than `bytes`.
+/// - [`Error::Read`] if a read fails or the source is not a file.
+/// - [`Error::Interrupted`] if `interrupt` returned `true`.
 #[cfg(target_os = "linux")]
 pub fn measure_mapped_views(
     source: &Arc<Source>,
     bytes: u64,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> Result<Measurement, Error> {
-    let file = FileOrigin::of(source).ok_or_else(|| source.not_a_file())?.file();
+    let not_a_file = || source.not_a_file(0, bytes as usize);
+    let file = FileOrigin::of(source).ok_or_else(not_a_file)?.file();
     if source.len() < bytes {
         let (path, expected, actual) =
             (source.path().into(), bytes as usize, source.len() as usize);
@@ -253,7 +262,8 @@ pub fn measure_mapped_views(
     })
 }
 
-/// Calls `work` with offset and length of each `unit` of `bytes`, and measures the time.
+/// Splits a range of `bytes` bytes into pieces of `unit` bytes. Calls `work` with the offset and
+/// length of each piece, and measures the time.
 fn timed(
     bytes: u64,
     unit: u64,
@@ -272,7 +282,7 @@ fn timed(
     Ok(Measurement { bytes, wall: began.elapsed(), cpu, mean_in_flight: 1.0, paths })
 }
 
-/// The CPU time used since `before`.
+/// Returns the CPU time that the process has used since `before`, if the system reports it.
 fn cpu_since(before: Option<Duration>) -> Option<Duration> {
     sys::cpu_time().zip(before).map(|(now, before)| now.saturating_sub(before))
 }

@@ -27,12 +27,13 @@ use crate::scatter::copy_to;
 use crate::source::{Fingerprint, Origin};
 use crate::{Error, Source};
 
-/// A read fails after this many consecutive retries without progress.
+/// The maximum number of consecutive retries without progress. Without a strong ETag, each retry
+/// reads from the start, so all retries of a read count.
 const MAX_RETRIES: u32 = 5;
-/// The pause before the first retry. It doubles with each further one.
+/// The pause before the first retry. Each further pause is twice as long as the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 
-/// An object and the store it is in.
+/// An object, and the store that contains it.
 #[derive(Debug, Clone)]
 pub(crate) struct ObjectOrigin {
     store: Arc<dyn ObjectStore>,
@@ -42,7 +43,7 @@ pub(crate) struct ObjectOrigin {
 }
 
 impl ObjectOrigin {
-    /// Requests the object's length and version. Blocks.
+    /// Requests the object's length and version. Blocks for at most `timeout`.
     pub(crate) fn open(url: &str, timeout: Duration) -> Result<Self, Error> {
         let failed = |e: io::Error| Error::Open { path: url.into(), source: e.into() };
         let (store, object) = store_of(url).map_err(failed)?;
@@ -56,51 +57,60 @@ impl ObjectOrigin {
             Err(_) => {
                 return Err(failed(io::Error::new(
                     io::ErrorKind::TimedOut,
-                    format!("the server did not respond within {timeout:?}"),
+                    format!(
+                        "the request did not succeed within {timeout:?}; check the URL, the \
+                         network and the credentials"
+                    ),
                 )));
             }
         };
         let fingerprint = fingerprint(&meta);
         if fingerprint.etag.is_none() && fingerprint.modified.is_none() {
             return Err(failed(io::Error::other(
-                "the server sends neither ETag nor Last-Modified, so changes cannot be detected",
+                "the server sends neither ETag nor Last-Modified, so changes cannot be detected; \
+                 download the object and open the file",
             )));
         }
         Ok(Self { store, object, url: url.into(), fingerprint })
     }
 
-    /// The object behind `source`, if it is one.
+    /// Returns the object that `source` reads, if it reads an object.
     pub(crate) fn of(source: &Source) -> Option<&Self> {
         source.origin()
     }
 
-    /// The ETag, if it is strong: it then identifies the exact bytes.
+    /// Returns the ETag if it is strong. Only a strong ETag identifies the exact bytes.
     fn strong_etag(&self) -> Option<&String> {
         self.fingerprint.etag.as_ref().filter(|etag| !etag.starts_with("W/"))
     }
 
-    /// Describes how a response differs from the version that was opened. A response need not
-    /// repeat both ETag and Last-Modified, but must have one of them.
+    /// Describes how a response differs from the version that was opened, or returns `None`. The
+    /// ETags of both must be equal. If one of them has no ETag, their Last-Modified must be equal.
     fn difference(&self, now: &Fingerprint) -> Option<String> {
         let opened = &self.fingerprint;
         if opened.len != now.len {
             return Some(format!("it had {} bytes and now has {}", opened.len, now.len));
         }
-        let another = Some("it is another version now".into());
         if let (Some(then), Some(now)) = (&opened.etag, &now.etag) {
-            return another.filter(|_| then != now);
+            return (then != now).then(|| {
+                format!("the server has another version (expected ETag {then}, got {now})")
+            });
         }
         match (opened.modified, now.modified) {
-            (Some(then), Some(now)) => another.filter(|_| then != now),
-            _ => Some("the server no longer sends its version".into()),
+            (Some(then), Some(now)) => (then != now)
+                .then(|| "the server has another version (its Last-Modified differs)".into()),
+            _ => Some(
+                "the response has no ETag or Last-Modified to compare with the opened version"
+                    .into(),
+            ),
         }
     }
 
-    /// Passes the bytes of `offset..offset + len`, up to the end of the object, in order to `take`,
-    /// with their position in the range. Returns how many.
+    /// Reads `offset..offset + len`, up to the end of the object. Passes each chunk to `take`, in
+    /// order, with its position in the range. Returns the number of bytes.
     ///
-    /// After a failure, requests the rest of the same version. Without a strong ETag, parts cannot
-    /// be proven to be of the same version, so it then starts over.
+    /// After a failure, requests the rest of the same version. Without a strong ETag, nothing
+    /// proves that two parts have the same version, so the read starts again at position 0.
     async fn read(
         &self,
         offset: u64,
@@ -147,7 +157,7 @@ impl ObjectOrigin {
         }
     }
 
-    /// Sends one GET. If it fails, `take` has received the bytes before the failure.
+    /// Sends one GET request. If it fails, `take` has received the bytes before the failure.
     async fn attempt(
         &self,
         offset: u64,
@@ -173,7 +183,7 @@ impl ObjectOrigin {
             ..GetOptions::default()
         };
         let result = self.store.get_opts(&self.object, options).await;
-        let found = result.map_err(|error| self.classify(offset, error))?;
+        let found = result.map_err(|error| self.classify(offset, len, error))?;
         if let Some(what) = self.difference(&fingerprint(&found.meta)) {
             return Err(Failure::Permanent(self.changed(offset, what)));
         }
@@ -186,7 +196,7 @@ impl ObjectOrigin {
         }
         let (mut left, mut stream) = (len, found.into_stream());
         while let Some(chunk) = stream.next().await {
-            let chunk = chunk.map_err(|error| self.classify(offset, error))?;
+            let chunk = chunk.map_err(|error| self.classify(offset, len, error))?;
             let wanted = chunk.len().min(left);
             take(&chunk[..wanted]);
             left -= wanted;
@@ -194,17 +204,17 @@ impl ObjectOrigin {
         Ok(())
     }
 
-    /// Decides whether a retry can succeed.
-    fn classify(&self, offset: u64, error: object_store::Error) -> Failure {
+    /// Decides whether a retry of a GET of `len` bytes can succeed after `error`.
+    fn classify(&self, offset: u64, len: usize, error: object_store::Error) -> Failure {
         match error {
             object_store::Error::Precondition { .. } => {
-                Failure::Permanent(self.changed(offset, "it is another version now".into()))
+                Failure::Permanent(self.changed(offset, "the server has another version".into()))
             }
             object_store::Error::NotFound { .. } => {
-                Failure::Permanent(self.changed(offset, "it is gone".into()))
+                Failure::Permanent(self.changed(offset, "it no longer exists".into()))
             }
             object_store::Error::Generic { .. } => Failure::Transient(io_error(error)),
-            other => Failure::Permanent(self.read_error(offset, 0, io_error(other))),
+            other => Failure::Permanent(self.read_error(offset, len, io_error(other))),
         }
     }
 
@@ -250,16 +260,16 @@ impl Origin for ObjectOrigin {
     }
 }
 
-/// Why an attempt failed.
+/// The failure of an attempt.
 enum Failure {
-    /// A failure of the network or the server that a retry may not meet.
+    /// The network or the server failed. A retry may succeed.
     Transient(io::Error),
-    /// A failure that a retry would meet again.
+    /// A retry would fail in the same way.
     Permanent(Error),
 }
 
 fn fingerprint(meta: &ObjectMeta) -> Fingerprint {
-    // If the server sends no Last-Modified, the library reports the epoch.
+    // If the server sends no Last-Modified, `object_store` reports the Unix epoch.
     let modified = SystemTime::from(meta.last_modified);
     let modified = (modified > SystemTime::UNIX_EPOCH).then_some(modified);
     Fingerprint::default().with_len(meta.size).with_modified(modified).with_etag(meta.e_tag.clone())
@@ -276,8 +286,7 @@ fn io_error(error: object_store::Error) -> io::Error {
     io::Error::new(kind, error)
 }
 
-/// Returns the store and the object that a URL names. The store takes its credentials from
-/// environment variables.
+/// Returns the store and the object that a URL names. Environment variables configure the store.
 fn store_of(text: &str) -> io::Result<(Arc<dyn ObjectStore>, ObjectPath)> {
     let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidInput, what);
     let url = Url::parse(text).map_err(|e| invalid(format!("invalid URL: {e}")))?;
@@ -300,20 +309,20 @@ fn store_of(text: &str) -> io::Result<(Arc<dyn ObjectStore>, ObjectPath)> {
     {
         options.push(("allow_http".into(), "true".into()));
     }
-    // Reads have their own timeout. The library's 30 s for one response is too short for a slow
-    // network.
+    // Reads have their own timeout. The 30 s that `object_store` allows for one response are too
+    // short for a slow network.
     options.push(("timeout".into(), "1 day".into()));
-    // Also installs the TLS provider, which must happen before a client is created.
+    // This call also installs the TLS provider, which must happen before a client is created.
     runtime()?;
     let (store, object) = object_store::parse_url_opts(&url, options).map_err(io_error)?;
     Ok((Arc::from(store), object))
 }
 
-/// The runtime of this process. It is never shut down, so connections can be reused.
+/// Returns the runtime of this process. It is never shut down, so connections can be reused.
 fn runtime() -> io::Result<&'static Runtime> {
     static RUNTIME: OnceLock<io::Result<Runtime>> = OnceLock::new();
     let runtime = RUNTIME.get_or_init(|| {
-        // Fails if the program has installed a TLS provider, which is then used.
+        // This fails if the program has already installed a TLS provider, which is then used.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let mut builder = tokio::runtime::Builder::new_multi_thread();
         builder.worker_threads(2).thread_name("ts-io-net").enable_all().build()
@@ -328,10 +337,10 @@ fn block_on<T: Send + 'static>(future: impl Future<Output = T> + Send + 'static)
     runtime()?.spawn(async move {
         let _ = done.send(future.await);
     });
-    wait.recv().map_err(|_| io::Error::other("the network thread panicked"))
+    wait.recv().map_err(|_| io::Error::other("the task of the network request panicked"))
 }
 
-/// Provides `object`: ranged GETs from object storage and web servers.
+/// The provider of `object`, which sends ranged GETs to object storage and web servers.
 pub(crate) struct ObjectProvider;
 
 impl BackendProvider for ObjectProvider {
@@ -370,14 +379,14 @@ impl BackendProvider for ObjectProvider {
 }
 
 fn not_an_object(source: &Source) -> String {
-    format!("{}: not an object", source.path().display())
+    format!("{}: not in object storage or on a web server", source.path().display())
 }
 
 struct ObjectBackend {
     inner: Arc<ObjectBackendInner>,
 }
 
-/// What the backend shares with its tasks.
+/// The state that the backend shares with its tasks.
 struct ObjectBackendInner {
     runtime: &'static Runtime,
     sink: CompletionSink,
@@ -392,7 +401,7 @@ struct ObjectBackendInner {
 #[derive(Default)]
 struct Queue {
     requests: VecDeque<ReadRequest>,
-    /// The reads in progress, by id: the token, and the signal that cancels the read.
+    /// The reads in progress, by id. Each has its token and the signal that cancels it.
     active: HashMap<u64, (u64, Arc<Notify>)>,
     next_id: u64,
 }
@@ -444,7 +453,7 @@ impl Drop for ObjectBackend {
     }
 }
 
-/// Removes a read from the queue when dropped, and starts others in its place.
+/// When dropped, removes a read from the reads in progress and starts queued requests.
 struct ActiveGuard {
     inner: Arc<ObjectBackendInner>,
     id: u64,
@@ -472,16 +481,17 @@ impl ObjectBackendInner {
             queue.next_id += 1;
             queue.active.insert(id, (request.token, Arc::clone(&cancel)));
             let inner = Arc::clone(this);
-            let (token, path, offset) =
-                (request.token, request.source.path().to_path_buf(), request.offset);
+            let (token, offset, len) = (request.token, request.offset, request.required);
+            let path = request.source.path().to_path_buf();
             let reader = Arc::clone(this);
-            // A separate task, so that a panic in a library becomes an error of this read.
+            // The read runs in a separate task, so that a panic in a library becomes an error of
+            // this read.
             let read = this.runtime.spawn(async move { reader.read(request, &cancel).await });
             this.runtime.spawn(async move {
                 let guard = ActiveGuard { inner, id };
                 let completion = read.await.unwrap_or_else(|panic| {
                     let source = io::Error::other(panic.to_string()).into();
-                    let error = Error::Read { path, offset, len: 0, source };
+                    let error = Error::Read { path, offset, len, source };
                     Completion { token, buffers: Vec::new(), result: Err(error) }
                 });
                 (guard.inner.sink)(completion);
@@ -492,7 +502,7 @@ impl ObjectBackendInner {
     async fn read(&self, mut request: ReadRequest, cancel: &Notify) -> Completion {
         let started_ns = monotonic_ns();
         let source = Arc::clone(&request.source);
-        let object = ObjectOrigin::of(&source).expect("`submit` has checked the source");
+        let object = ObjectOrigin::of(&source).expect("`submit` accepts only objects");
         let (offset, len, mut buffers) =
             (request.offset, request.capacity(), std::mem::take(&mut request.buffers));
         let mut take = |at: usize, chunk: &[u8]| copy_to(&mut buffers, at, chunk);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The constructors of [`Source`], one for each kind.
+//! The constructors of [`Source`], one for each kind of source.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,9 +15,10 @@ use crate::source::{Fingerprint, Source};
 impl Source {
     /// Opens a file or a URL and records its fingerprint. Blocks; for a URL at most 60 s.
     ///
-    /// With the feature `object`, `s3://bucket/key`, `gs://`, `az://`, `http://` and `https://` are
-    /// read over the network, with the credentials of the environment: the variables `AWS_*` (also
-    /// those of containers and instances), `GOOGLE_*` and `AZURE_*`. `file://` is a path.
+    /// With the feature `object`, URLs that begin with `s3://`, `gs://`, `az://`, `http://` or
+    /// `https://` are read over the network. An example is `s3://bucket/key`. Credentials come from
+    /// the environment variables `AWS_*`, `GOOGLE_*` and `AZURE_*`, or else from the metadata
+    /// service of the cloud that runs the program. A `file://` URL is treated as a path.
     ///
     /// # Errors
     /// Returns [`Error::Open`] if the source cannot be opened or is not a regular file.
@@ -31,10 +32,10 @@ impl Source {
         FileOrigin::open(file).map(Self::new)
     }
 
-    /// Creates a source from bytes in memory. Error messages call it `name`.
+    /// Creates a source from bytes in memory. `name` identifies the source in error messages.
     ///
-    /// Only [`read_at`](Self::read_at) reads it. Backends, whose purpose is to fill memory, fail
-    /// with [`Error::Unavailable`] or [`Error::Read`].
+    /// [`read_at`](Self::read_at) and [`DirectReader`](crate::DirectReader) can read it. Backends
+    /// cannot: they fail with [`Error::Unavailable`] or [`Error::Read`].
     pub fn in_memory(
         name: impl Into<PathBuf>,
         bytes: impl AsRef<[u8]> + Send + Sync + 'static,
@@ -42,8 +43,8 @@ impl Source {
         Self::new(InMemoryOrigin::new(name.into(), bytes))
     }
 
-    /// Creates a source that `reader` reads, such as a file of another machine. Error messages call
-    /// it `name`.
+    /// Creates a source whose bytes `reader` provides, such as a file on another machine. `name`
+    /// identifies the source in error messages.
     pub fn remote(
         name: impl Into<PathBuf>,
         fingerprint: Fingerprint,
@@ -68,7 +69,7 @@ fn open_url(url: &str) -> Result<Arc<Source>, Error> {
 fn open_url(url: &str) -> Result<Arc<Source>, Error> {
     let unsupported = std::io::Error::new(
         std::io::ErrorKind::Unsupported,
-        "this build cannot read URLs; build it with the feature `object`",
+        "this build cannot read URLs; enable the feature `object`",
     );
     Err(Error::Open { path: url.into(), source: unsupported.into() })
 }

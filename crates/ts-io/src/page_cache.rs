@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How much of a range the page cache holds, to decide whether to read through it or past it.
+//! Determines how much of a range is in the page cache, to choose between buffered and direct
+//! reads.
 
 use crate::Source;
 
-/// Pages of a range to sample. Asking about all of them would take a twentieth of the time that
-/// copying them takes.
+/// The number of pages of a range to sample. Querying all pages would take about 5% of the time
+/// that copying the range takes.
 const SAMPLES: u64 = 9;
 
-/// What a sample of the pages of a range showed.
+/// The share of the sampled pages of a range that is in the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Residency {
-    /// No sampled page is in the page cache.
+    /// No sampled page is known to be in the page cache.
     Cold,
-    /// Some are.
+    /// Some, but not all, sampled pages are in the page cache.
     Mixed,
-    /// All are.
+    /// All sampled pages are in the page cache.
     Warm,
 }
 
@@ -32,12 +33,12 @@ impl Residency {
     }
 }
 
-/// Splits `offset..offset + len` into runs that the page cache holds and runs that it does not:
-/// whether it does, and the length. Except at the ends, runs are long enough to be worth a separate
-/// request.
+/// Splits `offset..offset + len` into runs that are in the page cache and runs that are not.
+/// Returns for each run whether it is in the page cache, and its length in bytes. Except at the
+/// ends, runs are long enough to be worth a separate request.
 pub(crate) fn resident_runs(source: &Source, offset: u64, len: usize) -> Vec<(bool, usize)> {
-    /// Runs begin and end at multiples of this, which is a multiple of the units of direct I/O and
-    /// of the page cache.
+    /// Except at the ends of the range, runs begin and end at multiples of this number of bytes,
+    /// which is a multiple of the page size and of the alignment of direct I/O.
     const STRETCH: u64 = 128 << 10;
     let mut runs: Vec<(bool, usize)> = Vec::new();
     let end = offset.saturating_add(len as u64);

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The steps of one read: which range to read next, given the results so far. Does no I/O, so that
-//! blocking reads, io_uring and fault injection share the same rules.
+//! Determines the steps of one read: the range to read next, given the results so far. This module
+//! performs no I/O, so that blocking reads, io_uring and fault injection share the same rules.
 
 use std::io;
 
-/// A read fails after this many consecutive results that ask for a retry (interrupted, would
-/// block).
+/// The maximum number of consecutive retries of a read that was interrupted or would block.
 const MAX_RETRIES: u32 = 1000;
-/// After this many consecutive results that do not reach the first wanted byte of a block, the file
-/// is taken to end before it.
+/// If more than this many consecutive results end before the first requested byte of a block, the
+/// file is assumed to end before that byte.
 const MAX_SHORT_RESULTS: u32 = 64;
 
 /// A read of `offset..offset + len` of a file, in progress.
@@ -17,7 +16,7 @@ pub(crate) struct Progress {
     offset: u64,
     len: usize,
     file_len: u64,
-    /// The alignment of the system's reads, in bytes. 1 if they need not be aligned.
+    /// The alignment of reads, in bytes. 1 if reads need not be aligned.
     alignment: usize,
     done: usize,
     ended: bool,
@@ -25,18 +24,19 @@ pub(crate) struct Progress {
     short_results: u32,
 }
 
-/// What to read next. `at` is a position in the request's memory.
+/// The next range to read. `at` is a position in the request's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
     /// Read `len` bytes at `offset` of the file into the memory at `at`.
     InPlace { offset: u64, at: usize, len: usize },
-    /// Read the block at `offset` of the file into a bounce buffer, and copy `len` bytes from
-    /// position `skip` of it to `at`. For ends that are not aligned.
+    /// Read the block at `offset` of the file into a bounce buffer, for an end that is not aligned.
+    /// Then copy `len` bytes from position `skip` of the bounce buffer to `at`.
     Bounce { offset: u64, skip: usize, at: usize, len: usize },
 }
 
 impl Progress {
-    /// `file_len` is the length of the file when it was opened. No step reads past it.
+    /// Starts a read of `offset..offset + len`. `file_len` is the length of the file when it was
+    /// opened. No step begins at or after that length.
     pub(crate) fn new(offset: u64, len: usize, file_len: u64, alignment: usize) -> Self {
         assert!(alignment.is_power_of_two(), "alignment {alignment} is not a power of two");
         Self {
@@ -51,8 +51,8 @@ impl Progress {
         }
     }
 
-    /// Returns the next step, or `None` at the end. Only [`advance`](Self::advance) moves on to
-    /// another step.
+    /// Returns the current step, or `None` at the end. [`advance`](Self::advance) moves to the next
+    /// step.
     pub(crate) fn step(&self) -> Option<Step> {
         let (offset, at, left) = (self.offset + self.done as u64, self.done, self.len - self.done);
         if left == 0 || self.ended || offset >= self.file_len {
@@ -68,13 +68,13 @@ impl Progress {
         })
     }
 
-    /// Takes the system's result for the current step: the number of bytes read from the step's
-    /// `offset` on. Returns how many of them are wanted.
+    /// Records the result of the current step: the number of bytes read from the step's `offset`
+    /// on. Returns how many of these bytes belong to the requested range.
     ///
     /// # Errors
-    /// Returns the system's error, unless it only asks for a retry.
+    /// Returns the error in `result`, unless the step can be retried.
     pub(crate) fn advance(&mut self, result: io::Result<usize>) -> io::Result<usize> {
-        let step = self.step().expect("there is a current step");
+        let step = self.step().expect("callers advance only while there is a current step");
         let read = match result {
             Ok(read) => read,
             Err(e) if is_transient(&e) && self.retries < MAX_RETRIES => {
@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// For any results: every step is aligned, and the wanted bytes are the file's.
+        /// For any results, every step is aligned, and the bytes delivered are those of the file.
         #[test]
         fn any_results_lead_to_the_right_bytes(
             file in prop::collection::vec(any::<u8>(), 0..5000),

@@ -4,16 +4,18 @@ use std::sync::Arc;
 use crate::backend::{Backend, BackendOptions, CompletionSink};
 use crate::{Error, Source};
 
-/// Creates backends of one kind, and knows whether they work here.
+/// Creates backends of one kind, and checks whether they can be used on this system.
 pub trait BackendProvider: Send + Sync {
-    /// The name that selects the backend.
+    /// Returns the name that selects the backend in a [`Registry`](crate::Registry).
     fn name(&self) -> &'static str;
 
-    /// The order in which providers are tried if no name is given: highest first.
+    /// Returns the priority. If no backend is named, a [`Registry`](crate::Registry) tries the
+    /// provider with the highest priority first.
     fn priority(&self) -> u8;
 
-    /// Returns whether the backend can read all of `sources` on this system. Must not panic or read
-    /// data; may load a library and open its driver.
+    /// Returns whether the backend can read all of `sources` on this system.
+    ///
+    /// This method may open files, load a library or open a driver. It must not panic or read data.
     fn probe(&self, sources: &[Arc<Source>]) -> Availability;
 
     /// Creates a backend that sends its completions to `sink`.
@@ -27,11 +29,11 @@ pub trait BackendProvider: Send + Sync {
     ) -> Result<Box<dyn Backend>, Error>;
 }
 
-/// The result of a probe.
+/// The result of [`BackendProvider::probe`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Availability {
     /// The backend can read the sources.
     Available,
-    /// The backend cannot read them, for this reason.
+    /// The backend cannot read the sources, for this reason.
     Unavailable(String),
 }

@@ -16,7 +16,7 @@ use crate::remote::RemoteProvider;
 use crate::uring::UringProvider;
 use crate::{Error, Source};
 
-/// The backends to choose from.
+/// The set of backends from which a program chooses one for its sources.
 ///
 /// ```
 /// use ts_io::{Registry, Source};
@@ -28,12 +28,12 @@ use crate::{Error, Source};
 /// # let path = dir.path().join("data");
 /// std::fs::write(&path, [1, 2, 3])?;
 /// let sources = [Source::open(&path)?];
-/// // The backend with the highest priority that can read all sources.
+/// // Chooses the backend with the highest priority that can read all sources.
 /// let choice = registry.choose(None, &sources)?;
 /// for (name, reason) in &choice.passed_over {
 ///     println!("{name} cannot be used: {reason}");
 /// }
-/// // The one with this name, or an error that says why it cannot be used.
+/// // Chooses `buffered`, or fails with the reason why it cannot be used.
 /// let choice = registry.choose(Some("buffered"), &sources)?;
 /// assert_eq!(choice.provider.name(), "buffered");
 /// assert!(registry.choose(Some("floppy"), &sources).is_err());
@@ -43,13 +43,14 @@ pub struct Registry {
     providers: Vec<Arc<dyn BackendProvider>>,
 }
 
-/// The provider that was chosen, and why those with a higher priority were not.
+/// The result of [`Registry::choose`]: a provider, and the reasons why providers with a higher
+/// priority were not chosen.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct Choice {
     /// The provider that was chosen.
     pub provider: Arc<dyn BackendProvider>,
-    /// Name and reason of each provider that was tried first and is not available.
+    /// Each provider that was tried before and is not available: its name and the reason.
     pub passed_over: Vec<(&'static str, String)>,
 }
 
@@ -60,8 +61,10 @@ impl fmt::Debug for Choice {
 }
 
 impl Registry {
-    /// Creates a registry of the backends in this build: `adaptive`, `uring`, `direct`, `object`,
+    /// Creates a registry of the built-in backends: `adaptive`, `uring`, `direct`, `object`,
     /// `remote`, `buffered`, `mmap` and `gds`.
+    ///
+    /// `uring`, `mmap` and `gds` need Linux, and `object` needs the feature of the same name.
     pub fn builtin() -> Self {
         let mut this = Self { providers: Vec::new() };
         this.register(Arc::new(AdaptiveProvider));
@@ -79,7 +82,7 @@ impl Registry {
         this
     }
 
-    /// Adds a provider. Replaces the provider with the same name, if there is one.
+    /// Adds a provider. An existing provider with the same name is replaced.
     pub fn register(&mut self, provider: Arc<dyn BackendProvider>) {
         self.providers.retain(|p| p.name() != provider.name());
         self.providers.push(provider);
@@ -99,8 +102,10 @@ impl Registry {
     /// Chooses the provider called `name`, or the first available one if `name` is `None`.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownBackend`] if there is no provider with that name, and
-    /// [`Error::Unavailable`] with the reason if it cannot read the sources.
+    /// - [`Error::UnknownBackend`] if no provider has that name.
+    /// - [`Error::Unavailable`] if the provider cannot read all sources, with the reason. If `name`
+    ///   is `None` and no provider can read them, the error names the provider with the lowest
+    ///   priority.
     pub fn choose(&self, name: Option<&str>, sources: &[Arc<Source>]) -> Result<Choice, Error> {
         let mut passed_over = Vec::new();
         for provider in self.providers.iter().filter(|p| name.is_none_or(|name| p.name() == name)) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Sources that other code reads, through a protocol that this crate does not know, and the backend
-//! `remote` for them.
+//! Sources whose bytes a [`RemoteSource`] of another crate provides, and the backend `remote`,
+//! which reads them.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -15,14 +15,15 @@ use crate::source::{Fingerprint, Origin};
 use crate::threads::{BlockingRead, ThreadBackend};
 use crate::{Error, Source};
 
-/// Reads a file of another machine, for [`Source::remote`]. Several threads call it at once.
+/// Reads a file on another machine, for [`Source::remote`]. Several threads may call the methods at
+/// the same time.
 pub trait RemoteSource: fmt::Debug + Send + Sync {
     /// Fills buffers, one after the other, with the bytes from `offset` on, up to the end of the
-    /// file. Returns all buffers and the number of bytes. Blocks, for at most `timeout`.
+    /// file. Returns all buffers and the number of bytes read. Blocks for at most `timeout`.
     ///
     /// # Errors
     /// Returns the errors of [`Source::read_at`], among them [`Error::Changed`] if the file is no
-    /// longer the one that was opened. The buffers are returned also with an error.
+    /// longer the one that was opened. With an error, all buffers are returned too.
     fn read(
         &self,
         offset: u64,
@@ -30,7 +31,8 @@ pub trait RemoteSource: fmt::Debug + Send + Sync {
         timeout: Duration,
     ) -> (Vec<Buffer>, Result<usize, Error>);
 
-    /// Fills a slice like [`read`](Self::read).
+    /// Fills a slice with the bytes from `offset` on, up to the end of the file. Returns the number
+    /// of bytes read. Blocks for at most `timeout`.
     ///
     /// # Errors
     /// Returns the same errors as [`read`](Self::read).
@@ -53,7 +55,7 @@ impl RemoteOrigin {
         Self { name, fingerprint, reader }
     }
 
-    /// The origin of `source`, if it is a remote source.
+    /// Returns the origin of `source`, if `source` is a remote source.
     pub(crate) fn of(source: &Source) -> Option<&Self> {
         source.origin()
     }
@@ -77,7 +79,7 @@ impl Origin for RemoteOrigin {
     }
 }
 
-/// Provides `remote`: blocking reads by a [`RemoteSource`].
+/// The provider of `remote`, which performs blocking reads with a [`RemoteSource`].
 pub(crate) struct RemoteProvider;
 
 impl BackendProvider for RemoteProvider {

@@ -32,7 +32,7 @@ impl Target<'_> {
         }
     }
 
-    /// The bytes `at..at + len`, as the slices they consist of.
+    /// Returns the bytes `at..at + len` as a list of slices.
     pub(crate) fn slices(&mut self, at: usize, len: usize) -> Vec<IoSliceMut<'_>> {
         match self {
             Target::Slice(slice) => vec![IoSliceMut::new(&mut slice[at..at + len])],

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A [`Source`]: something to read, with its state at the time it was opened. This file knows no
-//! kind of source; each kind implements [`Origin`] in its own file, and open.rs creates them.
+//! [`Source`], a file or other origin of bytes, with its state when it was opened. Each kind of
+//! source implements [`Origin`] in its own file. The constructors are in open.rs.
 
 use std::any::Any;
 use std::fmt;
@@ -10,28 +10,31 @@ use std::time::{Duration, SystemTime};
 
 use crate::Error;
 
-/// How long a read over the network may take if nothing else is configured.
+/// The timeout of a read if no other is configured.
 pub(crate) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Why a source that is not a file cannot be read by a backend for files.
+/// The reason why backends for files cannot read a source that is not a file.
 pub(crate) const NOT_A_FILE: &str = "not a file";
 
-/// Identifies one state of a source, to detect that it changed.
+/// Identifies one state of a source, to detect changes of the source.
 ///
-/// A remote source that only knows its length is `Fingerprint::default().with_len(len)`.
+/// For a remote source of which only the length is known, use
+/// `Fingerprint::default().with_len(len)`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Fingerprint {
-    /// Device and inode number, where the system has them. Zeros for an object.
+    /// The device and inode number of a file. Zeros for other sources, and on systems without
+    /// inodes.
     pub identity: (u64, u64),
-    /// Length in bytes.
+    /// The length in bytes.
     pub len: u64,
-    /// Time of the last write to the content.
+    /// The time of the last write to the content, if known.
     pub modified: Option<SystemTime>,
-    /// The ctime in nanoseconds since 1970, and the link count, mode, owner and group. Unlike
-    /// `modified`, programs cannot set the ctime back. `None` where the system has no ctime.
+    /// The ctime in nanoseconds since 1970, and the link count, mode, owner and group. Programs can
+    /// set `modified` back, but not the ctime. `None` for sources that are not files, and on
+    /// systems without a ctime.
     pub changed: Option<(i128, [u64; 4])>,
-    /// The ETag of this version of an object.
+    /// The ETag of this version of an object, if the server sends one.
     pub etag: Option<String>,
 }
 
@@ -43,7 +46,7 @@ impl Fingerprint {
         self
     }
 
-    /// Sets the time of the last write.
+    /// Sets the time of the last write to the content.
     #[must_use]
     pub fn with_modified(mut self, modified: Option<SystemTime>) -> Self {
         self.modified = modified;
@@ -58,50 +61,51 @@ impl Fingerprint {
     }
 }
 
-/// A kind of source: what [`Source`] delegates to.
+/// The operations of one kind of source, to which [`Source`] delegates.
 ///
-/// The defaults are those of a source that is not a file of this machine.
+/// The default methods suit bytes in memory.
 pub(crate) trait Origin: Any + fmt::Debug + Send + Sync {
-    /// The absolute path or URL, which error messages name.
+    /// Returns the absolute path, the URL or the name, for error messages.
     fn path(&self) -> &Path;
 
-    /// The state when the source was opened.
+    /// Returns the state when the source was opened.
     fn fingerprint(&self) -> &Fingerprint;
 
-    /// Fills `buffer` with the bytes from `offset` on; returns fewer only at the end. Blocks, over
-    /// the network for at most `timeout`.
+    /// Fills `buffer` with the bytes from `offset` on and returns their number. The number is less
+    /// than `buffer.len()` only at the end of the source. Blocks; over the network, for at most
+    /// `timeout`.
     fn read_at(&self, offset: u64, buffer: &mut [u8], timeout: Duration) -> Result<usize, Error>;
 
-    /// Whether reads go over the network.
+    /// Returns whether reads go over the network.
     fn is_remote(&self) -> bool {
         false
     }
 
-    /// Compares the current state with the fingerprint, if reads do not do so themselves. `offset`
-    /// is for the error.
+    /// Checks that the source has not changed since it was opened. Does nothing if reads check this
+    /// themselves, or if the source cannot change. `offset` appears only in the error.
     fn verify(&self, offset: u64) -> Result<(), Error> {
         let _ = offset;
         Ok(())
     }
 
-    /// The alignment of direct I/O in bytes, or why there is no direct I/O.
+    /// Returns the alignment of direct I/O in bytes, or the reason why it is not supported.
     fn direct_alignment(&self) -> Result<usize, &str> {
         Err(NOT_A_FILE)
     }
 
-    /// The share of the range that is in the page cache, or `None` if unknown.
+    /// Returns the share of the range that is in the page cache, from 0 to 1, or `None` if unknown.
     fn residency(&self, offset: u64, len: usize) -> Option<f64> {
         let _ = (offset, len);
         None
     }
 
-    /// Drops the source from the page cache.
+    /// Drops the source from the page cache. Does nothing if the source is not a file.
     fn evict(&self) -> Result<(), Error> {
         Ok(())
     }
 }
 
-/// A file, an object or bytes in memory to read from, with its state when it was opened.
+/// A local or remote file, an object, or bytes in memory, with its state when it was opened.
 #[derive(Debug)]
 pub struct Source {
     origin: Box<dyn Origin>,
@@ -112,28 +116,28 @@ impl Source {
         Arc::new(Self { origin: Box::new(origin) })
     }
 
-    /// The origin, if it is a `T`.
+    /// Returns the origin, if it is a `T`.
     pub(crate) fn origin<T: Origin>(&self) -> Option<&T> {
         let origin: &dyn Any = &*self.origin;
         origin.downcast_ref()
     }
 
-    /// Whether reads go over the network.
+    /// Returns whether reads go over the network.
     pub fn is_remote(&self) -> bool {
         self.origin.is_remote()
     }
 
-    /// The absolute path, or the URL of an object.
+    /// Returns the absolute path of a file, the URL of an object, or the name of another source.
     pub fn path(&self) -> &Path {
         self.origin.path()
     }
 
-    /// The length in bytes when the source was opened.
+    /// Returns the length in bytes when the source was opened.
     pub fn len(&self) -> u64 {
         self.fingerprint().len
     }
 
-    /// Whether the length is 0.
+    /// Returns whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -144,7 +148,8 @@ impl Source {
         self.origin.fingerprint()
     }
 
-    /// The number of bytes that offset, length and memory of a direct read must be multiples of.
+    /// Returns the alignment of direct reads, in bytes. [`ReadRequest`](crate::ReadRequest)
+    /// describes what must be aligned. The first call opens the file for direct I/O.
     ///
     /// # Errors
     /// Returns the reason if this source cannot be read with direct I/O.
@@ -152,53 +157,57 @@ impl Source {
         self.origin.direct_alignment()
     }
 
-    /// The share of `offset..offset + len` that is in the page cache, from 0 to 1. A range that
-    /// extends past the end is cut off there.
+    /// Returns the share of `offset..offset + len` that is in the page cache, from 0 to 1. The part
+    /// of the range past the end of the file is ignored.
     ///
-    /// Returns `None` where the system does not tell: for sources that are not files, and for files
-    /// that this process neither owns nor may write to.
+    /// Returns `None` if the system does not report the share: for sources that are not files, on
+    /// systems other than Linux, and on most kernels for files that this process neither owns nor
+    /// may write to.
     pub fn residency(&self, offset: u64, len: usize) -> Option<f64> {
         self.origin.residency(offset, len)
     }
 
-    /// Drops the file from the page cache, except for pages that other processes use. For
-    /// measurements of a cold file. Blocks until unwritten data is on disk. Does nothing for
-    /// sources that are not files.
+    /// Drops the file from the page cache, except for pages that a process has mapped. Useful
+    /// before measuring reads from the device.
+    ///
+    /// Blocks until unwritten data is on disk. Does nothing for sources that are not files.
     ///
     /// # Errors
-    /// Returns [`Error::Read`] if the system cannot do so.
+    /// Returns [`Error::Read`] if the system cannot drop the file from the page cache.
     pub fn evict(&self) -> Result<(), Error> {
         self.origin.evict()
     }
 
-    /// Reads `buffer.len()` bytes at `offset`, or fewer at the end of the source. Files are read
-    /// through the page cache. Blocks, over the network for at most 60 s.
+    /// Reads `buffer.len()` bytes at `offset`, or fewer at the end of the source, and returns the
+    /// number of bytes. Files are read through the page cache. Blocks; over the network, for at
+    /// most 60 s.
     ///
     /// # Errors
-    /// Returns [`Error::Read`] if the read fails; for sources over the network also
-    /// [`Error::Changed`] and [`Error::TimedOut`].
+    /// Returns [`Error::Read`] if the read fails. A read over the network can also fail with
+    /// [`Error::Changed`] or [`Error::TimedOut`].
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, Error> {
         self.origin.read_at(offset, buffer, DEFAULT_TIMEOUT)
     }
 
     /// Checks that a file is still the one that was opened, through its handle and through its
-    /// path. Does nothing for objects, whose reads check this themselves. `offset` appears in the
-    /// error.
+    /// path. Does nothing for other sources; reads over the network check this themselves. `offset`
+    /// appears only in the error.
     ///
     /// # Errors
-    /// Returns [`Error::Changed`], which says what differs.
+    /// Returns [`Error::Changed`], with a description of the difference, if the file has changed.
     pub fn verify(&self, offset: u64) -> Result<(), Error> {
         self.origin.verify(offset)
     }
 
-    /// The error of a read that the system refused.
+    /// Returns the error of a read that failed with `error`.
     pub(crate) fn read_error(&self, offset: u64, len: usize, error: std::io::Error) -> Error {
         Error::read(self.path(), offset, len, error)
     }
 
-    /// The error of a backend for files that was asked to read something else.
-    pub(crate) fn not_a_file(&self) -> Error {
+    /// Returns the error of a backend for files that was asked to read `len` bytes of this source,
+    /// which is not a file.
+    pub(crate) fn not_a_file(&self, offset: u64, len: usize) -> Error {
         let error = std::io::Error::new(std::io::ErrorKind::Unsupported, NOT_A_FILE);
-        self.read_error(0, 0, error)
+        self.read_error(offset, len, error)
     }
 }

@@ -15,16 +15,16 @@ use crate::backend::{
     Rejected, Transfer, monotonic_ns, take_matching,
 };
 
-/// How a thread performs a read.
+/// The blocking read that the threads of a [`ThreadBackend`] perform.
 pub(crate) trait BlockingRead: Send + Sync + 'static {
-    /// The name of the backend.
+    /// Returns the name of the backend.
     fn name(&self) -> &'static str;
 
-    /// Whether memory must be aligned for direct I/O.
+    /// Returns whether memory must be aligned for direct I/O.
     fn needs_alignment(&self) -> bool;
 
-    /// Fills the request's buffers up to the end of the source; returns the number of bytes and the
-    /// path they took. Blocks.
+    /// Fills the request's buffers up to the end of the source. Returns the number of bytes and the
+    /// path that they took. Blocks.
     fn read(&self, request: &mut ReadRequest) -> Result<(usize, ReadPath), Error>;
 }
 
@@ -33,28 +33,29 @@ pub(crate) struct ThreadBackend<R> {
     watchdog: Option<JoinHandle<()>>,
 }
 
-/// What the backend shares with its threads.
+/// The state that the backend shares with its threads.
 struct Workers<R> {
     reader: R,
     sink: CompletionSink,
     in_flight: usize,
     timeout: Duration,
     state: Mutex<WorkersState>,
-    /// Wakes a thread: there is a request, or the backend is being dropped.
+    /// Notified when a request is queued or the backend is dropped, to wake a thread.
     work: Condvar,
-    /// Wakes the watchdog: a read has started while there was none, or a thread ended.
+    /// Notified to wake the watchdog: when a read starts while no other is active, when the backend
+    /// is dropped, and when a thread ends after that.
     watch: Condvar,
 }
 
 #[derive(Default)]
 struct WorkersState {
     requests: VecDeque<ReadRequest>,
-    /// Reads in progress, by thread number.
+    /// The reads in progress that have not timed out, by thread number.
     active: HashMap<u64, ActiveRead>,
-    /// The threads by number, except those whose read has timed out, which are not joined.
+    /// The threads to join, by number. Threads whose read has timed out are not joined.
     threads: HashMap<u64, JoinHandle<()>>,
     next_thread: u64,
-    /// Threads whose read has timed out and that end after it, because another one replaces them.
+    /// The numbers of threads that end after their current read, which has timed out.
     replaced: HashSet<u64>,
     closed: bool,
 }
@@ -81,7 +82,8 @@ impl<R: BlockingRead> ThreadBackend<R> {
             work: Condvar::new(),
             watch: Condvar::new(),
         });
-        // Created before its threads, so that they end if one of them cannot be started.
+        // The backend is created before its threads. If a thread cannot be started, dropping the
+        // backend ends the others.
         let mut this = Self { workers, watchdog: None };
         for _ in 0..this.workers.in_flight {
             Workers::start_thread(&this.workers, &mut this.workers.lock())?;
@@ -126,7 +128,7 @@ impl<R: BlockingRead> Backend for ThreadBackend<R> {
 }
 
 impl<R> Drop for ThreadBackend<R> {
-    /// Waits until each read in progress has finished or timed out.
+    /// Cancels queued requests, and waits until each read in progress has finished or timed out.
     fn drop(&mut self) {
         let cancelled = {
             let mut state = self.workers.lock();
@@ -137,7 +139,8 @@ impl<R> Drop for ThreadBackend<R> {
         self.workers.watch.notify_all();
         cancelled.into_iter().for_each(|request| (self.workers.sink)(request.cancelled()));
         // The watchdog runs until no read is in progress, so no thread is started after this join.
-        // The only code of these threads that may panic is the sink; its owner reports that.
+        // Results of joins are ignored: only the sink and a `RemoteSource`, which are code of the
+        // caller, can panic in these threads. The panic hook has already reported such a panic.
         let _ = self.watchdog.take().map(JoinHandle::join);
         let threads = std::mem::take(&mut self.workers.lock().threads);
         for thread in threads.into_values() {
@@ -189,7 +192,7 @@ impl<R: BlockingRead> Workers<R> {
         }
     }
 
-    /// Waits for the next request; returns `None` when the backend is being dropped.
+    /// Waits for the next request. Returns `None` when the backend is being dropped.
     fn next_request(&self, number: u64) -> Option<ReadRequest> {
         let mut state = self.lock();
         loop {
@@ -224,7 +227,7 @@ impl<R: BlockingRead> Workers<R> {
             let mut completions = Vec::new();
             for number in late {
                 let ActiveRead { token, timed_out, .. } =
-                    state.active.remove(&number).expect("its number was just found in this map");
+                    state.active.remove(&number).expect("`late` contains only keys of `active`");
                 completions.push(Completion { token, buffers: Vec::new(), result: Err(timed_out) });
                 state.threads.remove(&number);
                 // If no replacement can be started, the thread continues after its read.

@@ -13,7 +13,7 @@ use crate::measure::{DEFAULT_REQUEST_BYTES, Workload, measure};
 use crate::provider::{Availability, BackendProvider};
 use crate::{Error, Registry, Source, sys};
 
-/// Request size and number of reads in flight for a storage device.
+/// The request size and the number of reads in flight for a storage device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Tuning {
@@ -24,7 +24,7 @@ pub struct Tuning {
 }
 
 impl Default for Tuning {
-    /// Returns eight reads of 4 MiB in flight. No device measured so far is slow with them.
+    /// Returns eight reads of 4 MiB in flight, which was fast on every device measured so far.
     fn default() -> Self {
         let in_flight = BackendOptions::default().in_flight;
         Self { request_bytes: DEFAULT_REQUEST_BYTES, in_flight }
@@ -51,18 +51,21 @@ impl Tuning {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct Trial {
-    /// The tuning.
+    /// The tuning that was measured.
     pub tuning: Tuning,
-    /// The highest bandwidth measured in GiB/s. Disturbances only make a measurement slower.
+    /// The highest bandwidth measured, in GiB/s. Disturbances can only make a measurement slower.
     pub gib_per_s: f64,
 }
 
 /// Measures which [`Tuning`] suits the device of a file system, and caches the result on disk.
 ///
-/// Tries request sizes of 1 to 8 MiB and 2 to 16 reads in flight, with direct reads of the file in
-/// question, which leave the page cache alone. Chooses the default unless another tuning is more
-/// than 5% faster, and then the one with the fewest bytes in flight among those within 5% of the
-/// best. This takes less than two seconds, once for each file system. If the device is too slow to
+/// Tries request sizes of 1 to 8 MiB and 2 to 16 reads in flight, with direct reads of the given
+/// file. Direct reads do not change the page cache.
+///
+/// Chooses the default if it reaches at least 95% of the best bandwidth. Otherwise chooses, among
+/// the tunings that reach 95%, the one with the fewest bytes in flight.
+///
+/// This takes about two seconds at most, once for each file system. If the device is too slow to
 /// try all tunings in that time, the default is used.
 ///
 /// ```
@@ -86,20 +89,21 @@ pub struct Tuner {
 
 const REQUEST_SIZES: [usize; 4] = [1 << 20, 2 << 20, 4 << 20, 8 << 20];
 const DEPTHS: [usize; 4] = [2, 4, 8, 16];
-/// The most memory used to measure.
+/// The maximum memory that a measurement uses, in bytes.
 const MAX_MEMORY: usize = 128 << 20;
-/// Smaller files are not measured: reading them takes less time than measuring.
+/// Files with fewer bytes are not measured, because reading them usually takes less time than
+/// measuring.
 const MIN_FILE_BYTES: u64 = 256 << 20;
 const TRIAL_TIME: Duration = Duration::from_millis(40);
-/// The most time for all trials together.
+/// The maximum time for all trials together.
 const TOTAL_TIME: Duration = Duration::from_millis(1700);
 /// Tunings with at least this share of the best bandwidth count as equally good.
 const TOLERANCE: f64 = 0.95;
-/// If one read takes longer, the device is too slow to measure.
+/// If one read takes longer than this, the device is too slow to measure.
 const READ_TIMEOUT: Duration = Duration::from_millis(500);
 
 impl Default for Tuner {
-    /// Measures, and caches results in the directory `tensorstream/io` of `$XDG_CACHE_HOME` or
+    /// Returns a tuner that caches results in `tensorstream/io` under `$XDG_CACHE_HOME` or
     /// `~/.cache`.
     fn default() -> Self {
         let variable =
@@ -113,24 +117,27 @@ impl Default for Tuner {
 }
 
 impl Tuner {
-    /// Creates a tuner that always returns the default, without measuring or reading the cache.
+    /// Creates a tuner whose [`tuning`](Self::tuning) always returns the default, without measuring
+    /// or reading the cache.
     pub fn disabled() -> Self {
         Self { cache_dir: None, measures: false }
     }
 
-    /// Creates a tuner that caches results in `directory`, which it creates if necessary. With
-    /// `None`, results are not cached.
+    /// Creates a tuner that caches results in `directory`. The tuner creates the directory if
+    /// necessary. With `None`, results are not cached.
     pub fn with_cache_dir(directory: Option<PathBuf>) -> Self {
         Self { cache_dir: directory, measures: true }
     }
 
-    /// Returns the tuning for the file system of `source`: from the cache, or measured now with
-    /// memory from `budget`. Blocks for up to two seconds.
+    /// Returns the tuning for the file system of `source`, from the cache if possible. Otherwise
+    /// measures it with memory from `budget`. Blocks for up to about two seconds.
     ///
-    /// Returns the default for sources that are not worth measuring (objects, small files, file
-    /// systems without direct I/O) and if a measurement fails. The cache has one small file for
-    /// each file system, named after its id; failures to write it are ignored. `interrupt` is
-    /// called at least every 20 ms; if it returns `true`, the measurement stops.
+    /// Returns the default if a measurement fails, and for sources that are not measured: sources
+    /// other than local files, files of less than 256 MiB, and file systems without direct I/O.
+    ///
+    /// The cache has one small file for each file system, named after the file system's type and
+    /// id. Failures to write this file are ignored. During the reads of a measurement, `interrupt`
+    /// is called at least every 20 ms. If it returns `true`, the measurement stops.
     ///
     /// # Errors
     /// Returns [`Error::Interrupted`] if `interrupt` returned `true`.
@@ -151,25 +158,27 @@ impl Tuner {
         let tuning = match self.trials(source, budget, interrupt) {
             Ok(trials) => choose(&trials),
             Err(Error::Interrupted) => return Err(Error::Interrupted),
-            // The reads that follow will report the error if it persists.
+            // If the error persists, the caller's next reads report it.
             Err(_) => return Ok(Tuning::default()),
         };
         if let Some(cache_file) = cache_file {
-            // If this fails, the next process measures again.
+            // If this fails, the next call measures again.
             let _ = store_cached(&cache_file, tuning);
         }
         Ok(tuning)
     }
 
-    /// Measures every tuning that fits into the memory of `budget`, in less than two seconds.
-    /// Blocks.
+    /// Measures every tuning that fits into the unused memory of `budget`. Blocks for up to about
+    /// two seconds.
     ///
     /// Returns an empty vector if no tuning fits, or if the device is too slow to measure all of
     /// them in that time (below about 300 MB/s).
     ///
     /// # Errors
-    /// Returns [`Error::Interrupted`] if `interrupt` returned `true`, and the errors of reading the
-    /// file; [`Error::TimedOut`] if one read takes more than 500 ms.
+    /// - [`Error::Interrupted`] if `interrupt` returned `true`.
+    /// - [`Error::TimedOut`] if one read takes more than 500 ms.
+    /// - [`Error::Memory`] if the memory cannot be allocated.
+    /// - The other errors of reading the file.
     pub fn trials(
         &self,
         source: &Arc<Source>,
@@ -183,7 +192,7 @@ impl Tuner {
         }
         let pool = HostPool::new(budget, memory)?;
         let capacity = pool.stats().capacity_bytes;
-        // Allocates the pages before the first trial.
+        // Writing to the memory allocates its pages, so that no trial includes this cost.
         pool.allocate(capacity)?.fill(0);
         let provider = direct_provider(source)?;
         let cells = REQUEST_SIZES.into_iter().flat_map(|size| DEPTHS.map(|depth| (size, depth)));
@@ -196,12 +205,12 @@ impl Tuner {
             .collect();
         let (mut at, mut bytes_per_s) = (0, f64::INFINITY);
         for round in 0.. {
-            // All tunings once, then repeatedly those that may be the best.
+            // The first round tries all tunings. Later rounds repeat those that may be the best.
             let best = trials.iter().map(|trial| trial.gib_per_s).fold(0.0, f64::max);
             let promising = |trial: &&mut Trial| round == 0 || trial.gib_per_s >= 0.85 * best;
             for trial in trials.iter_mut().filter(promising) {
                 let Tuning { request_bytes, in_flight } = trial.tuning;
-                // The reads in flight at the end of a trial are waited for.
+                // A trial also waits for the reads that are in flight at its end.
                 let drain = (request_bytes * in_flight) as f64 / bytes_per_s;
                 let drain = Duration::try_from_secs_f64(drain).unwrap_or(TOTAL_TIME);
                 if began.elapsed() + TRIAL_TIME + drain > TOTAL_TIME {
@@ -223,7 +232,7 @@ impl Tuner {
                 at -= at % (1 << 20);
             }
         }
-        unreachable!("the loop ends when the time is over")
+        unreachable!("the loop returns when the time is over")
     }
 }
 
@@ -237,8 +246,8 @@ fn direct_provider(source: &Arc<Source>) -> Result<Arc<dyn BackendProvider>, Err
     }
 }
 
-/// Returns the default if it is as good as the best, or else the tuning with the fewest bytes in
-/// flight among those that are.
+/// Returns the default if it reaches the share [`TOLERANCE`] of the best bandwidth. Otherwise
+/// returns, among the tunings that reach this share, the one with the fewest bytes in flight.
 fn choose(trials: &[Trial]) -> Tuning {
     let best = trials.iter().map(|trial| trial.gib_per_s).fold(0.0, f64::max);
     let good =
@@ -254,7 +263,7 @@ fn load_cached(path: &Path) -> Option<Tuning> {
         line.parse::<usize>().ok()
     };
     let tuning = Tuning { request_bytes: value("request_bytes")?, in_flight: value("in_flight")? };
-    // The file may be damaged or edited.
+    // The file may have been damaged or edited.
     let is_valid =
         REQUEST_SIZES.contains(&tuning.request_bytes) && DEPTHS.contains(&tuning.in_flight);
     is_valid.then_some(tuning)

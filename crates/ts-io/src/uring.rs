@@ -24,7 +24,7 @@ use crate::provider::{Availability, BackendProvider};
 use crate::sys::{Gate, Op, Ring};
 use crate::{Error, Source, sys};
 
-/// Provides `uring`.
+/// The provider of `uring`, which reads with direct I/O through io_uring.
 pub(crate) struct UringProvider;
 
 impl BackendProvider for UringProvider {
@@ -38,7 +38,7 @@ impl BackendProvider for UringProvider {
 
     fn probe(&self, sources: &[Arc<Source>]) -> Availability {
         if let Err(error) = sys::probe_ring() {
-            return Availability::Unavailable(format!("io_uring cannot be used: {error}"));
+            return Availability::Unavailable(format!("cannot set up io_uring: {error}"));
         }
         match sources.iter().find(|s| s.direct_alignment().is_ok() && !suits_rings(s)) {
             Some(source) => Availability::Unavailable(unsuited(source)),
@@ -67,7 +67,7 @@ fn direct_file(source: &Source) -> Option<&DirectFile> {
 
 fn unsuited(source: &Source) -> String {
     format!(
-        "{}: its file system may block the thread of io_uring; use `direct`",
+        "{}: reads on its file system can block the io_uring thread; use the backend \"direct\"",
         source.path().display()
     )
 }
@@ -78,21 +78,21 @@ struct UringBackend {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the backend shares with its thread.
+/// The state that the backend shares with its thread.
 struct UringInner {
     sink: CompletionSink,
-    /// Wakes the thread to look at the inbox.
+    /// Opened to wake the thread, which then processes the inbox.
     wake: Arc<Gate>,
     inbox: Mutex<Inbox>,
     /// Notified when the inbox's `exit` is set.
     exited: Condvar,
 }
 
-/// What the ring's thread is to do next.
+/// The work for the ring's thread, and the state of the thread.
 #[derive(Default)]
 struct Inbox {
     requests: VecDeque<ReadRequest>,
-    /// Reads in the ring, as (id, token). An id is used once.
+    /// The reads in the ring, as (id, token). Ids are not reused.
     started: Vec<(u64, u64)>,
     next_id: u64,
     /// The ids of reads to abort.
@@ -103,13 +103,12 @@ struct Inbox {
     exit: Option<Exit>,
 }
 
-/// In which state the ring's thread is done with its work.
+/// The state of the ring's thread when the backend is closed and all reads have been reported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Exit {
-    /// No read is in flight; the thread ends.
+    /// No read is in flight, and the thread ends.
     Idle,
-    /// The kernel still has reads that have timed out. The thread continues, detached, until they
-    /// end.
+    /// Reads that have timed out are still in flight. The thread runs detached until they end.
     Stuck,
 }
 
@@ -122,14 +121,14 @@ struct RingRead {
     alignment: usize,
     started_ns: u64,
     deadline: Instant,
-    /// Set by the hook: the most bytes that the next answer may count.
+    /// The maximum number of bytes to count in the next result, if the hook limits it.
     truncate: Option<usize>,
-    /// Set by the hook: the operation in flight is only a delay.
+    /// Whether the operation in flight is only a wait that the hook requested.
     delayed: bool,
-    /// Set by the hook: the operation in flight waits for this gate.
+    /// The gate for which the operation in flight waits, if the hook requested this.
     blocked: Option<Arc<Gate>>,
     cancelled: bool,
-    /// The read has been reported as timed out.
+    /// Whether the read has been reported as timed out.
     timed_out: bool,
 }
 
@@ -144,7 +143,7 @@ impl UringBackend {
         let (ready, created) = channel();
         let thread = std::thread::Builder::new().name("ts-io-ring".into()).stack_size(256 << 10);
         let thread = thread.spawn(move || {
-            // With IORING_SETUP_SINGLE_ISSUER only the thread that created the ring may use it.
+            // With IORING_SETUP_SINGLE_ISSUER, only the thread that created the ring may use it.
             match Ring::new(in_flight, Arc::clone(&shared.wake)) {
                 Ok(ring) => {
                     let _ = ready.send(Ok(()));
@@ -157,17 +156,19 @@ impl UringBackend {
         let thread = Some(thread.map_err(|e| Error::Thread(e.into()))?);
         match created.recv() {
             Ok(Ok(())) => Ok(Self { inner, in_flight, thread }),
-            Ok(Err(error)) => {
-                Err(Error::Unavailable { backend: "uring".into(), reason: error.to_string() })
-            }
+            Ok(Err(error)) => Err(Error::Unavailable {
+                backend: "uring".into(),
+                reason: format!("cannot set up io_uring: {error}"),
+            }),
             Err(_) => {
-                Err(Error::Thread(io::Error::other("it ended before it created a ring").into()))
+                Err(Error::Thread(io::Error::other("the thread ended during its start").into()))
             }
         }
     }
 }
 
-/// Reports the exit of the thread even if it panics, so that nothing waits for it forever.
+/// Reports the exit of the thread even if the thread panics. Otherwise, dropping the backend would
+/// wait forever.
 struct ExitGuard(Arc<UringInner>);
 
 impl Drop for ExitGuard {
@@ -234,7 +235,7 @@ impl Backend for UringBackend {
 }
 
 impl Drop for UringBackend {
-    /// Waits until each read in flight has finished or timed out.
+    /// Cancels queued requests, and waits until each read in flight has finished or timed out.
     fn drop(&mut self) {
         let cancelled = {
             let mut inbox = self.inner.lock();
@@ -257,13 +258,13 @@ impl Drop for UringBackend {
     }
 }
 
-/// The ring's thread.
+/// The state of the ring's thread.
 struct Driver {
     ring: Ring<RingRead>,
     inner: Arc<UringInner>,
-    /// The maximum of `live`.
+    /// The maximum value of `live`.
     in_flight: usize,
-    /// Reads in the ring that have not been reported. Those that timed out do not count.
+    /// The number of reads in the ring whose completions have not been sent.
     live: usize,
     timeout: Duration,
     hook: ReadHook,
@@ -303,8 +304,8 @@ impl Driver {
                 Ok(answers) => {
                     answers.into_iter().for_each(|(key, answer)| self.on_answer(key, answer));
                 }
-                // The kernel refuses the call, perhaps because memory is short. At the latest, the
-                // deadlines of the reads end this.
+                // The kernel rejected the call, perhaps because memory is short. The loop retries.
+                // Meanwhile, reads still time out at their deadlines.
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
             }
             self.expire();
@@ -335,7 +336,8 @@ impl Driver {
             inbox.started.push((id, request.token));
             drop(inbox);
             let (len, buffers) = (request.capacity(), std::mem::take(&mut request.buffers));
-            let direct = direct_file(&request.source).expect("`submit` has checked the alignment");
+            let direct = direct_file(&request.source)
+                .expect("`submit` has checked that the file supports direct I/O");
             let (file, alignment) = (Arc::clone(&direct.file), direct.alignment);
             let read = RingRead {
                 id,
@@ -356,8 +358,8 @@ impl Driver {
         }
     }
 
-    /// Asks the kernel to abort a read, unless the hook blocks it: that simulates a device that
-    /// does not respond to this either.
+    /// Asks the kernel to abort a read. Does nothing while the hook blocks the read, to simulate a
+    /// device that does not respond to an abort either.
     fn abort(&mut self, key: usize) {
         if self.ring.data(key).blocked.is_none() {
             self.ring.cancel(key);
@@ -381,7 +383,7 @@ impl Driver {
                 Step::InPlace { offset, len, .. } => (offset, len),
                 Step::Bounce { offset, .. } => (offset, read.alignment),
             };
-            // After a delay the hook has already been asked about this operation.
+            // After a delay, the hook has already decided about this operation.
             let interception = match std::mem::take(&mut read.delayed) {
                 true => None,
                 false => self.hook.intercept(read.request.source.path(), offset, len),
@@ -421,11 +423,11 @@ impl Driver {
         }
     }
 
-    /// Passes an answer to the read's progress. Returns whether the read continues; if not, it is
-    /// finished.
+    /// Records the result of a read's current step. Returns whether the read continues. If it does
+    /// not, this method has finished it.
     fn apply_answer(&mut self, key: usize, answer: io::Result<usize>) -> bool {
         let read = self.ring.data(key);
-        let step = read.progress.step().expect("an operation of this read was in flight");
+        let step = read.progress.step().expect("an unfinished read has a current step");
         let offset = read.request.offset + read.progress.done() as u64;
         let limit = read.truncate.take().unwrap_or(usize::MAX);
         match read.progress.advance(answer.map(|bytes| bytes.min(limit))) {
@@ -445,7 +447,7 @@ impl Driver {
         }
     }
 
-    /// Removes a read from the ring and reports it, unless it was reported as timed out.
+    /// Removes a read from the ring. Reports the read, unless it has been reported as timed out.
     fn finish(&mut self, key: usize, result: Result<usize, Error>) {
         let (read, buffers) = self.ring.remove(key);
         let RingRead { id, mut request, started_ns, timed_out, cancelled, .. } = read;

@@ -6,7 +6,7 @@ use crate::file::FileOrigin;
 use crate::sys::Mapping;
 use crate::{Error, Source};
 
-/// A range of a file, mapped into memory: its bytes are those of the page cache, without a copy or
+/// A range of a file, mapped into memory. It provides the bytes in the page cache without a copy or
 /// an allocation.
 ///
 /// Changes to the file affect the view: see [`MappedView::new`].
@@ -31,21 +31,21 @@ pub struct MappedView {
 }
 
 impl MappedView {
-    /// Maps `offset..offset + len` and blocks until it is in memory. Later accesses read from disk
-    /// only if the page cache has dropped pages because memory was short.
+    /// Maps `offset..offset + len`. On Linux 5.14 and later, blocks until the range is in memory.
+    /// Later accesses read from disk only if the kernel has evicted pages because memory was short.
     ///
-    /// Before Linux 5.14, pages are read when they are first accessed, and the process is killed
-    /// with SIGBUS if the device fails then.
+    /// Before Linux 5.14, each page is read when it is first accessed. If the device fails during
+    /// an access that reads from disk, the process is killed with SIGBUS.
     ///
     /// # Safety
-    /// While the view exists, nothing in this or another process writes to this range of the file,
-    /// because the view hands out shared references to it. If the file is truncated, accessing the
-    /// missing bytes kills the process with SIGBUS.
+    /// While the view exists, neither this process nor another may write to this range of the file,
+    /// because the view provides shared references to its bytes. If the file is truncated,
+    /// accessing the missing bytes kills the process with SIGBUS.
     ///
     /// # Errors
-    /// Returns [`Error::ShortRead`] if the file does not contain the range, [`Error::Changed`] if
-    /// it is no longer the file that was opened, and [`Error::Read`] if the device fails or the
-    /// source is not a file.
+    /// Returns [`Error::ShortRead`] if the file does not contain the range, and [`Error::Changed`]
+    /// if the file is no longer the one that was opened. Returns [`Error::Read`] if the device
+    /// fails or the source is not a file.
     pub unsafe fn new(source: &Arc<Source>, offset: u64, len: usize) -> Result<Self, Error> {
         source.verify(offset)?;
         let rest = usize::try_from(source.len().saturating_sub(offset)).unwrap_or(usize::MAX);
@@ -53,8 +53,9 @@ impl MappedView {
             let (path, expected) = (source.path().into(), len);
             return Err(Error::ShortRead { path, offset, expected, actual: rest });
         }
-        let file = FileOrigin::of(source).ok_or_else(|| source.not_a_file())?.file();
-        // SAFETY: the caller guarantees what `Mapping::new` requires.
+        let file = FileOrigin::of(source).ok_or_else(|| source.not_a_file(offset, len))?.file();
+        // SAFETY: the caller guarantees that nothing writes to this range of the file while the
+        // view exists, and the view owns the mapping.
         let mapping = unsafe { Mapping::new(file, offset, len) };
         let mapping = mapping.map_err(|e| source.read_error(offset, len, e))?;
         let this = Self { source: Arc::clone(source), offset, mapping };
@@ -66,7 +67,7 @@ impl MappedView {
     /// a long time.
     ///
     /// # Errors
-    /// Returns [`Error::Changed`] if it is not.
+    /// Returns [`Error::Changed`] if the file has changed or was replaced.
     pub fn verify(&self) -> Result<(), Error> {
         self.source.verify(self.offset)
     }

@@ -10,20 +10,22 @@ use ts_pool::{BLOCK_ALIGN, Budget, Buffer, HostPool};
 use crate::fault::{WriteCall, WriteFaults};
 use crate::{Error, sys};
 
-/// The unit of direct writes. A writer has two buffers of this size.
+/// The length of a direct write, in bytes. A writer has two buffers of this length.
 const CHUNK: usize = 4 << 20;
-/// Without direct I/O, data is flushed to disk each time this many bytes are dirty, so that the
-/// last flush is short.
+/// Without direct I/O, the file is flushed to disk each time full chunks with this many bytes have
+/// been written. The flush in [`Writer::sync`] is then short.
 const FLUSH_BYTES: u64 = 256 << 20;
+const FLUSH_FAILED: &str = "cannot flush the file to disk";
 
-/// Writes a large file sequentially, bypassing the page cache.
+/// Writes a large file sequentially, bypassing the page cache where possible.
 ///
-/// While one chunk of 4 MiB is written to the device, the next one is filled. Partial blocks, small
-/// files, and files on file systems without direct I/O are written through the page cache.
+/// With direct I/O, one chunk of 4 MiB is written to the device while the next one is filled.
+/// Incomplete chunks are written through the page cache, as are all chunks if the system or the
+/// file system does not support direct I/O.
 ///
 /// Uses 8 MiB of memory and, with direct I/O, one thread. Dropping a writer waits for the chunk in
-/// progress; call [`sync`](Self::sync) first to flush all bytes to disk. After an error, every call
-/// returns the same error.
+/// progress, but does not write an incomplete chunk. Call [`sync`](Self::sync) first to flush all
+/// bytes to disk. After an error, every call returns the same error.
 ///
 /// ```
 /// use std::fs::File;
@@ -49,13 +51,14 @@ pub struct Writer {
     staging: Buffer,
     /// The number of bytes in `staging`.
     filled: usize,
-    /// Whether the file contains all bytes of `staging`.
+    /// Whether the file contains all bytes that were written to `staging`.
     clean: bool,
     /// The file offset of `staging`, a multiple of the block size.
     begin: u64,
-    /// The length of the file, including `staging`.
+    /// The length of the file, including written bytes that are still in the buffers.
     end: u64,
-    /// Without direct I/O: bytes written since the last flush.
+    /// The number of bytes of full chunks written without direct I/O since the most recent flush to
+    /// disk.
     unflushed: u64,
     /// Whether disk space may be reserved beyond `end`.
     reserved: bool,
@@ -70,7 +73,7 @@ struct DirectWriter {
     jobs: Option<Sender<Job>>,
     done: Receiver<(Buffer, u64, io::Result<()>)>,
     thread: Option<JoinHandle<()>>,
-    /// The second buffer. `None` while the thread writes it.
+    /// The second buffer. `None` while the thread has it.
     spare: Option<Buffer>,
 }
 
@@ -85,13 +88,16 @@ impl Writer {
     /// Creates a writer that starts at byte `begin` of `file`, which must be open for reading and
     /// writing.
     ///
-    /// Reserves disk space for `expected` bytes, so that a full disk is reported before any write.
-    /// Error messages name `path`.
+    /// Reserves disk space for `expected` bytes from `begin` on, if the file system supports that.
+    /// A full disk is then reported before any write. `path` appears in error messages. `faults`
+    /// injects errors; the default injects none.
     ///
     /// # Errors
-    /// Returns [`Error::Write`] if there is not enough disk space or the file cannot be accessed,
-    /// [`Error::Memory`] if the buffers cannot be allocated, and [`Error::Thread`] if the thread
-    /// for direct writes cannot be started.
+    /// - [`Error::Write`] if the file system supports reservations but this one fails, or if the
+    ///   metadata of the file cannot be read.
+    /// - [`Error::Read`] if the bytes before `begin` in its block cannot be read.
+    /// - [`Error::Memory`] if the buffers cannot be allocated.
+    /// - [`Error::Thread`] if the thread for direct writes cannot be started.
     pub fn new(
         file: File,
         path: &Path,
@@ -110,9 +116,13 @@ impl Writer {
         };
         let reserved = match reserve() {
             Ok(()) => true,
-            // Without support for reservations, a full disk is reported by a write.
+            // The file system does not support reservations. If the disk is too small, a later
+            // write fails.
             Err(e) if e.kind() == io::ErrorKind::Unsupported => false,
-            Err(e) => return Err(failed(begin.saturating_add(expected), e)),
+            Err(e) => {
+                let what = format!("cannot reserve {expected} bytes of disk space");
+                return Err(failed(begin, with_context(&what, &e)));
+            }
         };
         let end = file.metadata().map_err(|e| failed(begin, e))?.len();
         let pool = HostPool::new(&Budget::new(2 * CHUNK), 2 * CHUNK)?;
@@ -141,15 +151,17 @@ impl Writer {
         Ok(this)
     }
 
-    /// Returns the file.
+    /// Returns the file that the writer writes to.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Writes at the current position. Blocks while both buffers are full.
+    /// Writes `bytes` at the current position. Blocks while both buffers are full, or, without
+    /// direct I/O, while a full chunk is written or flushed to disk.
     ///
     /// # Errors
-    /// Returns [`Error::Write`], possibly for bytes of an earlier call.
+    /// Returns [`Error::Write`] if a write or a flush fails. The bytes that could not be written
+    /// may be from an earlier call.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
         self.unless_failed(|this| this.append(bytes))
     }
@@ -171,10 +183,11 @@ impl Writer {
     }
 
     /// Sets the position to `offset`. Bytes that are skipped past the end of the file are zeros.
+    /// Blocks while buffered bytes are written.
     ///
     /// # Errors
-    /// Returns the errors of [`write`](Self::write), and [`Error::Read`] if the block at `offset`
-    /// cannot be read.
+    /// Returns the errors of [`write`](Self::write), and [`Error::Read`] if the bytes before
+    /// `offset` in its block cannot be read.
     pub fn seek(&mut self, offset: u64) -> Result<(), Error> {
         self.unless_failed(|this| this.seek_to(offset))
     }
@@ -193,7 +206,8 @@ impl Writer {
         self.set_position(offset)
     }
 
-    /// Makes `staging` begin at the block of `offset`, filled up to `offset` with the file's bytes.
+    /// Makes `staging` begin at the block that contains `offset`, and reads the bytes of this block
+    /// before `offset` from the file into `staging`.
     fn set_position(&mut self, offset: u64) -> Result<(), Error> {
         self.begin = offset - offset % BLOCK_ALIGN as u64;
         self.filled = (offset - self.begin) as usize;
@@ -201,7 +215,7 @@ impl Writer {
         self.load_block()
     }
 
-    /// Sets the length of the file to `len`, and the position to its end.
+    /// Sets the length of the file to `len`, and the position to its end. Blocks.
     ///
     /// # Errors
     /// Returns the errors of [`seek`](Self::seek).
@@ -213,7 +227,7 @@ impl Writer {
         })
     }
 
-    /// Flushes everything written to disk. Blocks.
+    /// Flushes all written bytes to disk. Blocks.
     ///
     /// # Errors
     /// Returns the errors of [`write`](Self::write).
@@ -221,7 +235,8 @@ impl Writer {
         self.unless_failed(Self::sync_all)
     }
 
-    /// Runs `act` and records its error. After an earlier error, returns that one instead.
+    /// Runs `act`, and records the error if it fails. If an earlier call failed, returns the
+    /// recorded error without running `act`.
     fn unless_failed(
         &mut self,
         act: impl FnOnce(&mut Self) -> Result<(), Error>,
@@ -241,7 +256,7 @@ impl Writer {
         self.unflushed = 0;
         let synced =
             self.faults.check(&self.path, WriteCall::Sync).and_then(|()| self.file.sync_all());
-        synced.map_err(|e| self.failed(self.end, e))
+        synced.map_err(|e| self.failed(self.end, with_context(FLUSH_FAILED, &e)))
     }
 
     fn set_len(&mut self, len: u64) -> Result<(), Error> {
@@ -249,17 +264,19 @@ impl Writer {
             .faults
             .check(&self.path, WriteCall::SetLen(len))
             .and_then(|()| self.file.set_len(len));
-        set.map_err(|e| self.failed(len, e))?;
+        let what = "cannot set the length of the file";
+        set.map_err(|e| self.failed(len, with_context(what, &e)))?;
         (self.end, self.reserved) = (len, false);
         Ok(())
     }
 
-    /// The file offset of the next byte.
+    /// Returns the file offset of the next byte to write.
     fn position(&self) -> u64 {
         self.begin + self.filled as u64
     }
 
-    /// Starts to write the full `staging`, and continues with the other buffer.
+    /// Writes the full chunk in `staging`, and makes `staging` empty. With direct I/O, starts the
+    /// write and exchanges the buffers.
     fn write_chunk(&mut self) -> Result<(), Error> {
         if self.direct.is_none() {
             self.write_staging()?;
@@ -270,12 +287,12 @@ impl Writer {
                     .faults
                     .check(&self.path, WriteCall::Sync)
                     .and_then(|()| self.file.sync_data());
-                synced.map_err(|e| self.failed(self.begin, e))?;
+                synced.map_err(|e| self.failed(self.begin, with_context(FLUSH_FAILED, &e)))?;
             }
         } else {
             self.wait_for_chunk()?;
-            let direct = self.direct.as_mut().expect("checked above");
-            let other = direct.spare.take().expect("no write is in progress after the wait");
+            let direct = self.direct.as_mut().expect("`direct` is not `None` in this branch");
+            let other = direct.spare.take().expect("`wait_for_chunk` returned the spare buffer");
             let chunk = std::mem::replace(&mut self.staging, other);
             direct.submit(Job { chunk, offset: self.begin, len: CHUNK });
         }
@@ -284,8 +301,8 @@ impl Writer {
         Ok(())
     }
 
-    /// Writes all bytes to the file, those of `staging` through the page cache. `staging` is
-    /// unchanged.
+    /// Writes all bytes to the file, those in `staging` through the page cache. `staging` keeps its
+    /// bytes.
     fn flush(&mut self) -> Result<(), Error> {
         self.wait_for_chunk()?;
         self.write_staging()
@@ -302,12 +319,12 @@ impl Writer {
         Ok(())
     }
 
-    /// Waits for the write in progress.
+    /// Waits for the direct write in progress, if there is one.
     fn wait_for_chunk(&mut self) -> Result<(), Error> {
         let Some(direct) = self.direct.as_mut().filter(|direct| direct.spare.is_none()) else {
             return Ok(());
         };
-        let gone = || io::Error::other("the writer thread has ended");
+        let gone = || io::Error::other("the writer thread ended unexpectedly");
         let (chunk, offset, result) = match direct.done.recv() {
             Ok(done) => done,
             Err(_) => return Err(self.failed(self.begin, gone())),
@@ -338,6 +355,11 @@ impl Writer {
     fn failed(&self, offset: u64, error: io::Error) -> Error {
         Error::Write { path: self.path.clone(), offset, source: error.into() }
     }
+}
+
+/// Returns `error` with the operation that failed in its message.
+fn with_context(what: &str, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{what}: {error}"))
 }
 
 fn write_all_at(
@@ -413,7 +435,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
-        /// Compares with a model in memory, on a file system with direct I/O.
+        /// Compares the file with a model in memory, on a file system with direct I/O.
         #[test]
         fn any_sequence_of_calls_writes_the_right_bytes(
             old_len in 0usize..9000,
@@ -494,7 +516,7 @@ mod tests {
         let path = dir.path().join("read-only");
         std::fs::write(&path, [7; 10]).unwrap();
         let mut writer = Writer::new(open(&path), &path, 0, 0, WriteFaults::default()).unwrap();
-        // The same file, opened read-only.
+        // The writer continues with the same file opened read-only, so that its writes fail.
         (writer.file, writer.direct) = (File::open(&path).unwrap(), None);
         let first = (0..3).find_map(|_| writer.write(&vec![1; CHUNK]).err()).unwrap();
         for again in [writer.write(b"more"), writer.seek(0), writer.sync(), writer.write(b"")] {

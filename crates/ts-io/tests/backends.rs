@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The built-in backends for files, on a real file system.
+//! Tests the built-in backends for files on a real file system.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use ts_io::conformance::{self, Directory};
 use ts_io::{ErrorKind, Registry, Source};
 
-/// A directory on the file system of the build, which must support direct I/O (unlike a tmpfs).
+/// Creates a directory on the file system of the build, which must support direct I/O.
 fn dir() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("the target directory is writable")
 }
@@ -143,7 +143,7 @@ mod linux {
     }
 
     #[test]
-    fn adaptive_reads_uncached_ranges_past_the_page_cache() {
+    fn adaptive_reads_uncached_ranges_directly() {
         let dir = dir();
         let path = dir.path().join("cold");
         std::fs::write(&path, vec![1; 1 << 20]).unwrap();
@@ -153,7 +153,7 @@ mod linux {
         assert_eq!(path_of("adaptive", &source, 65536, 65536), ReadPath::Direct);
         assert_eq!(source.residency(0, 1 << 20), Some(0.0));
         let unaligned = path_of("adaptive", &source, 3, 1000);
-        assert_eq!(unaligned, ReadPath::Buffered, "direct I/O cannot read this");
+        assert_eq!(unaligned, ReadPath::Buffered, "an unaligned range needs the page cache");
     }
 
     #[test]
@@ -179,7 +179,7 @@ mod linux {
         assert!(matches!(interrupted, Err(Error::Interrupted)), "{interrupted:?}");
         let measured = tuner.tuning(&source, &budget, &mut || false).unwrap();
         assert_eq!(budget.used_bytes(), 0);
-        // A measurement would call this.
+        // A second measurement would call this function.
         let mut never = || panic!("measured again");
         assert_eq!(tuner.tuning(&source, &budget, &mut never).unwrap(), measured);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The backend `object` against an S3 server (moto, which also serves plain HTTP), through a proxy
-//! that breaks connections, and against scripted web servers.
+//! Tests the backend `object` with an S3 server (moto, which also serves plain HTTP), with a proxy
+//! that breaks connections, and with scripted web servers.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::io::{Read, Write};
@@ -32,9 +32,9 @@ impl Server {
         let program = root.join(".venv/bin/moto_server");
         assert!(
             program.exists(),
-            "no moto_server in .venv; `cargo xtask ci` installs it (PyPI package moto[s3,server])"
+            "moto_server is missing in .venv; run `cargo xtask ci`, or install moto[s3,server]"
         );
-        // A port that was free just now.
+        // Nothing else is likely to take this port before moto_server does.
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let mut command = Command::new(program);
         command.args(["-H", "127.0.0.1", "-p", &address.port().to_string()]);
@@ -42,7 +42,7 @@ impl Server {
         let this = Self { process, address };
         let began = Instant::now();
         while TcpStream::connect(address).is_err() {
-            assert!(began.elapsed() < Duration::from_secs(60), "moto_server does not start");
+            assert!(began.elapsed() < Duration::from_secs(60), "moto_server must start");
             std::thread::sleep(Duration::from_millis(50));
         }
         send(address, "PUT", &format!("/{BUCKET}"), b"");
@@ -59,7 +59,7 @@ impl Drop for Server {
 
 /// Sets the environment variables that configure S3 clients.
 fn environment(address: SocketAddr) {
-    // SAFETY: the only test of this file calls this before it starts threads.
+    // SAFETY: the only test of this file calls this function before it starts threads.
     unsafe {
         std::env::set_var("AWS_ENDPOINT_URL", format!("http://{address}"));
         std::env::set_var("AWS_ACCESS_KEY_ID", "test");
@@ -110,8 +110,8 @@ fn send(address: SocketAddr, method: &str, path: &str, body: &[u8]) {
     assert!(answer.starts_with("HTTP/1.1 2"), "{method} {path}: {answer}");
 }
 
-/// A proxy that closes each connection after `limit` bytes of the response, and counts bytes and
-/// connections.
+/// A proxy that closes each connection after `limit` bytes of the response. Counts the bytes of
+/// responses and the connections.
 struct Breaker {
     address: SocketAddr,
     passed: Arc<AtomicU64>,
@@ -171,7 +171,7 @@ fn content(len: usize) -> Vec<u8> {
     (0..len as u64).map(|i| (i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as u8).collect()
 }
 
-/// A single test, because environment variables are global to the process.
+/// All checks are in one test, because environment variables are global to the process.
 #[test]
 fn objects_conform_and_failures_are_reported() {
     let server = Server::start();
@@ -193,9 +193,9 @@ fn objects_conform_and_failures_are_reported() {
     file_backends_refuse_objects(&s3);
     a_broken_transfer_resumes_where_it_broke(&server, &s3);
     errors_of_open_name_the_url(&s3);
-    a_silent_server_is_a_timeout();
+    a_silent_server_causes_a_timeout();
     wrong_responses_are_errors();
-    parts_are_joined_only_under_a_strong_etag();
+    parts_are_joined_only_with_a_strong_etag();
 }
 
 fn file_backends_refuse_objects(bucket: &Bucket) {
@@ -233,9 +233,9 @@ fn a_broken_transfer_resumes_where_it_broke(server: &Server, bucket: &Bucket) {
     drop(reader);
     std::thread::sleep(Duration::from_millis(200));
     let passed = breaker.passed.load(Ordering::SeqCst) as usize;
-    // A broken connection loses its headers and what was in socket buffers.
-    println!("{passed} bytes for {LEN}, over {connections} connections");
-    assert!(passed < LEN + LEN / 4, "{passed} bytes for {LEN}");
+    // A broken connection loses its headers and the bytes in socket buffers.
+    println!("{passed} bytes sent for {LEN} bytes, over {connections} connections");
+    assert!(passed < LEN + LEN / 4, "{passed} bytes sent for {LEN} bytes");
 }
 
 fn errors_of_open_name_the_url(bucket: &Bucket) {
@@ -248,7 +248,7 @@ fn errors_of_open_name_the_url(bucket: &Bucket) {
     }
 }
 
-fn a_silent_server_is_a_timeout() {
+fn a_silent_server_causes_a_timeout() {
     let silent = Script::start(|request, mut client| {
         if request.starts_with("HEAD") {
             let head = "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\nETag: \"one\"\r\n\r\n";
@@ -261,7 +261,7 @@ fn a_silent_server_is_a_timeout() {
     let reader = Reader::new(&source, Duration::from_millis(300));
     let done = reader.read(&source, 0, 1000);
     assert_eq!(done.result.unwrap_err().kind(), ErrorKind::TimedOut);
-    assert_eq!(done.buffers.len(), 1, "the buffer is no longer written to");
+    assert_eq!(done.buffers.len(), 1, "the buffer must return, because nothing writes to it");
     let buffer = reader.pool.allocate(1000).unwrap();
     reader.backend.submit(ReadRequest::new(5, Arc::clone(&source), 0, 1000, buffer)).unwrap();
     std::thread::sleep(Duration::from_millis(50));
@@ -274,7 +274,7 @@ fn wrong_responses_are_errors() {
     let head = "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\nETag: \"one\"\r\n\r\n";
     let answers: [(&str, String, ErrorKind); 6] = [
         (
-            "a range that overflows",
+            "a range that overflows 64 bits",
             partial("bytes 0-18446744073709551615/100000", "one"),
             ErrorKind::Io,
         ),
@@ -301,13 +301,14 @@ fn wrong_responses_are_errors() {
     }
 }
 
-fn parts_are_joined_only_under_a_strong_etag() {
-    // With `changes`, each response has another version, and the first ones are cut in half.
+fn parts_are_joined_only_with_a_strong_etag() {
+    // With `changes`, each response has another version. The first answers HEAD and has no body,
+    // and the bodies of the next two are cut in half.
     let serve = |validator: &'static str, changes: bool| {
         let version = AtomicUsize::new(0);
         Script::start(move |request, mut client| {
             let request = request.to_lowercase();
-            assert!(!request.contains("if-match"), "a weak tag never matches: {request}");
+            assert!(!request.contains("if-match"), "a weak ETag never matches: {request}");
             let range = request.lines().find_map(|line| line.strip_prefix("range: bytes="));
             let (begin, end) = range.map_or((0, 9999), |range| {
                 let (begin, end) = range.split_once('-').unwrap();
@@ -337,7 +338,7 @@ fn parts_are_joined_only_under_a_strong_etag() {
         let done = Reader::new(&source, Duration::from_secs(20)).read(&source, 0, 10_000);
         assert_eq!(done.result.unwrap().bytes(), 10_000, "{validator}");
         let bytes = &done.buffers[0][..10_000];
-        assert!(bytes.iter().all(|byte| *byte == bytes[0]), "{validator}: one version");
+        assert!(bytes.iter().all(|byte| *byte == bytes[0]), "{validator}: mixed versions");
     }
     let without_version = serve("X-Nothing: 1", false);
     let error = Source::open(without_version.url()).unwrap_err();
@@ -352,7 +353,8 @@ fn partial(range: &str, etag: &str) -> String {
     )
 }
 
-/// A server that passes each request to a closure, which responds, and then closes the connection.
+/// A server that passes each request to a closure. The closure sends the response, and the
+/// connection is then closed.
 struct Script {
     address: SocketAddr,
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The part of NVIDIA's cuFile library that reads need, loaded at run time. Names and layouts are
-//! those of cufile.h 1.14, which are unchanged since 1.0.
+//! The functions of NVIDIA's cuFile library that this crate uses, loaded at run time. Names and
+//! layouts match cufile.h 1.14, and have not changed since 1.0.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// The C interface.
+/// The declarations of cufile.h that this module uses.
 mod raw {
     use super::{c_int, c_void};
 
@@ -23,7 +23,7 @@ mod raw {
     #[repr(C)]
     pub(super) struct Descriptor {
         pub(super) kind: c_int,
-        /// A union of a file descriptor and a pointer.
+        /// In C, this is a union of a file descriptor and a pointer.
         pub(super) handle: usize,
         pub(super) operations: *const c_void,
     }
@@ -41,7 +41,7 @@ mod raw {
     }
 
     pub(super) const OPAQUE_FD: c_int = 1;
-    /// A bit of `status_flags`: PCI peer-to-peer to NVMe, which does not need nvidia-fs.
+    /// The bit of `status_flags` for PCI peer-to-peer transfers to NVMe, which need no nvidia-fs.
     pub(super) const NVME_P2P: u32 = 1 << 11;
 
     pub(super) type DriverOpen = unsafe extern "C" fn() -> Status;
@@ -52,7 +52,7 @@ mod raw {
     pub(super) type Read = unsafe extern "C" fn(*mut c_void, *mut c_void, usize, i64, i64) -> isize;
 }
 
-/// The library with its driver, both of which stay open until the process ends.
+/// The loaded library, with its driver open. Both stay open until the process ends.
 pub(crate) struct CuFile {
     register: raw::HandleRegister,
     deregister: raw::HandleDeregister,
@@ -61,7 +61,7 @@ pub(crate) struct CuFile {
 }
 
 impl CuFile {
-    /// Returns the library, or why it cannot be used. The first call loads it.
+    /// Returns the library, or the reason why it cannot be used. The first call loads the library.
     pub(crate) fn get() -> Result<&'static CuFile, String> {
         static LIBRARY: OnceLock<Result<CuFile, String>> = OnceLock::new();
         LIBRARY.get_or_init(Self::open).as_ref().map_err(Clone::clone)
@@ -71,17 +71,21 @@ impl CuFile {
         // Without NVIDIA's driver, cuFileDriverOpen never returns.
         check_driver(Path::new("/"))?;
         let mode = libc::RTLD_NOW | libc::RTLD_LOCAL;
-        // SAFETY: the name is a C string, and NVIDIA's library may be loaded at any time. It is
-        // never closed.
+        // SAFETY: the name is a C string, and the initializers of NVIDIA's library have no
+        // preconditions. The library is never closed.
         let library = unsafe { libc::dlopen(c"libcufile.so.0".as_ptr(), mode) };
         if library.is_null() {
-            return Err("libcufile.so.0 (GPUDirect Storage) is not installed".into());
+            return Err(
+                "cannot load libcufile.so.0; install GPUDirect Storage, or add the directory of \
+                        the library to LD_LIBRARY_PATH"
+                    .into(),
+            );
         }
         let symbol = |name: &CStr| {
             // SAFETY: the library is open, and the name is a C string.
             let symbol = unsafe { libc::dlsym(library, name.as_ptr()) };
             if symbol.is_null() {
-                Err(format!("libcufile.so.0 has no {}", name.to_string_lossy()))
+                Err(format!("libcufile.so.0 does not export {}", name.to_string_lossy()))
             } else {
                 Ok(symbol)
             }
@@ -102,11 +106,12 @@ impl CuFile {
                 std::mem::transmute::<*mut c_void, raw::Read>(symbol(c"cuFileRead")?),
             )
         };
-        // SAFETY: the function has no preconditions.
+        // SAFETY: `cuFileDriverOpen` has no preconditions.
         check("cuFileDriverOpen", unsafe { open() })?;
         // SAFETY: `Properties` consists of integers, so all zeros are a valid value.
         let mut found: raw::Properties = unsafe { std::mem::zeroed() };
-        // SAFETY: the driver is open, and `found` is larger than the structure that is written.
+        // SAFETY: the driver is open, and `found` is writable and larger than the structure that
+        // the call writes.
         check("cuFileDriverGetProperties", unsafe { properties(&raw mut found) })?;
         Ok(Self { register, deregister, read, properties: found })
     }
@@ -120,7 +125,7 @@ impl CuFile {
     }
 }
 
-/// Checks that NVIDIA's driver is loaded: one of its files exists below `root`.
+/// Checks that NVIDIA's driver is loaded, by looking for one of its files below `root`.
 fn check_driver(root: &Path) -> Result<(), String> {
     const FILES: [&str; 2] = ["proc/driver/nvidia/version", "dev/nvidiactl"];
     if FILES.iter().any(|file| root.join(file).exists()) {
@@ -131,19 +136,19 @@ fn check_driver(root: &Path) -> Result<(), String> {
     Err(reason.into())
 }
 
-/// A file that is registered with the library. A descriptor can be registered only once, so all
-/// threads share the handle.
+/// A file that is registered with cuFile. A descriptor can be registered only once, so all threads
+/// share the handle.
 pub(crate) struct CuFileHandle {
     library: &'static CuFile,
     handle: *mut c_void,
-    /// The registered file, which must stay open until it is deregistered.
+    /// The registered file. It must stay open until the handle is deregistered.
     _file: File,
 }
 
 // SAFETY: any number of threads may use a handle (GPUDirect Storage API reference, "Thread
 // safety").
 unsafe impl Send for CuFileHandle {}
-// SAFETY: as above.
+// SAFETY: any number of threads may use a handle at the same time, as for `Send`.
 unsafe impl Sync for CuFileHandle {}
 
 impl std::fmt::Debug for CuFileHandle {
@@ -153,7 +158,7 @@ impl std::fmt::Debug for CuFileHandle {
 }
 
 impl CuFileHandle {
-    /// Registers a file that was opened with O_DIRECT, or returns why that fails.
+    /// Registers a file that was opened with O_DIRECT. Returns the reason if that fails.
     pub(crate) fn new(file: &File) -> Result<Self, String> {
         let library = CuFile::get()?;
         let file = file.try_clone().map_err(|e| e.to_string())?;
@@ -181,7 +186,10 @@ impl CuFileHandle {
         match read {
             -1 => Err(io::Error::last_os_error()),
             read => usize::try_from(read).map_err(|_| {
-                io::Error::other(format!("cuFileRead failed: cuFile error {}", -read))
+                io::Error::other(format!(
+                    "cuFileRead failed: cuFile error {} (see CUfileOpError in cufile.h)",
+                    -read
+                ))
             }),
         }
     }
@@ -189,7 +197,7 @@ impl CuFileHandle {
 
 impl Drop for CuFileHandle {
     fn drop(&mut self) {
-        // SAFETY: `new` has registered the handle, and no read uses it any more.
+        // SAFETY: `new` has registered the handle. No read uses it, because reads borrow `self`.
         unsafe { (self.library.deregister)(self.handle) };
     }
 }
@@ -197,8 +205,12 @@ impl Drop for CuFileHandle {
 fn check(call: &str, status: raw::Status) -> Result<(), String> {
     match status {
         raw::Status { cufile: 0, .. } => Ok(()),
+        raw::Status { cufile, cuda: 0 } => {
+            Err(format!("{call} failed: cuFile error {cufile} (see CUfileOpError in cufile.h)"))
+        }
         raw::Status { cufile, cuda } => Err(format!(
-            "{call} failed: cuFile error {cufile}, CUDA error {cuda}; check the GPU and its driver"
+            "{call} failed: cuFile error {cufile} (see CUfileOpError in cufile.h), CUDA error \
+             {cuda} (see CUresult in cuda.h)"
         )),
     }
 }

@@ -8,11 +8,11 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::Duration;
 
-/// The alignment of direct I/O if the kernel (before 6.1) does not report it. A page satisfies all
-/// block devices.
+/// The alignment of direct I/O in bytes if the kernel (before 6.1) does not report it. An alignment
+/// of one page is sufficient for all block devices.
 const FALLBACK_ALIGNMENT: usize = 4096;
 
-/// The maximum number of slices in one call.
+/// The maximum number of slices in one system call.
 pub(super) const IOV_MAX: usize = 1024;
 
 pub(crate) fn identity(metadata: &Metadata) -> (u64, u64) {
@@ -27,7 +27,8 @@ pub(crate) fn changed(metadata: &Metadata) -> Option<(i128, [u64; 4])> {
     ))
 }
 
-/// Fills the slices one after the other. Reads at least one byte, unless the file ends at `offset`.
+/// Reads into the slices, one after the other. Returns the number of bytes: at least one, unless
+/// the file ends at or before `offset`.
 pub(crate) fn read_vectored_at(
     file: &File,
     slices: &mut [IoSliceMut<'_>],
@@ -45,13 +46,13 @@ pub(crate) fn read_vectored_at(
 }
 
 /// An event that threads and rings can wait for: an eventfd that is readable while the gate is
-/// open. Closed at first.
+/// open. A new gate is closed.
 #[derive(Debug)]
 pub(crate) struct Gate(OwnedFd);
 
 impl Gate {
     pub(crate) fn new() -> io::Result<Self> {
-        // SAFETY: no pointers are passed.
+        // SAFETY: the call takes no pointers.
         let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
@@ -62,20 +63,20 @@ impl Gate {
 
     pub(crate) fn open(&self) {
         let one = 1u64.to_ne_bytes();
-        // SAFETY: `one` is readable, and the descriptor is open. The write fails only if the
-        // counter is at its maximum, and then the gate is open.
+        // SAFETY: `one` is readable for the given length, and the descriptor is open. The write
+        // fails only if the counter is at its maximum, in which case the gate is already open.
         unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     }
 
     pub(crate) fn close(&self) {
         let mut count = [0u8; 8];
-        // SAFETY: `count` is writable, and the descriptor is open. The read fails if the gate is
-        // already closed.
+        // SAFETY: `count` is writable for the given length, and the descriptor is open. The read
+        // fails if the gate is already closed.
         unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
     }
 
     pub(crate) fn wait(&self) {
-        // Signals interrupt a poll.
+        // A signal can end the poll before the gate opens.
         while !self.poll(-1) {}
     }
 
@@ -97,34 +98,36 @@ impl AsRawFd for Gate {
     }
 }
 
-/// Opens `path` for reading with O_DIRECT; also returns the required alignment in bytes.
+/// Opens `path` for reading with O_DIRECT. Returns the file and the required alignment in bytes.
 pub(crate) fn open_direct(path: &Path) -> io::Result<(File, usize)> {
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)?;
+    let opened = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path);
+    let file = opened
+        .map_err(|e| io::Error::new(e.kind(), format!("cannot open it with O_DIRECT: {e}")))?;
     let alignment = direct_alignment(&file)?;
     Ok((file, alignment))
 }
 
-/// Opens the same file again for writing with O_DIRECT; also returns the required alignment in
-/// bytes.
+/// Opens the same file again for writing with O_DIRECT. Returns the new handle and the required
+/// alignment in bytes.
 pub(crate) fn reopen_direct(file: &File) -> io::Result<(File, usize)> {
-    // By descriptor, because the path may name another file by now.
+    // The file is opened by its descriptor, because its path may name another file by now.
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let file = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path)?;
     let alignment = direct_alignment(&file)?;
     Ok((file, alignment))
 }
 
-/// Opens the same file again, without readahead.
+/// Opens the same file again for reading, without readahead.
 pub(crate) fn reopen_without_readahead(file: &File) -> io::Result<File> {
     let file = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
-    // SAFETY: the descriptor is open, and no pointers are passed.
+    // SAFETY: the descriptor is open while `file` exists, and the call takes no pointers.
     match unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) } {
         0 => Ok(file),
         number => Err(io::Error::from_raw_os_error(number)),
     }
 }
 
-/// Reserves disk space without changing the length of the file.
+/// Reserves disk space for `begin..begin + len` without changing the length of the file.
 pub(crate) fn reserve(file: &File, begin: u64, len: u64) -> io::Result<()> {
     let size =
         |bytes| libc::off_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG));
@@ -133,7 +136,7 @@ pub(crate) fn reserve(file: &File, begin: u64, len: u64) -> io::Result<()> {
         return Ok(());
     }
     loop {
-        // SAFETY: the descriptor is open while `file` exists, and no pointers are passed.
+        // SAFETY: the descriptor is open while `file` exists, and the call takes no pointers.
         match unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, begin, len) } {
             0 => return Ok(()),
             _ => match io::Error::last_os_error() {
@@ -168,7 +171,7 @@ fn direct_alignment(file: &File) -> io::Result<usize> {
     match stat.stx_dio_mem_align.max(stat.stx_dio_offset_align) as usize {
         0 => Err(io::Error::new(
             io::ErrorKind::Unsupported,
-            "the file system does not support direct I/O for this file",
+            "its file system does not support direct I/O for this file",
         )),
         n if n.is_power_of_two() && n <= ts_pool::BLOCK_ALIGN => Ok(n),
         n => Err(io::Error::new(
@@ -194,11 +197,14 @@ pub(crate) fn cpu_time() -> Option<Duration> {
     Some(of(usage.ru_utime) + of(usage.ru_stime))
 }
 
-/// Returns whether submitting a read of this file to io_uring never blocks. On local file systems
-/// of the kernel, a read that must wait continues in the background. A file system in user space or
-/// on the network (FUSE, NFS) can block the submitting thread, and with it all other reads.
+/// Returns whether submitting a read of this file to io_uring never blocks.
+///
+/// On the kernel's local file systems, a read that must wait continues in the background. A file
+/// system in user space or on the network (FUSE, NFS) can block the submitting thread, which then
+/// delays all other reads.
 pub(crate) fn suits_rings(file: &File) -> bool {
-    /// ext4, XFS, Btrfs, F2FS, bcachefs, overlayfs (include/uapi/linux/magic.h of the kernel).
+    /// The numbers of ext4, XFS, Btrfs, F2FS, bcachefs and overlayfs, from the kernel's
+    /// include/uapi/linux/magic.h.
     const LOCAL: [u32; 6] =
         [0xEF53, 0x5846_5342, 0x9123_683E, 0xF2F5_2010, 0xCA45_1A4E, 0x794C_7630];
     statfs(file).is_some_and(|stat| LOCAL.contains(&(stat.f_type as u32)))
@@ -213,7 +219,8 @@ fn statfs(file: &File) -> Option<libc::statfs> {
     (rc == 0).then_some(stat)
 }
 
-/// Returns a name for the file system of a file, from its type and its id. `None` if it has no id.
+/// Returns a name for the file system that contains `file`, made of the file system's type and id.
+/// Returns `None` if the file system has no id.
 pub(crate) fn file_system(file: &File) -> Option<String> {
     let stat = statfs(file)?;
     // SAFETY: `fsid_t` consists of two 32-bit integers, whose fields the binding does not expose.
@@ -224,16 +231,18 @@ pub(crate) fn file_system(file: &File) -> Option<String> {
 /// Drops a file from the page cache, after flushing it to disk.
 pub(crate) fn evict(file: &File) -> io::Result<()> {
     file.sync_data()?;
-    // SAFETY: the descriptor is open, and no pointers are passed.
+    // SAFETY: the descriptor is open while `file` exists, and the call takes no pointers.
     match unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) } {
         0 => Ok(()),
         number => Err(io::Error::from_raw_os_error(number)),
     }
 }
 
-/// Returns the share of the range that is in the page cache, with `cachestat` (Linux 6.5) or else
-/// `mincore`. `None` for files that this process neither owns nor may write to, for which the
-/// kernel does not report it.
+/// Returns the share of the range that is in the page cache, from 0 to 1. Uses `cachestat` (Linux
+/// 6.5), or else `mincore`.
+///
+/// Returns `None` if the kernel does not report the share. Most kernels do not report it for files
+/// that this process neither owns nor may write to.
 pub(crate) fn residency(file: &File, offset: u64, len: usize) -> Option<f64> {
     if len == 0 {
         return Some(1.0);
@@ -246,11 +255,11 @@ pub(crate) fn residency(file: &File, offset: u64, len: usize) -> Option<f64> {
     }
 }
 
-/// Returns whether `mincore` reports the truth about a file. For other files it reports that all
-/// pages are resident.
+/// Returns whether this process owns the file or may write to it. For other files, `mincore`
+/// reports that all pages are resident.
 fn is_owned_or_writable(file: &File) -> bool {
-    // SAFETY: `geteuid` has no preconditions. `faccessat` needs an open descriptor and, with
-    // AT_EMPTY_PATH, an empty C string.
+    // SAFETY: `geteuid` has no preconditions. The descriptor is open while `file` exists, and the
+    // path is an empty C string, as AT_EMPTY_PATH requires.
     unsafe {
         let is_owner = file.metadata().is_ok_and(|metadata| metadata.uid() == libc::geteuid());
         is_owner
@@ -304,7 +313,7 @@ fn mincore(file: &File, offset: u64, len: usize) -> Option<f64> {
     let size = len + (offset - begin) as usize;
     let mut resident = vec![0u8; page_count(offset, len) as usize];
     // SAFETY: this creates a new mapping, never accesses its memory, and unmaps it. `resident` has
-    // one byte for each of its pages.
+    // one byte for each page of the mapping.
     unsafe {
         let begin = libc::off_t::try_from(begin).ok()?;
         let map = libc::mmap(
@@ -333,7 +342,7 @@ fn page_count(offset: u64, len: usize) -> u64 {
 }
 
 fn page_size() -> u64 {
-    // SAFETY: sysconf has no preconditions.
+    // SAFETY: `sysconf` has no preconditions.
     u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 

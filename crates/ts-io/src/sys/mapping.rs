@@ -14,17 +14,17 @@ impl Mapping {
     /// Maps a range of the file and reads its pages into memory. Blocks.
     ///
     /// # Safety
-    /// While the mapping exists, nothing writes to this range of the file. If the file is
+    /// While the mapping exists, nothing may write to this range of the file. If the file is
     /// truncated, reading the mapping kills the process with SIGBUS.
     ///
     /// # Errors
-    /// Returns the system's error if the range cannot be mapped or read, among others because the
-    /// file ends before it.
+    /// Returns the system's error if the range cannot be mapped or read, for example because the
+    /// file ends before the range.
     pub(crate) unsafe fn new(file: &File, offset: u64, len: usize) -> io::Result<Self> {
         if len == 0 {
             return Ok(Self(None));
         }
-        // SAFETY: the caller guarantees that nothing writes to the range.
+        // SAFETY: the caller guarantees that nothing writes to the range while the mapping exists.
         let map = unsafe { MmapOptions::new().offset(offset).len(len).map(file)? };
         match map.advise(Advice::PopulateRead) {
             // Before Linux 5.14, pages are read when they are accessed.
@@ -43,10 +43,11 @@ impl std::ops::Deref for Mapping {
     }
 }
 
-/// Copies from a file into the slices through a mapping, up to the end of the file.
+/// Copies from a file into the slices through a mapping, up to the end of the file. Returns the
+/// number of bytes.
 ///
-/// If another process truncates the file meanwhile, this process is killed with SIGBUS. If it
-/// writes to the range, the bytes are unspecified, as with any read.
+/// If another process truncates the file meanwhile, this process can be killed with SIGBUS. If
+/// another process writes to the range, the bytes are unspecified, as with any read.
 pub(crate) fn read_mapped_at(
     file: &File,
     slices: &mut [io::IoSliceMut<'_>],
@@ -56,8 +57,8 @@ pub(crate) fn read_mapped_at(
     let available =
         usize::try_from(file.metadata()?.len().saturating_sub(offset)).unwrap_or(usize::MAX);
     let len = capacity.min(available);
-    // SAFETY: the mapping is copied from once and dropped. Callers rely on no more than the
-    // documentation of this function promises.
+    // SAFETY: another process may write to the range. The mapping is therefore copied from only
+    // once and then dropped, and the documentation leaves the bytes unspecified in this case.
     let mapping = unsafe { Mapping::new(file, offset, len)? };
     let mut rest = &mapping[..];
     for slice in slices {
@@ -68,10 +69,11 @@ pub(crate) fn read_mapped_at(
     Ok(len)
 }
 
-/// Maps a range, reads one byte of each page, and returns their sum. Truncation has the same effect
-/// as for [`read_mapped_at`].
+/// Maps a range, reads one byte of each page, and returns the sum of these bytes. Truncation and
+/// writes by another process have the same effect as for [`read_mapped_at`].
 pub(crate) fn touch_mapped(file: &File, offset: u64, len: usize) -> io::Result<u64> {
-    // SAFETY: as in `read_mapped_at`.
+    // SAFETY: another process may write to the range. The mapping is therefore read only once and
+    // then dropped, and the documentation leaves the sum unspecified in this case.
     let mapping = unsafe { Mapping::new(file, offset, len)? };
     Ok(mapping.iter().step_by(4096).map(|&byte| u64::from(byte)).sum())
 }

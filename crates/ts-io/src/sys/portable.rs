@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The same functions for other systems, on which files are only read through the page cache.
+//! The functions of linux.rs for other systems, where files are read only through the page cache.
 
 use std::fs::{File, Metadata};
 use std::io::{self, IoSliceMut};
@@ -33,7 +33,8 @@ pub(crate) fn identity(_: &Metadata) -> (u64, u64) {
     (0, 0)
 }
 
-/// Fills the first of the slices. Reads at least one byte, unless the file ends at `offset`.
+/// Reads into the first of the slices: at least one byte, unless the file ends at `offset`. Returns
+/// the number of bytes.
 pub(crate) fn read_vectored_at(
     file: &File,
     slices: &mut [IoSliceMut<'_>],
@@ -46,7 +47,7 @@ pub(crate) fn read_vectored_at(
     return std::os::windows::fs::FileExt::seek_read(file, slice, offset);
 }
 
-/// An event that threads can wait for. Closed at first; once open, it stays open.
+/// An event that threads can wait for. A new gate is closed. Once opened, it stays open.
 #[derive(Debug, Default)]
 pub(crate) struct Gate(Mutex<bool>, Condvar);
 
@@ -83,10 +84,7 @@ pub(crate) fn cpu_time() -> Option<std::time::Duration> {
 }
 
 pub(crate) fn evict(_: &File) -> io::Result<()> {
-    Err(io::Error::new(
-        io::ErrorKind::Unsupported,
-        "dropping a file from the page cache is supported only on Linux",
-    ))
+    Err(io::Error::new(io::ErrorKind::Unsupported, "this operation is supported only on Linux"))
 }
 
 pub(crate) fn file_system(_: &File) -> Option<String> {

@@ -20,24 +20,25 @@ use crate::scatter::{Block, copy_to, slices};
 const FILE_SLOTS: u32 = 64;
 /// The maximum number of registered memory regions.
 const REGION_SLOTS: u32 = 64;
-/// The largest region that the kernel registers.
+/// The length of the largest region that the kernel can register, in bytes.
 const REGION_LIMIT: usize = 1 << 30;
-/// `user_data` of the poll of the `wake` gate.
+/// The `user_data` of the operation that polls the `wake` gate.
 const WAKE: u64 = u64::MAX;
-/// `user_data` of operations whose completion is ignored.
+/// The `user_data` of operations whose completions are ignored.
 const IGNORED: u64 = u64::MAX - 1;
 
-/// Reads that are in flight or between two operations, each with data `T` of the caller.
+/// An io_uring and its reads. Each read has data `T` of the caller, and at most one operation in
+/// flight.
 pub(crate) struct Ring<T> {
     uring: IoUring,
     wake: Arc<Gate>,
-    /// Boxed, because the kernel holds pointers into slots while this vector grows.
+    /// The reads, by key. Boxed, because the kernel has pointers into slots while the vector grows.
     slots: Vec<Option<Box<Slot<T>>>>,
-    /// The registered files, by index. Empty if the kernel has no table of files.
+    /// The registered files, by index. Empty if the kernel does not support registered files.
     files: Vec<Option<Weak<File>>>,
     /// The registered memory, by index.
     regions: Vec<Region>,
-    /// Keeps registered memory mapped.
+    /// The pools that own the registered memory, which keep it mapped.
     pools: Vec<HostPool>,
 }
 
@@ -45,11 +46,12 @@ struct Slot<T> {
     data: T,
     buffers: Vec<Buffer>,
     file: Arc<File>,
-    /// The memory of the operation in flight. The kernel reads this while it works on it.
+    /// The addresses and lengths of the memory that the operation in flight fills. The kernel reads
+    /// this vector during the operation.
     vectors: Vec<libc::iovec>,
-    /// The duration of a delay in flight. The kernel reads this.
+    /// The duration of the delay in flight. The kernel reads it during the delay.
     time: Timespec,
-    /// The bounce buffer, allocated when first needed. The kernel writes to it.
+    /// The bounce buffer, allocated when first needed. The kernel writes to it during an operation.
     block: Option<Box<Block>>,
     /// Whether an operation is in flight.
     busy: bool,
@@ -59,17 +61,17 @@ struct Slot<T> {
 // are themselves `Send`.
 unsafe impl<T: Send> Send for Slot<T> {}
 
-/// Registered memory.
+/// The address and the length in bytes of registered memory.
 struct Region {
     begin: usize,
     len: usize,
 }
 
-/// An operation of a read.
+/// An operation of a read, or a wait before one.
 pub(crate) enum Op<'a> {
     /// Read from `offset` of the file into `at..at + len` of the buffers.
     Read { offset: u64, at: usize, len: usize },
-    /// Read `len` bytes into the bounce buffer.
+    /// Read `len` bytes from `offset` of the file into the bounce buffer.
     ReadBlock { offset: u64, len: usize },
     /// Wait for this long.
     Delay(Duration),
@@ -78,9 +80,11 @@ pub(crate) enum Op<'a> {
 }
 
 impl<T> Ring<T> {
-    /// Creates a ring for `reads` reads at once. Opening `wake` ends a [`wait`](Self::wait).
+    /// Creates a ring for up to `reads` reads at a time. Opening `wake` ends a
+    /// [`wait`](Self::wait).
     pub(crate) fn new(reads: usize, wake: Arc<Gate>) -> io::Result<Self> {
-        // One operation and one cancellation for each read, and the poll of `wake`.
+        // Each read needs an entry for an operation and one for a cancellation. The poll of `wake`
+        // needs another.
         let entries = u32::try_from(2 * reads + 2).map_err(|_| io::ErrorKind::InvalidInput)?;
         // With deferred task work (Linux 6.1), the kernel processes completions when this thread
         // waits, instead of interrupting it.
@@ -100,7 +104,7 @@ impl<T> Ring<T> {
         Ok(this)
     }
 
-    /// Registers a pool's memory, as far as the kernel permits.
+    /// Registers a pool's memory with the kernel, as far as the kernel permits.
     pub(crate) fn register(&mut self, pool: &HostPool) {
         let memory = pool.as_ptr_range();
         let (begin, end) = (memory.start.addr(), memory.end.addr());
@@ -151,7 +155,7 @@ impl<T> Ring<T> {
             if self.files[index].is_some()
                 && self.slots.iter().flatten().all(|slot| !self.is_file(index, &slot.file))
             {
-                // If this fails, the next file replaces the table entry.
+                // If this fails, a later file replaces the table entry.
                 let _ = self.uring.submitter().register_files_update(index as u32, &[-1]);
                 self.files[index] = None;
             }
@@ -167,7 +171,7 @@ impl<T> Ring<T> {
         &mut self.slot(key).data
     }
 
-    /// Returns key and data of all reads.
+    /// Returns the key and the data of each read.
     pub(crate) fn iter(&mut self) -> impl Iterator<Item = (usize, &mut T)> {
         self.slots
             .iter_mut()
@@ -179,7 +183,7 @@ impl<T> Ring<T> {
         self.slots.iter().flatten().count()
     }
 
-    /// Removes a read that has no operation in flight.
+    /// Removes a read that has no operation in flight. Returns its data and buffers.
     pub(crate) fn remove(&mut self, key: usize) -> (T, Vec<Buffer>) {
         let slot = self.slots[key].take().expect("the key is that of a read in the ring");
         assert!(!slot.busy, "a read cannot be removed while the kernel works on it");
@@ -189,12 +193,12 @@ impl<T> Ring<T> {
 
     /// Starts the next operation of a read. [`wait`](Self::wait) returns its result.
     pub(crate) fn start(&mut self, key: usize, op: &Op<'_>) {
-        assert!(!self.slot(key).busy, "a read has one operation in flight at a time");
+        assert!(!self.slot(key).busy, "a read has at most one operation in flight");
         let entry = self.entry(key, op).user_data(key as u64);
         self.slot(key).busy = true;
-        // SAFETY: the memory that the operation reads and writes belongs to the slot. The slot does
-        // not move, because it is boxed, as are its vectors and block; and while it is busy, it is
-        // neither accessed nor freed.
+        // SAFETY: the slot owns the memory that the operation reads and writes. This memory does
+        // not move: the slot is boxed, and its vectors, block and buffers are separate allocations.
+        // While the slot is busy, the memory is neither accessed nor freed.
         unsafe { self.push(&entry) };
     }
 
@@ -202,7 +206,7 @@ impl<T> Ring<T> {
     /// buffers.
     pub(crate) fn copy_from_block(&mut self, key: usize, skip: usize, at: usize, len: usize) {
         let slot = self.slot(key);
-        assert!(!slot.busy, "the kernel may still write to the bounce buffer");
+        assert!(!slot.busy, "the kernel no longer writes to the bounce buffer");
         let block = slot.block.as_ref().expect("an operation has filled the bounce buffer");
         copy_to(&mut slot.buffers, at, &block.0[skip..skip + len]);
     }
@@ -216,11 +220,11 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Waits until an operation completes, `wake` is opened, or `limit` has passed. Returns keys
-    /// and results of the completed operations.
+    /// Waits until an operation completes, `wake` is opened, or `limit` has passed. A signal can
+    /// end the wait earlier. Returns the keys and results of the completed operations.
     ///
     /// # Errors
-    /// Returns the error if the kernel refuses the wait.
+    /// Returns the system's error if the kernel rejects the wait.
     pub(crate) fn wait(
         &mut self,
         limit: Option<Duration>,
@@ -301,7 +305,7 @@ impl<T> Ring<T> {
         }
     }
 
-    /// A read into the slot's vectors, with the cheapest opcode that applies.
+    /// Returns the submission entry of a read into the slot's vectors, with the cheapest opcode.
     fn read_entry(&mut self, key: usize, offset: u64) -> squeue::Entry {
         let file = Arc::clone(&self.slot(key).file);
         let (fixed, file) = (self.fixed_file(&file), file.as_raw_fd());
@@ -329,8 +333,8 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Returns the file's index in the table of registered files, registering it if there is space.
-    /// Files that have been closed make space.
+    /// Returns the file's index in the table of registered files. Registers the file if the table
+    /// has a free entry, or an entry of a closed file.
     fn fixed_file(&mut self, file: &Arc<File>) -> Option<Fixed> {
         let index = match (0..self.files.len()).find(|&index| self.is_file(index, file)) {
             Some(index) => index,
@@ -341,7 +345,7 @@ impl<T> Ring<T> {
                 let index = self.files.iter().position(is_free)?;
                 let descriptor: [RawFd; 1] = [file.as_raw_fd()];
                 self.uring.submitter().register_files_update(index as u32, &descriptor).ok()?;
-                // The weak reference prevents that another file gets the same address.
+                // The weak reference prevents another `File` from getting the same address.
                 self.files[index] = Some(Arc::downgrade(file));
                 index
             }
@@ -349,11 +353,14 @@ impl<T> Ring<T> {
         Some(Fixed(index as u32))
     }
 
+    /// Queues an operation for submission to the kernel.
+    ///
     /// # Safety
-    /// Until the completion of the entry, all memory that it points to is valid and not used for
-    /// anything else.
+    /// Until the operation completes, all memory that `entry` points to must be valid, and nothing
+    /// else may access it.
     unsafe fn push(&mut self, entry: &squeue::Entry) {
-        // SAFETY: the caller guarantees this.
+        // SAFETY: the caller guarantees that the memory of the entry is valid, and accessed by
+        // nothing else, until the operation completes.
         while unsafe { self.uring.submission().push(entry) }.is_err() {
             // The queue has space for all entries between two waits. If it is full nevertheless,
             // submitting empties it.
